@@ -36,10 +36,10 @@ import torch
 from lib.processes import train
 from lib.results import ResultFile, cpu_name
 from trifocal.data import make_loader, make_tokenizer
-from trifocal.data.builtin import BuiltinSource
+from trifocal.data.sources.builtin import BuiltinSource
 from trifocal.runlog import read_metrics
 from trifocal.train import RunConfig, load_config
-from trifocal.train.checkpoint_folders import list_checkpoints
+from trifocal.train.checkpoint.folders import list_checkpoints
 
 CONFIG = Path(__file__).parents[1] / "configs" / "m7c_125m.toml"
 GIB = 2**30

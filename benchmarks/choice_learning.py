@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.results import ResultFile, cpu_name
-from trifocal.data.synthetic import associations
+from trifocal.data.sources.synthetic import associations
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.models.choice_teaching import ChoiceTeaching, eligible_queries
 from trifocal.ops import Geometry
 from trifocal.testing.small_models import draw_keys_apart
-from trifocal.train.optimizer import make_optimizer
-from trifocal.train.run_config import OptimizerSection
+from trifocal.train.config.sections import OptimizerSection
+from trifocal.train.step.optimizer import make_optimizer
 
 TOKENS, PAIRS, PARTS, ROWS, WARM_UP = 256, 16, (1, 2, 4), 64, 20
 # A quarter of the blocks is selected, and the window is a sixteenth of the row, as in the part `recall` of quality.py.

@@ -40,10 +40,10 @@ from trifocal.evaluation.position_loss import measure_loss, read_batches
 from trifocal.models import DecoderLM
 from trifocal.models.conversion import Target, convert_tensors, converted_config
 from trifocal.ops import Geometry
-from trifocal.train.checkpoint_folders import checkpoint_step, list_checkpoints
-from trifocal.train.pretrained import open_pretrained
-from trifocal.train.run_config import RunConfig
-from trifocal.train.run_directory import load_run
+from trifocal.train.checkpoint.folders import checkpoint_step, list_checkpoints
+from trifocal.train.checkpoint.pretrained import open_pretrained
+from trifocal.train.config.sections import RunConfig
+from trifocal.train.run_folder import load_run
 
 DENSE, DENSE_ON = "dense", "dense, trained on"
 Flags = dict[str, str]

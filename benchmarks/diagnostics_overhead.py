@@ -39,11 +39,10 @@ from lib.results import ResultFile, cpu_name
 from trifocal.distributed import Processes
 from trifocal.runlog import Heartbeat, MetricsWriter, Progress, Watchdog
 from trifocal.train import load_config, loop
-from trifocal.train.lock import RunLock
-from trifocal.train.preflight import choose_device, preflight
-from trifocal.train.run_config import RunConfig
-from trifocal.train.run_directory import create_run_directory
-from trifocal.train.train_setup import TrainSetup
+from trifocal.train.config.check import choose_device, preflight
+from trifocal.train.config.sections import RunConfig
+from trifocal.train.run_folder import RunLock, create_run_directory
+from trifocal.train.setup import TrainSetup
 
 ROOT = Path(__file__).parent.parent
 NEVER = 10**9

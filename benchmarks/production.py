@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lib.results import ResultFile
-from trifocal.data.builtin import BuiltinSource
+from trifocal.data.sources.builtin import BuiltinSource
 from trifocal.runlog import read_metrics
 
 ROOT = Path(__file__).parent.parent

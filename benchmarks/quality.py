@@ -41,7 +41,7 @@ from statistics import median
 from lib.quality_parts import PARTS, VARIANTS
 from lib.quality_tables import Row, means, pivot
 from lib.results import ResultFile
-from trifocal.data.builtin import BuiltinSource
+from trifocal.data.sources.builtin import BuiltinSource
 from trifocal.runlog import read_metrics
 from trifocal.runlog.run import read_run
 from trifocal.train import load_config

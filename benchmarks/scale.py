@@ -36,7 +36,7 @@ from lib.processes import STOP_SECONDS, train
 from lib.results import ResultFile
 from trifocal.runlog import read_metrics
 from trifocal.train import load_config
-from trifocal.train.run_directory import load_run
+from trifocal.train.run_folder import load_run
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 GIB = 2**30

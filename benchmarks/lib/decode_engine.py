@@ -23,7 +23,7 @@ from trifocal.errors import UserError
 from trifocal.inference import CachedModel, Engine, Request, Sampling
 from trifocal.inference.paged_cache import memory_for_caches, plan_cache
 from trifocal.models import DecoderLM, ModelConfig
-from trifocal.train.micro_batch import autocast
+from trifocal.train.step.micro_batch import autocast
 
 Part = Literal["model", "prefill", "layer", "mix", "shell"]
 SIZES = ("1x1024", "1x4096", "1x16384", "1x65536", "8x8192", "64x8192", "64x65536")

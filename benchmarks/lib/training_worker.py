@@ -20,10 +20,10 @@ from lib.timing import Timing, synchronized_seconds
 from trifocal.data import Batch
 from trifocal.models import DecoderLM, ModelConfig, flops_per_token, parameter_count
 from trifocal.runlog import Heartbeat, memory_statistics, peak_bf16_flops
-from trifocal.train.graphs import MicroBatchGraphs
-from trifocal.train.optimizer import make_optimizer
-from trifocal.train.run_config import OptimizerSection, TrainSection
-from trifocal.train.step import StepResult, TrainStep
+from trifocal.train.config.sections import OptimizerSection, TrainSection
+from trifocal.train.step.cuda_graphs import MicroBatchGraphs
+from trifocal.train.step.optimizer import make_optimizer
+from trifocal.train.step.step import StepResult, TrainStep
 
 GIB = 2**30
 # fp32 weight and gradient, and AdamW's two moments.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trifocal.models import DecoderLM
     from trifocal.nn import NSAttention
     from trifocal.ops import Geometry, nsa, nsa_attention
-    from trifocal.train.pretrained import load_model
+    from trifocal.train.checkpoint.pretrained import load_model
 
 _PACKAGES = ("data", "inference", "models", "nn", "ops", "train")
 _MODULE_OF = {
@@ -24,7 +24,7 @@ _MODULE_OF = {
     "Geometry": "ops",
     "NSAttention": "nn",
     "generate": "api",
-    "load_model": "train.pretrained",
+    "load_model": "train.checkpoint.pretrained",
     "load_tokenizer": "api",
     "nsa": "ops",
     "nsa_attention": "ops",

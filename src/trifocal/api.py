@@ -15,7 +15,7 @@ from trifocal.errors import UserError
 from trifocal.inference import Engine
 from trifocal.models import DecoderLM
 from trifocal.paths import shell_path, user_path
-from trifocal.train.pretrained import open_pretrained
+from trifocal.train.checkpoint.pretrained import open_pretrained
 
 
 def generate(

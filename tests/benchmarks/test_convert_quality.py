@@ -9,7 +9,7 @@ import pytest
 from tests.children import load_script
 from tests.train.tiny import write_config
 from trifocal.cli import main
-from trifocal.train.run_directory import load_run
+from trifocal.train.run_folder import load_run
 
 SMALL = ["--geometry.compression_block_size", "4", "--geometry.compression_stride", "2"]
 SMALL += ["--geometry.selection_block_size", "8", "--geometry.num_selected_blocks", "3"]

@@ -14,7 +14,7 @@ from tests.benchmarks.tiny import MODEL
 from tests.children import load_script
 from tests.train.test_graphs import Repeater
 from trifocal.errors import UserError
-from trifocal.train import graphs
+from trifocal.train.step import cuda_graphs
 
 train = load_script("benchmarks/training.py")
 TrainOptions, bench_train, speedups = train.TrainOptions, train.bench_train, train.speedups
@@ -105,14 +105,14 @@ def test_graphs_and_kernels_need_a_gpu():
 @pytest.fixture
 def recorded_bench(monkeypatch):
     """Makes a bench whose recordings are repetitions; everything around them is the trainer's."""
-    monkeypatch.setattr(graphs, "GraphRecorder", Repeater)
+    monkeypatch.setattr(cuda_graphs, "GraphRecorder", Repeater)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(Repeater, "recordings", 0)
     monkeypatch.setattr(Repeater, "passes", 0)
 
     def make(case):
         bench = TrainBench(case)
-        recorded = graphs.MicroBatchGraphs(bench.model, bench.model.parameters(), bench.device, case.precision)
+        recorded = cuda_graphs.MicroBatchGraphs(bench.model, bench.model.parameters(), bench.device, case.precision)
         bench.graphs = bench.train_step.graphs = recorded
         return bench
 

@@ -34,8 +34,8 @@ from trifocal.ops.decode import linear as decode_linear
 from trifocal.testing import costs
 from trifocal.testing.inputs import attention_inputs
 from trifocal.testing.small_models import SMALL, make_model
-from trifocal.train import train_setup
-from trifocal.train.arguments import load_config
+from trifocal.train import setup as train_setup
+from trifocal.train.config.load import load_config
 
 CPU = torch.device("cpu")
 FAULTS = {}

@@ -324,7 +324,7 @@ def test_a_second_signal_ends_a_real_process(tmp_path: Path) -> None:
     code = """
 import sys, time
 from pathlib import Path
-from trifocal.train.step import TrainStep
+from trifocal.train.step.step import TrainStep
 from trifocal.cli import main
 step = TrainStep.run
 def hang(self, number, *args, **kwargs):

@@ -19,7 +19,7 @@ from trifocal.cli import main
 from trifocal.data import make_tokenizer
 from trifocal.models import save_weights
 from trifocal.testing.small_models import make_model, small_config
-from trifocal.train.run_directory import load_run
+from trifocal.train.run_folder import load_run
 
 __all__ = ["tokenizer_file"]
 SMALL = ["--geometry.compression-block-size", "4", "--geometry.compression-stride", "2"]
@@ -127,7 +127,7 @@ def test_what_others_write_stays_and_two_never_share_a_folder(
         if during:
             during.pop()()
 
-    for module in ("cli.convert", "train.exporting"):
+    for module in ("cli.convert", "train.checkpoint.export"):
         monkeypatch.setattr(f"trifocal.{module}.save_weights", meanwhile)
 
     def write_config() -> None:

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 from tests.chat_data import MARKED, PLAIN, make_chats, write_tokenizer
 from trifocal.data import Batch, DataConfig, Loader, Tokenizer, make_loader, make_tokenizer
-from trifocal.data.chats import BadChat, read_chat
+from trifocal.data.sources.chats import BadChat, read_chat
 from trifocal.data.tokenizers import ByteTokenizer
 from trifocal.errors import UserError
 

@@ -20,8 +20,8 @@ import pytest
 from tests.data.server import FaultyServer
 from trifocal.data import DataConfig, Loader, make_loader, make_tokenizer
 from trifocal.data.activity import Activity
-from trifocal.data.hub import open_dataset
-from trifocal.data.sources import BadDocuments, Source
+from trifocal.data.sources.base import BadDocuments, Source
+from trifocal.data.sources.hub import open_dataset
 from trifocal.errors import UserError
 
 datasets = pytest.importorskip("datasets")

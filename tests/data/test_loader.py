@@ -20,8 +20,8 @@ from trifocal.data import Batch, DataConfig, Loader, make_loader, make_tokenizer
 from trifocal.data import loader as loader_module
 from trifocal.data.activity import Activity
 from trifocal.data.factory import make_source
+from trifocal.data.sources.text import JsonlSource
 from trifocal.data.stream import DocumentStream, Position, in_validation
-from trifocal.data.text import JsonlSource
 from trifocal.errors import UserError
 
 TOKENIZER = make_tokenizer("bytes")

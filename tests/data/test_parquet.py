@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from trifocal.data import DataConfig, make_loader, make_tokenizer
-from trifocal.data.parquet import ParquetSource
-from trifocal.data.sources import BadDocuments, Document
+from trifocal.data.sources.base import BadDocuments, Document
+from trifocal.data.sources.parquet import ParquetSource
 from trifocal.errors import UserError
 
 pytest.importorskip("pyarrow")
@@ -156,7 +156,7 @@ def test_going_on_reads_the_footer_and_the_present_row_group(write_parquet: Writ
 
 BOMB = """
 import re, sys
-from trifocal.data.parquet import ParquetSource
+from trifocal.data.sources.parquet import ParquetSource
 source = ParquetSource.from_path("parquet:bomb", sys.argv[1], "text")
 for number, _ in zip(range(20), source.read(0, None), strict=False):
     pass

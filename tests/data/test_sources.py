@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 
 from trifocal.cli import main
-from trifocal.data import DataConfig, make_loader, make_tokenizer, sources
-from trifocal.data import text as text_module
-from trifocal.data.builtin import BuiltinSource
-from trifocal.data.sources import BadDocuments, Document, Source, parse_source
+from trifocal.data import DataConfig, make_loader, make_tokenizer
+from trifocal.data.sources import base
+from trifocal.data.sources import text as text_module
+from trifocal.data.sources.base import BadDocuments, Document, Source, parse_source
+from trifocal.data.sources.builtin import BuiltinSource
+from trifocal.data.sources.text import JsonlSource, TextSource
 from trifocal.data.stream import in_validation
-from trifocal.data.text import JsonlSource, TextSource
 from trifocal.errors import UserError
 
 
@@ -279,11 +280,11 @@ def test_a_jsonl_line_longer_than_a_document_may_be(tmp_path: Path, monkeypatch:
 
 
 def test_a_text_longer_than_a_document_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "LONGEST_DOCUMENT", 1000)
-    assert sources.make_document("a", "x" * 1000).text == "x" * 1000
+    monkeypatch.setattr(base, "LONGEST_DOCUMENT", 1000)
+    assert base.make_document("a", "x" * 1000).text == "x" * 1000
     for value in ("x" * 1001, [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x" * 1000}]):
-        with pytest.raises(sources.BadDocument, match=r"has 1,\d+ characters, expected at most 1,000"):
-            sources.make_document("a", value)
+        with pytest.raises(base.BadDocument, match=r"has 1,\d+ characters, expected at most 1,000"):
+            base.make_document("a", value)
 
 
 @pytest.mark.parametrize("kind", ["", "parquet:", "hf:", "fineweb-edu:"])

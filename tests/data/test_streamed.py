@@ -13,8 +13,8 @@ import torch
 
 from trifocal.data import DataConfig, Loader, make_loader, make_tokenizer
 from trifocal.data.activity import Activity
-from trifocal.data.hub import open_dataset
-from trifocal.data.sources import BadDocuments, Source
+from trifocal.data.sources.base import BadDocuments, Source
+from trifocal.data.sources.hub import open_dataset
 from trifocal.errors import UserError
 
 pytest.importorskip("datasets")

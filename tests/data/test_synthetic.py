@@ -9,7 +9,7 @@ import torch
 
 from tests.data.test_loader import same, take
 from trifocal.data import DataConfig, Loader, has_text, make_loader, make_tokenizer
-from trifocal.data.synthetic import associations, haystack, needle_row, recall_row
+from trifocal.data.sources.synthetic import associations, haystack, needle_row, recall_row
 from trifocal.errors import UserError
 
 

@@ -11,8 +11,8 @@ from trifocal.checks.process_worker import Case, backward, full_tensor
 from trifocal.distributed import Processes, parallelize, processes_started
 from trifocal.models import DecoderLM
 from trifocal.testing.small_models import random_tokens, small_config
-from trifocal.train.optimizer import gradient_norm, make_optimizer
-from trifocal.train.run_config import OptimizerSection
+from trifocal.train.config.sections import OptimizerSection
+from trifocal.train.step.optimizer import gradient_norm, make_optimizer
 
 CPU = torch.device("cpu")
 LENGTH = 40

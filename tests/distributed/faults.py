@@ -16,13 +16,14 @@ from pathlib import Path
 import torch
 
 from trifocal.cli import main
-from trifocal.data.text import TextSource
+from trifocal.data.sources.text import TextSource
 from trifocal.nn.block import SwiGLU
-from trifocal.train import checkpoint as checkpoint_module
-from trifocal.train import evaluator, parallelize, run_logger, train_setup
-from trifocal.train import graphs as graphs_module
-from trifocal.train import step as step_module
-from trifocal.train.step import TrainStep
+from trifocal.train import evaluator, run_logger
+from trifocal.train import setup as train_setup
+from trifocal.train.checkpoint import save_load as checkpoint_module
+from trifocal.train.step import cuda_graphs
+from trifocal.train.step import step as step_module
+from trifocal.train.step.step import TrainStep
 
 RANK = int(os.environ.get("RANK", "0"))
 STEP = 3
@@ -221,14 +222,14 @@ class _EagerRecorder:
 
 def graphs():
     """No fault: recordings are repetitions, so that everything around them runs on a CPU."""
-    graphs_module.GraphRecorder = _EagerRecorder
+    cuda_graphs.GraphRecorder = _EagerRecorder
     torch.Tensor.pin_memory = lambda self: self
-    original = parallelize.parallelize
-    parallelize.parallelize = lambda *args, **options: original(*args, **options | {"exchange_after": True})
+    original = train_setup.parallelize
+    train_setup.parallelize = lambda *args, **options: original(*args, **options | {"exchange_after": True})
 
     def make_graphs(parallel, model, config, device, loss_function):
         assert parallel.sharded or parallel.flat_gradients is not None
-        return graphs_module.MicroBatchGraphs(loss_function, model.parameters(), device, "fp32", parallel), ""
+        return cuda_graphs.MicroBatchGraphs(loss_function, model.parameters(), device, "fp32", parallel), ""
 
     train_setup.make_graphs = make_graphs
 
@@ -311,10 +312,10 @@ def device():
 
 def code():
     """Another version of the code."""
-    from trifocal.train import start
+    from trifocal.train import launch
 
     if RANK == 1:
-        start._code_hash = lambda: "abc"
+        launch._code_hash = lambda: "abc"
 
 
 def quick_stalls(minimum_seconds):

@@ -22,10 +22,10 @@ from trifocal.runlog import read_metrics
 from trifocal.runlog.jsonl import read_lines
 from trifocal.train import load_config, resume
 from trifocal.train import train as train_here
-from trifocal.train.arguments import override
-from trifocal.train.checkpoint_folders import list_checkpoints
-from trifocal.train.manifest import verify_checkpoint
-from trifocal.train.run_directory import load_run
+from trifocal.train.checkpoint.folders import list_checkpoints
+from trifocal.train.checkpoint.manifest import verify_checkpoint
+from trifocal.train.config.load import override
+from trifocal.train.run_folder import load_run
 
 QUICK = ("--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0")
 
@@ -251,7 +251,7 @@ def test_a_frozen_rank_is_named_and_the_others_stop(case: Case) -> None:
     assert "action (faults.py:" in end.error
     assert last_beat(case.run, 0)["status"] == "failed"
     assert "action (faults.py:" in json.loads((dump / "rank0.json").read_text())["row"]["others"]["rank1"]["where"]
-    assert "trifocal/train/step.py" in (dump / "stacks_rank0.txt").read_text()
+    assert "trifocal/train/step/step.py" in (dump / "stacks_rank0.txt").read_text()
     page = (dump / "summary.md").read_text()
     assert page.startswith("# Rank 0 stops: rank 1 (process ") and "has been silent for" in page.splitlines()[0]
     assert "- Rank 0 was in " in page or "- Rank 0 has not answered" in page

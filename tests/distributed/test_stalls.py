@@ -15,9 +15,10 @@ from tests.distributed.test_faults import QUICK, Case
 from tests.distributed.test_faults import case as case
 from tests.written_runs import wait_for
 from trifocal.errors import UserError
-from trifocal.runlog import read_metrics, verdict
+from trifocal.runlog import read_metrics
 from trifocal.runlog.run import read_run
-from trifocal.runlog.verdict import Verdict, judge
+from trifocal.runlog.stalls import verdict
+from trifocal.runlog.stalls.verdict import Verdict, judge
 
 OFTEN = ("--log.heartbeat_seconds", "0.2")
 

@@ -12,7 +12,7 @@ import pytest
 from tests.children import ROOT, environment
 from tests.train.tiny import write_config
 from trifocal.runlog import read_metrics
-from trifocal.train.checkpoint_folders import list_checkpoints
+from trifocal.train.checkpoint.folders import list_checkpoints
 
 CLUSTER = ROOT / "docs" / "cluster"
 COMMANDS = {

@@ -13,8 +13,8 @@ from tests.children import load_script
 from tests.docs.pages import HISTORY, PAGES, ROOT, blocks, commands, name_of
 from trifocal.cli import COMMANDS
 from trifocal.fields import from_table
-from trifocal.train.arguments import load_config, override, parse_arguments
-from trifocal.train.run_config import RunConfig
+from trifocal.train.config.load import load_config, override, parse_arguments
+from trifocal.train.config.sections import RunConfig
 
 CASES = [(name_of(page), line) for page in PAGES if page.name not in HISTORY for line in commands(page)]
 BENCHMARKS = {f"benchmarks/{name}.py": name.upper() for name in ("attention", "kernels", "training", "decoding")}

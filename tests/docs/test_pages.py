@@ -9,7 +9,7 @@ import pytest
 
 from tests.docs.pages import HISTORY, PAGES, ROOT, blocks, headings, inline_code, name_of, prose
 from trifocal.fields import dotted_fields
-from trifocal.train.run_config import RunConfig
+from trifocal.train.config.sections import RunConfig
 
 KEYS = dotted_fields(RunConfig)
 SECTIONS = {key.rpartition(".")[0] for key in KEYS}

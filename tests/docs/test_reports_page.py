@@ -13,7 +13,7 @@ from trifocal.runlog import read_metrics
 from trifocal.runlog.environment import EARLIER_VARIABLES, earlier_variables
 from trifocal.runlog.run import read_run
 from trifocal.train import train
-from trifocal.train.arguments import load_config, override
+from trifocal.train.config.load import load_config, override
 
 PAGE = text_of(ROOT / "docs/reports.md")
 RESULTS = ROOT / "benchmarks" / "results"

@@ -12,7 +12,7 @@ import torch
 from trifocal.doctor import machine
 from trifocal.doctor.machine import EXTRAS
 from trifocal.runlog.environment import EARLIER_VARIABLES
-from trifocal.train.arguments import load_config, override
+from trifocal.train.config.load import load_config, override
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ from trifocal.cli import main
 from trifocal.doctor import measured
 from trifocal.doctor.measured import REFERENCE_CARD, REFERENCES, need_of
 from trifocal.models import DecoderLM
-from trifocal.train.arguments import override
+from trifocal.train.config.load import override
 from trifocal.train.launch import train
 from trifocal.train.out_of_memory import memory_remedies
 

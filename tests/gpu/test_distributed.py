@@ -14,8 +14,8 @@ from tests.distributed.workers import train
 from tests.train.tiny import read_checkpoint, write_config
 from trifocal.checks import process_checks as processes
 from trifocal.runlog import read_metrics
-from trifocal.train.checkpoint_folders import list_checkpoints
-from trifocal.train.manifest import verify_checkpoint
+from trifocal.train.checkpoint.folders import list_checkpoints
+from trifocal.train.checkpoint.manifest import verify_checkpoint
 
 COUNT = torch.cuda.device_count()
 pytestmark = [

@@ -10,7 +10,7 @@ from tests.distributed.test_stalls import wait_for
 from tests.distributed.workers import train
 from tests.train.tiny import write_config
 from trifocal.runlog import Heartbeat
-from trifocal.runlog.dump import write_details
+from trifocal.runlog.stalls.dump import write_details
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

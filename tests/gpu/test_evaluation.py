@@ -10,7 +10,7 @@ from trifocal.evaluation import Subject
 from trifocal.evaluation.needles import measure_needles
 from trifocal.evaluation.position_loss import measure_loss, read_batches
 from trifocal.models import DecoderLM, ModelConfig
-from trifocal.train.run_config import EvaluateSection
+from trifocal.train.config.sections import EvaluateSection
 from trifocal.train.validation_loss import evaluate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -15,8 +15,8 @@ import torch
 from tests.children import environment
 from tests.train.tiny import write_config
 from trifocal.runlog import read_metrics
-from trifocal.train.checkpoint_folders import checkpoint_step, list_checkpoints
-from trifocal.train.manifest import verify_checkpoint
+from trifocal.train.checkpoint.folders import checkpoint_step, list_checkpoints
+from trifocal.train.checkpoint.manifest import verify_checkpoint
 
 GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu] if GPU else []

@@ -10,10 +10,10 @@ from lib.training_worker import TrainBench, TrainCase
 from tests.gpu.test_model import make_model
 from trifocal.data import Batch
 from trifocal.runlog import Heartbeat
-from trifocal.train.graphs import MicroBatchGraphs
-from trifocal.train.optimizer import make_optimizer
-from trifocal.train.run_config import OptimizerSection, TrainSection
-from trifocal.train.step import TrainStep
+from trifocal.train.config.sections import OptimizerSection, TrainSection
+from trifocal.train.step.cuda_graphs import MicroBatchGraphs
+from trifocal.train.step.optimizer import make_optimizer
+from trifocal.train.step.step import TrainStep
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,7 +17,7 @@ from trifocal.data import make_tokenizer
 from trifocal.hf import TrifocalConfig
 from trifocal.models import DecoderLM
 from trifocal.testing.small_models import make_model, small_config
-from trifocal.train.exporting import export_folder
+from trifocal.train.checkpoint.export import export_folder
 
 # Contexts of several lengths, so that a batch has padding.
 ROWS = [

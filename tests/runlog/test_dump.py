@@ -9,7 +9,8 @@ import torch
 
 from tests.written_runs import Clock
 from trifocal.runlog import Heartbeat, Watchdog
-from trifocal.runlog.collectives import (
+from trifocal.runlog.jsonl import JsonLinesWriter
+from trifocal.runlog.stalls.collectives import (
     Collective,
     decode,
     describe,
@@ -17,9 +18,8 @@ from trifocal.runlog.collectives import (
     last_of_each_group,
     recorded_collectives,
 )
-from trifocal.runlog.dump import Answer, read_answers, write_details, write_stacks
-from trifocal.runlog.jsonl import JsonLinesWriter
-from trifocal.runlog.stall_summary import stall_summary
+from trifocal.runlog.stalls.dump import Answer, read_answers, write_details, write_stacks
+from trifocal.runlog.stalls.summary import stall_summary
 
 CPU = torch.device("cpu")
 
@@ -95,7 +95,7 @@ def test_a_part_that_fails_says_so_in_its_file(tmp_path: Path, monkeypatch: pyte
     def broken() -> list[Collective]:
         raise RuntimeError("no recorder")
 
-    monkeypatch.setattr("trifocal.runlog.dump.recorded_collectives", broken)
+    monkeypatch.setattr("trifocal.runlog.stalls.dump.recorded_collectives", broken)
     write_details(tmp_path, 0, Heartbeat(tmp_path / "heartbeat").snapshot(), CPU)
     assert (tmp_path / "collectives_rank0.txt").read_text() == "cannot be read: no recorder\n"
     assert 0 in read_answers(tmp_path)

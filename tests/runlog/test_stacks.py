@@ -22,7 +22,7 @@ from trifocal.report import summarise
 from trifocal.report.live_view import render
 from trifocal.runlog import Heartbeat, StackDump, Watchdog
 from trifocal.runlog.run import read_run
-from trifocal.runlog.stacks import running_threads, where
+from trifocal.runlog.stalls.stacks import running_threads, where
 
 
 def wait_here(started: threading.Event, stop: threading.Event) -> None:
@@ -105,7 +105,7 @@ def test_a_look_holds_no_tensor_of_the_frames_that_it_saw(no_garbage_collector: 
 FATAL_STEP = """
 import ctypes, os, sys
 from trifocal.cli import main
-from trifocal.train.step import TrainStep
+from trifocal.train.step.step import TrainStep
 
 run_step = TrainStep.run
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.written_runs import beat
 from trifocal.runlog.proc import process_start, process_state
-from trifocal.runlog.verdict import judge
+from trifocal.runlog.stalls.verdict import judge
 
 
 def verdict(after_seconds: float = 1.0, **fields: Any) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from tests.written_runs import Clock, wait_for
 from trifocal.runlog import Heartbeat, Watchdog
 from trifocal.runlog.jsonl import Row, read_lines
 from trifocal.runlog.run import read_run
-from trifocal.runlog.verdict import judge
+from trifocal.runlog.stalls.verdict import judge
 
 TRAINING = """
 import sys, time, torch

@@ -12,9 +12,9 @@ import torch
 from tests.train.tiny import before_step, make_config, read_checkpoint
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
-from trifocal.train import background, resume, train
-from trifocal.train.checkpoint_folders import list_checkpoints
-from trifocal.train.manifest import verify_checkpoint
+from trifocal.train import resume, saving, train
+from trifocal.train.checkpoint.folders import list_checkpoints
+from trifocal.train.checkpoint.manifest import verify_checkpoint
 
 ON = ("--checkpoint.asynchronous", "true", "--checkpoint.keep_last", "9")
 
@@ -23,7 +23,7 @@ def slow_writing(monkeypatch: pytest.MonkeyPatch, until_step: int) -> list[int]:
     """Writing step 2 ends only when step `until_step` begins; returns the steps begun meanwhile."""
     reached = threading.Event()
     begun: list[int] = []
-    healthy = background.write_checkpoint
+    healthy = saving.write_checkpoint
 
     def write(root: Path, step: int, **parts: Any) -> Path:
         if step == 2:
@@ -35,7 +35,7 @@ def slow_writing(monkeypatch: pytest.MonkeyPatch, until_step: int) -> list[int]:
         if step == until_step:
             reached.set()
 
-    monkeypatch.setattr(background, "write_checkpoint", write)
+    monkeypatch.setattr(saving, "write_checkpoint", write)
     before_step(monkeypatch, action)
     return begun
 
@@ -65,14 +65,14 @@ def test_training_goes_on_and_what_is_written_is_the_step_it_is_of(
 def test_a_failure_is_loud_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    healthy = background.write_checkpoint
+    healthy = saving.write_checkpoint
 
     def write(root: Path, step: int, **parts: Any) -> Path:
         if step == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return healthy(root, step, **parts)
 
-    monkeypatch.setattr(background, "write_checkpoint", write)
+    monkeypatch.setattr(saving, "write_checkpoint", write)
     assert train(make_config(tmp_path, *ON)).finished
     assert "ERROR: the checkpoint of step 2 could not be written: [Errno 28] No space left" in capsys.readouterr().out
     assert [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == [
@@ -85,6 +85,6 @@ def test_what_is_no_fault_of_the_disk_ends_the_run(tmp_path: Path, monkeypatch: 
     def write(*_: Any, **__: Any) -> Path:
         raise UserError("out of luck")
 
-    monkeypatch.setattr(background, "write_checkpoint", write)
+    monkeypatch.setattr(saving, "write_checkpoint", write)
     with pytest.raises(UserError, match="out of luck"):
         train(make_config(tmp_path, *ON))

@@ -19,10 +19,9 @@ from trifocal.distributed import Processes
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
-from trifocal.train import checkpoint as module
-from trifocal.train import checkpoint_folders
-from trifocal.train.checkpoint import load_checkpoint, load_model_weights, save_checkpoint
-from trifocal.train.checkpoint_folders import (
+from trifocal.train.checkpoint import folders
+from trifocal.train.checkpoint import save_load as module
+from trifocal.train.checkpoint.folders import (
     checkpoint_path,
     find_checkpoint,
     list_checkpoints,
@@ -30,9 +29,10 @@ from trifocal.train.checkpoint_folders import (
     prune_checkpoints,
     set_aside_later_checkpoints,
 )
-from trifocal.train.manifest import FORMAT, MANIFEST, describe_files, verify_checkpoint, write_manifest
-from trifocal.train.optimizer import make_optimizer
-from trifocal.train.run_config import OptimizerSection
+from trifocal.train.checkpoint.manifest import FORMAT, MANIFEST, describe_files, verify_checkpoint, write_manifest
+from trifocal.train.checkpoint.save_load import load_checkpoint, load_model_weights, save_checkpoint
+from trifocal.train.config.sections import OptimizerSection
+from trifocal.train.step.optimizer import make_optimizer
 
 CONFIG = ModelConfig(
     vocab_size=20,
@@ -276,7 +276,7 @@ def test_a_checkpoint_that_is_pruned_meanwhile_gives_way_to_a_newer_one(
             shutil.rmtree(first)
         return found
 
-    monkeypatch.setattr(checkpoint_folders, "list_checkpoints", listed)
+    monkeypatch.setattr(folders, "list_checkpoints", listed)
     with open_checkpoint(tmp_path / "checkpoints", command="") as path:
         assert path == second
 

@@ -15,10 +15,10 @@ from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.runlog import Heartbeat, read_metrics
 from trifocal.train import resume, train
-from trifocal.train.choice_teacher import ChoiceTeacher, make_teacher
-from trifocal.train.optimizer import make_optimizer
-from trifocal.train.run_config import RunConfig
-from trifocal.train.step import StepResult, TrainStep
+from trifocal.train.config.sections import RunConfig
+from trifocal.train.step.choice_teacher import ChoiceTeacher, make_teacher
+from trifocal.train.step.optimizer import make_optimizer
+from trifocal.train.step.step import StepResult, TrainStep
 
 CPU = torch.device("cpu")
 # Rows of 32 tokens in which the last queries of each document have more free blocks than places.

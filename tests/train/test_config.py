@@ -15,8 +15,8 @@ from tests.train.tiny import make_config, write_config
 from trifocal.errors import UserError, nearest
 from trifocal.fields import dotted_fields, from_table
 from trifocal.train import RunConfig, load_config
-from trifocal.train.arguments import ALIASES
-from trifocal.train.toml import to_toml
+from trifocal.train.config.load import ALIASES
+from trifocal.train.config.toml import to_toml
 
 ROOT = Path(__file__).parents[2]
 FIELDS = dotted_fields(RunConfig)

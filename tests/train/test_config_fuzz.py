@@ -13,8 +13,8 @@ from tests.train.tiny import TOML
 from trifocal.errors import UserError
 from trifocal.fields import dotted_fields, from_table
 from trifocal.train import RunConfig, load_config
-from trifocal.train.arguments import override
-from trifocal.train.toml import to_toml
+from trifocal.train.config.load import override
+from trifocal.train.config.toml import to_toml
 
 FIELDS = dotted_fields(RunConfig)
 TINY = from_table(RunConfig, tomllib.loads(TOML.format(directory="run", text="text")))

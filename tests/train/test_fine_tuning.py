@@ -19,8 +19,8 @@ from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.testing.small_models import small_config
 from trifocal.train import load_config
-from trifocal.train.exporting import export_folder
-from trifocal.train.run_directory import load_run
+from trifocal.train.checkpoint.export import export_folder
+from trifocal.train.run_folder import load_run
 
 SETTINGS = {
     "run.device": "cpu",

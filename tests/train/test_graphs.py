@@ -18,11 +18,11 @@ from trifocal.data import Batch
 from trifocal.models import DecoderLM
 from trifocal.runlog import Heartbeat, read_metrics
 from trifocal.train import RunConfig, train
-from trifocal.train import graphs as graphs_module
-from trifocal.train.graphs import MicroBatchGraphs
-from trifocal.train.micro_batch import model_inputs
-from trifocal.train.optimizer import make_optimizer
-from trifocal.train.step import StepResult, TrainStep
+from trifocal.train.step import cuda_graphs
+from trifocal.train.step.cuda_graphs import MicroBatchGraphs
+from trifocal.train.step.micro_batch import model_inputs
+from trifocal.train.step.optimizer import make_optimizer
+from trifocal.train.step.step import StepResult, TrainStep
 
 
 class Repeater:
@@ -49,7 +49,7 @@ class Repeater:
 
 @pytest.fixture(autouse=True)
 def _repeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs_module, "GraphRecorder", Repeater)
+    monkeypatch.setattr(cuda_graphs, "GraphRecorder", Repeater)
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
     Repeater.recordings = Repeater.passes = 0
 
@@ -123,7 +123,7 @@ def test_padded_documents_change_nothing(tmp_path: Path) -> None:
         both = []
         for pad in (False, True):
             inputs = model_inputs(batch, pad_documents=pad)
-            loss = graphs_module.call_with(model, inputs)
+            loss = cuda_graphs.call_with(model, inputs)
             both.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
         shapes.add(tuple(tensor.shape for tensor in inputs))
         torch.testing.assert_close(both[1], both[0], rtol=1e-12, atol=1e-14)
@@ -138,7 +138,7 @@ def test_rows_become_documents_where_others_have_some(tmp_path: Path) -> None:
     assert len(plain) == 2 and packed[2].tolist() == [0, 32, *[64] * 63]
     both = []
     for inputs in (plain, packed):
-        loss = graphs_module.call_with(model, inputs)
+        loss = cuda_graphs.call_with(model, inputs)
         both.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     torch.testing.assert_close(both[1], both[0], rtol=1e-12, atol=1e-14)
 

@@ -16,15 +16,14 @@ from tests.train.tiny import before_step, make_config
 from tests.written_runs import wait_for
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
-from trifocal.train import load_config, resume, train
-from trifocal.train import lock as lock_module
-from trifocal.train.lock import LOCK_FILE, RunLock
+from trifocal.train import load_config, resume, run_folder, train
+from trifocal.train.run_folder import LOCK_FILE, RunLock
 
 # `python -c HOLD FOLDER FILE`: makes the file when it has the lock.
 HOLD = """
 import sys, time
 from pathlib import Path
-from trifocal.train.lock import RunLock
+from trifocal.train.run_folder import RunLock
 with RunLock() as lock:
     lock.acquire(Path(sys.argv[1]))
     Path(sys.argv[2]).touch()
@@ -34,7 +33,7 @@ with RunLock() as lock:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock_module, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(run_folder, "WAIT_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize("second", ["resume", "overwrite"])
@@ -84,8 +83,8 @@ def test_the_lock_of_a_folder_that_was_renamed_meanwhile_is_not_that_of_the_new_
         folder.mkdir()
         fcntl.flock(held, fcntl.LOCK_UN)
 
-    monkeypatch.setattr(lock_module, "WAIT_SECONDS", 60.0)
-    monkeypatch.setattr(lock_module.time, "sleep", rename_and_give_back)
+    monkeypatch.setattr(run_folder, "WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(run_folder.time, "sleep", rename_and_give_back)
     try:
         with RunLock() as lock, pytest.raises(UserError, match="was renamed or deleted by the process"):
             lock.acquire(folder)
@@ -100,7 +99,7 @@ def test_a_lock_of_another_machine_is_waited_for(
     held = os.open(tmp_path / LOCK_FILE, os.O_RDWR)
     fcntl.flock(held, fcntl.LOCK_EX)
     # Given back while the other waits.
-    monkeypatch.setattr(lock_module.time, "sleep", lambda seconds: fcntl.flock(held, fcntl.LOCK_UN))
+    monkeypatch.setattr(run_folder.time, "sleep", lambda seconds: fcntl.flock(held, fcntl.LOCK_UN))
     try:
         with RunLock() as lock:
             lock.acquire(tmp_path)
@@ -113,7 +112,7 @@ def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest
     def no_locks(*_: object) -> None:
         raise OSError(38, os.strerror(38))
 
-    monkeypatch.setattr(lock_module.fcntl, "flock", no_locks)
+    monkeypatch.setattr(run_folder.fcntl, "flock", no_locks)
     assert train(make_config(tmp_path, "--train.steps", "1")).finished
     notes = [row["message"] for row in read_metrics(tmp_path / "run/metrics.jsonl", "event") if row["name"] == "note"]
     assert any("has no locks" in note for note in notes)

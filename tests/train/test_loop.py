@@ -20,12 +20,13 @@ from trifocal import load_model
 from trifocal.cli.train import _summary
 from trifocal.data import DataConfig, Loader, make_loader, make_tokenizer
 from trifocal.data import loader as data_loader
-from trifocal.data.text import TextSource
+from trifocal.data.sources.text import TextSource
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.runlog import read_metrics
 from trifocal.telemetry.attention_picture import read_picture
-from trifocal.train import NonFiniteError, evaluator, load_config, resume, saving, train, train_setup
+from trifocal.train import NonFiniteError, evaluator, load_config, resume, saving, train
+from trifocal.train import setup as train_setup
 from trifocal.train.validation_loss import evaluate, read_validation_batches
 
 

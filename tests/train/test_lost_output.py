@@ -13,8 +13,8 @@ import pytest
 from tests.children import environment, free_port
 from tests.train.tiny import write_config
 from trifocal.runlog import read_metrics
-from trifocal.train.checkpoint_folders import list_checkpoints
-from trifocal.train.manifest import verify_checkpoint
+from trifocal.train.checkpoint.folders import list_checkpoints
+from trifocal.train.checkpoint.manifest import verify_checkpoint
 
 QUICK = ("--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0")
 

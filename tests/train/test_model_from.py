@@ -13,7 +13,7 @@ from trifocal import load_model
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
 from trifocal.train import load_config, resume, train
-from trifocal.train.run_directory import load_run
+from trifocal.train.run_folder import load_run
 
 
 @pytest.fixture(scope="module")

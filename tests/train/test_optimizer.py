@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
-from trifocal.train.optimizer import gradient_norm, guarded_step, make_optimizer
-from trifocal.train.run_config import OptimizerSection
+from trifocal.train.config.sections import OptimizerSection
+from trifocal.train.step.optimizer import gradient_norm, guarded_step, make_optimizer
 
 SMALL = ModelConfig(
     vocab_size=20,

@@ -9,7 +9,7 @@ from tests.train.tiny import make_config
 from trifocal.distributed import Processes
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
-from trifocal.train.parallelize import parallelize_model
+from trifocal.train.setup import parallelize_model
 
 
 def test_one_process_trains_the_model_itself(tmp_path: Path) -> None:

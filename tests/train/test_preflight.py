@@ -12,9 +12,9 @@ from tests.train.tiny import make_config
 from trifocal.data.tokenizers import ByteTokenizer
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
-from trifocal.train import preflight as module
 from trifocal.train import resume, train
-from trifocal.train.preflight import choose_device, disk_bytes, preflight
+from trifocal.train.config import check as module
+from trifocal.train.config.check import choose_device, disk_bytes, preflight
 
 CPU = torch.device("cpu")
 

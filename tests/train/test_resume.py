@@ -17,10 +17,10 @@ from trifocal.distributed import Processes
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
 from trifocal.runlog.run import read_run
-from trifocal.runlog.verdict import judge
+from trifocal.runlog.stalls.verdict import judge
 from trifocal.train import RunConfig, load_config, resume, train
-from trifocal.train.manifest import describe_files, verify_checkpoint, write_manifest
-from trifocal.train.random_state import random_state, restore_random_state, seed_everything
+from trifocal.train.checkpoint.manifest import describe_files, verify_checkpoint, write_manifest
+from trifocal.train.checkpoint.random_state import random_state, restore_random_state, seed_everything
 
 STEPS = ("--train.steps", "9")
 # These need not be equal: they measure time and memory, or name the moment.

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tests.train.tiny import make_config
-from trifocal.train.resuming import differences, resume_notes
+from trifocal.train.launch import differences, resume_notes
 
 LONG = ("--train.steps", "1000", "--schedule.warmup_steps", "20")
 

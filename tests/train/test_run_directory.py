@@ -22,7 +22,7 @@ from trifocal.distributed import Processes
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
 from trifocal.train import load_config, resume, train
-from trifocal.train.start import restarted_run
+from trifocal.train.launch import restarted_run
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Any) -> None:
@@ -282,7 +282,7 @@ def test_the_weights_are_those_of_the_last_checkpoint_however_a_run_ends(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("trifocal.train.exporting.save_weights", full)
+    monkeypatch.setattr("trifocal.train.checkpoint.export.save_weights", full)
     with pytest.raises(UserError, match=r"step 12 is saved, but its weights could not .*No space left.*earlier"):
         resume(run, config=make_config(tmp_path, "--train.steps", "12"))
     assert not (run / "weights" / "trainer_state.json").exists()

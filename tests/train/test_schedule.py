@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from trifocal.train.run_config import ScheduleSection
-from trifocal.train.schedule import learning_rate
+from trifocal.train.config.sections import ScheduleSection
+from trifocal.train.step.schedule import learning_rate
 
 
 def rates(warmup_steps: int, total_steps: int, minimum_factor: float = 0.1) -> list[float]:

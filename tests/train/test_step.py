@@ -13,9 +13,9 @@ from trifocal.data import Batch, make_loader, make_tokenizer
 from trifocal.models import DecoderLM
 from trifocal.runlog import Heartbeat
 from trifocal.train import RunConfig
-from trifocal.train.optimizer import make_optimizer
-from trifocal.train.run_config import TrainSection
-from trifocal.train.step import TrainStep, batch_loss
+from trifocal.train.config.sections import TrainSection
+from trifocal.train.step.optimizer import make_optimizer
+from trifocal.train.step.step import TrainStep, batch_loss
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ from tests.children import environment
 from tests.train.tiny import write_config
 from trifocal.runlog import read_metrics
 from trifocal.train import stop
-from trifocal.train.checkpoint_folders import list_checkpoints
-from trifocal.train.manifest import is_intact
+from trifocal.train.checkpoint.folders import list_checkpoints
+from trifocal.train.checkpoint.manifest import is_intact
 from trifocal.train.stop import StoppedBeforeFirstStep, StopSignals
 
 
@@ -85,7 +85,7 @@ from pathlib import Path
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
 from trifocal.cli import main
-from trifocal.train.step import TrainStep
+from trifocal.train.step.step import TrainStep
 
 os.setpgid(0, 0)
 config.compile_threads = 2

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from trifocal.train import RunConfig, load_config
-from trifocal.train.step import TrainStep
+from trifocal.train.step.step import TrainStep
 
 WORDS = ("quick", "brown", "fox", "jumps", "over", "lazy", "dog", "seven", "wizards", "liquid", "ink", "a")
 

@@ -17,7 +17,7 @@ from trifocal.data import Batch, DataConfig, make_loader, make_tokenizer
 from trifocal.errors import UserError
 from trifocal.runlog import Heartbeat
 from trifocal.runlog.jsonl import Row, read_lines
-from trifocal.train.arguments import load_config
+from trifocal.train.config.load import load_config
 
 BUSY_SECONDS = 0.8
 INTERVAL_SECONDS = 0.05

@@ -19,8 +19,8 @@ from trifocal.distributed import Parallel, Processes, hard_exit, parallelize, pr
 from trifocal.distributed.parallel import Mode
 from trifocal.models import DecoderLM
 from trifocal.testing.small_models import make_model, random_tokens, small_config
-from trifocal.train.optimizer import gradient_norm, guarded_step, make_optimizer
-from trifocal.train.run_config import OptimizerSection
+from trifocal.train.config.sections import OptimizerSection
+from trifocal.train.step.optimizer import gradient_norm, guarded_step, make_optimizer
 
 LENGTH = 40
 ROWS_PER_PROCESS = 2

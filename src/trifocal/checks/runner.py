@@ -9,8 +9,8 @@ from trifocal.checks.measurement import CheckResult, Measurement, Report, Skippe
 from trifocal.checks.registry import Check, choose
 from trifocal.errors import one_line
 from trifocal.runlog import environment
-from trifocal.train.preflight import choose_device
-from trifocal.train.random_state import random_state, restore_random_state
+from trifocal.train.checkpoint.random_state import random_state, restore_random_state
+from trifocal.train.config.check import choose_device
 
 Started = Callable[[Check, int, int], None]
 Finished = Callable[[CheckResult], None]

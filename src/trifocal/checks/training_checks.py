@@ -21,12 +21,9 @@ from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
 from trifocal.runlog import Heartbeat, read_metrics
 from trifocal.testing.small_models import small_config
-from trifocal.train.checkpoint import load_checkpoint
-from trifocal.train.checkpoint_folders import checkpoint_path
-from trifocal.train.launch import resume, train
-from trifocal.train.optimizer import make_optimizer
-from trifocal.train.result import TrainResult
-from trifocal.train.run_config import (
+from trifocal.train.checkpoint.folders import checkpoint_path
+from trifocal.train.checkpoint.save_load import load_checkpoint
+from trifocal.train.config.sections import (
     CheckpointSection,
     EvaluateSection,
     LogSection,
@@ -36,7 +33,10 @@ from trifocal.train.run_config import (
     ScheduleSection,
     TrainSection,
 )
-from trifocal.train.step import TrainStep
+from trifocal.train.launch import resume, train
+from trifocal.train.result import TrainResult
+from trifocal.train.step.optimizer import make_optimizer
+from trifocal.train.step.step import TrainStep
 
 Train = Callable[[RunConfig], TrainResult]
 

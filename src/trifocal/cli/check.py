@@ -13,7 +13,7 @@ from trifocal.checks.measurement import format_number
 from trifocal.cli.output import check_output
 from trifocal.cli.signals import unwinding_signals
 from trifocal.paths import user_path
-from trifocal.train.arguments import parse_arguments
+from trifocal.train.config.load import parse_arguments
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,9 @@ from trifocal.models.hf_reader import hf_name, is_hf_folder, read_hf_model, read
 from trifocal.models.io import exported_name
 from trifocal.ops import Geometry
 from trifocal.paths import shell_path, user_path
-from trifocal.train.arguments import parse_arguments
-from trifocal.train.exporting import GENERATION_FILE, new_model_folder, write_tokenizer
-from trifocal.train.pretrained import open_pretrained
+from trifocal.train.checkpoint.export import GENERATION_FILE, new_model_folder, write_tokenizer
+from trifocal.train.checkpoint.pretrained import open_pretrained
+from trifocal.train.config.load import parse_arguments
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from trifocal.cli.signals import unwinding_signals
 from trifocal.doctor import examine
 from trifocal.doctor.printing import show
 from trifocal.paths import user_path
-from trifocal.train.arguments import load_config, parse_arguments
+from trifocal.train.config.load import load_config, parse_arguments
 
 
 @dataclass(frozen=True, kw_only=True)

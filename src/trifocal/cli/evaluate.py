@@ -34,10 +34,10 @@ from trifocal.models import parameter_count
 from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
 from trifocal.paths import read_small_file, shell_path, user_path
 from trifocal.runlog.whole_files import write_output
-from trifocal.train.arguments import parse_arguments
-from trifocal.train.exporting import STEP_FILE
-from trifocal.train.preflight import choose_device
-from trifocal.train.pretrained import Pretrained, open_pretrained
+from trifocal.train.checkpoint.export import STEP_FILE
+from trifocal.train.checkpoint.pretrained import Pretrained, open_pretrained
+from trifocal.train.config.check import choose_device
+from trifocal.train.config.load import parse_arguments
 
 _COLUMNS = {
     "loss": {

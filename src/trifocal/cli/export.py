@@ -8,9 +8,9 @@ import tyro
 
 from trifocal.errors import UserError
 from trifocal.paths import shell_path, user_path
-from trifocal.train.arguments import parse_arguments
-from trifocal.train.exporting import export_folder
-from trifocal.train.pretrained import open_pretrained
+from trifocal.train.checkpoint.export import export_folder
+from trifocal.train.checkpoint.pretrained import open_pretrained
+from trifocal.train.config.load import parse_arguments
 
 
 @dataclass(frozen=True, kw_only=True)

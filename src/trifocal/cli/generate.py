@@ -11,7 +11,7 @@ from trifocal.cli.output import printable
 from trifocal.errors import UserError
 from trifocal.inference import Completion, Engine
 from trifocal.paths import shell_path, user_path
-from trifocal.train.arguments import parse_arguments
+from trifocal.train.config.load import parse_arguments
 
 __all__ = ["GenerateArguments", "run"]
 

@@ -14,8 +14,8 @@ from trifocal.errors import UserError
 from trifocal.inference import CachedModel, Request
 from trifocal.inference.paged_cache import CachePlan, longest_that_fits, memory_for_caches, plan_cache
 from trifocal.models import DecoderLM, ModelConfig
-from trifocal.train.preflight import choose_device
-from trifocal.train.pretrained import open_pretrained
+from trifocal.train.checkpoint.pretrained import open_pretrained
+from trifocal.train.config.check import choose_device
 
 _MOST_SEQUENCES = {"cuda": 256, "cpu": 16}
 

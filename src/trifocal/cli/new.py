@@ -7,9 +7,9 @@ from typing import Annotated
 import tyro
 
 from trifocal.errors import unknown
-from trifocal.train.arguments import load_config, parse_arguments
-from trifocal.train.presets import comment, presets, summary
-from trifocal.train.toml import to_toml
+from trifocal.train.config.load import load_config, parse_arguments
+from trifocal.train.config.presets import comment, presets, summary
+from trifocal.train.config.toml import to_toml
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from trifocal.cli.output import printable
 from trifocal.errors import UserError
 from trifocal.paths import user_path
 from trifocal.report import write_report
-from trifocal.train.arguments import parse_arguments
-from trifocal.train.run_directory import load_run
+from trifocal.train.config.load import parse_arguments
+from trifocal.train.run_folder import load_run
 
 
 @dataclass(frozen=True, kw_only=True)

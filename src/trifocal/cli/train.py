@@ -17,12 +17,12 @@ from trifocal.errors import UserError
 from trifocal.fields import dotted_fields
 from trifocal.paths import shell_path, user_path
 from trifocal.runlog.standard_streams import FaultTolerantStreams, discard_lost_output, open_closed_descriptors
-from trifocal.train.arguments import HELP, load_config, override, read_flags, show_help
+from trifocal.train.config.load import HELP, load_config, override, read_flags, show_help
+from trifocal.train.config.sections import RunConfig
 from trifocal.train.launch import resume, resume_command, train
 from trifocal.train.nonfinite import NonFiniteError
 from trifocal.train.result import TrainResult
-from trifocal.train.run_config import RunConfig
-from trifocal.train.run_directory import load_run
+from trifocal.train.run_folder import load_run
 from trifocal.train.stop import StoppedBeforeFirstStep
 
 _OWN_FLAGS = {"resume": str, "checkpoint": str, "overwrite": bool}

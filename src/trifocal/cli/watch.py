@@ -16,7 +16,7 @@ from trifocal.errors import UserError
 from trifocal.paths import user_path
 from trifocal.report.live_view import SilenceClock, render, verdicts
 from trifocal.runlog.run import read_run
-from trifocal.train.arguments import parse_arguments
+from trifocal.train.config.load import parse_arguments
 
 _OVER = {"finished", "stopped", "failed", "dead"}
 _TROUBLE = {"stalled", "failed", "dead"}

@@ -2,7 +2,7 @@
 
 from trifocal.data.data_config import DataConfig
 from trifocal.data.loader import Batch, Latency, Loader, make_loader, merge_states
-from trifocal.data.sources import has_text, is_local
+from trifocal.data.sources.base import has_text, is_local
 from trifocal.data.tokenizer_loading import load_tokenizer, make_tokenizer
 from trifocal.data.tokenizers import Tokenizer
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from trifocal.data.activity import Activity
 from trifocal.data.data_config import DataConfig
-from trifocal.data.sources import BadDocuments, Source, parse_source
+from trifocal.data.sources.base import BadDocuments, Source, parse_source
 
 
 def make_source(config: DataConfig, activity: Activity, split: str) -> tuple[Source, DataConfig]:
@@ -27,22 +27,22 @@ def make_source(config: DataConfig, activity: Activity, split: str) -> tuple[Sou
     kind, path, field = parse_source(config.source)
     bad = BadDocuments(config.on_bad_document)
     if kind == "builtin":
-        from trifocal.data.builtin import BuiltinSource
+        from trifocal.data.sources.builtin import BuiltinSource
 
         return BuiltinSource(include_site_packages=config.include_site_packages, bad=bad), config
     if kind == "text":
-        from trifocal.data.text import TextSource
+        from trifocal.data.sources.text import TextSource
 
         return TextSource(path, validation_fraction=config.validation_fraction, bad=bad), config
     if kind == "jsonl":
-        from trifocal.data.text import JsonlSource
+        from trifocal.data.sources.text import JsonlSource
 
         return JsonlSource(path, field, bad=bad), config
     if kind == "hf" or (kind == "fineweb-edu" and not path):
-        from trifocal.data.hub import open_dataset
+        from trifocal.data.sources.hub import open_dataset
 
         source, revision = open_dataset(config, split, activity, bad)
         return source, replace(config, revision=revision)
-    from trifocal.data.parquet import ParquetSource
+    from trifocal.data.sources.parquet import ParquetSource
 
     return ParquetSource.from_path(config.source, path, field, bad), config

@@ -21,9 +21,9 @@ from trifocal.data.packing import IGNORED, PackedStream, Row, RowStream
 from trifocal.data.position import POSITION_VERSION, check_position
 from trifocal.data.prefetch import Prefetcher
 from trifocal.data.shuffling import ShuffledStream
-from trifocal.data.sources import BadDocuments, Source, has_text
+from trifocal.data.sources.base import BadDocuments, Source, has_text
+from trifocal.data.sources.synthetic import synthetic_stream
 from trifocal.data.stream import DocumentStream
-from trifocal.data.synthetic import synthetic_stream
 from trifocal.data.tokenizers import Tokenizer
 from trifocal.errors import UserError, nearest
 

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trifocal.data.activity import Activity
-from trifocal.data.chats import BadChat, Chat
-from trifocal.data.sources import Cursor, Document, Source
+from trifocal.data.sources.base import Cursor, Document, Source
+from trifocal.data.sources.chats import BadChat, Chat
 from trifocal.data.tokenizers import Tokenizer
 from trifocal.errors import UserError, one_line
 

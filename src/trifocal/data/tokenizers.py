@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trifocal.data.chats import Chat, render_chat
-from trifocal.data.sources import fingerprint
+from trifocal.data.sources.base import fingerprint
+from trifocal.data.sources.chats import Chat, render_chat
 from trifocal.errors import UserError, one_line
 
 TOKENIZER_FILE = "tokenizer.json"

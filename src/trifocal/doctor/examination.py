@@ -9,7 +9,7 @@ from trifocal._version import __version__
 from trifocal.doctor import machine, probes
 from trifocal.doctor.findings import Finding
 from trifocal.doctor.measured import Need, need_of
-from trifocal.train.run_config import RunConfig
+from trifocal.train.config.sections import RunConfig
 
 # All else takes a few seconds; together they stay under half a minute.
 COMPILE_SECONDS = 17.0

@@ -12,7 +12,7 @@ from trifocal.doctor.findings import Finding
 from trifocal.errors import one_line
 from trifocal.ops.support import OLDEST_CAPABILITY
 from trifocal.runlog import earlier_variables, environment
-from trifocal.train.preflight import DEBUG_LEVEL_COMMAND, compilers, crash_of_debug_level
+from trifocal.train.config.check import DEBUG_LEVEL_COMMAND, compilers, crash_of_debug_level
 
 GIB = 2**30
 OLDEST_TORCH = (2, 11)

@@ -14,11 +14,11 @@ from trifocal.doctor.two_steps import OUT_OF_MEMORY
 from trifocal.errors import UserError, one_line
 from trifocal.models import parameter_count
 from trifocal.testing.processes import ProcessesFailed, run_processes
-from trifocal.train.arguments import override
+from trifocal.train.config.check import choose_device, disk_bytes, preflight
+from trifocal.train.config.load import override
+from trifocal.train.config.sections import RunConfig
+from trifocal.train.config.toml import to_toml
 from trifocal.train.out_of_memory import memory_remedies
-from trifocal.train.preflight import choose_device, disk_bytes, preflight
-from trifocal.train.run_config import RunConfig
-from trifocal.train.toml import to_toml
 
 LIMIT_SECONDS = 300.0
 """Steps that have not ended by then are stopped."""

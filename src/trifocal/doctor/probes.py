@@ -19,7 +19,7 @@ import torch.distributed as dist
 from trifocal.doctor.findings import Finding, Status
 from trifocal.doctor.machine import COMPILER_COMMAND, GIB, installed
 from trifocal.errors import one_line
-from trifocal.train.preflight import compilers, existing_folder
+from trifocal.train.config.check import compilers, existing_folder
 
 _WRITTEN_BYTES = 64 * 2**20
 _SPARE_DISK_BYTES = GIB

@@ -15,15 +15,15 @@ import torch
 from trifocal.distributed import Processes, hard_exit, processes_started
 from trifocal.errors import UserError, one_line
 from trifocal.runlog import Heartbeat, memory_statistics
-from trifocal.train.arguments import load_config
+from trifocal.train.config.check import choose_device, preflight
+from trifocal.train.config.load import load_config
+from trifocal.train.config.sections import RunConfig
 from trifocal.train.coordinator import StepCoordinator
 from trifocal.train.out_of_memory import is_out_of_memory
-from trifocal.train.preflight import choose_device, preflight
-from trifocal.train.run_config import RunConfig
-from trifocal.train.schedule import learning_rate_of
-from trifocal.train.step import TrainStep
+from trifocal.train.setup import TrainSetup
+from trifocal.train.step.schedule import learning_rate_of
+from trifocal.train.step.step import TrainStep
 from trifocal.train.stop import StopSignals
-from trifocal.train.train_setup import TrainSetup
 
 OUT_OF_MEMORY = 3
 

@@ -10,14 +10,14 @@ from typing import Any, Protocol
 import torch
 
 from trifocal.data import has_text
-from trifocal.data.sources import parse_source
-from trifocal.data.synthetic import check_recall, task_size
+from trifocal.data.sources.base import parse_source
+from trifocal.data.sources.synthetic import check_recall, task_size
 from trifocal.evaluation.needles import TooShort, measure_needles
 from trifocal.evaluation.position_loss import measure_loss, read_batches
 from trifocal.evaluation.recall import measure_recall
 from trifocal.evaluation.subject import Subject
 from trifocal.runlog.progress import duration
-from trifocal.train.run_config import EvaluateSection
+from trifocal.train.config.sections import EvaluateSection
 
 TASKS = ("loss", "position", "needle", "recall")
 OK = "ok"

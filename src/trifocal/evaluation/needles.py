@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 
 from trifocal.data import make_loader
-from trifocal.data.sources import parse_source
+from trifocal.data.sources.base import parse_source
+from trifocal.data.sources.synthetic import VALUE_TOKENS, haystack, task_size
 from trifocal.data.stream import random_words
-from trifocal.data.synthetic import VALUE_TOKENS, haystack, task_size
 from trifocal.evaluation.subject import Subject
 
 Prompt = tuple[NDArray[np.int32], NDArray[np.int32]]

@@ -12,9 +12,9 @@ from trifocal.data import Batch, DataConfig, Tokenizer, has_text, make_loader
 from trifocal.evaluation.subject import Subject
 from trifocal.models import DecoderLM
 from trifocal.ops import Documents
-from trifocal.train.micro_batch import autocast
-from trifocal.train.run_config import EvaluateSection
-from trifocal.train.step import batch_loss
+from trifocal.train.config.sections import EvaluateSection
+from trifocal.train.step.micro_batch import autocast
+from trifocal.train.step.step import batch_loss
 
 _FIRST_BUCKET = 8
 # Logits at a time; of a large vocabulary they take more memory than the rest of the model.

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trifocal.data.synthetic import associations, check_recall
+from trifocal.data.sources.synthetic import associations, check_recall
 from trifocal.evaluation.subject import Subject
 
 # Random numbers of validation rows have a key of three numbers: this one differs from theirs.

@@ -9,8 +9,8 @@ from trifocal.data import DataConfig, Tokenizer
 from trifocal.models import DecoderLM
 from trifocal.ops.dispatch import resolve
 from trifocal.runlog.environment import host_memory_bytes
-from trifocal.train.micro_batch import autocast
-from trifocal.train.run_config import RunConfig
+from trifocal.train.config.sections import RunConfig
+from trifocal.train.step.micro_batch import autocast
 
 # Rows are run together up to so many tokens: enough for a GPU, little for a host.
 _TOKENS_AT_ONCE = {"cuda": 65536, "cpu": 4096}

@@ -13,8 +13,8 @@ from rich.text import Text
 from trifocal.runlog.jsonl import Row
 from trifocal.runlog.progress import duration
 from trifocal.runlog.run import Run
+from trifocal.runlog.stalls.verdict import Verdict, judge
 from trifocal.runlog.valid_rows import is_number
-from trifocal.runlog.verdict import Verdict, judge
 from trifocal.telemetry.statistics import BRANCHES
 
 _COLOURS = {

@@ -20,7 +20,7 @@ from trifocal.report.tables import (
     settings,
 )
 from trifocal.runlog.run import Run
-from trifocal.runlog.verdict import judge
+from trifocal.runlog.stalls.verdict import judge
 from trifocal.telemetry.attention_picture import AttentionPicture
 
 _STATES = {

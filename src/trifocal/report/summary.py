@@ -18,8 +18,8 @@ from trifocal.models import ModelConfig, flops_per_token
 from trifocal.paths import shell_path
 from trifocal.report.attention_charts import BRANCHES
 from trifocal.runlog.run import Run
+from trifocal.runlog.stalls.verdict import judge
 from trifocal.runlog.valid_rows import is_number
-from trifocal.runlog.verdict import judge
 
 Mark = Literal["good", "watch", "bad", "unknown"]
 

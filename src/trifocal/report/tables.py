@@ -8,8 +8,8 @@ from typing import Any
 
 from trifocal.runlog.progress import duration
 from trifocal.runlog.run import Run
+from trifocal.runlog.stalls.verdict import judge
 from trifocal.runlog.valid_rows import is_number
-from trifocal.runlog.verdict import judge
 
 _MOST_EVENTS = 200
 _OF_READING = ("prefetch_batches",)

@@ -21,7 +21,7 @@ import torch
 from trifocal.runlog.jsonl import JsonLinesWriter, Row, logger
 from trifocal.runlog.memory_statistics import MemoryStatistics, memory_statistics
 from trifocal.runlog.proc import process_start
-from trifocal.runlog.stacks import running_threads, where
+from trifocal.runlog.stalls.stacks import running_threads, where
 
 PHASES = (
     "start",

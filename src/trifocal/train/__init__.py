@@ -4,19 +4,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trifocal.train.arguments import load_config
+    from trifocal.train.config.load import load_config
+    from trifocal.train.config.sections import RunConfig
     from trifocal.train.launch import resume, train
     from trifocal.train.nonfinite import NonFiniteError
     from trifocal.train.result import TrainResult
-    from trifocal.train.run_config import RunConfig
 
 __all__ = ["NonFiniteError", "RunConfig", "TrainResult", "load_config", "resume", "train"]
 
 _FILES = {
     "NonFiniteError": "nonfinite",
-    "RunConfig": "run_config",
+    "RunConfig": "config.sections",
     "TrainResult": "result",
-    "load_config": "arguments",
+    "load_config": "config.load",
     "resume": "launch",
     "train": "launch",
 }

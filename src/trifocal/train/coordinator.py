@@ -13,12 +13,12 @@ from trifocal.data import Batch, Loader
 from trifocal.distributed import PeerLost, PeerMonitor, Processes
 from trifocal.errors import UserError, one_line
 from trifocal.runlog import Heartbeat
-from trifocal.runlog.dump import read_answers, write_details, write_stacks
 from trifocal.runlog.proc import process_state
-from trifocal.runlog.stall_summary import stall_summary
+from trifocal.runlog.stalls.dump import read_answers, write_details, write_stacks
+from trifocal.runlog.stalls.summary import stall_summary
 from trifocal.runlog.whole_files import write_whole
-from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.nonfinite import NonFiniteError
+from trifocal.train.step.choice_teacher import ChoiceTeacher
 from trifocal.train.stop import StopSignals
 
 SLOW_FACTOR = 2.0

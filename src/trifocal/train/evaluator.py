@@ -2,9 +2,9 @@
 
 from trifocal.data import Batch
 from trifocal.telemetry import AttentionTelemetry
-from trifocal.train.micro_batch import autocast
 from trifocal.train.run_logger import RunLogger
-from trifocal.train.train_setup import TrainSetup
+from trifocal.train.setup import TrainSetup
+from trifocal.train.step.micro_batch import autocast
 from trifocal.train.validation_loss import (
     Evaluation,
     ShownSequence,

@@ -1,24 +1,135 @@
 """Starting a run, new or resumed, in every process of it."""
 
+import hashlib
+import platform
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from trifocal._version import __version__
 from trifocal.distributed import Processes, processes_started
 from trifocal.errors import UserError
+from trifocal.fields import dotted_fields, value_of
 from trifocal.paths import shell_path, user_path
-from trifocal.train.checkpoint_folders import checkpoint_step, find_checkpoint
-from trifocal.train.lock import RunLock
+from trifocal.train.checkpoint.folders import checkpoint_step, find_checkpoint, list_checkpoints
+from trifocal.train.config.check import choose_device, preflight
+from trifocal.train.config.sections import RunConfig
+from trifocal.train.config.toml import to_literal
 from trifocal.train.loop import run_training
-from trifocal.train.preflight import choose_device, preflight
 from trifocal.train.result import TrainResult
-from trifocal.train.resuming import resume_notes
-from trifocal.train.run_config import RunConfig
-from trifocal.train.run_directory import create_run_directory, load_run, open_run_directory
-from trifocal.train.run_files import delete_contents
-from trifocal.train.start import check_same_start, restarted_run
-from trifocal.train.train_setup import TrainSetup
+from trifocal.train.run_folder import (
+    CONFIG_FILE,
+    RunLock,
+    create_run_directory,
+    delete_contents,
+    load_run,
+    open_run_directory,
+)
+from trifocal.train.setup import TrainSetup
+from trifocal.train.step.schedule import learning_rate_of
 from trifocal.train.validation_loss import check_validation_text
+
+
+def check_same_start(processes: Processes, config: RunConfig, **further: Any) -> None:
+    """Refuse a start in which the processes differ in configuration, code or versions.
+
+    Args:
+        processes: Of the run.
+        config: Of this process.
+        further: Other values that must be the same everywhere.
+
+    Raises:
+        UserError: In every process, if one differs from rank 0; names both and the first difference.
+    """
+    mine = {name: value_of(config, name) for name in dotted_fields(RunConfig)} | further
+    mine |= {"trifocal": f"{__version__} ({_code_hash()})", "torch": torch.__version__}
+    mine["python"] = platform.python_version()
+    starts = processes.gather(mine)
+    for rank, other in enumerate(starts):
+        for name, value in starts[0].items():
+            if other[name] != value:
+                raise UserError(
+                    f"the processes were started differently: {name} is {value!r} in rank 0 and {other[name]!r} in "
+                    f"rank {rank}; start all of them with the same command and the same code"
+                )
+
+
+def restarted_run(processes: Processes, directory: Path) -> str:
+    """Find the run of a process that torchrun has restarted.
+
+    Returns:
+        "" after a first start; "resume" if the run has a checkpoint to go on from; "overwrite" if it has none.
+
+    Raises:
+        UserError: If the run was moved or deleted.
+    """
+    if not processes.restarted:
+        return ""
+    if not (directory / CONFIG_FILE).is_file():
+        raise UserError(
+            f"the run that torchrun began in {directory} is no longer there: it was moved or deleted; go on with it "
+            "where it is now, or start torchrun again for a new one"
+        )
+    return "resume" if list_checkpoints(directory / "checkpoints") else "overwrite"
+
+
+def _code_hash() -> str:
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+# `--resume` names the folder, which may have been moved.
+_NOT_COMPARED = frozenset({"run.directory"})
+# The schedule itself changes by less from step to step.
+_JUMP = 1.1
+
+
+def differences(saved: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """The keys in which two configurations differ, with both values."""
+    found = {}
+    for name in dotted_fields(RunConfig):
+        before, after = value_of(saved, name), value_of(now, name)
+        if name not in _NOT_COMPARED and before != after:
+            found[name] = before, after
+    return found
+
+
+def resume_notes(saved: RunConfig, now: RunConfig, step: int) -> list[str]:
+    """Sentences for the start of a run that goes on.
+
+    Args:
+        saved: The configuration that the run had.
+        now: The one that it has now.
+        step: Of the checkpoint.
+    """
+    changed = _shown(differences(saved, now))
+    how = f"; differs from the saved configuration: {changed}" if changed else ", with the saved configuration"
+    notes = [f"goes on from step {step:,} of {now.train.steps:,}{how}"]
+    if step < now.train.steps:
+        notes.append(_learning_rate_note(saved, now, step))
+    return notes
+
+
+def _shown(changed: dict[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"{name} {to_literal(before)} -> {to_literal(after)}" for name, (before, after) in changed.items())
+
+
+def _learning_rate_note(saved: RunConfig, now: RunConfig, step: int) -> str:
+    before, after = learning_rate_of(saved, step), learning_rate_of(now, step + 1)
+    note = f"learning rate: {before:.3g} in step {step:,}, {after:.3g} in step {step + 1:,}"
+    expected = learning_rate_of(saved, step + 1)
+    if after > _JUMP * max(before, expected):
+        note += f"; it jumps to {after / before:.3g} times" if before else "; it jumps"
+        note += "; for a schedule with a warm-up of its own, begin a new run with --model.from this one"
+    elif after * _JUMP < min(before, expected):
+        note += f"; it falls to {after / before:.3g} times"
+    return note
 
 
 def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:

@@ -4,24 +4,55 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from trifocal.runlog import write_backends
-from trifocal.train.checkpoint_folders import set_aside_later_checkpoints
+from trifocal.runlog.traces import Tracer
+from trifocal.train.checkpoint.export import WEIGHTS
+from trifocal.train.checkpoint.folders import set_aside_later_checkpoints
 from trifocal.train.compiling import CompileNotes
 from trifocal.train.coordinator import StepCoordinator, StepData
 from trifocal.train.determinism import deterministic_operations
 from trifocal.train.evaluator import Evaluator
-from trifocal.train.exporting import WEIGHTS
 from trifocal.train.nonfinite import FiniteGuard
 from trifocal.train.out_of_memory import remedies_on_out_of_memory
 from trifocal.train.result import TrainResult
-from trifocal.train.run_directory import save_config
+from trifocal.train.run_folder import save_config
 from trifocal.train.run_logger import RunLogger, open_logger
 from trifocal.train.saving import Saver
-from trifocal.train.schedule import is_due, learning_rate_of
-from trifocal.train.step import StepResult, TrainStep
+from trifocal.train.setup import TrainSetup
+from trifocal.train.step.schedule import is_due, learning_rate_of
+from trifocal.train.step.step import StepResult, TrainStep
 from trifocal.train.stop import StoppedBeforeFirstStep, StopSignals
-from trifocal.train.tracing import make_tracer
-from trifocal.train.train_setup import TrainSetup
 from trifocal.train.validation_loss import Evaluation
+
+
+def make_tracer(setup: TrainSetup, log: RunLogger) -> Tracer:
+    """Make the tracer that `config.trace` asks for, which may be one that does nothing.
+
+    Args:
+        setup: The run.
+        log: Takes the events; its heartbeat names the phases.
+    """
+    config, step = setup.config, setup.state.step
+    names, windows = config.trace.names(), config.trace.windows()
+    interval, total = config.trace.interval_steps, config.train.steps
+    by_interval = interval > 0 and step // interval < total // interval
+    if names and not by_interval and all(end <= step + 1 or first > total for first, end in windows):
+        given = f'trace.steps "{config.trace.steps}"' + (f" and trace.interval_steps {interval}" if interval else "")
+        log.log_event("note", f"{given}: no step of this run is among them, and nothing is traced", "warning")
+    if "exchange" in names and setup.parallel.watch is None:
+        log.log_event("note", "trace.what: one process exchanges nothing", "warning")
+    return Tracer(
+        setup.directory,
+        names,
+        windows,
+        interval_steps=interval,
+        model=setup.model,
+        parallel=setup.parallel,
+        optimizer=setup.optimizer,
+        device=setup.device,
+        rank=setup.processes.rank,
+        phases=log.heartbeat,
+        report=lambda name, sentence: log.log_event(name, sentence, "info" if name == "traced" else "warning"),
+    )
 
 
 def run_training(setup: TrainSetup, notes: list[str], checkpoint: Path | None) -> TrainResult:

@@ -13,8 +13,8 @@ from trifocal.distributed import Parallel, Processes, gather_full_model
 from trifocal.models import DecoderLM, save_weights
 from trifocal.runlog.traces.base import local_shard
 from trifocal.train.run_logger import RunLogger
-from trifocal.train.step import StepResult
-from trifocal.train.train_setup import TrainSetup
+from trifocal.train.setup import TrainSetup
+from trifocal.train.step.step import StepResult
 
 _IDS_IN_MESSAGE = 4
 

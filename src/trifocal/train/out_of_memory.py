@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from trifocal.errors import one_line
-from trifocal.train.run_config import RunConfig
+from trifocal.train.config.sections import RunConfig
 
 
 def memory_remedies(config: RunConfig, num_devices: int = 1) -> list[str]:

@@ -11,9 +11,9 @@ from torch import Tensor
 from trifocal.data import Batch, DataConfig, Tokenizer, has_text, is_local, make_loader
 from trifocal.distributed import Processes
 from trifocal.models import DecoderLM
-from trifocal.train.micro_batch import autocast
-from trifocal.train.run_config import LogSection, RunConfig
-from trifocal.train.step import batch_loss
+from trifocal.train.config.sections import LogSection, RunConfig
+from trifocal.train.step.micro_batch import autocast
+from trifocal.train.step.step import batch_loss
 
 SAMPLE_TEMPERATURE = 0.8
 

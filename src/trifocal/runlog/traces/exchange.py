@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trifocal.runlog.collectives import Collective, recorded_collectives
+from trifocal.runlog.stalls.collectives import Collective, recorded_collectives
 from trifocal.runlog.traces.base import Moment, Trace, write_table
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ import itertools
 from pathlib import Path
 
 # In a checkout a link to configs/, in a wheel the files themselves.
-_FOLDER = Path(__file__).parents[1] / "configs"
+_FOLDER = Path(__file__).parents[2] / "configs"
 
 
 def presets() -> dict[str, Path]:

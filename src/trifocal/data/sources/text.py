@@ -7,8 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from trifocal.data.local_files import DAMAGED, content_hash, find_files, open_file, sizes
-from trifocal.data.sources import (
+from trifocal.data.sources.base import (
     LONGEST_DOCUMENT,
     BadDocument,
     BadDocuments,
@@ -18,6 +17,7 @@ from trifocal.data.sources import (
     make_document,
     no_field,
 )
+from trifocal.data.sources.local_files import DAMAGED, content_hash, find_files, open_file, sizes
 from trifocal.errors import UserError, one_line
 
 # The least number of held-out pieces to expect; text that is too short for it is cut into smaller documents.

@@ -9,8 +9,8 @@ from trifocal.data import Batch
 from trifocal.models import DecoderLM
 from trifocal.models.choice_teaching import ChoiceTeaching, eligible_queries
 from trifocal.nn.chooser import IndexHeads
-from trifocal.train.micro_batch import to_device
-from trifocal.train.run_config import TrainSection
+from trifocal.train.config.sections import TrainSection
+from trifocal.train.step.micro_batch import to_device
 
 
 class ChoiceTeacher:

@@ -12,10 +12,10 @@ from trifocal.data import has_text
 from trifocal.errors import UserError, unknown
 from trifocal.fields import checked, dotted_fields, from_table, value_of
 from trifocal.paths import user_path
-from trifocal.train.presets import presets
-from trifocal.train.pretrained import pretrained_values
-from trifocal.train.run_config import RunConfig
-from trifocal.train.toml import read_toml
+from trifocal.train.checkpoint.pretrained import pretrained_values
+from trifocal.train.config.presets import presets
+from trifocal.train.config.sections import RunConfig
+from trifocal.train.config.toml import read_toml
 
 HELP = {"-h", "--help"}
 ALIASES = {

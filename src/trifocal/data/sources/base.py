@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from trifocal.data.chats import BadChat, Chat, read_chat
 from trifocal.data.data_config import SOURCES, SYNTHETIC
+from trifocal.data.sources.chats import BadChat, Chat, read_chat
 from trifocal.errors import UserError, nearest
 from trifocal.paths import check_path_text, user_path
 

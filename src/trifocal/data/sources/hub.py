@@ -9,9 +9,7 @@ from typing import Any
 
 from trifocal.data.activity import Activity
 from trifocal.data.data_config import DataConfig
-from trifocal.data.local_files import content_hash, sizes
-from trifocal.data.parquet import ParquetSource
-from trifocal.data.sources import (
+from trifocal.data.sources.base import (
     BadDocument,
     BadDocuments,
     Cursor,
@@ -23,6 +21,8 @@ from trifocal.data.sources import (
     no_field,
     parse_source,
 )
+from trifocal.data.sources.local_files import content_hash, sizes
+from trifocal.data.sources.parquet import ParquetSource
 from trifocal.errors import UserError, nearest, one_line
 
 _FINEWEB = "HuggingFaceFW/fineweb-edu:sample-10BT"

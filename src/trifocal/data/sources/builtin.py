@@ -7,8 +7,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from trifocal.data.local_files import content_hash
-from trifocal.data.sources import BadDocuments, Cursor, Document, fingerprint
+from trifocal.data.sources.base import BadDocuments, Cursor, Document, fingerprint
+from trifocal.data.sources.local_files import content_hash
 from trifocal.errors import UserError
 
 # Test suites are a third of the library, mostly tables of bytes and generated cases.

@@ -1,8 +1,15 @@
 """The folder of a run: making it, protecting other folders, noticing when it is moved."""
 
+import contextlib
+import errno
+import fcntl
 import os
+import shutil
+import socket
 import stat
 import sys
+import time
+import uuid
 from pathlib import Path
 from typing import Self
 
@@ -10,10 +17,160 @@ from trifocal.errors import UserError
 from trifocal.fields import from_table
 from trifocal.paths import shell_path
 from trifocal.runlog.whole_files import is_partial, write_whole
-from trifocal.train.lock import LOCK_FILE, RunLock
-from trifocal.train.run_config import RunConfig
-from trifocal.train.run_files import CONFIG_FILE, RUN_FILE, flush_folder, is_run, mark_run, read_mark
-from trifocal.train.toml import read_toml, to_toml
+from trifocal.train.config.sections import RunConfig
+from trifocal.train.config.toml import read_toml, to_toml
+
+CONFIG_FILE = "config.toml"
+RUN_FILE = ".trifocal_run"
+"""In the folder of every run: a line with the format, and a line with a unique number."""
+_RUN_LINE = "trifocal run, format 1\n"
+PARTIAL = "partial_"
+"""Prefix of folders that are incomplete."""
+
+
+def mark_run(folder: Path) -> None:
+    """Mark a folder as that of a run, if it is not marked."""
+    if not is_run(folder):
+        (folder / RUN_FILE).write_text(f"{_RUN_LINE}{uuid.uuid4()}\n")
+
+
+def read_mark(folder: Path) -> str:
+    """Read the mark of `mark_run`; empty if there is none."""
+    try:
+        return (folder / RUN_FILE).read_text(errors="replace")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return ""
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is marked as that of a run: no other folder is ever replaced or deleted."""
+    return read_mark(folder).startswith(_RUN_LINE)
+
+
+def delete_contents(folder: Path) -> None:
+    """Empty a folder and delete it, unless it is a link or a volume; what cannot be deleted stays."""
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        folder.rmdir()
+
+
+def remove_folder(folder: Path) -> None:
+    """Rename a folder and delete it, if it exists: a crash in between leaves no half of it under its name."""
+    if folder.exists():
+        shutil.rmtree(rename_to_remove(folder))
+
+
+def rename_to_remove(folder: Path) -> Path:
+    """Rename a folder that is to be deleted, so that a crash leaves no half of it under its name.
+
+    Returns:
+        The new path.
+    """
+    doomed = folder.with_name(f"{PARTIAL}removing_{folder.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    return doomed
+
+
+def flush_folder(folder: Path) -> None:
+    """Flush the names in a folder to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+LOCK_FILE = ".lock"
+WAIT_SECONDS = 2.0
+REMOTE_WAIT_SECONDS = 120.0
+"""Time to wait for a lock that is held: a killed process may take a moment to end, and a network file system keeps the
+locks of a dead machine for a minute or two."""
+
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+class RunLock:
+    """The system's lock on a file in a run's folder. It ends with the process; a renamed folder keeps it.
+
+    The context releases all locks at its end.
+    """
+
+    def __init__(self) -> None:
+        self._files: list[int] = []
+
+    def acquire(self, folder: Path) -> str:
+        """Acquire the lock of a folder that exists.
+
+        Returns:
+            A warning if the file system has no locks; otherwise empty.
+
+        Raises:
+            UserError: If another process trains there (names it), or the lock file is a link or a folder.
+            OSError: If the folder cannot be written.
+        """
+        path = folder / LOCK_FILE
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EISDIR):
+                raise UserError(
+                    f"{path} is a link or a folder, expected the file that locks the run; delete it"
+                ) from error
+            raise
+        self._files.append(file)
+        note = _wait_for_lock(file, folder)
+        if not self.holds(folder):
+            raise UserError(f"{folder} was renamed or deleted by the process that trained there; start again")
+        return note
+
+    def holds(self, folder: Path) -> bool:
+        """Whether this process holds the lock of the folder at this path."""
+        try:
+            there = (folder / LOCK_FILE).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return any(os.path.samestat(os.fstat(file), there) for file in self._files)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._files:
+            os.close(self._files.pop())
+
+
+def _wait_for_lock(file: int, folder: Path) -> str:
+    begin, told = time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            host, _, process = os.pread(file, 1000, 0).decode(errors="replace").strip().partition(" ")
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return f"the file system of {folder} has no locks: do not start a second process on this run"
+        remote = bool(host) and host != socket.gethostname()
+        if time.monotonic() - begin >= (REMOTE_WAIT_SECONDS if remote else WAIT_SECONDS):
+            who = f"process {process} on {host}" if process else "another process"
+            raise UserError(
+                f"{folder} is in use: {who} trains there; see it with trifocal watch {shell_path(folder)}, end it "
+                "first, or choose another --run.directory"
+            )
+        if remote and not told:
+            told = True
+            print(f"{folder} is in use by process {process} on {host}; waiting for it to end", file=sys.stderr)
+        time.sleep(0.1)
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"{socket.gethostname()} {os.getpid()}\n".encode(), 0)
+    return ""
+
 
 # Files of a start that was killed before it saved its configuration.
 _LEFT_OVER = {LOCK_FILE, RUN_FILE}

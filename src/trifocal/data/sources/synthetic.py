@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from trifocal.data.data_config import DataConfig
 from trifocal.data.packing import IGNORED, Row
-from trifocal.data.sources import parse_source
+from trifocal.data.sources.base import parse_source
 from trifocal.data.stream import random_words
 from trifocal.errors import UserError
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from trifocal.data import Tokenizer, has_text, make_tokenizer
-from trifocal.data.sources import parse_source
+from trifocal.data.sources.base import parse_source
 from trifocal.errors import UserError
 from trifocal.models import parameter_count
 from trifocal.ops.dispatch import resolve
 from trifocal.runlog import check_sinks, host_memory_bytes
 from trifocal.runlog.traces import HOOKED, INSIDE_LAYERS
-from trifocal.train.checkpoint_folders import list_checkpoints
-from trifocal.train.run_config import RunConfig
+from trifocal.train.checkpoint.folders import list_checkpoints
+from trifocal.train.config.sections import RunConfig
 
 FIRST_TORCH_THAT_CRASHES = (2, 13)
 """In its DistributedDataParallel over gloo, with TORCH_DISTRIBUTED_DEBUG=DETAIL; 2.12 was not tried."""

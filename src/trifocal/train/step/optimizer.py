@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trifocal.runlog.traces.base import local_shard
-from trifocal.train.run_config import OptimizerSection
+from trifocal.train.config.sections import OptimizerSection
 
 
 def make_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:

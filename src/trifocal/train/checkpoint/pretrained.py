@@ -18,12 +18,11 @@ from trifocal.models.hf_reader import read_hf_settings
 from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
 from trifocal.models.io import load_weights, read_config
 from trifocal.paths import user_path
-from trifocal.train.checkpoint import load_model_weights, read_model_config
-from trifocal.train.checkpoint_folders import list_checkpoints, open_checkpoint
-from trifocal.train.manifest import MANIFEST
-from trifocal.train.run_config import RunConfig
-from trifocal.train.run_directory import load_run
-from trifocal.train.run_files import CONFIG_FILE
+from trifocal.train.checkpoint.folders import list_checkpoints, open_checkpoint
+from trifocal.train.checkpoint.manifest import MANIFEST
+from trifocal.train.checkpoint.save_load import load_model_weights, read_model_config
+from trifocal.train.config.sections import RunConfig
+from trifocal.train.run_folder import CONFIG_FILE, load_run
 
 _COMMAND = "trifocal train CONFIG.toml --model.from DIR"
 

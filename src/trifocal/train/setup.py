@@ -2,27 +2,81 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from trifocal.data import Loader, Tokenizer, make_loader
-from trifocal.data.sources import parse_source
-from trifocal.distributed import Processes
+from trifocal.data.sources.base import parse_source
+from trifocal.distributed import Parallel, Processes, choose_mode, parallelize
 from trifocal.errors import UserError, one_line
 from trifocal.models import DecoderLM
-from trifocal.train.checkpoint import load_checkpoint
-from trifocal.train.choice_teacher import make_teacher
-from trifocal.train.graphs import make_graphs
-from trifocal.train.micro_batch import LossFunction
-from trifocal.train.optimizer import make_optimizer
-from trifocal.train.parallelize import parallelize_model
-from trifocal.train.pretrained import load_pretrained_weights
-from trifocal.train.random_state import restore_random_state, seed_everything
-from trifocal.train.run_config import RunConfig
-from trifocal.train.train_state import TrainState
+from trifocal.train.checkpoint.pretrained import load_pretrained_weights
+from trifocal.train.checkpoint.random_state import restore_random_state, seed_everything
+from trifocal.train.checkpoint.save_load import load_checkpoint
+from trifocal.train.config.sections import RunConfig
+from trifocal.train.step.choice_teacher import make_teacher
+from trifocal.train.step.cuda_graphs import make_graphs
+from trifocal.train.step.micro_batch import LossFunction
+from trifocal.train.step.optimizer import make_optimizer
+
+
+@dataclass
+class TrainState:
+    """The counters of a run, the same in every process but for the position in the data.
+
+    Attributes:
+        step: Optimizer steps done.
+        resume_step: The step of the checkpoint that the run goes on from; None for a new run.
+        loss: The last training loss that was read from the device, nats per token.
+        data_position: State of this process's loader after the last step.
+    """
+
+    step: int = 0
+    resume_step: int | None = None
+    loss: float | None = None
+    data_position: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def steps_here(self) -> int:
+        """Steps that this process has taken."""
+        return self.step - (self.resume_step or 0)
+
+
+def parallelize_model(model: DecoderLM, config: RunConfig, processes: Processes) -> tuple[Parallel, str]:
+    """Parallelize a model by `config.parallel`.
+
+    Args:
+        model: On its device, the same in all processes.
+        config: The run.
+        processes: Of the run.
+
+    Returns:
+        The model as it is trained, and a sentence for the log, which may be empty.
+
+    Raises:
+        UserError: If the mode does not fit the number of processes.
+    """
+    section, device = config.parallel, processes.device
+    mode, note = choose_mode(section.mode, processes, config.model)
+    if mode == "hsdp" and (section.shards or processes.local_size) == 1:
+        why = "parallel.shards is 1" if section.shards else "each machine has one process, and parallel.shards is 0"
+        raise UserError(f'{why}: hsdp would share nothing; take parallel.mode "fsdp" or "ddp", or more shards')
+    parallel = parallelize(
+        model,
+        processes,
+        mode,
+        precision=config.train.precision,
+        shards=section.shards,
+        reshard_after_forward=section.reshard_after_forward,
+        static_graph=section.static_graph,
+        exchange_after=config.train.cuda_graphs and device.type == "cuda",
+        repeatable=config.run.deterministic or device.type == "cpu",
+    )
+    return parallel, note
 
 
 class TrainSetup:

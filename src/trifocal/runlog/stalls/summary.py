@@ -4,12 +4,12 @@ import time
 from pathlib import Path
 
 from trifocal.errors import UserError
-from trifocal.runlog.collectives import describe_waiting_ranks
-from trifocal.runlog.dump import Answer
 from trifocal.runlog.jsonl import Row
 from trifocal.runlog.progress import duration
 from trifocal.runlog.run import Run, read_run
-from trifocal.runlog.verdict import judge
+from trifocal.runlog.stalls.collectives import describe_waiting_ranks
+from trifocal.runlog.stalls.dump import Answer
+from trifocal.runlog.stalls.verdict import judge
 
 _LAST_ROWS = 3
 _LAST_FIGURES = ("loss", "gradient_norm", "tokens_per_second", "step_seconds")

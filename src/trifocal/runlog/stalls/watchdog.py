@@ -5,7 +5,7 @@ the phase has ended once), or on SIGUSR1, `dumps/` gets a folder with
 
 - `summary.md`: one page in words: the stuck ranks, their phase, its age, the place in the code, and the ranks that they
   wait for;
-- the files of runlog/dump.py, from every rank with a live watchdog.
+- the files of runlog/stalls/dump.py, from every rank with a live watchdog.
 
 Training continues, also on a full disk. A stall has one dump for all of its ranks and its whole length.
 """
@@ -23,13 +23,13 @@ from typing import Self
 import torch
 
 from trifocal.errors import UserError
-from trifocal.runlog.dump import read_answers, write_details, write_stacks
 from trifocal.runlog.heartbeat import Heartbeat
 from trifocal.runlog.jsonl import Row, logger
 from trifocal.runlog.progress import duration
 from trifocal.runlog.run import read_run
-from trifocal.runlog.stacks import StackDump
-from trifocal.runlog.stall_summary import stall_summary
+from trifocal.runlog.stalls.dump import read_answers, write_details, write_stacks
+from trifocal.runlog.stalls.stacks import StackDump
+from trifocal.runlog.stalls.summary import stall_summary
 from trifocal.runlog.whole_files import write_whole
 
 # A rank that stalls this soon after another adds to the other's dump.

@@ -29,15 +29,15 @@ from torch.utils._pytree import tree_map_only
 from trifocal.distributed import Processes
 from trifocal.errors import UserError
 from trifocal.models import ModelConfig
-from trifocal.train.checkpoint_folders import checkpoint_path
-from trifocal.train.manifest import (
+from trifocal.train.checkpoint.folders import checkpoint_path
+from trifocal.train.checkpoint.manifest import (
     FORMAT,
     CheckpointDamaged,
     describe_files,
     read_manifest,
     write_manifest,
 )
-from trifocal.train.run_files import PARTIAL, flush_folder, remove_folder
+from trifocal.train.run_folder import PARTIAL, flush_folder, remove_folder
 
 # Fields that change how the model is computed, not its weights.
 _FREE_MODEL_FIELDS = frozenset({"backend"})

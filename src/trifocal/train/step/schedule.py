@@ -2,7 +2,7 @@
 
 import math
 
-from trifocal.train.run_config import RunConfig, ScheduleSection
+from trifocal.train.config.sections import RunConfig, ScheduleSection
 
 
 def learning_rate(step: int, *, peak: float, total_steps: int, schedule: ScheduleSection) -> float:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from trifocal.data.local_files import content_hash, find_files, sizes
-from trifocal.data.sources import BadDocument, BadDocuments, Cursor, Document, fingerprint, make_document
+from trifocal.data.sources.base import BadDocument, BadDocuments, Cursor, Document, fingerprint, make_document
+from trifocal.data.sources.local_files import content_hash, find_files, sizes
 from trifocal.errors import UserError, one_line
 
 # Rows decoded at once: at most so many, and fewer where they could hold more bytes than this. A column that repeats

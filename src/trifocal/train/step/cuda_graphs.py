@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from trifocal.data import Batch
 from trifocal.distributed import Parallel
 from trifocal.runlog.traces.base import local_shard
-from trifocal.train.micro_batch import LossFunction, autocast, call_with, model_inputs, to_device
-from trifocal.train.run_config import TrainSection
+from trifocal.train.config.sections import TrainSection
+from trifocal.train.step.micro_batch import LossFunction, autocast, call_with, model_inputs, to_device
 
 Kind = tuple[int, ...]
 Result = TypeVar("Result")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from trifocal.runlog.collectives import Collective, describe, last_of_each_group, recorded_collectives
 from trifocal.runlog.jsonl import Row, logger
+from trifocal.runlog.stalls.collectives import Collective, describe, last_of_each_group, recorded_collectives
 from trifocal.runlog.whole_files import write_whole
 
 _one_at_a_time = threading.Lock()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from trifocal.errors import UserError
 from trifocal.paths import shell_path
-from trifocal.train.manifest import MANIFEST, CheckpointDamaged, is_intact, verify_checkpoint
-from trifocal.train.run_files import PARTIAL, remove_folder
+from trifocal.train.checkpoint.manifest import MANIFEST, CheckpointDamaged, is_intact, verify_checkpoint
+from trifocal.train.run_folder import PARTIAL, remove_folder
 
 _PREFIX = "step_"
 _ATTEMPTS = 5

@@ -1,0 +1,1 @@
+"""Sources of documents: each reads its shards from any cursor that it gave out."""

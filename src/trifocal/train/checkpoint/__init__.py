@@ -1,0 +1,1 @@
+"""Checkpoints: written, verified, read, and exported."""

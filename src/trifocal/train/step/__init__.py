@@ -1,0 +1,1 @@
+"""One optimizer step: micro-batches, recorded graphs, optimizer and schedule."""
