@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lib.results import ResultFile, cpu_name
 from trifocal.data.sources.synthetic import associations
 from trifocal.models import DecoderLM, ModelConfig
+from trifocal.models.choice_teaching import ChoiceTeaching, eligible_queries
 from trifocal.ops import Geometry
 from trifocal.testing.small_models import draw_keys_apart
 from trifocal.train.config.sections import OptimizerSection
@@ -65,6 +66,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sparse, shared keys": {"shared_kv": True},
     "selected": {"attention": "selected"},
     "sparse, dropout 0.2": {"selected_dropout": 0.2},
+    "sparse, exact": {"selection": "exact"},
+    "sparse, taught": {"weight": 1.0},
+    "sparse, taught, weight 0.1": {"weight": 0.1},
+    "sparse, taught, weight 10": {"weight": 10.0},
+    "sparse, learned φ, taught": {"compressor": "mlp", "weight": 1.0},
+    "sparse, index": {"chooser": "index", "weight": 1.0},
+    "sparse, index, weight 0.1": {"chooser": "index", "weight": 0.1},
+    "sparse, index, weight 10": {"chooser": "index", "weight": 10.0},
+    "sparse, index, sample 1/64": {"chooser": "index", "weight": 1.0, "stretch": 64},
+    "sparse, index, sample 1/4": {"chooser": "index", "weight": 1.0, "stretch": 4},
+    "sparse, learned φ, index": {"compressor": "mlp", "chooser": "index", "weight": 1.0},
+    "selected, index": {"attention": "selected", "chooser": "index", "weight": 1.0},
 }
 
 
@@ -90,7 +103,8 @@ class TwoTokens(nn.Module):
 
 def make(variant: str, seed: int) -> DecoderLM:
     """An untrained model; those of a seed differ in the attention alone."""
-    model = DecoderLM(replace(CONFIG, **VARIANTS[variant]))
+    keys = {key: value for key, value in VARIANTS[variant].items() if key not in ("weight", "stretch")}
+    model = DecoderLM(replace(CONFIG, **keys))
     model.init_weights(seed)
     if variant == "sparse, keys drawn apart":
         draw_keys_apart(model, seed)
@@ -106,8 +120,26 @@ def draw(parts: int, rows: int, *key: int) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def train(model: DecoderLM, steps: int, rows: int, rate: float, seed: int) -> Iterator[int]:
-    """Train, with a warm-up and a cosine; yields the number of each step when it has been taken."""
+def teaching_of(
+    model: DecoderLM, weight: float, stretch: int, step: int, batches: list[tuple[Tensor, Tensor]]
+) -> list[ChoiceTeaching]:
+    """What the choice is taught by each batch of a step."""
+    eligible = sum(eligible_queries(model.config, tokens, None, step, stretch)[0] for tokens, _ in batches)
+    scales = torch.full((1,), weight / max(1, eligible * CONFIG.num_kv_heads))
+    return [
+        ChoiceTeaching(torch.tensor(step), scales, torch.zeros(1, 2), tokens.shape[1], stretch) for tokens, _ in batches
+    ]
+
+
+def train(
+    model: DecoderLM, steps: int, rows: int, rate: float, seed: int, weight: float = 0.0, stretch: int = 16
+) -> Iterator[int]:
+    """Train, with a warm-up and a cosine; yields the number of each step when it has been taken.
+
+    `weight` is that of the choice's loss, of which one query in `stretch` is a sample.
+    """
+    index = [p for name, p in model.named_parameters() if ".index." in name]
+    others = [p for name, p in model.named_parameters() if ".index." not in name]
     optimizer = make_optimizer(model, OptimizerSection(learning_rate=rate))
     for step in range(steps):
         progress = max(0.0, (step - WARM_UP) / (steps - WARM_UP))
@@ -116,9 +148,11 @@ def train(model: DecoderLM, steps: int, rows: int, rate: float, seed: int) -> It
         batches = [draw(parts, rows * parts // len(PARTS), seed, step) for parts in PARTS]
         answers = sum(int((targets >= 0).sum()) for _, targets in batches)
         optimizer.zero_grad()
-        for tokens, targets in batches:
-            (model(tokens, targets) * (targets >= 0).sum() / answers).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        taught = teaching_of(model, weight, stretch, step, batches) if weight else [None] * len(batches)
+        for (tokens, targets), teaching in zip(batches, taught, strict=True):
+            (model(tokens, targets, teaching=teaching) * (targets >= 0).sum() / answers).backward()
+        for parameters in (others, index):
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         yield step + 1
 
@@ -139,7 +173,10 @@ class Choices(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.trifocal.select_blocks.default:
+        if func in (
+            torch.ops.trifocal.select_blocks.default,
+            torch.ops.trifocal.select_blocks_by_index.default,
+        ):
             self.found.append(result)
         return result
 
@@ -169,7 +206,8 @@ def run(variant: str, seed: int, steps: int, rows: int, rate: float) -> dict[str
     """Train a model and measure it on the way."""
     torch.set_num_threads(1)
     model, row = make(variant, seed), {"attention": variant, "seed": seed}
-    for step in train(model, steps, rows, rate, seed):
+    taught = {key: VARIANTS[variant][key] for key in ("weight", "stretch") if key in VARIANTS[variant]}
+    for step in train(model, steps, rows, rate, seed, **taught):
         # Where the answers have just been learned, and the end.
         for name, last in (("early", max(1, steps * 2 // 5)), ("end", steps)):
             if step == last:

@@ -97,7 +97,7 @@ def with_attention(model: DecoderLM, function) -> DecoderLM:
 def late_bound_checkpointing(model: DecoderLM) -> None:
     """`checkpoint(lambda x: block(x), x)` in a loop: every layer is computed again as the last one."""
 
-    def last_residual(self, tokens, cu_seqlens):
+    def last_residual(self, tokens, documents, lessons):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = checkpoint(lambda inp: block(inp), x, use_reentrant=False)  # noqa: B023

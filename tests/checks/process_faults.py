@@ -10,7 +10,7 @@ from trifocal.nn import Block
 def late_bound_checkpointing(rank: int) -> None:
     """`checkpoint(lambda x: block(x), x)` in a loop: every layer is computed again as the last one."""
 
-    def last_residual(self, tokens, cu_seqlens):
+    def last_residual(self, tokens, documents, lessons):
         x = self.embedding(tokens)
         for block in self.blocks:
             if self._checkpointed_layers:

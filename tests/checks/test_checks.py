@@ -29,6 +29,7 @@ from trifocal.models import DecoderLM
 from trifocal.nn import attention as nn_attention
 from trifocal.nn import rotate
 from trifocal.ops import nsa_attention
+from trifocal.ops.choice_loss import choice_loss
 from trifocal.ops.decode import linear as decode_linear
 from trifocal.testing import costs
 from trifocal.testing.inputs import attention_inputs
@@ -117,6 +118,15 @@ def test_backend_parity_passes_equal_kernels():
         return nsa_attention(*inputs, backend="reference", **rules)
 
     assert attention_checks.backend_parity(CPU, attention=attention).passed
+
+
+@fault("choice-loss")
+def gradient_of_the_queries(measure, _):
+    def leaking(q, *others, **student):
+        loss, recall = choice_loss(q, *others, **student)
+        return loss + 0.1 * (q.sum() - q.sum().detach()), recall
+
+    return measure(CPU, loss=leaking)
 
 
 @fault("rope-distance")

@@ -227,9 +227,9 @@ def graphs():
     original = train_setup.parallelize
     train_setup.parallelize = lambda *args, **options: original(*args, **options | {"exchange_after": True})
 
-    def make_graphs(parallel, model, config, device):
+    def make_graphs(parallel, model, config, device, loss_function):
         assert parallel.sharded or parallel.flat_gradients is not None
-        return cuda_graphs.MicroBatchGraphs(parallel.module, model.parameters(), device, "fp32", parallel), ""
+        return cuda_graphs.MicroBatchGraphs(loss_function, model.parameters(), device, "fp32", parallel), ""
 
     train_setup.make_graphs = make_graphs
 

@@ -81,6 +81,27 @@ def test_gradients_of_recorded_graphs_are_the_same(runs: dict[str, Path], tmp_pa
     assert losses(run) == pytest.approx(losses(runs["ddp"]), rel=LOSS_TOLERANCE)
 
 
+def test_a_taught_choice_is_that_of_one_process(tmp_path: Path) -> None:
+    """The queries, their loss and its scale: two processes with one micro-batch each, and recorded, with two."""
+    flags = ("--model.chooser", "index", "--train.choice_loss_weight", "0.5", "--train.choice_loss_sample", "0.5")
+    flags = (*flags, "--log.sample_interval_steps", "0")
+    small = ("--train.micro_batch_size", "1", "--evaluate.batches", "4")
+    found = [
+        finish(tmp_path / "none", "auto", 1, *flags),
+        finish(tmp_path / "ddp", "ddp", 2, *flags),
+        finish(tmp_path / "ddp graphs", "ddp", 2, *flags, *small, fault="graphs"),
+        finish(tmp_path / "fsdp graphs", "fsdp", 2, *flags, *small, fault="graphs"),
+    ]
+    taught = [[row["choice_loss"] for row in read_metrics(run / "metrics.jsonl", "train")] for run in found]
+    assert min(taught[0]) > 0.01
+    for run, own in zip(found[1:], taught[1:], strict=True):
+        assert losses(run) == pytest.approx(losses(found[0]), rel=LOSS_TOLERANCE)
+        assert own == pytest.approx(taught[0], rel=1e-3)
+        whole = load_model(run / "weights").state_dict()
+        for name, tensor in load_model(found[0] / "weights").state_dict().items():
+            torch.testing.assert_close(whole[name], tensor, rtol=0.05, atol=5e-3)
+
+
 def test_compiled_checkpointed_layers_are_the_same(tmp_path: Path) -> None:
     """And compiled: the hooks of FSDP stay outside, so that all layers share one's graphs. The attention is dense."""
     dense = ("--model.attention", "dense")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from trifocal.models import DecoderLM
+from trifocal.models.choice_teaching import ChoiceTeaching
 from trifocal.ops import Documents
 
 # PyTorch's own tracer warns about its own calls.
@@ -122,3 +123,35 @@ def test_other_lengths_do_not_compile_anew(make_model: Callable[..., DecoderLM])
         tokens = torch.randint(31, (2, length))
         torch.testing.assert_close(gradients(compiled, tokens), gradients(model, tokens), rtol=1e-11, atol=1e-12)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize(
+    "options", [{"chooser": "index"}, {"compressor": "mlp"}, {"chooser": "index", "attention": "selected"}], ids=str
+)
+def test_a_taught_choice_is_compiled(
+    make_model: Callable[..., DecoderLM], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Rows and packed documents, in two steps: one graph of a layer each, and eager's gradients."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    model = make_model(num_layers=2, **options)
+    model.set_activation_checkpointing(0, 2)
+    tokens = torch.randint(31, (2, 30))
+    packed = Documents.from_checked(torch.tensor([0, 5, 30, 58, 60]), 60, row_length=30)
+
+    def taught(rows: torch.Tensor, documents: Documents | None, step: int) -> list[torch.Tensor]:
+        teaching = ChoiceTeaching(torch.tensor(step), torch.full((2,), 0.1), torch.zeros(2, 2), 30, 4)
+        model.zero_grad()
+        loss = model(rows, rows, cu_seqlens=documents, teaching=teaching)
+        loss.backward()
+        assert teaching.totals.all()
+        return [loss.detach(), teaching.totals, *(parameter.grad for parameter in model.parameters())]  # type: ignore[list-item]
+
+    calls = [(tokens, None, 1), (tokens.view(1, 60), packed, 1), (tokens, None, 2)]
+    expected = [taught(*call) for call in calls]
+    model.compile_training()
+    torch.testing.assert_close([taught(*call) for call in calls], expected, rtol=1e-6, atol=1e-9)
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 4
+    assert not counters["graph_break"]

@@ -46,7 +46,7 @@ def test_from_toml() -> None:
             "layer_types must be one of 'nsa', 'selected', 'window', 'dense', got 'full'",
         ),
         ({"sliding_window": -1}, "sliding_window must be at least 0, got -1"),
-        ({"selection": "all"}, "model.selection must be one of 'importance', 'random', got 'all'"),
+        ({"selection": "all"}, "model.selection must be one of 'importance', 'exact', 'random', got 'all'"),
         ({"unrotated_layers": (2,)}, "unrotated_layers must be layers from 0 to 1, got "),
         ({"qk_norm": "yes"}, "model.qk_norm must be true or false, got 'yes'"),
         (

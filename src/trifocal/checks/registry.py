@@ -58,6 +58,7 @@ CHECKS: tuple[Check, ...] = (
     Check("full-coverage", (8,), "attention to everything is dense", attention_checks.full_coverage),
     Check("oracle", (7, 8), "attention and gradients, in float64", attention_checks.float64_oracle),
     Check("backend-parity", (8,), "the kernels give the reference's results", attention_checks.backend_parity),
+    Check("choice-loss", (), "the loss of the choice, in float64, teaches it alone", attention_checks.taught_choice),
     Check("rope-distance", (11,), "scores depend on distance alone", positions.rope_distance),
     Check("future-leak", (7,), "no output depends on a later token", model_checks.future_leak),
     Check("decode-equals-prefill", (9, 10), "decoding gives the logits of one pass", model_checks.decode),

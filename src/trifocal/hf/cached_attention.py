@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from trifocal.hf.layer_cache import TrifocalLayer
 from trifocal.inference.prefill import Chunk, Compress, causal_attention, extend_dense, extend_sparse
 from trifocal.nn import DenseAttention, MeanCompressor, NSAttention, SelectedAttention, WindowAttention
+from trifocal.nn.chooser import VALUE_COLUMNS
 from trifocal.nn.gate import NUM_BRANCHES
-from trifocal.nn.selected_attention import VALUE_COLUMNS
 from trifocal.ops import (
     DecodeBatch,
     Geometry,

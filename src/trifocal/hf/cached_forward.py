@@ -106,9 +106,7 @@ def cache_obstacle(config: ModelConfig) -> str:
     """Why a model cannot go on with a cache; empty if it can."""
     if config.rope_scaling.depends_on_length:
         return f'rope_scaling "{config.rope_scaling.rope_type}" turns all keys anew when a sequence grows'
-    if config.selection != "importance":
-        return 'selection "random" is a control for training'
-    return ""
+    return config.undecodable
 
 
 def _check_positions(position_ids: Tensor | None, new: Tensor, lengths: list[int]) -> None:

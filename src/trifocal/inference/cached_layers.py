@@ -23,9 +23,9 @@ from trifocal.nn import (
     WindowAttention,
 )
 from trifocal.nn.attention_base import AttentionBase
+from trifocal.nn.chooser import choose_blocks
 from trifocal.nn.gate import NUM_BRANCHES
 from trifocal.nn.projection import ALIGNMENT
-from trifocal.nn.selected_attention import choose_blocks
 from trifocal.ops import (
     DecodeBatch,
     DenseCache,

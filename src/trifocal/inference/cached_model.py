@@ -123,10 +123,8 @@ class CachedModel:
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         config = model.config
-        if config.selection != "importance":
-            raise UserError(
-                f'model.selection "{config.selection}" is a control for training and evaluation: it cannot decode'
-            )
+        if config.undecodable:
+            raise UserError(config.undecodable)
         self.config, self.max_sequences, self.max_length = config, max_sequences, max_length
         self.device = model.embedding.weight.device
         self.dtype = dtype or product_type(model)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trifocal.models.model_config import Attention, ModelConfig
+from trifocal.nn.chooser import INDEX_DIM
 from trifocal.nn.compressor import MLPCompressor
 from trifocal.nn.gate import NUM_BRANCHES
 from trifocal.ops import Geometry
@@ -121,7 +122,9 @@ def _forward_flops(config: ModelConfig, sequence_length: int) -> tuple[float, fl
         keys = _attended(config, kind, sequence_length) / sequence_length
         total += _matrix_flops(config, kind, sequence_length)
         total += 2 * config.num_heads * (config.head_dim + config.value_dim) * keys
-        if kind == "selected":
+        if kind in ("nsa", "selected") and config.has_index:
+            choosing += config.num_kv_heads * INDEX_DIM * (sequence_length + 1)
+        elif kind == "selected":
             compressed = _compressed_keys(config.geometry, sequence_length) / sequence_length
             choosing += 2 * config.num_heads * config.head_dim * compressed
     return total, choosing
@@ -148,6 +151,8 @@ def _projection_weights(config: ModelConfig, kind: Attention) -> int:
     """Multiplications that one token costs in the linear maps of one layer."""
     columns = config.num_heads * (config.head_dim + config.value_dim) + _key_value_columns(config, kind)
     weights = config.dim * columns + 3 * config.dim * config.mlp_dim
+    if kind in ("nsa", "selected") and config.has_index:
+        weights += config.dim * (config.num_kv_heads + 1) * INDEX_DIM
     if kind != "nsa":
         return weights
     return weights + config.dim * config.num_heads * NUM_BRANCHES

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trifocal.models.choice_teaching import ChoiceTeaching, Lessons
 from trifocal.models.layers import draw_weights, make_blocks, run_block, run_blocks, wrap_blocks
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn import RMSNorm
@@ -91,6 +92,7 @@ class DecoderLM(nn.Module):
         targets: Tensor | None = None,
         *,
         cu_seqlens: Tensor | Documents | None = None,
+        teaching: ChoiceTeaching | None = None,
     ) -> Tensor:
         """Compute logits, or the loss.
 
@@ -98,6 +100,8 @@ class DecoderLM(nn.Module):
             tokens: [B, T], int64 or int32.
             targets: The token that should follow each position, [B, T], int64; -100 where there is none.
             cu_seqlens: Boundaries of packed documents, [documents + 1], with B == 1; nothing crosses them.
+            teaching: What the choice of blocks learns from these tokens; with targets. The result is the same with and
+                without it; its backward pass then teaches the choice too.
 
         Returns:
             Logits, [B, T, vocab_size]; or with targets their mean loss in nats, a scalar in fp32 (fp64 for an
@@ -107,11 +111,19 @@ class DecoderLM(nn.Module):
             ValueError: If shapes do not fit; the message names them.
         """
         _check_tokens(tokens, targets)
-        x = self._last_residual(tokens, cu_seqlens)
+        documents = self._documents(tokens, cu_seqlens)
+        lessons = None
+        if teaching is not None and targets is not None:
+            positions = (
+                torch.arange(tokens.shape[1], device=tokens.device) if documents is None else documents.positions
+            )
+            lessons = Lessons(teaching, self.config, tokens, positions)
+        x = self._last_residual(tokens, documents, lessons)
         if targets is None:
             return self.logits(self.norm(x))
         end = self._run_end if torch.is_grad_enabled() else run_end
-        return end(self.norm, self._output_weight(), x, targets)
+        loss = end(self.norm, self._output_weight(), x, targets)
+        return loss if lessons is None else lessons.attach_to(loss)
 
     def hidden_states(
         self,
@@ -121,17 +133,18 @@ class DecoderLM(nn.Module):
     ) -> Tensor:
         """The normed output of the last block, [B, T, E]; arguments and errors as in `forward`."""
         _check_tokens(tokens, None)
-        return self.norm(self._last_residual(tokens, cu_seqlens))
+        return self.norm(self._last_residual(tokens, self._documents(tokens, cu_seqlens)))
 
-    def _last_residual(self, tokens: Tensor, cu_seqlens: Tensor | Documents | None) -> Tensor:
-        documents = cu_seqlens
+    def _documents(self, tokens: Tensor, documents: Tensor | Documents | None) -> Documents | None:
         if isinstance(documents, Tensor):
             # Checked before the copy: boundaries on the host need no wait for a GPU.
             documents = Documents.from_cu_seqlens(documents, tokens.shape[1]).to(tokens.device)
+        return documents
 
+    def _last_residual(self, tokens: Tensor, documents: Documents | None, lessons: Lessons | None = None) -> Tensor:
         x = self.embedding(tokens)
         trained = tokens if self.training and torch.is_grad_enabled() else None
-        for residual in run_blocks(self.blocks, self.config, x, documents, trained_tokens=trained):
+        for residual in run_blocks(self.blocks, self.config, x, documents, trained_tokens=trained, lessons=lessons):
             x = residual
         return x
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from trifocal.models.choice_teaching import Lessons
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn import Block, DenseAttention, NSAttention, SelectedAttention, WindowAttention
 from trifocal.nn.attention_base import AttentionBase, KVCache, RotaryTables, documents_and_positions
@@ -35,6 +36,7 @@ def run_blocks(
     documents: Documents | None,
     caches: Sequence[KVCache] = (),
     trained_tokens: Tensor | None = None,
+    lessons: Lessons | None = None,
 ) -> Iterator[Tensor]:
     """Run the layers of a decoder.
 
@@ -45,6 +47,7 @@ def run_blocks(
         documents: Packed documents, with B == 1.
         caches: Earlier tokens, one for each layer, which say where these ones lie; without documents.
         trained_tokens: In training, the tokens, [B, T]: they draw the queries of `selected_dropout`.
+        lessons: Teach the choice of the layers, and take their figures.
 
     Yields:
         The residual stream after each layer, [B, T, E].
@@ -71,7 +74,12 @@ def run_blocks(
             given["dropped"] = drop_selected(
                 trained_tokens, documents_and_positions(x, documents)[1], config.selected_dropout, index
             )
-        x = block(x, cu_seqlens=documents, rotary=rotary[unrotated[index]], **given)
+        tables = rotary[unrotated[index]]
+        if lessons is not None and kind in ("nsa", "selected"):
+            x, figures = block(x, cu_seqlens=documents, rotary=tables, lesson=lessons.of_layer(index), **given)
+            lessons.add(index, figures)
+        else:
+            x = block(x, cu_seqlens=documents, rotary=tables, **given)
         yield x
 
 
@@ -132,6 +140,7 @@ _save_attention = functools.partial(
     create_selective_checkpoint_contexts,
     [
         torch.ops.trifocal.select_blocks.default,
+        torch.ops.trifocal.select_blocks_by_index.default,
         torch.ops.trifocal.compressed_attention.default,
         torch.ops.trifocal.selected_attention.default,
         torch.ops.trifocal.window_attention.default,
@@ -158,6 +167,7 @@ def _attention(config: ModelConfig, kind: str, rope_scaling: RopeScaling) -> Att
     if kind == "window":
         window = config.sliding_window or config.geometry.window_size
         return WindowAttention(window_size=window, backend=config.backend, **sizes)
+    sizes["chooser"] = "exact" if config.selection == "exact" else "index" if config.has_index else "compressed"
     if kind == "selected":
         return SelectedAttention(geometry=config.geometry, backend=config.backend, **sizes)
     return NSAttention(

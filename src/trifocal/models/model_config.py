@@ -9,13 +9,15 @@ import tyro
 
 from trifocal.errors import UserError
 from trifocal.fields import check_at_least, check_types, from_table
+from trifocal.nn.attention_base import INDEX_DIM
 from trifocal.nn.rope import RopeScaling
 from trifocal.ops import Geometry
 from trifocal.ops.geometry import LARGEST_SIZE
 
 Attention = Literal["nsa", "selected", "window", "dense"]
 Compressor = Literal["mean", "mlp"]
-Selection = Literal["importance", "random"]
+Chooser = Literal["compressed", "index"]
+Selection = Literal["importance", "exact", "random"]
 Backend = Literal["auto", "reference", "triton"]
 MOST_LAYERS = 10_000
 """Each layer is an object of Python: more of them would take minutes to make."""
@@ -43,7 +45,10 @@ class ModelConfig:
             the last tokens alone; or `"dense"`, for the dense baseline. They differ in the attention alone.
         layer_types: The attention of each layer, where layers differ; empty: `attention` in all of them.
         sliding_window: Keys that a query of a window layer sees; 0 takes `geometry.window_size`.
-        selection: `"importance"`, or `"random"`: a control that draws the blocks that are not forced.
+        chooser: What scores the blocks: `"compressed"`, the keys of the compressed branch; or `"index"`, small queries
+            and keys that do nothing else. Each can be taught: `train.choice_loss_weight`.
+        selection: `"importance"`, by the chooser's scores; or a control: `"exact"`, by the attention of the selected
+            branch itself over the whole past; `"random"`, which draws the blocks that are not forced.
         compressor: Compressor of the keys and values of a block, `"mean"` or `"mlp"`.
         shared_kv: One projection of keys and values for all branches instead of one each.
         selected_dropout: Share of the queries whose selected branch is dropped in a training step, drawn for each layer
@@ -76,6 +81,7 @@ class ModelConfig:
     attention: Attention = "nsa"
     layer_types: tuple[Attention, ...] = ()
     sliding_window: int = 0
+    chooser: Chooser = "compressed"
     selection: Selection = "importance"
     compressor: Compressor = "mean"
     shared_kv: bool = False
@@ -121,6 +127,8 @@ class ModelConfig:
             )
         try:
             self.rope_scaling.check_head_dim(self.head_dim)
+            if self.has_index:
+                self.rope_scaling.check_head_dim(INDEX_DIM)
         except ValueError as error:
             raise UserError(f"model.{error}") from error
 
@@ -137,6 +145,38 @@ class ModelConfig:
     def chooses_blocks(self) -> bool:
         """Whether any layer selects blocks."""
         return any(kind in ("nsa", "selected") for kind in self.attention_of_layers)
+
+    @property
+    def has_index(self) -> bool:
+        """Whether any layer chooses its blocks by an index."""
+        return self.chooses_blocks and self.chooser == "index" and self.selection == "importance"
+
+    @property
+    def undecodable(self) -> str:
+        """Why the model cannot decode; empty if it can."""
+        if self.chooses_blocks and self.selection != "importance":
+            return f'model.selection "{self.selection}" is a control for training and evaluation, which cannot decode'
+        return 'model.chooser "index" cannot decode yet' if self.has_index else ""
+
+    @property
+    def untaught_choice(self) -> str:
+        """Why the choice has nothing that a loss of its own could teach; empty if it has."""
+        if not self.chooses_blocks:
+            return "no layer chooses blocks"
+        if self.selection != "importance":
+            return f'model.selection "{self.selection}" learns nothing'
+        if self.chooser == "index":
+            return ""
+        if "selected" in self.attention_of_layers:
+            return (
+                'the compressed keys of "selected" layers have no parameters of their own; set model.chooser to "index"'
+            )
+        if self.shared_kv and self.compressor == "mean":
+            return (
+                "with model.shared_kv and the mean compressor, compressed keys have no parameters of their own; "
+                'set model.chooser to "index"'
+            )
+        return ""
 
     @property
     def all_dense(self) -> bool:

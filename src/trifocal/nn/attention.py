@@ -8,7 +8,15 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from trifocal.nn.attention_base import AttentionBase, KVCache, RotaryTables, check_input, documents_and_positions
+from trifocal.nn.attention_base import (
+    AttentionBase,
+    KVCache,
+    Lesson,
+    RotaryTables,
+    check_input,
+    documents_and_positions,
+)
+from trifocal.nn.chooser import Chooser, ChoosingAttention
 from trifocal.nn.compressor import MeanCompressor, MLPCompressor
 from trifocal.nn.gate import NUM_BRANCHES, SigmoidGate
 from trifocal.nn.rope import UNSCALED, RopeScaling, rotate
@@ -18,7 +26,7 @@ from trifocal.ops.geometry import LARGEST_SIZE
 from trifocal.ops.validation import check_whole_number
 
 
-class NSAttention(AttentionBase):
+class NSAttention(ChoosingAttention):
     """Native Sparse Attention as a layer: projections, rotary positions, compressor, gates, three branches.
 
     Each branch has its own keys and values. Queries are rotated once, keys by the position of their token, compressed
@@ -34,6 +42,7 @@ class NSAttention(AttentionBase):
         compressor: φ: `"mean"`, or `"mlp"`, the paper's learnable one.
         shared_kv: One projection of keys and values for all branches instead of one each.
         backend: `"auto"`, `"reference"` or `"triton"`; see `trifocal.ops.dispatch`.
+        chooser: What chooses the blocks: `"compressed"` keys, an `"index"`, or the `"exact"` mass.
         rope_theta, rope_scaling, qk_norm, norm_eps, qkv_bias, o_bias: See `AttentionBase`.
 
     Raises:
@@ -51,6 +60,7 @@ class NSAttention(AttentionBase):
         head_dim: int,
         value_dim: int,
         geometry: Geometry,
+        chooser: Chooser = "compressed",
         compressor: Literal["mean", "mlp"] = "mean",
         shared_kv: bool = False,
         backend: Literal["auto", "reference", "triton"] = "auto",
@@ -68,6 +78,7 @@ class NSAttention(AttentionBase):
             head_dim=head_dim,
             value_dim=value_dim,
             geometry=geometry,
+            chooser=chooser,
             # In the order cmp, slc, win.
             branches=1 if shared_kv else NUM_BRANCHES,
             rope_theta=rope_theta,
@@ -97,7 +108,8 @@ class NSAttention(AttentionBase):
         selected_blocks: Tensor | None = None,
         dropped: Tensor | None = None,
         cache: KVCache | None = None,
-    ) -> Tensor:
+        lesson: Lesson | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend.
 
         Args:
@@ -107,9 +119,10 @@ class NSAttention(AttentionBase):
             selected_blocks: Blocks to read instead of the most important ones, [B, T, G, N]; see `nsa_attention`.
             dropped: Queries whose selected branch adds nothing, [B, T], True where dropped; see `selected_dropout`.
             cache: Holds earlier tokens, which give these their positions; the other arguments are ignored with it.
+            lesson: What the choice learns in a training step.
 
         Returns:
-            [B, T, E].
+            [B, T, E]; with a lesson, and the scaled loss and recall of the choice, [2].
 
         Raises:
             ValueError: If the boundaries do not fit.
@@ -133,6 +146,9 @@ class NSAttention(AttentionBase):
         k_slc = rotate(k_slc, cos, sin)
         k_win = k_slc if self.shared_kv else rotate(k_win, cos, sin)
         k_cmp, v_cmp = self._compress(k_cmp, v_cmp, documents, rotary, length)
+        index = self._index(x, positions, rotary, length)
+        if selected_blocks is None:
+            selected_blocks = self._chosen(q, k_slc, index, documents)
         o = nsa_attention(
             q,
             k_cmp,
@@ -147,7 +163,9 @@ class NSAttention(AttentionBase):
             selected_blocks=selected_blocks,
             backend=self.backend,
         )
-        return self.o_proj(o.flatten(2))
+        if lesson is None:
+            return self.o_proj(o.flatten(2))
+        return self.o_proj(o.flatten(2)), self._taught(lesson, x, q, k_slc, index, documents, rotary, length)
 
     def _compress(
         self,

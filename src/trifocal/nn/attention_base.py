@@ -13,8 +13,12 @@ from trifocal.nn.norm import RMSNorm
 from trifocal.nn.projection import project
 from trifocal.nn.rope import UNSCALED, RopeScaling, rotary_tables, rotate
 from trifocal.ops import Documents, Geometry
+from trifocal.ops.choice_loss import Sample
 from trifocal.ops.layout import compressed_layout, max_packed_compressed_blocks
 from trifocal.ops.validation import check_geometry, check_rank, check_whole_number
+
+INDEX_DIM = 64
+"""Di, width of an index query or key."""
 
 
 class RotaryTables(NamedTuple):
@@ -23,12 +27,27 @@ class RotaryTables(NamedTuple):
     Attributes:
         cos, sin: Rotations of the tokens, [T, D/2].
         cos_cmp, sin_cmp: Rotations of the compressed blocks, [C, D/2]; None from a layer without them.
+        cos_idx, sin_idx: Rotations of the tokens for an index, [T, Di/2]; None from a layer without one.
     """
 
     cos: Tensor
     sin: Tensor
     cos_cmp: Tensor | None = None
     sin_cmp: Tensor | None = None
+    cos_idx: Tensor | None = None
+    sin_idx: Tensor | None = None
+
+
+class Lesson(NamedTuple):
+    """What a layer's choice of blocks learns in a training step; see `trifocal.ops.choice_loss`.
+
+    Attributes:
+        sample: Queries of this layer.
+        scale: Factor on the sums of their losses and recalls, a scalar.
+    """
+
+    sample: Sample
+    scale: Tensor
 
 
 class KVCache(Protocol):
@@ -110,6 +129,7 @@ class AttentionBase(nn.Module):
         self.k_proj = nn.Linear(dim, branches * num_kv_heads * head_dim, bias=qkv_bias)
         self.v_proj = nn.Linear(dim, branches * num_kv_heads * value_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_heads * value_dim, dim, bias=o_bias)
+        self.index: nn.Module | None = None
         self.q_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
 
@@ -124,7 +144,9 @@ class AttentionBase(nn.Module):
             num_blocks = self.geometry.num_compressed_blocks(x.shape[1])
         else:
             num_blocks = max_packed_compressed_blocks(x.shape[1], self.geometry)
-        return RotaryTables(*tables, *self._compressed_tables(num_blocks, self.geometry, documents, x, length))
+        compressed = self._compressed_tables(num_blocks, self.geometry, documents, x, length)
+        index = self._index_tables(positions, x, length) if self.index is not None else (None, None)
+        return RotaryTables(*tables, *compressed, *index)
 
     def selected_keys(self, projected: Tensor, documents: Documents | None = None) -> Tensor:
         """The selected branch's rotated keys, [B, T, G, D], from `k_proj`'s output; full attention would read these.
@@ -180,6 +202,10 @@ class AttentionBase(nn.Module):
     def _rotary_tables(self, positions: Tensor, x: Tensor, length: int | Tensor = 0) -> tuple[Tensor, Tensor]:
         exact = torch.promote_types(x.dtype, torch.float32)
         return rotary_tables(positions, self.head_dim, self.rope_theta, exact, self.rope_scaling, length)
+
+    def _index_tables(self, positions: Tensor, x: Tensor, length: int | Tensor = 0) -> tuple[Tensor, Tensor]:
+        exact = torch.promote_types(x.dtype, torch.float32)
+        return rotary_tables(positions, INDEX_DIM, self.rope_theta, exact, self.rope_scaling, length)
 
     def _project(self, x: Tensor, *others: nn.Linear) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
         """Queries, and keys and values of each branch, normed and not rotated; and other maps of the same input.

@@ -62,7 +62,12 @@ class Block(nn.Module):
         cu_seqlens: Tensor | Documents | None = None,
         rotary: RotaryTables | None = None,
         **given: Any,
-    ) -> Tensor:
-        """[B, T, E] -> [B, T, E]; keywords as the attention takes them."""
-        x = x + self.attention(self.attention_norm(x), cu_seqlens=cu_seqlens, rotary=rotary, **given)
-        return x + self.mlp(self.mlp_norm(x))
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """[B, T, E] -> [B, T, E], with a `lesson` also the choice's figures; keywords as the attention takes them."""
+        attended = self.attention(self.attention_norm(x), cu_seqlens=cu_seqlens, rotary=rotary, **given)
+        figures = None
+        if isinstance(attended, tuple):
+            attended, figures = attended
+        x = x + attended
+        x = x + self.mlp(self.mlp_norm(x))
+        return x if figures is None else (x, figures)

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from trifocal.ops import Geometry
-
-_MASK = 2**32 - 1
+from trifocal.ops.choice_loss import hash_numbers
 
 
 def random_blocks(positions: Tensor, geometry: Geometry, num_kv_heads: int, layer: int) -> Tensor:
@@ -49,11 +48,3 @@ def random_blocks(positions: Tensor, geometry: Geometry, num_kv_heads: int, laye
     own_T11 = own_T1[..., None]
     every_T1N = all_N.where(all_N <= own_T11, -1)
     return blocks_TGN.where(own_T11 >= total, every_T1N).to(torch.int32)[None]
-
-
-def hash_numbers(x: Tensor) -> Tensor:
-    """Mix the low 32 bits of int64 numbers: the finalizer of MurmurHash3."""
-    x = x & _MASK
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
-    return x ^ (x >> 16)

@@ -5,28 +5,27 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trifocal.nn.attention_base import AttentionBase, KVCache, RotaryTables, check_input, documents_and_positions
+from trifocal.nn.attention_base import KVCache, Lesson, RotaryTables, check_input, documents_and_positions
+from trifocal.nn.chooser import ChoosingAttention, choose_blocks
 from trifocal.nn.compressor import MeanCompressor
 from trifocal.nn.rope import rotate
-from trifocal.ops import Documents, Geometry, compressed_attention, select_blocks, selected_attention
+from trifocal.ops import Documents, Geometry, selected_attention
 from trifocal.ops.dispatch import check_backend
 
-# The choice needs the scores' log-sum-exp alone. Few columns of values are the least that the operation takes.
-VALUE_COLUMNS = 16
 
-
-class SelectedAttention(AttentionBase):
+class SelectedAttention(ChoosingAttention):
     """Attention to the tokens of the first, the last and the most important blocks.
 
     Keys and values are those of dense attention: a dense model's weights fit as they are, and with enough blocks to
     cover the past both are equal. Compressed keys, the means of the unrotated keys, choose the blocks and are not
-    attended to; nothing is learned by choosing.
+    attended to; nothing is learned by choosing. Or an index chooses, which a loss of its own teaches: then this is the
+    attention of arXiv:2606.13392.
 
     Args:
         geometry: Block sizes, in tokens; its window is not used.
         backend: `"auto"`, `"reference"` or `"triton"`; see `trifocal.ops.dispatch`.
-        **sizes: `dim`, `num_heads`, `num_kv_heads`, `head_dim`, `value_dim` and the rest of `AttentionBase`. The heads
-            that share a KV head share its chosen blocks too.
+        **sizes: `chooser`, `dim`, `num_heads`, `num_kv_heads`, `head_dim`, `value_dim` and the rest of
+            `AttentionBase`. The heads that share a KV head share its chosen blocks too.
 
     Raises:
         ValueError: If the sizes do not fit one another.
@@ -51,7 +50,8 @@ class SelectedAttention(AttentionBase):
         rotary: RotaryTables | None = None,
         selected_blocks: Tensor | None = None,
         cache: KVCache | None = None,
-    ) -> Tensor:
+        lesson: Lesson | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend; arguments and result as in `NSAttention.forward`."""
         check_input(x, self.q_proj.in_features)
         documents, positions = documents_and_positions(x, cu_seqlens)
@@ -62,31 +62,15 @@ class SelectedAttention(AttentionBase):
         raw = k.detach()
         cos, sin = self._rotary_tables(positions, q, length) if rotary is None else (rotary.cos, rotary.sin)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        index = self._index(x, positions, rotary, length)
+        if selected_blocks is None:
+            selected_blocks = self._chosen(q, k, index, documents)
         if selected_blocks is None:
             with torch.no_grad():
                 k_cmp = self.k_compressor(raw, documents)
                 k_cmp = self._rotate_compressed(k_cmp, self.geometry, documents, rotary, length)
                 selected_blocks = choose_blocks(q, k_cmp, k.shape[1], self.geometry, documents, self.backend)
         o = selected_attention(q, k, v, selected_blocks, self.geometry, cu_seqlens=documents, backend=self.backend)
-        return self.o_proj(o.flatten(2))
-
-
-def choose_blocks(
-    q: Tensor, k_cmp: Tensor, num_keys: int, geometry: Geometry, documents: Documents | None, backend: str
-) -> Tensor:
-    """The choice of a layer whose compressed keys have no values.
-
-    Args:
-        q: Rotated queries, [B, T, H, D]; the last T positions of `num_keys`.
-        k_cmp: Rotated compressed keys, [B, C, G, D].
-        num_keys: Tokens behind the compressed blocks, S.
-        geometry: Block sizes, in tokens.
-        documents: Packed documents, or None.
-        backend: Backend of `trifocal.ops.select_blocks`.
-
-    Returns:
-        [B, T, G, N], as of `trifocal.ops.select_blocks`.
-    """
-    few = k_cmp[..., :VALUE_COLUMNS]
-    _, lse = compressed_attention(q, k_cmp, few, geometry, num_keys=num_keys, cu_seqlens=documents, backend=backend)
-    return select_blocks(q, k_cmp, lse, geometry, num_keys=num_keys, cu_seqlens=documents, backend=backend)
+        if lesson is None:
+            return self.o_proj(o.flatten(2))
+        return self.o_proj(o.flatten(2)), self._taught(lesson, x, q, k, index, documents, rotary, length)

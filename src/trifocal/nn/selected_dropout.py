@@ -7,7 +7,7 @@ lost. Of a query without its selected branch the loss asks for the right block.
 
 from torch import Tensor
 
-from trifocal.nn.random_selection import hash_numbers
+from trifocal.ops.choice_loss import hash_numbers
 
 
 def drop_selected(tokens: Tensor, positions: Tensor, share: float, layer: int) -> Tensor:

@@ -6,6 +6,7 @@ from trifocal.ops.api import (
     nsa,
     nsa_attention,
     select_blocks,
+    select_blocks_by_index,
     selected_attention,
     window_attention,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "nsa",
     "nsa_attention",
     "select_blocks",
+    "select_blocks_by_index",
     "selected_attention",
     "window_attention",
 ]

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from trifocal.ops import operators, pipeline, reference
-from trifocal.ops.dispatch import resolve
+from trifocal.ops.dispatch import check_backend, count_choice, resolve
 from trifocal.ops.geometry import LARGEST_SIZE, Geometry
 from trifocal.ops.layout import Documents, max_packed_compressed_blocks, num_packed_compressed_blocks
 from trifocal.ops.validation import (
@@ -151,6 +151,49 @@ def select_blocks(
     chosen = resolve("select_blocks", backend, q, k_cmp, geometry, scale)
     inputs = (q.detach(), k_cmp.detach(), lse.detach())
     return pipeline.run_select_blocks(*inputs, geometry, num_keys, scale, documents, chosen)
+
+
+def select_blocks_by_index(
+    q_idx: Tensor,
+    k_idx: Tensor,
+    geometry: Geometry,
+    *,
+    num_keys: int | None = None,
+    cu_seqlens: Tensor | Documents | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Choose selection blocks by an index: small queries and keys that only choose.
+
+    The importance of a block is the largest `q_idx . k_idx` of its tokens up to the query's own.
+
+    Args:
+        q_idx: One index query a group, [B, T, G, Di]; the last T positions of the S keys.
+        k_idx: One index key a token, for all groups, [B, S, Di].
+        geometry: Block sizes, in tokens.
+        num_keys: S; the number of index keys when not given.
+        cu_seqlens: Borders of packed documents, [documents + 1]; then B is 1 and T is S.
+        backend: `"auto"` or `"reference"`; there are no kernels for it yet.
+
+    Returns:
+        Block indices as of `select_blocks`, [B, T, G, N], int32, ascending, then -1.
+
+    Raises:
+        ValueError: If shapes, types or borders do not fit, or the backend cannot run; the message says which.
+
+    Not differentiable; `trifocal.ops.choice_loss` teaches an index. Ties: the lower index.
+    """
+    check_geometry(geometry)
+    check_rank("k_idx", k_idx, "[B, S, Di]")
+    check_queries_and_keys(q_idx, k_idx[:, :, None], name="k_idx", keys="S")
+    if num_keys is not None and num_keys != k_idx.shape[1]:
+        raise ValueError(f"k_idx [B, S, Di] must have num_keys = {num_keys} keys, got {list(k_idx.shape)}")
+    documents = resolve_documents(cu_seqlens, q_idx.shape[0], q_idx.shape[1], k_idx.shape[1], q_idx.device)
+    check_backend(backend)
+    if backend == "triton":
+        raise ValueError("backend 'triton' cannot run select_blocks_by_index: it has no kernel yet")
+    count_choice("select_blocks_by_index", "reference", "it has no kernel yet")
+    sizes = operators.sizes_of(geometry)
+    return operators.select_blocks_by_index(q_idx.detach(), k_idx.detach(), sizes, *operators.tensors_of(documents))
 
 
 def selected_attention(

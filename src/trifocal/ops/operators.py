@@ -157,6 +157,25 @@ def _(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: list[int], *_: Any) -> Te
     return q.new_empty((q.shape[0], q.shape[1], k_cmp.shape[2], num_slots), dtype=torch.int32)
 
 
+@torch.library.custom_op("trifocal::select_blocks_by_index", mutates_args=(), tags=ANY_STRIDES)
+def select_blocks_by_index(
+    q_idx: Tensor,
+    k_idx: Tensor,
+    geometry: list[int],
+    cu_seqlens: Tensor | None,
+    ids: Tensor | None,
+    positions: Tensor | None,
+) -> Tensor:
+    """The choice of blocks, [B, T, G, N]; see `trifocal.ops.select_blocks_by_index`."""
+    documents = documents_of(cu_seqlens, ids, positions)
+    return reference.select_blocks_by_index(q_idx, k_idx, geometry_of(geometry), documents)
+
+
+@select_blocks_by_index.register_fake
+def _(q_idx: Tensor, k_idx: Tensor, geometry: list[int], *_: Any) -> Tensor:
+    return q_idx.new_empty((*q_idx.shape[:3], Geometry(*geometry).num_selected_blocks), dtype=torch.int32)
+
+
 @torch.library.custom_op("trifocal::compressed_attention", mutates_args=(), tags=ANY_STRIDES)
 def compressed_attention(
     q: Tensor,

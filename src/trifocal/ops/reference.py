@@ -163,6 +163,77 @@ def select_blocks(
     return choose_blocks(importance_BGTJ, own_T1, geometry)
 
 
+# Scores of an index that exist at a time.
+_MOST_INDEX_SCORES = 2**27
+
+
+def select_blocks_by_index(q_idx: Tensor, k_idx: Tensor, geometry: Geometry, documents: Documents | None) -> Tensor:
+    """The choice by the largest token score of each block; see `trifocal.ops.select_blocks_by_index`."""
+    batch, num_queries, num_groups, _ = q_idx.shape
+    num_keys = k_idx.shape[1]
+    _, query_positions, _, _ = _token_positions(q_idx, num_keys, documents)
+    query_tokens = torch.arange(num_keys - num_queries, num_keys, device=q_idx.device)
+    grid = block_grid(num_keys, geometry.selection_block_size, documents, q_idx.device)
+    keys_BDK = k_idx[:, grid.tokens.flatten()].transpose(1, 2)
+    num_blocks = geometry.num_selection_blocks(num_keys)
+    chunk = max(1, _MOST_INDEX_SCORES // (batch * num_groups * keys_BDK.shape[2]))
+    chosen = []
+    for first in range(0, num_queries, chunk):
+        q, position_T, token_T = (
+            x[..., first : first + chunk, :, :] if x.ndim == 4 else x[first : first + chunk]
+            for x in (q_idx, query_positions, query_tokens)
+        )
+        rows_BXD = q.transpose(1, 2).flatten(1, 2)
+        with full_precision(q):
+            if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+                # As the matrix units add them: rounded to their inputs' type, many maxima would be equal.
+                scores_BXK = torch.bmm(rows_BXD, keys_BDK, out_dtype=torch.float32)
+            else:
+                scores_BXK = rows_BXD.to(accumulator(q)) @ keys_BDK.to(accumulator(q))
+        scores_BGTJL = scores_BXK.unflatten(1, (num_groups, -1)).unflatten(-1, grid.tokens.shape)
+        first_T11 = (token_T - position_T)[:, None, None]
+        seen_TJL = grid.filled & (grid.tokens >= first_T11) & (grid.tokens <= token_T[:, None, None])
+        best_BGTJ = scores_BGTJL.masked_fill_(~seen_TJL, -torch.inf).amax(-1)
+        if documents is not None:
+            # From blocks of all documents to those of the query's own.
+            slots_TJ = grid.first_blocks[documents.ids[token_T]][:, None] + torch.arange(num_blocks, device=q.device)
+            slots_TJ = slots_TJ.clamp(max=best_BGTJ.shape[-1] - 1)
+            best_BGTJ = best_BGTJ.gather(-1, slots_TJ.expand(*best_BGTJ.shape[:2], -1, -1))
+        chosen.append(choose_blocks(best_BGTJ, position_T[:, None] // geometry.selection_block_size, geometry))
+    return torch.cat(chosen, dim=1)
+
+
+class BlockGrid(NamedTuple):
+    """Where the tokens of selection blocks lie, those of all documents one behind the other.
+
+    Attributes:
+        tokens: [blocks, l'], int64; any token where a block has none.
+        filled: Whether there is one, [blocks, l'].
+        first_blocks: The first block of each document, [documents].
+    """
+
+    tokens: Tensor
+    filled: Tensor
+    first_blocks: Tensor
+
+
+def block_grid(num_tokens: int, block_size: int, documents: Documents | None, device: torch.device) -> BlockGrid:
+    """Place selection blocks; no look at the data, so there are more of them than packed documents fill."""
+    inside = torch.arange(block_size, device=device)
+    if documents is None:
+        tokens = torch.arange(-(-num_tokens // block_size), device=device)[:, None] * block_size + inside
+        return BlockGrid(tokens.clamp(max=num_tokens - 1), tokens < num_tokens, inside[:1])
+    borders = documents.cu_seqlens.long()
+    counts = (borders.diff() + (block_size - 1)) // block_size
+    ends = counts.cumsum(0)
+    blocks = torch.arange(num_tokens // block_size + counts.numel(), device=device)
+    ids = torch.searchsorted(ends, blocks, right=True)
+    own = ids.clamp(max=counts.numel() - 1)
+    tokens = (borders[own] + (blocks - (ends - counts)[own]) * block_size)[:, None] + inside
+    filled = (ids < counts.numel())[:, None] & (tokens < borders[own + 1][:, None])
+    return BlockGrid(tokens.clamp(max=num_tokens - 1), filled, ends - counts)
+
+
 def selected_attention(
     q: Tensor,
     k: Tensor,

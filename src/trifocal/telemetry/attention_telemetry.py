@@ -63,7 +63,8 @@ class AttentionTelemetry:
         self.layers = {
             number: layer
             for number, layer in enumerate(model.attention_layers())
-            if isinstance(layer, NSAttention | SelectedAttention) and model.config.selection == "importance"
+            if isinstance(layer, NSAttention | SelectedAttention) and layer.chooser == "compressed"
+            if model.config.selection == "importance"
         }
         self._active: set[tuple[str, int, str]] = set()
 

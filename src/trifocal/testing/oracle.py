@@ -216,6 +216,73 @@ def select_blocks(
     return selected
 
 
+def select_blocks_by_index(q_idx: Tensor, k_idx: Tensor, geometry: Geometry, *, lengths: Lengths = None) -> Tensor:
+    batch, num_queries, num_groups, _ = q_idx.shape
+    num_keys, size = k_idx.shape[1], geometry.selection_block_size
+    selected = torch.full((batch, num_queries, num_groups, geometry.num_selected_blocks), -1, dtype=torch.int32)
+    for b in range(batch):
+        for t in range(num_queries):
+            position = num_keys - num_queries + t
+            document = document_at(position, num_keys, lengths)
+            for g in range(num_groups):
+                scores = [
+                    float(q_idx[b, t, g].double() @ k_idx[b, s].double())
+                    for s in document.tokens[: position - document.start + 1]
+                ]
+                best = [max(scores[first : first + size]) for first in range(0, len(scores), size)]
+                chosen = choose(best, position - document.start, geometry)
+                selected[b, t, g, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
+    return selected
+
+
+def choice_loss(
+    q: Tensor,
+    k: Tensor,
+    queries: list[list[int]],
+    geometry: Geometry,
+    *,
+    k_cmp: Tensor | None = None,
+    q_idx: Tensor | None = None,
+    k_idx: Tensor | None = None,
+    lengths: Lengths = None,
+) -> Tensor:
+    """The loss of the choice, summed over the queries of each row that have more free candidates than free places."""
+    num_keys, size = k.shape[1], geometry.selection_block_size
+    heads, scale = q.shape[2] // k.shape[2], q.shape[-1] ** -0.5
+    spans = compression_spans(geometry, num_keys, lengths)
+    q, k = q.detach(), k.detach()
+    loss = q.new_zeros(())
+    for b, row in enumerate(queries):
+        for t in row:
+            document = document_at(t, num_keys, lengths)
+            past = range(document.start, t + 1)
+            blocks = [past[first : first + size] for first in range(0, len(past), size)]
+            free = sorted(set(range(len(blocks))) - forced_blocks(t - document.start, geometry))
+            if len(free) <= geometry.num_selected_blocks - geometry.num_initial_blocks - geometry.num_local_blocks:
+                continue
+            for g in range(k.shape[2]):
+                group = range(g * heads, (g + 1) * heads)
+                mass = torch.stack([(k[b, list(past), g] @ q[b, t, h] * scale).softmax(0) for h in group]).mean(0)
+                m = torch.stack(
+                    [mass[block.start - document.start : block.stop - document.start].sum() for block in blocks]
+                )
+                if k_cmp is None:
+                    assert q_idx is not None and k_idx is not None
+                    best = [(k_idx[b, list(blocks[j])] @ q_idx[b, t, g]).max() * q_idx.shape[-1] ** -0.5 for j in free]
+                    i = torch.stack(best).softmax(0)
+                else:
+                    seen = [
+                        n for n, span in enumerate(spans) if span.document == document.document and span.end - 1 <= t
+                    ]
+                    p = torch.stack([(k_cmp[b, seen, g] @ q[b, t, h] * scale).softmax(0) for h in group]).mean(0)
+                    whole = [range(document.start + j * size, document.start + (j + 1) * size) for j in free]
+                    overlaps = [[len(set(tokens) & set(spans[n].tokens)) for n in seen] for tokens in whole]
+                    i = p.new_tensor(overlaps) @ p / geometry.compression_stride
+                m, i = m[free] / m[free].sum(), (i + 1e-6) / (i + 1e-6).sum()
+                loss = loss + (m * (m.log() - i.log())).sum()
+    return loss
+
+
 def selected_attention(
     q: Tensor,
     k: Tensor,

@@ -17,6 +17,7 @@ from trifocal.runlog.proc import process_state
 from trifocal.runlog.stalls.dump import read_answers, write_details, write_stacks
 from trifocal.runlog.stalls.summary import stall_summary
 from trifocal.runlog.whole_files import write_whole
+from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.nonfinite import NonFiniteError
 from trifocal.train.stop import StopSignals
 
@@ -41,12 +42,14 @@ class StepData(NamedTuple):
         position: State of the loader after them.
         total_targets: Valid targets of the global batch, in all processes.
         documents: For each micro-batch, the largest number of packed documents in any process.
+        eligible: Queries of the global batch that teach the choice of each layer; None where it is not taught.
     """
 
     batches: list[Batch]
     position: dict[str, Any]
     total_targets: int
     documents: list[int]
+    eligible: list[float] | None = None
 
 
 class _NextStep(NamedTuple):
@@ -62,10 +65,11 @@ class StepCoordinator:
 
     Args:
         processes: This process among those of the run.
+        teacher: Counts the queries that teach the choice, if it is taught.
     """
 
-    def __init__(self, processes: Processes) -> None:
-        self._processes = processes
+    def __init__(self, processes: Processes, teacher: ChoiceTeacher | None = None) -> None:
+        self._processes, self._teacher = processes, teacher
         self._ahead: _NextStep | None = None
         self._begun = False
         self._first_step = 0
@@ -74,7 +78,7 @@ class StepCoordinator:
         self._changing: dict[int, int] = {}
 
     def next_step(
-        self, loader: Loader, count: int, signals: StopSignals, heartbeat: Heartbeat, *, last: bool
+        self, loader: Loader, count: int, signals: StopSignals, heartbeat: Heartbeat, *, step: int = 0, last: bool
     ) -> StepData | None:
         """The next step's micro-batches, agreed on with the other processes: the number of targets, a stop, a failure.
 
@@ -87,6 +91,7 @@ class StepCoordinator:
             count: Micro-batches of a step.
             signals: Holds the signal that asks this process to stop.
             heartbeat: Gets the phases.
+            step: Number of the step.
             last: No step follows this one.
 
         Returns:
@@ -101,23 +106,29 @@ class StepCoordinator:
             self._begun = True
             with heartbeat.phase("data"):
                 batches = [next(loader) for _ in range(count)]
-                total, packed = sum(batch.valid_targets for batch in batches), [b.packed_documents for b in batches]
-                return StepData(batches, loader.state_dict(), total, packed)
+                targets, packed = sum(b.valid_targets for b in batches), [b.packed_documents for b in batches]
+            return StepData(batches, loader.state_dict(), targets, packed, self._eligible(batches, step))
         if not self._begun:
             self._first_step = heartbeat.snapshot()["step"]
-        current = self._ahead or self._read_ahead(loader, count, signals, heartbeat)
+        current = self._ahead or self._read_ahead(loader, count, signals, heartbeat, step)
         with heartbeat.phase("wait"):
-            targets, stop, failed = current.answer()
+            summed, stop, failed, *eligible = current.answer()
             documents = current.documents()
             if failed:
                 self._processes.raise_on_all(current.error)
         if stop and self._begun:
             return None
         self._begun = True
-        self._ahead = None if last else self._read_ahead(loader, count, signals, heartbeat)
-        return StepData(current.batches, current.position, int(targets), [int(number) for number in documents])
+        self._ahead = None if last else self._read_ahead(loader, count, signals, heartbeat, step + 1)
+        most = [int(number) for number in documents]
+        return StepData(current.batches, current.position, int(summed), most, eligible or None)
 
-    def _read_ahead(self, loader: Loader, count: int, signals: StopSignals, heartbeat: Heartbeat) -> _NextStep:
+    def _eligible(self, batches: list[Batch], step: int) -> list[float] | None:
+        return None if self._teacher is None else [*map(float, self._teacher.eligible(batches, step))]
+
+    def _read_ahead(
+        self, loader: Loader, count: int, signals: StopSignals, heartbeat: Heartbeat, step: int
+    ) -> _NextStep:
         batches: list[Batch] = []
         error: Exception | None = None
         with heartbeat.phase("data"):
@@ -126,8 +137,9 @@ class StepCoordinator:
             except Exception as caught:  # Raised by `next_step` in all processes, so that none waits for this one.
                 error = caught
         targets = sum(batch.valid_targets for batch in batches)
-        answer = self._processes.async_all_reduce([targets, signals.received is not None, error is not None])
         # Every process sends as many numbers, even if its data failed.
+        eligible = self._eligible([] if error else batches, step) or []
+        answer = self._processes.async_all_reduce([targets, signals.received is not None, error is not None, *eligible])
         documents = [0] * count if error else [batch.packed_documents for batch in batches]
         largest = self._processes.async_all_reduce(documents, "max")
         return _NextStep(batches, loader.state_dict(), error, answer, largest)

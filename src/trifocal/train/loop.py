@@ -79,7 +79,7 @@ def run_training(setup: TrainSetup, notes: list[str], checkpoint: Path | None) -
         signals = stack.enter_context(StopSignals())
         if setup.graphs is not None:
             stack.callback(setup.graphs.release)
-        coordinator = StepCoordinator(setup.processes)
+        coordinator = StepCoordinator(setup.processes, setup.teacher)
         silence = setup.config.parallel.silence_seconds
         stack.enter_context(coordinator.watched(log.heartbeat, setup.directory, silence, log.event))
         try:
@@ -122,13 +122,14 @@ class Trainer:
         self.compile_notes = CompileNotes(self.generates_code, log)
         self.accumulation = train.global_batch_size // (train.micro_batch_size * setup.processes.size)
         self.train_step = TrainStep(
-            setup.parallel.module,
+            setup.loss_function,
             setup.optimizer,
             setup.device,
             train,
             before_backward=self.guard.check_step,
             parallel=setup.parallel,
             graphs=setup.graphs,
+            teacher=setup.teacher,
             # One process on a CPU: elsewhere every call must have the same shape, or launches cost more than work.
             split_rows=setup.device.type == "cpu" and alone and not train.compile,
         )
@@ -173,7 +174,7 @@ class Trainer:
             self.signals.received = "the run's folder is gone"
         with self.saver.ended_on_error():
             data = self.coordinator.next_step(
-                setup.loader, self.accumulation, self.signals, self.log.heartbeat, last=last
+                setup.loader, self.accumulation, self.signals, self.log.heartbeat, step=step, last=last
             )
         if data is None:
             return False
@@ -201,6 +202,7 @@ class Trainer:
                 forward_phase=forward_phase,
                 total_targets=data.total_targets,
                 documents=documents,
+                eligible=data.eligible,
             )
 
     def _after_step(self, result: StepResult, *, last: bool) -> None:

@@ -76,7 +76,7 @@ class ThroughputMeter:
         self._since, self._last_step, self._paused_seconds = now, step, 0.0
         tokens_per_second = self._tokens_per_step / step_seconds
         memory = memory_statistics(self._device)
-        row = {
+        row: dict[str, Any] = {
             "learning_rate": result.learning_rate,
             "gradient_norm": result.gradient_norm.item(),
             "tokens_per_second": tokens_per_second,
@@ -89,6 +89,11 @@ class ThroughputMeter:
             "memory_reserved_bytes": memory.reserved_bytes,
             "memory_peak_bytes": memory.peak_allocated_bytes + graph_bytes,
         }
+        if result.choice is not None:
+            # A layer without eligible queries has neither loss nor recall.
+            losses, recalls = result.choice.T.tolist()
+            row["choice_loss"] = sum(losses)
+            row["choice_recall"] = [round(recall, 5) if recall else None for recall in recalls]
         if self._peak_flops is not None:
             row["executed_mfu"] = tokens_per_second * self._flops.executed_training / self._peak_flops
             row["dense_equivalent_mfu"] = tokens_per_second * self._flops.dense_equivalent_training / self._peak_flops

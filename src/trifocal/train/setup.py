@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from trifocal.models import DecoderLM
 from trifocal.train.checkpoint.pretrained import load_pretrained_weights
 from trifocal.train.checkpoint.random_state import restore_random_state, seed_everything
 from trifocal.train.checkpoint.save_load import load_checkpoint
+from trifocal.train.choice_teacher import make_teacher
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.step.cuda_graphs import make_graphs
+from trifocal.train.step.micro_batch import LossFunction
 from trifocal.train.step.optimizer import make_optimizer
 
 
@@ -116,7 +119,13 @@ class TrainSetup:
         self.optimizer = make_optimizer(self.model, config.optimizer)
         if config.train.compile:
             self.model.compile_training()
-        self.graphs, graphs_note = make_graphs(self.parallel, self.model, config.train, self.device)
+        # Where gradients are exchanged after backward they are added up, elsewhere averaged over the processes.
+        factor = self.parallel.size if self.parallel.flat_gradients is None else 1
+        self.teacher = make_teacher(self.model, config.train, self.device, factor)
+        self.loss_function: LossFunction = self.parallel.module
+        if self.teacher is not None:
+            self.loss_function = partial(self.parallel.module, teaching=self.teacher.teaching)
+        self.graphs, graphs_note = make_graphs(self.parallel, self.model, config.train, self.device, self.loss_function)
         from_note = f"begins with the weights of {config.model.from_}" if begins and config.model.from_ else ""
         self.notes = list(filter(None, [from_note, mode_note, graphs_note]))
         self.loader: Loader = processes.run_on_all(self._make_loader)

@@ -80,6 +80,7 @@ def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -
     _check_text(config, tokenizer)
     _check_precision(config, device)
     _check_layers(config)
+    _check_choice_loss(config)
     _check_backend(config, device)
     _check_compiler(config)
     _check_host_memory(config, device)
@@ -138,11 +139,8 @@ def _check_text(config: RunConfig, tokenizer: Tokenizer) -> None:
             "data.validation_fraction is 0, so there is nothing to evaluate on; raise it, or set "
             "evaluate.interval_steps to 0"
         )
-    if config.log.sample_interval_steps and config.model.selection != "importance":
-        raise UserError(
-            f'model.selection is "{config.model.selection}", a control that cannot decode: there is nothing to sample; '
-            "set log.sample_interval_steps to 0"
-        )
+    if config.log.sample_interval_steps and config.model.undecodable:
+        raise UserError(f"{config.model.undecodable}: there is nothing to sample; set log.sample_interval_steps to 0")
     if config.log.sample_interval_steps:
         prompt_tokens = len(tokenizer.encode(config.log.sample_prompt))
         if prompt_tokens == 0:
@@ -155,6 +153,17 @@ def _check_text(config: RunConfig, tokenizer: Tokenizer) -> None:
                 f"log.sample_prompt has {prompt_tokens} tokens; it must be shorter than train.sequence_length, "
                 f"{config.train.sequence_length}"
             )
+
+
+def _check_choice_loss(config: RunConfig) -> None:
+    weight, model = config.train.choice_loss_weight, config.model
+    if weight and model.untaught_choice:
+        raise UserError(f"train.choice_loss_weight is {weight:g}, but {model.untaught_choice}; set it to 0")
+    if model.has_index and not weight:
+        raise UserError(
+            'model.chooser "index" learns from the loss of the choice alone; set train.choice_loss_weight above 0, '
+            'or model.chooser to "compressed"'
+        )
 
 
 def _check_precision(config: RunConfig, device: torch.device) -> None:

@@ -78,12 +78,27 @@ class TrainSection:
     not during it; under fsdp and hsdp, with every micro-batch."""
     gradient_clip_norm: float = 1.0
     """Largest norm of the whole gradient; longer ones are scaled down to it. 0 turns clipping off."""
+    choice_loss_weight: float = 0.0
+    """Weight of the loss that teaches the choice of blocks to follow the selected branch's attention over the whole
+    past; it reaches what chooses, and nothing else. 0 turns it off."""
+    choice_loss_sample: float = 0.015625
+    """Share of the queries that this loss looks at, new ones in each step."""
 
     def __post_init__(self) -> None:
         check_types(self, "train")
         check_at_least(self, "train", steps=1, sequence_length=1, global_batch_size=1, micro_batch_size=1)
-        check_at_least(self, "train", gradient_clip_norm=0)
+        check_at_least(self, "train", gradient_clip_norm=0, choice_loss_weight=0)
+        _require(
+            0 < self.choice_loss_sample <= 1,
+            f"train.choice_loss_sample must lie in (0, 1], got {self.choice_loss_sample}; to teach nothing, set "
+            "train.choice_loss_weight to 0",
+        )
         self.checkpointed_layers(0)
+
+    @property
+    def choice_loss_stretch(self) -> int:
+        """One query of so many is sampled."""
+        return min(self.sequence_length, max(1, round(1 / self.choice_loss_sample)))
 
     def checkpointed_layers(self, num_layers: int) -> tuple[int, int]:
         """The half-open range of layers that `activation_checkpointing` names.

@@ -189,7 +189,11 @@ class MicroBatchGraphs:
 
 
 def make_graphs(
-    parallel: Parallel, model: nn.Module, config: TrainSection, device: torch.device
+    parallel: Parallel,
+    model: nn.Module,
+    config: TrainSection,
+    device: torch.device,
+    loss_function: LossFunction | None = None,
 ) -> tuple[MicroBatchGraphs | None, str]:
     """Make graphs if `train.cuda_graphs` is set.
 
@@ -200,4 +204,6 @@ def make_graphs(
         return None, ""
     if device.type != "cuda":
         return None, f"train.cuda_graphs is for GPUs: without effect on a {device.type}"
-    return MicroBatchGraphs(parallel.module, model.parameters(), device, config.precision, parallel), ""
+    return MicroBatchGraphs(
+        loss_function or parallel.module, model.parameters(), device, config.precision, parallel
+    ), ""

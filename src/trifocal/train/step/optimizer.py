@@ -60,7 +60,12 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 
 def guarded_step(
-    optimizer: torch.optim.AdamW, parameters: list[nn.Parameter], norm: Tensor, loss: Tensor, clip_norm: float
+    optimizer: torch.optim.AdamW,
+    parameters: list[nn.Parameter],
+    norm: Tensor,
+    loss: Tensor,
+    clip_norm: float,
+    apart: list[nn.Parameter] | None = None,
 ) -> Tensor:
     """Clip and take one step, unless the loss or the gradient is not finite: then nothing changes.
 
@@ -70,17 +75,20 @@ def guarded_step(
 
     Args:
         optimizer: A fused AdamW.
-        parameters: All parameters with gradients.
-        norm: Norm of the whole gradient, a scalar tensor.
+        parameters: Parameters with gradients, but those of `apart`.
+        norm: Norm of their gradient, a scalar tensor.
         loss: Loss of the step, a scalar tensor.
         clip_norm: Largest norm; 0 does not clip.
+        apart: Parameters that are clipped by themselves, by a norm of their own.
 
     Returns:
         Whether the step was taken, a boolean scalar tensor on the device.
     """
-    finite = torch.isfinite(norm) & torch.isfinite(loss)
+    norms = [(parameters, norm)] + ([(apart, gradient_norm(apart))] if apart else [])
+    finite = torch.isfinite(torch.stack([loss, *(own for _, own in norms)])).all()
     if clip_norm:
-        torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, torch.where(finite, norm, 0.0))
+        for clipped, own in norms:
+            torch.nn.utils.clip_grads_with_norm_(clipped, clip_norm, torch.where(finite, own, 0.0))
     optimizer.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
     optimizer.step()
     return finite

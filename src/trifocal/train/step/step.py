@@ -10,6 +10,7 @@ from trifocal.data import Batch
 from trifocal.distributed import Parallel
 from trifocal.models.decoder import IGNORED_TARGET
 from trifocal.runlog.heartbeat import Phases
+from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.config.sections import TrainSection
 from trifocal.train.step.cuda_graphs import MicroBatchGraphs
 from trifocal.train.step.micro_batch import LossFunction, autocast, call_with, model_inputs, to_device
@@ -56,6 +57,7 @@ class StepResult:
         local_loss: This process's share of it; the shares add up to it.
         gradient_norm: 2-norm of the whole gradient before clipping.
         finite: Whether both are finite; if not, the update was not applied.
+        choice: Loss, without its weight, and recall of the choice of each layer, [layers, 2]; None if it is not taught.
     """
 
     step: int
@@ -65,6 +67,7 @@ class StepResult:
     local_loss: Tensor
     gradient_norm: Tensor
     finite: DeviceFlag
+    choice: Tensor | None = None
 
 
 def batch_loss(
@@ -133,6 +136,7 @@ class TrainStep:
         parallel: The parallelized model, if each of several processes has a part of the global batch.
         graphs: Of the loss function, to replay instead of calling it. Forward and backward are then one phase,
             `forward`, and `before_backward` comes before the first; gradients are exchanged after the last.
+        teacher: Teaches the choice; the loss function was given its `teaching`.
         split_rows: As in `batch_loss`.
     """
 
@@ -146,11 +150,12 @@ class TrainStep:
         before_backward: Callable[[], None] = lambda: None,
         parallel: Parallel | None = None,
         graphs: MicroBatchGraphs | None = None,
+        teacher: ChoiceTeacher | None = None,
         split_rows: bool = False,
     ) -> None:
         self.loss_function, self.optimizer, self.graphs = loss_function, optimizer, graphs
         self._device, self._config, self._split_rows = device, config, split_rows
-        self._before_backward = before_backward
+        self._before_backward, self._teacher = before_backward, teacher
         self._parallel = parallel or Parallel(loss_function, "none", 1, None)  # type: ignore[arg-type]
 
     def run(
@@ -162,6 +167,7 @@ class TrainStep:
         forward_phase: str = "forward",
         total_targets: int | None = None,
         documents: Sequence[int] | None = None,
+        eligible: Sequence[float] | None = None,
     ) -> StepResult:
         """Take one step.
 
@@ -176,6 +182,7 @@ class TrainStep:
             total_targets: Valid targets of the global batch, in all processes; those of `batches` by default.
             documents: Packed documents of each micro-batch; if all processes must compute the same kind at a
                 time, the largest number in any process. By default each is computed as it is.
+            eligible: Queries of the global batch that teach the choice of each layer; those of `batches` by default.
 
         Returns:
             The results; nothing waits for the device.
@@ -183,6 +190,8 @@ class TrainStep:
         counts = [batch.valid_targets for batch in batches]
         total = max(sum(counts) if total_targets is None else total_targets, 1)
         weights = [count / total for count in counts]
+        if self._teacher is not None:
+            self._teacher.begin(step, self._teacher.eligible(batches, step) if eligible is None else eligible)
         micro_batches = list(zip(batches, weights, documents or [0] * len(batches), strict=True))
         if self.graphs is None:
             loss_sum = self._add_gradients(micro_batches, phases, forward_phase)
@@ -192,10 +201,15 @@ class TrainStep:
             local_loss = loss_sum.clone() if self._parallel.size > 1 else loss_sum
             self._parallel.sum(loss_sum)
             groups = self.optimizer.param_groups
-            parameters = [parameter for group in groups for parameter in group["params"]]
+            apart, choice = [], None
+            if self._teacher is not None:
+                apart, choice = self._teacher.index_parameters, self._teacher.figures()
+                self._parallel.sum(choice)
+            ids = set(map(id, apart))
+            parameters = [one for group in groups for one in group["params"] if id(one) not in ids]
             norm = gradient_norm(parameters)
-            taken = guarded_step(self.optimizer, parameters, norm, loss_sum, self._config.gradient_clip_norm)
-        return StepResult(step, batches, groups[0]["lr"], loss_sum, local_loss, norm, DeviceFlag(taken))
+            taken = guarded_step(self.optimizer, parameters, norm, loss_sum, self._config.gradient_clip_norm, apart)
+        return StepResult(step, batches, groups[0]["lr"], loss_sum, local_loss, norm, DeviceFlag(taken), choice)
 
     def _add_gradients(self, micro_batches: Sequence[_MicroBatch], phases: Phases, forward_phase: str) -> Tensor:
         """Forward and backward of all micro-batches; returns the sum of their weighted losses."""

@@ -1,0 +1,109 @@
+"""The loss of the choice in a training step of a whole model: what is drawn, how it is scaled, where it is added."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trifocal.models.model_config import ModelConfig
+from trifocal.nn.attention_base import Lesson
+from trifocal.ops.choice_loss import sample_queries, stretch_keys
+
+
+class ChoiceTeaching(NamedTuple):
+    """What the layers of a model are taught in a training step; its tensors are on the model's device.
+
+    Attributes:
+        step: Number of the training step, an int64 scalar.
+        scales: Factor on the summed loss of each layer, [layers].
+        totals: Get the scaled loss and recall of each layer added, [layers, 2], fp32.
+        row_length: Tokens of a training row.
+        stretch: One query is sampled of so many.
+    """
+
+    step: Tensor
+    scales: Tensor
+    totals: Tensor
+    row_length: int
+    stretch: int
+
+
+class Lessons:
+    """Makes the lessons of the layers for one forward pass.
+
+    Args:
+        teaching: What they are taught.
+        config: Configuration of the model.
+        tokens: [B, T].
+        positions: Position of each token in its document, [T].
+    """
+
+    def __init__(self, teaching: ChoiceTeaching, config: ModelConfig, tokens: Tensor, positions: Tensor) -> None:
+        self._teaching, self._geometry, self._positions = teaching, config.geometry, positions
+        self._keys = stretch_keys(tokens, teaching.row_length, teaching.stretch)
+        self._figures: dict[int, Tensor] = {}
+
+    def of_layer(self, layer: int) -> Lesson:
+        """The lesson of a layer."""
+        teaching = self._teaching
+        sample = sample_queries(
+            self._keys, self._positions, teaching.step, layer, self._geometry, teaching.row_length, teaching.stretch
+        )
+        return Lesson(sample, teaching.scales[layer])
+
+    def add(self, layer: int, figures: Tensor) -> None:
+        """Take the scaled loss and recall of a layer, [2]."""
+        self._figures[layer] = figures
+
+    def attach_to(self, loss: Tensor) -> Tensor:
+        """The model's loss, unchanged, whose backward pass is that of the choice's loss as well."""
+        if not self._figures:
+            return loss
+        for layer, figures in self._figures.items():
+            self._teaching.totals[layer].add_(figures.detach())
+        return _attach(loss, torch.stack(list(self._figures.values()))[:, 0].sum())
+
+
+def eligible_queries(
+    config: ModelConfig, tokens: Tensor, cu_seqlens: Tensor | None, step: int, stretch: int
+) -> list[int]:
+    """Eligible sampled queries of each layer in a micro-batch, counted on the host.
+
+    Args:
+        config: Configuration of the model.
+        tokens: [B, T].
+        cu_seqlens: Boundaries of the documents over the B * T tokens, or None.
+        step: Number of the training step.
+        stretch: One query is sampled of so many.
+    """
+    row_length = tokens.shape[1]
+    positions = torch.arange(row_length)
+    if cu_seqlens is not None:
+        borders, all_tokens = cu_seqlens.long(), torch.arange(tokens.numel())
+        positions = all_tokens - borders[torch.searchsorted(borders[1:], all_tokens, right=True)]
+    keys = stretch_keys(tokens, row_length, stretch)
+    chooses = [kind in ("nsa", "selected") for kind in config.attention_of_layers]
+    return [
+        int(sample_queries(keys, positions, step, layer, config.geometry, row_length, stretch).eligible.sum())
+        if chosen
+        else 0
+        for layer, chosen in enumerate(chooses)
+    ]
+
+
+class _Attach(torch.autograd.Function):
+    """Returns the first input; in backward the second gets a gradient of 1, whatever that of the first is."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, attached: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
+        ctx.type = attached.dtype
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return d_loss, torch.ones((), dtype=ctx.type, device=d_loss.device)
+
+
+def _attach(loss: Tensor, attached: Tensor) -> Tensor:
+    return _Attach.apply(loss, attached)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,0 +1,154 @@
+"""What chooses the blocks of a sparse layer, and the loss that teaches it.
+
+| chooser | score of a block | learned |
+|---|---|---|
+| compressed | the compressed attention's probability in it | the projection of compressed keys, and φ |
+| index | the largest product of an index query and an index key in it | the index |
+| exact | the selected branch's own attention over the whole past in it | nothing: a control, slower than dense |
+
+The loss, `trifocal.ops.choice_loss`, changes the parameters of the chooser alone: its input is detached.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trifocal.nn.attention_base import INDEX_DIM, AttentionBase, Lesson, RotaryTables
+from trifocal.nn.compressor import MeanCompressor, MLPCompressor
+from trifocal.nn.rope import rotate
+from trifocal.ops import Documents, Geometry, compressed_attention, select_blocks, select_blocks_by_index
+from trifocal.ops.choice_loss import choice_loss
+
+Chooser = Literal["compressed", "index", "exact"]
+# The choice needs the scores' log-sum-exp alone. Few columns of values are the least that the operation takes.
+VALUE_COLUMNS = 16
+
+
+class IndexHeads(nn.Module):
+    """One index query for each KV head, and one index key that they share.
+
+    Args:
+        dim: E, width of the layer's input.
+        num_kv_heads: G.
+    """
+
+    def __init__(self, dim: int, num_kv_heads: int) -> None:
+        super().__init__()
+        self.num_kv_heads = num_kv_heads
+        self.query_proj = nn.Linear(dim, num_kv_heads * INDEX_DIM, bias=False)
+        self.key_proj = nn.Linear(dim, INDEX_DIM, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated index queries [B, T, G, Di] and keys [B, T, Di] of the layer's input, which gets no gradient."""
+        x = x.detach()
+        q_idx = self.query_proj(x).unflatten(-1, (self.num_kv_heads, INDEX_DIM))
+        return rotate(q_idx, cos, sin), rotate(self.key_proj(x)[:, :, None], cos, sin)[:, :, 0]
+
+
+class ChoosingAttention(AttentionBase):
+    """An attention layer that chooses blocks.
+
+    Args:
+        chooser: `"compressed"`, `"index"` or `"exact"`.
+        **sizes: Those of `AttentionBase`, with a geometry.
+
+    Raises:
+        ValueError: If the sizes do not fit one another, or there is no such chooser.
+    """
+
+    geometry: Geometry
+    backend: str
+    k_compressor: MeanCompressor | MLPCompressor
+
+    def __init__(self, *, chooser: Chooser = "compressed", **sizes: object) -> None:
+        super().__init__(**sizes)  # type: ignore[arg-type]
+        if chooser not in ("compressed", "index", "exact"):
+            raise ValueError(f"chooser must be 'compressed', 'index' or 'exact', got {chooser!r}")
+        self.chooser = chooser
+        self.index = IndexHeads(self.q_proj.in_features, self.num_kv_heads) if chooser == "index" else None
+
+    def _index(
+        self, x: Tensor, positions: Tensor, rotary: RotaryTables | None, length: int | Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """Index queries and keys; None without an index."""
+        if self.index is None:
+            return None
+        if rotary is not None and rotary.cos_idx is not None and rotary.sin_idx is not None:
+            return self.index(x, rotary.cos_idx, rotary.sin_idx)  # type: ignore[no-any-return]
+        return self.index(x, *self._index_tables(positions, x, length))  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _chosen(
+        self, q: Tensor, k: Tensor, index: tuple[Tensor, Tensor] | None, documents: Documents | None
+    ) -> Tensor | None:
+        """The choice, [B, T, G, N], of rotated queries and keys of the selected branch; None: by compressed keys."""
+        if index is not None:
+            return select_blocks_by_index(*index, self.geometry, cu_seqlens=documents)
+        if self.chooser == "exact":
+            return choose_blocks(q, k, k.shape[1], tokens_as_blocks(self.geometry), documents, self.backend)
+        return None
+
+    def _taught(
+        self,
+        lesson: Lesson,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        index: tuple[Tensor, Tensor] | None,
+        documents: Documents | None,
+        rotary: RotaryTables | None,
+        length: int | Tensor,
+    ) -> Tensor:
+        """The layer's loss, whose gradient reaches the chooser alone, and its recall, both scaled: [2]."""
+        if index is not None:
+            figures = choice_loss(q, k, lesson.sample, self.geometry, documents, q_idx=index[0], k_idx=index[1])
+        else:
+            k_cmp = self._taught_keys(x.detach(), documents, rotary, length)
+            figures = choice_loss(q, k, lesson.sample, self.geometry, documents, k_cmp=k_cmp)
+        return lesson.scale * torch.stack(figures)
+
+    def _taught_keys(
+        self, x: Tensor, documents: Documents | None, rotary: RotaryTables | None, length: int | Tensor
+    ) -> Tensor:
+        """Compressed keys, made again so that their gradient reaches φ and, where it is their own, the projection."""
+        width = self.num_kv_heads * self.head_dim
+        weight = self.k_proj.weight[:width]
+        bias = None if self.k_proj.bias is None else self.k_proj.bias[:width]
+        if self.branches == 1:
+            # Other branches read the same keys.
+            weight, bias = weight.detach(), None if bias is None else bias.detach()
+        raw = functional.linear(x, weight, bias).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        if self.k_norm is not None:
+            norm, exact = self.k_norm, torch.promote_types(raw.dtype, torch.float32)
+            weight = norm.weight.detach().to(exact)
+            raw = functional.rms_norm(raw.to(exact), weight.shape, weight, norm.eps).to(raw.dtype)
+        return self._rotate_compressed(self.k_compressor(raw, documents), self.geometry, documents, rotary, length)
+
+
+def tokens_as_blocks(geometry: Geometry) -> Geometry:
+    """The geometry in which each token is a compressed block: its choice is by exact mass."""
+    sizes = {**vars(geometry), "compression_block_size": 1, "compression_stride": 1}
+    return Geometry(**sizes)
+
+
+def choose_blocks(
+    q: Tensor, k_cmp: Tensor, num_keys: int, geometry: Geometry, documents: Documents | None, backend: str
+) -> Tensor:
+    """The choice of a layer whose compressed keys have no values.
+
+    Args:
+        q: Rotated queries, [B, T, H, D]; the last T positions of `num_keys`.
+        k_cmp: Rotated compressed keys, [B, C, G, D].
+        num_keys: Tokens behind the compressed blocks, S.
+        geometry: Block sizes, in tokens.
+        documents: Packed documents, or None.
+        backend: Backend of `trifocal.ops.select_blocks`.
+
+    Returns:
+        [B, T, G, N], as of `trifocal.ops.select_blocks`.
+    """
+    few = k_cmp[..., :VALUE_COLUMNS]
+    _, lse = compressed_attention(q, k_cmp, few, geometry, num_keys=num_keys, cu_seqlens=documents, backend=backend)
+    return select_blocks(q, k_cmp, lse, geometry, num_keys=num_keys, cu_seqlens=documents, backend=backend)

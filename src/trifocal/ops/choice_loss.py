@@ -1,0 +1,300 @@
+"""The loss that teaches the choice of blocks: it follows the selected branch's own attention over the whole past.
+
+The choice is not differentiable, so that the loss of the language model never reaches what makes it. On a sample of the
+queries, the teacher is the attention of the selected branch's queries and keys over every token of the past, summed by
+selection block; the student is the importance by which blocks are chosen. Both are shares of the free candidates: of
+the blocks in the past that are not forced.
+
+    KL( m / sum m  ||  (i + 1e-6) / sum (i + 1e-6) )
+
+The teacher looks everywhere, so it names blocks that were never chosen. It has no gradient.
+
+Shape letters as in DESIGN.md, and M: sampled queries of a row.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from trifocal.ops.geometry import Geometry
+from trifocal.ops.layout import Documents, compressed_layout
+from trifocal.ops.reference import accumulator, block_grid, full_precision, importance
+
+FLOOR = 1e-6
+"""Added to the student's importance: a block without a visible compressed key has none."""
+LEAST_MASS = 1e-9
+"""A query with less mass on its free candidates teaches nothing."""
+# Scores of the teacher that exist at a time.
+_MOST_SCORES = 2**28
+_MASK = 2**32 - 1
+
+
+class Sample(NamedTuple):
+    """Sampled queries of a layer.
+
+    Attributes:
+        tokens: Their tokens, [B, M], int64.
+        starts: The first token of each one's document, [B, M].
+        eligible: Whether a query has more free candidates than free places, [B, M]; the others teach nothing.
+    """
+
+    tokens: Tensor
+    starts: Tensor
+    eligible: Tensor
+
+
+def stretch_keys(tokens: Tensor, row_length: int, stretch: int) -> Tensor:
+    """A number for each stretch of each row, from its tokens and their places: [rows, stretches], int64.
+
+    It does not depend on how rows are put into batches, so that the same queries are drawn with any accumulation and in
+    any number of processes.
+
+    Args:
+        tokens: [B, T]; whole rows, side by side if they are packed into one.
+        row_length: Tokens of a row.
+        stretch: Tokens of a stretch; the last one of a row may be shorter.
+    """
+    places = hash_numbers(torch.arange(row_length, device=tokens.device))
+    mixed = hash_numbers(tokens.reshape(-1, row_length).long() + places)
+    return torch.nn.functional.pad(mixed, (0, -row_length % stretch)).unflatten(-1, (-1, stretch)).sum(-1) & _MASK
+
+
+def sample_queries(
+    keys: Tensor, positions: Tensor, step: Tensor | int, layer: int, geometry: Geometry, row_length: int, stretch: int
+) -> Sample:
+    """Draw one query of each stretch: by a hash of the stretch, the training step and the layer.
+
+    Args:
+        keys: From `stretch_keys`.
+        positions: Position of each token in its document, [T], the same for all rows; or of all rows, laid end to end.
+        step: Number of the training step; a scalar on the device, so that recorded graphs draw anew in each.
+        layer: Number of the layer.
+        geometry: Block sizes, in tokens.
+        row_length: Tokens of a row.
+        stretch: Tokens of a stretch.
+
+    Returns:
+        The queries, [rows, stretches]; or, if positions are those of several rows, [1, rows * stretches].
+    """
+    first = torch.arange(0, row_length, stretch, device=keys.device)
+    drawn = hash_numbers(keys + hash_numbers(first[:1] + (layer + 1) * 0x9E3779B9) + hash_numbers(first[:1] + step))
+    place = first + drawn % stretch
+    exists = place < row_length
+    place = place.clamp(max=row_length - 1)
+    if positions.shape[0] != row_length:
+        place = (place + row_length * torch.arange(len(keys), device=keys.device)[:, None]).view(1, -1)
+        exists = exists.view(1, -1)
+    position = positions.long()[place]
+    own = position // geometry.selection_block_size
+    return Sample(place, place - position, exists & (num_free(own, geometry) > free_places(geometry)))
+
+
+def num_free(own_block: Tensor, geometry: Geometry) -> Tensor:
+    """Candidates that are not forced, of queries in these blocks."""
+    return (own_block + 1 - geometry.num_local_blocks - geometry.num_initial_blocks).clamp(min=0)
+
+
+def free_places(geometry: Geometry) -> int:
+    """Blocks that a query chooses beside the forced ones."""
+    return geometry.num_selected_blocks - geometry.num_initial_blocks - geometry.num_local_blocks
+
+
+def choice_loss(
+    q: Tensor,
+    k: Tensor,
+    sample: Sample,
+    geometry: Geometry,
+    documents: Documents | None = None,
+    *,
+    k_cmp: Tensor | None = None,
+    q_idx: Tensor | None = None,
+    k_idx: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The loss and the recall of the choice, each summed over eligible sampled queries and groups.
+
+    Args:
+        q: The layer's rotated queries, [B, T, H, D].
+        k: Rotated keys of the selected branch, [B, T, G, D].
+        sample: The queries.
+        geometry: Block sizes, in tokens.
+        documents: Packed documents, with B == 1.
+        k_cmp: The student, if it is the compressed attention: rotated compressed keys, [B, C, G, D].
+        q_idx, k_idx: The student, if it is an index: [B, T, G, Di] and [B, T, Di].
+
+    Returns:
+        Two scalars, fp32 (fp64 for fp64). The gradient of the loss reaches `k_cmp`, or `q_idx` and `k_idx`, and nothing
+        else. The recall of a query is the mass of the free blocks that the student would choose, as a share of what
+        the teacher would choose; it has no gradient.
+    """
+    q, k = q.detach(), k.detach()
+    batch, num_queries = sample.tokens.shape
+    parts = -(-batch * num_queries * q.shape[2] * q.shape[1] // _MOST_SCORES)
+
+    def of_part(part: Sample) -> tuple[Tensor, Tensor]:
+        args = (q, k, k_cmp, q_idx, k_idx)
+        if parts == 1:
+            return _loss_of(part, geometry, documents, *args)
+        # Scores of the student are made again in backward, so that those of one part exist at a time.
+        return checkpoint(_loss_of, part, geometry, documents, *args, use_reentrant=False)  # type: ignore[no-any-return]
+
+    cut = zip(*(field.chunk(parts, dim=1) for field in sample), strict=True)
+    losses, recalls = zip(*(of_part(Sample(*part)) for part in cut), strict=True)
+    return torch.stack(losses).sum(), torch.stack(recalls).sum()
+
+
+def _loss_of(
+    sample: Sample,
+    geometry: Geometry,
+    documents: Documents | None,
+    q: Tensor,
+    k: Tensor,
+    k_cmp: Tensor | None,
+    q_idx: Tensor | None,
+    k_idx: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    with full_precision(q):
+        free = free_blocks(sample, geometry, num_blocks(k.shape[1], geometry, documents))
+        mass = teacher_masses(q, k, sample, geometry, documents)
+        if k_cmp is not None:
+            student = compressed_importance(q, k_cmp, sample, geometry, documents)
+        else:
+            assert q_idx is not None and k_idx is not None
+            scores = index_scores(q_idx, k_idx, sample, geometry, documents)
+            # A share of the free candidates: what lies in forced blocks is not the index's to find.
+            student = scores.masked_fill(~free[:, :, None], torch.finfo(scores.dtype).min).softmax(-1)
+        loss = divergence(mass, student, free, sample.eligible)
+        return loss, recall(mass, student.detach(), free, sample.eligible, geometry)
+
+
+def divergence(mass: Tensor, student: Tensor, free: Tensor, eligible: Tensor) -> Tensor:
+    """KL of the teacher's mass and the student's importance over free blocks, summed over queries and groups.
+
+    Args:
+        mass, student: [B, M, G, J].
+        free: [B, M, J].
+        eligible: [B, M].
+    """
+    free = free[:, :, None]
+    mass, student = mass.where(free, 0), (student + FLOOR).where(free, 0)
+    total = mass.sum(-1, keepdim=True)
+    counts = eligible[:, :, None] & (total[..., 0] > LEAST_MASS)
+    mass = mass / total.clamp(min=LEAST_MASS)
+    student = student / student.sum(-1, keepdim=True).clamp(min=FLOOR)
+    # Blocks that are not free have no mass: their terms are 0, and so is the gradient of their logarithm.
+    terms = torch.xlogy(mass, mass) - mass * student.where(free, 1).log()
+    return terms.sum(-1).where(counts, 0).sum()
+
+
+def recall(mass: Tensor, student: Tensor, free: Tensor, eligible: Tensor, geometry: Geometry) -> Tensor:
+    """Mass of the blocks that the student would choose, as a share of the most that could be, summed over queries.
+
+    Args:
+        mass, student, free, eligible: As in `divergence`.
+        geometry: Block sizes, in tokens.
+    """
+    places = min(free_places(geometry), mass.shape[-1])
+    mass, student = mass.where(free[:, :, None], 0), student.where(free[:, :, None], -1)
+    best = mass.topk(places, -1).values.sum(-1)
+    held = mass.gather(-1, student.topk(places, -1).indices).sum(-1)
+    return (held / best.clamp(min=LEAST_MASS)).where(eligible[:, :, None] & (best > LEAST_MASS), 0).sum()
+
+
+def num_blocks(num_tokens: int, geometry: Geometry, documents: Documents | None) -> int:
+    """Selection blocks that a document can have."""
+    return geometry.num_selection_blocks(_longest(num_tokens, documents))
+
+
+def free_blocks(sample: Sample, geometry: Geometry, blocks: int) -> Tensor:
+    """Candidates that are not forced, by their numbers in each query's document, [B, M, J]."""
+    own = (sample.tokens - sample.starts)[..., None] // geometry.selection_block_size
+    block = torch.arange(blocks, device=own.device)
+    return (block >= geometry.num_initial_blocks) & (block <= own - geometry.num_local_blocks)
+
+
+@torch.no_grad()
+def teacher_masses(q: Tensor, k: Tensor, sample: Sample, geometry: Geometry, documents: Documents | None) -> Tensor:
+    """Attention over the whole past by selection block, the mean over a group's heads: [B, M, G, J]."""
+    scores = _token_scores(_at(q, sample.tokens).unflatten(2, (k.shape[2], -1)), k, sample, geometry, documents)
+    mass = scores.flatten(-2).softmax(-1).mean(2).unflatten(-1, scores.shape[-2:]).sum(-1)
+    return _own_blocks(mass.transpose(1, 2), sample, geometry, documents, k.shape[1])
+
+
+def index_scores(
+    q_idx: Tensor, k_idx: Tensor, sample: Sample, geometry: Geometry, documents: Documents | None
+) -> Tensor:
+    """The largest scaled token score of each block, [B, M, G, J]; the first such token gets the gradient."""
+    k = k_idx[:, :, None].expand(-1, -1, q_idx.shape[2], -1)
+    scores = _token_scores(_at(q_idx, sample.tokens)[:, :, :, None], k, sample, geometry, documents)
+    return _own_blocks(scores[:, :, 0].max(-1).values.transpose(1, 2), sample, geometry, documents, k.shape[1])
+
+
+def compressed_importance(
+    q: Tensor, k_cmp: Tensor, sample: Sample, geometry: Geometry, documents: Documents | None
+) -> Tensor:
+    """Importance by compressed keys, the mean over a group's heads: [B, M, G, J]."""
+    exact, num_tokens, position = accumulator(q), q.shape[1], sample.tokens - sample.starts
+    q_at = _at(q, sample.tokens).unflatten(2, (k_cmp.shape[2], -1)).to(exact)
+    scores = torch.einsum("bmgrd,bcgd->bgrmc", q_at, k_cmp.to(exact)) * q.shape[-1] ** -0.5
+    block = torch.arange(k_cmp.shape[1], device=q.device)
+    last_token = block * geometry.compression_stride + (geometry.compression_block_size - 1)
+    unseen = last_token > position[..., None]
+    if documents is not None:
+        layout, ids = compressed_layout(documents, k_cmp.shape[1], geometry), documents.ids[sample.tokens]
+        last_token = layout.starts + (geometry.compression_block_size - 1)
+        unseen = (last_token > position[..., None]) | (layout.ids != ids[..., None])
+    # A finite number: a query that sees no block is not eligible, and its gradient must not be NaN.
+    p = scores.masked_fill(unseen[:, None, None], torch.finfo(exact).min).softmax(-1).mean(2)
+    if documents is not None:
+        own = torch.arange(geometry.num_compressed_blocks(_longest(num_tokens, documents)), device=q.device)
+        p = _gather(p, layout.first_blocks[ids][..., None] + own, 0.0)
+    return importance(p, geometry, num_blocks(num_tokens, geometry, documents)).transpose(1, 2)
+
+
+def _longest(num_tokens: int, documents: Documents | None) -> int:
+    return num_tokens if documents is None or documents.max_length is None else documents.max_length
+
+
+def _at(x: Tensor, tokens: Tensor) -> Tensor:
+    """Rows of x [B, T, ...] at tokens [B, M]."""
+    return x[torch.arange(x.shape[0], device=x.device)[:, None], tokens]
+
+
+def _token_scores(q: Tensor, k: Tensor, sample: Sample, geometry: Geometry, documents: Documents | None) -> Tensor:
+    """Scaled scores of all keys [B, S, G, D] by sampled queries [B, M, G, R, D], [B, G, R, M, blocks, l'].
+
+    Keys lie by block, those of all documents one behind the other; what a query does not see is -inf.
+    """
+    grid = block_grid(k.shape[1], geometry.selection_block_size, documents, k.device)
+    exact = accumulator(q)
+    scores = torch.einsum("bmgrd,bjlgd->bgrmjl", q.to(exact), k[:, grid.tokens].to(exact)) * q.shape[-1] ** -0.5
+    tokens, starts = sample.tokens[..., None, None], sample.starts[..., None, None]
+    seen = grid.filled & (grid.tokens >= starts) & (grid.tokens <= tokens)
+    return scores.masked_fill(~seen[:, None, None], -torch.inf)
+
+
+def _own_blocks(x: Tensor, sample: Sample, geometry: Geometry, documents: Documents | None, num_tokens: int) -> Tensor:
+    """From the blocks of all documents, [B, M, G, blocks], to those of each query's own, [B, M, G, J]."""
+    if documents is None:
+        return x
+    grid = block_grid(num_tokens, geometry.selection_block_size, documents, x.device)
+    own = torch.arange(num_blocks(num_tokens, geometry, documents), device=x.device)
+    # What lies behind the document is not free.
+    return _gather(x.transpose(1, 2), grid.first_blocks[documents.ids[sample.tokens]][..., None] + own, 0.0).transpose(
+        1, 2
+    )
+
+
+def _gather(x: Tensor, index: Tensor, outside: float) -> Tensor:
+    """[B, G, M, C] and [B, M, K] -> [B, G, M, K]."""
+    inside = index < x.shape[-1]
+    return x.gather(-1, index.where(inside, 0)[:, None].expand(-1, x.shape[1], -1, -1)).where(inside[:, None], outside)
+
+
+def hash_numbers(x: Tensor) -> Tensor:
+    """Mix the low 32 bits of int64 numbers: the finalizer of MurmurHash3."""
+    x = x & _MASK
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
+    return x ^ (x >> 16)

@@ -1,0 +1,116 @@
+"""The choice by an index and the loss that teaches a choice, against the oracle's loops in fp64."""
+
+import itertools
+
+import pytest
+import torch
+
+from trifocal import ops
+from trifocal.ops import Documents, Geometry, choice_loss, reference
+from trifocal.ops.choice_loss import Sample, sample_queries, stretch_keys
+from trifocal.testing import oracle
+
+GEOMETRY = Geometry(4, 2, 8, 5, 1, 2, 8)
+TOKENS, GROUPS, HEADS, DIM = 120, 2, 4, 8
+BORDERS = (0, 3, 53, 56, TOKENS)
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+@pytest.mark.parametrize("borders", [(0, TOKENS), BORDERS])
+@pytest.mark.parametrize("queries", [TOKENS, 37])
+def test_choice_by_index_is_the_oracle_s(borders, queries, monkeypatch):
+    if len(borders) > 2 and queries < TOKENS:
+        pytest.skip("packed documents are whole")
+    # Chunks end inside of a document and of a block.
+    monkeypatch.setattr(reference, "_MOST_INDEX_SCORES", 3000)
+    batch = 1 if len(borders) > 2 else 2
+    q, k = drawn(batch, queries, GROUPS, DIM), drawn(batch, TOKENS, DIM)
+    cu_seqlens = torch.tensor(borders) if len(borders) > 2 else None
+    chosen = ops.select_blocks_by_index(q, k, GEOMETRY, cu_seqlens=cu_seqlens)
+    lengths = [end - start for start, end in itertools.pairwise(borders)]
+    assert torch.equal(chosen, oracle.select_blocks_by_index(q, k, GEOMETRY, lengths=lengths))
+
+
+@pytest.mark.parametrize("student", ["index", "compressed"])
+@pytest.mark.parametrize("borders", [(0, TOKENS), BORDERS])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_loss_and_gradient_are_the_oracle_s(student, borders, parts, monkeypatch):
+    packed = len(borders) > 2
+    batch = 1 if packed else 2
+    q, k = drawn(batch, TOKENS, HEADS, DIM).requires_grad_(), drawn(batch, TOKENS, GROUPS, DIM).requires_grad_()
+    documents = Documents.from_cu_seqlens(torch.tensor(borders), TOKENS) if packed else None
+    positions = documents.positions if packed else torch.arange(TOKENS)
+    keys = stretch_keys(torch.arange(batch * TOKENS).view(batch, TOKENS), TOKENS, 6)
+    sample = sample_queries(keys, positions, 7, 1, GEOMETRY, TOKENS, 6)
+    assert 4 <= sample.eligible.sum() < sample.eligible.numel()
+    if student == "index":
+        parameters = {"q_idx": drawn(batch, TOKENS, GROUPS, DIM, seed=1), "k_idx": drawn(batch, TOKENS, DIM, seed=1)}
+    else:
+        # More slots than the documents fill, which hold what nobody may read.
+        k_cmp = drawn(batch, TOKENS // 2 if packed else GEOMETRY.num_compressed_blocks(TOKENS), GROUPS, DIM, seed=1)
+        parameters = {"k_cmp": k_cmp}
+    for parameter in parameters.values():
+        parameter.requires_grad_()
+    monkeypatch.setattr(choice_loss, "_MOST_SCORES", batch * sample.tokens.shape[1] * HEADS * TOKENS // parts)
+    loss, recall = choice_loss.choice_loss(q, k, sample, GEOMETRY, documents, **parameters)
+    assert 0.3 < recall / (sample.eligible.sum() * GROUPS) < 0.99
+    lengths = [end - start for start, end in itertools.pairwise(borders)]
+    expected = oracle.choice_loss(q, k, sample.tokens.tolist(), GEOMETRY, lengths=lengths, **parameters)
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
+    got = torch.autograd.grad(loss, [*parameters.values(), q, k], allow_unused=True)
+    wanted = torch.autograd.grad(expected, list(parameters.values()))
+    for one, other in zip(got, wanted, strict=False):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-12)
+    assert got[-2:] == (None, None)
+
+
+def test_sample_does_not_depend_on_the_batch():
+    """The same queries in rows, in rows packed into one, and row by row; others in another step or layer."""
+    length, stretch = 50, 8
+    tokens = torch.randint(0, 256, (3, length), generator=torch.Generator().manual_seed(0))
+    tokens[1] = tokens[0].roll(1)
+
+    def draw(rows, step=5, layer=2, packed=False):
+        keys = stretch_keys(rows.view(1, -1) if packed else rows, length, stretch)
+        positions = torch.arange(length).repeat(len(rows) if packed else 1)
+        return sample_queries(keys, positions, step, layer, GEOMETRY, length, stretch)
+
+    whole = draw(tokens)
+    alone = [draw(row[None]) for row in tokens]
+    assert torch.equal(torch.cat([one.tokens for one in alone]), whole.tokens)
+    assert torch.equal(torch.cat([one.eligible for one in alone]), whole.eligible)
+    packed = draw(tokens, packed=True)
+    assert torch.equal(packed.tokens.view(3, -1) - torch.arange(3)[:, None] * length, whole.tokens)
+    assert torch.equal(packed.eligible.view(3, -1), whole.eligible)
+    assert torch.equal(draw(tokens, step=torch.tensor(5)).tokens, whole.tokens)
+    for other in (draw(tokens, step=6), draw(tokens, layer=3)):
+        assert not torch.equal(other.tokens, whole.tokens)
+    # Every query is drawn in some step.
+    drawn_tokens = torch.cat([draw(tokens[:1], step=step).tokens for step in range(120)])
+    assert set(drawn_tokens.unique().tolist()) == set(range(length))
+
+
+def test_recall_of_a_choice():
+    """Of blocks 1 to 4 the student would choose 1 and 2, the teacher 1 and 4; block 5 is forced, and so is 0."""
+    mass = torch.tensor([0.1, 0.3, 0.1, 0.0, 0.2, 0.3]).view(1, 1, 1, 6)
+    student = torch.tensor([0.9, 0.2, 0.5, 0.0, 0.1, 0.9]).view(1, 1, 1, 6)
+    geometry = Geometry(4, 2, 8, 4, 1, 1, 8)
+    sample = Sample(torch.tensor([[5 * 8]]), torch.zeros(1, 1, dtype=torch.int64), torch.tensor([[True]]))
+    free = choice_loss.free_blocks(sample, geometry, 6)
+    assert free[0, 0].tolist() == [False, True, True, True, True, False]
+    found = choice_loss.recall(mass, student, free, sample.eligible, geometry)
+    torch.testing.assert_close(found.item(), 0.4 / 0.5)
+    assert choice_loss.recall(mass, student, free, ~sample.eligible, geometry) == 0
+
+
+def test_refusals_of_the_index():
+    q, k = drawn(1, 20, GROUPS, DIM), drawn(1, 20, DIM)
+    with pytest.raises(ValueError, match="must have num_keys = 21 keys"):
+        ops.select_blocks_by_index(q, k, GEOMETRY, num_keys=21)
+    with pytest.raises(ValueError, match="it has no kernel yet"):
+        ops.select_blocks_by_index(q, k, GEOMETRY, backend="triton")
+    with pytest.raises(ValueError, match="must share B and D"):
+        ops.select_blocks_by_index(q, drawn(1, 20, DIM + 1), GEOMETRY)
