@@ -39,7 +39,7 @@ CASES = (
     Case("fewer queries than keys", 20, 170, 2),
     Case("one query", 1, 170, 2),
     Case("packed: short, 1 token, longer than a choice", 150, 150, 2, lengths=(17, 1, 90, 42)),
-    Case("blocks of 24 tokens, no initial block", 90, 200, geometry=geometry(16, 8, 24, 2, 0, 1, 11)),
+    Case("blocks of 48 tokens, no initial block", 90, 400, geometry=geometry(16, 8, 48, 2, 0, 1, 11)),
     Case("blocks of more keys than a product", 20, 700, geometry=geometry(4, 1, 128, 2, 1, 0, 11)),
     Case("chunks of queries", 150, 150, 2, buffer_bytes=1),
     Case("nothing to choose: fewer blocks than may be selected", 40, 40),
@@ -47,17 +47,12 @@ CASES = (
 
 
 def run(case: Case, q_idx, k_idx, device: str):
-    from trifocal.ops import dispatch
-    from trifocal.ops.layout import Documents
-    from trifocal.ops.triton.index_scoring import select_blocks_by_index_forward
+    from trifocal.ops import dispatch, select_blocks_by_index
 
-    documents = None
-    if case.lengths is not None:
-        boundaries = torch.tensor([0, *case.lengths], device=device).cumsum(0)
-        documents = Documents.from_cu_seqlens(boundaries, case.keys)
+    boundaries = None if case.lengths is None else torch.tensor([0, *case.lengths], device=device).cumsum(0)
     with mock.patch.object(dispatch, "IMPORTANCE_BUFFER_BYTES", case.buffer_bytes):
-        return select_blocks_by_index_forward(
-            q_idx.to(device), k_idx.to(device), case.geometry, case.keys, documents
+        return select_blocks_by_index(
+            q_idx.to(device), k_idx.to(device), case.geometry, cu_seqlens=boundaries, backend="triton"
         ).cpu()
 
 
