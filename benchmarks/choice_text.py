@@ -72,7 +72,7 @@ def variant_of(name: str) -> tuple[dict[str, Any], Lesson, float]:
 
 def write_chunks(path: Path) -> None:
     """Write chunks of whole packages, [chunks, CHUNK] of bytes, those of validation first."""
-    from trifocal.data.builtin import BuiltinSource
+    from trifocal.data.sources.builtin import BuiltinSource
 
     source = BuiltinSource(include_site_packages=True)
     packages: dict[str, list[bytes]] = {}
@@ -256,7 +256,7 @@ def text(name: str, seed: int, options: argparse.Namespace) -> None:
 def associations(
     rows: int, length: int, pairs: int, vocab: int, *key: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Rows of the task of `trifocal.data.synthetic.associations`, drawn on the device."""
+    """Rows of the task of `trifocal.data.sources.synthetic.associations`, drawn on the device."""
     mixed = int(np.random.SeedSequence(key).generate_state(1)[0])
     generator = torch.Generator(device).manual_seed(mixed)
 

@@ -25,6 +25,7 @@ def calls():
     from trifocal.ops.decode.triton.linear import embedding, linear
     from trifocal.ops.layout import Documents
     from trifocal.ops.triton.combine import combine_backward, combine_forward, row_sums
+    from trifocal.ops.triton.index_scoring import select_blocks_by_index_forward
     from trifocal.ops.triton.interval.compressed import compressed_backward, compressed_forward
     from trifocal.ops.triton.interval.window import window_backward, window_forward
     from trifocal.ops.triton.mean_compression import mean_compress_backward, mean_compress_forward
@@ -79,6 +80,10 @@ def calls():
         size = length // geometry.compression_stride if packed else geometry.num_compressed_blocks(length)
         q, k = empty(1, length, heads, dim), empty(1, size, groups, dim)
         select_blocks_forward(q, k, empty(1, length, heads, dtype=torch.float32), geometry, length, 0.1, documents)
+
+    def index_scoring(dim, packed=False, length=16384):
+        documents = Documents(*(empty(size, dtype=torch.int32) for size in (4, length, length))) if packed else None
+        select_blocks_by_index_forward(empty(1, length, 4, dim), empty(1, length, dim), Geometry(), length, documents)
 
     def compression(dim, dtype=torch.bfloat16, packed=False, geometry=None):
         geometry, length = geometry or Geometry(), 1024
@@ -137,11 +142,13 @@ def calls():
         Call("scoring 192", "hopper", lambda: scoring(64, 4, 192)),
         Call("scoring packed", "hopper", lambda: scoring(32, 8, 128, packed=True)),
         Call("scoring of few queries", "hopper", lambda: scoring(64, 4, 128, length=8192)),
+        Call("index scoring 64", "hopper", lambda: index_scoring(64)),
         Call("decoding 192/128", "hopper", lambda: decode_step(64, 4, 192, 128), every_kernel=True),
         Call("scoring, no overlap", "hopper", lambda: scoring(16, 1, 128, geometry=Geometry(16, 16, 32))),
     ]  # fmt: skip
     ampere = [
         Call("combination", "ampere", combination),
+        Call("index scoring 128 packed", "ampere", lambda: index_scoring(128, packed=True)),
         Call("cmp 256 packed", "ampere", lambda: attention(8, 2, 256, 256, "cmp", packed=True)),
         Call("win fp32", "ampere", lambda: attention(8, 2, 64, 64, "win", torch.float32), every_kernel=True),
         Call("slc 128, block-major", "ampere", lambda: selected(64, 4, 128, 128, "block_major")),
@@ -191,6 +198,7 @@ def test_every_kernel_is_compiled(rows, compiled):
         "masked_forward_kernel",
         "masked_d_q_kernel",
         "importance_kernel",
+        "index_scores_kernel",
         "choice_kernel",
     )
     names += ("append_kernel", "decode_scores_kernel", "decode_attend_kernel", "decode_dense_kernel")

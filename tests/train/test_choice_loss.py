@@ -15,8 +15,8 @@ from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.runlog import Heartbeat, read_metrics
 from trifocal.train import resume, train
+from trifocal.train.choice_teacher import ChoiceTeacher, make_teacher
 from trifocal.train.config.sections import RunConfig
-from trifocal.train.step.choice_teacher import ChoiceTeacher, make_teacher
 from trifocal.train.step.optimizer import make_optimizer
 from trifocal.train.step.step import StepResult, TrainStep
 

@@ -85,7 +85,7 @@ class ChoosingAttention(AttentionBase):
     ) -> Tensor | None:
         """The choice, [B, T, G, N], of rotated queries and keys of the selected branch; None: by compressed keys."""
         if index is not None:
-            return select_blocks_by_index(*index, self.geometry, cu_seqlens=documents)
+            return select_blocks_by_index(*index, self.geometry, cu_seqlens=documents, backend=self.backend)
         if self.chooser == "exact":
             return choose_blocks(q, k, k.shape[1], tokens_as_blocks(self.geometry), documents, self.backend)
         return None

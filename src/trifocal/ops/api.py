@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from trifocal.ops import operators, pipeline, reference
-from trifocal.ops.dispatch import check_backend, count_choice, resolve
+from trifocal.ops.dispatch import resolve
 from trifocal.ops.geometry import LARGEST_SIZE, Geometry
 from trifocal.ops.layout import Documents, max_packed_compressed_blocks, num_packed_compressed_blocks
 from trifocal.ops.validation import (
@@ -172,7 +172,7 @@ def select_blocks_by_index(
         geometry: Block sizes, in tokens.
         num_keys: S; the number of index keys when not given.
         cu_seqlens: Borders of packed documents, [documents + 1]; then B is 1 and T is S.
-        backend: `"auto"` or `"reference"`; there are no kernels for it yet.
+        backend: `"auto"`, `"reference"` or `"triton"`.
 
     Returns:
         Block indices as of `select_blocks`, [B, T, G, N], int32, ascending, then -1.
@@ -188,12 +188,9 @@ def select_blocks_by_index(
     if num_keys is not None and num_keys != k_idx.shape[1]:
         raise ValueError(f"k_idx [B, S, Di] must have num_keys = {num_keys} keys, got {list(k_idx.shape)}")
     documents = resolve_documents(cu_seqlens, q_idx.shape[0], q_idx.shape[1], k_idx.shape[1], q_idx.device)
-    check_backend(backend)
-    if backend == "triton":
-        raise ValueError("backend 'triton' cannot run select_blocks_by_index: it has no kernel yet")
-    count_choice("select_blocks_by_index", "reference", "it has no kernel yet")
-    sizes = operators.sizes_of(geometry)
-    return operators.select_blocks_by_index(q_idx.detach(), k_idx.detach(), sizes, *operators.tensors_of(documents))
+    chosen = resolve("select_blocks_by_index", backend, q_idx, k_idx[:, :, None], geometry)
+    sizes, tensors = operators.sizes_of(geometry), operators.tensors_of(documents)
+    return operators.select_blocks_by_index(q_idx.detach(), k_idx.detach(), sizes, *tensors, chosen)
 
 
 def selected_attention(

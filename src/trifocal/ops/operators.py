@@ -165,10 +165,16 @@ def select_blocks_by_index(
     cu_seqlens: Tensor | None,
     ids: Tensor | None,
     positions: Tensor | None,
+    backend: str,
 ) -> Tensor:
     """The choice of blocks, [B, T, G, N]; see `trifocal.ops.select_blocks_by_index`."""
     documents = documents_of(cu_seqlens, ids, positions)
-    return reference.select_blocks_by_index(q_idx, k_idx, geometry_of(geometry), documents)
+    if backend == "reference":
+        return reference.select_blocks_by_index(q_idx, k_idx, geometry_of(geometry), documents)
+    from trifocal.ops.triton.index_scoring import select_blocks_by_index_forward
+
+    with torch.cuda.device_of(q_idx):
+        return select_blocks_by_index_forward(q_idx, k_idx, geometry_of(geometry), k_idx.shape[1], documents)
 
 
 @select_blocks_by_index.register_fake

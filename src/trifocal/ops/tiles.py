@@ -191,6 +191,13 @@ def importance_tile(dtype: torch.dtype, q_per_kv: int, dim: int, architecture: s
     return Tile(64, 128 if q_per_kv > 2 else 64, warps=4, stages=3 if q_per_kv > 4 else 2)
 
 
+def index_tile(dtype: torch.dtype, columns: int) -> Tile:
+    """The tile of the index scores; `BLOCK_M` counts rows."""
+    if dtype == torch.float32:
+        return Tile(32, 64, warps=4, stages=1)
+    return Tile(128, 64, warps=4 if columns <= 64 else 8, stages=3 if columns <= 128 else 2)
+
+
 # As `_TILES`, for decoding: rows are few, and what counts is how many keys are on their way from memory. `stages` less
 # one tiles of keys and values fit beside one another, three times on a multiprocessor; where a tile is a whole unit, a
 # program asks for all of it at once.

@@ -17,8 +17,8 @@ from trifocal.runlog.proc import process_state
 from trifocal.runlog.stalls.dump import read_answers, write_details, write_stacks
 from trifocal.runlog.stalls.summary import stall_summary
 from trifocal.runlog.whole_files import write_whole
+from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.nonfinite import NonFiniteError
-from trifocal.train.step.choice_teacher import ChoiceTeacher
 from trifocal.train.stop import StopSignals
 
 SLOW_FACTOR = 2.0

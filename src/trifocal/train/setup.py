@@ -17,8 +17,8 @@ from trifocal.models import DecoderLM
 from trifocal.train.checkpoint.pretrained import load_pretrained_weights
 from trifocal.train.checkpoint.random_state import restore_random_state, seed_everything
 from trifocal.train.checkpoint.save_load import load_checkpoint
+from trifocal.train.choice_teacher import make_teacher
 from trifocal.train.config.sections import RunConfig
-from trifocal.train.step.choice_teacher import make_teacher
 from trifocal.train.step.cuda_graphs import make_graphs
 from trifocal.train.step.micro_batch import LossFunction
 from trifocal.train.step.optimizer import make_optimizer

@@ -302,19 +302,56 @@ def select_blocks_forward(
                 **sizes, Q_PER_KV=q_per_kv, D=widths.size, D_1=widths.part_1, D_2=widths.part_2, TAPS=taps, PARTS=parts,
                 QUERIES=tile.BLOCK_M, BLOCKS=blocks_of_tile, num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
-        if dispatch.choice_on_hopper(q, reachable, packed=packed):
-            dispatch.hopper("choice").launch_choice(
-                direct, overflow, selected_blocks, geometry, first_query, end_query, shift, reachable, block_lines
-            )
-            continue
-        rows = batch * (end_query - first_query) * groups
-        columns = max(16, next_power_of_2(reachable))
-        rows_of_program = max(1, 256 // columns)
-        choice_kernel[(cdiv(rows, rows_of_program),)](
-            direct, overflow, selected_blocks, positions,
-            first_query, end_query, num_queries, shift, block_lines, rows,
-            **sizes, NUM_SELECTED_PAD=next_power_of_2(num_selected), INITIAL=geometry.num_initial_blocks,
-            LOCAL=geometry.num_local_blocks, ROWS=rows_of_program, BLOCKS=columns,
-            num_warps=max(1, min(8, columns // 1024)),
+        launch_choice(
+            direct, overflow, selected_blocks, positions, geometry, first_query, end_query, shift, reachable,
+            block_lines, packed=packed,
         )  # fmt: skip
     return selected_blocks
+
+
+def launch_choice(
+    direct: Tensor,
+    overflow: Tensor,
+    selected_blocks: Tensor,
+    positions: Tensor,
+    geometry: Geometry,
+    first_query: int,
+    end_query: int,
+    query_shift: int,
+    reachable: int,
+    block_lines: int,
+    *,
+    packed: bool,
+) -> None:
+    """Write the choice of a chunk of queries into `selected_blocks` [B, T, G, N].
+
+    Args:
+        direct, overflow: Both parts of the importance, [B, queries of the chunk, G, lines of 16 blocks]; the second is
+            not read where compressed blocks do not overlap.
+        selected_blocks: The choice of all queries.
+        positions: Position of each token in its document; read if `packed`.
+        geometry: Block sizes, in tokens.
+        first_query, end_query: The chunk.
+        query_shift: Position of query 0.
+        reachable: Blocks that the last query of the chunk can choose from.
+        block_lines: Lines of blocks in a row of importance.
+        packed: Whether documents are packed.
+    """
+    if dispatch.choice_on_hopper(selected_blocks, reachable, packed=packed):
+        dispatch.hopper("choice").launch_choice(
+            direct, overflow, selected_blocks, geometry, first_query, end_query, query_shift, reachable, block_lines
+        )
+        return
+    batch, num_queries, groups, num_selected = selected_blocks.shape
+    rows = batch * (end_query - first_query) * groups
+    columns = max(16, next_power_of_2(reachable))
+    rows_of_program = max(1, 256 // columns)
+    choice_kernel[(cdiv(rows, rows_of_program),)](
+        direct, overflow, selected_blocks, positions,
+        first_query, end_query, num_queries, query_shift, block_lines, rows,
+        GROUPS=groups, COMPRESSION=geometry.compression_block_size, STRIDE=geometry.compression_stride,
+        SELECTION=geometry.selection_block_size, NUM_SELECTED=num_selected,
+        NUM_SELECTED_PAD=next_power_of_2(num_selected), INITIAL=geometry.num_initial_blocks,
+        LOCAL=geometry.num_local_blocks, PACKED=packed, ROWS=rows_of_program, BLOCKS=columns,
+        num_warps=max(1, min(8, columns // 1024)),
+    )  # fmt: skip

@@ -10,8 +10,8 @@ from trifocal.data import Batch
 from trifocal.distributed import Parallel
 from trifocal.models.decoder import IGNORED_TARGET
 from trifocal.runlog.heartbeat import Phases
+from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.config.sections import TrainSection
-from trifocal.train.step.choice_teacher import ChoiceTeacher
 from trifocal.train.step.cuda_graphs import MicroBatchGraphs
 from trifocal.train.step.micro_batch import LossFunction, autocast, call_with, model_inputs, to_device
 from trifocal.train.step.optimizer import gradient_norm, guarded_step
