@@ -25,9 +25,9 @@ from trifocal.ops import compressed_attention, mean_compress, select_blocks
 
 # The modules beside this one, also where a test loads it by its path.
 sys.path.insert(0, str(Path(__file__).parent))
-import decoding
-import kernels
-import quality
+import draw_decoding
+import draw_kernels
+import draw_quality
 from palette import COMPRESSED, DARK, DENSE, INK, PAST, QUIET, SELECTED, STYLE, WINDOW
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -347,14 +347,14 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "overlap.svg": draw_overlap,
     "keys_read.svg": draw_keys_read,
     "speed.svg": draw_speed,
-    "kernels_pipeline.svg": kernels.draw_pipeline,
-    "kernels_rows.svg": kernels.draw_rows,
-    "kernels_orders.svg": lambda: kernels.draw_orders(make_scene().selected_blocks),
-    "kernels_index.svg": lambda: kernels.draw_index(make_scene().selected_blocks),
-    "kernels_scoring.svg": kernels.draw_scoring,
-    "kernels_roles.svg": kernels.draw_roles,
-    "decoding.svg": lambda: decoding.draw_decoding(SMALL, make_scene().selected_blocks, 234),
-    **quality.figures(),
+    "kernels_pipeline.svg": draw_kernels.draw_pipeline,
+    "kernels_rows.svg": draw_kernels.draw_rows,
+    "kernels_orders.svg": lambda: draw_kernels.draw_orders(make_scene().selected_blocks),
+    "kernels_index.svg": lambda: draw_kernels.draw_index(make_scene().selected_blocks),
+    "kernels_scoring.svg": draw_kernels.draw_scoring,
+    "kernels_roles.svg": draw_kernels.draw_roles,
+    "decoding.svg": lambda: draw_decoding.draw_decoding(SMALL, make_scene().selected_blocks, 234),
+    **draw_quality.figures(),
 }
 
 
@@ -377,4 +377,4 @@ if __name__ == "__main__":
     for path in draw_all(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent):
         print(path)
     if len(sys.argv) == 1:
-        quality.PAGE.write_text(quality.page(quality.PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        draw_quality.PAGE.write_text(draw_quality.page(draw_quality.PAGE.read_text(encoding="utf-8")), encoding="utf-8")

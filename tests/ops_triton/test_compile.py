@@ -81,9 +81,10 @@ def calls():
         q, k = empty(1, length, heads, dim), empty(1, size, groups, dim)
         select_blocks_forward(q, k, empty(1, length, heads, dtype=torch.float32), geometry, length, 0.1, documents)
 
-    def index_scoring(dim, packed=False, length=16384):
+    def index_scoring(dim, packed=False, length=16384, geometry=None):
         documents = Documents(*(empty(size, dtype=torch.int32) for size in (4, length, length))) if packed else None
-        select_blocks_by_index_forward(empty(1, length, 4, dim), empty(1, length, dim), Geometry(), length, documents)
+        geometry = geometry or Geometry()
+        select_blocks_by_index_forward(empty(1, length, 4, dim), empty(1, length, dim), geometry, length, documents)
 
     def compression(dim, dtype=torch.bfloat16, packed=False, geometry=None):
         geometry, length = geometry or Geometry(), 1024
@@ -143,6 +144,10 @@ def calls():
         Call("scoring packed", "hopper", lambda: scoring(32, 8, 128, packed=True)),
         Call("scoring of few queries", "hopper", lambda: scoring(64, 4, 128, length=8192)),
         Call("index scoring 64", "hopper", lambda: index_scoring(64)),
+        Call(
+            "index scoring, blocks of 144", "hopper",
+            lambda: index_scoring(64, geometry=Geometry(32, 16, 144)), every_kernel=True,
+        ),
         Call("decoding 192/128", "hopper", lambda: decode_step(64, 4, 192, 128), every_kernel=True),
         Call("scoring, no overlap", "hopper", lambda: scoring(16, 1, 128, geometry=Geometry(16, 16, 32))),
     ]  # fmt: skip

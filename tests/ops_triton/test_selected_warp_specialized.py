@@ -14,7 +14,7 @@ BLOCK, PIECE, TOKENS, GROUPS, NUM_SELECTED = 64, 64, 300, 2, 4
 
 @pytest.mark.parametrize("q_per_kv", [4, 16])
 @pytest.mark.parametrize("lengths", [None, (100, 1, 199)])
-def test_pieces_cover_every_slot_once(lengths, q_per_kv):
+def test_pieces_cover_every_slot_once(lengths, q_per_kv, device):
     from trifocal.ops.hopper.selected.backward_warp_specialized import _piece_table
     from trifocal.ops.triton.selected.block_csr import build_block_csr
     from trifocal.ops.triton.selected.problem import SelectedProblem
@@ -23,13 +23,18 @@ def test_pieces_cover_every_slot_once(lengths, q_per_kv):
     batch, documents = 2, None
     if lengths is not None:
         batch = 1
-        documents = Documents.from_cu_seqlens(torch.tensor([0, *lengths]).cumsum(0), TOKENS)
+        documents = Documents.from_cu_seqlens(torch.tensor([0, *lengths], device=device).cumsum(0), TOKENS)
     chosen = torch.randint(-1, 5, (batch, TOKENS, GROUPS, NUM_SELECTED), generator=generator, dtype=torch.int32)
+    chosen = chosen.to(device)
     index = build_block_csr(chosen, BLOCK, TOKENS, documents, chunk_rows=128, piece_slots=PIECE)
     packed = documents is not None
-    q, k = (torch.empty(batch, TOKENS, heads, 8) for heads in (GROUPS * q_per_kv, GROUPS))
-    rows = torch.empty(q.shape[:3])
+    q, k = (torch.empty(batch, TOKENS, heads, 8, device=device) for heads in (GROUPS * q_per_kv, GROUPS))
+    rows = torch.empty(q.shape[:3], device=device)
     table = _piece_table(SelectedProblem(q, q, k, k, rows, rows, None, chosen, BLOCK, 1.0, documents), index)
+    # What follows counts on the host.
+    index = type(index)(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in index))
+    table, chosen = table.cpu(), chosen.cpu()
+    documents = documents if documents is None else documents.to("cpu")
 
     taken = torch.zeros(int((index.keys != index.unused).sum()), dtype=torch.int32)
     sorted_keys = index.keys[index.slots]

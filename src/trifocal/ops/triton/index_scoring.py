@@ -54,19 +54,18 @@ def block_maximum(
     for part in tl.static_range((SELECTION + KEYS - 1) // KEYS):
         in_block = part * KEYS + tl.arange(0, KEYS)
         token = first_token + in_block
-        cut: tl.constexpr = MASKED or (part + 1) * KEYS > SELECTION
         keep = in_block < SELECTION
         if MASKED:
             keep = keep & (token < tl.max(row_end))
         offsets = token.to(tl.int64) * k_time_stride
-        scores = tl.dot(
-            q_1, tl.trans(load_tile(k_idx, offsets, keep, 0, D_1, D, cut)), input_precision="ieee")
+        k_1 = load_tile(k_idx, offsets, keep, 0, D_1, D, MASKED or (part + 1) * KEYS > SELECTION)
+        scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
         if D_2 > 0:
-            scores = tl.dot(
-                q_2, tl.trans(load_tile(k_idx, offsets, keep, D_1, D_2, D, cut)), scores, input_precision="ieee")
+            k_2 = load_tile(k_idx, offsets, keep, D_1, D_2, D, MASKED or (part + 1) * KEYS > SELECTION)
+            scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
         if MASKED:
             scores = tl.where(keep[None, :] & (token[None, :] < row_end[:, None]), scores, float("-inf"))
-        elif cut:
+        elif (part + 1) * KEYS > SELECTION:
             scores = tl.where(keep[None, :], scores, float("-inf"))
         largest = tl.maximum(largest, tl.max(scores, 1))
     return largest
