@@ -17,7 +17,7 @@ from tests.docs.pages import ROOT
 @pytest.fixture(scope="module")
 def quality() -> Iterator[ModuleType]:
     sys.path.insert(0, str(ROOT / "docs" / "figures"))
-    yield importlib.import_module("quality")
+    yield importlib.import_module("draw_quality")
     sys.path.remove(str(ROOT / "docs" / "figures"))
 
 

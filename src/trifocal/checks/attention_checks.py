@@ -49,8 +49,8 @@ def float64_oracle(device: torch.device, *, attention: Attention = nsa_attention
     for geometry, lengths in ((SMALL, (67,)), (SMALL, (23, 1, 4, 3, 33)), (MINIMAL, (97,))):
         drawn = attention_inputs(geometry, sum(lengths), document_lengths=lengths)
         inputs, exact = drawn.leaves(device=device), drawn.leaves()
-        borders = torch.tensor([0, *lengths], device=device).cumsum(0) if len(lengths) > 1 else None
-        o = attention(*inputs, geometry, cu_seqlens=borders, backend="reference")
+        boundaries = torch.tensor([0, *lengths], device=device).cumsum(0) if len(lengths) > 1 else None
+        o = attention(*inputs, geometry, cu_seqlens=boundaries, backend="reference")
         o_exact = oracle.nsa_attention(*exact, geometry, lengths=lengths)
         found = errors(output_and_gradients(o, inputs), output_and_gradients(o_exact, exact))
         name = max(found, key=lambda key: found[key])
@@ -69,9 +69,9 @@ def backend_parity(device: torch.device, *, attention: Attention = nsa_attention
             geometry, sum(lengths), device, dtype, num_heads=8, head_dim=64, value_dim=64, document_lengths=lengths
         ).leaves()
         exact = inputs.leaves(torch.float64)
-        borders = torch.tensor([0, *lengths], device=device).cumsum(0) if len(lengths) > 1 else None
+        boundaries = torch.tensor([0, *lengths], device=device).cumsum(0) if len(lengths) > 1 else None
         choice = _arbitrary_choice(geometry, lengths, inputs.k_cmp.shape[2], device)
-        rules = {"cu_seqlens": borders, "selected_blocks": choice}
+        rules = {"cu_seqlens": boundaries, "selected_blocks": choice}
         try:
             o = attention(*inputs, geometry, backend="triton", **rules)
         except ValueError as reason:
@@ -91,8 +91,8 @@ def taught_choice(device: torch.device, *, loss: Callable[..., tuple[Tensor, Ten
         length, heads, groups, dim = sum(lengths), 4, 2, 16
         documents = None
         if len(lengths) > 1:
-            borders = torch.tensor([0, *lengths]).cumsum(0)
-            documents = Documents.from_cu_seqlens(borders, length).to(device)
+            boundaries = torch.tensor([0, *lengths]).cumsum(0)
+            documents = Documents.from_cu_seqlens(boundaries, length).to(device)
         positions = torch.arange(length, device=device) if documents is None else documents.positions
         keys = stretch_keys(torch.arange(length, device=device)[None], length, 4)
         sample = sample_queries(keys, positions, 1, 0, SMALL, length, 4)

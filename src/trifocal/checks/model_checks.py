@@ -93,17 +93,17 @@ def future_leak(device: torch.device, *, make_model: MakeModel = make_model) -> 
 def _packed_leaks(model: DecoderLM, config: ModelConfig, device: torch.device) -> int:
     """Logits that move though the changed token lies behind them or in another document."""
     lengths = (11, 1, 3, 16, 9)
-    borders = torch.tensor([0, *lengths]).cumsum(0)
-    total = int(borders[-1])
+    boundaries = torch.tensor([0, *lengths]).cumsum(0)
+    total = int(boundaries[-1])
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
     tokens = random_tokens((1, total), config.vocab_size, device)
     leaks = 0
     with torch.no_grad():
-        before = model(tokens, cu_seqlens=borders)
+        before = model(tokens, cu_seqlens=boundaries)
         for position in range(total):
             changed = tokens.clone()
             changed[0, position] = (tokens[0, position] + 1) % config.vocab_size
-            moved = (model(changed, cu_seqlens=borders) != before).any(-1)[0]
+            moved = (model(changed, cu_seqlens=boundaries) != before).any(-1)[0]
             may_move = (documents == documents[position]) & (torch.arange(total, device=device) >= position)
             leaks += int((moved & ~may_move).sum())
     return leaks
@@ -188,12 +188,12 @@ def parameter_gradients(device: torch.device, *, make_model: MakeModel = make_mo
     without, details = 0, []
     for changes in ({}, {"compressor": "mlp"}, {"shared_kv": True, "tie_embeddings": True}, MIXED):
         config = small_config(**changes)
-        borders = {
+        boundaries = {
             "ordinary": (40, None),
             "a sequence shorter than a block": (3, None),
             "documents of one token": (6, torch.arange(7)),
         }
-        for kind, (length, cu_seqlens) in borders.items():
+        for kind, (length, cu_seqlens) in boundaries.items():
             model = make_model(config, device, torch.float32)
             tokens = random_tokens((1, length), config.vocab_size, device)
             model(tokens, tokens.roll(-1, 1), cu_seqlens=cu_seqlens).backward()

@@ -44,8 +44,8 @@ class Batch(NamedTuple):
     Args:
         tokens: [B, T] int64.
         targets: Next tokens, -100 where the next token is another document's, or no answer of a chat, [B, T] int64.
-        cu_seqlens: Borders of the documents in the flattened `B * T` tokens (the start of every row is one),
-            [docs + 1] int32; None if no row has a border inside.
+        cu_seqlens: Boundaries of the documents in the flattened `B * T` tokens (the start of every row is one),
+            [docs + 1] int32; None if no row has a boundary inside.
         document_ids: One for each document of `cu_seqlens`, or for each row where that is None.
         sample_index: Global index of the batch's first row, counted over all processes; the next rows of this process
             follow at steps of the number of processes.

@@ -1,4 +1,4 @@
-"""Findings: one line each, with the command that mends the fault."""
+"""Findings: one line each, with the command that fixes the fault."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +14,7 @@ class Finding:
         name: The part that was examined.
         status: "broken" stops training; "note" costs speed or a feature; "ok" is as it should be.
         text: A sentence.
-        remedy: The command that mends it, or the flags; empty where nothing is to be mended.
+        remedy: The command that fixes it, or the flags; empty where nothing is to be fixed.
     """
 
     name: str

@@ -51,8 +51,8 @@ def _findings(examination: Examination) -> Table:
 
 
 def _line(finding: Finding) -> str:
-    mend = f"; to mend it: {finding.remedy}" if finding.remedy else ""
-    return f"{finding.status:6} {finding.name}: {finding.text}{mend}"
+    fix = f"; to fix it: {finding.remedy}" if finding.remedy else ""
+    return f"{finding.status:6} {finding.name}: {finding.text}{fix}"
 
 
 def _need(need: Need) -> Iterator[str]:

@@ -79,8 +79,8 @@ def eligible_queries(
     row_length = tokens.shape[1]
     positions = torch.arange(row_length)
     if cu_seqlens is not None:
-        borders, all_tokens = cu_seqlens.long(), torch.arange(tokens.numel())
-        positions = all_tokens - borders[torch.searchsorted(borders[1:], all_tokens, right=True)]
+        boundaries, all_tokens = cu_seqlens.long(), torch.arange(tokens.numel())
+        positions = all_tokens - boundaries[torch.searchsorted(boundaries[1:], all_tokens, right=True)]
     keys = stretch_keys(tokens, row_length, stretch)
     chooses = [kind in ("nsa", "selected") for kind in config.attention_of_layers]
     return [

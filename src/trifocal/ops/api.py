@@ -171,14 +171,14 @@ def select_blocks_by_index(
         k_idx: One index key a token, for all groups, [B, S, Di].
         geometry: Block sizes, in tokens.
         num_keys: S; the number of index keys when not given.
-        cu_seqlens: Borders of packed documents, [documents + 1]; then B is 1 and T is S.
+        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1 and T is S.
         backend: `"auto"`, `"reference"` or `"triton"`.
 
     Returns:
         Block indices as of `select_blocks`, [B, T, G, N], int32, ascending, then -1.
 
     Raises:
-        ValueError: If shapes, types or borders do not fit, or the backend cannot run; the message says which.
+        ValueError: If shapes, types or boundaries do not fit, or the backend cannot run; the message says which.
 
     Not differentiable; `trifocal.ops.choice_loss` teaches an index. Ties: the lower index.
     """

@@ -223,14 +223,14 @@ def block_grid(num_tokens: int, block_size: int, documents: Documents | None, de
     if documents is None:
         tokens = torch.arange(-(-num_tokens // block_size), device=device)[:, None] * block_size + inside
         return BlockGrid(tokens.clamp(max=num_tokens - 1), tokens < num_tokens, inside[:1])
-    borders = documents.cu_seqlens.long()
-    counts = (borders.diff() + (block_size - 1)) // block_size
+    boundaries = documents.cu_seqlens.long()
+    counts = (boundaries.diff() + (block_size - 1)) // block_size
     ends = counts.cumsum(0)
     blocks = torch.arange(num_tokens // block_size + counts.numel(), device=device)
     ids = torch.searchsorted(ends, blocks, right=True)
     own = ids.clamp(max=counts.numel() - 1)
-    tokens = (borders[own] + (blocks - (ends - counts)[own]) * block_size)[:, None] + inside
-    filled = (ids < counts.numel())[:, None] & (tokens < borders[own + 1][:, None])
+    tokens = (boundaries[own] + (blocks - (ends - counts)[own]) * block_size)[:, None] + inside
+    filled = (ids < counts.numel())[:, None] & (tokens < boundaries[own + 1][:, None])
     return BlockGrid(tokens.clamp(max=num_tokens - 1), filled, ends - counts)
 
 

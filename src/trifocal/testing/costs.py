@@ -43,8 +43,8 @@ class _OperationCounter(TorchDispatchMode):
     ) -> Any:
         self.counts[str(func)] += 1
         if func is torch.ops.trifocal.select_blocks.default:
-            q, k_cmp, lse, sizes, num_keys, scale, borders = args[:7]
-            documents = None if borders is None else Documents.from_checked(borders, num_keys)
+            q, k_cmp, lse, sizes, num_keys, scale, boundaries = args[:7]
+            documents = None if boundaries is None else Documents.from_checked(boundaries, num_keys)
             with self:
                 reference.select_blocks(q, k_cmp, lse, Geometry(*sizes), num_keys, scale, documents)
         return func(*args, **(kwargs or {}))

@@ -28,7 +28,7 @@ SMALL = Geometry(
     num_local_blocks=1,
     window_size=7,
 )
-"""So small that a short sequence passes every border many times, and that most blocks are not chosen."""
+"""So small that a short sequence passes every boundary many times, and that most blocks are not chosen."""
 
 
 def minimal_config(num_layers: int) -> ModelConfig:

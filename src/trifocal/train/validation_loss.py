@@ -128,7 +128,7 @@ class ShownSequence(NamedTuple):
 
     Attributes:
         tokens: [1, T], on the host.
-        cu_seqlens: Borders of its documents, [documents + 1]; None if it is one document.
+        cu_seqlens: Boundaries of its documents, [documents + 1]; None if it is one document.
         texts: The text of each token.
     """
 
@@ -138,7 +138,7 @@ class ShownSequence(NamedTuple):
 
 
 def sequence_to_show(batches: Sequence[Batch], tokenizer: Tokenizer) -> ShownSequence:
-    """The first validation row with the fewest document borders: the longest past.
+    """The first validation row with the fewest document boundaries: the longest past.
 
     Args:
         batches: From `read_validation_batches`.
@@ -147,9 +147,9 @@ def sequence_to_show(batches: Sequence[Batch], tokenizer: Tokenizer) -> ShownSeq
     rows = []
     for batch in batches:
         num_rows, length = batch.tokens.shape
-        borders = batch.cu_seqlens
+        boundaries = batch.cu_seqlens
         for row in range(num_rows):
-            inside = [] if borders is None else [b - row * length for b in borders.tolist()]
+            inside = [] if boundaries is None else [b - row * length for b in boundaries.tolist()]
             rows.append((batch.tokens[row], [b for b in inside if 0 < b < length]))
     tokens, inside = min(rows, key=lambda row: len(row[1]))
     cu_seqlens = torch.tensor([0, *inside, len(tokens)], dtype=torch.int32) if inside else None

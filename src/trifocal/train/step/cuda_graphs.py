@@ -4,7 +4,7 @@ Small micro-batches are bound by the host: a layer's forward and backward are ab
 Python some 10 to 50 µs to start, however short it is on the device. A graph starts all of them at once.
 
 A graph reads and writes fixed memory. So inputs are copied into tensors of its own, gradients are added up in buffers
-that stay, and each kind of micro-batch (plain rows, packed documents) has a graph of its own. Document borders are
+that stay, and each kind of micro-batch (plain rows, packed documents) has a graph of its own. Document boundaries are
 padded to a fixed number, with empty documents behind the last one.
 """
 

@@ -19,15 +19,15 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
 
 
 def model_inputs(batch: Batch, *, pad_documents: bool = False, documents: int = 0) -> list[Tensor]:
-    """Tokens and targets, [B, T], and, where a border lies inside a row, the borders of the documents; on the host.
+    """Tokens and targets, [B, T], and, where one lies inside a row, the boundaries of the documents; on the host.
 
-    The borders are checked here, on the host, so that the model need not wait for the device to check them.
+    The boundaries are checked here, on the host, so that the model need not wait for the device to check them.
 
     Args:
         batch: The micro-batch.
         pad_documents: Append empty documents, up to a number that depends little on the batch: compiled code and
             recorded graphs then fit the next one too.
-        documents: Pad up to so many at least. Unless it is 0, rows without borders are documents, too.
+        documents: Pad up to so many at least. Unless it is 0, rows without boundaries are documents, too.
     """
     num_tokens, cu_seqlens = batch.tokens.numel(), batch.cu_seqlens
     if cu_seqlens is None and documents:
@@ -44,10 +44,10 @@ def model_inputs(batch: Batch, *, pad_documents: bool = False, documents: int = 
 
 def call_with(loss_function: LossFunction, inputs: list[Tensor]) -> Tensor:
     """Call the model with `model_inputs`; rows of documents become one."""
-    tokens, targets, *borders = inputs
-    if not borders:
+    tokens, targets, *boundaries = inputs
+    if not boundaries:
         return loss_function(tokens, targets)
-    documents = Documents.from_checked(borders[0], tokens.numel(), row_length=tokens.shape[1])
+    documents = Documents.from_checked(boundaries[0], tokens.numel(), row_length=tokens.shape[1])
     return loss_function(tokens.reshape(1, -1), targets.reshape(1, -1), cu_seqlens=documents)
 
 

@@ -81,14 +81,14 @@ def batch_loss(
 ) -> Tensor:
     """Mean loss over the valid targets of one micro-batch.
 
-    Rows that hold document borders are passed as one row of packed documents.
+    Rows that hold document boundaries are passed as one row of packed documents.
 
     Args:
         loss_function: The model, or its wrapper.
         batch: The micro-batch, on the host.
         device: Where the model is.
-        split_rows: Pack only the rows with borders inside, in a call of their own. The reference's work grows with
-            the square of a packed row, so this is much faster where few rows have borders. Not for several
+        split_rows: Pack only the rows with boundaries inside, in a call of their own. The reference's work grows with
+            the square of a packed row, so this is much faster where few rows have boundaries. Not for several
             processes: they would differ in the number of their calls.
         pad_documents: As in `model_inputs`: for a compiled model.
         documents: As in `model_inputs`.
@@ -99,8 +99,8 @@ def batch_loss(
     if batch.cu_seqlens is None or not split_rows:
         inputs = model_inputs(batch, pad_documents=pad_documents, documents=documents)
         return call_with(loss_function, [to_device(tensor, device) for tensor in inputs])
-    has_border, borders = _rows_with_borders(batch.cu_seqlens.long(), *batch.tokens.shape)
-    rows = batch._replace(tokens=batch.tokens[has_border], targets=batch.targets[has_border], cu_seqlens=borders)
+    has_border, boundaries = _rows_with_borders(batch.cu_seqlens.long(), *batch.tokens.shape)
+    rows = batch._replace(tokens=batch.tokens[has_border], targets=batch.targets[has_border], cu_seqlens=boundaries)
     packed = batch_loss(loss_function, rows, device, pad_documents=pad_documents)
     if has_border.all():
         return packed
@@ -112,9 +112,9 @@ def batch_loss(
     return share * plain + (1 - share) * packed
 
 
-def _rows_with_borders(borders: Tensor, num_rows: int, length: int) -> tuple[Tensor, Tensor]:
-    """Which rows hold a border inside, [rows]; and the borders of these rows alone, laid end to end."""
-    starts = borders[:-1]
+def _rows_with_borders(boundaries: Tensor, num_rows: int, length: int) -> tuple[Tensor, Tensor]:
+    """Which rows hold a boundary inside, [rows]; and the boundaries of these rows alone, laid end to end."""
+    starts = boundaries[:-1]
     has_border = torch.zeros(num_rows, dtype=torch.bool)
     has_border[starts[starts % length != 0] // length] = True
     kept = starts[has_border[starts // length]]
