@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lib.results import ResultFile, cpu_name
-from trifocal.distributed import Processes
+from trifocal.distributed import DistributedContext
 from trifocal.runlog import Heartbeat, MetricsWriter, Progress, Watchdog
 from trifocal.train import load_config, loop
 from trifocal.train.config.check import choose_device, preflight
@@ -208,7 +208,7 @@ def keep_memory() -> None:
 def measure(config: RunConfig, steps: int, order: Sequence[tuple[str, str, str]]) -> Measured:
     """Run it."""
     device = choose_device(config.run.device)
-    processes = Processes(device=device)
+    processes = DistributedContext(device=device)
     tokenizer, _ = preflight(config, device)
     setup = TrainSetup(config, Path(config.run.directory), processes, tokenizer)
     made: list[Measured] = []

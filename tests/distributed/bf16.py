@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from trifocal.checks.process_worker import Case, backward, full_tensor
-from trifocal.distributed import Processes, parallelize, processes_started
+from trifocal.distributed import DistributedContext, parallelize, processes_started
 from trifocal.models import DecoderLM
 from trifocal.testing.small_models import random_tokens, small_config
 from trifocal.train.config.sections import OptimizerSection
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 LENGTH = 40
 
 
-def bf16_error(mode: str, processes: Processes) -> float:
+def bf16_error(mode: str, processes: DistributedContext) -> float:
     """Error of the whole gradient under bf16, relative to its size: against fp32 in one process."""
     config = small_config()
     tokens = random_tokens((4, LENGTH), 64, CPU)
@@ -46,7 +46,7 @@ def bf16_error(mode: str, processes: Processes) -> float:
     return (sum(difference).sqrt() / gradient_norm(exact.parameters())).item()
 
 
-def sharded_bytes(processes: Processes) -> float:
+def sharded_bytes(processes: DistributedContext) -> float:
     """Bytes of weights and moments in this process under FSDP2, after a step."""
     model = DecoderLM(small_config())
     parallel = parallelize(model, processes, "fsdp")

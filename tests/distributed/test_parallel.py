@@ -9,18 +9,18 @@ import torch
 
 from tests.children import free_port
 from tests.distributed.workers import Workers
-from trifocal.distributed import Processes, choose_mode, gather_full_model, parallelize, processes_started
+from trifocal.distributed import DistributedContext, choose_mode, gather_full_model, parallelize, processes_started
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.testing.small_models import small_config
 
 CPU = torch.device("cpu")
-TWO = Processes(0, 2)
+TWO = DistributedContext(0, 2)
 
 
 def test_one_process_shares_nothing() -> None:
-    assert choose_mode("auto", Processes(), small_config()) == ("none", "")
-    mode, note = choose_mode("fsdp", Processes(), small_config())
+    assert choose_mode("auto", DistributedContext(), small_config()) == ("none", "")
+    mode, note = choose_mode("fsdp", DistributedContext(), small_config())
     assert mode == "none"
     assert "there is one process" in note
 
@@ -38,9 +38,9 @@ def test_the_model_is_sharded_where_it_does_not_fit(monkeypatch: pytest.MonkeyPa
     memory = SimpleNamespace(total_memory=gib * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
     # The other process has a larger GPU: both decide by the smaller.
-    monkeypatch.setattr(Processes, "gather", lambda self, value: [100 * value, value])
+    monkeypatch.setattr(DistributedContext, "gather", lambda self, value: [100 * value, value])
     config = small_config(dim=1024, mlp_dim=4096, num_layers=32)
-    mode, note = choose_mode("auto", Processes(0, 2, device=torch.device("cuda")), config)
+    mode, note = choose_mode("auto", DistributedContext(0, 2, device=torch.device("cuda")), config)
     assert mode == expected
     assert f"of {gib} on each GPU" in note
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.written_runs import wait_for
-from trifocal.distributed import PeerLost, PeerMonitor, Processes
+from trifocal.distributed import DistributedContext, PeerLost, PeerMonitor
 from trifocal.distributed import peers as module
 from trifocal.errors import UserError
 from trifocal.runlog.proc import process_state
@@ -24,7 +24,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_INTERVAL_SECONDS", 0.05)
     monkeypatch.setattr(module, "_PAUSE_SECONDS", 0.2)
     # There is no group: the processes here do not meet.
-    monkeypatch.setattr(Processes, "sum", lambda self, values: list(values))
+    monkeypatch.setattr(DistributedContext, "sum", lambda self, values: list(values))
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def watched(store: dist.Store, size: int = 2, seconds: float = 0.6) -> tuple[Pee
     sentences: list[str] = []
     statuses: list[int] = []
     peers = PeerMonitor(
-        Processes(0, size, store=store),
+        DistributedContext(0, size, store=store),
         lambda: dict(WHAT),
         exists,
         silence_seconds=seconds,
@@ -149,6 +149,6 @@ def test_an_error_is_told_to_the_others(store: dist.Store) -> None:
 
 
 def test_a_single_process_watches_nobody() -> None:
-    peers = PeerMonitor(Processes(), dict, exists)
+    peers = PeerMonitor(DistributedContext(), dict, exists)
     with peers:
         assert peers.explain(RuntimeError("gloo")) is None

@@ -38,7 +38,7 @@ def run(residual, weights):
     out, gates = normed_linear(residual, norm, weights["qkv"], weights["bias"], num_sigmoids=36, backend="triton")
     hidden = normed_swiglu(residual, norm, weights["gate_up"], backend="triton")
     after = residual_linear(hidden, weights["down"], residual, backend="triton")
-    return {"out": out, "gates": gates, "hidden": hidden, "after": after.x, "squares": after.squares}
+    return {"out": out, "gates": gates, "hidden": hidden, "after": after.x, "squares": after.sum_of_squares}
 
 
 def torchs(x, weights, dtype):

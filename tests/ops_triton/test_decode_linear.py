@@ -62,7 +62,7 @@ def test_residual_and_its_squares(backend, bias):
     out = residual_linear(x, weight, residual, bias, backend=backend)
     exact = residual.x + x.double() @ weight.double().T + (0 if bias is None else bias)
     assert error(out.x, exact) < BOUND
-    assert error(out.squares.sum(1), exact.square().sum(1)) < BOUND
+    assert error(out.sum_of_squares.sum(1), exact.square().sum(1)) < BOUND
 
 
 @both_backends
@@ -70,7 +70,7 @@ def test_embedding(backend):
     table = draw(11, WIDTH)
     out = embedding(torch.tensor([3, 0, 10]), table, backend)
     assert torch.equal(out.x, table[[3, 0, 10]])
-    assert error(out.squares.sum(1), out.x.double().square().sum(1)) < BOUND
+    assert error(out.sum_of_squares.sum(1), out.x.double().square().sum(1)) < BOUND
 
 
 @both_backends
@@ -125,7 +125,7 @@ def test_equal_bits_whatever_else_is_in_the_batch(backend):
     everyone = stream(19)
     together = step(everyone)
     for rows in (slice(0, 1), slice(7, 10), slice(5, 19)):
-        alone = step(Residual(everyone.x[rows], everyone.squares[rows]))
+        alone = step(Residual(everyone.x[rows], everyone.sum_of_squares[rows]))
         assert all(torch.equal(a, t[rows]) for a, t in zip(alone, together, strict=True))
 
 
@@ -135,7 +135,7 @@ def test_wider_tiles_of_many_rows():
     everyone = stream(33)
 
     def step(rows):
-        residual = Residual(everyone.x[:rows], everyone.squares[:rows])
+        residual = Residual(everyone.x[:rows], everyone.sum_of_squares[:rows])
         hidden = normed_swiglu(residual, norm, gate_up, "triton")
         return hidden, *residual_linear(hidden, down.half(), residual, backend="triton")
 
@@ -145,4 +145,4 @@ def test_wider_tiles_of_many_rows():
         assert all(error(t[:1], a) < 1e-3 for t, a in zip(together, alone, strict=True))
     reference = residual_linear(together[0], down.half(), everyone, backend="reference")
     assert error(together[1], reference.x) < 1e-3
-    assert error(together[2].sum(1), reference.squares.sum(1)) < 1e-3
+    assert error(together[2].sum(1), reference.sum_of_squares.sum(1)) < 1e-3

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.train.tiny import read_checkpoint
-from trifocal.distributed import Processes
+from trifocal.distributed import DistributedContext
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
@@ -310,7 +310,7 @@ def test_a_broken_or_hostile_file_with_a_right_manifest_is_refused(tmp_path: Pat
         save_file(tensors, file, metadata={"DCP_SHARDING_INFO": "{}"})
     manifest = json.loads((path / MANIFEST).read_text())["content"]
     (path / MANIFEST).unlink()
-    write_manifest(path, manifest | {"files": describe_files(path, Processes())})
+    write_manifest(path, manifest | {"files": describe_files(path, DistributedContext())})
     assert find_checkpoint(tmp_path, command="") == path, "its hashes are right"
     model, optimizer = make_model(1)
     with pytest.raises(UserError, match=r"cannot load .*weights: "):

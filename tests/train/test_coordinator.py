@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trifocal.data import Batch
-from trifocal.distributed import Processes
+from trifocal.distributed import DistributedContext
 from trifocal.errors import UserError
 from trifocal.train.coordinator import StepCoordinator
 from trifocal.train.stop import StopSignals
@@ -49,7 +49,9 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The events in order; the other process always has the same answers as this one."""
     found: list[str] = []
 
-    def async_all_reduce(self: Processes, values: Sequence[float], operation: str = "sum") -> Callable[[], list[float]]:
+    def async_all_reduce(
+        self: DistributedContext, values: Sequence[float], operation: str = "sum"
+    ) -> Callable[[], list[float]]:
         if operation == "max":
             # The other process has two packed documents in every micro-batch.
             return lambda: [max(value, 2.0) for value in values]
@@ -61,12 +63,12 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
         return answer
 
-    def agree(self: Processes, error: Exception | None) -> None:
+    def agree(self: DistributedContext, error: Exception | None) -> None:
         if error is not None:
             raise error
 
-    monkeypatch.setattr(Processes, "async_all_reduce", async_all_reduce)
-    monkeypatch.setattr(Processes, "raise_on_all", agree)
+    monkeypatch.setattr(DistributedContext, "async_all_reduce", async_all_reduce)
+    monkeypatch.setattr(DistributedContext, "raise_on_all", agree)
     yield found
 
 
@@ -75,7 +77,7 @@ def next_step(company: StepCoordinator, loader: FakeLoader, signals: StopSignals
 
 
 def test_the_exchange_of_the_next_step_is_under_way_while_a_step_runs(events: list[str]) -> None:
-    company, loader, signals = StepCoordinator(Processes(0, 2)), FakeLoader(events), StopSignals()
+    company, loader, signals = StepCoordinator(DistributedContext(0, 2)), FakeLoader(events), StopSignals()
     for step in (1, 2, 3):
         data = next_step(company, loader, signals, last=step == 3)
         events.append(f"step {step}")
@@ -89,7 +91,7 @@ def test_the_exchange_of_the_next_step_is_under_way_while_a_step_runs(events: li
 
 
 def test_a_signal_ends_the_run_after_the_step_that_was_agreed_on(events: list[str]) -> None:
-    company, loader, signals = StepCoordinator(Processes(0, 2)), FakeLoader(events), StopSignals()
+    company, loader, signals = StepCoordinator(DistributedContext(0, 2)), FakeLoader(events), StopSignals()
     assert next_step(company, loader, signals) is not None
     # Step 1 is running, and the exchange for step 2 is on its way.
     signals.received = "SIGTERM"
@@ -100,14 +102,14 @@ def test_a_signal_ends_the_run_after_the_step_that_was_agreed_on(events: list[st
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_signal_before_the_first_step_waits_for_it(events: list[str], size: int) -> None:
     """A run that is stopped has a step to save."""
-    company, loader, signals = StepCoordinator(Processes(0, size)), FakeLoader(events), StopSignals()
+    company, loader, signals = StepCoordinator(DistributedContext(0, size)), FakeLoader(events), StopSignals()
     signals.received = "SIGTERM"
     assert next_step(company, loader, signals) is not None
     assert next_step(company, loader, signals) is None
 
 
 def test_data_that_fail_are_reported_before_their_own_step(events: list[str]) -> None:
-    company, loader, signals = StepCoordinator(Processes(0, 2)), FakeLoader(events, fail_at=2), StopSignals()
+    company, loader, signals = StepCoordinator(DistributedContext(0, 2)), FakeLoader(events, fail_at=2), StopSignals()
     assert next_step(company, loader, signals).position == {"read": 1}
     with pytest.raises(UserError, match="no more"):
         next_step(company, loader, signals)

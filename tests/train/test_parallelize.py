@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.train.tiny import make_config
-from trifocal.distributed import Processes
+from trifocal.distributed import DistributedContext
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.train.setup import parallelize_model
@@ -15,7 +15,7 @@ from trifocal.train.setup import parallelize_model
 def test_one_process_trains_the_model_itself(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     model = DecoderLM(config.model)
-    parallel, note = parallelize_model(model, config, Processes())
+    parallel, note = parallelize_model(model, config, DistributedContext())
     assert parallel.module is model
     assert (parallel.mode, parallel.size, note) == ("none", 1, "")
 
@@ -30,4 +30,4 @@ def test_hybrid_sharding_without_shards_is_refused(tmp_path: Path, shards: int, 
     with torch.device("meta"):
         model = DecoderLM(config.model)
     with pytest.raises(UserError, match=says):
-        parallelize_model(model, config, Processes(0, 2, local_size))
+        parallelize_model(model, config, DistributedContext(0, 2, local_size))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.train.tiny import before_step, make_config, read_checkpoint
-from trifocal.distributed import Processes
+from trifocal.distributed import DistributedContext
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
 from trifocal.runlog.run import read_run
@@ -266,7 +266,7 @@ def test_a_position_that_cannot_be_read_is_one_line(tmp_path: Path, finished_run
     damage(state)
     (path / "rank0.json").write_text(json.dumps(state))
     manifest = verify_checkpoint(finished_run / "checkpoints" / "step_00000002")
-    found = describe_files(path, Processes())
+    found = describe_files(path, DistributedContext())
     manifest["files"]["rank0.json"] = found["rank0.json"]
     write_manifest(path, manifest)
     with pytest.raises(UserError, match=r"(position in|rank0\.json) .*cannot be read") as caught:

@@ -18,7 +18,7 @@ from tests.train.tiny import before_step, make_config, read_checkpoint, write_co
 from trifocal import load_model
 from trifocal.cli import main
 from trifocal.data import load_tokenizer
-from trifocal.distributed import Processes
+from trifocal.distributed import DistributedContext
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
 from trifocal.train import load_config, resume, train
@@ -110,7 +110,7 @@ def test_torchrun_starts_again_and_never_takes_the_earlier_run_for_its_own(tmp_p
 
 def test_torchrun_does_not_begin_anew_where_its_run_is_gone(tmp_path: Path) -> None:
     store = torch.distributed.HashStore()
-    processes = Processes(launcher_store=store)
+    processes = DistributedContext(launcher_store=store)
     processes.mark_run_created()
     assert store.check(["trifocal/begun"])
     with pytest.raises(UserError, match=r"the run that torchrun began in .* is no longer there"):

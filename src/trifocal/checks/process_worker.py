@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trifocal.distributed import Parallel, Processes, hard_exit, parallelize, processes_started
+from trifocal.distributed import DistributedContext, Parallel, hard_exit, parallelize, processes_started
 from trifocal.distributed.parallel import Mode
 from trifocal.models import DecoderLM
 from trifocal.testing.small_models import make_model, random_tokens, small_config
@@ -35,7 +35,7 @@ class Case:
 
     Attributes:
         mode: "ddp", "fsdp" or "hsdp".
-        shards: Processes that share a copy under hsdp.
+        shards: DistributedContext that share a copy under hsdp.
         num_layers: Of the model.
         checkpointing: Recompute activations in backward.
         accumulation: Micro-batches.
@@ -73,7 +73,7 @@ def full_tensor(tensor: Tensor | None) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def parallelize_case(case: Case, processes: Processes) -> tuple[DecoderLM, Parallel]:
+def parallelize_case(case: Case, processes: DistributedContext) -> tuple[DecoderLM, Parallel]:
     """Make the case's model and parallelize it."""
     model = _model(case.num_layers, processes)
     if case.checkpointing:
@@ -91,7 +91,7 @@ def parallelize_case(case: Case, processes: Processes) -> tuple[DecoderLM, Paral
     return model, parallel
 
 
-def backward(case: Case, parallel: Parallel, processes: Processes, tokens: Tensor) -> None:
+def backward(case: Case, parallel: Parallel, processes: DistributedContext, tokens: Tensor) -> None:
     """This process's part of the gradient: its rows, in micro-batches."""
     rows = tokens.chunk(processes.size)[processes.rank]
     if parallel.flat_gradients is not None:
@@ -105,7 +105,7 @@ def backward(case: Case, parallel: Parallel, processes: Processes, tokens: Tenso
             (parallel.module(batch, batch.roll(-1, 1)) / case.accumulation).backward()
 
 
-def gradients_of_one(num_layers: int, processes: Processes) -> list[list[Tensor]]:
+def gradients_of_one(num_layers: int, processes: DistributedContext) -> list[list[Tensor]]:
     """The gradients that one process computes, for the first and the second batch."""
     model = _model(num_layers, processes)
     found = []
@@ -117,7 +117,7 @@ def gradients_of_one(num_layers: int, processes: Processes) -> list[list[Tensor]
     return found
 
 
-def gradient_difference(case: Case, processes: Processes, one: list[list[Tensor]]) -> tuple[float, str]:
+def gradient_difference(case: Case, processes: DistributedContext, one: list[list[Tensor]]) -> tuple[float, str]:
     """Largest difference of a gradient from one process's, relative to that gradient's largest entry; and whose."""
     model, parallel = parallelize_case(case, processes)
     worst, name = 0.0, ""
@@ -134,7 +134,7 @@ def gradient_difference(case: Case, processes: Processes, one: list[list[Tensor]
     return worst, name
 
 
-def parameters_that_differ(case: Case, processes: Processes) -> tuple[float, str]:
+def parameters_that_differ(case: Case, processes: DistributedContext) -> tuple[float, str]:
     """Number of parameters that differ by a bit between processes after some steps, or did not move; and the first."""
     model, parallel = parallelize_case(case, processes)
     before = [full_tensor(parameter.detach()).clone() for parameter in model.parameters()]
@@ -185,9 +185,9 @@ def main(device: str, cases: Sequence[dict[str, Any]], path: str, prepare: str) 
     hard_exit(0)
 
 
-def _model(num_layers: int, processes: Processes) -> DecoderLM:
+def _model(num_layers: int, processes: DistributedContext) -> DecoderLM:
     return make_model(small_config(num_layers=num_layers, backend="reference"), processes.device)
 
 
-def _tokens(processes: Processes, seed: int) -> Tensor:
+def _tokens(processes: DistributedContext, seed: int) -> Tensor:
     return random_tokens((ROWS_PER_PROCESS * processes.size, LENGTH), 64, processes.device, seed=seed)

@@ -2,13 +2,13 @@
 
 from trifocal.distributed.parallel import Parallel, choose_mode, gather_full_model, parallelize
 from trifocal.distributed.peers import PeerLost, PeerMonitor
-from trifocal.distributed.processes import Processes, hard_exit, processes_started
+from trifocal.distributed.processes import DistributedContext, hard_exit, processes_started
 
 __all__ = [
+    "DistributedContext",
     "Parallel",
     "PeerLost",
     "PeerMonitor",
-    "Processes",
     "choose_mode",
     "gather_full_model",
     "hard_exit",

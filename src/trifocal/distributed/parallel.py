@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trifocal.distributed.flat_gradients import FlatGradients
 from trifocal.distributed.gradient_watch import GradientWatch
-from trifocal.distributed.processes import Processes
+from trifocal.distributed.processes import DistributedContext
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, ModelConfig, parameter_count
 
@@ -31,7 +31,7 @@ DDP_BYTES_PER_PARAMETER = 16
 _SHARE_FOR_MODEL = 0.6
 
 
-def choose_mode(wanted: str, processes: Processes, config: ModelConfig) -> tuple[Mode, str]:
+def choose_mode(wanted: str, processes: DistributedContext, config: ModelConfig) -> tuple[Mode, str]:
     """Choose the parallel mode.
 
     Args:
@@ -129,7 +129,7 @@ class Parallel:
 
 def parallelize(
     model: DecoderLM,
-    processes: Processes,
+    processes: DistributedContext,
     mode: Mode,
     *,
     precision: str = "fp32",
@@ -148,7 +148,7 @@ def parallelize(
         mode: From `choose_mode`.
         precision: "bf16" collects and computes with bf16 copies of the shards under fsdp and hsdp; gradients are
             reduced in fp32, and weights stay fp32.
-        shards: Processes that share one copy under hsdp; 0: those of one machine.
+        shards: DistributedContext that share one copy under hsdp; 0: those of one machine.
         reshard_after_forward: Give a block's weights back between forward and backward.
         static_graph: DDP's option of that name.
         find_unused_parameters: DDP's option of that name; this model has none.
@@ -197,7 +197,7 @@ def _to_fp32(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
     return output.float()
 
 
-def _mesh(processes: Processes, mode: Mode, shards: int) -> dist.DeviceMesh:
+def _mesh(processes: DistributedContext, mode: Mode, shards: int) -> dist.DeviceMesh:
     kind, size = processes.device.type, processes.size
     if mode == "fsdp":
         return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
@@ -207,7 +207,7 @@ def _mesh(processes: Processes, mode: Mode, shards: int) -> dist.DeviceMesh:
     return init_device_mesh(kind, (size // shards, shards), mesh_dim_names=("replicate", "shard"))
 
 
-def gather_full_model(model: DecoderLM, processes: Processes) -> DecoderLM | None:
+def gather_full_model(model: DecoderLM, processes: DistributedContext) -> DecoderLM | None:
     """The model itself with whole parameters, in rank 0; None elsewhere.
 
     Every process must call this with a sharded model.

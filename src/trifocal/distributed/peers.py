@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
-from trifocal.distributed.processes import Processes
+from trifocal.distributed.processes import DistributedContext
 from trifocal.errors import UserError, one_line
 
 Row = dict[str, Any]
@@ -58,7 +58,7 @@ class PeerMonitor:
 
     def __init__(
         self,
-        processes: Processes,
+        processes: DistributedContext,
         describe: Callable[[], Row],
         exists: Callable[[int], bool],
         *,

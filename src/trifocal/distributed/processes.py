@@ -25,7 +25,7 @@ _BEGUN = "trifocal/begun"
 
 
 @dataclass(frozen=True)
-class Processes:
+class DistributedContext:
     """This process among those of the run.
 
     Attributes:
@@ -98,7 +98,7 @@ class Processes:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def new_group(self) -> "Processes":
+    def new_group(self) -> "DistributedContext":
         """The same processes in a new process group, for collectives in another thread; all processes call this."""
         return self if self.size == 1 else replace(self, group=dist.new_group(backend="gloo"))
 
@@ -181,7 +181,7 @@ def _common_store(timeout: timedelta) -> tuple[Any, int, int]:
 
 
 @contextmanager
-def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -> Iterator[Processes]:
+def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -> Iterator[DistributedContext]:
     """Join the processes that torchrun started; a single process where it did not.
 
     Args:
@@ -199,7 +199,7 @@ def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         launcher_store = next(dist.rendezvous("env://", timeout=timeout))[0] if launched else None
-        yield Processes(
+        yield DistributedContext(
             device=device,
             restarted=launcher_store is not None and launcher_store.check([_BEGUN]),
             launcher_store=launcher_store,
@@ -236,7 +236,9 @@ def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -
     notes = dist.PrefixStore(f"{start}/notes", store.clone())
     launcher_store = store if launched else None
     try:
-        yield Processes(rank, size, place["LOCAL_WORLD_SIZE"], device, restarted, notes, launcher_store=launcher_store)
+        yield DistributedContext(
+            rank, size, place["LOCAL_WORLD_SIZE"], device, restarted, notes, launcher_store=launcher_store
+        )
     except Exception as error:
         # After an error of this process alone, NCCL would wait for the others. The process ends anyway.
         if isinstance(error, UserError) or getattr(error, "agreed", False):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from trifocal.distributed import Processes, hard_exit, processes_started
+from trifocal.distributed import DistributedContext, hard_exit, processes_started
 from trifocal.errors import UserError, one_line
 from trifocal.runlog import Heartbeat, memory_statistics
 from trifocal.train.config.check import choose_device, preflight
@@ -28,7 +28,7 @@ from trifocal.train.stop import StopSignals
 OUT_OF_MEMORY = 3
 
 
-def take_steps(config: RunConfig, processes: Processes, folder: Path) -> dict[str, float]:
+def take_steps(config: RunConfig, processes: DistributedContext, folder: Path) -> dict[str, float]:
     """Take two steps, or one more where code is compiled or recorded; the last one is timed.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trifocal.data import Batch, Loader
-from trifocal.distributed import PeerLost, PeerMonitor, Processes
+from trifocal.distributed import DistributedContext, PeerLost, PeerMonitor
 from trifocal.errors import UserError, one_line
 from trifocal.runlog import Heartbeat
 from trifocal.runlog.proc import process_state
@@ -68,7 +68,7 @@ class StepCoordinator:
         teacher: Counts the queries that teach the choice, if it is taught.
     """
 
-    def __init__(self, processes: Processes, teacher: ChoiceTeacher | None = None) -> None:
+    def __init__(self, processes: DistributedContext, teacher: ChoiceTeacher | None = None) -> None:
         self._processes, self._teacher = processes, teacher
         self._ahead: _NextStep | None = None
         self._begun = False

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trifocal._version import __version__
-from trifocal.distributed import Processes, processes_started
+from trifocal.distributed import DistributedContext, processes_started
 from trifocal.errors import UserError
 from trifocal.fields import dotted_fields, value_of
 from trifocal.paths import shell_path, user_path
@@ -33,7 +33,7 @@ from trifocal.train.step.schedule import learning_rate_of
 from trifocal.train.validation_loss import check_validation_text
 
 
-def check_same_start(processes: Processes, config: RunConfig, **further: Any) -> None:
+def check_same_start(processes: DistributedContext, config: RunConfig, **further: Any) -> None:
     """Refuse a start in which the processes differ in configuration, code or versions.
 
     Args:
@@ -57,7 +57,7 @@ def check_same_start(processes: Processes, config: RunConfig, **further: Any) ->
                 )
 
 
-def restarted_run(processes: Processes, directory: Path) -> str:
+def restarted_run(processes: DistributedContext, directory: Path) -> str:
     """Find the run of a process that torchrun has restarted.
 
     Returns:
@@ -208,12 +208,14 @@ def resume_command(directory: Path) -> str:
     return f"trifocal train --resume {shell_path(directory)}"
 
 
-def _processes(config: RunConfig) -> AbstractContextManager[Processes]:
+def _processes(config: RunConfig) -> AbstractContextManager[DistributedContext]:
     device = choose_device(config.run.device)
     return processes_started(device, timeout_seconds=config.parallel.timeout_seconds)
 
 
-def _resume(directory: Path, checkpoint: str, config: RunConfig, processes: Processes, lock: RunLock) -> TrainResult:
+def _resume(
+    directory: Path, checkpoint: str, config: RunConfig, processes: DistributedContext, lock: RunLock
+) -> TrainResult:
     def prepare() -> tuple[str, Path]:
         note = open_run_directory(directory, lock)
         return note, find_checkpoint(directory, checkpoint, command=resume_command(directory))

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from trifocal.distributed import Parallel, Processes, gather_full_model
+from trifocal.distributed import DistributedContext, Parallel, gather_full_model
 from trifocal.models import DecoderLM, save_weights
 from trifocal.runlog.traces.base import local_shard
 from trifocal.train.run_logger import RunLogger
@@ -84,7 +84,7 @@ def dump_non_finite(
     result: StepResult,
     model: DecoderLM,
     directory: Path,
-    processes: Processes,
+    processes: DistributedContext,
     parallel: Parallel,
     *,
     of_weights: bool = False,
@@ -148,7 +148,7 @@ def dump_non_finite(
 
 
 def _write_dump(
-    result: StepResult, model: DecoderLM, directory: Path, processes: Processes, summary: dict[str, Any]
+    result: StepResult, model: DecoderLM, directory: Path, processes: DistributedContext, summary: dict[str, Any]
 ) -> str:
     """Write the files of a dump; returns the end of a sentence with their folder, or with the error."""
     folder = directory / f"step_{result.step:08d}"
@@ -166,7 +166,7 @@ def _write_dump(
     return f"dump in {folder}"
 
 
-def _blame(guilty: list[int], processes: Processes) -> str:
+def _blame(guilty: list[int], processes: DistributedContext) -> str:
     if processes.size == 1:
         return ""
     if not guilty:

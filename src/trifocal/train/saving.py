@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trifocal.data import merge_states
-from trifocal.distributed import Processes, gather_full_model
+from trifocal.distributed import DistributedContext, gather_full_model
 from trifocal.errors import UserError
 from trifocal.models import ModelConfig
 from trifocal.train.checkpoint.export import WEIGHTS, export_weights
@@ -52,7 +52,7 @@ class BackgroundWriter:
         processes: This process among those of the run; all make their writer at the same time.
     """
 
-    def __init__(self, processes: Processes) -> None:
+    def __init__(self, processes: DistributedContext) -> None:
         self._processes = processes.new_group()
         self._thread: threading.Thread | None = None
         self._written: Written | None = None

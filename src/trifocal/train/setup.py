@@ -11,7 +11,7 @@ import torch
 
 from trifocal.data import Loader, Tokenizer, make_loader
 from trifocal.data.sources.base import parse_source
-from trifocal.distributed import Parallel, Processes, choose_mode, parallelize
+from trifocal.distributed import DistributedContext, Parallel, choose_mode, parallelize
 from trifocal.errors import UserError, one_line
 from trifocal.models import DecoderLM
 from trifocal.train.checkpoint.pretrained import load_pretrained_weights
@@ -46,7 +46,7 @@ class TrainState:
         return self.step - (self.resume_step or 0)
 
 
-def parallelize_model(model: DecoderLM, config: RunConfig, processes: Processes) -> tuple[Parallel, str]:
+def parallelize_model(model: DecoderLM, config: RunConfig, processes: DistributedContext) -> tuple[Parallel, str]:
     """Parallelize a model by `config.parallel`.
 
     Args:
@@ -100,7 +100,13 @@ class TrainSetup:
     """
 
     def __init__(
-        self, config: RunConfig, directory: Path, processes: Processes, tokenizer: Tokenizer, *, begins: bool = True
+        self,
+        config: RunConfig,
+        directory: Path,
+        processes: DistributedContext,
+        tokenizer: Tokenizer,
+        *,
+        begins: bool = True,
     ) -> None:
         self.config, self.directory, self.tokenizer = config, directory, tokenizer
         self.processes, self.device = processes, processes.device

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trifocal.data import Batch, DataConfig, Tokenizer, has_text, is_local, make_loader
-from trifocal.distributed import Processes
+from trifocal.distributed import DistributedContext
 from trifocal.models import DecoderLM
 from trifocal.train.config.sections import LogSection, RunConfig
 from trifocal.train.step.micro_batch import autocast
@@ -83,7 +83,7 @@ def evaluate(
     data: DataConfig,
     device: torch.device,
     precision: str,
-    processes: Processes | None = None,
+    processes: DistributedContext | None = None,
     on_batch: Callable[[int], None] = lambda done: None,
 ) -> Evaluation:
     """Mean loss over the valid targets of some batches.
@@ -101,7 +101,7 @@ def evaluate(
         processes: This process among those of the run; all have the same batches.
         on_batch: Called with the number of batches done by all.
     """
-    processes = processes or Processes()
+    processes = processes or DistributedContext()
     targets, text_bytes = 0, 0
     counts = [batch.valid_targets for batch in batches]
     losses: dict[int, float] = {}

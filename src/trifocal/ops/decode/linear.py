@@ -20,11 +20,11 @@ class Residual(NamedTuple):
 
     Attributes:
         x: [M, E], fp32 (fp64 on the reference for fp64 weights).
-        squares: The sum of squares of each row, in parts that the next norm adds up, [M, parts].
+        sum_of_squares: The sum of squares of each row, in parts that the next norm adds up, [M, parts].
     """
 
     x: Tensor
-    squares: Tensor
+    sum_of_squares: Tensor
 
 
 class Norm(NamedTuple):
@@ -75,7 +75,7 @@ def normed_linear(
         [M, N - num_sigmoids], and the gates [M, num_sigmoids] in fp32, or None.
     """
     if _runs_kernels(weight, backend):
-        norm_inputs = norm.weight, residual.squares, norm.eps
+        norm_inputs = norm.weight, residual.sum_of_squares, norm.eps
         return _kernels().linear(  # type: ignore[no-any-return]
             residual.x, weight, bias, norm=norm_inputs, num_sigmoids=num_sigmoids, out_dtype=out_dtype
         )
@@ -90,9 +90,9 @@ def normed_linear(
 def normed_swiglu(residual: Residual, norm: Norm, weight: Tensor, backend: dispatch.Backend = "auto") -> Tensor:
     """`silu(norm(x) W_gate^T) * norm(x) W_up^T`: weight [2 * hidden, E], the gate's rows first -> [M, hidden]."""
     if _runs_kernels(weight, backend):
-        return _kernels().linear(residual.x, weight, None, norm=(norm.weight, residual.squares, norm.eps), swiglu=True)[
-            0
-        ]  # type: ignore[no-any-return]
+        return _kernels().linear(
+            residual.x, weight, None, norm=(norm.weight, residual.sum_of_squares, norm.eps), swiglu=True
+        )[0]  # type: ignore[no-any-return]
     gate, up = _linear(_normed(residual, norm, weight.dtype), weight, None).chunk(2, dim=-1)
     return by_row(functional.silu, gate) * up
 
@@ -142,7 +142,7 @@ def _squares(x: Tensor) -> Tensor:
 
 
 def _normed(residual: Residual, norm: Norm, dtype: torch.dtype) -> Tensor:
-    mean = residual.squares.sum(-1, keepdim=True) / residual.x.shape[1]
+    mean = residual.sum_of_squares.sum(-1, keepdim=True) / residual.x.shape[1]
     return (residual.x * (mean + norm.eps).rsqrt() * norm.weight.to(residual.x.dtype)).to(dtype)
 
 

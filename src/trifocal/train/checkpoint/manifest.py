@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trifocal.errors import UserError
 
 if TYPE_CHECKING:
-    from trifocal.distributed import Processes
+    from trifocal.distributed import DistributedContext
 
 FORMAT = 3
 MANIFEST = "manifest.json"
@@ -20,7 +20,7 @@ class CheckpointDamaged(UserError):
     """A file of a checkpoint is missing or differs from the manifest."""
 
 
-def describe_files(folder: Path, processes: "Processes") -> dict[str, dict[str, Any]]:
+def describe_files(folder: Path, processes: "DistributedContext") -> dict[str, dict[str, Any]]:
     """Flush every file to the disk, and compute its size and SHA-256; the processes share the files."""
     mine = _files(folder)[processes.rank :: processes.size]
 

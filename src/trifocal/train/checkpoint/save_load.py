@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils._pytree import tree_map_only
 
-from trifocal.distributed import Processes
+from trifocal.distributed import DistributedContext
 from trifocal.errors import UserError
 from trifocal.models import ModelConfig
 from trifocal.train.checkpoint.folders import checkpoint_path
@@ -53,7 +53,7 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     model_config: ModelConfig,
     process_state: dict[str, Any],
-    processes: Processes | None = None,
+    processes: DistributedContext | None = None,
 ) -> Path:
     """Write the checkpoint of a step; it appears under its name only when all of it is on the disk.
 
@@ -80,7 +80,7 @@ def save_checkpoint(
         state=collect_state(model, optimizer),
         model_config=model_config,
         process_state=process_state,
-        processes=processes or Processes(),
+        processes=processes or DistributedContext(),
     )
 
 
@@ -111,7 +111,7 @@ def write_checkpoint(
     state: dict[str, Any],
     model_config: ModelConfig,
     process_state: dict[str, Any],
-    processes: Processes,
+    processes: DistributedContext,
 ) -> Path:
     """Write the state from `collect_state`: the slow part of `save_checkpoint`."""
     final = checkpoint_path(root, step)
@@ -160,7 +160,7 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     model_config: ModelConfig,
-    processes: Processes | None = None,
+    processes: DistributedContext | None = None,
 ) -> dict[str, Any]:
     """Load a verified checkpoint into a model and its optimizer, in every process its part.
 
@@ -259,7 +259,7 @@ def _file_numbers(tensors: dict[str, Tensor]) -> dict[str, int]:
     return numbers
 
 
-def _save_weights(state: dict[str, Any], folder: Path, processes: Processes) -> None:
+def _save_weights(state: dict[str, Any], folder: Path, processes: DistributedContext) -> None:
     tensors = _tensors(state)
     writer = dcp.HuggingFaceStorageWriter(str(folder), _file_numbers(tensors), save_distributed=True)
     try:
