@@ -51,7 +51,7 @@ class BatchInvariantLinear:
 
 
 class PyTorchLinear:
-    """PyTorch's products, with sums whose order depends on the number of rows; `Residual.sum_of_squares` stays empty."""
+    """PyTorch's products, whose sums depend on the number of rows; `Residual.sum_of_squares` stays empty."""
 
     def embedding(self, tokens: Tensor, table: Tensor) -> Residual:
         """See `BatchInvariantLinear.embedding`."""

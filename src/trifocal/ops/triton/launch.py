@@ -125,17 +125,6 @@ def describe_tiles(
 
 
 @contextlib.contextmanager
-def no_launches() -> Iterator[None]:
-    """Let launchers allocate, and leave their kernels out: they are neither compiled nor launched."""
-    launch = Kernel.__getitem__
-    Kernel.__getitem__ = lambda kernel, grid: lambda *arguments, **constants: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Kernel.__getitem__ = launch  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
 def only_compile(device: torch.device) -> Iterator[None]:
     """Compile every kernel that is launched inside, all at the same time, and launch none.
 
