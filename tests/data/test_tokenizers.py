@@ -128,9 +128,9 @@ def test_a_folder_without_and_a_file_that_is_none(tmp_path: Path) -> None:
 
 
 def test_files_that_would_fill_the_memory(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("tokenizers")
     path = tmp_path / "tokenizer.json"
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 4_000_000_000}, unk_token="</s>")).save(str(path))
+    path.write_text('{"model": {"type": "WordLevel", "vocab": {"</s>": 4000000000}, "unk_token": "</s>"}}')
     with pytest.raises(UserError, match=r"has 4,000,000,001 tokens, expected 1 to 16,777,216$"):
         make_tokenizer(str(path))
     path.write_text("[" * 100_000)
