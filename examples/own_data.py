@@ -27,7 +27,7 @@ with make_loader(config, tokenizer=tokenizer, sequence_length=128, batch_size=2,
 print("a batch:", tuple(batch.tokens.shape), "tokens;", len(batch.cu_seqlens) - 1, "documents")
 print("its first row:", tokenizer.decode(batch.tokens[0, :60].tolist()))
 
-# parquet:PATH#field, text:PATH and hf:NAME#field work the same way: docs/training.md has all sources.
+# parquet:PATH#field, text:PATH and hf:NAME#field work the same way: docs/data.md has all sources.
 overrides = {
     "run.directory": str(folder / "run"), "run.device": "cpu", "data.source": source, "data.shuffle_sequences": 16,
     "model.dim": 64, "model.num_layers": 1, "model.num_heads": 4, "model.num_kv_heads": 2, "model.head_dim": 16,

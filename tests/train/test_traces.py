@@ -309,4 +309,4 @@ def pop(stack: list[str], name: str) -> None:
 
 @pytest.mark.parametrize("name", TRACES)
 def test_the_page_on_training_says_what_each_trace_answers(name: str) -> None:
-    assert f"| `{name}` |" in (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    assert f"| `{name}` |" in (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")

@@ -20,7 +20,7 @@ from trifocal.train.config.load import parse_arguments
 class CheckArguments:
     """Prove this installation right on this machine: a table of named checks. Exit status 1 if any fails.
 
-    The column `guards` has numbers of failures in docs/training.md.
+    The column `guards` has numbers of failures in docs/runs.md.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"

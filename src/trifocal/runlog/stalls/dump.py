@@ -1,6 +1,6 @@
 """The files of one process in a dump folder: stacks at once, then the parts that take longer.
 
-docs/training.md has the files. A part that fails writes the error into its file; nothing here raises.
+docs/runs.md has the files. A part that fails writes the error into its file; nothing here raises.
 """
 
 import faulthandler

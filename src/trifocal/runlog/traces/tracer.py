@@ -1,6 +1,6 @@
 """Traces of some steps of a run, off by default.
 
-TRACES names them; docs/training.md has a table with the question that each answers, and its files. Hooks are installed
+TRACES names them; docs/runs.md has a table with the question that each answers, and its files. Hooks are installed
 in the traced steps only: every other step runs without them.
 """
 
