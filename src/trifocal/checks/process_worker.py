@@ -35,7 +35,7 @@ class Case:
 
     Attributes:
         mode: "ddp", "fsdp" or "hsdp".
-        shards: DistributedContext that share a copy under hsdp.
+        shards: Processes that share a copy under hsdp.
         num_layers: Of the model.
         checkpointing: Recompute activations in backward.
         accumulation: Micro-batches.

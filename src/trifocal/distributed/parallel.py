@@ -148,7 +148,7 @@ def parallelize(
         mode: From `choose_mode`.
         precision: "bf16" collects and computes with bf16 copies of the shards under fsdp and hsdp; gradients are
             reduced in fp32, and weights stay fp32.
-        shards: DistributedContext that share one copy under hsdp; 0: those of one machine.
+        shards: Processes that share one copy under hsdp; 0: those of one machine.
         reshard_after_forward: Give a block's weights back between forward and backward.
         static_graph: DDP's option of that name.
         find_unused_parameters: DDP's option of that name; this model has none.

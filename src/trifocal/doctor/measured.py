@@ -37,7 +37,7 @@ class Need:
         state_bytes: Weights, gradients and optimizer of the whole model; sharding divides them over the processes.
         disk_bytes: Checkpoints, at most at a time.
         device: The device that it was measured on; empty if it was not.
-        processes: DistributedContext that trained together.
+        processes: Processes that trained together.
         memory_bytes: Memory of one device: the whole of a GPU, the available memory of a host; None if unknown.
         peak_bytes: Peak of the fullest device; None if no step ended.
         step_seconds: A step of the whole global batch; None if no step ended.

@@ -9,7 +9,6 @@ import errno
 import json
 import os
 import re
-import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from torch import Tensor
 from trifocal.errors import UserError
 from trifocal.models.decoder import DecoderLM
 from trifocal.models.model_config import ModelConfig
+from trifocal.paths import read_small_file
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -183,10 +183,7 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
         UserError: If it cannot be read, or holds something else.
     """
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_JSON:
-            raise UserError(f"cannot read {what} {path}: expected a file of at most {_LARGEST_JSON:,} bytes")
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_small_file(path, _LARGEST_JSON).decode("utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {what} {path}: {os.strerror(error.errno or 0)}") from error
     except RecursionError as error:

@@ -91,7 +91,8 @@ REMOTE_WAIT_SECONDS = 120.0
 """Time to wait for a lock that is held: a killed process may take a moment to end, and a network file system keeps the
 locks of a dead machine for a minute or two."""
 
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+"""Errors of a file system that has no locks."""
 
 
 class RunLock:
@@ -153,7 +154,7 @@ def _wait_for_lock(file: int, folder: Path) -> str:
         except BlockingIOError:
             host, _, process = os.pread(file, 1000, 0).decode(errors="replace").strip().partition(" ")
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in NO_LOCKS:
                 raise
             return f"the file system of {folder} has no locks: do not start a second process on this run"
         remote = bool(host) and host != socket.gethostname()

@@ -40,7 +40,7 @@ class ThroughputMeter:
     Args:
         config: The run.
         device: Of the training; a known GPU gives utilisations.
-        num_processes: DistributedContext of the run, each with one device.
+        num_processes: Processes of the run, each with one device.
         start_step: Optimizer steps done before this process.
     """
 

@@ -1,7 +1,6 @@
 """Exporting a trained model for use: weights, configuration and tokenizer, as transformers reads them too."""
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -16,13 +15,13 @@ from trifocal.errors import UserError
 from trifocal.models import DecoderLM, save_weights
 from trifocal.models.io import CONFIG_FILE, SHARD_BYTES
 from trifocal.runlog.whole_files import partial_name, write_whole
+from trifocal.train.run_folder import NO_LOCKS
 
 WEIGHTS = "weights"
 """In the folder of a run: the model of the last checkpoint, for use."""
 STEP_FILE = "trainer_state.json"
 GENERATION_FILE = "generation_config.json"
 _LOCK_FILE = ".trifocal.lock"
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 def export_weights(
@@ -120,7 +119,7 @@ def _lock(folder: Path) -> int:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in _NO_LOCKS:
+            if error.errno in NO_LOCKS:
                 return file
             os.close(file)
             if isinstance(error, BlockingIOError):

@@ -64,7 +64,7 @@ def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -
     Args:
         config: The configuration; each section was checked by itself when it was made.
         device: From `choose_device`.
-        num_processes: DistributedContext of the run.
+        num_processes: Processes of the run.
 
     Returns:
         The tokenizer, and notes on settings that are valid but doubtful.
