@@ -44,15 +44,16 @@ def take_steps(config: RunConfig, processes: DistributedContext, folder: Path) -
     setup = TrainSetup(config, folder / "run", processes, tokenizer)
     try:
         step = TrainStep(
-            setup.parallel.module,
+            setup.loss_function,
             setup.optimizer,
             device,
             train,
             parallel=setup.parallel,
             graphs=setup.graphs,
+            teacher=setup.teacher,
             split_rows=device.type == "cpu" and processes.size == 1 and not train.compile,
         )
-        coordinator, heartbeat = StepCoordinator(processes), Heartbeat(folder)
+        coordinator, heartbeat = StepCoordinator(processes, setup.teacher), Heartbeat(folder)
         accumulation = train.global_batch_size // (train.micro_batch_size * processes.size)
         count = 3 if train.compile or setup.graphs is not None else 2
         seconds = 0.0
@@ -60,7 +61,9 @@ def take_steps(config: RunConfig, processes: DistributedContext, folder: Path) -
             for group in setup.optimizer.param_groups:
                 group["lr"] = learning_rate_of(config, number)
             begin = time.perf_counter()
-            data = coordinator.next_step(setup.loader, accumulation, StopSignals(), heartbeat, last=number == count)
+            data = coordinator.next_step(
+                setup.loader, accumulation, StopSignals(), heartbeat, step=number, last=number == count
+            )
             assert data is not None
             result = step.run(
                 number,
@@ -68,6 +71,7 @@ def take_steps(config: RunConfig, processes: DistributedContext, folder: Path) -
                 phases=heartbeat,
                 total_targets=data.total_targets,
                 documents=data.documents if train.compile or setup.graphs is not None else None,
+                eligible=data.eligible,
             )
             result.finite.wait()
             if device.type == "cuda":
