@@ -119,11 +119,14 @@ class ChoosingAttention(AttentionBase):
         if self.branches == 1:
             # Other branches read the same keys.
             weight, bias = weight.detach(), None if bias is None else bias.detach()
-        raw = functional.linear(x, weight, bias).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        raw = functional.linear(x, weight, bias)
         if self.k_norm is not None:
             norm, exact = self.k_norm, torch.promote_types(raw.dtype, torch.float32)
             weight = norm.weight.detach().to(exact)
-            raw = functional.rms_norm(raw.to(exact), weight.shape, weight, norm.eps).to(raw.dtype)
+            # Each head, or all of them.
+            parts = raw.to(exact).unflatten(-1, (-1, len(weight)))
+            raw = functional.rms_norm(parts, weight.shape, weight, norm.eps).to(raw.dtype).flatten(-2)
+        raw = raw.unflatten(-1, (self.num_kv_heads, self.head_dim))
         return self._rotate_compressed(self.k_compressor(raw, documents), self.geometry, documents, rotary, length)
 
 
