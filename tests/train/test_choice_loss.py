@@ -106,6 +106,25 @@ def test_how_a_batch_is_cut_does_not_matter(tmp_path: Path, heartbeat: Heartbeat
     assert not torch.equal(another.choice, whole[0].choice), "each step has its own sample"
 
 
+def test_an_index_has_a_learning_rate_of_its_own(tmp_path: Path, heartbeat: Heartbeat) -> None:
+    """The first step of Adam without decay moves each parameter by its learning rate."""
+    config = make_config(tmp_path, *INDEX, *TAUGHT, "--optimizer.weight_decay", "0")
+    batches = read_batches(config, 2, 2)
+    faster = replace(config, optimizer=replace(config.optimizer, index_lr_factor=3.0))
+    _, gradients, plain = take_step(config, batches, heartbeat)
+    _, _, fast = take_step(faster, batches, heartbeat)
+    start = DecoderLM(config.model)
+    start.init_weights(5)
+    begin, moved = dict(start.named_parameters()), dict(fast.named_parameters())
+    for name, parameter in plain.named_parameters():
+        if ".index." not in name:
+            assert torch.equal(parameter, moved[name]), name
+            continue
+        taught = gradients[name].abs() > 1e-5
+        ratio = ((moved[name] - begin[name]) / (parameter - begin[name]))[taught]
+        assert taught.any() and ratio.detach() == pytest.approx(3.0, rel=1e-2), name
+
+
 def test_no_eligible_query_is_no_loss(tmp_path: Path, heartbeat: Heartbeat) -> None:
     config = make_config(tmp_path, *INDEX, *TAUGHT, "--model.geometry.num_selected_blocks", "4")
     batches = read_batches(config, 2, 2)
@@ -124,7 +143,8 @@ def test_a_run_writes_the_loss_of_its_choice(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_teaches_the_same(tmp_path: Path) -> None:
-    config = make_config(tmp_path, *INDEX, *TAUGHT, "--log.sample_interval_steps", "0")
+    rate = ("--optimizer.index_lr_factor", "3")
+    config = make_config(tmp_path, *INDEX, *TAUGHT, *rate, "--log.sample_interval_steps", "0")
     train(config)
     run = Path(config.run.directory)
     whole = read_checkpoint(run / "checkpoints" / "step_00000006")
@@ -143,6 +163,8 @@ def test_a_resumed_run_teaches_the_same(tmp_path: Path) -> None:
         (("--model.shared_kv", "true", *TAUGHT), "compressed keys have no parameters of their own"),
         (("--model.attention", "selected", *TAUGHT), 'set model.chooser to "index"'),
         (INDEX, "set train.choice_loss_weight above 0"),
+        (("--optimizer.index_lr_factor", "3"), "but the model has no index; set it to 1, or model.chooser"),
+        (("--optimizer.index_lr_factor", "0"), "optimizer.index_lr_factor must be positive, got 0"),
         (("--train.choice_loss_sample", "0"), r"train.choice_loss_sample must lie in \(0, 1\], got 0"),
     ],
 )

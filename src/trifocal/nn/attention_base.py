@@ -156,19 +156,6 @@ class AttentionBase(nn.Module):
         index = self._index_tables(positions, x, length) if self.index is not None else (None, None)
         return RotaryTables(*tables, *compressed, *index)
 
-    def selected_keys(self, projected: Tensor, documents: Documents | None = None) -> Tensor:
-        """The selected branch's rotated keys, [B, T, G, D], from `k_proj`'s output; full attention would read these.
-
-        Args:
-            projected: [B, T, branches * G * D].
-            documents: Packed documents, if there are several.
-        """
-        # The second of three branches.
-        k = projected.unflatten(-1, (self.branches, self.num_kv_heads, self.head_dim))[:, :, self.branches // 2]
-        k = k if self.k_norm is None else self.k_norm(k)
-        _, positions = documents_and_positions(projected, documents)
-        return rotate(k, *self._rotary_tables(positions, k, self._length(projected, documents)))
-
     def _rotate_compressed(
         self,
         k_cmp: Tensor,

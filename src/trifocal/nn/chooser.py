@@ -9,6 +9,7 @@
 The loss, `trifocal.ops.choice_loss`, changes the parameters of the chooser alone: its input is detached.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -54,6 +55,9 @@ class ChoosingAttention(AttentionBase):
         chooser: `"compressed"`, `"index"` or `"exact"`.
         **sizes: Those of `AttentionBase`, with a geometry.
 
+    Attributes:
+        watcher: Called with the rotated queries and keys of the selected branch before each choice; for telemetry.
+
     Raises:
         ValueError: If the sizes do not fit one another, or there is no such chooser.
     """
@@ -67,6 +71,7 @@ class ChoosingAttention(AttentionBase):
         if chooser not in ("compressed", "index", "exact"):
             raise ValueError(f"chooser must be 'compressed', 'index' or 'exact', got {chooser!r}")
         self.chooser = chooser
+        self.watcher: Callable[[Tensor, Tensor], None] | None = None
         self.index = IndexHeads(self.q_proj.in_features, self.num_kv_heads) if chooser == "index" else None
 
     def _index(
@@ -84,6 +89,8 @@ class ChoosingAttention(AttentionBase):
         self, q: Tensor, k: Tensor, index: tuple[Tensor, Tensor] | None, documents: Documents | None
     ) -> Tensor | None:
         """The choice, [B, T, G, N], of rotated queries and keys of the selected branch; None: by compressed keys."""
+        if self.watcher is not None:
+            self.watcher(q, k)
         if index is not None:
             return select_blocks_by_index(*index, self.geometry, cu_seqlens=documents, backend=self.backend)
         if self.chooser == "exact":
