@@ -109,11 +109,12 @@ class ChoosingAttention(AttentionBase):
         length: int | Tensor,
     ) -> Tensor:
         """The layer's loss, whose gradient reaches the chooser alone, and its recall, both scaled: [2]."""
+        rest = (lesson.sample, self.geometry, documents)
         if index is not None:
-            figures = choice_loss(q, k, lesson.sample, self.geometry, documents, q_idx=index[0], k_idx=index[1])
+            figures = choice_loss(q, k, *rest, q_idx=index[0], k_idx=index[1], backend=self.backend)
         else:
             k_cmp = self._taught_keys(x.detach(), documents, rotary, length)
-            figures = choice_loss(q, k, lesson.sample, self.geometry, documents, k_cmp=k_cmp)
+            figures = choice_loss(q, k, *rest, k_cmp=k_cmp, backend=self.backend)
         return lesson.scale * torch.stack(figures)
 
     def _taught_keys(
