@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trifocal.data.activity import Activity
+from trifocal.data.prefetch import Activity
 from trifocal.data.sources.base import Cursor, Document, Source
 from trifocal.data.sources.chats import BadChat, Chat
 from trifocal.data.tokenizers import Tokenizer

@@ -72,7 +72,6 @@ def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -
     Raises:
         UserError: If the run would fail; names the fields to change.
     """
-    config.data.validate()
     tokenizer = make_tokenizer(config.data.tokenizer, separator=config.data.separator)
     _check_batches(config, num_processes)
     _check_debug_level(config, device, num_processes)
