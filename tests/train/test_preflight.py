@@ -149,17 +149,3 @@ def test_notes_say_what_is_fine_but_notable(tmp_path: Path) -> None:
     assert "data.streams 2 is not a multiple of 3 processes" in preflight(several, CPU, 3)[1][-1]
     assert preflight(several, CPU, 2)[1] == preflight(several, CPU, 1)[1]
     assert preflight(make_config(tmp_path, "--train.sequence_length", "3", "--model.attention", "dense"), CPU)[1] == []
-
-
-def test_a_debug_level_that_crashes_ddp_over_gloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
-    with pytest.raises(UserError, match=r"TORCH_DISTRIBUTED_DEBUG=DETAIL makes .* crash .*=INFO$"):
-        preflight(make_config(tmp_path), CPU, 2)
-    preflight(make_config(tmp_path), CPU, 1)
-    preflight(make_config(tmp_path, "--parallel.mode", "fsdp"), CPU, 2)
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "INFO")
-    preflight(make_config(tmp_path), CPU, 2)
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-    monkeypatch.setattr(torch, "__version__", "2.11.0")
-    preflight(make_config(tmp_path), CPU, 2)

@@ -7,7 +7,7 @@ from trifocal.telemetry import AttentionTelemetry
 from trifocal.train.run_logger import RunLogger
 from trifocal.train.setup import TrainSetup
 from trifocal.train.step.micro_batch import autocast
-from trifocal.train.validation_loss import Evaluation, evaluate, read_validation_batches
+from trifocal.train.validation_loss import Evaluation, evaluate
 
 SAMPLE_TEMPERATURE = 0.8
 
@@ -26,21 +26,18 @@ class Evaluator:
         self._config, self._directory, self._tokenizer = setup.config, setup.directory, setup.tokenizer
         self._processes, self._device, self._model = setup.processes, setup.device, setup.model
         self._takes_part = setup.processes.is_rank0 or setup.parallel.sharded
-        self._log = log
+        self._setup, self._log = setup, log
         self._telemetry = AttentionTelemetry(setup.model)
-        self._batches: list[Batch] | None = None
         self.has_telemetry = bool(self._telemetry.layers)
         """Whether the model has attention layers to measure."""
 
     def evaluate(self) -> Evaluation:
-        """Compute the loss on the validation batches, which the first call reads; all processes call this.
+        """Compute the loss on the validation batches; all processes call this.
 
         Raises:
             UserError: In every process, if the data fail in any.
         """
-        if self._batches is None:
-            self._batches = self._processes.run_on_all(lambda: read_validation_batches(self._config, self._tokenizer))
-        batches, progress = self._batches, self._log.progress
+        batches, progress = self._setup.validation_batches(), self._log.progress
         return evaluate(
             self._model,
             batches,
@@ -65,10 +62,10 @@ class Evaluator:
 
         It is always the same one: the first with the fewest document boundaries, which has the longest past.
         """
-        if self._batches is None or not self._takes_part:
+        if not self._takes_part:
             return
         rows = []
-        for batch in self._batches:
+        for batch in self._setup.validation_batches():
             num_rows, length = batch.tokens.shape
             boundaries = [] if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
             for row in range(num_rows):

@@ -29,7 +29,6 @@ from trifocal.train.run_folder import (
 )
 from trifocal.train.setup import TrainSetup
 from trifocal.train.step.schedule import learning_rate_of
-from trifocal.train.validation_loss import check_validation_text
 
 
 def check_same_start(processes: DistributedContext, config: RunConfig, **further: Any) -> None:
@@ -133,7 +132,6 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
         tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))
         # The data are opened before a folder is made, or a run renamed.
         setup = TrainSetup(config, directory, processes, tokenizer)
-        processes.run_on_rank0(lambda: check_validation_text(config, tokenizer))
         overwrite = overwrite or found == "overwrite"
 
         def create() -> str:
@@ -197,7 +195,6 @@ def _resume(
 
     note, found = processes.run_on_rank0(prepare)
     tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))
-    processes.run_on_rank0(lambda: check_validation_text(config, tokenizer))
     saved = processes.run_on_rank0(lambda: load_run(directory))
     setup = TrainSetup(config, directory, processes, tokenizer, begins=False)
     notes = [*resume_notes(saved, setup.config, checkpoint_step(found)), *notes, *filter(None, [note])]

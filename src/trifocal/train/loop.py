@@ -290,9 +290,6 @@ class Trainer:
         if last or step == 1 or step % config.log.interval_steps == 0:
             self.guard.check_step()
             log.log_step(result)
-            if self.processes.is_rank0:
-                for sentence in self.coordinator.slow_rank_messages(log.heartbeat):
-                    log.log_event("rank_slow", sentence, "warning")
         with self.saver.ended_on_error():
             self._evaluate(result, last=last)
         self.saver.report_written()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trifocal.data import Loader, Tokenizer, make_loader
+from trifocal.data import Batch, Loader, Tokenizer, is_local, make_loader
 from trifocal.data.sources.base import parse_source
 from trifocal.distributed import DistributedContext, Parallel, choose_mode, parallelize
 from trifocal.errors import UserError, one_line
@@ -21,6 +21,7 @@ from trifocal.train.config.sections import RunConfig
 from trifocal.train.step.cuda_graphs import make_graphs
 from trifocal.train.step.micro_batch import LossFunction
 from trifocal.train.step.optimizer import make_optimizer
+from trifocal.train.validation_loss import read_validation_batches
 
 
 @dataclass
@@ -150,6 +151,10 @@ class TrainSetup:
         self.config = replace(config, data=self.loader.config)
         if parse_source(config.data.source).kind in ("hf", "fineweb-edu"):
             self.notes.append(f"reads {self.loader.name} (fingerprint {self.loader.fingerprint})")
+        self._validation_batches: list[Batch] | None = None
+        if config.evaluate.interval_steps and (is_local(config.data.source) or not config.data.validation_fraction):
+            # Data without validation text are refused now, not after hours of training.
+            self.validation_batches()
         self._random_state: dict[str, object] | None = None
 
     def restore(self, checkpoint: Path) -> None:
@@ -181,6 +186,17 @@ class TrainSetup:
                 "version of Trifocal has written it, or it was edited; go on from another checkpoint with --checkpoint"
             ) from error
         self._random_state = saved["random"]
+
+    def validation_batches(self) -> list[Batch]:
+        """The batches of all evaluations, read once. All processes call this.
+
+        Raises:
+            UserError: In every process, if the data fail in any.
+        """
+        if self._validation_batches is None:
+            read = partial(read_validation_batches, self.config, self.tokenizer)
+            self._validation_batches = self.processes.run_on_all(read)
+        return self._validation_batches
 
     def restore_random_state(self) -> None:
         """Restore the random generators again: code since `restore` may have drawn from them."""

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from trifocal.data import Batch, DataConfig, Tokenizer, has_text, is_local, make_loader
+from trifocal.data import Batch, DataConfig, Tokenizer, has_text, make_loader
 from trifocal.distributed import DistributedContext
 from trifocal.models import DecoderLM
 from trifocal.train.config.sections import RunConfig
@@ -30,35 +30,12 @@ class Evaluation:
     bits_per_byte: float | None
 
 
-def check_validation_text(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Refuse local data without validation text, if the run evaluates.
-
-    Otherwise the first evaluation would fail, after hours of training. Data on a server are checked only if no share of
-    them is held out, so that they need a split of their own: it takes time, and they are seldom too few.
+def read_validation_batches(config: RunConfig, tokenizer: Tokenizer) -> list[Batch]:
+    """The first batches of the validation split: the same in every evaluation, also of a resumed run.
 
     Raises:
-        UserError: If the validation split is empty.
+        UserError: If the split is empty, or cannot be read.
     """
-    source = config.data.source
-    if not config.evaluate.interval_steps or not has_text(source):
-        return
-    if config.data.validation_fraction and not is_local(source):
-        return
-    # One row from the first document that is held out on, and nothing around it: a shorter row would cut chats.
-    data = replace(config.data, shuffle_documents=1, shuffle_sequences=1, prefetch_batches=1)
-    with make_loader(
-        data,
-        tokenizer=tokenizer,
-        sequence_length=config.train.sequence_length,
-        batch_size=1,
-        vocab_size=config.model.vocab_size,
-        split="validation",
-    ) as loader:
-        next(loader)
-
-
-def read_validation_batches(config: RunConfig, tokenizer: Tokenizer) -> list[Batch]:
-    """The first batches of the validation split: the same in every evaluation, also of a resumed run."""
     with make_loader(
         config.data,
         tokenizer=tokenizer,

@@ -18,24 +18,10 @@ from trifocal.runlog.traces import HOOKED, INSIDE_LAYERS
 from trifocal.train.checkpoint.folders import list_checkpoints
 from trifocal.train.config.sections import RunConfig
 
-FIRST_TORCH_THAT_CRASHES = (2, 13)
-"""In its DistributedDataParallel over gloo, with TORCH_DISTRIBUTED_DEBUG=DETAIL; 2.12 was not tried."""
 LONG_RUN_STEPS = 1000
 """A run of more steps than this must save checkpoints on the way."""
 # Weights and the two moments of AdamW, each fp32.
 CHECKPOINT_BYTES_PER_PARAMETER = 12
-DEBUG_LEVEL_COMMAND = "export TORCH_DISTRIBUTED_DEBUG=INFO"
-
-
-def crash_of_debug_level() -> str:
-    """Why DistributedDataParallel over gloo would crash in this environment; empty if it would not."""
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() != "DETAIL" or version < FIRST_TORCH_THAT_CRASHES:
-        return ""
-    return (
-        f"TORCH_DISTRIBUTED_DEBUG=DETAIL makes the DistributedDataParallel of PyTorch {torch.__version__} crash over "
-        "gloo (segmentation fault)"
-    )
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -66,7 +52,6 @@ def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -
     """
     tokenizer = make_tokenizer(config.data.tokenizer, separator=config.data.separator)
     _check_batches(config, num_processes)
-    _check_debug_level(config, device, num_processes)
     _check_saving(config)
     _check_text(config, tokenizer)
     _check_precision(config, device)
@@ -92,13 +77,6 @@ def _check_batches(config: RunConfig, num_processes: int) -> None:
         raise UserError(
             f"train.global_batch_size {whole} is not a multiple of train.micro_batch_size {micro}{processes}; {remedy}"
         )
-
-
-def _check_debug_level(config: RunConfig, device: torch.device, num_processes: int) -> None:
-    crash = crash_of_debug_level()
-    # Over NCCL, and sharded, nothing is wrapped in gloo.
-    if crash and num_processes > 1 and device.type == "cpu" and config.parallel.mode in ("auto", "ddp"):
-        raise UserError(f"{crash}; {DEBUG_LEVEL_COMMAND}")
 
 
 def _check_saving(config: RunConfig) -> None:
