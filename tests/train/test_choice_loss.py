@@ -15,7 +15,7 @@ from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.runlog import Heartbeat, read_metrics
 from trifocal.train import resume, train
-from trifocal.train.choice_teacher import ChoiceTeacher, make_teacher
+from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.step.optimizer import make_optimizer
 from trifocal.train.step.step import StepResult, TrainStep
@@ -42,7 +42,7 @@ def take_step(
     model = DecoderLM(config.model)
     model.init_weights(5)
     model.set_activation_checkpointing(*config.train.checkpointed_layers(config.model.num_layers))
-    teacher = make_teacher(model, config.train, CPU, 1)
+    teacher = ChoiceTeacher(model, config.train, CPU) if config.train.choice_loss_weight else None
     function = model if teacher is None else partial(model, teaching=teacher.teaching)
     optimizer = make_optimizer(model, config.optimizer)
     train_step = TrainStep(function, optimizer, CPU, config.train, teacher=teacher, split_rows=split_rows)
