@@ -102,7 +102,8 @@ def choosing_shares(layer: LayerAttention, queries: Tensor) -> Tensor:
         return seen / seen.sum(-1, keepdim=True).clamp(min=1e-30)
     if not layer.chooser:
         return full_attention_shares(layer, queries)
-    scores = index_scores(*layer.chooser, sample, geometry, layer.documents)
+    q_idx, k_idx = layer.chooser
+    scores = index_scores(q_idx, k_idx, sample, geometry, layer.documents)
     block = torch.arange(scores.shape[-1], device=scores.device)
     return scores.masked_fill(block > position // geometry.selection_block_size, -torch.inf).softmax(-1)
 
