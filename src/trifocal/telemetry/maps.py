@@ -5,6 +5,7 @@ Shape letters as in DESIGN.md. The batch is one sequence, and L layers take its 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,9 +54,9 @@ class LayerAttention:
     def stack(cls, layers: Sequence["LayerAttention"]) -> "LayerAttention":
         """Several layers as one."""
         names = ("gates", "q", "k_slc", "selected")
-        chooser = tuple(torch.cat(parts) for parts in zip(*(layer.chooser for layer in layers), strict=True))
-        stacked = {name: torch.cat([getattr(layer, name) for layer in layers]) for name in names}
-        return replace(layers[0], chooser=chooser, **stacked)
+        stacked: dict[str, Any] = {name: torch.cat([getattr(layer, name) for layer in layers]) for name in names}
+        choosers = zip(*(layer.chooser for layer in layers), strict=True)
+        return replace(layers[0], chooser=tuple(map(torch.cat, choosers)), **stacked)
 
     @property
     def num_scores(self) -> int:
