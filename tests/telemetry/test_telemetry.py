@@ -272,7 +272,7 @@ def test_a_model_that_chooses_no_blocks_has_none(changes: dict[str, Any]) -> Non
 
 
 def test_layers_without_choice_are_left_out_and_those_without_gates_have_no_figures_of_them(tmp_path: Path) -> None:
-    model = model_of(layer_types=("dense", "selected", "nsa"))
+    model = model_of(layer_types=("dense", "selected", "nsa"), norm_after=True, qk_norm=True, qk_norm_all_heads=True)
     telemetry = AttentionTelemetry(model)
     tokens = torch.arange(LENGTH)[None] % 64
     selected, nsa = telemetry.measure(tokens)

@@ -15,7 +15,7 @@ from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.runlog import Heartbeat, read_metrics
 from trifocal.train import resume, train
-from trifocal.train.choice_teacher import ChoiceTeacher, make_teacher
+from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.step.optimizer import make_optimizer
 from trifocal.train.step.step import StepResult, TrainStep
@@ -24,6 +24,9 @@ CPU = torch.device("cpu")
 # Rows of 32 tokens in which the last queries of each document have more free blocks than places.
 TAUGHT = ("--train.choice_loss_weight", "0.5", "--train.choice_loss_sample", "0.5")
 INDEX = ("--model.chooser", "index")
+NORMS_AFTER = tuple(
+    word for key in ("norm_after", "qk_norm", "qk_norm_all_heads") for word in (f"--model.{key}", "true")
+)
 Gradients = dict[str, torch.Tensor]
 
 
@@ -39,7 +42,7 @@ def take_step(
     model = DecoderLM(config.model)
     model.init_weights(5)
     model.set_activation_checkpointing(*config.train.checkpointed_layers(config.model.num_layers))
-    teacher = make_teacher(model, config.train, CPU, 1)
+    teacher = ChoiceTeacher(model, config.train, CPU) if config.train.choice_loss_weight else None
     function = model if teacher is None else partial(model, teaching=teacher.teaching)
     optimizer = make_optimizer(model, config.optimizer)
     train_step = TrainStep(function, optimizer, CPU, config.train, teacher=teacher, split_rows=split_rows)
@@ -67,7 +70,7 @@ def test_all_but_the_index_gets_the_same_update(tmp_path: Path, heartbeat: Heart
         assert (name in index) != torch.equal(parameter, others[name]), name
 
 
-@pytest.mark.parametrize("keys", [(), ("--model.compressor", "mlp")])
+@pytest.mark.parametrize("keys", [(), ("--model.compressor", "mlp"), NORMS_AFTER])
 def test_compressed_keys_are_taught_alone(tmp_path: Path, heartbeat: Heartbeat, keys: tuple[str, ...]) -> None:
     config = make_config(tmp_path, *keys, *TAUGHT, "--train.gradient_clip_norm", "0")
     batches = read_batches(config, 2, 2)
@@ -75,7 +78,7 @@ def test_compressed_keys_are_taught_alone(tmp_path: Path, heartbeat: Heartbeat, 
     _, plain, _ = take_step(silent, batches, heartbeat)
     _, taught, _ = take_step(config, batches, heartbeat)
     changed = {name for name in plain if not torch.equal(plain[name], taught[name])}
-    own = {name for name in plain if "k_compressor" in name} if keys else set()
+    own = {name for name in plain if "k_compressor" in name}
     assert changed == {f"blocks.{layer}.attention.k_proj.weight" for layer in range(2)} | own
     width = config.model.num_kv_heads * config.model.head_dim
     for layer in range(2):

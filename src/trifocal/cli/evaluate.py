@@ -193,7 +193,6 @@ def _subject(found: Pretrained, options: EvaluateArguments) -> Subject:
     data = None if found.run is None else found.run.data
     if options.source:
         data = replace(data or DataConfig(), source=options.source)
-        data.validate()
     precision = "fp32" if found.run is None else found.run.train.precision
     return Subject(found.model().to(device).eval(), found.tokenizer(), data, found.run, device, precision)
 

@@ -109,11 +109,12 @@ class ChoosingAttention(AttentionBase):
         length: int | Tensor,
     ) -> Tensor:
         """The layer's loss, whose gradient reaches the chooser alone, and its recall, both scaled: [2]."""
+        rest = (lesson.sample, self.geometry, documents)
         if index is not None:
-            figures = choice_loss(q, k, lesson.sample, self.geometry, documents, q_idx=index[0], k_idx=index[1])
+            figures = choice_loss(q, k, *rest, q_idx=index[0], k_idx=index[1], backend=self.backend)
         else:
             k_cmp = self._taught_keys(x.detach(), documents, rotary, length)
-            figures = choice_loss(q, k, lesson.sample, self.geometry, documents, k_cmp=k_cmp)
+            figures = choice_loss(q, k, *rest, k_cmp=k_cmp, backend=self.backend)
         return lesson.scale * torch.stack(figures)
 
     def _taught_keys(
@@ -126,11 +127,14 @@ class ChoosingAttention(AttentionBase):
         if self.branches == 1:
             # Other branches read the same keys.
             weight, bias = weight.detach(), None if bias is None else bias.detach()
-        raw = functional.linear(x, weight, bias).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        raw = functional.linear(x, weight, bias)
         if self.k_norm is not None:
             norm, exact = self.k_norm, torch.promote_types(raw.dtype, torch.float32)
             weight = norm.weight.detach().to(exact)
-            raw = functional.rms_norm(raw.to(exact), weight.shape, weight, norm.eps).to(raw.dtype)
+            # Each head, or all of them.
+            parts = raw.to(exact).unflatten(-1, (-1, len(weight)))
+            raw = functional.rms_norm(parts, weight.shape, weight, norm.eps).to(raw.dtype).flatten(-2)
+        raw = raw.unflatten(-1, (self.num_kv_heads, self.head_dim))
         return self._rotate_compressed(self.k_compressor(raw, documents), self.geometry, documents, rotary, length)
 
 

@@ -5,6 +5,7 @@ Shape letters as in DESIGN.md. The batch is one sequence, and L layers take its 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,9 +54,9 @@ class LayerAttention:
     def stack(cls, layers: Sequence["LayerAttention"]) -> "LayerAttention":
         """Several layers as one."""
         names = ("gates", "q", "k_slc", "selected")
-        chooser = tuple(torch.cat(parts) for parts in zip(*(layer.chooser for layer in layers), strict=True))
-        stacked = {name: torch.cat([getattr(layer, name) for layer in layers]) for name in names}
-        return replace(layers[0], chooser=chooser, **stacked)
+        stacked: dict[str, Any] = {name: torch.cat([getattr(layer, name) for layer in layers]) for name in names}
+        choosers = zip(*(layer.chooser for layer in layers), strict=True)
+        return replace(layers[0], chooser=tuple(map(torch.cat, choosers)), **stacked)
 
     @property
     def num_scores(self) -> int:
@@ -102,7 +103,8 @@ def choosing_shares(layer: LayerAttention, queries: Tensor) -> Tensor:
         return seen / seen.sum(-1, keepdim=True).clamp(min=1e-30)
     if not layer.chooser:
         return full_attention_shares(layer, queries)
-    scores = index_scores(*layer.chooser, sample, geometry, layer.documents)
+    q_idx, k_idx = layer.chooser
+    scores = index_scores(q_idx, k_idx, sample, geometry, layer.documents)
     block = torch.arange(scores.shape[-1], device=scores.device)
     return scores.masked_fill(block > position // geometry.selection_block_size, -torch.inf).softmax(-1)
 

@@ -66,10 +66,3 @@ class ChoiceTeacher:
     def figures(self) -> Tensor:
         """This process's share of the step's loss and recall of each layer, [layers, 2]; the shares add up to them."""
         return self.teaching.totals / self._factor
-
-
-def make_teacher(
-    model: DecoderLM, config: TrainSection, device: torch.device, gradient_factor: int
-) -> ChoiceTeacher | None:
-    """A teacher, if `train.choice_loss_weight` is not 0."""
-    return ChoiceTeacher(model, config, device, gradient_factor) if config.choice_loss_weight else None

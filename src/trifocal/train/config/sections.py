@@ -328,6 +328,3 @@ class RunConfig:
     evaluate: EvaluateSection = field(default_factory=EvaluateSection)
     log: LogSection = field(default_factory=LogSection)
     trace: TraceSection = field(default_factory=TraceSection)
-
-    def __post_init__(self) -> None:
-        check_types(self.data, "data")
