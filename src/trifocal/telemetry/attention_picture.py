@@ -83,35 +83,9 @@ def read_picture(path: Path) -> AttentionPicture:
             raise ValueError(f"expected version {VERSION}, got {header['version']}")
         geometry = Geometry(**header["geometry"])
         picture = AttentionPicture(header["step"], geometry, header["texts"], header["layers"], **arrays)
-        _check_shapes(picture)
     except Exception as error:  # A damaged archive raises many kinds of errors.
         raise UserError(f"cannot read the attention picture {path} ({one_line(error)}); remove it") from error
     return picture
-
-
-def _check_shapes(picture: AttentionPicture) -> None:
-    """Refuse a header or arrays that do not belong together."""
-    num_tokens, num_queries, num_layers = len(picture.texts), len(picture.queries), len(picture.layers)
-    num_groups, num_blocks = picture.importance.shape[2:]
-    each = (num_layers, num_queries, num_groups)
-    expected = {
-        "positions": (np.int32, (num_tokens,)),
-        "documents": (np.int32, (num_tokens,)),
-        "queries": (np.int32, (num_queries,)),
-        "selected": (np.int16, (*each, picture.selected.shape[-1])),
-        "importance": (np.uint8, (*each, num_blocks)),
-        "dense": (np.uint8, (*each, num_blocks)),
-        "gates": (np.uint8, (*each, 3)),
-    }
-    for name, (dtype, shape) in expected.items():
-        array = getattr(picture, name)
-        if array.dtype != dtype or array.shape != shape or not array.size:
-            raise ValueError(f"{name}: expected {np.dtype(dtype)} of shape {shape}, got {array.dtype} of {array.shape}")
-    numbers = [picture.step, *picture.layers]
-    if not all(isinstance(text, str) for text in picture.texts) or not all(type(value) is int for value in numbers):
-        raise ValueError("texts must be strings, step and layers integers")
-    if picture.queries.min() < 0 or picture.queries.max() >= num_tokens:
-        raise ValueError(f"queries must lie in 0 to {num_tokens - 1}")
 
 
 def picture_queries(num_tokens: int, cells_per_query: int) -> int:
