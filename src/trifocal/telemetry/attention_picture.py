@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trifocal.errors import UserError, one_line
-from trifocal.ops import Documents, Geometry
+from trifocal.ops import Geometry
 from trifocal.paths import read_small_file
 from trifocal.runlog.whole_files import write_whole
 from trifocal.telemetry.maps import LayerAttention, choosing_shares, full_attention_shares
@@ -114,36 +114,6 @@ def describe_layers(layer: LayerAttention, queries: Tensor) -> dict[str, Tensor]
         "dense": _root_code(full_attention_shares(layer, queries)),
         "gates": (255 * gates).round().clamp(0, 255).to(torch.uint8),
     }
-
-
-def assemble_picture(
-    step: int,
-    geometry: Geometry,
-    texts: list[str],
-    documents: Documents | None,
-    queries: Tensor,
-    numbers: list[int],
-    layers: dict[str, Tensor],
-) -> AttentionPicture:
-    """Put the layers' parts together, on the host.
-
-    Args:
-        step: Optimizer steps done.
-        geometry: Block sizes, in tokens.
-        texts: The text of each token.
-        documents: Packed documents, if there are several.
-        queries: Indices of the queries, [Q].
-        numbers: Numbers of the layers in the model.
-        layers: From `describe_layers`, with a leading dimension of layers.
-    """
-    num_tokens = len(texts)
-    maps = {name: map_of_layers.cpu().numpy() for name, map_of_layers in layers.items()}
-    if documents is None:
-        positions, ids = np.arange(num_tokens, dtype=np.int32), np.zeros(num_tokens, dtype=np.int32)
-    else:
-        positions, ids = documents.positions.cpu().numpy(), documents.ids.cpu().numpy()
-    on_host = queries.to(torch.int32).cpu().numpy()
-    return AttentionPicture(step, geometry, texts, numbers, positions, ids, on_host, **maps)
 
 
 def _root_code(share: Tensor) -> Tensor:
