@@ -3,7 +3,6 @@
 import json
 import subprocess
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,30 +13,14 @@ from tests import warm
 from tests.distributed import bf16
 from tests.distributed.workers import Workers
 from trifocal.checks import process_checks
-from trifocal.checks.process_checks import BOUND, DDP_CASES, SHARDED_CASES
-from trifocal.checks.process_worker import Case
+from trifocal.checks.process_checks import BOUND, CASES
 from trifocal.models import parameter_count
 from trifocal.testing.small_models import small_config
-
-CASES = (*DDP_CASES, *SHARDED_CASES)
-
-
-def named(cases: Sequence[Case]) -> list[str]:
-    return [case.name for case in cases]
 
 
 def make_warnings_errors(rank: int) -> None:
     """Called in each process before it measures."""
     warnings.simplefilter("error")
-
-
-def test_the_cases_are_those_that_were_reported() -> None:
-    assert len(set(named(CASES))) == len(CASES)
-    for layers in (5, 12):
-        found = {case.checkpointing for case in DDP_CASES if case.num_layers == layers}
-        assert found == {False, True}
-    options = {(case.static_graph, case.find_unused) for case in DDP_CASES if case.checkpointing}
-    assert options == {(False, False), (True, False), (False, True)}
 
 
 def test_every_case_is_one_process() -> None:

@@ -11,8 +11,7 @@ from typing import Annotated
 import tyro
 
 from trifocal.cli.console import SafeConsole
-from trifocal.cli.output import check_output
-from trifocal.cli.signals import unwinding_signals
+from trifocal.cli.output import check_output, unwinding_signals
 from trifocal.doctor import examine
 from trifocal.doctor.printing import show
 from trifocal.paths import user_path
