@@ -241,7 +241,7 @@ def open_logger(setup: TrainSetup) -> Iterator[RunLogger]:
         is_rank0 = processes.is_rank0
         open_directory = stack.enter_context(OpenDirectory(directory)) if is_rank0 else None
         streams = stack.enter_context(FaultTolerantStreams())
-        metrics = stack.enter_context(_open_metrics(setup) if is_rank0 else MetricsWriter.silent())
+        metrics = stack.enter_context(_open_metrics(setup) if is_rank0 else MetricsWriter(None))
         heartbeat = Heartbeat(
             directory / "heartbeat",
             processes.rank,
