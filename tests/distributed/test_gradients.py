@@ -14,8 +14,6 @@ from tests.distributed import bf16
 from tests.distributed.workers import Workers
 from trifocal.checks import process_checks
 from trifocal.checks.process_checks import BOUND, CASES
-from trifocal.models import parameter_count
-from trifocal.testing.small_models import small_config
 
 
 def make_warnings_errors(rank: int) -> None:
@@ -53,5 +51,3 @@ def test_bf16_costs_a_sharded_model_what_it_costs_one_process(tmp_path: Path) ->
     assert 1e-3 < errors["none"] < 0.1
     assert errors["ddp"] < 2 * errors["none"]
     assert errors["fsdp"] < 2 * errors["none"]
-    # Each has half of weights and moments; parameters of odd length are not cut in equal parts.
-    assert errors["bytes"] == pytest.approx(12 * parameter_count(small_config()) / 2, rel=0.01)
