@@ -230,7 +230,7 @@ def test_a_frozen_rank_is_named_and_the_others_stop(case: Case) -> None:
     page = (dump / "summary.md").read_text()
     assert page.startswith("# Rank 0 stops: rank 1 (process ") and "has been silent for" in page.splitlines()[0]
     assert "- Rank 0 was in " in page or "- Rank 0 has not answered" in page
-    assert "- Rank 1 has not answered" in page and "stacks_rank*.txt" in page
+    assert "- Rank 1 has not answered" in page
     event = read_metrics(case.run / "metrics.jsonl", "event")[-1]
     assert (event["name"], event["severity"]) == ("rank_lost", "error") and "rank 1 (process " in event["message"]
     assert "gloo all_reduce number" in (dump / "collectives_rank0.txt").read_text()
