@@ -12,7 +12,7 @@ import torch
 from trifocal.errors import one_line
 from trifocal.ops.support import OLDEST_CAPABILITY
 from trifocal.runlog import earlier_variables, environment
-from trifocal.train.config.check import DEBUG_LEVEL_COMMAND, compilers, crash_of_debug_level
+from trifocal.train.config.check import compilers
 
 GIB = 2**30
 COMPILER_COMMAND = "sudo apt-get install -y g++"
@@ -159,13 +159,10 @@ def check_compiler() -> Finding:
 
 def check_variables() -> list[Finding]:
     """Environment variables that do harm, or that have no effect here."""
-    found = [
+    return [
         Finding("environment", "note", f"{name} belongs to another system and is not read here", advice)
         for name, advice in earlier_variables().items()
     ]
-    if crash := crash_of_debug_level():
-        found.append(Finding("environment", "note", f"with several processes {crash}", DEBUG_LEVEL_COMMAND))
-    return found
 
 
 def check_extras() -> list[Finding]:
