@@ -17,7 +17,6 @@ from trifocal.checks import (
     attention_checks,
     cost_checks,
     operation_checks,
-    positions,
     process_checks,
     training_checks,
 )
@@ -29,8 +28,6 @@ from trifocal.models import DecoderLM
 from trifocal.nn import attention as nn_attention
 from trifocal.nn import rotate
 from trifocal.ops import nsa_attention
-from trifocal.ops.choice_loss import choice_loss
-from trifocal.ops.decode import linear as decode_linear
 from trifocal.testing import costs
 from trifocal.testing.inputs import attention_inputs
 from trifocal.testing.small_models import SMALL, make_model
@@ -56,8 +53,8 @@ def quick(monkeypatch):
     """Few parallel cases, in processes that need not import everything first; half the steps to learn a fault."""
     popen = SimpleNamespace(Popen=warm.popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
     monkeypatch.setattr("trifocal.testing.processes.subprocess", popen)
-    monkeypatch.setattr(process_checks, "DDP_CASES", (Case("ddp", checkpointing=True), Case("ddp", steps=2)))
-    monkeypatch.setattr(process_checks, "SHARDED_CASES", (Case("fsdp", accumulation=2),))
+    cases = Case("ddp", checkpointing=True), Case("ddp", steps=2), Case("fsdp", accumulation=2)
+    monkeypatch.setattr(process_checks, "CASES", cases)
     monkeypatch.setattr(training_checks, "FLOOR_STEPS", 80)
 
 
@@ -120,15 +117,6 @@ def test_backend_parity_passes_equal_kernels():
     assert attention_checks.backend_parity(CPU, attention=attention).passed
 
 
-@fault("choice-loss")
-def gradient_of_the_queries(measure, _):
-    def leaking(q, *others, **student):
-        loss, recall = choice_loss(q, *others, **student)
-        return loss + 0.1 * (q.sum() - q.sum().detach()), recall
-
-    return measure(CPU, loss=leaking)
-
-
 @fault("rope-distance")
 def heads_rotated_as_one_vector(measure, _):
     def rotate_concatenated(x, cos, sin):
@@ -140,7 +128,6 @@ def heads_rotated_as_one_vector(measure, _):
         flat = x.flatten(2).unflatten(2, (1, -1))
         return rotate(flat, angles.cos(), angles.sin()).view_as(x)
 
-    assert measure is positions.rope_distance
     return measure(CPU, rotate=rotate_concatenated)
 
 
@@ -165,12 +152,6 @@ def leaks_in_training_prefill_and_decoding(measure, monkeypatch):
 def query_that_sees_only_the_first_key(measure, monkeypatch):
     first = faults.at_other_lengths(cached_layers.decode_attention, lambda lengths: lengths * 0)
     monkeypatch.setattr(cached_layers, "decode_attention", first)
-    return measure(CPU)
-
-
-@fault("batch-invariance")
-def products_of_all_rows_together(measure, monkeypatch):
-    monkeypatch.setattr(decode_linear, "_linear", torch.nn.functional.linear)
     return measure(CPU)
 
 
@@ -220,17 +201,15 @@ def test_operation_count_looks_into_the_choice_of_blocks(monkeypatch):
     assert not cost_checks.operation_count(CPU).passed
 
 
-@fault("stored-memory-growth")
-def scores_that_are_kept(measure, _):
-    def attention(q, *rest, **rules):
-        k_win, v_win = rest[4:6]
-        mask = torch.ones(q.shape[1], k_win.shape[1], dtype=torch.bool).tril()
-        return nsa_attention(q, *rest, **rules) + 0 * faults.masked_attention(q, k_win, v_win, mask)
+def test_stored_memory_finds_scores_that_are_kept():
+    def attention(q, *rest, backend):
+        mask = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
+        return nsa_attention(q, *rest) + 0 * faults.masked_attention(q, *rest[4:6], mask)
 
-    return measure(CPU, make_model=sparse_layers_call(attention))
+    assert not cost_checks.stored_memory(CPU, attention=attention).passed
 
 
-@fault("stored-memory-per-token")
+@fault("stored-memory")
 def copy_of_keys_per_query(measure, _):
     inputs = attention_inputs(SMALL, 40, CPU, torch.float64)
     torch.testing.assert_close(faults.copies_per_query(*inputs, SMALL), nsa_attention(*inputs, SMALL))
@@ -290,23 +269,21 @@ def bf16_weights(measure, _):
     return measure(CPU, make_model=lambda config: DecoderLM(config).to(torch.bfloat16))
 
 
-@fault("ddp-gradients")
+@fault("parallel-gradients")
 def late_binding_in_every_process(measure, _):
     found = measure(CPU, prepare="tests.checks.process_faults:late_bound_checkpointing")
     assert found.figure > 0.1
     return found
 
 
-@fault("sharded-gradients")
-def lost_micro_batch(measure, _):
-    found = measure(CPU, prepare="tests.checks.process_faults:last_micro_batch_alone")
-    assert found.figure > 0.1
-    return found
+def test_parallel_gradients_find_a_lost_micro_batch():
+    found = process_checks.parallel_gradients(CPU, prepare="tests.checks.process_faults:last_micro_batch_alone")
+    assert found.figure > 0.1 and "fsdp" in found.details[0]
 
 
 def test_a_process_that_fails_is_an_error_with_its_text():
     with pytest.raises(RuntimeError, match=r"(?s)process 1 ended with status 1: .*MemoryError: no more"):
-        process_checks.ddp_gradients(CPU, prepare="tests.checks.process_faults:death")
+        process_checks.parallel_gradients(CPU, prepare="tests.checks.process_faults:death")
 
 
 @fault("unknown-flags")
