@@ -157,8 +157,9 @@ def _select_blocks_by_index(
 def _compressed_backward(d_o: Tensor | None, d_lse: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
     from trifocal.ops.triton.interval.compressed import compressed_backward
 
-    o = inputs[3]
-    return compressed_backward(torch.zeros_like(o) if d_o is None else d_o, *inputs, d_lse=d_lse)
+    *tensors, lse, geometry, num_keys, scale, documents = inputs
+    d_o = torch.zeros_like(tensors[-1]) if d_o is None else d_o
+    return compressed_backward(d_o, *tensors, lse, geometry, num_keys, scale, documents, d_lse)
 
 
 def _empty(*tensors: Tensor) -> tuple[Tensor, ...]:
