@@ -24,7 +24,7 @@ from trifocal.ops import operators
 from trifocal.ops.dispatch import resolve
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, compressed_layout
-from trifocal.ops.reference import accumulator, block_grid, full_precision, importance
+from trifocal.ops.reference import accumulator, block_grid, chosen_mask, full_precision, importance
 
 FLOOR = 1e-6
 """Added to the student's importance: a block without a visible compressed key has none."""
@@ -212,17 +212,42 @@ def divergence(mass: Tensor, student: Tensor, free: Tensor, eligible: Tensor) ->
 
 
 def recall(mass: Tensor, student: Tensor, free: Tensor, eligible: Tensor, geometry: Geometry) -> Tensor:
-    """Mass of the blocks that the student would choose, as a share of the most that could be, summed over queries.
+    """Recall of the choice that the student would make, summed over queries and groups.
 
     Args:
         mass, student, free, eligible: As in `divergence`.
         geometry: Block sizes, in tokens.
     """
     places = min(free_places(geometry), mass.shape[-1])
-    mass, student = mass.where(free[:, :, None], 0), student.where(free[:, :, None], -1)
-    best = mass.topk(places, -1).values.sum(-1)
-    held = mass.gather(-1, student.topk(places, -1).indices).sum(-1)
-    return (held / best.clamp(min=LEAST_MASS)).where(eligible[:, :, None] & (best > LEAST_MASS), 0).sum()
+    chosen = student.where(free[:, :, None], -1).topk(places, -1).indices
+    return choice_shares(mass, chosen, free, eligible, geometry)[0].sum()
+
+
+def choice_shares(
+    mass: Tensor, chosen: Tensor, free: Tensor, eligible: Tensor, geometry: Geometry
+) -> tuple[Tensor, Tensor]:
+    """Mass of the free blocks that a choice holds, and that the exact choice holds, as shares of the latter's sum.
+
+    The exact choice takes the free blocks of most mass. What a choice holds of it is its recall.
+
+    Args:
+        mass, free, eligible: As in `divergence`.
+        chosen: Numbers of the chosen blocks, [B, M, G, N]; those that are not free do not count.
+        geometry: Block sizes, in tokens.
+
+    Returns:
+        By block, [B, M, G, J]: those of the choice add up to its recall, those of the exact choice to 1. All are 0 for
+        a query that is not eligible, or has no mass on its free blocks.
+    """
+    blocks = mass.shape[-1]
+    mass = mass.where(free[:, :, None], 0)
+    best = mass * chosen_mask(mass.topk(min(free_places(geometry), blocks), -1).indices, blocks)
+    total = best.sum(-1, keepdim=True)
+    counts = eligible[:, :, None, None] & (total > LEAST_MASS)
+    held, best = (
+        (x / total.clamp(min=LEAST_MASS)).where(counts, 0) for x in (mass * chosen_mask(chosen, blocks), best)
+    )
+    return held, best
 
 
 def num_blocks(num_tokens: int, geometry: Geometry, documents: Documents | None) -> int:
