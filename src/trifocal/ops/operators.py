@@ -155,11 +155,9 @@ def _select_blocks_by_index(
 
 
 def _compressed_backward(d_o: Tensor | None, d_lse: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
-    from trifocal.ops.triton.interval.compressed import compressed_backward
-
-    *tensors, lse, geometry, num_keys, scale, documents = inputs
-    d_o = torch.zeros_like(tensors[-1]) if d_o is None else d_o
-    return compressed_backward(d_o, *tensors, lse, geometry, num_keys, scale, documents, d_lse)
+    backward = _kernels("interval.compressed", "compressed_backward")
+    d_o = torch.zeros_like(inputs[3]) if d_o is None else d_o
+    return backward(d_o, *inputs, d_lse)  # type: ignore[no-any-return]
 
 
 def _empty(*tensors: Tensor) -> tuple[Tensor, ...]:
