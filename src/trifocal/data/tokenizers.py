@@ -82,7 +82,7 @@ class Tokenizer(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the files of `load_tokenizer`, which transformers reads too, into an existing folder."""
+        """Write the files that `make_tokenizer` reads, and transformers too, into an existing folder."""
         ...
 
 
@@ -322,17 +322,6 @@ def make_tokenizer(name: str, *, separator: str = "") -> Tokenizer:
     if name.endswith(".json") or not _ID.fullmatch(name):
         raise UserError(f"tokenizer {name}: no such file; give the path of a tokenizer.json")
     return _from_folder(_download(name), name, separator)
-
-
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that `Tokenizer.save` wrote into a folder, such as the `weights` of a run.
-
-    Raises:
-        UserError: If there is none, or one of its files is broken.
-    """
-    if not (folder / CONFIG_FILE).is_file():
-        raise UserError(f"there is no {folder / CONFIG_FILE}, which names the model's tokenizer")
-    return _from_folder(folder, str(folder), "")
 
 
 def _from_folder(folder: Path, name: str, separator: str) -> Tokenizer:
