@@ -264,7 +264,7 @@ def _text_of_token(value: Any) -> str:
 
 
 def _byte_vocabulary(separator: int) -> dict[str, Any]:
-    """The `tokenizer.json` of bytes, as the `tokenizers` library writes it."""
+    """The `tokenizer.json` of bytes."""
     # GPT-2's characters for bytes: printable ones for themselves, the others from 256 on.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
@@ -273,28 +273,15 @@ def _byte_vocabulary(separator: int) -> dict[str, Any]:
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     # A decoder has the same options, and reads none of them.
     decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-    model: dict[str, Any] = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-        "vocab": {character: byte for byte, character in enumerate(characters)},
-        "merges": [],
-    }
+    vocabulary = {character: byte for byte, character in enumerate(characters)}
     return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": [{**end, "normalized": False, "special": True}],
         "normalizer": None,
         "pre_tokenizer": byte_level,
         "post_processor": None,
         "decoder": decoder,
-        "model": model,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
     }
 
 
