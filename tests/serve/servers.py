@@ -13,6 +13,7 @@ from trifocal.data import Tokenizer, make_tokenizer
 from trifocal.inference import CachedModel, Engine, Request
 from trifocal.models import DecoderLM
 from trifocal.serve.app import make_app
+from trifocal.serve.pictures import Pictures
 from trifocal.serve.run import listen, make_server
 from trifocal.serve.service import Service
 from trifocal.serve.worker import Worker
@@ -84,8 +85,9 @@ def serving(
     model = caches(decoder, max_sequences, **options)
     service = Service("tiny", tokenizer, decoder.config.vocab_size, model.max_length, max_sequences, chats)
     worker = Worker(Engine(model, tokenizer), model, max_waiting=max_waiting)
+    pictures = Pictures(decoder, tokenizer, model.dtype)
     with listen("127.0.0.1", 0) as listener:
-        server = make_server(make_app(service, worker, api_key=api_key), drain_seconds=20)
+        server = make_server(make_app(service, worker, pictures, api_key=api_key), drain_seconds=20)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:

@@ -54,9 +54,7 @@ def test_completions_are_those_of_the_engine(served: Served) -> None:
     async def streamed() -> tuple[list[Any], str]:
         async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none") as asynchronous:
             usage = {"include_usage": True}
-            stream = await asynchronous.completions.create(
-                prompt=PROMPT, stream=True, stream_options=usage, **options
-            )  # type: ignore[call-overload]
+            stream = await asynchronous.completions.create(prompt=PROMPT, stream=True, stream_options=usage, **options)  # type: ignore[call-overload]
             events = [event async for event in stream]
         return events, "".join(event.choices[0].text for event in events if event.choices)
 

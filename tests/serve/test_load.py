@@ -83,5 +83,3 @@ def test_the_end_waits_for_who_has_begun(decoder: DecoderLM) -> None:
         wait_until(lambda: not served.worker._thread.is_alive())
         with pytest.raises(openai.APIConnectionError):
             served.client().models.list()
-
-

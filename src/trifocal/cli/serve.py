@@ -15,6 +15,7 @@ from trifocal.data.sources.chats import BadChat
 from trifocal.errors import UserError
 from trifocal.inference import CachedModel, Engine
 from trifocal.inference.paged_cache import longest_that_fits, memory_for_caches, plan_cache
+from trifocal.models import DecoderLM
 from trifocal.paths import shell_path, user_path
 from trifocal.train.checkpoint.pretrained import Pretrained, open_pretrained
 from trifocal.train.config.check import choose_device
@@ -72,6 +73,7 @@ def run(args: Sequence[str]) -> int:
     options: ServeArguments = parse_arguments(ServeArguments, args, prog="trifocal serve")
     try:
         from trifocal.serve.app import make_app
+        from trifocal.serve.pictures import Pictures
         from trifocal.serve.run import listen, run_server
         from trifocal.serve.service import Service
         from trifocal.serve.worker import Worker
@@ -84,7 +86,7 @@ def run(args: Sequence[str]) -> int:
         command = f"trifocal serve {shell_path(path)}"
         with open_pretrained(path, options.checkpoint, command=command) as found:
             tokenizer = found.tokenizer()
-            model = _load(found, options)
+            decoder, model = _load(found, options)
         why_no_chats = _why_no_chats(tokenizer)
         service = Service(
             name=options.name or path.resolve().name,
@@ -94,6 +96,7 @@ def run(args: Sequence[str]) -> int:
             max_sequences=model.max_sequences,
             chats=not why_no_chats,
         )
+        pictures = Pictures(decoder, tokenizer, model.dtype)
         worker = Worker(Engine(model, tokenizer), model, max_waiting=options.max_waiting)
         host, port = listener.getsockname()[:2]
         if why_no_chats:
@@ -101,12 +104,13 @@ def run(args: Sequence[str]) -> int:
         if options.host not in ("127.0.0.1", "::1", "localhost") and not api_key:
             print(f"note: everybody who reaches {host} may use the model; {_KEY} sets a key", file=sys.stderr)
         print(f"{service.name} is served on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
-        run_server(make_app(service, worker, api_key=api_key), listener, drain_seconds=options.drain_seconds)
+        app = make_app(service, worker, pictures, api_key=api_key)
+        run_server(app, listener, drain_seconds=options.drain_seconds)
     return 0
 
 
-def _load(found: Pretrained, options: ServeArguments) -> CachedModel:
-    """The model with as many caches as are asked for and fit."""
+def _load(found: Pretrained, options: ServeArguments) -> tuple[DecoderLM, CachedModel]:
+    """The model, and with as many caches as are asked for and fit."""
     config, device = found.config(), choose_device(options.device)
     dtype = torch.bfloat16 if found.run is not None and found.run.train.precision == "bf16" else torch.float32
     length = options.max_length or found.sequence_length() or _UNKNOWN_LENGTH
@@ -117,8 +121,9 @@ def _load(found: Pretrained, options: ServeArguments) -> CachedModel:
         if plan is None:
             fits = longest_that_fits(config, dtype, free)
             raise UserError(f"a sequence of {length:,} tokens does not fit into {device}; {fits:,} do: --max-length")
-        return CachedModel(
-            found.model().to(device),
+        decoder = found.model().to(device)
+        return decoder, CachedModel(
+            decoder,
             max_sequences=plan.max_sequences,
             max_length=length,
             num_pages=plan.num_pages,

@@ -33,6 +33,11 @@ class Answer:
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self._lengths: dict[int, int] = defaultdict(int)
 
+    @property
+    def first_prompt(self) -> list[int]:
+        """Tokens of the first prompt."""
+        return list(self._call.requests[0].prompt)
+
     def choice(self, update: Update) -> dict[str, Any]:
         """What an update adds to a choice: its `index`, `text`, `logprobs` and `finish_reason`."""
         call, request = self._call, update.request

@@ -1,36 +1,54 @@
 """The routes of the server."""
 
 import asyncio
+import base64
+import hashlib
 import hmac
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from trifocal.serve.answers import Answer
 from trifocal.serve.errors import ApiError
+from trifocal.serve.pictures import Pictures
 from trifocal.serve.service import Call, Service
 from trifocal.serve.worker import Updates, Worker
 
 MOST_BODY_BYTES = 2**23
+_PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 _EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
 
 
-def make_app(service: Service, worker: Worker, *, api_key: str = "") -> Starlette:
+def _hash_of(tag: str) -> str:
+    """The source of the page's only element of a kind, as a content security policy names it."""
+    content = _PAGE.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+
+
+_POLICY = (
+    f"default-src 'none'; script-src {_hash_of('script')}; style-src {_hash_of('style')}; img-src data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+def make_app(service: Service, worker: Worker, pictures: Pictures, *, api_key: str = "") -> Starlette:
     """The server's application.
 
     Args:
         service: The model.
         worker: Runs it; it is started and stopped with the application.
-        api_key: Every request to /v1 must have it as its bearer token; empty: none.
+        pictures: Remembers answers for the page.
+        api_key: Every request to the model must have it as its bearer token; empty: none.
     """
 
     def guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
@@ -48,13 +66,19 @@ def make_app(service: Service, worker: Worker, *, api_key: str = "") -> Starlett
         return JSONResponse({"object": "list", "data": [model]})
 
     def answers(*, chat: bool) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(request: Request) -> Response:
+        async def respond(request: Request) -> Response:
             body = await _read_object(request)
             # Tokenizers and templates take their time with long texts.
             call = await run_in_threadpool(service.read, body, chat=chat)
-            return _AnswerResponse(service, worker, call)
+            return _AnswerResponse(worker, pictures, call, Answer(service, call))
 
-        return guarded(answer)
+        return guarded(respond)
+
+    async def attention(request: Request) -> Response:
+        return JSONResponse(await run_in_threadpool(pictures.picture, request.path_params["name"]))
+
+    async def page(request: Request) -> Response:
+        return HTMLResponse(_PAGE, headers={"Content-Security-Policy": _POLICY})
 
     async def health(request: Request) -> Response:
         return PlainTextResponse("the model failed" if worker.failed else "ok", 503 if worker.failed else 200)
@@ -73,6 +97,8 @@ def make_app(service: Service, worker: Worker, *, api_key: str = "") -> Starlett
             Route("/v1/models", guarded(models)),
             Route("/v1/completions", answers(chat=False), methods=["POST"]),
             Route("/v1/chat/completions", answers(chat=True), methods=["POST"]),
+            Route("/", page),
+            Route("/attention/{name}", guarded(attention)),
             Route("/health", health),
             Route("/metrics", metrics),
         ],
@@ -89,11 +115,12 @@ def make_app(service: Service, worker: Worker, *, api_key: str = "") -> Starlett
 class _AnswerResponse(Response):
     """Runs a call and sends its answer; a client that leaves ends it."""
 
-    def __init__(self, service: Service, worker: Worker, call: Call) -> None:
-        self._worker, self._call, self._answer = worker, call, Answer(service, call)
+    def __init__(self, worker: Worker, pictures: Pictures, call: Call, answer: Answer) -> None:
+        self._worker, self._pictures, self._call, self._answer = worker, pictures, call, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._worker.open(self._call.requests) as updates:
+            self._pictures.remember(self._answer)
             work = asyncio.create_task(self._stream(updates, send) if self._call.stream else self._whole(updates))
             gone = asyncio.create_task(_until_gone(receive))
             try:
