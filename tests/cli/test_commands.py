@@ -245,7 +245,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, capsys: Capture, monkeypatch: p
     monkeypatch.setattr(run_logger, "write_environment", full)
     assert "No space left on device" in refused(capsys, "train", str(config))
     monkeypatch.undo()
-    monkeypatch.setattr(saving, "save_checkpoint", full)
+    monkeypatch.setattr(saving, "write_checkpoint", full)
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
     message = refused(capsys, "train", str(config))
     assert "the checkpoint of step 6 could not be written" in message and "No space left" in message

@@ -22,7 +22,6 @@ from trifocal.train import evaluator, run_logger
 from trifocal.train import setup as train_setup
 from trifocal.train.checkpoint import save_load as checkpoint_module
 from trifocal.train.step import cuda_graphs
-from trifocal.train.step import step as step_module
 from trifocal.train.step.step import TrainStep
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -288,18 +287,6 @@ def error():
             raise IndexError("a bug")
 
     before_step(action)
-
-
-def slow():
-    """A third of a second more in each forward pass of one process."""
-    original = step_module.batch_loss
-
-    def late(*args, **kwargs):
-        if RANK == 1:
-            time.sleep(0.3)
-        return original(*args, **kwargs)
-
-    step_module.batch_loss = late
 
 
 def device():

@@ -1,7 +1,6 @@
 """Runs of two processes in which one has a fault."""
 
 import json
-import re
 import shutil
 import signal
 import subprocess
@@ -272,18 +271,6 @@ def test_an_endless_loop_ends_in_bounded_time_with_the_rank_named(case: Case) ->
     assert "rank 0 has failed: PeerLost" in ended[1].error, ended[1].error
     assert "action" in (case.run / "dumps" / "lost_step_00000002" / "stacks_rank1.txt").read_text()
     case.resumed_to_the_end()
-
-
-def test_a_slow_rank_is_reported_and_not_stopped(case: Case) -> None:
-    ended = case.start("slow", "--train.steps", "15").join()
-    assert [end.status for end in ended] == [0, 0], ended
-    events = [row for row in read_metrics(case.run / "metrics.jsonl") if row.get("name") == "rank_slow"]
-    assert len(events) == 1
-    assert events[0]["severity"] == "warning"
-    assert events[0]["message"].startswith("rank 1 is slow: data ")
-    (forward,) = re.findall(r"forward ([\d.]+) s", events[0]["message"])
-    assert float(forward) >= 0.3
-    assert "WARNING: rank 1 is slow" in ended[0].out
 
 
 def test_a_bug_in_one_rank_ends_the_others_with_its_text(case: Case) -> None:

@@ -193,10 +193,3 @@ def test_variables_of_the_earlier_system_are_named_with_todays_setting(monkeypat
     assert configs["NSA_DDP_SAFE_MODE"].model.backend == "reference"
     dumps = configs["NSA_MEM_DUMP_EVERY"].trace
     assert (dumps.what, dumps.windows(), dumps.interval_steps) == ("memory", [], 250)
-
-
-def test_a_debug_level_that_crashes_is_named(monkeypatch):
-    monkeypatch.setattr(torch, "__version__", "2.13.0")
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-    [finding] = [found for found in machine.check_variables() if "TORCH_DISTRIBUTED_DEBUG" in found.text]
-    assert (finding.status, finding.remedy) == ("note", "export TORCH_DISTRIBUTED_DEBUG=INFO")

@@ -20,8 +20,8 @@ from trifocal.runlog.standard_streams import FaultTolerantStreams, discard_lost_
 from trifocal.train.config.load import HELP, load_config, override, read_flags, show_help
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.launch import resume, resume_command, train
+from trifocal.train.loop import TrainResult
 from trifocal.train.nonfinite import NonFiniteError
-from trifocal.train.result import TrainResult
 from trifocal.train.run_folder import load_run
 from trifocal.train.stop import StoppedBeforeFirstStep
 

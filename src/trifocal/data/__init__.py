@@ -3,8 +3,7 @@
 from trifocal.data.data_config import DataConfig
 from trifocal.data.loader import Batch, Latency, Loader, make_loader, merge_states
 from trifocal.data.sources.base import has_text, is_local
-from trifocal.data.tokenizer_loading import load_tokenizer, make_tokenizer
-from trifocal.data.tokenizers import Tokenizer
+from trifocal.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer
 
 __all__ = [
     "Batch",

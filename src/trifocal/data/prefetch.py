@@ -7,17 +7,36 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from trifocal.data.activity import Activity, Stopped
 from trifocal.errors import UserError
 
 Item = TypeVar("Item")
 
 
-class _Failure:
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
+class Stopped(Exception):
+    """The loader is being closed; raised in its thread."""
+
+
+class Activity:
+    """A sentence about the present work of the data thread, for messages; and the signal to stop."""
+
+    def __init__(self) -> None:
+        self.text = "starting"
+        self.stop = threading.Event()
+
+    def check(self) -> None:
+        """End the thread if the loader is being closed.
+
+        Raises:
+            Stopped: If the loader is being closed.
+        """
+        if self.stop.is_set():
+            raise Stopped
+
+
+class _Failure(NamedTuple):
+    error: BaseException
 
 
 class Prefetcher(Generic[Item]):

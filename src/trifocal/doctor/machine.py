@@ -12,7 +12,7 @@ from trifocal.doctor.findings import Finding
 from trifocal.errors import one_line
 from trifocal.ops.support import OLDEST_CAPABILITY
 from trifocal.runlog import earlier_variables, environment
-from trifocal.train.config.check import DEBUG_LEVEL_COMMAND, compilers, crash_of_debug_level
+from trifocal.train.config.check import compilers
 
 GIB = 2**30
 OLDEST_TORCH = (2, 11)
@@ -169,9 +169,6 @@ def check_compiler() -> Finding:
 def check_variables() -> list[Finding]:
     """Environment variables that do harm, or that have no effect here."""
     findings = []
-    crash = crash_of_debug_level()
-    if crash:
-        findings.append(Finding("environment", "note", f"with several processes {crash}", DEBUG_LEVEL_COMMAND))
     for name, advice in earlier_variables().items():
         findings.append(
             Finding("environment", "note", f"{name} belongs to another system and is not read here", advice)

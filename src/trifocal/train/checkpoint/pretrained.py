@@ -102,20 +102,8 @@ def load_model(folder: str | Path) -> DecoderLM:
     Raises:
         UserError: If a file is missing or broken, or a tensor does not fit the configuration; the message names it.
     """
-    folder = user_path(folder, "the folder of the model")
-    # A run has a configuration, a checkpoint a manifest.
-    if not _is_there(folder / MODEL_CONFIG_FILE) and any(_is_there(folder / name) for name in (CONFIG_FILE, MANIFEST)):
-        with open_pretrained(folder) as found:
-            return found.model()
-    return load_weights(folder)
-
-
-def _is_there(path: Path) -> bool:
-    """Whether there is such a file, as far as this user may know; if not, reading it gives the reason."""
-    try:
-        return path.exists()
-    except OSError:
-        return True
+    with open_pretrained(user_path(folder, "the folder of the model")) as found:
+        return found.model()
 
 
 def pretrained_values(folder: str, *, tokenizer: bool = True) -> dict[str, Any]:

@@ -45,45 +45,6 @@ _FREE_MODEL_FIELDS = frozenset({"backend"})
 _FILE_BYTES = 2**30
 
 
-def save_checkpoint(
-    root: Path,
-    step: int,
-    *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    model_config: ModelConfig,
-    process_state: dict[str, Any],
-    processes: DistributedContext | None = None,
-) -> Path:
-    """Write the checkpoint of a step; it appears under its name only when all of it is on the disk.
-
-    Every process calls this, and it succeeds or fails in all of them.
-
-    Args:
-        root: The run's `checkpoints` folder.
-        step: Optimizer steps done.
-        model: The model.
-        optimizer: Its optimizer.
-        model_config: The model's configuration; loading refuses a checkpoint of another one.
-        process_state: Further state of this process, in JSON types.
-        processes: This process among those of the run.
-
-    Returns:
-        The checkpoint's folder.
-
-    Raises:
-        OSError: If it cannot be written; nothing of it is left, and earlier checkpoints are untouched.
-    """
-    return write_checkpoint(
-        root,
-        step,
-        state=collect_state(model, optimizer),
-        model_config=model_config,
-        process_state=process_state,
-        processes=processes or DistributedContext(),
-    )
-
-
 def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, copy: bool = False) -> dict[str, Any]:
     """Collect the state of a model and its optimizer for a checkpoint; every process calls this.
 
@@ -113,7 +74,24 @@ def write_checkpoint(
     process_state: dict[str, Any],
     processes: DistributedContext,
 ) -> Path:
-    """Write the state from `collect_state`: the slow part of `save_checkpoint`."""
+    """Write the checkpoint of a step; it appears under its name only when all of it is on the disk.
+
+    Every process calls this, and it succeeds or fails in all of them.
+
+    Args:
+        root: The run's `checkpoints` folder.
+        step: Optimizer steps done.
+        state: From `collect_state`.
+        model_config: The model's configuration; loading refuses a checkpoint of another one.
+        process_state: Further state of this process, in JSON types.
+        processes: This process among those of the run.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        OSError: If it cannot be written; nothing of it is left, and earlier checkpoints are untouched.
+    """
     final = checkpoint_path(root, step)
     partial = root / f"{PARTIAL}{final.name}"
     try:
