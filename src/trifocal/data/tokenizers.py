@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trifocal.data.sources.base import fingerprint
-from trifocal.data.sources.chats import Chat, render_chat
+from trifocal.data.sources.chats import Chat, render_chat, render_prompt
 from trifocal.errors import UserError, one_line
 from trifocal.paths import read_small_file, user_path
 
@@ -73,6 +73,10 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def encode_prompt(self, messages: Chat) -> NDArray[np.int32]:
+        """The tokens of a chat and of the beginning of its next answer; raises as `encode_chat`, [n]."""
+        ...
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens, without separators; invalid UTF-8 is replaced."""
         ...
@@ -108,6 +112,10 @@ class ByteTokenizer:
         raise UserError(
             "tokenizer bytes has no chat template; give data.tokenizer one that has, such as the model's own"
         )
+
+    def encode_prompt(self, messages: Chat) -> NDArray[np.int32]:
+        """Bytes have no chat template."""
+        return self.encode_chat(messages).tokens
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of bytes, without ids above 255."""
@@ -199,20 +207,30 @@ class HuggingFaceTokenizer:
 
     def encode_chat(self, messages: Chat) -> ChatTokens:
         """The tokens of a chat, by the template."""
-        if not self._chat_template:
-            raise UserError(f"tokenizer {self.name} has no chat template; set data.tokenizer to a folder that has one")
-        names = {key: text for key, value in self._config.items() if (text := _text_of_token(value)) and "token" in key}
-        chat = render_chat(self._chat_template, messages, names, self.name)
-        try:
-            encoding = self._tokenizer.encode(chat.text, add_special_tokens=False)
-        except Exception as error:  # As above.
-            raise self._cannot_encode(error) from error
+        chat = render_chat(*self._template_of(messages))
+        encoding = self._encode_rendered(chat.text)
         starts, ends = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         answers = np.zeros(len(starts), dtype=np.bool_)
         for first, end in chat.answers:
             # A token with characters of both is an answer's, as in transformers.
             answers |= (ends > first) & (starts < end)
         return ChatTokens(np.asarray(encoding.ids, dtype=np.int32), answers)
+
+    def encode_prompt(self, messages: Chat) -> NDArray[np.int32]:
+        """The tokens of a chat and of the beginning of its next answer, by the template."""
+        return np.asarray(self._encode_rendered(render_prompt(*self._template_of(messages))).ids, dtype=np.int32)
+
+    def _template_of(self, messages: Chat) -> tuple[str, Chat, dict[str, str], str]:
+        if not self._chat_template:
+            raise UserError(f"tokenizer {self.name} has no chat template; set data.tokenizer to a folder that has one")
+        names = {key: text for key, value in self._config.items() if (text := _text_of_token(value)) and "token" in key}
+        return self._chat_template, messages, names, self.name
+
+    def _encode_rendered(self, text: str) -> Any:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # As above.
+            raise self._cannot_encode(error) from error
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens, without special ones."""
