@@ -122,6 +122,10 @@ class AttentionTelemetry:
         on_host = queries.to(torch.int32).cpu().numpy()
         return AttentionPicture(step, geometry, texts, list(self.layers), positions, ids, on_host, **maps)
 
+    def choices(self, tokens: Tensor, queries: Tensor) -> Tensor:
+        """Run a sequence [1, T] through the model; the blocks that some queries choose, [layers, Q, G, N], -1 pads."""
+        return self._observe(tokens, None, lambda layer: {"chosen": layer.selected[..., queries, :, :]})["chosen"]
+
     def log(self, metrics: MetricsWriter, step: int, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> None:
         """Measure, write a row for each layer, and an event for each alarm that begins or ends.
 
