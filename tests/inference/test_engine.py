@@ -184,6 +184,44 @@ def test_a_long_prompt_stops_nobody(model: DecoderLM) -> None:
     assert first[id(short)] == 3 and first[id(long)] == 9
 
 
+@pytest.mark.parametrize("options", [{}, {"attention": "dense"}], ids=str)
+def test_pasts_of_prompts_are_found_again(
+    make_model: Make, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No bit changes, at any number of pages; what was found is not prefilled again."""
+    model = make_model(**options).float()
+    rng = random.Random(0)
+    beginnings = [[rng.randrange(VOCABULARY) for _ in range(25)] for _ in range(2)]
+    requests = [
+        Request(
+            prompt=beginnings[number % 2][: rng.randint(9, 25)] + [number] * rng.randint(1, 15),
+            max_new_tokens=rng.randint(1, 12),
+            sampling=Sampling(seed=number),
+            samples=1 + number % 2,
+            score_prompt=number == 5,
+        )
+        for number in range(12)
+    ]
+    sizes = {"prefill_chunk_size": 8}
+    expected = [result(c) for request in requests for c in make_engine(model, 2, **sizes)[0].complete([request])]
+    for max_sequences, num_pages, spare_rows in ((2, 0, 2), (4, 9, 5), (8, 8, 1)):
+        engine, cached = make_engine(model, max_sequences, num_pages=num_pages, spare_rows=spare_rows, **sizes)
+        assert [result(completion) for completion in engine.complete(requests)] == expected
+        assert engine.reused_tokens > 0 or spare_rows == 1
+        while engine._prefixes.drop():
+            pass
+        assert cached.pages.num_free == cached.pages.num_pages
+        assert cached.num_free_rows == max_sequences + spare_rows
+    # Two turns of a chat: 24 of 29 tokens are there, whatever else came between.
+    engine, cached = make_engine(model, 2, spare_rows=9, **sizes)
+    engine.complete([Request(prompt=beginnings[0], max_new_tokens=2), Request(prompt=beginnings[1], max_new_tokens=2)])
+    pieces: list[int] = []
+    healthy = cached.prefill_chunk
+    monkeypatch.setattr(cached, "prefill_chunk", lambda c, x, **o: pieces.append(len(x)) or healthy(c, x, **o))
+    engine.complete([Request(prompt=[*beginnings[0], 1, 2, 3, 4], max_new_tokens=2)])
+    assert pieces == [5] and engine.reused_tokens == 24
+
+
 @pytest.mark.parametrize("steps", [0, 1, 3, 8])
 def test_a_cancelled_request_leaves_nothing(model: DecoderLM, steps: int) -> None:
     """Waiting, in its prompt, running with samples, and swapped out; the others' tokens stay the same."""

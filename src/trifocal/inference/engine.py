@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trifocal.data import Tokenizer
 from trifocal.inference.cached_model import CachedModel, CachedSequence
+from trifocal.inference.prefix_cache import PrefixCache
 from trifocal.inference.request import Completion, FinishReason, Request, TokenScore, Update, token_tensor
 from trifocal.inference.sampler import NO_TOKEN
 from trifocal.inference.scheduler import RequestState, Scheduler
@@ -55,13 +56,18 @@ class Engine:
         model: The model; all of its sequences are the engine's.
         tokenizer: For text and stop strings.
         record: Whether steps are recorded as CUDA graphs; without effect on a CPU.
+
+    Attributes:
+        reused_tokens: Tokens of prompts that were found in the caches, as the beginning of an earlier prompt.
     """
 
     def __init__(self, model: CachedModel, tokenizer: Tokenizer | None = None, *, record: bool = True) -> None:
         self._model, self._tokenizer = model, tokenizer
         self._runner = StepRunner(model, record=record)
-        self._scheduler = Scheduler(model)
+        self._prefixes = PrefixCache(model)
+        self._scheduler = Scheduler(model, self._prefixes)
         self._ages = itertools.count()
+        self.reused_tokens = 0
         # Steps that are queued, and whose token each place holds.
         self._outstanding: deque[tuple[SampledTokens, list[tuple[int, RequestState]]]] = deque()
         # Read, and not returned yet: a step that fails returns nothing.
@@ -145,8 +151,14 @@ class Engine:
         return RequestState(request, next(self._ages), replace(request.sampling, seed=seed), sample, stream=stream)
 
     def _enter(self) -> None:
-        for state in self._scheduler.enter():
-            cached = self._model.admit() if state.swapped is None else self._model.swap_in(state.swapped)
+        for state, past in self._scheduler.enter():
+            if state.swapped is not None:
+                cached = self._model.swap_in(state.swapped)
+            elif past is not None:
+                cached = self._model.fork(past)
+                self.reused_tokens += cached.length
+            else:
+                cached = self._model.admit()
             if state.launched:
                 try:
                     state.place = self._place(cached, state, [*state.request.prompt, *state.tokens])
@@ -182,9 +194,12 @@ class Engine:
             logits = self._model.prefill_chunk(state.cached, piece, all_logits=scored)
             if scored:
                 state.prompt_scores += _scores(logits, prompt[begin + 1 : begin + 1 + size], state.request.likeliest)
+            if not state.prompt_left:
+                state.logits = logits[-1:]
+            if not scored:
+                self._prefixes.keep(prompt, state.cached)
             if state.prompt_left:
                 return len(piece)
-            state.logits = logits[-1:]
         states, drawn = [state], []
         try:
             for sample in range(1, state.request.samples):

@@ -136,6 +136,7 @@ class Worker:
 
     def _deliver(self, updates: Sequence[Update], ended: Sequence[Request]) -> None:
         """Hand updates to their calls, on the event loop."""
+        self.metrics.reused_tokens = self._engine.reused_tokens
         for update in updates:
             if (call := self._calls.get(update.request)) is not None:
                 call.observe(update, self.metrics)
