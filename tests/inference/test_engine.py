@@ -9,6 +9,7 @@ import torch
 
 from trifocal.data import make_tokenizer
 from trifocal.inference import CachedModel, Completion, Engine, Request, RequestTooLong, Sampling, TokenScore, Update
+from trifocal.inference.prompt_lookup import PromptLookup
 from trifocal.models import DecoderLM
 
 Make = Callable[..., DecoderLM]
@@ -220,6 +221,69 @@ def test_pasts_of_prompts_are_found_again(
     monkeypatch.setattr(cached, "prefill_chunk", lambda c, x, **o: pieces.append(len(x)) or healthy(c, x, **o))
     engine.complete([Request(prompt=[*beginnings[0], 1, 2, 3, 4], max_new_tokens=2)])
     assert pieces == [5] and engine.reused_tokens == 24
+
+
+@pytest.mark.parametrize("options", [{}, {"attention": "dense"}, {"attention": "selected"}], ids=str)
+def test_guessed_tokens_are_those_of_one_at_a_time(
+    make_model: Make, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64, where rounding decides nothing: greedy and drawn, among others, with few pages and stops."""
+    rng = random.Random(0)
+    model = make_model(**options)
+    settings = ({"temperature": 0}, {"temperature": 0.2}, {"temperature": 0.5, "top_k": 4}, {"repetition_penalty": 1.2})
+    requests = [
+        Request(
+            prompt=[1, 2, 3, 4, 5, 6] * 3 + [number],
+            max_new_tokens=25 + number,
+            sampling=Sampling(seed=number, **settings[number % len(settings)]),
+            samples=1 + number % 2,
+            stop_tokens=(number,),
+            likeliest=2 * (number % 2),
+        )
+        for number in range(7)
+    ]
+
+    def run(engine: Engine, requests: list[Request]) -> list[tuple[Any, ...]]:
+        updates = [update for update in engine.run(requests) if update.token is not None]
+        return sorted(
+            (requests.index(u.request), u.sample, number, u.token, pytest.approx(u.score.log_probability, abs=1e-9))
+            for number, u in enumerate(sorted(updates, key=lambda u: (requests.index(u.request), u.sample)))
+        )
+
+    expected, counts = run(make_engine(model)[0], requests), []
+    texts = [
+        [*request.prompt, *(token for r, s, _, token, _ in expected if (r, s) == (number, sample))]
+        for number, request in enumerate(requests)
+        for sample in range(request.samples)
+    ]
+
+    def guess(lookup: PromptLookup, most: int) -> list[int]:
+        """What will come, half of the time with a token that will not."""
+        size = len(lookup._tokens)
+        text = next(text for text in texts if text[:size] == lookup._tokens)
+        draft = text[size : size + most]
+        if draft and rng.random() < 0.5:
+            draft[rng.randrange(len(draft))] = rng.randrange(VOCABULARY)
+        return draft
+
+    monkeypatch.setattr(PromptLookup, "guess", guess)
+    for max_sequences, num_pages in ((4, 0), (2, 14), (6, 20)):
+        cached = make_engine(model, max_sequences, num_pages=num_pages)[1]
+        engine = Engine(cached, speculate=True)
+        assert run(engine, requests) == expected
+        assert cached.pages.num_free == cached.pages.num_pages and cached.num_free_rows == max_sequences
+        counts.append((engine.right_tokens, engine.guessed_tokens))
+    right, guessed = map(sum, zip(*counts, strict=True))
+    assert 50 < right < guessed - 50
+
+
+def test_a_guess_is_what_followed_last() -> None:
+    lookup = PromptLookup([1, 2, 3, 4, 9, 1, 2, 3, 5, 6, 1, 2, 3])
+    assert lookup.guess(7) == [5, 6, 1, 2, 3] and lookup.guess(2) == [5, 6] and lookup.guess(0) == []
+    lookup.add(4)
+    assert lookup.guess(7) == [9, 1, 2, 3, 5, 6, 1]
+    lookup.judge(0)
+    assert [lookup.guess(1) for _ in range(9)] == [[]] * 8 + [[9]]
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3, 8])

@@ -9,6 +9,7 @@ from torch import Tensor
 from trifocal.inference.cached_model import CachedModel, CachedSequence, SwappedSequence
 from trifocal.inference.pages import pages_for_one_more
 from trifocal.inference.prefix_cache import PrefixCache
+from trifocal.inference.prompt_lookup import PromptLookup
 from trifocal.inference.request import Request, TokenScore
 from trifocal.inference.sampler import Sampling
 from trifocal.inference.text_stream import TextStream
@@ -32,6 +33,7 @@ class RequestState:
         tokens, log_probabilities: What the host knows of them.
         text: Text so far.
         stream: Makes text of tokens; None without a tokenizer.
+        lookup: Guesses its next tokens, where they are guessed.
         ended: Whether it has its last token.
     """
 
@@ -49,6 +51,7 @@ class RequestState:
     log_probabilities: list[float] = field(default_factory=list)
     text: str = ""
     stream: TextStream | None = None
+    lookup: PromptLookup | None = None
     ended: bool = False
 
     @property
