@@ -86,7 +86,7 @@ class Tokenizer(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the files of `load_tokenizer`, which transformers reads too, into an existing folder."""
+        """Write the files that `make_tokenizer` reads, and transformers too, into an existing folder."""
         ...
 
 
@@ -282,7 +282,7 @@ def _text_of_token(value: Any) -> str:
 
 
 def _byte_vocabulary(separator: int) -> dict[str, Any]:
-    """The `tokenizer.json` of bytes, as the `tokenizers` library writes it."""
+    """The `tokenizer.json` of bytes."""
     # GPT-2's characters for bytes: printable ones for themselves, the others from 256 on.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
@@ -291,28 +291,15 @@ def _byte_vocabulary(separator: int) -> dict[str, Any]:
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     # A decoder has the same options, and reads none of them.
     decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-    model: dict[str, Any] = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-        "vocab": {character: byte for byte, character in enumerate(characters)},
-        "merges": [],
-    }
+    vocabulary = {character: byte for byte, character in enumerate(characters)}
     return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": [{**end, "normalized": False, "special": True}],
         "normalizer": None,
         "pre_tokenizer": byte_level,
         "post_processor": None,
         "decoder": decoder,
-        "model": model,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
     }
 
 
@@ -340,17 +327,6 @@ def make_tokenizer(name: str, *, separator: str = "") -> Tokenizer:
     if name.endswith(".json") or not _ID.fullmatch(name):
         raise UserError(f"tokenizer {name}: no such file; give the path of a tokenizer.json")
     return _from_folder(_download(name), name, separator)
-
-
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that `Tokenizer.save` wrote into a folder, such as the `weights` of a run.
-
-    Raises:
-        UserError: If there is none, or one of its files is broken.
-    """
-    if not (folder / CONFIG_FILE).is_file():
-        raise UserError(f"there is no {folder / CONFIG_FILE}, which names the model's tokenizer")
-    return _from_folder(folder, str(folder), "")
 
 
 def _from_folder(folder: Path, name: str, separator: str) -> Tokenizer:
