@@ -1,7 +1,6 @@
 """Findings on machines that lack something, each with the command that mends it."""
 
 import shlex
-import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 
 from trifocal.doctor import machine
-from trifocal.doctor.machine import EXTRAS
 from trifocal.runlog.environment import EARLIER_VARIABLES
 from trifocal.train.config.load import load_config, override
 
@@ -117,22 +115,6 @@ def test_compiler_is_found(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CXX", "my-c++")
     assert machine.check_compiler().text == str(compiler)
-
-
-def test_missing_extras_name_their_command(monkeypatch):
-    monkeypatch.setattr(machine, "installed", lambda module: False)
-    findings = machine.check_extras()
-    assert {finding.status for finding in findings} == {"note"}
-    assert [finding.remedy for finding in findings] == [f"pip install 'trifocal[{extra}]'" for extra in EXTRAS]
-
-
-def test_extras_are_those_of_the_project():
-    """All but the developers' own and that of the figures of the docs, with the modules that their packages have."""
-    optional = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    optional.pop("dev")
-    optional.pop("docs")
-    packages = {extra: {line.partition(">=")[0] for line in lines} for extra, lines in optional.items()}
-    assert packages == {extra: set(modules) for extra, (modules, _) in EXTRAS.items()}
 
 
 def test_too_little_memory(no_gpu, monkeypatch):

@@ -48,8 +48,8 @@ class PeerMonitor:
 
     Args:
         processes: This process among them; a single process has nothing to watch.
-        describe: Returns the state of this process: `step`, `phase`, `phase_seconds`, `where` in the code, and
-            `recent_seconds` by phase.
+        describe: Returns the state of this process: `step`, `phase`, `phase_seconds` and
+            `where` in the code.
         exists: Whether there is a process with this id on this machine; one that waits for its parent is gone.
         silence_seconds: A process that writes no note for this long is lost.
         on_lost: Called in the watching thread with a sentence, before this process is ended.
@@ -195,7 +195,6 @@ class PeerMonitor:
             "time": time.time(),
             **{name: what[name] for name in ("step", "phase", "phase_seconds")},
             "where": what.get("where", ""),
-            "recent_seconds": what.get("recent_seconds", {}),
         }
         store = self._processes.store
         assert store is not None
