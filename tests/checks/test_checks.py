@@ -28,6 +28,8 @@ from trifocal.models import DecoderLM
 from trifocal.nn import attention as nn_attention
 from trifocal.nn import rotate
 from trifocal.ops import nsa_attention
+from trifocal.ops.choice_loss import choice_loss
+from trifocal.ops.decode import linear as decode_linear
 from trifocal.testing import costs
 from trifocal.testing.inputs import attention_inputs
 from trifocal.testing.small_models import SMALL, make_model
@@ -117,6 +119,15 @@ def test_backend_parity_passes_equal_kernels():
     assert attention_checks.backend_parity(CPU, attention=attention).passed
 
 
+@fault("choice-loss")
+def gradient_of_the_queries(measure, _):
+    def leaking(q, *others, **student):
+        loss, recall = choice_loss(q, *others, **student)
+        return loss + 0.1 * (q.sum() - q.sum().detach()), recall
+
+    return measure(CPU, loss=leaking)
+
+
 @fault("rope-distance")
 def heads_rotated_as_one_vector(measure, _):
     def rotate_concatenated(x, cos, sin):
@@ -152,6 +163,12 @@ def leaks_in_training_prefill_and_decoding(measure, monkeypatch):
 def query_that_sees_only_the_first_key(measure, monkeypatch):
     first = faults.at_other_lengths(cached_layers.decode_attention, lambda lengths: lengths * 0)
     monkeypatch.setattr(cached_layers, "decode_attention", first)
+    return measure(CPU)
+
+
+@fault("batch-invariance")
+def products_of_all_rows_together(measure, monkeypatch):
+    monkeypatch.setattr(decode_linear, "_linear", torch.nn.functional.linear)
     return measure(CPU)
 
 

@@ -91,11 +91,9 @@ def test_masses_of_the_teacher(case: Case, device: str) -> None:
     documents, sample, (q, k, *_) = draw(case, device)
     exact = teacher_masses(q, k, sample, case.geometry, documents)
     row = torch.arange(case.batch, device=device)[:, None]
-    packed = operators.tensors_of(documents)
-    sizes = operators.sizes_of(case.geometry)
     with mock.patch.object(dispatch, "IMPORTANCE_BUFFER_BYTES", case.buffer_bytes):
         masses = operators.teacher_masses(
-            q.float()[row, sample.tokens], k.float(), sample.tokens, sample.starts, sizes, exact.shape[-1], *packed
+            q.float()[row, sample.tokens], k.float(), *sample[:2], case.geometry, exact.shape[-1], documents
         )
     free = free_blocks(sample, case.geometry, exact.shape[-1])[:, :, None] & sample.eligible[:, :, None, None]
     assert_near([masses.where(free, 0)], [exact.where(free, 0)])
@@ -127,7 +125,7 @@ def test_operators_pass_pytorch_s_own_check_and_compile_whole() -> None:
     case = CASES[4]
     documents, sample, inputs = draw(case, "cpu")
     q, k, q_idx, k_idx, _ = (x.float() for x in inputs)
-    where = (sample.tokens, sample.starts, operators.sizes_of(case.geometry), 7, *operators.tensors_of(documents))
+    where = operators.flat((*sample[:2], case.geometry, 7, documents))
     leaves = (q_idx[:, : sample.tokens.shape[1]].clone().requires_grad_(), k_idx.requires_grad_())
     torch.library.opcheck(torch.ops.trifocal.index_scores.default, (*leaves, *where))
     torch.library.opcheck(torch.ops.trifocal.teacher_masses.default, (q[:, : sample.tokens.shape[1]], k, *where))

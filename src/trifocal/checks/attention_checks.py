@@ -9,7 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from trifocal.checks.measurement import Measurement, Skipped
 from trifocal.nn import NSAttention, rotary_tables, rotate
-from trifocal.ops import Geometry, nsa_attention
+from trifocal.ops import Documents, Geometry, nsa_attention
+from trifocal.ops.choice_loss import choice_loss, sample_queries, stretch_keys
 from trifocal.testing import oracle
 from trifocal.testing.inputs import attention_inputs
 from trifocal.testing.small_models import MINIMAL, SMALL, small_config
@@ -84,6 +85,40 @@ def backend_parity(device: torch.device, *, attention: Attention = nsa_attention
         worst = max(worst, found[name])
         details.append(f"{len(lengths)} documents: {found[name]:.3g} in {name}")
     return Measurement(worst, allowed(dtype, device), "error", tuple(details))
+
+
+def taught_choice(device: torch.device, *, loss: Callable[..., tuple[Tensor, Tensor]] = choice_loss) -> Measurement:
+    """The loss of the choice and its gradient are the oracle's, in float64, and reach the chooser alone."""
+    worst, details = 0.0, []
+    for lengths in ((97,), (3, 50, 3, 41)):
+        length, heads, groups, dim = sum(lengths), 4, 2, 16
+        documents = None
+        if len(lengths) > 1:
+            boundaries = torch.tensor([0, *lengths]).cumsum(0)
+            documents = Documents.from_cu_seqlens(boundaries, length).to(device)
+        positions = torch.arange(length, device=device) if documents is None else documents.positions
+        keys = stretch_keys(torch.arange(length, device=device)[None], length, 4)
+        sample = sample_queries(keys, positions, 1, 0, SMALL, length, 4)
+        slots = SMALL.num_compressed_blocks(length) if documents is None else length // SMALL.compression_stride
+        shapes = {"k_cmp": (1, slots, groups, dim), "q_idx": (1, length, groups, dim), "k_idx": (1, length, dim)}
+        generator = torch.Generator().manual_seed(0)
+        q, k, *drawn = (
+            torch.randn(shape, generator=generator, dtype=torch.float64).to(device).requires_grad_()
+            for shape in ((1, length, heads, dim), (1, length, groups, dim), *shapes.values())
+        )
+        inputs = dict(zip(shapes, drawn, strict=True))
+        for chooser, names in (("compressed", ("k_cmp",)), ("index", ("q_idx", "k_idx"))):
+            given = {name: inputs[name] for name in names}
+            found, _ = loss(q, k, sample, SMALL, documents, **given)
+            exact = oracle.choice_loss(q, k, [sample.tokens[sample.eligible].tolist()], SMALL, lengths=lengths, **given)
+            gradients = torch.autograd.grad(found, [*given.values(), q, k], allow_unused=True)
+            expected = torch.autograd.grad(exact, list(given.values()))
+            figures = [error(found, exact), *map(error, gradients[: len(given)], expected)]
+            if any(gradient is not None and gradient.any() for gradient in gradients[len(given) :]):
+                figures.append(float("inf"))
+            worst = max(worst, *figures)
+            details.append(f"{chooser}, {len(lengths)} documents: {max(figures):.3g}")
+    return Measurement(worst, FULL_COVERAGE[torch.float64], "error", tuple(details))
 
 
 def rope_distance(device: torch.device, *, rotate: Rotate = rotate) -> Measurement:

@@ -9,7 +9,7 @@ from torch import Tensor
 from trifocal.checks.measurement import Measurement
 from trifocal.inference import CachedModel
 from trifocal.models import DecoderLM, ModelConfig
-from trifocal.testing.small_models import make_model, minimal_config, random_tokens, small_config
+from trifocal.testing.small_models import MINIMAL, make_model, minimal_config, random_tokens, small_config
 from trifocal.testing.tolerances import FULL_COVERAGE, error
 
 # The types of layers that no other model has, with all that dense models have.
@@ -17,6 +17,8 @@ MIXED: dict[str, Any] = {
     "layer_types": ("selected", "window"),
     **dict.fromkeys(("qk_norm", "qkv_bias", "o_bias", "mlp_bias"), True),
 }
+# These norms are not joined with products.
+NORMS_AFTER: dict[str, Any] = dict.fromkeys(("norm_after", "qk_norm", "qk_norm_all_heads"), True)
 
 MakeModel = Callable[[ModelConfig, torch.device, torch.dtype], DecoderLM]
 
@@ -148,6 +150,36 @@ def decode(device: torch.device, *, make_model: MakeModel = make_model) -> Measu
         worst = max(worst, errors[name])
         details.append(f"{name_of_model}: {errors[name]:.3g} at {name}")
     return Measurement(worst, 2 * FULL_COVERAGE[torch.float64], "error", tuple(details))
+
+
+def batch_invariance(device: torch.device) -> Measurement:
+    """A sequence decoded alone and in a batch gives the same bits, for three models.
+
+    Five sequences of other lengths, decoded alone and then together, in fp32 by the code that `auto` chooses here. The
+    figure counts the logits that differ by a single bit. Bound: none.
+    """
+    differ, details = 0, []
+    for name, changes in (("nsa", {}), ("dense", {"attention": "dense"}), ("norms behind", NORMS_AFTER)):
+        config = small_config(**changes, geometry=MINIMAL)
+        model = make_model(config, device, torch.float32)
+        lengths = (3, 17, 40, 64, 111)
+        tokens = random_tokens((len(lengths), max(lengths) + 8), config.vocab_size, device)
+        found = []
+        for company in ([[0], [1], [2], [3], [4]], [[4, 2, 0, 3, 1]]):
+            logits: dict[int, Tensor] = {}
+            for members in company:
+                cached = CachedModel(model, max_sequences=len(members), max_length=tokens.shape[1])
+                sequences = [cached.admit() for _ in members]
+                for i, sequence in zip(members, sequences, strict=True):
+                    cached.prefill(sequence, tokens[i, : lengths[i]])
+                new = torch.stack([tokens[i, lengths[i] : lengths[i] + 8] for i in members])
+                steps = torch.cat([cached.decode(sequences, column) for column in new.split(1, 1)], 1)
+                logits.update(zip(members, steps, strict=True))
+            found.append(torch.stack([logits[i] for i in range(len(lengths))]))
+        count = int((found[0] != found[1]).sum())
+        differ += count
+        details.append(f"{name}: {count}")
+    return Measurement(differ, 0, "logits", tuple(details))
 
 
 def parameter_gradients(device: torch.device, *, make_model: MakeModel = make_model) -> Measurement:

@@ -172,10 +172,9 @@ def _loss_of(
     with full_precision(q):
         blocks = num_blocks(k.shape[1], geometry, documents)
         free = free_blocks(sample, geometry, blocks)
-        where = (sample.tokens.contiguous(), sample.starts.contiguous(), operators.sizes_of(geometry), blocks)
-        packed = operators.tensors_of(documents)
+        where = (sample.tokens.contiguous(), sample.starts.contiguous(), geometry, blocks, documents)
         if kernels:
-            mass = operators.teacher_masses(_at(q, sample.tokens), k, *where, *packed)
+            mass = operators.teacher_masses(_at(q, sample.tokens), k, *where)
         else:
             mass = teacher_masses(q, k, sample, geometry, documents)
         if k_cmp is not None:
@@ -183,7 +182,7 @@ def _loss_of(
         else:
             assert q_idx is not None and k_idx is not None
             if kernels:
-                largest, _ = operators.index_scores(_at(q_idx, sample.tokens), k_idx, *where, *packed)
+                largest, _ = operators.index_scores(_at(q_idx, sample.tokens), k_idx, *where)
                 scores = largest * q_idx.shape[-1] ** -0.5
             else:
                 scores = index_scores(q_idx, k_idx, sample, geometry, documents)

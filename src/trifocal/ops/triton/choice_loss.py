@@ -76,19 +76,21 @@ def block_masses_kernel(
 @Kernel
 @triton.jit(do_not_specialize=["num_blocks"])
 def index_d_q_kernel(
-    d_scores, places, k, d_q, starts, k_batch_stride, k_time_stride, num_queries, num_blocks,
+    d_scores, places, k, d_q, sampled, starts, k_batch_stride, k_time_stride, num_queries, num_blocks,
     GROUPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SELECTION: tl.constexpr, BLOCKS: tl.constexpr,
 ):
     """d_q of one row (batch, query, group)."""
     row = tl.program_id(0).to(tl.int64)
     query = row // GROUPS
     start = tl.load(starts + query)
+    position = tl.load(sampled + query) - start
     k += (query // num_queries) * k_batch_stride
     column = tl.arange(0, D_PAD)
     total = tl.zeros([D_PAD], tl.float32)
     for first_block in range(0, num_blocks, BLOCKS):
         block = first_block + tl.arange(0, BLOCKS)
-        d_score = tl.load(d_scores + row * num_blocks + block, mask=block < num_blocks, other=0.0)
+        in_past = (block < num_blocks) & (block * SELECTION <= position)
+        d_score = tl.load(d_scores + row * num_blocks + block, mask=in_past, other=0.0)
         taught = d_score != 0
         token = start + block * SELECTION + tl.load(places + row * num_blocks + block, mask=taught, other=0)
         keys = tl.load(
@@ -126,7 +128,8 @@ def index_d_k_kernel(
             for number in tl.static_range((KEYS + SELECTION - 2) // SELECTION + 1):
                 # The first block that reaches behind the tile's first key, and those after it.
                 block = tl.maximum(first_key - start, 0) // SELECTION + number
-                there = exists & (block < num_blocks) & (start + block * SELECTION < first_key + KEYS)
+                there = exists & (block < num_blocks) & (
+                    start + block * SELECTION <= tl.minimum(token, first_key + KEYS - 1))
                 place = row.to(tl.int64) * num_blocks + block
                 d_score = tl.load(d_scores + place, mask=there, other=0.0)
                 best = start + block * SELECTION + tl.load(places + place, mask=there & (d_score != 0), other=0)
@@ -187,14 +190,20 @@ def teacher_masses_forward(
 
 
 def index_scores_forward(
-    q_idx: Tensor, k_idx: Tensor, sampled: Tensor, geometry: Geometry, num_blocks: int, documents: Documents | None
+    q_idx: Tensor,
+    k_idx: Tensor,
+    sampled: Tensor,
+    starts: Tensor,
+    geometry: Geometry,
+    num_blocks: int,
+    documents: Documents | None,
 ) -> tuple[Tensor, Tensor]:
     """The largest index score of each block of sampled queries' pasts, and the token that has it.
 
     Args:
         q_idx: Index queries of the sample, [B, M, G, Di].
         k_idx: Index keys, [B, S, Di].
-        sampled, geometry, num_blocks, documents: As in `teacher_masses_forward`.
+        sampled, starts, geometry, num_blocks, documents: As in `teacher_masses_forward`.
 
     Returns:
         Scores, fp32, and the place in its block of the first such token, int32, both [B, M, G, J]; 0 for queries that
@@ -215,10 +224,9 @@ def index_scores_backward(
     """Gradients of the index queries and keys of `index_scores_forward`.
 
     Args:
-        d_scores: Gradient of the scores, [B, M, G, J], fp32; 0 for blocks behind a query's own.
+        d_scores: Gradient of the scores, [B, M, G, J], fp32; not read for blocks behind a query's own.
         places: From forward.
-        q_idx, k_idx, sampled, geometry: As given to forward.
-        starts: The first token of each query's document, [B, M], int64.
+        q_idx, k_idx, sampled, starts, geometry: As given to forward.
     """
     q_idx, k_idx, d_scores = unit_stride(q_idx), unit_stride(k_idx[:, :, None])[:, :, 0], d_scores.contiguous()
     batch, num_queries, groups, dim = q_idx.shape
@@ -226,7 +234,7 @@ def index_scores_backward(
     d_q, d_k = q_idx.new_empty(q_idx.shape), k_idx.new_empty(k_idx.shape)
     sizes = {"GROUPS": groups, "D": dim, "D_PAD": max(16, next_power_of_2(dim))}
     index_d_q_kernel[(batch * num_queries * groups,)](
-        d_scores, places, k_idx, d_q, starts, *k_idx.stride()[:2], num_queries, num_blocks,
+        d_scores, places, k_idx, d_q, sampled, starts, *k_idx.stride()[:2], num_queries, num_blocks,
         **sizes, SELECTION=geometry.selection_block_size, BLOCKS=BLOCKS,
     )  # fmt: skip
     index_d_k_kernel[cdiv(num_keys, KEYS), batch](
