@@ -222,16 +222,6 @@ def full():
     checkpoint_module._write = write
 
 
-def error():
-    """A bug that one process alone runs into."""
-
-    def action(step):
-        if step == STEP and RANK == 1:
-            raise IndexError("a bug")
-
-    before_step(action)
-
-
 def code():
     """Another version of the code."""
     from trifocal.train import launch

@@ -248,14 +248,6 @@ def test_an_endless_loop_ends_in_bounded_time_with_the_rank_named(case: Case) ->
     case.resumed_to_the_end()
 
 
-def test_a_bug_in_one_rank_ends_the_others_with_its_text(case: Case) -> None:
-    ended = case.start("error").join(60)
-    assert "IndexError: a bug" in ended[1].error
-    assert ended[0].status == 1
-    assert "rank 1 has failed: IndexError: a bug; rank 0 stops too" in ended[0].error, ended[0].error
-    case.resumed_to_the_end()
-
-
 def test_torchrun_on_two_machines_starts_again_from_the_last_checkpoint(case: Case) -> None:
     """Two torchruns meet as on two machines. The one whose process was killed counts a restart, the other none."""
     command = [

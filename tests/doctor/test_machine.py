@@ -34,40 +34,27 @@ def no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
 
 
-def refuse_driver():
-    raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update it.")
+@pytest.mark.parametrize(
+    "devices, visible, cuda, status, text, remedy",
+    [
+        (0, None, None, "ok", "CPU", ""),
+        (1, None, None, "broken", "without CUDA", "pip install"),
+        (1, "", "13.0", "note", "hidden", "unset CUDA_VISIBLE_DEVICES"),
+        (1, None, "13.0", "broken", "too old", "nvidia-driver-580"),
+        (1, None, "12.8", "broken", "too old", "nvidia-driver-525"),
+    ],
+)
+def test_no_gpu(no_gpu, monkeypatch, devices, visible, cuda, status, text, remedy):
+    def refuse_driver():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update it.")
 
-
-def test_no_gpu_is_healthy(no_gpu, monkeypatch):
-    monkeypatch.setattr(machine, "_nvidia_devices", list)
-    [finding] = machine.check_gpus()
-    assert (finding.status, finding.remedy) == ("ok", "")
-    assert "CPU" in finding.text
-
-
-def test_torch_without_cuda_beside_a_gpu(no_gpu, monkeypatch):
-    monkeypatch.setattr(machine, "_nvidia_devices", lambda: [Path("/dev/nvidia0")])
-    monkeypatch.setattr(torch.version, "cuda", None)
-    [finding] = machine.check_gpus()
-    assert finding.status == "broken" and "without CUDA" in finding.text
-    assert finding.remedy.startswith("pip install")
-
-
-@pytest.mark.parametrize("cuda, driver", [("13.0", "580"), ("12.8", "525")])
-def test_old_driver(no_gpu, monkeypatch, cuda, driver):
-    monkeypatch.setattr(machine, "_nvidia_devices", lambda: [Path("/dev/nvidia0")])
+    monkeypatch.setattr(machine, "_nvidia_devices", lambda: [Path("/dev/nvidia0")] * devices)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "init", refuse_driver)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     [finding] = machine.check_gpus()
-    assert finding.status == "broken" and "too old" in finding.text
-    assert f"nvidia-driver-{driver}" in finding.remedy
-
-
-def test_hidden_gpu(no_gpu, monkeypatch):
-    monkeypatch.setattr(machine, "_nvidia_devices", lambda: [Path("/dev/nvidia0")])
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    [finding] = machine.check_gpus()
-    assert (finding.status, finding.remedy) == ("note", "unset CUDA_VISIBLE_DEVICES")
+    assert finding.status == status and text in finding.text and remedy in finding.remedy
 
 
 def test_gpu_that_does_not_compute(gpu, monkeypatch):
