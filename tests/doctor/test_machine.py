@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """As if PyTorch saw one GPU; nothing is computed on it."""
+    """PyTorch sees one GPU; nothing is computed on it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 

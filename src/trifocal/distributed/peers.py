@@ -82,7 +82,7 @@ class PeerMonitor:
         """Name the process at fault for a failed collective: wait until one is known to be lost.
 
         Args:
-            error: Of the collective.
+            error: The error of the collective.
 
         Returns:
             The error to raise instead; None if no other process is lost.
