@@ -65,20 +65,9 @@ def random_token_floor(device: torch.device, *, train: Train = train) -> Measure
     model = small_config(vocab_size=vocab_size, geometry=geometry, **sizes)
     with _folder() as folder:
         directory = folder / "run"
-        _finish(
-            train,
-            RunConfig(
-                run=RunSection(directory=str(directory), device=device.type),  # type: ignore[arg-type]
-                model=model,
-                data=DataConfig(source="synthetic", prefetch_batches=8),
-                train=TrainSection(steps=FLOOR_STEPS, sequence_length=64, global_batch_size=8, micro_batch_size=8),
-                optimizer=OptimizerSection(learning_rate=1e-2, weight_decay=0.0),
-                schedule=ScheduleSection(warmup_steps=5, minimum_factor=1.0),
-                checkpoint=CheckpointSection(interval_steps=0),
-                evaluate=EvaluateSection(interval_steps=0),
-                log=LogSection(interval_steps=1),
-            ),
-        )
+        data = DataConfig(source="synthetic", prefetch_batches=8)
+        batch = TrainSection(steps=FLOOR_STEPS, sequence_length=64, global_batch_size=8, micro_batch_size=8)
+        _finish(train, _config(directory, device, model, data, batch, saved_steps=0))
         losses = [row["loss"] for row in read_metrics(directory / "metrics.jsonl", "train")]
     second_half = losses[FLOOR_STEPS // 2 :]
     floor = math.log(vocab_size)
@@ -100,8 +89,12 @@ def resume_bit_for_bit(device: torch.device, *, resume: Callable[..., TrainResul
     with _folder() as folder, _drawing_from_every_generator():
         _write_documents(folder / "text")
         whole, resumed = folder / "whole", folder / "resumed"
-        config = _small_run(whole, folder / "text", device)
-        _finish(train, config)
+        model = small_config(vocab_size=257, value_dim=8)
+        data = DataConfig(
+            source=f"text:{folder / 'text'}", validation_fraction=0.0, shuffle_documents=4, shuffle_sequences=8
+        )
+        batch = TrainSection(steps=RESUME_STEPS, sequence_length=48, global_batch_size=4, micro_batch_size=2)
+        _finish(train, _config(whole, device, model, data, batch, saved_steps=RESUME_STEPS // 2))
         shutil.copytree(whole, resumed)
         middle = checkpoint_path(Path(), RESUME_STEPS // 2).name
         _finish(resume, resumed, checkpoint=middle)
@@ -159,15 +152,18 @@ def _finish(start: Callable[..., TrainResult], *arguments: Any, **options: Any) 
         raise KeyboardInterrupt
 
 
-def _small_run(directory: Path, text: Path, device: torch.device) -> RunConfig:
+def _config(
+    directory: Path, device: torch.device, model: ModelConfig, data: DataConfig, train: TrainSection, saved_steps: int
+) -> RunConfig:
+    """A run of a small model, without evaluations; each step has a row in the metrics."""
     return RunConfig(
         run=RunSection(directory=str(directory), device=device.type),  # type: ignore[arg-type]
-        model=small_config(vocab_size=257, value_dim=8),
-        data=DataConfig(source=f"text:{text}", validation_fraction=0.0, shuffle_documents=4, shuffle_sequences=8),
-        train=TrainSection(steps=RESUME_STEPS, sequence_length=48, global_batch_size=4, micro_batch_size=2),
-        optimizer=OptimizerSection(learning_rate=1e-2),
-        schedule=ScheduleSection(warmup_steps=2),
-        checkpoint=CheckpointSection(interval_steps=RESUME_STEPS // 2, keep_last=2),
+        model=model,
+        data=data,
+        train=train,
+        optimizer=OptimizerSection(learning_rate=1e-2, weight_decay=0.0),
+        schedule=ScheduleSection(warmup_steps=2, minimum_factor=1.0),
+        checkpoint=CheckpointSection(interval_steps=saved_steps, keep_last=2),
         evaluate=EvaluateSection(interval_steps=0),
         log=LogSection(interval_steps=1),
     )
