@@ -126,6 +126,17 @@ def test_tokenizers_without_a_template(tmp_path: Path) -> None:
         tokenizer.encode_chat(CHATS[0])
 
 
+def test_the_prompt_of_an_answer_is_that_of_transformers(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path))
+    for chat in CHATS[:5]:
+        expected = theirs.apply_chat_template(chat[:-1], add_generation_prompt=True, return_dict=False)
+        assert tokenizer.encode_prompt(chat[:-1]).tolist() == expected
+    with pytest.raises(UserError, match="tokenizer bytes has no chat template"):
+        ByteTokenizer().encode_prompt(CHATS[0])
+
+
 def test_rows_hold_whole_chats_and_learn_their_answers(lines: str, tokenizer: Tokenizer) -> None:
     """Each document of a row is a chat from its first token on, and each answer is learned once an epoch."""
     chats = {f"{part}.jsonl:{i + 1}": chat for part in range(4) for i, chat in enumerate(CHATS[part::4])}

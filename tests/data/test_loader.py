@@ -16,8 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trifocal.data import Batch, DataConfig, Loader, make_loader, make_tokenizer, merge_states
-from trifocal.data import loader as loader_module
+from trifocal.data import Batch, DataConfig, Loader, make_loader, make_tokenizer, merge_states, prefetch
 from trifocal.data.loader import make_source
 from trifocal.data.prefetch import Activity
 from trifocal.data.sources.text import JsonlSource
@@ -315,7 +314,7 @@ def test_a_stall_is_reported_while_it_lasts_and_then_passes(source: str, monkeyp
         if len(reports) == 3:
             blocked.release.set()
 
-    monkeypatch.setattr(loader_module, "STALL_SECONDS", 0.05)
+    monkeypatch.setattr(prefetch, "STALL_SECONDS", 0.05)
     with open_loader(source, on_stall=on_stall) as loader:
         next(loader)
     assert len(reports) == 3
@@ -329,8 +328,8 @@ def test_a_stall_past_the_limit_is_an_error(
     source: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     blocked = Blocked(monkeypatch)
-    monkeypatch.setattr(loader_module, "STALL_SECONDS", 0.05)
-    monkeypatch.setattr(loader_module, "STALL_LIMIT_SECONDS", 0.2)
+    monkeypatch.setattr(prefetch, "STALL_SECONDS", 0.05)
+    monkeypatch.setattr(prefetch, "STALL_LIMIT_SECONDS", 0.2)
     with open_loader(source) as loader:
         with pytest.raises(UserError, match=r"data stall: no batch for 0 s; .* reading jsonl:"):
             next(loader)

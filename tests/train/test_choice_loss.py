@@ -37,7 +37,7 @@ def heartbeat(tmp_path: Path) -> Iterator[Heartbeat]:
 
 
 def take_step(
-    config: RunConfig, batches: list[Batch], heartbeat: Heartbeat, *, step: int = 3, split_rows: bool = False
+    config: RunConfig, batches: list[Batch], heartbeat: Heartbeat, *, step: int = 3
 ) -> tuple[StepResult, Gradients, DecoderLM]:
     model = DecoderLM(config.model)
     model.init_weights(5)
@@ -45,7 +45,7 @@ def take_step(
     teacher = ChoiceTeacher(model, config.train, CPU) if config.train.choice_loss_weight else None
     function = model if teacher is None else partial(model, teaching=teacher.teaching)
     optimizer = make_optimizer(model, config.optimizer)
-    train_step = TrainStep(function, optimizer, CPU, config.train, teacher=teacher, split_rows=split_rows)
+    train_step = TrainStep(function, optimizer, CPU, config.train, teacher=teacher)
     result = train_step.run(step, batches, phases=heartbeat)
     assert result.finite.wait()
     return result, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, model
@@ -96,7 +96,6 @@ def test_how_a_batch_is_cut_does_not_matter(tmp_path: Path, heartbeat: Heartbeat
     others = {
         "accumulated": take_step(config, read_batches(config, 1, 4), heartbeat),
         "checkpointed": take_step(checkpointed, read_batches(config, 4, 1), heartbeat),
-        "split rows": take_step(config, read_batches(config, 4, 1), heartbeat, split_rows=True),
     }
     for name, (result, gradients, _) in others.items():
         torch.testing.assert_close(result.choice, whole[0].choice, rtol=1e-5, atol=1e-7, msg=name)

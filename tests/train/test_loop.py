@@ -18,8 +18,7 @@ import torch
 from tests.train.tiny import WORDS, before_step, make_config, read_checkpoint
 from trifocal import load_model
 from trifocal.cli.train import _summary
-from trifocal.data import DataConfig, Loader, make_loader, make_tokenizer
-from trifocal.data import loader as data_loader
+from trifocal.data import DataConfig, Loader, make_loader, make_tokenizer, prefetch
 from trifocal.data.sources.text import TextSource
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
@@ -394,7 +393,7 @@ def test_a_source_that_gives_nothing_for_a_while_is_an_event(
         return original(self, shard, cursor)
 
     monkeypatch.setattr(TextSource, "read", slow_read)
-    monkeypatch.setattr(data_loader, "STALL_SECONDS", 0.2)
+    monkeypatch.setattr(prefetch, "STALL_SECONDS", 0.2)
     flags = ("--train.steps", "1", "--evaluate.interval_steps", "0")
     run = train(make_config(tmp_path, *flags)).directory
     events = read_metrics(run / "metrics.jsonl", "event")

@@ -17,7 +17,7 @@ from tests.distributed.workers import train as start
 from tests.train.tiny import before_step, make_config, read_checkpoint, write_config
 from trifocal import load_model
 from trifocal.cli import main
-from trifocal.data import load_tokenizer
+from trifocal.data import make_tokenizer
 from trifocal.distributed import DistributedContext
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
@@ -167,7 +167,7 @@ def test_a_folder_that_cannot_be_renamed_stays(tmp_path: Path, monkeypatch: pyte
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(UserError, match=f"is not replaced: it cannot be renamed to .*{os.strerror(error)}"):
+    with pytest.raises(UserError, match=f"cannot make run.directory .*{os.strerror(error)}"):
         train(config, overwrite=True)
     assert (run / "checkpoints").is_dir()
 
@@ -285,13 +285,13 @@ def test_the_weights_come_with_their_tokenizer(tmp_path: Path) -> None:
     train(make_config(tmp_path, "--train.steps", "1", "--data.tokenizer", str(tmp_path / "tokenizer.json")))
     (tmp_path / "tokenizer.json").unlink()
     weights = tmp_path / "run" / "weights"
-    loaded = load_tokenizer(weights)
+    loaded = make_tokenizer(str(weights))
     assert (loaded.encode("a quick fox").tolist(), loaded.separator, loaded.vocab_size) == ([2, 3, 1], 0, 4)
     (weights / "tokenizer_config.json").write_text("[]")
     with pytest.raises(UserError, match=r"tokenizer_config\.json: it holds no JSON object"):
-        load_tokenizer(weights)
+        make_tokenizer(str(weights))
     train(make_config(tmp_path, "--train.steps", "1", name="bytes"))
-    assert load_tokenizer(tmp_path / "bytes" / "weights").decode([65, 256]) == "A"
+    assert make_tokenizer(str(tmp_path / "bytes" / "weights")).decode([65, 256]) == "A"
 
 
 def test_home_is_expanded_and_advice_can_be_pasted(

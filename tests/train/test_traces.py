@@ -214,10 +214,10 @@ def test_memory_is_written_down_every_so_many_steps(tmp_path: Path) -> None:
 def test_a_disk_that_does_not_take_the_files_is_said_and_the_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, rows: object) -> None:
+    def full(trace: object, folder: Path, rank: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("trifocal.runlog.traces.gradients.write_table", full)
+    monkeypatch.setattr("trifocal.runlog.traces.gradients.GradientTrace.write", full)
     train(make_config(tmp_path, *QUICK, "--trace.what", "gradients,memory", "--trace.steps", "2:4"))
     assert "could not be written: [Errno 28] No space left on device; training goes on" in capsys.readouterr().out
     names = [row["name"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "event")]

@@ -12,8 +12,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from trifocal.data import load_tokenizer, make_tokenizer
-from trifocal.data.tokenizers import CONFIG_FILE as TOKENIZER_CONFIG_FILE
+from trifocal.data import make_tokenizer
 from trifocal.data.tokenizers import TOKENIZER_FILE, TOKENIZER_FILES
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, ModelConfig, parameter_count, save_weights
@@ -102,8 +101,7 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> str:
     if not (folder / TOKENIZER_FILE).exists() or not importlib.util.find_spec("tokenizers"):
         return f"no tokenizer was checked ({TOKENIZER_FILE}, pip install 'trifocal[data]'); {advice}"
     try:
-        named = (folder / TOKENIZER_CONFIG_FILE).exists()
-        tokenizer = load_tokenizer(folder) if named else make_tokenizer(str(folder))
+        tokenizer = make_tokenizer(str(folder))
     except UserError as error:
         raise UserError(f"{error}; or take {TOKENIZER_FILE} out of DIR, and {advice}") from error
     if tokenizer.vocab_size > vocab_size:

@@ -1,11 +1,11 @@
 """`trifocal evaluate`: what a trained model can do."""
 
+import itertools
 import json
 import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -39,21 +39,8 @@ from trifocal.train.checkpoint.pretrained import Pretrained, open_pretrained
 from trifocal.train.config.check import choose_device
 from trifocal.train.config.load import parse_arguments
 
-_COLUMNS = {
-    "loss": {
-        "sequences": "sequences",
-        "targets": "targets",
-        "loss": "nats/token",
-        "bits_per_token": "bits/token",
-        "bits_per_byte": "bits/byte",
-    },
-    "position": {"first": "from", "end": "to", "targets": "targets", "loss": "nats/token"},
-    "choice": {"layer": "layer", "recall": "recall", "recall_by_chance": "by chance"},
-    "choice_distance": {"first": "from", "end": "to", "exact_mass": "exact choice's mass", "recall": "recall"},
-    "recall": {"pairs": "pairs", "samples": "rows", "accuracy": "found", "answer_loss": "nats/answer"},
-    "recall_distance": {"pairs": "pairs", "first": "from", "end": "to", "queries": "queries", "accuracy": "found"},
-}
 _LISTS = ("--only", "--lengths", "--pairs")
+_NO_COLUMNS = ("task", "length", "status", "source")
 _LINE_SECONDS = 5.0
 _TITLES = {
     "loss": "Loss on validation data",
@@ -126,11 +113,10 @@ def run(args: Sequence[str]) -> int:
     console = SafeConsole(file=sys.stdout, soft_wrap=not sys.stdout.isatty())
     rows: list[dict[str, Any]] = []
     try:
-        with _progress(console) as say:
-            for row in evaluate_model(subject, plan, say):
-                rows.append(row)
-                if row["status"] != "ok":
-                    console.print(f"{row['task']}, {row['length']:,} tokens: {row['status']}", markup=False)
+        for row in evaluate_model(subject, plan, _progress()):
+            rows.append(row)
+            if row["status"] != "ok":
+                console.print(f"{row['task']}, {row['length']:,} tokens: {row['status']}", markup=False)
     except FloatingPointError as error:
         raise UserError(f"{found.path}: {error}; choose an earlier one with --checkpoint") from error
     finally:
@@ -162,15 +148,14 @@ def _note_on_needles(rows: Sequence[dict[str, Any]], subject: Subject, step: int
     needles = [row for row in rows if row["task"] == "needle" and row["status"] == "ok"]
     if not needles or any(row["accuracy"] for row in needles):
         return ""
-    read = ""
+    size = f"{parameter_count(subject.model.config):,} parameters"
     if subject.run is not None and step is not None:
-        read = f" after {step * subject.run.train.global_batch_size * subject.run.train.sequence_length:,} tokens"
-    text = f"no needle was found: a model of {parameter_count(subject.model.config):,} parameters{read} "
+        size += f" after {step * subject.run.train.global_batch_size * subject.run.train.sequence_length:,} tokens"
     if needles[0]["needles"] > 1 or not has_text(needles[0]["source"]):
-        return text + "does not find them yet; train longer"
+        return f"no needle was found: a model of {size} does not find them yet; train longer"
     return (
-        text + "does not copy a number from far back; that is learned late in training on text. To see what the "
-        "attention can retrieve, train on needles: --data.source needle:4"
+        f"no needle was found: a model of {size} does not copy a number from far back; that is learned late in "
+        "training on text. To see what the attention can retrieve, train on needles: --data.source needle:4"
     )
 
 
@@ -227,14 +212,8 @@ def _plan(subject: Subject, options: EvaluateArguments) -> Plan:
     )
 
 
-@contextmanager
-def _progress(console: SafeConsole) -> Iterator[Say]:
-    """A line that changes on a terminal; elsewhere a line for each task and length, and every few seconds."""
-    if console.is_terminal:
-        with console.status("reading the data") as status:
-            yield lambda text, detail="": status.update(f"{text}{detail}".replace("[", r"\["))
-        return
-
+def _progress() -> Say:
+    """A line for each task and length, and every few seconds how far it is."""
     last = time.monotonic()
 
     def say(text: str, detail: str = "") -> None:
@@ -243,39 +222,29 @@ def _progress(console: SafeConsole) -> Iterator[Say]:
             last = time.monotonic()
             print(f"{text}{detail}", flush=True)
 
-    yield say
+    return say
 
 
 def _tables(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
-    done = [row for row in rows if row["status"] == "ok"]
+    """A table of each task's figures; of needles, a row for each length and a column for each depth."""
     for task, title in _TITLES.items():
-        own = [row for row in done if row["task"] == task]
-        if not own:
-            continue
-        table = Table(title=title, title_justify="left")
-        table.add_column("tokens", justify="right")
+        own = [row for row in rows if row["task"] == task and row["status"] == "ok"]
         if task == "needle":
-            depths = sorted({row["depth"] for row in own})
-            for depth in depths:
-                table.add_column(f"{depth:.0%}", justify="right")
-            for length in sorted({row["length"] for row in own}):
-                found = {row["depth"]: row["accuracy"] for row in own if row["length"] == length}
-                table.add_row(f"{length:,}", *(f"{found[depth]:.0%}" for depth in depths if depth in found))
-        else:
-            shown = _COLUMNS[task]
-            for name in shown.values():
-                table.add_column(name, justify="right")
+            # The rows of a length come one after the other.
+            own = [
+                {"length": length, **{f"{row['depth']:.0%}": row["accuracy"] for row in found}}
+                for length, found in itertools.groupby(own, lambda row: row["length"])
+            ]
+        if own:
+            names = [name for name in own[0] if name not in _NO_COLUMNS]
+            table = Table("tokens", *(name.replace("_", " ") for name in names), title=title, title_justify="left")
             for row in own:
-                table.add_row(f"{row['length']:,}", *(_cell(name, row.get(name)) for name in shown))
-        yield table
+                table.add_row(f"{row['length']:,}", *(_cell(row.get(name)) for name in names))
+            yield table
 
 
-def _cell(name: str, value: Any) -> str:
-    if value is None:
-        return "-"
-    if name in ("accuracy", "recall", "recall_by_chance", "exact_mass"):
-        return f"{value:.1%}"
-    return f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+def _cell(value: Any) -> str:
+    return "-" if value is None else f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
 
 
 def _step_of(path: Path) -> int | None:

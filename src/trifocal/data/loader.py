@@ -28,10 +28,6 @@ from trifocal.data.tokenizers import Tokenizer
 from trifocal.errors import UserError
 
 POSITION_VERSION = 4
-STALL_SECONDS = 30.0
-"""Waiting this long for a batch is reported, and again each time as much has passed."""
-STALL_LIMIT_SECONDS = 1800.0
-"""Waiting this long for a batch stops the run."""
 _LATENCIES_KEPT = 1000
 _CLOSING_SECONDS = 1.0
 
@@ -147,8 +143,6 @@ class Loader:
                 self._produce,
                 depth=self.config.prefetch_batches,
                 activity=self._activity,
-                stall_seconds=STALL_SECONDS,
-                stall_limit_seconds=STALL_LIMIT_SECONDS,
                 on_stall=self._on_stall,
             )
         begin = time.perf_counter()

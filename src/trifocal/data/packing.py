@@ -118,10 +118,6 @@ class PackedStream:
             filled = end
         return Row(tokens, targets, starts, ids, epoch)
 
-    def skip_row(self) -> int:
-        """Skip a row, and return its epoch. It must be made, to find its end."""
-        return self.next_row().epoch
-
     def _current(self) -> TokenDocument:
         """The document of the next token."""
         if self._document is None:
@@ -150,7 +146,7 @@ class ShuffledStream:
         seed: Orders the rows.
     """
 
-    def __init__(self, rows: RowStream, block_rows: int, *, seed: int) -> None:
+    def __init__(self, rows: PackedStream, block_rows: int, *, seed: int) -> None:
         self._rows = rows
         self._block_rows = block_rows
         self._seed = seed

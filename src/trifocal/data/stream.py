@@ -46,8 +46,7 @@ class Position:
 
     def to_json(self) -> dict[str, Any]:
         """A dict of plain values."""
-        block = None if self.block is None else list(self.block)
-        return {"epoch": self.epoch, "shard": self.shard, "block": block, "index": self.index}
+        return dict(vars(self))
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Position:

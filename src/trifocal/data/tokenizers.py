@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trifocal.data.sources.base import fingerprint
-from trifocal.data.sources.chats import Chat, render_chat
+from trifocal.data.sources.chats import Chat, render_chat, render_prompt
 from trifocal.errors import UserError, one_line
 from trifocal.paths import read_small_file, user_path
 
@@ -73,6 +73,10 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def encode_prompt(self, messages: Chat) -> NDArray[np.int32]:
+        """The tokens of a chat and of the beginning of its next answer; raises as `encode_chat`, [n]."""
+        ...
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens, without separators; invalid UTF-8 is replaced."""
         ...
@@ -82,7 +86,7 @@ class Tokenizer(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the files of `load_tokenizer`, which transformers reads too, into an existing folder."""
+        """Write the files that `make_tokenizer` reads, and transformers too, into an existing folder."""
         ...
 
 
@@ -108,6 +112,10 @@ class ByteTokenizer:
         raise UserError(
             "tokenizer bytes has no chat template; give data.tokenizer one that has, such as the model's own"
         )
+
+    def encode_prompt(self, messages: Chat) -> NDArray[np.int32]:
+        """Bytes have no chat template."""
+        return self.encode_chat(messages).tokens
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of bytes, without ids above 255."""
@@ -199,20 +207,30 @@ class HuggingFaceTokenizer:
 
     def encode_chat(self, messages: Chat) -> ChatTokens:
         """The tokens of a chat, by the template."""
-        if not self._chat_template:
-            raise UserError(f"tokenizer {self.name} has no chat template; set data.tokenizer to a folder that has one")
-        names = {key: text for key, value in self._config.items() if (text := _text_of_token(value)) and "token" in key}
-        chat = render_chat(self._chat_template, messages, names, self.name)
-        try:
-            encoding = self._tokenizer.encode(chat.text, add_special_tokens=False)
-        except Exception as error:  # As above.
-            raise self._cannot_encode(error) from error
+        chat = render_chat(*self._template_of(messages))
+        encoding = self._encode_rendered(chat.text)
         starts, ends = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         answers = np.zeros(len(starts), dtype=np.bool_)
         for first, end in chat.answers:
             # A token with characters of both is an answer's, as in transformers.
             answers |= (ends > first) & (starts < end)
         return ChatTokens(np.asarray(encoding.ids, dtype=np.int32), answers)
+
+    def encode_prompt(self, messages: Chat) -> NDArray[np.int32]:
+        """The tokens of a chat and of the beginning of its next answer, by the template."""
+        return np.asarray(self._encode_rendered(render_prompt(*self._template_of(messages))).ids, dtype=np.int32)
+
+    def _template_of(self, messages: Chat) -> tuple[str, Chat, dict[str, str], str]:
+        if not self._chat_template:
+            raise UserError(f"tokenizer {self.name} has no chat template; set data.tokenizer to a folder that has one")
+        names = {key: text for key, value in self._config.items() if (text := _text_of_token(value)) and "token" in key}
+        return self._chat_template, messages, names, self.name
+
+    def _encode_rendered(self, text: str) -> Any:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # As above.
+            raise self._cannot_encode(error) from error
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens, without special ones."""
@@ -264,7 +282,7 @@ def _text_of_token(value: Any) -> str:
 
 
 def _byte_vocabulary(separator: int) -> dict[str, Any]:
-    """The `tokenizer.json` of bytes, as the `tokenizers` library writes it."""
+    """The `tokenizer.json` of bytes."""
     # GPT-2's characters for bytes: printable ones for themselves, the others from 256 on.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
@@ -273,28 +291,15 @@ def _byte_vocabulary(separator: int) -> dict[str, Any]:
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     # A decoder has the same options, and reads none of them.
     decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-    model: dict[str, Any] = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-        "vocab": {character: byte for byte, character in enumerate(characters)},
-        "merges": [],
-    }
+    vocabulary = {character: byte for byte, character in enumerate(characters)}
     return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": [{**end, "normalized": False, "special": True}],
         "normalizer": None,
         "pre_tokenizer": byte_level,
         "post_processor": None,
         "decoder": decoder,
-        "model": model,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
     }
 
 
@@ -322,17 +327,6 @@ def make_tokenizer(name: str, *, separator: str = "") -> Tokenizer:
     if name.endswith(".json") or not _ID.fullmatch(name):
         raise UserError(f"tokenizer {name}: no such file; give the path of a tokenizer.json")
     return _from_folder(_download(name), name, separator)
-
-
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that `Tokenizer.save` wrote into a folder, such as the `weights` of a run.
-
-    Raises:
-        UserError: If there is none, or one of its files is broken.
-    """
-    if not (folder / CONFIG_FILE).is_file():
-        raise UserError(f"there is no {folder / CONFIG_FILE}, which names the model's tokenizer")
-    return _from_folder(folder, str(folder), "")
 
 
 def _from_folder(folder: Path, name: str, separator: str) -> Tokenizer:

@@ -52,7 +52,6 @@ def take_steps(config: RunConfig, processes: DistributedContext, folder: Path) -
             parallel=setup.parallel,
             graphs=setup.graphs,
             teacher=setup.teacher,
-            split_rows=device.type == "cpu" and processes.size == 1 and not train.compile,
         )
         coordinator, heartbeat = StepCoordinator(processes, setup.teacher), Heartbeat(folder)
         accumulation = train.global_batch_size // (train.micro_batch_size * processes.size)

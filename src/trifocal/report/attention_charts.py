@@ -4,8 +4,8 @@ import statistics
 from typing import Any
 
 from trifocal.report.charts import FULL, THIRD, Chart, Trace, heat_map, line, share_steps
+from trifocal.runlog.jsonl import is_number
 from trifocal.runlog.run import Run
-from trifocal.runlog.valid_rows import is_number
 from trifocal.telemetry.statistics import IGNORED_GATE
 
 BRANCHES = {"cmp": "compressed", "slc": "selected", "win": "window"}

@@ -10,11 +10,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from trifocal.runlog.jsonl import Row
+from trifocal.runlog.jsonl import Row, is_number
 from trifocal.runlog.progress import duration
 from trifocal.runlog.run import Run
 from trifocal.runlog.stalls.verdict import Verdict, judge
-from trifocal.runlog.valid_rows import is_number
 from trifocal.telemetry.statistics import BRANCHES
 
 _COLOURS = {

@@ -17,9 +17,9 @@ from typing import Literal
 from trifocal.models import ModelConfig, flops_per_token
 from trifocal.paths import shell_path
 from trifocal.report.attention_charts import BRANCHES
+from trifocal.runlog.jsonl import is_number
 from trifocal.runlog.run import Run
 from trifocal.runlog.stalls.verdict import judge
-from trifocal.runlog.valid_rows import is_number
 
 Mark = Literal["good", "watch", "bad", "unknown"]
 

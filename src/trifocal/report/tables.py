@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
+from trifocal.runlog.jsonl import is_number
 from trifocal.runlog.progress import duration
 from trifocal.runlog.run import Run
 from trifocal.runlog.stalls.verdict import judge
-from trifocal.runlog.valid_rows import is_number
 
 _MOST_EVENTS = 200
 

@@ -123,6 +123,10 @@ class AttentionTelemetry:
         layers = self._observe(tokens[:1], documents, lambda layer: describe_layers(layer, queries))
         return assemble_picture(step, geometry, texts, documents, queries, list(self.layers), layers)
 
+    def choices(self, tokens: Tensor, queries: Tensor) -> Tensor:
+        """Run a sequence [1, T] through the model; the blocks that some queries choose, [layers, Q, G, N], -1 pads."""
+        return self._observe(tokens, None, lambda layer: {"chosen": layer.selected[..., queries, :, :]})["chosen"]
+
     def log(self, metrics: MetricsWriter, step: int, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> None:
         """Measure, write a row for each layer, and an event for each alarm that begins or ends.
 

@@ -13,8 +13,7 @@ from trifocal.distributed import DistributedContext, PeerLost, PeerMonitor
 from trifocal.errors import UserError, one_line
 from trifocal.runlog import Heartbeat
 from trifocal.runlog.proc import process_state
-from trifocal.runlog.stalls.dump import read_answers, write_details, write_stacks
-from trifocal.runlog.stalls.summary import stall_summary
+from trifocal.runlog.stalls.dump import stall_summary, write_details, write_stacks
 from trifocal.runlog.whole_files import write_whole
 from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.nonfinite import NonFiniteError
@@ -152,7 +151,7 @@ class StepCoordinator:
             folder.mkdir(exist_ok=True)
             rank = self._processes.rank
             write_stacks(folder, rank)
-            page = stall_summary(directory, folder, rank, f"stops: {sentence}", row, read_answers(folder))
+            page = stall_summary(directory, folder, rank, f"stops: {sentence}", row)
             # The last writer wins: all pages are about the same process.
             write_whole(folder / "summary.md", page)
             # A lost process leaves no stacks: the others write down the place in the code where it was last seen.

@@ -170,7 +170,7 @@ class Trainer:
         self.evaluator = Evaluator(setup, log)
         self.evaluation: Evaluation | None = None
         self.sample: str | None = None
-        train, alone = self.config.train, setup.processes.size == 1
+        train = self.config.train
         self.generates_code = train.compile or setup.graphs is not None
         self.compiled_kinds: set[bool] = set()
         self.accumulation = train.global_batch_size // (train.micro_batch_size * setup.processes.size)
@@ -183,8 +183,6 @@ class Trainer:
             parallel=setup.parallel,
             graphs=setup.graphs,
             teacher=setup.teacher,
-            # One process on a CPU: elsewhere every call must have the same shape, or launches cost more than work.
-            split_rows=setup.device.type == "cpu" and alone and not train.compile,
         )
         self.tracer = make_tracer(setup, log)
 

@@ -212,13 +212,7 @@ def _set_aside(folder: Path) -> str:
     while os.path.lexists(folder.with_name(f"{folder.name}.old-{number}")):
         number += 1
     old = folder.with_name(f"{folder.name}.old-{number}")
-    try:
-        folder.rename(old)
-    except OSError as error:
-        raise UserError(
-            f"the run in {folder} is not replaced: it cannot be renamed to {old} ({error.strerror}); choose another "
-            "--run.directory"
-        ) from error
+    folder.rename(old)
     folder.mkdir()
     flush_folder(folder.parent)
     note = f"the run that was in {folder} is now in {old}"

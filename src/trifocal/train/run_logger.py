@@ -213,7 +213,7 @@ def open_logger(setup: TrainSetup) -> Iterator[RunLogger]:
     with ExitStack() as stack:
         is_rank0 = processes.is_rank0
         streams = stack.enter_context(FaultTolerantStreams())
-        metrics = stack.enter_context(_open_metrics(setup) if is_rank0 else MetricsWriter.silent())
+        metrics = stack.enter_context(_open_metrics(setup) if is_rank0 else MetricsWriter(None))
         heartbeat = Heartbeat(
             directory / "heartbeat",
             processes.rank,

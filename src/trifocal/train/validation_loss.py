@@ -78,11 +78,10 @@ def evaluate(
     targets, text_bytes = 0, 0
     counts = [batch.valid_targets for batch in batches]
     losses: dict[int, float] = {}
-    split_rows = device.type == "cpu" and processes.size == 1
     for first in range(0, len(batches), processes.size):
         index = min(first + processes.rank, len(batches) - 1)
         with autocast(device, precision):
-            losses[index] = batch_loss(model, batches[index], device, split_rows=split_rows).item()
+            losses[index] = batch_loss(model, batches[index], device).item()
         on_batch(min(first + processes.size, len(batches)))
     for found in processes.gather(losses):
         losses.update(found)

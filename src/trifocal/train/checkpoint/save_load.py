@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 
 from trifocal.distributed import DistributedContext
 from trifocal.errors import UserError
+from trifocal.fields import dotted_fields, value_of
 from trifocal.models import ModelConfig
 from trifocal.train.checkpoint.folders import checkpoint_path
 from trifocal.train.checkpoint.manifest import (
@@ -39,8 +40,6 @@ from trifocal.train.checkpoint.manifest import (
 )
 from trifocal.train.run_folder import PARTIAL, flush_folder, remove_folder
 
-# Fields that change how the model is computed, not its weights.
-_FREE_MODEL_FIELDS = frozenset({"backend"})
 # safetensors makes a file in memory before it is written.
 _FILE_BYTES = 2**30
 
@@ -189,23 +188,19 @@ def read_model_config(path: Path) -> ModelConfig:
     return ModelConfig.from_dict(dict(read_manifest(path)["model"]))
 
 
-def _check_model(path: Path, model_config: ModelConfig) -> None:
-    # Read as a configuration: JSON has no tuples, and an older checkpoint lacks keys that have defaults by now.
-    saved = read_model_config(path).to_dict()
-    expected = model_config.to_dict()
-    differences = [
-        f"{name} is {_shown(saved.get(name))} there, {_shown(expected.get(name))} here"
-        for name in sorted(saved.keys() | expected.keys())
-        if name not in _FREE_MODEL_FIELDS and saved.get(name) != expected.get(name)
+def model_differences(there: ModelConfig, here: ModelConfig) -> list[str]:
+    """The keys in which two models differ, with both values; where weights come from, and the backend, do not count."""
+    return [
+        f"{name} is {value_of(there, name)} there, {value_of(here, name)} here"
+        for name in dotted_fields(ModelConfig)
+        if name not in ("from", "backend") and value_of(there, name) != value_of(here, name)
     ]
+
+
+def _check_model(path: Path, model_config: ModelConfig) -> None:
+    differences = model_differences(read_model_config(path), model_config)
     if differences:
         raise UserError(f"checkpoint {path} is of another model: {'; '.join(differences)}")
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, dict):
-        return "/".join(str(part) for part in value.values())
-    return "absent" if value is None else str(value)
 
 
 def _process_state(path: Path, rank: int) -> dict[str, Any]:
