@@ -119,7 +119,7 @@ _WINDOW_TILES: dict[tuple[str, str], dict[int, Tile]] = {("hopper", "dkdv"): {12
 
 
 def interval_tile(kernel: str, dtype: torch.dtype, columns: int, architecture: str, *, window: bool) -> Tile:
-    """The tile of the interval kernel `"forward"`, `"d_q"` or `"dkdv"`.
+    """The tile of the compressed or window kernel `"forward"`, `"d_q"` or `"dkdv"`.
 
     Args:
         kernel: Which of the three.

@@ -1,4 +1,4 @@
-"""d_q of interval attention for Hopper, in Gluon; see `forward` for how programs are divided.
+"""Hopper version of `triton.interval.d_q`, in Gluon; see `forward` for how programs are divided.
 
 Each half of the warps holds 64 rows of q, d_o and d_q, and both loop over the key tiles of their range,
 which the loader brings. From memory, per tile of rows: q and d_o once, k and v of the range, d_q out, and in when it

@@ -1,4 +1,4 @@
-"""d_k and d_v of interval attention for Hopper, in Gluon; see `forward` for how programs are divided.
+"""Hopper version of `triton.interval.dkdv`, in Gluon; see `forward` for how programs are divided.
 
 A program holds a tile of 128 keys and values in shared memory, each half of its warps d_k and d_v of 64 of them in
 registers, and loops over tiles of 64 rows of q and d_o (32 where keys are wider than 128), share after share of the

@@ -1,4 +1,4 @@
-"""The forward kernel of interval attention for Hopper, in Gluon; `triton.interval` explains its task.
+"""Hopper version of `triton.interval.forward`, in Gluon.
 
 The portable kernel leaves more than a third of the matrix units' limit unused there: one program's warps all multiply
 or all exponentiate at a time. Here a program has three parts that run side by side:

@@ -1,4 +1,4 @@
-"""The d_q kernel of interval attention; see `interval`."""
+"""d_q of attention to a range of keys; see `interval.common`."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""The d_k, d_v kernel of interval attention; see `interval`."""
+"""d_k and d_v of attention to a range of keys; see `interval.common`."""
 
 import triton
 import triton.language as tl

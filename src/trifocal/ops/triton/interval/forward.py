@@ -1,4 +1,4 @@
-"""The forward kernel of interval attention; see `interval`."""
+"""Forward of attention to a range of keys; see `interval.common`."""
 
 import torch
 import triton
