@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -134,6 +136,29 @@ def test_going_on_reads_the_footer_and_the_present_row_group(write_parquet: Writ
     whole = list(source.read(0, None))
     assert next(source.read(0, whole[500][1])) == whole[501]
     assert opened[1].count < opened[0].count / 3
+
+
+BOMB = """
+import re, sys
+from trifocal.data.sources.parquet import ParquetSource
+source = ParquetSource.from_path("parquet:bomb", sys.argv[1], "text")
+for number, _ in zip(range(20), source.read(0, None), strict=False):
+    pass
+print(number, re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+"""
+
+
+def test_a_small_file_of_20_gb_of_text_is_read_in_small_parts(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1000), ["a" * 20_000_000])
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": column}), path, compression="brotli", store_schema=False,
+        dictionary_pagesize_limit=1 << 30,
+    )  # fmt: skip
+    assert path.stat().st_size < 1000
+    done = subprocess.run([sys.executable, "-c", BOMB, str(path)], capture_output=True, text=True, check=True)
+    number, kilobytes = map(int, done.stdout.split())
+    assert number == 19 and kilobytes < 1_500_000
 
 
 def test_resume_within_a_row_group(write_parquet: Write, texts: Callable[..., list[str]], tmp_path: Path) -> None:

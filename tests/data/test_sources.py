@@ -402,3 +402,10 @@ def test_the_home_folder_is_meant_by_a_tilde(tmp_path: Path, monkeypatch: pytest
     assert TextSource("~/a.txt").shards == ["a.txt"]
     assert TextSource("~/*.txt").shards == ["a.txt"]
     assert JsonlSource("~", "text").shards == ["a.jsonl"]
+
+
+def test_a_line_longer_than_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trifocal.data.sources.text.LONGEST_LINE", 1000)
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "fine"}) + "\n" + json.dumps({"text": "x" * 5000}))
+    assert first_error(f"jsonl:{path}").startswith(f"{path}:2: the line is longer than 1,000 bytes")

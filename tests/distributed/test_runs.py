@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.workers import train
+from tests.train.test_choice_loss import NORMS_AFTER
 from tests.train.tiny import read_checkpoint, write_config
 from trifocal import load_model
 from trifocal.runlog import read_metrics
@@ -84,6 +85,7 @@ def test_gradients_of_recorded_graphs_are_the_same(runs: dict[str, Path], tmp_pa
 def test_a_taught_choice_is_that_of_one_process(tmp_path: Path) -> None:
     """The queries, their loss and its scale: two processes with one micro-batch each, and recorded, with two."""
     flags = ("--model.chooser", "index", "--train.choice_loss_weight", "0.5", "--train.choice_loss_sample", "0.5")
+    flags += ("--optimizer.index_lr_factor", "3")
     flags = (*flags, "--log.sample_interval_steps", "0")
     small = ("--train.micro_batch_size", "1", "--evaluate.batches", "4")
     found = [
@@ -103,8 +105,8 @@ def test_a_taught_choice_is_that_of_one_process(tmp_path: Path) -> None:
 
 
 def test_compiled_checkpointed_layers_are_the_same(tmp_path: Path) -> None:
-    """And compiled: the hooks of FSDP stay outside, so that all layers share one's graphs. The attention is dense."""
-    dense = ("--model.attention", "dense")
+    """And compiled: the hooks of FSDP stay outside, so that all layers share one's graphs. The layers are OLMo 2's."""
+    dense = ("--model.attention", "dense", *NORMS_AFTER)
     plain = finish(tmp_path / "plain", "auto", 1, *dense)
     flags = ("--train.compile", "true", "--train.activation_checkpointing", "all", *dense)
     run = finish(tmp_path, "fsdp", 2, *flags, fault="compiled", FAULT_FILE=str(tmp_path / "graphs"))

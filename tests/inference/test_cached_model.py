@@ -29,6 +29,10 @@ OPTIONS: list[dict[str, Any]] = [
         "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True, "unrotated_layers": (1,),
         "rope_scaling": RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
     },
+    {
+        "layer_types": ("window", "nsa"), **dict.fromkeys(("norm_after", "qk_norm", "qk_norm_all_heads"), True),
+        "rope_scaling": RopeScaling(rope_type="linear", factor=4.0), "unscaled_layers": (0,),
+    },
 ]  # fmt: skip
 # l, d, l', n, first, last, w: blocks that do not overlap with a window of one; a window wider than everything; no
 # forced last block.
@@ -83,7 +87,7 @@ def test_decoding_equals_one_pass_after_prefills_of_every_length(make_model: Mak
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_chunks_and_several_new_tokens_equal_one_pass(make_model: Make, geometry: Geometry) -> None:
-    for options in (*OPTIONS[:3], OPTIONS[4]):
+    for options in (*OPTIONS[:3], *OPTIONS[4:]):
         model, tokens = make_model(geometry=geometry, **options), draw_tokens(60)
         with torch.no_grad():
             expected = model(tokens[None])[0]

@@ -45,6 +45,10 @@ def test_norm_bias_and_gates(backend, rows):
     assert gates is None
     in_full, _ = normed_linear(residual, Norm(norm_weight, EPS), weight, out_dtype=torch.float64, backend=backend)
     assert torch.equal(in_full, out.double())
+    out, gates = normed_linear(residual, None, weight, bias, num_sigmoids=9, backend=backend)
+    exact = residual.x.double() @ weight.double().T + bias
+    assert error(out, exact[:, :-9]) < BOUND
+    assert error(gates, exact[:, -9:].sigmoid()) < BOUND
 
 
 @both_backends

@@ -24,6 +24,9 @@ CPU = torch.device("cpu")
 # Rows of 32 tokens in which the last queries of each document have more free blocks than places.
 TAUGHT = ("--train.choice_loss_weight", "0.5", "--train.choice_loss_sample", "0.5")
 INDEX = ("--model.chooser", "index")
+NORMS_AFTER = tuple(
+    word for key in ("norm_after", "qk_norm", "qk_norm_all_heads") for word in (f"--model.{key}", "true")
+)
 Gradients = dict[str, torch.Tensor]
 
 
@@ -67,7 +70,7 @@ def test_all_but_the_index_gets_the_same_update(tmp_path: Path, heartbeat: Heart
         assert (name in index) != torch.equal(parameter, others[name]), name
 
 
-@pytest.mark.parametrize("keys", [(), ("--model.compressor", "mlp")])
+@pytest.mark.parametrize("keys", [(), ("--model.compressor", "mlp"), NORMS_AFTER])
 def test_compressed_keys_are_taught_alone(tmp_path: Path, heartbeat: Heartbeat, keys: tuple[str, ...]) -> None:
     config = make_config(tmp_path, *keys, *TAUGHT, "--train.gradient_clip_norm", "0")
     batches = read_batches(config, 2, 2)
@@ -75,7 +78,7 @@ def test_compressed_keys_are_taught_alone(tmp_path: Path, heartbeat: Heartbeat, 
     _, plain, _ = take_step(silent, batches, heartbeat)
     _, taught, _ = take_step(config, batches, heartbeat)
     changed = {name for name in plain if not torch.equal(plain[name], taught[name])}
-    own = {name for name in plain if "k_compressor" in name} if keys else set()
+    own = {name for name in plain if "k_compressor" in name}
     assert changed == {f"blocks.{layer}.attention.k_proj.weight" for layer in range(2)} | own
     width = config.model.num_kv_heads * config.model.head_dim
     for layer in range(2):
@@ -102,6 +105,25 @@ def test_how_a_batch_is_cut_does_not_matter(tmp_path: Path, heartbeat: Heartbeat
     assert not torch.equal(another.choice, whole[0].choice), "each step has its own sample"
 
 
+def test_an_index_has_a_learning_rate_of_its_own(tmp_path: Path, heartbeat: Heartbeat) -> None:
+    """The first step of Adam without decay moves each parameter by its learning rate."""
+    config = make_config(tmp_path, *INDEX, *TAUGHT, "--optimizer.weight_decay", "0")
+    batches = read_batches(config, 2, 2)
+    faster = replace(config, optimizer=replace(config.optimizer, index_lr_factor=3.0))
+    _, gradients, plain = take_step(config, batches, heartbeat)
+    _, _, fast = take_step(faster, batches, heartbeat)
+    start = DecoderLM(config.model)
+    start.init_weights(5)
+    begin, moved = dict(start.named_parameters()), dict(fast.named_parameters())
+    for name, parameter in plain.named_parameters():
+        if ".index." not in name:
+            assert torch.equal(parameter, moved[name]), name
+            continue
+        taught = gradients[name].abs() > 1e-5
+        ratio = ((moved[name] - begin[name]) / (parameter - begin[name]))[taught]
+        assert taught.any() and ratio.detach() == pytest.approx(3.0, rel=1e-2), name
+
+
 def test_no_eligible_query_is_no_loss(tmp_path: Path, heartbeat: Heartbeat) -> None:
     config = make_config(tmp_path, *INDEX, *TAUGHT, "--model.geometry.num_selected_blocks", "4")
     batches = read_batches(config, 2, 2)
@@ -120,7 +142,8 @@ def test_a_run_writes_the_loss_of_its_choice(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_teaches_the_same(tmp_path: Path) -> None:
-    config = make_config(tmp_path, *INDEX, *TAUGHT, "--log.sample_interval_steps", "0")
+    rate = ("--optimizer.index_lr_factor", "3")
+    config = make_config(tmp_path, *INDEX, *TAUGHT, *rate, "--log.sample_interval_steps", "0")
     train(config)
     run = Path(config.run.directory)
     whole = read_checkpoint(run / "checkpoints" / "step_00000006")
@@ -139,6 +162,8 @@ def test_a_resumed_run_teaches_the_same(tmp_path: Path) -> None:
         (("--model.shared_kv", "true", *TAUGHT), "compressed keys have no parameters of their own"),
         (("--model.attention", "selected", *TAUGHT), 'set model.chooser to "index"'),
         (INDEX, "set train.choice_loss_weight above 0"),
+        (("--optimizer.index_lr_factor", "3"), "but the model has no index; set it to 1, or model.chooser"),
+        (("--optimizer.index_lr_factor", "0"), "optimizer.index_lr_factor must be positive, got 0"),
         (("--train.choice_loss_sample", "0"), r"train.choice_loss_sample must lie in \(0, 1\], got 0"),
     ],
 )

@@ -28,7 +28,7 @@ from trifocal.train.config.load import parse_arguments
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertArguments:
-    """Make a sparse model of a dense one: a Llama, Mistral, Qwen, Phi-3 or SmolLM3 of Hugging Face, or a dense run."""
+    """Make a sparse model of a dense one: a Llama, Mistral, Qwen, Phi-3, SmolLM3 or OLMo, or a dense run."""
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """The Hugging Face folder, with safetensors; or a run, one of its checkpoints, or a folder of weights."""
@@ -79,7 +79,7 @@ def _read(source: Path, partial: Path) -> tuple[ModelConfig, dict[str, Tensor], 
         for name in (*TOKENIZER_FILES, GENERATION_FILE):
             if (source / name).is_file():
                 shutil.copyfile(source / name, partial / name)
-        settings, file_name = read_hf_settings(source), hf_name
+        settings, file_name = read_hf_settings(source), lambda name: hf_name(name, config.norm_after)
     else:
         with open_pretrained(source, command=f"trifocal convert {shell_path(source)}") as found:
             config, file_name = found.config(), exported_name

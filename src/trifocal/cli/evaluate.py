@@ -48,6 +48,8 @@ _COLUMNS = {
         "bits_per_byte": "bits/byte",
     },
     "position": {"first": "from", "end": "to", "targets": "targets", "loss": "nats/token"},
+    "choice": {"layer": "layer", "recall": "recall", "recall_by_chance": "by chance"},
+    "choice_distance": {"first": "from", "end": "to", "exact_mass": "exact choice's mass", "recall": "recall"},
     "recall": {"pairs": "pairs", "samples": "rows", "accuracy": "found", "answer_loss": "nats/answer"},
     "recall_distance": {"pairs": "pairs", "first": "from", "end": "to", "queries": "queries", "accuracy": "found"},
 }
@@ -56,6 +58,8 @@ _LINE_SECONDS = 5.0
 _TITLES = {
     "loss": "Loss on validation data",
     "position": "Loss by position in the document",
+    "choice": "Recall of the choice: its mass of full attention on free blocks, as a share of the exact choice's",
+    "choice_distance": "The same by distance, in tokens back",
     "needle": "Needles found, by depth",
     "recall": "Recall of values by their key",
     "recall_distance": "Recall by distance of the key, in tokens",
@@ -64,7 +68,7 @@ _TITLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateArguments:
-    """Measure a trained model: loss, loss by position, needles in haystacks, associative recall.
+    """Measure a trained model: loss, loss by position, recall of the choice, needles, associative recall.
 
     A table is shown, and the figures go into evaluation/ of the run's folder, where trifocal report finds them.
     """
@@ -72,7 +76,7 @@ class EvaluateArguments:
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
     """The run, also while it goes on; or one of its checkpoints, or a folder of weights."""
     only: tuple[str, ...] = ()
-    """Some of loss, position, needle, recall; by default those that make sense for the model."""
+    """Some of loss, position, choice, needle, recall; by default those that make sense for the model."""
     checkpoint: str = ""
     """A checkpoint of the run, like step_00000500; the newest by default."""
     source: str = ""
@@ -200,7 +204,7 @@ def _plan(subject: Subject, options: EvaluateArguments) -> Plan:
         UserError: If none does, or a length is not known.
     """
     source = "" if subject.data is None else subject.data.source
-    reasons = {task: not_possible(task, source) for task in options.only or TASKS}
+    reasons = {task: not_possible(task, source, subject.model.config) for task in options.only or TASKS}
     tasks = tuple(task for task, reason in reasons.items() if not reason)
     if not tasks:
         raise UserError(f"nothing to measure: {'; '.join(dict.fromkeys(reasons.values()))}")
@@ -269,7 +273,7 @@ def _tables(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
 def _cell(name: str, value: Any) -> str:
     if value is None:
         return "-"
-    if name == "accuracy":
+    if name in ("accuracy", "recall", "recall_by_chance", "exact_mass"):
         return f"{value:.1%}"
     return f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
 

@@ -93,7 +93,9 @@ class CachedLayer:
         assert isinstance(attention, AttentionBase)
         self._products = products
         self._attention: CachedAttention = _KINDS[type(attention)](attention, geometry, dtype, products)
-        self._norm, self._mlp_norm = (_prepared_norm(norm) for norm in (block.attention_norm, block.mlp_norm))
+        norms = [_prepared_norm(norm) for norm in (block.attention_norm, block.mlp_norm)]
+        self._norm, self._mlp_norm = (None if block.norm_after else norm for norm in norms)
+        self._out_norm, self._down_norm = (norm if block.norm_after else None for norm in norms)
         self._out, self._out_bias = _prepared_linear([attention.o_proj], dtype)
         self._gate_up, self._gate_up_bias = _prepared_linear([mlp.gate_proj, mlp.up_proj], dtype)
         self._down, self._down_bias = _prepared_linear([mlp.down_proj], dtype)
@@ -120,14 +122,25 @@ class CachedLayer:
 
     def _end(self, residual: Residual, o: Tensor, products: Products) -> Residual:
         """The residual stream after the block, from that before it and the attention's heads [B, T, H, V]."""
-        residual = products.residual_linear(o.flatten(0, 1).flatten(1), self._out, residual, self._out_bias)
-        if self._gate_up_bias is None:
+        o = o.flatten(0, 1).flatten(1)
+        residual = _added(o, self._out, residual, self._out_bias, self._out_norm, products)
+        if self._gate_up_bias is None and self._mlp_norm is not None:
             hidden = products.normed_swiglu(residual, self._mlp_norm, self._gate_up)
         else:
             both, _ = products.normed_linear(residual, self._mlp_norm, self._gate_up, self._gate_up_bias)
             gate, up = both.chunk(2, dim=-1)
             hidden = products.by_row(functional.silu, gate) * up
-        return products.residual_linear(hidden, self._down, residual, self._down_bias)
+        return _added(hidden, self._down, residual, self._down_bias, self._down_norm, products)
+
+
+def _added(
+    x: Tensor, weight: Tensor, residual: Residual, bias: Tensor | None, norm: Norm | None, products: Products
+) -> Residual:
+    """The residual stream plus `norm(x W^T + bias)`; without sums of squares where there is a norm."""
+    if norm is None:
+        return products.residual_linear(x, weight, residual, bias)
+    out = residual.x + normed(products.linear(x, weight, bias), norm, products)
+    return Residual(out, out[:, :0])
 
 
 class _CachedAttention:
@@ -162,8 +175,8 @@ class _CachedAttention:
         q, *parts = projected.split(self._sizes, dim=-1)
         heads = [part.unflatten(-1, (self._num_kv_heads, -1)) for part in parts]
         keys, values = heads[: self._branches], heads[self._branches :]
-        q = _normed_heads(q.unflatten(-1, (self._num_heads, -1)), self._q_norm, products)
-        return q, [_normed_heads(k, self._k_norm, products) for k in keys], values
+        q = normed(q.unflatten(-1, (self._num_heads, -1)), self._q_norm, products)
+        return q, [normed(k, self._k_norm, products) for k in keys], values
 
 
 class CachedSparseAttention(_CachedAttention):
@@ -314,16 +327,16 @@ def _prepared_norm(norm: RMSNorm) -> Norm:
     return Norm(copied(norm.weight, torch.promote_types(norm.weight.dtype, torch.float32)), norm.eps)
 
 
-def _normed_heads(x: Tensor, norm: Norm | None, products: Products) -> Tensor:
-    """Heads [B, T, heads, D] through their norm, in the type of x."""
+def normed(x: Tensor, norm: Norm | None, products: Products) -> Tensor:
+    """Tokens, heads or all heads of a token through their norm, in the type of x: [..., D] -> [..., D]."""
     if norm is None:
         return x
     weight, eps = norm
 
-    def normed(rows: Tensor) -> Tensor:
+    def by_row(rows: Tensor) -> Tensor:
         return functional.rms_norm(rows.to(weight.dtype), weight.shape, weight, eps).to(rows.dtype)
 
-    return products.by_row(normed, x.flatten(0, 2)).view(x.shape)
+    return products.by_row(by_row, x.reshape(-1, len(weight))).view(x.shape)
 
 
 def _prepared(module: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -24,7 +24,7 @@ class BatchInvariantLinear:
     def normed_linear(
         self,
         residual: Residual,
-        norm: Norm,
+        norm: Norm | None,
         weight: Tensor,
         bias: Tensor | None = None,
         num_sigmoids: int = 0,
@@ -60,7 +60,7 @@ class PyTorchLinear:
     def normed_linear(
         self,
         residual: Residual,
-        norm: Norm,
+        norm: Norm | None,
         weight: Tensor,
         bias: Tensor | None = None,
         num_sigmoids: int = 0,
@@ -98,7 +98,9 @@ class PyTorchLinear:
         return Residual(x, x[:, :0])
 
     @staticmethod
-    def _normed(residual: Residual, norm: Norm, dtype: torch.dtype) -> Tensor:
+    def _normed(residual: Residual, norm: Norm | None, dtype: torch.dtype) -> Tensor:
+        if norm is None:
+            return residual.x.to(dtype)
         return functional.rms_norm(residual.x, norm.weight.shape, norm.weight, norm.eps).to(dtype)
 
 

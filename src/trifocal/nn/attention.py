@@ -43,7 +43,7 @@ class NSAttention(ChoosingAttention):
         shared_kv: One projection of keys and values for all branches instead of one each.
         backend: `"auto"`, `"reference"` or `"triton"`; see `trifocal.ops.dispatch`.
         chooser: What chooses the blocks: `"compressed"` keys, an `"index"`, or the `"exact"` mass.
-        rope_theta, rope_scaling, qk_norm, norm_eps, qkv_bias, o_bias: See `AttentionBase`.
+        rope_theta, rope_scaling, qk_norm, qk_norm_all_heads, norm_eps, qkv_bias, o_bias: See `AttentionBase`.
 
     Raises:
         ValueError: If the sizes do not fit one another.
@@ -67,6 +67,7 @@ class NSAttention(ChoosingAttention):
         rope_theta: float = 10000.0,
         rope_scaling: RopeScaling = UNSCALED,
         qk_norm: bool = False,
+        qk_norm_all_heads: bool = False,
         norm_eps: float = 1e-6,
         qkv_bias: bool = False,
         o_bias: bool = False,
@@ -84,6 +85,7 @@ class NSAttention(ChoosingAttention):
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             qk_norm=qk_norm,
+            qk_norm_all_heads=qk_norm_all_heads,
             norm_eps=norm_eps,
             qkv_bias=qkv_bias,
             o_bias=o_bias,

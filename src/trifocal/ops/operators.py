@@ -182,6 +182,95 @@ def _(q_idx: Tensor, k_idx: Tensor, geometry: list[int], *_: Any) -> Tensor:
     return q_idx.new_empty((*q_idx.shape[:3], Geometry(*geometry).num_selected_blocks), dtype=torch.int32)
 
 
+@torch.library.custom_op("trifocal::teacher_masses", mutates_args=(), tags=ANY_STRIDES)
+def teacher_masses(
+    q: Tensor,
+    k: Tensor,
+    tokens: Tensor,
+    starts: Tensor,
+    geometry: list[int],
+    num_blocks: int,
+    cu_seqlens: Tensor | None,
+    ids: Tensor | None,
+    positions: Tensor | None,
+) -> Tensor:
+    """Attention of sampled queries over the whole past by block, [B, M, G, J]; see `trifocal.ops.choice_loss`."""
+    from trifocal.ops.triton.choice_loss import teacher_masses_forward
+
+    documents = documents_of(cu_seqlens, ids, positions)
+    with torch.cuda.device_of(q):
+        return teacher_masses_forward(q, k, tokens, starts, geometry_of(geometry), num_blocks, documents)
+
+
+@teacher_masses.register_fake
+def _(q: Tensor, k: Tensor, tokens: Tensor, starts: Tensor, geometry: list[int], num_blocks: int, *_: Any) -> Tensor:
+    return q.new_empty((q.shape[0], q.shape[1], k.shape[2], num_blocks), dtype=torch.float32)
+
+
+@torch.library.custom_op("trifocal::index_scores", mutates_args=(), tags=ANY_STRIDES)
+def index_scores(
+    q_idx: Tensor,
+    k_idx: Tensor,
+    tokens: Tensor,
+    starts: Tensor,
+    geometry: list[int],
+    num_blocks: int,
+    cu_seqlens: Tensor | None,
+    ids: Tensor | None,
+    positions: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The largest index score of each block of sampled queries' pasts and its token, both [B, M, G, J]."""
+    from trifocal.ops.triton.choice_loss import index_scores_forward
+
+    documents = documents_of(cu_seqlens, ids, positions)
+    with torch.cuda.device_of(q_idx):
+        return index_scores_forward(q_idx, k_idx, tokens, geometry_of(geometry), num_blocks, documents)
+
+
+@index_scores.register_fake
+def _(
+    q_idx: Tensor, k_idx: Tensor, tokens: Tensor, starts: Tensor, geometry: list[int], num_blocks: int, *_: Any
+) -> tuple[Tensor, Tensor]:
+    shape = (*q_idx.shape[:3], num_blocks)
+    return q_idx.new_empty(shape, dtype=torch.float32), q_idx.new_empty(shape, dtype=torch.int32)
+
+
+@torch.library.custom_op("trifocal::index_scores_backward", mutates_args=(), tags=ANY_STRIDES)
+def index_scores_backward(
+    d_scores: Tensor,
+    places: Tensor,
+    q_idx: Tensor,
+    k_idx: Tensor,
+    tokens: Tensor,
+    starts: Tensor,
+    geometry: list[int],
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the index queries and keys."""
+    from trifocal.ops.triton.choice_loss import index_scores_backward as backward
+
+    with torch.cuda.device_of(q_idx):
+        return backward(d_scores, places, q_idx, k_idx, tokens, starts, geometry_of(geometry))
+
+
+@index_scores_backward.register_fake
+def _(d_scores: Tensor, places: Tensor, q_idx: Tensor, k_idx: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _contiguous(q_idx), _contiguous(k_idx)
+
+
+def _save_index_scores(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q_idx, k_idx, tokens, starts, ctx.geometry, *_ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1], q_idx, k_idx, tokens, starts)
+
+
+def _index_scores_gradients(ctx: Any, d_scores: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    return *index_scores_backward(d_scores, *ctx.saved_tensors, ctx.geometry), *(None,) * 7
+
+
+index_scores.register_autograd(_index_scores_gradients, setup_context=_save_index_scores)
+
+
 @torch.library.custom_op("trifocal::compressed_attention", mutates_args=(), tags=ANY_STRIDES)
 def compressed_attention(
     q: Tensor,

@@ -196,9 +196,9 @@ def _gates(run: Run) -> Text | None:
             continue
         bars = "".join(_BARS[int(min(max(gate, 0.0), 0.999) * len(_BARS))] for gate in gates)
         parts += [f"{branch} {sum(gates) / len(gates):.2f} ", (bars, "magenta"), "  "]
-    recalls = [recall for row in last if is_number(recall := row.get("dense_recall"))]
+    recalls = [recall for row in last if is_number(recall := row.get("choice_recall"))]
     if recalls:
-        parts.append(f"recall {sum(recalls) / len(recalls):.0%}  ")
+        parts.append(f"choice recall {sum(recalls) / len(recalls):.0%}  ")
     return Text.assemble(*parts, (f"each layer, at step {last[0]['step']:,}", "dim"))
 
 

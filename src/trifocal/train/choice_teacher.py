@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trifocal.data import Batch
 from trifocal.models import DecoderLM
 from trifocal.models.choice_teaching import ChoiceTeaching, eligible_queries
-from trifocal.nn.chooser import IndexHeads
 from trifocal.train.config.sections import TrainSection
 from trifocal.train.step.micro_batch import to_device
+from trifocal.train.step.optimizer import index_parameters
 
 
 class ChoiceTeacher:
@@ -40,12 +40,7 @@ class ChoiceTeacher:
             row_length=config.sequence_length,
             stretch=config.choice_loss_stretch,
         )
-        self.index_parameters: list[nn.Parameter] = [
-            parameter
-            for module in model.modules()
-            if isinstance(module, IndexHeads)
-            for parameter in module.parameters()
-        ]
+        self.index_parameters = index_parameters(model)
 
     def eligible(self, batches: Sequence[Batch], step: int) -> list[int]:
         """Eligible sampled queries of each layer in micro-batches of a step, counted on the host."""

@@ -21,6 +21,7 @@ from trifocal.train.run_folder import save_config
 from trifocal.train.run_logger import RunLogger, open_logger
 from trifocal.train.saving import Saver
 from trifocal.train.setup import TrainSetup
+from trifocal.train.step.optimizer import set_learning_rate
 from trifocal.train.step.schedule import is_due, learning_rate_of
 from trifocal.train.step.step import StepResult, TrainStep
 from trifocal.train.stop import StoppedBeforeFirstStep, StopSignals
@@ -239,9 +240,7 @@ class Trainer:
 
     def _update(self, step: int, data: StepData) -> StepResult:
         """Forward, backward and update."""
-        learning_rate = learning_rate_of(self.config, step)
-        for group in self.setup.optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self.setup.optimizer, learning_rate_of(self.config, step))
         # Code for a kind of micro-batch is made in all processes at once: each waits for the slowest anyway.
         documents = data.documents if self.generates_code else [batch.packed_documents for batch in data.batches]
         with self._compile_notes(step, documents) as forward_phase, self.tracer.step(step) as phases:

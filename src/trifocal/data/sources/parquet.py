@@ -10,8 +10,10 @@ from trifocal.data.sources.base import BadDocument, BadDocuments, Cursor, Docume
 from trifocal.data.sources.local_files import find_files, sizes
 from trifocal.errors import UserError, one_line
 
-_ROWS_DECODED = 256
-"""Rows decoded at once."""
+# Rows decoded at once. A column that repeats long values is small until it is decoded, and each of its rows may be as
+# long as the whole column: fewer rows where they could hold more bytes than this.
+_MOST_ROWS_DECODED = 256
+_BYTES_DECODED = 1 << 27
 
 
 class ParquetSource:
@@ -119,9 +121,9 @@ class ParquetSource:
         """Number and document of a group's rows from `first_row` on; the file has `before` rows before the group."""
         path, row = self._paths[shard], 0
         try:
-            for batch in parquet.iter_batches(
-                _ROWS_DECODED, row_groups=[group], columns=[self._field], use_threads=False
-            ):
+            size = max(1, parquet.metadata.row_group(group).total_byte_size)
+            rows = max(1, min(_MOST_ROWS_DECODED, _BYTES_DECODED // size))
+            for batch in parquet.iter_batches(rows, row_groups=[group], columns=[self._field], use_threads=False):
                 skipped = min(max(first_row - row, 0), len(batch))
                 for number, value in enumerate(_values(batch.column(0).slice(skipped)), start=row + skipped):
                     if value == "":

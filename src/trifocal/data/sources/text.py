@@ -23,6 +23,8 @@ from trifocal.errors import UserError, one_line
 _HELD_OUT_PIECES = 4
 _SMALLEST_PIECE = 64
 _DOCUMENT_BYTES = 65536
+LONGEST_LINE = 1 << 28
+"""Bytes of a line of JSON: a small compressed file may hold a line of more than the memory."""
 
 
 class TextSource:
@@ -160,8 +162,10 @@ class JsonlSource:
         try:
             with open_file(path) as file:
                 file.seek(offset)
-                for line in file:
+                while line := file.readline(LONGEST_LINE):
                     offset, number = offset + len(line), number + 1
+                    if len(line) == LONGEST_LINE:
+                        raise UserError(f"{path}:{number}: the line is longer than {LONGEST_LINE:,} bytes; shorten it")
                     if line.strip() and (document := self._document(f"{name}:{number}", line, f"{path}:{number}")):
                         yield document, (offset, number)
         except DAMAGED as error:
