@@ -12,7 +12,7 @@ from lib.recorder import Recorder, Refused
 from lib.training_worker import TrainBench
 from tests.benchmarks.tiny import MODEL
 from tests.children import load_script
-from tests.train.test_graphs import Repeater
+from tests.train.step.test_cuda_graphs import Repeater
 from trifocal.errors import UserError
 from trifocal.train.step import cuda_graphs
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.train.test_step import CPU, read_batches
+from tests.train.step.test_step import CPU, read_batches
 from tests.train.tiny import make_config
 from trifocal.data import Batch
 from trifocal.models import DecoderLM
