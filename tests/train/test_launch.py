@@ -205,13 +205,6 @@ def test_a_resumed_run_takes_the_optimizer_s_hyperparameters_from_its_configurat
     assert seen == [[[0.25, (0.5, 0.75), 1e-3], [0.0, (0.5, 0.75), 1e-3]]]
 
 
-def test_a_moved_run_goes_on(tmp_path: Path) -> None:
-    train(make_config(tmp_path))
-    (tmp_path / "run").rename(tmp_path / "elsewhere")
-    assert resume(tmp_path / "elsewhere").directory == tmp_path / "elsewhere"
-    assert load_config(tmp_path / "elsewhere" / "config.toml").run.directory == str(tmp_path / "elsewhere")
-
-
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [

@@ -216,13 +216,6 @@ def test_compiled_checkpointed_and_plain_runs_learn_the_same(tmp_path: Path, mon
     assert "compiled in" in events["compiled"]
 
 
-def test_random_tokens_train_without_text(tmp_path: Path) -> None:
-    result = train(make_config(tmp_path, "--data.source", "synthetic", "--train.steps", "3"))
-    assert result.evaluation is not None
-    assert result.evaluation.bits_per_byte is None
-    assert result.evaluation.validation_loss > math.log(257) - 0.05, "random tokens cannot be foreseen"
-
-
 def test_a_source_that_gives_nothing_for_a_while_is_an_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

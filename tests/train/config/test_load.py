@@ -1,18 +1,17 @@
 """Configuration: exact round trips, refusals that name the nearest key."""
 
 import dataclasses
-import operator
 import os
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.train.tiny import TOML, make_config, write_config
+from tests.train.tiny import TOML, write_config
 from trifocal.errors import UserError, nearest
 from trifocal.fields import dotted_fields, from_table
 from trifocal.train import RunConfig, load_config
@@ -194,12 +193,6 @@ def test_the_nearest_name_is_of_the_same_leaf_or_alike() -> None:
     assert nearest("windowsize", FIELDS) == "model.geometry.window_size"
 
 
-@pytest.mark.parametrize(("text", "expected"), [("none", (0, 0)), ("all", (0, 4)), ("1:3", (1, 3))])
-def test_layers_to_checkpoint(tmp_path: Path, text: str, expected: Any) -> None:
-    config = make_config(tmp_path, "--train.activation_checkpointing", text)
-    assert config.train.checkpointed_layers(4) == expected
-
-
 def test_an_integer_of_any_size_is_named_in_a_message(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(f"[model]\nattention = 0x{'f' * 5000}\n")
     with pytest.raises(UserError, match="got an integer of 20000 bits"):
@@ -212,23 +205,7 @@ QUICK = settings(max_examples=60, deadline=None)
 
 NUMBERS = ["1e999", "-1e309", "1e308", "1e300", "1e-320", "-0.0", "nan", "inf", "-inf", str(2**63), str(-(2**63)),
            "2147483647", "2147483648", "0", "-1", "1" * 400, "1" * 5000, "0x" + "f" * 5000, "1_0", "+5"]  # fmt: skip
-TEXTS = [
-    "",
-    " ",
-    "\0",
-    "a\0b",
-    "\udcff",
-    "é",
-    "\u0663:\u0665",
-    "²:³",
-    "0:1",
-    "1:" + "9" * 5000,
-    "-",
-    "--",
-    "=",
-    "\n",
-    "~",
-]
+TEXTS = ["", " ", "\0", "\udcff", "é", "\u0663:\u0665", "0:1", "1:" + "9" * 5000, "-", "--", "=", "\n", "~"]
 OTHERS = ["true", "[]", "{}", "2020-01-01", "[[1]]", "[" * 3000 + "]" * 3000, "{a=" * 80 + "1" + "}" * 80]
 
 
@@ -245,17 +222,6 @@ def test_flags(name: str, value: str) -> None:
         assert name.rpartition(".")[2] in str(error) or "Geometry" in str(error) or "block" in str(error)
     else:
         check_saved(config)
-
-
-@QUICK
-@given(
-    st.lists(st.sampled_from(["-", "--", "--train.steps", "5", "--=", "--train", "=", "-h"]) | st.text(), max_size=4)
-)
-def test_words_that_are_no_flags(words: list[str]) -> None:
-    try:
-        check_saved(override(TINY, words))
-    except UserError as error:
-        assert str(error)
 
 
 @QUICK
@@ -278,7 +244,7 @@ def test_files(tmp_path_factory: pytest.TempPathFactory, name: str, value: str) 
 
 
 @pytest.mark.parametrize("name", sorted(name for name, kind in FIELDS.items() if kind is float))
-@pytest.mark.parametrize("value", ["1e999", "1e309", "-inf", "nan"])
+@pytest.mark.parametrize("value", ["1e309", "nan"])
 def test_a_number_that_is_not_finite_is_refused_by_key(tmp_path: Path, name: str, value: str) -> None:
     expected = f"{name} must be a finite number"
     with pytest.raises(UserError, match=expected):
@@ -290,21 +256,6 @@ def test_a_number_that_is_not_finite_is_refused_by_key(tmp_path: Path, name: str
     path.write_text(f"[{section}]\n{leaf} = {value}\n")
     with pytest.raises(UserError, match=expected):
         load_config(path)
-
-
-def test_code_cannot_make_what_cannot_be_opened_again() -> None:
-    from dataclasses import replace
-
-    for section, values in (("train", {"gradient_clip_norm": float("inf")}), ("run", {"directory": "a\0"})):
-        with pytest.raises(UserError, match=f"{section}.{next(iter(values))}"):
-            changed: Any = replace(operator.attrgetter(section)(TINY), **values)
-            replace(TINY, **{section: changed})
-
-
-@pytest.mark.parametrize("name", ["a\0b.toml", "\udcff.toml"])
-def test_a_path_that_is_none_is_refused(name: str) -> None:
-    with pytest.raises(UserError, match=r"^config file "):
-        load_config(name)
 
 
 @pytest.mark.parametrize(
