@@ -31,13 +31,13 @@ class Lesson:
 
     Attributes:
         chooser: `"compressed"`, `"exact"`, `"mass"` or `"maximum"`; the last two are index heads.
-        weight: Of the loss; 0 teaches nothing.
+        weight: Weight of the loss; 0 teaches nothing.
         stretch: One query in so many is sampled.
         heads: Index heads of each KV head, each with a bias of its own. Their maxima, or their masses, are joined.
         step: Draws the queries.
         measure: Whether the share of the exact mass that the choice holds is measured.
-        losses: Of the layers, a scalar each.
-        held: Of the layers: the share of the mass of free blocks that the choice holds, and the exact choice.
+        losses: Loss of each layer, a scalar.
+        held: For each layer: the share of the mass of free blocks that the choice holds, and the exact choice.
     """
 
     chooser: str = "compressed"

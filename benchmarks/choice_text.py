@@ -222,7 +222,7 @@ class Training:
 
 
 def factor(step: int, steps: int) -> float:
-    """Of the learning rate: a warm-up of a twentieth, a cosine down to a tenth."""
+    """Factor of the learning rate: a warm-up of a twentieth, a cosine down to a tenth."""
     warm = max(1, steps // 20)
     return min((step + 1) / warm, 0.55 + 0.45 * math.cos(math.pi * max(0.0, (step - warm) / max(1, steps - warm))))
 

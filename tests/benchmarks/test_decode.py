@@ -34,7 +34,7 @@ def rows():
     """All rows that need no process of their own."""
     found, compared = recorder(), []
     with pytest.MonkeyPatch.context() as patch:
-        # As long as all else together; has tests of its own.
+        # It takes as long as all else together, and has tests of its own.
         patch.setattr(decode_engine, "check_model_parity", lambda *args: compared.append(args))
         bench_decode(OPTIONS, found)
     assert {row["status"] for row in found.rows} == {"ok"}, found.rows

@@ -87,7 +87,7 @@ def test_tokens_and_answers_are_those_of_transformers(
 
 
 def test_threads_share_a_template(tokenizer: Tokenizer) -> None:
-    """As the loaders of training and of validation do."""
+    """The loaders of training and of validation do."""
     expected = [tokenizer.encode_chat(chat).answers.tolist() for chat in CHATS]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

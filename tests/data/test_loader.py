@@ -317,7 +317,7 @@ def test_closing_ends_the_thread_and_the_loader(source: str) -> None:
 
 @pytest.mark.parametrize("validation", [False, True])
 def test_each_epoch_has_all_documents_in_an_order_of_its_own(tmp_path: Path, validation: bool) -> None:
-    """Of a single file in a single block: neither shards nor blocks move."""
+    """A single file in a single block: neither shards nor blocks move."""
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     opened, _ = make_source(DataConfig(source=f"jsonl:{path}"), Activity(), "train")

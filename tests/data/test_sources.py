@@ -317,7 +317,7 @@ def splits(path: Path, fraction: float) -> tuple[list[Document], list[Document]]
 def test_of_one_text_file_some_is_held_out(
     tmp_path: Path, texts: Callable[..., list[str]], size: int, kind: str, fraction: float
 ) -> None:
-    """As of tiny Shakespeare (1,115,394 bytes), which is one file."""
+    """Tiny Shakespeare is one file of 1,115,394 bytes."""
     text = "\n".join(texts(400)) * (size // 30_000 + 1)
     content = "word " * size if kind == "the same word" else text.replace("\n", " " if kind == "one line" else "\n")
     content_bytes = content.encode()[:size].decode(errors="ignore").encode()

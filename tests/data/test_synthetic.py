@@ -32,7 +32,7 @@ def test_recall_asks_for_the_value_of_every_key(length: int, pairs: int, vocab_s
         assert (tokens < vocab_size // 2).sum() == 2 * pairs, "a key stands for nothing"
         assert min(asked) >= 2 * pairs and sorted(tokens[asked]) == sorted(values)
         assert [values[key] for key in tokens[asked].tolist()] == targets[asked].tolist()
-        # As text would have it, the answer follows; the last one may lie behind the row.
+        # The answer follows, like in text; the last one may lie behind the row.
         inside = asked[asked + 1 < length]
         assert (tokens[inside + 1] == targets[inside]).all()
         places += asked.tolist()

@@ -149,7 +149,7 @@ def test_steps_are_saved_before_a_run_ends_by_its_data(
 def test_steps_are_saved_before_a_look_at_the_model_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: str
 ) -> None:
-    """As when a GPU has memory for a step, and none for more."""
+    """A GPU may have memory for a step, and none for more."""
 
     def too_much(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("out of memory")

@@ -259,7 +259,7 @@ def test_the_backends_that_ran_are_written_down(tmp_path: Path) -> None:
 
 
 def test_hooks_close_what_an_exception_left_open() -> None:
-    """As checkpointing does, which ends a repeated pass as soon as it has what it needs."""
+    """Checkpointing ends a repeated pass by an exception as soon as it has what it needs."""
 
     class Raises(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -205,7 +205,7 @@ class HuggingFaceTokenizer:
         chat = render_chat(self._chat_template, messages, names, self.name)
         try:
             encoding = self._tokenizer.encode(chat.text, add_special_tokens=False)
-        except Exception as error:  # As above.
+        except Exception as error:  # The library raises plain Exception.
             raise self._cannot_encode(error) from error
         starts, ends = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         answers = np.zeros(len(starts), dtype=np.bool_)
