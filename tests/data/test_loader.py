@@ -6,6 +6,7 @@ import json
 import re
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -238,12 +239,7 @@ def test_an_error_in_the_thread_reaches_the_consumer(source: str, monkeypatch: p
                 next(loader)
             cause = info.value.__cause__
             assert isinstance(cause, ZeroDivisionError)
-            frames = []
-            trace = cause.__traceback__
-            while trace is not None:
-                frames.append(trace.tb_frame.f_code.co_name)
-                trace = trace.tb_next
-            assert frames[-1] == "broken_read"
+            assert traceback.extract_tb(cause.__traceback__)[-1].name == "broken_read"
 
 
 def test_good_batches_before_a_bad_line_are_given_and_the_error_keeps_its_kind(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import itertools
 import json
 import lzma
 import sysconfig
@@ -311,9 +310,7 @@ def splits(path: Path, fraction: float) -> tuple[list[Document], list[Document]]
 
 @pytest.mark.parametrize("kind", ["lines", "one line", "the same word"])
 # 1,200 bytes hold a piece of 64 only with the largest fraction.
-@pytest.mark.parametrize(
-    "size, fraction", [(1200, 0.5), *itertools.product((20_000, 1_115_394, 3_000_000), (0.01, 0.05, 0.5))]
-)
+@pytest.mark.parametrize("size, fraction", [(1200, 0.5), (20_000, 0.05), (1_115_394, 0.01), (3_000_000, 0.5)])
 def test_of_one_text_file_some_is_held_out(
     tmp_path: Path, texts: Callable[..., list[str]], size: int, kind: str, fraction: float
 ) -> None:

@@ -180,33 +180,6 @@ def test_a_folder_that_cannot_be_renamed_stays(tmp_path: Path, monkeypatch: pyte
     assert (run / "checkpoints").is_dir()
 
 
-@pytest.mark.parametrize(
-    ("name", "error"),
-    [
-        ("step_00000002", errno.EIO),
-        ("env.json", errno.EXDEV),
-    ],
-)
-def test_a_file_that_cannot_be_put_in_its_place_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, error: int
-) -> None:
-    path = write_config(tmp_path)
-
-    def failing(original: Any) -> Any:
-        def move(source: Path, target: Path) -> Any:
-            if Path(target).name == name:
-                raise OSError(error, os.strerror(error), str(source), None, str(target))
-            return original(source, target)
-
-        return move
-
-    for method in ("replace", "rename"):
-        monkeypatch.setattr(Path, method, failing(getattr(Path, method)))
-    assert main(["train", str(path), "--train.steps", "2"]) == 2
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert os.strerror(error) in lines[-1] and not any("Traceback" in line for line in lines)
-
-
 LINKS = (
     *(".lock", ".trifocal_run", "config.toml", ".config.toml.partial", "env.json", "metrics.jsonl"),
     *("heartbeat", "heartbeat/rank0.jsonl", "samples", "samples/step_00000002.txt", "weights", "weights/config.json"),

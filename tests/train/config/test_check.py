@@ -29,7 +29,6 @@ CPU = torch.device("cpu")
         (("--data.tokenizer", "no/such.json"), "no such file"),
         (("--train.activation_checkpointing", "1:3"), "the model has 2 layers"),
         (("--model.backend", "triton"), r"model\.backend is \"triton\": .*use \"auto\" or \"reference\""),
-        (("--log.sample_interval_steps", "1", "--log.sample_prompt", "x" * 32), "sample_prompt has 32 tokens"),
         (("--log.sample_interval_steps", "1", "--data.source", "synthetic"), "there is no text to sample"),
         (("--log.sample_interval_steps", "1", "--model.selection", "random"), "there is nothing to sample"),
         (("--run.directory", __file__ + "/run"), r"run\.directory .*\.py is not a folder"),
