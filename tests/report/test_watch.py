@@ -67,31 +67,6 @@ def test_clocks_that_are_off_neither_kill_nor_revive(make_run: MakeRun) -> None:
     assert states(now + 60) == ["dead", "dead"]
 
 
-@pytest.mark.parametrize(
-    ("where", "command"),
-    [
-        ("me@node-3.cluster:runs/x", "ssh -t me@node-3.cluster 'trifocal watch runs/x'"),
-        ("node7:~/runs/x", "ssh -t node7 'trifocal watch ~/runs/x'"),
-        ("node7:~/a b", """ssh -t node7 'trifocal watch ~/'"'"'a b'"'"''"""),
-    ],
-)
-def test_a_run_on_another_machine_is_watched_over_there(
-    where: str, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["watch", where]) == 2
-    assert capsys.readouterr().err == f"trifocal: to watch a run on another machine: {command}\n"
-
-
-def test_a_folder_may_have_a_colon_in_its_name(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = make_run("node7:run", steps=100)
-    monkeypatch.chdir(run.parent)
-    assert main(["watch", run.name]) == 0
-    assert main(["watch", "-oProxyCommand=x:y"]) == 2
-    assert "ssh" not in capsys.readouterr().err
-
-
 def test_nothing_in_a_file_moves_the_terminal(make_run: MakeRun) -> None:
     attack = "\x1b]0;title\x07\x1b[2J\x9b31m\u202eharmless"
     run = make_run(steps=100)
