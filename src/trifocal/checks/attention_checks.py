@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,7 +74,7 @@ def backend_parity(device: torch.device, *, attention: Attention = nsa_attention
         ).leaves()
         exact = inputs.leaves(torch.float64)
         boundaries = torch.tensor([0, *lengths], device=device).cumsum(0) if len(lengths) > 1 else None
-        place = {"cu_seqlens": boundaries, "backend": "reference"}
+        place: dict[str, Any] = {"cu_seqlens": boundaries, "backend": "reference"}
         _, lse = compressed_attention(exact.q, exact.k_cmp, exact.v_cmp, geometry, **place)
         choice = select_blocks(exact.q, exact.k_cmp, lse, geometry, **place)
         rules = {"cu_seqlens": boundaries, "selected_blocks": choice}
