@@ -175,7 +175,6 @@ class TrainSetup:
             raise UserError(f"{checkpoint} is of step {step}, past train.steps {last}")
         self.loader.load_state_dict(saved["data"])
         self.state = TrainState(step, step, saved["loss"], saved["data"])
-        restore_random_state(saved["random"])
         self._random_state = saved["random"]
 
     def validation_batches(self) -> list[Batch]:
@@ -190,6 +189,6 @@ class TrainSetup:
         return self._validation_batches
 
     def restore_random_state(self) -> None:
-        """Restore the random generators again: code since `restore` may have drawn from them."""
+        """Restore the random generators of the checkpoint, right before the first step: the start draws from them."""
         if self._random_state is not None:
             restore_random_state(self._random_state)
