@@ -100,13 +100,14 @@ def run(args: Sequence[str]) -> int:
             vocab_size=model.config.vocab_size,
             max_length=model.max_length,
             max_sequences=model.max_sequences,
+            max_answers=model.max_sequences + options.max_waiting,
             chats=not why_no_chats,
         )
         pictures = Pictures(decoder, tokenizer, model.dtype)
         engine = Engine(model, tokenizer, speculate=options.speculate)
         if model.device.type == "cuda":
             engine.warm_up()
-        worker = Worker(engine, model, max_waiting=options.max_waiting)
+        worker = Worker(engine, model, max_open=service.max_answers)
         host, port = listener.getsockname()[:2]
         if why_no_chats:
             print(f"completions alone, no chats: {why_no_chats}", file=sys.stderr)
