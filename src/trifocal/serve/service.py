@@ -113,10 +113,8 @@ class Service:
                 name = one_line(name, 80)
                 raise ApiError(400, f"the parameter {name} is not supported; leave it out", param=name)
         if values.get("model", self.name) != self.name:
-            raise ApiError(
-                404, f"there is no model {values['model']!r}; {self.name!r} is served", param="model",
-                code="model_not_found",
-            )  # fmt: skip
+            message = f"there is no model {one_line(values['model'], 80)}; {self.name} is served"
+            raise ApiError(404, message, param="model", code="model_not_found")
         samples = values.get("n", 1)
         if not 1 <= samples <= self.max_sequences:
             raise ApiError(400, f"n must be from 1 to {self.max_sequences}, got {samples}", param="n")
@@ -136,7 +134,7 @@ class Service:
                 stop=_stops(body.get("stop")),
                 likeliest=likeliest,
                 score_prompt=echo and logprobs,
-            )  # fmt: skip
+            )
             for prompt in prompts
         ]
         return Call(
