@@ -118,8 +118,8 @@ def evaluate_model(subject: Subject, plan: Plan, say: Say) -> Iterator[dict[str,
         yield from _guarded(subject, "loss", plan.sequence_length, partial(_loss_rows, subject, plan, say, left))
     if "choice" in plan.tasks:
         say("choice: its recall, by layer and by distance")
-        measure = partial(measure_choice, subject, _batches(subject, plan)[:_CHOICE_BATCHES])
-        yield from _guarded(subject, "choice", plan.sequence_length, measure)
+        batches = _batches(subject, plan)[:_CHOICE_BATCHES]
+        yield from _guarded(subject, "choice", plan.sequence_length, partial(measure_choice, subject, batches))
     if "needle" in plan.tasks:
         for length in plan.needle_lengths():
             text = f"needle: {plan.depths * plan.samples} haystacks of {length:,} tokens"
