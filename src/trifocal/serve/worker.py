@@ -9,11 +9,15 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
+
 from trifocal.inference import CachedModel, Engine, Request, Update
 from trifocal.serve.errors import ApiError
 from trifocal.serve.metrics import Metrics
 
 _RETRY_SECONDS = 1
+# Steps in a row that may find no memory, which a picture may have for a moment; a failed step loses nothing.
+_MOST_FAILURES = 3
 
 
 class Updates:
@@ -153,6 +157,7 @@ class Worker:
         assert self._loop is not None
         # Sequences of each request that have not ended.
         left: dict[Request, int] = {}
+        failures = 0
         while True:
             try:
                 for command, requests in self._commands():
@@ -164,9 +169,12 @@ class Worker:
                     else:
                         self._cancel(requests, left)
                 updates = self._engine.step()
-                self.failed = False
-            except Exception:
+                failures, self.failed = 0, False
+            except Exception as error:
                 traceback.print_exc(file=sys.stderr)
+                failures += 1
+                if isinstance(error, MemoryError | torch.OutOfMemoryError) and failures < _MOST_FAILURES:
+                    continue
                 self.failed = True
                 failed = list(left)
                 # If this fails too, the thread ends, and `failed` stays.
