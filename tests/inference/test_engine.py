@@ -138,7 +138,7 @@ def test_samples_share_their_prompt(model: DecoderLM) -> None:
 
 
 def test_scores_are_those_of_the_whole_model(model: DecoderLM) -> None:
-    """Of prompts, also in pieces, and of drawn tokens; and the likeliest beside them."""
+    """Prompts, also in pieces, and drawn tokens; and the likeliest beside them."""
     requests = draw_requests(4, likeliest=3, score_prompt=True) + draw_requests(2)
     scores: dict[int, list[TokenScore]] = {id(request): [] for request in requests}
     engine, _ = make_engine(model, prefill_chunk_size=7)
