@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.workers import train
-from tests.train.test_choice_loss import NORMS_AFTER
+from tests.train.test_choice_teacher import NORMS_AFTER
 from tests.train.tiny import read_checkpoint, write_config
 from trifocal import load_model
 from trifocal.runlog import read_metrics

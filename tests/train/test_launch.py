@@ -21,6 +21,7 @@ from trifocal.runlog.stalls.verdict import judge
 from trifocal.train import RunConfig, load_config, resume, train
 from trifocal.train.checkpoint.manifest import describe_files, verify_checkpoint, write_manifest
 from trifocal.train.checkpoint.random_state import random_state, restore_random_state, seed_everything
+from trifocal.train.launch import resume_notes
 
 STEPS = ("--train.steps", "9")
 # These need not be equal: they measure time and memory, or name the moment.
@@ -204,13 +205,6 @@ def test_a_resumed_run_takes_the_optimizer_s_hyperparameters_from_its_configurat
     assert seen == [[[0.25, (0.5, 0.75), 1e-3], [0.0, (0.5, 0.75), 1e-3]]]
 
 
-def test_a_moved_run_goes_on(tmp_path: Path) -> None:
-    train(make_config(tmp_path))
-    (tmp_path / "run").rename(tmp_path / "elsewhere")
-    assert resume(tmp_path / "elsewhere").directory == tmp_path / "elsewhere"
-    assert load_config(tmp_path / "elsewhere" / "config.toml").run.directory == str(tmp_path / "elsewhere")
-
-
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
@@ -266,3 +260,14 @@ def test_all_generators_come_back() -> None:
     restore_random_state(state)
     drawn = [torch.rand(3).tolist(), random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand()]
     assert drawn == expected
+
+
+def test_every_key_that_differs_is_named_with_both_values(tmp_path: Path) -> None:
+    saved = make_config(tmp_path)
+    now = make_config(tmp_path, "--optimizer.beta2", "0.9", "--train.compile", "true", "--log.sinks", "wandb", name="x")
+    note = "learning rate: 0.0055 in step 4, 0.00232 in step 5"
+    assert resume_notes(saved, now, 4)[1:] == [note] and resume_notes(saved, now, 6)[1:] == []
+    assert resume_notes(saved, now, 4)[0] == (
+        "goes on from step 4 of 6; differs from the saved configuration: train.compile false -> true, "
+        'optimizer.beta2 0.95 -> 0.9, log.sinks "" -> "wandb"'
+    )

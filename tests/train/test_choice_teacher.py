@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.test_step import read_batches
+from tests.train.step.test_step import read_batches
 from tests.train.tiny import make_config, read_checkpoint
 from trifocal.data import Batch
 from trifocal.errors import UserError

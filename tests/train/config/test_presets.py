@@ -14,7 +14,7 @@ from trifocal.fields import dotted_fields
 from trifocal.train import RunConfig, load_config
 from trifocal.train.config.presets import presets, summary
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.toml"))
 
 
