@@ -34,8 +34,8 @@ def replacing_window(window):
     """`nsa_attention` with another window branch: `window(q, k, v, w)`."""
 
     def attention(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, geometry, **rules):
-        shut = torch.cat((gates[..., :2], torch.zeros_like(gates[..., 2:])), -1)
-        rest = nsa_attention(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, shut, geometry, **rules)
+        dropped = torch.cat((gates[..., :2], torch.zeros_like(gates[..., 2:])), -1)
+        rest = nsa_attention(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, dropped, geometry, **rules)
         return rest + gates[..., 2:] * window(q, k_win, v_win, geometry.window_size)
 
     return attention
