@@ -55,7 +55,7 @@ def quick(monkeypatch):
     """Few parallel cases, in processes that need not import everything first; half the steps to learn a fault."""
     popen = SimpleNamespace(Popen=warm.popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
     monkeypatch.setattr("trifocal.testing.processes.subprocess", popen)
-    cases = Case("ddp", checkpointing=True), Case("ddp", steps=2), Case("fsdp", accumulation=2)
+    cases = Case("ddp", checkpointing=True), Case("fsdp", accumulation=2)
     monkeypatch.setattr(process_checks, "CASES", cases)
     monkeypatch.setattr(training_checks, "FLOOR_STEPS", 80)
 

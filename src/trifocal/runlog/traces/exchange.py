@@ -19,7 +19,7 @@ from trifocal.runlog.stalls.collectives import Collective, recorded_collectives
 from trifocal.runlog.traces.base import Mark, Moment, Trace, write_table
 
 if TYPE_CHECKING:
-    from trifocal.distributed.gradient_watch import GradientWatch
+    from trifocal.distributed.parallel import GradientWatch
 
 
 class GradientTrace(Trace):
