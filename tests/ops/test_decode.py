@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_refused(change, message):
         if "gates" in change:
             decode_attention(new.q, None, decoder.cache, batch, case.geometry, decoder.rotary, window=True)
         else:
-            append_sparse(decoder.cache, batch, *new[2:], case.geometry, decoder.rotary)
+            append_sparse(decoder.cache, batch, *new[2:8], case.geometry, decoder.rotary)
 
 
 @pytest.mark.parametrize(

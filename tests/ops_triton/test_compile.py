@@ -206,7 +206,13 @@ def test_every_kernel_is_compiled(rows, compiled):
         "index_scores_kernel",
         "choice_kernel",
     )
-    names += ("append_kernel", "decode_scores_kernel", "decode_attend_kernel", "decode_dense_kernel")
+    names += (
+        "append_kernel",
+        "decode_scores_kernel",
+        "decode_attend_kernel",
+        "decode_dense_kernel",
+        "decode_index_kernel",
+    )
     names += ("decode_choice_kernel", "decode_combine_kernel")
     names += ("mean_compress_kernel", "mean_compress_backward_kernel", "place_slots_kernel")
     names += ("decode_linear_kernel", "decode_embedding_kernel")

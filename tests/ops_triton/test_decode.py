@@ -46,6 +46,32 @@ STEPS = (
     Step(shapes("three strides a block, no block forced first", geometry(16, 16, 48, 2, 0, 1, 5)), (190,), (1,)),
     Step(shapes("D in two parts, V wider", dim=130, value_dim=132), (41,), (1,)),
     Step(shapes("rows are two tiles", heads=20), (30,), (4,)),
+    Step(shapes("an index, rows are two tiles", heads=3, groups=3, index=8, learned=True), (5, 79), (6, 7)),
+    Step(
+        shapes(
+            "an index alone, in two parts, blocks of 48",
+            geometry(16, 16, 48, 2, 0, 1, 5),
+            heads=2,
+            groups=2,
+            window="none",
+            selected_only=True,
+            index=24,
+            page_blocks=2,
+        ),
+        (190, 0, 20),
+        (1, 1, 0),
+    ),
+    Step(
+        shapes(
+            "an index alone, blocks of several tiles",
+            geometry(4, 4, 144, 2, 0, 1, 5),
+            window="none",
+            selected_only=True,
+            index=64,
+        ),
+        (900,),
+        (2,),
+    ),
 )
 
 
