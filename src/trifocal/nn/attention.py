@@ -133,7 +133,7 @@ class NSAttention(ChoosingAttention):
         q, keys, values, [logits] = self._project(x, self.gate.proj)
         gates = self.gate(x, logits)
         if cache is not None:
-            return self.o_proj(cache.attend(self, q, keys, values, gates).flatten(2))
+            return self.o_proj(cache.attend(self, q, keys, values, gates, self._unrotated_index(x)).flatten(2))
         if dropped is not None:
             # Of three branches, the second.
             gates = gates.masked_fill(nn.functional.pad(dropped[..., None, None], (1, 1)), 0.0)
@@ -200,7 +200,7 @@ class DenseAttention(AttentionBase):
         length = self._length(x, documents)
         q, [k], [v], _ = self._project(x)
         if cache is not None:
-            return self.o_proj(cache.attend(self, q, [k], [v], None).flatten(2))
+            return self.o_proj(cache.attend(self, q, [k], [v]).flatten(2))
         cos, sin = self._rotary_tables(positions, q, length) if rotary is None else (rotary.cos, rotary.sin)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         return self.o_proj(self._attend(q, k, v, documents).flatten(2))

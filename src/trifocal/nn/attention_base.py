@@ -54,7 +54,13 @@ class KVCache(Protocol):
     """Keys and values of the earlier tokens of a batch."""
 
     def attend(
-        self, attention: nn.Module, q: Tensor, keys: list[Tensor], values: list[Tensor], gates: Tensor | None
+        self,
+        attention: nn.Module,
+        q: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+        gates: Tensor | None = None,
+        index: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Append new tokens and attend.
 
@@ -63,6 +69,7 @@ class KVCache(Protocol):
             q: Queries, [1, N, H, D]. Neither they nor the keys are rotated yet.
             keys, values: Keys and values of each branch, [1, N, G, *].
             gates: [1, N, H, 3]; None in a layer without gates.
+            index: Queries and keys of the index, [1, N, G, Di] and [1, N, Di], not rotated; None without one.
 
         Returns:
             [1, N, H, V].

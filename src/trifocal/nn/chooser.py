@@ -40,11 +40,15 @@ class IndexHeads(nn.Module):
         self.query_proj = nn.Linear(dim, num_kv_heads * INDEX_DIM, bias=False)
         self.key_proj = nn.Linear(dim, INDEX_DIM, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated index queries [B, T, G, Di] and keys [B, T, Di] of the layer's input, which gets no gradient."""
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Index queries [B, T, G, Di] and keys [B, T, Di] of the layer's input, which gets no gradient; not rotated."""
         x = x.detach()
-        q_idx = self.query_proj(x).unflatten(-1, (self.num_kv_heads, INDEX_DIM))
-        return rotate(q_idx, cos, sin), rotate(self.key_proj(x)[:, :, None], cos, sin)[:, :, 0]
+        return self.query_proj(x).unflatten(-1, (self.num_kv_heads, INDEX_DIM)), self.key_proj(x)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """As `project`, rotated."""
+        q_idx, k_idx = self.project(x)
+        return rotate(q_idx, cos, sin), rotate(k_idx[:, :, None], cos, sin)[:, :, 0]
 
 
 class ChoosingAttention(AttentionBase):
@@ -68,6 +72,10 @@ class ChoosingAttention(AttentionBase):
             raise ValueError(f"chooser must be 'compressed', 'index' or 'exact', got {chooser!r}")
         self.chooser = chooser
         self.index = IndexHeads(self.q_proj.in_features, self.num_kv_heads) if chooser == "index" else None
+
+    def _unrotated_index(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Index queries and keys for a cache; None without an index."""
+        return self.index.project(x) if self.index is not None else None  # type: ignore[operator]
 
     def _index(
         self, x: Tensor, positions: Tensor, rotary: RotaryTables | None, length: int | Tensor

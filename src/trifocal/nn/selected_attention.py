@@ -58,7 +58,7 @@ class SelectedAttention(ChoosingAttention):
         length = self._length(x, documents)
         q, [k], [v], _ = self._project(x)
         if cache is not None:
-            return self.o_proj(cache.attend(self, q, [k], [v], None).flatten(2))
+            return self.o_proj(cache.attend(self, q, [k], [v], index=self._unrotated_index(x)).flatten(2))
         raw = k.detach()
         cos, sin = self._rotary_tables(positions, q, length) if rotary is None else (rotary.cos, rotary.sin)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
