@@ -27,7 +27,7 @@ class ChoiceTeacher:
 
     Attributes:
         teaching: What each forward pass is given; its tensors stay, so that recorded graphs read them anew.
-        index_parameters: Parameters that nothing else trains; they are clipped by themselves.
+        index_parameters: Parameters that are clipped apart from the others: nothing else trains them.
     """
 
     def __init__(self, model: DecoderLM, config: TrainSection, device: torch.device, gradient_factor: int = 1) -> None:
@@ -40,12 +40,7 @@ class ChoiceTeacher:
             row_length=config.sequence_length,
             stretch=config.choice_loss_stretch,
         )
-        self.index_parameters: list[nn.Parameter] = [
-            parameter
-            for module in model.modules()
-            if isinstance(module, IndexHeads)
-            for parameter in module.parameters()
-        ]
+        self.index_parameters = index_parameters(model) if config.only == "all" else []
 
     def eligible(self, batches: Sequence[Batch], step: int) -> list[int]:
         """Eligible sampled queries of each layer in micro-batches of a step, counted on the host."""
@@ -71,6 +66,13 @@ class ChoiceTeacher:
     def figures(self) -> Tensor:
         """This process's share of the step's loss and recall of each layer, [layers, 2]; the shares add up to them."""
         return self.teaching.totals / self._factor
+
+
+def index_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters of the model's indexes."""
+    return [
+        parameter for module in model.modules() if isinstance(module, IndexHeads) for parameter in module.parameters()
+    ]
 
 
 def make_teacher(

@@ -31,6 +31,8 @@ class GradientTrace(Trace):
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._rows: list[dict[str, Any]] = []
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
 
             def arrived(parameter: Tensor, name: str = name) -> None:
                 self._seen.append((moment.columns(), name, moment.phase_began, moment.clock.mark()))

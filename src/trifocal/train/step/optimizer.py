@@ -12,7 +12,7 @@ from trifocal.train.config.sections import OptimizerSection
 
 
 def make_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
-    """AdamW, fused, in two groups: the matrices of linear maps decay, everything else does not.
+    """AdamW over what is not frozen, fused, in two groups: the matrices of linear maps decay, all else does not.
 
     Norms, biases and embeddings (of tokens, even if tied to the output projection, and of positions) do not decay.
 
@@ -25,8 +25,9 @@ def make_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.Ad
     """
     matrices = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     matrices -= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    decayed = [parameter for parameter in model.parameters() if id(parameter) in matrices]
-    spared = [parameter for parameter in model.parameters() if id(parameter) not in matrices]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decayed = [parameter for parameter in trained if id(parameter) in matrices]
+    spared = [parameter for parameter in trained if id(parameter) not in matrices]
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": spared, "weight_decay": 0.0},
