@@ -4,6 +4,7 @@ A process of its own for each, with its own environment, arguments and output, a
 what is spared is four seconds of imports.
 """
 
+import faulthandler
 import functools
 import multiprocessing
 import os
@@ -95,6 +96,8 @@ def _run(arguments: Sequence[str], variables: Mapping[str, str], outputs: Sequen
     os.environ.update(variables)
     for number, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    if variables.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
     if arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]
         exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})

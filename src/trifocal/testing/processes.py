@@ -11,6 +11,8 @@ from pathlib import Path
 
 from trifocal.distributed.rendezvous import places_here
 
+_ERROR_CHARACTERS = 4000
+"""Shown of a process's error output: enough for the stacks of a process that a signal ended."""
 GRACE_SECONDS = 5.0
 """Time that the other processes have to end by themselves after one failed."""
 
@@ -41,7 +43,7 @@ def run_processes(arguments: Sequence[str], size: int, folder: Path, *, limit_se
     """
     _store, places = places_here(size)
     # Where this process finds the package, the others must find it too.
-    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONFAULTHANDLER": "1"}
     started: list[subprocess.Popen[bytes]] = []
     try:
         for rank, place in enumerate(places):
@@ -102,5 +104,5 @@ def _failure(started: list[subprocess.Popen[bytes]], folder: Path) -> ProcessesF
         statuses.append(status)
         if status:
             text = (folder / f"error{rank}").read_text(errors="replace").strip()
-            lines.append(f"process {rank} ended with status {status}: {text[-500:]}")
+            lines.append(f"process {rank} ended with status {status}: {text[-_ERROR_CHARACTERS:]}")
     return ProcessesFailed("\n".join(lines), statuses)
