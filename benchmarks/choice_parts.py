@@ -301,7 +301,7 @@ class _Chooses:
         """Compressed keys whose gradient reaches their projection and φ alone."""
         width = self.num_kv_heads * self.head_dim
         raw = F.linear(x.detach(), self.k_proj.weight[:width]).unflatten(-1, (self.num_kv_heads, -1))
-        return self._rotate_compressed(self.k_compressor(raw, None), self.geometry, None, None, length)
+        return self._compressed_keys(raw, None, self.rotary_tables(x))
 
 
 class Probe(_Chooses, NSAttention):
@@ -312,7 +312,7 @@ class Probe(_Chooses, NSAttention):
         gates = self.gate(x, logits)
         (k_cmp, k_slc, k_win), (v_cmp, v_slc, v_win) = keys, values
         q, k_slc, k_win = (rotate(one, rotary.cos, rotary.sin) for one in (q, k_slc, k_win))
-        k_cmp, v_cmp = self._compress(k_cmp, v_cmp, None, rotary, x.shape[1])
+        k_cmp, v_cmp = self._compressed_keys(k_cmp, None, rotary), self.v_compressor(v_cmp)
         chosen = self.choose(x, q, k_slc, k_cmp, x.shape[1])
         inputs = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
         o = nsa_attention(q, *inputs, gates, self.geometry, selected_blocks=chosen, backend=self.backend)
@@ -325,7 +325,7 @@ class ProbeSelected(_Chooses, SelectedAttention):
     def forward(self, x: Tensor, *, rotary: Any = None, cu_seqlens: None = None) -> Tensor:
         q, [k], [v], _ = self._project(x)
         with torch.no_grad():
-            k_cmp = self._rotate_compressed(self.k_compressor(k, None), self.geometry, None, rotary, x.shape[1])
+            k_cmp = self._compressed_keys(k, None, rotary)
         q, k = (rotate(one, rotary.cos, rotary.sin) for one in (q, k))
         chosen = self.choose(x, q, k, k_cmp, x.shape[1])
         if chosen is None:

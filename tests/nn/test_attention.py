@@ -263,13 +263,14 @@ def test_documents_are_checked_once_and_reused() -> None:
 def test_compressed_scores_depend_on_distance_alone(compressor: Any) -> None:
     layer = sparse(compressor=compressor)
     q = torch.randn(1, 12, 4, 8, dtype=torch.float64)
-    k, v = torch.randn(1, 12, 2, 8, dtype=torch.float64), torch.randn(1, 12, 2, 6, dtype=torch.float64)
+    k = torch.randn(1, 12, 2, 8, dtype=torch.float64)
 
     def scores(shift: int) -> Tensor:
-        tables = layer._rotary_tables(torch.arange(12) + shift, q)
+        tables = rotary_tables(torch.arange(12) + shift, 8, 10000.0, torch.float64)
         q_rotated = attention_module.rotate(q, *tables)
-        of_blocks = layer._rotary_tables(torch.arange(5) * layer.geometry.compression_stride + shift, k)
-        k_cmp, _ = layer._compress(k, v, None, RotaryTables(*tables, *of_blocks), 0)
+        starts = torch.arange(5) * layer.geometry.compression_stride + shift
+        of_blocks = rotary_tables(starts, 8, 10000.0, torch.float64)
+        k_cmp = layer._compressed_keys(k, None, RotaryTables(*tables, *of_blocks))
         return torch.einsum("bthd,bchd->bhtc", q_rotated[:, :, ::2], k_cmp)
 
     for shift in (1, 2, 1000):

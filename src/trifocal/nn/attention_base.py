@@ -140,20 +140,34 @@ class AttentionBase(nn.Module):
         self.q_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
 
-    def rotary_tables(self, x: Tensor, cu_seqlens: Documents | None = None) -> RotaryTables:
+    def rotary_tables(self, x: Tensor, cu_seqlens: Tensor | Documents | None = None) -> RotaryTables:
         """Tables to be shared by layers alike; x [B, T, E] gives length, device, type."""
         documents, positions = documents_and_positions(x, cu_seqlens)
-        length = self._length(x, documents)
-        tables = self._rotary_tables(positions, x, length)
-        if self.geometry is None:
-            return RotaryTables(*tables)
+        exact, geometry, scales = torch.promote_types(x.dtype, torch.float32), self.geometry, self.rope_scaling
+        by_length = scales.depends_on_length
+        # Tokens of the sequence, or of each token's document.
+        length: int | Tensor = x.shape[1] if by_length else 0
+        lengths = None if documents is None or not by_length else documents.cu_seqlens.diff()
+        if documents is not None and lengths is not None:
+            length = lengths[documents.ids]
+
+        def tables(positions: Tensor, width: int, length: int | Tensor = length) -> tuple[Tensor, Tensor]:
+            return rotary_tables(positions, width, self.rope_theta, exact, scales, length)
+
+        found = RotaryTables(*tables(positions, self.head_dim))
+        if self.index is not None:
+            cos, sin = tables(positions, INDEX_DIM)
+            found = found._replace(cos_idx=cos, sin_idx=sin)
+        if geometry is None:
+            return found
         if documents is None:
-            num_blocks = self.geometry.num_compressed_blocks(x.shape[1])
+            starts = torch.arange(geometry.num_compressed_blocks(x.shape[1]), device=x.device)
+            cos, sin = tables(starts * geometry.compression_stride, self.head_dim)
         else:
-            num_blocks = max_packed_compressed_blocks(x.shape[1], self.geometry)
-        compressed = self._compressed_tables(num_blocks, self.geometry, documents, x, length)
-        index = self._index_tables(positions, x, length) if self.index is not None else (None, None)
-        return RotaryTables(*tables, *compressed, *index)
+            layout = compressed_layout(documents, max_packed_compressed_blocks(x.shape[1], geometry), geometry)
+            of_blocks = 0 if lengths is None else lengths[layout.ids.clamp(min=0)]
+            cos, sin = tables(layout.starts, self.head_dim, of_blocks)
+        return found._replace(cos_cmp=cos, sin_cmp=sin)
 
     def selected_keys(self, projected: Tensor, documents: Documents | None = None) -> Tensor:
         """The selected branch's rotated keys, [B, T, G, D], from `k_proj`'s output; full attention would read these.
@@ -165,54 +179,7 @@ class AttentionBase(nn.Module):
         # The second of three branches.
         k = projected.unflatten(-1, (self.branches, self.num_kv_heads, self.head_dim))[:, :, self.branches // 2]
         k = k if self.k_norm is None else self.k_norm(k)
-        _, positions = documents_and_positions(projected, documents)
-        return rotate(k, *self._rotary_tables(positions, k, self._length(projected, documents)))
-
-    def _rotate_compressed(
-        self,
-        k_cmp: Tensor,
-        geometry: Geometry,
-        documents: Documents | None,
-        rotary: RotaryTables | None,
-        length: int | Tensor,
-    ) -> Tensor:
-        """Rotate compressed keys by their blocks' first tokens."""
-        if rotary is not None and rotary.cos_cmp is not None and rotary.sin_cmp is not None:
-            return rotate(k_cmp, rotary.cos_cmp, rotary.sin_cmp)
-        return rotate(k_cmp, *self._compressed_tables(k_cmp.shape[1], geometry, documents, k_cmp, length))
-
-    def _compressed_tables(
-        self,
-        num_blocks: int,
-        geometry: Geometry,
-        documents: Documents | None,
-        x: Tensor,
-        length: int | Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Tables of the compressed blocks' first tokens."""
-        if documents is None:
-            starts = torch.arange(num_blocks, device=x.device) * geometry.compression_stride
-            return self._rotary_tables(starts, x, length)
-        layout = compressed_layout(documents, num_blocks, geometry)
-        if self.rope_scaling.depends_on_length:
-            length = documents.cu_seqlens.diff()[layout.ids.clamp(min=0)]
-        return self._rotary_tables(layout.starts, x, length)
-
-    def _length(self, x: Tensor, documents: Documents | None) -> int | Tensor:
-        """Tokens of the sequence, or of each token's document, [T]; 0 if frequencies do not depend on them."""
-        if not self.rope_scaling.depends_on_length:
-            return 0
-        if documents is not None:
-            return documents.cu_seqlens.diff()[documents.ids]
-        return x.shape[1]
-
-    def _rotary_tables(self, positions: Tensor, x: Tensor, length: int | Tensor = 0) -> tuple[Tensor, Tensor]:
-        exact = torch.promote_types(x.dtype, torch.float32)
-        return rotary_tables(positions, self.head_dim, self.rope_theta, exact, self.rope_scaling, length)
-
-    def _index_tables(self, positions: Tensor, x: Tensor, length: int | Tensor = 0) -> tuple[Tensor, Tensor]:
-        exact = torch.promote_types(x.dtype, torch.float32)
-        return rotary_tables(positions, INDEX_DIM, self.rope_theta, exact, self.rope_scaling, length)
+        return rotate(k, *self.rotary_tables(projected, documents)[:2])
 
     def _project(self, x: Tensor, *others: nn.Linear) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
         """Queries, and keys and values of each branch, normed and not rotated; and other maps of the same input.

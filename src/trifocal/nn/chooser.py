@@ -77,15 +77,9 @@ class ChoosingAttention(AttentionBase):
         """Index queries and keys for a cache; None without an index."""
         return self.index.project(x) if self.index is not None else None  # type: ignore[operator]
 
-    def _index(
-        self, x: Tensor, positions: Tensor, rotary: RotaryTables | None, length: int | Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        """Index queries and keys; None without an index."""
-        if self.index is None:
-            return None
-        if rotary is not None and rotary.cos_idx is not None and rotary.sin_idx is not None:
-            return self.index(x, rotary.cos_idx, rotary.sin_idx)  # type: ignore[no-any-return]
-        return self.index(x, *self._index_tables(positions, x, length))  # type: ignore[no-any-return]
+    def _index(self, x: Tensor, rotary: RotaryTables) -> tuple[Tensor, Tensor] | None:
+        """Rotated index queries and keys; None without an index."""
+        return self.index(x, rotary.cos_idx, rotary.sin_idx) if self.index is not None else None
 
     @torch.no_grad()
     def _chosen(
@@ -106,20 +100,17 @@ class ChoosingAttention(AttentionBase):
         k: Tensor,
         index: tuple[Tensor, Tensor] | None,
         documents: Documents | None,
-        rotary: RotaryTables | None,
-        length: int | Tensor,
+        rotary: RotaryTables,
     ) -> Tensor:
         """The layer's loss, whose gradient reaches the chooser alone, and its recall, both scaled: [2]."""
         if index is not None:
             figures = choice_loss(q, k, lesson.sample, self.geometry, documents, q_idx=index[0], k_idx=index[1])
         else:
-            k_cmp = self._taught_keys(x.detach(), documents, rotary, length)
+            k_cmp = self._taught_keys(x.detach(), documents, rotary)
             figures = choice_loss(q, k, lesson.sample, self.geometry, documents, k_cmp=k_cmp)
         return lesson.scale * torch.stack(figures)
 
-    def _taught_keys(
-        self, x: Tensor, documents: Documents | None, rotary: RotaryTables | None, length: int | Tensor
-    ) -> Tensor:
+    def _taught_keys(self, x: Tensor, documents: Documents | None, rotary: RotaryTables) -> Tensor:
         """Compressed keys, made again so that their gradient reaches φ and, where it is their own, the projection."""
         width = self.num_kv_heads * self.head_dim
         weight = self.k_proj.weight[:width]
@@ -132,7 +123,12 @@ class ChoosingAttention(AttentionBase):
             norm, exact = self.k_norm, torch.promote_types(raw.dtype, torch.float32)
             weight = norm.weight.detach().to(exact)
             raw = functional.rms_norm(raw.to(exact), weight.shape, weight, norm.eps).to(raw.dtype)
-        return self._rotate_compressed(self.k_compressor(raw, documents), self.geometry, documents, rotary, length)
+        return self._compressed_keys(raw, documents, rotary)
+
+    def _compressed_keys(self, raw: Tensor, documents: Documents | None, rotary: RotaryTables) -> Tensor:
+        """Compress unrotated keys [B, S, G, D], and rotate the result by the first tokens of the blocks."""
+        assert rotary.cos_cmp is not None and rotary.sin_cmp is not None
+        return rotate(self.k_compressor(raw, documents), rotary.cos_cmp, rotary.sin_cmp)
 
 
 def tokens_as_blocks(geometry: Geometry) -> Geometry:
