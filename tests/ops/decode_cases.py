@@ -163,14 +163,22 @@ class Decoder:
         backend: Of every call.
         spare_pages: Columns of the block table that nobody needs; their entries are no pages.
         seed: Of the order of pages and rows.
+        length: Tokens of the longest sequence, where `tokens` are fewer, which follow again and again.
     """
 
     def __init__(
-        self, case: Case, tokens: Tokens, most_new: int, backend: str, spare_pages: int = 1, seed: int = 0
+        self,
+        case: Case,
+        tokens: Tokens,
+        most_new: int,
+        backend: str,
+        spare_pages: int = 1,
+        seed: int = 0,
+        length: int = 0,
     ) -> None:
         self.case, self.tokens, self.most_new, self.backend = case, tokens, most_new, backend
         rules, device, dtype = case.geometry, tokens.q.device, tokens.q.dtype
-        batch, length = tokens.q.shape[:2]
+        batch, length = len(tokens.q), length or tokens.q.shape[1]
         self.rotary = tables(case, length, tokens.q)
         self.rotary_idx = tables(case, length, tokens.q, case.index) if case.index else None
         columns = -(-length // case.page_size)
@@ -235,6 +243,14 @@ class Decoder:
                     held.transpose(1, 2)[row, index % held.shape[2]] = x[0, index]
         self.lengths.copy_(torch.tensor(lengths))
 
+    def randomise(self, lengths: list[int]) -> None:
+        """Random numbers everywhere in the caches: for lengths that `fill` would take too long for."""
+        generator = torch.Generator(self.lengths.device).manual_seed(7)
+        for x in (*vars(self.cache).values(), self.dense.k, self.dense.v):
+            if x is not None:
+                x.normal_(generator=generator)
+        self.lengths.copy_(torch.tensor(lengths))
+
     def batch(self, num_new: list[int]) -> DecodeBatch:
         new = torch.tensor(num_new, dtype=torch.int32, device=self.lengths.device)
         return DecodeBatch(self.rows, self.lengths.clone(), new, self.table)
@@ -243,13 +259,18 @@ class Decoder:
         """The next T tokens of each sequence, NaN past its new ones."""
         index = self.lengths.long()[:, None] + torch.arange(self.most_new, device=self.lengths.device)
         exists = index < (self.lengths + torch.tensor(num_new, device=self.lengths.device))[:, None]
-        index = index.where(exists, 0)
+        index = index.where(exists, 0) % self.tokens.q.shape[1]
         rows = torch.arange(len(num_new), device=index.device)[:, None]
         return Tokens(*(x[rows, index].where(exists[..., None, None], torch.nan) for x in self.tokens))
 
     def append(self, num_new: list[int]) -> tuple[Tokens, DecodeBatch]:
         """Put the next tokens of each sequence into the caches; `lengths` stay as they are."""
-        case, new, batch = self.case, self.new_tokens(num_new), self.batch(num_new)
+        new, batch = self.new_tokens(num_new), self.batch(num_new)
+        self.append_tokens(new, batch)
+        return new, batch
+
+    def append_tokens(self, new: Tokens, batch: DecodeBatch) -> None:
+        case = self.case
         own, values = case.window == "own", not case.selected_only
         phi = (compressor(w, case.geometry, new.q) for w in (case.dim, case.value_dim))
         append_sparse(
@@ -258,21 +279,23 @@ class Decoder:
             compress=tuple(phi) if case.learned else None, backend=self.backend,
             index=self.index(new.k_idx[:, :, 0]),
         )  # fmt: skip
-        return new, batch
 
     def index(self, x: Tensor):
         return None if self.rotary_idx is None else (x, self.rotary_idx)
 
     def step(self, num_new: list[int]) -> Tensor:
         """Append the next tokens of each sequence and attend: o [B, T, H, V]."""
-        case = self.case
         new, batch = self.append(num_new)
-        o = decode_attention(
+        o = self.attend(new, batch)
+        self.lengths += batch.num_new
+        return o
+
+    def attend(self, new: Tokens, batch: DecodeBatch) -> Tensor:
+        case = self.case
+        return decode_attention(
             new.q, None if case.selected_only else new.gates, self.cache, batch, case.geometry, self.rotary,
             window=case.window != "none", backend=self.backend, index=self.index(new.q_idx),
         )  # fmt: skip
-        self.lengths += batch.num_new
-        return o
 
     def step_dense(self, num_new: list[int], window_size: int | None = None) -> Tensor:
         """As `step`, for full attention over the selected branch's keys, or for the last tokens alone."""
