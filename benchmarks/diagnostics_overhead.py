@@ -116,7 +116,7 @@ class Measured(loop.Trainer):
         self.saver.save = lambda **_: None
         self.turns: list[Turn] = []
         self.whole_config = self.config
-        self.quiet = Quiet(), MetricsWriter.silent(), Progress(self.config.train.steps, enabled=False)
+        self.quiet = Quiet(), MetricsWriter(None), Progress(self.config.train.steps, enabled=False)
 
     def open_diagnostics(self, stack: ExitStack) -> None:
         """Start all of them as the run does; they stay, and are used in some turns."""

@@ -1,6 +1,7 @@
 """The time of each kernel of one attention call on the GPU.
 
     python benchmarks/kernels.py --shapes A D
+    python benchmarks/kernels.py --shapes A B C D --teaching 64
 
 It times the kernels that the dispatch rules choose. To try another kernel or configuration, change the rule.
 """
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from lib.choice_problem import ChoiceProblem, check_choice_parity
 from lib.kernel_trace import Kernel, kernel_table, record_kernels
 from lib.parity import check_parity
 from lib.recorder import Recorder
@@ -20,8 +22,6 @@ from lib.script import Benchmark, BenchOptions
 from lib.shapes import DTYPES, AttentionShape, make_inputs, named_shapes
 from trifocal.errors import UserError
 from trifocal.ops import Geometry, nsa_attention
-
-Direction = Literal["forward", "backward"]
 
 NOTES = (
     "Device time of each kernel in one attention call, the mean over the profiled calls; random inputs.",
@@ -43,10 +43,14 @@ class KernelsOptions(BenchOptions):
     """Calls to profile, after three to warm up."""
     most: int = 20
     """Kernels to list for each shape and direction; the rest is one row."""
+    teaching: int = 0
+    """Also time the choice by an index and the loss that teaches it, of one query in so many; 0: neither."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_positive("calls", "most")
+        if self.teaching < 0:
+            raise UserError(f"teaching must be at least 0, got {self.teaching}")
 
 
 def bench_kernels(options: KernelsOptions, recorder: Recorder) -> None:
@@ -68,6 +72,9 @@ def _shape_rows(options: KernelsOptions, shape: AttentionShape, device: torch.de
     """The figures of one shape: a row for each kernel."""
     check_parity(shape, options.geometry, device, DTYPES[options.dtype])
     calls = _calls(options, shape, device)
+    if options.teaching:
+        check_choice_parity(shape, options.geometry, device, DTYPES[options.dtype])
+        calls |= _choice_calls(options, shape, device)
     recorded = {direction: _profile(call, options.calls, device) for direction, call in calls.items()}
     return [
         {"direction": direction, **row}
@@ -92,6 +99,19 @@ def _calls(options: KernelsOptions, shape: AttentionShape, device: torch.device)
         return torch.autograd.grad(o, list(leaves), d_o, retain_graph=True)
 
     return {"forward": forward, "backward": backward}
+
+
+def _choice_calls(
+    options: KernelsOptions, shape: AttentionShape, device: torch.device
+) -> dict[str, Callable[[], object]]:
+    """The choice by an index, and forward and backward of the loss that teaches it."""
+    problem = ChoiceProblem.draw(shape, options.geometry, device, DTYPES[options.dtype], options.teaching)
+    loss, _ = problem.loss()
+    return {
+        "index choice": problem.choose,
+        "choice loss, forward": problem.loss,
+        "choice loss, backward": lambda: torch.autograd.grad(loss, problem.index, retain_graph=True),
+    }
 
 
 def _profile(call: Callable[[], object], calls: int, device: torch.device) -> list[Kernel]:

@@ -1,15 +1,14 @@
 """The quality of the sparse model: trainings that differ in the attention alone, side by side, then their evaluation.
 
-    python benchmarks/quality.py --part seeds --directory runs/quality
-    python benchmarks/quality.py --part long recall needle --directory runs/quality --gpus 4 --seconds 560
-    python benchmarks/quality.py --part seeds --directory runs/quality --resume
+    python benchmarks/quality.py --part long --directory runs/quality --gpus 2 --seconds 450 --resume
+    python benchmarks/quality.py --part recall --variants sparse dense index --directory runs/quality
     python benchmarks/quality.py --part production seeds long recall needle --plan
 
 | part | trains | measures |
 |---|---|---|
 | `production` | the production model on 2,048 tokens | loss, and by position |
 | `seeds` | a small model on 2,048 tokens, three seeds | the same, and how far seeds are apart |
-| `long` | the small model on 2,048, then on 32,768 tokens of whole packages | loss by position, tokens/s |
+| `long` | the small model on 2,048, then on 32,768 tokens inside one package | loss by position, recall of the choice |
 | `recall` | two layers on multi-query associative recall | values found, by pairs and by distance |
 | `needle` | two layers on needles in haystacks up to 65,536 tokens | needles found, by length and depth |
 
@@ -17,15 +16,19 @@ All variants see the same tokens in the same order. `window` sees as many keys a
 of its window and of all selected blocks. In `hybrid`, every fourth layer is dense. `random` is the sparse model with
 blocks drawn at random: it lacks the choice. `dropout` is the sparse model, trained without the selected branch for a
 fifth of the queries. In `learned`, the compressor is the paper's learnable one; in `shared`, the branches share their
-keys and values.
+keys and values. In `exact`, blocks are chosen by exact mass: a ceiling, which costs more than dense attention. In
+`taught`, a loss teaches the choice by compressed keys. In `index`, it teaches index heads beside the learned compressor
+at three times the learning rate; with `-l1` at the same rate, with `-s256` on one query in 256 instead of 64, with
+`-mean` without the learned compressor. In `selected-index`, the selected branch is alone.
 Each training is a process and a folder of its own, `DIRECTORY/PART/VARIANT-SEED`. Trainings of `long` and `needle`
 start from the weights of a training on short rows, in a folder with `-short` behind its name. When the time is up they
-stop as a scheduler would stop them; `--resume` goes on with those that have steps left. Flags of `trifocal train` are
-passed on.
+stop as a scheduler would stop them; `--resume` goes on with those that have steps left, begins the others, and when all
+are over evaluates them. Flags of `trifocal train` are passed on, also to the trainings on short rows.
 """
 
 import argparse
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -38,10 +41,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from statistics import median
 
-from lib.quality_parts import PARTS, VARIANTS
-from lib.quality_tables import Row, means, pivot
+from lib.quality_parts import HELD_OUT, PARTS, VARIANTS
+from lib.quality_tables import Row, above_dense_by_step, means, pivot
 from lib.results import ResultFile
 from trifocal.data.sources.builtin import BuiltinSource
+from trifocal.data.stream import in_validation
 from trifocal.runlog import read_metrics
 from trifocal.runlog.run import read_run
 from trifocal.train import load_config
@@ -50,6 +54,7 @@ PRESET = Path(__file__).parent.parent / "configs/m7c_125m.toml"
 LAYER_TYPES = "model.layer_types"
 _STOP_SECONDS = 60.0
 _NOT_BEGUN = -1
+_ROW = 32768
 
 
 @dataclass
@@ -126,7 +131,7 @@ def trainings(
             **own,
         }
         if name == "long":
-            flags["data.source"] = f"parquet:{directory / 'packages.parquet'}#text"
+            flags["data.source"] = f"parquet:{directory / ('short' if last else 'long')}.parquet#text"
         if variant == "window":
             keys = geometry.window_size + geometry.num_selected_blocks * geometry.selection_block_size
             flags["model.sliding_window"] = str(keys)
@@ -149,8 +154,16 @@ def trainings(
     return found
 
 
-def write_packages(path: Path) -> None:
-    """Write the Python files of this machine as long documents: all files of a package's folder, one after another."""
+def write_packages(directory: Path, long_share: float) -> None:
+    """Write the Python files of this machine as long documents, all files of a package's folder, one after another.
+
+    Some packages are for long rows and the others for short ones, so that nothing is read twice; the same are held out
+    of both. A document and its separator fill whole rows of 32,768 bytes, so that each row lies inside one package.
+
+    Args:
+        directory: Gets `short.parquet` and `long.parquet`.
+        long_share: Share of the bytes for long rows.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -160,12 +173,24 @@ def write_packages(path: Path) -> None:
         parts = name.split("/")
         folder = "/".join(parts[: min(len(parts) - 1, 3)])
         packages.setdefault(folder, []).extend(document.text for document, _ in source.read(shard, None))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    texts = ["\n".join(files) for files in packages.values()]
-    # Whole rows of 32,768 tokens; a document is cut anyway where its row ends.
-    long = [text for text in texts if len(text) >= 32768]
-    pq.write_table(pa.table({"text": long}), path, row_group_size=16)
-    print(f"{len(long)} documents of {sum(map(len, long)) / 1e6:.0f} M characters in {path}", flush=True)
+    texts = []
+    for files in packages.values():
+        whole = "\n".join(files).encode()
+        length = len(whole) // _ROW * _ROW - 1
+        # A character that is cut in the middle becomes spaces.
+        texts.append(whole[: max(length, 0)].decode(errors="ignore").encode().ljust(max(length, 0)).decode())
+    texts = [text for text in texts if text]
+    random.Random(0).shuffle(texts)
+    held_out = [text for text in texts if in_validation(text, HELD_OUT)]
+    trained = [text for text in texts if not in_validation(text, HELD_OUT)]
+    total, cut = sum(map(len, trained)), 0
+    while sum(map(len, trained[:cut])) < long_share * total:
+        cut += 1
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, part in (("long", trained[:cut]), ("short", trained[cut:])):
+        pq.write_table(pa.table({"text": held_out + part}), directory / f"{name}.parquet", row_group_size=16)
+        sizes = f"{sum(map(len, part)) / 1e6:.1f} M characters, {len(held_out)} documents held out"
+        print(f"{name}.parquet: {len(part)} documents of {sizes}", flush=True)
 
 
 def run_all(commands: Sequence[tuple[list[str], Path]], *, gpus: int, jobs: int, deadline: float) -> list[int]:
@@ -259,10 +284,7 @@ def write_result(name: str, done: Sequence[Training], options: argparse.Namespac
     notes = [
         "The validation loss is that of the last step that all have reached; means over seeds have only the trainings "
         "with the most steps.",
-        "window sees as many keys as the sparse model reads in its window and its selected blocks; in hybrid every "
-        "fourth layer is dense; random is the sparse model with blocks drawn at random; dropout is trained with "
-        "model.selected_dropout = 0.2, learned has the learnable compressor, and in shared the branches share their "
-        "keys and values.",
+        "What the variants are: the table of benchmarks/quality.py.",
         "One training at a time on a GPU."
         if jobs == 1
         else f"{jobs} trainings at a time on a GPU: tokens/s are those of a shared one, and do not compare.",
@@ -283,9 +305,12 @@ def write_result(name: str, done: Sequence[Training], options: argparse.Namespac
         means=means(rows),
         means_on_short_rows=means(rows, "short_loss") if part.short else [],
         recall=recall,
+        above_dense_by_step=above_dense_by_step(rows),
         loss_by_position=pivot(evaluations, "position", "loss", "first", seeds=True),
         needles_found_by_depth=pivot(evaluations, "needle", "accuracy", "depth"),
         needles_found_by_seed=pivot(everything, "needle", "accuracy", "depth", seeds=True),
+        choice_recall_by_layer=pivot(evaluations, "choice", "recall", "layer", seeds=True),
+        choice_recall_by_distance=pivot(evaluations, "choice_distance", "recall", "first"),
         recall_by_distance=pivot(evaluations, "recall_distance", "accuracy", "first"),
     )
 
@@ -307,14 +332,18 @@ def run_part(name: str, options: argparse.Namespace, extra: dict[str, str], dead
     """Train, evaluate and write a part; the number of trainings that failed."""
     part, jobs = PARTS[name], options.jobs or PARTS[name].jobs
     found = trainings(name, options.directory, options.seeds, options.variants, extra, options.one_seed)
-    if name == "long" and "data.source" not in extra and not (options.directory / "packages.parquet").exists():
-        write_packages(options.directory / "packages.parquet")
+    if name == "long" and "data.source" not in extra and not (options.directory / "long.parquet").exists():
+        one = found[0]
+        assert one.short is not None
+        tokens, short_tokens = (stage.steps * stage.tokens_of_step for stage in (one, one.short))
+        write_packages(options.directory, tokens / (tokens + short_tokens))
     begin = partial(_train, jobs=jobs, options=options, deadline=deadline)
     short = [one.short for one in found if one.short is not None and one.done() < one.steps]
     status = begin(f"{name}, short rows", short) if short else {}
     ready = [one for one in found if one.short is None or one.short.done() == one.short.steps]
     status |= dict.fromkeys((str(one.folder) for one in found), _NOT_BEGUN) | begin(name, ready)
-    ready = [one for one in found if one.done() and not status[str(one.folder)]]
+    # Models of different steps do not compare, so a call that was cut short evaluates nothing.
+    ready = [one for one in found if one.done() == one.steps and time.monotonic() < deadline]
     print(f"{name}: evaluating {len(ready)}", flush=True)
     # Evaluations are short and have a time limit of their own.
     evaluated_by = time.monotonic() + options.evaluate_seconds

@@ -173,13 +173,12 @@ def telemetry_fields(done: float, layer: int, layers: int) -> dict[str, Any]:
     return fields | {
         "selected_distance_shares": [*shares, 1 - sum(shares)],
         "selected_forced_share": 0.375,
-        "importance_covered": 0.6 + 0.25 * done,
-        "dense_recall": 0.4 + 0.3 * done,
-        "dense_mass_covered": 0.5 + 0.3 * done,
+        "choice_recall": 0.4 + 0.3 * done,
         "recall_by_chance": 0.35,
+        "exact_mass_by_distance": [0.0, 0.0, 0.4, 0.3, 0.2, 0.1],
+        "held_mass_by_distance": [0.0, 0.0, *((0.4 + 0.3 * done) * share for share in (0.5, 0.3, 0.15, 0.05))],
         "free_local_share": 0.1,
         "neighbour_overlap": 0.7 + 0.1 * depth,
-        "selected_block_entropy": 2.0,
         "selected_count_shares": [0.0, 0.05, 0.1, 0.1, 0.75],
         "fewer_than_n_share": 0.25,
     }

@@ -7,8 +7,8 @@ from lib.shapes import AttentionShape
 from trifocal.models import ModelConfig
 from trifocal.ops import Geometry, compressed_attention, nsa_attention, select_blocks
 from trifocal.ops.api import compress_by_mean
-from trifocal.telemetry.maps import LayerAttention
-from trifocal.telemetry.statistics import importance_covered
+from trifocal.ops.choice_loss import Sample, compressed_importance
+from trifocal.ops.reference import chosen_mask
 from trifocal.testing.inputs import Inputs, attention_inputs
 from trifocal.testing.tolerances import allowed, error, errors, output_and_gradients
 
@@ -77,14 +77,15 @@ def _mean_and_gradient(k: torch.Tensor, geometry: Geometry, backend: str) -> tup
 
 def _check_choice(inputs: Inputs, geometry: Geometry, backend: str) -> torch.Tensor:
     """The backend's choice, which must cover as much importance as the reference's: near ties may fall either way."""
-    tokens, scale = inputs.q.shape[1], inputs.q.shape[-1] ** -0.5
-    q, k_cmp = inputs.q, inputs.k_cmp
+    tokens, q, k_cmp = inputs.q.shape[1], inputs.q, inputs.k_cmp
     _, lse = compressed_attention(q, k_cmp, inputs.v_cmp, geometry, num_keys=tokens, backend="reference")
+    every = torch.arange(tokens, device=q.device).expand(q.shape[0], -1)
+    importance = compressed_importance(q, k_cmp, Sample(every, 0 * every, every >= 0), geometry, None)
     covered = {}
     for name in ("reference", backend):
         choice = select_blocks(q, k_cmp, lse, geometry, num_keys=tokens, backend=name)
-        layer = LayerAttention(inputs.gates[0], q[0], k_cmp[0], lse[0], inputs.k_slc[0], choice[0], geometry, scale)
-        covered[name] = importance_covered(layer).item()
+        share = (importance * chosen_mask(choice, importance.shape[-1])).sum(-1) / importance.sum(-1)
+        covered[name] = share.mean().item()
     missing, bound = covered["reference"] - covered[backend], allowed(torch.float32, inputs.q.device)
     if not missing <= bound:
         raise Refused(f"the chosen blocks miss {missing:.3g} of the importance that the best ones cover")

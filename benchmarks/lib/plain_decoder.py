@@ -49,8 +49,8 @@ class PlainDecoder:
     @torch.no_grad()
     def __init__(self, model: DecoderLM, sequences: int, length: int, dtype: torch.dtype) -> None:
         config = model.config
-        if config.qk_norm or config.qkv_bias or config.o_bias or config.mlp_bias:
-            raise Unavailable("the plain model has no norms of heads and no biases")
+        if config.norm_after or config.qk_norm or config.qkv_bias or config.o_bias or config.mlp_bias:
+            raise Unavailable("the plain model has no norms behind its layers or of heads, and no biases")
         device = model.embedding.weight.device
         self._config, self._length = config, length
         self.tokens = torch.zeros(sequences, dtype=torch.int64, device=device)

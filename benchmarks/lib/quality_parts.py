@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 
 from trifocal.ops import Geometry
 
+_TAUGHT = {"train.choice_loss_weight": "1"}
+_INDEX = _TAUGHT | {"model.chooser": "index", "optimizer.index_lr_factor": "3"}
+_LEARNED = {"model.compressor": "mlp"}
 # How each model differs from the sparse one; "window" also gets its size, and "hybrid" its layers, which depend on the
 # part.
 VARIANTS: dict[str, dict[str, str]] = {
@@ -13,17 +16,22 @@ VARIANTS: dict[str, dict[str, str]] = {
     "hybrid": {},
     "random": {"model.selection": "random"},
     "dropout": {"model.selected_dropout": "0.2"},
-    "learned": {"model.compressor": "mlp"},
+    "learned": _LEARNED,
     "exact": {"model.selection": "exact"},
-    "taught": {"train.choice_loss_weight": "1"},
-    "learned-taught": {"model.compressor": "mlp", "train.choice_loss_weight": "1"},
-    "index": {"model.chooser": "index", "train.choice_loss_weight": "1"},
-    "learned-index": {"model.compressor": "mlp", "model.chooser": "index", "train.choice_loss_weight": "1"},
-    "selected-index": {"model.attention": "selected", "model.chooser": "index", "train.choice_loss_weight": "1"},
+    "learned-exact": _LEARNED | {"model.selection": "exact"},
+    "taught": _TAUGHT,
+    "learned-taught": _LEARNED | _TAUGHT,
+    "index": _LEARNED | _INDEX,
+    "index-mean": _INDEX,
+    "index-s256": _LEARNED | _INDEX | {"train.choice_loss_sample": str(1 / 256)},
+    "index-l1": _LEARNED | _INDEX | {"optimizer.index_lr_factor": "1"},
+    "selected-index": {"model.attention": "selected"} | _INDEX,
     "shared": {"model.shared_kv": "true"},
     "shared-dropout": {"model.shared_kv": "true", "model.selected_dropout": "0.2"},
     "shared-random": {"model.shared_kv": "true", "model.selection": "random"},
 }
+HELD_OUT = 0.1
+"""Share of the packages that the part `long` holds out."""
 CONTROLS = ("sparse", "dense", "window", "random", "dropout")
 
 
@@ -106,14 +114,17 @@ PARTS = {
         jobs=6,
     ),
     "long": Part(
-        "Does it use a long past, and at which speed?",
+        "Does it use a long past?",
         # As for needles, rotary frequencies that tell distances of a whole row apart.
-        _SMALL | _UNSEEN | _model(6, 384, 6) | _batch(2, 32768, 400, 5e-4)
-        | {"data.shuffle_sequences": "64", "model.rope_theta": "5e5"},
-        (("--only", "loss", "position", "--sequences", "32"),),
-        variants=("sparse", "dense", "window"),
+        _SMALL | _UNSEEN | _model(6, 384, 6) | _batch(2, 32768, 300, 5e-4)
+        | {"data.shuffle_sequences": "64", "model.rope_theta": "5e5", "data.validation_fraction": str(HELD_OUT),
+           "evaluate.interval_steps": "50", "train.compile": "false"},
+        (("--only", "loss", "position", "choice", "--sequences", "32"),),
+        seeds=(1337, 1338, 1339),
+        variants=("sparse", "dense", "exact", "index"),
+        jobs=3,
         # From long rows alone, 400 steps teach nobody more than the last few hundred bytes.
-        short=_batch(32, 2048, 1500, 1e-3) | {"data.shuffle_sequences": "1024"},
+        short=_batch(32, 2048, 800, 1e-3) | {"data.shuffle_sequences": "1024", "evaluate.interval_steps": "200"},
     ),
     "recall": Part(
         "Does it recall the value of any key?",

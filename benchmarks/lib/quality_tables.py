@@ -34,6 +34,22 @@ def means(rows: Sequence[Row], figure: str = "validation_loss") -> list[Row]:
     return found
 
 
+def above_dense_by_step(rows: Sequence[Row]) -> list[Row]:
+    """How far each variant is above the dense one with the same seed and data, at each step that both evaluated.
+
+    Args:
+        rows: A training each, with its `curve`.
+    """
+    dense = {row["seed"]: dict(row["curve"]) for row in rows if row["variant"] == "dense"}
+    table: list[Row] = []
+    for row in rows:
+        if row["variant"] != "dense" and row["seed"] in dense:
+            apart = {f"step {step:,}": loss - dense[row["seed"]][step]
+                     for step, loss in row["curve"] if step in dense[row["seed"]]}  # fmt: skip
+            table.append({"variant": row["variant"], "seed": row["seed"]} | apart)
+    return table
+
+
 def pivot(rows: Sequence[Row], task: str, figure: str, along: str, *, seeds: bool = False) -> list[Row]:
     """A table of an evaluation: a row for each variant, a column for each place.
 
@@ -41,12 +57,14 @@ def pivot(rows: Sequence[Row], task: str, figure: str, along: str, *, seeds: boo
         rows: Rows of the evaluations.
         task: The task of the rows.
         figure: The figure to show.
-        along: The field of a row that names its column: `first` for a range up to `end`, or `depth`.
+        along: The field of a row that names its column: `first` for a range up to `end`, `depth` or `layer`.
         seeds: A row for each seed; otherwise figures are means over seeds.
     """
     own = [row for row in rows if row["task"] == task and figure in row]
 
     def column(row: Row) -> str:
+        if along == "layer":
+            return f"layer {row['layer']}"
         return f"{row['depth']:.0%}" if along == "depth" else f"{row['first']:,}-{row['end'] - 1:,}"
 
     names = ("variant", *(("seed", "steps") if seeds else ()), "length", "needles", "pairs")

@@ -1,5 +1,6 @@
 """The figures that `benchmarks/kernels.py` reads from a trace."""
 
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -53,9 +54,14 @@ def test_each_kernel_of_both_directions_is_a_row(monkeypatch: pytest.MonkeyPatch
     """On the CPU, where the profiler sees nothing, made-up kernels stand for the GPU's."""
     monkeypatch.setattr(kernel_times, "named_shapes", lambda _: [AttentionShape("tiny", 1, 96, 4, 2, 16, 16)])
     monkeypatch.setattr(kernel_times.KernelsOptions, "torch_device", SimpleNamespace(type="cuda"))
-    monkeypatch.setattr(kernel_times, "check_parity", lambda *_: 0.5)
+    for name in ("check_parity", "check_choice_parity"):
+        monkeypatch.setattr(kernel_times, name, lambda *_: 0.5)
     make = kernel_times.make_inputs
+    draw = kernel_times.ChoiceProblem.draw
     monkeypatch.setattr(kernel_times, "make_inputs", lambda s, g, _, t: make(s, g, torch.device("cpu"), t))
+    monkeypatch.setattr(
+        kernel_times.ChoiceProblem, "draw", lambda s, g, _, *rest: draw(s, g, torch.device("cpu"), *rest)
+    )
     ran = []
 
     def record(work: Callable[[], None], _: object) -> list[Kernel]:
@@ -65,14 +71,13 @@ def test_each_kernel_of_both_directions_is_a_row(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(kernel_times, "record_kernels", record)
     options = kernel_times.KernelsOptions(
-        shapes=("A",), geometry=Geometry(16, 8, 32, 2, 1, 1, 32), dtype="fp32", calls=2
+        shapes=("A",), geometry=Geometry(16, 8, 32, 2, 1, 1, 32), dtype="fp32", calls=2, teaching=8
     )
     recorder = Recorder(60.0, lambda _: None, lambda: None)
     kernel_times.bench_kernels(options, recorder)
-    assert [(row["direction"], row["kernel"]) for row in recorder.rows] == [
-        ("forward", "a"), ("forward", "b"), ("backward", "a"), ("backward", "b"),
-    ]  # fmt: skip
-    assert recorder.rows[0]["ms"] == 2.0 and recorder.rows[0]["launches"] == 0.5 and len(ran) == 2
+    directions = ("forward", "backward", "index choice", "choice loss, forward", "choice loss, backward")
+    assert [(row["direction"], row["kernel"]) for row in recorder.rows] == list(itertools.product(directions, "ab"))
+    assert recorder.rows[0]["ms"] == 2.0 and recorder.rows[0]["launches"] == 0.5 and len(ran) == 5
 
 
 def test_a_shape_with_wrong_results_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

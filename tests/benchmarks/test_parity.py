@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lib import parity
+from lib import choice_problem, parity
 from lib.recorder import Refused
 from lib.shapes import AttentionShape
 from trifocal.ops import Geometry, nsa_attention, select_blocks
@@ -71,3 +71,21 @@ def test_a_worse_choice_is_refused(monkeypatch):
     monkeypatch.setattr(parity, "select_blocks", faulty)
     with pytest.raises(Refused, match="of the importance that the best ones cover"):
         parity.check_parity(SHAPE, GEOMETRY, CPU, torch.float32, "auto")
+
+
+@pytest.mark.parametrize("faulty", ["loss", "gradient", None])
+def test_a_wrong_loss_of_the_choice_is_refused(faulty, monkeypatch):
+    right = choice_problem.choice_loss
+
+    def loss(*args, backend, **student):
+        if faulty == "gradient" and backend != "reference":
+            student["q_idx"] = student["q_idx"].detach() + 1.05 * (student["q_idx"] - student["q_idx"].detach())
+        loss, recall = right(*args, backend="reference", **student)
+        return (1.01 * loss if faulty == "loss" and backend != "reference" else loss), recall
+
+    monkeypatch.setattr(choice_problem, "choice_loss", loss)
+    if faulty is None:
+        assert 0 < choice_problem.check_choice_parity(SHAPE, GEOMETRY, CPU, torch.bfloat16) <= 1
+        return
+    with pytest.raises(Refused, match=f"the {faulty}.* is off by"):
+        choice_problem.check_choice_parity(SHAPE, GEOMETRY, CPU, torch.float32)

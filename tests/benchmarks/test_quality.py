@@ -28,8 +28,8 @@ def test_trainings_of_a_part_differ_in_the_attention_alone(script: ModuleType, p
     # The weights of a training on short rows are not there.
     alone = [replace(one, short=None) for one in found]
     configs = [load_config(path, flags) for path, *flags in (one.arguments(resume=False) for one in alone)]
-    names = ("attention", "selection", "sliding_window", "selected_dropout", "shared_kv", "compressor")
-    own = {f"model.{name}" for name in names}
+    names = ("attention", "selection", "sliding_window", "selected_dropout", "shared_kv", "compressor", "chooser")
+    own = {f"model.{name}" for name in names} | {"train.choice_loss_weight", "optimizer.index_lr_factor"}
     for one, config in zip(found, configs, strict=True):
         first = next(other for other in found if other.seed == one.seed)
         differ = {name for name in one.flags if one.flags[name] != first.flags.get(name)}
@@ -41,7 +41,7 @@ def test_trainings_of_a_part_differ_in_the_attention_alone(script: ModuleType, p
             assert keys < config.train.sequence_length, "a window that sees all is no control"
         assert (config.model.selected_dropout > 0) == one.variant.endswith("dropout")
         assert config.model.shared_kv == one.variant.startswith("shared")
-        assert (config.model.compressor == "mlp") == (one.variant == "learned")
+        assert (config.model.compressor == "mlp") == (one.variant in ("learned", "index"))
         assert config.run.seed == config.data.seed == one.seed
         assert config.train.steps == one.steps and config.checkpoint.interval_steps < config.train.steps
 

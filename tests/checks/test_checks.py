@@ -17,7 +17,6 @@ from trifocal.checks import (
     attention_checks,
     cost_checks,
     operation_checks,
-    positions,
     process_checks,
     training_checks,
 )
@@ -56,8 +55,8 @@ def quick(monkeypatch):
     """Few parallel cases, in processes that need not import everything first; half the steps to learn a fault."""
     popen = SimpleNamespace(Popen=warm.popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
     monkeypatch.setattr("trifocal.testing.processes.subprocess", popen)
-    monkeypatch.setattr(process_checks, "DDP_CASES", (Case("ddp", checkpointing=True), Case("ddp", steps=2)))
-    monkeypatch.setattr(process_checks, "SHARDED_CASES", (Case("fsdp", accumulation=2),))
+    cases = Case("ddp", checkpointing=True), Case("ddp", steps=2), Case("fsdp", accumulation=2)
+    monkeypatch.setattr(process_checks, "CASES", cases)
     monkeypatch.setattr(training_checks, "FLOOR_STEPS", 80)
 
 
@@ -140,7 +139,6 @@ def heads_rotated_as_one_vector(measure, _):
         flat = x.flatten(2).unflatten(2, (1, -1))
         return rotate(flat, angles.cos(), angles.sin()).view_as(x)
 
-    assert measure is positions.rope_distance
     return measure(CPU, rotate=rotate_concatenated)
 
 
@@ -220,17 +218,15 @@ def test_operation_count_looks_into_the_choice_of_blocks(monkeypatch):
     assert not cost_checks.operation_count(CPU).passed
 
 
-@fault("stored-memory-growth")
-def scores_that_are_kept(measure, _):
-    def attention(q, *rest, **rules):
-        k_win, v_win = rest[4:6]
-        mask = torch.ones(q.shape[1], k_win.shape[1], dtype=torch.bool).tril()
-        return nsa_attention(q, *rest, **rules) + 0 * faults.masked_attention(q, k_win, v_win, mask)
+def test_stored_memory_finds_scores_that_are_kept():
+    def attention(q, *rest, backend):
+        mask = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
+        return nsa_attention(q, *rest) + 0 * faults.masked_attention(q, *rest[4:6], mask)
 
-    return measure(CPU, make_model=sparse_layers_call(attention))
+    assert not cost_checks.stored_memory(CPU, attention=attention).passed
 
 
-@fault("stored-memory-per-token")
+@fault("stored-memory")
 def copy_of_keys_per_query(measure, _):
     inputs = attention_inputs(SMALL, 40, CPU, torch.float64)
     torch.testing.assert_close(faults.copies_per_query(*inputs, SMALL), nsa_attention(*inputs, SMALL))
@@ -290,23 +286,21 @@ def bf16_weights(measure, _):
     return measure(CPU, make_model=lambda config: DecoderLM(config).to(torch.bfloat16))
 
 
-@fault("ddp-gradients")
+@fault("parallel-gradients")
 def late_binding_in_every_process(measure, _):
     found = measure(CPU, prepare="tests.checks.process_faults:late_bound_checkpointing")
     assert found.figure > 0.1
     return found
 
 
-@fault("sharded-gradients")
-def lost_micro_batch(measure, _):
-    found = measure(CPU, prepare="tests.checks.process_faults:last_micro_batch_alone")
-    assert found.figure > 0.1
-    return found
+def test_parallel_gradients_find_a_lost_micro_batch():
+    found = process_checks.parallel_gradients(CPU, prepare="tests.checks.process_faults:last_micro_batch_alone")
+    assert found.figure > 0.1 and "fsdp" in found.details[0]
 
 
 def test_a_process_that_fails_is_an_error_with_its_text():
     with pytest.raises(RuntimeError, match=r"(?s)process 1 ended with status 1: .*MemoryError: no more"):
-        process_checks.ddp_gradients(CPU, prepare="tests.checks.process_faults:death")
+        process_checks.parallel_gradients(CPU, prepare="tests.checks.process_faults:death")
 
 
 @fault("unknown-flags")

@@ -120,11 +120,8 @@ def test_generate_continues_the_prompt(run: Path, capsys: Capture) -> None:
 
 BAD_TRAIN = [
     ([], "expected one TOML file or preset, got none"),
-    (["a.toml", "b.toml"], "expected one TOML file or preset, got a.toml b.toml"),
     (["absent.toml"], "config file absent.toml does not exist"),
     (["CONFIG", "--train.stepz", "5"], 'unknown flag "--train.stepz"; the nearest valid one is "--train.steps"'),
-    (["CONFIG", "--resum", "x"], 'unknown flag "--resum"; the nearest valid one is "--resume"'),
-    (["CONFIG", "--precision", "bf16"], 'the nearest valid one is "--train.precision"'),
     (["CONFIG", "--train.steps", "many"], "--train.steps must be an integer, got 'many'"),
     (["CONFIG", "--overwrite=yes"], "--overwrite takes no value"),
     (["CONFIG", "--checkpoint", "step_1"], "--checkpoint goes with --resume"),
@@ -132,22 +129,20 @@ BAD_TRAIN = [
     (["--resume", "RUN", "--overwrite"], "contradict each other"),
     (["--resume", "RUN", "--run.directory", "elsewhere"], "leave --run.directory elsewhere out"),
     (["--resume", "/nowhere"], "there is no run at /nowhere: no such folder"),
-    (["--resume", "/"], "there is no run at /: it has no config.toml"),
     (["--resume", "RUN", "--checkpoint", "step_7"], "has no checkpoint 'step_7'; it has step_00000004, step_00000006"),
     (["--resume", "RUN", "--train.steps", "9", "--model.dim", "32"], "of another model: dim is 16 there, 32 here"),
     (["CONFIG", "--run.directory", "RUN"], "holds a run already; go on with it (trifocal train --resume"),
-    (["CONFIG", "--run.directory", "a" * 300], "File name too long"),
-    (["CONFIG", "--data.tokenizer", "bites"], "unknown tokenizer 'bites'; the nearest is bytes"),
-    (["CONFIG", "--data.source", "text:/nowhere"], "/nowhere"),
+    (
+        ["CONFIG", "--data.tokenizer", "bites"],
+        "tokenizer bites: there is no such file, and neither the hub",
+    ),
     (["CONFIG", "--data.source", "./book.txt"], "for this path write text:./book.txt"),
     (
         ["--resume", "RUN", "--data.validation_fraction", "0.2"],
         "text: data.validation_fraction 0.3 -> 0.2; resume with the saved values",
     ),
     (["CONFIG", "--data.source", "text:EMPTY"], "no .txt or .md file"),
-    (["CONFIG", "--data.source", "text:BLANK"], "BLANK"),
     (["CONFIG", "--data.source", "text:LATIN"], "UTF-8"),
-    (["CONFIG", "--data.source", "parquet:PARQUET#body"], "body"),
     (["CONFIG", "--data.source", "jsonl:JSONL#body"], "body"),
 ]
 
@@ -157,16 +152,11 @@ def test_train_refuses_bad_input(
     tmp_path: Path, run: Path, capsys: Capture, arguments: list[str], expected: str
 ) -> None:
     places = {"CONFIG": write_config(tmp_path), "RUN": run}
-    for name in ("EMPTY", "BLANK", "LATIN", "PARQUET", "JSONL"):
+    for name in ("EMPTY", "LATIN", "JSONL"):
         (tmp_path / name).mkdir()
         places[name] = tmp_path / name
-    (tmp_path / "BLANK" / "a.txt").touch()
     (tmp_path / "LATIN" / "a.txt").write_bytes("naïve café ".encode("latin-1") * 40)
     (tmp_path / "JSONL" / "a.jsonl").write_text('{"text": "words"}\n' * 40)
-    if any("PARQUET" in argument for argument in arguments):
-        pyarrow = pytest.importorskip("pyarrow")
-        parquet = pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(pyarrow.table({"text": ["words"] * 40}), tmp_path / "PARQUET" / "a.parquet")
     filled = []
     for argument in arguments:
         for name, path in places.items():
@@ -184,7 +174,6 @@ def test_train_refuses_bad_input(
         (["generate", "/nowhere", "--prompt", "x"], "there is no run at /nowhere"),
         (["generate", "--prompt", "x"], "missing argument: RUN_DIR"),
         (["generate", "RUN"], "give the text to continue as --prompt TEXT, or a file of texts as --prompts FILE.jsonl"),
-        (["generate", "RUN", "--prompt", ""], "give the text to continue as --prompt TEXT"),
         (["generate", "RUN", "--prompt", "x", "--prompts", "y"], "give the text to continue as --prompt TEXT"),
         (["generate", "RUN", "--prompts", "y"], "--prompts FILE.jsonl and --output OUT.jsonl go together"),
         (["generate", "RUN", "--prompts", "/nowhere", "--output", "y"], "cannot read the prompts /nowhere"),
@@ -194,20 +183,14 @@ def test_train_refuses_bad_input(
             "the prompt and its new tokens make 10,000,000,001, which do not fit into the memory of cpu",
         ),
         (["generate", "RUN", "--prompt", "x", "--samples", str(10**10)], "lower --samples or --max-new-tokens"),
-        (["generate", "RUN", "--prompt", "x", "--samples", str(10**30)], "--samples must fit 64 bits"),
         (["generate", "RUN", "--prompt", "x", "--top-p", "0"], "--top-p must be above 0 and at most 1, got 0.0"),
-        (["generate", "RUN", "--prompt", "x", "--min-p", "2"], "--min-p must be from 0 to 1, got 2.0"),
         (["generate", "RUN", "--prompt", "x", "--stop", ""], "--stop must not be empty"),
-        (["generate", "RUN", "--prompt", "x", "--top-k", "-1"], "--top-k must be at least 0, got -1"),
         (["generate", "RUN", "--prompt", "x", "--seed", str(2**64)], f"--seed must fit 64 bits, got {2**64}"),
-        (["generate", "RUN", "--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
-        (["generate", "RUN", "--prompt", "x", "--prefill-chunk-size=-1"], "--prefill-chunk-size must be at least 0"),
         (["generate", "RUN", "--prompt", "x", "--checkpoint", "last"], "has no checkpoint 'last'"),
         (["generate", "RUN", "--prompt", "x", "--temprature", "1"], 'the nearest valid one is "--temperature"'),
         (["report", "/nowhere"], "there is no run at /nowhere"),
         (["report"], "missing argument: RUN_DIR"),
         (["trian"], 'unknown command "trian"; the nearest valid one is "train"'),
-        (["--train"], 'unknown command "--train"; the nearest valid one is "train"'),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -245,24 +228,10 @@ def test_a_full_disk_is_one_line(tmp_path: Path, capsys: Capture, monkeypatch: p
     monkeypatch.setattr(run_logger, "write_environment", full)
     assert "No space left on device" in refused(capsys, "train", str(config))
     monkeypatch.undo()
-    monkeypatch.setattr(saving, "save_checkpoint", full)
+    monkeypatch.setattr(saving, "write_checkpoint", full)
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
     message = refused(capsys, "train", str(config))
     assert "the checkpoint of step 6 could not be written" in message and "No space left" in message
-    monkeypatch.undo()
-    rename = Path.rename
-    for number in (errno.EIO, errno.ESTALE, errno.EXDEV, errno.EBUSY, errno.EMFILE):
-
-        def fail(path: Path, target: Path, number: int = number) -> Path:
-            if target.name.startswith("step_"):
-                raise OSError(number, os.strerror(number), str(path))
-            return rename(path, target)
-
-        shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "rename", fail)
-            message = refused(capsys, "train", str(config), "--train.steps", "1", "--schedule.warmup_steps", "0")
-        assert "the checkpoint of step 1 could not be written" in message and os.strerror(number) in message
 
 
 def test_a_run_that_goes_wrong_is_one_line_and_status_1(
@@ -289,7 +258,6 @@ def test_a_last_step_that_breaks_the_weights_is_one_line_and_status_1(tmp_path: 
     assert message.endswith("its weights are broken; choose an earlier one with --checkpoint\n")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 def test_a_real_process_stops_saves_and_goes_on(tmp_path: Path, capsys: Capture) -> None:
     write_documents(tmp_path / "text")
     text = TOML.format(directory="run", text="text").replace("steps = 6", "steps = 900", 1)
@@ -318,7 +286,6 @@ def metrics_of(run: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 def test_a_second_signal_ends_a_real_process(tmp_path: Path) -> None:
     """The step that is under way never ends."""
     code = """
@@ -350,13 +317,6 @@ raise SystemExit(main(["train", sys.argv[2]]))
     assert process.wait(20) == 128 + signal.SIGINT
     err = (tmp_path / "error").read_text()
     assert "SIGINT: saving at the end of this step" in err and "Traceback" not in err
-
-
-def test_the_module_refuses_in_a_real_process(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "trifocal", "train", "absent.toml"]
-    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
-    expected = (2, "", "trifocal: config file absent.toml does not exist\n")
-    assert (done.returncode, done.stdout, done.stderr) == expected
 
 
 @pytest.mark.parametrize("command", ["check", "doctor"])

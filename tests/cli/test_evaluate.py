@@ -87,7 +87,7 @@ def test_what_was_measured_is_kept_when_the_rest_is_interrupted(
     assert main(["evaluate", str(copy), "--sequences", "1"]) == 130
     assert "Loss on validation data" in capsys.readouterr().out
     rows = json.loads((copy / "evaluation" / "step_00000006.json").read_text())["rows"]
-    assert {row["task"] for row in rows} == {"loss", "position"}
+    assert {row["task"] for row in rows} == {"loss", "position", "choice", "choice_distance"}
 
 
 def test_pairs_that_do_not_fit_are_refused_before_anything_is_measured(

@@ -126,6 +126,17 @@ def test_tokenizers_without_a_template(tmp_path: Path) -> None:
         tokenizer.encode_chat(CHATS[0])
 
 
+def test_the_prompt_of_an_answer_is_that_of_transformers(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path))
+    for chat in CHATS[:5]:
+        expected = theirs.apply_chat_template(chat[:-1], add_generation_prompt=True, return_dict=False)
+        assert tokenizer.encode_prompt(chat[:-1]).tolist() == expected
+    with pytest.raises(UserError, match="tokenizer bytes has no chat template"):
+        ByteTokenizer().encode_prompt(CHATS[0])
+
+
 def test_rows_hold_whole_chats_and_learn_their_answers(lines: str, tokenizer: Tokenizer) -> None:
     """Each document of a row is a chat from its first token on, and each answer is learned once an epoch."""
     chats = {f"{part}.jsonl:{i + 1}": chat for part in range(4) for i, chat in enumerate(CHATS[part::4])}
@@ -180,21 +191,19 @@ def test_processes_share_what_one_would_see(lines: str, tokenizer: Tokenizer, st
 
 
 def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, lines: str, tokenizer: Tokenizer) -> None:
-    """Parquet gives every message the keys of all, with nulls; datasets reads both kinds."""
+    """Parquet gives every message the keys of all, with nulls."""
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 
     pytest.importorskip("datasets")
-    columns, copies = tmp_path / "parquet", tmp_path / "lines"
+    columns = tmp_path / "parquet"
     columns.mkdir()
-    copies.mkdir()
-    write_lines(copies)
     kind = pyarrow.list_(pyarrow.struct([(name, pyarrow.string()) for name in ("role", "content", "name")]))
     for part in range(4):
         table = pyarrow.table({"id": list(range(15)), "messages": pyarrow.array(CHATS[part::4], kind)})
         parquet.write_table(table, columns / f"{part}.parquet", row_group_size=4)
     found = []
-    for source in (lines, f"parquet:{columns}#messages", f"hf:{columns}#messages", f"hf:{copies}#messages"):
+    for source in (lines, f"parquet:{columns}#messages", f"hf:{columns}#messages"):
         with (
             # A block of documents is the whole file: cursors, which order blocks, differ.
             open_loader(source, tokenizer, shuffle_documents=15) as loader,

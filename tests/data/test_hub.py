@@ -19,7 +19,7 @@ import pytest
 
 from tests.data.server import FaultyServer
 from trifocal.data import DataConfig, Loader, make_loader, make_tokenizer
-from trifocal.data.activity import Activity
+from trifocal.data.prefetch import Activity
 from trifocal.data.sources.base import BadDocuments, Source
 from trifocal.data.sources.hub import open_dataset
 from trifocal.errors import UserError
@@ -94,8 +94,27 @@ def test_a_folder_of_its_files_gives_the_same_rows(repository: Path) -> None:
     assert first_batches(config) == first_batches(folder)
 
 
+def test_a_split_for_validation(repository: Path) -> None:
+    """The one named validation, or another by name; without one, a share of the documents."""
+    source = f"hf:{repository}:sample-10BT"
+    share = open_source(source, reads="validation")
+    assert len(share.shards) == 2 and next(share.read(0, None))[0].held_out is None
+    with pytest.raises(UserError, match=r"no split named validation; name one of train, held in"):
+        open_source(source, reads="validation", validation_fraction=0.0)
+    held = open_source(source, reads="validation", validation_split="held")
+    assert held.shards == ["sample/held/0.parquet"]
+    assert {document.held_out for document, _ in held.read(0, None)} == {True}
+    train = open_source(source, validation_split="held")
+    assert {document.held_out for document, _ in train.read(0, None)} == {False}
+    (repository / "README.md").write_text(CARD.replace("split: held", "split: validation"))
+    assert open_source(source, reads="validation", validation_fraction=0.0).shards == held.shards
+    (repository / "sample" / "10BT" / "002.jsonl").write_text('{"text": "x"}\n')
+    with pytest.raises(UserError, match=r"002\.jsonl is no parquet file; .* --data\.revision refs/convert/parquet, or"):
+        open_source(source)
+
+
 def test_unknown_names(repository: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"the configuration 'sample-10B' is not there; the nearest is sample-10BT"):
+    with pytest.raises(UserError, match=r"cannot be opened: BuilderConfig 'sample-10B' not found\. Available: .*-10BT"):
         open_source(f"hf:{repository}:sample-10B")
     for key in ("split", "validation_split"):
         with pytest.raises(UserError, match=rf"{key[-5:]} 'test' .* the nearest is \w+ \(it has train, held\)"):
@@ -107,20 +126,6 @@ def test_unknown_names(repository: Path, tmp_path: Path) -> None:
         open_source(f"hf:{tmp_path / 'empty'}")
     with pytest.raises(UserError, match=r"no such folder: .*nowhere$"):
         open_source(f"hf:{tmp_path / 'nowhere'}")
-
-
-@pytest.mark.parametrize("status", [401, 404, 429])
-def test_what_the_hub_answers(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    class HubError(OSError):
-        response = type("Response", (), {"status_code": status})()
-
-    def failing(*args: object, **kwargs: object) -> None:
-        raise HubError("an answer\nof two lines")
-
-    monkeypatch.setattr(datasets, "load_dataset_builder", failing)
-    with pytest.raises(UserError, match=r"^hf:HuggingFaceFW/.* cannot be opened: an answer of two lines") as info:
-        open_source()
-    assert ("log in with hf auth login, or set HF_TOKEN" in str(info.value)) == (status == 401)
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,23 +160,6 @@ def test_a_run_goes_on_with_the_commit_that_it_began_with(monkeypatch: pytest.Mo
         pytest.raises(UserError, match=r"belongs to .*@a{40}, this run reads .*@b{40}: "),
     ):
         other.load_state_dict(state)
-
-
-def test_other_kinds_of_files(repository: Path) -> None:
-    (repository / "sample" / "10BT" / "002.jsonl").write_text('{"text": "x"}\n')
-    with pytest.raises(UserError, match=r"sample/10BT/002\.jsonl is no parquet file, as the others are"):
-        open_source(f"hf:{repository}:sample-10BT")
-
-
-def test_the_hub_switched_off_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for settings in (datasets.config, huggingface_hub.constants):
-        monkeypatch.setattr(settings, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    with pytest.raises(UserError) as caught:
-        first_batches(DataConfig(source="fineweb-edu"))
-    message = str(caught.value)
-    assert message.startswith("hf:HuggingFaceFW/fineweb-edu:sample-10BT: the hub is switched off (HF_HUB_OFFLINE is")
-    assert "; unset it, or read a local folder with hf:PATH" in message and "\n" not in message
 
 
 class StandInHub(FaultyServer):

@@ -16,10 +16,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trifocal.data import Batch, DataConfig, Loader, make_loader, make_tokenizer, merge_states
-from trifocal.data import loader as loader_module
-from trifocal.data.activity import Activity
-from trifocal.data.factory import make_source
+from trifocal.data import Batch, DataConfig, Loader, make_loader, make_tokenizer, merge_states, prefetch
+from trifocal.data.loader import make_source
+from trifocal.data.prefetch import Activity
 from trifocal.data.sources.text import JsonlSource
 from trifocal.data.stream import DocumentStream, Position, in_validation
 from trifocal.errors import UserError
@@ -96,18 +95,6 @@ def test_two_resumes_repeat_the_uninterrupted_run(
             state = json.loads(json.dumps(loader.state_dict()))
 
 
-def test_state_is_small_and_ignores_the_prefetch(source: str) -> None:
-    states = []
-    for depth in (1, 8):
-        with open_loader(source, prefetch_batches=depth) as loader:
-            take(loader, 7)
-            time.sleep(0.05)
-            states.append(loader.state_dict())
-    assert states[0] == states[1]
-    # The position, the settings, and 8 digits a file.
-    assert len(json.dumps(states[0])) < 800
-
-
 def test_a_running_loader_can_be_set_back(source: str, uninterrupted: list[Batch]) -> None:
     with open_loader(source) as loader:
         start = loader.state_dict()
@@ -182,19 +169,6 @@ def test_streams_share_out_every_document(source: str, streams: int) -> None:
     assert len(names) == 111 - sum(in_validation(text, 0.1) for text in TEXTS)
 
 
-def test_a_stream_without_documents_now_and_then_goes_on(tmp_path: Path) -> None:
-    """Eight streams of three documents: each epoch deals them again."""
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "word " * 9}) + "\n" for _ in range(3)))
-    with open_loader(f"jsonl:{tmp_path}", streams=8, validation_fraction=0.0) as loader:
-        take(loader, 20)
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": ""}) + "\n")
-    with (
-        open_loader(f"jsonl:{tmp_path}", streams=8, validation_fraction=0.0) as loader,
-        pytest.raises(UserError, match=r"no document to train on; .*or data\.streams"),
-    ):
-        next(loader)
-
-
 def test_one_process_of_several_streams_cannot_go_on_alone(source: str) -> None:
     with open_loader(source, streams=4, rank=0, world_size=2) as loader:
         next(loader)
@@ -259,45 +233,10 @@ def test_other_files_refuse_the_state(tmp_path: Path) -> None:
         state = loader.state_dict()
     path.write_text("other text " * 51)
     with open_loader(f"text:{path}", validation_fraction=0.0) as loader:
-        with pytest.raises(UserError, match=r"to text:.*a\.txt: the files \(names and sizes\) differ;"):
+        with pytest.raises(UserError, match=r"to text:.*a\.txt: the files \(names and sizes\) \w+ -> \w+; resume"):
             loader.load_state_dict(state)
         with pytest.raises(UserError, match=r"version 2, expected 4: go on with the version"):
             loader.load_state_dict(state | {"version": 2})
-
-
-@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
-@pytest.mark.parametrize("size", [1_000, 5_000_000])
-def test_changed_content_of_the_same_size_refuses_the_state(tmp_path: Path, kind: str, size: int) -> None:
-    content = bytearray((json.dumps({"text": "word " * 18}) + "\n").encode() * (size // 100))
-    if kind == "parquet":
-        parquet = pytest.importorskip("pyarrow.parquet")
-        pyarrow = pytest.importorskip("pyarrow")
-        table = pyarrow.table({"text": [str(number) + "x" * 90 for number in range(size // 100)]})
-        parquet.write_table(table, tmp_path / "b.parquet", compression="none", use_dictionary=False)
-        content = bytearray((tmp_path / "b.parquet").read_bytes())
-    ending = {"text": "txt"}.get(kind, kind)
-    for name in "abc":
-        (tmp_path / f"{name}.{ending}").write_bytes(content)
-    with open_loader(f"{kind}:{tmp_path}", validation_fraction=0.0) as loader:
-        state = json.loads(json.dumps(loader.state_dict()))
-    with open_loader(f"{kind}:{tmp_path}", validation_fraction=0.0) as loader:
-        loader.load_state_dict(state)
-    # Of a long file the first and last bytes, and pieces between them, are looked at.
-    for at in (60, len(content) // 2 if size == 1_000 else len(content) - 2000):
-        changed = content.copy()
-        changed[at] ^= 1
-        (tmp_path / f"b.{ending}").write_bytes(changed)
-        with (
-            open_loader(f"{kind}:{tmp_path}", validation_fraction=0.0) as loader,
-            pytest.raises(UserError, match=rf"^b\.{ending} has changed since the checkpoint was saved: {kind}:"),
-        ):
-            loader.load_state_dict(state)
-    (tmp_path / f"a.{ending}").write_bytes(changed)
-    with (
-        open_loader(f"{kind}:{tmp_path}", validation_fraction=0.0) as loader,
-        pytest.raises(UserError, match=rf"^a\.{ending} and 1 more files have changed"),
-    ):
-        loader.load_state_dict(state)
 
 
 @pytest.mark.parametrize("depth", [1, 3, 8])
@@ -375,7 +314,7 @@ def test_a_stall_is_reported_while_it_lasts_and_then_passes(source: str, monkeyp
         if len(reports) == 3:
             blocked.release.set()
 
-    monkeypatch.setattr(loader_module, "STALL_SECONDS", 0.05)
+    monkeypatch.setattr(prefetch, "STALL_SECONDS", 0.05)
     with open_loader(source, on_stall=on_stall) as loader:
         next(loader)
     assert len(reports) == 3
@@ -389,8 +328,8 @@ def test_a_stall_past_the_limit_is_an_error(
     source: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     blocked = Blocked(monkeypatch)
-    monkeypatch.setattr(loader_module, "STALL_SECONDS", 0.05)
-    monkeypatch.setattr(loader_module, "STALL_LIMIT_SECONDS", 0.2)
+    monkeypatch.setattr(prefetch, "STALL_SECONDS", 0.05)
+    monkeypatch.setattr(prefetch, "STALL_LIMIT_SECONDS", 0.2)
     with open_loader(source) as loader:
         with pytest.raises(UserError, match=r"data stall: no batch for 0 s; .* reading jsonl:"):
             next(loader)
@@ -411,14 +350,6 @@ def test_closing_ends_the_thread_and_the_loader(source: str) -> None:
         next(loader)
 
 
-def test_latency_is_of_the_waits(source: str) -> None:
-    with open_loader(source) as loader:
-        assert loader.latency() == (0.0, 0.0)
-        take(loader, 50)
-        p50, p95 = loader.latency()
-        assert 0 < p50 <= p95
-
-
 def test_fast_enough_for_a_gpu() -> None:
     """In processor time, which other programs on the machine do not take."""
     loader = make_loader(DataConfig(), tokenizer=TOKENIZER, sequence_length=2048, batch_size=4, vocab_size=257)
@@ -428,22 +359,6 @@ def test_fast_enough_for_a_gpu() -> None:
         tokens = sum(next(loader).tokens.numel() for _ in range(200))
         rate = tokens / (time.process_time() - begin)
     assert rate > 400_000, f"{rate:.0f} tokens/s"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"sequence_length": 0}, "must be positive"),
-        ({"batch_size": 0}, "must be positive"),
-        ({"rank": 2, "world_size": 2}, r"rank 2 in \[0, world_size\)"),
-        ({"split": "valid"}, "the nearest of train, validation is validation"),
-        ({"vocab_size": 256}, "tokenizer bytes has 257 tokens"),
-    ],
-)
-def test_impossible_arguments(arguments: dict[str, object], message: str) -> None:
-    given = {"tokenizer": TOKENIZER, "sequence_length": 8, "batch_size": 1, "vocab_size": 257} | arguments
-    with pytest.raises(ValueError, match=message):
-        make_loader(DataConfig(), **given)
 
 
 @pytest.mark.parametrize("validation", [False, True])

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trifocal.data import Batch, DataConfig, Loader, make_loader, make_tokenizer
-from trifocal.data.packing import Row
-from trifocal.data.shuffling import ShuffledStream
+from trifocal.data.packing import Row, ShuffledStream
 
 EPOCH_ROWS = 10
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.data.test_loader import same, take
 from trifocal.data import DataConfig, Loader, has_text, make_loader, make_tokenizer
-from trifocal.data.sources.synthetic import associations, haystack, needle_row, recall_row
+from trifocal.data.sources.synthetic import associations, haystack, synthetic_stream
 from trifocal.errors import UserError
 
 
@@ -78,12 +78,10 @@ def test_depth_places_the_needle_that_is_asked_for_first(needles: int, depth: fl
 @pytest.mark.parametrize("task", ["recall", "needle"])
 def test_rows_have_documents_of_all_lengths(task: str) -> None:
     counts, lengths = Counter[int](), []
-    for number in range(200):
-        row = (
-            recall_row(257, 1024, 32, (0, 0, number), "")
-            if task == "recall"
-            else needle_row(64, 1024, 4, (0, 0, number), "")
-        )
+    source, vocab_size = ("recall:32", 257) if task == "recall" else ("needle:4", 64)
+    rows = synthetic_stream(DataConfig(source=source), vocab_size=vocab_size, sequence_length=1024, validation=False)
+    for _ in range(200):
+        row = rows.next_row()
         assert len(row.tokens) == len(row.targets) == 1024 and len(row.starts) == len(row.document_ids)
         ends = [*row.starts[1:], 1024]
         for start, end in zip(row.starts, ends, strict=True):

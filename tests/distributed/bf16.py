@@ -11,8 +11,7 @@ from trifocal.checks.process_worker import Case, backward, full_tensor
 from trifocal.distributed import DistributedContext, parallelize, processes_started
 from trifocal.models import DecoderLM
 from trifocal.testing.small_models import random_tokens, small_config
-from trifocal.train.config.sections import OptimizerSection
-from trifocal.train.step.optimizer import gradient_norm, make_optimizer
+from trifocal.train.step.optimizer import gradient_norm
 
 CPU = torch.device("cpu")
 LENGTH = 40
@@ -46,21 +45,9 @@ def bf16_error(mode: str, processes: DistributedContext) -> float:
     return (sum(difference).sqrt() / gradient_norm(exact.parameters())).item()
 
 
-def sharded_bytes(processes: DistributedContext) -> float:
-    """Bytes of weights and moments in this process under FSDP2, after a step."""
-    model = DecoderLM(small_config())
-    parallel = parallelize(model, processes, "fsdp")
-    optimizer = make_optimizer(model, OptimizerSection())
-    backward(Case("fsdp"), parallel, processes, random_tokens((4, LENGTH), 64, CPU))
-    optimizer.step()
-    states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
-    return float(sum(tensor.to_local().nbytes for tensor in (*model.parameters(), *states)))
-
-
 if __name__ == "__main__":
     warnings.simplefilter("error")
     with processes_started(CPU, timeout_seconds=60) as processes:
         errors = {mode: bf16_error(mode, processes) for mode in ("none", "ddp", "fsdp")}
-        errors["bytes"] = sharded_bytes(processes)
         if processes.is_rank0:
             Path(sys.argv[1]).write_text(json.dumps(errors))

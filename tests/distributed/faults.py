@@ -7,7 +7,6 @@ beside the run's folder when they strike, so that a test knows when.
 import contextlib
 import errno
 import functools
-import json
 import os
 import sys
 import time
@@ -18,11 +17,10 @@ import torch
 from trifocal.cli import main
 from trifocal.data.sources.text import TextSource
 from trifocal.nn.block import SwiGLU
-from trifocal.train import evaluator, run_logger
+from trifocal.train import run_logger
 from trifocal.train import setup as train_setup
 from trifocal.train.checkpoint import save_load as checkpoint_module
 from trifocal.train.step import cuda_graphs
-from trifocal.train.step import step as step_module
 from trifocal.train.step.step import TrainStep
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -45,45 +43,16 @@ def before_step(action):
     TrainStep.run = wrapped
 
 
-def hyperparameters():
-    """Every rank writes down the optimizer's hyperparameters before each step."""
-    original = TrainStep.run
-
-    def wrapped(self, *args, **kwargs):
-        groups = [[group[key] for key in ("weight_decay", "betas", "eps")] for group in self.optimizer.param_groups]
-        Path(f"{os.environ['FAULT_FILE']}.rank{RANK}").write_text(json.dumps(groups))
-        return original(self, *args, **kwargs)
-
-    TrainStep.run = wrapped
-
-
 def wait_at_step():
     """Every rank waits before step 3 until the test says go on, so that a signal meets a known step."""
 
-    def action(step):
-        if step == STEP:
-            mark()
-            while not Path(os.environ["FAULT_FILE"] + ".go").exists():
-                time.sleep(0.01)
-
-    before_step(action)
+    before_step(lambda step: _pause() if step == STEP else None)
 
 
 def _pause():
     mark()
     while not Path(os.environ["FAULT_FILE"] + ".go").exists():
         time.sleep(0.01)
-
-
-def pause_in_evaluation():
-    """Every rank pauses in its first evaluation."""
-    original = evaluator.evaluate
-
-    def evaluate(*args, **kwargs):
-        _pause()
-        return original(*args, **kwargs)
-
-    evaluator.evaluate = evaluate
 
 
 def pause_in_checkpoint():
@@ -135,19 +104,6 @@ def freeze():
             time.sleep(60)
 
     before_step(action)
-
-
-def freeze_in_checkpoint():
-    """As freeze, in the middle of a checkpoint."""
-    original = checkpoint_module._write
-
-    def write(path, text):
-        if RANK == 1 and "00000004" in str(path):
-            mark()
-            time.sleep(60)
-        original(path, text)
-
-    checkpoint_module._write = write
 
 
 def _die_once(at):
@@ -254,30 +210,16 @@ def data():
     TextSource.read = read
 
 
-def _before_writing_step_4(action):
-    """Call `action(path)` in one process, in the middle of the checkpoint of step 4."""
+def full():
+    """The disk is full, in the middle of the checkpoint of step 4."""
     original = checkpoint_module._write
 
     def write(path, text):
         if RANK == 1 and "00000004" in str(path):
-            action(path)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         original(path, text)
 
     checkpoint_module._write = write
-
-
-def _fail(number):
-    raise OSError(number, os.strerror(number))
-
-
-def full():
-    """The disk is full."""
-    _before_writing_step_4(lambda path: _fail(errno.ENOSPC))
-
-
-def read_only():
-    """The disk has become read-only."""
-    _before_writing_step_4(lambda path: _fail(errno.EROFS))
 
 
 def error():
@@ -288,26 +230,6 @@ def error():
             raise IndexError("a bug")
 
     before_step(action)
-
-
-def slow():
-    """A third of a second more in each forward pass of one process."""
-    original = step_module.batch_loss
-
-    def late(*args, **kwargs):
-        if RANK == 1:
-            time.sleep(0.3)
-        return original(*args, **kwargs)
-
-    step_module.batch_loss = late
-
-
-def device():
-    """A machine whose GPUs PyTorch does not see, among others: one process says CUDA, where it would say CPU."""
-    from trifocal.train import launch
-
-    if RANK == 1:
-        launch.choose_device = lambda wanted: torch.device("meta")
 
 
 def code():

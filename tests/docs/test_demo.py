@@ -1,15 +1,7 @@
-"""`make demo`: what it installs, and what it says before it trains."""
-
-import tomllib
+"""`make demo`: what it says before it trains."""
 
 from tests.docs.pages import ROOT
 from trifocal.cli import main
-
-
-def test_the_demo_installs_what_the_report_needs() -> None:
-    assert "install -c constraints.txt -e '.[report]'" in (ROOT / "Makefile").read_text()
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert any(name.startswith("plotly") for name in project["optional-dependencies"]["report"])
 
 
 def test_five_lines_say_what_is_trained_before_the_first_step(tmp_path, capsys) -> None:

@@ -17,13 +17,6 @@ from trifocal.train.config.load import load_config, override
 
 PAGE = text_of(ROOT / "docs/reports.md")
 RESULTS = ROOT / "benchmarks" / "results"
-# What the reports name.
-OLD_NAMES = (
-    *("nsa_attention.py", "selection_scorer.py", "compress_pool.py", "block_index.py", "train_showcase.py"),
-    *("train_showcase_fsdp.py", "TinyLM", "LlamaBlockNSA", "NSAAttention", "gradient_checkpointing", "--dataset"),
-    *("--ddp", "--steps", "heartbeat_rank0.jsonl", "stackdump_*.txt", "env.json", "dtypes_report.txt", "k_stats.csv"),
-    *("fallback_counters.csv", "gate health", "memory dumps", *EARLIER_VARIABLES),
-)
 
 
 def table(head: str) -> list[list[str]]:
@@ -33,11 +26,6 @@ def table(head: str) -> list[list[str]]:
 
 ROWS = table("there")
 CODES = [code for _, here in ROWS for code in re.findall(r"`([^`]+)`", here)]
-
-
-@pytest.mark.parametrize("name", OLD_NAMES)
-def test_every_old_name_leads_somewhere(name: str) -> None:
-    assert any(name in there for there, _ in ROWS)
 
 
 def test_new_names_exist() -> None:

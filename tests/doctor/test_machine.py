@@ -1,6 +1,5 @@
 """Findings on machines that lack something, each with the command that mends it."""
 
-import re
 import shlex
 import tomllib
 from pathlib import Path
@@ -102,15 +101,13 @@ def test_gpu(gpu, monkeypatch, capability, free, status, part):
     assert machine.check_gpus()[0].status == "broken"
 
 
-def test_compiler_is_needed_on_a_gpu(gpu, no_compiler, monkeypatch):
+@pytest.mark.parametrize("with_gpu, status", [(True, "broken"), (False, "note")])
+def test_no_compiler(no_compiler, monkeypatch, with_gpu, status):
+    """Triton needs one for every kernel; a CPU only for torch.compile."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: with_gpu)
     monkeypatch.setattr(machine, "installed", lambda module: True)
     finding = machine.check_compiler()
-    assert (finding.status, finding.remedy) == ("broken", "sudo apt-get install -y g++")
-
-
-def test_compiler_is_not_needed_on_a_cpu(no_gpu, no_compiler):
-    finding = machine.check_compiler()
-    assert (finding.status, finding.remedy) == ("note", "sudo apt-get install -y g++")
+    assert (finding.status, finding.remedy) == (status, "sudo apt-get install -y g++")
 
 
 def test_compiler_is_found(monkeypatch, tmp_path):
@@ -120,19 +117,6 @@ def test_compiler_is_found(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CXX", "my-c++")
     assert machine.check_compiler().text == str(compiler)
-
-
-def test_old_torch(monkeypatch):
-    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
-    finding = machine.check_torch()
-    assert finding.status == "broken" and finding.remedy == "pip install --upgrade 'torch>=2.11'"
-    monkeypatch.setattr(torch, "__version__", "3.0.0")
-    assert machine.check_torch().status == "ok"
-
-
-def test_oldest_torch_is_that_of_the_project():
-    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert f"torch>={'.'.join(map(str, machine.OLDEST_TORCH))}" in dependencies
 
 
 def test_missing_extras_name_their_command(monkeypatch):
@@ -172,15 +156,6 @@ def test_memory_of_a_container_counts(monkeypatch):
     assert machine.available_memory() > 600000
 
 
-def test_every_extra_is_for_something_that_the_package_imports():
-    code = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
-    for modules, _ in EXTRAS.values():
-        for module in modules:
-            assert module == "tensorboard" or re.search(rf"(import|from) {module}\b|import_module\(\"{module}", code), (
-                module
-            )
-
-
 def test_variables_of_the_earlier_system_are_named_with_todays_setting(monkeypatch):
     for name in (*EARLIER_VARIABLES, "NSA_SOMETHING"):
         monkeypatch.setenv(name, "250")
@@ -193,10 +168,3 @@ def test_variables_of_the_earlier_system_are_named_with_todays_setting(monkeypat
     assert configs["NSA_DDP_SAFE_MODE"].model.backend == "reference"
     dumps = configs["NSA_MEM_DUMP_EVERY"].trace
     assert (dumps.what, dumps.windows(), dumps.interval_steps) == ("memory", [], 250)
-
-
-def test_a_debug_level_that_crashes_is_named(monkeypatch):
-    monkeypatch.setattr(torch, "__version__", "2.13.0")
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-    [finding] = [found for found in machine.check_variables() if "TORCH_DISTRIBUTED_DEBUG" in found.text]
-    assert (finding.status, finding.remedy) == ("note", "export TORCH_DISTRIBUTED_DEBUG=INFO")

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -144,6 +145,26 @@ def test_losses_are_those_of_training_and_add_up_by_position(tmp_path: Any) -> N
         assert row["loss"] == pytest.approx(sum(sums[row["first"]]) / row["targets"], rel=1e-5)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_recall_of_the_choice_is_by_layer_and_by_distance(text: str, exact: bool) -> None:
+    changes: dict[str, Any] = {"selection": "exact"} if exact else {"chooser": "index"}
+    model = DecoderLM(small_config(num_layers=3, layer_types=("nsa", "dense", "selected"), vocab_size=257, **changes))
+    model.init_weights(3)
+    data = DataConfig(source=text, validation_fraction=0.3)
+    subject = Subject(model, TOKENIZER, data, None, CPU, "fp32")
+    plan = Plan(tasks=("choice",), sequence_length=256, sequences=4)
+    rows = list(evaluate_model(subject, plan, lambda line, detail="": None))
+    layers, distances = ([row for row in rows if row["task"] == task] for task in ("choice", "choice_distance"))
+    assert [row["layer"] for row in layers] == [0, 2] and distances
+    assert sum(row["exact_mass"] for row in distances) == pytest.approx(1, abs=1e-4)
+    recall = sum(row["recall"] for row in layers) / 2
+    assert sum(row["exact_mass"] * row["recall"] for row in distances) == pytest.approx(recall, abs=1e-4)
+    assert (recall == pytest.approx(1, abs=1e-4)) == exact
+    assert all(row["end"] == 2 * row["first"] for row in distances)
+    (row,) = evaluate_model(subject, replace(plan, sequence_length=16), lambda line, detail="": None)
+    assert row["status"] == "not run: no query of 16 tokens has more free blocks than it chooses"
+
+
 def test_logits_of_large_vocabularies_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     model = DecoderLM(SMALL_MODEL)
     tokens = torch.randint(SMALL_MODEL.vocab_size, (2, 17))
@@ -167,12 +188,20 @@ def test_other_lengths_read_as_many_tokens(text: str, length: int, size: int, ba
 
 
 def test_what_makes_no_sense_or_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    assert not_possible("recall", "builtin") == 'data.source "builtin" has no keys and values to recall'
-    assert not_possible("needle", "recall:8") == 'data.source "recall:8" has neither text nor needles'
-    assert "--source" in not_possible("loss", "")
-    assert not any(not_possible(task, "builtin") for task in ("loss", "position", "needle"))
-    assert not any(not_possible("needle", source) for source in ("needle", "needle:2", "text:a"))
-    assert not not_possible("recall", "recall:8")
+    dense = small_config(attention="dense")
+    for task, source, config, reason in (
+        ("recall", "builtin", dense, 'data.source "builtin" has no keys and values to recall'),
+        ("needle", "recall:8", dense, 'data.source "recall:8" has neither text nor needles'),
+        ("loss", "", dense, "the data of its training are not known; name some with --source"),
+        ("choice", "builtin", dense, "no layer chooses blocks"),
+        ("choice", "builtin", small_config(selection="random"), "no layer chooses blocks"),
+        ("choice", "builtin", SMALL_MODEL, ""),
+        ("position", "builtin", dense, ""),
+        ("needle", "needle:2", dense, ""),
+        ("needle", "text:a", dense, ""),
+        ("recall", "recall:8", dense, ""),
+    ):
+        assert not_possible(task, source, config) == reason
 
     said: list[str] = []
     plan = Plan(tasks=("needle",), sequence_length=64, lengths=(40, 100), depths=1, samples=1)

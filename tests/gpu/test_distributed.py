@@ -37,9 +37,8 @@ def two_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(VISIBLE[first : first + 2]))
 
 
-@pytest.mark.parametrize("check", [processes.ddp_gradients, processes.sharded_gradients])
-def test_checks_pass_over_nccl(check):
-    found = check(GPU)
+def test_checks_pass_over_nccl():
+    found = processes.parallel_gradients(GPU)
     assert found.passed, found
     assert "2 GPUs over NCCL" in found.details[0]
 

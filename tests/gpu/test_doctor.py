@@ -17,7 +17,7 @@ def test_examine_finds_a_healthy_gpu(tmp_path):
     config = load_config(ROOT / "configs" / "m7c_125m.toml", {"data.source": "builtin"})
     examination = examine({"m7c_125m": config}, tmp_path)
     findings = {finding.name: finding for finding in examination.findings}
-    for wanted in ("gpu 0", "driver", "triton", "gloo", "nccl"):
+    for wanted in ("torch", "gpu 0", "triton", "gloo", "nccl"):
         assert findings[wanted].status in ("ok", "note"), findings[wanted]
     assert findings["triton"].status == findings["nccl"].status == "ok"
     [need] = examination.needs

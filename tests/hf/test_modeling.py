@@ -43,6 +43,7 @@ def padded(rows: Sequence[Tensor], side: str, more: int = 0) -> tuple[Tensor, Te
             "tie_embeddings": True,
             "layer_types": ("nsa", "dense"),
             "rope_scaling": RopeScaling(rope_type="linear", factor=2.0),
+            **dict.fromkeys(("norm_after", "qk_norm", "qk_norm_all_heads"), True),
         },
         {"compressor": "mlp", "shared_kv": True, "selection": "random"},
         {"layer_types": ("window", "selected"), "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True},

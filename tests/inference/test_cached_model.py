@@ -31,6 +31,10 @@ OPTIONS: list[dict[str, Any]] = [
         "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True, "unrotated_layers": (1,),
         "rope_scaling": RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
     },
+    {
+        "layer_types": ("window", "nsa"), **dict.fromkeys(("norm_after", "qk_norm", "qk_norm_all_heads"), True),
+        "rope_scaling": RopeScaling(rope_type="linear", factor=4.0), "unscaled_layers": (0,),
+    },
 ]  # fmt: skip
 # l, d, l', n, first, last, w: blocks that do not overlap with a window of one; a window wider than everything; no
 # forced last block.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trifocal.data import make_tokenizer
-from trifocal.inference import CachedModel, Completion, Engine, Request, RequestTooLong, Sampling, Update
+from trifocal.inference import CachedModel, Completion, Engine, Request, RequestTooLong, Sampling, TokenScore, Update
 from trifocal.models import DecoderLM
 
 Make = Callable[..., DecoderLM]
@@ -136,14 +136,77 @@ def test_samples_share_their_prompt(model: DecoderLM) -> None:
     assert len({tuple(completion.tokens) for completion in found}) > 1
 
 
-def test_log_probabilities_are_those_of_the_whole_model(model: DecoderLM) -> None:
-    requests = draw_requests(4)
-    for completion in make_engine(model)[0].complete(requests):
-        prompt = list(completion.request.prompt)
+def test_scores_are_those_of_the_whole_model(model: DecoderLM) -> None:
+    """Of prompts, also in pieces, and of drawn tokens; and the likeliest beside them."""
+    requests = draw_requests(4, likeliest=3, score_prompt=True) + draw_requests(2)
+    scores: dict[int, list[TokenScore]] = {id(request): [] for request in requests}
+    engine, _ = make_engine(model, prefill_chunk_size=7)
+    for update in engine.run(requests):
+        scores[id(update.request)] += [*update.prompt_scores, update.score]
+        if update.completion is None:
+            continue
+        prompt, tokens = list(update.request.prompt), update.completion.tokens
         with torch.no_grad():
-            log_p = model(torch.tensor([[*prompt, *completion.tokens]]))[0].log_softmax(-1)
-        expected = [float(log_p[len(prompt) - 1 + i, token]) for i, token in enumerate(completion.tokens)]
-        assert completion.log_probabilities == pytest.approx(expected, abs=1e-4)
+            log_p = model(torch.tensor([[*prompt, *tokens]]))[0].log_softmax(-1)
+        first = 1 if update.request.score_prompt else len(prompt)
+        for i, score in enumerate(scores.pop(id(update.request)), start=first):
+            expected = log_p[i - 1]
+            assert score.log_probability == pytest.approx(float(expected[[*prompt, *tokens][i]]), abs=1e-4)
+            best = expected.topk(update.request.likeliest)
+            assert [value for _, value in score.likeliest] == pytest.approx(best.values.tolist(), abs=1e-4)
+            assert [token for token, _ in score.likeliest] == best.indices.tolist()
+    assert not scores
+
+
+def test_a_long_prompt_stops_nobody(model: DecoderLM) -> None:
+    """Who runs gets a token in every step, a short prompt passes the long one, and no bit changes."""
+    running, long, short = (
+        Request(prompt=[i] * length, max_new_tokens=20, sampling=Sampling(seed=i))
+        for i, length in ((1, 4), (2, 40), (3, 9))
+    )
+    expected = alone(model, [running, long, short], prefill_chunk_size=5)
+    engine, _ = make_engine(model, 3, prefill_chunk_size=5)
+    engine.submit(running)
+    engine.step()
+    engine.submit(long, short)
+    first: dict[int, int] = {}
+    found = {}
+    for number in range(100):
+        updates = engine.step()
+        if id(running) not in found:
+            assert running in [update.request for update in updates]
+        for update in updates:
+            first.setdefault(id(update.request), number)
+            if update.completion is not None:
+                found[id(update.request)] = result(update.completion)
+    assert [found[id(request)] for request in (running, long, short)] == expected
+    # 8 pieces and 2: the shortest and the oldest in turn.
+    assert first[id(short)] == 3 and first[id(long)] == 9
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 8])
+def test_a_cancelled_request_leaves_nothing(model: DecoderLM, steps: int) -> None:
+    """Waiting, in its prompt, running with samples, and swapped out; the others' tokens stay the same."""
+    victims = draw_requests(6, seed=1, samples=2)
+    others = draw_requests(4)
+    expected = alone(model, others, prefill_chunk_size=3)
+    engine, cached = make_engine(model, 4, num_pages=10, prefill_chunk_size=3)
+    engine._steps_ahead = 1
+    engine.submit(*(request for pair in zip(victims, others, strict=False) for request in pair))
+    for _ in range(steps):
+        engine.step()
+    for victim in victims:
+        engine.cancel(victim)
+    found = {}
+    while not engine.idle:
+        for update in engine.step():
+            assert update.request in others
+            if update.completion is not None:
+                found[id(update.request)] = result(update.completion)
+    assert len(found) + steps >= 4 and all(
+        found.get(id(request), wanted) == wanted for request, wanted in zip(others, expected, strict=True)
+    )
+    assert cached.pages.num_free == 10 and cached.num_free_rows == 4 and engine.idle
 
 
 def test_the_first_token_comes_before_the_second_is_begun(model: DecoderLM, monkeypatch: pytest.MonkeyPatch) -> None:

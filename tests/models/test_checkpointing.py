@@ -41,7 +41,7 @@ def assert_same(given: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         {"compressor": "mlp"},
         {"attention": "dense"},
         {"attention": "selected", "qk_norm": True},
-        {"attention": "window"},
+        {"attention": "window", "norm_after": True, "qk_norm": True, "qk_norm_all_heads": True},
         {"selection": "random"},
         {"selected_dropout": 0.5},
     ],

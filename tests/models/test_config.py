@@ -48,7 +48,9 @@ def test_from_toml() -> None:
         ({"sliding_window": -1}, "sliding_window must be at least 0, got -1"),
         ({"selection": "all"}, "model.selection must be one of 'importance', 'exact', 'random', got 'all'"),
         ({"unrotated_layers": (2,)}, "unrotated_layers must be layers from 0 to 1, got "),
+        ({"unscaled_layers": (-1,)}, "unscaled_layers must be layers from 0 to 1, got "),
         ({"qk_norm": "yes"}, "model.qk_norm must be true or false, got 'yes'"),
+        ({"qk_norm_all_heads": True}, "model.qk_norm_all_heads needs model.qk_norm = true, got false"),
         (
             {
                 "rope_scaling": RopeScaling(

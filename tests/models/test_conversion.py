@@ -65,6 +65,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "SmolLM3",
         {**PHI3, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 7, "attention_bias": True},
     ),
+    "olmo2": ("Olmo2", PHI3),
+    "olmo2, biases, tied, sliding ignored": (
+        "Olmo2",
+        {**PHI3, "attention_bias": True, "tie_word_embeddings": True, "sliding_window": 7},
+    ),
+    "olmo3, yarn": (
+        "Olmo3",
+        {
+            **PHI3,
+            "sliding_window": 7,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        },
+    ),
     "phi3, sliding, longrope": (
         "Phi3",
         PHI3
@@ -123,6 +137,9 @@ def test_logits_are_those_of_transformers(tmp_path: Path, case: str) -> None:
         given = logits(ours(wanted, convert_tensors(tensors, wanted)), tokens)
         # Both add up in fp32, in another order; angles are in fp64 here and in fp32 there.
         torch.testing.assert_close(given, expected, rtol=0, atol=2e-5 * size)
+    with torch.no_grad():
+        packed = ours(config, tensors)(tokens.view(1, -1), cu_seqlens=torch.tensor([0, LENGTH, 2 * LENGTH]))
+    torch.testing.assert_close(packed.view_as(expected), expected, rtol=0, atol=2e-5 * size)
 
 
 def test_fewer_blocks_make_another_model(tmp_path: Path) -> None:
@@ -137,15 +154,15 @@ def test_fewer_blocks_make_another_model(tmp_path: Path) -> None:
     assert difference[:, :24].max() < 1e-4 and difference[:, 24:].max() > 1e-2
 
 
-@pytest.mark.parametrize("shared_kv", [False, True])
-def test_nsa_has_the_dense_keys_and_values_in_open_branches(tmp_path: Path, shared_kv: bool) -> None:
-    model = theirs("Qwen2", tmp_path)
+@pytest.mark.parametrize(("kind", "shared_kv"), [("Qwen2", False), ("Qwen2", True), ("Olmo2", False)])
+def test_nsa_has_the_dense_keys_and_values_in_open_branches(tmp_path: Path, kind: str, shared_kv: bool) -> None:
+    model = theirs(kind, tmp_path, **PHI3)
     tokens = torch.randint(53, (1, LENGTH), generator=torch.Generator().manual_seed(1))
     config, tensors = read_hf_model(tmp_path)
     # Blocks of one token: each branch reads all of the past.
     everything = Geometry(1, 1, 1, num_selected_blocks=LENGTH, window_size=LENGTH)
     wanted = converted_config(config, "nsa", everything, dense_layers=[0], shared_kv=shared_kv)
-    assert wanted.layer_types == ("dense", "nsa", "nsa") and wanted.qkv_bias
+    assert wanted.layer_types == ("dense", "nsa", "nsa") and wanted.qkv_bias == (kind == "Qwen2")
     converted = ours(wanted, convert_tensors(tensors, wanted))
     # Three equal branches with gates of one third are dense attention.
     expected = logits(model, tokens)
@@ -231,7 +248,10 @@ def _edit_tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[
 
 BAD: list[tuple[Callable[[Path], Any], str]] = [
     (_edit(model_type="gpt2"), "the architecture 'gpt2' is not supported; it must be one of llama, mistral"),
-    (_edit(model_type="olmo2"), "'olmo2' is not supported, which has norms behind attention and MLP, and "),
+    (
+        _edit(model_type="olmo3", rope_parameters={"sliding_attention": {"rope_type": "linear", "factor": 2.0}}),
+        "the rope parameters {.*} of sliding_attention are not supported",
+    ),
     (_edit(num_hidden_layers=1_000), r"got \d+ tensors, but config.json has 1,000 layers"),
     (_edit(num_hidden_layers=10**12), "num_hidden_layers must be from 1 to 10,000, got 1,000,000,000,000"),
     (_edit(num_key_value_heads=3), "model.num_heads must be a multiple of model.num_kv_heads, got 4 and 3"),

@@ -21,7 +21,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"attention": "dense", "tie_embeddings": True, "qk_norm": True, "o_bias": True},
     {"attention": "window", "sliding_window": 9, "qkv_bias": True, "mlp_bias": True},
     {"attention": "selected", "qk_norm": True, "head_dim": 24},
-    {"layer_types": ("dense", "nsa"), "qk_norm": True, "qkv_bias": True},
+    {"layer_types": ("dense", "nsa"), "qk_norm": True, "qk_norm_all_heads": True, "norm_after": True, "qkv_bias": True},
 ]
 
 

@@ -32,6 +32,7 @@ OPTIONS: list[dict[str, Any]] = [
         "rope_scaling": RopeScaling(rope_type="dynamic", factor=2.0, original_max_position_embeddings=12),
     },
     {"layer_types": ("nsa", "selected"), "selection": "random", "rope_scaling": LONGROPE, "unrotated_layers": (0,)},
+    {"norm_after": True, "qk_norm": True, "qk_norm_all_heads": True},
 ]
 LENGTHS = [3, 1, 4, 21, 1, 9]
 

@@ -40,6 +40,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"shared_kv": True},
     {"qk_norm": True, "qkv_bias": True, "o_bias": True},
     {"shared_kv": True, "qk_norm": True, "qkv_bias": True},
+    {"qk_norm": True, "qk_norm_all_heads": True, "qkv_bias": True},
 ]
 OTHERS: list[dict[str, Any]] = [
     {"attention": "dense"},

@@ -54,7 +54,7 @@ def test_loss_and_gradient_are_the_oracle_s(student, borders, parts, monkeypatch
         parameters = {"k_cmp": k_cmp}
     for parameter in parameters.values():
         parameter.requires_grad_()
-    monkeypatch.setattr(choice_loss, "_MOST_SCORES", batch * sample.tokens.shape[1] * HEADS * TOKENS // parts)
+    monkeypatch.setattr(choice_loss, "_MOST_NUMBERS", batch * sample.tokens.shape[1] * HEADS * TOKENS // parts)
     loss, recall = choice_loss.choice_loss(q, k, sample, GEOMETRY, documents, **parameters)
     assert 0.3 < recall / (sample.eligible.sum() * GROUPS) < 0.99
     lengths = [end - start for start, end in itertools.pairwise(borders)]

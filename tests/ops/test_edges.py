@@ -6,6 +6,7 @@ import torch
 from tests.ops import cases
 from tests.ops.cases import DTYPES, Case, draw
 from trifocal import nsa_attention, ops
+from trifocal.ops import Documents, operators
 from trifocal.testing import oracle
 from trifocal.testing.inputs import cotangent
 from trifocal.testing.tolerances import assert_close
@@ -204,8 +205,9 @@ def test_the_registered_operator_is_sound(lengths):
     case = Case("", cases.USUAL, 37, heads=4, groups=2, lengths=lengths)
     inputs = draw(case, torch.float32)
     lse = torch.zeros(1, 37, 4)
-    arguments = (inputs.q, inputs.k_cmp, lse, [8, 4, 16, 3, 1, 1, 11], 37, 0.3, case.cu_seqlens, "reference")
-    torch.library.opcheck(torch.ops.trifocal.select_blocks.default, arguments)
+    documents = None if lengths is None else Documents.from_cu_seqlens(case.cu_seqlens, 37)
+    arguments = operators.flat((inputs.q, inputs.k_cmp, lse, cases.USUAL, 37, 0.3, documents, "reference"))
+    torch.library.opcheck(torch.ops.trifocal.select_blocks.default, tuple(arguments))
 
 
 def test_tensors_without_data():

@@ -272,19 +272,20 @@ def test_operators_pass_pytorch_s_own_check(operator):
     """Schema, fake tensors, autograd and ahead-of-time dispatch, judged by PyTorch's own tool."""
     case = Case("packed, tiny", USUAL, 17, lengths=(12, 5), heads=2, groups=1, value_dim=5)
     inputs = draw(case, torch.float32).leaves()
-    packed, sizes = operators.tensors_of(documents_of(case)), operators.sizes_of(USUAL)
+    documents = documents_of(case)
     with torch.no_grad():
-        compressed = operators.compressed_attention(*inputs[:3], sizes, 17, 0.3, *packed)
-        choice_arguments = (*inputs[:2], compressed[1], sizes, 17, 0.3, packed[0], "triton", *packed[1:])
+        compressed = operators.compressed_attention(*inputs[:3], USUAL, 17, 0.3, documents)
+        choice_arguments = (*(x.detach() for x in inputs[:2]), compressed[1], USUAL, 17, 0.3, documents, "triton")
         chosen = operators.select_blocks(*choice_arguments)
-        selected = operators.selected_attention(inputs.q, *inputs[3:5], chosen, sizes, 0.3, *packed)
-        window = operators.window_attention(inputs.q, *inputs[5:7], 11, 0.3, *packed)
+        selected = operators.selected_attention(inputs.q, *inputs[3:5], chosen, USUAL, 0.3, documents)
+        window = operators.window_attention(inputs.q, *inputs[5:7], 11, 0.3, documents)
     arguments = {
-        "compressed_attention": (*inputs[:3], sizes, 17, 0.3, *packed),
-        "selected_attention": (inputs.q, *inputs[3:5], chosen, sizes, 0.3, *packed),
-        "select_blocks": tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in choice_arguments),
-        "combine_branches": (*inputs, *compressed, *selected, *window, chosen, sizes, 0.3, *packed),
+        "compressed_attention": (*inputs[:3], USUAL, 17, 0.3, documents),
+        "selected_attention": (inputs.q, *inputs[3:5], chosen, USUAL, 0.3, documents),
+        "select_blocks": choice_arguments,
+        "combine_branches": (*inputs, *compressed, *selected, *window, chosen, USUAL, 0.3, documents),
     }[operator]
+    arguments = tuple(operators.flat(arguments))
     torch.library.opcheck(getattr(torch.ops.trifocal, operator).default, arguments)
 
 

@@ -48,6 +48,10 @@ def test_norm_bias_and_gates(backend, rows):
     assert gates is None
     in_full, _ = normed_linear(residual, Norm(norm_weight, EPS), weight, out_dtype=torch.float64, backend=backend)
     assert torch.equal(in_full, out.double())
+    out, gates = normed_linear(residual, None, weight, bias, num_sigmoids=9, backend=backend)
+    exact = residual.x.double() @ weight.double().T + bias
+    assert error(out, exact[:, :-9]) < BOUND
+    assert error(gates, exact[:, -9:].sigmoid()) < BOUND
 
 
 @both_backends
@@ -175,7 +179,9 @@ def run(residual, weights):
     out, gates = normed_linear(residual, norm, weights["qkv"], weights["bias"], num_sigmoids=36, backend="triton")
     hidden = normed_swiglu(residual, norm, weights["gate_up"], backend="triton")
     after = residual_linear(hidden, weights["down"], residual, backend="triton")
-    return {"out": out, "gates": gates, "hidden": hidden, "after": after.x, "squares": after.sum_of_squares}
+    unnormed, _ = normed_linear(residual, None, weights["qkv"], weights["bias"], num_sigmoids=36, backend="triton")
+    found = {"out": out, "gates": gates, "hidden": hidden, "unnormed": unnormed}
+    return found | {"after": after.x, "squares": after.sum_of_squares}
 
 
 def torchs(x, weights, dtype):
@@ -186,7 +192,8 @@ def torchs(x, weights, dtype):
     hidden = functional.silu(gate) * up
     after = x + functional.linear(hidden, linear["down"])
     gates = out[:, -36:].to(x.dtype).sigmoid()
-    return {"out": out[:, :-36], "gates": gates, "hidden": hidden, "after": after}
+    unnormed = functional.linear(x.to(dtype), linear["qkv"], linear["bias"])[:, :-36]
+    return {"out": out[:, :-36], "gates": gates, "hidden": hidden, "unnormed": unnormed, "after": after}
 
 
 @on_a_gpu

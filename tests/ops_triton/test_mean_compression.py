@@ -111,15 +111,14 @@ def test_strides_are_taken_as_they_come(case: Case):
     spread = torch.full((*shape[:3], 2 * shape[3]), torch.nan)
     spread[..., ::2] = x
     layouts = wide[:, :, 1], spread[..., ::2], x.movedim(3, 0).contiguous().movedim(0, 3)
-    plain = operators.mean_compress(x, operators.sizes_of(case.geometry), 12, *operators.tensors_of(documents))
+    plain = operators.mean_compress(x, case.geometry, 12, documents)
     for strided in layouts:
         assert strided.stride() != x.stride()
-        sizes = operators.sizes_of(case.geometry)
-        assert torch.equal(operators.mean_compress(strided, sizes, 12, *operators.tensors_of(documents)), plain)
+        assert torch.equal(operators.mean_compress(strided, case.geometry, 12, documents), plain)
     d_x_cmp = cotangent(compress_by_mean(x, case.geometry, documents, "reference"))
     gradients = (d_x_cmp.transpose(1, 3).contiguous().transpose(1, 3), d_x_cmp[:1, :1, :1, :1].expand_as(d_x_cmp))
     for gradient in gradients:
-        rules = (operators.sizes_of(case.geometry), case.queries, *operators.tensors_of(documents))
+        rules = (case.geometry, case.queries, documents)
         got = operators.mean_compress_backward(gradient, *rules)
         assert torch.equal(got, operators.mean_compress_backward(gradient.contiguous(), *rules))
 
@@ -143,8 +142,8 @@ def test_a_nan_stays_in_the_blocks_that_hold_it():
 @pytest.mark.parametrize("lengths", [None, (12, 5)], ids=["one document", "packed"])
 def test_the_operator_passes_pytorch_s_own_check(lengths):
     case = problem("", cases.USUAL, 17, lengths=lengths)
-    packed, slots = operators.tensors_of(documents_of(case)), 4 if lengths else 3
-    arguments = (draw(case).requires_grad_(), operators.sizes_of(case.geometry), slots, *packed)
+    inputs = (draw(case).requires_grad_(), case.geometry, 4 if lengths else 3, documents_of(case))
+    arguments = tuple(operators.flat(inputs))
     torch.library.opcheck(torch.ops.trifocal.mean_compress.default, arguments)
 
 

@@ -65,13 +65,13 @@ class Browser:
                 return dict(answer["result"])
             self._take_in(answer)
 
-    def open(self, page: Path, *, width: int = 1280, height: int = 900, theme: str = "light") -> None:
-        """Load a page at a size and in a colour scheme, and wait until it says that its charts are drawn."""
+    def open(self, page: Path | str, *, width: int = 1280, height: int = 900, theme: str = "light") -> None:
+        """Load a file or an address at a size and in a colour scheme, and wait until it says that it is drawn."""
         phone = width < 600
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
         self.call("Emulation.setTouchEmulationEnabled", enabled=phone)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
-        self.call("Page.navigate", url=page.resolve().as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         deadline = time.time() + 60
         while self.evaluate("document.documentElement?.dataset.drawn ?? null") is None:
             if time.time() > deadline:

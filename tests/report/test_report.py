@@ -23,14 +23,14 @@ from trifocal.report.assets import SCRIPT, STYLE
 from trifocal.report.attention_charts import attention_charts, distance_labels
 from trifocal.report.charts import smoothed, thin, training_charts
 from trifocal.report.picture import pictures_of
-from trifocal.report.tables import events_table, ranking_sentences, table
+from trifocal.report.tables import events_table, table
 from trifocal.runlog import MetricsWriter
 from trifocal.runlog.run import Run, read_run
 from trifocal.telemetry.attention_picture import read_picture
 
 MakeRun = Callable[..., Path]
 CHARTS_OF_A_CPU_RUN = 8
-ATTENTION_CHARTS = 12
+ATTENTION_CHARTS = 9
 MAPS = 4
 GPU_ONLY_CHARTS = 1
 
@@ -330,8 +330,8 @@ def test_a_recall_near_chance_is_too_early_to_tell(make_run: MakeRun) -> None:
     run = read_run(make_run(steps=300, gpu=True))
     for recall, said in ((0.48, "chance would find 43%: too early to tell."), (0.6, "chance would find 43%.")):
         for row in run.of_kind("telemetry"):
-            row |= {"dense_recall": recall, "recall_by_chance": 0.43}
-        assert f"Selection finds {recall:.0%} of full attention's best blocks; {said}" in summarise(run)[1].text
+            row |= {"choice_recall": recall, "recall_by_chance": 0.43}
+        assert f"The choice finds {recall:.0%} of what the exact choice would; {said}" in summarise(run)[1].text
 
 
 @pytest.mark.parametrize(
@@ -356,45 +356,6 @@ def test_only_what_a_run_does_not_have_is_advised(make_run: MakeRun, train: dict
     config = (run / "config.toml").read_text().replace("[train]\n", f"[train]\n{lines}")
     (run / "config.toml").write_text(config)
     assert advice in summarise(read_run(run))[3].text
-
-
-def test_a_comparison_says_which_run_learned_most_and_which_was_fastest(make_run: MakeRun) -> None:
-    good, bad = make_run("good", steps=300, final_loss=1.5), make_run("bad", steps=300, final_loss=3.0, gpu=True)
-    runs = [read_run(bad), read_run(good)]
-    learned, fastest = ranking_sentences(runs)
-    assert (
-        learned.startswith("good learned most: its last validation loss is 1.5") and "nats per token, bad's" in learned
-    )
-    assert fastest.startswith("bad was fastest: 4") and "times good." in fastest
-    # Tokens of two tokenizers are not of one size.
-    runs[0].config["data"]["tokenizer"] = "gpt2"
-    assert "bits per byte" in ranking_sentences(runs)[0]
-    assert learned in write_report([bad, good], good.parent / "both.html").read_text().replace("&#x27;", "'")
-    assert ranking_sentences(runs[:1]) == []
-
-
-def test_only_runs_under_the_same_conditions_are_ranked(make_run: MakeRun) -> None:
-    runs = [read_run(make_run(name, steps=300, final_loss=loss)) for name, loss in (("a", 1.5), ("b", 2.5), ("c", 1.0))]
-    sizes = {"sequence_length": 128, "global_batch_size": 8, "micro_batch_size": 8}
-    for run in runs:
-        run.config["train"] |= sizes
-        run.config["evaluate"] = {"batches": 16}
-    assert ranking_sentences(runs)[0].startswith("c learned most") and len(ranking_sentences(runs)) == 2
-    for section, name, value, said in (
-        ("train", "sequence_length", 256, "train.sequence_length (128, 256)"),
-        ("evaluate", "batches", 4, "sequences evaluated (128, 32)"),
-        ("data", "source", "text:x", 'data.source ("builtin", "text:x")'),
-        ("train", "global_batch_size", 16, "tokens read (307,200, 614,400)"),
-    ):
-        kept = runs[2].config[section].get(name)
-        runs[2].config[section][name] = value
-        learned, caveat, *_ = ranking_sentences(runs)
-        assert learned.startswith("a learned most") and "c" not in learned.split(":")[1].split()
-        assert caveat.startswith("Not all losses are ranked together: the runs differ in ") and said in caveat
-        runs[2].config[section][name] = kept
-    runs[1].environment["variables"]["WORLD_SIZE"] = "2"
-    assert ranking_sentences(runs)[-1] == "Not all speeds are ranked together: the runs differ in processes (1, 2)."
-    assert any(sentence.startswith(("a was fastest", "c was fastest")) for sentence in ranking_sentences(runs))
 
 
 def rewrite_training(run: Path, change: Callable[[dict[str, float]], None]) -> None:
@@ -448,15 +409,13 @@ def test_spikes_warnings_and_lost_losses_are_unhealthy(make_run: MakeRun) -> Non
     assert "layer 3: the compressed gate is closed" in words(run) and "not a number at step 2,001" in words(run)
 
 
-def test_warnings_are_marked_on_the_loss_and_every_rank_has_its_memory(make_run: MakeRun) -> None:
-    run = make_run(steps=300, ranks=3)
+def test_warnings_are_marked_on_the_loss(make_run: MakeRun) -> None:
+    run = make_run(steps=300)
     with MetricsWriter(run / "metrics.jsonl") as metrics:
         metrics.event(200, "gate_closed", "layer 3: the <cmp> gate is closed", severity="warning")
     charts = {chart.key: chart for chart in training_charts([read_run(run)])}
     (marks,) = [trace for trace in charts["loss"].traces if trace["mode"] == "markers"]
     assert marks["x"] == [200] and marks["text"] == ["layer 3: the &lt;cmp&gt; gate is closed"]
-    names = [trace["name"] for trace in charts["memory"].traces]
-    assert names == ["allocated", "rank 1, allocated", "rank 2, allocated"]
 
 
 def test_what_selection_cannot_choose_is_neither_drawn_nor_praised(make_run: MakeRun) -> None:
@@ -464,28 +423,30 @@ def test_what_selection_cannot_choose_is_neither_drawn_nor_praised(make_run: Mak
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
         if row["kind"] == "telemetry":
-            row |= {"dense_recall": None, "dense_mass_covered": None, "recall_by_chance": None}
+            row |= {"choice_recall": None, "recall_by_chance": None}
+            row |= {"exact_mass_by_distance": [None] * 6, "held_mass_by_distance": [None] * 6}
             row |= {f"heads_ignoring_{branch}": 0.0 for branch in ("cmp", "slc", "win")}
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     charts = {chart.key: chart for chart in attention_charts(read_run(run))}
-    assert not {"recall", "recall_map", "ignored"} & set(charts)
+    assert not {"recall", "recall_distance"} & set(charts)
     assert "No head ignores a branch" in charts["gates"].caption
-    assert "gates are open" in words(run) and "full attention" not in words(run)
+    assert "gates are open" in words(run) and "exact choice" not in words(run)
 
 
-def test_selected_blocks_draw_what_has_a_course_and_say_the_rest(make_run: MakeRun) -> None:
+def test_the_choice_is_compared_with_the_exact_one(make_run: MakeRun) -> None:
     charts = {chart.key: chart for chart in attention_charts(read_run(make_run(steps=400)))}
-    (trace,) = charts["selection"].traces
-    assert trace["name"] == "of the compressed branch's importance, selected"
-    assert "Constant: 75% of a query's blocks" in charts["selection"].caption
-    assert "25% of queries, with fewer blocks than they may select." in charts["selection"].caption
+    *layers, choice, chance = charts["recall"].traces
+    assert len(layers) == 4 and choice["y"] == [0.475, 0.55, 0.625, 0.7] and chance["y"] == [0.35] * 4
+    exact, held = charts["recall_distance"].traces
+    assert exact["x"] == ["0", "1", "2-3", "4-7", "8-15", "16-31"] and exact["y"] == [0, 0, 0.4, 0.3, 0.2, 0.1]
+    assert sum(held["y"]) == pytest.approx(0.7) and held["y"][-1] < exact["y"][-1]
 
 
 def test_all_charts_over_steps_have_one_axis(make_run: MakeRun) -> None:
     runs = [read_run(make_run("long", steps=400)), read_run(make_run("short", steps=200))]
     ranges = [chart.layout["xaxis"].get("range") for chart in training_charts(runs) if chart.key != "phases"]
     assert len(ranges) > 5 and all(found == [0, 408.0] for found in ranges)
-    of_steps = [chart for chart in attention_charts(runs[0]) if chart.key not in ("distances", "counts")]
+    of_steps = [chart for chart in attention_charts(runs[0]) if chart.key not in ("distances", "recall_distance")]
     assert all(chart.layout["xaxis"]["range"] == [0, 408.0] for chart in of_steps)
 
 

@@ -42,7 +42,7 @@ def test_one_look_shows_what_matters(make_run: MakeRun) -> None:
         "tokens/s",
         "MFU (executed)",
         "cmp 0.35 ▅▄▃▂",
-        "recall 70%",
+        "choice recall 70%",
         "finished",
     ):
         assert part in text, part

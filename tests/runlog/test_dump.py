@@ -18,8 +18,7 @@ from trifocal.runlog.stalls.collectives import (
     last_of_each_group,
     recorded_collectives,
 )
-from trifocal.runlog.stalls.dump import Answer, read_answers, write_details, write_stacks
-from trifocal.runlog.stalls.summary import stall_summary
+from trifocal.runlog.stalls.dump import read_answers, stall_summary, write_details, write_stacks
 
 CPU = torch.device("cpu")
 
@@ -101,7 +100,7 @@ def test_a_part_that_fails_says_so_in_its_file(tmp_path: Path, monkeypatch: pyte
     assert 0 in read_answers(tmp_path)
 
 
-def test_the_summary_tells_who_has_answered_and_who_has_not(tmp_path: Path) -> None:
+def test_the_summary_tells_who_has_answered_and_who_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     beats = {}
     for rank in (0, 1, 2):
         with JsonLinesWriter(tmp_path / "heartbeat" / f"rank{rank}.jsonl") as writer:
@@ -110,19 +109,22 @@ def test_the_summary_tells_who_has_answered_and_who_has_not(tmp_path: Path) -> N
             writer.append(beats[rank])
     folder = tmp_path / "dumps" / "stalled"
     folder.mkdir(parents=True)
-    write_stacks(folder, 0)
-    answers = {0: Answer(beats[0], [collective(5, ended=False)])}
-    text = stall_summary(tmp_path, folder, 0, "is stalled", beats[0], answers)
+
+    def answer(rank: int, *collectives: Collective) -> None:
+        monkeypatch.setattr("trifocal.runlog.stalls.dump.recorded_collectives", lambda: list(collectives))
+        write_details(folder, rank, beats[rank], CPU)
+
+    answer(0, collective(5, ended=False))
+    text = stall_summary(tmp_path, folder, 0, "is stalled", beats[0])
     assert text.startswith("# Rank 0 is stalled\n\nAt step 7,")
     assert "- Rank 0 was in backward for 0:00" in text
     assert "- Rank 1 has not answered: " in text
     assert "Rank 2" not in text and "| 2 | finished | 7 |" in text and "last stacks" not in text
     (tmp_path / "dumps" / "stacks_rank1.txt").write_text("Fatal Python error: Aborted\n")
-    text = stall_summary(tmp_path, folder, 0, "is stalled", beats[0], answers)
+    text = stall_summary(tmp_path, folder, 0, "is stalled", beats[0])
     assert "Its last stacks are in stacks_rank1.txt, one folder up." in text
-    assert "- `stacks_rank*.txt`: the Python stacks" in text and "`cuda_memory" not in text
-    answers[1] = Answer(beats[1], [collective(4, ended=True)])
-    text = stall_summary(tmp_path, folder, 0, "is stalled", beats[0], answers)
+    answer(1, collective(4, ended=True))
+    text = stall_summary(tmp_path, folder, 0, "is stalled", beats[0])
     assert "- Rank 0 waits in nccl's all_reduce number 5 of group 0 default_pg for rank 1, which has not called" in text
 
 

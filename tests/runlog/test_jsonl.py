@@ -1,8 +1,6 @@
 """The files that everything else stands on: torn lines, full disks, readers at the wrong moment."""
 
-import errno
 import logging
-import os
 import resource
 from pathlib import Path
 
@@ -90,20 +88,3 @@ def test_an_unwritable_folder_never_raises(tmp_path: Path, caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING), JsonLinesWriter(tmp_path / "file" / "rows.jsonl") as writer:
         assert not writer.append({"a": 1})
     assert len(caplog.records) == 1
-
-
-def test_a_file_that_can_be_opened_but_not_read_costs_rows_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As where the process has no number left for a second file."""
-
-    def no_more_files(path: Path) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"a": 1}\n')
-    monkeypatch.setattr(jsonl, "complete_size", no_more_files)
-    with JsonLinesWriter(path) as writer:
-        assert not writer.append({"a": 2})
-    assert path.read_text() == '{"a": 1}\n'
-    assert "Too many open files" in caplog.text

@@ -1,6 +1,5 @@
 """One stream, one line of history."""
 
-import json
 import logging
 from pathlib import Path
 
@@ -38,15 +37,6 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
     assert (event["name"], event["step"], event["rows_dropped"]) == ("resumed", 4, 3)
 
 
-def test_two_resumes_from_the_same_step_leave_one_history(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    for resume_step in (None, 2, 2):
-        with MetricsWriter(path, resume_step=resume_step) as metrics:
-            for step in range(1 if resume_step is None else 3, 6):
-                metrics.write("train", step, loss=0.0)
-    assert [row["step"] for row in read_metrics(path, "train")] == [1, 2, 3, 4, 5]
-
-
 def test_a_tensor_is_the_callers_mistake(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path / "metrics.jsonl") as metrics, pytest.raises(TypeError):
         metrics.write("train", 1, loss=torch.zeros(()))
@@ -79,10 +69,3 @@ def test_a_sink_that_fails_is_left_out(tmp_path: Path, caplog: pytest.LogCapture
     assert caplog.text.count("no connection") == 1
     assert len(read_metrics(tmp_path / "m.jsonl", "train")) == 2
     assert [row["name"] for row in read_metrics(tmp_path / "m.jsonl", "event")] == ["sink_failed"]
-
-
-def test_the_stream_is_plain_json_lines(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
-        metrics.write("train", 1, loss=1.0)
-    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(line)["loss"] == 1.0

@@ -78,14 +78,6 @@ def test_remaining_time_counts_from_the_step_resumed_at() -> None:
     assert progress.remaining_seconds() == pytest.approx(18.0)
 
 
-def test_other_ranks_show_nothing() -> None:
-    stream = io.StringIO()
-    with Progress(10, stream=stream, enabled=False) as progress:
-        progress.update(10, loss=1.0)
-        progress.message("x")
-    assert stream.getvalue() == ""
-
-
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0:00"), (42.4, "0:42"), (187, "3:07"), (7500, "2:05:00"), (273600, "3d 04:00")]
 )

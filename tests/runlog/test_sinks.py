@@ -113,17 +113,6 @@ def test_wandb_gets_numbers_over_a_step_of_their_own_and_alerts(
     assert len(wandb.of("finish")) == 2
 
 
-def test_wandb_itself_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    write_rows(tmp_path, [WandbSink(tmp_path, project="p", config={"seed": 7})])
-    (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    content = file.read_bytes()
-    for expected in (b"train/loss", b"telemetry/layer03/gate_mean_cmp", b"layer 3 is closed"):
-        assert expected in content
-    assert not [row for row in read_metrics(tmp_path / "metrics.jsonl", "event") if row["name"] == "sink_failed"]
-
-
 @pytest.mark.parametrize("fails", ["init", "log", "finish"])
 def test_a_sink_without_a_network_is_said_once_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: str

@@ -126,10 +126,6 @@ def test_silence_of_a_process_that_exists_is_a_stall() -> None:
     assert state == "stalled" and "interpreter's lock" in reason and "forward (attention.py:190)" in reason
 
 
-def test_now_is_the_default() -> None:
-    assert judge(beat(unix_time_seconds=time.time())).state == "running"
-
-
 @pytest.mark.parametrize("after_seconds", [0.0, 20.0])
 def test_a_few_missed_beats_are_not_death(after_seconds: float) -> None:
     assert verdict(after_seconds, host="another-host", phase_seconds=0.0, expected_phase_seconds=30.0)[0] == "running"

@@ -1,126 +1,16 @@
-"""Stalls made on purpose in real processes: an endless loop is stalled, a sleep is slow, a first step is neither."""
+"""Dumps: one for each stall, with the stacks of every rank."""
 
 import ctypes
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests import warm
-from tests.children import environment
 from tests.written_runs import Clock, wait_for
 from trifocal.runlog import Heartbeat, Watchdog
-from trifocal.runlog.jsonl import Row, read_lines
-from trifocal.runlog.run import read_run
-from trifocal.runlog.stalls.verdict import judge
-
-TRAINING = """
-import sys, time, torch
-from trifocal.runlog import Heartbeat, MetricsWriter, Watchdog
-
-run, fault = sys.argv[1], sys.argv[2]
-
-def endless_hook(gradient):
-    while fault == "loop" and step == 3:
-        sum(range(1000))
-    if fault == "sleep" and step == 3:
-        time.sleep(600)
-    return gradient
-
-weight = torch.nn.Parameter(torch.ones(4, 4))
-weight.register_hook(endless_hook)
-with MetricsWriter(run + "/metrics.jsonl") as metrics, Heartbeat(
-    run + "/heartbeat", interval_seconds=0.1, minimum_stall_seconds=1.5 if fault == "loop" else 300
-) as heartbeat, Watchdog(heartbeat, run, on_stall=lambda text: metrics.event(step, "stalled", text)):
-    for step in range(1, 10**9):
-        with heartbeat.phase("forward"):
-            time.sleep(2 if fault == "sleep" and step == 1 else 0.02)
-            loss = (weight @ weight).sum()
-        with heartbeat.phase("backward"):
-            loss.backward()
-        metrics.write("train", step, loss=loss.item())
-        heartbeat.update(step=step, loss=loss.item())
-"""
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Callable[[str], Any]:
-    """Starts a training process with a fault in it, writing to tmp_path/run."""
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(TRAINING))
-
-    def begin(fault: str) -> Any:
-        command = [sys.executable, str(script), str(tmp_path / "run"), fault]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        return warm.popen(command, env=environment(OMP_NUM_THREADS=1), **quiet)
-
-    return begin
-
-
-def state_of(run: Path) -> str:
-    path = run / "heartbeat" / "rank0.jsonl"
-    rows = read_lines(path) if path.exists() else []
-    return judge(rows[-1]).state if rows else ""
-
-
-def test_an_endless_loop_in_a_hook_is_stalled_and_the_summary_names_it(
-    start: Callable[[str], Any], tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    process = start("loop")
-    try:
-        wait_for(lambda: state_of(run) == "stalled")
-        wait_for(lambda: any(run.glob("dumps/stalled_*/summary.md")))
-        wait_for(lambda: bool(read_run(run).of_kind("event")))
-        reason = judge(read_run(run).heartbeats[0][-1]).reason
-    finally:
-        process.kill()
-        process.wait()
-    assert "in backward" in reason and "endless_hook" in reason
-    (folder,) = run.glob("dumps/stalled_*")
-    summary = (folder / "summary.md").read_text()
-    assert summary.startswith("# Rank 0 is stalled in backward for 0:0")
-    assert "endless_hook (train.py:" in summary and "| 0 | stalled | 2 |" in summary
-    assert "- Hint: Look for a hook" in summary and "Nothing is" not in summary
-    assert "| 2 | 64 | unknown |" in summary, "the last metrics"
-    assert "endless_hook" in (folder / "stacks_rank0.txt").read_text()
-    assert [row["name"] for row in read_run(run).of_kind("event")] == ["stalled"]
-    wait_for(lambda: judge(read_run(run).heartbeats[0][-1], time.time() + 60).state == "dead")
-
-
-def test_a_long_first_step_is_neither_and_a_sleep_is_slow_and_leaves_no_dump(
-    start: Callable[[str], Any], tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    process = start("sleep")
-    try:
-        wait_for(lambda: state_of(run) == "slow")
-        beats = read_run(run).heartbeats[0]
-        reason = judge(beats[-1]).reason
-        process.send_signal(signal.SIGUSR1)
-        wait_for(lambda: any(run.glob("dumps/asked_*/summary.md")))
-        assert process.poll() is None
-    finally:
-        process.kill()
-        process.wait()
-    first = [row for row in beats if row["phase"] == "forward" and row["expected_phase_seconds"] is None]
-    assert max(row["phase_seconds"] for row in first) > 1
-    verdicts = [judge(row, row["unix_time_seconds"]) for row in first]
-    assert {verdict.state for verdict in verdicts} == {"running"}
-    assert all(verdict.reason.startswith("first forward for 0:0") for verdict in verdicts)
-    assert "in backward" in reason and "times its median" in reason and "endless_hook" in reason
-    assert not list(run.glob("dumps/stalled_*"))
-    (folder,) = run.glob("dumps/asked_*")
-    assert "endless_hook" in (folder / "stacks_rank0.txt").read_text()
-    assert (folder / "summary.md").read_text().startswith("# Rank 0 was asked for its stacks")
+from trifocal.runlog.jsonl import Row
 
 
 def test_a_healthy_run_that_is_asked_says_that_nothing_is_stuck(tmp_path: Path) -> None:
@@ -137,8 +27,8 @@ def test_a_healthy_run_that_is_asked_says_that_nothing_is_stuck(tmp_path: Path) 
             wait_for(lambda: any(tmp_path.glob("dumps/asked_*/summary.md")))
     (summary,) = tmp_path.glob("dumps/asked_*/summary.md")
     text = summary.read_text()
-    assert "Nothing is: the rank goes on." in text and "Hint" not in text
-    assert "- Rank 0 was in data for 0:00 (usually " in text and "None yet." in text
+    assert "Nothing is: every rank goes on." in text
+    assert "- Rank 0 was in data for 0:00 (usually " in text
 
 
 def test_one_dump_a_stall_and_a_new_one_for_the_next(tmp_path: Path) -> None:

@@ -9,18 +9,24 @@ import pytest
 import torch
 
 from trifocal.models import DecoderLM
-from trifocal.ops import Documents, Geometry, compressed_attention, mean_compress, select_blocks
+from trifocal.ops import (
+    Documents,
+    Geometry,
+    compressed_attention,
+    mean_compress,
+    select_blocks,
+    select_blocks_by_index,
+)
 from trifocal.runlog import MetricsWriter, read_metrics
 from trifocal.telemetry import attention_telemetry as telemetry_module
 from trifocal.telemetry.attention_picture import read_picture
-from trifocal.telemetry.attention_telemetry import AttentionTelemetry, alarms_of
-from trifocal.telemetry.maps import LayerAttention, dense_block_mass
+from trifocal.telemetry.attention_telemetry import AttentionTelemetry, alarms_of, has_fallen
+from trifocal.telemetry.maps import LayerAttention, full_attention_shares
 from trifocal.telemetry.statistics import (
     attention_statistics,
-    dense_recall,
+    choice_statistics,
     distance_bins,
     gate_statistics,
-    importance_covered,
     selection_statistics,
 )
 from trifocal.testing.small_models import draw_keys_apart, small_config
@@ -37,17 +43,21 @@ GEOMETRY = Geometry(
 LENGTH = 150  # 19 blocks, the last one short; far more than n
 
 
-def layer_of(borders: list[int] | None) -> LayerAttention:
+def layer_of(borders: list[int] | None, *, by_index: bool = False) -> LayerAttention:
     generator = torch.Generator().manual_seed(5)
     q = 3 * torch.randn(1, LENGTH, 4, 8, generator=generator)
     k = torch.randn(1, LENGTH, 2, 8, generator=generator)
     cu_seqlens = None if borders is None else torch.tensor(borders)
-    k_cmp = mean_compress(k, GEOMETRY, cu_seqlens=cu_seqlens)
-    _, lse = compressed_attention(q, k_cmp, k_cmp, GEOMETRY, cu_seqlens=cu_seqlens)
-    selected = select_blocks(q, k_cmp, lse, GEOMETRY, cu_seqlens=cu_seqlens)
-    documents = documents_of(borders)
-    gates = torch.full((LENGTH, 4, 3), 0.5)
-    return LayerAttention(gates, q[0], k_cmp[0], lse[0], k[0], selected[0], GEOMETRY, 8**-0.5, documents)
+    chooser: tuple[torch.Tensor, ...]
+    if by_index:
+        chooser = (torch.randn(1, LENGTH, 2, 4, generator=generator), torch.randn(1, LENGTH, 4, generator=generator))
+        selected = select_blocks_by_index(*chooser, GEOMETRY, cu_seqlens=cu_seqlens)
+    else:
+        chooser = (mean_compress(k, GEOMETRY, cu_seqlens=cu_seqlens),)
+        _, lse = compressed_attention(q, *chooser, *chooser, GEOMETRY, cu_seqlens=cu_seqlens)
+        selected = select_blocks(q, *chooser, lse, GEOMETRY, cu_seqlens=cu_seqlens)
+    gates = torch.full((1, LENGTH, 4, 3), 0.5)
+    return LayerAttention(gates, q, k, selected, chooser, GEOMETRY, documents_of(borders))
 
 
 def documents_of(borders: list[int] | None) -> Documents | None:
@@ -56,13 +66,12 @@ def documents_of(borders: list[int] | None) -> Documents | None:
 
 @pytest.mark.parametrize("borders", [None, [0, 5, 90, LENGTH]])
 def test_selection_figures_equal_counting_by_hand(borders: list[int] | None) -> None:
-    selected = layer_of(borders).selected
+    selected = layer_of(borders).selected[0]
     figures = selection_statistics(selected, GEOMETRY, documents_of(borders))
     starts = [0] if borders is None else borders[:-1]
     bins = [0.0] * distance_bins(LENGTH, GEOMETRY)
     total = forced = free = local = queries = shared = compared = 0
     counts = [0] * 5
-    blocks: dict[int, int] = {}
     for t in range(LENGTH):
         position = t - max(start for start in starts if start <= t)
         own = position // 8
@@ -74,7 +83,6 @@ def test_selection_figures_equal_counting_by_hand(borders: list[int] | None) -> 
                 distance = own - block
                 bins[0 if distance == 0 else 1 + int(math.log2(distance))] += 1
                 total += 1
-                blocks[block] = blocks.get(block, 0) + 1
                 is_forced = block < 1 or block > own - 2
                 forced += is_forced
                 if not is_forced and own + 1 > 4:
@@ -89,103 +97,69 @@ def test_selection_figures_equal_counting_by_hand(borders: list[int] | None) -> 
     assert figures["free_local_share"].item() == pytest.approx(local / free)
     assert figures["selected_count_shares"].tolist() == pytest.approx([count / queries for count in counts])
     assert figures["fewer_than_n_share"].item() == pytest.approx(sum(counts[:4]) / queries)
-    entropy = -sum(count / total * math.log(count / total) for count in blocks.values())
-    assert figures["selected_block_entropy"].item() == pytest.approx(entropy, rel=1e-5)
     # Measured at 128 of the 149 pairs.
     assert figures["neighbour_overlap"].item() == pytest.approx(shared / compared, abs=0.05)
 
 
-@pytest.mark.parametrize("borders", [None, [0, 5, 90, LENGTH]])
-def test_covered_importance_is_everything_when_everything_is_chosen(borders: list[int] | None) -> None:
-    layer = layer_of(borders)
-    everything = torch.arange(19, dtype=torch.int32).expand(LENGTH, 2, 19)
-    covered = importance_covered(replace(layer, selected=everything))
-    assert covered.item() == pytest.approx(1.0, abs=1e-5)
-    nothing = torch.full((LENGTH, 2, 4), -1, dtype=torch.int32)
-    assert importance_covered(replace(layer, selected=nothing)).item() == 0.0
-
-
-def test_covered_importance_equals_the_sum_by_hand() -> None:
-    layer = layer_of(None)
-    q, k_cmp, lse, selected = layer.q, layer.k_cmp, layer.lse, layer.selected
-    sample = torch.linspace(0, LENGTH - 1, 128).round().long().tolist()
-    shares = []
-    for t in sample:
-        for group in range(2):
-            importance = [0.0] * 19
-            for block in range(k_cmp.shape[0]):
-                if 4 * block + 7 > t:
-                    continue
-                for head in (2 * group, 2 * group + 1):
-                    score = (q[t, head] @ k_cmp[block, group]).item() * 8**-0.5
-                    p = math.exp(score - lse[t, head].item())
-                    for j in range(19):
-                        importance[j] += p * GEOMETRY.overlap_tokens(block, j) / 4
-            if sum(importance) > 0:
-                taken = sum(importance[j] for j in selected[t, group].tolist() if j >= 0)
-                shares.append(taken / sum(importance))
-    covered = importance_covered(layer)
-    assert covered.item() == pytest.approx(sum(shares) / len(shares), rel=1e-4)
-    assert 0.3 < covered.item() < 1.0
-
-
-@pytest.mark.parametrize("borders", [None, [0, 5, 90, LENGTH]])
-def test_recall_equals_ranking_blocks_by_hand(borders: list[int] | None) -> None:
-    layer = layer_of(borders)
+@pytest.mark.parametrize("by_index", [False, True], ids=["compressed", "index"])
+@pytest.mark.parametrize("borders", [None, [0, 5, 90, 148, 149, LENGTH]], ids=["whole", "packed"])
+def test_recall_of_the_choice_equals_a_loop_over_tokens(borders: list[int] | None, by_index: bool) -> None:
+    layer = layer_of(borders, by_index=by_index)
     starts = [0] if borders is None else borders[:-1]
-    recalls, masses, chances = [], [], []
+    recalls, chances = [], []
+    exact, held = [0.0] * 6, [0.0] * 6
     for t in torch.linspace(0, LENGTH - 1, 128).round().long().tolist():
         start = max(border for border in starts if border <= t)
-        candidates = (t - start) // 8 + 1
-        if candidates <= 4:
+        own = (t - start) // 8
+        # One place of four is free: the first block and the last two are forced.
+        free = range(1, own - 1)
+        if len(free) < 2:
             continue
         for group in range(2):
-            mass = [0.0] * candidates
+            mass = [0.0] * (own + 1)
             for head in (2 * group, 2 * group + 1):
-                p = (layer.k_slc[start : t + 1, group].double() @ layer.q[t, head].double() * 8**-0.5).softmax(0)
-                for s, share in enumerate(p.tolist()):
+                scores = layer.k_slc[0, start : t + 1, group].double() @ layer.q[0, t, head].double() * 8**-0.5
+                for s, share in enumerate(scores.softmax(0).tolist()):
                     mass[s // 8] += share / 2
-            chosen = [block for block in layer.selected[t, group].tolist() if block >= 0]
-            best = sorted(range(candidates), key=lambda block: -mass[block])[:4]
-            recalls.append(len(set(best) & set(chosen)) / 4)
-            masses.append(sum(mass[block] for block in chosen))
-            chances.append(4 / candidates)
-    figures = {name: value.item() for name, value in dense_recall(layer).items()}
-    assert figures["dense_recall"] == pytest.approx(sum(recalls) / len(recalls), rel=1e-5)
-    assert figures["dense_mass_covered"] == pytest.approx(sum(masses) / len(masses), rel=1e-5)
+            chosen = [block for block in layer.selected[0, t, group].tolist() if block in free]
+            best = max(free, key=lambda block: mass[block])
+            assert len(chosen) == 1
+            recalls.append(mass[chosen[0]] / mass[best])
+            chances.append(sum(mass[block] for block in free) / len(free) / mass[best])
+            for bins, block in ((exact, best), (held, chosen[0])):
+                bins[1 + int(math.log2(own - block))] += mass[block] / mass[best]
+    figures = {name: value[0].tolist() for name, value in choice_statistics(layer).items()}
+    assert figures["choice_recall"] == pytest.approx(sum(recalls) / len(recalls), rel=1e-5)
     assert figures["recall_by_chance"] == pytest.approx(sum(chances) / len(chances), rel=1e-5)
-    assert figures["recall_by_chance"] < figures["dense_recall"] < 1.0
+    assert figures["exact_mass_by_distance"] == pytest.approx([mass / len(recalls) for mass in exact], abs=1e-6)
+    assert figures["held_mass_by_distance"] == pytest.approx([mass / len(recalls) for mass in held], abs=1e-6)
+    assert sum(figures["exact_mass_by_distance"]) == pytest.approx(1, abs=1e-5)
+    assert by_index or figures["recall_by_chance"] < figures["choice_recall"] < 1.0
 
 
-def test_recall_is_everything_when_the_best_are_chosen_and_nothing_when_the_worst_are() -> None:
+def test_the_exact_choice_finds_everything_and_forced_blocks_count_for_nothing() -> None:
     layer = layer_of(None)
-    queries = torch.arange(LENGTH)
-    mass = dense_block_mass(layer, queries)
-    assert torch.allclose(mass.sum(-1), torch.ones(LENGTH, 2))
-    best = replace(layer, selected=mass.topk(4, -1).indices.sort(-1).values.int())
-    assert dense_recall(best)["dense_recall"].item() == 1.0
-    order = mass.masked_fill(mass == 0, torch.inf).argsort(-1)[..., :4]
-    worst = dense_recall(replace(layer, selected=order.int()))
-    # Of fewer than eight candidates, the last four are partly the first four.
-    candidates = [count for t in layer.sampled_queries().tolist() if (count := t // 8 + 1) > 4]
-    unavoidable = sum(max(0, 8 - count) / 4 for count in candidates) / len(candidates)
-    assert worst["dense_recall"].item() == pytest.approx(unavoidable, rel=1e-5)
-
-
-def test_recall_needs_a_choice() -> None:
-    layer = layer_of(None)
+    mass = full_attention_shares(layer, torch.arange(LENGTH))
+    assert torch.allclose(mass.sum(-1), torch.ones(1, LENGTH, 2))
+    own = torch.arange(LENGTH)[:, None, None] // 8
+    block = torch.arange(19)
+    free = mass.masked_fill((block < 1) | (block > own - 2), -1)
+    exact = torch.cat([torch.zeros_like(layer.selected[..., :3]), free.argmax(-1, keepdim=True)], -1)
+    assert choice_statistics(replace(layer, selected=exact))["choice_recall"].item() == pytest.approx(1, abs=1e-6)
+    forced = torch.cat([torch.zeros_like(exact[..., :2]), (own - 1).expand(1, -1, 2, 1), own.expand(1, -1, 2, 1)], -1)
+    assert choice_statistics(replace(layer, selected=forced))["choice_recall"].item() == 0.0
     wide = replace(layer, geometry=replace(GEOMETRY, num_selected_blocks=19))
-    assert all(math.isnan(value.item()) for value in dense_recall(wide).values())
+    assert all(value.isnan().all() for value in choice_statistics(wide).values())
 
 
 @pytest.mark.parametrize("borders", [None, [0, 5, 90, LENGTH]])
 def test_many_layers_at_once_are_those_one_by_one(borders: list[int] | None) -> None:
     first = layer_of(borders)
-    second = replace(first, q=first.q.flip(-1), selected=first.selected.flip(1), gates=first.gates * 0.1)
+    second = replace(first, q=first.q.flip(-1), selected=first.selected.flip(2), gates=first.gates * 0.1)
     together = attention_statistics(LayerAttention.stack([first, second]))
     for index, layer in enumerate((first, second)):
         for name, value in attention_statistics(layer).items():
-            assert torch.allclose(together[name][index], value, equal_nan=True), name
+            assert torch.allclose(together[name][index], value[0], equal_nan=True), name
 
 
 def test_layers_are_described_in_parts_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +191,7 @@ def test_compiled_layers_are_seen() -> None:
 def test_few_queries_stand_for_a_long_sequence() -> None:
     layer = layer_of(None)
     assert layer.sampled_queries().tolist()[-1] == LENGTH - 1 and len(layer.sampled_queries()) == 128
-    long = replace(layer, q=torch.empty(65536, 64, 1, device="meta"))
+    long = replace(layer, q=torch.empty(1, 65536, 64, 1, device="meta"))
     assert len(long.sampled_queries()) == 16
 
 
@@ -243,6 +217,19 @@ def model_of(**changes: Any) -> DecoderLM:
     return model
 
 
+@pytest.mark.parametrize("attention", ["nsa", "selected"])
+def test_every_chooser_is_measured(attention: str) -> None:
+    tokens = torch.arange(LENGTH).view(1, LENGTH) % 64
+    recalls = {}
+    for chooser, changes in (("compressed", {}), ("index", {"chooser": "index"}), ("exact", {"selection": "exact"})):
+        telemetry = AttentionTelemetry(model_of(attention=attention, **changes))
+        recalls[chooser] = [row["choice_recall"] for row in telemetry.measure(tokens)]
+        picture = telemetry.picture(1, tokens, ["a"] * LENGTH)
+        assert ((picture.importance / 255.0) ** 2).sum(-1)[:, 16:] == pytest.approx(1, abs=0.1)
+    assert recalls["exact"] == pytest.approx([1, 1, 1], abs=1e-4)
+    assert all(0 < recall < 1 for recall in recalls["compressed"] + recalls["index"])
+
+
 def test_a_model_gives_a_row_for_each_layer() -> None:
     model = model_of()
     rows = AttentionTelemetry(model).measure(torch.arange(2 * LENGTH).view(2, LENGTH) % 64)
@@ -250,8 +237,8 @@ def test_a_model_gives_a_row_for_each_layer() -> None:
     for row in rows:
         assert sum(row["selected_distance_shares"]) == pytest.approx(1, abs=1e-3)
         assert row["gate_mean_slc"] == pytest.approx(0.5, abs=0.1)
-        assert 0 < row["importance_covered"] <= 1
-        assert 0 < row["dense_recall"] <= 1
+        assert 0 < row["recall_by_chance"] < 1 and 0 < row["choice_recall"] <= 1
+        assert sum(row["held_mass_by_distance"]) == pytest.approx(row["choice_recall"], abs=1e-3)
         # Queries in the first three blocks have at most three candidates.
         assert row["fewer_than_n_share"] == pytest.approx(24 / LENGTH, abs=1e-4)
 
@@ -285,7 +272,7 @@ def test_a_model_that_chooses_no_blocks_has_none(changes: dict[str, Any]) -> Non
 
 
 def test_layers_without_choice_are_left_out_and_those_without_gates_have_no_figures_of_them(tmp_path: Path) -> None:
-    model = model_of(layer_types=("dense", "selected", "nsa"))
+    model = model_of(layer_types=("dense", "selected", "nsa"), norm_after=True, qk_norm=True, qk_norm_all_heads=True)
     telemetry = AttentionTelemetry(model)
     tokens = torch.arange(LENGTH)[None] % 64
     selected, nsa = telemetry.measure(tokens)
@@ -294,7 +281,7 @@ def test_layers_without_choice_are_left_out_and_those_without_gates_have_no_figu
     assert [name for name in selected if selected[name] is None] == [
         name for name in selected if name.startswith(("gate_", "heads_"))
     ]
-    assert 0 < selected["dense_recall"] <= 1 and None not in nsa.values()
+    assert 0 < selected["choice_recall"] <= 1 and None not in nsa.values()
     assert not list(alarms_of(selected | {"free_local_share": 1.0}))
     picture = telemetry.picture(1, tokens, ["a"] * LENGTH)
     assert picture.layers == [1, 2]
@@ -352,3 +339,19 @@ def test_every_alarm_has_its_threshold() -> None:
         )
     ]
     assert names == [["gate_closed"], ["gate_saturated"], ["choices_local"]]
+
+
+def test_a_choice_that_finds_less_than_before_is_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one that is no better than chance from the start, nor a single bad look, nor a fall with chance itself."""
+    assert not has_fallen([0.1, 0.05, 0.1, 0.1, 0.0, 0.0, 0.0, 0.0])
+    assert not has_fallen([0.6, 0.5, 0.6, 0.6, 0.1, 0.6])
+    telemetry = AttentionTelemetry(model_of())
+    (row, *_) = telemetry.measure(torch.arange(LENGTH)[None] % 64)
+    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
+        for step, (recall, chance) in enumerate([(0.95, 0.9)] * 4 + [(0.8, 0.5)] * 8 + [(0.5, 0.4)] * 4):
+            look = [row | {"choice_recall": recall, "recall_by_chance": chance}]
+            monkeypatch.setattr(telemetry, "measure", lambda *_, look=look, **__: look)
+            telemetry.log(metrics, step, torch.zeros(1, 1))
+    (event,) = read_metrics(tmp_path / "metrics.jsonl", "event")
+    assert (event["name"], event["severity"], event["layer"]) == ("choice_recall_fell", "warning", 0)
+    assert event["step"] >= 13

@@ -1,7 +1,5 @@
 """A checkpoint that is written while training goes on holds the step that it is of, and nothing later."""
 
-import errno
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ from tests.train.tiny import before_step, make_config, read_checkpoint
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
 from trifocal.train import resume, saving, train
-from trifocal.train.checkpoint.folders import list_checkpoints
 from trifocal.train.checkpoint.manifest import verify_checkpoint
 
 ON = ("--checkpoint.asynchronous", "true", "--checkpoint.keep_last", "9")
@@ -60,25 +57,6 @@ def test_training_goes_on_and_what_is_written_is_the_step_it_is_of(
     assert [row["message"].split()[0] for row in saved] == ["step_00000002", "step_00000004", "step_00000006"]
     assert all(0 < row["blocked_seconds"] <= row["save_seconds"] for row in saved)
     assert resume(tmp_path / "run", checkpoint="step_00000002").finished
-
-
-def test_a_failure_is_loud_and_training_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    healthy = saving.write_checkpoint
-
-    def write(root: Path, step: int, **parts: Any) -> Path:
-        if step == 2:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return healthy(root, step, **parts)
-
-    monkeypatch.setattr(saving, "write_checkpoint", write)
-    assert train(make_config(tmp_path, *ON)).finished
-    assert "ERROR: the checkpoint of step 2 could not be written: [Errno 28] No space left" in capsys.readouterr().out
-    assert [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == [
-        "step_00000004",
-        "step_00000006",
-    ]
 
 
 def test_what_is_no_fault_of_the_disk_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

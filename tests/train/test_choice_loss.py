@@ -15,7 +15,7 @@ from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.runlog import Heartbeat, read_metrics
 from trifocal.train import resume, train
-from trifocal.train.choice_teacher import ChoiceTeacher, make_teacher
+from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.step.optimizer import make_optimizer
 from trifocal.train.step.step import StepResult, TrainStep
@@ -24,6 +24,9 @@ CPU = torch.device("cpu")
 # Rows of 32 tokens in which the last queries of each document have more free blocks than places.
 TAUGHT = ("--train.choice_loss_weight", "0.5", "--train.choice_loss_sample", "0.5")
 INDEX = ("--model.chooser", "index")
+NORMS_AFTER = tuple(
+    word for key in ("norm_after", "qk_norm", "qk_norm_all_heads") for word in (f"--model.{key}", "true")
+)
 Gradients = dict[str, torch.Tensor]
 
 
@@ -34,15 +37,15 @@ def heartbeat(tmp_path: Path) -> Iterator[Heartbeat]:
 
 
 def take_step(
-    config: RunConfig, batches: list[Batch], heartbeat: Heartbeat, *, step: int = 3, split_rows: bool = False
+    config: RunConfig, batches: list[Batch], heartbeat: Heartbeat, *, step: int = 3
 ) -> tuple[StepResult, Gradients, DecoderLM]:
     model = DecoderLM(config.model)
     model.init_weights(5)
     model.set_activation_checkpointing(*config.train.checkpointed_layers(config.model.num_layers))
-    teacher = make_teacher(model, config.train, CPU, 1)
+    teacher = ChoiceTeacher(model, config.train, CPU) if config.train.choice_loss_weight else None
     function = model if teacher is None else partial(model, teaching=teacher.teaching)
     optimizer = make_optimizer(model, config.optimizer)
-    train_step = TrainStep(function, optimizer, CPU, config.train, teacher=teacher, split_rows=split_rows)
+    train_step = TrainStep(function, optimizer, CPU, config.train, teacher=teacher)
     result = train_step.run(step, batches, phases=heartbeat)
     assert result.finite.wait()
     return result, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, model
@@ -67,7 +70,7 @@ def test_all_but_the_index_gets_the_same_update(tmp_path: Path, heartbeat: Heart
         assert (name in index) != torch.equal(parameter, others[name]), name
 
 
-@pytest.mark.parametrize("keys", [(), ("--model.compressor", "mlp")])
+@pytest.mark.parametrize("keys", [(), ("--model.compressor", "mlp"), NORMS_AFTER])
 def test_compressed_keys_are_taught_alone(tmp_path: Path, heartbeat: Heartbeat, keys: tuple[str, ...]) -> None:
     config = make_config(tmp_path, *keys, *TAUGHT, "--train.gradient_clip_norm", "0")
     batches = read_batches(config, 2, 2)
@@ -75,7 +78,7 @@ def test_compressed_keys_are_taught_alone(tmp_path: Path, heartbeat: Heartbeat, 
     _, plain, _ = take_step(silent, batches, heartbeat)
     _, taught, _ = take_step(config, batches, heartbeat)
     changed = {name for name in plain if not torch.equal(plain[name], taught[name])}
-    own = {name for name in plain if "k_compressor" in name} if keys else set()
+    own = {name for name in plain if "k_compressor" in name}
     assert changed == {f"blocks.{layer}.attention.k_proj.weight" for layer in range(2)} | own
     width = config.model.num_kv_heads * config.model.head_dim
     for layer in range(2):
@@ -93,7 +96,6 @@ def test_how_a_batch_is_cut_does_not_matter(tmp_path: Path, heartbeat: Heartbeat
     others = {
         "accumulated": take_step(config, read_batches(config, 1, 4), heartbeat),
         "checkpointed": take_step(checkpointed, read_batches(config, 4, 1), heartbeat),
-        "split rows": take_step(config, read_batches(config, 4, 1), heartbeat, split_rows=True),
     }
     for name, (result, gradients, _) in others.items():
         torch.testing.assert_close(result.choice, whole[0].choice, rtol=1e-5, atol=1e-7, msg=name)
@@ -101,6 +103,25 @@ def test_how_a_batch_is_cut_does_not_matter(tmp_path: Path, heartbeat: Heartbeat
             torch.testing.assert_close(gradient, whole[1][parameter], rtol=1e-4, atol=1e-6, msg=f"{name}: {parameter}")
     another, _, _ = take_step(config, read_batches(config, 4, 1), heartbeat, step=4)
     assert not torch.equal(another.choice, whole[0].choice), "each step has its own sample"
+
+
+def test_an_index_has_a_learning_rate_of_its_own(tmp_path: Path, heartbeat: Heartbeat) -> None:
+    """The first step of Adam without decay moves each parameter by its learning rate."""
+    config = make_config(tmp_path, *INDEX, *TAUGHT, "--optimizer.weight_decay", "0")
+    batches = read_batches(config, 2, 2)
+    faster = replace(config, optimizer=replace(config.optimizer, index_lr_factor=3.0))
+    _, gradients, plain = take_step(config, batches, heartbeat)
+    _, _, fast = take_step(faster, batches, heartbeat)
+    start = DecoderLM(config.model)
+    start.init_weights(5)
+    begin, moved = dict(start.named_parameters()), dict(fast.named_parameters())
+    for name, parameter in plain.named_parameters():
+        if ".index." not in name:
+            assert torch.equal(parameter, moved[name]), name
+            continue
+        taught = gradients[name].abs() > 1e-5
+        ratio = ((moved[name] - begin[name]) / (parameter - begin[name]))[taught]
+        assert taught.any() and ratio.detach() == pytest.approx(3.0, rel=1e-2), name
 
 
 def test_no_eligible_query_is_no_loss(tmp_path: Path, heartbeat: Heartbeat) -> None:
@@ -122,7 +143,8 @@ def test_a_run_writes_the_loss_of_its_choice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("only", ["all", "chooser"])
 def test_a_resumed_run_teaches_the_same(tmp_path: Path, only: str) -> None:
-    config = make_config(tmp_path, *INDEX, *TAUGHT, "--train.only", only)
+    rate = ("--optimizer.index_lr_factor", "3")
+    config = make_config(tmp_path, *INDEX, *TAUGHT, *rate, "--train.only", only)
     train(config)
     run = Path(config.run.directory)
     whole = read_checkpoint(run / "checkpoints" / "step_00000006")
@@ -142,6 +164,8 @@ def test_a_resumed_run_teaches_the_same(tmp_path: Path, only: str) -> None:
         (("--model.attention", "selected", *TAUGHT), 'set model.chooser to "index"'),
         (INDEX, "set train.choice_loss_weight above 0"),
         (("--train.only", "chooser", *TAUGHT), "trains the index alone, and the model has none; set model.chooser"),
+        (("--optimizer.index_lr_factor", "3"), "but the model has no index; set it to 1, or model.chooser"),
+        (("--optimizer.index_lr_factor", "0"), "optimizer.index_lr_factor must be positive, got 0"),
         (("--train.choice_loss_sample", "0"), r"train.choice_loss_sample must lie in \(0, 1\], got 0"),
     ],
 )

@@ -1,6 +1,5 @@
 """Fine-tuning on chats by one command: the model and the tokenizer of a folder, loss on the answers alone."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -9,6 +8,8 @@ import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
+import pyarrow
+import pyarrow.parquet as parquet
 
 from tests.chat_data import make_chats, write_tokenizer
 from tests.train.test_resume import rows
@@ -57,8 +58,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data set of two splits."""
     folder = tmp_path_factory.mktemp("chats")
     for name, count, seed in (("train", 40, 0), ("validation", 8, 1)):
-        lines = [json.dumps({"messages": chat}) + "\n" for chat in make_chats(count, seed)]
-        (folder / f"{name}.jsonl").write_text("".join(lines))
+        parquet.write_table(pyarrow.table({"messages": make_chats(count, seed)}), folder / f"{name}.parquet")
     return folder
 
 

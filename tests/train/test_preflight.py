@@ -13,7 +13,6 @@ from trifocal.data.tokenizers import ByteTokenizer
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.train import resume, train
-from trifocal.train.config import check as module
 from trifocal.train.config.check import choose_device, disk_bytes, preflight
 
 CPU = torch.device("cpu")
@@ -26,24 +25,16 @@ CPU = torch.device("cpu")
             ("--train.global_batch_size", "6", "--train.micro_batch_size", "4"),
             r"size 6 is not a multiple of .*size 4; the next one is .* 8, or set --train\.micro_batch_size 2$",
         ),
-        (("--model.dim", "100000", "--model.mlp_dim", "100000000"), r"parameters takes in training at least"),
         (("--train.steps", "1001", "--checkpoint.interval_steps", "0"), "would lose everything in a crash"),
-        (("--train.steps", "1001", "--checkpoint.interval_steps", "1001"), "would lose everything in a crash"),
         (("--model.vocab_size", "256"), r"vocab_size 256 is smaller than the 257 tokens of data\.tokenizer \"bytes\""),
         (("--data.validation_fraction", "0"), "nothing to evaluate on"),
-        (("--data.validation_fraction", "2"), r"data\.validation_fraction is 2\.0"),
-        (("--data.tokenizer", "byte"), "unknown tokenizer 'byte'; the nearest is bytes"),
+        (("--data.tokenizer", "no/such.json"), "no such file"),
         (("--train.activation_checkpointing", "1:3"), "the model has 2 layers"),
         (("--model.backend", "triton"), r"model\.backend is \"triton\": .*use \"auto\" or \"reference\""),
         (("--log.sample_interval_steps", "1", "--log.sample_prompt", "x" * 32), "sample_prompt has 32 tokens"),
         (("--log.sample_interval_steps", "1", "--data.source", "synthetic"), "there is no text to sample"),
         (("--log.sample_interval_steps", "1", "--model.selection", "random"), "there is nothing to sample"),
-        (
-            ("--log.sample_interval_steps", "1", "--log.sample_tokens", "10" * 7),
-            r"log\.sample_tokens (10)+ takes at least",
-        ),
-        (("--evaluate.batches", "10" * 7), r"evaluate\.batches take .* GB, and this machine has"),
-        (("--run.directory", __file__ + "/run"), r"run\.directory .*/test_preflight\.py is not a folder"),
+        (("--run.directory", __file__ + "/run"), r"run\.directory .*\.py is not a folder"),
         (("--data.source", "text:/nowhere/at/all"), "nowhere"),
         (("--data.source", "bultin"), "nearest is builtin"),
     ],
@@ -134,15 +125,6 @@ def test_a_disk_too_small_for_the_checkpoints(tmp_path: Path, monkeypatch: pytes
         preflight(config, CPU)
 
 
-def test_the_disk_estimate_covers_what_a_run_leaves(tmp_path: Path) -> None:
-    config = make_config(tmp_path, "--checkpoint.keep_every_steps", "4", "--model.dim", "128", "--model.mlp_dim", "512")
-    train(config)
-    checkpoints = tmp_path / "run" / "checkpoints"
-    left = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
-    assert len(list(checkpoints.iterdir())) == 2
-    assert left < disk_bytes(config)
-
-
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto") == choose_device("cpu") == CPU
@@ -167,39 +149,3 @@ def test_notes_say_what_is_fine_but_notable(tmp_path: Path) -> None:
     assert "data.streams 2 is not a multiple of 3 processes" in preflight(several, CPU, 3)[1][-1]
     assert preflight(several, CPU, 2)[1] == preflight(several, CPU, 1)[1]
     assert preflight(make_config(tmp_path, "--train.sequence_length", "3", "--model.attention", "dense"), CPU)[1] == []
-
-
-def test_a_long_run_that_saves_is_fine(tmp_path: Path) -> None:
-    preflight(
-        make_config(tmp_path, "--train.steps", str(module.LONG_RUN_STEPS), "--checkpoint.interval_steps", "0"), CPU
-    )
-    preflight(make_config(tmp_path, "--train.steps", "1001", "--checkpoint.interval_steps", "1000"), CPU)
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (["--model.geometry.num_selected_blocks", "2147483647"], "lower model.geometry.num_selected_blocks"),
-        (
-            ["--train.micro_batch_size", str(10**12), "--train.global_batch_size", str(10**12)],
-            "lower train.micro_batch",
-        ),
-    ],
-)
-def test_what_no_memory_holds_is_refused(tmp_path: Path, flags: list[str], expected: str) -> None:
-    with pytest.raises(UserError, match=expected):
-        preflight(make_config(tmp_path, *flags), CPU)
-
-
-def test_a_debug_level_that_crashes_ddp_over_gloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
-    with pytest.raises(UserError, match=r"TORCH_DISTRIBUTED_DEBUG=DETAIL makes .* crash .*=INFO$"):
-        preflight(make_config(tmp_path), CPU, 2)
-    preflight(make_config(tmp_path), CPU, 1)
-    preflight(make_config(tmp_path, "--parallel.mode", "fsdp"), CPU, 2)
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "INFO")
-    preflight(make_config(tmp_path), CPU, 2)
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-    monkeypatch.setattr(torch, "__version__", "2.11.0")
-    preflight(make_config(tmp_path), CPU, 2)

@@ -162,14 +162,6 @@ def test_a_start_that_fails_leaves_the_run_as_it_was(tmp_path: Path, monkeypatch
     assert (run / "checkpoints" / "superseded_step_00000006").is_dir()
 
 
-def test_going_on_from_the_last_step_of_a_shorter_run_sets_later_ones_aside(tmp_path: Path) -> None:
-    train(make_config(tmp_path))
-    shorter = make_config(tmp_path, "--train.steps", "4")
-    assert resume(tmp_path / "run", checkpoint="step_00000004", config=shorter).finished
-    assert (tmp_path / "run" / "checkpoints" / "superseded_step_00000006").is_dir()
-    assert load_config(tmp_path / "run" / "config.toml").train.steps == 4
-
-
 def test_a_resumed_run_that_begins_to_evaluate_needs_held_out_text(tmp_path: Path) -> None:
     nothing = ("--data.validation_fraction", "1e-9")
     train(make_config(tmp_path, *nothing, "--evaluate.interval_steps", "0", "--train.steps", "2"))
@@ -187,7 +179,7 @@ def test_a_finished_run_goes_on_to_more_steps(tmp_path: Path, capsys: pytest.Cap
     assert resume(tmp_path / "run", config=longer).step == 8
     out = capsys.readouterr().out
     assert "note: goes on from step 6 of 8; differs from the saved configuration: train.steps 6 -> 8\n" in out
-    assert "learning rate: 0.001 in step 6, 0.0016 in step 7; it jumps to 1.6 times; " in out
+    assert "learning rate: 0.001 in step 6, 0.0016 in step 7\n" in out
     taken = {row["step"]: row["learning_rate"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "train")}
     assert (taken[6], taken[7]) == pytest.approx((0.001, 0.0016), rel=0.01)
     assert load_config(tmp_path / "run" / "config.toml").train.steps == 8
@@ -195,25 +187,21 @@ def test_a_finished_run_goes_on_to_more_steps(tmp_path: Path, capsys: pytest.Cap
         resume(tmp_path / "run", config=config)
 
 
-@pytest.mark.parametrize(
-    ("key", "name", "value", "of_groups"),
-    [
-        ("weight_decay", "weight_decay", 0.25, [0.25, 0.0]),
-        ("beta1", "betas", 0.5, [(0.5, 0.95), (0.5, 0.95)]),
-        ("beta2", "betas", 0.75, [(0.9, 0.75), (0.9, 0.75)]),
-        ("epsilon", "eps", 1e-3, [1e-3, 1e-3]),
-    ],
-)
 def test_a_resumed_run_takes_the_optimizer_s_hyperparameters_from_its_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, name: str, value: float, of_groups: list[Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nothing = ("--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0")
     train(make_config(tmp_path, "--train.steps", "2", *nothing))
     seen: list[Any] = []
-    before_step(monkeypatch, lambda _, given: seen.append([group[name] for group in given["optimizer"].param_groups]))
-    other = make_config(tmp_path, "--train.steps", "3", f"--optimizer.{key}", str(value), *nothing)
+    names = ("weight_decay", "betas", "eps")
+    before_step(
+        monkeypatch,
+        lambda _, given: seen.append([[g[name] for name in names] for g in given["optimizer"].param_groups]),
+    )
+    flags = ("--optimizer.weight_decay", "0.25", "--optimizer.beta1", "0.5", "--optimizer.beta2", "0.75")
+    other = make_config(tmp_path, "--train.steps", "3", *flags, "--optimizer.epsilon", "1e-3", *nothing)
     assert resume(tmp_path / "run", config=other).finished
-    assert seen == [of_groups]
+    assert seen == [[[0.25, (0.5, 0.75), 1e-3], [0.0, (0.5, 0.75), 1e-3]]]
 
 
 def test_a_moved_run_goes_on(tmp_path: Path) -> None:
@@ -231,7 +219,6 @@ def test_a_moved_run_goes_on(tmp_path: Path) -> None:
             ("--train.sequence_length", "16"),
             r"data position belongs to .*: train\.sequence_length 32 -> 16; resume with the saved values$",
         ),
-        (("--data.seed", "8", "--data.prefetch_batches", "2"), r": data\.seed 1337 -> 8; resume with the saved"),
     ],
 )
 def test_a_checkpoint_of_another_model_or_other_data_is_refused(
@@ -249,12 +236,8 @@ def test_a_checkpoint_of_another_model_or_other_data_is_refused(
     "damage",
     [
         lambda state: state.pop("step"),
-        lambda state: state.pop("loss"),
-        lambda state: state.update(data=None),
         lambda state: state["data"].pop("settings"),
-        lambda state: state["data"].update(position=[1]),
         lambda state: state["data"]["position"].clear(),
-        lambda state: state["random"].pop("python"),
         lambda state: state["random"].update(torch="AAAA"),
     ],
 )
@@ -274,14 +257,6 @@ def test_a_position_that_cannot_be_read_is_one_line(tmp_path: Path, finished_run
     assert "\n" not in str(caught.value)
 
 
-def test_files_that_have_changed_are_refused_as_such(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    train(config)
-    (tmp_path / "text" / "00.txt").write_text("Something else, and more of it than there was before.\n" * 9)
-    with pytest.raises(UserError, match=r"the files \(names and sizes\) differ; resume"):
-        resume(tmp_path / "run")
-
-
 def test_all_generators_come_back() -> None:
     seed_everything(11)
     torch.rand(3), random.gauss(0, 1), np.random.randn()
@@ -291,11 +266,3 @@ def test_all_generators_come_back() -> None:
     restore_random_state(state)
     drawn = [torch.rand(3).tolist(), random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand()]
     assert drawn == expected
-
-
-@pytest.mark.parametrize("position", [-1, 625, 10**9])
-def test_a_state_that_reads_beyond_its_numbers_is_refused(position: int) -> None:
-    state = random_state()
-    state["numpy"][1] = position
-    with pytest.raises(UserError, match=f"random state in the checkpoint is at {position} of 624"):
-        restore_random_state(state)

@@ -34,9 +34,5 @@ def test_a_warm_up_longer_than_the_run_only_rises() -> None:
     assert rates(20, 4) == pytest.approx([0.1, 0.2, 0.3, 0.4])
 
 
-def test_a_single_step_has_the_peak() -> None:
-    assert rates(1, 1) == [2.0]
-
-
 def test_a_floor_of_one_is_a_constant_rate() -> None:
     assert rates(0, 5, minimum_factor=1.0) == [2.0] * 5

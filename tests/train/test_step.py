@@ -15,7 +15,7 @@ from trifocal.runlog import Heartbeat
 from trifocal.train import RunConfig
 from trifocal.train.config.sections import TrainSection
 from trifocal.train.step.optimizer import make_optimizer
-from trifocal.train.step.step import TrainStep, batch_loss
+from trifocal.train.step.step import TrainStep
 
 CPU = torch.device("cpu")
 
@@ -35,11 +35,6 @@ def read_batches(config: RunConfig, micro_batch_size: int, count: int) -> list[B
         vocab_size=257,
     ) as loader:
         return [next(loader) for _ in range(count)]
-
-
-def rows_with_border(batch: Batch) -> int:
-    borders = [] if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
-    return len({border // 32 for border in borders if border % 32})
 
 
 def gradients(
@@ -68,55 +63,6 @@ def test_micro_batches_of_unequal_weight_add_up_to_the_whole_batch(tmp_path: Pat
         assert cut_norm == pytest.approx(norm, rel=1e-5)
         for name, gradient in expected.items():
             torch.testing.assert_close(cut[name], gradient, rtol=1e-4, atol=1e-6)
-
-
-def test_rows_without_borders_need_no_packing(tmp_path: Path) -> None:
-    """Split or not: the same loss and the same gradient, also where all rows have a border or none has."""
-    config = make_config(tmp_path)
-    model = DecoderLM(config.model)
-    model.init_weights(5)
-    kinds = set()
-    for batch in read_batches(config, 2, 60):
-        with_border = rows_with_border(batch)
-        if with_border in kinds:
-            continue
-        kinds.add(with_border)
-        shapes = []
-
-        def record(*args: torch.Tensor, shapes: list[tuple[int, ...]] = shapes, **kwargs: object) -> torch.Tensor:
-            shapes.append(tuple(args[0].shape))
-            return model(*args, **kwargs)
-
-        whole = batch_loss(model, batch, CPU)
-        split = batch_loss(record, batch, CPU, split_rows=True)
-        assert split.item() == pytest.approx(whole.item(), rel=1e-6)
-        expected = torch.autograd.grad(whole, list(model.parameters()))
-        computed = torch.autograd.grad(split, list(model.parameters()))
-        for mine, theirs in zip(computed, expected, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
-        packed, plain = (1, 32 * with_border), (2 - with_border, 32)
-        assert shapes == [shape for shape in (packed, plain) if 0 not in shape]
-    assert kinds == {0, 1, 2}
-
-
-def test_checkpointed_layers_may_be_called_twice_in_bf16(tmp_path: Path) -> None:
-    """Rows with a border and rows without: two calls in one autocast, and each is repeated in backward as it was."""
-    config = make_config(tmp_path)
-    model = DecoderLM(config.model)
-    model.init_weights(5)
-    calls: list[int] = []
-    model.register_forward_hook(lambda *_: calls.append(1))
-    # Twelve batches of four rows: most have rows of both kinds.
-    batch = next(batch for batch in read_batches(config, 4, 12) if rows_with_border(batch) in (1, 2, 3))
-    found = []
-    for layers in (0, 2):
-        model.set_activation_checkpointing(0, layers)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = batch_loss(model, batch, CPU, split_rows=True)
-        found.append(torch.autograd.grad(loss, list(model.parameters())))
-    assert len(calls) == 4
-    for kept, repeated in zip(*found, strict=True):
-        assert torch.equal(kept, repeated)
 
 
 def test_loss_and_gradient_are_those_of_the_mean_over_valid_targets(tmp_path: Path, heartbeat: Heartbeat) -> None:

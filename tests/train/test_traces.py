@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.children import ROOT
 from tests.train.tiny import before_step, make_config, read_checkpoint
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.nn.block import SwiGLU
 from trifocal.runlog import read_metrics
 from trifocal.runlog.traces import TRACES
-from trifocal.runlog.traces.base import ModuleHooks, tensors_in
+from trifocal.runlog.traces.base import ModuleHooks
 from trifocal.train import TrainResult, resume, train
 
 QUICK = ("--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0", "--checkpoint.interval_steps", "0")
@@ -157,16 +156,6 @@ def expected_dense(folder: Path) -> DecoderLM:
     return DecoderLM(make_config(folder, "--model.attention", "dense", name="other").model)
 
 
-def test_checkpointing_shows_in_the_memory_table(tmp_path: Path) -> None:
-    saved = {}
-    for name, flags in {"plain": (), "checkpointed": ("--train.activation_checkpointing", "all")}.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        rows = table(traced(folder, "memory", "--data.source", "synthetic", *flags) / "memory_rank0.csv")
-        saved[name] = int(rows[-1]["saved_for_backward_bytes"])
-    assert saved["checkpointed"] < saved["plain"] / 3
-
-
 def test_the_profile_holds_every_phase_and_its_table_the_operations(tmp_path: Path) -> None:
     folder = traced(tmp_path, "profiler", "--model.num_layers", "1", "--model.attention", "dense")
     operations = (folder / "operations_rank0.txt").read_text()
@@ -225,10 +214,10 @@ def test_memory_is_written_down_every_so_many_steps(tmp_path: Path) -> None:
 def test_a_disk_that_does_not_take_the_files_is_said_and_the_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, rows: object) -> None:
+    def full(trace: object, folder: Path, rank: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("trifocal.runlog.traces.gradients.write_table", full)
+    monkeypatch.setattr("trifocal.runlog.traces.gradients.GradientTrace.write", full)
     train(make_config(tmp_path, *QUICK, "--trace.what", "gradients,memory", "--trace.steps", "2:4"))
     assert "could not be written: [Errno 28] No space left on device; training goes on" in capsys.readouterr().out
     names = [row["name"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "event")]
@@ -282,11 +271,6 @@ def test_the_backends_that_ran_are_written_down(tmp_path: Path) -> None:
     assert attention["calls"] > 0
 
 
-def test_tensors_are_found_wherever_modules_put_them() -> None:
-    first, second, third = (torch.zeros(size) for size in (1, 2, 3))
-    assert tensors_in((first, [second, None], {"x": third, "y": "no"})) == [first, second, third]
-
-
 def test_hooks_close_what_an_exception_left_open() -> None:
     """As checkpointing does, which ends a repeated pass as soon as it has what it needs."""
 
@@ -305,8 +289,3 @@ def test_hooks_close_what_an_exception_left_open() -> None:
 
 def pop(stack: list[str], name: str) -> None:
     assert stack.pop() == name
-
-
-@pytest.mark.parametrize("name", TRACES)
-def test_the_page_on_training_says_what_each_trace_answers(name: str) -> None:
-    assert f"| `{name}` |" in (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Checks of the attention: against dense attention, against a float64 oracle, and between backends."""
+"""Checks of the attention: against dense attention, a float64 oracle and other backends, and of its positions."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,14 +8,17 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from trifocal.checks.measurement import Measurement, Skipped
+from trifocal.nn import NSAttention, rotary_tables, rotate
 from trifocal.ops import Documents, Geometry, nsa_attention
 from trifocal.ops.choice_loss import choice_loss, sample_queries, stretch_keys
 from trifocal.testing import oracle
 from trifocal.testing.inputs import attention_inputs
-from trifocal.testing.small_models import MINIMAL, SMALL
+from trifocal.testing.small_models import MINIMAL, SMALL, small_config
 from trifocal.testing.tolerances import FULL_COVERAGE, allowed, error, errors, output_and_gradients
 
 Attention = Callable[..., Tensor]
+Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
+SHIFTS = (1, 17, 1000, 65536)
 
 EVERYTHING = replace(MINIMAL, window_size=256)
 """Selection and window that cover 256 tokens whole; a GPU has the kernels for these blocks from other checks."""
@@ -116,6 +119,45 @@ def taught_choice(device: torch.device, *, loss: Callable[..., tuple[Tensor, Ten
             worst = max(worst, *figures)
             details.append(f"{chooser}, {len(lengths)} documents: {max(figures):.3g}")
     return Measurement(worst, FULL_COVERAGE[torch.float64], "error", tuple(details))
+
+
+def rope_distance(device: torch.device, *, rotate: Rotate = rotate) -> Measurement:
+    """Moving a query and its keys, raw or compressed, along the sequence leaves their scores as they are.
+
+    Bound: the angle of the farthest position carries a rounding error of one part in 2^53; a score is a sum of D
+    products, each turned by two such angles.
+    """
+    config = small_config(compressor="mlp")
+    groups, dim, geometry = config.num_kv_heads, config.head_dim, config.geometry
+    length = 3 * geometry.compression_block_size
+    inputs = attention_inputs(geometry, length, device, num_heads=config.num_heads, head_dim=dim)
+    layer = NSAttention(
+        dim=config.dim,
+        num_heads=config.num_heads,
+        num_kv_heads=groups,
+        head_dim=dim,
+        value_dim=config.value_dim,
+        geometry=geometry,
+        compressor="mlp",
+    ).to(device, torch.float64)
+
+    def scores(first: int) -> Tensor:
+        def rotated(x: Tensor, positions: Tensor) -> Tensor:
+            return rotate(x, *rotary_tables(first + positions, dim, config.rope_theta, torch.float64))
+
+        tokens = torch.arange(length, device=device)
+        k_cmp = layer.k_compressor(inputs.k_slc, None)
+        starts = torch.arange(k_cmp.shape[1], device=device) * geometry.compression_stride
+        keys = torch.cat((rotated(inputs.k_slc, tokens), rotated(k_cmp, starts)), 1)
+        return torch.einsum("btgrd,bsgd->bgrts", rotated(inputs.q, tokens).unflatten(2, (groups, -1)), keys)
+
+    with torch.no_grad():
+        at_zero = scores(0)
+        moved = {shift: (scores(shift) - at_zero).abs().max().item() for shift in SHIFTS}
+    size = (inputs.q.norm(dim=-1).max() * inputs.k_slc.norm(dim=-1).max()).item()
+    bound = 2 * dim * max(SHIFTS) * torch.finfo(torch.float64).eps * size
+    details = tuple(f"moved by {shift}: {change:.3g}" for shift, change in moved.items())
+    return Measurement(max(moved.values()), bound, "change", details)
 
 
 def _arbitrary_choice(geometry: Geometry, lengths: tuple[int, ...], num_groups: int, device: torch.device) -> Tensor:

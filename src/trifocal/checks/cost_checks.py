@@ -1,10 +1,9 @@
 """Checks of cost: the number of operations does not depend on length; storage and time grow linearly."""
 
 import math
-import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -64,17 +63,7 @@ def layer_sweep(
     exponents = _exponents("time", best) | _exponents("memory", memory)
     worst = max(exponents, key=lambda name: exponents[name])
     rows = [f"{depth:2} layers: {1000 * best[depth]:7.1f} ms, {memory[depth] / 2**20:6.1f} MiB" for depth in DEPTHS]
-    return Measurement(exponents[worst], bound, "exponent", (*rows, *machine_busy(), f"worst: {worst}"))
-
-
-def machine_busy() -> tuple[str, ...]:
-    """A line if more processes run than there are cores: times then include other programs."""
-    try:
-        load = os.getloadavg()[0]
-    except (AttributeError, OSError):
-        return ()
-    cores = os.cpu_count() or 1
-    return (f"machine busy: load {load:.1f} on {cores} cores",) if load > cores else ()
+    return Measurement(exponents[worst], bound, "exponent", (*rows, f"worst: {worst}"))
 
 
 def _exponents(what: str, values: Mapping[int, float]) -> dict[str, float]:
@@ -85,37 +74,23 @@ def _exponents(what: str, values: Mapping[int, float]) -> dict[str, float]:
     }
 
 
-def stored_memory_growth(device: torch.device, *, make_model: MakeModel = DecoderLM) -> Measurement:
-    """The memory that a model stores for backward grows linearly with length.
+def stored_memory(device: torch.device, *, attention: Attention = nsa_attention) -> Measurement:
+    """The attention stores no scores, and no copy of keys and values per query: memory grows linearly with length.
 
-    The figure compares the bytes that a token costs between the two longer lengths with those between the two
-    shorter ones. Bound: 1 for linear growth, and one percent for rounding up to whole blocks.
+    The figure is the memory that one call stores for backward, in multiples of the necessary, which is linear: inputs,
+    the three branches' outputs and log-sum-exps, and the choice. Bound: a tenth more, for positions and documents of
+    tokens. A copy of every query's selected keys and values would be over a hundred times as much here.
     """
-    model = make_model(minimal_config(2)).to(device)
-    lengths = (256, 512, 1024)
-    sizes = []
-    for length in lengths:
-        tokens = random_tokens((1, length), 256, device)
-        sizes.append(stored_bytes(partial(model, tokens, tokens)))
-    slopes = [(sizes[i + 1] - sizes[i]) / (lengths[i + 1] - lengths[i]) for i in (0, 1)]
-    details = [f"{length} tokens: {size / 2**20:.2f} MiB" for length, size in zip(lengths, sizes, strict=True)]
-    return Measurement(slopes[1] / slopes[0], 1.01, "ratio", tuple(details))
-
-
-def stored_memory_per_token(device: torch.device, *, attention: Attention = nsa_attention) -> Measurement:
-    """The attention stores no copy of keys and values per query.
-
-    The figure is the memory that one call stores for backward, in multiples of the necessary: inputs, the three
-    branches' outputs and log-sum-exps, and the choice. Bound: a tenth more, for positions and documents of tokens. A
-    copy of every query's selected keys and values would be over a hundred times as much here.
-    """
-    length, geometry = 1024, minimal_config(1).geometry
-    inputs = attention_inputs(geometry, length, device, torch.float32, num_heads=8, head_dim=16, value_dim=16).leaves()
-    outputs = 3 * 4 * length * inputs.q.shape[2] * (inputs.v_slc.shape[3] + 1)
-    choice = 4 * length * inputs.k_cmp.shape[2] * geometry.num_selected_blocks
-    needed = sum(x.nbytes for x in inputs) + outputs + choice
-    stored = stored_bytes(lambda: attention(*inputs, geometry, backend="reference"))
-    return Measurement(stored / needed, 1.1, "of needed", (f"{stored / length:.0f} bytes a token",))
+    geometry = minimal_config(1).geometry
+    ratios = {}
+    for length in (512, 1024):
+        inputs = attention_inputs(geometry, length, device, torch.float32, num_heads=8, value_dim=16).leaves()
+        outputs = 3 * 4 * length * inputs.q.shape[2] * (inputs.v_slc.shape[3] + 1)
+        choice = 4 * length * inputs.k_cmp.shape[2] * geometry.num_selected_blocks
+        stored = stored_bytes(partial(attention, *inputs, geometry, backend="reference"))
+        ratios[length] = stored / (sum(x.nbytes for x in inputs) + outputs + choice)
+    details = tuple(f"{length} tokens: {ratio:.3f} of the necessary" for length, ratio in ratios.items())
+    return Measurement(max(ratios.values()), 1.1, "of needed", details)
 
 
 def operation_count(device: torch.device, *, make_model: MakeModel = DecoderLM) -> Measurement:
@@ -132,16 +107,12 @@ def operation_count(device: torch.device, *, make_model: MakeModel = DecoderLM) 
         counts[length] = count_operations(step)
     totals = [count.total() for count in counts.values()]
     details = [f"{length} tokens: {total} operations" for length, total in zip(LENGTHS, totals, strict=True)]
-    spread = max(totals) - min(totals)
-    return Measurement(spread, 0, "operations", (*details, *(_differing(list(counts.values())) if spread else ())))
-
-
-def _differing(counts: Sequence[Counter[str]]) -> list[str]:
-    """The eight operations whose numbers differ most, with the number at each length."""
-    numbers = {name: [count[name] for count in counts] for name in sorted(set().union(*counts))}
-    differing = {name: found for name, found in numbers.items() if len(set(found)) > 1}
-    ranked = sorted(differing, key=lambda name: min(differing[name]) - max(differing[name]))
-    return [f"{name}: {', '.join(map(str, differing[name]))}" for name in ranked[:8]]
+    details += [
+        f"{name}: {', '.join(str(count[name]) for count in counts.values())}"
+        for name in sorted(set().union(*counts.values()))
+        if len({count[name] for count in counts.values()}) > 1
+    ]
+    return Measurement(max(totals) - min(totals), 0, "operations", tuple(details[:12]))
 
 
 def _step(model: DecoderLM, tokens: Tensor) -> None:

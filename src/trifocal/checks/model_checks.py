@@ -17,6 +17,8 @@ MIXED: dict[str, Any] = {
     "layer_types": ("selected", "window"),
     **dict.fromkeys(("qk_norm", "qkv_bias", "o_bias", "mlp_bias"), True),
 }
+# These norms are not joined with products.
+NORMS_AFTER: dict[str, Any] = dict.fromkeys(("norm_after", "qk_norm", "qk_norm_all_heads"), True)
 
 MakeModel = Callable[[ModelConfig, torch.device, torch.dtype], DecoderLM]
 
@@ -151,14 +153,14 @@ def decode(device: torch.device, *, make_model: MakeModel = make_model) -> Measu
 
 
 def batch_invariance(device: torch.device) -> Measurement:
-    """A sequence decoded alone and in a batch gives the same bits, for both models.
+    """A sequence decoded alone and in a batch gives the same bits, for three models.
 
     Five sequences of other lengths, decoded alone and then together, in fp32 by the code that `auto` chooses here. The
     figure counts the logits that differ by a single bit. Bound: none.
     """
     differ, details = 0, []
-    for attention in ("nsa", "dense"):
-        config = small_config(attention=attention, geometry=MINIMAL)
+    for name, changes in (("nsa", {}), ("dense", {"attention": "dense"}), ("norms behind", NORMS_AFTER)):
+        config = small_config(**changes, geometry=MINIMAL)
         model = make_model(config, device, torch.float32)
         lengths = (3, 17, 40, 64, 111)
         tokens = random_tokens((len(lengths), max(lengths) + 8), config.vocab_size, device)
@@ -176,7 +178,7 @@ def batch_invariance(device: torch.device) -> Measurement:
             found.append(torch.stack([logits[i] for i in range(len(lengths))]))
         count = int((found[0] != found[1]).sum())
         differ += count
-        details.append(f"{attention}: {count}")
+        details.append(f"{name}: {count}")
     return Measurement(differ, 0, "logits", tuple(details))
 
 

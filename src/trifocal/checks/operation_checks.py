@@ -1,6 +1,5 @@
 """Checks of the machinery around training: the heartbeat, the flags, the data sources."""
 
-import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -45,32 +44,21 @@ def heartbeat(
     machine can keep any thread waiting. Bound: a half; a heartbeat that only the training thread writes is silent for
     all of every operation.
     """
-    size = 400
-    tries: list[Measurement] = []
-    while len(tries) < TRIES:
+    size, tries = 400, list[Measurement]()
+    while len(tries) < TRIES and not any(found.passed for found in tries):
+        matrix = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
         with tempfile.TemporaryDirectory(prefix="trifocal-check-") as folder:
-            begin, end = _busy_phase(Path(folder), size, make_heartbeat)
-            rows = [row for path in sorted(Path(folder).glob("*.jsonl")) for row in read_lines(path)]
-        # Judged by the operation itself: one before it might have been slow for other reasons.
+            with make_heartbeat(Path(folder), 0, INTERVAL_SECONDS) as beat, beat.phase("backward"):
+                begin = time.time()
+                torch.linalg.svdvals(matrix)
+                end = time.time()
+            rows = [row for path in Path(folder).glob("*.jsonl") for row in read_lines(path)]
         if end - begin < BUSY_SECONDS / 2:
             # Cubic work: a little over twice as long.
             size = size * 4 // 3
-            continue
-        tries.append(_longest_silence(rows, begin, end))
-        if not math.isfinite(tries[-1].figure) or tries[-1].passed:
-            return tries[-1]
-    return min(tries, key=lambda measurement: measurement.figure)
-
-
-def _busy_phase(
-    folder: Path, size: int, make_heartbeat: Callable[..., AbstractContextManager[Any]]
-) -> tuple[float, float]:
-    """Begin and end, in Unix seconds, of one long operation inside the phase `backward`."""
-    matrix = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
-    with make_heartbeat(folder, 0, INTERVAL_SECONDS) as beat, beat.phase("backward"):
-        begin = time.time()
-        torch.linalg.svdvals(matrix)
-        return begin, time.time()
+        else:
+            tries.append(_longest_silence(rows, begin, end))
+    return min(tries, key=lambda found: found.figure)
 
 
 def _longest_silence(rows: list[Row], begin: float, end: float) -> Measurement:

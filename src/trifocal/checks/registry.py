@@ -1,26 +1,11 @@
-"""The checks by name, in the order in which they run, and the failures of earlier systems that each guards against.
+"""The checks by name, in the order in which they run; docs/runs.md lists the failures that each guards against."""
 
-| # | failure |
-|---|---|
-| 1 | a step that took minutes and looked like a hang: loops over tokens |
-| 2 | no means to tell a hang from slowness |
-| 3 | checkpointing recomputed every layer as the last one |
-| 4 | parameters without a gradient |
-| 5 | checkpointing with sharded weights (as 1 and 3) |
-| 6 | tens of gigabytes for a small model: a copy of keys and values per query |
-| 7 | a loss near zero: queries that saw the token after them |
-| 8 | a reference with the bugs of the code that it judged |
-| 9 | a single query that saw only the first key |
-| 10 | decoding that differed from training |
-| 11 | scores that depended on absolute position |
-| 12 | flags that did nothing |
-| 13 | a failing data source replaced by random tokens |
-| 14 | a resume that restored weights alone |
-| 15 | 16-bit weights without a master copy |
-"""
-
+import json
+import math
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import torch
 
@@ -29,12 +14,16 @@ from trifocal.checks import (
     cost_checks,
     model_checks,
     operation_checks,
-    positions,
     process_checks,
     training_checks,
 )
 from trifocal.checks.measurement import Measurement, Skipped
-from trifocal.errors import unknown
+from trifocal.errors import one_line, unknown
+from trifocal.runlog import environment
+from trifocal.train.checkpoint.random_state import random_state, restore_random_state
+from trifocal.train.config.check import choose_device
+
+STATUSES = ("passed", "failed", "skipped")
 
 
 @dataclass(frozen=True)
@@ -43,7 +32,7 @@ class Check:
 
     Attributes:
         name: As `--only` takes it.
-        guards: Numbers of the failures above; none for a promise that no earlier system made.
+        guards: Numbers of the failures in docs/runs.md.
         what: The property that it proves, in a few words.
         measure: Takes the device; through its other arguments a test puts in a fault.
     """
@@ -59,35 +48,131 @@ CHECKS: tuple[Check, ...] = (
     Check("oracle", (7, 8), "attention and gradients, in float64", attention_checks.float64_oracle),
     Check("backend-parity", (8,), "the kernels give the reference's results", attention_checks.backend_parity),
     Check("choice-loss", (), "the loss of the choice, in float64, teaches it alone", attention_checks.taught_choice),
-    Check("rope-distance", (11,), "scores depend on distance alone", positions.rope_distance),
+    Check("rope-distance", (11,), "scores depend on distance alone", attention_checks.rope_distance),
     Check("future-leak", (7,), "no output depends on a later token", model_checks.future_leak),
     Check("decode-equals-prefill", (9, 10), "decoding gives the logits of one pass", model_checks.decode),
     Check("batch-invariance", (), "decoding gives the same bits in any company", model_checks.batch_invariance),
     Check("checkpointing-gradients", (3, 4, 5), "recomputing changes no gradient", model_checks.checkpointing),
     Check("parameter-gradients", (4,), "every parameter gets a gradient", model_checks.parameter_gradients),
     Check("operation-count", (1,), "nothing loops over the sequence", cost_checks.operation_count),
-    Check("stored-memory-growth", (6,), "stored memory is linear in length", cost_checks.stored_memory_growth),
-    Check("stored-memory-per-token", (6,), "no copy of keys per query", cost_checks.stored_memory_per_token),
+    Check("stored-memory", (6,), "stored memory is linear in length, without copies", cost_checks.stored_memory),
     Check("layer-sweep", (1, 2, 4, 5), "time and memory are linear in layers", cost_checks.layer_sweep),
     Check("random-token-floor", (7,), "random tokens cannot be predicted", training_checks.random_token_floor),
     Check("resume-bit-for-bit", (14,), "a resumed run is the uninterrupted one", training_checks.resume_bit_for_bit),
     Check("master-weights", (15,), "weights stay fp32 under bf16", training_checks.master_weights),
-    Check("ddp-gradients", (3, 4), "two processes compute the gradient of one", process_checks.ddp_gradients),
-    Check("sharded-gradients", (3, 5), "the same with sharded weights", process_checks.sharded_gradients),
+    Check("parallel-gradients", (3, 4, 5), "two processes, DDP or FSDP, compute the gradient of one",
+          process_checks.parallel_gradients),
     Check("unknown-flags", (12,), "unknown flags and keys are refused", operation_checks.unknown_flags),
     Check("heartbeat", (2,), "the heartbeat outlives a long operation", operation_checks.heartbeat),
     Check("failing-source", (13,), "data that fail stop the run", operation_checks.failing_source),
-)
+)  # fmt: skip
 
 
-def choose(only: Sequence[str] = ()) -> tuple[Check, ...]:
-    """The checks of these names, in their usual order; all if there are none.
+@dataclass(frozen=True)
+class CheckResult:
+    """One row of the report.
+
+    Attributes:
+        name, guards, what: See `Check`.
+        status: "passed", "failed" or "skipped". A check that raises has failed.
+        figure, bound, unit: See `Measurement`; None where there is none.
+        details: Lines for a person; the reason of a skip or an error.
+        seconds: Its duration.
+    """
+
+    name: str
+    guards: tuple[int, ...]
+    what: str
+    status: Literal["passed", "failed", "skipped"]
+    figure: float | None
+    bound: float | None
+    unit: str
+    details: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """The results of a run of checks, on one device."""
+
+    device: str
+    results: tuple[CheckResult, ...]
+    environment: dict[str, Any]
+
+    @property
+    def exit_status(self) -> int:
+        """0 if nothing failed, else 1."""
+        return int(any(result.status == "failed" for result in self.results))
+
+    def summary(self) -> str:
+        """Numbers of passed, failed and skipped checks, in one line."""
+        counts = [f"{sum(result.status == status for result in self.results)} {status}" for status in STATUSES]
+        return f"{', '.join(counts)} in {sum(result.seconds for result in self.results):.0f} s on {self.device}"
+
+    def to_json(self) -> str:
+        """Everything, as JSON; figures that are not finite are strings."""
+        rows = [
+            {
+                key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in asdict(result).items()
+            }
+            for result in self.results
+        ]
+        content = {"device": self.device, "exit_status": self.exit_status, "results": rows}
+        return json.dumps({**content, "environment": self.environment}, indent=2, ensure_ascii=False) + "\n"
+
+
+def run(
+    *,
+    device: str = "auto",
+    only: Sequence[str] = (),
+    on_start: Callable[[Check, int, int], None] = lambda check, number, total: None,
+    on_result: Callable[[CheckResult], None] = lambda result: None,
+) -> Report:
+    """Run checks on this machine, one after the other; where one raises, the others still run.
+
+    Args:
+        device: `"auto"`, `"cpu"` or `"cuda"`; auto takes a GPU if there is one.
+        only: Names of checks; all if there are none.
+        on_start: Called before each check with it, its number from 1 and how many there are.
+        on_result: Called after each check.
 
     Raises:
-        UserError: If a name is unknown; names the nearest valid one.
+        UserError: If a name is unknown, or there is no such device.
     """
     names = [check.name for check in CHECKS]
     for name in only:
         if name not in names:
             raise unknown("check", name, names)
-    return tuple(check for check in CHECKS if not only or check.name in only)
+    checks = [check for check in CHECKS if not only or check.name in only]
+    chosen = choose_device(device)
+    results = []
+    for number, check in enumerate(checks, 1):
+        on_start(check, number, len(checks))
+        results.append(run_check(check, chosen))
+        on_result(results[-1])
+    gpu = chosen.type == "cuda"
+    place = torch.cuda.get_device_name(chosen) if gpu else f"cpu, {torch.get_num_threads()} threads"
+    return Report(place, tuple(results), environment())
+
+
+def run_check(check: Check, device: torch.device) -> CheckResult:
+    """Run one check; the random generators are left as they were."""
+    state = random_state()
+    begin = time.perf_counter()
+    found: Measurement | Skipped | Exception
+    try:
+        found = check.measure(device)
+    except Exception as error:
+        found = error
+    finally:
+        restore_random_state(state)
+    seconds = time.perf_counter() - begin
+    identity = (check.name, check.guards, check.what)
+    if isinstance(found, Measurement):
+        status: Literal["passed", "failed"] = "passed" if found.passed else "failed"
+        return CheckResult(*identity, status, found.figure, found.bound, found.unit, found.details, seconds)
+    if isinstance(found, Skipped):
+        return CheckResult(*identity, "skipped", None, None, "", (found.reason,), seconds)
+    detail = f"{type(found).__name__}: {one_line(found, 1000)}"
+    return CheckResult(*identity, "failed", None, None, "", (detail,), seconds)

@@ -34,7 +34,7 @@ from trifocal.train.config.sections import (
     TrainSection,
 )
 from trifocal.train.launch import resume, train
-from trifocal.train.result import TrainResult
+from trifocal.train.loop import TrainResult
 from trifocal.train.step.optimizer import make_optimizer
 from trifocal.train.step.step import TrainStep
 

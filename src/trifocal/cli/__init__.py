@@ -16,6 +16,7 @@ COMMANDS = {
     "new": "print a commented configuration to begin with: PRESET > my.toml; without a name, list the presets",
     "train": "train a model: CONFIG [--section.key value …], or --resume RUN_DIR",
     "generate": "continue a text with a trained model: RUN_DIR --prompt TEXT",
+    "serve": "serve a trained model to clients of OpenAI's completions, and a page to try it on: RUN_DIR",
     "convert": "make a sparse model of a dense one of Trifocal or Hugging Face: DIR OUT --to selected or nsa",
     "evaluate": "measure the loss, loss by position, needles and recall of a trained model: RUN_DIR",
     "export": "write a trained model as a folder that transformers reads: RUN_DIR DIR",

@@ -1,26 +1,26 @@
 """`trifocal check`: prove this installation right on this machine."""
 
+import math
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
 from rich.console import Console
 
 from trifocal import checks
-from trifocal.checks.measurement import format_number
-from trifocal.cli.output import check_output
-from trifocal.cli.signals import unwinding_signals
+from trifocal.cli.output import check_output, unwinding_signals
 from trifocal.paths import user_path
 from trifocal.train.config.load import parse_arguments
+
+_STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckArguments:
-    """Prove this installation right on this machine: a table of named checks. Exit status 1 if any fails.
+    """Prove this installation right on this machine, by named checks. Exit status 1 if any fails.
 
-    The column `guards` has numbers of failures in docs/runs.md.
+    Each has a figure and a bound. The numbers behind `guards` are those of the failures in docs/runs.md.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -32,37 +32,38 @@ class CheckArguments:
 
 
 def run(args: Sequence[str]) -> int:
-    """Run the checks, showing each as it ends, then the table.
+    """Run the checks, showing each as it ends.
 
     Raises:
         UserError: If a check's name is unknown, or there is no such device.
     """
     options: CheckArguments = parse_arguments(CheckArguments, args, prog="trifocal check")
     check_output(options.json)
-    console = Console(file=sys.stdout, soft_wrap=not sys.stdout.isatty())
-    status = console.status("starting") if console.is_terminal else None
+    console = Console(file=sys.stdout, soft_wrap=not sys.stdout.isatty(), highlight=False, markup=False)
 
     def on_start(check: checks.Check, number: int, total: int) -> None:
-        text = f"[{number}/{total}] {check.name}: {check.what}"
-        if status is not None:
-            status.update(text.replace("[", r"\["))
-        else:
-            print(text, flush=True)
+        guards = f" (guards {', '.join(map(str, check.guards))})" if check.guards else ""
+        console.print(f"[{number}/{total}] {check.name}: {check.what}{guards}")
 
     def on_result(result: checks.CheckResult) -> None:
-        line = f"{result.status:8}{result.name}, {result.seconds:.1f} s"
+        line = f"  {result.status} in {result.seconds:.1f} s"
         if result.figure is not None and result.bound is not None:
-            line += f": {format_number(result.figure)} {result.unit}, at most {format_number(result.bound)}"
-        style = {"passed": "green", "failed": "bold red", "skipped": "yellow"}[result.status]
-        console.print(line, style=style, markup=False, highlight=False)
+            line += f": {_number(result.figure)} {result.unit}, at most {_number(result.bound)}"
+        console.print(line, style=_STYLES[result.status])
         for line in result.details:
-            console.print(f"        {line}", style="dim", markup=False, highlight=False)
+            console.print(f"    {line}", style="dim")
 
-    with status if status is not None else nullcontext(), unwinding_signals():
+    with unwinding_signals():
         report = checks.run(device=options.device, only=options.only, on_start=on_start, on_result=on_result)
     if options.json:
         user_path(options.json, "--json").write_text(report.to_json(), encoding="utf-8")
-    console.print(f"\n{report.device}", markup=False, highlight=False)
-    console.print(report.table())
-    console.print(report.summary(), markup=False, highlight=False)
+    console.print(f"\n{report.summary()}")
+    for result in report.results:
+        if result.status == "failed":
+            console.print(f"failed: {result.name}", style=_STYLES["failed"])
     return report.exit_status
+
+
+def _number(value: float) -> str:
+    """A number with three digits; a whole one whole."""
+    return f"{value:.0f}" if math.isfinite(value) and value == round(value) and abs(value) < 1e6 else f"{value:.3g}"

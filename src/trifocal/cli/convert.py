@@ -12,8 +12,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from trifocal.data import load_tokenizer, make_tokenizer
-from trifocal.data.tokenizers import CONFIG_FILE as TOKENIZER_CONFIG_FILE
+from trifocal.data import make_tokenizer
 from trifocal.data.tokenizers import TOKENIZER_FILE, TOKENIZER_FILES
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, ModelConfig, parameter_count, save_weights
@@ -30,7 +29,7 @@ from trifocal.train.config.load import parse_arguments
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertArguments:
-    """Make a sparse model of a dense one: a Llama, Mistral, Qwen, Phi-3 or SmolLM3 of Hugging Face, or a dense run."""
+    """Make a sparse model of a dense one: a Llama, Mistral, Qwen, Phi-3, SmolLM3 or OLMo, or a dense run."""
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """The Hugging Face folder, with safetensors; or a run, one of its checkpoints, or a folder of weights."""
@@ -88,7 +87,7 @@ def _read(source: Path, partial: Path) -> tuple[ModelConfig, dict[str, Tensor], 
         for name in (*TOKENIZER_FILES, GENERATION_FILE):
             if (source / name).is_file():
                 shutil.copyfile(source / name, partial / name)
-        settings, file_name = read_hf_settings(source), hf_name
+        settings, file_name = read_hf_settings(source), lambda name: hf_name(name, config.norm_after)
     else:
         with open_pretrained(source, command=f"trifocal convert {shell_path(source)}") as found:
             config, file_name = found.config(), exported_name
@@ -110,8 +109,7 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> str:
     if not (folder / TOKENIZER_FILE).exists() or not importlib.util.find_spec("tokenizers"):
         return f"no tokenizer was checked ({TOKENIZER_FILE}, pip install 'trifocal[data]'); {advice}"
     try:
-        named = (folder / TOKENIZER_CONFIG_FILE).exists()
-        tokenizer = load_tokenizer(folder) if named else make_tokenizer(str(folder))
+        tokenizer = make_tokenizer(str(folder))
     except UserError as error:
         raise UserError(f"{error}; or take {TOKENIZER_FILE} out of DIR, and {advice}") from error
     if tokenizer.vocab_size > vocab_size:

@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,12 +10,12 @@ from typing import Annotated
 import tyro
 
 from trifocal.cli.console import SafeConsole
-from trifocal.cli.output import check_output
-from trifocal.cli.signals import unwinding_signals
+from trifocal.cli.output import check_output, unwinding_signals
 from trifocal.doctor import examine
-from trifocal.doctor.printing import show
 from trifocal.paths import user_path
 from trifocal.train.config.load import load_config, parse_arguments
+
+_STYLES = {"note": "yellow", "broken": "bold red"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,22 +48,17 @@ def run(args: Sequence[str]) -> int:
     folder = user_path(options.run_directory, "--run-directory")
     if options.config and options.run_directory == "runs":
         folder = Path(next(iter(configs.values())).run.directory)
-    progress = SafeConsole(stderr=True)
-    status = progress.status("starting") if progress.is_terminal else None
-
-    def on_start(what: str) -> None:
-        if status is not None:
-            status.update(f"looking at {what}")
-        else:
-            print(f"looking at {what}", file=sys.stderr, flush=True)
-
-    with status if status is not None else nullcontext(), unwinding_signals():
-        examination = examine(configs, folder, on_start=on_start)
+    with unwinding_signals():
+        examination = examine(
+            configs, folder, on_start=lambda what: print(f"looking at {what}", file=sys.stderr, flush=True)
+        )
     text = json.dumps(examination.to_dict(), indent=1)
     if options.json == "-":
         print(text)
         return examination.exit_status
     if options.json:
         user_path(options.json, "--json").write_text(text + "\n", encoding="utf-8")
-    show(examination, SafeConsole(file=sys.stdout))
+    console = SafeConsole(file=sys.stdout, markup=False, highlight=False, soft_wrap=True)
+    for line in examination.lines():
+        console.print(line, style=_STYLES.get(line.partition(" ")[0]))
     return examination.exit_status

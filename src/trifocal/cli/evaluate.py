@@ -1,11 +1,11 @@
 """`trifocal evaluate`: what a trained model can do."""
 
+import itertools
 import json
 import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -39,23 +39,14 @@ from trifocal.train.checkpoint.pretrained import Pretrained, open_pretrained
 from trifocal.train.config.check import choose_device
 from trifocal.train.config.load import parse_arguments
 
-_COLUMNS = {
-    "loss": {
-        "sequences": "sequences",
-        "targets": "targets",
-        "loss": "nats/token",
-        "bits_per_token": "bits/token",
-        "bits_per_byte": "bits/byte",
-    },
-    "position": {"first": "from", "end": "to", "targets": "targets", "loss": "nats/token"},
-    "recall": {"pairs": "pairs", "samples": "rows", "accuracy": "found", "answer_loss": "nats/answer"},
-    "recall_distance": {"pairs": "pairs", "first": "from", "end": "to", "queries": "queries", "accuracy": "found"},
-}
 _LISTS = ("--only", "--lengths", "--pairs")
+_NO_COLUMNS = ("task", "length", "status", "source")
 _LINE_SECONDS = 5.0
 _TITLES = {
     "loss": "Loss on validation data",
     "position": "Loss by position in the document",
+    "choice": "Recall of the choice: its mass of full attention on free blocks, as a share of the exact choice's",
+    "choice_distance": "The same by distance, in tokens back",
     "needle": "Needles found, by depth",
     "recall": "Recall of values by their key",
     "recall_distance": "Recall by distance of the key, in tokens",
@@ -64,7 +55,7 @@ _TITLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateArguments:
-    """Measure a trained model: loss, loss by position, needles in haystacks, associative recall.
+    """Measure a trained model: loss, loss by position, recall of the choice, needles, associative recall.
 
     A table is shown, and the figures go into evaluation/ of the run's folder, where trifocal report finds them.
     """
@@ -72,7 +63,7 @@ class EvaluateArguments:
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
     """The run, also while it goes on; or one of its checkpoints, or a folder of weights."""
     only: tuple[str, ...] = ()
-    """Some of loss, position, needle, recall; by default those that make sense for the model."""
+    """Some of loss, position, choice, needle, recall; by default those that make sense for the model."""
     checkpoint: str = ""
     """A checkpoint of the run, like step_00000500; the newest by default."""
     source: str = ""
@@ -122,11 +113,10 @@ def run(args: Sequence[str]) -> int:
     console = SafeConsole(file=sys.stdout, soft_wrap=not sys.stdout.isatty())
     rows: list[dict[str, Any]] = []
     try:
-        with _progress(console) as say:
-            for row in evaluate_model(subject, plan, say):
-                rows.append(row)
-                if row["status"] != "ok":
-                    console.print(f"{row['task']}, {row['length']:,} tokens: {row['status']}", markup=False)
+        for row in evaluate_model(subject, plan, _progress()):
+            rows.append(row)
+            if row["status"] != "ok":
+                console.print(f"{row['task']}, {row['length']:,} tokens: {row['status']}", markup=False)
     except FloatingPointError as error:
         raise UserError(f"{found.path}: {error}; choose an earlier one with --checkpoint") from error
     finally:
@@ -158,15 +148,14 @@ def _note_on_needles(rows: Sequence[dict[str, Any]], subject: Subject, step: int
     needles = [row for row in rows if row["task"] == "needle" and row["status"] == "ok"]
     if not needles or any(row["accuracy"] for row in needles):
         return ""
-    read = ""
+    size = f"{parameter_count(subject.model.config):,} parameters"
     if subject.run is not None and step is not None:
-        read = f" after {step * subject.run.train.global_batch_size * subject.run.train.sequence_length:,} tokens"
-    text = f"no needle was found: a model of {parameter_count(subject.model.config):,} parameters{read} "
+        size += f" after {step * subject.run.train.global_batch_size * subject.run.train.sequence_length:,} tokens"
     if needles[0]["needles"] > 1 or not has_text(needles[0]["source"]):
-        return text + "does not find them yet; train longer"
+        return f"no needle was found: a model of {size} does not find them yet; train longer"
     return (
-        text + "does not copy a number from far back; that is learned late in training on text. To see what the "
-        "attention can retrieve, train on needles: --data.source needle:4"
+        f"no needle was found: a model of {size} does not copy a number from far back; that is learned late in "
+        "training on text. To see what the attention can retrieve, train on needles: --data.source needle:4"
     )
 
 
@@ -189,7 +178,6 @@ def _subject(found: Pretrained, options: EvaluateArguments) -> Subject:
     data = None if found.run is None else found.run.data
     if options.source:
         data = replace(data or DataConfig(), source=options.source)
-        data.validate()
     precision = "fp32" if found.run is None else found.run.train.precision
     return Subject(found.model().to(device).eval(), found.tokenizer(), data, found.run, device, precision)
 
@@ -201,7 +189,7 @@ def _plan(subject: Subject, options: EvaluateArguments) -> Plan:
         UserError: If none does, or a length is not known.
     """
     source = "" if subject.data is None else subject.data.source
-    reasons = {task: not_possible(task, source) for task in options.only or TASKS}
+    reasons = {task: not_possible(task, source, subject.model.config) for task in options.only or TASKS}
     tasks = tuple(task for task, reason in reasons.items() if not reason)
     if not tasks:
         raise UserError(f"nothing to measure: {'; '.join(dict.fromkeys(reasons.values()))}")
@@ -224,14 +212,8 @@ def _plan(subject: Subject, options: EvaluateArguments) -> Plan:
     )
 
 
-@contextmanager
-def _progress(console: SafeConsole) -> Iterator[Say]:
-    """A line that changes on a terminal; elsewhere a line for each task and length, and every few seconds."""
-    if console.is_terminal:
-        with console.status("reading the data") as status:
-            yield lambda text, detail="": status.update(f"{text}{detail}".replace("[", r"\["))
-        return
-
+def _progress() -> Say:
+    """A line for each task and length, and every few seconds how far it is."""
     last = time.monotonic()
 
     def say(text: str, detail: str = "") -> None:
@@ -240,39 +222,29 @@ def _progress(console: SafeConsole) -> Iterator[Say]:
             last = time.monotonic()
             print(f"{text}{detail}", flush=True)
 
-    yield say
+    return say
 
 
 def _tables(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
-    done = [row for row in rows if row["status"] == "ok"]
+    """A table of each task's figures; of needles, a row for each length and a column for each depth."""
     for task, title in _TITLES.items():
-        own = [row for row in done if row["task"] == task]
-        if not own:
-            continue
-        table = Table(title=title, title_justify="left")
-        table.add_column("tokens", justify="right")
+        own = [row for row in rows if row["task"] == task and row["status"] == "ok"]
         if task == "needle":
-            depths = sorted({row["depth"] for row in own})
-            for depth in depths:
-                table.add_column(f"{depth:.0%}", justify="right")
-            for length in sorted({row["length"] for row in own}):
-                found = {row["depth"]: row["accuracy"] for row in own if row["length"] == length}
-                table.add_row(f"{length:,}", *(f"{found[depth]:.0%}" for depth in depths if depth in found))
-        else:
-            shown = _COLUMNS[task]
-            for name in shown.values():
-                table.add_column(name, justify="right")
+            # The rows of a length come one after the other.
+            own = [
+                {"length": length, **{f"{row['depth']:.0%}": row["accuracy"] for row in found}}
+                for length, found in itertools.groupby(own, lambda row: row["length"])
+            ]
+        if own:
+            names = [name for name in own[0] if name not in _NO_COLUMNS]
+            table = Table("tokens", *(name.replace("_", " ") for name in names), title=title, title_justify="left")
             for row in own:
-                table.add_row(f"{row['length']:,}", *(_cell(name, row.get(name)) for name in shown))
-        yield table
+                table.add_row(f"{row['length']:,}", *(_cell(row.get(name)) for name in names))
+            yield table
 
 
-def _cell(name: str, value: Any) -> str:
-    if value is None:
-        return "-"
-    if name == "accuracy":
-        return f"{value:.1%}"
-    return f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+def _cell(value: Any) -> str:
+    return "-" if value is None else f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
 
 
 def _step_of(path: Path) -> int | None:

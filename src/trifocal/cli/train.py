@@ -16,12 +16,12 @@ from trifocal.distributed import PeerLost, hard_exit
 from trifocal.errors import UserError
 from trifocal.fields import dotted_fields
 from trifocal.paths import shell_path, user_path
-from trifocal.runlog.standard_streams import FaultTolerantStreams, discard_lost_output, open_closed_descriptors
+from trifocal.runlog.standard_streams import FaultTolerantStreams, open_closed_descriptors
 from trifocal.train.config.load import HELP, load_config, override, read_flags, show_help
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.launch import resume, resume_command, train
+from trifocal.train.loop import TrainResult
 from trifocal.train.nonfinite import NonFiniteError
-from trifocal.train.result import TrainResult
 from trifocal.train.run_folder import load_run
 from trifocal.train.stop import StoppedBeforeFirstStep
 
@@ -74,11 +74,8 @@ def run(args: Sequence[str]) -> int:
         UserError: If an argument, the config, the data or a checkpoint is bad.
     """
     open_closed_descriptors()
-    try:
-        with FaultTolerantStreams():
-            return _run(args)
-    finally:
-        discard_lost_output()
+    with FaultTolerantStreams():
+        return _run(args)
 
 
 def _run(args: Sequence[str]) -> int:

@@ -3,8 +3,7 @@
 from trifocal.data.data_config import DataConfig
 from trifocal.data.loader import Batch, Latency, Loader, make_loader, merge_states
 from trifocal.data.sources.base import has_text, is_local
-from trifocal.data.tokenizer_loading import load_tokenizer, make_tokenizer
-from trifocal.data.tokenizers import Tokenizer
+from trifocal.data.tokenizers import Tokenizer, make_tokenizer
 
 __all__ = [
     "Batch",
@@ -14,7 +13,6 @@ __all__ = [
     "Tokenizer",
     "has_text",
     "is_local",
-    "load_tokenizer",
     "make_loader",
     "make_tokenizer",
     "merge_states",

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from trifocal.errors import UserError, nearest
+from trifocal.fields import check_at_least, check_types
 
 SYNTHETIC = ("synthetic", "recall", "needle")
 """Kinds of source without text: their tokens are drawn."""
 
 SOURCES = (*SYNTHETIC, "builtin", "text", "jsonl", "parquet", "hf", "fineweb-edu")
 """Kinds of source; the part of `DataConfig.source` before the first colon."""
-
-ON_BAD_DOCUMENT = ("stop", "skip")
-"""Values of `DataConfig.on_bad_document`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +65,7 @@ class DataConfig:
     alone where this is a multiple of their number; otherwise, and with 1, they read each other's too. It decides the
     order of the rows, so it may not change within a run; the number of processes may."""
 
-    on_bad_document: str = "stop"
+    on_bad_document: Literal["stop", "skip"] = "stop"
     """The rule for a document without readable text (a null, a missing field, no UTF-8, no JSON), and for a chat that
     is broken or refused by the template: stop the run with a line that names it, or skip it and count it. An empty text
     is passed over. It may change within a run."""
@@ -78,27 +76,9 @@ class DataConfig:
     prefetch_batches: int = 4
     """Batches made ahead of the trainer, at most."""
 
-    def validate(self) -> None:
-        """Check every value.
-
-        Raises:
-            UserError: If a value is invalid; names the key, the value and the valid values.
-        """
-        for key, least in (
-            ("seed", 0),
-            ("shuffle_documents", 1),
-            ("shuffle_sequences", 1),
-            ("streams", 1),
-            ("prefetch_batches", 1),
-        ):
-            if getattr(self, key) < least:
-                raise UserError(f"data.{key} is {getattr(self, key)}; it must be at least {least}")
-        if self.on_bad_document not in ON_BAD_DOCUMENT:
-            raise UserError(
-                f"data.on_bad_document is {self.on_bad_document!r}; the nearest of {', '.join(ON_BAD_DOCUMENT)} is "
-                f"{nearest(self.on_bad_document, ON_BAD_DOCUMENT)}"
-            )
-        if not 0 <= self.validation_fraction < 1:
-            raise UserError(
-                f"data.validation_fraction is {self.validation_fraction}; it must be at least 0 and below 1"
-            )
+    def __post_init__(self) -> None:
+        check_types(self, "data")
+        check_at_least(self, "data", seed=0, validation_fraction=0)
+        check_at_least(self, "data", shuffle_documents=1, shuffle_sequences=1, streams=1, prefetch_batches=1)
+        if self.validation_fraction >= 1:
+            raise ValueError(f"data.validation_fraction must be below 1, got {self.validation_fraction}")

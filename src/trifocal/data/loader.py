@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trifocal.data.activity import Activity
 from trifocal.data.data_config import DataConfig
-from trifocal.data.factory import make_source
-from trifocal.data.packing import IGNORED, PackedStream, Row, RowStream
-from trifocal.data.position import POSITION_VERSION, check_position
-from trifocal.data.prefetch import Prefetcher
-from trifocal.data.shuffling import ShuffledStream
-from trifocal.data.sources.base import BadDocuments, Source, has_text
+from trifocal.data.packing import IGNORED, PackedStream, Row, RowStream, ShuffledStream
+from trifocal.data.prefetch import Activity, Prefetcher
+from trifocal.data.sources.base import BadDocuments, Source, has_text, parse_source
+from trifocal.data.sources.builtin import BuiltinSource
+from trifocal.data.sources.hub import open_dataset
+from trifocal.data.sources.parquet import ParquetSource
 from trifocal.data.sources.synthetic import synthetic_stream
+from trifocal.data.sources.text import JsonlSource, TextSource
 from trifocal.data.stream import DocumentStream
 from trifocal.data.tokenizers import Tokenizer
-from trifocal.errors import UserError, nearest
+from trifocal.errors import UserError
 
-SPLITS = ("train", "validation")
-STALL_SECONDS = 30.0
-"""Waiting this long for a batch is reported, and again each time as much has passed."""
-STALL_LIMIT_SECONDS = 1800.0
-"""Waiting this long for a batch stops the run."""
+POSITION_VERSION = 4
 _LATENCIES_KEPT = 1000
 _CLOSING_SECONDS = 1.0
 
@@ -106,7 +102,7 @@ class Loader:
         rank: int,
         world_size: int,
         activity: Activity,
-        on_stall: Callable[[float, str], None] | None,
+        on_stall: Callable[[float, str], None],
     ) -> None:
         self._num_streams = len(streams)
         common = math.gcd(len(streams), world_size)
@@ -122,7 +118,7 @@ class Loader:
         self._rank = rank
         self._world_size = world_size
         self._activity = activity
-        self._on_stall = on_stall or self._log_stall
+        self._on_stall = on_stall
         self._prefetcher: Prefetcher[tuple[Batch, dict[str, Any]]] | None = None
         self._next_sample = 0
         self._state = self._describe(0)
@@ -147,8 +143,6 @@ class Loader:
                 self._produce,
                 depth=self.config.prefetch_batches,
                 activity=self._activity,
-                stall_seconds=STALL_SECONDS,
-                stall_limit_seconds=STALL_LIMIT_SECONDS,
                 on_stall=self._on_stall,
             )
         begin = time.perf_counter()
@@ -164,25 +158,14 @@ class Loader:
         It does not depend on the number of processes, the batch size or the batches made ahead. With one stream it is
         the same on every process. With several it has the streams of this process; `merge_states` joins the states of
         all processes into one that any number of processes can load. It also has the settings that decide the rows,
-        and hashes of the files' contents (8 digits a file), which `load_state_dict` compares.
-
-        Raises:
-            UserError: If a file is missing.
+        which `load_state_dict` compares.
         """
-        return {**self._state, "content": self._content}
+        return dict(self._state)
 
     @property
     def bad_documents(self) -> BadDocuments:
         """The documents that this process has skipped so far; some may be in batches that are still to come."""
         return self._no_documents if self._source is None else self._source.bad
-
-    @functools.cached_property
-    def _content(self) -> str:
-        """Hashes of the shards' contents, joined."""
-        try:
-            return "" if self._source is None else "".join(self._source.content_hashes())
-        except OSError as error:
-            raise UserError(f"{self.name} cannot be read: {error}") from error
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position that `state_dict` gave, of this loader or of another over the same data.
@@ -190,8 +173,19 @@ class Loader:
         Raises:
             UserError: If the state belongs to other data, other settings or another version.
         """
-        shards = [] if self._source is None else self._source.shards
-        check_position(state, name=self.name, settings=self._settings, content=self._content, shards=shards)
+        if state.get("version") != POSITION_VERSION:
+            raise UserError(
+                f"data position of version {state.get('version')}, expected {POSITION_VERSION}: go on with the version "
+                "of trifocal that saved the checkpoint, or start a new run"
+            )
+        saved = state["settings"]
+        differ = [key for key in self._settings if saved.get(key) != self._settings[key]]
+        if differ:
+            values = ", ".join(f"{key} {saved.get(key)} -> {self._settings[key]}" for key in differ)
+            raise UserError(
+                f"the data position belongs to {state['source']}, this run reads {self.name}: {values}; resume with "
+                "the saved values"
+            )
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None
@@ -253,8 +247,9 @@ class Loader:
             else {"streams": {str(index): stream.state() for index, stream in self._streams.items()}},
         }
 
-    def _log_stall(self, age_seconds: float, activity: str) -> None:
-        _log.warning("data stall: no batch for %.0f s; the data thread is %s", age_seconds, activity)
+
+def _log_stall(age_seconds: float, activity: str) -> None:
+    _log.warning("data stall: no batch for %.0f s; the data thread is %s", age_seconds, activity)
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -294,7 +289,7 @@ def make_loader(
     split: str = "train",
     rank: int = 0,
     world_size: int = 1,
-    on_stall: Callable[[float, str], None] | None = None,
+    on_stall: Callable[[float, str], None] = _log_stall,
 ) -> Loader:
     """A loader of a split.
 
@@ -312,10 +307,7 @@ def make_loader(
 
     Raises:
         UserError: If a setting, the source or the tokenizer does not fit.
-        ValueError: If a size or a rank is impossible.
     """
-    config.validate()
-    _check(split, sequence_length, batch_size, vocab_size, rank, world_size)
     activity = Activity()
     # The settings that decide the rows: a position is valid only for the same ones.
     settings: dict[str, Any] = {"split": split, "data.seed": config.seed, "train.sequence_length": sequence_length}
@@ -362,14 +354,32 @@ def make_loader(
     )
 
 
-def _check(split: str, sequence_length: int, batch_size: int, vocab_size: int, rank: int, world_size: int) -> None:
-    if split not in SPLITS:
-        raise ValueError(f"split is {split!r}; the nearest of {', '.join(SPLITS)} is {nearest(split, SPLITS)}")
-    if min(sequence_length, batch_size, vocab_size, world_size) < 1 or not 0 <= rank < world_size:
-        raise ValueError(
-            f"sequence_length {sequence_length}, batch_size {batch_size}, vocab_size {vocab_size} and world_size "
-            f"{world_size} must be positive and rank {rank} in [0, world_size)"
-        )
+def make_source(config: DataConfig, activity: Activity, split: str) -> tuple[Source, DataConfig]:
+    """Open the source of documents that a config names, except the synthetic ones, which have no text.
+
+    Args:
+        config: Names the source.
+        activity: The loader's, for messages and the signal to stop.
+        split: `train` or `validation`; most sources hold both, and a document tells which it is of.
+
+    Returns:
+        The source, and the config with the hub's branch replaced by its present commit.
+
+    Raises:
+        UserError: If the source is unknown, its data are missing or empty, or the hub does not answer.
+    """
+    kind, path, field = parse_source(config.source)
+    bad = BadDocuments(config.on_bad_document)
+    if kind == "builtin":
+        return BuiltinSource(include_site_packages=config.include_site_packages, bad=bad), config
+    if kind == "text":
+        return TextSource(path, validation_fraction=config.validation_fraction, bad=bad), config
+    if kind == "jsonl":
+        return JsonlSource(path, field, bad=bad), config
+    if kind == "hf" or (kind == "fineweb-edu" and not path):
+        source, revision = open_dataset(config, split, activity, bad)
+        return source, replace(config, revision=revision)
+    return ParquetSource.from_path(config.source, path, field, bad), config
 
 
 def _text_streams(

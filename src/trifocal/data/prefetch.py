@@ -7,17 +7,41 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from trifocal.data.activity import Activity, Stopped
 from trifocal.errors import UserError
 
 Item = TypeVar("Item")
 
+STALL_SECONDS = 30.0
+"""Waiting this long for a batch is reported, and again each time as much has passed."""
+STALL_LIMIT_SECONDS = 1800.0
+"""Waiting this long for a batch stops the run."""
 
-class _Failure:
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
+
+class Stopped(Exception):
+    """The loader is being closed; raised in its thread."""
+
+
+class Activity:
+    """A sentence about the present work of the data thread, for messages; and the signal to stop."""
+
+    def __init__(self) -> None:
+        self.text = "starting"
+        self.stop = threading.Event()
+
+    def check(self) -> None:
+        """End the thread if the loader is being closed.
+
+        Raises:
+            Stopped: If the loader is being closed.
+        """
+        if self.stop.is_set():
+            raise Stopped
+
+
+class _Failure(NamedTuple):
+    error: BaseException
 
 
 class Prefetcher(Generic[Item]):
@@ -27,8 +51,6 @@ class Prefetcher(Generic[Item]):
         produce: Makes the next item.
         depth: Items kept ready, at most; one more may be in the making.
         activity: The thread's activity; its `stop` ends the thread.
-        stall_seconds: A wait this long is reported, and again after each further period of this length.
-        stall_limit_seconds: A wait this long is an error.
         on_stall: Gets the seconds of the wait so far, and the thread's activity.
     """
 
@@ -38,14 +60,10 @@ class Prefetcher(Generic[Item]):
         *,
         depth: int,
         activity: Activity,
-        stall_seconds: float,
-        stall_limit_seconds: float,
         on_stall: Callable[[float, str], None],
     ) -> None:
         self._produce = produce
         self._activity = activity
-        self._stall_seconds = stall_seconds
-        self._stall_limit_seconds = stall_limit_seconds
         self._on_stall = on_stall
         self._queue: queue.Queue[Item | _Failure] = queue.Queue(maxsize=depth)
         self._failure: _Failure | None = None
@@ -87,16 +105,16 @@ class Prefetcher(Generic[Item]):
 
     def _wait(self) -> Item | _Failure:
         begin = time.monotonic()
-        report_at = self._stall_seconds
+        report_at = STALL_SECONDS
         while True:
             age = time.monotonic() - begin
-            if age >= self._stall_limit_seconds:
+            if age >= STALL_LIMIT_SECONDS:
                 raise UserError(f"data stall: no batch for {age:.0f} s; the data thread is {self._activity.text}")
             if age >= report_at:
                 self._on_stall(age, self._activity.text)
-                report_at += self._stall_seconds
+                report_at += STALL_SECONDS
             try:
-                return self._queue.get(timeout=min(report_at, self._stall_limit_seconds) - age)
+                return self._queue.get(timeout=min(report_at, STALL_LIMIT_SECONDS) - age)
             except queue.Empty:
                 continue
 

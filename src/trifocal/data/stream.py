@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trifocal.data.activity import Activity
+from trifocal.data.prefetch import Activity
 from trifocal.data.sources.base import Cursor, Document, Source
 from trifocal.data.sources.chats import BadChat, Chat
 from trifocal.data.tokenizers import Tokenizer
@@ -46,8 +46,7 @@ class Position:
 
     def to_json(self) -> dict[str, Any]:
         """A dict of plain values."""
-        block = None if self.block is None else list(self.block)
-        return {"epoch": self.epoch, "shard": self.shard, "block": block, "index": self.index}
+        return dict(vars(self))
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Position:
@@ -245,9 +244,5 @@ class DocumentStream:
         if not self._validation:
             fewer = " or data.streams" if self._parts > 1 else ""
             return f"{name} has no document to train on; give it text, or lower data.validation_fraction{fewer}"
-        if self._fraction == 0:
-            return f"{name}: the validation split is empty; set data.validation_fraction above 0"
-        return (
-            f"{name}: the validation split is empty: none of its documents falls into data.validation_fraction "
-            f"{self._fraction:g}; raise it or give more documents"
-        )
+        fraction = f"raise data.validation_fraction, now {self._fraction:g}"
+        return f"{name}: the validation split is empty; {fraction}, or give more documents"

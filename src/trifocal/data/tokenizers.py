@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, or a Hugging Face `tokenizer.json`."""
+"""Tokenizers: bytes, or a Hugging Face `tokenizer.json` from a file, a folder or the hub."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trifocal.data.sources.base import fingerprint
-from trifocal.data.sources.chats import Chat, render_chat
+from trifocal.data.sources.chats import Chat, render_chat, render_prompt
 from trifocal.errors import UserError, one_line
+from trifocal.paths import read_small_file, user_path
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -27,6 +28,9 @@ TOKENIZER_FILES = (
 """Files of a tokenizer in a folder of Hugging Face; those after the second are transformers' alone."""
 # Tables of a few bytes a token are made of a vocabulary; the largest known have a million tokens.
 _MOST_TOKENS = 1 << 24
+_MOST_BYTES = 1 << 28
+# An id of the hub.
+_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # Usual names of the token that ends a document, the most explicit first.
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "<|end_of_document|>", "<eos>", "</s>", "[SEP]", "[EOS]")
 
@@ -69,6 +73,10 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def encode_prompt(self, messages: Chat) -> NDArray[np.int32]:
+        """The tokens of a chat and of the beginning of its next answer; raises as `encode_chat`, [n]."""
+        ...
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens, without separators; invalid UTF-8 is replaced."""
         ...
@@ -78,7 +86,7 @@ class Tokenizer(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the files of `load_tokenizer`, which transformers reads too, into an existing folder."""
+        """Write the files that `make_tokenizer` reads, and transformers too, into an existing folder."""
         ...
 
 
@@ -104,6 +112,10 @@ class ByteTokenizer:
         raise UserError(
             "tokenizer bytes has no chat template; give data.tokenizer one that has, such as the model's own"
         )
+
+    def encode_prompt(self, messages: Chat) -> NDArray[np.int32]:
+        """Bytes have no chat template."""
+        return self.encode_chat(messages).tokens
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of bytes, without ids above 255."""
@@ -195,20 +207,30 @@ class HuggingFaceTokenizer:
 
     def encode_chat(self, messages: Chat) -> ChatTokens:
         """The tokens of a chat, by the template."""
-        if not self._chat_template:
-            raise UserError(f"tokenizer {self.name} has no chat template; set data.tokenizer to a folder that has one")
-        names = {key: text for key, value in self._config.items() if (text := _text_of_token(value)) and "token" in key}
-        chat = render_chat(self._chat_template, messages, names, self.name)
-        try:
-            encoding = self._tokenizer.encode(chat.text, add_special_tokens=False)
-        except Exception as error:  # As above.
-            raise self._cannot_encode(error) from error
+        chat = render_chat(*self._template_of(messages))
+        encoding = self._encode_rendered(chat.text)
         starts, ends = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         answers = np.zeros(len(starts), dtype=np.bool_)
         for first, end in chat.answers:
             # A token with characters of both is an answer's, as in transformers.
             answers |= (ends > first) & (starts < end)
         return ChatTokens(np.asarray(encoding.ids, dtype=np.int32), answers)
+
+    def encode_prompt(self, messages: Chat) -> NDArray[np.int32]:
+        """The tokens of a chat and of the beginning of its next answer, by the template."""
+        return np.asarray(self._encode_rendered(render_prompt(*self._template_of(messages))).ids, dtype=np.int32)
+
+    def _template_of(self, messages: Chat) -> tuple[str, Chat, dict[str, str], str]:
+        if not self._chat_template:
+            raise UserError(f"tokenizer {self.name} has no chat template; set data.tokenizer to a folder that has one")
+        names = {key: text for key, value in self._config.items() if (text := _text_of_token(value)) and "token" in key}
+        return self._chat_template, messages, names, self.name
+
+    def _encode_rendered(self, text: str) -> Any:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # As above.
+            raise self._cannot_encode(error) from error
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens, without special ones."""
@@ -260,7 +282,7 @@ def _text_of_token(value: Any) -> str:
 
 
 def _byte_vocabulary(separator: int) -> dict[str, Any]:
-    """The `tokenizer.json` of bytes, as the `tokenizers` library writes it."""
+    """The `tokenizer.json` of bytes."""
     # GPT-2's characters for bytes: printable ones for themselves, the others from 256 on.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
@@ -269,26 +291,106 @@ def _byte_vocabulary(separator: int) -> dict[str, Any]:
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     # A decoder has the same options, and reads none of them.
     decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-    model: dict[str, Any] = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-        "vocab": {character: byte for byte, character in enumerate(characters)},
-        "merges": [],
-    }
+    vocabulary = {character: byte for byte, character in enumerate(characters)}
     return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": [{**end, "normalized": False, "special": True}],
         "normalizer": None,
         "pre_tokenizer": byte_level,
         "post_processor": None,
         "decoder": decoder,
-        "model": model,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
     }
+
+
+def make_tokenizer(name: str, *, separator: str = "") -> Tokenizer:
+    """Load a tokenizer by name.
+
+    Args:
+        name: `bytes`; the path of a `tokenizer.json`, or of a folder that transformers reads, with its chat template;
+            or the id of such a repository on the Hugging Face hub, like `gpt2` or `Qwen/Qwen3-0.6B`.
+        separator: The token that ends a document; empty: the `eos_token` of a folder's `tokenizer_config.json`, or
+            found by its usual names.
+
+    Raises:
+        UserError: If there is no such tokenizer, it cannot be read, or has no separator.
+    """
+    if name == ByteTokenizer.name:
+        if separator:
+            raise UserError(f"data.separator is {separator!r}, but tokenizer bytes has its own (id 256); leave it out")
+        return ByteTokenizer()
+    path = user_path(name, "data.tokenizer")
+    if path.is_file():
+        return _from_file(path, name, separator)
+    if path.is_dir():
+        return _from_folder(path, name, separator)
+    if name.endswith(".json") or not _ID.fullmatch(name):
+        raise UserError(f"tokenizer {name}: no such file; give the path of a tokenizer.json")
+    return _from_folder(_download(name), name, separator)
+
+
+def _from_folder(folder: Path, name: str, separator: str) -> Tokenizer:
+    """The tokenizer of a folder, with its end token and chat template."""
+    if not (folder / TOKENIZER_FILE).is_file():
+        raise UserError(f"tokenizer {name}: no such file; give the path of a tokenizer.json, or of its folder")
+    config = _read_object(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
+    template = config.pop("chat_template", "")
+    if isinstance(template, list):
+        # Several, by name.
+        template = {entry.get("name"): entry.get("template") for entry in template}.get("default", "")
+    if (folder / TEMPLATE_FILE).is_file():
+        template = _read_text(folder / TEMPLATE_FILE)
+    return _from_file(folder / TOKENIZER_FILE, name, separator, config, str(template or ""))
+
+
+def _from_file(
+    path: Path, name: str, separator: str, config: dict[str, Any] | None = None, template: str = ""
+) -> Tokenizer:
+    # Bytes need no library.
+    content = _read_object(path)
+    if not separator and not template and ByteTokenizer.wrote(content):
+        return ByteTokenizer()
+    try:
+        import tokenizers
+    except ImportError:
+        raise UserError(f"tokenizer {name} needs an extra: pip install 'trifocal[data]'") from None
+    try:
+        loaded = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # The library raises plain Exception for a broken file.
+        raise UserError(f"tokenizer {path} is not a tokenizer.json: {one_line(error)}") from error
+    return HuggingFaceTokenizer(loaded, name, separator, config, template)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(_read_text(path))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"tokenizer {path} is not a {path.name}: {one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"tokenizer {path} is not a {path.name}: it holds no JSON object")
+    return content
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return read_small_file(path, _MOST_BYTES).decode("utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"tokenizer {path} is not UTF-8 text: {one_line(error)}") from error
+
+
+def _download(name: str) -> Path:
+    """The folder of a repository's tokenizer in the hub's cache on this machine."""
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise UserError(f"tokenizer {name} needs an extra: pip install 'trifocal[data]'") from None
+    try:
+        files = [TOKENIZER_FILE, CONFIG_FILE, TEMPLATE_FILE]
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
+    except Exception as error:  # The library raises many kinds of errors, those of the HTTP client too.
+        raise UserError(
+            f"tokenizer {name}: there is no such file, and neither the hub nor its cache on this machine answers "
+            f"({one_line(error)}); use bytes, or give the path of a tokenizer.json"
+        ) from error

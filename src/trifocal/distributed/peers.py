@@ -152,19 +152,15 @@ class PeerMonitor:
                 seen = self._seen.get(rank)
                 if seen is None or seen.note["beat"] != note["beat"] or seen.note["status"] != note["status"]:
                     self._seen[rank] = _Seen(note, now, existed=seen is not None and seen.existed)
-            return self._verdict(now)
-
-    def _verdict(self, now: float) -> str | None:
-        # A process that is gone comes first: the others may have failed because of it.
-        gone = self._gone()
-        if gone is not None:
-            return gone
-        for rank, seen in sorted(self._seen.items()):
-            silence = now - seen.changed
-            if seen.note["status"] == "running" and silence > self._silence_seconds:
-                who = f"rank {rank} (process {seen.note['pid']} on {seen.note['host']})"
-                return f"{who} has been silent for {silence:.0f} s, {_last_seen(seen.note)}"
-        return self._failed()
+            # A process that is gone comes first: the others may have failed because of it.
+            if gone := self._gone():
+                return gone
+            for rank, seen in sorted(self._seen.items()):
+                silence = now - seen.changed
+                if seen.note["status"] == "running" and silence > self._silence_seconds:
+                    who = f"rank {rank} (process {seen.note['pid']} on {seen.note['host']})"
+                    return f"{who} has been silent for {silence:.0f} s, {_last_seen(seen.note)}"
+            return self._failed()
 
     def _failed(self) -> str | None:
         """Find the process that failed first."""

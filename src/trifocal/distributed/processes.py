@@ -129,12 +129,19 @@ class DistributedContext:
 
     def raise_on_all(self, error: Exception | None) -> None:
         """Raise in every process if there is an error in any; see `run_on_all`."""
-        errors = self.gather(None if error is None else _portable(error))
-        for rank, found in enumerate(errors):
-            if found is not None:
+        # The parts of the error: not every exception can be pickled.
+        user, number = isinstance(error, UserError), getattr(error, "errno", None)
+        text = str(error) if user or isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        found = self.gather(None if error is None else (user, isinstance(error, OSError), number, text))
+        for rank, one in enumerate(found):
+            if one is not None:
                 if error is not None and rank == self.rank:
                     raise error
-                raise _named(found, rank) from error
+                user, disk, number, text = one
+                message = f"rank {rank}: {text}"
+                if disk:
+                    raise OSError(number, message) if number is not None else OSError(message)
+                raise (UserError if user else RuntimeError)(message) from error
 
 
 def hard_exit(status: int) -> NoReturn:
@@ -146,25 +153,6 @@ def hard_exit(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def _portable(error: Exception) -> tuple[str, int | None, str]:
-    """Kind, number and text of an error: not every exception can be pickled."""
-    if isinstance(error, UserError):
-        return "user", None, str(error)
-    if isinstance(error, OSError):
-        return "os", error.errno, str(error)
-    return "other", None, f"{type(error).__name__}: {error}"
-
-
-def _named(found: tuple[str, int | None, str], rank: int) -> Exception:
-    kind, number, text = found
-    message = f"rank {rank}: {text}"
-    if kind == "user":
-        return UserError(message)
-    if kind == "os":
-        return OSError(number, message) if number is not None else OSError(message)
-    return RuntimeError(message)
 
 
 def _common_store(timeout: timedelta) -> tuple[Any, int, int]:

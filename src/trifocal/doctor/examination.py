@@ -1,18 +1,15 @@
-"""The whole examination, one thing after another; each is announced before it begins."""
+"""The whole examination, one thing after another, and its lines for people."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from trifocal._version import __version__
 from trifocal.doctor import machine, probes
-from trifocal.doctor.findings import Finding
-from trifocal.doctor.measured import Need, need_of
+from trifocal.doctor.machine import Finding
+from trifocal.doctor.measured import REFERENCE_CARD, REFERENCES, Need, need_of
 from trifocal.train.config.sections import RunConfig
-
-# All else takes a few seconds; together they stay under half a minute.
-COMPILE_SECONDS = 17.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +45,48 @@ class Examination:
             "needs": [asdict(need) for need in self.needs],
         }
 
+    def lines(self) -> Iterator[str]:
+        """All of it for people; commands stand at the end of their lines, to be copied."""
+        for finding in self.findings:
+            fix = f"; to fix it: {finding.remedy}" if finding.remedy else ""
+            yield f"{finding.status:6} {finding.name}: {finding.text}{fix}"
+        for need in self.needs:
+            yield from _need(need)
+        if not any(need.device and need.device != "CPU" for need in self.needs):
+            first = "No GPU was measured here. " if self.needs else ""
+            yield f"{first}The production preset m7c_125m on {REFERENCE_CARD}, measured:"
+            for row in REFERENCES:
+                speed = f"{row.step_ms} ms a step, {row.tokens_per_second:,} tokens/s"
+                yield f"  {row.what}: {row.peak_gib} GiB a GPU, {speed}"
+            if not self.needs:
+                yield "trifocal doctor CONFIG.toml measures two steps of a configuration here."
+        broken = self.broken
+        yield f"{len(broken)} things stop training:" if broken else "Nothing stops training here."
+        for line in broken:
+            yield f"  {line}"
+
+
+def _need(need: Need) -> Iterator[str]:
+    yield (
+        f"needs  {need.name}: {need.parameters / 1e6:,.1f} M parameters, {_gib(need.state_bytes)} of weights, "
+        f"gradients and optimizer, {_gib(need.disk_bytes)} of disk for checkpoints"
+    )
+    if need.peak_bytes is not None and need.step_seconds is not None:
+        place = f"{need.processes} x {need.device}" if need.processes > 1 else need.device
+        whole = "" if need.memory_bytes is None else f" of {_gib(need.memory_bytes)}"
+        yield (
+            f"  measured on {place}: {_gib(need.peak_bytes)}{whole} at its peak, {need.step_seconds:.3g} s a step, "
+            f"{need.tokens_per_second:,.0f} tokens/s"
+        )
+    else:
+        yield "  not measured"
+    yield from (f"  {line}" for line in (need.data, need.problem) if line)
+    yield from (f"  try {remedy}" for remedy in need.remedies)
+
+
+def _gib(number: int) -> str:
+    return f"{number / 2**30:.2f} GiB"
+
 
 def examine(
     configs: Mapping[str, RunConfig],
@@ -62,17 +101,14 @@ def examine(
         run_directory: Where runs would be written.
         on_start: Called with the name of each part as it begins.
     """
-    on_start("torch.compile, in the background")
-    compiling = probes.CompileProbe(needed=any(config.train.compile for config in configs.values()))
     on_start("software and hardware")
     findings = [
-        machine.check_torch(),
+        machine.check_software(),
         *machine.check_gpus(),
-        *machine.check_driver(),
         machine.check_cpu(),
-        *machine.check_shared_memory(),
         *machine.check_variables(),
         machine.check_compiler(),
+        *machine.check_extras(),
     ]
     on_start("a kernel")
     findings.append(probes.check_triton())
@@ -80,12 +116,10 @@ def examine(
     findings += probes.check_collectives()
     on_start(f"the disk at {run_directory}")
     findings.append(probes.check_disk(run_directory))
-    findings += machine.check_extras()
     on_start("torch.compile")
-    findings.append(compiling.result(COMPILE_SECONDS))
+    findings.append(probes.check_compile(needed=any(config.train.compile for config in configs.values())))
     needs = []
     for name, config in configs.items():
-        # After the compiler, as both use all cores.
         on_start(f"two steps of {name}")
         needs.append(need_of(name, config))
     return Examination(tuple(findings), tuple(needs))

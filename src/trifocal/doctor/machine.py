@@ -1,22 +1,21 @@
-"""Findings about software and hardware; each takes a second or two at most."""
+"""Findings about software and hardware, each with the command that fixes a fault; all take a second or two at most."""
 
 import contextlib
 import importlib.util
 import os
-import shutil
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from trifocal.doctor.findings import Finding
 from trifocal.errors import one_line
 from trifocal.ops.support import OLDEST_CAPABILITY
 from trifocal.runlog import earlier_variables, environment
-from trifocal.train.config.check import DEBUG_LEVEL_COMMAND, compilers, crash_of_debug_level
+from trifocal.train.config.check import compilers
 
 GIB = 2**30
-OLDEST_TORCH = (2, 11)
-_SPARE_SHARED_MEMORY = GIB
+COMPILER_COMMAND = "sudo apt-get install -y g++"
 
 # The oldest Linux driver that runs programs of each major version of CUDA, by NVIDIA's table of compatibility.
 _DRIVERS = {"12": 525, "13": 580}
@@ -33,7 +32,24 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "report": (("plotly",), "trifocal report"),
 }
 
-COMPILER_COMMAND = "sudo apt-get install -y g++"
+Status = Literal["ok", "note", "broken"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A finding about this machine.
+
+    Attributes:
+        name: The part that was examined.
+        status: "broken" stops training; "note" costs speed or a feature; "ok" is as it should be.
+        text: A sentence.
+        remedy: The command that fixes it, or the flags; empty where nothing is to be fixed.
+    """
+
+    name: str
+    status: Status
+    text: str
+    remedy: str = ""
 
 
 def installed(module: str) -> bool:
@@ -44,12 +60,13 @@ def installed(module: str) -> bool:
         return False
 
 
-def check_torch() -> Finding:
-    """PyTorch's version."""
-    version = torch.__version__
-    text = f"PyTorch {version}"
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TORCH:
-        return Finding("torch", "broken", f"{text} is too old", "pip install --upgrade 'torch>=2.11'")
+def check_software() -> Finding:
+    """Versions of PyTorch, and of the driver and the libraries of GPUs."""
+    text = f"PyTorch {torch.__version__}"
+    if torch.cuda.is_available():
+        found = environment()
+        versions = {"driver": found["gpu_driver"], **found["torch"]}
+        text += "".join(f", {name} {versions[name]}" for name in ("driver", "cuda", "cudnn", "nccl"))
     return Finding("torch", "ok", text)
 
 
@@ -63,17 +80,16 @@ def check_gpus() -> list[Finding]:
 def _no_gpu() -> Finding:
     if not _nvidia_devices():
         return Finding("gpu", "ok", "none: training runs on the CPU, with the reference")
-    if "CUDA_VISIBLE_DEVICES" in os.environ and os.environ["CUDA_VISIBLE_DEVICES"] in ("", "-1"):
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return Finding("gpu", "note", "hidden by CUDA_VISIBLE_DEVICES", "unset CUDA_VISIBLE_DEVICES")
     if torch.version.cuda is None:
         text = "there is an NVIDIA GPU, but this PyTorch was built without CUDA"
         return Finding("gpu", "broken", text, "pip install --force-reinstall 'torch>=2.11'")
+    text = "there is an NVIDIA GPU, but PyTorch sees none"
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         text = f"there is an NVIDIA GPU, but PyTorch cannot use it: {one_line(error)}"
-    else:
-        text = "there is an NVIDIA GPU, but PyTorch sees none"
     newest = _DRIVERS.get(torch.version.cuda.split(".")[0], max(_DRIVERS.values()))
     return Finding("gpu", "broken", text, f"sudo apt-get install -y nvidia-driver-{newest} && sudo reboot")
 
@@ -95,9 +111,8 @@ def _check_gpu(index: int) -> Finding:
     capability = (properties.major, properties.minor)
     text = f"{properties.name}, {total / GIB:.0f} GiB, compute capability {capability[0]}.{capability[1]}"
     if not right:
-        return Finding(
-            name, "broken", f"{text}: it computes wrongly", f"export CUDA_VISIBLE_DEVICES=  # without {index}"
-        )
+        remedy = f"export CUDA_VISIBLE_DEVICES=  # without {index}"
+        return Finding(name, "broken", f"{text}: it computes wrongly", remedy)
     if capability < OLDEST_CAPABILITY:
         return Finding(name, "note", f"{text}: too old for the kernels and for bf16; the reference runs")
     if total - free > 0.1 * total:
@@ -105,23 +120,12 @@ def _check_gpu(index: int) -> Finding:
     return Finding(name, "ok", text)
 
 
-def check_driver() -> list[Finding]:
-    """Driver and libraries of the GPUs; nothing without one."""
-    if not torch.cuda.is_available():
-        return []
-    found = environment()
-    libraries = found["torch"]
-    text = f"driver {found['gpu_driver'] or 'unknown'}, CUDA {libraries['cuda']}, cuDNN {libraries['cudnn']}"
-    return [Finding("driver", "ok", f"{text}, NCCL {libraries['nccl']}")]
-
-
 def check_cpu() -> Finding:
     """Cores and memory of the host."""
     cpu = environment()["cpu"]
     cores, threads = cpu["usable_cores"] or 1, torch.get_num_threads()
     available = available_memory()
-    total = "" if cpu["memory_bytes"] is None else f" of {cpu['memory_bytes'] / GIB:.0f}"
-    memory = "" if available is None else f", {available / GIB:.1f}{total} GiB of memory available"
+    memory = "" if available is None else f", {available / GIB:.1f} of {cpu['memory_bytes'] / GIB:.0f} GiB available"
     text = f"{cpu['name']}, {cores} cores{memory}"
     if threads < cores // 2 and not torch.cuda.is_available():
         return Finding("cpu", "note", f"{text}; PyTorch uses {threads} of the cores", "unset OMP_NUM_THREADS")
@@ -144,22 +148,9 @@ def available_memory() -> int | None:
     return max(0, min(bounds)) if bounds else None
 
 
-def check_shared_memory() -> list[Finding]:
-    """Room for the exchange between GPUs; nothing with fewer than two."""
-    shared = Path("/dev/shm")
-    if torch.cuda.device_count() < 2 or not shared.is_dir():
-        return []
-    total = shutil.disk_usage(shared).total
-    if total < _SPARE_SHARED_MEMORY:
-        text = f"/dev/shm has {total / 2**20:.0f} MiB: NCCL may find no room"
-        return [Finding("shared memory", "note", text, "docker run --shm-size=8g …")]
-    return [Finding("shared memory", "ok", f"{total / GIB:.0f} GiB in /dev/shm")]
-
-
 def check_compiler() -> Finding:
     """A C compiler: for torch.compile, and on a GPU for every kernel."""
-    found = compilers()
-    if found:
+    if found := compilers():
         return Finding("compiler", "ok", found[0])
     if torch.cuda.is_available() and installed("triton"):
         return Finding("compiler", "broken", "no C compiler: Triton cannot build its kernels", COMPILER_COMMAND)
@@ -168,15 +159,10 @@ def check_compiler() -> Finding:
 
 def check_variables() -> list[Finding]:
     """Environment variables that do harm, or that have no effect here."""
-    findings = []
-    crash = crash_of_debug_level()
-    if crash:
-        findings.append(Finding("environment", "note", f"with several processes {crash}", DEBUG_LEVEL_COMMAND))
-    for name, advice in earlier_variables().items():
-        findings.append(
-            Finding("environment", "note", f"{name} belongs to another system and is not read here", advice)
-        )
-    return findings
+    return [
+        Finding("environment", "note", f"{name} belongs to another system and is not read here", advice)
+        for name, advice in earlier_variables().items()
+    ]
 
 
 def check_extras() -> list[Finding]:

@@ -16,13 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trifocal.doctor.findings import Finding, Status
-from trifocal.doctor.machine import COMPILER_COMMAND, GIB, installed
+from trifocal.doctor.machine import COMPILER_COMMAND, GIB, Finding, Status, installed
 from trifocal.errors import one_line
 from trifocal.train.config.check import compilers, existing_folder
 
 _WRITTEN_BYTES = 64 * 2**20
 _SPARE_DISK_BYTES = GIB
+# Everything else takes a few seconds; together they stay under half a minute.
+COMPILE_SECONDS = 17.0
+_ROOM = "du -xhd1 {} | sort -h, or --run.directory OTHER_FOLDER"
 _PYTHON_HEADERS_COMMAND = "sudo apt-get install -y python3-dev"
 
 
@@ -63,51 +65,47 @@ assert function(torch.ones(8, device=device)).item() == 24
 """
 
 
-class CompileProbe:
-    """Tries torch.compile in a process of its own, with empty caches, while other things are looked at.
+def check_compile(code: str = _COMPILED, *, needed: bool = False, seconds: float = COMPILE_SECONDS) -> Finding:
+    """Whether torch.compile works, in a process of its own with empty caches.
 
     Args:
-        code: Of the process.
+        code: What the process runs.
         needed: Whether a configuration that was asked for compiles.
+        seconds: The longest wait.
     """
-
-    def __init__(self, code: str = _COMPILED, *, needed: bool = False) -> None:
-        self._begin = time.monotonic()
-        self._failure: Status = "broken" if needed else "note"
-        self._process: subprocess.Popen[str] | None = None
-        if compilers():
-            self._cache = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-            # A group of its own, so that the compilers that it starts end with it; and no pool of them, which would
-            # take longer to start than to use.
-            own = {"TORCHINDUCTOR_CACHE_DIR": self._cache.name, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, **own},
-                start_new_session=True,
-            )
-
-    def result(self, seconds: float) -> Finding:
-        """The finding, waited for until as many seconds after the start."""
-        name, without = "torch.compile", "--train.compile false"
-        if self._process is None:
-            return Finding(name, self._failure, "it needs a C++ compiler", COMPILER_COMMAND)
+    name, failure, begin = "torch.compile", _status(needed), time.monotonic()
+    if not compilers():
+        return Finding(name, failure, "it needs a C++ compiler", COMPILER_COMMAND)
+    with tempfile.TemporaryDirectory(prefix="trifocal-doctor-", ignore_cleanup_errors=True) as cache:
+        # A group of its own, so that the compilers that it starts end with it; and no pool of them, which would take
+        # longer to start than to use.
+        own = {"TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **own},
+            start_new_session=True,
+        )
         try:
-            _, errors = self._process.communicate(timeout=max(0.0, seconds - (time.monotonic() - self._begin)))
+            _, errors = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.communicate()
             text = f"a small function was not compiled within {seconds:.0f} s, so it is not known whether it works"
             return Finding(name, "note", f"{text}; the machine is slow or busy")
         finally:
-            self._cache.cleanup()
-        if self._process.returncode:
-            last = (errors.strip().splitlines() or [""])[-1]
-            remedy = _PYTHON_HEADERS_COMMAND if "Python.h" in errors else without
-            return Finding(name, self._failure, f"it does not work: {one_line(RuntimeError(last))}", remedy)
-        return Finding(name, "ok", f"works; a small function took {time.monotonic() - self._begin:.0f} s")
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+    if process.returncode:
+        last = (errors.strip().splitlines() or [""])[-1]
+        remedy = _PYTHON_HEADERS_COMMAND if "Python.h" in errors else "--train.compile false"
+        return Finding(name, failure, f"it does not work: {one_line(RuntimeError(last))}", remedy)
+    return Finding(name, "ok", f"works; a small function took {time.monotonic() - begin:.0f} s")
+
+
+def _status(needed: bool) -> Status:
+    return "broken" if needed else "note"
 
 
 def check_collectives() -> list[Finding]:
@@ -121,7 +119,7 @@ def check_collectives() -> list[Finding]:
 
 def _try_group(name: str, available: bool, reduce: Callable[[], torch.Tensor], several: bool) -> Finding:
     # Without it one process trains all the same; several GPUs would not.
-    status: Status = "broken" if several else "note"
+    status = _status(several)
     if not available:
         text = f"this PyTorch was built without {name}: one process only"
         return Finding(name, status, text, "pip install --force-reinstall 'torch>=2.11'")
@@ -162,15 +160,11 @@ def check_disk(run_directory: Path) -> Finding:
     try:
         speed = _write_speed(folder)
     except OSError as error:
-        text = f"{folder} cannot be written: {error.strerror}"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return Finding(name, "broken", text, f"du -xhd1 {folder} | sort -h, or --run.directory OTHER_FOLDER")
-        if error.errno in (errno.EACCES, errno.EPERM):
-            return Finding(name, "broken", text, f'sudo chown "$USER" {folder}, or --run.directory OTHER_FOLDER')
-        return Finding(name, "broken", text, "--run.directory OTHER_FOLDER")
+        remedy = _ROOM if error.errno in (errno.ENOSPC, errno.EDQUOT) else "--run.directory OTHER_FOLDER"
+        return Finding(name, "broken", f"{folder} cannot be written: {error.strerror}", remedy.format(folder))
     text = f"{free / 1e9:.0f} GB free in {folder}, written at {speed / 1e6:,.0f} MB/s"
     if free < _SPARE_DISK_BYTES:
-        return Finding(name, "note", text, f"du -xhd1 {folder} | sort -h, or --run.directory OTHER_FOLDER")
+        return Finding(name, "note", text, _ROOM.format(folder))
     return Finding(name, "ok", text)
 
 

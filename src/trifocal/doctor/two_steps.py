@@ -21,6 +21,7 @@ from trifocal.train.config.sections import RunConfig
 from trifocal.train.coordinator import StepCoordinator
 from trifocal.train.out_of_memory import is_out_of_memory
 from trifocal.train.setup import TrainSetup
+from trifocal.train.step.optimizer import set_learning_rate
 from trifocal.train.step.schedule import learning_rate_of
 from trifocal.train.step.step import TrainStep
 from trifocal.train.stop import StopSignals
@@ -51,15 +52,13 @@ def take_steps(config: RunConfig, processes: DistributedContext, folder: Path) -
             parallel=setup.parallel,
             graphs=setup.graphs,
             teacher=setup.teacher,
-            split_rows=device.type == "cpu" and processes.size == 1 and not train.compile,
         )
         coordinator, heartbeat = StepCoordinator(processes, setup.teacher), Heartbeat(folder)
         accumulation = train.global_batch_size // (train.micro_batch_size * processes.size)
         count = 3 if train.compile or setup.graphs is not None else 2
         seconds = 0.0
         for number in range(1, count + 1):
-            for group in setup.optimizer.param_groups:
-                group["lr"] = learning_rate_of(config, number)
+            set_learning_rate(setup.optimizer, learning_rate_of(config, number))
             begin = time.perf_counter()
             data = coordinator.next_step(
                 setup.loader, accumulation, StopSignals(), heartbeat, step=number, last=number == count

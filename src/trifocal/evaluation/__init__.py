@@ -1,4 +1,4 @@
-"""What a trained model can do: loss by position, needles in haystacks, associative recall (`trifocal evaluate`)."""
+"""What a trained model can do: loss by position, its choice, needles, recall (`trifocal evaluate`)."""
 
 from trifocal.evaluation.measure import TASKS, Plan, Say, evaluate_model, not_possible
 from trifocal.evaluation.record import Evaluated, merge_rows, to_json, write_evaluation

@@ -9,19 +9,22 @@ from typing import Any, Protocol
 
 import torch
 
-from trifocal.data import has_text
+from trifocal.data import Batch, has_text
 from trifocal.data.sources.base import parse_source
 from trifocal.data.sources.synthetic import check_recall, task_size
-from trifocal.evaluation.needles import TooShort, measure_needles
+from trifocal.evaluation.choice import measure_choice
+from trifocal.evaluation.needles import measure_needles
 from trifocal.evaluation.position_loss import measure_loss, read_batches
 from trifocal.evaluation.recall import measure_recall
-from trifocal.evaluation.subject import Subject
+from trifocal.evaluation.subject import Subject, TooShort
+from trifocal.models import ModelConfig
 from trifocal.runlog.progress import duration
 from trifocal.train.config.sections import EvaluateSection
 
-TASKS = ("loss", "position", "needle", "recall")
+TASKS = ("loss", "position", "choice", "needle", "recall")
 OK = "ok"
 _SHORTEST_NEEDLE = 64
+_CHOICE_BATCHES = 16
 
 
 class Say(Protocol):
@@ -69,13 +72,16 @@ class Plan:
         return sorted(set(self.pairs) or {max(own // 4, 1), max(own // 2, 1), own})
 
 
-def not_possible(task: str, source: str) -> str:
-    """Why a task makes no sense with these data; empty if it does.
+def not_possible(task: str, source: str, config: ModelConfig) -> str:
+    """Why a task makes no sense with these data and this model; empty if it does.
 
     Args:
         task: One of `TASKS`.
         source: `data.source` of its training, or another; empty if none is known.
+        config: Configuration of the model.
     """
+    if task == "choice" and (config.selection == "random" or not {"nsa", "selected"} & set(config.attention_of_layers)):
+        return "no layer chooses blocks"
     if not source:
         return "the data of its training are not known; name some with --source"
     kind = parse_source(source).kind
@@ -110,6 +116,10 @@ def evaluate_model(subject: Subject, plan: Plan, say: Say) -> Iterator[dict[str,
         check_recall(most, vocab_size=subject.model.config.vocab_size, sequence_length=plan.sequence_length)
     if {"loss", "position"} & set(plan.tasks):
         yield from _guarded(subject, "loss", plan.sequence_length, partial(_loss_rows, subject, plan, say, left))
+    if "choice" in plan.tasks:
+        say("choice: its recall, by layer and by distance")
+        measure = partial(_choice_rows, subject, plan)
+        yield from _guarded(subject, "choice", plan.sequence_length, measure)
     if "needle" in plan.tasks:
         for length in plan.needle_lengths():
             text = f"needle: {plan.depths * plan.samples} haystacks of {length:,} tokens"
@@ -169,18 +179,8 @@ def _trained(subject: Subject, plan: Plan) -> tuple[int, int]:
 
 
 def _loss_rows(subject: Subject, plan: Plan, say: Say, left: TimeLeft) -> Iterator[dict[str, Any]]:
-    assert subject.data is not None
-    run, length, own = subject.run, plan.sequence_length, _trained(subject, plan)
-    batches = read_batches(
-        subject.data,
-        EvaluateSection() if run is None else run.evaluate,
-        tokenizer=subject.tokenizer,
-        vocab_size=subject.model.config.vocab_size,
-        trained=own,
-        length=length,
-        sequences=plan.sequences,
-    )
-    text = f"loss: {len(batches)} batches of {batches[0].tokens.shape[0]} sequences of {length:,} tokens"
+    batches = _batches(subject, plan)
+    text = f"loss: {len(batches)} batches of {batches[0].tokens.shape[0]} sequences of {plan.sequence_length:,} tokens"
     say(text)
 
     def on_batch(done: int) -> None:
@@ -189,6 +189,23 @@ def _loss_rows(subject: Subject, plan: Plan, say: Say, left: TimeLeft) -> Iterat
 
     rows = measure_loss(subject, batches, on_batch)
     yield from (row for row in rows if row["task"] in plan.tasks)
+
+
+def _choice_rows(subject: Subject, plan: Plan) -> Iterator[dict[str, Any]]:
+    yield from measure_choice(subject, _batches(subject, plan)[:_CHOICE_BATCHES])
+
+
+def _batches(subject: Subject, plan: Plan) -> list[Batch]:
+    assert subject.data is not None
+    return read_batches(
+        subject.data,
+        EvaluateSection() if subject.run is None else subject.run.evaluate,
+        tokenizer=subject.tokenizer,
+        vocab_size=subject.model.config.vocab_size,
+        trained=_trained(subject, plan),
+        length=plan.sequence_length,
+        sequences=plan.sequences,
+    )
 
 
 def _guarded(

@@ -12,7 +12,7 @@ from trifocal.data import make_loader
 from trifocal.data.sources.base import parse_source
 from trifocal.data.sources.synthetic import VALUE_TOKENS, haystack, task_size
 from trifocal.data.stream import random_words
-from trifocal.evaluation.subject import Subject
+from trifocal.evaluation.subject import Subject, TooShort
 
 Prompt = tuple[NDArray[np.int32], NDArray[np.int32]]
 """Tokens with the question and all of its answer but the last token, and targets, -100 but for the answer; [T]."""
@@ -24,10 +24,6 @@ _DIGITS = 5
 _RANGE = 128
 # Random numbers of validation rows have a key of three numbers: this one differs from theirs.
 _SPLIT = 2
-
-
-class TooShort(Exception):
-    """A haystack has no room for its needles; the message says how much they need."""
 
 
 class Haystacks:

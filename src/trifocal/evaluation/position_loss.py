@@ -126,7 +126,7 @@ def measure_loss(subject: Subject, batches: Sequence[Batch], on_batch: Callable[
     text_bytes = 0
     for done, batch in enumerate(batches, start=1):
         with autocast(subject.device, subject.precision):
-            batch_loss(losses, batch, subject.device, split_rows=subject.device.type == "cpu")
+            batch_loss(losses, batch, subject.device)
         text_bytes += subject.tokenizer.count_bytes(batch.targets[batch.targets >= 0].numpy())
         on_batch(done)
     assert subject.data is not None

@@ -16,6 +16,10 @@ from trifocal.train.step.micro_batch import autocast
 _TOKENS_AT_ONCE = {"cuda": 65536, "cpu": 4096}
 
 
+class TooShort(Exception):
+    """A sequence is too short for a task; the message says how much it needs."""
+
+
 @dataclass(frozen=True)
 class Subject:
     """A trained model with what its evaluation needs.

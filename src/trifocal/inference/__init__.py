@@ -8,7 +8,7 @@ from trifocal.inference.cached_model import CachedModel, CachedSequence, OutOfRo
 from trifocal.inference.engine import Engine, RequestTooLong
 from trifocal.inference.generation import generate, stream
 from trifocal.inference.pages import OutOfPages
-from trifocal.inference.request import Completion, Request, Update
+from trifocal.inference.request import Completion, Request, TokenScore, Update
 from trifocal.inference.sampler import Sampling
 from trifocal.inference.text_stream import TextStream
 
@@ -23,6 +23,7 @@ __all__ = [
     "RequestTooLong",
     "Sampling",
     "TextStream",
+    "TokenScore",
     "Update",
     "generate",
     "stream",

@@ -43,7 +43,9 @@ class CachedLayer:
         self._rule = attention_rule(attention, geometry, tables, lambda phi: _prepared(phi, dtype), _of_blocks)
         self._num_heads, self._num_kv_heads = attention.num_heads, attention.num_kv_heads
         self._branches = attention.branches
-        self._norm, self._mlp_norm = (_prepared_norm(norm) for norm in (block.attention_norm, block.mlp_norm))
+        norms = [_prepared_norm(norm) for norm in (block.attention_norm, block.mlp_norm)]
+        self._norm, self._mlp_norm = (None if block.norm_after else norm for norm in norms)
+        self._out_norm, self._down_norm = (norm if block.norm_after else None for norm in norms)
         self._q_norm, self._k_norm = (
             None if norm is None else _prepared_norm(norm) for norm in (attention.q_norm, attention.k_norm)
         )
@@ -91,8 +93,8 @@ class CachedLayer:
         """The parts of the joined projection, [B, T, *], and its gates, [B * T, 3 * H]."""
         q, *parts = projected.split(self._sizes, dim=-1)
         heads = [part.unflatten(-1, (self._num_kv_heads, -1)) for part in parts[: 2 * self._branches]]
-        q = _normed_heads(q.unflatten(-1, (self._num_heads, -1)), self._q_norm, products)
-        keys = [_normed_heads(k, self._k_norm, products) for k in heads[: self._branches]]
+        q = normed(q.unflatten(-1, (self._num_heads, -1)), self._q_norm, products)
+        keys = [normed(k, self._k_norm, products) for k in heads[: self._branches]]
         index = None
         if self._has_index:
             q_idx, k_idx = parts[2 * self._branches :]
@@ -103,14 +105,25 @@ class CachedLayer:
 
     def _end(self, residual: Residual, o: Tensor, products: ModuleType) -> Residual:
         """The residual stream after the block, from that before it and the attention's heads [B, T, H, V]."""
-        residual = products.residual_linear(o.flatten(0, 1).flatten(1), self._out, residual, self._out_bias)
-        if self._gate_up_bias is None:
+        o = o.flatten(0, 1).flatten(1)
+        residual = _added(o, self._out, residual, self._out_bias, self._out_norm, products)
+        if self._gate_up_bias is None and self._mlp_norm is not None:
             hidden = products.normed_swiglu(residual, self._mlp_norm, self._gate_up)
         else:
             both, _ = products.normed_linear(residual, self._mlp_norm, self._gate_up, self._gate_up_bias)
             gate, up = both.chunk(2, dim=-1)
             hidden = products.by_row(functional.silu, gate) * up
-        return products.residual_linear(hidden, self._down, residual, self._down_bias)  # type: ignore[no-any-return]
+        return _added(hidden, self._down, residual, self._down_bias, self._down_norm, products)
+
+
+def _added(
+    x: Tensor, weight: Tensor, residual: Residual, bias: Tensor | None, norm: Norm | None, products: ModuleType
+) -> Residual:
+    """The residual stream plus `norm(x W^T + bias)`; without sums of squares where there is a norm."""
+    if norm is None:
+        return products.residual_linear(x, weight, residual, bias)  # type: ignore[no-any-return]
+    out = residual.x + normed(products.linear(x, weight, bias), norm, products)
+    return Residual(out, out[:, :0])
 
 
 class _Product(nn.Module):
@@ -137,16 +150,16 @@ def _prepared_norm(norm: RMSNorm) -> Norm:
     return Norm(copied(norm.weight, torch.promote_types(norm.weight.dtype, torch.float32)), norm.eps)
 
 
-def _normed_heads(x: Tensor, norm: Norm | None, products: ModuleType) -> Tensor:
-    """Heads [B, T, heads, D] through their norm, in the type of x."""
+def normed(x: Tensor, norm: Norm | None, products: ModuleType) -> Tensor:
+    """Tokens, heads or all heads of a token through their norm, in the type of x: [..., D] -> [..., D]."""
     if norm is None:
         return x
     weight, eps = norm
 
-    def normed(rows: Tensor) -> Tensor:
+    def by_row(rows: Tensor) -> Tensor:
         return functional.rms_norm(rows.to(weight.dtype), weight.shape, weight, eps).to(rows.dtype)
 
-    return products.by_row(normed, x.flatten(0, 2)).view(x.shape)  # type: ignore[no-any-return]
+    return products.by_row(by_row, x.reshape(-1, len(weight))).view(x.shape)  # type: ignore[no-any-return]
 
 
 def _prepared(module: nn.Module, dtype: torch.dtype) -> nn.Module:

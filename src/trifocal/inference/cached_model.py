@@ -18,7 +18,7 @@ from torch import Tensor
 from trifocal.errors import UserError
 from trifocal.inference import products
 from trifocal.inference.cached_attention import tables_of_layers
-from trifocal.inference.cached_layers import CachedLayer, copied
+from trifocal.inference.cached_layers import CachedLayer, copied, normed
 from trifocal.inference.paged_cache import HostCopy, PagedCache, decode_geometry, page_size_of
 from trifocal.inference.pages import OutOfPages, PageAllocator, PageTable
 from trifocal.inference.prefill import Chunk
@@ -335,7 +335,11 @@ class CachedModel:
 
     def _logits(self, residual: Residual, products: ModuleType) -> Tensor:
         exact = torch.promote_types(self.dtype, torch.float32)
-        return products.normed_linear(residual, self._norm, self._output, out_dtype=exact)[0]  # type: ignore[no-any-return]
+        norm: Norm | None = self._norm
+        if self.config.norm_after:
+            # No kernel has summed the squares of the stream.
+            residual, norm = Residual(normed(residual.x, norm, products), residual.sum_of_squares), None
+        return products.normed_linear(residual, norm, self._output, out_dtype=exact)[0]  # type: ignore[no-any-return]
 
     def _check(self, sequence: CachedSequence, num_new: int) -> None:
         if sequence.row == GONE:

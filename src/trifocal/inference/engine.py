@@ -8,14 +8,15 @@ completions = engine.complete([Request(prompt=tokens, max_new_tokens=100) for to
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from trifocal.data import Tokenizer
-from trifocal.inference.cached_model import CachedModel
-from trifocal.inference.request import Completion, FinishReason, Request, Update, token_tensor
+from trifocal.inference.cached_model import CachedModel, CachedSequence
+from trifocal.inference.request import Completion, FinishReason, Request, TokenScore, Update, token_tensor
 from trifocal.inference.sampler import NO_TOKEN
 from trifocal.inference.scheduler import RequestState, Scheduler
 from trifocal.inference.step_runner import SampledTokens, StepRunner
@@ -23,6 +24,10 @@ from trifocal.inference.text_stream import TextStream
 
 # A token's text may depend on so many tokens before it.
 _NEIGHBOURS = 32
+# A pass over a short piece of a prompt takes as long as one over so many tokens.
+_PASS_TOKENS = 256
+# Logits of a scored prompt at a time.
+_SCORED_LOGITS = 2**26
 
 
 class RequestTooLong(ValueError):
@@ -86,6 +91,12 @@ class Engine:
             self._check(request)
         self._scheduler.waiting += [self._state(request, 0) for request in requests]
 
+    def cancel(self, request: Request) -> None:
+        """Forget a request; its pages are free at once, and nothing more of it is returned."""
+        for state in self._scheduler.drop(request):
+            self._free(state)
+        self._updates = [update for update in self._updates if update.request is not request]
+
     def _check(self, request: Request) -> None:
         token_tensor(request.name or "the prompt", request.prompt, "[T]", self._model.config.vocab_size)
         # The last drawn token is never read, and needs no place.
@@ -99,16 +110,13 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
-        """Admit requests, prefill one chunk, decode one token each; updates since the last call.
+        """Admit requests, decode one token each, prefill the tokens of a chunk; updates since the last call.
 
         A sequence's first token is returned before its second is begun.
         """
         self._enter()
-        if self._scheduler.prefilling is not None and self._prefill(self._scheduler.prefilling):
-            self._read_down_to(0)
-        else:
-            self._launch()
-            self._read_down_to(self._steps_ahead)
+        self._launch()
+        self._read_down_to(0 if self._prefill() else self._steps_ahead)
         updates, self._updates = self._updates, []
         return updates
 
@@ -141,33 +149,51 @@ class Engine:
             cached = self._model.admit() if state.swapped is None else self._model.swap_in(state.swapped)
             if state.launched:
                 try:
-                    state.place = self._runner.place(cached, state.sampling, [*state.request.prompt, *state.tokens])
+                    state.place = self._place(cached, state, [*state.request.prompt, *state.tokens])
                 except BaseException:
                     self._model.free(cached)
                     raise
+            state.cached, state.swapped = cached, None
+            if state.launched:
                 self._scheduler.run(state)
             else:
-                self._scheduler.prefilling = state
-            state.cached, state.swapped = cached, None
+                self._scheduler.prefill(state)
 
-    def _prefill(self, state: RequestState) -> bool:
-        """One chunk of a prompt; after the last one, draw the first token of every sample."""
+    def _place(self, cached: CachedSequence, state: RequestState, tokens: Sequence[int]) -> int:
+        return self._runner.place(cached, state.sampling, tokens, likeliest=state.request.likeliest > 0)
+
+    def _prefill(self) -> bool:
+        """Pieces of prompts, together about as many tokens as one chunk; whether a first token is on its way."""
+        budget, ended = self._model.prefill_chunk_size, False
+        while budget > 0 and (state := self._scheduler.next_prompt()) is not None:
+            budget -= max(self._prefill_piece(state), _PASS_TOKENS)
+            ended |= state.launched > 0
+        return ended
+
+    def _prefill_piece(self, state: RequestState) -> int:
+        """One piece of a prompt; after the last one, draw the first token of every sample. Returns its tokens."""
         assert state.cached is not None
-        prompt, begin = state.request.prompt, state.cached.length
+        prompt, begin, size = state.request.prompt, state.cached.length, self._model.prefill_chunk_size
+        scored = state.request.score_prompt
+        if scored:
+            size = min(size, max(1, _SCORED_LOGITS // self._model.config.vocab_size))
+        piece = torch.as_tensor(prompt[begin : begin + size], dtype=torch.int64).to(self._model.device)
         if state.logits is None:
-            chunk = torch.as_tensor(prompt[begin : begin + self._model.prefill_chunk_size], dtype=torch.int64)
-            logits = self._model.prefill_chunk(state.cached, chunk.to(self._model.device))
-            if state.cached.length < len(prompt):
-                return False
-            state.logits = logits
+            logits = self._model.prefill_chunk(state.cached, piece, all_logits=scored)
+            if scored:
+                state.prompt_scores += _scores(logits, prompt[begin + 1 : begin + 1 + size], state.request.likeliest)
+            if state.prompt_left:
+                return len(piece)
+            state.logits = logits[-1:]
         states, drawn = [state], []
         try:
             for sample in range(1, state.request.samples):
                 states.append(self._state(state.request, sample))
                 states[-1].cached = self._model.fork(state.cached)
+                states[-1].prompt_scores = state.prompt_scores
             for each in states:
                 assert each.cached is not None
-                each.place = self._runner.place(each.cached, each.sampling, prompt)
+                each.place = self._place(each.cached, each, prompt)
                 drawn.append((self._runner.draw_first(each.place, state.logits), [(0, each)]))
         except BaseException:
             for each in states:
@@ -176,13 +202,14 @@ class Engine:
                 if each.cached is not None:
                     self._model.free(each.cached)
             raise
-        self._scheduler.prefilling = state.logits = None
+        state.logits = None
+        self._scheduler.prefilling.remove(state)
         self._outstanding += drawn
         for each in states:
             each.launched = 1
             self._scheduler.run(each)
             self._leave_batch_if_launched(each)
-        return True
+        return len(piece)
 
     def _launch(self) -> None:
         """Queue a step of all that run."""
@@ -246,22 +273,22 @@ class Engine:
         """Read queued steps, oldest first, until so many are left."""
         while len(self._outstanding) > count:
             drawn, places = self._outstanding[0]
-            tokens, log_p = drawn.read()
+            rows = drawn.read()
             self._outstanding.popleft()
             # A sequence that has ended took part in one more step, whose token is dropped.
-            self._updates += [
-                self._take(state, tokens[place], log_p[place]) for place, state in places if not state.ended
-            ]
+            self._updates += [self._take(state, *rows[place]) for place, state in places if not state.ended]
 
-    def _take(self, state: RequestState, token: int, log_p: float) -> Update:
+    def _take(self, state: RequestState, token: int, score: TokenScore) -> Update:
         """Count a token in, and end the sequence if it is its last."""
         request = state.request
+        score = TokenScore(score.log_probability, score.likeliest[: request.likeliest])
+        prompt_scores, state.prompt_scores = state.prompt_scores, []
         if token == NO_TOKEN:
             text = state.stream.end() if state.stream is not None else ""
             state.text += text
-            return Update(request, state.sample, None, log_p, text, self._end(state, "error"))
+            return Update(request, state.sample, None, score, text, self._end(state, "error"), prompt_scores)
         state.tokens.append(token)
-        state.log_probabilities.append(log_p)
+        state.log_probabilities.append(score.log_probability)
         reason: FinishReason | None = None
         text = ""
         if token in request.stop_tokens:
@@ -277,14 +304,28 @@ class Engine:
             if state.stream.stopped:
                 reason = "stop"
         state.text += text
-        return Update(request, state.sample, token, log_p, text, None if reason is None else self._end(state, reason))
+        completion = None if reason is None else self._end(state, reason)
+        return Update(request, state.sample, token, score, text, completion, prompt_scores)
 
     def _end(self, state: RequestState, reason: FinishReason) -> Completion:
-        assert state.cached is not None
+        self._scheduler.running.remove(state)
+        self._free(state)
+        return Completion(state.request, state.sample, state.tokens, state.log_probabilities, state.text, reason)
+
+    def _free(self, state: RequestState) -> None:
+        """End a sequence that is in no queue any more."""
         state.ended = True
         self._leave_batch(state)
-        self._scheduler.running.remove(state)
-        # A queued step may still write into these pages; their next owner writes after it.
-        self._model.free(state.cached)
-        state.cached = None
-        return Completion(state.request, state.sample, state.tokens, state.log_probabilities, state.text, reason)
+        if state.cached is not None:
+            # A queued step may still write into these pages; their next owner writes after it.
+            self._model.free(state.cached)
+            state.cached = None
+
+
+def _scores(logits: Tensor, tokens: Sequence[int], likeliest: int) -> list[TokenScore]:
+    """Scores of the tokens behind the first places of a prompt's piece; logits [T, vocab_size], at most T tokens."""
+    log_p = logits[: len(tokens)].log_softmax(-1)
+    own = log_p.gather(1, torch.tensor(tokens, dtype=torch.int64, device=log_p.device)[:, None])[:, 0].tolist()
+    best = log_p.topk(min(likeliest, log_p.shape[1]))
+    pairs = (list(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    return [TokenScore(*score) for score in zip(own, pairs, strict=True)]

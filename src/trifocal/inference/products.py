@@ -20,7 +20,7 @@ def embedding(tokens: Tensor, table: Tensor) -> Residual:
 
 def normed_linear(
     residual: Residual,
-    norm: Norm,
+    norm: Norm | None,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
@@ -48,6 +48,11 @@ def residual_linear(x: Tensor, weight: Tensor, residual: Residual, bias: Tensor 
     return _residual(residual.x + functional.linear(x, weight, bias))
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See `trifocal.ops.decode.linear.linear`."""
+    return functional.linear(x, weight, bias)
+
+
 def by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply a function that treats the rows of its argument alike, to all at once."""
     return function(x)
@@ -57,5 +62,7 @@ def _residual(x: Tensor) -> Residual:
     return Residual(x, x[:, :0])
 
 
-def _normed(residual: Residual, norm: Norm, dtype: torch.dtype) -> Tensor:
+def _normed(residual: Residual, norm: Norm | None, dtype: torch.dtype) -> Tensor:
+    if norm is None:
+        return residual.x.to(dtype)
     return functional.rms_norm(residual.x, norm.weight.shape, norm.weight, norm.eps).to(dtype)

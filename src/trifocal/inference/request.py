@@ -11,6 +11,8 @@ from trifocal.inference.sampler import Sampling
 from trifocal.ops.validation import check_whole_number
 
 FinishReason = Literal["stop", "length", "error"]
+MOST_LIKELIEST = 20
+"""Likeliest tokens that a request may ask for."""
 
 
 def token_tensor(name: str, tokens: Any, pattern: str, vocab_size: int = 0) -> Tensor:
@@ -46,6 +48,8 @@ class Request:
         samples: Continuations; they share the prompt's pages.
         stop_tokens: A sequence that draws one of them ends with it.
         stop: Strings; a sequence whose text has one of them ends, and its text ends before it. Needs a tokenizer.
+        likeliest: Likeliest tokens to give beside each token, up to `MOST_LIKELIEST`.
+        score_prompt: Whether to give the log-probabilities of the prompt's tokens too.
         name: For messages.
 
     Raises:
@@ -58,11 +62,14 @@ class Request:
     samples: int = 1
     stop_tokens: Sequence[int] = ()
     stop: Sequence[str] = ()
+    likeliest: int = 0
+    score_prompt: bool = False
     name: str = ""
 
     def __post_init__(self) -> None:
         check_whole_number("max_new_tokens", self.max_new_tokens, 1)
         check_whole_number("samples", self.samples, 1)
+        check_whole_number("likeliest", self.likeliest, 0, MOST_LIKELIEST)
         token_tensor("a prompt", self.prompt, "[T]")
         if isinstance(self.stop, str):
             raise ValueError(f"stop must be a sequence of strings, got {self.stop!r}")
@@ -73,6 +80,18 @@ class Request:
     def longest(self) -> int:
         """Tokens that the caches hold at the end: the last drawn one is never read."""
         return len(self.prompt) + self.max_new_tokens - 1
+
+
+class TokenScore(NamedTuple):
+    """How likely a token was.
+
+    Attributes:
+        log_probability: Natural log-probability by the model, without temperature, penalty and filters.
+        likeliest: The likeliest tokens in its place with theirs, most likely first.
+    """
+
+    log_probability: float
+    likeliest: list[tuple[int, float]]
 
 
 @dataclass
@@ -104,14 +123,16 @@ class Update(NamedTuple):
         request: The request.
         sample: Which of its continuations.
         token: The token; None where logits were not finite.
-        log_probability: Log-probability of the token; see `Completion`.
+        score: The token's.
         text: What it adds to the text; empty in the middle of a character, and without a tokenizer.
         completion: The whole sequence, with its last token.
+        prompt_scores: With the first token, those of the prompt's tokens from the second on, if they were asked for.
     """
 
     request: Request
     sample: int
     token: int | None
-    log_probability: float
+    score: TokenScore
     text: str
     completion: Completion | None
+    prompt_scores: list[TokenScore]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trifocal.inference.cached_model import CachedModel, CachedSequence, SwappedSequence
 from trifocal.inference.pages import pages_for_one_more
-from trifocal.inference.request import Request
+from trifocal.inference.request import Request, TokenScore
 from trifocal.inference.sampler import Sampling
 from trifocal.inference.text_stream import TextStream
 
@@ -27,6 +27,7 @@ class RequestState:
         place: Its place in the batch while it takes part in steps.
         logits: Logits of its prompt's last token, until its first tokens are drawn.
         launched: Tokens whose draw is queued.
+        prompt_scores: Scores of the prompt's tokens so far, if they are asked for.
         tokens, log_probabilities: What the host knows of them.
         text: Text so far.
         stream: Makes text of tokens; None without a tokenizer.
@@ -42,6 +43,7 @@ class RequestState:
     place: int | None = None
     logits: Tensor | None = None
     launched: int = 0
+    prompt_scores: list[TokenScore] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     log_probabilities: list[float] = field(default_factory=list)
     text: str = ""
@@ -53,11 +55,17 @@ class RequestState:
         """Sequences that it becomes: those of its samples while it is in its prompt."""
         return 1 if self.launched else self.request.samples
 
+    @property
+    def prompt_left(self) -> int:
+        """Tokens of its prompt that are not in the caches."""
+        assert self.cached is not None
+        return len(self.request.prompt) - self.cached.length
+
 
 class Scheduler:
     """Keeps sequences in order of age, and counts pages and rows for them.
 
-    First come, first served; one prompt at a time is prefilled.
+    First come, first served: a sequence is admitted after all that came before it.
 
     Args:
         model: Whose pages and rows are shared out.
@@ -65,7 +73,7 @@ class Scheduler:
     Attributes:
         waiting: Not yet in the caches.
         swapped: On the host, oldest first.
-        prefilling: The sequence whose prompt is prefilled, if there is one.
+        prefilling: Sequences whose prompts are prefilled, oldest first.
         running: Sequences that draw tokens, oldest first.
     """
 
@@ -73,7 +81,8 @@ class Scheduler:
         self._model = model
         self.waiting: deque[RequestState] = deque()
         self.swapped: list[RequestState] = []
-        self.prefilling: RequestState | None = None
+        self.prefilling: list[RequestState] = []
+        self._shortest_next = False
         self.running: list[RequestState] = []
 
     @property
@@ -84,14 +93,15 @@ class Scheduler:
     def enter(self) -> Iterator[RequestState]:
         """Sequences to admit now, oldest first; each leaves its queue once it is admitted, when the next is asked for.
 
-        A sequence is admitted if its pages are free and every running one that needs more can still get one, so that
-        it is not swapped out again at once.
+        A sequence is admitted if its pages are free beside those of the prompts that are prefilled, and every running
+        one that needs more can still get one, so that it is not swapped out again at once.
         """
-        while self.prefilling is None:
+        while True:
             queue: list[RequestState] | deque[RequestState] = self.swapped or self.waiting
-            if not queue or queue[0].rows > self._model.num_free_rows:
+            rows_of_samples = sum(state.rows - 1 for state in self.prefilling)
+            if not queue or queue[0].rows + rows_of_samples > self._model.num_free_rows:
                 return
-            missing = self._model.pages.pages_of(self._places(queue[0]))
+            missing = self._model.pages.pages_of(self._places(queue[0])) + self._pages_of_prompts()
             spare = sum(map(_needs_pages, self.running))
             if missing + spare > self._model.pages.num_free:
                 return
@@ -102,30 +112,52 @@ class Scheduler:
         """Whether a token more for each of these needs more pages than are free and not meant for a prompt."""
         pages = self._model.pages
         needed = pages_for_one_more(pages, (state.cached.table for state in states if state.cached is not None))
-        if self.prefilling is not None and self.prefilling.cached is not None:
-            table = self.prefilling.cached.table
-            needed += table.missing(len(self.prefilling.request.prompt) - table.length)
-        return needed > pages.num_free
+        return needed + self._pages_of_prompts() > pages.num_free
+
+    def _pages_of_prompts(self) -> int:
+        """Pages that the prompts that are prefilled still need."""
+        return sum(state.cached.table.missing(state.prompt_left) for state in self.prefilling if state.cached)
+
+    def next_prompt(self) -> RequestState | None:
+        """The prompt to prefill next: in turn the oldest and the one with the fewest tokens left.
+
+        So a short one passes a long one, and a long one still gets on.
+        """
+        if not self.prefilling:
+            return None
+        self._shortest_next = not self._shortest_next
+        if self._shortest_next:
+            return min(self.prefilling, key=lambda state: state.prompt_left)
+        return self.prefilling[0]
 
     def youngest(self) -> RequestState:
         """The youngest sequence in the caches."""
-        return self.prefilling or self.running[-1]
+        return max(self.prefilling[-1:] + self.running[-1:], key=lambda state: state.age)
 
     def swap_out(self, state: RequestState) -> None:
         """Move a sequence to the host; it is the next to enter of its age."""
         assert state.cached is not None
         state.swapped, state.cached = self._model.swap_out(state.cached), None
-        if state is self.prefilling:
-            self.prefilling = None
-        else:
-            self.running.remove(state)
-        self.swapped.append(state)
-        self.swapped.sort(key=lambda state: state.age)
+        (self.running if state.launched else self.prefilling).remove(state)
+        _insert(self.swapped, state)
+
+    def prefill(self, state: RequestState) -> None:
+        """Count a sequence among those whose prompts are prefilled."""
+        _insert(self.prefilling, state)
 
     def run(self, state: RequestState) -> None:
         """Count a sequence among those that run."""
-        self.running.append(state)
-        self.running.sort(key=lambda state: state.age)
+        _insert(self.running, state)
+
+    def drop(self, request: Request) -> list[RequestState]:
+        """Take a request's sequences out of all queues; those that were taken."""
+        dropped = []
+        for queue in (self.waiting, self.swapped, self.prefilling, self.running):
+            mine = [state for state in queue if state.request is request]
+            for state in mine:
+                queue.remove(state)
+            dropped += mine
+        return dropped
 
     def _places(self, state: RequestState) -> int:
         """Tokens that a sequence needs pages for to go on."""
@@ -133,6 +165,12 @@ class Scheduler:
             assert state.swapped is not None
             return state.swapped.length + 1
         return len(state.request.prompt)
+
+
+def _insert(states: list[RequestState], state: RequestState) -> None:
+    """Add one in the order of age."""
+    states.append(state)
+    states.sort(key=lambda state: state.age)
 
 
 def _needs_pages(state: RequestState) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trifocal.inference.cached_model import CachedModel, CachedSequence
+from trifocal.inference.request import MOST_LIKELIEST, TokenScore
 from trifocal.inference.sampler import Sampling, SamplingTensors, draw_step
 from trifocal.ops import DecodeBatch
 
@@ -20,19 +21,24 @@ class SampledTokens(NamedTuple):
     """Tokens that are drawn, or will be: on their way to the host.
 
     Attributes:
-        values: Token and log-probability of each place, [places, 2], fp64.
+        values: Token and log-probability of each place, [places, 2], fp64; the likeliest tokens and theirs may follow.
         arrived: Recorded behind the copy; None on a CPU.
     """
 
     values: Tensor
     arrived: "torch.cuda.Event | None"
 
-    def read(self) -> tuple[list[int], list[float]]:
-        """Token and log-probability of each place, waited for."""
+    def read(self) -> list[tuple[int, TokenScore]]:
+        """Token and score of each place, waited for."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        tokens, log_p = self.values.T.tolist()
-        return [int(token) for token in tokens], log_p
+        return [
+            (
+                int(row[0]),
+                TokenScore(row[1], [(int(token), log_p) for token, log_p in zip(row[2::2], row[3::2], strict=True)]),
+            )
+            for row in self.values.tolist()
+        ]
 
 
 class StepRunner:
@@ -56,18 +62,23 @@ class StepRunner:
         self._tokens = numbers(count, dtype=torch.int64)
         self._settings = SamplingTensors.empty(count, model.config.vocab_size, model.device)
         self._drawn = numbers(count, 2, dtype=torch.float64)
+        self._likeliest = numbers(count, min(MOST_LIKELIEST, model.config.vocab_size), 2, dtype=torch.float64)
         self._free = list(range(count - 1, -1, -1))
-        self._filtered: dict[int, bool] = {}
+        # Of each place, what its draw needs: the filters, the likeliest tokens.
+        self._needs: dict[int, tuple[bool, bool]] = {}
         self._graphs = _Graphs(model.device) if record and model.device.type == "cuda" else None
 
     @torch.inference_mode()
-    def place(self, sequence: CachedSequence, sampling: Sampling, tokens: Sequence[int]) -> int:
+    def place(
+        self, sequence: CachedSequence, sampling: Sampling, tokens: Sequence[int], *, likeliest: bool = False
+    ) -> int:
         """Give a sequence a place; its next token is drawn from `draw_first`, or follows `tokens[-1]`.
 
         Args:
             sequence: Its caches hold all tokens but the last drawn one, if one was drawn.
             sampling: Its settings.
             tokens: All of its tokens.
+            likeliest: Whether its likeliest tokens are wanted beside each drawn one.
         """
         place = min(self._free)
         pages = sequence.table.pages
@@ -82,14 +93,14 @@ class StepRunner:
         self._settings.set_row(place, sampling, seen)
         # Last: a place that cannot be prepared stays free.
         self._free.remove(place)
-        self._filtered[place] = sampling.filters
+        self._needs[place] = sampling.filters, likeliest
         return place
 
     @torch.inference_mode()
     def remove(self, place: int) -> None:
         """Give a place back."""
         self._num_new[place : place + 1].zero_()
-        del self._filtered[place]
+        del self._needs[place]
         self._free.append(place)
 
     @torch.inference_mode()
@@ -109,7 +120,7 @@ class StepRunner:
                 x[target].copy_(x[source])
             self._settings.copy_row(source, target)
             self._free.remove(target)
-            self._filtered[target] = self._filtered[source]
+            self._needs[target] = self._needs[source]
             self.remove(source)
             moved[source] = target
             occupied = sorted([*occupied, target])
@@ -118,42 +129,53 @@ class StepRunner:
     @torch.inference_mode()
     def draw_first(self, place: int, logits: Tensor) -> SampledTokens:
         """Draw a sequence's first token from the logits of its prompt's last one, [1, vocab_size]."""
-        here = slice(place, place + 1)
-        self._draw(here, logits, None, self._filtered[place])
-        return self._fetch(here, self._host_values(1))
+        here, needs = slice(place, place + 1), self._needs[place]
+        self._draw(here, logits, None, needs)
+        return self._fetch(here, self._host_values(1, needs), needs)
 
     @torch.inference_mode()
     def run(self, places: Sequence[int]) -> SampledTokens:
         """One step of all sequences that have a place; `places`: which ones they are."""
         size = self._size(max(places) + 1)
+        filtered, likeliest = zip(*(self._needs[place] for place in places), strict=True)
+        needs = any(filtered), any(likeliest)
         # Before the step, so that nothing changes if there is no memory.
-        values = self._host_values(size)
-        filtered = any(self._filtered[place] for place in places)
+        values = self._host_values(size, needs)
         if self._graphs is None:
-            self._step(size, filtered)
+            self._step(size, needs)
         else:
-            self._graphs.run((size, filtered), lambda: self._step(size, filtered))
-        return self._fetch(slice(size), values)
+            self._graphs.run((size, *needs), lambda: self._step(size, needs))
+        return self._fetch(slice(size), values, needs)
 
-    def _step(self, size: int, filtered: bool) -> None:
+    def _step(self, size: int, needs: tuple[bool, bool]) -> None:
         """Append the last tokens, draw the next ones, grow by one; queued on the device, without a host look."""
         here = slice(size)
         batch = DecodeBatch(self._rows[here], self._lengths[here], self._num_new[here], self._block_table[here])
         logits = self._model.step(self._tokens[here, None], batch)[:, 0]
         # The lengths grow with the draw, so that a step that fails before can be run again.
-        self._draw(here, logits, self._num_new[here], filtered)
+        self._draw(here, logits, self._num_new[here], needs)
 
-    def _draw(self, here: slice, logits: Tensor, num_new: Tensor | None, filtered: bool) -> None:
+    def _draw(self, here: slice, logits: Tensor, num_new: Tensor | None, needs: tuple[bool, bool]) -> None:
+        filtered, likeliest = needs
+        drawn, tokens = self._drawn[here], self._tokens[here]
+        if likeliest:
+            best = logits.topk(self._likeliest.shape[1])
         draw_step(
-            logits, self._settings.rows(here), self._lengths[here], num_new, self._tokens[here], self._drawn[here],
-            filtered=filtered,
+            logits, self._settings.rows(here), self._lengths[here], num_new, tokens, drawn, filtered=filtered
         )  # fmt: skip
+        if likeliest:
+            # Relative to the drawn token, so that it has the same log-probability in both.
+            log_p = (best.values - logits.gather(1, tokens[:, None])).double() + drawn[:, 1:]
+            torch.stack((best.indices.double(), log_p), dim=-1, out=self._likeliest[here])
 
-    def _host_values(self, count: int) -> Tensor:
-        return torch.empty(count, 2, dtype=self._drawn.dtype, pin_memory=self._device.type == "cuda")
+    def _host_values(self, count: int, needs: tuple[bool, bool]) -> Tensor:
+        width = 2 + needs[1] * self._likeliest[0].numel()
+        return torch.empty(count, width, dtype=self._drawn.dtype, pin_memory=self._device.type == "cuda")
 
-    def _fetch(self, here: slice, values: Tensor) -> SampledTokens:
-        values.copy_(self._drawn[here], non_blocking=True)
+    def _fetch(self, here: slice, values: Tensor, needs: tuple[bool, bool]) -> SampledTokens:
+        values[:, :2].copy_(self._drawn[here], non_blocking=True)
+        if needs[1]:
+            values[:, 2:].copy_(self._likeliest[here].flatten(1), non_blocking=True)
         if self._device.type == "cpu":
             return SampledTokens(values, None)
         arrived = torch.cuda.Event()
@@ -173,10 +195,10 @@ class _Graphs:
     """Work by key as CUDA graphs, which share one pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph | None] = {}
+        self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph | None] = {}
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
-    def run(self, key: tuple[int, bool], work: Callable[[], None]) -> None:
+    def run(self, key: tuple[int, bool, bool], work: Callable[[], None]) -> None:
         """Do work: unrecorded the first time, then recorded."""
         if key not in self._graphs:
             self._graphs[key] = None

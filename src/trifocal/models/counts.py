@@ -46,7 +46,8 @@ def layer_parameters(config: ModelConfig, kind: Attention) -> int:
     """Parameters of a layer with this attention."""
     layer = _projection_weights(config, kind) + 2 * config.dim
     if config.qk_norm:
-        layer += 2 * config.head_dim
+        norms = config.num_heads + config.num_kv_heads if config.qk_norm_all_heads else 2
+        layer += norms * config.head_dim
     if config.qkv_bias:
         layer += config.num_heads * config.head_dim + _key_value_columns(config, kind)
     layer += config.dim * config.o_bias + (2 * config.mlp_dim + config.dim) * config.mlp_bias

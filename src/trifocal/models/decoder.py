@@ -65,9 +65,9 @@ class DecoderLM(nn.Module):
 
         Matrices are normal with a variance of 1 / inputs, so that their output for a normed token has a variance of 1.
         For matrices that write into the residual stream it is divided by `2 * num_layers`, so that the stream's
-        variance does not grow with depth. An embedding that is not tied starts at a standard deviation of 0.02, so that
-        Adam's first steps change it visibly. So do the positions and the output of a learned compressor, which starts
-        as the mean. Norms start at 1, biases at 0.
+        variance does not grow with depth; norms behind attention and MLP would undo that. An embedding that is not
+        tied starts at a standard deviation of 0.02, so that Adam's first steps change it visibly. So do the positions
+        and the output of a learned compressor, which starts as the mean. Norms start at 1, biases at 0.
 
         The branches of sparse attention start with the same keys, which become different as they learn. So from the
         first step on, a block is chosen by the keys that are then read in it.

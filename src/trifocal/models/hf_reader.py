@@ -8,9 +8,11 @@
 | qwen3 | attention_bias | attention_bias | no | yes |
 | phi3 | no | no | no | no |
 | smollm3 | attention_bias | attention_bias | mlp_bias | no |
+| olmo2, olmo3 | attention_bias | attention_bias | no | over all heads |
 
 Phi-3's files join the projections of queries, keys and values, and those of the MLP. A layer with a sliding window
-becomes a layer of type `"window"`. Models, and options of models, that a `DecoderLM` lacks are refused by name.
+becomes a layer of type `"window"`. OLMo's norms stand behind attention and MLP, and the rope scaling of OLMo 3 is not
+for its window layers. Models, and options of models, that a `DecoderLM` lacks are refused by name.
 """
 
 import contextlib
@@ -27,17 +29,13 @@ from trifocal.models.io import CONFIG_FILE, MODEL_TYPE, Rows, model_of_folder, r
 from trifocal.models.model_config import MOST_LAYERS, Attention, ModelConfig
 from trifocal.nn import RopeScaling
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3")
-_LACKS = {
-    "olmo2": "norms behind attention and MLP, and q/k norms over all heads together",
-    "olmo3": "norms behind attention and MLP, and q/k norms over all heads together",
-}
-"""What a `DecoderLM` lacks for models that people ask for."""
+_OLMO = ("olmo2", "olmo3")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", *_OLMO)
 # Defaults of transformers' configurations.
 _HEAD_DIM = {"qwen3": 128}
-_LONGEST = {"llama": 2048, "mistral": 131072, "phi3": 4096}
+_LONGEST = {"llama": 2048, "mistral": 131072, "phi3": 4096, "olmo2": 2048, "olmo3": 2048}
 _ORIGINAL = {"phi3": 4096}
-_THETA = {"smollm3": 2e6}
+_THETA = {"smollm3": 2e6, "olmo3": 5e5}
 _KV_HEADS = {"smollm3": 4}
 _SLIDING_WINDOW = 4096
 _LAYER_TYPES: dict[str, Attention] = {"full_attention": "dense", "sliding_attention": "window"}
@@ -58,6 +56,7 @@ _NAMES = {
     "mlp_norm": "post_attention_layernorm",
     "attention": "self_attn",
 }
+_NAMES_OF_NORMS_AFTER = {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
 
 
 def is_hf_folder(folder: Path) -> bool:
@@ -92,7 +91,8 @@ def read_hf_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     expected = model_of_folder(config, folder).state_dict()
     # Old files hold the frequencies too, and those of tied embeddings sometimes the same matrix twice.
     ignored = ("rotary_emb.inv_freq", *(["lm_head.weight"] if config.tie_embeddings else []))
-    stored = _joined_names(config) if read_json(folder / CONFIG_FILE, "")["model_type"] == "phi3" else hf_name
+    joined = read_json(folder / CONFIG_FILE, "")["model_type"] == "phi3"
+    stored = _joined_names(config) if joined else lambda name: hf_name(name, config.norm_after)
     return config, read_tensors(folder, expected, stored, lambda name: name.endswith(ignored))
 
 
@@ -109,9 +109,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
     kind = found.get("model_type")
     if kind not in MODEL_TYPES:
         raise UserError(
-            f"{path}: the architecture {kind!r} is not supported"
-            + (f", which has {_LACKS[kind]}" if kind in _LACKS else "")
-            + f"; it must be one of {', '.join(MODEL_TYPES)}"
+            f"{path}: the architecture {kind!r} is not supported; it must be one of {', '.join(MODEL_TYPES)}"
         )
     if found.get("quantization_config"):
         raise UserError(f"{path}: quantised weights (quantization_config) are not supported")
@@ -122,7 +120,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
     try:
         heads, dim = int(found["num_attention_heads"]), int(found["hidden_size"])
         head_dim = found.get("head_dim") or _HEAD_DIM.get(kind) or dim // heads
-        attention_bias = bool(found.get("attention_bias", False)) and kind in ("llama", "qwen3", "smollm3")
+        attention_bias = bool(found.get("attention_bias", False)) and kind in ("llama", "qwen3", "smollm3", *_OLMO)
         layers, window = _layers(found, kind)
         return ModelConfig(
             vocab_size=found["vocab_size"],
@@ -136,13 +134,16 @@ def read_hf_config(folder: Path) -> ModelConfig:
             attention="dense",
             layer_types=() if set(layers) == {"dense"} else layers,
             sliding_window=window,
-            qk_norm=kind == "qwen3",
+            qk_norm=kind in ("qwen3", *_OLMO),
+            qk_norm_all_heads=kind in _OLMO,
+            norm_after=kind in _OLMO,
             qkv_bias=attention_bias or kind == "qwen2",
             o_bias=attention_bias,
             mlp_bias=bool(found.get("mlp_bias", False)) and kind in ("llama", "smollm3"),
-            norm_eps=float(found.get("rms_norm_eps", 1e-6)),
+            norm_eps=float(found.get("rms_norm_eps", 1e-5 if kind in ("phi3", *_OLMO) else 1e-6)),
             tie_embeddings=bool(found.get("tie_word_embeddings", kind == "smollm3")),
             unrotated_layers=_unrotated(found, len(layers)) if kind == "smollm3" else (),
+            unscaled_layers=tuple(i for i, layer in enumerate(layers) if layer == "window" and kind == "olmo3"),
             **_rope(found, kind, head_dim),
         )
     except KeyError as error:
@@ -158,18 +159,17 @@ def _layers(found: Mapping[str, Any], kind: str) -> tuple[tuple[Attention, ...],
     if not 1 <= count <= MOST_LAYERS:
         raise ValueError(f"num_hidden_layers must be from 1 to {MOST_LAYERS:,}, got {count:,}")
     window = found.get("sliding_window", None if kind == "phi3" else _SLIDING_WINDOW)
-    if kind in ("qwen2", "qwen3", "smollm3") and not found.get("use_sliding_window", False):
+    switched_off = kind in ("qwen2", "qwen3", "smollm3") and not found.get("use_sliding_window", False)
+    if switched_off or kind in ("llama", "olmo2"):
         window = None
     named = found.get("layer_types")
     if named is None and kind == "smollm3":
         unrotated = _unrotated(found, count) if window else ()
         named = ["sliding_attention" if index in unrotated else "full_attention" for index in range(count)]
-    if named is None or kind in ("llama", "mistral", "phi3"):
-        first = (
-            {"mistral": 0, "phi3": 0}.get(kind, found.get("max_window_layers", 28))
-            if window and kind != "llama"
-            else count
-        )
+    if named is None and kind == "olmo3":
+        named = ["full_attention" if index % 4 == 3 else "sliding_attention" for index in range(count)]
+    if named is None or kind in ("llama", "mistral", "phi3", "olmo2"):
+        first = {"mistral": 0, "phi3": 0}.get(kind, found.get("max_window_layers", 28)) if window else count
         named = ["full_attention"] * min(first, count) + ["sliding_attention"] * max(0, count - first)
     unknown = [name for name in named if name not in _LAYER_TYPES]
     if unknown:
@@ -193,6 +193,8 @@ def _rope(found: Mapping[str, Any], kind: str, head_dim: int) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling`; values that transformers infers are written out."""
     # People add rope_scaling to a file that has rope_parameters; transformers then takes what was added.
     given = dict(found.get("rope_scaling") or found.get("rope_parameters") or {})
+    if kind == "olmo3":
+        given = _rope_of_full_attention(found)
     if any(isinstance(value, Mapping) for value in given.values()):
         raise ValueError("rope parameters that differ between layers are not supported")
     unknown = sorted(set(given) - _ROPE_KEYS)
@@ -238,6 +240,17 @@ def _rope(found: Mapping[str, Any], kind: str, head_dim: int) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": RopeScaling(rope_type=rope_type, **chosen)}  # type: ignore[arg-type]
 
 
+def _rope_of_full_attention(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Rope parameters of OLMo 3's layers with full attention. Those of its window layers must be the same, unscaled."""
+    of_types = dict(found.get("rope_parameters") or {})
+    full = {**(of_types.get("full_attention") or {}), **(found.get("rope_scaling") or {})}
+    full.setdefault("rope_theta", found.get("rope_theta", _THETA["olmo3"]))
+    window = {"rope_type": "default", "rope_theta": _THETA["olmo3"], **(of_types.get("sliding_attention") or {})}
+    if window != {"rope_type": "default", "rope_theta": full["rope_theta"]}:
+        raise ValueError(f"the rope parameters {window} of sliding_attention are not supported")
+    return full
+
+
 def _attention_factor(given: Mapping[str, Any], rope_type: str, factor: float | None) -> float | None:
     """The factor that is given, or that of yarn's two mscales; None: by the type's formula."""
     if given.get("attention_factor") is not None:
@@ -270,9 +283,10 @@ def _joined_names(config: ModelConfig) -> Callable[[str], str | Rows]:
     return stored
 
 
-def hf_name(name: str) -> str:
-    """Name of a tensor of a dense `DecoderLM` in Hugging Face's models."""
-    words = [_NAMES.get(word, word) for word in name.split(".")]
+def hf_name(name: str, norm_after: bool = False) -> str:
+    """Name of a tensor of a dense `DecoderLM` in Hugging Face's models; `norm_after` as in its configuration."""
+    names = _NAMES | _NAMES_OF_NORMS_AFTER if norm_after else _NAMES
+    words = [names.get(word, word) for word in name.split(".")]
     if words[0] == "blocks":
         words[0] = "model.layers"
     return ".".join(words)

@@ -25,7 +25,8 @@ def make_blocks(config: ModelConfig) -> nn.ModuleList:
     kinds = enumerate(config.attention_of_layers)
     attentions = [_attention(config, kind, config.rope_scaling_of(index)) for index, kind in kinds]
     return nn.ModuleList(
-        Block(attention, config.dim, config.mlp_dim, config.norm_eps, config.mlp_bias) for attention in attentions
+        Block(attention, config.dim, config.mlp_dim, config.norm_eps, config.mlp_bias, config.norm_after)
+        for attention in attentions
     )
 
 
@@ -58,11 +59,11 @@ def run_blocks(
             yield x
         return
     layers: list[AttentionBase] = [block.attention for block in blocks]  # type: ignore[misc]
-    unrotated = [index in config.unrotated_layers for index in range(len(layers))]
-    rotary = [
-        _shared_tables([layer for layer, other in zip(layers, unrotated, strict=True) if other == alike], x, documents)
-        for alike in (False, True)
-    ]
+    scalings = [layer.rope_scaling for layer in layers]
+    rotary = {
+        scaling: _shared_tables([layer for layer in layers if layer.rope_scaling == scaling], x, documents)
+        for scaling in dict.fromkeys(scalings)
+    }
     for index, (block, kind) in enumerate(zip(blocks, config.attention_of_layers, strict=True)):
         given = {}
         if kind in ("nsa", "selected") and config.selection == "random":
@@ -74,7 +75,7 @@ def run_blocks(
             given["dropped"] = drop_selected(
                 trained_tokens, documents_and_positions(x, documents)[1], config.selected_dropout, index
             )
-        tables = rotary[unrotated[index]]
+        tables = rotary[scalings[index]]
         if lessons is not None and kind in ("nsa", "selected"):
             x, figures = block(x, cu_seqlens=documents, rotary=tables, lesson=lessons.of_layer(index), **given)
             lessons.add(index, figures)
@@ -83,10 +84,8 @@ def run_blocks(
         yield x
 
 
-def _shared_tables(layers: list[AttentionBase], x: Tensor, documents: Documents | None) -> RotaryTables | None:
-    """Rotary tables of layers alike; None without layers."""
-    if not layers:
-        return None
+def _shared_tables(layers: list[AttentionBase], x: Tensor, documents: Documents | None) -> RotaryTables:
+    """Rotary tables of layers with the same scaling."""
     # A layer with compressed blocks has the tables of the others too.
     first = next((layer for layer in layers if layer.geometry is not None), layers[0])
     return first.rotary_tables(x, documents)
@@ -158,6 +157,7 @@ def _attention(config: ModelConfig, kind: str, rope_scaling: RopeScaling) -> Att
         "rope_theta": config.rope_theta,
         "rope_scaling": rope_scaling,
         "qk_norm": config.qk_norm,
+        "qk_norm_all_heads": config.qk_norm_all_heads,
         "norm_eps": config.norm_eps,
         "qkv_bias": config.qkv_bias,
         "o_bias": config.o_bias,
@@ -206,6 +206,6 @@ def _initial_std(name: str, shape: torch.Size, config: ModelConfig) -> float:
     if name == "embedding.weight" and not config.tie_embeddings:
         return SMALL_STD
     std: float = shape[1] ** -0.5
-    if name.endswith((".attention.o_proj.weight", ".mlp.down_proj.weight")):
+    if name.endswith((".attention.o_proj.weight", ".mlp.down_proj.weight")) and not config.norm_after:
         std /= (2 * config.num_layers) ** 0.5
     return std

@@ -10,7 +10,7 @@ import tyro
 from trifocal.errors import UserError
 from trifocal.fields import check_at_least, check_types, from_table
 from trifocal.nn.attention_base import INDEX_DIM
-from trifocal.nn.rope import RopeScaling
+from trifocal.nn.rope import UNSCALED, RopeScaling
 from trifocal.ops import Geometry
 from trifocal.ops.geometry import LARGEST_SIZE
 
@@ -54,11 +54,14 @@ class ModelConfig:
         selected_dropout: Share of the queries whose selected branch is dropped in a training step, drawn for each layer
             anew, so that the compressed branch learns to find what they ask for: its scores choose the blocks.
         qk_norm: Whether each head's query and key pass an RMSNorm before they are rotated.
+        qk_norm_all_heads: Whether one such norm is over all heads of a branch, instead of each head; with `qk_norm`.
+        norm_after: Whether a layer's RMSNorms are behind attention and MLP, instead of in front of them.
         qkv_bias: Whether the projections of queries, keys and values have biases.
         o_bias: Whether the attention's output projection has a bias.
         mlp_bias: Whether the SwiGLU's maps have biases.
         rope_theta: Base of the rotary frequencies.
         rope_scaling: Of the rotary frequencies, for sequences longer than those of pretraining.
+        unscaled_layers: Layers, by number, whose rotary frequencies `rope_scaling` leaves alone.
         unrotated_layers: Layers, by number, whose queries and keys are not rotated.
         norm_eps: Added to the mean square in every norm.
         tie_embeddings: Use the embedding as the output projection.
@@ -87,11 +90,14 @@ class ModelConfig:
     shared_kv: bool = False
     selected_dropout: float = 0.0
     qk_norm: bool = False
+    qk_norm_all_heads: bool = False
+    norm_after: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    unscaled_layers: tuple[int, ...] = ()
     unrotated_layers: tuple[int, ...] = ()
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
@@ -116,15 +122,17 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise UserError(f"model.head_dim must be even for rotary positions, got {self.head_dim}")
+        if self.qk_norm_all_heads and not self.qk_norm:
+            raise UserError("model.qk_norm_all_heads needs model.qk_norm = true, got false")
         if self.layer_types and len(self.layer_types) != self.num_layers:
             raise UserError(
                 f"model.layer_types must name the attention of each of {self.num_layers} layers, "
                 f"got {len(self.layer_types)}"
             )
-        if not all(0 <= layer < self.num_layers for layer in self.unrotated_layers):
-            raise UserError(
-                f"model.unrotated_layers must be layers from 0 to {self.num_layers - 1}, got {self.unrotated_layers!r}"
-            )
+        for name in ("unscaled_layers", "unrotated_layers"):
+            layers = getattr(self, name)
+            if not all(0 <= layer < self.num_layers for layer in layers):
+                raise UserError(f"model.{name} must be layers from 0 to {self.num_layers - 1}, got {layers!r}")
         try:
             self.rope_scaling.check_head_dim(self.head_dim)
             if self.has_index:
@@ -139,7 +147,9 @@ class ModelConfig:
 
     def rope_scaling_of(self, layer: int) -> RopeScaling:
         """Scaling of the rotary frequencies in a layer."""
-        return _UNROTATED if layer in self.unrotated_layers else self.rope_scaling
+        if layer in self.unrotated_layers:
+            return _UNROTATED
+        return UNSCALED if layer in self.unscaled_layers else self.rope_scaling
 
     @property
     def chooses_blocks(self) -> bool:

@@ -9,9 +9,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from trifocal.nn.norm import RMSNorm
+from trifocal.nn.norm import AllHeadsRMSNorm, RMSNorm
 from trifocal.nn.projection import project
-from trifocal.nn.rope import UNSCALED, RopeScaling, rotary_tables, rotate
+from trifocal.nn.rope import UNSCALED, RopeScaling, rotary_tables
 from trifocal.ops import Documents, Geometry
 from trifocal.ops.choice_loss import Sample
 from trifocal.ops.layout import compressed_layout, max_packed_compressed_blocks
@@ -90,6 +90,7 @@ class AttentionBase(nn.Module):
         rope_theta: Base of the rotary frequencies.
         rope_scaling: Change of the rotary frequencies for sequences longer than those of pretraining.
         qk_norm: Whether each head's query and key, of every branch, pass an RMSNorm before they are rotated.
+        qk_norm_all_heads: Whether one such norm is over all heads of a branch instead of each head.
         norm_eps: Epsilon of these norms.
         qkv_bias: Whether q_proj, k_proj and v_proj have biases.
         o_bias: Whether o_proj has one.
@@ -111,6 +112,7 @@ class AttentionBase(nn.Module):
         rope_theta: float = 10000.0,
         rope_scaling: RopeScaling = UNSCALED,
         qk_norm: bool = False,
+        qk_norm_all_heads: bool = False,
         norm_eps: float = 1e-6,
         qkv_bias: bool = False,
         o_bias: bool = False,
@@ -125,6 +127,8 @@ class AttentionBase(nn.Module):
             raise ValueError(f"head_dim must be even for rotary positions, got {head_dim}")
         if not rope_theta > 0:
             raise ValueError(f"rope_theta must be above 0, got {rope_theta}")
+        if qk_norm_all_heads and not qk_norm:
+            raise ValueError("qk_norm_all_heads needs qk_norm=True, got False")
         rope_scaling.check_head_dim(head_dim)
         if geometry is not None:
             check_geometry(geometry)
@@ -137,8 +141,12 @@ class AttentionBase(nn.Module):
         self.v_proj = nn.Linear(dim, branches * num_kv_heads * value_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_heads * value_dim, dim, bias=o_bias)
         self.index: nn.Module | None = None
-        self.q_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
-        self.k_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
+        self.q_norm, self.k_norm = (
+            (AllHeadsRMSNorm(heads * head_dim, norm_eps) if qk_norm_all_heads else RMSNorm(head_dim, norm_eps))
+            if qk_norm
+            else None
+            for heads in (num_heads, num_kv_heads)
+        )
 
     def rotary_tables(self, x: Tensor, cu_seqlens: Tensor | Documents | None = None) -> RotaryTables:
         """Tables to be shared by layers alike; x [B, T, E] gives length, device, type."""
@@ -168,18 +176,6 @@ class AttentionBase(nn.Module):
             of_blocks = 0 if lengths is None else lengths[layout.ids.clamp(min=0)]
             cos, sin = tables(layout.starts, self.head_dim, of_blocks)
         return found._replace(cos_cmp=cos, sin_cmp=sin)
-
-    def selected_keys(self, projected: Tensor, documents: Documents | None = None) -> Tensor:
-        """The selected branch's rotated keys, [B, T, G, D], from `k_proj`'s output; full attention would read these.
-
-        Args:
-            projected: [B, T, branches * G * D].
-            documents: Packed documents, if there are several.
-        """
-        # The second of three branches.
-        k = projected.unflatten(-1, (self.branches, self.num_kv_heads, self.head_dim))[:, :, self.branches // 2]
-        k = k if self.k_norm is None else self.k_norm(k)
-        return rotate(k, *self.rotary_tables(projected, documents)[:2])
 
     def _project(self, x: Tensor, *others: nn.Linear) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
         """Queries, and keys and values of each branch, normed and not rotated; and other maps of the same input.

@@ -1,11 +1,11 @@
-"""The decoder block: pre-norm attention and a pre-norm SwiGLU, each added to the residual stream."""
+"""The decoder block: attention and a SwiGLU with an RMSNorm each, added to the residual stream."""
 
 from typing import Any
 
 from torch import Tensor, nn
 
 from trifocal.nn.attention_base import RotaryTables
-from trifocal.nn.norm import RMSNorm
+from trifocal.nn.norm import RMSNorm, product_dtype
 from trifocal.ops import Documents
 
 
@@ -40,12 +40,20 @@ class Block(nn.Module):
         mlp_dim: Hidden width of the SwiGLU.
         norm_eps: Epsilon of both norms.
         mlp_bias: Whether the SwiGLU's maps have biases.
+        norm_after: Whether the norms are behind attention and SwiGLU instead of in front of them.
     """
 
     def __init__(
-        self, attention: nn.Module, dim: int, mlp_dim: int, norm_eps: float = 1e-6, mlp_bias: bool = False
+        self,
+        attention: nn.Module,
+        dim: int,
+        mlp_dim: int,
+        norm_eps: float = 1e-6,
+        mlp_bias: bool = False,
+        norm_after: bool = False,
     ) -> None:
         super().__init__()
+        self.norm_after = norm_after
         self.attention_norm = RMSNorm(dim, norm_eps)
         self.attention = attention
         self.mlp_norm = RMSNorm(dim, norm_eps)
@@ -64,10 +72,17 @@ class Block(nn.Module):
         **given: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """[B, T, E] -> [B, T, E], with a `lesson` also the choice's figures; keywords as the attention takes them."""
-        attended = self.attention(self.attention_norm(x), cu_seqlens=cu_seqlens, rotary=rotary, **given)
+        attended = self.attention(self._before(self.attention_norm, x), cu_seqlens=cu_seqlens, rotary=rotary, **given)
         figures = None
         if isinstance(attended, tuple):
             attended, figures = attended
-        x = x + attended
-        x = x + self.mlp(self.mlp_norm(x))
+        x = x + self._behind(self.attention_norm, attended)
+        x = x + self._behind(self.mlp_norm, self.mlp(self._before(self.mlp_norm, x)))
         return x if figures is None else (x, figures)
+
+    def _before(self, norm: nn.Module, x: Tensor) -> Tensor:
+        # Cast once, as a norm does: each product would keep a copy of its own.
+        return x.to(product_dtype(x)) if self.norm_after else norm(x)
+
+    def _behind(self, norm: nn.Module, x: Tensor) -> Tensor:
+        return norm(x) if self.norm_after else x

@@ -9,6 +9,7 @@
 The loss, `trifocal.ops.choice_loss`, changes the parameters of the chooser alone: its input is detached.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -58,6 +59,9 @@ class ChoosingAttention(AttentionBase):
         chooser: `"compressed"`, `"index"` or `"exact"`.
         **sizes: Those of `AttentionBase`, with a geometry.
 
+    Attributes:
+        watcher: Called with the rotated queries and keys of the selected branch before each choice; for telemetry.
+
     Raises:
         ValueError: If the sizes do not fit one another, or there is no such chooser.
     """
@@ -71,6 +75,7 @@ class ChoosingAttention(AttentionBase):
         if chooser not in ("compressed", "index", "exact"):
             raise ValueError(f"chooser must be 'compressed', 'index' or 'exact', got {chooser!r}")
         self.chooser = chooser
+        self.watcher: Callable[[Tensor, Tensor], None] | None = None
         self.index = IndexHeads(self.q_proj.in_features, self.num_kv_heads) if chooser == "index" else None
 
     def _unrotated_index(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -86,6 +91,8 @@ class ChoosingAttention(AttentionBase):
         self, q: Tensor, k: Tensor, index: tuple[Tensor, Tensor] | None, documents: Documents | None
     ) -> Tensor | None:
         """The choice, [B, T, G, N], of rotated queries and keys of the selected branch; None: by compressed keys."""
+        if self.watcher is not None:
+            self.watcher(q, k)
         if index is not None:
             return select_blocks_by_index(*index, self.geometry, cu_seqlens=documents, backend=self.backend)
         if self.chooser == "exact":
@@ -103,11 +110,12 @@ class ChoosingAttention(AttentionBase):
         rotary: RotaryTables,
     ) -> Tensor:
         """The layer's loss, whose gradient reaches the chooser alone, and its recall, both scaled: [2]."""
+        rest = (lesson.sample, self.geometry, documents)
         if index is not None:
-            figures = choice_loss(q, k, lesson.sample, self.geometry, documents, q_idx=index[0], k_idx=index[1])
+            figures = choice_loss(q, k, *rest, q_idx=index[0], k_idx=index[1], backend=self.backend)
         else:
             k_cmp = self._taught_keys(x.detach(), documents, rotary)
-            figures = choice_loss(q, k, lesson.sample, self.geometry, documents, k_cmp=k_cmp)
+            figures = choice_loss(q, k, *rest, k_cmp=k_cmp, backend=self.backend)
         return lesson.scale * torch.stack(figures)
 
     def _taught_keys(self, x: Tensor, documents: Documents | None, rotary: RotaryTables) -> Tensor:
@@ -118,11 +126,14 @@ class ChoosingAttention(AttentionBase):
         if self.branches == 1:
             # Other branches read the same keys.
             weight, bias = weight.detach(), None if bias is None else bias.detach()
-        raw = functional.linear(x, weight, bias).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        raw = functional.linear(x, weight, bias)
         if self.k_norm is not None:
             norm, exact = self.k_norm, torch.promote_types(raw.dtype, torch.float32)
             weight = norm.weight.detach().to(exact)
-            raw = functional.rms_norm(raw.to(exact), weight.shape, weight, norm.eps).to(raw.dtype)
+            # Each head, or all of them.
+            parts = raw.to(exact).unflatten(-1, (-1, len(weight)))
+            raw = functional.rms_norm(parts, weight.shape, weight, norm.eps).to(raw.dtype).flatten(-2)
+        raw = raw.unflatten(-1, (self.num_kv_heads, self.head_dim))
         return self._compressed_keys(raw, documents, rotary)
 
     def _compressed_keys(self, raw: Tensor, documents: Documents | None, rotary: RotaryTables) -> Tensor:

@@ -24,7 +24,20 @@ class RMSNorm(nn.Module):
         """[..., dim] -> [..., dim], in autocast's type where it is on, else in the type of `x`."""
         exact = torch.promote_types(x.dtype, torch.float32)
         normed = nn.functional.rms_norm(x.to(exact), self.weight.shape, self.weight.to(exact), self.eps)
-        # The meta device has no autocast to ask for.
-        if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
-            return normed.to(torch.get_autocast_dtype(x.device.type))
-        return normed.to(x.dtype)
+        return normed.to(product_dtype(x))
+
+
+class AllHeadsRMSNorm(RMSNorm):
+    """One `RMSNorm` over all heads of a token together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., heads, D] -> [..., heads, D], with dim = heads * D."""
+        return super().forward(x.flatten(-2)).unflatten(-1, x.shape[-2:])
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Type in which products read x: autocast's where it is on, else that of x."""
+    # The meta device has no autocast to ask for.
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype

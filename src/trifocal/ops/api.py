@@ -59,7 +59,7 @@ def compress_by_mean(x: Tensor, geometry: Geometry, cu_seqlens: Tensor | Documen
         num_blocks = num_packed_compressed_blocks(documents, geometry)
     # No heads, no scores, no selection: only device, type and width count.
     if resolve("mean_compress", backend, x, x, None) == "triton":
-        return operators.mean_compress(x, operators.sizes_of(geometry), num_blocks, *operators.tensors_of(documents))
+        return operators.mean_compress(x, geometry, num_blocks, documents)
     return reference.mean_compress(x, geometry, documents, num_blocks)
 
 
@@ -102,7 +102,7 @@ def compressed_attention(
     check_compressed_count(k_cmp, geometry, num_keys, documents)
     scale = resolve_scale(scale, q)
     if resolve("compressed_attention", backend, q, v_cmp, geometry, scale) == "triton":
-        return pipeline.run_compressed_attention(q, k_cmp, v_cmp, geometry, num_keys, scale, documents)
+        return operators.compressed_attention(q, k_cmp, v_cmp, geometry, num_keys, scale, documents)
     return reference.compressed_attention(q, k_cmp, v_cmp, geometry, num_keys, scale, documents)
 
 
@@ -150,7 +150,7 @@ def select_blocks(
     scale = resolve_scale(scale, q)
     chosen = resolve("select_blocks", backend, q, k_cmp, geometry, scale)
     inputs = (q.detach(), k_cmp.detach(), lse.detach())
-    return pipeline.run_select_blocks(*inputs, geometry, num_keys, scale, documents, chosen)
+    return operators.select_blocks(*inputs, geometry, num_keys, scale, documents, chosen)
 
 
 def select_blocks_by_index(
@@ -189,8 +189,7 @@ def select_blocks_by_index(
         raise ValueError(f"k_idx [B, S, Di] must have num_keys = {num_keys} keys, got {list(k_idx.shape)}")
     documents = resolve_documents(cu_seqlens, q_idx.shape[0], q_idx.shape[1], k_idx.shape[1], q_idx.device)
     chosen = resolve("select_blocks_by_index", backend, q_idx, k_idx[:, :, None], geometry)
-    sizes, tensors = operators.sizes_of(geometry), operators.tensors_of(documents)
-    return operators.select_blocks_by_index(q_idx.detach(), k_idx.detach(), sizes, *tensors, chosen)
+    return operators.select_blocks_by_index(q_idx.detach(), k_idx.detach(), geometry, documents, chosen)
 
 
 def selected_attention(
@@ -232,7 +231,7 @@ def selected_attention(
     check_selected_blocks(selected_blocks, q, k)
     scale = resolve_scale(scale, q)
     if resolve("selected_attention", backend, q, v, geometry, scale) == "triton":
-        return pipeline.run_selected_attention(q, k, v, selected_blocks, geometry, scale, documents)[0]
+        return operators.selected_attention(q, k, v, selected_blocks, geometry, scale, documents)[0]
     return reference.selected_attention(q, k, v, selected_blocks, geometry, scale, documents)
 
 
@@ -270,7 +269,7 @@ def window_attention(
     documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], k.shape[1], q.device)
     scale = resolve_scale(scale, q)
     if resolve("window_attention", backend, q, v, None, scale) == "triton":
-        return pipeline.run_window_attention(q, k, v, window_size, scale, documents)[0]
+        return operators.window_attention(q, k, v, window_size, scale, documents)[0]
     return reference.window_attention(q, k, v, window_size, scale, documents)
 
 
@@ -331,7 +330,7 @@ def nsa_attention(
     o_cmp, lse = reference.compressed_attention(q, k_cmp, v_cmp, geometry, num_keys, scale, documents)
     if selected_blocks is None:
         detached = (q.detach(), k_cmp.detach(), lse.detach())
-        selected_blocks = pipeline.run_select_blocks(*detached, geometry, num_keys, scale, documents, "reference")
+        selected_blocks = operators.select_blocks(*detached, geometry, num_keys, scale, documents, "reference")
     return reference.nsa_attention(
         q, k_slc, v_slc, k_win, v_win, gates, geometry, scale, documents, selected_blocks, o_cmp
     )

@@ -7,7 +7,9 @@ the blocks in the past that are not forced.
 
     KL( m / sum m  ||  (i + 1e-6) / sum (i + 1e-6) )
 
-The teacher looks everywhere, so it names blocks that were never chosen. It has no gradient.
+The teacher looks everywhere, so it names blocks that were never chosen. It has no gradient. The kernels make its masses
+and the scores of an index, and write nothing of the size of a score; a student of compressed keys is PyTorch's on any
+backend: it has a sixteenth of the teacher's scores.
 
 Shape letters as in DESIGN.md, and M: sampled queries of a row.
 """
@@ -18,16 +20,20 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from trifocal.ops import operators
+from trifocal.ops.dispatch import resolve
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, compressed_layout
-from trifocal.ops.reference import accumulator, block_grid, full_precision, importance
+from trifocal.ops.reference import accumulator, block_grid, chosen_mask, full_precision, importance
 
 FLOOR = 1e-6
 """Added to the student's importance: a block without a visible compressed key has none."""
 LEAST_MASS = 1e-9
 """A query with less mass on its free candidates teaches nothing."""
-# Scores of the teacher that exist at a time.
-_MOST_SCORES = 2**28
+# Numbers of the largest tensor that exist at a time: scores of a teacher or student, or blocks of both.
+_MOST_NUMBERS = 2**28
+# Tensors of one number a query, group and block that exist beside one another.
+_TENSORS_OF_BLOCKS = 8
 _MASK = 2**32 - 1
 
 
@@ -111,6 +117,7 @@ def choice_loss(
     k_cmp: Tensor | None = None,
     q_idx: Tensor | None = None,
     k_idx: Tensor | None = None,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The loss and the recall of the choice, each summed over eligible sampled queries and groups.
 
@@ -122,6 +129,7 @@ def choice_loss(
         documents: Packed documents, with B == 1.
         k_cmp: The student, if it is the compressed attention: rotated compressed keys, [B, C, G, D].
         q_idx, k_idx: The student, if it is an index: [B, T, G, Di] and [B, T, Di].
+        backend: `"auto"`, `"reference"` or `"triton"`.
 
     Returns:
         Two scalars, fp32 (fp64 for fp64). The gradient of the loss reaches `k_cmp`, or `q_idx` and `k_idx`, and nothing
@@ -130,14 +138,20 @@ def choice_loss(
     """
     q, k = q.detach(), k.detach()
     batch, num_queries = sample.tokens.shape
-    parts = -(-batch * num_queries * q.shape[2] * q.shape[1] // _MOST_SCORES)
+    kernels = resolve("choice_loss", backend, q, k, geometry) == "triton"
+    widest = k.shape[2] * num_blocks(k.shape[1], geometry, documents) * _TENSORS_OF_BLOCKS
+    if not kernels:
+        widest = q.shape[2] * q.shape[1]
+    elif k_cmp is not None:
+        widest = max(widest, q.shape[2] * k_cmp.shape[1])
+    parts = -(-batch * num_queries * widest // _MOST_NUMBERS)
 
     def of_part(part: Sample) -> tuple[Tensor, Tensor]:
         args = (q, k, k_cmp, q_idx, k_idx)
         if parts == 1:
-            return _loss_of(part, geometry, documents, *args)
+            return _loss_of(part, geometry, documents, kernels, *args)
         # Scores of the student are made again in backward, so that those of one part exist at a time.
-        return checkpoint(_loss_of, part, geometry, documents, *args, use_reentrant=False)  # type: ignore[no-any-return]
+        return checkpoint(_loss_of, part, geometry, documents, kernels, *args, use_reentrant=False)  # type: ignore[no-any-return]
 
     cut = zip(*(field.chunk(parts, dim=1) for field in sample), strict=True)
     losses, recalls = zip(*(of_part(Sample(*part)) for part in cut), strict=True)
@@ -148,6 +162,7 @@ def _loss_of(
     sample: Sample,
     geometry: Geometry,
     documents: Documents | None,
+    kernels: bool,
     q: Tensor,
     k: Tensor,
     k_cmp: Tensor | None,
@@ -155,13 +170,22 @@ def _loss_of(
     k_idx: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     with full_precision(q):
-        free = free_blocks(sample, geometry, num_blocks(k.shape[1], geometry, documents))
-        mass = teacher_masses(q, k, sample, geometry, documents)
+        blocks = num_blocks(k.shape[1], geometry, documents)
+        free = free_blocks(sample, geometry, blocks)
+        where = (sample.tokens.contiguous(), sample.starts.contiguous(), geometry, blocks, documents)
+        if kernels:
+            mass = operators.teacher_masses(_at(q, sample.tokens), k, *where)
+        else:
+            mass = teacher_masses(q, k, sample, geometry, documents)
         if k_cmp is not None:
             student = compressed_importance(q, k_cmp, sample, geometry, documents)
         else:
             assert q_idx is not None and k_idx is not None
-            scores = index_scores(q_idx, k_idx, sample, geometry, documents)
+            if kernels:
+                largest, _ = operators.index_scores(_at(q_idx, sample.tokens), k_idx, *where)
+                scores = largest * q_idx.shape[-1] ** -0.5
+            else:
+                scores = index_scores(q_idx, k_idx, sample, geometry, documents)
             # A share of the free candidates: what lies in forced blocks is not the index's to find.
             student = scores.masked_fill(~free[:, :, None], torch.finfo(scores.dtype).min).softmax(-1)
         loss = divergence(mass, student, free, sample.eligible)
@@ -188,17 +212,42 @@ def divergence(mass: Tensor, student: Tensor, free: Tensor, eligible: Tensor) ->
 
 
 def recall(mass: Tensor, student: Tensor, free: Tensor, eligible: Tensor, geometry: Geometry) -> Tensor:
-    """Mass of the blocks that the student would choose, as a share of the most that could be, summed over queries.
+    """Recall of the choice that the student would make, summed over queries and groups.
 
     Args:
         mass, student, free, eligible: As in `divergence`.
         geometry: Block sizes, in tokens.
     """
     places = min(free_places(geometry), mass.shape[-1])
-    mass, student = mass.where(free[:, :, None], 0), student.where(free[:, :, None], -1)
-    best = mass.topk(places, -1).values.sum(-1)
-    held = mass.gather(-1, student.topk(places, -1).indices).sum(-1)
-    return (held / best.clamp(min=LEAST_MASS)).where(eligible[:, :, None] & (best > LEAST_MASS), 0).sum()
+    chosen = student.where(free[:, :, None], -1).topk(places, -1).indices
+    return choice_shares(mass, chosen, free, eligible, geometry)[0].sum()
+
+
+def choice_shares(
+    mass: Tensor, chosen: Tensor, free: Tensor, eligible: Tensor, geometry: Geometry
+) -> tuple[Tensor, Tensor]:
+    """Mass of the free blocks that a choice holds, and that the exact choice holds, as shares of the latter's sum.
+
+    The exact choice takes the free blocks of most mass. What a choice holds of it is its recall.
+
+    Args:
+        mass, free, eligible: As in `divergence`.
+        chosen: Numbers of the chosen blocks, [B, M, G, N]; those that are not free do not count.
+        geometry: Block sizes, in tokens.
+
+    Returns:
+        By block, [B, M, G, J]: those of the choice add up to its recall, those of the exact choice to 1. All are 0 for
+        a query that is not eligible, or has no mass on its free blocks.
+    """
+    blocks = mass.shape[-1]
+    mass = mass.where(free[:, :, None], 0)
+    best = mass * chosen_mask(mass.topk(min(free_places(geometry), blocks), -1).indices, blocks)
+    total = best.sum(-1, keepdim=True)
+    counts = eligible[:, :, None, None] & (total > LEAST_MASS)
+    held, best = (
+        (x / total.clamp(min=LEAST_MASS)).where(counts, 0) for x in (mass * chosen_mask(chosen, blocks), best)
+    )
+    return held, best
 
 
 def num_blocks(num_tokens: int, geometry: Geometry, documents: Documents | None) -> int:

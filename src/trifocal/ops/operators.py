@@ -2,8 +2,8 @@
 
 An operator is opaque: `torch.compile` neither looks into it nor breaks the graph at it, and a policy of activation
 checkpointing can keep its result. So each has a fake implementation, which gives shapes alone, and a backward that
-is an operator too. Bodies are the Triton kernels, imported when they first run; `select_blocks`, which has no backward
-and is watched by telemetry, is one operator for both backends.
+is an operator too. Bodies are the Triton kernels, imported when they first run; the choices of blocks, which have no
+backward and are watched by telemetry, are operators for both backends.
 
 The stages of the whole attention are these operators too, called without gradients, in front of one boundary of
 autograd: `trifocal.ops.pipeline`.
@@ -12,8 +12,10 @@ Geometry travels as a list of its sizes, documents as their three tensors or thr
 """
 
 import functools
+import importlib
+from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,21 +24,93 @@ from trifocal.ops import reference
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents
 
-ANY_STRIDES = (torch.Tag.flexible_layout,)
-"""Tags of operators that accept any strides: without them the compiler copies q once for each of them."""
-
-DocumentTensors = tuple[Tensor | None, Tensor | None, Tensor | None]
-
-
-def sizes_of(geometry: Geometry) -> list[int]:
-    """A geometry as operators take it."""
-    # Not `astuple`, which deep-copies every number: slow, and PyTorch 2.11 cannot compile it on Python 3.11.
-    return [getattr(geometry, field.name) for field in fields(geometry)]
+DOCUMENTS = "Tensor? cu_seqlens, Tensor? ids, Tensor? positions"
+"""The three arguments of documents in a schema."""
+Result = TypeVar("Result")
 
 
-def geometry_of(sizes: list[int]) -> Geometry:
-    """The geometry behind `sizes_of`; made and checked once."""
-    return _geometry(tuple(sizes))
+class Operator(Generic[Result]):
+    """An operator whose arguments and body are those of a function with a geometry and documents.
+
+    Args:
+        name: Its name in `torch.ops.trifocal`.
+        arguments: Its schema's arguments; `SymInt[] geometry` and `DOCUMENTS` are one argument each of the body.
+        results: Its schema's results.
+        body: The function; all its arguments are given by position.
+        fake: Makes results without memory, of the schema's arguments.
+    """
+
+    def __init__(
+        self, name: str, arguments: str, results: str, body: Callable[..., Any], fake: Callable[..., Any]
+    ) -> None:
+        self._names = [argument.split()[-1] for argument in arguments.split(", ")]
+        # Any strides: without the tag the compiler copies q once for each operator.
+        self.definition = torch.library.custom_op(
+            f"trifocal::{name}",
+            functools.partial(self._run, body),
+            mutates_args=(),
+            schema=f"({arguments}) -> {results}",
+            tags=(torch.Tag.flexible_layout,),
+        )
+        self.definition.register_fake(fake)  # type: ignore[union-attr]
+
+    def __call__(self, *args: Any) -> Result:
+        """Call with a geometry and documents as they are."""
+        return self.definition(*flat(args))  # type: ignore[operator, no-any-return]
+
+    def _run(self, body: Callable[..., Any], *flat_args: Any) -> Any:
+        args = list(flat_args)
+        if "cu_seqlens" in self._names:
+            first = self._names.index("cu_seqlens")
+            cu_seqlens, ids, positions = args[first : first + 3]
+            args[first : first + 3] = [None if cu_seqlens is None else Documents(cu_seqlens, ids, positions)]
+        if "geometry" in self._names:
+            place = self._names.index("geometry")
+            args[place] = _geometry(tuple(args[place]))
+        with torch.cuda.device_of(next(x for x in args if isinstance(x, Tensor))):
+            return body(*args)
+
+    def differentiate(
+        self, backward: "Operator[Any]", kept: Callable[..., tuple[Any, ...]], num_outputs: int = 1
+    ) -> None:
+        """Give this operator a backward.
+
+        Args:
+            backward: Takes the gradients of the outputs and what is kept; gives those of the first inputs.
+            kept: What it takes, of the tuples of inputs and outputs.
+            num_outputs: The first outputs, that are differentiable.
+        """
+
+        def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            outputs = output if isinstance(output, tuple) else (output,)
+            ctx.set_materialize_grads(False)
+            ctx.mark_non_differentiable(*outputs[num_outputs:])
+            values = kept(inputs, outputs)
+            ctx.save_for_backward(*(x for x in values if isinstance(x, Tensor)))
+            ctx.values = [... if isinstance(x, Tensor) else x for x in values]
+
+        def gradients(ctx: Any, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+            saved = iter(ctx.saved_tensors)
+            values = [next(saved) if x is ... else x for x in ctx.values]
+            found = backward.definition(*d_outputs[:num_outputs], *values)  # type: ignore[operator]
+            found = found if isinstance(found, tuple) else (found,)
+            return *found, *(None,) * (len(self._names) - len(found))
+
+        self.definition.register_autograd(gradients, setup_context=save)  # type: ignore[union-attr]
+
+
+def flat(args: tuple[Any, ...]) -> list[Any]:
+    """Arguments as the dispatcher takes them; None is documents that are not there."""
+    found: list[Any] = []
+    for x in args:
+        if isinstance(x, Geometry):
+            # Not `astuple`, which deep-copies every number: slow, and PyTorch 2.11 cannot compile it on Python 3.11.
+            found.append([getattr(x, field.name) for field in fields(x)])
+        elif x is None or isinstance(x, Documents):
+            found += (None, None, None) if x is None else x[:3]
+        else:
+            found.append(x)
+    return found
 
 
 @functools.cache
@@ -44,349 +118,180 @@ def _geometry(sizes: tuple[int, ...]) -> Geometry:
     return Geometry(*sizes)
 
 
-def tensors_of(documents: Documents | None) -> DocumentTensors:
-    """Documents as operators take them."""
-    return (None, None, None) if documents is None else documents[:3]
+def _kernels(module: str, function: str) -> Callable[..., Any]:
+    """A launcher of kernels of `ops.triton`, imported when it first runs."""
+
+    def run(*args: Any) -> Any:
+        return getattr(importlib.import_module(f"trifocal.ops.triton.{module}"), function)(*args)
+
+    return run
 
 
-def documents_of(cu_seqlens: Tensor | None, ids: Tensor | None, positions: Tensor | None) -> Documents | None:
-    """Documents from an operator's arguments; None when there are none."""
-    if cu_seqlens is None or ids is None or positions is None:
-        return None
-    return Documents(cu_seqlens, ids, positions)
-
-
-def _empty_lse(q: Tensor) -> Tensor:
-    return q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-def _empty_o(q: Tensor, v: Tensor) -> Tensor:
-    return q.new_empty((q.shape[0], q.shape[1], q.shape[2], v.shape[3]))
-
-
-def _contiguous(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@torch.library.custom_op("trifocal::mean_compress", mutates_args=(), tags=ANY_STRIDES)
-def mean_compress(
-    x: Tensor,
-    geometry: list[int],
-    num_blocks: int,
-    cu_seqlens: Tensor | None,
-    ids: Tensor | None,
-    positions: Tensor | None,
-) -> Tensor:
-    """Means of the compressed blocks, [B, C, G, D]; see `trifocal.ops.mean_compress`."""
-    from trifocal.ops.triton.mean_compression import mean_compress_forward
-
-    documents = documents_of(cu_seqlens, ids, positions)
-    with torch.cuda.device_of(x):
-        return mean_compress_forward(x, geometry_of(geometry), num_blocks, documents)
-
-
-@mean_compress.register_fake
-def _(x: Tensor, geometry: list[int], num_blocks: int, *_: Any) -> Tensor:
-    return x.new_empty((x.shape[0], num_blocks, *x.shape[2:]))
-
-
-@torch.library.custom_op("trifocal::mean_compress_backward", mutates_args=(), tags=ANY_STRIDES)
-def mean_compress_backward(
-    d_x_cmp: Tensor,
-    geometry: list[int],
-    num_tokens: int,
-    cu_seqlens: Tensor | None,
-    ids: Tensor | None,
-    positions: Tensor | None,
-) -> Tensor:
-    """Gradient of the tokens, [B, S, G, D]."""
-    from trifocal.ops.triton.mean_compression import mean_compress_backward as backward
-
-    documents = documents_of(cu_seqlens, ids, positions)
-    with torch.cuda.device_of(d_x_cmp):
-        return backward(d_x_cmp, geometry_of(geometry), num_tokens, documents)
-
-
-@mean_compress_backward.register_fake
-def _(d_x_cmp: Tensor, geometry: list[int], num_tokens: int, *_: Any) -> Tensor:
-    return d_x_cmp.new_empty((d_x_cmp.shape[0], num_tokens, *d_x_cmp.shape[2:]))
-
-
-def _save_mean(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.geometry, _, *documents = inputs
-    ctx.num_tokens = x.shape[1]
-    ctx.save_for_backward(*documents)
-
-
-def _mean_gradients(ctx: Any, d_x_cmp: Tensor) -> tuple[Tensor | None, ...]:
-    d_x = mean_compress_backward(d_x_cmp, ctx.geometry, ctx.num_tokens, *ctx.saved_tensors)
-    return d_x, *(None,) * 5
-
-
-mean_compress.register_autograd(_mean_gradients, setup_context=_save_mean)
-
-
-@torch.library.custom_op("trifocal::select_blocks", mutates_args=(), tags=ANY_STRIDES)
-def select_blocks(
+def _select_blocks(
     q: Tensor,
     k_cmp: Tensor,
     lse: Tensor,
-    geometry: list[int],
+    geometry: Geometry,
     num_keys: int,
     scale: float,
-    cu_seqlens: Tensor | None,
+    documents: Documents | None,
     backend: str,
-    ids: Tensor | None = None,
-    positions: Tensor | None = None,
 ) -> Tensor:
-    """The choice of blocks, [B, T, G, N]; see `trifocal.ops.select_blocks`."""
-    documents = documents_of(cu_seqlens, ids, positions)
-    if documents is None and cu_seqlens is not None:
-        documents = Documents.from_checked(cu_seqlens, num_keys)
     if backend == "reference":
-        return reference.select_blocks(q, k_cmp, lse, geometry_of(geometry), num_keys, scale, documents)
+        return reference.select_blocks(q, k_cmp, lse, geometry, num_keys, scale, documents)
     from trifocal.ops.triton.scoring import select_blocks_forward
 
-    with torch.cuda.device_of(q):
-        return select_blocks_forward(q, k_cmp, lse.to(torch.float32), geometry_of(geometry), num_keys, scale, documents)
+    return select_blocks_forward(q, k_cmp, lse.to(torch.float32), geometry, num_keys, scale, documents)
 
 
-@select_blocks.register_fake
-def _(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: list[int], *_: Any) -> Tensor:
-    num_slots = Geometry(*geometry).num_selected_blocks
-    return q.new_empty((q.shape[0], q.shape[1], k_cmp.shape[2], num_slots), dtype=torch.int32)
-
-
-@torch.library.custom_op("trifocal::select_blocks_by_index", mutates_args=(), tags=ANY_STRIDES)
-def select_blocks_by_index(
-    q_idx: Tensor,
-    k_idx: Tensor,
-    geometry: list[int],
-    cu_seqlens: Tensor | None,
-    ids: Tensor | None,
-    positions: Tensor | None,
-    backend: str,
+def _select_blocks_by_index(
+    q_idx: Tensor, k_idx: Tensor, geometry: Geometry, documents: Documents | None, backend: str
 ) -> Tensor:
-    """The choice of blocks, [B, T, G, N]; see `trifocal.ops.select_blocks_by_index`."""
-    documents = documents_of(cu_seqlens, ids, positions)
     if backend == "reference":
-        return reference.select_blocks_by_index(q_idx, k_idx, geometry_of(geometry), documents)
+        return reference.select_blocks_by_index(q_idx, k_idx, geometry, documents)
     from trifocal.ops.triton.index_scoring import select_blocks_by_index_forward
 
-    with torch.cuda.device_of(q_idx):
-        return select_blocks_by_index_forward(q_idx, k_idx, geometry_of(geometry), k_idx.shape[1], documents)
+    return select_blocks_by_index_forward(q_idx, k_idx, geometry, k_idx.shape[1], documents)
 
 
-@select_blocks_by_index.register_fake
-def _(q_idx: Tensor, k_idx: Tensor, geometry: list[int], *_: Any) -> Tensor:
-    return q_idx.new_empty((*q_idx.shape[:3], Geometry(*geometry).num_selected_blocks), dtype=torch.int32)
+def _compressed_backward(d_o: Tensor | None, d_lse: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
+    backward = _kernels("interval.compressed", "compressed_backward")
+    d_o = torch.zeros_like(inputs[3]) if d_o is None else d_o
+    return backward(d_o, *inputs, d_lse)  # type: ignore[no-any-return]
 
 
-@torch.library.custom_op("trifocal::compressed_attention", mutates_args=(), tags=ANY_STRIDES)
-def compressed_attention(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    geometry: list[int],
-    num_keys: int,
-    scale: float,
-    cu_seqlens: Tensor | None,
-    ids: Tensor | None,
-    positions: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """o and lse over the compressed blocks."""
-    from trifocal.ops.triton.interval.compressed import compressed_forward
-
-    documents = documents_of(cu_seqlens, ids, positions)
-    with torch.cuda.device_of(q):
-        return compressed_forward(q, k_cmp, v_cmp, geometry_of(geometry), num_keys, scale, documents)
+def _empty(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Contiguous tensors of these shapes and types."""
+    return tuple(x.new_empty(x.shape) for x in tensors)
 
 
-@compressed_attention.register_fake
-def _(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _empty_o(q, v_cmp), _empty_lse(q)
+def _attention_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("trifocal::compressed_attention_backward", mutates_args=(), tags=ANY_STRIDES)
-def compressed_attention_backward(
-    d_o: Tensor,
-    d_lse: Tensor | None,
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    geometry: list[int],
-    num_keys: int,
-    scale: float,
-    cu_seqlens: Tensor | None,
-    ids: Tensor | None,
-    positions: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k_cmp and v_cmp."""
-    from trifocal.ops.triton.interval.compressed import compressed_backward
-
-    documents = documents_of(cu_seqlens, ids, positions)
-    with torch.cuda.device_of(q):
-        return compressed_backward(
-            d_o, q, k_cmp, v_cmp, o, lse, geometry_of(geometry), num_keys, scale, documents, d_lse=d_lse
-        )
+def _num_selected(sizes: list[int]) -> int:
+    return Geometry(*sizes).num_selected_blocks
 
 
-@compressed_attention_backward.register_fake
-def _(
-    d_o: Tensor, d_lse: Tensor | None, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _contiguous(q), _contiguous(k_cmp), _contiguous(v_cmp)
+def _index_scores_results(q_idx: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    shape = (*q_idx.shape[:3], rest[4])
+    return q_idx.new_empty(shape, dtype=torch.float32), q_idx.new_empty(shape, dtype=torch.int32)
 
 
-def _save_compressed(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k_cmp, v_cmp, ctx.geometry, ctx.num_keys, ctx.scale, *documents = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k_cmp, v_cmp, *output, *documents)
+mean_compress: Operator[Tensor] = Operator(
+    "mean_compress",
+    f"Tensor x, SymInt[] geometry, SymInt num_blocks, {DOCUMENTS}",
+    "Tensor",
+    _kernels("mean_compression", "mean_compress_forward"),
+    lambda x, geometry, num_blocks, *_: x.new_empty((x.shape[0], num_blocks, *x.shape[2:])),
+)
+"""Means of the compressed blocks, [B, C, G, D]; see `trifocal.ops.mean_compress`."""
+mean_compress_backward: Operator[Tensor] = Operator(
+    "mean_compress_backward",
+    f"Tensor d_x_cmp, SymInt[] geometry, SymInt num_tokens, {DOCUMENTS}",
+    "Tensor",
+    _kernels("mean_compression", "mean_compress_backward"),
+    lambda d_x_cmp, geometry, num_tokens, *_: d_x_cmp.new_empty((d_x_cmp.shape[0], num_tokens, *d_x_cmp.shape[2:])),
+)
+mean_compress.differentiate(mean_compress_backward, lambda x, _: (x[1], x[0].shape[1], *x[3:]))
 
+select_blocks: Operator[Tensor] = Operator(
+    "select_blocks",
+    f"Tensor q, Tensor k_cmp, Tensor lse, SymInt[] geometry, SymInt num_keys, float scale, {DOCUMENTS}, str backend",
+    "Tensor",
+    _select_blocks,
+    lambda q, k, _, sizes, *__: q.new_empty((*q.shape[:2], k.shape[2], _num_selected(sizes)), dtype=torch.int32),
+)
+"""The choice of blocks, [B, T, G, N]; see `trifocal.ops.select_blocks`."""
+select_blocks_by_index: Operator[Tensor] = Operator(
+    "select_blocks_by_index",
+    f"Tensor q_idx, Tensor k_idx, SymInt[] geometry, {DOCUMENTS}, str backend",
+    "Tensor",
+    _select_blocks_by_index,
+    lambda q, _, sizes, *__: q.new_empty((*q.shape[:3], _num_selected(sizes)), dtype=torch.int32),
+)
+"""The choice of blocks, [B, T, G, N]; see `trifocal.ops.select_blocks_by_index`."""
 
-def _compressed_gradients(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k_cmp, v_cmp, o, lse, *documents = ctx.saved_tensors
-    d_o = torch.zeros_like(o) if d_o is None else d_o
-    gradients = compressed_attention_backward(
-        d_o, d_lse, q, k_cmp, v_cmp, o, lse, ctx.geometry, ctx.num_keys, ctx.scale, *documents
-    )
-    return (*gradients, *(None,) * 6)
+_SAMPLE = "Tensor tokens, Tensor starts, SymInt[] geometry, SymInt num_blocks"
+teacher_masses: Operator[Tensor] = Operator(
+    "teacher_masses",
+    f"Tensor q, Tensor k, {_SAMPLE}, {DOCUMENTS}",
+    "Tensor",
+    _kernels("choice_loss", "teacher_masses_forward"),
+    lambda q, k, _, __, ___, blocks, *____: q.new_empty((*q.shape[:2], k.shape[2], blocks), dtype=torch.float32),
+)
+"""Attention of sampled queries over the whole past by block, [B, M, G, J]; see `trifocal.ops.choice_loss`."""
+index_scores: Operator[tuple[Tensor, Tensor]] = Operator(
+    "index_scores",
+    f"Tensor q_idx, Tensor k_idx, {_SAMPLE}, {DOCUMENTS}",
+    "(Tensor, Tensor)",
+    _kernels("choice_loss", "index_scores_forward"),
+    _index_scores_results,
+)
+"""The largest index score of each block of sampled queries' pasts, and its token, both [B, M, G, J]."""
+index_scores_backward: Operator[tuple[Tensor, Tensor]] = Operator(
+    "index_scores_backward",
+    "Tensor d_scores, Tensor places, Tensor q_idx, Tensor k_idx, Tensor tokens, Tensor starts, SymInt[] geometry",
+    "(Tensor, Tensor)",
+    _kernels("choice_loss", "index_scores_backward"),
+    lambda d_scores, places, q_idx, k_idx, *_: _empty(q_idx, k_idx),
+)
+index_scores.differentiate(index_scores_backward, lambda x, outputs: (outputs[1], *x[:5]))
 
-
-compressed_attention.register_autograd(_compressed_gradients, setup_context=_save_compressed)
-
-
-@torch.library.custom_op("trifocal::selected_attention", mutates_args=(), tags=ANY_STRIDES)
-def selected_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selected_blocks: Tensor,
-    geometry: list[int],
-    scale: float,
-    cu_seqlens: Tensor | None,
-    ids: Tensor | None,
-    positions: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """o and lse over the tokens of the chosen blocks; lse is not differentiable."""
-    from trifocal.ops.triton.selected.forward import selected_forward
-
-    documents = documents_of(cu_seqlens, ids, positions)
-    with torch.cuda.device_of(q):
-        return selected_forward(q, k, v, selected_blocks, geometry_of(geometry), scale, documents)
-
-
-@selected_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _empty_o(q, v), _empty_lse(q)
-
-
-@torch.library.custom_op("trifocal::selected_attention_backward", mutates_args=(), tags=ANY_STRIDES)
-def selected_attention_backward(
-    d_o: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    selected_blocks: Tensor,
-    geometry: list[int],
-    scale: float,
-    cu_seqlens: Tensor | None,
-    ids: Tensor | None,
-    positions: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
-    from trifocal.ops.triton.selected.backward import selected_backward
-
-    documents = documents_of(cu_seqlens, ids, positions)
-    with torch.cuda.device_of(q):
-        return selected_backward(d_o, q, k, v, o, lse, selected_blocks, geometry_of(geometry), scale, documents)
-
-
-@selected_attention_backward.register_fake
-def _(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _contiguous(q), _contiguous(k), _contiguous(v)
-
-
-def _save_selected(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, selected_blocks, ctx.geometry, ctx.scale, *documents = inputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, *output, selected_blocks, *documents)
-
-
-def _selected_gradients(ctx: Any, d_o: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    q, k, v, o, lse, selected_blocks, *documents = ctx.saved_tensors
-    gradients = selected_attention_backward(d_o, q, k, v, o, lse, selected_blocks, ctx.geometry, ctx.scale, *documents)
-    return (*gradients, *(None,) * 6)
-
-
-selected_attention.register_autograd(_selected_gradients, setup_context=_save_selected)
-
-
-@torch.library.custom_op("trifocal::window_attention", mutates_args=(), tags=ANY_STRIDES)
-def window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window_size: int,
-    scale: float,
-    cu_seqlens: Tensor | None,
-    ids: Tensor | None,
-    positions: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """o and lse over the window; lse is not differentiable."""
-    from trifocal.ops.triton.interval.window import window_forward
-
-    with torch.cuda.device_of(q):
-        return window_forward(q, k, v, window_size, scale, documents_of(cu_seqlens, ids, positions))
-
-
-@window_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _empty_o(q, v), _empty_lse(q)
-
-
-@torch.library.custom_op("trifocal::window_attention_backward", mutates_args=(), tags=ANY_STRIDES)
-def window_attention_backward(
-    d_o: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    window_size: int,
-    scale: float,
-    cu_seqlens: Tensor | None,
-    ids: Tensor | None,
-    positions: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
-    from trifocal.ops.triton.interval.window import window_backward
-
-    with torch.cuda.device_of(q):
-        return window_backward(d_o, q, k, v, o, lse, window_size, scale, documents_of(cu_seqlens, ids, positions))
-
-
-@window_attention_backward.register_fake
-def _(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _contiguous(q), _contiguous(k), _contiguous(v)
-
-
-def _save_window(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.window_size, ctx.scale, *documents = inputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, *output, *documents)
-
-
-def _window_gradients(ctx: Any, d_o: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    q, k, v, o, lse, *documents = ctx.saved_tensors
-    gradients = window_attention_backward(d_o, q, k, v, o, lse, ctx.window_size, ctx.scale, *documents)
-    return (*gradients, *(None,) * 5)
-
-
-window_attention.register_autograd(_window_gradients, setup_context=_save_window)
+_QKV = "Tensor q, Tensor k, Tensor v"
+_RULES = {
+    "compressed": f"SymInt[] geometry, SymInt num_keys, float scale, {DOCUMENTS}",
+    "selected": f"Tensor selected_blocks, SymInt[] geometry, float scale, {DOCUMENTS}",
+    "window": f"SymInt window_size, float scale, {DOCUMENTS}",
+}
+compressed_attention: Operator[tuple[Tensor, Tensor]] = Operator(
+    "compressed_attention",
+    f"{_QKV}, {_RULES['compressed']}",
+    "(Tensor, Tensor)",
+    _kernels("interval.compressed", "compressed_forward"),
+    _attention_results,
+)
+"""o and lse over the compressed blocks, both differentiable."""
+compressed_attention_backward: Operator[tuple[Tensor, ...]] = Operator(
+    "compressed_attention_backward",
+    f"Tensor? d_o, Tensor? d_lse, {_QKV}, Tensor o, Tensor lse, {_RULES['compressed']}",
+    "(Tensor, Tensor, Tensor)",
+    _compressed_backward,
+    lambda d_o, d_lse, *inputs: _empty(*inputs[:3]),
+)
+selected_attention: Operator[tuple[Tensor, Tensor]] = Operator(
+    "selected_attention",
+    f"{_QKV}, {_RULES['selected']}",
+    "(Tensor, Tensor)",
+    _kernels("selected.forward", "selected_forward"),
+    _attention_results,
+)
+"""o and lse over the tokens of the chosen blocks; lse is not differentiable."""
+selected_attention_backward: Operator[tuple[Tensor, ...]] = Operator(
+    "selected_attention_backward",
+    f"Tensor d_o, {_QKV}, Tensor o, Tensor lse, {_RULES['selected']}",
+    "(Tensor, Tensor, Tensor)",
+    _kernels("selected.backward", "selected_backward"),
+    lambda d_o, *inputs: _empty(*inputs[:3]),
+)
+window_attention: Operator[tuple[Tensor, Tensor]] = Operator(
+    "window_attention",
+    f"{_QKV}, {_RULES['window']}",
+    "(Tensor, Tensor)",
+    _kernels("interval.window", "window_forward"),
+    _attention_results,
+)
+"""o and lse over the window; lse is not differentiable."""
+window_attention_backward: Operator[tuple[Tensor, ...]] = Operator(
+    "window_attention_backward",
+    f"Tensor d_o, {_QKV}, Tensor o, Tensor lse, {_RULES['window']}",
+    "(Tensor, Tensor, Tensor)",
+    _kernels("interval.window", "window_backward"),
+    lambda d_o, *inputs: _empty(*inputs[:3]),
+)
+for forward, backward, outputs in (
+    (compressed_attention, compressed_attention_backward, 2),
+    (selected_attention, selected_attention_backward, 1),
+    (window_attention, window_attention_backward, 1),
+):
+    forward.differentiate(backward, lambda x, outputs: (*x[:3], *outputs, *x[3:]), outputs)

@@ -54,48 +54,12 @@ class Stages(NamedTuple):
     window: Callable[..., tuple[Tensor, Tensor]]
 
 
-def run_compressed_attention(
-    q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, num_keys: int, scale: float, documents: Documents | None
-) -> tuple[Tensor, Tensor]:
-    """`operators.compressed_attention` with a geometry and documents as they are."""
-    return operators.compressed_attention(
-        q, k, v, operators.sizes_of(geometry), num_keys, scale, *operators.tensors_of(documents)
-    )
-
-
-def run_select_blocks(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    geometry: Geometry,
-    num_keys: int,
-    scale: float,
-    documents: Documents | None,
-    backend: str = "triton",
-) -> Tensor:
-    """`operators.select_blocks` with a geometry and documents as they are; not differentiable."""
-    cu_seqlens, *others = operators.tensors_of(documents)
-    sizes = operators.sizes_of(geometry)
-    return operators.select_blocks(q, k_cmp, lse, sizes, num_keys, scale, cu_seqlens, backend, *others)
-
-
-def run_selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, geometry: Geometry, scale: float, documents: Documents | None
-) -> tuple[Tensor, Tensor]:
-    """`operators.selected_attention` with a geometry and documents as they are."""
-    return operators.selected_attention(
-        q, k, v, blocks, operators.sizes_of(geometry), scale, *operators.tensors_of(documents)
-    )
-
-
-def run_window_attention(
-    q: Tensor, k: Tensor, v: Tensor, window_size: int, scale: float, documents: Documents | None
-) -> tuple[Tensor, Tensor]:
-    """`operators.window_attention` with documents as they are."""
-    return operators.window_attention(q, k, v, window_size, scale, *operators.tensors_of(documents))
-
-
-OPERATORS = Stages(run_compressed_attention, run_select_blocks, run_selected_attention, run_window_attention)
+OPERATORS = Stages(
+    operators.compressed_attention,
+    lambda *args: operators.select_blocks(*args, "triton"),
+    operators.selected_attention,
+    operators.window_attention,
+)
 
 
 def nsa_attention(
@@ -123,9 +87,8 @@ def nsa_attention(
         precompile_kernels(q, inputs, gates, geometry, scale, documents, selected_blocks, backward=backward)
     with torch.no_grad():
         b = run_stages(OPERATORS, q, inputs, gates, geometry, scale, documents, selected_blocks)
-    sizes, packed = operators.sizes_of(geometry), operators.tensors_of(documents)
     made = (b.o_cmp, b.lse_cmp, b.o_slc, b.lse_slc, b.o_win, b.lse_win, b.selected_blocks)
-    return combine_branches(q, *inputs, gates, *made, sizes, scale, *packed)
+    return combine_branches(q, *inputs, gates, *made, geometry, scale, documents)
 
 
 def run_stages(
@@ -250,60 +213,34 @@ def _run_kernels(
             mean_compress_backward(gradient, geometry, b.k_slc.shape[1], documents)
 
 
-# The arguments of both operators below: schemas, because a function cannot name its arguments after a tuple's fields.
-_TENSORS = ", ".join(f"Tensor {name}" for name in ("q", *Branches._fields))
-_DOCUMENTS = "Tensor? cu_seqlens, Tensor? ids, Tensor? positions"
-_NUM_BRANCHES = len(Branches._fields)
-
-
-@torch.library.custom_op(
-    "trifocal::combine_branches",
-    mutates_args=(),
-    tags=operators.ANY_STRIDES,
-    schema=f"({_TENSORS}, SymInt[] geometry, float scale, {_DOCUMENTS}) -> Tensor",
-)
-def combine_branches(q: Tensor, *inputs: Any) -> Tensor:
-    """Mix the branches' outputs. Tensors that backward alone needs are arguments too, so that they get gradients."""
+def _combine(q: Tensor, *inputs: Any) -> Tensor:
     from trifocal.ops.triton.combine import combine_forward
 
     b = Branches(*inputs[:_NUM_BRANCHES])
-    with torch.cuda.device_of(q):
-        return combine_forward(b.o_cmp, b.o_slc, b.o_win, b.gates)
+    return combine_forward(b.o_cmp, b.o_slc, b.o_win, b.gates)
 
 
-@combine_branches.register_fake
-def _(q: Tensor, *inputs: Any) -> Tensor:
-    o_cmp = Branches(*inputs[:_NUM_BRANCHES]).o_cmp
-    return o_cmp.new_empty(o_cmp.shape)
+def _combine_backward(d_o: Tensor, q: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    return run_backward(d_o, q, Branches(*inputs[:_NUM_BRANCHES]), *inputs[_NUM_BRANCHES:])
 
 
-@torch.library.custom_op(
-    "trifocal::combine_branches_backward",
-    mutates_args=(),
-    tags=operators.ANY_STRIDES,
-    schema=f"(Tensor d_o, {_TENSORS}, {_DOCUMENTS}, SymInt[] geometry, float scale) -> ({', '.join(['Tensor'] * 8)})",
+_NUM_BRANCHES = len(Branches._fields)
+_ARGUMENTS = ", ".join(f"Tensor {name}" for name in ("q", *Branches._fields))
+_ARGUMENTS += f", SymInt[] geometry, float scale, {operators.DOCUMENTS}"
+
+combine_branches: operators.Operator[Tensor] = operators.Operator(
+    "combine_branches",
+    _ARGUMENTS,
+    "Tensor",
+    _combine,
+    lambda q, *inputs: inputs[Branches._fields.index("o_cmp")].new_empty((*q.shape[:3], inputs[1].shape[3])),
 )
-def combine_branches_backward(d_o: Tensor, q: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    """Gradients of q, the keys and values of the branches in their order, and the gates."""
-    *branches, cu_seqlens, ids, positions, geometry, scale = inputs
-    documents = operators.documents_of(cu_seqlens, ids, positions)
-    with torch.cuda.device_of(q):
-        return run_backward(d_o, q, Branches(*branches), operators.geometry_of(geometry), scale, documents)
-
-
-@combine_branches_backward.register_fake
-def _(d_o: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in inputs[:8])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.geometry, ctx.scale, cu_seqlens, ids, positions = inputs
-    ctx.save_for_backward(*tensors, cu_seqlens, ids, positions)
-
-
-def _gradients(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = combine_branches_backward(d_o, *ctx.saved_tensors, ctx.geometry, ctx.scale)
-    return (*gradients, *(None,) * 12)
-
-
-combine_branches.register_autograd(_gradients, setup_context=_save)
+"""Mix the branches' outputs. Tensors that backward alone needs are arguments too, so that they get gradients."""
+combine_branches_backward: operators.Operator[tuple[Tensor, ...]] = operators.Operator(
+    "combine_branches_backward",
+    f"Tensor d_o, {_ARGUMENTS}",
+    f"({', '.join(['Tensor'] * 8)})",
+    _combine_backward,
+    lambda d_o, *inputs: tuple(x.new_empty(x.shape) for x in inputs[:8]),
+)
+combine_branches.differentiate(combine_branches_backward, lambda inputs, _: inputs)

@@ -194,7 +194,7 @@ def importance_tile(dtype: torch.dtype, q_per_kv: int, dim: int, architecture: s
 def index_tile(dtype: torch.dtype, columns: int) -> Tile:
     """The tile of the index scores; `BLOCK_M` counts rows."""
     if dtype == torch.float32:
-        return Tile(32, 64, warps=4, stages=1)
+        return Tile(32, 64, warps=8, stages=1)
     return Tile(128, 64, warps=4 if columns <= 64 else 8, stages=3 if columns <= 128 else 2)
 
 

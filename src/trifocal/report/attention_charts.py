@@ -4,8 +4,8 @@ import statistics
 from typing import Any
 
 from trifocal.report.charts import FULL, THIRD, Chart, Trace, heat_map, line, share_steps
+from trifocal.runlog.jsonl import is_number
 from trifocal.runlog.run import Run
-from trifocal.runlog.valid_rows import is_number
 from trifocal.telemetry.statistics import IGNORED_GATE
 
 BRANCHES = {"cmp": "compressed", "slc": "selected", "win": "window"}
@@ -17,8 +17,6 @@ _GATE_MAP_CAPTIONS = {
 
 _STEP = {"title": {"text": "step"}}
 _MOST_LAYER_LINES = 32
-_LEVEL = 0.01
-_COUNTS = "selected_count_shares"
 
 
 def attention_charts(run: Run) -> list[Chart]:
@@ -30,12 +28,9 @@ def attention_charts(run: Run) -> list[Chart]:
         _gates(rows),
         *(_gate_map(rows, branch) for branch in BRANCHES),
         _entropy(rows),
-        _ignored(rows),
         _recall(rows),
-        _recall_map(rows),
+        _recall_by_distance(rows),
         _distances(rows),
-        _distances_over_time(rows),
-        _counts(rows),
         _selection(rows),
     ]
     charts = [chart for chart in charts if chart.traces]
@@ -45,12 +40,8 @@ def attention_charts(run: Run) -> list[Chart]:
 
 def _gates(rows: list[dict[str, Any]]) -> Chart:
     traces: list[Trace] = []
-    layers = sorted({row["layer"] for row in rows})
     for branch in BRANCHES:
-        for layer in layers if 1 < len(layers) <= _MOST_LAYER_LINES else []:
-            steps, means = _mean_over_layers([row for row in rows if row["layer"] == layer], f"gate_mean_{branch}")
-            thin = {"opacity": 0.35, "showlegend": False, "hoverinfo": "skip"}
-            traces.append(line(steps, means, "", f"@{branch}", width=1) | thin)
+        traces += _layer_lines(rows, f"gate_mean_{branch}", f"@{branch}")
     for branch, label in BRANCHES.items():
         steps, means = _mean_over_layers(rows, f"gate_mean_{branch}")
         if steps:
@@ -80,42 +71,38 @@ def _entropy(rows: list[dict[str, Any]]) -> Chart:
     return Chart("entropy", "How decided the gates are", caption, _branch_lines(rows, "gate_entropy_"), layout)
 
 
-def _ignored(rows: list[dict[str, Any]]) -> Chart:
-    traces = _branch_lines(rows, "heads_ignoring_")
-    if not any(value for trace in traces for value in trace["y"]):
-        traces = []
-    yaxis = {"rangemode": "tozero", "tickformat": ".0%", "title": {"text": "heads"}}
-    caption = f"Share of heads with a mean gate of the branch below {IGNORED_GATE}."
-    return Chart("ignored", "Heads that ignore a branch", caption, traces, {"xaxis": _STEP, "yaxis": yaxis})
-
-
 def _recall(rows: list[dict[str, Any]]) -> Chart:
-    names = {
-        "dense_recall": ("of its best blocks, selected", "@slc", "solid"),
-        "dense_mass_covered": ("of its attention, inside the selected", "@dense", "solid"),
-        "recall_by_chance": ("random blocks", "@soft", "dot"),
-    }
-    traces: list[Trace] = []
-    for name, (label, colour, dash) in names.items():
+    traces = _layer_lines(rows, "choice_recall", "@slc", hover="layer {}: %{{y:.0%}}<extra></extra>")
+    for name, label, colour, dash in (
+        ("choice_recall", "choice", "@slc", "solid"),
+        ("recall_by_chance", "random blocks", "@soft", "dot"),
+    ):
         steps, values = _mean_over_layers(rows, name)
         if steps:
-            traces.append(line(steps, values, label, colour, dash=dash))
-    caption = "The blocks and the probability of full attention over the same keys that selection covers."
+            traces.append(line(steps, values, label, colour, width=3, dash=dash))
+    caption = "Mass of full attention that the free blocks hold, as a share of the most that so many could hold."
     layout = {"xaxis": _STEP, "yaxis": {"range": [0, 1.02], "tickformat": ".0%"}}
-    return Chart("recall", "Selection against full attention", caption, traces, layout)
+    return Chart("recall", "Choice recall", caption, traces, layout)
 
 
-def _recall_map(rows: list[dict[str, Any]]) -> Chart:
-    caption = "Share of full attention's best blocks that were selected; layers that select badly are pale."
-    chart = _layer_map(rows, "dense_recall", "recall_map", "Recall by layer", caption)
-    several = len({row["layer"] for row in rows}) > 1
-    if not several or not any(is_number(row.get("dense_recall")) for row in rows):
-        chart.traces = []
-    for trace in chart.traces:
-        hover = "step %{x}, layer %{y}: %{z:.0%}<extra></extra>"
-        trace |= {"colorscale": "@scale-slc", "zmax": 1, "hovertemplate": hover}
-        trace["colorbar"] |= {"tickformat": ".0%"}
-    return chart
+def _recall_by_distance(rows: list[dict[str, Any]]) -> Chart:
+    last_step = max(row["step"] for row in rows)
+    last = [row for row in rows if row["step"] == last_step]
+    traces: list[Trace] = []
+    for name, label, colour in (
+        ("exact_mass_by_distance", "exact choice", "@dense"),
+        ("held_mass_by_distance", "choice", "@slc"),
+    ):
+        shares = [shares for row in last if (shares := _shares(row, name))]
+        if shares:
+            means = [statistics.fmean(each) for each in zip(*shares, strict=False)]
+            traces.append(line(distance_labels(len(means)), means, label, colour) | {"mode": "lines+markers"})
+    layout = {
+        "xaxis": {"title": {"text": "blocks back"}, "type": "category"},
+        "yaxis": {"rangemode": "tozero", "tickformat": ".0%"},
+    }
+    caption = f"Where that mass lies, at step {last_step:,}, mean over layers: the gap is what the choice misses."
+    return Chart("recall_distance", "Choice recall by distance", caption, traces, layout)
 
 
 def _distances(rows: list[dict[str, Any]]) -> Chart:
@@ -138,69 +125,20 @@ def _distances(rows: list[dict[str, Any]]) -> Chart:
     return Chart("distances", "How far selection looks", caption, [trace] if last else [], layout)
 
 
-def _distances_over_time(rows: list[dict[str, Any]]) -> Chart:
-    by_step: dict[int, list[list[float]]] = {}
-    for row in rows:
-        if shares := _shares(row, "selected_distance_shares"):
-            by_step.setdefault(row["step"], []).append(shares)
-    steps = sorted(by_step)
-    bins = max((len(shares) for group in by_step.values() for shares in group), default=0)
-    values = [
-        [round(statistics.fmean(sum(shares[index : index + 1]) for shares in by_step[step]), 5) for step in steps]
-        for index in range(bins)
-    ]
-    trace = heat_map(steps, distance_labels(bins), values, "step %{x}, %{y} blocks back: %{z:.1%}<extra></extra>")
-    trace["colorbar"] |= {"tickformat": ".0%"}
-    yaxis = {"title": {"text": "blocks back"}, "type": "category"}
-    layout = {"hovermode": "closest", "xaxis": _STEP, "yaxis": yaxis}
-    caption = "The same over the run, mean over layers."
-    return Chart("distances_time", "Distance over time", caption, [trace] if len(steps) > 1 else [], layout)
-
-
-def _counts(rows: list[dict[str, Any]]) -> Chart:
-    last_step = max(row["step"] for row in rows)
-    last = [(row["layer"], shares) for row in rows if row["step"] == last_step and (shares := _shares(row, _COUNTS))]
-    most = max((len(shares) for _, shares in last), default=0)
-    trace = heat_map(
-        list(range(most)),
-        [layer for layer, _ in last],
-        [shares for _, shares in last],
-        "layer %{y}, %{x} blocks: %{z:.1%} of the queries<extra></extra>",
-    )
-    trace["colorbar"] |= {"tickformat": ".0%"}
-    layout = {
-        "hovermode": "closest",
-        "xaxis": {"title": {"text": "selected blocks"}},
-        "yaxis": {"title": {"text": "layer"}, "dtick": max(1, len(last) // 6)},
-    }
-    caption = (
-        f"Share of the queries that select so many blocks, at step {last_step:,}. Early queries have fewer to choose."
-    )
-    full = all(shares[-1] > 1 - _LEVEL for _, shares in last)
-    return Chart("counts", "How many blocks a query selects", caption, [] if full else [trace], layout)
-
-
 def _selection(rows: list[dict[str, Any]]) -> Chart:
     names = {
-        "importance_covered": "of the compressed branch's importance, selected",
         "neighbour_overlap": "of a query's blocks, selected by its neighbour too",
         "free_local_share": "of free choices, inside the window anyway",
         "selected_forced_share": "of the selected blocks, always selected",
         "fewer_than_n_share": "of queries, with fewer blocks than they may select",
     }
     traces: list[Trace] = []
-    level = []
     for index, (name, label) in enumerate(names.items()):
         steps, values = _mean_over_layers(rows, name)
-        if steps and index > 0 and max(values) - min(values) < _LEVEL:
-            # Flat lines hide the others; they become words in the caption.
-            level.append(f"{values[-1]:.0%} {label}")
-        elif steps:
-            trace = line(steps, values, label, f"@run{index}")
-            traces.append(trace | {"mode": "lines+markers", "marker": {"size": 5}})
+        if steps:
+            traces.append(line(steps, values, label, f"@run{index}"))
     layout = {"xaxis": _STEP, "yaxis": {"range": [-0.02, 1.02], "tickformat": ".0%"}}
-    caption = "Mean over layers." + (f" Constant: {'; '.join(level)}." if level else "")
-    return Chart("selection", "Selected blocks", caption, traces, layout)
+    return Chart("selection", "Selected blocks", "Mean over layers.", traces, layout)
 
 
 def _shares(row: dict[str, Any], name: str) -> list[float]:
@@ -214,6 +152,19 @@ def distance_labels(bins: int) -> list[str]:
     for power in range(1, bins - 1):
         labels.append(f"{2**power}-{2 ** (power + 1) - 1}")
     return labels[:bins]
+
+
+def _layer_lines(rows: list[dict[str, Any]], name: str, colour: str, hover: str = "") -> list[Trace]:
+    """A thin line for each of several layers, with these words on hover."""
+    traces: list[Trace] = []
+    layers = sorted({row["layer"] for row in rows})
+    for layer in layers if 1 < len(layers) <= _MOST_LAYER_LINES else []:
+        steps, values = _mean_over_layers([row for row in rows if row["layer"] == layer], name)
+        thin: Trace = {"opacity": 0.35, "showlegend": False}
+        thin |= {"hovertemplate": hover.format(layer)} if hover else {"hoverinfo": "skip"}
+        if steps:
+            traces.append(line(steps, values, "", colour, width=1) | thin)
+    return traces
 
 
 def _branch_lines(rows: list[dict[str, Any]], prefix: str) -> list[Trace]:

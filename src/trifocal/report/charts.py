@@ -18,7 +18,6 @@ Trace = dict[str, Any]
 THIRD, HALF, FULL = 2, 3, 6
 _NAMED_SHARE = 0.18
 """A phase with at least this share of the time has its name in the bar."""
-_MOST_RANK_LINES = 8
 _MOST_DOTS = 60
 _LONG_CURVE = 300
 _EVENT_COLOURS = {"warning": "@data", "error": "@wait"}
@@ -211,22 +210,7 @@ def _phases(runs: list[Run]) -> Chart:
 def _memory(runs: list[Run]) -> Chart:
     names = {"memory_allocated_bytes": "allocated", "memory_reserved_bytes": "reserved"}
     caption = "On a GPU the allocator's figures, on a CPU the process's resident memory. It should be level."
-    traces = _several(runs, names, scale=2**-30)
-    if len(runs) == 1:
-        traces += _memory_of_other_ranks(runs[0])
-    return Chart("memory", "Memory", caption, traces, _axes("GiB", from_zero=True))
-
-
-def _memory_of_other_ranks(run: Run) -> list[Trace]:
-    """Curves from the heartbeats of the other ranks; rank 0 has its figures in the metrics."""
-    traces: list[Trace] = []
-    for rank, beats in run.heartbeats.items():
-        rows = [row for row in beats if row["memory_allocated_bytes"] is not None]
-        if rank > 0 and rows and len(run.heartbeats) <= _MOST_RANK_LINES:
-            steps, gib = [row["step"] for row in rows], [row["memory_allocated_bytes"] * 2**-30 for row in rows]
-            name, colour = f"rank {rank}, allocated", f"@run{rank + 1}"
-            traces.append(line(*thin(steps, gib), name, colour, width=1, dash="dot"))
-    return traces
+    return Chart("memory", "Memory", caption, _several(runs, names, scale=2**-30), _axes("GiB", from_zero=True))
 
 
 def _several(runs: list[Run], names: dict[str, str], scale: float = 1.0) -> list[Trace]:

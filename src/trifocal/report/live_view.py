@@ -10,11 +10,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from trifocal.runlog.jsonl import Row
+from trifocal.runlog.jsonl import Row, is_number
 from trifocal.runlog.progress import duration
 from trifocal.runlog.run import Run
 from trifocal.runlog.stalls.verdict import Verdict, judge
-from trifocal.runlog.valid_rows import is_number
 from trifocal.telemetry.statistics import BRANCHES
 
 _COLOURS = {
@@ -196,9 +195,9 @@ def _gates(run: Run) -> Text | None:
             continue
         bars = "".join(_BARS[int(min(max(gate, 0.0), 0.999) * len(_BARS))] for gate in gates)
         parts += [f"{branch} {sum(gates) / len(gates):.2f} ", (bars, "magenta"), "  "]
-    recalls = [recall for row in last if is_number(recall := row.get("dense_recall"))]
+    recalls = [recall for row in last if is_number(recall := row.get("choice_recall"))]
     if recalls:
-        parts.append(f"recall {sum(recalls) / len(recalls):.0%}  ")
+        parts.append(f"choice recall {sum(recalls) / len(recalls):.0%}  ")
     return Text.assemble(*parts, (f"each layer, at step {last[0]['step']:,}", "dim"))
 
 

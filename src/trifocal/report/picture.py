@@ -15,7 +15,7 @@ from trifocal.telemetry.attention_picture import AttentionPicture, read_picture
 _MOST_FRAMES = 6
 """Steps on the page, evenly spaced, including the first and the last."""
 MAPS = {
-    "cmp": ("Compressed", "Importance of each block, relative to an even spread. All blocks are read."),
+    "cmp": ("Scores that choose", "Share of each block, by compressed keys or an index, relative to an even spread."),
     "slc": ("Selected", "Blocks read token by token; paler, those always read."),
     "win": ("Window", "The last tokens, read one by one."),
     "dense": ("Full attention", "Its probability. Selection should find the strongest blocks."),
@@ -73,7 +73,7 @@ value="{frames}"><output class="frame-label"></output></label></div>
 <div class="reader"><div class="controls"><label>query <input type="range" class="row" min="0"
 max="{len(last.queries) - 1}" value="{len(last.queries) - 1}"></label><output class="soft reader-head"></output></div>
 <div class="gates"></div>
-<p class="soft legend"><span class="sample-cmp">shaded</span> important in the compressed branch ·
+<p class="soft legend"><span class="sample-cmp">shaded</span> high score ·
 <span class="sample-slc">underlined</span> selected · <span class="sample-win">overlined</span> window ·
 <span class="sample-unread">faint</span> future or another document</p>
 <pre class="text" tabindex="0" aria-label="The sequence, as the query sees it"></pre></div>

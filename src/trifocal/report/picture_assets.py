@@ -132,7 +132,7 @@ const makePicture = (box) => {
     const lines = [
       ["b", `Tokens ${from}\\u2013${to - 1} for query ${query}, \\u201c${visible(texts[query])}\\u201d`],
       ["code", textOf(from, to)],
-      ["div", `importance ${percent(share("importance", row, block))} \\u00b7 ${status}`
+      ["div", `score ${percent(share("importance", row, block))} \\u00b7 ${status}`
         + ` \\u00b7 full attention ${percent(share("dense", row, block))}`
         + (to > windowStart(row) ? " \\u00b7 in the window" : "")],
     ];

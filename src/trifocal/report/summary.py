@@ -17,9 +17,9 @@ from typing import Literal
 from trifocal.models import ModelConfig, flops_per_token
 from trifocal.paths import shell_path
 from trifocal.report.attention_charts import BRANCHES
+from trifocal.runlog.jsonl import is_number
 from trifocal.runlog.run import Run
 from trifocal.runlog.stalls.verdict import judge
-from trifocal.runlog.valid_rows import is_number
 
 Mark = Literal["good", "watch", "bad", "unknown"]
 
@@ -37,7 +37,7 @@ GOOD_SHARE, FAIR_SHARE = 0.15, 0.05
 """The same for a device without a data sheet, such as a CPU, as a share of the measured speed of large products.
 A small model reaches little of it on a CPU, so a low share there is no fault."""
 TELLING_RECALL = 0.15
-"""Recall of the selection says something if it is this share of the way from chance to all."""
+"""Recall of the choice says something if it is this share of the way from chance to all."""
 DATA_SHARE = 0.1
 """A greater share of the time spent waiting for data is reported."""
 OVERHEAD_SHARE = 0.2
@@ -193,9 +193,9 @@ def _branches(run: Run) -> str:
     gates = {label: gate for branch, label in BRANCHES.items() if (gate := mean(f"gate_mean_{branch}")) is not None}
     shown = ", ".join(f"{label} {gate:.2f}" for label, gate in gates.items())
     text = f" The gates are open ({shown})." if gates else ""
-    recall, chance = mean("dense_recall"), mean("recall_by_chance")
+    recall, chance = mean("choice_recall"), mean("recall_by_chance")
     if recall is not None and chance is not None:
-        text += f" Selection finds {recall:.0%} of full attention's best blocks; chance would find {chance:.0%}"
+        text += f" The choice finds {recall:.0%} of what the exact choice would; chance would find {chance:.0%}"
         text += ": too early to tell." if recall - chance < TELLING_RECALL * (1 - chance) else "."
     return text
 

@@ -2,18 +2,16 @@
 
 import json
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from html import escape
 from typing import Any
 
+from trifocal.runlog.jsonl import is_number
 from trifocal.runlog.progress import duration
 from trifocal.runlog.run import Run
 from trifocal.runlog.stalls.verdict import judge
-from trifocal.runlog.valid_rows import is_number
 
 _MOST_EVENTS = 200
-_OF_READING = ("prefetch_batches",)
-"""Prefixes of the `data` settings that change the reading, but not the text."""
 
 
 def key_figures(run: Run) -> dict[str, str]:
@@ -59,8 +57,6 @@ def comparison(runs: list[Run]) -> str:
     names = list(dict.fromkeys(name for figure in figures for name in figure))
     rows = [[name, *(figure.get(name, "-") for figure in figures)] for name in names]
     side_by_side = table(["", *(run.name for run in runs)], rows, number_columns=True)
-    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in ranking_sentences(runs))
-    side_by_side = f"{said}{side_by_side}"
     settings = [flat(run.config) for run in runs]
     keys = sorted({key for setting in settings for key in setting} - {"run.directory"})
     different = [key for key in keys if len({setting.get(key, "-") for setting in settings}) > 1]
@@ -69,92 +65,6 @@ def comparison(runs: list[Run]) -> str:
     rows = [[key, *(setting.get(key, "-") for setting in settings)] for key in different]
     differences = table(["config that differs", *(run.name for run in runs)], rows)
     return f'<div class="card scroll">{side_by_side}</div><div class="card scroll second">{differences}</div>'
-
-
-def ranking_sentences(runs: list[Run]) -> list[str]:
-    """Sentences that rank several runs by loss and by speed.
-
-    Models, optimizers, precisions and batches may differ. The text, the sequence length and the tokens read must be
-    the same, and for speed the devices too.
-    """
-    evaluated = [run for run in runs if run.series("evaluation", "validation_loss")[0]]
-    timed = [run for run in runs if run.series("train", "tokens_per_second")[0]]
-    return [*_ranked(evaluated, _learned_under, _most_learned), *_ranked(timed, _fast_under, _fastest)]
-
-
-def _ranked(
-    runs: list[Run], conditions: Callable[[Run], dict[str, str]], rank: Callable[[list[Run]], str]
-) -> list[str]:
-    """A sentence for each group of runs under the same conditions, and one that names the differing conditions."""
-    groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
-    for run in runs:
-        groups.setdefault(tuple(conditions(run).items()), []).append(run)
-    sentences = [rank(group) for group in groups.values()]
-    if len(groups) > 1:
-        known = [dict(group) for group in groups]
-        names = list(dict.fromkeys(name for group in known for name in group))
-        different = [
-            f"{name} ({', '.join(dict.fromkeys(group.get(name, 'unknown') for group in known))})"
-            for name in names
-            if len({group.get(name) for group in known}) > 1
-        ]
-        figures = "losses" if rank is _most_learned else "speeds"
-        sentences.append(f"Not all {figures} are ranked together: the runs differ in {', '.join(different)}.")
-    return list(filter(None, sentences))
-
-
-def _learned_under(run: Run) -> dict[str, str]:
-    """The conditions under which validation losses compare."""
-    settings, steps = flat(run.config), run.series("evaluation", "validation_loss")[0]
-    other = tuple(f"data.{name}" for name in _OF_READING)
-    names = [name for name in settings if name.startswith("data.") and not name.startswith(other)]
-    # The tokenizer may differ: bits per byte still compare.
-    names = [*(name for name in names if name != "data.tokenizer"), "train.sequence_length"]
-    found = {name: settings.get(name, "unknown") for name in sorted(names)}
-    found["sequences evaluated"] = _product(settings, "evaluate.batches", "train.micro_batch_size")
-    read = _product(settings, "train.global_batch_size", "train.sequence_length")
-    found["tokens read"] = f"{steps[-1] * int(read):,}" if read.isdecimal() else f"those of {steps[-1]:,} steps"
-    return found
-
-
-def _product(settings: dict[str, str], first: str, second: str) -> str:
-    values = [settings.get(first, ""), settings.get(second, "")]
-    return str(int(values[0]) * int(values[1])) if all(map(str.isdecimal, values)) else "unknown"
-
-
-def _fast_under(run: Run) -> dict[str, str]:
-    """The conditions under which tokens/s compare."""
-    settings = flat(run.config)
-    devices = [str(gpu.get("name")) for gpu in run.environment.get("gpus") or []]
-    return {
-        "device": devices[0] if devices else str(run.environment.get("cpu", {}).get("name")),
-        "processes": str(run.environment.get("variables", {}).get("WORLD_SIZE", "1")),
-        **{name: settings.get(name, "unknown") for name in ("data.source", "train.sequence_length")},
-    }
-
-
-def _most_learned(runs: list[Run]) -> str:
-    # Losses per token compare only with the same tokenizer.
-    one_tokenizer = len({str(run.config.get("data", {}).get("tokenizer")) for run in runs}) == 1
-    name, unit = ("validation_loss", "nats per token") if one_tokenizer else ("bits_per_byte", "bits per byte")
-    series = {run.name: run.series("evaluation", name)[1] for run in runs}
-    ends = {name: values[-1] for name, values in series.items() if values}
-    if len(ends) < 2:
-        return ""
-    best, second = sorted(ends, key=ends.__getitem__)[:2]
-    more = f" ({ends[second] / ends[best] - 1:.1%} more)" if ends[best] > 0 else ""
-    last = f"its last validation loss is {ends[best]:.3f} {unit}"
-    return f"{best} learned most: {last}, {second}'s {ends[second]:.3f}{more}."
-
-
-def _fastest(runs: list[Run]) -> str:
-    rates = {run.name: run.series("train", "tokens_per_second")[1] for run in runs}
-    speeds = {name: statistics.median(values) for name, values in rates.items() if values}
-    if len(speeds) < 2:
-        return ""
-    best, second = sorted(speeds, key=speeds.__getitem__, reverse=True)[:2]
-    times = f", {speeds[best] / speeds[second]:.2f} times {second}" if speeds[second] > 0 else ""
-    return f"{best} was fastest: {speeds[best]:,.0f} tokens/s{times}."
 
 
 def layer_table(run: Run) -> str:

@@ -13,8 +13,7 @@ from trifocal.runlog.memory_statistics import memory_statistics
 from trifocal.runlog.metrics import MetricsWriter, read_metrics
 from trifocal.runlog.progress import Progress
 from trifocal.runlog.sinks import SINKS, check_sinks, make_sinks
-from trifocal.runlog.stalls.stacks import StackDump
-from trifocal.runlog.stalls.watchdog import Watchdog
+from trifocal.runlog.stalls.watchdog import StackDump, Watchdog
 
 __all__ = [
     "SINKS",

@@ -21,35 +21,14 @@ from trifocal.runlog.hardware import matmul_rate, peak_bf16_flops
 from trifocal.runlog.whole_files import write_whole
 
 _PACKAGES = (
-    "torch",
-    "triton",
-    "numpy",
-    "safetensors",
-    "datasets",
-    "pyarrow",
-    "tokenizers",
-    "transformers",
-    "tensorboard",
-    "wandb",
-    "plotly",
+    *("torch", "triton", "numpy", "safetensors", "datasets", "pyarrow"),
+    *("tokenizers", "transformers", "tensorboard", "wandb", "plotly"),
 )
+# Beginnings of the names of variables that are written down: libraries, networks, the ranks, the earlier system.
 _VARIABLES = (
-    "NCCL_",
-    "TORCH",
-    "PYTORCH_",
-    "CUDA_",
-    "CUBLAS",
-    "CUDNN_",
-    "NVIDIA_",
-    "TRITON_",
-    "OMP_",
-    "KMP_",
-    "MKL_",
-    "GLOO_",
-    "UCX_",
-    "FI_",
-    "PYTHONHASHSEED",
-    "NSA_",
+    *("NCCL_", "TORCH", "PYTORCH_", "CUDA_", "CUBLAS", "CUDNN_", "NVIDIA_", "TRITON_", "OMP_", "KMP_", "MKL_"),
+    *("GLOO_", "UCX_", "FI_", "PYTHONHASHSEED", "NSA_"),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
 )
 # Variables of an earlier NSA training system, which are still in people's scripts, and the settings here; {} is the
 # value of the variable.
@@ -62,7 +41,6 @@ EARLIER_VARIABLES = {
     "NSA_TRACE_MODULE_BWD": "--trace.what modules --trace.steps 1:4",
     "NSA_USE_FA2": "--model.backend auto",
 }
-_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def environment(config_text: str | None = None) -> dict[str, Any]:
@@ -72,13 +50,8 @@ def environment(config_text: str | None = None) -> dict[str, Any]:
         config_text: The run's resolved config as saved; equal hashes mean equal configs.
 
     Returns:
-        JSON types only: `trifocal` (version, git_commit, git_changed), `config_sha256`, `command`, `python`, `host`,
-        `system`, `packages`, `cpu` (name, logical_cores, usable_cores, memory_bytes), `torch` (threads, cuda,
-        cudnn, nccl), `gpus` (name, compute_capability, memory_bytes, peak_bf16_flops), `gpu_driver`, `variables`
-        (those of PyTorch, NCCL, CUDA, Triton, the math libraries, networks and the earlier system, and the ranks of
-        the process), and
-        `measured_speed` (null; see `write_environment`). A value that does not exist here is null. Values with a
-        secret's name, and users in URLs, are `***`.
+        JSON types only. A value that does not exist here is null. Values with a secret's name, and users in URLs, are
+        `***`. `measured_speed` is null; see `write_environment`.
     """
     commit, changed = _git_state(Path(__file__).parent)
     return {
@@ -103,13 +76,7 @@ def environment(config_text: str | None = None) -> dict[str, Any]:
         },
         "gpus": _gpus(),
         "gpu_driver": _gpu_driver(),
-        "variables": mask_variables(
-            {
-                name: value
-                for name, value in sorted(os.environ.items())
-                if name.startswith(_VARIABLES) or name in _RANK_VARIABLES
-            }
-        ),
+        "variables": mask_variables({n: value for n, value in sorted(os.environ.items()) if n.startswith(_VARIABLES)}),
         "measured_speed": None,
     }
 
@@ -194,12 +161,9 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def host_memory_bytes() -> int | None:
-    """Memory of this machine; None if unknown."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return None
+def host_memory_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _nccl_version() -> str | None:
@@ -209,18 +173,16 @@ def _nccl_version() -> str | None:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    gpus = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        properties = torch.cuda.get_device_properties(index)
-        gpus.append(
-            {
-                "name": properties.name,
-                "compute_capability": f"{properties.major}.{properties.minor}",
-                "memory_bytes": properties.total_memory,
-                "peak_bf16_flops": peak_bf16_flops(properties.name),
-            }
-        )
-    return gpus
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [
+        {
+            "name": properties.name,
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "memory_bytes": properties.total_memory,
+            "peak_bf16_flops": peak_bf16_flops(properties.name),
+        }
+        for properties in map(torch.cuda.get_device_properties, range(count))
+    ]
 
 
 def _gpu_driver() -> str | None:

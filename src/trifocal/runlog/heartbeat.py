@@ -4,44 +4,43 @@
 fields. On a GPU the phases are host times: the host may wait in `optimizer` for work that it queued in `forward`.
 """
 
-import math
 import os
 import socket
 import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol, Self
 
 import torch
 
-from trifocal.runlog.jsonl import JsonLinesWriter, Row, logger
+from trifocal.runlog.jsonl import Fields, JsonLinesWriter, Row, has_fields, logger
 from trifocal.runlog.memory_statistics import MemoryStatistics, memory_statistics
 from trifocal.runlog.proc import process_start
 from trifocal.runlog.stalls.stacks import running_threads, where
 
 PHASES = (
-    "start",
-    "data",
-    "wait",
-    "forward",
-    "backward",
-    "optimizer",
-    "checkpoint",
-    "evaluate",
-    "telemetry",
-    "sample",
-    "compile",
-    "other",
+    *("start", "data", "wait", "forward", "backward", "optimizer"),
+    *("checkpoint", "evaluate", "telemetry", "sample", "compile", "other"),
 )
 # A phase without a limit; a process that waits for another is not the one that is stuck.
 _UNLIMITED = ("start", "compile", "wait")
 STALL_FACTOR = 10.0
 _TYPICAL_TIMES = 200
 _RECENT_TIMES = 5
+_NUMBER, _OR_NULL = (int, float), (int, float, type(None))
+_FIELDS: Fields = {
+    **dict.fromkeys(("host", "status", "phase", "where"), str),
+    **dict.fromkeys(("pid", "step"), int),
+    **dict.fromkeys(("unix_time_seconds", "interval_seconds", "phase_seconds", "compile_seconds"), _NUMBER),
+    **dict.fromkeys(("process_start", "expected_phase_seconds", "stall_limit_seconds", "loss"), _OR_NULL),
+    **dict.fromkeys(("memory_allocated_bytes", "memory_reserved_bytes", "tokens_per_second"), _OR_NULL),
+    **dict.fromkeys(("typical_seconds", "recent_seconds", "total_seconds"), dict),
+    "compiling": bool,
+}
 
 
 class Phases(Protocol):
@@ -71,9 +70,6 @@ class Heartbeat:
         minimum_stall_seconds: No phase counts as stalled before this age, STALL_FACTOR times its median, or twice its
             longest recent time.
         clock: Seconds since any moment; for tests.
-
-    Raises:
-        ValueError: If interval_seconds or minimum_stall_seconds is not positive.
     """
 
     def __init__(
@@ -87,19 +83,13 @@ class Heartbeat:
         minimum_stall_seconds: float = 120.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        for name, value in (
-            ("interval_seconds", interval_seconds),
-            ("minimum_stall_seconds", minimum_stall_seconds),
-        ):
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name} must be a positive number, got {value}")
         self.path = Path(path) / f"rank{rank}.jsonl"
         self.rank = rank
         self.interval_seconds = interval_seconds
         self.minimum_stall_seconds = minimum_stall_seconds
-        self.parallel_mode = parallel_mode
         self.observers: list[Callable[[Row], None]] = []
         """Functions called with every row in the heartbeat's thread, such as the watchdog's."""
+        self._parallel_mode = parallel_mode
         self._clock = clock
         self._device = torch.device(device)
         self._lock = threading.Lock()
@@ -107,9 +97,9 @@ class Heartbeat:
         self._times: dict[str, deque[float]] = {}
         self._totals: dict[str, float] = {}
         self._progress: Row = {"step": 0, "loss": None, "tokens_per_second": None}
-        self._compiling_in: tuple[str, float] | None = None
-        self._compiled_until = 0.0
-        self._compiled_entry: tuple[str, float] | None = None
+        self._compiled = (("", 0.0), 0.0)
+        """The last entry into a phase in which a compiler was seen, and until when."""
+        self._was_compiling = False
         self._memory: MemoryStatistics | None = None
         self._memory_is_old = True
         self._stop = threading.Event()
@@ -120,7 +110,8 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="trifocal-heartbeat", daemon=True)
         self._warned = False
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
         """Mark the block as this phase of the training thread.
 
         Args:
@@ -131,31 +122,25 @@ class Heartbeat:
         """
         if name not in PHASES:
             raise ValueError(f"phase must be one of {', '.join(PHASES)}, got {name!r}")
-        return _Phase(self, name)
-
-    def _enter(self, name: str) -> float:
         entered = self._clock()
         with self._lock:
             self._add_total(entered)
             self._phases.append((name, entered))
-        if self._memory_is_old:
-            self._sample_memory()
-        return entered
-
-    def _leave(self, name: str, entered: float) -> None:
-        left = self._clock()
-        if self._memory_is_old:
-            self._sample_memory()
-        with self._lock:
-            self._add_total(left)
-            self._phases.pop()
-            outer = self._phases[-1][0]
-            # `start` ends with the first phase.
-            self._phases[-1] = ("other" if outer == "start" else outer, left)
-            times = self._times.get(name)
-            if times is None:
-                times = self._times[name] = deque(maxlen=_TYPICAL_TIMES)
-            times.append(left - entered)
+        try:
+            yield
+        finally:
+            left = self._clock()
+            if self._memory_is_old and self._device.type != "cpu":
+                # In the training thread, once an interval: a thread that hangs in the driver may hold the CUDA
+                # allocator's lock, and a heartbeat that waits for it would fall silent when it is needed.
+                self._memory, self._memory_is_old = memory_statistics(self._device), False
+            with self._lock:
+                self._add_total(left)
+                self._phases.pop()
+                outer = self._phases[-1][0]
+                # `start` ends with the first phase.
+                self._phases[-1] = ("other" if outer == "start" else outer, left)
+                self._times.setdefault(name, deque(maxlen=_TYPICAL_TIMES)).append(left - entered)
 
     def update(
         self, *, step: int | None = None, loss: float | None = None, tokens_per_second: float | None = None
@@ -167,13 +152,9 @@ class Heartbeat:
             loss: Nats per token, a number on the host.
             tokens_per_second: Rate of all ranks together.
         """
+        given = {"step": step, "loss": loss, "tokens_per_second": tokens_per_second}
         with self._lock:
-            if step is not None:
-                self._progress["step"] = step
-            if loss is not None:
-                self._progress["loss"] = loss
-            if tokens_per_second is not None:
-                self._progress["tokens_per_second"] = tokens_per_second
+            self._progress |= {name: value for name, value in given.items() if value is not None}
 
     def close(self, status: str = "finished") -> None:
         """Stop the thread and write a last row.
@@ -217,7 +198,7 @@ class Heartbeat:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "process_start": self._process_start,
-            "parallel_mode": self.parallel_mode,
+            "parallel_mode": self._parallel_mode,
             "interval_seconds": self.interval_seconds,
             "status": status,
             "phase": phase,
@@ -243,10 +224,10 @@ class Heartbeat:
         If the last row saw a compiler and this one does not, it counts until now: nothing was sampled in between.
         """
         with self._lock:
-            if compiling or self._compiling_in == entry:
-                self._compiled_entry, self._compiled_until = entry, now
-            self._compiling_in = entry if compiling else None
-            return self._compiled_until - entry[1] if self._compiled_entry == entry else 0.0
+            if compiling or (self._was_compiling and self._compiled[0] == entry):
+                self._compiled = entry, now
+            self._was_compiling = compiling
+            return self._compiled[1] - entry[1] if self._compiled[0] == entry else 0.0
 
     def _stall_limit(self, phase: str, own_times: list[float] | None) -> float | None:
         if phase in _UNLIMITED or not own_times:
@@ -258,13 +239,6 @@ class Heartbeat:
     def _add_total(self, now: float) -> None:
         phase, since = self._phases[-1]
         self._totals[phase] = self._totals.get(phase, 0.0) + now - since
-
-    def _sample_memory(self) -> None:
-        # In the training thread, once an interval: a thread that hangs in the driver may hold the CUDA allocator's
-        # lock, and a heartbeat that waits for it would fall silent when it is needed.
-        self._memory_is_old = False
-        if self._device.type != "cpu":
-            self._memory = memory_statistics(self._device)
 
     def _run(self) -> None:
         # The file stays open: if the run's folder is moved, the last row must not create it again.
@@ -296,20 +270,10 @@ class Heartbeat:
         self.close("finished" if error is None else "failed")
 
 
-class _Phase(AbstractContextManager[None]):
-    """One stay in a phase. A class, because a generator runs more lines of Python in every step."""
-
-    __slots__ = ("_entered", "_heartbeat", "_name")
-
-    def __init__(self, heartbeat: Heartbeat, name: str) -> None:
-        self._heartbeat, self._name, self._entered = heartbeat, name, 0.0
-
-    def __enter__(self) -> None:
-        self._entered = self._heartbeat._enter(self._name)
-
-    def __exit__(self, *_: object) -> None:
-        self._heartbeat._leave(self._name, self._entered)
-
-
 def _rounded(seconds: float) -> float:
     return round(seconds, 4)
+
+
+def is_heartbeat_row(row: Row) -> bool:
+    """Whether a row has every field, each of its type."""
+    return has_fields(row, _FIELDS)

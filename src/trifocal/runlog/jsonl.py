@@ -5,15 +5,18 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Mapping
+from io import FileIO
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 from trifocal.errors import UserError
 
 Row = dict[str, Any]
+Fields = Mapping[str, type | tuple[type, ...]]
 
 MOST_BYTES = 2**30
 """A larger file is not read whole: a run of a million steps writes less."""
+_LONGEST_LINE = 2**20
 
 logger = logging.getLogger("trifocal")
 
@@ -31,13 +34,15 @@ class JsonLinesWriter:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._file: int | None = None
+        self._file: FileIO | None = None
+        self._size = 0
         self._warned = False
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._size = complete_size(self.path) if self.path.exists() else 0
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            os.ftruncate(self._file, self._size)
+            self._file = FileIO(self.path, "a+")
+            end = self._file.seek(0, os.SEEK_END)
+            start = self._file.seek(max(0, end - _LONGEST_LINE))
+            self.truncate(start + self._file.read(_LONGEST_LINE).rfind(b"\n") + 1)
         except OSError as error:
             self._warn(error)
 
@@ -57,7 +62,7 @@ class JsonLinesWriter:
         if self._file is None:
             return False
         try:
-            written = os.write(self._file, line)
+            written = self._file.write(line)
             if written == len(line):
                 self._size += written
                 return True
@@ -69,18 +74,17 @@ class JsonLinesWriter:
 
     def truncate(self, size: int) -> None:
         """Cut the file after its first `size` bytes."""
-        if self._file is None:
-            return
         try:
-            os.ftruncate(self._file, size)
             self._size = size
+            if self._file is not None:
+                self._file.truncate(size)
         except OSError as error:
             self._warn(error)
 
     def close(self) -> None:
         """Close the file; rows appended later are dropped."""
         if self._file is not None:
-            os.close(self._file)
+            self._file.close()
             self._file = None
 
     def _warn(self, error: OSError) -> None:
@@ -93,20 +97,6 @@ class JsonLinesWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def complete_size(path: Path) -> int:
-    """Bytes up to and including the last newline: the size without a torn last line."""
-    with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - 65536)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                return start + newline + 1
-            end = start
-    return 0
 
 
 class Rows(list[Row]):
@@ -126,7 +116,7 @@ def read_lines(
     Args:
         path: The file.
         last_bytes: Read only the whole lines in about this many bytes at the end; None reads everything.
-        usable: Whether a row has what its readers need.
+        usable: Whether a row has the fields that every reader needs.
 
     Returns:
         The usable rows in order. A torn last line (no newline yet) is left out; any other line is skipped and counted.
@@ -160,3 +150,13 @@ def read_lines(
         else:
             rows.skipped += 1
     return rows
+
+
+def has_fields(row: Row, fields: Fields) -> bool:
+    """Whether a row has all fields, each of its type."""
+    return all(name in row and isinstance(row[name], kind) for name, kind in fields.items())
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether a value is a finite number, not a bool, and small enough for sums of squares to be finite."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e100

@@ -15,9 +15,14 @@ from functools import partial
 from typing import Any, Self
 
 from trifocal.errors import one_line
-from trifocal.runlog.jsonl import JsonLinesWriter, Row, logger, read_lines
-from trifocal.runlog.sinks.rows import Sink
-from trifocal.runlog.valid_rows import is_metrics_row
+from trifocal.runlog.jsonl import Fields, JsonLinesWriter, Row, has_fields, logger, read_lines
+from trifocal.runlog.sinks import Sink
+
+_FIELDS: Fields = {"kind": str, "step": int, "unix_time_seconds": (int, float)}
+_FIELDS_OF_KIND: dict[str, Fields] = {
+    "telemetry": {"layer": int},
+    "event": {"name": str, "severity": str, "message": str},
+}
 
 
 class MetricsWriter:
@@ -27,18 +32,18 @@ class MetricsWriter:
     `resumed` event.
 
     Args:
-        path: The `metrics.jsonl`; appended to if it exists.
+        path: The `metrics.jsonl`; appended to if it exists. None writes nothing, for every rank but 0.
         resume_step: The step of the checkpoint from which the run resumes; None for a new run.
         sinks: Consumers of the same rows. A sink that raises gives one warning and a `sink_failed` event, and gets no
             more rows.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, resume_step: int | None = None, sinks: Iterable[Sink] = ()
+        self, path: str | os.PathLike[str] | None, *, resume_step: int | None = None, sinks: Iterable[Sink] = ()
     ) -> None:
         # Reentrant: a sink that fails in writing a row is reported by an event row.
         self._lock = threading.RLock()
-        self._file = JsonLinesWriter(path)
+        self._file = None if path is None else JsonLinesWriter(path)
         self._step = 0
         self._sinks = list(sinks)
         if resume_step is not None:
@@ -55,6 +60,8 @@ class MetricsWriter:
             values: The fields, JSON types only: numbers on the host, no tensors.
         """
         row: Row = {"kind": kind, "step": step, "unix_time_seconds": round(time.time(), 3), **values}
+        if self._file is None:
+            return
         with self._lock:
             self._step = step
             self._file.append(row)
@@ -78,7 +85,8 @@ class MetricsWriter:
         with self._lock:
             for sink in [*self._sinks]:
                 self._call(sink, sink.close)
-            self._file.close()
+            if self._file is not None:
+                self._file.close()
 
     def _call(self, sink: Sink, action: Callable[[], None]) -> None:
         """Call a sink; if it raises, leave it out from here on."""
@@ -93,13 +101,8 @@ class MetricsWriter:
             logger.warning("%s", sentence)
             self.event(self._step, "sink_failed", sentence, severity="warning")
 
-    @classmethod
-    def silent(cls) -> "MetricsWriter":
-        """A writer that writes nothing, for every rank but 0."""
-        return _SilentWriter()
-
     def _drop_after(self, step: int) -> int:
-        if not self._file.path.exists():
+        if self._file is None or not self._file.path.exists():
             return 0
         lines = self._file.path.read_bytes().splitlines(keepends=True)
         keep = next((index for index, line in enumerate(lines) if _step_of(line) > step), len(lines))
@@ -111,17 +114,6 @@ class MetricsWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _SilentWriter(MetricsWriter):
-    def __init__(self) -> None:
-        """Opens nothing."""
-
-    def write(self, kind: str, step: int, **values: Any) -> None:
-        """Drop the row."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def read_metrics(path: str | os.PathLike[str], kind: str | None = None) -> list[Row]:
@@ -139,6 +131,11 @@ def read_metrics(path: str | os.PathLike[str], kind: str | None = None) -> list[
     """
     rows = read_lines(path, usable=is_metrics_row)
     return rows if kind is None else [row for row in rows if row["kind"] == kind]
+
+
+def is_metrics_row(row: Row) -> bool:
+    """Whether a row has kind, step and time, and the fields that its kind needs."""
+    return has_fields(row, _FIELDS) and has_fields(row, _FIELDS_OF_KIND.get(row["kind"], {}))
 
 
 def _step_of(line: bytes) -> int:

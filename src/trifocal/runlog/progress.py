@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Self, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
 
@@ -36,18 +36,13 @@ class Progress:
         enabled: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._clock = clock
-        self._total_steps = total_steps
-        self._stream = stream or sys.stdout
-        self._interval_seconds = interval_seconds
-        self._enabled = enabled
-        self._history: deque[tuple[float, int]] = deque([(self._clock(), start_step)], maxlen=200)
+        self._clock, self._total_steps = clock, total_steps
+        self._stream, self._interval_seconds, self._enabled = stream or sys.stdout, interval_seconds, enabled
+        self._history: deque[tuple[float, int]] = deque([(clock(), start_step)], maxlen=200)
         self._last_line = float("-inf")
-        self._last_step: int | None = None
         self._loss: float | None = None
         self._rate: float | None = None
         self._bar: RichProgress | None = None
-        self._task: TaskID | None = None
         if enabled and self._stream.isatty():
             self._bar = RichProgress(
                 TextColumn("[bold]{task.description}"),
@@ -69,37 +64,37 @@ class Progress:
             loss: Nats per token; None keeps the last one.
             tokens_per_second: Rate of the whole run; None keeps the last one.
         """
-        if not self._enabled or step == self._last_step:
+        if step == self._history[-1][1]:
             return
-        now = self._clock()
-        self._last_step = step
-        self._history.append((now, step))
+        self._history.append((self._clock(), step))
         self._loss = self._loss if loss is None else loss
         self._rate = self._rate if tokens_per_second is None else tokens_per_second
-        if self._bar is not None and self._task is not None:
+        if self._bar is not None:
             self._bar.update(self._task, completed=step, numbers=self._numbers(), description="training")
-        elif now - self._last_line >= self._interval_seconds or step == self._total_steps:
-            self._last_line = now
+        else:
             width = len(str(self._total_steps))
-            self._write(f"step {step:{width}}/{self._total_steps}  {self._numbers()}")
+            text = f"step {step:{width}}/{self._total_steps}  {self._numbers()}"
+            self._write_seldom(text, at_once=step == self._total_steps)
 
     def activity(self, name: str, done: int, total: int) -> None:
         """Show other work than steps, such as `evaluating 12/32`, until the next step."""
         text = f"{name} {done}/{total}"
-        if self._bar is not None and self._task is not None:
+        if self._bar is not None:
             self._bar.update(self._task, description="training" if done == total else text)
-        elif self._enabled and self._clock() - self._last_line >= self._interval_seconds:
-            self._last_line = self._clock()
-            self._write(text)
+        else:
+            self._write_seldom(text)
 
     def message(self, text: str) -> None:
         """Print a line above the bar, or among the plain lines."""
-        if not self._enabled:
-            return
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
-        else:
-            self._write(text)
+        elif self._enabled:
+            print(text, file=self._stream, flush=True)
+
+    def _write_seldom(self, text: str, *, at_once: bool = False) -> None:
+        if at_once or self._clock() - self._last_line >= self._interval_seconds:
+            self._last_line = self._clock()
+            self.message(text)
 
     def remaining_seconds(self) -> float | None:
         """Time left at the rate of the recent steps; None before the first one."""
@@ -118,9 +113,6 @@ class Progress:
         if remaining is not None:
             parts.append(f"ETA {duration(remaining)}")
         return "  ".join(parts)
-
-    def _write(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
 
     def __enter__(self) -> Self:
         if self._bar is not None:

@@ -4,39 +4,20 @@ import itertools
 import json
 import re
 import tomllib
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trifocal.errors import UserError, one_line
 from trifocal.paths import read_small_file
-from trifocal.runlog.jsonl import Row, Rows, read_lines
-from trifocal.runlog.valid_rows import is_heartbeat_row, is_metrics_row, is_number
+from trifocal.runlog.heartbeat import is_heartbeat_row
+from trifocal.runlog.jsonl import Row, Rows, is_number, read_lines
+from trifocal.runlog.metrics import is_metrics_row
 
 # A heartbeat row is well under 2 KiB, so this much of the end has the last row.
 _TAIL_BYTES = 65536
 _CONFIG_BYTES, _SAMPLE_BYTES, _JSON_BYTES = 2**20, 2**20, 2**26
-# Texts of an evaluation's row; everything else is a number.
-_WORDS = ("task", "status", "source")
-
-
-def _is_speed(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, dict)
-        and isinstance(value.get("device"), str)
-        and is_number(value.get("matmul_flops"))
-        and value["matmul_flops"] > 0
-    )
-
-
-# Entries of env.json with a structure.
-_ENVIRONMENT: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("trifocal", "cpu", "variables"), lambda value: isinstance(value, dict)),
-    "gpus": lambda value: isinstance(value, list) and all(isinstance(gpu, dict) and "name" in gpu for gpu in value),
-    "command": lambda value: isinstance(value, list),
-    "measured_speed": _is_speed,
-}
 
 
 @dataclass
@@ -58,7 +39,7 @@ class Run:
     """Files of telemetry/attention_picture.py, in order of steps."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     """Files of `trifocal evaluate`, in order of steps; see `read_evaluation`."""
-    left_out: dict[str, int] = field(default_factory=dict)
+    left_out: Counter[str] = field(default_factory=Counter)
     """Number of damaged entries, by file."""
 
     def of_kind(self, kind: str) -> list[Row]:
@@ -97,11 +78,6 @@ class Run:
         path = self.directory / "dumps" / f"stacks_rank{rank}.txt"
         return path if path.is_file() and path.stat().st_size else None
 
-    def note_left_out(self, file: str, entries: int) -> None:
-        """Note the number of entries of a file that are left out."""
-        if entries:
-            self.left_out[file] = entries
-
     def left_out_notes(self) -> list[str]:
         """A sentence for each file with entries that are left out."""
         return [
@@ -137,13 +113,11 @@ def read_run(directory: str | Path, *, live: bool = False) -> Run:
     directory = Path(directory)
     if not directory.is_dir():
         raise UserError(f"no run directory at {directory}")
-    metrics, heartbeat = directory / "metrics.jsonl", directory / "heartbeat"
+    metrics, heartbeat, config = (directory / name for name in ("metrics.jsonl", "heartbeat", "config.toml"))
     if not metrics.exists() and not heartbeat.is_dir():
         raise UserError(f"{directory} is not a run: it has neither metrics.jsonl nor heartbeat/")
     rows = read_lines(metrics, usable=is_metrics_row) if metrics.is_file() else Rows()
-    run = Run(directory, directory.resolve().name, rows)
-    run.note_left_out(metrics.name, rows.skipped)
-    config = directory / "config.toml"
+    run = Run(directory, directory.resolve().name, rows, left_out=Counter({metrics.name: rows.skipped}))
     if config.is_file():
         try:
             run.config_text = read_small_file(config, _CONFIG_BYTES).decode()
@@ -155,41 +129,36 @@ def read_run(directory: str | Path, *, live: bool = False) -> Run:
     for path in _files(heartbeat, "rank*.jsonl"):
         if match := re.fullmatch(r"rank(\d+)\.jsonl", path.name):
             beats = read_lines(path, last_bytes=_TAIL_BYTES if live else None, usable=is_heartbeat_row)
-            run.note_left_out(f"heartbeat/{path.name}", beats.skipped)
+            run.left_out[f"heartbeat/{path.name}"] = beats.skipped
             if beats:
                 run.heartbeats[int(match[1])] = beats[-1:] if live else beats
     run.heartbeats = dict(sorted(run.heartbeats.items()))
     if not live:
         _read_the_rest(run)
+    # Without the files that are whole.
+    run.left_out = +run.left_out
     return run
 
 
 def _read_the_rest(run: Run) -> None:
-    environment = run.directory / "env.json"
-    if environment.is_file():
-        content = _read_json(environment)
-        if not isinstance(content, dict):
-            run.note_left_out(environment.name, 1)
-            content = {}
-        run.environment = {
-            name: value for name, value in content.items() if _ENVIRONMENT.get(name, lambda value: True)(value)
-        }
-        run.note_left_out(environment.name, len(content) - len(run.environment))
+    for path in _files(run.directory, "env.json"):
+        content = _read_json(path)
+        run.environment = content if isinstance(content, dict) else {}
+        run.left_out[path.name] = int(not run.environment)
     for path in _files(run.directory / "samples", "*.txt"):
         match = re.search(r"(\d+)", path.stem)
         try:
             text = read_small_file(path, _SAMPLE_BYTES).decode(errors="replace")
+            run.samples.append((int(match[1]) if match else 0, text))
         except (OSError, UserError):
-            run.note_left_out(f"samples/{path.name}", 1)
-            continue
-        run.samples.append((int(match[1]) if match else 0, text))
+            run.left_out[f"samples/{path.name}"] = 1
     run.samples.sort(key=lambda sample: sample[0])
-    run.pictures = sorted(_files(run.directory / "attention", "step_*.npz"))
-    for path in sorted(_files(run.directory / "evaluation", "*.json")):
+    run.pictures = _files(run.directory / "attention", "step_*.npz")
+    for path in _files(run.directory / "evaluation", "*.json"):
         if evaluation := read_evaluation(path):
             run.evaluations.append(evaluation)
         else:
-            run.note_left_out(f"evaluation/{path.name}", 1)
+            run.left_out[f"evaluation/{path.name}"] = 1
 
 
 def read_evaluation(path: Path) -> dict[str, Any] | None:
@@ -202,15 +171,12 @@ def read_evaluation(path: Path) -> dict[str, Any] | None:
     content = _read_json(path)
     if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
         return None
-    kept = [
-        {name: value for name, value in row.items() if is_number(value) or (name in _WORDS and isinstance(value, str))}
+    rows = [
+        {name: value for name, value in row.items() if not isinstance(value, float) or is_number(value)}
         for row in content["rows"]
-        if isinstance(row, dict)
+        if isinstance(row, dict) and {"task", "status", "length"} <= row.keys()
     ]
-    needed = {"task", "status", "length"}
-    step = content.get("step")
-    rows = [row for row in kept if needed <= row.keys() and not is_number(row["task"]) and is_number(row["length"])]
-    return {**content, "step": step if is_number(step) else None, "rows": rows} if rows else None
+    return {"step": None, **content, "rows": rows} if rows else None
 
 
 def _read_json(path: Path) -> Any:
@@ -223,4 +189,4 @@ def _read_json(path: Path) -> Any:
 
 def _files(folder: Path, pattern: str) -> list[Path]:
     # Only files: reading a pipe that somebody put there would block.
-    return [path for path in folder.glob(pattern) if path.is_file()]
+    return sorted(path for path in folder.glob(pattern) if path.is_file())

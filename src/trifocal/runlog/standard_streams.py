@@ -10,7 +10,8 @@ class FaultTolerantStreams:
     """While active, a write to a lost `sys.stdout` or `sys.stderr` does not raise.
 
     Every write is tried, so that output returns when a disk has room again. Contexts nest: an inner one uses the
-    streams of the outer one.
+    streams of the outer one. Output that is lost at the end is dropped; Python would try again, and end with
+    status 120.
     """
 
     def __init__(self) -> None:
@@ -26,24 +27,30 @@ class FaultTolerantStreams:
 
     def __enter__(self) -> Self:
         self._before = sys.stdout, sys.stderr
-        self._streams = [_fault_tolerant(sys.stdout, "standard output"), _fault_tolerant(sys.stderr, "standard error")]
+        for stream, title in zip(self._before, ("standard output", "standard error"), strict=True):
+            known = isinstance(stream, _FaultTolerantStream)
+            self._streams.append(cast("Any", stream) if known else _FaultTolerantStream(stream, title))
         sys.stdout, sys.stderr = (cast("TextIO", stream) for stream in self._streams)
         return self
 
     def __exit__(self, *_: object) -> None:
+        sys.stdout, sys.stderr = self._before  # type: ignore[assignment]
         for before, stream in zip(self._before, self._streams, strict=True):
             stream.flush()
-            if before is None or before.closed:
-                stream.close()
-        sys.stdout, sys.stderr = self._before  # type: ignore[assignment]
+            if stream is not before:
+                stream.discard_lost_output()
 
 
 class _FaultTolerantStream:
     """A stream with a `write` and a `flush` that note errors instead of raising them."""
 
-    def __init__(self, stream: TextIO, title: str, error: str = "") -> None:
+    def __init__(self, stream: TextIO | None, title: str) -> None:
+        self.title, self.error, self.told = title, "", False
+        self._stand_in: TextIO | None = None
+        if stream is None or stream.closed:
+            self.error = "it is closed"
+            stream = self._stand_in = Path(os.devnull).open("w")  # noqa: SIM115
         self._stream = stream
-        self.title, self.error, self.told = title, error, False
 
     def write(self, text: str) -> int:
         try:
@@ -61,19 +68,22 @@ class _FaultTolerantStream:
         except (OSError, ValueError) as error:
             self._note(error)
 
+    def discard_lost_output(self) -> None:
+        """Close a stand-in, and lead a lost stream to nowhere."""
+        if self._stand_in is not None:
+            self._stand_in.close()
+            return
+        try:
+            self._stream.flush()
+        except OSError:
+            with Path(os.devnull).open("wb") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
+
     def _note(self, error: OSError | ValueError) -> None:
         self.error = (error.strerror if isinstance(error, OSError) else None) or str(error)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-def _fault_tolerant(stream: TextIO | None, title: str) -> _FaultTolerantStream:
-    if isinstance(stream, _FaultTolerantStream):
-        return stream
-    if stream is None or stream.closed:
-        return _FaultTolerantStream(Path(os.devnull).open("w"), title, "it is closed")
-    return _FaultTolerantStream(stream, title)
 
 
 def open_closed_descriptors() -> None:
@@ -87,17 +97,3 @@ def open_closed_descriptors() -> None:
         except OSError:
             # The system gives the lowest free number: this one.
             os.open(os.devnull, os.O_RDWR)
-
-
-def discard_lost_output() -> None:
-    """Drop output that cannot be written.
-
-    Python would try again at exit, and end with status 120.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            if stream is not None and not stream.closed:
-                stream.flush()
-        except OSError:
-            with Path(os.devnull).open("wb") as nowhere:
-                os.dup2(nowhere.fileno(), stream.fileno())

@@ -21,7 +21,7 @@ from trifocal.errors import UserError, one_line
 from trifocal.ops import Documents, Geometry
 from trifocal.paths import read_small_file
 from trifocal.runlog.whole_files import write_whole
-from trifocal.telemetry.maps import LayerAttention, block_importance, dense_block_mass
+from trifocal.telemetry.maps import LayerAttention, choosing_shares, full_attention_shares
 
 VERSION = 1
 _MOST_QUERIES, _FEWEST_QUERIES = 128, 32
@@ -131,15 +131,13 @@ def describe_layers(layer: LayerAttention, queries: Tensor) -> dict[str, Tensor]
         layer: Tensors of the layers.
         queries: Indices of the queries, [Q].
     """
-    importance = block_importance(layer, queries)
-    importance = importance / importance.sum(-1, keepdim=True).clamp(min=1e-30)
-    gates = layer.gates[..., queries, :, :].float().unflatten(-2, (layer.k_slc.shape[-2], -1)).mean(-2)
+    gates = layer.gates[:, queries].float().unflatten(-2, (layer.k_slc.shape[-2], -1)).mean(-2)
     selected_alone = (torch.arange(3, device=gates.device) == 1).float()
     gates = torch.where(gates.isnan(), selected_alone, gates)
     return {
-        "selected": layer.selected[..., queries, :, :].to(torch.int16),
-        "importance": _root_code(importance),
-        "dense": _root_code(dense_block_mass(layer, queries)),
+        "selected": layer.selected[:, queries].to(torch.int16),
+        "importance": _root_code(choosing_shares(layer, queries)),
+        "dense": _root_code(full_attention_shares(layer, queries)),
         "gates": (255 * gates).round().clamp(0, 255).to(torch.uint8),
     }
 

@@ -10,18 +10,18 @@ and an `info` event with the suffix `_over` when it ends; docs/diagnostics.md ha
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trifocal.models import DecoderLM
-from trifocal.nn import NSAttention, SelectedAttention
-from trifocal.ops import Documents, Geometry
+from trifocal.nn import NSAttention
+from trifocal.nn.chooser import ChoosingAttention
+from trifocal.ops import Documents
 from trifocal.runlog.jsonl import Row
 from trifocal.runlog.metrics import MetricsWriter
 from trifocal.telemetry.attention_picture import AttentionPicture, assemble_picture, describe_layers, picture_queries
@@ -34,18 +34,12 @@ SATURATED_ENTROPY = 0.02
 """Alarm: a branch's gates with a mean entropy below this, in nats, are stuck at 0 or 1."""
 LOCAL_SHARE = 0.95
 """Alarm: with a greater share of free choices inside the window, selection adds nothing."""
+FALLEN = 0.5
+"""Alarm: a layer's recall of the choice above chance, the mean of _LOOKS looks, is below this share of the best."""
+_LOOKS = 4
+_TELLING = 0.2
 
 Describe = Callable[[LayerAttention], dict[str, Tensor]]
-
-
-@dataclass
-class _Record:
-    """Tensors of one layer from the hooks."""
-
-    layer: NSAttention | SelectedAttention
-    gates: Tensor | None = None
-    keys: Tensor | None = None
-    choices: int = 0
 
 
 class AttentionTelemetry:
@@ -63,10 +57,10 @@ class AttentionTelemetry:
         self.layers = {
             number: layer
             for number, layer in enumerate(model.attention_layers())
-            if isinstance(layer, NSAttention | SelectedAttention) and layer.chooser == "compressed"
-            if model.config.selection == "importance"
+            if isinstance(layer, ChoosingAttention) and model.config.selection != "random"
         }
         self._active: set[tuple[str, int, str]] = set()
+        self._past: dict[int, list[float]] = {}
 
     def measure(self, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> list[Row]:
         """Run the first sequence of a batch through the model and describe its attention.
@@ -129,6 +123,10 @@ class AttentionTelemetry:
         layers = self._observe(tokens[:1], documents, lambda layer: describe_layers(layer, queries))
         return assemble_picture(step, geometry, texts, documents, queries, list(self.layers), layers)
 
+    def choices(self, tokens: Tensor, queries: Tensor) -> Tensor:
+        """Run a sequence [1, T] through the model; the blocks that some queries choose, [layers, Q, G, N], -1 pads."""
+        return self._observe(tokens, None, lambda layer: {"chosen": layer.selected[..., queries, :, :]})["chosen"]
+
     def log(self, metrics: MetricsWriter, step: int, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> None:
         """Measure, write a row for each layer, and an event for each alarm that begins or ends.
 
@@ -141,6 +139,13 @@ class AttentionTelemetry:
         for row in rows:
             metrics.write("telemetry", step, **row)
         alarms = {key: message for row in rows for key, message in alarms_of(row)}
+        for row in rows:
+            past = self._past.setdefault(row["layer"], [])
+            if row["choice_recall"] is not None:
+                past.append(above_chance(row))
+            if has_fallen(past):
+                sentence = f"layer {row['layer']}: the choice finds less than before, recall {row['choice_recall']:.0%}"
+                alarms["choice_recall_fell", row["layer"], ""] = sentence
         for name, layer, branch in sorted(alarms.keys() - self._active):
             values: Row = {"layer": layer, "branch": branch} if branch else {"layer": layer}
             metrics.event(step, name, alarms[name, layer, branch], severity="warning", **values)
@@ -166,68 +171,72 @@ class AttentionTelemetry:
                 describe_waiting()
             waiting.append(layer)
 
-        records = [_Record(layer) for layer in self.layers.values()]
-        with self._recording(records, take, documents):
+        with _ChoiceRecorder(list(self.layers.values()), documents, take) as recorder:
             self.model(tokens, cu_seqlens=documents)
-        for record in records:
-            if record.choices != 1:
-                raise RuntimeError(f"expected one call of trifocal::select_blocks in each layer, got {record.choices}")
+        if recorder.choices != len(self.layers):
+            raise RuntimeError(f"expected a choice of blocks in {len(self.layers)} layers, got {recorder.choices}")
         describe_waiting()
         return {name: torch.cat([part[name] for part in described]) for name in described[0]}
 
-    @contextmanager
-    def _recording(
-        self, records: list[_Record], take: Callable[[LayerAttention], None], documents: Documents | None
-    ) -> Iterator[None]:
-        current: list[_Record] = []
 
-        def enter(record: _Record) -> Callable[[nn.Module, Any], None]:
-            return lambda module, inputs: current.append(record)
+class _ChoiceRecorder(TorchDispatchMode):
+    """Hands on the tensors of each layer when it has called the operator that chooses its blocks, on any backend.
 
-        def keep_gates(module: nn.Module, inputs: Any, gates: Tensor) -> None:
-            current[-1].gates = gates[0]
+    Args:
+        layers: The layers.
+        documents: Packed documents of the sequence, if there are several.
+        take: Gets them.
+    """
 
-        def keep_keys(module: nn.Module, inputs: Any, keys: Tensor) -> None:
-            current[-1].keys = keys
-
-        def choice(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: Geometry, scale: float, selected: Tensor) -> None:
-            record = current[-1]
-            if isinstance(record.layer, SelectedAttention):
-                record.gates = q.new_full((*q.shape[1:3], 3), math.nan, dtype=torch.float32)
-            if record.gates is None or record.keys is None:
-                raise RuntimeError("a layer chose its blocks before its gates and keys were computed")
-            k_slc = record.layer.selected_keys(record.keys, documents)[0]
-            layer = LayerAttention(record.gates, q[0], k_cmp[0], lse[0], k_slc, selected[0], geometry, scale, documents)
-            record.choices += 1
-            take(layer)
-
-        handles = []
-        for record in records:
-            handles.append(record.layer.register_forward_pre_hook(enter(record)))
-            if isinstance(record.layer, NSAttention):
-                handles.append(record.layer.gate.register_forward_hook(keep_gates))
-            handles.append(record.layer.k_proj.register_forward_hook(keep_keys))
-        try:
-            with _SelectionRecorder(choice):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-class _SelectionRecorder(TorchDispatchMode):
-    """Records every call of the operator `trifocal::select_blocks`, on any backend."""
-
-    def __init__(self, record: Callable[[Tensor, Tensor, Tensor, Geometry, float, Tensor], None]) -> None:
+    def __init__(
+        self, layers: list[ChoosingAttention], documents: Documents | None, take: Callable[[LayerAttention], None]
+    ) -> None:
         super().__init__()
-        self._record = record
+        self._layers, self._documents, self._take = layers, documents, take
+        self._handles: list[Any] = []
+        self._gates: Tensor | None = None
+        self._current: tuple[ChoosingAttention, Tensor, Tensor] | None = None
+        self.choices = 0
+
+    def __enter__(self) -> Self:
+        for layer in self._layers:
+            layer.watcher = partial(self._begin, layer)
+            if isinstance(layer, NSAttention):
+                self._handles.append(layer.gate.register_forward_hook(self._keep_gates))
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for layer in self._layers:
+            layer.watcher = None
+        for handle in self._handles:
+            handle.remove()
+
+    def _keep_gates(self, module: nn.Module, inputs: Any, gates: Tensor) -> None:
+        self._gates = gates
+
+    def _begin(self, layer: ChoosingAttention, q: Tensor, k_slc: Tensor) -> None:
+        self._current = layer, q, k_slc
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.trifocal.select_blocks.default:
-            q, k_cmp, lse, sizes, _, scale, *_ = args
-            self._record(q, k_cmp, lse, Geometry(*sizes), scale, result)
+            self._chosen(args[1:2], result)
+        elif func is torch.ops.trifocal.select_blocks_by_index.default:
+            self._chosen(args[:2], result)
         return result
+
+    def _chosen(self, chooser: tuple[Tensor, ...], selected: Tensor) -> None:
+        if self._current is None:
+            raise RuntimeError("a layer chose its blocks before its queries and keys were seen")
+        layer, q, k_slc = self._current
+        gates, self._gates, self._current = self._gates, None, None
+        if gates is None:
+            gates = q.new_full((*q.shape[:3], 3), math.nan, dtype=torch.float32)
+        if layer.chooser == "exact":
+            chooser = ()
+        self.choices += 1
+        self._take(LayerAttention(gates, q, k_slc, selected, chooser, layer.geometry, self._documents))
 
 
 def _documents_of_first(cu_seqlens: Tensor | None, tokens: Tensor) -> Documents | None:
@@ -272,3 +281,18 @@ def alarms_of(row: Row) -> Iterator[tuple[tuple[str, int, str], str]]:
     if row["gate_mean_win"] is not None and row["free_local_share"] > LOCAL_SHARE:
         sentence = f"layer {layer}: {row['free_local_share']:.0%} of the free choices lie inside the window"
         yield ("choices_local", layer, ""), sentence
+
+
+def above_chance(row: Row) -> float:
+    """How far a layer's recall of the choice is on the way from chance, 0, to everything, 1.
+
+    Attention that is still even makes any choice a good one, so that the recall itself falls while it sharpens.
+    """
+    recall, chance = row["choice_recall"], row["recall_by_chance"]
+    return float((recall - chance) / max(1 - chance, 1e-3))
+
+
+def has_fallen(past: Sequence[float]) -> bool:
+    """Whether a layer's recall above chance has fallen, by its own past: means of a few looks, as each is noisy."""
+    means = [sum(past[end - _LOOKS : end]) / _LOOKS for end in range(_LOOKS, len(past) + 1)]
+    return bool(means) and max(means) >= _TELLING and means[-1] < FALLEN * max(means)

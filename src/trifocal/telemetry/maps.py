@@ -1,7 +1,6 @@
-"""Importance and full attention by selection block: pure functions on the device.
+"""The scores that choose blocks, and full attention, by selection block: pure functions on the device.
 
-Shape letters as in DESIGN.md; the batch is one sequence, so B is left out. Q sampled queries stand for all T. Every
-tensor may have leading dimensions, so that one call describes many layers.
+Shape letters as in DESIGN.md. The batch is one sequence, and L layers take its place; Q sampled queries stand for T.
 """
 
 from collections.abc import Sequence
@@ -12,7 +11,14 @@ import torch
 from torch import Tensor
 
 from trifocal.ops import Documents, Geometry
-from trifocal.ops.layout import compressed_layout
+from trifocal.ops.choice_loss import (
+    Sample,
+    compressed_importance,
+    free_places,
+    index_scores,
+    num_free,
+    teacher_masses,
+)
 
 _MOST_QUERIES = 128
 """Sampled queries: enough for a mean, and bounded for any length."""
@@ -23,114 +29,89 @@ MOST_SCORES = 2**26
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """Tensors of one layer, or of several equal ones, for one sequence.
+    """Tensors of L equal layers for one sequence.
 
     Attributes:
-        gates: [..., T, H, 3] in the order cmp, slc, win; NaN in a layer without gates.
-        q: Queries, [..., T, H, D].
-        k_cmp: Compressed keys, [..., C, G, D].
-        lse: Log-sum-exp of the compressed scores, [..., T, H]; -inf where no block is visible.
-        k_slc: Keys of the selected branch, [..., T, G, D].
-        selected: Selected blocks, [..., T, G, N], -1 pads, counted from the start of the query's document.
+        gates: [L, T, H, 3] in the order cmp, slc, win; NaN in a layer without gates.
+        q: Rotated queries, [L, T, H, D].
+        k_slc: Rotated keys of the selected branch, [L, T, G, D].
+        selected: Selected blocks, [L, T, G, N], -1 pads, counted from the start of the query's document.
+        chooser: What chose them: compressed keys, [L, C, G, D]; or index queries and keys, [L, T, G, Di] and
+            [L, T, Di]; or nothing: by exact mass.
         geometry: Block sizes, in tokens.
-        scale: Factor on the scores.
         documents: Packed documents, if there are several.
     """
 
     gates: Tensor
     q: Tensor
-    k_cmp: Tensor
-    lse: Tensor
     k_slc: Tensor
     selected: Tensor
+    chooser: tuple[Tensor, ...]
     geometry: Geometry
-    scale: float
     documents: Documents | None = None
 
     @classmethod
     def stack(cls, layers: Sequence["LayerAttention"]) -> "LayerAttention":
-        """Several layers as one, with a leading dimension of layers."""
-        names = ("gates", "q", "k_cmp", "lse", "k_slc", "selected")
-        stacked: dict[str, Any] = {name: torch.stack([getattr(layer, name) for layer in layers]) for name in names}
-        return replace(layers[0], **stacked)
+        """Several layers as one."""
+        names = ("gates", "q", "k_slc", "selected")
+        stacked: dict[str, Any] = {name: torch.cat([getattr(layer, name) for layer in layers]) for name in names}
+        choosers = zip(*(layer.chooser for layer in layers), strict=True)
+        return replace(layers[0], chooser=tuple(map(torch.cat, choosers)), **stacked)
 
     @property
     def num_scores(self) -> int:
-        """Scores of full attention at the sampled queries."""
-        return len(self.sampled_queries()) * self.q.shape[-3] * self.q.shape[-2]
+        """Scores of full attention at the sampled queries of a layer."""
+        return len(self.sampled_queries()) * self.q.shape[1] * self.q.shape[2]
 
     @property
     def positions(self) -> Tensor:
         """Position of each token in its document, [T]."""
         if self.documents is None:
-            return torch.arange(self.q.shape[-3], device=self.q.device)
-        return self.documents.positions
-
-    @property
-    def document_ids(self) -> Tensor:
-        """Document of each token, [T]."""
-        if self.documents is None:
-            return torch.zeros(self.q.shape[-3], dtype=torch.int32, device=self.q.device)
-        return self.documents.ids
+            return torch.arange(self.q.shape[1], device=self.q.device)
+        return self.documents.positions.long()
 
     def sampled_queries(self) -> Tensor:
         """Evenly spaced queries, few enough for full attention in bounded memory, [Q]."""
-        num_tokens, num_heads = self.q.shape[-3:-1]
+        num_tokens, num_heads = self.q.shape[1:3]
         most = max(_FEWEST_QUERIES, min(_MOST_QUERIES, MOST_SCORES // (num_tokens * num_heads)))
         return evenly_spaced(num_tokens, most, self.q.device)
 
+    def sample(self, queries: Tensor) -> Sample:
+        """These queries [Q] in every layer, [L, Q]; eligible if they have more free candidates than free places."""
+        positions = self.positions[queries]
+        free = num_free(positions // self.geometry.selection_block_size, self.geometry)
+        fields = (queries, queries - positions, free > free_places(self.geometry))
+        return Sample(*(field.expand(len(self.q), -1) for field in fields))
 
-def block_importance(layer: LayerAttention, queries: Tensor) -> Tensor:
-    """Importance of each selection block (Eq. 9, 10), by which blocks are selected.
+
+def choosing_shares(layer: LayerAttention, queries: Tensor) -> Tensor:
+    """Share of each selection block in the scores by which blocks are chosen.
 
     Args:
-        layer: Tensors of the layer.
+        layer: Tensors of the layers.
         queries: Indices of the queries, [Q].
 
     Returns:
-        [..., Q, G, J], blocks counted from the start of the query's document; 0 where no compressed block is visible.
+        [L, Q, G, J], blocks counted from the start of the query's document; 0 where no compressed block is visible. Of
+        an index, the softmax over its blocks' scores.
     """
-    geometry, device = layer.geometry, layer.q.device
-    num_tokens, (num_blocks, num_groups) = layer.q.shape[-3], layer.k_cmp.shape[-3:-1]
-    stride, block = geometry.compression_stride, geometry.selection_block_size
-    if layer.documents is None:
-        starts = torch.arange(num_blocks, device=device) * stride
-        block_ids = torch.zeros_like(starts)
-    else:
-        layout = compressed_layout(layer.documents, num_blocks, geometry)
-        starts, block_ids = layout.starts, layout.ids
-    positions, ids = layer.positions[queries], layer.document_ids[queries]
-    ends = starts + geometry.compression_block_size
-    visible_QC = (block_ids == ids[:, None]) & (ends - 1 <= positions[:, None])
-
-    q_QGRD = layer.q[..., queries, :, :].float().unflatten(-2, (num_groups, -1))
-    scores_QGRC = torch.einsum("...qgrd,...cgd->...qgrc", q_QGRD, layer.k_cmp.float()) * layer.scale
-    lse_QGR = layer.lse[..., queries, :].float().unflatten(-1, (num_groups, -1))
-    p_QGRC = (scores_QGRC - lse_QGR[..., None]).exp().masked_fill(~visible_QC[:, None, None], 0.0)
-
-    first = torch.arange(geometry.num_selection_blocks(num_tokens), device=device) * block
-    overlap_CJ = (torch.minimum(ends[:, None], first + block) - torch.maximum(starts[:, None], first)).clamp(min=0)
-    return p_QGRC.sum(-2) @ (overlap_CJ / stride).float()
+    sample = layer.sample(queries)
+    position, geometry = layer.positions[queries][:, None, None], layer.geometry
+    if len(layer.chooser) == 1:
+        importance = compressed_importance(layer.q, layer.chooser[0], sample, geometry, layer.documents)
+        seen = importance.where(position >= geometry.compression_block_size - 1, 0)
+        return seen / seen.sum(-1, keepdim=True).clamp(min=1e-30)
+    if not layer.chooser:
+        return full_attention_shares(layer, queries)
+    q_idx, k_idx = layer.chooser
+    scores = index_scores(q_idx, k_idx, sample, geometry, layer.documents)
+    block = torch.arange(scores.shape[-1], device=scores.device)
+    return scores.masked_fill(block > position // geometry.selection_block_size, -torch.inf).softmax(-1)
 
 
-def dense_block_mass(layer: LayerAttention, queries: Tensor) -> Tensor:
-    """Probability of full attention over the selected branch's keys, in each selection block.
-
-    Args:
-        layer: Tensors of the layer.
-        queries: Indices of the queries, [Q].
-
-    Returns:
-        [..., Q, G, J], mean over the heads of a group; sums to 1 over the blocks.
-    """
-    num_tokens, num_groups = layer.k_slc.shape[-3:-1]
-    positions, ids = layer.positions, layer.document_ids
-    visible_QS = (ids[queries][:, None] == ids) & (positions <= positions[queries][:, None])
-    q_QGRD = layer.q[..., queries, :, :].float().unflatten(-2, (num_groups, -1))
-    scores_QGRS = torch.einsum("...qgrd,...sgd->...qgrs", q_QGRD, layer.k_slc.float()) * layer.scale
-    p_QGS = scores_QGRS.masked_fill_(~visible_QS[:, None, None], -torch.inf).softmax(-1).mean(-2)
-    mass = p_QGS.new_zeros(*p_QGS.shape[:-1], layer.geometry.num_selection_blocks(num_tokens))
-    return mass.index_add_(-1, positions // layer.geometry.selection_block_size, p_QGS)
+def full_attention_shares(layer: LayerAttention, queries: Tensor) -> Tensor:
+    """Probability of full attention over the selected branch's keys by selection block, [L, Q, G, J]; sums to 1."""
+    return teacher_masses(layer.q, layer.k_slc, layer.sample(queries), layer.geometry, layer.documents)
 
 
 def evenly_spaced(count: int, most: int, device: torch.device) -> Tensor:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from trifocal.ops import Documents, Geometry
-from trifocal.telemetry.maps import LayerAttention, block_importance, dense_block_mass, evenly_spaced
+from trifocal.ops.choice_loss import choice_shares, free_blocks, free_places, num_free
+from trifocal.telemetry.maps import LayerAttention, evenly_spaced, full_attention_shares
 
 BRANCHES = ("cmp", "slc", "win")
 IGNORED_GATE = 0.05
@@ -20,12 +21,11 @@ _SAMPLED_PAIRS = 128
 
 
 def attention_statistics(layer: LayerAttention) -> dict[str, Tensor]:
-    """The figures of the four functions below."""
+    """The figures of the three functions below."""
     return {
         **gate_statistics(layer.gates),
         **selection_statistics(layer.selected, layer.geometry, layer.documents),
-        "importance_covered": importance_covered(layer),
-        **dense_recall(layer),
+        **choice_statistics(layer),
     }
 
 
@@ -72,7 +72,6 @@ def selection_statistics(selected: Tensor, geometry: Geometry, documents: Docume
         the query's own; `selected_forced_share`: share of forced blocks; `free_local_share`: among the free blocks of
         queries with more candidates than n, the share inside the window (0 without such blocks);
         `neighbour_overlap`: share of a query's blocks that the query before it selected too;
-        `selected_block_entropy`: entropy of the selected blocks over their indices, in nats;
         `selected_count_shares` [..., n + 1]: share of the queries of a group that select 0, 1, …, n blocks;
         `fewer_than_n_share`: share of those with fewer than n.
     """
@@ -100,16 +99,11 @@ def selection_statistics(selected: Tensor, geometry: Geometry, documents: Docume
     of_query = chosen.sum(-1)
     kinds = torch.arange(geometry.num_selected_blocks + 1, device=device)
     count_shares = (of_query[..., None] == kinds).float().mean((-3, -2))
-
-    blocks = torch.where(chosen, selected, 0).flatten(-3).long()
-    counts = torch.zeros(*leading, geometry.num_selection_blocks(num_queries), device=device)
-    counts.scatter_add_(-1, blocks, weights)
     return {
         "selected_distance_shares": bin_counts / count[..., None],
         "selected_forced_share": forced.sum(every) / count,
         "free_local_share": (free & in_window).sum(every) / free.sum(every).clamp(min=1),
         "neighbour_overlap": _neighbour_overlap(selected, documents),
-        "selected_block_entropy": torch.special.entr(counts / count[..., None]).sum(-1),
         "selected_count_shares": count_shares,
         "fewer_than_n_share": 1 - count_shares[..., -1],
     }
@@ -121,54 +115,43 @@ def distance_bins(num_tokens: int, geometry: Geometry) -> int:
     return 1 if longest == 0 else 2 + int(math.log2(longest))
 
 
-def importance_covered(layer: LayerAttention) -> Tensor:
-    """Share of the importance (Eq. 9, 10) in the selected blocks.
+def choice_statistics(layer: LayerAttention) -> dict[str, Tensor]:
+    """Compare the choice with the exact one, by full attention over the selected branch's keys, at sampled queries.
+
+    Only queries with more free candidates than free places count; all figures are NaN if there are none.
 
     Args:
-        layer: Tensors of the layer.
+        layer: Tensors of the layers.
 
     Returns:
-        Mean share between 0 and 1 over sampled queries that see a compressed block; 1 if none does.
-    """
-    queries = layer.sampled_queries()
-    importance, chosen = block_importance(layer, queries), layer.selected[..., queries, :, :]
-    taken, total = _taken(importance, chosen), importance.sum(-1)
-    seen = total > 0
-    share = torch.where(seen, taken / total.clamp(min=1e-30), 0.0).sum((-2, -1)) / seen.sum((-2, -1)).clamp(min=1)
-    return torch.where(seen.any(-1).any(-1), share, 1.0)
-
-
-def dense_recall(layer: LayerAttention) -> dict[str, Tensor]:
-    """Agreement of the selection with full attention over the selected branch's keys, at sampled queries.
-
-    Only queries with more candidates than n count: the others read everything.
-
-    Args:
-        layer: Tensors of the layer.
-
-    Returns:
-        `dense_recall`: share of selected blocks among the n blocks with the most probability of full attention;
-        `dense_mass_covered`: share of that probability inside the selected blocks; `recall_by_chance`: the recall of n
-        random blocks, mean of n / candidates. All NaN if no query has more candidates than n.
+        `choice_recall`: mass of the free blocks that the choice holds, as a share of what the exact choice holds;
+        `recall_by_chance`: the same for free blocks drawn at random; `exact_mass_by_distance` [..., bins]: where the
+        mass lies that the exact choice holds, in the bins of `selected_distance_shares`, in all 1;
+        `held_mass_by_distance` [..., bins]: where that of the choice lies, in all `choice_recall`.
     """
     queries, geometry = layer.sampled_queries(), layer.geometry
-    mass, chosen = dense_block_mass(layer, queries), layer.selected[..., queries, :, :]
-    candidates = layer.positions[queries] // geometry.selection_block_size + 1
-    has_choice = (candidates > geometry.num_selected_blocks).float()
-    top = mass.topk(min(geometry.num_selected_blocks, mass.shape[-1]), dim=-1).indices
-    found = (top[..., :, None] == chosen[..., None, :]).any(-1).float().mean((-1, -2))
-    count = has_choice.sum()
-    chance = (geometry.num_selected_blocks / candidates * has_choice).sum() / count
+    mass, sample = full_attention_shares(layer, queries), layer.sample(queries)
+    own = (layer.positions[queries] // geometry.selection_block_size)[:, None]
+    block = torch.arange(mass.shape[-1], device=mass.device)
+    free = free_blocks(sample, geometry, mass.shape[-1])
+    held, best = choice_shares(mass, layer.selected[:, queries], free, sample.eligible, geometry)
+    every, _ = choice_shares(mass, block.expand_as(mass), free, sample.eligible, geometry)
+    count = best.sum((1, 2, 3))
+    drawn = free_places(geometry) / num_free(own, geometry).clamp(min=1)
+
+    edges = 2 ** torch.arange(distance_bins(len(layer.positions), geometry) - 1, device=mass.device)
+    bin_of = torch.bucketize((own - block).clamp(min=0), edges, right=True)
+    by_distance = [
+        torch.zeros(len(mass), len(edges) + 1, dtype=mass.dtype, device=mass.device)
+        .index_add_(1, bin_of.flatten(), shares.sum(2).flatten(1)) / count[:, None]
+        for shares in (held, best)
+    ]  # fmt: skip
     return {
-        "dense_recall": (found * has_choice).sum(-1) / count,
-        "dense_mass_covered": (_taken(mass, chosen).mean(-1) * has_choice).sum(-1) / count,
-        "recall_by_chance": chance.expand(found.shape[:-1]),
+        "choice_recall": held.sum((1, 2, 3)) / count,
+        "recall_by_chance": (every.sum((2, 3)) * drawn[:, 0]).sum(1) / count,
+        "exact_mass_by_distance": by_distance[1],
+        "held_mass_by_distance": by_distance[0],
     }
-
-
-def _taken(weights: Tensor, chosen: Tensor) -> Tensor:
-    """Sum over the selected blocks: [..., Q, G] from weights [..., Q, G, J] and blocks [..., Q, G, N]."""
-    return weights.gather(-1, chosen.clamp(min=0).long()).masked_fill(chosen < 0, 0.0).sum(-1)
 
 
 def _neighbour_overlap(selected: Tensor, documents: Documents | None) -> Tensor:

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trifocal.data import Batch
 from trifocal.models import DecoderLM
 from trifocal.models.choice_teaching import ChoiceTeaching, eligible_queries
-from trifocal.nn.chooser import IndexHeads
 from trifocal.train.config.sections import TrainSection
 from trifocal.train.step.micro_batch import to_device
+from trifocal.train.step.optimizer import index_parameters
 
 
 class ChoiceTeacher:
@@ -66,17 +66,3 @@ class ChoiceTeacher:
     def figures(self) -> Tensor:
         """This process's share of the step's loss and recall of each layer, [layers, 2]; the shares add up to them."""
         return self.teaching.totals / self._factor
-
-
-def index_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters of the model's indexes."""
-    return [
-        parameter for module in model.modules() if isinstance(module, IndexHeads) for parameter in module.parameters()
-    ]
-
-
-def make_teacher(
-    model: DecoderLM, config: TrainSection, device: torch.device, gradient_factor: int
-) -> ChoiceTeacher | None:
-    """A teacher, if `train.choice_loss_weight` is not 0."""
-    return ChoiceTeacher(model, config, device, gradient_factor) if config.choice_loss_weight else None

@@ -1,7 +1,6 @@
 """Keeping the processes of a run in step: they agree on each step before it begins, and notice when one is lost."""
 
 import contextlib
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,21 +13,11 @@ from trifocal.distributed import DistributedContext, PeerLost, PeerMonitor
 from trifocal.errors import UserError, one_line
 from trifocal.runlog import Heartbeat
 from trifocal.runlog.proc import process_state
-from trifocal.runlog.stalls.dump import read_answers, write_details, write_stacks
-from trifocal.runlog.stalls.summary import stall_summary
+from trifocal.runlog.stalls.dump import stall_summary, write_details, write_stacks
 from trifocal.runlog.whole_files import write_whole
 from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.nonfinite import NonFiniteError
 from trifocal.train.stop import StopSignals
-
-SLOW_FACTOR = 2.0
-SLOW_SECONDS = 0.05
-SLOW_LOOKS = 3
-"""A process is slow if its last five steps took SLOW_FACTOR times as long as those of the others, and SLOW_SECONDS
-longer, at SLOW_LOOKS checks in a row."""
-SLOW_AFTER_STEPS = 3
-"""The first steps are not compared: libraries warm up, caches fill."""
-_OWN_PHASES = ("data", "forward")
 
 # PyTorch has no one type for the error of a failed collective: one of these words is in its text.
 _COLLECTIVE_WORDS = ("gloo", "nccl", "connection", "process group", "timed out", "timeout", "socket", "watchdog")
@@ -72,10 +61,6 @@ class StepCoordinator:
         self._processes, self._teacher = processes, teacher
         self._ahead: _NextStep | None = None
         self._begun = False
-        self._first_step = 0
-        self._peers: PeerMonitor | None = None
-        self._slow: set[int] = set()
-        self._changing: dict[int, int] = {}
 
     def next_step(
         self, loader: Loader, count: int, signals: StopSignals, heartbeat: Heartbeat, *, step: int = 0, last: bool
@@ -108,8 +93,6 @@ class StepCoordinator:
                 batches = [next(loader) for _ in range(count)]
                 targets, packed = sum(b.valid_targets for b in batches), [b.packed_documents for b in batches]
             return StepData(batches, loader.state_dict(), targets, packed, self._eligible(batches, step))
-        if not self._begun:
-            self._first_step = heartbeat.snapshot()["step"]
         current = self._ahead or self._read_ahead(loader, count, signals, heartbeat, step)
         with heartbeat.phase("wait"):
             summed, stop, failed, *eligible = current.answer()
@@ -168,7 +151,7 @@ class StepCoordinator:
             folder.mkdir(exist_ok=True)
             rank = self._processes.rank
             write_stacks(folder, rank)
-            page = stall_summary(directory, folder, rank, f"stops: {sentence}", row, read_answers(folder))
+            page = stall_summary(directory, folder, rank, f"stops: {sentence}", row)
             # The last writer wins: all pages are about the same process.
             write_whole(folder / "summary.md", page)
             # A lost process leaves no stacks: the others write down the place in the code where it was last seen.
@@ -184,7 +167,6 @@ class StepCoordinator:
                 heartbeat.close("failed")
 
         peers = PeerMonitor(self._processes, heartbeat.snapshot, _exists, silence_seconds=silence_seconds, on_lost=end)
-        self._peers = peers
         with peers:
             try:
                 yield
@@ -197,34 +179,6 @@ class StepCoordinator:
                 with contextlib.suppress(OSError):
                     leave_traces(str(lost))
                 raise lost from error
-
-    def slow_rank_messages(self, heartbeat: Heartbeat) -> list[str]:
-        """Describe each process that became slow since the last call, or is no longer slow, in a sentence.
-
-        Only phases in which no process waits for another are compared: reading data, and the forward pass. (Under fsdp
-        and hsdp the forward pass waits too, and only slow data show.)
-        """
-        if self._processes.size == 1 or self._peers is None:
-            return []
-        notes = {**self._peers.notes(), self._processes.rank: heartbeat.snapshot()}
-        if min(note["step"] for note in notes.values()) < self._first_step + SLOW_AFTER_STEPS:
-            return []
-        recent = {rank: note["recent_seconds"] for rank, note in notes.items()}
-        busy = {rank: sum(times.get(phase, 0.0) for phase in _OWN_PHASES) for rank, times in sorted(recent.items())}
-        news = []
-        for rank, seconds in busy.items():
-            others = statistics.median_low(busy[other] for other in busy if other != rank)
-            slow = seconds > SLOW_FACTOR * others and seconds > others + SLOW_SECONDS
-            self._changing[rank] = self._changing.get(rank, 0) + 1 if slow != (rank in self._slow) else 0
-            # The notes are of different moments: a difference that is seen once may be chance.
-            if self._changing[rank] >= SLOW_LOOKS:
-                self._slow ^= {rank}
-                if slow:
-                    times = ", ".join(f"{phase} {recent[rank].get(phase, 0.0):.2g} s" for phase in _OWN_PHASES)
-                    news.append(f"rank {rank} is slow: {times}, where the others take {others:.2g} s together")
-                else:
-                    news.append(f"rank {rank} is no longer slow")
-        return news
 
 
 def _exists(process: int) -> bool:

@@ -1,18 +1,15 @@
 """Measurements beside training: the loss on held-out text, the attention, samples of generated text."""
 
+import torch
+
 from trifocal.data import Batch
 from trifocal.telemetry import AttentionTelemetry
 from trifocal.train.run_logger import RunLogger
 from trifocal.train.setup import TrainSetup
 from trifocal.train.step.micro_batch import autocast
-from trifocal.train.validation_loss import (
-    Evaluation,
-    ShownSequence,
-    evaluate,
-    read_validation_batches,
-    sample,
-    sequence_to_show,
-)
+from trifocal.train.validation_loss import Evaluation, evaluate
+
+SAMPLE_TEMPERATURE = 0.8
 
 
 class Evaluator:
@@ -29,26 +26,18 @@ class Evaluator:
         self._config, self._directory, self._tokenizer = setup.config, setup.directory, setup.tokenizer
         self._processes, self._device, self._model = setup.processes, setup.device, setup.model
         self._takes_part = setup.processes.is_rank0 or setup.parallel.sharded
-        self._log = log
+        self._setup, self._log = setup, log
         self._telemetry = AttentionTelemetry(setup.model)
-        self._batches: list[Batch] | None = None
-        self._shown: ShownSequence | None = None
         self.has_telemetry = bool(self._telemetry.layers)
         """Whether the model has attention layers to measure."""
 
-    def read_validation_text(self) -> None:
-        """Read the batches of all evaluations, once.
+    def evaluate(self) -> Evaluation:
+        """Compute the loss on the validation batches; all processes call this.
 
         Raises:
             UserError: In every process, if the data fail in any.
         """
-        if self._batches is None:
-            self._batches = self._processes.run_on_all(lambda: read_validation_batches(self._config, self._tokenizer))
-
-    def evaluate(self) -> Evaluation:
-        """Compute the loss on the validation batches, which were read before; all processes call this."""
-        batches, progress = self._batches, self._log.progress
-        assert batches is not None
+        batches, progress = self._setup.validation_batches(), self._log.progress
         return evaluate(
             self._model,
             batches,
@@ -69,33 +58,47 @@ class Evaluator:
             self._telemetry.log(self._log.metrics, step, tokens, cu_seqlens=batch.cu_seqlens)
 
     def picture_attention(self, step: int) -> None:
-        """Write the attention of each branch on one validation sequence, always the same one, into `attention/`."""
-        if self._batches is None or not self._takes_part:
+        """Write the attention of each branch on one validation sequence into `attention/`.
+
+        It is always the same one: the first with the fewest document boundaries, which has the longest past.
+        """
+        if not self._takes_part:
             return
-        if self._shown is None:
-            self._shown = sequence_to_show(self._batches, self._tokenizer)
-        tokens, cu_seqlens, texts = self._shown
+        rows = []
+        for batch in self._setup.validation_batches():
+            num_rows, length = batch.tokens.shape
+            boundaries = [] if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
+            for row in range(num_rows):
+                inside = [at - row * length for at in boundaries if row * length < at < (row + 1) * length]
+                rows.append((batch.tokens[row], inside))
+        tokens, inside = min(rows, key=lambda row: len(row[1]))
+        cu_seqlens = torch.tensor([0, *inside, len(tokens)], dtype=torch.int32) if inside else None
+        # A separator has no text.
+        texts = [self._tokenizer.decode([token]) or "∎" for token in tokens.tolist()]
         with autocast(self._device, self._config.train.precision):
-            picture = self._telemetry.picture(step, tokens.to(self._device), texts, cu_seqlens=cu_seqlens)
+            picture = self._telemetry.picture(step, tokens[None].to(self._device), texts, cu_seqlens=cu_seqlens)
         path = self._directory / "attention" / f"step_{step:08d}.npz"
         self._log.write_optional("attention picture", lambda: picture.save(path))
 
     def sample(self, step: int) -> str | None:
-        """Continue the configured prompt, and write the text into `samples/`.
+        """Continue the configured prompt, and write the text into `samples/`. Every step of a run has the same seed.
 
         Returns:
             The text; None in a process that takes no part.
         """
         if not self._takes_part:
             return None
-        text = sample(
-            self._model,
-            tokenizer=self._tokenizer,
-            config=self._config.log,
-            seed=self._config.run.seed,
-            device=self._device,
-            precision=self._config.train.precision,
-        )
+        config, tokenizer = self._config, self._tokenizer
+        prompt = torch.from_numpy(tokenizer.encode(config.log.sample_prompt)).long()[None].to(self._device)
+        with autocast(self._device, config.train.precision):
+            tokens = self._model.generate(
+                prompt,
+                config.log.sample_tokens,
+                temperature=SAMPLE_TEMPERATURE,
+                seed=config.run.seed,
+                stop_token=tokenizer.separator,
+            )
+        text = config.log.sample_prompt + tokenizer.decode(tokens[0, prompt.shape[1] :].tolist())
         folder = self._directory / "samples"
 
         def write() -> None:

@@ -18,8 +18,7 @@ from trifocal.train.checkpoint.folders import checkpoint_step, find_checkpoint, 
 from trifocal.train.config.check import choose_device, preflight
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.config.toml import to_literal
-from trifocal.train.loop import run_training
-from trifocal.train.result import TrainResult
+from trifocal.train.loop import TrainResult, run_training
 from trifocal.train.run_folder import (
     CONFIG_FILE,
     RunLock,
@@ -30,7 +29,6 @@ from trifocal.train.run_folder import (
 )
 from trifocal.train.setup import TrainSetup
 from trifocal.train.step.schedule import learning_rate_of
-from trifocal.train.validation_loss import check_validation_text
 
 
 def check_same_start(processes: DistributedContext, config: RunConfig, **further: Any) -> None:
@@ -84,22 +82,6 @@ def _code_hash() -> str:
     return digest.hexdigest()[:12]
 
 
-# `--resume` names the folder, which may have been moved.
-_NOT_COMPARED = frozenset({"run.directory"})
-# The schedule itself changes by less from step to step.
-_JUMP = 1.1
-
-
-def differences(saved: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """The keys in which two configurations differ, with both values."""
-    found = {}
-    for name in dotted_fields(RunConfig):
-        before, after = value_of(saved, name), value_of(now, name)
-        if name not in _NOT_COMPARED and before != after:
-            found[name] = before, after
-    return found
-
-
 def resume_notes(saved: RunConfig, now: RunConfig, step: int) -> list[str]:
     """Sentences for the start of a run that goes on.
 
@@ -108,28 +90,20 @@ def resume_notes(saved: RunConfig, now: RunConfig, step: int) -> list[str]:
         now: The one that it has now.
         step: Of the checkpoint.
     """
-    changed = _shown(differences(saved, now))
-    how = f"; differs from the saved configuration: {changed}" if changed else ", with the saved configuration"
+    changed = []
+    for name in dotted_fields(RunConfig):
+        before, after = value_of(saved, name), value_of(now, name)
+        # `--resume` names the folder, which may have been moved.
+        if before != after and name != "run.directory":
+            changed.append(f"{name} {to_literal(before)} -> {to_literal(after)}")
+    how = ", with the saved configuration"
+    if changed:
+        how = f"; differs from the saved configuration: {', '.join(changed)}"
     notes = [f"goes on from step {step:,} of {now.train.steps:,}{how}"]
     if step < now.train.steps:
-        notes.append(_learning_rate_note(saved, now, step))
+        before, after = learning_rate_of(saved, step), learning_rate_of(now, step + 1)
+        notes.append(f"learning rate: {before:.3g} in step {step:,}, {after:.3g} in step {step + 1:,}")
     return notes
-
-
-def _shown(changed: dict[str, tuple[Any, Any]]) -> str:
-    return ", ".join(f"{name} {to_literal(before)} -> {to_literal(after)}" for name, (before, after) in changed.items())
-
-
-def _learning_rate_note(saved: RunConfig, now: RunConfig, step: int) -> str:
-    before, after = learning_rate_of(saved, step), learning_rate_of(now, step + 1)
-    note = f"learning rate: {before:.3g} in step {step:,}, {after:.3g} in step {step + 1:,}"
-    expected = learning_rate_of(saved, step + 1)
-    if after > _JUMP * max(before, expected):
-        note += f"; it jumps to {after / before:.3g} times" if before else "; it jumps"
-        note += "; for a schedule with a warm-up of its own, begin a new run with --model.from this one"
-    elif after * _JUMP < min(before, expected):
-        note += f"; it falls to {after / before:.3g} times"
-    return note
 
 
 def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
@@ -158,7 +132,6 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
         tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))
         # The data are opened before a folder is made, or a run renamed.
         setup = TrainSetup(config, directory, processes, tokenizer)
-        processes.run_on_rank0(lambda: check_validation_text(config, tokenizer))
         overwrite = overwrite or found == "overwrite"
 
         def create() -> str:
@@ -222,7 +195,6 @@ def _resume(
 
     note, found = processes.run_on_rank0(prepare)
     tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))
-    processes.run_on_rank0(lambda: check_validation_text(config, tokenizer))
     saved = processes.run_on_rank0(lambda: load_run(directory))
     setup = TrainSetup(config, directory, processes, tokenizer, begins=False)
     notes = [*resume_notes(saved, setup.config, checkpoint_step(found)), *notes, *filter(None, [note])]

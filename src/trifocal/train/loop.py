@@ -1,27 +1,80 @@
 """The training loop: one trainer, for every device and every run."""
 
-from contextlib import ExitStack
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from trifocal.runlog import write_backends
 from trifocal.runlog.traces import Tracer
 from trifocal.train.checkpoint.export import WEIGHTS
 from trifocal.train.checkpoint.folders import set_aside_later_checkpoints
-from trifocal.train.compiling import CompileNotes
 from trifocal.train.coordinator import StepCoordinator, StepData
-from trifocal.train.determinism import deterministic_operations
 from trifocal.train.evaluator import Evaluator
 from trifocal.train.nonfinite import FiniteGuard
 from trifocal.train.out_of_memory import remedies_on_out_of_memory
-from trifocal.train.result import TrainResult
 from trifocal.train.run_folder import save_config
 from trifocal.train.run_logger import RunLogger, open_logger
 from trifocal.train.saving import Saver
 from trifocal.train.setup import TrainSetup
+from trifocal.train.step.optimizer import set_learning_rate
 from trifocal.train.step.schedule import is_due, learning_rate_of
 from trifocal.train.step.step import StepResult, TrainStep
 from trifocal.train.stop import StoppedBeforeFirstStep, StopSignals
 from trifocal.train.validation_loss import Evaluation
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The end of a run.
+
+    Attributes:
+        directory: The run.
+        step: Optimizer steps done.
+        finished: Whether all steps are done; False after an interruption.
+        loss: The last training loss that was logged, nats per token.
+        evaluation: The last evaluation of this process.
+        sample: The last sample of this process.
+        is_rank0: Whether this is rank 0, which prints the result.
+        skipped_documents: Bad documents that all processes skipped, each counted once.
+    """
+
+    directory: Path
+    step: int
+    finished: bool
+    loss: float | None
+    evaluation: Evaluation | None
+    sample: str | None
+    is_rank0: bool = True
+    skipped_documents: int = 0
+
+
+@contextmanager
+def deterministic_operations(wanted: bool) -> Iterator[None]:
+    """Inside, every operation gives equal bits for equal inputs; one without a deterministic form on a GPU raises.
+
+    Args:
+        wanted: If False, nothing changes.
+    """
+    if not wanted:
+        yield
+        return
+    # cuBLAS reads it at its first use: with more workspaces, sums could run in another order.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    # A debugging aid that costs a pass over every new tensor.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
 
 
 def make_tracer(setup: TrainSetup, log: RunLogger) -> Tracer:
@@ -117,9 +170,9 @@ class Trainer:
         self.evaluator = Evaluator(setup, log)
         self.evaluation: Evaluation | None = None
         self.sample: str | None = None
-        train, alone = self.config.train, setup.processes.size == 1
+        train = self.config.train
         self.generates_code = train.compile or setup.graphs is not None
-        self.compile_notes = CompileNotes(self.generates_code, log)
+        self.compiled_kinds: set[bool] = set()
         self.accumulation = train.global_batch_size // (train.micro_batch_size * setup.processes.size)
         self.train_step = TrainStep(
             setup.loss_function,
@@ -130,8 +183,6 @@ class Trainer:
             parallel=setup.parallel,
             graphs=setup.graphs,
             teacher=setup.teacher,
-            # One process on a CPU: elsewhere every call must have the same shape, or launches cost more than work.
-            split_rows=setup.device.type == "cpu" and alone and not train.compile,
         )
         self.tracer = make_tracer(setup, log)
 
@@ -169,7 +220,7 @@ class Trainer:
         """Take a step, and log, evaluate and save where due; False if all processes are to stop before the step."""
         step, setup = self.state.step + 1, self.setup
         last = step == self.config.train.steps
-        if self.log.open_directory is not None and not self.log.open_directory.is_there():
+        if self.processes.is_rank0 and not self.log.folder_is_there():
             # All processes stop before this step; `Saver.check_directory` gives the reason.
             self.signals.received = "the run's folder is gone"
         with self.saver.ended_on_error():
@@ -189,12 +240,10 @@ class Trainer:
 
     def _update(self, step: int, data: StepData) -> StepResult:
         """Forward, backward and update."""
-        learning_rate = learning_rate_of(self.config, step)
-        for group in self.setup.optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self.setup.optimizer, learning_rate_of(self.config, step))
         # Code for a kind of micro-batch is made in all processes at once: each waits for the slowest anyway.
         documents = data.documents if self.generates_code else [batch.packed_documents for batch in data.batches]
-        with self.compile_notes.step(step, documents) as forward_phase, self.tracer.step(step) as phases:
+        with self._compile_notes(step, documents) as forward_phase, self.tracer.step(step) as phases:
             return self.train_step.run(
                 step,
                 data.batches,
@@ -204,6 +253,25 @@ class Trainer:
                 documents=documents,
                 eligible=data.eligible,
             )
+
+    @contextmanager
+    def _compile_notes(self, step: int, documents: Sequence[int]) -> Iterator[str]:
+        """Around a step: note in the log when it compiles code for a new kind of micro-batch, which is slow.
+
+        Yields:
+            The name of the step's forward phase, "compile" or "forward".
+        """
+        new = {number > 0 for number in documents} - self.compiled_kinds if self.generates_code else set()
+        if not new:
+            yield "forward"
+            return
+        self.compiled_kinds |= new
+        kinds = " and ".join("packed documents" if packed else "whole rows" for packed in sorted(new))
+        takes = "about half a minute, less once its caches are filled"
+        self.log.log_event("compiling", f"step {step} compiles the model for {kinds}, which takes {takes}")
+        begin = time.perf_counter()
+        yield "compile"
+        self.log.log_event("compiled", f"step {step} compiled in {time.perf_counter() - begin:.0f} s")
 
     def _after_step(self, result: StepResult, *, last: bool) -> None:
         """Log, evaluate, sample and save where it is due; each of them first checks that the step was finite."""
@@ -219,9 +287,6 @@ class Trainer:
         if last or step == 1 or step % config.log.interval_steps == 0:
             self.guard.check_step()
             log.log_step(result)
-            if self.processes.is_rank0:
-                for sentence in self.coordinator.slow_rank_messages(log.heartbeat):
-                    log.log_event("rank_slow", sentence, "warning")
         with self.saver.ended_on_error():
             self._evaluate(result, last=last)
         self.saver.report_written()
@@ -234,7 +299,6 @@ class Trainer:
         if is_due(step, config.evaluate.interval_steps, last):
             self.guard.check_step()
             with log.pause("evaluate"):
-                evaluator.read_validation_text()
                 self.evaluation = evaluator.evaluate()
                 log.log_evaluation(self.evaluation)
             if evaluator.has_telemetry and config.log.telemetry_interval_steps:

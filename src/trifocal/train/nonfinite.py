@@ -2,15 +2,12 @@
 
 import json
 import math
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
 
-from trifocal.distributed import DistributedContext, Parallel, gather_full_model
-from trifocal.models import DecoderLM, save_weights
+from trifocal.distributed import gather_full_model
+from trifocal.models import save_weights
 from trifocal.runlog.traces.base import local_shard
 from trifocal.train.run_logger import RunLogger
 from trifocal.train.setup import TrainSetup
@@ -73,121 +70,77 @@ class FiniteGuard:
             self._stop(self._last, of_weights=True)
 
     def _stop(self, result: StepResult, *, of_weights: bool = False) -> NoReturn:
-        error = dump_non_finite(
-            result, self._model, self._folder, self._processes, self._parallel, of_weights=of_weights
+        """Write a dump of a step and end the run; every process calls this, and names its own parameters and documents.
+
+        The dump, `step_*/`, holds `summary.json` (loss, norm, bad parameters, document ids), `batch.pt` (the
+        micro-batches; `batch_rank*.pt` of several processes) and the weights that the step started from, which are also
+        the current ones. Where the weights are at fault, they are those that the step has made.
+        """
+        size, watch = self._processes.size, self._parallel.watch
+        named = [(name, p if of_weights else p.grad) for name, p in self._model.named_parameters()]
+        parts = self._processes.gather(
+            _Part(
+                [name for name, p in named if p is not None and not bool(torch.isfinite(local_shard(p)).all())],
+                bool(torch.isfinite(result.local_loss)) and (watch is None or watch.finite()),
+                [name for batch in result.batches for name in batch.document_ids],
+            )
         )
-        self._log.metrics.event(result.step, "non_finite", str(error), severity="error")
-        raise error
+        found = {name for part in parts for name in part.bad}
+        bad = [name for name, _ in named if name in found]
+        # After the exchange of gradients all processes have the NaN of one.
+        guilty = [rank for rank, part in enumerate(parts) if not part.finite] if size > 1 else [0]
+        documents = list(dict.fromkeys(name for rank in guilty or range(size) for name in parts[rank].documents))
+        loss, norm = result.loss.item(), result.gradient_norm.item()
+        summary: dict[str, Any] = {
+            "step": result.step,
+            "loss_nats_per_token": loss,
+            "gradient_norm": norm,
+            "learning_rate": result.learning_rate,
+            f"parameters_with_non_finite_{'value' if of_weights else 'gradient'}": bad,
+            "document_ids": documents,
+        }
+        if size > 1 and not of_weights:
+            summary["ranks"] = guilty
+        where = self._write_dump(result, summary)
+        more = len(documents) - _IDS_IN_MESSAGE
+        end = f"({len(bad)} in all); documents: {', '.join(documents[:_IDS_IN_MESSAGE])}"
+        end += f" and {more} more" if more > 0 else ""
+        if of_weights:
+            message = (
+                f"step {result.step}: the update, with a learning rate of {result.learning_rate:g}, made weights that "
+                f"are not finite; first parameter: {bad[0]} {end}; no checkpoint holds them; {where}"
+            )
+        else:
+            ranks = ", ".join(map(str, guilty)) or "unknown"
+            blame = f"from rank{'s' if len(guilty) > 1 else ''} {ranks}: " if size > 1 else ""
+            figure = f"gradient norm {norm}" if math.isfinite(loss) else f"loss {loss}"
+            first = f"first parameter with a non-finite gradient: {bad[0]}" if bad else "all gradients are finite"
+            message = (
+                f"step {result.step}: {blame}{figure} is not finite; {first} {end}; the update was not applied; {where}"
+            )
+        self._log.event("non_finite", message, "error")
+        raise NonFiniteError(message)
+
+    def _write_dump(self, result: StepResult, summary: dict[str, Any]) -> str:
+        """Write the files of a dump; returns the end of a sentence with their folder, or with the error."""
+        folder, processes = self._folder / f"step_{result.step:08d}", self._processes
+        whole = gather_full_model(self._model, processes)
+        try:
+            self._folder.mkdir(exist_ok=True)
+            folder.mkdir(exist_ok=True)
+            name = "batch.pt" if processes.size == 1 else f"batch_rank{processes.rank}.pt"
+            torch.save([batch._asdict() for batch in result.batches], folder / name)
+            if whole is not None:
+                (folder / "summary.json").write_text(json.dumps(summary, indent=1))
+                save_weights(whole, folder / "weights")
+        except (OSError, RuntimeError) as error:  # PyTorch raises a RuntimeError when the disk is full.
+            return f"the dump could not be written: {error}"
+        return f"dump in {folder}"
 
 
-def dump_non_finite(
-    result: StepResult,
-    model: DecoderLM,
-    directory: Path,
-    processes: DistributedContext,
-    parallel: Parallel,
-    *,
-    of_weights: bool = False,
-) -> NonFiniteError:
-    """Write a dump of a step that is not finite, and make the error that ends the run.
-
-    Every process calls this: all have the same flag, and each names its own bad gradients and documents.
-
-    The dump, `step_*/`, holds `summary.json` (loss, norm, parameters with bad gradients, document ids),
-    `batch.pt` (the micro-batches; `batch_rank*.pt` of several processes) and the weights that the step started from,
-    which are also the current ones. Where the weights are at fault, they are those that the step has made.
-
-    Args:
-        result: The step; its gradients are still in the parameters.
-        model: The model.
-        directory: The run's `dumps`.
-        processes: This process among those of the run.
-        parallel: The parallelized model.
-        of_weights: The step was finite and its update made weights that are not.
-
-    Returns:
-        The error, to be raised. Its message names the rank, the step, the first parameter and the documents.
-    """
-    mine = _Part(
-        [name for name, p in model.named_parameters() if not _is_finite(p if of_weights else p.grad)],
-        bool(torch.isfinite(result.local_loss)) and (parallel.watch is None or parallel.watch.finite()),
-        [name for batch in result.batches for name in batch.document_ids],
-        [batch.sample_index for batch in result.batches],
-    )
-    parts = processes.gather(mine)
-    found = {name for part in parts for name in part.bad}
-    bad = [name for name, _ in model.named_parameters() if name in found]
-    guilty = [rank for rank, part in enumerate(parts) if not part.finite] if processes.size > 1 else [0]
-    guilty_parts = [parts[rank] for rank in guilty] or parts
-    documents = list(dict.fromkeys(name for part in guilty_parts for name in part.documents))
-    summary = {
-        "step": result.step,
-        "loss_nats_per_token": result.loss.item(),
-        "gradient_norm": result.gradient_norm.item(),
-        "learning_rate": result.learning_rate,
-        f"parameters_with_non_finite_{'value' if of_weights else 'gradient'}": bad,
-        "document_ids": documents,
-        "sample_indices": [index for part in guilty_parts for index in part.sample_indices],
-    }
-    if processes.size > 1 and not of_weights:
-        summary["ranks"] = guilty
-    where = _write_dump(result, model, directory, processes, summary)
-    shown = ", ".join(documents[:_IDS_IN_MESSAGE])
-    more = len(documents) - _IDS_IN_MESSAGE
-    end = f"({len(bad)} in all); documents: {shown}{f' and {more} more' if more > 0 else ''}"
-    if of_weights:
-        return NonFiniteError(
-            f"step {result.step}: the update, with a learning rate of {result.learning_rate:g}, made weights that are "
-            f"not finite; first parameter: {bad[0]} {end}; no checkpoint holds them; {where}"
-        )
-    return NonFiniteError(
-        f"step {result.step}: {_blame(guilty, processes)}{_bad_figure(summary)} is not finite; "
-        f"{f'first parameter with a non-finite gradient: {bad[0]}' if bad else 'all gradients are finite'} {end}; "
-        f"the update was not applied; {where}"
-    )
-
-
-def _write_dump(
-    result: StepResult, model: DecoderLM, directory: Path, processes: DistributedContext, summary: dict[str, Any]
-) -> str:
-    """Write the files of a dump; returns the end of a sentence with their folder, or with the error."""
-    folder = directory / f"step_{result.step:08d}"
-    whole = gather_full_model(model, processes)
-    try:
-        folder.parent.mkdir(exist_ok=True)
-        folder.mkdir(exist_ok=True)
-        name = "batch.pt" if processes.size == 1 else f"batch_rank{processes.rank}.pt"
-        torch.save([batch._asdict() for batch in result.batches], folder / name)
-        if whole is not None:
-            (folder / "summary.json").write_text(json.dumps(summary, indent=1))
-            save_weights(whole, folder / "weights")
-    except (OSError, RuntimeError) as error:  # PyTorch raises a RuntimeError when the disk is full.
-        return f"the dump could not be written: {error}"
-    return f"dump in {folder}"
-
-
-def _blame(guilty: list[int], processes: DistributedContext) -> str:
-    if processes.size == 1:
-        return ""
-    if not guilty:
-        return "from an unknown rank: "
-    return f"from rank{'s' if len(guilty) > 1 else ''} {', '.join(map(str, guilty))}: "
-
-
-def _bad_figure(summary: dict[str, Any]) -> str:
-    loss = summary["loss_nats_per_token"]
-    return f"gradient norm {summary['gradient_norm']}" if math.isfinite(loss) else f"loss {loss}"
-
-
-@dataclass(frozen=True)
-class _Part:
-    """The bad gradients, documents and rows of one process."""
+class _Part(NamedTuple):
+    """The bad parameters and the documents of one process, and whether its share of the step was finite."""
 
     bad: list[str]
     finite: bool
     documents: list[str]
-    sample_indices: list[int]
-
-
-def _is_finite(tensor: Tensor | None) -> bool:
-    return tensor is None or bool(torch.isfinite(local_shard(tensor)).all())

@@ -1,4 +1,4 @@
-"""The folder of a run: making it, protecting other folders, noticing when it is moved."""
+"""The folder of a run: making it, locking it, protecting other folders."""
 
 import contextlib
 import errno
@@ -61,19 +61,10 @@ def delete_contents(folder: Path) -> None:
 def remove_folder(folder: Path) -> None:
     """Rename a folder and delete it, if it exists: a crash in between leaves no half of it under its name."""
     if folder.exists():
-        shutil.rmtree(rename_to_remove(folder))
-
-
-def rename_to_remove(folder: Path) -> Path:
-    """Rename a folder that is to be deleted, so that a crash leaves no half of it under its name.
-
-    Returns:
-        The new path.
-    """
-    doomed = folder.with_name(f"{PARTIAL}removing_{folder.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
-    return doomed
+        doomed = folder.with_name(f"{PARTIAL}removing_{folder.name}")
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
 
 
 def flush_folder(folder: Path) -> None:
@@ -87,11 +78,8 @@ def flush_folder(folder: Path) -> None:
 
 LOCK_FILE = ".lock"
 WAIT_SECONDS = 2.0
-REMOTE_WAIT_SECONDS = 120.0
-"""Time to wait for a lock that is held: a killed process may take a moment to end, and a network file system keeps the
-locks of a dead machine for a minute or two."""
-
-NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+"""Time to wait for a lock that is held: a killed process may take a moment to end."""
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 """Errors of a file system that has no locks."""
 
 
@@ -111,23 +99,33 @@ class RunLock:
             A warning if the file system has no locks; otherwise empty.
 
         Raises:
-            UserError: If another process trains there (names it), or the lock file is a link or a folder.
-            OSError: If the folder cannot be written.
+            UserError: If another process trains there; names it.
+            OSError: If the folder cannot be written, or the lock file is a link or a folder.
         """
-        path = folder / LOCK_FILE
-        try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.EISDIR):
-                raise UserError(
-                    f"{path} is a link or a folder, expected the file that locks the run; delete it"
-                ) from error
-            raise
+        path, end = folder / LOCK_FILE, time.monotonic() + WAIT_SECONDS
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         self._files.append(file)
-        note = _wait_for_lock(file, folder)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() >= end:
+                    who = os.pread(file, 1000, 0).decode(errors="replace").strip() or "another process"
+                    raise UserError(
+                        f"{folder} is in use: {who} trains there; see it with trifocal watch {shell_path(folder)}, end "
+                        "it first, or choose another --run.directory"
+                    ) from error
+                time.sleep(0.1)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                return f"the file system of {folder} has no locks: do not start a second process on this run"
         if not self.holds(folder):
             raise UserError(f"{folder} was renamed or deleted by the process that trained there; start again")
-        return note
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        return ""
 
     def holds(self, folder: Path) -> bool:
         """Whether this process holds the lock of the folder at this path."""
@@ -143,34 +141,6 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         while self._files:
             os.close(self._files.pop())
-
-
-def _wait_for_lock(file: int, folder: Path) -> str:
-    begin, told = time.monotonic(), False
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            host, _, process = os.pread(file, 1000, 0).decode(errors="replace").strip().partition(" ")
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            return f"the file system of {folder} has no locks: do not start a second process on this run"
-        remote = bool(host) and host != socket.gethostname()
-        if time.monotonic() - begin >= (REMOTE_WAIT_SECONDS if remote else WAIT_SECONDS):
-            who = f"process {process} on {host}" if process else "another process"
-            raise UserError(
-                f"{folder} is in use: {who} trains there; see it with trifocal watch {shell_path(folder)}, end it "
-                "first, or choose another --run.directory"
-            )
-        if remote and not told:
-            told = True
-            print(f"{folder} is in use by process {process} on {host}; waiting for it to end", file=sys.stderr)
-        time.sleep(0.1)
-    os.ftruncate(file, 0)
-    os.pwrite(file, f"{socket.gethostname()} {os.getpid()}\n".encode(), 0)
-    return ""
 
 
 # Files of a start that was killed before it saved its configuration.
@@ -242,13 +212,7 @@ def _set_aside(folder: Path) -> str:
     while os.path.lexists(folder.with_name(f"{folder.name}.old-{number}")):
         number += 1
     old = folder.with_name(f"{folder.name}.old-{number}")
-    try:
-        folder.rename(old)
-    except OSError as error:
-        raise UserError(
-            f"the run in {folder} is not replaced: it cannot be renamed to {old} ({error.strerror}); choose another "
-            "--run.directory"
-        ) from error
+    folder.rename(old)
     folder.mkdir()
     flush_folder(folder.parent)
     note = f"the run that was in {folder} is now in {old}"
@@ -276,68 +240,6 @@ def check_files(folder: Path) -> None:
                     f"{path} is {kind}, and a run would write there; replace it by a file or folder, or take it out of "
                     f"{folder}"
                 )
-
-
-class OpenDirectory:
-    """Notices when the folder of a run that trains is moved, deleted or replaced.
-
-    Args:
-        folder: Of the run, marked as such.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._mark = folder, read_mark(folder)
-        self._descriptor = os.open(folder, os.O_RDONLY)
-
-    def is_there(self) -> bool:
-        """Whether the run's folder is still at its path."""
-        try:
-            return read_mark(self._folder) == self._mark
-        except OSError:
-            # A file system that does not answer may still have the folder.
-            return True
-
-    def check(self, step: int, saved_step: int) -> None:
-        """Refuse to write into a folder that is not the run's any more: half a run would result.
-
-        Args:
-            step: The last step that is done.
-            saved_step: Step of the last checkpoint; 0 if there is none.
-
-        Raises:
-            UserError: If the folder is not at its path; names the new path, if it is known, and the lost steps.
-        """
-        if self.is_there():
-            return
-        moved = self._moved_to()
-        if moved is None:
-            raise UserError(
-                f"{self._folder} was deleted or replaced while its run trained: the run stopped after step {step}, and "
-                "is lost with its checkpoints, unless you have another copy"
-            )
-        kept = (
-            f"the checkpoint of step {saved_step} is there, later steps are lost; go on with: trifocal train --resume "
-            f"{shell_path(moved)}"
-            if saved_step
-            else "there is no checkpoint yet, the steps are lost"
-        )
-        raise UserError(
-            f"{self._folder} was moved to {moved} while its run trained: the run stopped after step {step}; {kept}"
-        )
-
-    def _moved_to(self) -> Path | None:
-        # Linux knows the current path of an open folder. A deleted one has no mark.
-        try:
-            path = Path(f"/proc/self/fd/{self._descriptor}").readlink()
-            return path if read_mark(path) == self._mark else None
-        except OSError:
-            return None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
 
 
 def save_config(config: RunConfig, folder: Path) -> None:
@@ -368,8 +270,11 @@ def open_run_directory(folder: Path, lock: RunLock) -> str:
     Raises:
         UserError: If it is in use, has no mark of a run, or a file in it leads elsewhere.
     """
-    note = lock.acquire(folder)
     check_files(folder)
+    try:
+        note = lock.acquire(folder)
+    except OSError as error:
+        raise UserError(f"cannot lock {folder / LOCK_FILE}: {error.strerror}") from error
     if not is_run(folder):
         raise UserError(f"{folder} has no {RUN_FILE}, by which a run is known: copy or move the folder as a whole")
     return note

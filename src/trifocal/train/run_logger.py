@@ -1,6 +1,6 @@
 """Output of a run while it trains: metrics, heartbeat, progress, events."""
 
-import contextlib
+import functools
 import os
 import sys
 import time
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from trifocal.data import Latency
 from trifocal.models import flops_per_token, parameter_count
 from trifocal.paths import shell_path
 from trifocal.runlog import (
@@ -26,78 +25,11 @@ from trifocal.runlog import (
     write_environment,
 )
 from trifocal.runlog.standard_streams import FaultTolerantStreams
-from trifocal.train.config.sections import RunConfig
 from trifocal.train.config.toml import to_toml
-from trifocal.train.run_folder import OpenDirectory
+from trifocal.train.run_folder import read_mark
 from trifocal.train.setup import TrainSetup
 from trifocal.train.step.step import StepResult
 from trifocal.train.validation_loss import Evaluation
-
-
-class ThroughputMeter:
-    """Counts steps and time since the last row.
-
-    Args:
-        config: The run.
-        device: Of the training; a known GPU gives utilisations.
-        num_processes: Processes of the run, each with one device.
-        start_step: Optimizer steps done before this process.
-    """
-
-    def __init__(self, config: RunConfig, device: torch.device, num_processes: int, start_step: int = 0) -> None:
-        self._tokens_per_step = config.train.global_batch_size * config.train.sequence_length
-        self._flops = flops_per_token(config.model, config.train.sequence_length)
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        peak = peak_bf16_flops(name)
-        self._peak_flops = None if peak is None else peak * num_processes
-        self._device = device
-        self._since = time.perf_counter()
-        self._last_step = start_step
-        self._paused_seconds = 0.0
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the block's time (evaluation, a checkpoint) out of the rates."""
-        begin = time.perf_counter()
-        yield
-        self._paused_seconds += time.perf_counter() - begin
-
-    def row(self, step: int, result: StepResult, latency: Latency, graph_bytes: int = 0) -> dict[str, Any]:
-        """The fields of a train row besides the loss; the clock starts again.
-
-        Args:
-            step: Optimizer steps done.
-            result: Of the last step, already waited for.
-            latency: Waits for data.
-            graph_bytes: Memory of recorded graphs, which the allocator does not count.
-        """
-        now = time.perf_counter()
-        step_seconds = (now - self._since - self._paused_seconds) / (step - self._last_step)
-        self._since, self._last_step, self._paused_seconds = now, step, 0.0
-        tokens_per_second = self._tokens_per_step / step_seconds
-        memory = memory_statistics(self._device)
-        row: dict[str, Any] = {
-            "learning_rate": result.learning_rate,
-            "gradient_norm": result.gradient_norm.item(),
-            "tokens_per_second": tokens_per_second,
-            "step_seconds": step_seconds,
-            "data_wait_seconds_p50": latency.p50,
-            "data_wait_seconds_p95": latency.p95,
-            "tokens_seen": step * self._tokens_per_step,
-            "epoch": result.batches[-1].epoch,
-            "memory_allocated_bytes": memory.allocated_bytes + graph_bytes,
-            "memory_reserved_bytes": memory.reserved_bytes,
-            "memory_peak_bytes": memory.peak_allocated_bytes + graph_bytes,
-        }
-        if result.choice is not None:
-            # A layer without eligible queries has neither loss nor recall.
-            losses, recalls = result.choice.T.tolist()
-            row["choice_loss"] = sum(losses)
-            row["choice_recall"] = [round(recall, 5) if recall else None for recall in recalls]
-        if self._peak_flops is not None:
-            row["executed_mfu"] = tokens_per_second * self._flops.executed_training / self._peak_flops
-            row["dense_equivalent_mfu"] = tokens_per_second * self._flops.dense_equivalent_training / self._peak_flops
-        return row
 
 
 class RunLogger:
@@ -105,7 +37,6 @@ class RunLogger:
 
     Args:
         setup: The run; its state gives the step of every row.
-        open_directory: Of the run, in rank 0; None elsewhere.
         streams: Standard output and standard error.
         metrics: Takes the rows.
         heartbeat: Of this process.
@@ -115,7 +46,6 @@ class RunLogger:
     def __init__(
         self,
         setup: TrainSetup,
-        open_directory: OpenDirectory | None,
         streams: FaultTolerantStreams,
         metrics: MetricsWriter,
         heartbeat: Heartbeat,
@@ -123,9 +53,17 @@ class RunLogger:
     ) -> None:
         self._state, self._rank = setup.state, setup.processes.rank
         self._loader, self._graphs = setup.loader, setup.graphs
-        self.open_directory, self._streams = open_directory, streams
+        self._directory, self._mark = setup.directory, read_mark(setup.directory)
+        self._streams = streams
         self.metrics, self.heartbeat, self.progress = metrics, heartbeat, progress
-        self.meter = ThroughputMeter(setup.config, setup.device, setup.processes.size, setup.state.step)
+        config = setup.config
+        self._device = setup.device
+        self._tokens_per_step = config.train.global_batch_size * config.train.sequence_length
+        self._flops = flops_per_token(config.model, config.train.sequence_length)
+        peak = peak_bf16_flops(torch.cuda.get_device_name(setup.device) if setup.device.type == "cuda" else "")
+        self._peak_flops = None if peak is None else peak * setup.processes.size
+        # Since the last row.
+        self._since, self._last_step, self._paused_seconds = time.perf_counter(), setup.state.step, 0.0
         self._skipped_reported = self._cut_reported = False
 
     def event(self, name: str, message: str, severity: str = "info", **values: float) -> None:
@@ -168,16 +106,47 @@ class RunLogger:
     @contextmanager
     def pause(self, phase: str) -> Iterator[None]:
         """Name the block's phase for the heartbeat, and leave its time out of the rates: it is not training."""
-        with self.meter.paused(), self.heartbeat.phase(phase):
+        begin = time.perf_counter()
+        with self.heartbeat.phase(phase):
             yield
+        self._paused_seconds += time.perf_counter() - begin
 
     def log_step(self, result: StepResult) -> None:
         """Write the train row of the last step, which is known to be finite; waits for the device."""
         step, bad = self._state.step, self._loader.bad_documents
         loss = self._state.loss = result.loss.item()
+        now, latency = time.perf_counter(), self._loader.latency()
+        step_seconds = (now - self._since - self._paused_seconds) / (step - self._last_step)
+        self._since, self._last_step, self._paused_seconds = now, step, 0.0
+        tokens_per_second = self._tokens_per_step / step_seconds
+        memory = memory_statistics(self._device)
+        # The allocator does not count recorded graphs.
         graph_bytes = 0 if self._graphs is None else self._graphs.memory_bytes
-        row = self.meter.row(step, result, self._loader.latency(), graph_bytes)
-        self.metrics.write("train", step, loss=loss, skipped_documents=len(bad.skipped), cut_chats=len(bad.cut), **row)
+        row: dict[str, Any] = {
+            "loss": loss,
+            "skipped_documents": len(bad.skipped),
+            "cut_chats": len(bad.cut),
+            "learning_rate": result.learning_rate,
+            "gradient_norm": result.gradient_norm.item(),
+            "tokens_per_second": tokens_per_second,
+            "step_seconds": step_seconds,
+            "data_wait_seconds_p50": latency.p50,
+            "data_wait_seconds_p95": latency.p95,
+            "tokens_seen": step * self._tokens_per_step,
+            "epoch": result.batches[-1].epoch,
+            "memory_allocated_bytes": memory.allocated_bytes + graph_bytes,
+            "memory_reserved_bytes": memory.reserved_bytes,
+            "memory_peak_bytes": memory.peak_allocated_bytes + graph_bytes,
+        }
+        if result.choice is not None:
+            # A layer without eligible queries has neither loss nor recall.
+            losses, recalls = result.choice.T.tolist()
+            row["choice_loss"] = sum(losses)
+            row["choice_recall"] = [round(recall, 5) if recall else None for recall in recalls]
+        if self._peak_flops is not None:
+            row["executed_mfu"] = tokens_per_second * self._flops.executed_training / self._peak_flops
+            row["dense_equivalent_mfu"] = tokens_per_second * self._flops.dense_equivalent_training / self._peak_flops
+        self.metrics.write("train", step, **row)
         if bad.first and not self._skipped_reported:
             self._skipped_reported = True
             self.log_event("documents_skipped", f"bad documents are skipped; the first: {bad.first}", "warning")
@@ -186,8 +155,8 @@ class RunLogger:
             self.log_event(
                 "chats_cut", "chats longer than train.sequence_length are cut; the metrics count them (cut_chats)"
             )
-        self.heartbeat.update(step=step, loss=loss, tokens_per_second=row["tokens_per_second"])
-        self.progress.update(step, loss=loss, tokens_per_second=row["tokens_per_second"])
+        self.heartbeat.update(step=step, loss=loss, tokens_per_second=tokens_per_second)
+        self.progress.update(step, loss=loss, tokens_per_second=tokens_per_second)
 
     def log_evaluation(self, evaluation: Evaluation) -> None:
         """Write the evaluation row of the last step, and print it."""
@@ -205,7 +174,7 @@ class RunLogger:
             what: Name of the content, for the warning.
             write: Writes it.
         """
-        if self.open_directory is None or not self.open_directory.is_there():
+        if self._rank != 0 or not self.folder_is_there():
             return
         try:
             write()
@@ -223,9 +192,13 @@ class RunLogger:
         message = f"data stall: no batch for {seconds:.0f} s; the data thread is {activity}"
         self.log_event("data_stall", message, "warning", stall_seconds=seconds)
 
-    def report_stall(self, message: str) -> None:
-        """Log that a phase takes too long; the message names the watchdog's dump."""
-        self.log_event("stalled", message, "warning")
+    def folder_is_there(self) -> bool:
+        """Whether the folder at the run's path is the one in which it began."""
+        try:
+            return read_mark(self._directory) == self._mark
+        except OSError:
+            # A file system that does not answer may still have the folder.
+            return True
 
 
 @contextmanager
@@ -239,9 +212,8 @@ def open_logger(setup: TrainSetup) -> Iterator[RunLogger]:
     processes, step = setup.processes, setup.state.step
     with ExitStack() as stack:
         is_rank0 = processes.is_rank0
-        open_directory = stack.enter_context(OpenDirectory(directory)) if is_rank0 else None
         streams = stack.enter_context(FaultTolerantStreams())
-        metrics = stack.enter_context(_open_metrics(setup) if is_rank0 else MetricsWriter.silent())
+        metrics = stack.enter_context(_open_metrics(setup) if is_rank0 else MetricsWriter(None))
         heartbeat = Heartbeat(
             directory / "heartbeat",
             processes.rank,
@@ -250,10 +222,11 @@ def open_logger(setup: TrainSetup) -> Iterator[RunLogger]:
             parallel_mode=setup.parallel.mode,
         )
         progress = Progress(config.train.steps, start_step=step, enabled=is_rank0)
-        logger = RunLogger(setup, open_directory, streams, metrics, heartbeat, progress)
+        logger = RunLogger(setup, streams, metrics, heartbeat, progress)
         stack.callback(logger.report_lost_streams)
         stack.enter_context(heartbeat)
-        stack.enter_context(Watchdog(heartbeat, directory, device=device, on_stall=logger.report_stall))
+        on_stall = functools.partial(logger.log_event, "stalled", severity="warning")
+        stack.enter_context(Watchdog(heartbeat, directory, device=device, on_stall=on_stall))
         stack.enter_context(progress)
         for name, advice in earlier_variables().items() if is_rank0 else ():
             logger.log_event("note", f"{name} belongs to an earlier system and is not read; here: {advice}", "warning")

@@ -2,112 +2,32 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
+from typing import NamedTuple
 
 from trifocal.data import merge_states
-from trifocal.distributed import DistributedContext, gather_full_model
+from trifocal.distributed import gather_full_model
 from trifocal.errors import UserError
-from trifocal.models import ModelConfig
 from trifocal.train.checkpoint.export import WEIGHTS, export_weights
 from trifocal.train.checkpoint.folders import prune_checkpoints
 from trifocal.train.checkpoint.random_state import random_state
-from trifocal.train.checkpoint.save_load import collect_state, save_checkpoint, write_checkpoint
+from trifocal.train.checkpoint.save_load import collect_state, write_checkpoint
 from trifocal.train.nonfinite import FiniteGuard, NonFiniteError
 from trifocal.train.run_logger import RunLogger
 from trifocal.train.setup import TrainSetup
 
 
-@dataclass(frozen=True)
-class Written:
-    """The end of writing a checkpoint.
-
-    Attributes:
-        step: Its step.
-        path: Its folder; None if it could not be written.
-        error: The reason, if not.
-        seconds: Duration of the writing.
-        blocked_seconds: The part of it in which training waited.
-    """
+class _Written(NamedTuple):
+    """The end of writing a checkpoint."""
 
     step: int
     path: Path | None
     error: OSError | None
     seconds: float
     blocked_seconds: float
-
-
-class BackgroundWriter:
-    """Writes one checkpoint at a time in a thread, from a copy in the host's memory.
-
-    The thread has a process group of its own, so that its collectives do not mix with those of training.
-
-    Args:
-        processes: This process among those of the run; all make their writer at the same time.
-    """
-
-    def __init__(self, processes: DistributedContext) -> None:
-        self._processes = processes.new_group()
-        self._thread: threading.Thread | None = None
-        self._written: Written | None = None
-        self._failure: BaseException | None = None
-
-    def start(
-        self,
-        root: Path,
-        step: int,
-        *,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        model_config: ModelConfig,
-        process_state: dict[str, Any],
-    ) -> None:
-        """Copy everything and begin to write; arguments as `save_checkpoint`. The one before must have been taken."""
-        begin = time.perf_counter()
-        state = collect_state(model, optimizer, copy=True)
-        blocked_seconds = time.perf_counter() - begin
-
-        def write() -> None:
-            path, error = None, None
-            try:
-                path = write_checkpoint(
-                    root,
-                    step,
-                    state=state,
-                    model_config=model_config,
-                    process_state=process_state,
-                    processes=self._processes,
-                )
-            except OSError as caught:
-                error = caught
-            except BaseException as caught:  # Raised by `take`.
-                self._failure = caught
-                return
-            self._written = Written(step, path, error, time.perf_counter() - begin, blocked_seconds)
-
-        self._thread = threading.Thread(target=write, name="trifocal-checkpoint", daemon=True)
-        self._thread.start()
-
-    def take(self, *, wait: bool) -> Written | None:
-        """Return how the last writing ended, once.
-
-        Args:
-            wait: Wait until it has ended; if False, the result is None while it has not.
-        """
-        if self._thread is None or (self._thread.is_alive() and not wait):
-            return None
-        self._thread.join()
-        self._thread = None
-        written, self._written = self._written, None
-        if self._failure is not None:
-            raise self._failure
-        return written
 
 
 class Saver:
@@ -122,15 +42,12 @@ class Saver:
     def __init__(self, setup: TrainSetup, log: RunLogger, guard: FiniteGuard) -> None:
         self._section, self._state = setup.config.checkpoint, setup.state
         self._directory, self._tokenizer = setup.directory, setup.tokenizer
-        self._processes, self._model = setup.processes, setup.model
-        self._sequence_length = setup.config.train.sequence_length
-        self._parts: dict[str, Any] = {
-            "model": setup.model,
-            "optimizer": setup.optimizer,
-            "model_config": setup.config.model,
-        }
+        self._processes, self._model, self._optimizer = setup.processes, setup.model, setup.optimizer
+        self._config = setup.config
         self._log, self._guard = log, guard
-        self._background = BackgroundWriter(self._processes) if self._section.asynchronous else None
+        # The writing thread has a process group of its own, so that its collectives do not mix with those of training.
+        self._background = self._processes.new_group() if self._section.asynchronous else None
+        self._writing: Future[_Written] | None = None
         self._saved_step = setup.state.resume_step or 0
 
     def save(self, *, must_succeed: bool) -> None:
@@ -156,9 +73,10 @@ class Saver:
         Args:
             wait: Wait until it has ended; if False, nothing happens while it is being written.
         """
-        written = self._background.take(wait=wait) if self._background is not None else None
-        if written is not None:
-            self._report(written, must_succeed=False)
+        writing = self._writing
+        if writing is not None and (wait or writing.done()):
+            self._writing = None
+            self._report(writing.result(), must_succeed=False)
 
     def end(self) -> None:
         """Save the last step, if it is not saved yet, and export its weights.
@@ -176,7 +94,11 @@ class Saver:
             self.check_directory()
             if whole is not None:
                 export_weights(
-                    whole, self._tokenizer, folder, step=self._state.step, sequence_length=self._sequence_length
+                    whole,
+                    self._tokenizer,
+                    folder,
+                    step=self._state.step,
+                    sequence_length=self._config.train.sequence_length,
                 )
 
         try:
@@ -212,42 +134,54 @@ class Saver:
             raise type(error)(f"{error}; step {self._state.step} is saved") from error
 
     def check_directory(self) -> None:
-        """In rank 0, refuse to write into a folder that is not the run's any more; elsewhere nothing happens.
+        """Refuse to write into a folder that is not the run's any more: half a run would result. Rank 0 calls this.
 
         Raises:
-            UserError: If the folder was moved, deleted or replaced; names the present place.
+            UserError: If the folder was moved, deleted or replaced.
         """
-        if self._log.open_directory is not None:
-            self._log.open_directory.check(self._state.step, self._saved_step)
-
-    def _process_state(self) -> dict[str, Any]:
-        """The part of a checkpoint beside model and optimizer."""
-        position = merge_states(self._processes.gather(self._state.data_position))
-        return {
-            "step": self._state.step,
-            "loss": self._state.loss,
-            "data": position,
-            "random": random_state(),
-        }
+        if not self._log.folder_is_there():
+            raise UserError(
+                f"{self._directory} was moved, deleted or replaced while its run trained: the run stopped after step "
+                f"{self._state.step}, and its last checkpoint is of step {self._saved_step}; if you moved it, go on "
+                "with trifocal train --resume NEW_FOLDER"
+            )
 
     def _write(self, *, must_succeed: bool) -> None:
-        root, step, process_state = self._directory / "checkpoints", self._state.step, self._process_state()
+        root, step = self._directory / "checkpoints", self._state.step
+        process_state = {
+            "step": step,
+            "loss": self._state.loss,
+            "data": merge_states(self._processes.gather(self._state.data_position)),
+            "random": random_state(),
+        }
         # One at a time.
         self.report_written(wait=True)
-        if self._background is not None and not must_succeed:
-            self._background.start(root, step, process_state=process_state, **self._parts)
-            return
+        group = None if must_succeed else self._background
         begin = time.perf_counter()
-        written = Written(step, None, None, 0.0, 0.0)
-        try:
-            path = save_checkpoint(root, step, process_state=process_state, processes=self._processes, **self._parts)
-            seconds = time.perf_counter() - begin
-            written = replace(written, path=path, seconds=seconds, blocked_seconds=seconds)
-        except OSError as error:
-            written = replace(written, error=error)
-        self._report(written, must_succeed=must_succeed)
+        state = collect_state(self._model, self._optimizer, copy=group is not None)
+        copied = time.perf_counter()
 
-    def _report(self, written: Written, *, must_succeed: bool) -> None:
+        def write() -> _Written:
+            try:
+                path = write_checkpoint(
+                    root,
+                    step,
+                    state=state,
+                    model_config=self._config.model,
+                    process_state=process_state,
+                    processes=group or self._processes,
+                )
+            except OSError as error:
+                return _Written(step, None, error, 0.0, 0.0)
+            end = time.perf_counter()
+            return _Written(step, path, None, end - begin, (copied if group else end) - begin)
+
+        if group is None:
+            self._report(write(), must_succeed=must_succeed)
+        else:
+            self._writing = _in_thread(write)
+
+    def _report(self, written: _Written, *, must_succeed: bool) -> None:
         if written.path is None:
             message = f"the checkpoint of step {written.step} could not be written: {written.error}"
             if must_succeed:
@@ -269,3 +203,17 @@ class Saver:
                 prune_checkpoints(written.path.parent, keep_last=keep_last, keep_every_steps=keep_every)
             except OSError as error:
                 self._log.log_event("not_deleted", f"an old checkpoint could not be deleted: {error}", "warning")
+
+
+def _in_thread(work: Callable[[], _Written]) -> "Future[_Written]":
+    """Work in a thread that ends with the process."""
+    future: Future[_Written] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # Raised by `result`.
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="trifocal-checkpoint", daemon=True).start()
+    return future

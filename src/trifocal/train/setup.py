@@ -1,7 +1,6 @@
 """The parts of a run that exist before its folder: model, optimizer, data."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trifocal.data import Loader, Tokenizer, make_loader
+from trifocal.data import Batch, Loader, Tokenizer, is_local, make_loader
 from trifocal.data.sources.base import parse_source
 from trifocal.distributed import DistributedContext, Parallel, choose_mode, parallelize
 from trifocal.errors import UserError, one_line
@@ -17,11 +16,12 @@ from trifocal.models import DecoderLM
 from trifocal.train.checkpoint.pretrained import load_pretrained_weights
 from trifocal.train.checkpoint.random_state import restore_random_state, seed_everything
 from trifocal.train.checkpoint.save_load import load_checkpoint
-from trifocal.train.choice_teacher import index_parameters, make_teacher
+from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.step.cuda_graphs import make_graphs
 from trifocal.train.step.micro_batch import LossFunction
-from trifocal.train.step.optimizer import make_optimizer
+from trifocal.train.step.optimizer import index_parameters, make_optimizer
+from trifocal.train.validation_loss import read_validation_batches
 
 
 @dataclass
@@ -131,18 +131,34 @@ class TrainSetup:
             self.model.compile_training()
         # Where gradients are exchanged after backward they are added up, elsewhere averaged over the processes.
         factor = self.parallel.size if self.parallel.flat_gradients is None else 1
-        self.teacher = make_teacher(self.model, config.train, self.device, factor)
+        self.teacher: ChoiceTeacher | None = None
         self.loss_function: LossFunction = self.parallel.module
-        if self.teacher is not None:
+        if config.train.choice_loss_weight:
+            self.teacher = ChoiceTeacher(self.model, config.train, self.device, factor)
             self.loss_function = partial(self.parallel.module, teaching=self.teacher.teaching)
         self.graphs, graphs_note = make_graphs(self.parallel, self.model, config.train, self.device, self.loss_function)
         from_note = f"begins with the weights of {config.model.from_}" if begins and config.model.from_ else ""
         self.notes = list(filter(None, [from_note, mode_note, graphs_note]))
-        self.loader: Loader = processes.run_on_all(self._make_loader)
+        self.loader: Loader = processes.run_on_all(
+            lambda: make_loader(
+                config.data,
+                tokenizer=tokenizer,
+                sequence_length=config.train.sequence_length,
+                batch_size=config.train.micro_batch_size,
+                vocab_size=config.model.vocab_size,
+                rank=processes.rank,
+                world_size=processes.size,
+                on_stall=lambda seconds, activity: self.on_data_stall(seconds, activity),
+            )
+        )
         self.state.data_position = self.loader.state_dict()
         self.config = replace(config, data=self.loader.config)
         if parse_source(config.data.source).kind in ("hf", "fineweb-edu"):
             self.notes.append(f"reads {self.loader.name} (fingerprint {self.loader.fingerprint})")
+        self._validation_batches: list[Batch] | None = None
+        if config.evaluate.interval_steps and (is_local(config.data.source) or not config.data.validation_fraction):
+            # Data without validation text are refused now, not after hours of training.
+            self.validation_batches()
         self._random_state: dict[str, object] | None = None
 
     def restore(self, checkpoint: Path) -> None:
@@ -161,40 +177,32 @@ class TrainSetup:
         step, last = saved["step"], self.config.train.steps
         if step > last:
             raise UserError(f"{checkpoint} is of step {step}, past train.steps {last}")
-        with _explained(checkpoint):
+        try:
             self.loader.load_state_dict(saved["data"])
             self.state = TrainState(step, step, saved["loss"], saved["data"])
             restore_random_state(saved["random"])
+        except UserError:
+            raise
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            # JSON and manifest are intact, the content is not.
+            raise UserError(
+                f"the position in {checkpoint} cannot be read ({type(error).__name__}: {one_line(error)}): another "
+                "version of Trifocal has written it, or it was edited; go on from another checkpoint with --checkpoint"
+            ) from error
         self._random_state = saved["random"]
+
+    def validation_batches(self) -> list[Batch]:
+        """The batches of all evaluations, read once. All processes call this.
+
+        Raises:
+            UserError: In every process, if the data fail in any.
+        """
+        if self._validation_batches is None:
+            read = partial(read_validation_batches, self.config, self.tokenizer)
+            self._validation_batches = self.processes.run_on_all(read)
+        return self._validation_batches
 
     def restore_random_state(self) -> None:
         """Restore the random generators again: code since `restore` may have drawn from them."""
         if self._random_state is not None:
             restore_random_state(self._random_state)
-
-    def _make_loader(self) -> Loader:
-        config = self.config
-        return make_loader(
-            config.data,
-            tokenizer=self.tokenizer,
-            sequence_length=config.train.sequence_length,
-            batch_size=config.train.micro_batch_size,
-            vocab_size=config.model.vocab_size,
-            rank=self.processes.rank,
-            world_size=self.processes.size,
-            on_stall=lambda seconds, activity: self.on_data_stall(seconds, activity),
-        )
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """Turn any error in reading a process state into one sentence: JSON and manifest are intact, the content is not."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"the position in {path} cannot be read ({type(error).__name__}: {one_line(error)}): another version of "
-            "Trifocal has written it, or it was edited; go on from another checkpoint with --checkpoint"
-        ) from error

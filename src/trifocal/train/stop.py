@@ -18,8 +18,6 @@ _INTERRUPT = signal.SIGURG
 """Wakes the training thread; ignored by default, and not among the blocked ones."""
 SAME_REQUEST_SECONDS = 2.0
 """One request may come twice: a scheduler signals every process, and torchrun forwards its own signal too."""
-UNWIND_SECONDS = 8.0
-"""A library may hold the training thread: before the first step's end the process ends after so many seconds anyway."""
 
 
 class StoppedBeforeFirstStep(KeyboardInterrupt):
@@ -83,12 +81,7 @@ class StopSignals:
         with contextlib.suppress(OSError):  # The terminal may be gone.
             os.write(2, f"\n{name}: {what}\n".encode())
         if not self.something_to_save:
-            threading.Thread(target=self._interrupt, name="trifocal-interrupt", daemon=True).start()
-
-    def _interrupt(self) -> None:
-        signal.pthread_kill(threading.main_thread().ident or 0, _INTERRUPT)
-        if not self._closed.wait(UNWIND_SECONDS) and not self.something_to_save:
-            os._exit(128 + self._number)
+            signal.pthread_kill(threading.main_thread().ident or 0, _INTERRUPT)
 
     def _raise(self, _number: int, _frame: FrameType | None) -> None:
         # In the main thread, which alone sets `something_to_save`.

@@ -1,21 +1,17 @@
-"""Loss on validation documents, and samples."""
+"""Loss on validation documents."""
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from trifocal.data import Batch, DataConfig, Tokenizer, has_text, is_local, make_loader
+from trifocal.data import Batch, DataConfig, Tokenizer, has_text, make_loader
 from trifocal.distributed import DistributedContext
 from trifocal.models import DecoderLM
-from trifocal.train.config.sections import LogSection, RunConfig
+from trifocal.train.config.sections import RunConfig
 from trifocal.train.step.micro_batch import autocast
 from trifocal.train.step.step import batch_loss
-
-SAMPLE_TEMPERATURE = 0.8
 
 
 @dataclass(frozen=True)
@@ -34,35 +30,12 @@ class Evaluation:
     bits_per_byte: float | None
 
 
-def check_validation_text(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Refuse local data without validation text, if the run evaluates.
-
-    Otherwise the first evaluation would fail, after hours of training. Data on a server are checked only if no share of
-    them is held out, so that they need a split of their own: it takes time, and they are seldom too few.
+def read_validation_batches(config: RunConfig, tokenizer: Tokenizer) -> list[Batch]:
+    """The first batches of the validation split: the same in every evaluation, also of a resumed run.
 
     Raises:
-        UserError: If the validation split is empty.
+        UserError: If the split is empty, or cannot be read.
     """
-    source = config.data.source
-    if not config.evaluate.interval_steps or not has_text(source):
-        return
-    if config.data.validation_fraction and not is_local(source):
-        return
-    # One row from the first document that is held out on, and nothing around it: a shorter row would cut chats.
-    data = replace(config.data, shuffle_documents=1, shuffle_sequences=1, prefetch_batches=1)
-    with make_loader(
-        data,
-        tokenizer=tokenizer,
-        sequence_length=config.train.sequence_length,
-        batch_size=1,
-        vocab_size=config.model.vocab_size,
-        split="validation",
-    ) as loader:
-        next(loader)
-
-
-def read_validation_batches(config: RunConfig, tokenizer: Tokenizer) -> list[Batch]:
-    """The first batches of the validation split: the same in every evaluation, also of a resumed run."""
     with make_loader(
         config.data,
         tokenizer=tokenizer,
@@ -105,11 +78,10 @@ def evaluate(
     targets, text_bytes = 0, 0
     counts = [batch.valid_targets for batch in batches]
     losses: dict[int, float] = {}
-    split_rows = device.type == "cpu" and processes.size == 1
     for first in range(0, len(batches), processes.size):
         index = min(first + processes.rank, len(batches) - 1)
         with autocast(device, precision):
-            losses[index] = batch_loss(model, batches[index], device, split_rows=split_rows).item()
+            losses[index] = batch_loss(model, batches[index], device).item()
         on_batch(min(first + processes.size, len(batches)))
     for found in processes.gather(losses):
         losses.update(found)
@@ -121,52 +93,3 @@ def evaluate(
     loss = nats / max(targets, 1)
     bits_per_byte = nats / math.log(2) / text_bytes if has_text(data.source) and text_bytes else None
     return Evaluation(loss, math.exp(loss) if loss < 700 else math.inf, bits_per_byte)
-
-
-class ShownSequence(NamedTuple):
-    """The sequence that every attention picture of a run shows.
-
-    Attributes:
-        tokens: [1, T], on the host.
-        cu_seqlens: Boundaries of its documents, [documents + 1]; None if it is one document.
-        texts: The text of each token.
-    """
-
-    tokens: Tensor
-    cu_seqlens: Tensor | None
-    texts: list[str]
-
-
-def sequence_to_show(batches: Sequence[Batch], tokenizer: Tokenizer) -> ShownSequence:
-    """The first validation row with the fewest document boundaries: the longest past.
-
-    Args:
-        batches: From `read_validation_batches`.
-        tokenizer: Writes the tokens as text; a separator, which has none, as `∎`.
-    """
-    rows = []
-    for batch in batches:
-        num_rows, length = batch.tokens.shape
-        boundaries = batch.cu_seqlens
-        for row in range(num_rows):
-            inside = [] if boundaries is None else [b - row * length for b in boundaries.tolist()]
-            rows.append((batch.tokens[row], [b for b in inside if 0 < b < length]))
-    tokens, inside = min(rows, key=lambda row: len(row[1]))
-    cu_seqlens = torch.tensor([0, *inside, len(tokens)], dtype=torch.int32) if inside else None
-    return ShownSequence(tokens[None], cu_seqlens, [tokenizer.decode([token]) or "∎" for token in tokens.tolist()])
-
-
-def sample(
-    model: DecoderLM, *, tokenizer: Tokenizer, config: LogSection, seed: int, device: torch.device, precision: str
-) -> str:
-    """Continue the configured prompt; the same seed gives the same draw at every step of the run."""
-    prompt = torch.from_numpy(tokenizer.encode(config.sample_prompt)).long()[None].to(device)
-    with autocast(device, precision):
-        tokens = model.generate(
-            prompt,
-            config.sample_tokens,
-            temperature=SAMPLE_TEMPERATURE,
-            seed=seed,
-            stop_token=tokenizer.separator,
-        )
-    return config.sample_prompt + tokenizer.decode(tokens[0, prompt.shape[1] :].tolist())

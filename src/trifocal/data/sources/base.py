@@ -13,9 +13,6 @@ from trifocal.data.sources.chats import BadChat, Chat, read_chat
 from trifocal.errors import UserError, nearest
 from trifocal.paths import check_path_text, user_path
 
-LONGEST_DOCUMENT = 1 << 28
-"""A document of more characters, or a line of more bytes, is a bad one: a small file may hold more than memory."""
-
 Cursor = tuple[int, ...]
 """A position between two documents of a shard, in the units of the source: bytes, lines or rows."""
 
@@ -62,8 +59,6 @@ def make_document(name: str, value: Any, held_out: bool | None = None) -> Docume
         text = (
             value if isinstance(value, str) else json.dumps(messages, ensure_ascii=False, sort_keys=True, default=str)
         )
-        if len(text) > LONGEST_DOCUMENT:
-            raise BadDocument(f"has {len(text):,} characters, expected at most {LONGEST_DOCUMENT:,}")
         text.encode("utf-8")
     except BadChat as error:
         raise BadDocument(f"holds no chat: {error}") from error
@@ -147,10 +142,6 @@ class Source(Protocol):
 
     bad: BadDocuments
     """The rule for bad documents, and their count."""
-
-    def content_hashes(self) -> list[str]:
-        """`content_hash` of each shard; empty where the shards are on a server."""
-        ...
 
     def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
         """Read on from a cursor, or from the start.

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trifocal.data.sources.base import BadDocuments, Cursor, Document, fingerprint
-from trifocal.data.sources.local_files import content_hash
 from trifocal.errors import UserError
 
 # Test suites are a third of the library, mostly tables of bytes and generated cases.
@@ -61,10 +60,6 @@ class BuiltinSource:
             self.bad.skip(f"{self._files[name]} is not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}")
             return
         yield Document(name, text), (1,)
-
-    def content_hashes(self) -> list[str]:
-        """`content_hash` of each file."""
-        return [content_hash(path) for path in self._files.values()]
 
 
 def _python_files(root: Path) -> Iterator[Path]:

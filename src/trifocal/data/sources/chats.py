@@ -42,6 +42,18 @@ class RenderedChat(NamedTuple):
 
 
 def read_chat(messages: Any) -> Chat:
+    """A chat to learn from: as `read_messages`, with an answer.
+
+    Raises:
+        BadChat: If it is no chat, or has no answer.
+    """
+    chat = read_messages(messages)
+    if all(message["role"] != _ANSWER_ROLE for message in chat):
+        raise BadChat(f"no message has the role {_ANSWER_ROLE}")
+    return chat
+
+
+def read_messages(messages: Any) -> Chat:
     """A chat from the value of a record's field.
 
     Args:
@@ -49,7 +61,7 @@ def read_chat(messages: Any) -> Chat:
             message the keys of all.
 
     Raises:
-        BadChat: If it is no chat, or has no answer.
+        BadChat: If it is no chat.
     """
     if not isinstance(messages, list) or not messages:
         got = type(messages).__name__ if messages != [] else "an empty one"
@@ -68,8 +80,6 @@ def read_chat(messages: Any) -> Chat:
         if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
             got = "none" if content is None else type(content).__name__
             raise BadChat(f"the content of message {number} must be a string, got {got}")
-    if all(message["role"] != _ANSWER_ROLE for message in chat):
-        raise BadChat(f"no message has the role {_ANSWER_ROLE}")
     return chat  # type: ignore[no-any-return]
 
 
@@ -77,6 +87,31 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_nulls(part) for key, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
+def render_prompt(template: str, messages: Chat, special_tokens: Mapping[str, str], name: str) -> str:
+    """Write a chat by a template, and the beginning of the assistant's answer; arguments as of `render_chat`."""
+    return _render(template, messages, special_tokens, name, add_generation_prompt=True)[0]
+
+
+def _render(
+    template: str, messages: Chat, special_tokens: Mapping[str, str], name: str, **options: bool
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a chat, and the parts that the template marks."""
+    try:
+        from transformers.utils.chat_template_utils import render_jinja_template
+    except ImportError:
+        raise UserError("chats need an extra: pip install 'trifocal[hf]'") from None
+    # Its annotations name one of the two results.
+    render_any: Any = render_jinja_template
+    try:
+        with _RENDERING:
+            texts, marked = render_any([list(messages)], chat_template=template, **options, **special_tokens)
+    except ImportError as error:
+        raise UserError(f"chats need another package: {one_line(error)}") from None
+    except Exception as error:  # A template is a program, which may fail in any way.
+        raise BadChat(f"the chat template of {name} refuses the chat: {one_line(error)}") from error
+    return texts[0], marked[0] if marked else []
 
 
 def render_chat(template: str, messages: Chat, special_tokens: Mapping[str, str], name: str) -> RenderedChat:
@@ -95,23 +130,9 @@ def render_chat(template: str, messages: Chat, special_tokens: Mapping[str, str]
         UserError: If transformers or Jinja is missing.
         BadChat: If the template refuses the chat, or writes earlier messages anew where later ones follow.
     """
-    try:
-        from transformers.utils.chat_template_utils import render_jinja_template
-    except ImportError:
-        raise UserError("chats need an extra: pip install 'trifocal[hf]'") from None
-
-    # Its annotations name one of the two results.
-    render_any: Any = render_jinja_template
 
     def render(chat: Chat, **options: bool) -> tuple[str, list[tuple[int, int]]]:
-        try:
-            with _RENDERING:
-                texts, marked = render_any([list(chat)], chat_template=template, **options, **special_tokens)
-        except ImportError as error:
-            raise UserError(f"chats need another package: {one_line(error)}") from None
-        except Exception as error:  # A template is a program, which may fail in any way.
-            raise BadChat(f"the chat template of {name} refuses the chat: {one_line(error)}") from error
-        return texts[0], marked[0] if marked else []
+        return _render(template, chat, special_tokens, name, **options)
 
     if _MARKED.search(template):
         return RenderedChat(*render(messages, return_assistant_tokens_mask=True))

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from trifocal.data.sources.base import BadDocument, BadDocuments, Cursor, Document, fingerprint, make_document
-from trifocal.data.sources.local_files import content_hash, find_files, sizes
+from trifocal.data.sources.local_files import find_files, sizes
 from trifocal.errors import UserError, one_line
 
-# Rows decoded at once: at most so many, and fewer where they could hold more bytes than this. A column that repeats
-# long values is small until it is decoded; each of its rows may be as long as the whole column.
-_MOST_ROWS_DECODED = 1024
+# Rows decoded at once. A column that repeats long values is small until it is decoded, and each of its rows may be as
+# long as the whole column: fewer rows where they could hold more bytes than this.
+_MOST_ROWS_DECODED = 256
 _BYTES_DECODED = 1 << 27
 
 
@@ -58,8 +58,7 @@ class ParquetSource:
         self._arrow = pyarrow
         self._parquet = pyarrow.parquet
         if isinstance(self._paths[0], Path):
-            with self._open(0):
-                pass
+            self._open(0)[0].close()
 
     @classmethod
     def from_path(cls, name: str, path: str, field: str, bad: BadDocuments | None = None) -> ParquetSource:
@@ -79,8 +78,8 @@ class ParquetSource:
                 is on a server that goes on failing.
         """
         first_group, first_row = cursor or (0, 0)
-        with self._open(shard) as parquet:
-            counts = self._count_rows(parquet, shard)
+        parquet, counts = self._open(shard)
+        with parquet:
             for group in range(first_group, len(counts)):
                 before = sum(counts[:group])
                 for row, document in self._rows(parquet, shard, group, first_row, before):
@@ -88,40 +87,26 @@ class ParquetSource:
                     yield document, after
                 first_row = 0
 
-    def content_hashes(self) -> list[str]:
-        """`content_hash` of each file; empty for addresses."""
-        local = [path for path in self._paths if isinstance(path, Path)]
-        return [content_hash(path) for path in local] if len(local) == len(self._paths) else []
-
-    def _open(self, shard: int) -> Any:
+    def _open(self, shard: int) -> tuple[Any, list[int]]:
+        """The file of a shard, and the rows of each of its row groups, by the footer."""
         path = self._paths[shard]
         try:
             file = self._open_address(path) if isinstance(path, str) and self._open_address else path
             parquet = self._parquet.ParquetFile(file, pre_buffer=False)
             self._check_field(str(path), parquet.schema_arrow)
+            counts = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
+            if min(counts, default=0) < 0:
+                raise ValueError(f"a row group of {min(counts)} rows")
         except (UserError, FileNotFoundError, PermissionError):
             raise
         except Exception as error:  # The libraries raise many kinds of errors.
             raise UserError(f"{path} is not a readable parquet file: {one_line(error)}") from error
-        return parquet
-
-    def _count_rows(self, parquet: Any, shard: int) -> list[int]:
-        """Rows of each row group, by the footer."""
-        path = self._paths[shard]
-        try:
-            counts = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
-        except Exception as error:  # As above.
-            raise UserError(f"{path} is not a readable parquet file: {one_line(error)}") from error
-        if min(counts, default=0) < 0:
-            raise UserError(f"{path} is not a readable parquet file: a row group of {min(counts)} rows")
-        return counts
+        return parquet, counts
 
     def _check_field(self, path: str, schema: Any) -> None:
         if self._field not in schema.names:
             names = ", ".join(name if name.isprintable() else repr(name) for name in schema.names)
             raise UserError(f"{path} has no field {self._field!r}; its fields are {names}")
-        if (count := schema.names.count(self._field)) > 1:
-            raise UserError(f"{path} has {count} fields {self._field!r}; name another, or rename all but one")
         kind = schema.field(self._field).type
         types = self._arrow.types
         if types.is_dictionary(kind):
@@ -136,12 +121,9 @@ class ParquetSource:
         """Number and document of a group's rows from `first_row` on; the file has `before` rows before the group."""
         path, row = self._paths[shard], 0
         try:
-            for batch in parquet.iter_batches(
-                self._rows_decoded(parquet.metadata.row_group(group)),
-                row_groups=[group],
-                columns=[self._field],
-                use_threads=False,
-            ):
+            size = max(1, parquet.metadata.row_group(group).total_byte_size)
+            rows = max(1, min(_MOST_ROWS_DECODED, _BYTES_DECODED // size))
+            for batch in parquet.iter_batches(rows, row_groups=[group], columns=[self._field], use_threads=False):
                 skipped = min(max(first_row - row, 0), len(batch))
                 for number, value in enumerate(_values(batch.column(0).slice(skipped)), start=row + skipped):
                     if value == "":
@@ -157,15 +139,6 @@ class ParquetSource:
             raise
         except Exception as error:  # As above.
             raise UserError(f"{path}: row group {group} cannot be read: {one_line(error)}") from error
-
-    def _rows_decoded(self, group: Any) -> int:
-        columns = (group.column(index) for index in range(group.num_columns))
-        size = sum(
-            column.total_uncompressed_size
-            for column in columns
-            if column.path_in_schema.partition(".")[0] == self._field
-        )
-        return max(1, min(_MOST_ROWS_DECODED, _BYTES_DECODED // max(size, 1)))
 
 
 def _values(column: Any) -> Iterator[str | list[Any] | UnicodeDecodeError | None]:

@@ -71,22 +71,34 @@ def synthetic_stream(config: DataConfig, *, vocab_size: int, sequence_length: in
     Raises:
         UserError: If the rows or the vocabulary are too small for the task; names what fits.
     """
-    kind = parse_source(config.source).kind
-    count = task_size(config.source, sequence_length)
+    kind, count = parse_source(config.source).kind, task_size(config.source, sequence_length)
+    most = 1
     if kind == "recall":
         check_recall(count, vocab_size=vocab_size, sequence_length=sequence_length)
+        most = count // _FEWEST_PAIRS
     elif kind == "needle":
-        check_needle(count, vocab_size=vocab_size, sequence_length=sequence_length)
+        shortest, different = _SHORTEST_HAYSTACK * count, count * (_NEEDLE - 1)
+        if shortest > sequence_length or different > (vocab_size - 1) // 2:
+            raise UserError(
+                f"data.source needle: {count} needles need {shortest} tokens in a row and a model.vocab_size of "
+                f"{2 * different + 1}, got {sequence_length} and {vocab_size}"
+            )
+        most = sequence_length // (2 * shortest)
 
     def make_row(number: int) -> Row:
         key = (config.seed, int(validation), number)
         name = f"{config.source}:{number}"
-        if kind == "recall":
-            return recall_row(vocab_size, sequence_length, count, key, name)
-        if kind == "needle":
-            return needle_row(vocab_size, sequence_length, count, key, name)
-        drawn = (random_words(sequence_length + 1, "synthetic", *key) % np.uint64(vocab_size)).astype(np.int32)
-        return Row(drawn[:-1], drawn[1:], [0], [name], 0)
+
+        def make_document(start: int, end: int) -> tuple[Tokens, Tokens]:
+            if kind == "recall":
+                own = max(1, count * (end - start) // sequence_length)
+                return associations(vocab_size, end - start, own, (*key, start))
+            return haystack(vocab_size, end - start, count, (*key, start))
+
+        if kind == "synthetic":
+            drawn = _below(random_words(sequence_length + 1, "synthetic", *key), vocab_size)
+            return Row(drawn[:-1], drawn[1:], [0], [name], 0)
+        return _documents(sequence_length, most, make_document, key, name)
 
     return SyntheticStream(make_row)
 
@@ -116,42 +128,6 @@ def check_recall(pairs: int, *, vocab_size: int, sequence_length: int) -> None:
             f"data.source recall: {pairs} pairs need {4 * pairs - 1} tokens in a row and a model.vocab_size of "
             f"{2 * pairs}, got {sequence_length} and {vocab_size}; write recall:{max(most, 1)}, or fewer"
         )
-
-
-def check_needle(needles: int, *, vocab_size: int, sequence_length: int) -> None:
-    """Refuse needles that a row cannot hold, or for which there are too few tokens.
-
-    Raises:
-        UserError: Names what is needed.
-    """
-    different = needles * (_NEEDLE - 1)
-    if _SHORTEST_HAYSTACK * needles > sequence_length or different > (vocab_size - 1) // 2:
-        raise UserError(
-            f"data.source needle: {needles} needles need {_SHORTEST_HAYSTACK * needles} tokens in a row and a "
-            f"model.vocab_size of {2 * different + 1}, got {sequence_length} and {vocab_size}"
-        )
-
-
-def recall_row(vocab_size: int, length: int, pairs: int, key: tuple[int, ...], name: str) -> Row:
-    """Multi-query associative recall: a row of documents as of `associations`, each with pairs of its own.
-
-    A row is one document with all pairs, or two with half of them each, or four, …: see `_documents`.
-    """
-
-    def make(start: int, end: int) -> tuple[Tokens, Tokens]:
-        own = max(1, pairs * (end - start) // length)
-        return associations(vocab_size, end - start, own, (*key, start))
-
-    return _documents(length, pairs // _FEWEST_PAIRS, make, key, name)
-
-
-def needle_row(vocab_size: int, length: int, needles: int, key: tuple[int, ...], name: str) -> Row:
-    """Needles in haystacks: a row of haystacks as of `haystack`, 16 tokens or more for a needle; see `_documents`."""
-
-    def make(start: int, end: int) -> tuple[Tokens, Tokens]:
-        return haystack(vocab_size, end - start, needles, (*key, start))
-
-    return _documents(length, length // (2 * _SHORTEST_HAYSTACK * needles), make, key, name)
 
 
 def _documents(

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trifocal.data.sources.base import (
-    LONGEST_DOCUMENT,
     BadDocument,
     BadDocuments,
     Cursor,
@@ -17,13 +16,15 @@ from trifocal.data.sources.base import (
     make_document,
     no_field,
 )
-from trifocal.data.sources.local_files import DAMAGED, content_hash, find_files, open_file, sizes
+from trifocal.data.sources.local_files import DAMAGED, find_files, open_file, sizes
 from trifocal.errors import UserError, one_line
 
 # The least number of held-out pieces to expect; text that is too short for it is cut into smaller documents.
 _HELD_OUT_PIECES = 4
 _SMALLEST_PIECE = 64
 _DOCUMENT_BYTES = 65536
+LONGEST_LINE = 1 << 28
+"""Bytes of a line of JSON: a small compressed file may hold a line of more than the memory."""
 
 
 class TextSource:
@@ -98,10 +99,6 @@ class TextSource:
         except DAMAGED as error:
             raise UserError(f"{path} is a damaged {path.suffix} file: {one_line(error)}") from error
 
-    def content_hashes(self) -> list[str]:
-        """`content_hash` of each file."""
-        return [content_hash(path) for path in self._files.values()]
-
     def _document(self, shard: int, path: Path, data: bytes, offset: int, *, last: bool) -> Document | None:
         """The document of a piece of a file; None if it is not UTF-8 and `bad` skips it."""
         try:
@@ -165,44 +162,29 @@ class JsonlSource:
         try:
             with open_file(path) as file:
                 file.seek(offset)
-                while line := file.readline(LONGEST_DOCUMENT):
+                while line := file.readline(LONGEST_LINE):
                     offset, number = offset + len(line), number + 1
-                    if len(line) == LONGEST_DOCUMENT and not line.endswith(b"\n"):
-                        self.bad.found(f"{path}:{number}: the line is longer than {LONGEST_DOCUMENT:,} bytes")
-                        while (rest := file.readline(LONGEST_DOCUMENT)) and not rest.endswith(b"\n"):
-                            offset += len(rest)
-                        offset += len(rest)
-                    elif line.strip() and (document := self._document(f"{name}:{number}", line, f"{path}:{number}")):
+                    if len(line) == LONGEST_LINE:
+                        raise UserError(f"{path}:{number}: the line is longer than {LONGEST_LINE:,} bytes; shorten it")
+                    if line.strip() and (document := self._document(f"{name}:{number}", line, f"{path}:{number}")):
                         yield document, (offset, number)
         except DAMAGED as error:
             raise UserError(f"{path} is a damaged {path.suffix} file: {one_line(error)}") from error
 
-    def content_hashes(self) -> list[str]:
-        """`content_hash` of each file."""
-        return [content_hash(path) for path in self._files.values()]
-
     def _document(self, name: str, line: bytes, where: str) -> Document | None:
         """The document of a line; None if it is empty, or bad and skipped."""
         try:
-            value = json.loads(line.decode("utf-8"))[self._field]
-            return make_document(name, value) if value != "" else None
-        except (ValueError, RecursionError, LookupError, TypeError) as error:
-            self.bad.found(f"{where}: {self._reason(error, line)}")
-            return None
-
-    def _reason(self, error: Exception, line: bytes) -> str:
-        """Why a line has no document."""
-        if isinstance(error, BadDocument):
-            return f"field {self._field!r} {error}"
-        if isinstance(error, UnicodeDecodeError):
-            return f"not UTF-8 at byte {error.start} of the line"
-        if isinstance(error, json.JSONDecodeError):
-            return f"not JSON: {error.msg} at column {error.colno}"
-        if isinstance(error, RecursionError):
-            return "objects and lists are nested too deep"
-        if isinstance(error, ValueError):
-            return f"not JSON that can be read: {one_line(error)}"
-        record = json.loads(line)
-        if not isinstance(record, dict):
-            return f"expected an object with {self._field!r}, got {type(record).__name__}"
-        return no_field(self._field, record)
+            record = json.loads(line.decode("utf-8"))
+            if not isinstance(record, dict):
+                reason = f"expected an object with {self._field!r}, got {type(record).__name__}"
+            elif self._field not in record:
+                reason = no_field(self._field, record)
+            else:
+                value = record[self._field]
+                return make_document(name, value) if value != "" else None
+        except BadDocument as error:
+            reason = f"field {self._field!r} {error}"
+        except (ValueError, RecursionError) as error:
+            reason = f"not JSON that can be read: {one_line(error)}"
+        self.bad.found(f"{where}: {reason}")
+        return None

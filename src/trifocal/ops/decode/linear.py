@@ -52,7 +52,7 @@ def embedding(tokens: Tensor, table: Tensor, backend: dispatch.Backend = "auto")
 
 def normed_linear(
     residual: Residual,
-    norm: Norm,
+    norm: Norm | None,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
@@ -64,7 +64,7 @@ def normed_linear(
 
     Args:
         residual: The residual stream, [M, E].
-        norm: In front of the product.
+        norm: In front of the product; None: the stream goes into it as it is, in the weights' type.
         weight: [N, E].
         bias: [N], or None.
         num_sigmoids: Last columns that are gates: they go through a sigmoid in fp32.
@@ -75,9 +75,13 @@ def normed_linear(
         [M, N - num_sigmoids], and the gates [M, num_sigmoids] in fp32, or None.
     """
     if _runs_kernels(weight, backend):
-        norm_inputs = norm.weight, residual.sum_of_squares, norm.eps
+        x, norm_inputs = residual.x, None
+        if norm is None:
+            x = x.to(weight.dtype)
+        else:
+            norm_inputs = norm.weight, residual.sum_of_squares, norm.eps
         return _kernels().linear(  # type: ignore[no-any-return]
-            residual.x, weight, bias, norm=norm_inputs, num_sigmoids=num_sigmoids, out_dtype=out_dtype
+            x, weight, bias, norm=norm_inputs, num_sigmoids=num_sigmoids, out_dtype=out_dtype
         )
     out = _linear(_normed(residual, norm, weight.dtype), weight, bias)
     gates = None
@@ -141,7 +145,9 @@ def _squares(x: Tensor) -> Tensor:
     return x.square().sum(-1, keepdim=True)
 
 
-def _normed(residual: Residual, norm: Norm, dtype: torch.dtype) -> Tensor:
+def _normed(residual: Residual, norm: Norm | None, dtype: torch.dtype) -> Tensor:
+    if norm is None:
+        return residual.x.to(dtype)
     mean = residual.sum_of_squares.sum(-1, keepdim=True) / residual.x.shape[1]
     return (residual.x * (mean + norm.eps).rsqrt() * norm.weight.to(residual.x.dtype)).to(dtype)
 

@@ -1,17 +1,23 @@
-"""Block scores of index heads: for every query and group, the largest score of a block's visible tokens.
+"""Scores of selection blocks by their tokens: for every query and head, one number a block from the products of the
+query and the block's visible keys.
 
-Each KV group has one index query; all groups share one index key a token. A tile's rows are (query, group) pairs, so a
-tile of keys is loaded once for all groups. A program holds a tile of rows and goes through lines of 16 blocks, a block
-at a time: one product, one maximum over the block's tokens, no exponential, and nothing of the size of a score is
-written. Blocks wholly in the past of all rows need no mask; they come first.
+| purpose | rows | number |
+|---|---|---|
+| choice | every query; one index query a group, one index key a token for all groups | the largest product |
+| student | the sampled queries of the choice's loss, the same heads | the largest product, and which token has it |
+| teacher | the sampled queries; the selected branch's own heads and keys | log2 of the sum of exponentials |
 
-FLOPs: `T * S * G * Di` (half of the scores are visible). From memory, per program: its keys once; 4 bytes a row and
-block out. The choice from these scores is that of `scoring`.
+A tile's rows are (query, head) pairs that share keys, so a tile of keys is loaded once for all of them. A program holds
+a tile of rows and goes through lines of 16 blocks, a block at a time: one product, one reduction over the block's
+tokens, and nothing of the size of a score is written. Blocks wholly in the past of all rows need no mask; they come
+first. Blocks do not depend on one another, so a long past is many programs' work.
+
+FLOPs: `2 * D` for every row and visible key. From memory, per program: its keys once; 4 bytes a row and block out. The
+choice from these scores is that of `scoring`; the loss is that of `choice_loss`.
 """
 
 import dataclasses
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,15 +26,13 @@ from trifocal.ops import dispatch
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents
 from trifocal.ops.tiles import cdiv, next_power_of_2, split_width
-from trifocal.ops.triton.common import load_tile, strides, unit_stride
+from trifocal.ops.triton.common import LOWEST, load_tile, strides, unit_stride
 from trifocal.ops.triton.launch import Kernel
-from trifocal.ops.triton.scoring import LINE, launch_choice
+from trifocal.ops.triton.scoring import LINE, Chunk, choose_in_chunks
 from trifocal.ops.triton.selected.block_csr import default_documents
 
 # Lines of blocks that a program goes through: enough that its start is small beside it.
 LINES_OF_PROGRAM = 4
-# Most keys of a product.
-MOST_KEYS = 64
 
 # fmt: off
 
@@ -44,13 +48,18 @@ def as_importance(score):
 
 
 @triton.jit
-def block_maximum(
-    q_1, q_2, k_idx, first_token, row_end, k_time_stride,
+def score_block(
+    q_1, q_2, k, first_token, row_end, k_time_stride, score_scale,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, SELECTION: tl.constexpr, KEYS: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, PURPOSE: tl.constexpr,
 ):
-    """The largest score of one block's tokens for each row; MASKED: of those before `row_end`."""
+    """The score of one block for each row, and the place of the block's first token that has it; MASKED: of the tokens
+    before `row_end`."""
     largest = tl.full([q_1.shape[0]], float("-inf"), tl.float32)
+    if PURPOSE == "teacher":
+        largest = tl.full([q_1.shape[0]], LOWEST, tl.float32)
+    total = tl.zeros([q_1.shape[0]], tl.float32)
+    place = tl.zeros([q_1.shape[0]], tl.int32)
     for part in tl.static_range((SELECTION + KEYS - 1) // KEYS):
         in_block = part * KEYS + tl.arange(0, KEYS)
         token = first_token + in_block
@@ -58,56 +67,101 @@ def block_maximum(
         if MASKED:
             keep = keep & (token < tl.max(row_end))
         offsets = token.to(tl.int64) * k_time_stride
-        k_1 = load_tile(k_idx, offsets, keep, 0, D_1, D, MASKED or (part + 1) * KEYS > SELECTION)
+        k_1 = load_tile(k, offsets, keep, 0, D_1, D, MASKED or (part + 1) * KEYS > SELECTION)
         scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
         if D_2 > 0:
-            k_2 = load_tile(k_idx, offsets, keep, D_1, D_2, D, MASKED or (part + 1) * KEYS > SELECTION)
+            k_2 = load_tile(k, offsets, keep, D_1, D_2, D, MASKED or (part + 1) * KEYS > SELECTION)
             scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
         if MASKED:
             scores = tl.where(keep[None, :] & (token[None, :] < row_end[:, None]), scores, float("-inf"))
         elif (part + 1) * KEYS > SELECTION:
             scores = tl.where(keep[None, :], scores, float("-inf"))
-        largest = tl.maximum(largest, tl.max(scores, 1))
-    return largest
+        if PURPOSE == "teacher":
+            new_max = tl.maximum(largest, tl.max(scores, 1) * score_scale)
+            p = tl.exp2(scores * score_scale - new_max[:, None])
+            total = total * tl.exp2(largest - new_max) + tl.sum(p, 1)
+            largest = new_max
+        elif PURPOSE == "student":
+            of_part, first = tl.max(scores, 1, return_indices=True)
+            place = tl.where(of_part > largest, part * KEYS + first, place)
+            largest = tl.maximum(largest, of_part)
+        else:
+            largest = tl.maximum(largest, tl.max(scores, 1))
+    if PURPOSE == "teacher":
+        largest += tl.log2(tl.where(total > 0, total, 1.0))
+    return largest, place
+
+
+@triton.jit
+def score_line(
+    q_1, q_2, k, first_token, blocks, row_end, out, places, keep, k_time_stride, score_scale,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, SELECTION: tl.constexpr, KEYS: tl.constexpr,
+    MASKED: tl.constexpr, PURPOSE: tl.constexpr,
+):
+    """Write the scores of a line of blocks, of which `blocks` exist."""
+    column = tl.arange(0, LINE)[None, :]
+    scores = tl.full([q_1.shape[0], LINE], float("-inf"), tl.float32)
+    best = tl.zeros([q_1.shape[0], LINE], tl.int32)
+    for number in range(blocks):
+        of_block, place = score_block(
+            q_1, q_2, k, first_token + number * SELECTION, row_end, k_time_stride, score_scale,
+            D, D_1, D_2, SELECTION, KEYS, MASKED, PURPOSE)
+        scores = tl.where(column == number, of_block[:, None], scores)
+        if PURPOSE == "student":
+            best = tl.where(column == number, place[:, None], best)
+    if PURPOSE == "choice":
+        scores = as_importance(scores)
+    tl.store(out, scores, mask=keep[:, None])
+    if PURPOSE == "student":
+        tl.store(places, best, mask=keep[:, None])
 
 
 @Kernel
-@triton.jit(do_not_specialize=["first_query", "end_query", "query_shift", "block_lines"])
-def index_scores_kernel(
-    q_idx, k_idx, scores, ids, positions, cu_seqlens,
-    q_batch_stride, q_time_stride, q_head_stride, k_batch_stride, k_time_stride,
-    first_query, end_query, query_shift, block_lines,
-    GROUPS: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, SELECTION: tl.constexpr,
-    NUM_SELECTED: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, LINES: tl.constexpr,
+@triton.jit(do_not_specialize=["first_query", "end_query", "num_queries", "query_shift", "block_lines"])
+def block_scores_kernel(
+    q, k, scores, places, sampled, ids, positions, cu_seqlens,
+    q_batch_stride, q_time_stride, q_head_stride, k_batch_stride, k_time_stride, k_head_stride,
+    first_query, end_query, num_queries, query_shift, block_lines, score_scale,
+    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
+    SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr, PACKED: tl.constexpr, PURPOSE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, LINES: tl.constexpr,
 ):
-    """Scores [B, queries of the chunk, G, num_blocks] of some lines of blocks, for one tile of rows.
+    """Scores [B, queries of the chunk, heads, num_blocks] of some lines of blocks, for one tile of rows.
 
+    The purpose is "choice", or "teacher" or "student": then the queries' tokens are `sampled`, [B, M], ascending.
     Queries that may take all their candidates need no scores; tiles of such queries do nothing.
     """
     # The longest past first.
-    first_row = first_query * GROUPS + (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    first_row = first_query * Q_PER_KV + (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     row = first_row + tl.arange(0, ROWS)
-    query = row // GROUPS
+    query = row // Q_PER_KV
     exists = query < end_query
-    batch = tl.program_id(2).to(tl.int64)
+    batch = (tl.program_id(2) // GROUPS).to(tl.int64)
+    group = tl.program_id(2) % GROUPS
     token = query + query_shift
+    first_token = first_row // Q_PER_KV + query_shift
+    if PURPOSE != "choice":
+        sampled += batch * num_queries
+        token = tl.load(sampled + query, mask=exists, other=0).to(tl.int32)
+        first_token = tl.load(sampled + first_row // Q_PER_KV).to(tl.int32)
     position = token
     first_document = 0
     last_document = 0
     if PACKED:
         position = tl.load(positions + token, mask=exists, other=0)
         document_of_row = tl.load(ids + token, mask=exists, other=-1)
-        first_document = tl.load(ids + first_row // GROUPS + query_shift)
+        first_document = tl.load(ids + first_token)
         last_document = tl.max(document_of_row)
-    q_offsets = query.to(tl.int64) * q_time_stride + (row % GROUPS) * q_head_stride
-    q_1 = load_tile(q_idx + batch * q_batch_stride, q_offsets, exists, 0, D_1, D, True)
+    q += batch * q_batch_stride + group * Q_PER_KV * q_head_stride
+    q_offsets = query.to(tl.int64) * q_time_stride + (row % Q_PER_KV) * q_head_stride
+    q_1 = load_tile(q, q_offsets, exists, 0, D_1, D, True)
     q_2 = q_1
     if D_2 > 0:
-        q_2 = load_tile(q_idx + batch * q_batch_stride, q_offsets, exists, D_1, D_2, D, True)
-    k_idx += batch * k_batch_stride
-    out = scores + (batch * (end_query - first_query) * GROUPS + row - first_query * GROUPS)[:, None] * (
-        block_lines * LINE) + tl.arange(0, LINE)[None, :]
-    column = tl.arange(0, LINE)[None, :]
+        q_2 = load_tile(q, q_offsets, exists, D_1, D_2, D, True)
+    k += batch * k_batch_stride + group * k_head_stride
+    # Rows [B, queries of the chunk, G, heads of a group].
+    out_row = (batch * (end_query - first_query) + query - first_query) * GROUPS + group
+    place = (out_row * Q_PER_KV + row % Q_PER_KV)[:, None] * (block_lines * LINE) + tl.arange(0, LINE)[None, :]
 
     for document in range(first_document, last_document + 1):
         in_document = exists
@@ -124,23 +178,61 @@ def index_scores_kernel(
         end_line = tl.where(candidates > NUM_SELECTED, end_line, first_line)
         whole_line = tl.maximum(tl.minimum(whole // LINE, end_line), first_line)
         for line in range(first_line, whole_line):
-            largest = tl.full([ROWS, LINE], float("-inf"), tl.float32)
-            for place in range(LINE):
-                of_block = block_maximum(
-                    q_1, q_2, k_idx, start + (line * LINE + place) * SELECTION, row_end, k_time_stride,
-                    D, D_1, D_2, SELECTION, KEYS, False)
-                largest = tl.where(column == place, of_block[:, None], largest)
-            tl.store(out + line * LINE, as_importance(largest), mask=in_document[:, None])
+            score_line(
+                q_1, q_2, k, start + line * LINE * SELECTION, LINE, row_end, scores + place + line * LINE,
+                places + place + line * LINE, in_document, k_time_stride, score_scale,
+                D, D_1, D_2, SELECTION, KEYS, False, PURPOSE)
         for line in range(whole_line, end_line):
-            largest = tl.full([ROWS, LINE], float("-inf"), tl.float32)
-            for place in range(tl.minimum(candidates - line * LINE, LINE)):
-                of_block = block_maximum(
-                    q_1, q_2, k_idx, start + (line * LINE + place) * SELECTION, row_end, k_time_stride,
-                    D, D_1, D_2, SELECTION, KEYS, True)
-                largest = tl.where(column == place, of_block[:, None], largest)
-            tl.store(out + line * LINE, as_importance(largest), mask=in_document[:, None])
+            score_line(
+                q_1, q_2, k, start + line * LINE * SELECTION, tl.minimum(candidates - line * LINE, LINE), row_end,
+                scores + place + line * LINE, places + place + line * LINE, in_document, k_time_stride, score_scale,
+                D, D_1, D_2, SELECTION, KEYS, True, PURPOSE)
 
 # fmt: on
+
+
+def launch_block_scores(
+    q: Tensor,
+    k: Tensor,
+    scores: Tensor,
+    places: Tensor,
+    sampled: Tensor,
+    geometry: Geometry,
+    documents: Documents | None,
+    chunk: Chunk,
+    scale: float,
+    purpose: str,
+) -> None:
+    """Write the scores of a chunk of queries, [B, queries of the chunk, H, lines of 16 blocks].
+
+    Args:
+        q: Queries, [B, M, H, D].
+        k: Keys, [B, S, G, D]; H/G heads share one.
+        scores, places: Buffers that hold a chunk; `places`, the block's token of each score, for the student alone.
+        sampled: The queries' tokens, [B, M], int64, ascending; not read for the choice, whose queries are the last.
+        geometry: Block sizes, in tokens.
+        documents: Packed documents; None for one sequence a batch entry.
+        chunk: Queries and blocks.
+        scale: Factor on the products, in base 2; for the teacher alone.
+        purpose: `"choice"`, `"teacher"` or `"student"`.
+    """
+    widths, tile = split_width(q.shape[3]), dispatch.index_tile(q)
+    groups, q_per_kv = k.shape[2], q.shape[2] // k.shape[2]
+    ids, positions, cu_seqlens = default_documents(documents, sampled)
+    grid = (
+        cdiv((chunk.end_query - chunk.first_query) * q_per_kv, tile.BLOCK_M),
+        cdiv(cdiv(chunk.reachable, LINE.value), LINES_OF_PROGRAM),
+        q.shape[0] * groups,
+    )
+    block_scores_kernel[grid](
+        q, k, scores, places, sampled, ids, positions, cu_seqlens, *strides(q), *strides(k),
+        chunk.first_query, chunk.end_query, q.shape[1], chunk.query_shift, chunk.block_lines, scale,
+        GROUPS=groups, Q_PER_KV=q_per_kv, D=widths.size, D_1=widths.part_1, D_2=widths.part_2,
+        SELECTION=geometry.selection_block_size, NUM_SELECTED=geometry.num_selected_blocks,
+        PACKED=documents is not None, PURPOSE=purpose, ROWS=tile.BLOCK_M,
+        KEYS=min(tile.BLOCK_N, next_power_of_2(geometry.selection_block_size)), LINES=LINES_OF_PROGRAM,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
 
 
 def select_blocks_by_index_forward(
@@ -158,45 +250,12 @@ def select_blocks_by_index_forward(
     Returns:
         Block indices, [B, T, G, N], int32, ascending; -1 pads.
     """
-    q_idx = unit_stride(q_idx)
-    k_idx = k_idx if k_idx.stride(-1) == 1 else k_idx.contiguous()
-    batch, num_queries, groups, dim = q_idx.shape
-    selected_blocks = q_idx.new_empty(batch, num_queries, groups, geometry.num_selected_blocks, dtype=torch.int32)
-    shift, widths, tile = num_keys - num_queries, split_width(dim), dispatch.index_tile(q_idx)
-    ids, positions, cu_seqlens = default_documents(documents, selected_blocks)
+    q_idx, k_idx = unit_stride(q_idx), unit_stride(k_idx[:, :, None])
+
+    def score(chunk: Chunk, scores: Tensor) -> None:
+        launch_block_scores(q_idx, k_idx, scores, scores, scores, geometry, documents, chunk, 1.0, "choice")
+
     # No block reaches over into the next: the choice reads one part of the importance.
     geometry = dataclasses.replace(geometry, compression_block_size=geometry.compression_stride)
-    num_blocks = geometry.num_selection_blocks(num_keys)
-    block_lines = cdiv(num_blocks, LINE.value)
-    row_bytes = 4 * batch * groups * block_lines * LINE.value
-    scored = num_blocks > geometry.num_selected_blocks
-    chunk_queries = num_queries
-    if scored:
-        chunk_queries = min(num_queries, max(tile.BLOCK_M, dispatch.IMPORTANCE_BUFFER_BYTES // row_bytes))
-    scores = q_idx.new_empty(chunk_queries * row_bytes // 4 if scored else 1, dtype=torch.float32)
-    for first_query in range(0, num_queries, chunk_queries):
-        end_query = min(first_query + chunk_queries, num_queries)
-        reachable = num_blocks
-        if documents is None:
-            reachable = min(num_blocks, geometry.num_selection_blocks(shift + end_query))
-        if reachable > geometry.num_selected_blocks:
-            grid = (
-                cdiv((end_query - first_query) * groups, tile.BLOCK_M),
-                cdiv(cdiv(reachable, LINE.value), LINES_OF_PROGRAM),
-                batch,
-            )
-            index_scores_kernel[grid](
-                q_idx, k_idx, scores, ids, positions, cu_seqlens,
-                *strides(q_idx), 0 if batch == 1 else k_idx.stride(0), k_idx.stride(1),
-                first_query, end_query, shift, block_lines,
-                GROUPS=groups, D=widths.size, D_1=widths.part_1, D_2=widths.part_2,
-                SELECTION=geometry.selection_block_size, NUM_SELECTED=geometry.num_selected_blocks,
-                PACKED=documents is not None, ROWS=tile.BLOCK_M,
-                KEYS=min(MOST_KEYS, next_power_of_2(geometry.selection_block_size)), LINES=LINES_OF_PROGRAM,
-                num_warps=tile.warps, num_stages=tile.stages,
-            )  # fmt: skip
-        launch_choice(
-            scores, scores, selected_blocks, positions, geometry, first_query, end_query, shift, reachable, block_lines,
-            packed=documents is not None,
-        )  # fmt: skip
-    return selected_blocks
+    shape, tile = (*q_idx.shape[:3],), dispatch.index_tile(q_idx)
+    return choose_in_chunks(score, 1, shape, num_keys, geometry, documents, tile.BLOCK_M, q_idx.device)

@@ -20,6 +20,9 @@ Both kernels exist a second time for Hopper: `hopper.scoring` runs for many quer
 `dispatch` says, `hopper.choice` wherever documents are not packed.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -242,113 +245,130 @@ def select_blocks_forward(
     q, k_cmp = unit_stride(q), unit_stride(k_cmp)
     batch, num_queries, num_heads, dim = q.shape
     num_compressed, groups = k_cmp.shape[1:3]
-    q_per_kv, widths = num_heads // groups, split_width(dim)
-    num_selected = geometry.num_selected_blocks
-    selected_blocks = torch.empty(batch, num_queries, groups, num_selected, dtype=torch.int32, device=q.device)
-    shift = num_keys - num_queries
-    sizes = {
-        "GROUPS": groups, "COMPRESSION": geometry.compression_block_size, "STRIDE": geometry.compression_stride,
-        "SELECTION": geometry.selection_block_size, "NUM_SELECTED": num_selected, "PACKED": documents is not None,
-    }  # fmt: skip
-    ids, positions, _ = default_documents(documents, selected_blocks)
-    first_compressed = selected_blocks
+    q_per_kv, widths, packed = num_heads // groups, split_width(dim), documents is not None
+    ids, positions, first_compressed = default_documents(documents, lse)
     if documents is not None:
         first_compressed = compressed_layout(documents, 0, geometry).first_blocks.to(torch.int32)
     taps = next_power_of_2(geometry.selection_block_size // geometry.compression_stride)
     parts = max(1, taps // MOST_TAPS)
     taps //= parts
-    packed = documents is not None
     on_hopper = dispatch.importance_on_hopper(q, k_cmp, geometry, packed=packed)
     tile = dispatch.importance_tile(q, q_per_kv)
     blocks_of_tile = max(1, tile.BLOCK_N // taps)
 
-    num_blocks = geometry.num_selection_blocks(num_keys)
-    block_lines = cdiv(num_blocks, LINE.value)
-    row_bytes = 2 * 4 * batch * groups * block_lines * LINE.value
-    scored = num_blocks > num_selected
-    chunk_queries = (
-        num_queries
-        if not scored
-        else min(num_queries, max(tile.BLOCK_M, dispatch.IMPORTANCE_BUFFER_BYTES // row_bytes))
-    )
-    if chunk_queries < num_queries:
-        chunk_queries = chunk_queries // tile.BLOCK_M * tile.BLOCK_M
-    size = chunk_queries * row_bytes // 8 if scored else 1
-    direct, overflow = (torch.empty(size, dtype=torch.float32, device=q.device) for _ in range(2))
-    for first_query in range(0, num_queries, chunk_queries):
-        end_query = min(first_query + chunk_queries, num_queries)
-        # Blocks that the chunk's last query can choose from; a document's own count is not known here.
-        reachable = (
-            num_blocks if documents is not None else min(num_blocks, geometry.num_selection_blocks(shift + end_query))
-        )
-        if reachable > num_selected and on_hopper is not None:
+    def score(chunk: Chunk, direct: Tensor, overflow: Tensor) -> None:
+        first_query, end_query, shift, reachable, block_lines = chunk
+        if on_hopper is not None:
             dispatch.hopper("scoring").launch_importance(
-                q, k_cmp, lse, direct, overflow, geometry, first_query, end_query, shift, reachable, block_lines,
-                scale * LOG2_E, **on_hopper,
-            )  # fmt: skip
-        elif reachable > num_selected:
-            column_tiles = cdiv(reachable, blocks_of_tile)
-            # A program with few heads takes several tiles, or it would end before its loads are under way.
-            tiles_of_program = max(1, min(8 // q_per_kv, column_tiles))
-            grid = (
-                cdiv(column_tiles, tiles_of_program),
-                cdiv(end_query - first_query, tile.BLOCK_M),
-                batch * groups,
+                q, k_cmp, lse, direct, overflow, geometry, *chunk, scale * LOG2_E, **on_hopper
             )
-            importance_kernel[grid](
-                q, k_cmp, lse, direct, overflow, ids, positions, first_compressed,
-                *strides(q), *strides(k_cmp), *strides(lse),
-                first_query, end_query, shift, block_lines, num_compressed, tiles_of_program, scale * LOG2_E,
-                **sizes, Q_PER_KV=q_per_kv, D=widths.size, D_1=widths.part_1, D_2=widths.part_2, TAPS=taps, PARTS=parts,
-                QUERIES=tile.BLOCK_M, BLOCKS=blocks_of_tile, num_warps=tile.warps, num_stages=tile.stages,
-            )  # fmt: skip
-        launch_choice(
-            direct, overflow, selected_blocks, positions, geometry, first_query, end_query, shift, reachable,
-            block_lines, packed=packed,
+            return
+        column_tiles = cdiv(reachable, blocks_of_tile)
+        # A program with few heads takes several tiles, or it would end before its loads are under way.
+        tiles_of_program = max(1, min(8 // q_per_kv, column_tiles))
+        grid = cdiv(column_tiles, tiles_of_program), cdiv(end_query - first_query, tile.BLOCK_M), batch * groups
+        importance_kernel[grid](
+            q, k_cmp, lse, direct, overflow, ids, positions, first_compressed,
+            *strides(q), *strides(k_cmp), *strides(lse),
+            first_query, end_query, shift, block_lines, num_compressed, tiles_of_program, scale * LOG2_E,
+            GROUPS=groups, COMPRESSION=geometry.compression_block_size, STRIDE=geometry.compression_stride,
+            SELECTION=geometry.selection_block_size, NUM_SELECTED=geometry.num_selected_blocks, PACKED=packed,
+            Q_PER_KV=q_per_kv, D=widths.size, D_1=widths.part_1, D_2=widths.part_2, TAPS=taps, PARTS=parts,
+            QUERIES=tile.BLOCK_M, BLOCKS=blocks_of_tile, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
+
+    shape = (batch, num_queries, groups)
+    return choose_in_chunks(score, 2, shape, num_keys, geometry, documents, tile.BLOCK_M, q.device)
+
+
+class Chunk(NamedTuple):
+    """Queries whose blocks are scored together.
+
+    Attributes:
+        first_query, end_query: The queries.
+        query_shift: Token of query 0.
+        reachable: Blocks that the last query can choose from.
+        block_lines: Lines of 16 blocks in a row of scores.
+    """
+
+    first_query: int
+    end_query: int
+    query_shift: int
+    reachable: int
+    block_lines: int
+
+
+def query_chunks(num_queries: int, row_bytes: int, tile_queries: int) -> list[tuple[int, int]]:
+    """Cut queries into chunks, whole tiles each, whose scores fit the buffer: first and end of each."""
+    size = max(tile_queries, dispatch.IMPORTANCE_BUFFER_BYTES // row_bytes // tile_queries * tile_queries)
+    return [(first, min(first + size, num_queries)) for first in range(0, num_queries, size)]
+
+
+def choose_in_chunks(
+    score: Callable[..., None],
+    num_parts: int,
+    shape: tuple[int, int, int],
+    num_keys: int,
+    geometry: Geometry,
+    documents: Documents | None,
+    tile_queries: int,
+    device: torch.device,
+) -> Tensor:
+    """Score blocks and choose among them, some queries at a time, so that memory is bounded at any length.
+
+    Args:
+        score: Writes the scores of a `Chunk` into buffers [B, queries of the chunk, G, lines of 16 blocks], fp32.
+        num_parts: Buffers: 2 where compressed blocks overlap two blocks, `direct` and `overflow`; else 1.
+        shape: B, T and G.
+        num_keys: Tokens, S.
+        geometry: Block sizes, in tokens; the second buffer is not read where compressed blocks do not overlap.
+        documents: Packed documents, or None.
+        tile_queries: Queries of a tile.
+        device: Of the scores.
+
+    Returns:
+        Block indices, [B, T, G, N], int32, ascending; -1 pads.
+    """
+    batch, num_queries, groups = shape
+    num_selected, num_blocks = geometry.num_selected_blocks, geometry.num_selection_blocks(num_keys)
+    selected_blocks = torch.empty(*shape, num_selected, dtype=torch.int32, device=device)
+    shift, block_lines = num_keys - num_queries, cdiv(num_blocks, LINE.value)
+    numbers = batch * groups * block_lines * LINE.value
+    chunks = [(0, num_queries)]
+    if num_blocks > num_selected:
+        chunks = query_chunks(num_queries, 4 * num_parts * numbers, tile_queries)
+    size = chunks[0][1] * numbers if num_blocks > num_selected else 1
+    parts = [torch.empty(size, dtype=torch.float32, device=device) for _ in range(num_parts)]
+    for first_query, end_query in chunks:
+        # A document's own count of blocks is not known here.
+        last = num_keys if documents is not None else shift + end_query
+        chunk = Chunk(first_query, end_query, shift, geometry.num_selection_blocks(last), block_lines)
+        if chunk.reachable > num_selected:
+            score(chunk, *parts)
+        _launch_choice(parts[0], parts[-1], selected_blocks, geometry, documents, chunk)
     return selected_blocks
 
 
-def launch_choice(
+def _launch_choice(
     direct: Tensor,
     overflow: Tensor,
     selected_blocks: Tensor,
-    positions: Tensor,
     geometry: Geometry,
-    first_query: int,
-    end_query: int,
-    query_shift: int,
-    reachable: int,
-    block_lines: int,
-    *,
-    packed: bool,
+    documents: Documents | None,
+    chunk: Chunk,
 ) -> None:
-    """Write the choice of a chunk of queries into `selected_blocks` [B, T, G, N].
-
-    Args:
-        direct, overflow: Both parts of the importance, [B, queries of the chunk, G, lines of 16 blocks]; the second is
-            not read where compressed blocks do not overlap.
-        selected_blocks: The choice of all queries.
-        positions: Position of each token in its document; read if `packed`.
-        geometry: Block sizes, in tokens.
-        first_query, end_query: The chunk.
-        query_shift: Position of query 0.
-        reachable: Blocks that the last query of the chunk can choose from.
-        block_lines: Lines of blocks in a row of importance.
-        packed: Whether documents are packed.
-    """
-    if dispatch.choice_on_hopper(selected_blocks, reachable, packed=packed):
-        dispatch.hopper("choice").launch_choice(
-            direct, overflow, selected_blocks, geometry, first_query, end_query, query_shift, reachable, block_lines
-        )
+    packed = documents is not None
+    if dispatch.choice_on_hopper(selected_blocks, chunk.reachable, packed=packed):
+        dispatch.hopper("choice").launch_choice(direct, overflow, selected_blocks, geometry, *chunk)
         return
     batch, num_queries, groups, num_selected = selected_blocks.shape
+    first_query, end_query, shift, reachable, block_lines = chunk
     rows = batch * (end_query - first_query) * groups
     columns = max(16, next_power_of_2(reachable))
     rows_of_program = max(1, 256 // columns)
     choice_kernel[(cdiv(rows, rows_of_program),)](
-        direct, overflow, selected_blocks, positions,
-        first_query, end_query, num_queries, query_shift, block_lines, rows,
+        direct, overflow, selected_blocks, selected_blocks if documents is None else documents.positions,
+        first_query, end_query, num_queries, shift, block_lines, rows,
         GROUPS=groups, COMPRESSION=geometry.compression_block_size, STRIDE=geometry.compression_stride,
         SELECTION=geometry.selection_block_size, NUM_SELECTED=num_selected,
         NUM_SELECTED_PAD=next_power_of_2(num_selected), INITIAL=geometry.num_initial_blocks,

@@ -7,7 +7,7 @@ on; see `trifocal.distributed.processes`.
 import pickle
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,10 +37,6 @@ class Collective:
     """Time on the device, if NCCL measured it."""
     called_at: str
     """The innermost Python frames outside of PyTorch."""
-
-    def row(self) -> dict[str, Any]:
-        """The fields, for JSON and tables."""
-        return asdict(self)
 
 
 def recorded_collectives() -> list[Collective]:

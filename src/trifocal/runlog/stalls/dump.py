@@ -1,26 +1,37 @@
-"""The files of one process in a dump folder: stacks at once, then the parts that take longer.
+"""The files of one process in a dump folder, and `summary.md`, which says in words who is stuck.
 
-docs/runs.md has the files. A part that fails writes the error into its file; nothing here raises.
+docs/runs.md has the files. A part that fails writes the error into its file; nothing here raises but `stall_summary`.
 """
 
 import faulthandler
 import json
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from trifocal.errors import UserError
 from trifocal.runlog.jsonl import Row, logger
-from trifocal.runlog.stalls.collectives import Collective, describe, last_of_each_group, recorded_collectives
+from trifocal.runlog.progress import duration
+from trifocal.runlog.run import read_run
+from trifocal.runlog.stalls.collectives import (
+    Collective,
+    describe,
+    describe_waiting_ranks,
+    last_of_each_group,
+    recorded_collectives,
+)
+from trifocal.runlog.stalls.verdict import judge
 from trifocal.runlog.whole_files import write_whole
 
 _one_at_a_time = threading.Lock()
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """One rank's `rank*.json`."""
 
     row: Row
@@ -56,7 +67,7 @@ def write_details(folder: Path, rank: int, row: Row, device: torch.device) -> No
             page = f"cannot be read: {error}\n"
         if page:
             _write(folder / f"collectives_rank{rank}.txt", lambda: page)
-        answer = {"row": row, "collectives": [found.row() for found in last_of_each_group(collectives)]}
+        answer = {"row": row, "collectives": [asdict(found) for found in last_of_each_group(collectives)]}
         _write(folder / f"rank{rank}.json", lambda: json.dumps(answer, indent=1) + "\n")
         if device.type == "cuda":
             # Last: the allocator's lock may be held by a thread that hangs in the driver.
@@ -64,7 +75,7 @@ def write_details(folder: Path, rank: int, row: Row, device: torch.device) -> No
 
 
 def read_answers(folder: Path) -> dict[int, Answer]:
-    """The answers of the ranks so far."""
+    """The answers of the ranks so far; one that is not complete yet is read again later."""
     answers = {}
     for path in folder.glob("rank*.json"):
         try:
@@ -72,7 +83,6 @@ def read_answers(folder: Path) -> dict[int, Answer]:
             collectives = [Collective(**fields) for fields in content["collectives"]]
             answers[int(path.stem.removeprefix("rank"))] = Answer(content["row"], collectives)
         except (OSError, ValueError, KeyError):
-            # Not complete yet; it is read again later.
             continue
     return dict(sorted(answers.items()))
 
@@ -86,3 +96,51 @@ def _write(path: Path, make: Callable[[], str]) -> None:
         write_whole(path, text)
     except OSError as error:
         logger.warning("cannot write %s: %s", path, error)
+
+
+def stall_summary(directory: Path, folder: Path, rank: int, what: str, row: Row) -> str:
+    """The page `summary.md`: the stuck ranks, in words.
+
+    Args:
+        directory: The run.
+        folder: The dump, with the answers of the ranks so far.
+        rank: The rank that began the dump.
+        what: Its state, as words after "Rank N".
+        row: Its heartbeat row.
+
+    Returns:
+        Markdown.
+    """
+    answers = read_answers(folder)
+    lines = [
+        f"# Rank {rank} {what}",
+        "",
+        f"At step {row['step']:,}, {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(row['unix_time_seconds']))}, "
+        f"process {row['pid']} on {row['host']}, at {row['where'] or 'an unknown place'}.",
+    ]
+    try:
+        run = read_run(directory, live=True)
+    except (UserError, OSError) as error:
+        return "\n".join([*lines, "", f"The rest of the run cannot be read: {error}", ""])
+    last = {other: rows[-1] for other, rows in run.heartbeats.items()} | {rank: row}
+    verdicts = {other: judge(beat) for other, beat in sorted(last.items())}
+    lines += ["", "## What is stuck where", ""]
+    if not any(found.state in ("slow", "stalled", "dead", "failed") for found in verdicts.values()):
+        lines += ["Nothing is: every rank goes on.", ""]
+    lines += [
+        f"- {text}" for text in describe_waiting_ranks({other: said.collectives for other, said in answers.items()})
+    ]
+    for other, verdict in verdicts.items():
+        beat = answers[other].row if other in answers else row if other == rank else None
+        if beat is not None:
+            place = f", at {beat['where']}" if beat["where"] else ""
+            usual = beat["expected_phase_seconds"]
+            often = "" if usual is None else f" (usually {usual:.2g} s)"
+            lines.append(f"- Rank {other} was in {beat['phase']} for {duration(beat['phase_seconds'])}{often}{place}.")
+        elif last[other]["status"] == "running":
+            stacks = run.crash_stacks(other)
+            died = "" if stacks is None else f" Its last stacks are in {stacks.name}, one folder up."
+            lines.append(f"- Rank {other} has not answered: {verdict.reason}.{died}")
+    lines += ["", "## Ranks", "", "| rank | verdict | step | why |", "|---|---|---|---|"]
+    lines += [f"| {other} | {it.state} | {last[other]['step']:,} | {it.reason} |" for other, it in verdicts.items()]
+    return "\n".join([*lines, ""])

@@ -1,72 +1,11 @@
-"""Stacks of this process's threads: one line for a heartbeat, all frames for a dump."""
+"""The place in the code where the training thread is, for a heartbeat."""
 
-import contextlib
-import faulthandler
-import os
-import signal
 import sys
 import threading
 from pathlib import Path
 from types import CodeType
-from typing import Self, TextIO
-
-from trifocal.runlog.jsonl import logger
 
 _COMPILER_FILES = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py", "/triton/compiler/")
-
-
-class StackDump:
-    """Writes the Python stack of every thread into the run's dumps: on SIGUSR1 (`kill -USR1 PID`), without stopping
-    the run, and on the fatal signals SIGSEGV, SIGABRT, SIGBUS, SIGFPE and SIGILL.
-
-    faulthandler writes in the signal handler itself, so it works while the main thread is busy in C code or holds the
-    interpreter's lock.
-
-    Args:
-        directory: The run's `dumps` folder; stacks are appended to `stacks_rank{rank}.txt` there. If that cannot be
-            opened, they go to standard error, with a warning.
-        rank: The rank of this process.
-    """
-
-    def __init__(self, directory: str | os.PathLike[str], rank: int = 0) -> None:
-        self.path = Path(directory) / f"stacks_rank{rank}.txt"
-        self.file: TextIO
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = self.path.open("a")
-        except OSError as error:
-            logger.warning("cannot open %s (%s); training goes on, stacks go to the standard error", self.path, error)
-            # A copy, which close() may close.
-            self.file = os.fdopen(os.dup(2), "w")
-        self._was_enabled = faulthandler.is_enabled()
-        faulthandler.register(signal.SIGUSR1, file=self.file, all_threads=True)
-        faulthandler.enable(file=self.file, all_threads=True)
-
-    def size(self) -> int:
-        """Bytes in the file; 0 if there is none."""
-        try:
-            return self.path.stat().st_size
-        except OSError:
-            return 0
-
-    def close(self) -> None:
-        """Restore the signals and close the file; an empty one is removed."""
-        if self.file.closed:
-            return
-        faulthandler.unregister(signal.SIGUSR1)
-        faulthandler.disable()
-        if self._was_enabled and sys.__stderr__ is not None:
-            faulthandler.enable(file=sys.__stderr__)
-        self.file.close()
-        if self.path.is_file() and self.size() == 0:
-            with contextlib.suppress(OSError):
-                self.path.unlink()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def running_threads() -> frozenset[int]:

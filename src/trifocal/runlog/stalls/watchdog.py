@@ -1,24 +1,20 @@
 """Finds a stall from inside the process, and writes a dump about it.
 
-When a phase passes the limit that the heartbeat has learned for it (never in `start`, `compile` or `wait`, never before
-the phase has ended once), or on SIGUSR1, `dumps/` gets a folder with
-
-- `summary.md`: one page in words: the stuck ranks, their phase, its age, the place in the code, and the ranks that they
-  wait for;
-- the files of runlog/stalls/dump.py, from every rank with a live watchdog.
-
-Training continues, also on a full disk. A stall has one dump for all of its ranks and its whole length.
+When a phase passes the limit that the heartbeat has learned for it, or on SIGUSR1, `dumps/` gets a folder with the
+files of `dump.py` from every rank with a live watchdog. Training continues, also on a full disk. A stall has one dump
+for all of its ranks and its whole length.
 """
 
 import contextlib
 import faulthandler
-import fcntl
 import os
+import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import Self, TextIO
 
 import torch
 
@@ -27,9 +23,7 @@ from trifocal.runlog.heartbeat import Heartbeat
 from trifocal.runlog.jsonl import Row, logger
 from trifocal.runlog.progress import duration
 from trifocal.runlog.run import read_run
-from trifocal.runlog.stalls.dump import read_answers, write_details, write_stacks
-from trifocal.runlog.stalls.stacks import StackDump
-from trifocal.runlog.stalls.summary import stall_summary
+from trifocal.runlog.stalls.dump import read_answers, stall_summary, write_details, write_stacks
 from trifocal.runlog.whole_files import write_whole
 
 # A rank that stalls this soon after another adds to the other's dump.
@@ -38,8 +32,49 @@ _SAME_STALL_SECONDS = 60.0
 _ANSWER_INTERVALS = 2.0
 _ANSWER_SECONDS = 15.0
 _POLL_SECONDS = 0.2
-# A rank holds the lock of `dumps/` for milliseconds, unless it is frozen just then.
-_LOCK_SECONDS = 2.0
+
+
+class StackDump:
+    """Writes the Python stack of every thread into the run's dumps: on SIGUSR1 (`kill -USR1 PID`), without stopping
+    the run, and on the fatal signals SIGSEGV, SIGABRT, SIGBUS, SIGFPE and SIGILL.
+
+    faulthandler writes in the signal handler itself, so it works while the main thread is busy in C code or holds the
+    interpreter's lock.
+
+    Args:
+        directory: The run's `dumps` folder; stacks are appended to `stacks_rank{rank}.txt` there. If that cannot be
+            opened, they go to standard error, with a warning.
+        rank: The rank of this process.
+    """
+
+    def __init__(self, directory: Path, rank: int = 0) -> None:
+        self.path = directory / f"stacks_rank{rank}.txt"
+        self.file: TextIO
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self.file = self.path.open("a")
+        except OSError as error:
+            logger.warning("cannot open %s (%s); training goes on, stacks go to the standard error", self.path, error)
+            # A copy, which close() may close.
+            self.file = os.fdopen(os.dup(2), "w")
+        self._was_enabled = faulthandler.is_enabled()
+        faulthandler.register(signal.SIGUSR1, file=self.file, all_threads=True)
+        faulthandler.enable(file=self.file, all_threads=True)
+
+    def size(self) -> int:
+        """Bytes in the file; 0 if there is none."""
+        return self.path.stat().st_size if self.path.is_file() else 0
+
+    def close(self) -> None:
+        """Restore the signals and close the file; an empty one is removed."""
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.disable()
+        if self._was_enabled and sys.__stderr__ is not None:
+            faulthandler.enable(file=sys.__stderr__)
+        self.file.close()
+        if self.size() == 0:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
 
 
 class Watchdog:
@@ -49,8 +84,7 @@ class Watchdog:
         heartbeat: The heartbeat of this process; the watchdog runs in its thread.
         run_directory: Dumps go to `dumps` in it.
         device: Device of the process.
-        on_stall: Called in the heartbeat's thread with a sentence that names the dump, once for each stall. Without it
-            the sentence is logged as a warning.
+        on_stall: Called in the heartbeat's thread with a sentence that names the dump, once for each stall.
     """
 
     def __init__(
@@ -59,17 +93,16 @@ class Watchdog:
         run_directory: str | os.PathLike[str],
         *,
         device: torch.device | str = "cpu",
-        on_stall: Callable[[str], None] | None = None,
+        on_stall: Callable[[str], None] = logger.warning,
     ) -> None:
-        self.directory = Path(run_directory)
-        self._heartbeat = heartbeat
+        self._directory, self._dumps = Path(run_directory), Path(run_directory) / "dumps"
+        self._heartbeat, self._rank = heartbeat, heartbeat.rank
         self._device = torch.device(device)
         self._on_stall = on_stall
-        self._rank = heartbeat.rank
-        self._stacks = StackDump(self.directory / "dumps", self._rank)
+        self._stacks = StackDump(self._dumps, self._rank)
         self._stacks_size = self._stacks.size()
         self._stalled: tuple[str, float] | None = None
-        self._seen: set[Path] = set(self._folders())
+        self._seen = set(self._folders())
 
     def observe(self, row: Row) -> None:
         """Check one heartbeat row; called by the heartbeat's thread."""
@@ -78,79 +111,44 @@ class Watchdog:
         frozen_seconds = max(self._heartbeat.minimum_stall_seconds, 3 * row["interval_seconds"])
         faulthandler.dump_traceback_later(frozen_seconds, file=self._stacks.file)
         self._answer_other_ranks(row)
-        limit, size = row["stall_limit_seconds"], self._stacks.size()
-        entry = self._heartbeat.current_phase()
-        age = row["phase_seconds"] - row["compile_seconds"]
-        if limit is not None and age > limit and entry != self._stalled:
+        limit, size, entry = row["stall_limit_seconds"], self._stacks.size(), self._heartbeat.current_phase()
+        if limit is not None and row["phase_seconds"] - row["compile_seconds"] > limit and entry != self._stalled:
             self._stalled = entry
-            self._report_stall(row)
+            what = (
+                f"is stalled in {row['phase']} for {duration(row['phase_seconds'])} "
+                f"(usually {row['expected_phase_seconds']:.2g} s, limit {limit:.0f} s)"
+            )
+            folder = self._current_stall() or self._dump(f"stalled_step_{row['step']:08}_%Y%m%d-%H%M", what, row)
+            self._on_stall(f"rank {self._rank} {what}, at {row['where']}; see {folder / 'summary.md'}")
         elif size > self._stacks_size:
-            self._dump("asked", "was asked for its stacks", row)
+            self._dump(f"asked_step_{row['step']:08}_rank{self._rank}_%Y%m%d-%H%M%S", "was asked for its stacks", row)
         self._stacks_size = size
-
-    def _report_stall(self, row: Row) -> None:
-        expected, limit = row["expected_phase_seconds"], row["stall_limit_seconds"]
-        what = (
-            f"is stalled in {row['phase']} for {duration(row['phase_seconds'])} "
-            f"(usually {expected:.2g} s, limit {limit:.0f} s)"
-        )
-        with self._locked_dumps():
-            # Another rank may have begun a dump since this one last looked.
-            self._answer_other_ranks(row)
-            folder = self._current_stall() or self._dump("stalled", what, row)
-        sentence = f"rank {self._rank} {what}, at {row['where']}; see {folder / 'summary.md'}"
-        if self._on_stall is None:
-            logger.warning("%s", sentence)
-        else:
-            self._on_stall(sentence)
-
-    @contextlib.contextmanager
-    def _locked_dumps(self) -> Iterator[None]:
-        """Keep the other ranks from beginning a dump of a stall; without locks in the file system, go on unlocked."""
-        try:
-            directory = os.open(self.directory / "dumps", os.O_RDONLY)
-        except OSError:
-            yield
-            return
-        try:
-            deadline = time.monotonic() + _LOCK_SECONDS
-            while time.monotonic() < deadline:
-                try:
-                    fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    time.sleep(_LOCK_SECONDS / 100)
-                except OSError:
-                    break
-            yield
-        finally:
-            os.close(directory)
 
     def _current_stall(self) -> Path | None:
         """The dump that another rank has just begun, and that already has this rank's answer."""
         for folder in self._seen:
-            try:
-                recent = time.time() - folder.stat().st_mtime < _SAME_STALL_SECONDS
-            except OSError:
-                continue
-            if recent and folder.name.startswith("stalled_") and f"_rank{self._rank}_" not in folder.name:
-                return folder
+            with contextlib.suppress(OSError):
+                if folder.name.startswith("stalled") and time.time() - folder.stat().st_mtime < _SAME_STALL_SECONDS:
+                    return folder
         return None
 
-    def _dump(self, reason: str, what: str, row: Row) -> Path:
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        folder = self.directory / "dumps" / f"{reason}_step_{row['step']:08}_rank{self._rank}_{stamp}"
-        self._seen.add(folder)
+    def _dump(self, name: str, what: str, row: Row) -> Path:
+        """Begin a dump. If ranks stall in the same step and minute, the first one begins it, the others add to it."""
+        folder = self._dumps / time.strftime(name)
         try:
-            folder.parent.mkdir(exist_ok=True)
-            folder.mkdir(exist_ok=True)
+            # Not its parents: a run's folder that was moved is not made again.
+            self._dumps.mkdir(exist_ok=True)
+            folder.mkdir()
+            self._seen.add(folder)
             write_stacks(folder, self._rank)
             self._write_summary(folder, what, row)
-        except OSError as error:
-            logger.warning("cannot write the dump %s (%s); training goes on", folder, error)
-        else:
             # Not in the heartbeat's thread, which must keep writing rows.
             self._in_background(self._complete, folder, what, row)
+        except OSError as error:
+            if isinstance(error, FileExistsError) and folder.is_dir():
+                self._answer_other_ranks(row)
+            else:
+                logger.warning("cannot write the dump %s (%s); training goes on", folder, error)
         return folder
 
     def _complete(self, folder: Path, what: str, row: Row) -> None:
@@ -159,24 +157,22 @@ class Watchdog:
         others = self._running_ranks() - {self._rank}
         deadline = time.monotonic() + _ANSWER_INTERVALS * row["interval_seconds"] + _ANSWER_SECONDS
         answered = -1
-        while True:
+        while answered < len(others) and time.monotonic() < deadline:
             here = len(others & read_answers(folder).keys())
             if here > answered:
                 answered = here
                 self._write_summary(folder, what, row)
-            if answered == len(others) or time.monotonic() > deadline:
-                return
             time.sleep(_POLL_SECONDS)
 
     def _running_ranks(self) -> set[int]:
         try:
-            run = read_run(self.directory, live=True)
+            run = read_run(self._directory, live=True)
         except (UserError, OSError):
             return set()
         return {rank for rank, rows in run.heartbeats.items() if rows[-1]["status"] == "running"}
 
     def _write_summary(self, folder: Path, what: str, row: Row) -> None:
-        text = stall_summary(self.directory, folder, self._rank, what, row, read_answers(folder))
+        text = stall_summary(self._directory, folder, self._rank, what, row)
         write_whole(folder / "summary.md", text)
 
     def _answer_other_ranks(self, row: Row) -> None:
@@ -197,7 +193,7 @@ class Watchdog:
         threading.Thread(target=guarded, name="trifocal-dump", daemon=True).start()
 
     def _folders(self) -> list[Path]:
-        return [path for path in (self.directory / "dumps").glob("*_rank*") if path.is_dir()]
+        return [path for reason in ("stalled", "asked") for path in self._dumps.glob(f"{reason}_*") if path.is_dir()]
 
     def __enter__(self) -> Self:
         self._heartbeat.observers.append(self.observe)

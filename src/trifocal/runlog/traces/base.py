@@ -1,30 +1,26 @@
-"""Shared by the traces: the moment within a step, a clock for host and device, tables, hooks around modules."""
+"""Shared by the traces: the moment within a step, with a clock for host and device, tables, hooks around modules."""
 
 import csv
-import io
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-Row = Mapping[str, Any]
 
-
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """A moment on the host, and its event in the device's queue."""
 
     seconds: float
     event: torch.cuda.Event | None
 
 
-class Clock:
-    """Marks moments without waiting for the device.
+class Moment:
+    """Number of the traced step, its micro-batch (from 1) and phase, and the beginning of the phase.
 
     Args:
         device: The device of the work; a CUDA device has times of its own.
@@ -32,9 +28,14 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
+        self.steps: list[int] = []
+        """The traced steps of the open window; the last one is the present one."""
+        self.micro_batch = 0
+        self.phase = ""
+        self.phase_began = self.mark()
 
     def mark(self) -> Mark:
-        """This moment, on the stream of this thread."""
+        """This moment, on the stream of this thread, without a wait for the device."""
         event = None
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)
@@ -51,34 +52,14 @@ class Clock:
             columns[f"device_{name}"] = round(start.event.elapsed_time(end.event), 4)
         return columns
 
-
-class Moment:
-    """Number of the traced step, its micro-batch (from 1) and phase, and the beginning of the phase."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self.step = 0
-        self.micro_batch = 0
-        self.phase = ""
-        self.phase_began = clock.mark()
-
-    def enter_step(self, step: int) -> None:
-        """Begin a step."""
-        self.step, self.micro_batch = step, 0
-
     def enter_phase(self, name: str) -> None:
-        """Begin a phase."""
-        self.phase, self.phase_began = name, self.clock.mark()
-        if name in ("forward", "compile"):
-            self.micro_batch += 1
-
-    def leave_phase(self) -> None:
-        """End a phase. Work until the next one (an evaluation, for example) is not part of the step."""
-        self.phase = ""
+        """Begin a phase of the present step."""
+        self.phase, self.phase_began = name, self.mark()
+        self.micro_batch += name in ("forward", "compile")
 
     def columns(self) -> dict[str, Any]:
         """Step and micro-batch, for a table."""
-        return {"step": self.step, "micro_batch": self.micro_batch}
+        return {"step": self.steps[-1], "micro_batch": self.micro_batch}
 
 
 class Trace:
@@ -88,15 +69,21 @@ class Trace:
         moment: The place within the traced step.
     """
 
+    name = ""
+    """Name of the table, `NAME_rank*.csv`."""
+
     def __init__(self, moment: Moment) -> None:
-        self._moment = moment
+        self.moment = moment
+        self.seen: list[Any] = []
+        """Noted while the steps run. Autograd and collectives call back from their own threads; appending is atomic."""
+        self.rows: list[dict[str, Any]] = []
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Context manager around a phase of a traced step."""
         return nullcontext()
 
     def end(self) -> None:
-        """Remove the hooks, after the device was synchronised."""
+        """Remove the hooks and make the rows, after the device was synchronised."""
 
     def write(self, folder: Path, rank: int) -> None:
         """Write the files.
@@ -104,17 +91,15 @@ class Trace:
         Raises:
             OSError: If writing fails.
         """
+        write_table(folder / f"{self.name}_rank{rank}.csv", self.rows)
 
 
-def write_table(path: Path, rows: Iterable[Row]) -> None:
+def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write rows as CSV, with the columns of all rows; None is an empty cell."""
-    rows = list(rows)
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    path.write_text(text.getvalue(), encoding="utf-8")
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -123,32 +108,13 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def size_in_bytes(tensor: Tensor | None) -> int:
-    """Bytes of this process's part of a tensor; 0 for None."""
-    if tensor is None:
-        return 0
-    part = local_shard(tensor)
-    return part.numel() * part.element_size()
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of a module's argument or output, also inside sequences and mappings."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        return []
-    return [tensor for part in value for tensor in tensors_in(part)]
-
-
 class ModuleHooks:
     """Calls back around the forward pass of every module, also when checkpointing repeats it in backward.
 
     Args:
         model: The model; its own name is `model`.
-        entered: Called with a module's name and its inputs.
-        left: Called with a module's name and its outputs; without outputs if a repeated pass ended early.
+        entered: Called with a module's name and the tensors among its inputs.
+        left: Called with a module's name and the tensors among its outputs; none if a repeated pass ended early.
     """
 
     def __init__(
@@ -163,7 +129,7 @@ class ModuleHooks:
             name = path or "model"
 
             def enter(_: nn.Module, inputs: Any, options: Any, name: str = name) -> None:
-                entered(name, [*tensors_in(inputs), *tensors_in(options)])
+                entered(name, tensors_in((inputs, options)))
 
             def leave(_: nn.Module, inputs: Any, outputs: Any, name: str = name) -> None:
                 left(name, tensors_in(outputs))
@@ -176,3 +142,8 @@ class ModuleHooks:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a module's argument or output, also inside sequences and mappings."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

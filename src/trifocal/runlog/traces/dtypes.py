@@ -1,16 +1,15 @@
 """The dtype of every tensor: `dtypes_rank*.csv`."""
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trifocal.runlog.traces.base import ModuleHooks, Moment, Trace, local_shard, write_table
+from trifocal.runlog.traces.base import ModuleHooks, Moment, Trace, local_shard
 
 # Tensors that the optimizer changes by small amounts need one of these.
 _FULL_PRECISION = (torch.float32, torch.float64)
+_Seen = tuple[str, str, torch.dtype, tuple[int, ...]]
 
 
 class DtypeTrace(Trace):
@@ -24,56 +23,49 @@ class DtypeTrace(Trace):
         optimizer: Its optimizer.
     """
 
+    name = "dtypes"
+
     def __init__(self, moment: Moment, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(moment)
         self._model, self._optimizer = model, optimizer
-        # Autograd and collectives call back from threads of their own; appending is atomic.
-        self._seen: list[Any] = []
-        self._rows: list[dict[str, Any]] = []
         self._hooks = ModuleHooks(model, left=self._left)
 
     def end(self) -> None:
         """Remove the hooks, and list the tensors that persist between steps."""
         self._hooks.remove()
-        listed = [*self._kept(), *self._seen]
-        rows = {(kind, name, dtype): shape for kind, name, dtype, shape in listed}
-        self._rows = [
-            {
-                "kind": kind,
-                "name": name,
-                "dtype": str(dtype).removeprefix("torch."),
-                "shape": "x".join(map(str, shape)) or "scalar",
-                "remark": _remark(kind, dtype),
-            }
-            for (kind, name, dtype), shape in rows.items()
-        ]
-        self._rows.sort(key=lambda row: row["kind"])
+        shapes = {(kind, name, dtype): shape for kind, name, dtype, shape in (*self._kept(), *self.seen)}
+        for (kind, name, dtype), shape in sorted(shapes.items(), key=lambda row: row[0][0]):
+            lossy = kind in ("parameter", "optimizer state") and dtype.is_floating_point
+            self.rows.append(
+                {
+                    "kind": kind,
+                    "name": name,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "shape": "x".join(map(str, shape)) or "scalar",
+                    "remark": "small updates are lost at this precision"
+                    if lossy and dtype not in _FULL_PRECISION
+                    else "",
+                }
+            )
 
-    def write(self, folder: Path, rank: int) -> None:
-        """Write the table."""
-        write_table(folder / f"dtypes_rank{rank}.csv", self._rows)
-
-    def _kept(self) -> Iterator[tuple[str, str, torch.dtype, tuple[int, ...]]]:
+    def _kept(self) -> Iterator[_Seen]:
         for name, parameter in self._model.named_parameters():
-            yield "parameter", name, parameter.dtype, tuple(local_shard(parameter).shape)
+            yield _seen("parameter", name, local_shard(parameter))
             if parameter.grad is not None:
-                yield "gradient", name, parameter.grad.dtype, tuple(local_shard(parameter.grad).shape)
+                yield _seen("gradient", name, local_shard(parameter.grad))
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    yield "optimizer state", f"{name}.{key}", value.dtype, tuple(local_shard(value).shape)
+                    yield _seen("optimizer state", f"{name}.{key}", local_shard(value))
 
     def _left(self, name: str, outputs: list[Tensor]) -> None:
-        for output in outputs if self._moment.phase else ():
-            self._seen.append(("activation", name, output.dtype, tuple(output.shape)))
+        def gradient_arrived(gradient: Tensor) -> None:
+            self.seen.append(_seen("gradient of activation", name, gradient))
+
+        for output in outputs if self.moment.phase else ():
+            self.seen.append(_seen("activation", name, output))
             if output.grad_fn is not None:
-                output.register_hook(
-                    lambda gradient: self._seen.append(
-                        ("gradient of activation", name, gradient.dtype, tuple(gradient.shape))
-                    )
-                )
+                output.register_hook(gradient_arrived)
 
 
-def _remark(kind: str, dtype: torch.dtype) -> str:
-    if kind in ("parameter", "optimizer state") and dtype.is_floating_point and dtype not in _FULL_PRECISION:
-        return "small updates are lost at this precision"
-    return ""
+def _seen(kind: str, name: str, tensor: Tensor) -> _Seen:
+    return kind, name, tensor.dtype, tuple(tensor.shape)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trifocal.runlog.traces.base import ModuleHooks, Moment, Trace, local_shard, size_in_bytes, write_table
+from trifocal.runlog.traces.base import ModuleHooks, Moment, Trace, local_shard
 
 _SNAPSHOT_EVENTS = 200_000
 
@@ -29,13 +29,14 @@ class MemoryTrace(Trace):
         device: Its device.
     """
 
+    name = "memory"
+
     def __init__(
         self, moment: Moment, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
     ) -> None:
         super().__init__(moment)
         self._model, self._optimizer, self._device = model, optimizer, device
         self._on_gpu, self._first = device.type == "cuda", True
-        self._rows: list[dict[str, Any]] = []
         self._snapshot: Any = None
         self._modules = {path or "model": module for path, module in model.named_modules()}
         self._stack: list[tuple[str, int, set[int]]] = []
@@ -68,22 +69,20 @@ class MemoryTrace(Trace):
         for name, module in self._modules.items():
             own = list(module.parameters(recurse=False))
             states = [value for parameter in own for value in self._optimizer.state.get(parameter, {}).values()]
-            row = {
+            row: dict[str, Any] = {
                 "module": name,
-                "parameter_bytes": sum(map(size_in_bytes, own)),
-                "gradient_bytes": sum(size_in_bytes(parameter.grad) for parameter in own),
-                "optimizer_bytes": sum(size_in_bytes(value) for value in states if isinstance(value, Tensor)),
+                "parameter_bytes": sum(map(_local_bytes, own)),
+                "gradient_bytes": sum(_local_bytes(p.grad) for p in own if p.grad is not None),
+                "optimizer_bytes": sum(_local_bytes(value) for value in states if isinstance(value, Tensor)),
                 "saved_for_backward_bytes": self._saved.get(name, 0),
             }
-            if self._on_gpu:
-                row["forward_growth_bytes"] = self._grown.get(name)
-            self._rows.append(row)
-        total = {"module": "total", **{key: sum(row[key] for row in self._rows) for key in list(row)[1:5]}}
-        self._rows.append(total)
+            self.rows.append(row | ({"forward_growth_bytes": self._grown.get(name)} if self._on_gpu else {}))
+        totals = {key: sum(row[key] for row in self.rows) for key in list(self.rows[0])[1:5]}
+        self.rows.append({"module": "total", **totals})
 
     def write(self, folder: Path, rank: int) -> None:
         """Write the table and the snapshot."""
-        write_table(folder / f"memory_rank{rank}.csv", self._rows)
+        super().write(folder, rank)
         if self._snapshot is not None:
             (folder / f"memory_snapshot_rank{rank}.pickle").write_bytes(pickle.dumps(self._snapshot))
 
@@ -110,3 +109,8 @@ class MemoryTrace(Trace):
 def _weights_of(module: nn.Module) -> set[int]:
     """Addresses of the parameters of the module and of the modules inside."""
     return {local_shard(parameter).untyped_storage().data_ptr() for parameter in module.parameters()}
+
+
+def _local_bytes(tensor: Tensor) -> int:
+    """Bytes of this process's part of a tensor."""
+    return local_shard(tensor).nbytes

@@ -3,8 +3,7 @@
 The first opens in Perfetto (ui.perfetto.dev) or chrome://tracing, the second in any editor.
 """
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -31,11 +30,9 @@ class ProfilerTrace(Trace):
         self._profiler = profile(activities=activities, record_shapes=True, acc_events=True)
         self._profiler.start()
 
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """A range in the profile."""
-        with record_function(f"step {self._moment.step}: {name}"):
-            yield
+        return record_function(f"step {self.moment.steps[-1]}: {name}")
 
     def end(self) -> None:
         """Stop profiling."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trifocal.runlog.heartbeat import Phases
-from trifocal.runlog.traces.base import Clock, Moment, Trace
+from trifocal.runlog.traces.base import Moment, Trace
 from trifocal.runlog.traces.dtypes import DtypeTrace
 from trifocal.runlog.traces.exchange import ExchangeTrace
 from trifocal.runlog.traces.gradients import GradientTrace
@@ -69,7 +69,7 @@ class Tracer:
         self._directory, self._rank, self._device = directory / "traces", rank, device
         self._windows, self._interval_steps = windows, interval_steps
         self._phases, self._report = phases, report
-        moment = self._moment = Moment(Clock(device))
+        moment = self._moment = Moment(device)
         makers: dict[str, Callable[[], Trace]] = {
             "gradients": lambda: GradientTrace(moment, model),
             "modules": lambda: ModuleTrace(moment, model),
@@ -84,8 +84,6 @@ class Tracer:
         self._makers = [makers[name] for name in what if name in makers]
         self._traces: list[Trace] = []
         """Traces of the open window."""
-        self._first: int | None = None
-        """First step of the open window."""
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[Phases]:
@@ -97,18 +95,19 @@ class Tracer:
         Yields:
             The receiver of the step's phases: this tracer in a traced step, the heartbeat in any other.
         """
-        window = next((window for window in self._windows if window[0] <= step < window[1]), None)
-        if window is None and self._interval_steps and step % self._interval_steps == 0:
-            window = step, step + 1
-        if window is None or not self._makers:
+        end = next((end for first, end in self._windows if first <= step < end), None)
+        if end is None and self._interval_steps and step % self._interval_steps == 0:
+            end = step + 1
+        if end is None or not self._makers:
             yield self._phases
             return
-        if self._first is None:
-            self._first = step
+        if not self._traces:
+            self._moment.steps = []
             self._traces = [make() for make in self._makers]
-        self._moment.enter_step(step)
+        self._moment.steps.append(step)
+        self._moment.micro_batch = 0
         yield self
-        if step + 1 == window[1]:
+        if step + 1 == end:
             self._close()
 
     @contextlib.contextmanager
@@ -119,20 +118,21 @@ class Tracer:
             self._moment.enter_phase(name)
             for trace in self._traces:
                 stack.enter_context(trace.phase(name))
-            stack.callback(self._moment.leave_phase)
             yield
+            # Work until the next phase (an evaluation, for example) is not part of the step.
+            self._moment.phase = ""
 
     def _close(self) -> None:
         """End the window and write its files."""
-        first, self._first = self._first, None
         traces, self._traces = self._traces, []
-        if first is None:
+        if not traces:
             return
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         for trace in traces:
             trace.end()
-        folder = self._directory / f"steps_{first}-{self._moment.step}"
+        first, last = self._moment.steps[0], self._moment.steps[-1]
+        folder = self._directory / f"steps_{first}-{last}"
         failed: OSError | None = None
         for trace in traces:
             try:
@@ -144,7 +144,7 @@ class Tracer:
         if failed is not None:
             self._report("trace_failed", f"traces in {folder} could not be written: {failed}; training goes on")
         else:
-            self._report("traced", f"steps {first} to {self._moment.step} are traced in {folder}")
+            self._report("traced", f"steps {first} to {last} are traced in {folder}")
 
     def __enter__(self) -> Self:
         return self

@@ -1,10 +1,9 @@
 """Exporting a trained model for use: weights, configuration and tokenizer, as transformers reads them too."""
 
 import contextlib
-import fcntl
 import json
-import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,12 @@ from trifocal.data.tokenizers import CONFIG_FILE as TOKENIZER_CONFIG_FILE
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, save_weights
 from trifocal.models.io import CONFIG_FILE, SHARD_BYTES
-from trifocal.runlog.whole_files import partial_name, write_whole
-from trifocal.train.run_folder import NO_LOCKS
+from trifocal.runlog.whole_files import write_whole
 
 WEIGHTS = "weights"
 """In the folder of a run: the model of the last checkpoint, for use."""
 STEP_FILE = "trainer_state.json"
 GENERATION_FILE = "generation_config.json"
-_LOCK_FILE = ".trifocal.lock"
 
 
 def export_weights(
@@ -52,84 +49,34 @@ def export_weights(
 def new_model_folder(folder: Path) -> Iterator[Path]:
     """A place for the files of a new folder; they move there when all of them are written, `config.json` last.
 
-    The place is in the folder itself, so that the folder may be a mount point, a link, or the working directory. After
-    an error, the folder has what others put there, and nothing of this.
+    The place is in the folder itself, so that the folder may be a mount point, a link, or the working directory.
 
     Args:
         folder: Must not exist, or be empty.
 
     Raises:
-        UserError: If there is something in the folder, another process writes there, or a file cannot be written; the
-            message names it.
+        UserError: If there is something in the folder, or a file cannot be written; the message names it.
     """
-    absent, written = not folder.exists(), []
-    _check_empty(folder)
+    absent = not folder.exists()
+    if not absent and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists already; give a new folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = _lock(folder)
+        partial = Path(tempfile.mkdtemp(prefix=".model.", dir=folder))
     except OSError as error:
         raise UserError(f"cannot make the folder {folder}: {error.strerror}") from error
-    partial = folder / partial_name("model")
     try:
-        _check_empty(folder)
-        # A start that was killed left its files.
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
         yield partial
         for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_FILE):
-            if os.path.lexists(folder / path.name):
-                raise UserError(f"somebody wrote {folder / path.name} meanwhile; give a new folder")
-            written.append(folder / path.name)
             path.replace(folder / path.name)
-        partial.rmdir()
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        for path in written:
-            path.unlink(missing_ok=True)
-        written.clear()
-        if isinstance(error, OSError):
-            name = error.filename2 or error.filename or folder
-            raise UserError(f"{name}: {error.strerror}; {folder} was not written") from error
-        raise
+    except OSError as error:
+        name = error.filename2 or error.filename or folder
+        raise UserError(f"{name}: {error.strerror}; {folder} was not written") from error
     finally:
-        (folder / _LOCK_FILE).unlink(missing_ok=True)
-        os.close(lock)
-        if absent and not written:
-            # Not where somebody else wrote.
+        shutil.rmtree(partial, ignore_errors=True)
+        if absent:
             with contextlib.suppress(OSError):
                 folder.rmdir()
-
-
-def _check_empty(folder: Path) -> None:
-    """Refuse a folder with anything but what a process that writes there, or was killed, has in it."""
-    own = {folder / partial_name("model"), folder / _LOCK_FILE}
-    if folder.exists() and (not folder.is_dir() or set(folder.iterdir()) - own):
-        raise UserError(f"{folder} exists already; give a new folder")
-
-
-def _lock(folder: Path) -> int:
-    """Lock a folder for one writer; returns the open file, whose end releases it.
-
-    Raises:
-        UserError: If another process writes there.
-    """
-    path = folder / _LOCK_FILE
-    while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in NO_LOCKS:
-                return file
-            os.close(file)
-            if isinstance(error, BlockingIOError):
-                raise UserError(f"another process is writing {folder}; give a new folder") from error
-            raise
-        # The writer before may have deleted it between the two calls.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file), path.stat()):
-                return file
-        os.close(file)
 
 
 def export_folder(

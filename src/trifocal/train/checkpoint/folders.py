@@ -11,7 +11,6 @@ from trifocal.train.checkpoint.manifest import MANIFEST, CheckpointDamaged, is_i
 from trifocal.train.run_folder import PARTIAL, remove_folder
 
 _PREFIX = "step_"
-_ATTEMPTS = 5
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
@@ -62,21 +61,9 @@ def find_checkpoint(run_directory: Path, name: str = "", *, command: str) -> Pat
         UserError: If there is none, or it is damaged; names the damaged file, and the command that takes the newest
             intact one before it. No other one is taken silently.
     """
-    return _find(run_directory / "checkpoints", name, command)
-
-
-def _find(root: Path, name: str, command: str) -> Path:
-    for _ in range(_ATTEMPTS):
-        path = _choose_checkpoint(root, name)
-        try:
-            _verify(path, command)
-        except UserError:
-            # A run that still trains may have pruned it; newer ones exist then.
-            if path.is_dir():
-                raise
-        else:
-            return path
-    raise UserError(f"the checkpoints of {root.parent} are deleted faster than they can be read")
+    path = _choose_checkpoint(run_directory / "checkpoints", name)
+    _verify(path, command)
+    return path
 
 
 def _verify(path: Path, command: str) -> None:
@@ -104,8 +91,9 @@ def open_checkpoint(root: Path, name: str = "", *, command: str) -> Iterator[Pat
     Raises:
         UserError: As `find_checkpoint`; or if the checkpoint was deleted while it was read.
     """
-    path = _find(root, name, command)
+    path = _choose_checkpoint(root, name)
     try:
+        _verify(path, command)
         yield path
     except (UserError, OSError) as error:
         if path.is_dir():
@@ -115,8 +103,7 @@ def open_checkpoint(root: Path, name: str = "", *, command: str) -> Iterator[Pat
 
 def _choose_checkpoint(root: Path, name: str) -> Path:
     run_directory = root.parent
-    # While a folder is listed, its one checkpoint may be pruned, and a newer one come too late for the list.
-    found = list_checkpoints(root) or list_checkpoints(root)
+    found = list_checkpoints(root)
     if name and Path(name).name == name and (root / name / MANIFEST).exists():
         return root / name
     if not found:

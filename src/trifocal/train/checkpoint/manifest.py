@@ -51,8 +51,6 @@ def read_manifest(path: Path) -> dict[str, Any]:
         intact = wrapped["sha256"] == _hash_json(manifest)
     except FileNotFoundError:
         raise CheckpointDamaged(f"{path / MANIFEST} is missing") from None
-    except IsADirectoryError:
-        raise CheckpointDamaged(f"{path / MANIFEST} is a folder") from None
     except OSError as error:
         raise UserError(f"cannot read {path / MANIFEST}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError):

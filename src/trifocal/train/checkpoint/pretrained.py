@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from trifocal.data import Tokenizer, load_tokenizer, make_tokenizer
-from trifocal.data.tokenizers import CONFIG_FILE as TOKENIZER_CONFIG_FILE
+from trifocal.data import Tokenizer, make_tokenizer
 from trifocal.data.tokenizers import TOKENIZER_FILE, ByteTokenizer
 from trifocal.errors import UserError
 from trifocal.fields import dotted_fields, value_of
@@ -20,7 +19,7 @@ from trifocal.models.io import load_weights, read_config
 from trifocal.paths import user_path
 from trifocal.train.checkpoint.folders import list_checkpoints, open_checkpoint
 from trifocal.train.checkpoint.manifest import MANIFEST
-from trifocal.train.checkpoint.save_load import load_model_weights, read_model_config
+from trifocal.train.checkpoint.save_load import load_model_weights, model_differences, read_model_config
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.run_folder import CONFIG_FILE, load_run
 
@@ -68,14 +67,14 @@ class Pretrained:
         Raises:
             UserError: If it is not known, or cannot be read.
         """
-        if self.run is not None and not (self.path / TOKENIZER_CONFIG_FILE).is_file():
+        if self.run is not None and not (self.path / TOKENIZER_FILE).is_file():
             return make_tokenizer(self.run.data.tokenizer, separator=self.run.data.separator)
         if not self._exported:
             raise UserError(
                 f"{self.path} is a checkpoint without its run, which names the tokenizer; give it where it was "
                 "written, in RUN_DIR/checkpoints"
             )
-        return load_tokenizer(self.path)
+        return make_tokenizer(str(self.path))
 
     def model(self) -> DecoderLM:
         """The model with its weights, on the CPU.
@@ -102,20 +101,8 @@ def load_model(folder: str | Path) -> DecoderLM:
     Raises:
         UserError: If a file is missing or broken, or a tensor does not fit the configuration; the message names it.
     """
-    folder = user_path(folder, "the folder of the model")
-    # A run has a configuration, a checkpoint a manifest.
-    if not _is_there(folder / MODEL_CONFIG_FILE) and any(_is_there(folder / name) for name in (CONFIG_FILE, MANIFEST)):
-        with open_pretrained(folder) as found:
-            return found.model()
-    return load_weights(folder)
-
-
-def _is_there(path: Path) -> bool:
-    """Whether there is such a file, as far as this user may know; if not, reading it gives the reason."""
-    try:
-        return path.exists()
-    except OSError:
-        return True
+    with open_pretrained(user_path(folder, "the folder of the model")) as found:
+        return found.model()
 
 
 def pretrained_values(folder: str, *, tokenizer: bool = True) -> dict[str, Any]:
@@ -136,12 +123,8 @@ def pretrained_values(folder: str, *, tokenizer: bool = True) -> dict[str, Any]:
         values = {f"model.{name}": value_of(config, name) for name in dotted_fields(ModelConfig) if name != "from"}
         if not tokenizer:
             return values
-        files = [name for name in (TOKENIZER_CONFIG_FILE, TOKENIZER_FILE) if (found.path / name).is_file()]
-        if files:
-            # A folder with the second alone names no class.
-            loaded = (
-                load_tokenizer(found.path) if files[0] == TOKENIZER_CONFIG_FILE else make_tokenizer(str(found.path))
-            )
+        if (found.path / TOKENIZER_FILE).is_file():
+            loaded = make_tokenizer(str(found.path))
             name = "bytes" if isinstance(loaded, ByteTokenizer) else str(found.path)
             return values | {"data.tokenizer": name, "data.separator": loaded.separator_token}
         if found.run is not None:
@@ -160,11 +143,7 @@ def load_pretrained_weights(model: DecoderLM, folder: str) -> None:
     mine = model.state_dict()
     misfits = sorted(weights.keys() ^ mine.keys()) or [n for n in mine if mine[n].shape != weights[n].shape]
     if misfits:
-        differences = "; ".join(
-            f"{name} is {value_of(theirs, name)} there, {value_of(model.config, name)} here"
-            for name in dotted_fields(ModelConfig)
-            if name != "from" and value_of(theirs, name) != value_of(model.config, name)
-        )
+        differences = "; ".join(model_differences(theirs, model.config))
         raise UserError(
             f"model.from {folder} is of another model: {differences} (the tensor {misfits[0]} does not fit)"
         )

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 
 from trifocal.distributed import DistributedContext
 from trifocal.errors import UserError
+from trifocal.fields import dotted_fields, value_of
 from trifocal.models import ModelConfig
 from trifocal.train.checkpoint.folders import checkpoint_path
 from trifocal.train.checkpoint.manifest import (
@@ -39,49 +40,8 @@ from trifocal.train.checkpoint.manifest import (
 )
 from trifocal.train.run_folder import PARTIAL, flush_folder, remove_folder
 
-# Fields that change how the model is computed, not its weights.
-_FREE_MODEL_FIELDS = frozenset({"backend"})
 # safetensors makes a file in memory before it is written.
 _FILE_BYTES = 2**30
-
-
-def save_checkpoint(
-    root: Path,
-    step: int,
-    *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    model_config: ModelConfig,
-    process_state: dict[str, Any],
-    processes: DistributedContext | None = None,
-) -> Path:
-    """Write the checkpoint of a step; it appears under its name only when all of it is on the disk.
-
-    Every process calls this, and it succeeds or fails in all of them.
-
-    Args:
-        root: The run's `checkpoints` folder.
-        step: Optimizer steps done.
-        model: The model.
-        optimizer: Its optimizer.
-        model_config: The model's configuration; loading refuses a checkpoint of another one.
-        process_state: Further state of this process, in JSON types.
-        processes: This process among those of the run.
-
-    Returns:
-        The checkpoint's folder.
-
-    Raises:
-        OSError: If it cannot be written; nothing of it is left, and earlier checkpoints are untouched.
-    """
-    return write_checkpoint(
-        root,
-        step,
-        state=collect_state(model, optimizer),
-        model_config=model_config,
-        process_state=process_state,
-        processes=processes or DistributedContext(),
-    )
 
 
 def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, copy: bool = False) -> dict[str, Any]:
@@ -113,7 +73,24 @@ def write_checkpoint(
     process_state: dict[str, Any],
     processes: DistributedContext,
 ) -> Path:
-    """Write the state from `collect_state`: the slow part of `save_checkpoint`."""
+    """Write the checkpoint of a step; it appears under its name only when all of it is on the disk.
+
+    Every process calls this, and it succeeds or fails in all of them.
+
+    Args:
+        root: The run's `checkpoints` folder.
+        step: Optimizer steps done.
+        state: From `collect_state`.
+        model_config: The model's configuration; loading refuses a checkpoint of another one.
+        process_state: Further state of this process, in JSON types.
+        processes: This process among those of the run.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        OSError: If it cannot be written; nothing of it is left, and earlier checkpoints are untouched.
+    """
     final = checkpoint_path(root, step)
     partial = root / f"{PARTIAL}{final.name}"
     try:
@@ -211,23 +188,19 @@ def read_model_config(path: Path) -> ModelConfig:
     return ModelConfig.from_dict(dict(read_manifest(path)["model"]))
 
 
-def _check_model(path: Path, model_config: ModelConfig) -> None:
-    # Read as a configuration: JSON has no tuples, and an older checkpoint lacks keys that have defaults by now.
-    saved = read_model_config(path).to_dict()
-    expected = model_config.to_dict()
-    differences = [
-        f"{name} is {_shown(saved.get(name))} there, {_shown(expected.get(name))} here"
-        for name in sorted(saved.keys() | expected.keys())
-        if name not in _FREE_MODEL_FIELDS and saved.get(name) != expected.get(name)
+def model_differences(there: ModelConfig, here: ModelConfig) -> list[str]:
+    """The keys in which two models differ, with both values; where weights come from, and the backend, do not count."""
+    return [
+        f"{name} is {value_of(there, name)} there, {value_of(here, name)} here"
+        for name in dotted_fields(ModelConfig)
+        if name not in ("from", "backend") and value_of(there, name) != value_of(here, name)
     ]
+
+
+def _check_model(path: Path, model_config: ModelConfig) -> None:
+    differences = model_differences(read_model_config(path), model_config)
     if differences:
         raise UserError(f"checkpoint {path} is of another model: {'; '.join(differences)}")
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, dict):
-        return "/".join(str(part) for part in value.values())
-    return "absent" if value is None else str(value)
 
 
 def _process_state(path: Path, rank: int) -> dict[str, Any]:

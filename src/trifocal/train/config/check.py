@@ -13,37 +13,15 @@ from trifocal.data.sources.base import parse_source
 from trifocal.errors import UserError
 from trifocal.models import parameter_count
 from trifocal.ops.dispatch import resolve
-from trifocal.runlog import check_sinks, host_memory_bytes
+from trifocal.runlog import check_sinks
 from trifocal.runlog.traces import HOOKED, INSIDE_LAYERS
 from trifocal.train.checkpoint.folders import list_checkpoints
 from trifocal.train.config.sections import RunConfig
 
-FIRST_TORCH_THAT_CRASHES = (2, 13)
-"""In its DistributedDataParallel over gloo, with TORCH_DISTRIBUTED_DEBUG=DETAIL; 2.12 was not tried."""
 LONG_RUN_STEPS = 1000
 """A run of more steps than this must save checkpoints on the way."""
 # Weights and the two moments of AdamW, each fp32.
 CHECKPOINT_BYTES_PER_PARAMETER = 12
-# The same and gradients.
-TRAINED_BYTES_PER_PARAMETER = 16
-# The batches of all evaluations are kept on the host: a token and a target, each int64.
-BYTES_PER_EVALUATED_TOKEN = 16
-# A chosen block, for every token and group: int32.
-BYTES_PER_CHOICE = 4
-
-
-DEBUG_LEVEL_COMMAND = "export TORCH_DISTRIBUTED_DEBUG=INFO"
-
-
-def crash_of_debug_level() -> str:
-    """Why DistributedDataParallel over gloo would crash in this environment; empty if it would not."""
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() != "DETAIL" or version < FIRST_TORCH_THAT_CRASHES:
-        return ""
-    return (
-        f"TORCH_DISTRIBUTED_DEBUG=DETAIL makes the DistributedDataParallel of PyTorch {torch.__version__} crash over "
-        "gloo (segmentation fault)"
-    )
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -72,10 +50,8 @@ def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -
     Raises:
         UserError: If the run would fail; names the fields to change.
     """
-    config.data.validate()
     tokenizer = make_tokenizer(config.data.tokenizer, separator=config.data.separator)
     _check_batches(config, num_processes)
-    _check_debug_level(config, device, num_processes)
     _check_saving(config)
     _check_text(config, tokenizer)
     _check_precision(config, device)
@@ -83,7 +59,6 @@ def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -
     _check_choice_loss(config)
     _check_backend(config, device)
     _check_compiler(config)
-    _check_host_memory(config, device)
     _check_disk(config)
     check_sinks(config.log.sink_names())
     _check_traces(config)
@@ -102,13 +77,6 @@ def _check_batches(config: RunConfig, num_processes: int) -> None:
         raise UserError(
             f"train.global_batch_size {whole} is not a multiple of train.micro_batch_size {micro}{processes}; {remedy}"
         )
-
-
-def _check_debug_level(config: RunConfig, device: torch.device, num_processes: int) -> None:
-    crash = crash_of_debug_level()
-    # Over NCCL, and sharded, nothing is wrapped in gloo.
-    if crash and num_processes > 1 and device.type == "cpu" and config.parallel.mode in ("auto", "ddp"):
-        raise UserError(f"{crash}; {DEBUG_LEVEL_COMMAND}")
 
 
 def _check_saving(config: RunConfig) -> None:
@@ -163,6 +131,11 @@ def _check_choice_loss(config: RunConfig) -> None:
         raise UserError(
             'train.only "chooser" trains the index alone, and the model has none; set model.chooser to "index"'
         )
+    if config.optimizer.index_lr_factor != 1 and not model.has_index:
+        raise UserError(
+            f"optimizer.index_lr_factor is {config.optimizer.index_lr_factor:g}, but the model has no index; set it to "
+            '1, or model.chooser to "index"'
+        )
     if model.has_index and not weight:
         raise UserError(
             'model.chooser "index" learns from the loss of the choice alone; set train.choice_loss_weight above 0, '
@@ -202,25 +175,15 @@ def _check_layers(config: RunConfig) -> None:
         )
 
 
-def attention_backend(config: RunConfig, device: torch.device) -> str:
-    """Name the backend that will run the sparse attention.
-
-    Raises:
-        ValueError: If `model.backend` names one that cannot.
-    """
-    model = config.model
-    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-    q = torch.empty(1, 1, model.num_heads, model.head_dim, dtype=dtype, device=device)
-    v = torch.empty(1, 1, model.num_kv_heads, model.value_dim, dtype=dtype, device=device)
-    return resolve("preflight", model.backend, q, v, model.geometry)
-
-
 def _check_backend(config: RunConfig, device: torch.device) -> None:
     model = config.model
     if model.all_dense or model.backend == "auto":
         return
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    q = torch.empty(1, 1, model.num_heads, model.head_dim, dtype=dtype, device=device)
+    v = torch.empty(1, 1, model.num_kv_heads, model.value_dim, dtype=dtype, device=device)
     try:
-        attention_backend(config, device)
+        resolve("preflight", model.backend, q, v, model.geometry)
     except ValueError as error:
         raise UserError(f'model.backend is "{model.backend}": {error}; use "auto" or "reference"') from error
 
@@ -255,25 +218,17 @@ def existing_folder(folder: Path) -> Path:
     return folder
 
 
-def check_writable(folder: Path, what: str) -> None:
-    """Refuse a folder that exists and cannot be written; `what` begins the message.
-
-    Raises:
-        UserError: If it is no folder, or there is no permission.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{what}: {folder} is not a folder")
-    if folder.exists() and not os.access(folder, os.W_OK):
-        raise UserError(f"{what}: no permission to write in {folder}")
-
-
 def _check_disk(config: RunConfig) -> None:
     folder = Path(config.run.directory)
     existing = existing_folder(folder)
     # A run that goes on writes into these folders.
-    for place in (existing, *(folder / name for name in ("checkpoints", "dumps"))):
-        check_writable(place, f"run.directory {config.run.directory}")
-    needed = disk_bytes(config) - _bytes_of_checkpoints(folder / "checkpoints")
+    for place in (existing, folder / "checkpoints", folder / "dumps"):
+        if place.exists() and not place.is_dir():
+            raise UserError(f"run.directory {folder}: {place} is not a folder")
+        if place.exists() and not os.access(place, os.W_OK):
+            raise UserError(f"run.directory {folder}: no permission to write in {place}")
+    files = [file for path in list_checkpoints(folder / "checkpoints") for file in path.rglob("*") if file.is_file()]
+    needed = disk_bytes(config) - sum(file.stat().st_size for file in files)
     free = shutil.disk_usage(existing).free
     if needed > free:
         raise UserError(
@@ -281,39 +236,6 @@ def _check_disk(config: RunConfig) -> None:
             "lower checkpoint.keep_last, keep fewer for good (checkpoint.keep_every_steps), or choose another "
             "run.directory"
         )
-
-
-def _check_host_memory(config: RunConfig, device: torch.device) -> None:
-    """Refuse tensors that alone exceed the memory of this machine."""
-    memory = host_memory_bytes()
-    if memory is None:
-        return
-    evaluate, train, model = config.evaluate, config.train, config.model
-    tokens = train.micro_batch_size * train.sequence_length
-    batch = f"a micro-batch of {train.micro_batch_size} sequences of {train.sequence_length} tokens takes"
-    tensors = [(tokens * BYTES_PER_EVALUATED_TOKEN, batch, "train.micro_batch_size")]
-    if device.type == "cpu":
-        parameters = parameter_count(model)
-        takes = f"a model of {parameters:,} parameters takes in training"
-        tensors.append((parameters * TRAINED_BYTES_PER_PARAMETER, takes, "model.num_layers or model.dim"))
-    if model.chooses_blocks:
-        selected = model.geometry.num_selected_blocks
-        chosen = tokens * model.num_kv_heads * selected * BYTES_PER_CHOICE
-        choice = f"the choice of {selected} blocks for every token takes"
-        tensors.append((chosen, choice, "model.geometry.num_selected_blocks"))
-    if evaluate.interval_steps:
-        needed = evaluate.batches * tokens * BYTES_PER_EVALUATED_TOKEN
-        tensors.append((needed, f"the {evaluate.batches} batches of evaluate.batches take", "it"))
-    if config.log.sample_interval_steps:
-        # The keys and values of one branch alone.
-        a_token = model.num_layers * model.num_kv_heads * (model.head_dim + model.value_dim) * 2
-        sample = f"a sample of log.sample_tokens {config.log.sample_tokens} takes"
-        tensors.append((config.log.sample_tokens * a_token, sample, "it"))
-    for needed, takes, key in tensors:
-        if needed > memory:
-            raise UserError(
-                f"{takes} at least {needed / 1e9:.1f} GB, and this machine has {memory / 1e9:.1f} GB; lower {key}"
-            )
 
 
 def disk_bytes(config: RunConfig) -> int:
@@ -324,10 +246,6 @@ def disk_bytes(config: RunConfig) -> int:
     if saving.keep_every_steps:
         kept += steps // saving.keep_every_steps
     return kept * parameter_count(config.model) * CHECKPOINT_BYTES_PER_PARAMETER
-
-
-def _bytes_of_checkpoints(root: Path) -> int:
-    return sum(file.stat().st_size for path in list_checkpoints(root) for file in path.rglob("*") if file.is_file())
 
 
 def _notes(config: RunConfig, num_processes: int) -> list[str]:

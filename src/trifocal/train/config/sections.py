@@ -165,10 +165,12 @@ class OptimizerSection:
     """Added to the root of that square."""
     weight_decay: float = 0.01
     """Decoupled weight decay, times the learning rate, on matrices only."""
+    index_lr_factor: float = 1.0
+    """Learning rate of the index heads, as a multiple of that of everything else; for model.chooser "index"."""
 
     def __post_init__(self) -> None:
         check_types(self, "optimizer")
-        for name in ("learning_rate", "epsilon"):
+        for name in ("learning_rate", "epsilon", "index_lr_factor"):
             value = getattr(self, name)
             _require(value > 0, f"optimizer.{name} must be positive, got {value}")
         for name in ("beta1", "beta2"):
@@ -329,6 +331,3 @@ class RunConfig:
     evaluate: EvaluateSection = field(default_factory=EvaluateSection)
     log: LogSection = field(default_factory=LogSection)
     trace: TraceSection = field(default_factory=TraceSection)
-
-    def __post_init__(self) -> None:
-        check_types(self.data, "data")

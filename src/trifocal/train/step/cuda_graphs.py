@@ -21,15 +21,15 @@ from trifocal.runlog.traces.base import local_shard
 from trifocal.train.config.sections import TrainSection
 from trifocal.train.step.micro_batch import LossFunction, autocast, call_with, model_inputs, to_device
 
-Kind = tuple[int, ...]
 Result = TypeVar("Result")
 
 
 class _Recording(NamedTuple):
+    """A recorded micro-batch: what it reads (the weight comes last), and the loss that it writes."""
+
     replay: Callable[[], None]
-    inputs: list[Tensor]
-    weight: Tensor
     loss: Tensor
+    inputs: list[Tensor]
 
 
 class GraphRecorder:
@@ -112,8 +112,8 @@ class MicroBatchGraphs:
         self._flat_gradients = None if parallel is None else parallel.flat_gradients
         # FSDP averages gradients over the processes: times their number, that is the sum.
         self._factor = parallel.size if parallel is not None and parallel.sharded else 1
-        self._known: set[Kind] = set()
-        self._recordings: dict[Kind, _Recording] = {}
+        self._known: set[tuple[int, ...]] = set()
+        self._recordings: dict[tuple[int, ...], _Recording] = {}
         self._recorder = GraphRecorder(device)
 
     @property
@@ -151,17 +151,16 @@ class MicroBatchGraphs:
         """
         inputs = model_inputs(batch, pad_documents=True, documents=documents)
         kind = tuple(size for tensor in inputs for size in tensor.shape)
-        if kind not in self._known:
-            self._known.add(kind)
-            first, first_weight = self._on_device(inputs)
-            first_weight.fill_(weight)
-            return self._recorder.warm_up(lambda: self._pass(first, first_weight))
-        if kind not in self._recordings:
-            self._recordings[kind] = self._record(inputs)
-        recording = self._recordings[kind]
-        for own, given in zip(recording.inputs, inputs, strict=True):
-            own.copy_(given.pin_memory(), non_blocking=True)
-        recording.weight.fill_(weight)
+        inputs.append(torch.tensor(weight))
+        recording = self._recordings.get(kind)
+        if recording is None:
+            own = [to_device(tensor, self._device) for tensor in inputs]
+            if kind not in self._known:
+                self._known.add(kind)
+                return self._recorder.warm_up(lambda: self._pass(own))
+            recording = self._recordings[kind] = _Recording(*self._recorder.record(lambda: self._pass(own)), own)
+        for own_tensor, given in zip(recording.inputs, inputs, strict=True):
+            own_tensor.copy_(given.pin_memory(), non_blocking=True)
         recording.replay()
         return recording.loss
 
@@ -170,19 +169,10 @@ class MicroBatchGraphs:
         self._known.clear()
         self._recordings.clear()
 
-    def _on_device(self, inputs: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """Inputs in memory of their own, and a weight."""
-        own = [to_device(tensor, self._device) for tensor in inputs]
-        return own, torch.zeros((), dtype=torch.float32, device=self._device)
-
-    def _record(self, inputs: list[Tensor]) -> _Recording:
-        own, weight = self._on_device(inputs)
-        replay, loss = self._recorder.record(lambda: self._pass(own, weight))
-        return _Recording(replay, own, weight, loss)
-
-    def _pass(self, inputs: list[Tensor], weight: Tensor) -> Tensor:
+    def _pass(self, inputs: list[Tensor]) -> Tensor:
+        *tensors, weight = inputs
         with autocast(self._device, self._precision):
-            loss = call_with(self._loss_function, inputs)
+            loss = call_with(self._loss_function, tensors)
         weighted = loss * weight
         (weighted * self._factor).backward()
         return weighted.detach()

@@ -7,12 +7,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trifocal.nn.chooser import IndexHeads
 from trifocal.runlog.traces.base import local_shard
 from trifocal.train.config.sections import OptimizerSection
 
 
 def make_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
-    """AdamW over what is not frozen, fused, in two groups: the matrices of linear maps decay, all else does not.
+    """AdamW, fused, in groups: the matrices of linear maps decay, everything else does not, an index has its own rate.
+
+    Frozen parameters are left out.
 
     Norms, biases and embeddings (of tokens, even if tied to the output projection, and of positions) do not decay.
 
@@ -21,24 +24,40 @@ def make_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.Ad
         config: The hyperparameters.
 
     Returns:
-        The optimizer. Its learning rate is set before every step.
+        The optimizer. `set_learning_rate` is called before every step.
     """
     matrices = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     matrices -= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    decayed = [parameter for parameter in trained if id(parameter) in matrices]
-    spared = [parameter for parameter in trained if id(parameter) not in matrices]
+    index = index_parameters(model)
+    apart = set(map(id, index))
+    trained = [one for one in model.parameters() if one.requires_grad]
+    decayed = [one for one in trained if id(one) in matrices - apart]
+    spared = [one for one in trained if id(one) not in matrices | apart]
     groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": spared, "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": config.weight_decay, "lr_factor": 1.0},
+        {"params": spared, "weight_decay": 0.0, "lr_factor": 1.0},
+        {"params": index, "weight_decay": config.weight_decay, "lr_factor": config.index_lr_factor},
     ]
-    return torch.optim.AdamW(
-        groups,
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         eps=config.epsilon,
         fused=True,
     )
+    set_learning_rate(optimizer, config.learning_rate)
+    return optimizer
+
+
+def index_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters of the index heads, which the loss of the choice alone trains."""
+    return [one for module in model.modules() if isinstance(module, IndexHeads) for one in module.parameters()]
+
+
+def set_learning_rate(optimizer: torch.optim.AdamW, learning_rate: float) -> None:
+    """Set the learning rate of the next step, in each group times its factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group["lr_factor"]
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from trifocal.data import Batch
 from trifocal.distributed import Parallel
-from trifocal.models.decoder import IGNORED_TARGET
 from trifocal.runlog.heartbeat import Phases
 from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.config.sections import TrainSection
@@ -75,7 +74,6 @@ def batch_loss(
     batch: Batch,
     device: torch.device,
     *,
-    split_rows: bool = False,
     pad_documents: bool = False,
     documents: int = 0,
 ) -> Tensor:
@@ -87,40 +85,14 @@ def batch_loss(
         loss_function: The model, or its wrapper.
         batch: The micro-batch, on the host.
         device: Where the model is.
-        split_rows: Pack only the rows with boundaries inside, in a call of their own. The reference's work grows with
-            the square of a packed row, so this is much faster where few rows have boundaries. Not for several
-            processes: they would differ in the number of their calls.
         pad_documents: As in `model_inputs`: for a compiled model.
         documents: As in `model_inputs`.
 
     Returns:
         A scalar, fp32.
     """
-    if batch.cu_seqlens is None or not split_rows:
-        inputs = model_inputs(batch, pad_documents=pad_documents, documents=documents)
-        return call_with(loss_function, [to_device(tensor, device) for tensor in inputs])
-    has_border, boundaries = _rows_with_borders(batch.cu_seqlens.long(), *batch.tokens.shape)
-    rows = batch._replace(tokens=batch.tokens[has_border], targets=batch.targets[has_border], cu_seqlens=boundaries)
-    packed = batch_loss(loss_function, rows, device, pad_documents=pad_documents)
-    if has_border.all():
-        return packed
-    # The second call casts the weights anew, as its layers do when checkpointing repeats them: PyTorch compares both.
-    torch.clear_autocast_cache()
-    rows = batch._replace(tokens=batch.tokens[~has_border], targets=batch.targets[~has_border], cu_seqlens=None)
-    plain = batch_loss(loss_function, rows, device)
-    share = int((rows.targets != IGNORED_TARGET).sum()) / max(batch.valid_targets, 1)
-    return share * plain + (1 - share) * packed
-
-
-def _rows_with_borders(boundaries: Tensor, num_rows: int, length: int) -> tuple[Tensor, Tensor]:
-    """Which rows hold a boundary inside, [rows]; and the boundaries of these rows alone, laid end to end."""
-    starts = boundaries[:-1]
-    has_border = torch.zeros(num_rows, dtype=torch.bool)
-    has_border[starts[starts % length != 0] // length] = True
-    kept = starts[has_border[starts // length]]
-    new_row = has_border.cumsum(0) - 1
-    moved = new_row[kept // length] * length + kept % length
-    return has_border, torch.cat((moved, has_border.sum()[None] * length)).to(torch.int32)
+    inputs = model_inputs(batch, pad_documents=pad_documents, documents=documents)
+    return call_with(loss_function, [to_device(tensor, device) for tensor in inputs])
 
 
 class TrainStep:
@@ -137,7 +109,6 @@ class TrainStep:
         graphs: Of the loss function, to replay instead of calling it. Forward and backward are then one phase,
             `forward`, and `before_backward` comes before the first; gradients are exchanged after the last.
         teacher: Teaches the choice; the loss function was given its `teaching`.
-        split_rows: As in `batch_loss`.
     """
 
     def __init__(
@@ -151,10 +122,9 @@ class TrainStep:
         parallel: Parallel | None = None,
         graphs: MicroBatchGraphs | None = None,
         teacher: ChoiceTeacher | None = None,
-        split_rows: bool = False,
     ) -> None:
         self.loss_function, self.optimizer, self.graphs = loss_function, optimizer, graphs
-        self._device, self._config, self._split_rows = device, config, split_rows
+        self._device, self._config = device, config
         self._before_backward, self._teacher = before_backward, teacher
         self._parallel = parallel or Parallel(loss_function, "none", 1, None)  # type: ignore[arg-type]
 
@@ -221,7 +191,6 @@ class TrainStep:
                         self.loss_function,
                         batch,
                         self._device,
-                        split_rows=self._split_rows,
                         pad_documents=self._config.compile,
                         documents=documents,
                     )

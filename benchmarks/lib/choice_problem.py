@@ -1,0 +1,88 @@
+"""A random choice by an index and the loss that teaches it, in an attention's shape; whether the kernels are right."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lib.recorder import Refused
+from lib.shapes import AttentionShape
+from trifocal.nn.attention_base import INDEX_DIM
+from trifocal.ops import Geometry, select_blocks_by_index
+from trifocal.ops.choice_loss import Sample, choice_loss, sample_queries, stretch_keys
+from trifocal.testing.tolerances import allowed, error
+
+
+class ChoiceProblem(NamedTuple):
+    """Rotated queries and keys of the selected branch, an index, and the sampled queries."""
+
+    q: Tensor
+    k: Tensor
+    index: tuple[Tensor, Tensor]
+    sample: Sample
+    geometry: Geometry
+
+    @classmethod
+    def draw(
+        cls, shape: AttentionShape, geometry: Geometry, device: torch.device, dtype: torch.dtype, stretch: int
+    ) -> ChoiceProblem:
+        """Draw one, with one query of each `stretch` tokens."""
+        generator = torch.Generator(device).manual_seed(0)
+        rows = (shape.batch, shape.tokens)
+        q, k, q_idx, k_idx = (
+            torch.randn(*rows, *heads, generator=generator, device=device).to(dtype)
+            for heads in (
+                (shape.heads, shape.head_dim), (shape.groups, shape.head_dim), (shape.groups, INDEX_DIM), (INDEX_DIM,)
+            )
+        )  # fmt: skip
+        keys = stretch_keys(torch.randint(256, rows, generator=generator, device=device), shape.tokens, stretch)
+        positions = torch.arange(shape.tokens, device=device)
+        sample = sample_queries(keys, positions, 0, 0, geometry, shape.tokens, stretch)
+        return cls(q, k, (q_idx.requires_grad_(), k_idx.requires_grad_()), sample, geometry)
+
+    def choose(self) -> Tensor:
+        """The choice of every query."""
+        return select_blocks_by_index(*self.index, self.geometry)
+
+    def loss(self, backend: str = "auto") -> tuple[Tensor, Tensor]:
+        """The mean loss and recall of an eligible query and group."""
+        q_idx, k_idx = self.index
+        figures = choice_loss(
+            self.q, self.k, self.sample, self.geometry, q_idx=q_idx, k_idx=k_idx, backend=backend
+        )  # fmt: skip
+        count = self.sample.eligible.sum() * self.k.shape[2]
+        return figures[0] / count, figures[1] / count
+
+
+def check_choice_parity(
+    shape: AttentionShape, geometry: Geometry, device: torch.device, dtype: torch.dtype, backend: str = "auto"
+) -> float:
+    """Compare loss, recall and gradients with the float64 reference at an odd length; arguments as of `check_parity`.
+
+    Returns:
+        The largest error, as a share of the allowed one; a gradient's, of its largest number.
+
+    Raises:
+        Refused: If it is above 1; names the figure and its error.
+    """
+    tokens = (geometry.num_selected_blocks + 20) * geometry.selection_block_size + 5
+    sizes = (2 * shape.heads // shape.groups, 2, shape.head_dim, shape.value_dim)
+    problem = ChoiceProblem.draw(AttentionShape("", 1, tokens, *sizes), geometry, device, dtype, 7)
+    index = problem.index[0].detach().double().requires_grad_(), problem.index[1].detach().double().requires_grad_()
+    exact = problem._replace(q=problem.q.double(), k=problem.k.double(), index=index)
+    bound = allowed(dtype, device)
+    results = []
+    for one, name in ((problem, backend), (exact, "reference")):
+        loss, recall = one.loss(name)
+        results.append((loss, recall, *torch.autograd.grad(loss, one.index)))
+    names = ("the loss", "the recall", "the gradient of q_idx", "the gradient of k_idx")
+    errors = {}
+    for name, got, expected in zip(names, *results, strict=True):
+        largest = expected.detach().abs().max()
+        errors[name] = error(got.double() / largest, expected / largest)
+    worst = max(errors, key=lambda name: errors[name])
+    if not errors[worst] <= bound:
+        raise Refused(f"{worst} is off by {errors[worst]:.3g} at {tokens} tokens, allowed is {bound:.3g}")
+    return errors[worst] / bound

@@ -1,0 +1,144 @@
+"""`trifocal serve`: a trained model behind the interface of OpenAI's completions."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+import tyro
+
+from trifocal.cli.generate_model import memory_errors
+from trifocal.data import Tokenizer
+from trifocal.data.sources.chats import BadChat
+from trifocal.errors import UserError
+from trifocal.inference import CachedModel, Engine
+from trifocal.inference.paged_cache import longest_that_fits, memory_for_caches, plan_cache
+from trifocal.models import DecoderLM
+from trifocal.paths import shell_path, user_path
+from trifocal.train.checkpoint.pretrained import Pretrained, open_pretrained
+from trifocal.train.config.check import choose_device
+from trifocal.train.config.load import parse_arguments
+
+_KEY = "TRIFOCAL_API_KEY"
+_MOST_SEQUENCES = {"cuda": 256, "cpu": 16}
+_CHUNK_TOKENS = {"cuda": 1024, "cpu": 256}
+_UNKNOWN_LENGTH = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeArguments:
+    """Serve a trained model to clients of OpenAI's completions, with a page to try it on."""
+
+    path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
+    """The run, one of its checkpoints, or a folder of weights."""
+    checkpoint: str = ""
+    """A checkpoint of the run, like step_00000500; the newest by default."""
+    name: str = ""
+    """Name of the model for clients; by default that of the folder."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 lets other machines in."""
+    port: int = 8000
+    """Port to listen on; 0: any that is free."""
+    api_key: str = ""
+    """Key that clients must send; by default the value of TRIFOCAL_API_KEY, which other users of the machine do not see
+    in its list of processes."""
+    max_length: int = 0
+    """Tokens of the longest sequence, prompt and answer together; 0: as in training."""
+    max_sequences: int = 0
+    """Sequences at a time; 0: as memory allows, up to 256."""
+    max_waiting: int = 512
+    """Sequences that may wait; more are refused with status 429."""
+    prefill_chunk_size: int = 0
+    """Tokens of prompts between two steps of decoding, which bounds the time between tokens; 0: 1,024, on a CPU 256."""
+    drain_seconds: int = 60
+    """Seconds for what has begun, after SIGTERM."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; "auto" takes a GPU if there is one."""
+
+    def __post_init__(self) -> None:
+        lowest = {"max_length": 0, "max_sequences": 0, "max_waiting": 0, "prefill_chunk_size": 0, "drain_seconds": 0}
+        for name, least in lowest.items():
+            if getattr(self, name) < least:
+                raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
+
+
+def run(args: Sequence[str]) -> int:
+    """Serve until SIGTERM or Ctrl-C.
+
+    Raises:
+        UserError: If there is no model, no memory, or no such address.
+    """
+    options: ServeArguments = parse_arguments(ServeArguments, args, prog="trifocal serve")
+    try:
+        from trifocal.serve.app import make_app
+        from trifocal.serve.pictures import Pictures
+        from trifocal.serve.run import listen, run_server
+        from trifocal.serve.service import Service
+        from trifocal.serve.worker import Worker
+    except ImportError as error:
+        raise UserError("serving needs an extra: pip install 'trifocal[serve]'") from error
+    path = user_path(options.path, "RUN_DIR")
+    api_key = options.api_key or os.environ.get(_KEY, "")
+    listener = listen(options.host, options.port)
+    with listener:
+        command = f"trifocal serve {shell_path(path)}"
+        with open_pretrained(path, options.checkpoint, command=command) as found:
+            tokenizer = found.tokenizer()
+            decoder, model = _load(found, options)
+        why_no_chats = _why_no_chats(tokenizer)
+        service = Service(
+            name=options.name or path.resolve().name,
+            tokenizer=tokenizer,
+            vocab_size=model.config.vocab_size,
+            max_length=model.max_length,
+            max_sequences=model.max_sequences,
+            chats=not why_no_chats,
+        )
+        pictures = Pictures(decoder, tokenizer, model.dtype)
+        worker = Worker(Engine(model, tokenizer), model, max_waiting=options.max_waiting)
+        host, port = listener.getsockname()[:2]
+        if why_no_chats:
+            print(f"completions alone, no chats: {why_no_chats}", file=sys.stderr)
+        if options.host not in ("127.0.0.1", "::1", "localhost") and not api_key:
+            print(f"note: everybody who reaches {host} may use the model; {_KEY} sets a key", file=sys.stderr)
+        print(f"{service.name} is served on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+        app = make_app(service, worker, pictures, api_key=api_key)
+        run_server(app, listener, drain_seconds=options.drain_seconds)
+    return 0
+
+
+def _load(found: Pretrained, options: ServeArguments) -> tuple[DecoderLM, CachedModel]:
+    """The model, and with as many caches as are asked for and fit."""
+    config, device = found.config(), choose_device(options.device)
+    dtype = torch.bfloat16 if found.run is not None and found.run.train.precision == "bf16" else torch.float32
+    length = options.max_length or found.sequence_length() or _UNKNOWN_LENGTH
+    with memory_errors(device):
+        free = memory_for_caches(config, dtype, device)
+        wanted = options.max_sequences or _MOST_SEQUENCES[device.type]
+        plan = plan_cache(config, dtype, length, free_bytes=free, sequences=wanted)
+        if plan is None:
+            fits = longest_that_fits(config, dtype, free)
+            raise UserError(f"a sequence of {length:,} tokens does not fit into {device}; {fits:,} do: --max-length")
+        decoder = found.model().to(device)
+        return decoder, CachedModel(
+            decoder,
+            max_sequences=plan.max_sequences,
+            max_length=length,
+            num_pages=plan.num_pages,
+            dtype=dtype,
+            prefill_chunk_size=options.prefill_chunk_size or _CHUNK_TOKENS[device.type],
+        )
+
+
+def _why_no_chats(tokenizer: Tokenizer) -> str:
+    """Why the tokenizer cannot write chats; empty if it can."""
+    try:
+        tokenizer.encode_prompt([{"role": "user", "content": "Hello"}])
+    except UserError as error:
+        return str(error)
+    except BadChat:
+        # It wants other messages, a system prompt for example.
+        pass
+    return ""

@@ -1,0 +1,157 @@
+"""Other consumers of the metric rows: TensorBoard and Weights & Biases, which buffer rows themselves."""
+
+import importlib.util
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from trifocal.errors import UserError
+from trifocal.runlog.jsonl import Row
+
+SINKS = ("tensorboard", "wandb")
+_NOT_SCALARS = {"kind", "step", "unix_time_seconds", "layer"}
+
+
+class Sink(Protocol):
+    """Another consumer of the metric rows. It may raise: then it gets no more rows, and training continues."""
+
+    def write(self, row: Row) -> None:
+        """Write one row."""
+
+    def close(self) -> None:
+        """Flush and close."""
+
+
+def check_sinks(names: Iterable[str]) -> None:
+    """Refuse unknown sinks, and sinks without an installed package.
+
+    Raises:
+        ValueError: If a name is not in SINKS.
+        UserError: If a package is missing; names it, and its extra.
+    """
+    for name in names:
+        if name not in SINKS:
+            raise ValueError(f"a sink must be one of {', '.join(SINKS)}, got {name!r}")
+        # The package and the extra have the sink's name.
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"log.sinks asks for {name}, which is not installed: pip install 'trifocal[{name}]'")
+
+
+def make_sinks(
+    names: Sequence[str],
+    directory: Path,
+    *,
+    project: str,
+    config: Mapping[str, Any],
+    resume_step: int | None = None,
+) -> list[Sink]:
+    """Make the sinks of a run; nothing is sent yet.
+
+    Args:
+        names: Names from SINKS.
+        directory: The run.
+        project: Project of the run in W&B.
+        config: The run's configuration.
+        resume_step: The step from which the run resumes; None for a new run.
+
+    Raises:
+        ValueError, UserError: As `check_sinks`.
+    """
+    check_sinks(names)
+    makers: dict[str, Callable[[], Sink]] = {
+        "tensorboard": lambda: TensorBoardSink(directory / "tensorboard", resume_step=resume_step),
+        "wandb": lambda: WandbSink(directory, project=project, config=config),
+    }
+    return [makers[name]() for name in names]
+
+
+def _scalars(row: Row) -> dict[str, float]:
+    """Every number of a row as `kind/field`, or `kind/layer/field`; empty for events."""
+    layer = f"layer{row['layer']:02}/" if "layer" in row else ""
+    return {
+        f"{row['kind']}/{layer}{name}": value
+        for name, value in row.items()
+        if row["kind"] != "event" and name not in _NOT_SCALARS and isinstance(value, int | float)
+    }
+
+
+class TensorBoardSink:
+    """Writes every number of a metric row to TensorBoard as `kind/field`, and every event as text.
+
+    Args:
+        directory: Folder of TensorBoard's event files.
+        resume_step: The step from which the run resumes; TensorBoard hides later steps.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, resume_step: int | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge_step = None if resume_step is None else resume_step + 1
+        self._writer: Any = SummaryWriter(str(directory), purge_step=purge_step)
+
+    def write(self, row: Row) -> None:
+        """Write one row."""
+        step, when = row["step"], row["unix_time_seconds"]
+        if row["kind"] == "event":
+            self._writer.add_text(f"event/{row['name']}", row["message"], step, walltime=when)
+        for name, value in _scalars(row).items():
+            self._writer.add_scalar(name, value, step, walltime=when)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+class WandbSink:
+    """Writes every number of a metric row to W&B as `kind/field` over `step`, and warnings and errors as alerts.
+
+    The first row makes the connection, with the settings of W&B itself (`wandb login`, WANDB_MODE=offline).
+
+    Args:
+        directory: The run; its `wandb` folder has W&B's files, and the id for resuming.
+        project: Project of the run in W&B.
+        config: The run's configuration.
+    """
+
+    def __init__(self, directory: Path, *, project: str, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        self._wandb: Any = wandb
+        self._directory, self._project, self._config = directory, project, dict(config)
+        self._run: Any = None
+
+    def write(self, row: Row) -> None:
+        """Write one row."""
+        if self._run is None:
+            self._run = self._connect()
+        if row["kind"] == "event" and row["severity"] != "info":
+            level = self._wandb.AlertLevel.ERROR if row["severity"] == "error" else self._wandb.AlertLevel.WARN
+            self._run.alert(title=row["name"], text=f"step {row['step']}: {row['message']}", level=level)
+        if values := _scalars(row):
+            # `step` is an axis of its own: W&B's own step must never decrease, and several rows share one step.
+            self._run.log({**values, "step": row["step"]})
+
+    def close(self) -> None:
+        """Send the remaining rows."""
+        if self._run is not None:
+            self._run.finish()
+
+    def _connect(self) -> Any:
+        file = self._directory / "wandb" / "run_id"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not file.exists():
+            file.write_text(secrets.token_hex(4))
+        run = self._wandb.init(
+            project=self._project,
+            name=self._directory.resolve().name,
+            id=file.read_text().strip(),
+            resume="allow",
+            dir=str(self._directory),
+            config=self._config,
+            # The terminal belongs to the run.
+            settings=self._wandb.Settings(console="off", quiet=True),
+        )
+        run.define_metric("*", step_metric="step")
+        return run

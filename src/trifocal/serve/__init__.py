@@ -1,0 +1,1 @@
+"""An HTTP server of one model, with the interface of OpenAI's completions."""

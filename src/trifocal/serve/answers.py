@@ -1,0 +1,140 @@
+"""OpenAI's answers, of the engine's updates."""
+
+import json
+import time
+import uuid
+from collections import defaultdict
+from typing import Any
+
+from trifocal.inference import TokenScore, Update
+from trifocal.serve.service import Call, Service
+
+
+class Answer:
+    """The answer to a call, as a whole or as the events of a stream.
+
+    Args:
+        service: The model.
+        call: The call.
+
+    Attributes:
+        id: Its name.
+        tokens: New tokens of each choice so far.
+        open: Choices that have not ended.
+    """
+
+    def __init__(self, service: Service, call: Call) -> None:
+        self._service, self._call = service, call
+        self.id = f"{'chatcmpl' if call.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        samples = call.requests[0].samples
+        self._first = {request: number * samples for number, request in enumerate(call.requests)}
+        self.open = len(call.requests) * samples
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self._lengths: dict[int, int] = defaultdict(int)
+
+    @property
+    def first_prompt(self) -> list[int]:
+        """Tokens of the first prompt."""
+        return list(self._call.requests[0].prompt)
+
+    def choice(self, update: Update) -> dict[str, Any]:
+        """What an update adds to a choice: its `index`, `text`, `logprobs` and `finish_reason`."""
+        call, request = self._call, update.request
+        index = self._first[request] + update.sample
+        reason: str | None = None if update.completion is None else update.completion.finish_reason
+        text = update.text
+        scores: list[tuple[int, TokenScore | None]] = [] if update.token is None else [(update.token, update.score)]
+        if call.drops_token:
+            text, scores, reason = "", [], "length"
+        begins = index not in self.tokens
+        self.tokens[index] += [token for token, _ in scores]
+        if begins and call.echo:
+            text = call.texts[index // request.samples] + text
+            prompt: list[TokenScore | None] = [None, *update.prompt_scores]
+            scores = [*zip(request.prompt, prompt, strict=False), *scores]
+        self.open -= reason is not None
+        logprobs = None
+        if call.logprobs:
+            logprobs = self._chat_logprobs(scores) if call.chat else self._logprobs(index, scores)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def event(self, choice: dict[str, Any], *, begins: bool = False) -> str:
+        """An event of a stream."""
+        if self._call.chat:
+            text = choice.pop("text")
+            delta = {"role": "assistant", "content": ""} if begins else {"content": text} if text else {}
+            choice = {**choice, "delta": delta}
+        usage = {"usage": None} if self._call.include_usage else {}
+        return _event(self._head("chat.completion.chunk") | {"choices": [choice]} | usage)
+
+    def last_events(self) -> str:
+        """The end of a stream."""
+        usage = ""
+        if self._call.include_usage:
+            usage = _event(self._head("chat.completion.chunk") | {"choices": [], "usage": self.usage()})
+        return usage + "data: [DONE]\n\n"
+
+    def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """The whole answer, of what the updates added."""
+        joined: dict[int, dict[str, Any]] = {}
+        for choice in choices:
+            before = joined.setdefault(choice["index"], choice)
+            if before is choice:
+                continue
+            before["text"] += choice["text"]
+            before["finish_reason"] = choice["finish_reason"]
+            for name, values in (choice["logprobs"] or {}).items():
+                before["logprobs"][name] += values
+        found = [joined[index] for index in sorted(joined)]
+        if self._call.chat:
+            for choice in found:
+                choice["message"] = {"role": "assistant", "content": choice.pop("text"), "refusal": None}
+        return self._head("chat.completion") | {"choices": found, "usage": self.usage()}
+
+    def usage(self) -> dict[str, int]:
+        """Tokens so far."""
+        prompt = sum(len(request.prompt) for request in self._call.requests)
+        new = sum(map(len, self.tokens.values()))
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+    def _head(self, chat_object: str) -> dict[str, Any]:
+        kind = chat_object if self._call.chat else "text_completion"
+        return {"id": self.id, "object": kind, "created": self._created, "model": self._service.name}
+
+    def _text(self, token: int) -> str:
+        text = self._service.tokenizer.decode([token])
+        # A special token, or a part of a character.
+        return text if text and "\ufffd" not in text else f"token_id:{token}"
+
+    def _logprobs(self, index: int, scores: list[tuple[int, TokenScore | None]]) -> dict[str, Any]:
+        texts, own, likeliest, offsets = [], [], [], []
+        for token, score in scores:
+            texts.append(self._text(token))
+            own.append(None if score is None else score.log_probability)
+            top: dict[str, float] | None = None
+            if score is not None:
+                top = {}
+                for other, log_p in [*score.likeliest, (token, score.log_probability)]:
+                    top.setdefault(self._text(other), log_p)
+            likeliest.append(top)
+            offsets.append(self._lengths[index])
+            self._lengths[index] += len(texts[-1])
+        return {"tokens": texts, "token_logprobs": own, "top_logprobs": likeliest, "text_offset": offsets}
+
+    def _chat_logprobs(self, scores: list[tuple[int, TokenScore | None]]) -> dict[str, Any]:
+        def entry(token: int, log_p: float) -> dict[str, Any]:
+            text = self._text(token)
+            encoded = None if text.startswith("token_id:") else list(text.encode())
+            return {"token": text, "logprob": log_p, "bytes": encoded}
+
+        content = []
+        for token, score in scores:
+            assert score is not None
+            top = [entry(*pair) for pair in score.likeliest]
+            content.append(entry(token, score.log_probability) | {"top_logprobs": top})
+        return {"content": content}
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"

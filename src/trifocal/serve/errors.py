@@ -1,0 +1,27 @@
+"""Errors that a client gets, in OpenAI's form."""
+
+from collections.abc import Mapping
+from typing import Any
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An answer other than 200.
+
+    Args:
+        status: HTTP's.
+        message: One sentence; it may not name paths of the server.
+        param: The parameter that is wrong.
+        code: OpenAI's name of the error, for programs.
+        headers: Of the answer.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status, self.headers = status, headers
+        kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,71 @@
+"""Which blocks the tokens of recent answers read, for the page."""
+
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from trifocal.data import Tokenizer
+from trifocal.inference import TextStream
+from trifocal.models import DecoderLM
+from trifocal.serve.answers import Answer
+from trifocal.serve.errors import ApiError
+from trifocal.telemetry.attention_telemetry import AttentionTelemetry
+from trifocal.telemetry.maps import evenly_spaced
+
+_KEPT = 16
+_MOST_QUERIES = 128
+
+
+class Pictures:
+    """Remembers the tokens of the last answers, and computes what they read when it is asked for.
+
+    Args:
+        model: The model, on its device.
+        tokenizer: Its tokenizer.
+        dtype: Type of its products.
+    """
+
+    def __init__(self, model: DecoderLM, tokenizer: Tokenizer, dtype: torch.dtype) -> None:
+        self._telemetry, self._tokenizer, self._dtype = AttentionTelemetry(model.eval()), tokenizer, dtype
+        self._answers: OrderedDict[str, Answer] = OrderedDict()
+        self._one_at_a_time = threading.Lock()
+
+    def remember(self, answer: Answer) -> None:
+        """Keep an answer, in place of the oldest."""
+        self._answers[answer.id] = answer
+        if len(self._answers) > _KEPT:
+            self._answers.popitem(last=False)
+
+    def picture(self, name: str) -> dict[str, Any]:
+        """The picture of an answer's first choice; without layers where none chooses blocks.
+
+        Raises:
+            ApiError: If the answer is too old.
+        """
+        answer = self._answers.get(name)
+        if answer is None:
+            raise ApiError(404, "there is no picture of this answer")
+        if not self._telemetry.layers or not answer.tokens.get(0):
+            return {"layers": []}
+        prompt = answer.first_prompt
+        tokens = [*prompt, *answer.tokens[0]]
+        # The last token was drawn, and read nothing.
+        row = torch.tensor([tokens[:-1]], device=self._telemetry.model.embedding.weight.device)
+        reading = evenly_spaced(len(tokens) - len(prompt), _MOST_QUERIES, row.device) + len(prompt) - 1
+        geometry = self._telemetry.model.config.geometry
+        with self._one_at_a_time, torch.autocast(row.device.type, self._dtype, enabled=self._dtype == torch.bfloat16):
+            chosen = self._telemetry.choices(row, reading).tolist()
+        stream = TextStream(self._tokenizer, [])
+        texts = [stream.add(token) for token in tokens[:-1]]
+        texts[-1] += stream.end()
+        gated = self._telemetry.model.config.attention == "nsa"
+        return {
+            "layers": list(self._telemetry.layers),
+            "block": geometry.selection_block_size,
+            "window": geometry.window_size if gated else 0,
+            "texts": texts,
+            "queries": reading.tolist(),
+            "selected": chosen,
+        }

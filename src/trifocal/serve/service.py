@@ -1,0 +1,257 @@
+"""The model that is served, and what requests may ask of it."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trifocal.data import Tokenizer
+from trifocal.data.sources.chats import BadChat, read_messages
+from trifocal.errors import UserError, one_line
+from trifocal.fields import checked
+from trifocal.inference import Request, Sampling
+from trifocal.inference.request import MOST_LIKELIEST
+from trifocal.serve.errors import ApiError
+
+_MOST_STOPS = 32
+_MOST_SEED = 2**63 - 1
+_DEFAULT_TOKENS = 16
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_COMMON: dict[str, type] = {
+    "model": str,
+    "stream": bool,
+    "n": int,
+    "seed": int,
+    "max_tokens": int,
+    "ignore_eos": bool,
+    **dict.fromkeys(_SAMPLING, float),
+    "top_k": int,
+}
+_OWN: dict[bool, dict[str, type]] = {
+    False: {"logprobs": int, "echo": bool},
+    True: {"logprobs": bool, "top_logprobs": int, "max_completion_tokens": int},
+}
+# Checked where they are read, for they have several types.
+_OTHERS = ("prompt", "messages", "stop", "stream_options")
+# Names for the books of the client.
+_WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+# Parameters of OpenAI that are not supported, with values that ask for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A checked request of a client.
+
+    Attributes:
+        chat: Whether it is a chat.
+        requests: A request of the engine for each prompt.
+        texts: Text of each prompt; only where it is repeated in the answer.
+        echo: Whether the answer begins with the prompt.
+        logprobs: Whether log-probabilities are wanted.
+        stream: Whether the answer comes token by token.
+        include_usage: Whether the last event of a stream counts tokens.
+        drops_token: Whether no new token was asked for, so that the one that is drawn is left out.
+    """
+
+    chat: bool
+    requests: list[Request]
+    texts: list[str]
+    echo: bool
+    logprobs: bool
+    stream: bool
+    include_usage: bool
+    drops_token: bool
+
+
+@dataclass(frozen=True)
+class Service:
+    """The model that is served.
+
+    Attributes:
+        name: Name of the model.
+        tokenizer: Its tokenizer.
+        vocab_size: Tokens of the model.
+        max_length: Tokens of the longest sequence, prompt and answer together.
+        max_sequences: Sequences at a time.
+        chats: Whether the tokenizer can write chats.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_length: int
+    max_sequences: int
+    chats: bool
+
+    def read(self, body: dict[str, Any], *, chat: bool) -> Call:
+        """Check the body of a request.
+
+        Raises:
+            ApiError: If something is wrong, or is not supported; names it.
+        """
+        known = _COMMON | _OWN[chat]
+        values: dict[str, Any] = {}
+        for name, value in body.items():
+            if value is None or name in _WITHOUT_EFFECT or value in _NEUTRAL.get(name, ()):
+                continue
+            if name in known:
+                values[name] = _checked(known[name], value, name)
+            elif name not in _OTHERS:
+                raise ApiError(400, f"the parameter {name[:80]} is not supported; leave it out", param=name[:80])
+        if values.get("model", self.name) != self.name:
+            raise ApiError(
+                404, f"there is no model {values['model']!r}; {self.name!r} is served", param="model",
+                code="model_not_found",
+            )  # fmt: skip
+        prompts = [self._chat_prompt(body.get("messages"))] if chat else self._prompts(body.get("prompt"))
+        logprobs, likeliest = _logprobs(values, chat)
+        echo = values.get("echo", False)
+        count = values.get("max_completion_tokens", values.get("max_tokens", None if chat else _DEFAULT_TOKENS))
+        drops_token = echo and count == 0
+        if count is not None and count < 1 and not drops_token:
+            raise ApiError(400, f"max_tokens must be at least 1, got {count}", param="max_tokens")
+        requests = [
+            self._request(
+                prompt, count, values, _stops(body.get("stop")), likeliest=likeliest, score_prompt=echo and logprobs
+            )
+            for prompt in prompts
+        ]
+        return Call(
+            chat=chat,
+            requests=requests,
+            texts=[self.tokenizer.decode(prompt) for prompt in prompts] if echo else [],
+            echo=echo,
+            logprobs=logprobs,
+            stream=values.get("stream", False),
+            include_usage=_include_usage(body.get("stream_options")),
+            drops_token=drops_token,
+        )
+
+    def _request(
+        self, prompt: list[int], count: int | None, values: dict[str, Any], stop: Sequence[str], **options: Any
+    ) -> Request:
+        room = self.max_length - len(prompt)
+        if room < max(1, count or 1):
+            new = "" if count is None else f" and {max(1, count):,} new ones"
+            raise ApiError(
+                400, f"{len(prompt):,} tokens of prompt{new} were asked for; together {self.max_length:,} fit",
+                code="context_length_exceeded",
+            )  # fmt: skip
+        samples = values.get("n", 1)
+        if not 1 <= samples <= self.max_sequences:
+            raise ApiError(400, f"n must be from 1 to {self.max_sequences}, got {samples}", param="n")
+        seed = values.get("seed", secrets.randbelow(_MOST_SEED))
+        try:
+            return Request(
+                prompt=prompt,
+                max_new_tokens=room if count is None else max(1, count),
+                sampling=Sampling(seed=seed, **{name: values[name] for name in _SAMPLING if name in values}),
+                samples=samples,
+                stop_tokens=() if values.get("ignore_eos") else (self.tokenizer.separator,),
+                stop=stop,
+                **options,
+            )
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+
+    def _prompts(self, prompt: Any) -> list[list[int]]:
+        """The prompts of a completion, in tokens."""
+        if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) is int):
+            prompt = [prompt]
+        if not isinstance(prompt, list) or not prompt:
+            raise ApiError(400, "prompt must be a text, a list of tokens, or a list of them", param="prompt")
+        prompts = []
+        for part in prompt:
+            if isinstance(part, str):
+                part = self._encode(_checked(str, part, "prompt"))
+            if not isinstance(part, list) or not all(type(token) is int for token in part):
+                raise ApiError(400, "prompt must be a text, a list of tokens, or a list of them", param="prompt")
+            if not part:
+                raise ApiError(400, "the prompt is empty; give the model something to continue", param="prompt")
+            if not 0 <= min(part) <= max(part) < self.vocab_size:
+                raise ApiError(400, f"tokens of a prompt must be from 0 to {self.vocab_size - 1}", param="prompt")
+            prompts.append(part)
+        return prompts
+
+    def _chat_prompt(self, messages: Any) -> list[int]:
+        """The prompt of a chat, in tokens."""
+        if not self.chats:
+            raise ApiError(400, f"{self.name} has no chat template; use /v1/completions")
+        try:
+            chat = read_messages([_with_text(message) for message in messages] if isinstance(messages, list) else None)
+        except BadChat as error:
+            raise ApiError(400, f"messages: {error}", param="messages") from error
+        try:
+            return self.tokenizer.encode_prompt(chat).tolist()
+        except BadChat as error:
+            # The message itself names the tokenizer, whose name may be a path.
+            raise ApiError(
+                400, f"the chat template refuses the messages: {one_line(error.__cause__)}", param="messages"
+            ) from error
+        except UserError as error:
+            raise _not_encodable() from error
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            return self.tokenizer.encode(text).tolist()
+        except UserError as error:
+            raise _not_encodable() from error
+
+
+def _not_encodable() -> ApiError:
+    return ApiError(400, "the tokenizer cannot encode the text")
+
+
+def _checked(kind: type, value: Any, name: str) -> Any:
+    try:
+        return checked(kind, value, name)
+    except UserError as error:
+        raise ApiError(400, str(error), param=name) from error
+
+
+def _with_text(message: Any) -> Any:
+    """A message whose content is a text, also where it came in parts."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    parts = message["content"]
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+        raise ApiError(400, "messages may have parts of the type text alone", param="messages")
+    return message | {"content": "".join(_checked(str, part.get("text"), "text") for part in parts)}
+
+
+def _stops(stop: Any) -> tuple[str, ...]:
+    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if not isinstance(stops, list) or len(stops) > _MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
+        raise ApiError(400, f"stop must be a text or a list of at most {_MOST_STOPS}, none of them empty", param="stop")
+    return tuple(stops)
+
+
+def _logprobs(values: dict[str, Any], chat: bool) -> tuple[bool, int]:
+    """Whether log-probabilities are wanted, and of how many likeliest tokens."""
+    name = "top_logprobs" if chat else "logprobs"
+    count = values.get(name, 0)
+    if not 0 <= count <= MOST_LIKELIEST:
+        raise ApiError(400, f"{name} must be from 0 to {MOST_LIKELIEST}, got {count}", param=name)
+    if chat and count and not values.get("logprobs"):
+        raise ApiError(400, "top_logprobs needs logprobs = true", param=name)
+    return values.get("logprobs", False) if chat else "logprobs" in values, count
+
+
+def _include_usage(options: Any) -> bool:
+    if options is None:
+        return False
+    if not isinstance(options, dict) or not all(name == "include_usage" for name in options):
+        raise ApiError(400, "stream_options may have include_usage alone", param="stream_options")
+    return bool(_checked(bool, options.get("include_usage", False), "include_usage"))

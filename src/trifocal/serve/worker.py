@@ -1,0 +1,197 @@
+"""The engine in a thread of its own: requests go in through a queue, updates come out on the event loop."""
+
+import asyncio
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from trifocal.inference import CachedModel, Engine, Request, Update
+from trifocal.serve.errors import ApiError
+from trifocal.serve.metrics import Metrics
+
+_RETRY_SECONDS = 1
+
+
+class Updates:
+    """The updates of one call, as they come."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = requests
+        self._queue: asyncio.Queue[Update | ApiError] = asyncio.Queue()
+        self._began = time.monotonic()
+        self._last: dict[tuple[Request, int], float] = {}
+
+    def put(self, item: Update | ApiError) -> None:
+        """Add one."""
+        self._queue.put_nowait(item)
+
+    async def get(self) -> list[Update]:
+        """All that have come since the last call, at least one.
+
+        Raises:
+            ApiError: If the engine failed.
+        """
+        items = [await self._queue.get()]
+        while not self._queue.empty():
+            items.append(self._queue.get_nowait())
+        for item in items:
+            if isinstance(item, ApiError):
+                raise item
+        return [item for item in items if isinstance(item, Update)]
+
+    def observe(self, update: Update, metrics: Metrics) -> None:
+        """Count an update that comes now."""
+        key, now = (update.request, update.sample), time.monotonic()
+        if key in self._last:
+            metrics.between_tokens.observe(now - self._last[key])
+        else:
+            metrics.first_token.observe(now - self._began)
+            metrics.prompt_tokens += len(update.request.prompt) if update.sample == 0 else 0
+        self._last[key] = now
+        metrics.new_tokens += update.token is not None
+        if update.completion is not None:
+            metrics.ended[update.completion.finish_reason] += 1
+
+
+class Worker:
+    """Runs an engine for calls of an event loop.
+
+    Args:
+        engine: The engine; the worker's alone from now on.
+        model: Its model.
+        max_waiting: Sequences that may wait beside those that there is room for.
+
+    Attributes:
+        metrics: What happened so far.
+        failed: Whether the engine's last step failed.
+    """
+
+    def __init__(self, engine: Engine, model: CachedModel, *, max_waiting: int) -> None:
+        self._engine, self._model, self._most = engine, model, model.max_sequences + max_waiting
+        self._inbox: queue.SimpleQueue[tuple[str, Sequence[Request]]] = queue.SimpleQueue()
+        self._calls: dict[Request, Updates] = {}
+        self._sequences = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self.metrics = Metrics()
+        self.failed = False
+
+    def start(self) -> None:
+        """Begin to work for the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, after the step that it is in."""
+        self._inbox.put(("stop", ()))
+        self._thread.join()
+
+    @property
+    def gauges(self) -> dict[str, int]:
+        """What is going on, as of the last step."""
+        waiting = min(self._engine.num_waiting, len(self._calls))
+        pages = self._model.pages
+        return {
+            "requests_waiting": waiting,
+            "requests_running": len(self._calls) - waiting,
+            "pages_free": pages.num_free,
+            "pages": pages.num_pages,
+        }
+
+    @contextmanager
+    def open(self, requests: Sequence[Request]) -> Iterator[Updates]:
+        """Run requests; those that have not ended when the context ends are cancelled.
+
+        Raises:
+            ApiError: If too many wait already, or the engine has ended.
+        """
+        if not self._thread.is_alive():
+            raise ApiError(503, "the model failed for good; the server must be started anew")
+        sequences = sum(request.samples for request in requests)
+        if sequences > self._most:
+            raise ApiError(400, f"{sequences:,} answers at a time were asked for; at most {self._most:,} may be")
+        if self._sequences + sequences > self._most:
+            self.metrics.ended["refused"] += 1
+            raise ApiError(
+                429, "too many requests are waiting; try again later", headers={"Retry-After": str(_RETRY_SECONDS)}
+            )
+        updates = Updates(requests)
+        self._sequences += sequences
+        self._calls |= dict.fromkeys(requests, updates)
+        self._inbox.put(("submit", requests))
+        try:
+            yield updates
+        finally:
+            self._sequences -= sequences
+            left = [request for request in requests if request in self._calls]
+            for request in left:
+                del self._calls[request]
+            if left:
+                self.metrics.ended["cancelled"] += len(left)
+                self._inbox.put(("cancel", left))
+
+    def _deliver(self, updates: Sequence[Update], ended: Sequence[Request]) -> None:
+        """Hand updates to their calls, on the event loop."""
+        for update in updates:
+            if (call := self._calls.get(update.request)) is not None:
+                call.observe(update, self.metrics)
+                call.put(update)
+        for request in ended:
+            self._calls.pop(request, None)
+
+    def _fail(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if (call := self._calls.pop(request, None)) is not None:
+                self.metrics.ended["error"] += 1
+                call.put(ApiError(500, "the model failed; the server's log says why"))
+
+    def _work(self) -> None:
+        assert self._loop is not None
+        # Sequences of each request that have not ended.
+        left: dict[Request, int] = {}
+        while True:
+            try:
+                for command, requests in self._commands():
+                    if command == "stop":
+                        return
+                    if command == "submit":
+                        left |= {request: request.samples for request in requests}
+                        self._engine.submit(*requests)
+                    else:
+                        self._cancel(requests, left)
+                updates = self._engine.step()
+                self.failed = False
+            except Exception:
+                traceback.print_exc(file=sys.stderr)
+                self.failed = True
+                failed = list(left)
+                # If this fails too, the thread ends, and `failed` stays.
+                try:
+                    self._cancel(failed, left)
+                finally:
+                    self._loop.call_soon_threadsafe(self._fail, failed)
+                continue
+            for update in updates:
+                left[update.request] -= update.completion is not None
+            ended = [request for request, count in left.items() if not count]
+            for request in ended:
+                del left[request]
+            if updates:
+                self._loop.call_soon_threadsafe(self._deliver, updates, ended)
+
+    def _cancel(self, requests: Sequence[Request], left: dict[Request, int]) -> None:
+        for request in requests:
+            left.pop(request, None)
+            self._engine.cancel(request)
+
+    def _commands(self) -> Iterator[tuple[str, Sequence[Request]]]:
+        """Commands that have come; waits for one while there is nothing else to do."""
+        while True:
+            try:
+                yield self._inbox.get(block=self._engine.idle)
+            except queue.Empty:
+                return

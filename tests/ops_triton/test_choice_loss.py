@@ -1,0 +1,137 @@
+"""The loss of the choice on the kernels: masses, scores and every gradient against float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.ops.cases import geometry
+from trifocal import Geometry
+from trifocal.ops import dispatch, operators
+from trifocal.ops.choice_loss import Sample, choice_loss, free_blocks, free_places, num_free, teacher_masses
+from trifocal.ops.layout import Documents, pad_boundaries
+
+pytest.importorskip("triton")
+
+SMALL = geometry(8, 4, 16, 4, 1, 1, 11)
+# fp32 sums of products of normal numbers, exponentials and logarithms, of the largest number of a tensor.
+BOUND = 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem; `why` is the reason for it."""
+
+    why: str
+    keys: int
+    stretch: int = 5
+    heads: int = 2
+    groups: int = 1
+    dim: int = 16
+    batch: int = 1
+    geometry: Geometry = SMALL
+    lengths: tuple[int, ...] | None = None
+    buffer_bytes: int = 2**28
+
+
+CASES = (
+    Case("three heads a group, dim that is no power of two, two batch entries", 133, 7, 6, 2, 24, batch=2),
+    Case("16 heads a group, chunks of queries", 261, 9, 16, 1, 64, buffer_bytes=1),
+    Case("eight groups of one head, one query a tile", 149, 16, 8, 8, 128),
+    Case("more lines of blocks than one program takes", 1300, 100, geometry=geometry(4, 4, 16, 5, 1, 2, 11)),
+    Case("packed: short, 1 token, many, empty ones as padding", 250, 4, 4, 2, lengths=(17, 1, 90, 5, 42, 95)),
+    Case("packed: blocks of 48 tokens, tiles of keys across documents", 420, 6, lengths=(30, 201, 189),
+         geometry=geometry(16, 8, 48, 2, 0, 1, 11)),
+    Case("blocks of more keys than a product", 700, 30, 3, 3, geometry=geometry(4, 1, 128, 2, 1, 0, 11)),
+)  # fmt: skip
+each_case = pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])
+
+
+def draw(case: Case, device: str):
+    """Documents, a sample, and q, k, q_idx, k_idx, k_cmp in float64, with many equal index scores."""
+    generator = torch.Generator().manual_seed(0)
+    documents, positions = None, torch.arange(case.keys)
+    slots = case.geometry.num_compressed_blocks(case.keys)
+    if case.lengths is not None:
+        borders = pad_boundaries(torch.tensor([0, *case.lengths]).cumsum(0), case.keys)
+        documents = Documents.from_checked(borders, case.keys, case.keys)
+        positions, slots = documents.positions.long(), case.keys // case.geometry.compression_stride
+        documents = documents.to(device)
+    first = torch.arange(0, case.keys, case.stretch).expand(case.batch, -1)
+    tokens = (first + torch.randint(0, case.stretch, first.shape, generator=generator)).clamp(max=case.keys - 1)
+    free = num_free(positions[tokens] // case.geometry.selection_block_size, case.geometry)
+    sample = Sample(tokens, tokens - positions[tokens], free > free_places(case.geometry))
+    assert 0 < sample.eligible.sum() < sample.eligible.numel()
+    shapes = ((case.heads, case.dim), (case.groups, case.dim), (case.groups, case.dim), (case.dim,))
+    drawn = [torch.randn(case.batch, case.keys, *shape, generator=generator) for shape in shapes]
+    drawn[3] = drawn[3][:, torch.arange(case.keys) // 2 * 2]
+    drawn.append(torch.randn(case.batch, slots, case.groups, case.dim, generator=generator))
+    return documents, Sample(*(x.to(device) for x in sample)), [x.double().to(device) for x in drawn]
+
+
+def taught(case, backend, documents, sample, q, k, q_idx, k_idx, k_cmp, *, compressed=False):
+    """Loss, recall and gradients of the student."""
+    names = {"k_cmp": k_cmp} if compressed else {"q_idx": q_idx, "k_idx": k_idx}
+    leaves = {name: x.detach().requires_grad_() for name, x in names.items()}
+    with mock.patch.object(dispatch, "IMPORTANCE_BUFFER_BYTES", case.buffer_bytes):
+        loss, recall = choice_loss(q, k, sample, case.geometry, documents, backend=backend, **leaves)
+    return [loss, recall, *torch.autograd.grad(loss, list(leaves.values()))]
+
+
+def assert_near(actual, exact, bound: float = BOUND) -> None:
+    for a, e in zip(actual, exact, strict=True):
+        assert (a.double() - e).abs().max() <= bound * e.abs().max()
+
+
+@each_case
+def test_masses_of_the_teacher(case: Case, device: str) -> None:
+    documents, sample, (q, k, *_) = draw(case, device)
+    exact = teacher_masses(q, k, sample, case.geometry, documents)
+    row = torch.arange(case.batch, device=device)[:, None]
+    with mock.patch.object(dispatch, "IMPORTANCE_BUFFER_BYTES", case.buffer_bytes):
+        masses = operators.teacher_masses(
+            q.float()[row, sample.tokens], k.float(), *sample[:2], case.geometry, exact.shape[-1], documents
+        )
+    free = free_blocks(sample, case.geometry, exact.shape[-1])[:, :, None] & sample.eligible[:, :, None, None]
+    assert_near([masses.where(free, 0)], [exact.where(free, 0)])
+    assert (masses[~sample.eligible] == 0).all()
+
+
+@each_case
+def test_loss_and_gradients_of_an_index(case: Case, device: str) -> None:
+    documents, sample, inputs = draw(case, device)
+    exact = taught(case, "reference", documents, sample, *inputs)
+    single = [x.float() for x in inputs]
+    got = taught(case, "triton", documents, sample, *single)
+    assert_near(got, exact)
+    again = taught(case, "triton", documents, sample, *single)
+    assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True)), "two runs differ"
+
+
+def test_loss_and_gradient_of_compressed_keys_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[4]
+    documents, sample, inputs = draw(case, device)
+    exact = taught(case, "reference", documents, sample, *inputs, compressed=True)
+    monkeypatch.setattr("trifocal.ops.choice_loss._MOST_NUMBERS", 4000)
+    assert_near(taught(case, "triton", documents, sample, *(x.float() for x in inputs), compressed=True), exact)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the same on any device")
+def test_operators_pass_pytorch_s_own_check_and_compile_whole() -> None:
+    """Schema, fake tensors and autograd, judged by PyTorch's own tool; and one graph with eager's bits."""
+    case = CASES[4]
+    documents, sample, inputs = draw(case, "cpu")
+    q, k, q_idx, k_idx, _ = (x.float() for x in inputs)
+    where = operators.flat((*sample[:2], case.geometry, 7, documents))
+    leaves = (q_idx[:, : sample.tokens.shape[1]].clone().requires_grad_(), k_idx.requires_grad_())
+    torch.library.opcheck(torch.ops.trifocal.index_scores.default, (*leaves, *where))
+    torch.library.opcheck(torch.ops.trifocal.teacher_masses.default, (q[:, : sample.tokens.shape[1]], k, *where))
+
+    single = [x.float() for x in inputs]
+    eager = taught(case, "triton", documents, sample, *single)
+    with mock.patch(f"{__name__}.choice_loss", torch.compile(choice_loss, fullgraph=True, backend="aot_eager")):
+        compiled = taught(case, "triton", documents, sample, *single)
+    assert all(torch.equal(one, other) for one, other in zip(compiled, eager, strict=True))

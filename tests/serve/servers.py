@@ -1,0 +1,98 @@
+"""Servers of tiny models, in this process."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import uvicorn
+from openai import OpenAI
+
+from trifocal.data import Tokenizer, make_tokenizer
+from trifocal.inference import CachedModel, Engine, Request
+from trifocal.models import DecoderLM
+from trifocal.serve.app import make_app
+from trifocal.serve.pictures import Pictures
+from trifocal.serve.run import listen, make_server
+from trifocal.serve.service import Service
+from trifocal.serve.worker import Worker
+
+MAX_LENGTH = 96
+SEQUENCES = 4
+
+
+@dataclass
+class Served:
+    """A server that runs.
+
+    Attributes:
+        url: Its address.
+        model: The model of its engine.
+        worker: Its worker.
+        server: What runs it.
+        decoder: The model behind it.
+        tokenizer: Its tokenizer.
+    """
+
+    url: str
+    model: CachedModel
+    worker: Worker
+    server: uvicorn.Server
+    decoder: DecoderLM
+    tokenizer: Tokenizer = field(default_factory=lambda: make_tokenizer("bytes"))
+
+    def client(self, **options: object) -> OpenAI:
+        """A client that does not repeat what fails."""
+        return OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0} | options)  # type: ignore[arg-type]
+
+    def alone(self, prompt: list[int], max_new_tokens: int, **options: object) -> str:
+        """The text of one request on an engine of its own."""
+        request = Request(
+            prompt=prompt, max_new_tokens=max_new_tokens, stop_tokens=(self.tokenizer.separator,), **options
+        )  # type: ignore[arg-type]
+        return Engine(caches(self.decoder, 1), self.tokenizer).complete([request])[0].text
+
+    def all_free(self) -> bool:
+        """Whether every page and row is free; waits a little for the step that frees them."""
+        pages = self.model.pages
+        for _ in range(200):
+            if pages.num_free == pages.num_pages and self.model.num_free_rows == self.model.max_sequences:
+                return True
+            time.sleep(0.01)
+        return False
+
+
+def caches(decoder: DecoderLM, max_sequences: int, **options: int) -> CachedModel:
+    """Small caches, in which prompts go in several pieces."""
+    options = {"max_length": MAX_LENGTH, "page_size": 8, "prefill_chunk_size": 16} | options
+    return CachedModel(decoder, max_sequences=max_sequences, **options)
+
+
+@contextlib.contextmanager
+def serving(
+    decoder: DecoderLM,
+    tokenizer: Tokenizer | None = None,
+    *,
+    max_waiting: int = 500,
+    api_key: str = "",
+    chats: bool = False,
+    max_sequences: int = SEQUENCES,
+    **options: int,
+) -> Iterator[Served]:
+    """A server in a thread."""
+    tokenizer = tokenizer or make_tokenizer("bytes")
+    model = caches(decoder, max_sequences, **options)
+    service = Service("tiny", tokenizer, decoder.config.vocab_size, model.max_length, max_sequences, chats)
+    worker = Worker(Engine(model, tokenizer), model, max_waiting=max_waiting)
+    pictures = Pictures(decoder, tokenizer, model.dtype)
+    with listen("127.0.0.1", 0) as listener:
+        server = make_server(make_app(service, worker, pictures, api_key=api_key), drain_seconds=20)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            yield Served(url, model, worker, server, decoder, tokenizer)
+        finally:
+            server.should_exit = True
+            thread.join()

@@ -1,0 +1,222 @@
+"""OpenAI's own client against the server: completions, chats, errors."""
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from tests.chat_data import write_tokenizer
+from tests.serve.servers import MAX_LENGTH, Served, serving
+from trifocal.data import make_tokenizer
+from trifocal.inference import Sampling
+from trifocal.models import DecoderLM
+from trifocal.testing.small_models import make_model, small_config
+
+PROMPT = "def main():"
+
+
+def ask(served: Served, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, Any]:
+    """Status and content of a request without a client's help."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", **{name.replace("_", "-"): text for name, text in headers.items()}}
+    request = urllib.request.Request(served.url + path, data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def test_completions_are_those_of_the_engine(served: Served) -> None:
+    client = served.client()
+    tokens = list(PROMPT.encode())
+    expected = served.alone(tokens, 20, sampling=Sampling(temperature=0.9, top_k=40, seed=5))
+    options: Any = {"model": "tiny", "max_tokens": 20, "temperature": 0.9, "seed": 5, "extra_body": {"top_k": 40}}
+    for prompt in (PROMPT, tokens, [PROMPT], [tokens]):
+        answer = client.completions.create(prompt=prompt, **options)
+        assert answer.choices[0].text == expected
+        assert answer.usage is not None and answer.usage.prompt_tokens == len(tokens)
+        assert answer.usage.completion_tokens <= 20
+    # Several prompts, several samples: sample i of a prompt has the seed behind it.
+    answer = client.completions.create(prompt=[PROMPT, "x"], n=2, **options)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.choices[0].text == expected
+    second = served.alone(tokens, 20, sampling=Sampling(temperature=0.9, top_k=40, seed=6))
+    assert answer.choices[1].text == second != expected
+
+    async def streamed() -> tuple[list[Any], str]:
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none") as asynchronous:
+            usage = {"include_usage": True}
+            stream = await asynchronous.completions.create(prompt=PROMPT, stream=True, stream_options=usage, **options)  # type: ignore[call-overload]
+            events = [event async for event in stream]
+        return events, "".join(event.choices[0].text for event in events if event.choices)
+
+    events, text = asyncio.run(streamed())
+    assert text == expected and len(events) > 5 and len({event.id for event in events}) == 1
+    assert events[-2].choices[0].finish_reason == "length" and events[-1].usage.completion_tokens == 20
+
+
+def test_stop_strings_and_the_end_of_a_document(served: Served) -> None:
+    free = served.alone(list(PROMPT.encode()), 30, sampling=Sampling(temperature=0))
+    options: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 30, "temperature": 0}
+    stop = free[10:12]
+    choice = served.client().completions.create(stop=["never in it", stop], **options).choices[0]
+    assert choice.text == free[: free.index(stop)] and choice.finish_reason == "stop"
+    assert served.client().completions.create(**options).choices[0].finish_reason == "length"
+
+
+def test_scores_are_those_of_the_model(served: Served) -> None:
+    """With the prompt repeated, as evaluation harnesses ask."""
+    options: Any = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "logprobs": 3, "echo": True}
+    whole = served.client().completions.create(max_tokens=4, **options).choices[0]
+    assert whole.logprobs is not None and whole.text.startswith(PROMPT)
+    tokens = [*PROMPT.encode(), *(ord(t) if len(t) == 1 else int(t[9:]) for t in whole.logprobs.tokens[len(PROMPT) :])]
+    assert len(tokens) == len(PROMPT) + 4
+    with torch.no_grad():
+        log_p = served.decoder(torch.tensor([tokens]))[0].log_softmax(-1)
+    assert whole.logprobs.token_logprobs[0] is None and whole.logprobs.top_logprobs[0] is None
+    for i, (own, top) in enumerate(zip(whole.logprobs.token_logprobs, whole.logprobs.top_logprobs, strict=True)):
+        if i:
+            assert own == pytest.approx(float(log_p[i - 1, tokens[i]]), abs=1e-4)
+            assert sorted(top.values())[-3:] == pytest.approx(sorted(log_p[i - 1].topk(3).values.tolist()), abs=1e-4)
+            assert own in top.values()
+    assert whole.logprobs.text_offset[:3] == [0, 1, 2]
+    # Without new tokens; and as a stream.
+    none = served.client().completions.create(max_tokens=0, **options)
+    assert none.choices[0].text == PROMPT and none.usage is not None and none.usage.completion_tokens == 0
+    assert none.choices[0].logprobs.token_logprobs == whole.logprobs.token_logprobs[: len(PROMPT)]  # type: ignore[union-attr]
+    events = list(served.client().completions.create(max_tokens=4, stream=True, **options))
+    assert "".join(event.choices[0].text for event in events) == whole.text
+    parts = [value for event in events for value in event.choices[0].logprobs.token_logprobs]
+    assert parts == whole.logprobs.token_logprobs
+
+
+def test_chats_by_the_template(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(str(write_tokenizer(tmp_path)))
+    decoder = make_model(small_config(vocab_size=tokenizer.vocab_size), torch.device("cpu"), torch.float32).eval()
+    messages: Any = [{"role": "user", "content": "Hi"}]
+    with serving(decoder, tokenizer, chats=True) as served, served.client() as client:
+        prompt = tokenizer.encode_prompt(messages).tolist()
+        expected = served.alone(prompt, 12, sampling=Sampling(temperature=0))
+        options: Any = {"model": "tiny", "temperature": 0, "max_completion_tokens": 12}
+        for content in ("Hi", [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]):
+            chat = [{"role": "user", "content": content}]
+            answer = client.chat.completions.create(messages=chat, logprobs=True, top_logprobs=2, **options)  # type: ignore[arg-type]
+            assert answer.choices[0].message.content == expected and answer.choices[0].message.role == "assistant"
+            assert answer.usage is not None and answer.usage.prompt_tokens == len(prompt)
+            scores = answer.choices[0].logprobs
+            assert scores is not None and scores.content is not None and len(scores.content) == 12
+            # Greedy: the drawn one is the likeliest.
+            assert all(score.top_logprobs[0].logprob == score.logprob for score in scores.content)
+        events = list(client.chat.completions.create(messages=messages, stream=True, **options))
+        assert events[0].choices[0].delta.role == "assistant"
+        assert "".join(event.choices[0].delta.content or "" for event in events) == expected
+        assert events[-1].choices[0].finish_reason == "length"
+        # As long as there is room, where nothing is said.
+        del options["max_completion_tokens"]
+        whole = client.chat.completions.create(messages=messages, **options, extra_body={"ignore_eos": True})
+        assert whole.usage is not None and whole.usage.total_tokens == MAX_LENGTH
+        for chat, reason in (
+            ([{"role": "judge", "content": "x"}], "message 0 has the unknown role 'judge'"),
+            ([{"role": "user", "content": [{"type": "image_url"}]}], "parts of the type text alone"),
+            ("Hi", "expected a list of messages"),
+        ):
+            status, content = ask(served, {"messages": chat}, "/v1/chat/completions")
+            assert status == 400 and reason in content["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"{", 400, "the body is no JSON"),
+        (b"[" * 100_000, 400, "the body is no JSON"),
+        (b'{"temperature": NaN}', 400, "the body is no JSON"),
+        (b"[]", 400, "the body must be a JSON object"),
+        (b" " * (2**23 + 1), 413, "the body may have 8,388,608 bytes"),
+        ({}, 400, "prompt must be a text"),
+        ({"prompt": ""}, 400, "the prompt is empty"),
+        ({"prompt": "\ud800"}, 400, "prompt is not UTF-8 text"),
+        ({"prompt": [1, "x"]}, 400, "prompt must be a text"),
+        ({"prompt": [True]}, 400, "prompt must be a text"),
+        ({"prompt": [257]}, 400, "tokens of a prompt must be from 0 to 256"),
+        ({"model": "gpt-4"}, 404, "there is no model 'gpt-4'; 'tiny' is served"),
+        ({"temperature": "hot"}, 400, "temperature must be a finite number, got 'hot'"),
+        ({"temperature": -1}, 400, "temperature must be at least 0, got -1.0"),
+        ({"max_tokens": 1_000_000}, 400, "1 tokens of prompt and 1,000,000 new ones were asked for; together 96 fit"),
+        ({"max_tokens": 0}, 400, "max_tokens must be at least 1, got 0"),
+        ({"prompt": "x" * 200}, 400, "200 tokens of prompt"),
+        ({"n": 5}, 400, "n must be from 1 to 4, got 5"),
+        ({"stop": [""]}, 400, "stop must be a text or a list of at most 32"),
+        ({"logprobs": 50}, 400, "logprobs must be from 0 to 20, got 50"),
+        ({"presence_penalty": 0.5}, 400, "the parameter presence_penalty is not supported; leave it out"),
+        ({"temprature": 1}, 400, "the parameter temprature is not supported"),
+        ({"prompt": ["x"] * 600}, 400, "600 answers at a time"),
+    ],
+)
+def test_bad_requests(served: Served, body: Any, status: int, message: str) -> None:
+    got, content = ask(served, {"prompt": "x"} | body if isinstance(body, dict) and body else body)
+    assert (got, content["error"]["message"][: len(message)]) == (status, message)
+    assert set(content["error"]) == {"message", "type", "param", "code"}
+
+
+def test_what_asks_for_nothing_is_taken(served: Served) -> None:
+    body = {"prompt": "x", "max_tokens": 1, "presence_penalty": 0, "suffix": None, "user": "me", "logit_bias": {}}
+    assert ask(served, body)[0] == 200
+
+
+def test_routes_without_a_model(served: Served) -> None:
+    assert [model.id for model in served.client().models.list()] == ["tiny"]
+    assert ask(served, {"messages": []}, "/v1/chat/completions")[1]["error"]["message"] == (
+        "tiny has no chat template; use /v1/completions"
+    )
+    for path, status in (("/v1/embeddings", 404), ("/health", 405)):
+        assert ask(served, {}, path)[0] == status
+    assert ask(served, b"{}", Content_Type="text/plain")[0] == 415
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(urllib.request.Request(f"{served.url}/health", headers={"X-Long": "x" * 1_000_000}))
+    with urllib.request.urlopen(f"{served.url}/health") as answer:
+        assert answer.read() == b"ok"
+    ask(served, {"prompt": "xyz", "max_tokens": 2})
+    with urllib.request.urlopen(f"{served.url}/metrics") as answer:
+        figures = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")
+    assert float(figures["trifocal_pages_free"]) <= float(figures["trifocal_pages"]) == served.model.pages.num_pages
+    assert float(figures["trifocal_new_tokens_total"]) >= 2 and float(figures["trifocal_prompt_tokens_total"]) >= 3
+    assert float(figures['trifocal_time_to_first_token_seconds_bucket{le="+Inf"}']) >= 1
+
+
+def test_a_key(decoder: DecoderLM) -> None:
+    with serving(decoder, api_key="sesame") as served:
+        assert served.client(api_key="sesame").completions.create(model="tiny", prompt="x", max_tokens=1).choices
+        with pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong"):
+            served.client(api_key="other").models.list()
+        assert ask(served, {"prompt": "x"})[0] == 401
+
+
+def test_a_failure_is_told_without_its_reason(decoder: DecoderLM, capfd: pytest.CaptureFixture[str]) -> None:
+    """And the server goes on."""
+    with serving(decoder) as served:
+        healthy = served.model.step
+
+        def step(*arguments: Any) -> Any:
+            served.model.step = healthy  # type: ignore[method-assign]
+            raise RuntimeError("/secret/path")
+
+        served.model.step = step  # type: ignore[method-assign]
+        status, content = ask(served, {"prompt": "x", "max_tokens": 4})
+        assert (status, content["error"]["message"]) == (500, "the model failed; the server's log says why")
+        assert "/secret/path" in capfd.readouterr().err
+        assert ask(served, {"prompt": "x", "max_tokens": 4})[0] == 200
+        assert served.all_free()
+        with torch.no_grad():
+            served.model._output.fill_(torch.nan)
+        assert "not finite" in ask(served, {"prompt": "x"})[1]["error"]["message"]
+        events = served.client().completions.create(model="tiny", prompt="x", stream=True)
+        with pytest.raises(openai.APIError, match="not finite"):
+            list(events)

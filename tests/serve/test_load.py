@@ -1,0 +1,85 @@
+"""Many clients at once: answers stay the same, pages come back, a queue has its bound."""
+
+import threading
+import time
+from typing import Any
+
+import openai
+import pytest
+
+from tests.serve.servers import MAX_LENGTH, SEQUENCES, serving
+from tests.serve.soak import soak
+from trifocal.models import DecoderLM
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_many_clients_get_the_answers_of_one(decoder: DecoderLM) -> None:
+    """A third of them leaves early; pages are so few that sequences are swapped out."""
+    with serving(decoder, num_pages=30, max_sequences=8) as served:
+        result = soak(served, clients=32, requests=60)
+        assert result.compared == 40 and result.cut_off == 20
+        assert served.all_free()
+
+
+def test_who_leaves_frees_its_pages_within_a_step(decoder: DecoderLM) -> None:
+    """In the middle of a stream, and of an answer that is given as a whole."""
+    with serving(decoder, max_length=5000, max_sequences=1) as served:
+        options: Any = {"model": "tiny", "prompt": "x" * 50, "max_tokens": 4000, "extra_body": {"ignore_eos": True}}
+        steps: list[int] = []
+        healthy = served.worker._engine.step
+
+        def step() -> Any:
+            steps.append(served.model.pages.num_free)
+            return healthy()
+
+        served.worker._engine.step = step  # type: ignore[method-assign]
+        stream = served.client().completions.create(stream=True, **options)
+        next(iter(stream))
+        stream.close()
+        assert served.all_free()
+        with pytest.raises(openai.APITimeoutError):
+            served.client(timeout=0.3).completions.create(**options)
+        assert served.all_free() and len(steps) < 3000
+        assert 'trifocal_requests_total{end="cancelled"} 2' in served.worker.metrics.text({})
+
+
+def test_a_full_queue_refuses(decoder: DecoderLM) -> None:
+    with serving(decoder, max_length=5000, max_waiting=1) as served:
+        options: Any = {"model": "tiny", "prompt": "x", "max_tokens": 4000, "extra_body": {"ignore_eos": True}}
+        streams = [served.client().completions.create(stream=True, **options) for _ in range(SEQUENCES + 1)]
+        wait_until(lambda: served.worker.gauges["requests_running"] == SEQUENCES)
+        assert served.worker.gauges["requests_waiting"] == 1
+        with pytest.raises(openai.RateLimitError, match="too many requests are waiting") as caught:
+            served.client().completions.create(**options)
+        assert caught.value.response.headers["retry-after"] == "1"
+        for stream in streams:
+            stream.close()
+        assert served.all_free()
+        assert served.client().completions.create(**options | {"max_tokens": 2}).choices
+
+
+def test_the_end_waits_for_who_has_begun(decoder: DecoderLM) -> None:
+    with serving(decoder) as served:
+        texts: list[str] = []
+
+        def read() -> None:
+            stream = served.client().completions.create(
+                model="tiny", prompt="x", max_tokens=MAX_LENGTH - 1, stream=True, extra_body={"ignore_eos": True}
+            )
+            texts.extend(event.choices[0].finish_reason or "" for event in stream)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        wait_until(lambda: served.worker.gauges["requests_running"])
+        served.server.should_exit = True
+        reader.join()
+        assert texts[-1] == "length"
+        wait_until(lambda: not served.worker._thread.is_alive())
+        with pytest.raises(openai.APIConnectionError):
+            served.client().models.list()

@@ -1,0 +1,122 @@
+"""The page in a real browser."""
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.chat_data import write_tokenizer
+from tests.report.browser import Browser, find
+from tests.serve.servers import Served, serving
+from trifocal.data import make_tokenizer
+from trifocal.inference import Sampling
+from trifocal.models import DecoderLM
+from trifocal.testing.small_models import make_model, small_config
+
+PROMPT = "def <b>main</b>():"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    executable = find() or pytest.skip("no Chromium is installed")
+    with Browser(executable, tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+def press(browser: Browser, key: str, text: str = "", control: bool = False) -> None:
+    event: dict[str, Any] = {"key": key, "code": key, "modifiers": 2 * control}
+    browser.call("Input.dispatchKeyEvent", type="keyDown", text=text, **event)
+    browser.call("Input.dispatchKeyEvent", type="keyUp", **event)
+
+
+def wait_for(browser: Browser, expression: str) -> None:
+    deadline = time.monotonic() + 20
+    while not browser.evaluate(expression):
+        assert time.monotonic() < deadline, (expression, browser.problems)
+        time.sleep(0.02)
+
+
+def text_of(browser: Browser, selector: str) -> str:
+    return str(browser.evaluate(f"document.querySelector('{selector}').textContent"))
+
+
+@pytest.mark.parametrize(("width", "theme"), [(390, "dark"), (1280, "light")])
+def test_a_completion_by_keyboard(served: Served, browser: Browser, width: int, theme: str, tmp_path: Path) -> None:
+    """Focus is in the prompt; markup stays text; the picture shows what the model chooses."""
+    browser.requests.clear()
+    browser.problems.clear()
+    browser.open(served.url, width=width, theme=theme)
+    assert "has no chat template" in text_of(browser, "#about") and text_of(browser, "h1") == "tiny"
+    browser.evaluate("document.getElementById('temperature').value = 0; document.getElementById('length').value = 40")
+    browser.call("Input.insertText", text=PROMPT)
+    press(browser, "Enter", control=True)
+    wait_for(browser, "document.documentElement.dataset.answers === '1'")
+    expected = served.alone(list(PROMPT.encode()), 40, sampling=Sampling(temperature=0))
+    assert text_of(browser, ".turn") == PROMPT + expected
+    assert "40 tokens," in text_of(browser, "#rate")
+    assert browser.evaluate("document.querySelector('.turn b')") is None
+    assert not browser.evaluate("document.getElementById('picture').hidden")
+    # The last token's row: blocks of the last layer, in both groups.
+    query = len(PROMPT) + 40 - 2
+    shown = browser.evaluate("JSON.stringify([picture.selected.at(-1).at(-1), picture.queries.at(-1)])")
+    chosen, reading = json.loads(shown)
+    assert reading == query and all(0 in blocks and query // 8 in blocks for blocks in chosen)
+    assert text_of(browser, "#which").startswith(f"40 of 40: {len({*chosen[0], *chosen[1]} - {-1})} of ")
+    browser.evaluate("document.getElementById('token').focus()")
+    press(browser, "Home")
+    assert text_of(browser, "#which").startswith("1 of 40: ")
+    assert text_of(browser, "#read") == PROMPT
+    painted = "(() => { const c = document.getElementById('map'); return c.getContext('2d').getImageData(0, 0, c.width,"
+    assert browser.evaluate(painted + " c.height).data.some((value) => value > 0); })()")
+    assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than its screen"
+    assert browser.problems == [] and {url.split("/")[2] for url in browser.requests} == {served.url.split("/")[2]}
+
+
+def test_a_chat_of_two_turns_and_stop(browser: Browser, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(str(write_tokenizer(tmp_path)))
+    decoder = make_model(small_config(vocab_size=tokenizer.vocab_size), torch.device("cpu"), torch.float32).eval()
+    with serving(decoder, tokenizer, chats=True, max_length=4000, max_sequences=1) as served:
+        browser.open(served.url)
+        browser.evaluate(
+            "document.getElementById('temperature').value = 0; document.getElementById('length').value = 9"
+        )
+        messages, answers = [], []
+        for turn in range(2):
+            browser.call("Input.insertText", text=f"Hi {turn}")
+            press(browser, "Enter", "\r")
+            wait_for(browser, f"document.documentElement.dataset.answers === '{turn + 1}'")
+            messages.append({"role": "user", "content": f"Hi {turn}"})
+            prompt = tokenizer.encode_prompt(messages).tolist()
+            answers.append(served.alone(prompt, 9, sampling=Sampling(temperature=0)))
+            messages.append({"role": "assistant", "content": answers[-1]})
+        shown = json.loads(
+            browser.evaluate("JSON.stringify([...document.querySelectorAll('.turn')].map((t) => t.textContent))")
+        )
+        assert shown == ["Hi 0", answers[0], "Hi 1", answers[1]]
+        browser.evaluate("document.getElementById('length').value = 3000")
+        browser.call("Input.insertText", text="On and on")
+        press(browser, "Enter", "\r")
+        wait_for(browser, "document.querySelector('.turn:last-child').textContent.length > 2")
+        press(browser, "Escape")
+        wait_for(browser, "document.documentElement.dataset.answers === '3'")
+        assert served.all_free() and not browser.evaluate("document.getElementById('picture').hidden")
+        # What the server refuses is said.
+        browser.evaluate("document.getElementById('length').value = 100000")
+        browser.call("Input.insertText", text="More")
+        press(browser, "Enter", "\r")
+        wait_for(browser, "document.querySelector('.turn.error') !== null")
+        assert "together 4,000 fit" in text_of(browser, ".turn.error")
+
+
+def test_pictures_need_the_key_and_a_name(decoder: DecoderLM) -> None:
+    with serving(decoder, api_key="sesame") as served:
+        answer = served.client(api_key="sesame").completions.create(model="tiny", prompt="x", max_tokens=3)
+        for headers, name, status in (({}, answer.id, 401), ({"Authorization": "Bearer sesame"}, "other", 404)):
+            with pytest.raises(urllib.error.HTTPError, match=str(status)):
+                urllib.request.urlopen(urllib.request.Request(f"{served.url}/attention/{name}", headers=headers))
