@@ -31,7 +31,7 @@ def test_between_tokens_of_a_stream_gradients_are_as_before(make_model: Callable
         next(stream(model, torch.zeros(1, 3, dtype=torch.int64), 2, top_k=-1))
 
 
-@pytest.mark.parametrize("options", [{}, {"attention": "dense"}, {"shared_kv": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"attention": "dense"}, {"chooser": "index", "shared_kv": True}], ids=str)
 def test_greedy_equals_the_model_without_a_cache(make_model: Callable[..., DecoderLM], options: dict[str, Any]) -> None:
     model = make_model(**options)
     expected = torch.randint(31, (3, 5), generator=torch.Generator().manual_seed(0))
