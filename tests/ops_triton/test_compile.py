@@ -1,22 +1,28 @@
 """Every kernel compiles for sm_80 and sm_90 without a GPU, fits its shared memory, and spills little."""
 
+import re
+from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
 from tests.ops_triton.compilation import SHARED_MEMORY, Call, compile_in_subprocess
+from trifocal import ops
 from trifocal.ops.geometry import Geometry
 
-# A few spilled words outside the inner loop cost nothing; a spilled accumulator would be thousands of bytes.
-MOST_SPILLED_BYTES = 256
+# A few spilled words cost nothing; a spilled accumulator would be thousands of bytes. Tiles for Ampere were never
+# measured on one: at the benchmarked shapes, fewer are allowed.
+MOST_SPILLED_BYTES, FEW_SPILLED_BYTES = 256, 64
+OPS = Path(ops.__file__).parent
 
 
 def calls():
     """What to compile: each kernel once for each architecture, and all those of a call again where sizes decide.
 
-    Of a Hopper GPU the shapes of production (64 wide) and of the paper (192 wide); of an Ampere GPU, which has less
-    memory and never runs the GPU tests, the widest ones and fp32. Other calls are there for the choice of kernels.
+    For Hopper the shapes of production (64 wide) and of the paper (192 wide); for Ampere, which has less memory and
+    never runs the GPU tests, every benchmarked shape and fp32. Other calls are there for the choice of kernels.
     """
     from tests.ops_triton.decode_calls import decode_step
     from tests.ops_triton.forced import order_rule
@@ -24,6 +30,7 @@ def calls():
     from trifocal.ops.decode.triton.draw_tokens import draw_tokens
     from trifocal.ops.decode.triton.linear import embedding, linear
     from trifocal.ops.layout import Documents
+    from trifocal.ops.triton.choice_loss import index_scores_backward, index_scores_forward, teacher_masses_forward
     from trifocal.ops.triton.combine import combine_backward, combine_forward, row_sums
     from trifocal.ops.triton.index_scoring import select_blocks_by_index_forward
     from trifocal.ops.triton.interval.compressed import compressed_backward, compressed_forward
@@ -36,11 +43,12 @@ def calls():
     def empty(*shape, dtype=torch.bfloat16):
         return torch.empty(shape, device="meta", dtype=dtype)
 
+    def documents_of(length, packed):
+        return Documents(*(empty(size, dtype=torch.int32) for size in (4, length, length))) if packed else None
+
     def attention(heads, groups, dim, value_dim, branch, dtype=torch.bfloat16, packed=False):
         geometry, length = Geometry(), 1024
-        documents = None
-        if packed:
-            documents = Documents(*(empty(size, dtype=torch.int32) for size in (4, length, length)))
+        documents = documents_of(length, packed)
         q, d_o = empty(1, length, heads, dim, dtype=dtype), empty(1, length, heads, value_dim, dtype=dtype)
         size = length // geometry.compression_stride if packed else geometry.num_compressed_blocks(length)
         size = length if branch == "win" else size
@@ -55,9 +63,7 @@ def calls():
 
     def selected(heads, groups, dim, value_dim, order, dtype=torch.bfloat16, packed=False, part_queries=None):
         geometry, length = Geometry(), 4096
-        documents = None
-        if packed:
-            documents = Documents(*(empty(size, dtype=torch.int32) for size in (4, length, length)))
+        documents = documents_of(length, packed)
         q, d_o = empty(1, length, heads, dim, dtype=dtype), empty(1, length, heads, value_dim, dtype=dtype)
         k, v = empty(1, length, groups, dim, dtype=dtype), empty(1, length, groups, value_dim, dtype=dtype)
         gate, lse = empty(1, length, heads, dtype=dtype), empty(1, length, heads, dtype=torch.float32)
@@ -74,24 +80,28 @@ def calls():
 
     def scoring(heads, groups, dim, packed=False, geometry=None, length=16384):
         geometry = geometry or Geometry()
-        documents = None
-        if packed:
-            documents = Documents(*(empty(size, dtype=torch.int32) for size in (4, length, length)))
+        documents = documents_of(length, packed)
         size = length // geometry.compression_stride if packed else geometry.num_compressed_blocks(length)
         q, k = empty(1, length, heads, dim), empty(1, size, groups, dim)
         select_blocks_forward(q, k, empty(1, length, heads, dtype=torch.float32), geometry, length, 0.1, documents)
 
-    def index_scoring(dim, packed=False, length=16384, geometry=None):
-        documents = Documents(*(empty(size, dtype=torch.int32) for size in (4, length, length))) if packed else None
-        geometry = geometry or Geometry()
-        select_blocks_by_index_forward(empty(1, length, 4, dim), empty(1, length, dim), geometry, length, documents)
+    def index_scoring(packed=False, geometry=None):
+        documents, geometry, length = documents_of(16384, packed), geometry or Geometry(), 16384
+        select_blocks_by_index_forward(empty(1, length, 4, 64), empty(1, length, 64), geometry, length, documents)
+
+    def teaching(heads, groups, dim, packed=False):
+        documents, length = documents_of(16384, packed), 16384
+        tokens, k_idx = empty(1, 256, dtype=torch.int64), empty(1, length, 64)
+        where = (tokens, tokens, Geometry(), length // 64, documents)
+        teacher_masses_forward(empty(1, 256, heads, dim), empty(1, length, groups, dim), *where)
+        q_idx = empty(1, 256, groups, 64)
+        scores, places = index_scores_forward(q_idx, k_idx, *where)
+        index_scores_backward(scores, places, q_idx, k_idx, *where[:3])
 
     def compression(dim, dtype=torch.bfloat16, packed=False, geometry=None):
         geometry, length = geometry or Geometry(), 1024
-        documents, size = None, geometry.num_compressed_blocks(length)
-        if packed:
-            documents = Documents(*(empty(size, dtype=torch.int32) for size in (4, length, length)))
-            size = length // geometry.compression_stride
+        documents = documents_of(length, packed)
+        size = length // geometry.compression_stride if packed else geometry.num_compressed_blocks(length)
         mean_compress_forward(empty(2, length, 4, dim, dtype=dtype), geometry, size, documents)
         mean_compress_backward(empty(2, size, 4, dim, dtype=dtype), geometry, length, documents)
 
@@ -128,7 +138,6 @@ def calls():
         Call("cmp 128, one head", "hopper", lambda: attention(2, 2, 128, 128, "cmp")),
         Call("win 128, six heads", "hopper", lambda: attention(12, 2, 128, 128, "win")),
         Call("slc 128, block-major", "hopper", lambda: selected(64, 4, 128, 128, "block_major")),
-        Call("slc 128 packed", "hopper", lambda: selected(32, 8, 128, 128, "block_major", packed=True)),
         Call("slc 64, block-major, six heads", "hopper", lambda: selected(12, 2, 64, 64, "block_major")),
         Call(
             "slc 64/128 packed", "hopper", lambda: selected(16, 2, 64, 128, "block_major", packed=True),
@@ -143,34 +152,44 @@ def calls():
         Call("scoring 192", "hopper", lambda: scoring(64, 4, 192)),
         Call("scoring packed", "hopper", lambda: scoring(32, 8, 128, packed=True)),
         Call("scoring of few queries", "hopper", lambda: scoring(64, 4, 128, length=8192)),
-        Call("index scoring 64", "hopper", lambda: index_scoring(64)),
+        Call("scoring, no overlap", "hopper", lambda: scoring(16, 1, 128, geometry=Geometry(16, 16, 32))),
         Call(
             "index scoring, blocks of 144", "hopper",
-            lambda: index_scoring(64, geometry=Geometry(32, 16, 144)), every_kernel=True,
+            lambda: index_scoring(geometry=Geometry(32, 16, 144)), every_kernel=True,
         ),
+        Call("teaching 128", "hopper", lambda: teaching(64, 4, 128), every_kernel=True),
         Call("decoding 192/128", "hopper", lambda: decode_step(64, 4, 192, 128), every_kernel=True),
-        Call("scoring, no overlap", "hopper", lambda: scoring(16, 1, 128, geometry=Geometry(16, 16, 32))),
     ]  # fmt: skip
-    ampere = [
-        Call("combination", "ampere", combination),
-        Call("index scoring 128 packed", "ampere", lambda: index_scoring(128, packed=True)),
-        Call("cmp 256 packed", "ampere", lambda: attention(8, 2, 256, 256, "cmp", packed=True)),
+    # Every portable kernel at the shapes of the benchmarks, packed, which takes most registers.
+    ampere = []
+    for heads, groups, dim, value_dim in ((64, 4, 128, 128), (12, 2, 64, 64), (64, 4, 192, 128)):
+        sizes = (heads, groups, dim, value_dim)
+        for name, call in {
+            "cmp": partial(attention, *sizes, "cmp", packed=True),
+            "win": partial(attention, *sizes, "win", packed=True),
+            "slc block-major": partial(selected, *sizes, "block_major", packed=True),
+            "slc masked": partial(selected, *sizes, "masked", packed=True, part_queries=192),
+            "slc query-major": partial(selected, *sizes, "query_major", packed=True),
+            "scoring": partial(scoring, heads, groups, dim, packed=True),
+            "teaching": partial(teaching, heads, groups, dim, packed=True),
+            "decoding": partial(decode_step, *sizes),
+        }.items():
+            ampere.append(Call(f"{name} {dim}", "ampere", call, every_kernel=True))
+    ampere += [
+        Call("scoring, four heads a group", "ampere", lambda: scoring(32, 8, 128, packed=True), every_kernel=True),
+        Call("index scoring packed", "ampere", lambda: index_scoring(packed=True), every_kernel=True),
         Call("win fp32", "ampere", lambda: attention(8, 2, 64, 64, "win", torch.float32), every_kernel=True),
-        Call("slc 128, block-major", "ampere", lambda: selected(64, 4, 128, 128, "block_major")),
         Call("slc fp32", "ampere", lambda: selected(8, 2, 64, 64, "block_major", torch.float32), every_kernel=True),
-        Call("slc 64, masked, parts", "ampere", lambda: selected(12, 2, 64, 64, "masked", part_queries=192)),
-        Call("slc 128, query-major", "ampere", lambda: selected(64, 4, 128, 128, "query_major")),
-        Call("scoring", "ampere", lambda: scoring(64, 4, 128)),
         Call(
-            "decoding 256, many blocks",
-            "ampere",
-            lambda: decode_step(16, 2, 256, 256, new=8, pages=512, learned=True, selected=300),
-            every_kernel=True,
+            "decoding 256, many blocks", "ampere",
+            lambda: decode_step(16, 2, 256, 256, new=8, pages=512, learned=True, selected=300), every_kernel=True,
         ),
-    ]
+    ]  # fmt: skip
     result = hopper + ampere
     for architecture in ("hopper", "ampere"):
         result += [
+            Call("combination", architecture, combination),
+            Call("decoding, learned compressor", architecture, lambda: decode_step(12, 2, 64, 64, learned=True)),
             Call("products of a decode step", architecture, lambda: decoding(768, 2048), every_kernel=True),
             Call("draw from a large vocabulary", architecture, lambda: drawing(32000)),
             Call("compression 128 packed", architecture, lambda: compression(128, packed=True)),
@@ -196,52 +215,28 @@ def compiled(rows):
 
 
 def test_every_kernel_is_compiled(rows, compiled):
-    kernels = {(row["kernel"], row["architecture"]) for row in compiled}
-    names = ("interval_forward_kernel", "interval_d_q_kernel", "interval_dkdv_kernel", "sum_parts_kernel")
-    names += (
-        "query_major_forward_kernel",
-        "masked_forward_kernel",
-        "masked_d_q_kernel",
-        "importance_kernel",
-        "index_scores_kernel",
-        "choice_kernel",
-    )
-    names += (
-        "append_kernel",
-        "decode_scores_kernel",
-        "decode_attend_kernel",
-        "decode_dense_kernel",
-        "decode_index_kernel",
-    )
-    names += ("decode_choice_kernel", "decode_combine_kernel")
-    names += ("mean_compress_kernel", "mean_compress_backward_kernel", "place_slots_kernel")
-    names += ("decode_linear_kernel", "decode_embedding_kernel")
-    names += ("draw_maxima_kernel", "draw_sums_kernel", "draw_tokens_kernel")
-    names += ("reduce_slots_kernel", "reduce_pieces_kernel", "sum_parts_of_blocks_kernel")
-    assert {(name, architecture) for name in names for architecture in ("hopper", "ampere")} <= kernels
-    written_for_hopper = (
-        "interval_forward_hopper_kernel",
-        "interval_d_q_hopper_kernel",
-        "interval_dkdv_hopper_kernel",
-        "row_numbers_kernel",
-    )
-    assert {(name, "hopper") for name in written_for_hopper} <= kernels
-    assert not {(name, "ampere") for name in written_for_hopper} & kernels
+    """Those of ops/hopper for Hopper alone, all others for both architectures, but for one that Hopper's replaces."""
+    found = {file: re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.M) for file in OPS.rglob("*.py")}
+    found.pop(OPS / "triton/smoke.py")
+    names = {name for file in found for name in found[file]}
+    written_for_hopper = {name for file in found if "hopper" in file.parts for name in found[file]}
+    kernels = {
+        architecture: {row["kernel"] for row in compiled if row["architecture"] == architecture}
+        for architecture in ("hopper", "ampere")
+    }
+    assert kernels == {"hopper": names - {"masked_dkdv_kernel"}, "ampere": names - written_for_hopper}
+
+    def of_call(call):
+        return {row["kernel"] for row in rows if row["call"] == call}
+
+    interval = {f"interval_{part}_hopper_kernel" for part in ("forward", "d_q", "dkdv")} | {"row_numbers_kernel"}
     for call in ("cmp 128, one head", "win 128, six heads"):
-        assert set(written_for_hopper) <= {row["kernel"] for row in rows if row["call"] == call}
-    assert set(written_for_hopper[2:]) <= {row["kernel"] for row in rows if row["call"] == "win 64"}
-    assert ("block_major_backward_warp_specialized_kernel", "hopper") in kernels
-    assert {("importance_hopper_kernel", "hopper"), ("choice_hopper_kernel", "hopper")} <= kernels
-    written_twice = ("block_major_forward", "block_major_backward", "masked_dkdv")
-    assert {(f"{name}_hopper_kernel", "hopper") for name in written_twice} <= kernels
-    assert {(f"{name}_kernel", "ampere") for name in written_twice} <= kernels
-    six_heads = {row["kernel"] for row in rows if row["call"] == "slc 64, block-major, six heads"}
-    assert {"block_major_forward_hopper_kernel", "block_major_backward_hopper_kernel"} <= six_heads
-
-
-def test_scoring_of_few_queries_is_portable_but_for_the_choice(rows):
-    kernels = {row["kernel"] for row in rows if row["call"] == "scoring of few queries"}
-    assert kernels == {"importance_kernel", "choice_hopper_kernel"}
+        assert interval <= of_call(call)
+    assert {"interval_dkdv_hopper_kernel", "row_numbers_kernel"} <= of_call("win 64")
+    assert "block_major_backward_warp_specialized_kernel" in of_call("slc 128, block-major")
+    six_heads = {"block_major_forward_hopper_kernel", "block_major_backward_hopper_kernel"}
+    assert six_heads <= of_call("slc 64, block-major, six heads")
+    assert of_call("scoring of few queries") == {"importance_kernel", "choice_hopper_kernel"}
 
 
 def test_shared_memory_fits(compiled):
@@ -251,7 +246,8 @@ def test_shared_memory_fits(compiled):
 
 def test_little_is_spilled(compiled):
     for row in compiled:
-        assert row["spill_bytes"] <= MOST_SPILLED_BYTES, row
+        few = row["architecture"] == "ampere" and "256" not in row["call"]
+        assert row["spill_bytes"] <= (FEW_SPILLED_BYTES if few else MOST_SPILLED_BYTES), row
 
 
 def test_the_sum_of_many_parts_compiles_in_seconds(compiled):

@@ -121,7 +121,7 @@ sys.exit(main(["train", sys.argv[2]]))
 def test_a_fatal_signal_leaves_the_stacks_of_the_run(
     tmp_path: Path, fault: str, number: signal.Signals, said: str
 ) -> None:
-    """As after an abort of NCCL, or a fault in a driver."""
+    """An abort of NCCL or a fault in a driver ends a process so."""
     command = [sys.executable, "-c", FATAL_STEP, fault, str(write_config(tmp_path))]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = warm.popen(command, env=environment(OMP_NUM_THREADS=1), **quiet)

@@ -47,17 +47,6 @@ def test_it_shows_what_a_query_may_read_and_no_more(borders: list[int] | None) -
     assert picture.gates.mean() / 255 == pytest.approx(0.5, abs=0.1)
 
 
-def test_free_choices_are_the_most_important_blocks() -> None:
-    picture = picture_of()
-    block = int(picture.positions[picture.queries[-1]]) // 8
-    for layer in range(3):
-        for group in range(2):
-            free = set(range(1, block - 1))
-            (taken,) = set(picture.selected[layer, -1, group].tolist()) & free
-            importance = picture.importance[layer, -1, group]
-            assert importance[taken] == max(importance[list(free)])
-
-
 def test_the_file_gives_back_what_was_written(tmp_path: Path) -> None:
     picture = picture_of()
     path = tmp_path / "attention" / "step_00000007.npz"
@@ -84,13 +73,6 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         path.write_bytes(content[:place] + bytes([content[place] ^ 255]) + content[place + 1 :])
         with contextlib.suppress(UserError):
             read_picture(path)
-
-
-def test_a_picture_needs_texts_and_a_sparse_model() -> None:
-    with pytest.raises(ValueError, match="expected 150 texts"):
-        AttentionTelemetry(model_of()).picture(1, torch.zeros(1, LENGTH, dtype=torch.long), ["a"])
-    with pytest.raises(ValueError, match="and 0"):
-        picture_of(attention="dense")
 
 
 def test_deep_and_long_models_are_shown_at_fewer_queries() -> None:

@@ -243,14 +243,6 @@ def test_a_model_gives_a_row_for_each_layer() -> None:
         assert row["fewer_than_n_share"] == pytest.approx(24 / LENGTH, abs=1e-4)
 
 
-def test_packed_documents_keep_the_borders_of_the_first_sequence() -> None:
-    model = model_of()
-    tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % 64
-    borders = torch.tensor([0, 70, 200, 2 * LENGTH])
-    (row, *_) = AttentionTelemetry(model).measure(tokens, cu_seqlens=borders)
-    assert row["fewer_than_n_share"] == pytest.approx(48 / LENGTH, abs=1e-4)
-
-
 def test_measuring_leaves_the_model_and_its_training_as_they_were() -> None:
     tokens = torch.arange(LENGTH).view(1, LENGTH) % 64
     model, twin = model_of(), model_of()
@@ -323,22 +315,6 @@ def test_gates_that_are_no_numbers_raise_nothing(tmp_path: Path) -> None:
     rows = read_metrics(tmp_path / "metrics.jsonl", "telemetry")
     assert rows[1]["gate_mean_cmp"] is None
     assert read_metrics(tmp_path / "metrics.jsonl", "event") == []
-
-
-def test_every_alarm_has_its_threshold() -> None:
-    healthy = {"layer": 0, "free_local_share": 0.5}
-    for branch in ("cmp", "slc", "win"):
-        healthy |= {f"gate_mean_{branch}": 0.5, f"gate_entropy_{branch}": 0.6}
-    assert list(alarms_of(healthy)) == []
-    names = [
-        [key[0] for key, _ in alarms_of(healthy | change)]
-        for change in (
-            {"gate_mean_cmp": 0.01, "gate_entropy_cmp": 0.01},
-            {"gate_mean_slc": 0.99, "gate_entropy_slc": 0.01},
-            {"free_local_share": 0.99},
-        )
-    ]
-    assert names == [["gate_closed"], ["gate_saturated"], ["choices_local"]]
 
 
 def test_a_choice_that_finds_less_than_before_is_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

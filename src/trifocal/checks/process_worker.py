@@ -1,4 +1,4 @@
-"""One of the processes that the checks start: compares gradients and parameters with those of one process.
+"""A process that the checks start: compares gradients and parameters with those of one process.
 
 Started by `trifocal.checks.process_checks` as `python -c "…process_worker…"` with torchrun's variables. Each case takes
 the same four rows: one process all of them, several processes an equal part each.
@@ -36,7 +36,7 @@ class Case:
     Attributes:
         mode: "ddp", "fsdp" or "hsdp".
         shards: Processes that share a copy under hsdp.
-        num_layers: Of the model.
+        num_layers: Layers of the model.
         checkpointing: Recompute activations in backward.
         accumulation: Micro-batches.
         static_graph, find_unused: DDP's options.

@@ -67,7 +67,7 @@ class EvaluateArguments:
     checkpoint: str = ""
     """A checkpoint of the run, like step_00000500; the newest by default."""
     source: str = ""
-    """Other data than those of its training, written as data.source: builtin, text:PATH, needle:4, recall:64 …"""
+    """Other data than it was trained on, written as data.source: builtin, text:PATH, needle:4, recall:64 …"""
     sequence_length: int = 0
     """Tokens of a sequence of loss, position and recall, also longer than in training; 0: as in training."""
     sequences: int = 0
@@ -83,7 +83,7 @@ class EvaluateArguments:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; "auto" takes a GPU if there is one."""
     output: str = ""
-    """Another file for the figures, as JSON; needed to keep those of weights without a run."""
+    """Another file for the figures, as JSON; needed for weights without a run."""
 
     def __post_init__(self) -> None:
         for name in self.only:

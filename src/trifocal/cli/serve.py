@@ -13,8 +13,8 @@ from trifocal.cli.generate_model import memory_errors
 from trifocal.data import Tokenizer
 from trifocal.data.sources.chats import BadChat
 from trifocal.errors import UserError
-from trifocal.inference import CachedModel, Engine
-from trifocal.inference.paged_cache import longest_that_fits, memory_for_caches, plan_cache
+from trifocal.inference import CachedModel, Engine, Request
+from trifocal.inference.paged_cache import cache_bytes, longest_that_fits, memory_for_caches, plan_cache
 from trifocal.models import DecoderLM
 from trifocal.paths import shell_path, user_path
 from trifocal.train.checkpoint.pretrained import Pretrained, open_pretrained
@@ -52,16 +52,20 @@ class ServeArguments:
     """Sequences that may wait; more are refused with status 429."""
     prefill_chunk_size: int = 0
     """Tokens of prompts between two steps of decoding, which bounds the time between tokens; 0: 1,024, on a CPU 256."""
+    prefixes: int = 64
+    """Beginnings of prompts that are kept for prompts that begin alike, such as the next turn of a chat; 0: none."""
+    speculate: bool = False
+    """Guess the next tokens of up to four sequences from what followed the last ones before: faster for text that
+    repeats itself, such as code; a step of several tokens rounds in another way."""
     drain_seconds: int = 60
     """Seconds for what has begun, after SIGTERM."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; "auto" takes a GPU if there is one."""
 
     def __post_init__(self) -> None:
-        lowest = {"max_length": 0, "max_sequences": 0, "max_waiting": 0, "prefill_chunk_size": 0, "drain_seconds": 0}
-        for name, least in lowest.items():
-            if getattr(self, name) < least:
-                raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
+        for name in ("max_length", "max_sequences", "max_waiting", "prefill_chunk_size", "prefixes", "drain_seconds"):
+            if getattr(self, name) < 0:
+                raise UserError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(self, name)}")
 
 
 def run(args: Sequence[str]) -> int:
@@ -97,7 +101,9 @@ def run(args: Sequence[str]) -> int:
             chats=not why_no_chats,
         )
         pictures = Pictures(decoder, tokenizer, model.dtype)
-        worker = Worker(Engine(model, tokenizer), model, max_waiting=options.max_waiting)
+        engine = Engine(model, tokenizer, speculate=options.speculate)
+        _warm_up(engine, model)
+        worker = Worker(engine, model, max_waiting=options.max_waiting)
         host, port = listener.getsockname()[:2]
         if why_no_chats:
             print(f"completions alone, no chats: {why_no_chats}", file=sys.stderr)
@@ -116,6 +122,7 @@ def _load(found: Pretrained, options: ServeArguments) -> tuple[DecoderLM, Cached
     length = options.max_length or found.sequence_length() or _UNKNOWN_LENGTH
     with memory_errors(device):
         free = memory_for_caches(config, dtype, device)
+        free -= options.prefixes * cache_bytes(config, dtype, length).row
         wanted = options.max_sequences or _MOST_SEQUENCES[device.type]
         plan = plan_cache(config, dtype, length, free_bytes=free, sequences=wanted)
         if plan is None:
@@ -129,7 +136,17 @@ def _load(found: Pretrained, options: ServeArguments) -> tuple[DecoderLM, Cached
             num_pages=plan.num_pages,
             dtype=dtype,
             prefill_chunk_size=options.prefill_chunk_size or _CHUNK_TOKENS[device.type],
+            spare_rows=options.prefixes,
         )
+
+
+def _warm_up(engine: Engine, model: CachedModel) -> None:
+    """Compile and record the steps of every batch size on a GPU, so that no client waits for that."""
+    count = 1 if model.device.type == "cuda" else 2 * model.max_sequences
+    while count < 2 * model.max_sequences:
+        requests = [Request(prompt=[0] * 8, max_new_tokens=4) for _ in range(min(count, model.max_sequences))]
+        engine.complete(requests)
+        count *= 2
 
 
 def _why_no_chats(tokenizer: Tokenizer) -> str:

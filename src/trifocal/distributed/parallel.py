@@ -35,7 +35,7 @@ def choose_mode(wanted: str, processes: DistributedContext, config: ModelConfig)
 
     Args:
         wanted: "auto" or a mode.
-        processes: Of the run.
+        processes: The processes of the run.
         config: The model; its size decides under "auto".
 
     Returns:
@@ -69,7 +69,7 @@ class FlatGradients:
     after backward. Between GPUs of one machine that takes about a millisecond for 300 MB.
 
     Args:
-        parameters: Those that get gradients, all of one type and on one device.
+        parameters: The parameters that get gradients, all of one type and on one device.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -88,7 +88,7 @@ class FlatGradients:
             parameter.grad = view
 
     def exchange(self, watch: GradientWatch) -> None:
-        """Sum the gradients over all processes; `watch` sees those of this process before."""
+        """Sum the gradients over all processes; `watch` sees this process's gradients before."""
         watch.check(self._all)
         dist.all_reduce(self._all)
 
@@ -129,7 +129,7 @@ class Parallel:
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Around forward and backward of a micro-batch: only the last one of a step exchanges gradients.
 
-        Those before it accumulate locally; under fsdp each process then keeps a whole gradient.
+        Earlier ones accumulate locally; under fsdp each process then keeps a whole gradient.
         """
         exchanges = last or self.mode != "ddp" or self._learning
         with nullcontext() if exchanges else self.module.no_sync():  # type: ignore[operator]
@@ -174,7 +174,7 @@ def parallelize(
 
     Args:
         model: On its device. Under fsdp and hsdp its parameters are replaced by shards, so make the optimizer after.
-        processes: Of the run.
+        processes: The processes of the run.
         mode: From `choose_mode`.
         precision: "bf16" collects and computes with bf16 copies of the shards under fsdp and hsdp; gradients are
             reduced in fp32, and weights stay fp32.

@@ -108,7 +108,6 @@ def examine(
         machine.check_cpu(),
         *machine.check_variables(),
         machine.check_compiler(),
-        *machine.check_extras(),
     ]
     on_start("a kernel")
     findings.append(probes.check_triton())

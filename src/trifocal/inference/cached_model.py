@@ -91,6 +91,7 @@ class CachedModel:
         page_size: Tokens of a page, rounded up to whole selection blocks; 256 unless given.
         dtype: Type of the products and of the caches; autocast's where it is on, else that of the weights.
         prefill_chunk_size: Tokens of a prompt that go through the model at a time; 0: as `default_prefill_chunk`.
+        spare_rows: Rows of the rings beyond those of the sequences, for pasts of prompts that an engine keeps.
 
     Attributes:
         pages: The allocator of pages.
@@ -113,6 +114,7 @@ class CachedModel:
         page_size: int = 0,
         dtype: torch.dtype | None = None,
         prefill_chunk_size: int = 0,
+        spare_rows: int = 0,
     ) -> None:
         for name, value in (
             ("max_sequences", max_sequences),
@@ -132,11 +134,13 @@ class CachedModel:
         page_size = page_size_of(config, page_size) if page_size else page_size_of(config)
         self.most_pages = -(-max_length // page_size)
         self.pages = PageAllocator(num_pages or max_sequences * self.most_pages, page_size)
-        self._rows = list(range(max_sequences - 1, -1, -1))
+        self.spare_rows = spare_rows
+        num_rows = max_sequences + spare_rows
+        self._rows = list(range(num_rows - 1, -1, -1))
         self.cache = PagedCache(
             config,
             num_pages=self.pages.num_pages,
-            num_rows=max_sequences,
+            num_rows=num_rows,
             page_size=page_size,
             max_length=max_length,
             dtype=self.dtype,

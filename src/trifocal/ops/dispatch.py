@@ -292,6 +292,12 @@ def selected_tile(kernel: str, q: Tensor, v: Tensor, q_per_kv: int, *, on_hopper
     return tiles.selected_tile(kernel, q.dtype, q_per_kv, dim, value_dim, devices.architecture(q.device))
 
 
+def largest_block_of_backward(q: Tensor, v: Tensor) -> int:
+    """Tokens of a selection block that backward holds at a time: half as many where wide sums would leave registers."""
+    wide = max(_columns(q, v)) > 128 and devices.architecture(q.device) != "hopper"
+    return tiles.LARGEST_BLOCK // 2 if wide else tiles.LARGEST_BLOCK
+
+
 def decode_tile(q: Tensor, v: Tensor, rows: int, kernel: str) -> tiles.Tile:
     """The tile of a decoding kernel for so many rows that share keys; `BLOCK_N` is the same for all of them."""
     return tiles.decode_tile(q.dtype, rows, max(_columns(q, v)), devices.architecture(q.device), kernel)

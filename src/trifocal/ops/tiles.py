@@ -119,7 +119,7 @@ _WINDOW_TILES: dict[tuple[str, str], dict[int, Tile]] = {("hopper", "dkdv"): {12
 
 
 def interval_tile(kernel: str, dtype: torch.dtype, columns: int, architecture: str, *, window: bool) -> Tile:
-    """The tile of the interval kernel `"forward"`, `"d_q"` or `"dkdv"`.
+    """The tile of the compressed or window kernel `"forward"`, `"d_q"` or `"dkdv"`.
 
     Args:
         kernel: Which of the three.
@@ -131,6 +131,10 @@ def interval_tile(kernel: str, dtype: torch.dtype, columns: int, architecture: s
     row = "fp32" if dtype == torch.float32 else architecture
     most, tile = next((most, tile) for most, tile in _TILES[row, kernel].items() if columns <= most)
     return _WINDOW_TILES.get((row, kernel), {}).get(most, tile) if window else tile
+
+
+LARGEST_BLOCK = 64
+"""Larger selection blocks are cut into equal parts of at most this many tokens, each with a slot of its own."""
 
 
 def selected_tile(
@@ -151,24 +155,28 @@ def selected_tile(
         return _selected_fp32(kernel, max(16, next_power_of_2(q_per_kv)))
     if kernel == "query_major forward":
         return SelectedTile(16, warps=4, stages=2)
+    hopper = architecture == "hopper"
     if kernel == "masked forward":
         if columns <= 64:
-            return SelectedTile(128, warps=8, stages=3, registers=128)
-        return SelectedTile(128, warps=8, stages=2 if columns > 128 else 3)
+            return SelectedTile(128, warps=8, stages=3, registers=128 if hopper else None)
+        return SelectedTile(128 if hopper else 64, warps=8, stages=2 if columns > 128 else 3)
     if kernel == "block_major forward":
         stages = 2 if columns > 128 or q_per_kv >= 16 else 3
         return SelectedTile(64, warps=4, stages=stages, piece_slots=max(64, 512 // q_per_kv))
     if kernel == "block_major backward":
         if columns > 128:
             return SelectedTile(64, warps=8, stages=1, piece_slots=256)
-        hopper = architecture == "hopper"
-        warps, stages = (4, 2) if hopper else (8, 1)
+        warps, stages = (4, 2) if hopper else (8, 2 if columns > 64 and architecture == "ampere" else 1)
         return SelectedTile(64, warps, stages, piece_slots=max(256, 2048 // q_per_kv))
     if kernel == "masked dkdv":
-        return SelectedTile(64, warps=8 if columns > 128 else 4, stages=1)
+        if hopper:
+            return SelectedTile(64, warps=8 if columns > 128 else 4, stages=1)
+        return SelectedTile(32 if columns > 128 else 64, warps=8, stages=2)
     assert kernel == "masked d_q", kernel
     if columns <= 64:
-        return SelectedTile(64, warps=4, stages=3, registers=168)
+        return SelectedTile(64, warps=4, stages=3, registers=168) if hopper else SelectedTile(64, warps=8, stages=2)
+    if not hopper:
+        return SelectedTile(32, warps=4, stages=2)
     return SelectedTile(64, warps=4, stages=2) if columns <= 128 else SelectedTile(64, warps=8, stages=1)
 
 
@@ -187,7 +195,7 @@ def importance_tile(dtype: torch.dtype, q_per_kv: int, dim: int, architecture: s
     if dtype == torch.float32:
         return Tile(32, 32, warps=4, stages=1)
     if dim > 128 or architecture != "hopper":
-        return Tile(64, 64, warps=4, stages=2)
+        return Tile(64, 64, warps=4 if architecture == "hopper" else 8, stages=2)
     return Tile(64, 128 if q_per_kv > 2 else 64, warps=4, stages=3 if q_per_kv > 4 else 2)
 
 

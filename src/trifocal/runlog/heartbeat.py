@@ -30,15 +30,14 @@ PHASES = (
 _UNLIMITED = ("start", "compile", "wait")
 STALL_FACTOR = 10.0
 _TYPICAL_TIMES = 200
-_RECENT_TIMES = 5
 _NUMBER, _OR_NULL = (int, float), (int, float, type(None))
 _FIELDS: Fields = {
     **dict.fromkeys(("host", "status", "phase", "where"), str),
     **dict.fromkeys(("pid", "step"), int),
-    **dict.fromkeys(("unix_time_seconds", "interval_seconds", "phase_seconds", "compile_seconds"), _NUMBER),
+    **dict.fromkeys(("unix_time_seconds", "interval_seconds", "phase_seconds"), _NUMBER),
     **dict.fromkeys(("process_start", "expected_phase_seconds", "stall_limit_seconds", "loss"), _OR_NULL),
     **dict.fromkeys(("memory_allocated_bytes", "memory_reserved_bytes", "tokens_per_second"), _OR_NULL),
-    **dict.fromkeys(("typical_seconds", "recent_seconds", "total_seconds"), dict),
+    "total_seconds": dict,
     "compiling": bool,
 }
 
@@ -97,9 +96,6 @@ class Heartbeat:
         self._times: dict[str, deque[float]] = {}
         self._totals: dict[str, float] = {}
         self._progress: Row = {"step": 0, "loss": None, "tokens_per_second": None}
-        self._compiled = (("", 0.0), 0.0)
-        """The last entry into a phase in which a compiler was seen, and until when."""
-        self._was_compiling = False
         self._memory: MemoryStatistics | None = None
         self._memory_is_old = True
         self._stop = threading.Event()
@@ -188,7 +184,11 @@ class Heartbeat:
         totals[phase] = totals.get(phase, 0.0) + now - since
         own_times = times.get(phase)
         place, compiling = where(self._main_thread, others=self._older_threads)
-        compile_seconds = self._note_compiler(entry, now, compiling)
+        with self._lock:
+            if compiling and self._phases[-1] == entry:
+                # The time of a compiler is not the phase's: its clock starts anew.
+                self._add_total(now)
+                self._phases[-1] = phase, now
         if self._device.type == "cpu":
             self._memory = memory_statistics(self._device)
         memory = self._memory
@@ -205,29 +205,13 @@ class Heartbeat:
             "phase_seconds": _rounded(now - since),
             "expected_phase_seconds": _rounded(statistics.median(own_times)) if own_times else None,
             "stall_limit_seconds": None if compiling else self._stall_limit(phase, own_times),
-            "typical_seconds": {name: _rounded(statistics.median(values)) for name, values in times.items()},
-            "recent_seconds": {
-                name: _rounded(statistics.median(values[-_RECENT_TIMES:])) for name, values in times.items()
-            },
             "total_seconds": {name: _rounded(value) for name, value in totals.items()},
             "compiling": compiling,
-            "compile_seconds": _rounded(compile_seconds),
             "where": place,
             "memory_allocated_bytes": memory.allocated_bytes if memory else None,
             "memory_reserved_bytes": memory.reserved_bytes if memory else None,
             **progress,
         }
-
-    def _note_compiler(self, entry: tuple[str, float], now: float, compiling: bool) -> float:
-        """Seconds of this entry into a phase until a compiler was last on the stack.
-
-        If the last row saw a compiler and this one does not, it counts until now: nothing was sampled in between.
-        """
-        with self._lock:
-            if compiling or (self._was_compiling and self._compiled[0] == entry):
-                self._compiled = entry, now
-            self._was_compiling = compiling
-            return self._compiled[1] - entry[1] if self._compiled[0] == entry else 0.0
 
     def _stall_limit(self, phase: str, own_times: list[float] | None) -> float | None:
         if phase in _UNLIMITED or not own_times:

@@ -57,7 +57,7 @@ def make_sinks(
         resume_step: The step from which the run resumes; None for a new run.
 
     Raises:
-        ValueError, UserError: As `check_sinks`.
+        ValueError, UserError: See `check_sinks`.
     """
     check_sinks(names)
     makers: dict[str, Callable[[], Sink]] = {

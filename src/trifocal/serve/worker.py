@@ -136,6 +136,8 @@ class Worker:
 
     def _deliver(self, updates: Sequence[Update], ended: Sequence[Request]) -> None:
         """Hand updates to their calls, on the event loop."""
+        for name in ("reused_tokens", "guessed_tokens", "right_tokens"):
+            setattr(self.metrics, name, getattr(self._engine, name))
         for update in updates:
             if (call := self._calls.get(update.request)) is not None:
                 call.observe(update, self.metrics)

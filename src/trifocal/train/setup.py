@@ -52,7 +52,7 @@ def parallelize_model(model: DecoderLM, config: RunConfig, processes: Distribute
     Args:
         model: On its device, the same in all processes.
         config: The run.
-        processes: Of the run.
+        processes: The processes of the run.
 
     Returns:
         The model as it is trained, and a sentence for the log, which may be empty.
@@ -84,13 +84,13 @@ class TrainSetup:
 
     Args:
         config: The run.
-        directory: Of the run; it need not exist yet.
+        directory: Folder of the run; it need not exist yet.
         processes: This process among those of the run.
-        tokenizer: Of the data.
+        tokenizer: Tokenizer of the data.
         begins: Whether the run begins, with the weights of `model.from` if it names some.
 
     Attributes:
-        config: As given, with the commit of the data that the loader found, which the saved configuration names.
+        config: The configuration, with the commit of the data that the loader found, which the saved one names.
         parallel: The model as it is trained.
         notes: Sentences for the log.
         on_data_stall: Called while no batch comes, with the seconds so far and the activity of the data thread.

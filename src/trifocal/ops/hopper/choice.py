@@ -128,22 +128,8 @@ def launch_choice(
     """
     batch, num_queries, groups, num_selected = selected_blocks.shape
     choice_hopper_kernel[(batch * (end_query - first_query) * groups,)](
-        direct,
-        overflow,
-        selected_blocks,
-        first_query,
-        end_query,
-        num_queries,
-        query_shift,
-        block_lines,
-        groups,
-        geometry.compression_block_size,
-        geometry.compression_stride,
-        geometry.selection_block_size,
-        num_selected,
-        max(32, next_power_of_2(num_selected)),
-        geometry.num_initial_blocks,
-        geometry.num_local_blocks,
-        max(FEWEST_BLOCKS, next_power_of_2(reachable)),
-        num_warps=1,
-    )
+        direct, overflow, selected_blocks, first_query, end_query, num_queries, query_shift, block_lines, groups,
+        geometry.compression_block_size, geometry.compression_stride, geometry.selection_block_size, num_selected,
+        max(32, next_power_of_2(num_selected)), geometry.num_initial_blocks, geometry.num_local_blocks,
+        max(FEWEST_BLOCKS, next_power_of_2(reachable)), num_warps=1,
+    )  # fmt: skip

@@ -32,22 +32,9 @@ def _place(row, num_queries, HEADS: tl.constexpr):
 @Kernel
 @triton.jit(do_not_specialize=["num_rows", "num_queries", "gate_batch_stride", "gate_time_stride"])
 def combine_forward_kernel(
-    o_cmp,
-    o_slc,
-    o_win,
-    gates,
-    o,
-    gate_batch_stride,
-    gate_time_stride,
-    gate_head_stride,
-    gate_branch_stride,
-    num_rows,
-    num_queries,
-    HEADS: tl.constexpr,
-    V: tl.constexpr,
-    V_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    o_cmp, o_slc, o_win, gates, o, gate_batch_stride, gate_time_stride, gate_head_stride, gate_branch_stride, num_rows,
+    num_queries, HEADS: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """One tile of rows of o."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     keep = row < num_rows
@@ -69,22 +56,9 @@ def combine_forward_kernel(
 @Kernel
 @triton.jit(do_not_specialize=["num_rows", "num_queries"])
 def combine_backward_kernel(
-    d_o,
-    o_cmp,
-    o_slc,
-    o_win,
-    delta,
-    d_gates,
-    d_o_batch_stride,
-    d_o_time_stride,
-    d_o_head_stride,
-    num_rows,
-    num_queries,
-    HEADS: tl.constexpr,
-    V: tl.constexpr,
-    V_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    d_o, o_cmp, o_slc, o_win, delta, d_gates, d_o_batch_stride, d_o_time_stride, d_o_head_stride, num_rows, num_queries,
+    HEADS: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Row sums of one tile of rows: delta, [3, rows], fp32, and the same numbers as d_gates, [rows, 3]."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     keep = row < num_rows
@@ -109,24 +83,10 @@ def combine_backward_kernel(
 @Kernel
 @triton.jit(do_not_specialize=["num_rows", "num_queries", "d_lse_batch_stride", "d_lse_time_stride"])
 def row_sums_kernel(
-    d_o,
-    o,
-    d_lse,
-    delta,
-    d_o_batch_stride,
-    d_o_time_stride,
-    d_o_head_stride,
-    d_lse_batch_stride,
-    d_lse_time_stride,
-    d_lse_head_stride,
-    num_rows,
-    num_queries,
-    HAS_D_LSE: tl.constexpr,
-    HEADS: tl.constexpr,
-    V: tl.constexpr,
-    V_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    d_o, o, d_lse, delta, d_o_batch_stride, d_o_time_stride, d_o_head_stride, d_lse_batch_stride, d_lse_time_stride,
+    d_lse_head_stride, num_rows, num_queries, HAS_D_LSE: tl.constexpr, HEADS: tl.constexpr, V: tl.constexpr,
+    V_PAD: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Row sums of `d_o * o`, less the gradient of lse, for one tile of rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     keep = row < num_rows

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from trifocal.ops import dispatch
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.layout import Documents, compressed_layout
+from trifocal.ops.layout import Documents, first_compressed_blocks
 from trifocal.ops.tiles import cdiv, next_power_of_2, split_width
 from trifocal.ops.triton.common import (
     LOG2_E,
@@ -248,7 +248,7 @@ def select_blocks_forward(
     q_per_kv, widths, packed = num_heads // groups, split_width(dim), documents is not None
     ids, positions, first_compressed = default_documents(documents, lse)
     if documents is not None:
-        first_compressed = compressed_layout(documents, 0, geometry).first_blocks.to(torch.int32)
+        first_compressed = first_compressed_blocks(documents, geometry)
     taps = next_power_of_2(geometry.selection_block_size // geometry.compression_stride)
     parts = max(1, taps // MOST_TAPS)
     taps //= parts

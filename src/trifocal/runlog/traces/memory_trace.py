@@ -44,7 +44,7 @@ class MemoryTrace(Trace):
         self._grown: dict[str, int] = {}
         self._counted = _weights_of(model)
         if self._on_gpu:
-            # Only Python frames: those of C++ take minutes.
+            # Only Python frames: C++ frames take minutes.
             torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_EVENTS, stacks="python")
 
     @contextlib.contextmanager

@@ -89,7 +89,7 @@ def open_checkpoint(root: Path, name: str = "", *, command: str) -> Iterator[Pat
         command: The user's command, as in `find_checkpoint`.
 
     Raises:
-        UserError: As `find_checkpoint`; or if the checkpoint was deleted while it was read.
+        UserError: If there is none, it is damaged, or it was deleted while it was read.
     """
     path = _choose_checkpoint(root, name)
     try:

@@ -78,10 +78,10 @@ def override(config: RunConfig, overrides: Sequence[str] | Mapping[str, Any]) ->
 
     Args:
         config: The configuration.
-        overrides: As of `load_config`.
+        overrides: Flags or values by key, see `load_config`.
 
     Raises:
-        UserError: As `load_config`.
+        UserError: If a key, flag or value is not valid.
     """
     given = _values(overrides)
     if not given:
@@ -157,7 +157,7 @@ def read_flags(
         switches: Flags that take no value; they are True.
 
     Returns:
-        The words, help flags among them, and the values by name. Of a flag that is given twice, the last counts.
+        The words, help flags among them, and the values by name. If a flag is given twice, the last counts.
 
     Raises:
         UserError: If a flag is unknown, its value is missing, or does not fit; names it.

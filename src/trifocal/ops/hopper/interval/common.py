@@ -1,4 +1,4 @@
-"""Shared by forward and d_q of interval attention on Hopper: tiles of rows, their key tiles, barriers, the loader."""
+"""Shared by the Hopper versions of `interval.forward` and `interval.d_q`: row and key tiles, barriers, the loader."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

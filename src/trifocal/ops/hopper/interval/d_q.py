@@ -1,4 +1,4 @@
-"""d_q of interval attention for Hopper, in Gluon; see `forward` for how programs are divided.
+"""Hopper version of `triton.interval.d_q`, in Gluon; see `forward` for how programs are divided.
 
 Each half of the warps holds 64 rows of q, d_o and d_q, and both loop over the key tiles of their range,
 which the loader brings. From memory, per tile of rows: q and d_o once, k and v of the range, d_q out, and in when it
@@ -155,13 +155,11 @@ def sum_rows(
 ])
 def interval_d_q_hopper_kernel(
     q_source, q_source_2, k_source, k_source_2, v_source, d_o_source,
-    lse, delta, gate, d_q_target, ids, positions, first_blocks,
-    gate_batch_stride, gate_time_stride, gate_head_stride,
+    lse, delta, gate, d_q_target, ids, positions, first_blocks, gate_batch_stride, gate_time_stride, gate_head_stride,
     slots, row_tiles, batch_groups, num_queries, query_shift, window_size, scale, score_scale,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
-    GATED: gl.constexpr, ADD: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr, SHARE: gl.constexpr,
+    GATED: gl.constexpr, ADD: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, SHARE: gl.constexpr,
 ):
     """d_q of every tile of rows that falls to this program; with ADD, added to the old values of d_q."""
     q_tiles = allocate_tiles(q_source, q_source_2, 2, D_2)
@@ -204,37 +202,11 @@ def launch_d_q(problem: IntervalProblem, d_q: Tensor | None, keys: int) -> Tenso
     if d_q is None:
         d_q = q.new_empty(q.shape)
     interval_d_q_hopper_kernel[(min(slots, devices.multiprocessors(q.device)),)](
-        *part_descriptors(q, queries, q_per_kv, width),
-        *part_descriptors(k, keys, 1, width),
-        tile_descriptor(v, keys, 1, value_dim),
-        tile_descriptor(d_o, queries, q_per_kv, value_dim),
-        lse,
-        delta,
-        gate,
-        d_q,
-        branch.ids,
-        branch.positions,
-        branch.first_blocks,
-        *problem.gate_strides,
-        slots,
-        row_tiles,
-        batch * num_groups,
-        num_queries,
-        branch.query_shift,
-        branch.window_size,
-        scale,
-        problem.score_scale,
-        num_groups,
-        q_per_kv,
-        width.part_1,
-        width.part_2,
-        value_dim,
-        **problem.constants(),
-        ADD=add,
-        KEYS=keys,
-        STAGES=2,
-        SHARE=share,
-        num_warps=4,
-        maxnreg=168,
-    )
+        *part_descriptors(q, queries, q_per_kv, width), *part_descriptors(k, keys, 1, width),
+        tile_descriptor(v, keys, 1, value_dim), tile_descriptor(d_o, queries, q_per_kv, value_dim), lse, delta, gate,
+        d_q, branch.ids, branch.positions, branch.first_blocks, *problem.gate_strides, slots, row_tiles,
+        batch * num_groups, num_queries, branch.query_shift, branch.window_size, scale, problem.score_scale, num_groups,
+        q_per_kv, width.part_1, width.part_2, value_dim, **problem.constants(), ADD=add, KEYS=keys, STAGES=2,
+        SHARE=share, num_warps=4, maxnreg=168,
+    )  # fmt: skip
     return d_q

@@ -1,4 +1,4 @@
-"""d_k and d_v of interval attention for Hopper, in Gluon; see `forward` for how programs are divided.
+"""Hopper version of `triton.interval.dkdv`, in Gluon; see `forward` for how programs are divided.
 
 A program holds a tile of 128 keys and values in shared memory, each half of its warps d_k and d_v of 64 of them in
 registers, and loops over tiles of 64 rows of q and d_o (32 where keys are wider than 128), share after share of the
@@ -310,8 +310,7 @@ def sum_keys(
 @gluon.jit(do_not_specialize=["num_queries", "num_keys", "query_shift", "window_size", "batches", "parts"])
 def interval_dkdv_hopper_kernel(
     q_source, q_source_2, k_source, k_source_2, v_source, d_o_source, lse_source, delta_source, gate_source,
-    d_k_target, d_v_target, query_begin, query_end, batches, parts, num_queries,
-    num_keys, query_shift, window_size,
+    d_k_target, d_v_target, query_begin, query_end, batches, parts, num_queries, num_keys, query_shift, window_size,
     scale, score_scale,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
@@ -366,19 +365,9 @@ def _row_numbers(problem: IntervalProblem, q_per_kv: int, tile: int) -> tuple[De
     # The copy engine wants multiples of 16 bytes.
     numbers = problem.lse.new_empty(3, batch, shares, cdiv(rows, 4) * 4)
     row_numbers_kernel[cdiv(rows, 1024), batch * shares](
-        problem.lse,
-        problem.delta,
-        problem.gate,
-        numbers,
-        *problem.gate_strides,
-        rows,
-        numbers.shape[3],
-        num_queries,
-        HEADS=num_heads,
-        Q_PER_KV=q_per_kv,
-        GATED=problem.gate is not None,
-        SIZE=1024,
-    )
+        problem.lse, problem.delta, problem.gate, numbers, *problem.gate_strides, rows, numbers.shape[3], num_queries,
+        HEADS=num_heads, Q_PER_KV=q_per_kv, GATED=problem.gate is not None, SIZE=1024,
+    )  # fmt: skip
     return tuple(describe_tiles(x, (batch, shares, rows), x.stride(), (1, 1, tile), LINE_LAYOUT) for x in numbers)
 
 
@@ -394,35 +383,11 @@ def launch_dkdv(problem: IntervalProblem, rows: int, stages: int, ahead: bool = 
     key_tiles = cdiv(num_keys, keys)
     d_k, d_v, parts = empty_parts(problem, key_tiles, rows)
     interval_dkdv_hopper_kernel[key_tiles * parts, batch * num_groups](
-        *part_descriptors(q, queries, q_per_kv, width),
-        *part_descriptors(k, keys // 2, 1, width),
-        tile_descriptor(v, keys // 2, 1, value_dim),
-        tile_descriptor(d_o, queries, q_per_kv, value_dim),
-        *_row_numbers(problem, q_per_kv, rows),
-        d_k,
-        d_v,
-        branch.query_begin,
-        branch.query_end,
-        batch,
-        parts,
-        num_queries,
-        num_keys,
-        branch.query_shift,
-        branch.window_size,
-        scale,
-        problem.score_scale,
-        num_groups,
-        q_per_kv,
-        width.part_1,
-        width.part_2,
-        value_dim,
-        **problem.constants(),
-        ROWS=rows,
-        KEYS=keys,
-        STAGES=stages,
-        SHARES=shares,
-        AHEAD=ahead,
-        num_warps=4,
-        maxnreg=168,
-    )
+        *part_descriptors(q, queries, q_per_kv, width), *part_descriptors(k, keys // 2, 1, width),
+        tile_descriptor(v, keys // 2, 1, value_dim), tile_descriptor(d_o, queries, q_per_kv, value_dim),
+        *_row_numbers(problem, q_per_kv, rows), d_k, d_v, branch.query_begin, branch.query_end, batch, parts,
+        num_queries, num_keys, branch.query_shift, branch.window_size, scale, problem.score_scale, num_groups, q_per_kv,
+        width.part_1, width.part_2, value_dim, **problem.constants(), ROWS=rows, KEYS=keys, STAGES=stages,
+        SHARES=shares, AHEAD=ahead, num_warps=4, maxnreg=168,
+    )  # fmt: skip
     return add_parts(problem, d_k, d_v)

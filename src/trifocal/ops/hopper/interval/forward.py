@@ -1,4 +1,4 @@
-"""The forward kernel of interval attention for Hopper, in Gluon; `triton.interval` explains its task.
+"""Hopper version of `triton.interval.forward`, in Gluon.
 
 The portable kernel leaves more than a third of the matrix units' limit unused there: one program's warps all multiply
 or all exponentiate at a time. Here a program has three parts that run side by side:
@@ -238,32 +238,10 @@ def launch_forward(
     row_tiles = cdiv(num_queries, 2 * queries)
     slots = row_tiles * batch * num_groups
     interval_forward_hopper_kernel[(min(slots, devices.multiprocessors(q.device)),)](
-        *part_descriptors(q, queries, q_per_kv, width),
-        *part_descriptors(k, keys, 1, width),
-        tile_descriptor(v, keys, 1, value_dim),
-        tile_descriptor(o, queries, q_per_kv, value_dim),
-        o,
-        lse,
-        branch.ids,
-        branch.positions,
-        branch.first_blocks,
-        slots,
-        row_tiles,
-        batch * num_groups,
-        num_queries,
-        branch.query_shift,
-        branch.window_size,
-        scale * LOG2_E,
-        num_groups,
-        q_per_kv,
-        width.part_1,
-        width.part_2,
-        value_dim,
-        **branch.constants(),
-        KEYS=keys,
-        STAGES=2,
-        SHARE=share,
-        num_warps=4,
-        maxnreg=168,
-    )
+        *part_descriptors(q, queries, q_per_kv, width), *part_descriptors(k, keys, 1, width),
+        tile_descriptor(v, keys, 1, value_dim), tile_descriptor(o, queries, q_per_kv, value_dim), o, lse, branch.ids,
+        branch.positions, branch.first_blocks, slots, row_tiles, batch * num_groups, num_queries, branch.query_shift,
+        branch.window_size, scale * LOG2_E, num_groups, q_per_kv, width.part_1, width.part_2, value_dim,
+        **branch.constants(), KEYS=keys, STAGES=2, SHARE=share, num_warps=4, maxnreg=168,
+    )  # fmt: skip
     return o, lse

@@ -1,9 +1,9 @@
-"""FlashAttention in which every query sees one interval of keys: the compressed and the window branch.
+"""FlashAttention in which query `t` sees the keys from `begin(t)` to `end(t)`: the compressed and the window branch.
 
-Query `t` sees keys `begin(t) <= key < end(t)`, and both ends never decrease along the sequence: a sliding window, the
-compressed blocks in a query's past, and either of them inside a packed document. Two consequences carry the kernels:
-a tile of rows sees one range of keys, from its first row's begin to its last row's end; and the tiles in
-the middle of the range are seen by every row, so only those at its ends pay for a mask.
+Both ends never decrease along the sequence: a sliding window, the compressed blocks in a query's past, and either of
+them inside a packed document. Two consequences carry the kernels: a tile of rows sees one range of keys, from its first
+row's begin to its last row's end; and the tiles in the middle of the range are seen by every row, so only those at its
+ends pay for a mask.
 
 Three kernels, as in FlashAttention-2 (arXiv:2307.08691); rows as in `common`:
 

@@ -105,18 +105,9 @@ def _branch(
 @Kernel
 @triton.jit(do_not_specialize=["num_documents", "num_slots", "num_keys", "steps"])
 def place_slots_kernel(
-    first_blocks,
-    cu_seqlens,
-    query_begin,
-    query_end,
-    num_documents,
-    num_slots,
-    num_keys,
-    steps,
-    BLOCK: tl.constexpr,
-    STRIDE: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+    first_blocks, cu_seqlens, query_begin, query_end, num_documents, num_slots, num_keys, steps, BLOCK: tl.constexpr,
+    STRIDE: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
     """The queries of compressed slots, first and end: found by halving which document a slot belongs to."""
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     exists = slot < num_slots
@@ -146,16 +137,8 @@ def place_slots(
     num_documents, slots_of_program = first_blocks.shape[0], 256
     if num_slots:
         place_slots_kernel[(cdiv(num_slots, slots_of_program),)](
-            first_blocks,
-            cu_seqlens,
-            query_begin,
-            query_end,
-            num_documents,
-            num_slots,
-            num_keys,
-            max(1, num_documents.bit_length()),
-            BLOCK=geometry.compression_block_size,
-            STRIDE=geometry.compression_stride,
-            SLOTS=slots_of_program,
-        )
+            first_blocks, cu_seqlens, query_begin, query_end, num_documents, num_slots, num_keys,
+            max(1, num_documents.bit_length()), BLOCK=geometry.compression_block_size,
+            STRIDE=geometry.compression_stride, SLOTS=slots_of_program,
+        )  # fmt: skip
     return query_begin, query_end

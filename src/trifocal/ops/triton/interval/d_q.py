@@ -1,4 +1,4 @@
-"""The d_q kernel of interval attention; see `interval`."""
+"""d_q of attention to a range of keys; see `interval.common`."""
 
 import triton
 import triton.language as tl
@@ -65,12 +65,9 @@ def _sum_d_q(
 ])
 def interval_d_q_kernel(
     q, k_source_1, k_source_2, v_source_1, v_source_2, d_o, lse, delta, gate, d_q, ids, positions, first_blocks,
-    q_batch_stride, q_time_stride, q_head_stride,
-    k_batch_stride, k_time_stride, k_head_stride,
-    v_batch_stride, v_time_stride, v_head_stride,
-    d_o_batch_stride, d_o_time_stride, d_o_head_stride,
-    gate_batch_stride, gate_time_stride, gate_head_stride,
-    num_queries, query_shift, window_size, scale, score_scale,
+    q_batch_stride, q_time_stride, q_head_stride, k_batch_stride, k_time_stride, k_head_stride,
+    v_batch_stride, v_time_stride, v_head_stride, d_o_batch_stride, d_o_time_stride, d_o_head_stride,
+    gate_batch_stride, gate_time_stride, gate_head_stride, num_queries, query_shift, window_size, scale, score_scale,
     GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     COMPRESSED: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr, GATED: tl.constexpr,
@@ -155,38 +152,11 @@ def launch_d_q(problem: IntervalProblem, d_q: Tensor | None = None) -> Tensor:
     if d_q is None:
         d_q = q.new_empty(q.shape)
     interval_d_q_kernel[cdiv(num_queries * q_per_kv, tile.BLOCK_M), batch * num_groups](
-        q,
-        *key_sources(k, d_width, tile.BLOCK_N, tma),
-        *key_sources(v, v_width, tile.BLOCK_N, tma),
-        d_o,
-        lse,
-        delta,
-        gate,
-        d_q,
-        branch.ids,
-        branch.positions,
-        branch.first_blocks,
-        *strides(q),
-        *strides(k),
-        *strides(v),
-        *strides(d_o),
-        *problem.gate_strides,
-        num_queries,
-        branch.query_shift,
-        branch.window_size,
-        scale,
-        problem.score_scale,
-        num_groups,
-        q_per_kv,
-        *d_width,
-        *v_width,
-        **problem.constants(),
-        ADD=add,
-        ROWS=tile.BLOCK_M,
-        KEYS=tile.BLOCK_N,
-        TMA=tma,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        q, *key_sources(k, d_width, tile.BLOCK_N, tma), *key_sources(v, v_width, tile.BLOCK_N, tma), d_o, lse, delta,
+        gate, d_q, branch.ids, branch.positions, branch.first_blocks, *strides(q), *strides(k), *strides(v),
+        *strides(d_o), *problem.gate_strides, num_queries, branch.query_shift, branch.window_size, scale,
+        problem.score_scale, num_groups, q_per_kv, *d_width, *v_width, **problem.constants(), ADD=add,
+        ROWS=tile.BLOCK_M, KEYS=tile.BLOCK_N, TMA=tma, num_warps=tile.warps, num_stages=tile.stages,
         maxnreg=tile.registers,
-    )
+    )  # fmt: skip
     return d_q

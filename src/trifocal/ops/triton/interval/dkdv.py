@@ -1,4 +1,4 @@
-"""The d_k, d_v kernel of interval attention; see `interval`."""
+"""d_k and d_v of attention to a range of keys; see `interval.common`."""
 
 import triton
 import triton.language as tl
@@ -89,10 +89,8 @@ def _sum_dkdv(
 ])
 def interval_dkdv_kernel(
     q_source_1, q_source_2, k, v, d_o_source_1, d_o_source_2, lse, delta, gate, d_k, d_v, query_begin, query_end,
-    q_batch_stride, q_time_stride, q_head_stride,
-    k_batch_stride, k_time_stride, k_head_stride,
-    v_batch_stride, v_time_stride, v_head_stride,
-    d_o_batch_stride, d_o_time_stride, d_o_head_stride,
+    q_batch_stride, q_time_stride, q_head_stride, k_batch_stride, k_time_stride, k_head_stride,
+    v_batch_stride, v_time_stride, v_head_stride, d_o_batch_stride, d_o_time_stride, d_o_head_stride,
     gate_batch_stride, gate_time_stride, gate_head_stride,
     batches, parts, num_queries, num_keys, query_shift, window_size, scale, score_scale,
     GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr,
@@ -191,40 +189,11 @@ def launch_dkdv(problem: IntervalProblem) -> tuple[Tensor, Tensor]:
     d_k, d_v, parts = empty_parts(problem, tiles, tile.BLOCK_M)
     if num_keys:
         interval_dkdv_kernel[tiles * parts, batch * num_groups](
-            *row_sources(q, d_width, tile.BLOCK_M, num_groups, tma),
-            k,
-            v,
-            *row_sources(d_o, v_width, tile.BLOCK_M, num_groups, tma),
-            lse,
-            delta,
-            gate,
-            d_k,
-            d_v,
-            branch.query_begin,
-            branch.query_end,
-            *strides(q),
-            *strides(k),
-            *strides(v),
-            *strides(d_o),
-            *problem.gate_strides,
-            batch,
-            parts,
-            num_queries,
-            num_keys,
-            branch.query_shift,
-            branch.window_size,
-            scale,
-            problem.score_scale,
-            num_groups,
-            q_per_kv,
-            *d_width,
-            *v_width,
-            **problem.constants(),
-            ROWS=tile.BLOCK_M,
-            KEYS=tile.BLOCK_N,
-            TMA=tma,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            maxnreg=tile.registers,
-        )
+            *row_sources(q, d_width, tile.BLOCK_M, num_groups, tma), k, v,
+            *row_sources(d_o, v_width, tile.BLOCK_M, num_groups, tma), lse, delta, gate, d_k, d_v, branch.query_begin,
+            branch.query_end, *strides(q), *strides(k), *strides(v), *strides(d_o), *problem.gate_strides, batch, parts,
+            num_queries, num_keys, branch.query_shift, branch.window_size, scale, problem.score_scale, num_groups,
+            q_per_kv, *d_width, *v_width, **problem.constants(), ROWS=tile.BLOCK_M, KEYS=tile.BLOCK_N, TMA=tma,
+            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        )  # fmt: skip
     return add_parts(problem, d_k, d_v)

@@ -1,4 +1,4 @@
-"""The forward kernel of interval attention; see `interval`."""
+"""Forward of attention to a range of keys; see `interval.common`."""
 
 import torch
 import triton
@@ -61,10 +61,8 @@ def _attend(
 @triton.jit(do_not_specialize=["num_queries", "query_shift", "window_size"])
 def interval_forward_kernel(
     q, k_source_1, k_source_2, v_source_1, v_source_2, o, lse, ids, positions, first_blocks,
-    q_batch_stride, q_time_stride, q_head_stride,
-    k_batch_stride, k_time_stride, k_head_stride,
-    v_batch_stride, v_time_stride, v_head_stride,
-    num_queries, query_shift, window_size, score_scale,
+    q_batch_stride, q_time_stride, q_head_stride, k_batch_stride, k_time_stride, k_head_stride,
+    v_batch_stride, v_time_stride, v_head_stride, num_queries, query_shift, window_size, score_scale,
     GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     COMPRESSED: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
@@ -150,31 +148,10 @@ def launch_forward(
     lse = q.new_empty(batch, num_queries, num_heads, dtype=torch.float32)
     q_per_kv = num_heads // num_groups
     interval_forward_kernel[cdiv(num_queries * q_per_kv, tile.BLOCK_M), batch * num_groups](
-        q,
-        *key_sources(k, d_width, tile.BLOCK_N, tma),
-        *key_sources(v, v_width, tile.BLOCK_N, tma),
-        o,
-        lse,
-        branch.ids,
-        branch.positions,
-        branch.first_blocks,
-        *strides(q),
-        *strides(k),
-        *strides(v),
-        num_queries,
-        branch.query_shift,
-        branch.window_size,
-        scale * LOG2_E,
-        num_groups,
-        q_per_kv,
-        *d_width,
-        *v_width,
-        **branch.constants(),
-        ROWS=tile.BLOCK_M,
-        KEYS=tile.BLOCK_N,
-        TMA=tma,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        q, *key_sources(k, d_width, tile.BLOCK_N, tma), *key_sources(v, v_width, tile.BLOCK_N, tma), o, lse, branch.ids,
+        branch.positions, branch.first_blocks, *strides(q), *strides(k), *strides(v), num_queries, branch.query_shift,
+        branch.window_size, scale * LOG2_E, num_groups, q_per_kv, *d_width, *v_width, **branch.constants(),
+        ROWS=tile.BLOCK_M, KEYS=tile.BLOCK_N, TMA=tma, num_warps=tile.warps, num_stages=tile.stages,
         maxnreg=tile.registers,
-    )
+    )  # fmt: skip
     return o, lse

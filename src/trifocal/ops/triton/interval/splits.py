@@ -1,4 +1,4 @@
-"""Parts of d_k and d_v of interval attention: the rows of a key tile split over several programs, and their sums.
+"""Splits of d_k and d_v: the rows of a key tile shared by several programs, and the sums of their parts.
 
 The compressed branch has few key tiles, which very different numbers of queries see. Without parts one program would
 take far longer than the others.

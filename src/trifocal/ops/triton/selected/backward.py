@@ -27,7 +27,6 @@ from trifocal.ops.triton.common import unit_stride
 from trifocal.ops.triton.selected.backward_block_major import block_major_backward
 from trifocal.ops.triton.selected.backward_masked import masked_backward
 from trifocal.ops.triton.selected.block_csr import split_blocks
-from trifocal.ops.triton.selected.forward import LARGEST_BLOCK
 from trifocal.ops.triton.selected.problem import SelectedProblem
 
 
@@ -63,7 +62,8 @@ def selected_backward(
         d_q, d_k, d_v in the types of q, k, v, contiguous.
     """
     q, k, v, d_o, o = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(d_o), unit_stride(o)
-    selected_blocks, block_size = split_blocks(selected_blocks, geometry.selection_block_size, LARGEST_BLOCK)
+    largest = dispatch.largest_block_of_backward(q, v)
+    selected_blocks, block_size = split_blocks(selected_blocks, geometry.selection_block_size, largest)
     if selected_blocks.shape[-1] == 0:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     order = dispatch.selected_order(

@@ -114,24 +114,10 @@ def row_token(row, num_queries, query_shift, ids, positions, cu_seqlens, PACKED:
     ]
 )  # fmt: skip
 def _slot_keys_kernel(
-    selected_blocks,
-    keys,
-    ids,
-    positions,
-    cu_seqlens,
-    num_slots_of_rows,
-    num_queries,
-    query_shift,
-    chunk_rows,
-    num_blocks,
-    keys_per_chunk,
-    unused,
-    GROUPS: tl.constexpr,
-    NUM_SELECTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PACKED: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+    selected_blocks, keys, ids, positions, cu_seqlens, num_slots_of_rows, num_queries, query_shift, chunk_rows,
+    num_blocks, keys_per_chunk, unused, GROUPS: tl.constexpr, NUM_SELECTED: tl.constexpr, BLOCK: tl.constexpr,
+    PACKED: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
     """The key of every slot; one number is read for each earlier place of the slot's choice, all from cache."""
     slot = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
     inside = slot < num_slots_of_rows
@@ -300,18 +286,9 @@ def block_of_program(
 @Kernel
 @triton.jit(do_not_specialize=["num_queries", "query_shift", "num_words"])
 def _choice_bits_kernel(
-    selected_blocks,
-    bits,
-    positions,
-    num_queries,
-    query_shift,
-    num_words,
-    GROUPS: tl.constexpr,
-    NUM_SELECTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PACKED: tl.constexpr,
-    QUERIES: tl.constexpr,
-):
+    selected_blocks, bits, positions, num_queries, query_shift, num_words, GROUPS: tl.constexpr,
+    NUM_SELECTED: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, QUERIES: tl.constexpr,
+):  # fmt: skip
     query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     inside = query < num_queries
     word = tl.program_id(1)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops import dispatch
+from trifocal.ops import dispatch, tiles
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents
 from trifocal.ops.tiles import cdiv, next_power_of_2, split_width
@@ -33,9 +33,6 @@ from trifocal.ops.triton.selected.block_csr import (
     row_token,
     split_blocks,
 )
-
-# Larger blocks are cut into equal parts of at most this many tokens, each with a slot of its own.
-LARGEST_BLOCK = 64
 
 
 @triton.jit
@@ -454,13 +451,10 @@ def selected_forward(
         o, [B, T, H, V], in the type of q, and lse, [B, T, H], natural log, fp32; zeros and -inf where a query sees
         nothing.
     """
-    if scale < 0:
-        # The kernels take a row's largest score times the scale for the largest of its products.
-        q, scale = -q, -scale
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     batch, num_queries, num_heads, _ = q.shape
     num_keys, groups, value_dim = v.shape[1:]
-    selected_blocks, block_size = split_blocks(selected_blocks, geometry.selection_block_size, LARGEST_BLOCK)
+    selected_blocks, block_size = split_blocks(selected_blocks, geometry.selection_block_size, tiles.LARGEST_BLOCK)
     num_selected = selected_blocks.shape[-1]
     if num_selected == 0:
         o = q.new_zeros(batch, num_queries, num_heads, value_dim)

@@ -1,0 +1,282 @@
+"""Checkpoints are complete or absent, and every damage is found and named."""
+
+import errno
+import json
+import os
+import pickle
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from trifocal.distributed import DistributedContext
+from trifocal.errors import UserError
+from trifocal.models import DecoderLM, ModelConfig
+from trifocal.ops import Geometry
+from trifocal.train.checkpoint import save_load as module
+from trifocal.train.checkpoint.folders import (
+    checkpoint_path,
+    find_checkpoint,
+    list_checkpoints,
+    open_checkpoint,
+    prune_checkpoints,
+)
+from trifocal.train.checkpoint.manifest import FORMAT, MANIFEST, describe_files, verify_checkpoint, write_manifest
+from trifocal.train.checkpoint.save_load import collect_state, load_checkpoint, load_model_weights, write_checkpoint
+from trifocal.train.config.sections import OptimizerSection
+from trifocal.train.step.optimizer import make_optimizer
+
+CONFIG = ModelConfig(
+    vocab_size=20,
+    dim=8,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    value_dim=4,
+    mlp_dim=8,
+    geometry=Geometry(4, 2, 8, 3, 1, 1, 8),
+)
+STATE = {"step": 3, "data": {"sample_index": 12}}
+
+
+def make_model(seed: int = 0) -> tuple[DecoderLM, torch.optim.AdamW]:
+    model = DecoderLM(CONFIG)
+    model.init_weights(seed)
+    optimizer = make_optimizer(model, OptimizerSection())
+    tokens = torch.arange(24).remainder(20).view(2, 12)
+    model(tokens, tokens).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def save(run: Path, step: int, seed: int = 0) -> Path:
+    return write_checkpoint(
+        run / "checkpoints",
+        step,
+        state=collect_state(*make_model(seed)),
+        model_config=CONFIG,
+        process_state=STATE,
+        processes=DistributedContext(),
+    )
+
+
+def files_of(path: Path) -> list[Path]:
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def test_what_was_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    model, optimizer = make_model(1)
+    path = save(tmp_path, 3, seed=1)
+    other, other_optimizer = make_model(2)
+    assert load_checkpoint(path, model=other, optimizer=other_optimizer, model_config=CONFIG) == STATE
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        states = optimizer.state[mine], other_optimizer.state[theirs]
+        assert states[0].keys() == states[1].keys() == {"step", "exp_avg", "exp_avg_sq"}
+        for name in states[0]:
+            assert torch.equal(states[0][name], states[1][name])
+    weights_alone, _ = make_model(3)
+    load_model_weights(path, model=weights_alone, model_config=CONFIG)
+    for mine, theirs in zip(model.parameters(), weights_alone.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("damage", ["flip the first byte", "flip a middle byte", "cut", "delete"])
+def test_any_damage_to_any_file_is_found_and_the_file_named(tmp_path: Path, damage: str) -> None:
+    pristine = save(tmp_path, 3)
+    names = [file.relative_to(pristine) for file in files_of(pristine)]
+    assert {str(name) for name in names} >= {
+        "manifest.json",
+        "rank0.json",
+        "weights/shard-00001-model-00001-of-00001.safetensors",
+    }
+    for name in names:
+        copy = tmp_path / "copy" / "checkpoints" / pristine.name
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(pristine, copy)
+        content = bytearray((copy / name).read_bytes())
+        if damage == "delete":
+            (copy / name).unlink()
+        else:
+            if damage == "cut":
+                del content[len(content) // 2 :]
+            else:
+                content[{"first": 0, "middle": len(content) // 2, "last": -1}[damage.split()[-2]]] ^= 0x01
+            (copy / name).write_bytes(content)
+        with pytest.raises(UserError, match=re.escape(str(copy / name))):
+            find_checkpoint(tmp_path / "copy", command="trifocal train --resume copy")
+    verify_checkpoint(pristine)
+
+
+def test_the_error_offers_the_newest_intact_checkpoint_before(tmp_path: Path) -> None:
+    paths = [save(tmp_path, step) for step in (1, 2, 3, 4)]
+    for path in paths[2:]:
+        (path / "rank0.json").write_text("{}")
+    with pytest.raises(UserError, match=r"step_00000004 is damaged: .*rank0\.json") as caught:
+        find_checkpoint(tmp_path, command="trifocal train --resume RUN")
+    assert str(caught.value).endswith("trifocal train --resume RUN --checkpoint step_00000002")
+    assert find_checkpoint(tmp_path, "step_00000002", command="") == paths[1]
+    (paths[0] / "manifest.json").unlink()
+    (paths[1] / "manifest.json").unlink()
+    with pytest.raises(UserError, match="no intact checkpoint lies before it"):
+        find_checkpoint(tmp_path, command="")
+
+
+def test_no_checkpoint_and_no_such_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no checkpoint"):
+        find_checkpoint(tmp_path, command="")
+    save(tmp_path, 3)
+    with pytest.raises(UserError, match=r"no checkpoint 'step_4'; it has step_00000003"):
+        find_checkpoint(tmp_path, "step_4", command="")
+
+
+def test_another_model_is_refused_and_the_difference_named(tmp_path: Path) -> None:
+    path = save(tmp_path, 3)
+    wider = replace(CONFIG, mlp_dim=16, geometry=replace(CONFIG.geometry, window_size=9))
+    model = DecoderLM(wider)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(
+        UserError, match=r"another model: mlp_dim is 8 there, 16 here; geometry\.window_size is 8 there, 9 here"
+    ):
+        load_checkpoint(path, model=model, optimizer=make_optimizer(model, OptimizerSection()), model_config=wider)
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    # How the model is computed is free to change.
+    model, optimizer = make_model()
+    load_checkpoint(path, model=model, optimizer=optimizer, model_config=replace(CONFIG, backend="reference"))
+
+
+def test_a_full_disk_leaves_nothing_and_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error comes at each of the writes, the flushes and the rename in turn."""
+    complete = save(tmp_path, 1)
+    before = {file: file.read_bytes() for file in files_of(complete)}
+    calls = 0
+
+    def counted(original: Any, fail_at: int) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == fail_at:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return original(*args, **kwargs)
+
+        return call
+
+    fail_at = 1
+    while True:
+        calls = 0
+        with monkeypatch.context() as patch:
+            for target, name in ((os, "fsync"), (Path, "write_text"), (Path, "mkdir"), (Path, "rename")):
+                patch.setattr(target, name, counted(getattr(target, name), fail_at))
+            try:
+                save(tmp_path, 2)
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+            else:
+                break
+        if (tmp_path / "checkpoints" / "step_00000002").exists():
+            # The rename itself was done, only its flush failed: then all of it is there.
+            verify_checkpoint(tmp_path / "checkpoints" / "step_00000002")
+            shutil.rmtree(tmp_path / "checkpoints" / "step_00000002")
+        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
+        assert {file: file.read_bytes() for file in files_of(complete)} == before
+        fail_at += 1
+    assert fail_at > 8, "fewer writes than there are files"
+
+
+def test_a_real_write_that_fails_is_an_os_error(tmp_path: Path) -> None:
+    """A limit on the size of files makes the writes of PyTorch itself fail, as a full disk does."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
+    try:
+        with pytest.raises(OSError):
+            save(tmp_path, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_keeps_the_last_ones_and_every_mth(tmp_path: Path) -> None:
+    for step in range(2, 22, 2):
+        checkpoint_path(tmp_path, step).mkdir(parents=True)
+        prune_checkpoints(tmp_path, keep_last=2, keep_every_steps=8)
+    assert [int(path.name[5:]) for path in list_checkpoints(tmp_path)] == [8, 16, 18, 20]
+    prune_checkpoints(tmp_path, keep_last=1, keep_every_steps=0)
+    assert [int(path.name[5:]) for path in list_checkpoints(tmp_path)] == [20]
+
+
+def test_what_is_deleted_while_it_is_read_is_said(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    with (
+        pytest.raises(UserError, match="step_00000001 was deleted while it was read; try again"),
+        open_checkpoint(tmp_path / "checkpoints", command=""),
+    ):
+        shutil.rmtree(path)
+        (path / "rank0.json").read_text()
+
+
+class Attack:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("kind", ["pickle", "cut", "another shape", "absent"])
+def test_a_broken_or_hostile_file_with_a_right_manifest_is_refused(tmp_path: Path, kind: str) -> None:
+    path, made = save(tmp_path, 2), tmp_path / "made by the attack"
+    (file,) = (path / "weights").iterdir()
+    tensors = load_file(file)
+    if kind == "pickle":
+        file.write_bytes(pickle.dumps(Attack(made)))
+    elif kind == "cut":
+        file.write_bytes(file.read_bytes()[:-4])
+    elif kind == "absent":
+        file.unlink()
+    else:
+        save_file(tensors | {"model.embedding.weight": torch.zeros(3)}, file)
+    manifest = json.loads((path / MANIFEST).read_text())["content"]
+    (path / MANIFEST).unlink()
+    write_manifest(path, manifest | {"files": describe_files(path, DistributedContext())})
+    assert find_checkpoint(tmp_path, command="") == path, "its hashes are right"
+    model, optimizer = make_model(1)
+    with pytest.raises(UserError, match=r"cannot load .*weights: "):
+        load_checkpoint(path, model=model, optimizer=optimizer, model_config=CONFIG)
+    with pytest.raises(UserError, match=r"cannot load .*weights: "):
+        load_model_weights(path, model=model, model_config=CONFIG)
+    assert not made.exists()
+
+
+def test_a_file_of_tensors_that_does_not_belong_to_it_is_found(tmp_path: Path) -> None:
+    path = save(tmp_path, 2)
+    save_file({"model.embedding.weight": torch.zeros(2)}, path / "weights" / "another.safetensors")
+    with pytest.raises(UserError, match=r"another\.safetensors does not belong to it"):
+        find_checkpoint(tmp_path, command="")
+
+
+def test_large_weights_lie_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FILE_BYTES", 1000)
+    path = save(tmp_path, 2, seed=1)
+    assert len(list((path / "weights").iterdir())) > 3
+    model, expected = DecoderLM(CONFIG), make_model(1)[0]
+    load_model_weights(path, model=model, model_config=CONFIG)
+    assert all(
+        torch.equal(mine, theirs) for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True)
+    )
+
+
+def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FORMAT", 99)
+    path = save(tmp_path, 1)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=f"format 99, expected {FORMAT}"):
+        verify_checkpoint(path)

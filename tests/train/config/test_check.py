@@ -1,0 +1,127 @@
+"""Configurations that must fail are refused before any work; doubtful ones get a note."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.tiny import make_config
+from trifocal.errors import UserError
+from trifocal.models import DecoderLM
+from trifocal.train import resume, train
+from trifocal.train.config.check import choose_device, disk_bytes, preflight
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            ("--train.global_batch_size", "6", "--train.micro_batch_size", "4"),
+            r"size 6 is not a multiple of .*size 4; the next one is .* 8, or set --train\.micro_batch_size 2$",
+        ),
+        (("--train.steps", "1001", "--checkpoint.interval_steps", "0"), "would lose everything in a crash"),
+        (("--model.vocab_size", "256"), r"vocab_size 256 is smaller than the 257 tokens of data\.tokenizer \"bytes\""),
+        (("--data.validation_fraction", "0"), "nothing to evaluate on"),
+        (("--data.tokenizer", "no/such.json"), "no such file"),
+        (("--train.activation_checkpointing", "1:3"), "the model has 2 layers"),
+        (("--model.backend", "triton"), r"model\.backend is \"triton\": .*use \"auto\" or \"reference\""),
+        (("--log.sample_interval_steps", "1", "--data.source", "synthetic"), "there is no text to sample"),
+        (("--log.sample_interval_steps", "1", "--model.selection", "random"), "there is nothing to sample"),
+        (("--run.directory", __file__ + "/run"), r"run\.directory .*\.py is not a folder"),
+        (("--data.source", "text:/nowhere/at/all"), "nowhere"),
+        (("--data.source", "bultin"), "nearest is builtin"),
+    ],
+)
+def test_a_run_that_cannot_end_well_is_refused_before_any_work(
+    tmp_path: Path, flags: tuple[str, ...], expected: str
+) -> None:
+    config = make_config(tmp_path, *flags)
+    with pytest.raises(UserError, match=expected):
+        train(config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_goes_on_only_where_its_checkpoints_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(make_config(tmp_path, "--train.steps", "2"))
+    checkpoints = tmp_path / "run" / "checkpoints"
+    allowed = os.access
+    # Permissions do not bind root.
+    monkeypatch.setattr(os, "access", lambda path, mode: path != checkpoints and allowed(path, mode))
+    with pytest.raises(UserError, match=r"no permission to write in \S+/run/checkpoints"):
+        resume(tmp_path / "run", config=make_config(tmp_path, "--train.steps", "4"))
+    monkeypatch.undo()
+    shutil.rmtree(tmp_path / "run" / "dumps", ignore_errors=True)
+    (tmp_path / "run" / "dumps").touch()
+    with pytest.raises(UserError, match=r"run/dumps is not a folder"):
+        resume(tmp_path / "run", config=make_config(tmp_path, "--train.steps", "4"))
+
+
+def test_processes_share_the_global_batch(tmp_path: Path) -> None:
+    preflight(make_config(tmp_path), CPU, num_processes=2)
+    with pytest.raises(UserError, match=r"size 4 is not a multiple of .* 2 times 3 processes; the next one is .* 6$"):
+        preflight(make_config(tmp_path), CPU, num_processes=3)
+
+
+def test_bf16_needs_hardware_that_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tmp_path, "--train.precision", "bf16")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_bf16": True})
+    preflight(config, CPU)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_bf16": False})
+    with pytest.raises(UserError, match=r"has no bf16 arithmetic; use --train.precision fp32"):
+        preflight(config, CPU)
+    # PyTorch 2.11 cannot be asked that way yet.
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    preflight(config, CPU)
+
+
+def test_compiling_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tmp_path, "--train.compile", "true")
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(UserError, match="needs a C\\+\\+ compiler"):
+        preflight(config, CPU)
+
+
+def test_a_disk_too_small_for_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tmp_path)
+    needed = disk_bytes(config)
+    # Two that are kept and one being written, of 12 bytes a parameter.
+    assert needed == 3 * 12 * sum(parameter.numel() for parameter in DecoderLM(config.model).parameters())
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed))
+    preflight(config, CPU)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
+    with pytest.raises(UserError, match="the checkpoints need"):
+        preflight(config, CPU)
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == choose_device("cpu") == CPU
+    with pytest.raises(UserError, match="PyTorch sees no GPU"):
+        choose_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_device("auto").type == choose_device("cuda").type == "cuda"
+    assert choose_device("cpu") == CPU
+
+
+def test_notes_say_what_is_fine_but_notable(tmp_path: Path) -> None:
+    assert preflight(make_config(tmp_path), CPU)[1] == []
+    flags = ("--train.sequence_length", "8", "--schedule.warmup_steps", "6")
+    notes = preflight(make_config(tmp_path, *flags), CPU)[1]
+    assert len(notes) == 3
+    assert "does not exceed the window of 8" in notes[0]
+    assert "3 selected blocks of 8 tokens cover the whole sequence of 8" in notes[1]
+    assert "the peak learning rate comes last or never" in notes[2]
+    notes = preflight(make_config(tmp_path, "--train.sequence_length", "3"), CPU)[1]
+    assert "shorter than a compressed block of 4" in notes[-1]
+    several = make_config(tmp_path, "--train.global_batch_size", "12", "--data.streams", "2")
+    assert "data.streams 2 is not a multiple of 3 processes" in preflight(several, CPU, 3)[1][-1]
+    assert preflight(several, CPU, 2)[1] == preflight(several, CPU, 1)[1]
+    assert preflight(make_config(tmp_path, "--train.sequence_length", "3", "--model.attention", "dense"), CPU)[1] == []

@@ -1,0 +1,274 @@
+"""Configuration: exact round trips, refusals that name the nearest key."""
+
+import dataclasses
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.train.tiny import TOML, write_config
+from trifocal.errors import UserError, nearest
+from trifocal.fields import dotted_fields, from_table
+from trifocal.train import RunConfig, load_config
+from trifocal.train.config.load import ALIASES, override
+from trifocal.train.config.toml import to_toml
+
+ROOT = Path(__file__).parents[3]
+FIELDS = dotted_fields(RunConfig)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    number: int = 1
+    text: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Everything:
+    text: str
+    number: int
+    real: float
+    truth: bool
+    choice: Literal["a", "b"] = "a"
+    inner: Inner = dataclasses.field(default_factory=Inner)
+
+
+@settings(deadline=None)
+@given(
+    text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")),
+    number=st.integers(-(2**63), 2**63 - 1),
+    real=st.floats(allow_nan=False, allow_infinity=False),
+    truth=st.booleans(),
+)
+def test_what_is_written_loads_back_equal(text: str, number: int, real: float, truth: bool) -> None:
+    value = Everything(text, number, real, truth, inner=Inner(number, text))
+    table = tomllib.loads(to_toml(value))
+    loaded = from_table(Everything, table, "test")
+    assert loaded == value
+    assert [type(getattr(loaded, name)) for name in ("number", "real", "truth")] == [int, float, bool]
+
+
+def test_every_field_is_read_somewhere() -> None:
+    """A field that nothing reads is a bug: each must be an attribute that some code outside its class asks for."""
+    sources = [path.read_text() for path in (ROOT / "src").rglob("*.py") if path.name != "config.py"]
+    code = "\n".join(sources)
+    unread = [name for name in FIELDS if not re.search(rf"\.{name.rpartition('.')[2]}\b", code)]
+    assert not unread
+
+
+def test_every_field_is_documented_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    from trifocal.cli import main
+
+    assert main(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    # Frames are drawn where the terminal's encoding has them.
+    text = "\n".join(
+        line.strip("│╭╰╮╯─- ") if line.strip(" │")[:2] != "--" else line.strip("│ ") for line in text.splitlines()
+    )
+    blocks = re.split(r"\n(?=--)", text)
+    described = {block.split()[0]: block for block in blocks if block.startswith("--")}
+    for name in FIELDS:
+        words = " ".join(described[f"--{name}"].splitlines()[1:])
+        assert len(words) > 10, f"--{name} has no description: {words}"
+    for flag in ("--resume", "--checkpoint", "--overwrite"):
+        assert flag in described
+    # The flags that people need come first, and exist.
+    first = re.findall(r"^(--[\w.-]+) ", text.partition("all flags:")[0], re.MULTILINE)
+    assert len(first) == 10
+    assert {flag[2:].replace("-", "_") for flag in first} <= {*FIELDS, *ALIASES, "resume", "overwrite"}
+
+
+def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    flags = [
+        "--train.steps",
+        "9",
+        "--model.geometry.window-size=16",
+        "--train.compile",
+        "true",
+        "--run.directory",
+        "-x",
+    ]
+    config = load_config(write_config(tmp_path), flags)
+    assert (config.train.steps, config.model.geometry.window_size, config.train.compile) == (9, 16, True)
+    assert config.run.directory == "-x"
+    assert (config.train.global_batch_size, config.optimizer.beta2) == (4, 0.95)
+    config = load_config(write_config(tmp_path), ["--lr", "1e-4", "--batch-size=6", "--steps", "8"])
+    assert (config.optimizer.learning_rate, config.train.global_batch_size, config.train.steps) == (1e-4, 6, 8)
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (("steps = 6", "stepz = 6"), 'unknown key "train.stepz"; the nearest valid one is "train.steps"'),
+        (("[schedule]", "[scedule]"), 'unknown key "scedule"; the nearest valid one is "schedule"'),
+        (("window_size", "windowsize"), '"model.geometry.windowsize"; the nearest valid one is "model.geometry.window'),
+        (("steps = 6", 'steps = "six"'), "train.steps must be an integer, got 'six'"),
+        (("steps = 6", "steps = 6.5"), "train.steps must be an integer, got 6.5"),
+        (("steps = 6", "steps = true"), "train.steps must be an integer, got True"),
+        (("learning_rate = 1e-2", "learning_rate = nan"), "optimizer.learning_rate must be a finite number, got nan"),
+        (("steps = 6", "steps = 0"), "train.steps must be at least 1, got 0"),
+        (('device = "cpu"', 'device = "gpu"'), "run.device must be one of 'auto', 'cpu', 'cuda', got 'gpu'"),
+        (("window_size = 8", "window_size = 0"), "Geometry.window_size must be at least 1"),
+        (("num_heads = 4", "num_heads = 5"), "model.num_heads must be a multiple of model.num_kv_heads"),
+        (("seed = 7", "seed = "), "is not valid TOML"),
+        (("[train]", "train = 3\n[x]"), "train must be a table, got 3"),
+        (("dim = 16", "layer_types = 5"), "model.layer_types must be a list, got 5"),
+        (("steps = 6", f"steps = {'[' * 9000}{']' * 9000}"), "is nested too deeply"),
+    ],
+)
+def test_a_bad_file_is_refused_by_name(tmp_path: Path, edit: tuple[str, str], expected: str) -> None:
+    path = write_config(tmp_path)
+    text = path.read_text()
+    if edit[0] == "[train]":
+        text = "train = 3\n" + text.replace("[train]", "[log.x]")
+    path.write_text(text.replace(*edit, 1))
+    with pytest.raises(UserError, match=re.escape(expected)) as caught:
+        load_config(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_that_is_not_text_or_not_there_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.toml")
+    (tmp_path / "large.toml").write_bytes(b"#" * 2**16 + b"\n")
+    (tmp_path / "long.toml").write_text(f"{'a' * 60_000} = 1")
+    for path, says in (
+        (tmp_path / "pipe.toml", "is no regular file"),
+        (Path("/dev/zero"), "is no regular file"),
+        (tmp_path / "large.toml", "is too large"),
+        (tmp_path / "long.toml", 'unknown key "aaa'),
+    ):
+        with pytest.raises(UserError, match=says) as caught:
+            load_config(path)
+        assert len(str(caught.value)) < 1000
+    for name, text in (("run.yaml", "- 1"), ("run.toml", "# a comment\n\nmodel:\n  dim: 3\n")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match="is YAML, expected TOML"):
+            load_config(tmp_path / name)
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="not UTF-8"):
+        load_config(tmp_path / "binary.toml")
+    with pytest.raises(UserError, match="does not exist"):
+        load_config(tmp_path / "absent.toml")
+    with pytest.raises(UserError, match="is no regular file"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--train.stepz", "5"], 'unknown flag "--train.stepz"; the nearest valid one is "--train.steps"'),
+        (["--lr", "fast"], "--lr must be a finite number, got 'fast'"),
+        (["--foo", "5"], 'unknown flag "--foo"; no valid one is near'),
+        (["--model.num_layers", "1000000"], "model.num_layers must be at most 10000, got 1000000"),
+        (["--precision=bf16"], 'the nearest valid one is "--train.precision"'),
+        (["--override", "5"], 'unknown flag "--override"'),
+        (["--train.steps"], "--train.steps needs a value"),
+        (["--train.steps", "five"], "--train.steps must be an integer, got 'five'"),
+        (["--optimizer.learning_rate", "fast"], "--optimizer.learning_rate must be a finite number, got 'fast'"),
+        (["--log.heartbeat_seconds", "nan"], "--log.heartbeat_seconds must be a finite number, got nan"),
+        (["--optimizer.learning_rate=-Inf"], "--optimizer.learning_rate must be a finite number, got -inf"),
+        (["--train.precision", "fp8"], "--train.precision must be one of 'fp32', 'bf16', got 'fp8'"),
+        (["--train.compile", "maybe"], "--train.compile must be true or false, got 'maybe'"),
+        (["--optimizer.learning_rate", "-1"], "optimizer.learning_rate must be positive, got -1.0"),
+        (["--train.activation_checkpointing", "some"], 'a range of layers like "0:6", got "some"'),
+        (["--log.sample_prompt", "\udcff"], "--log.sample_prompt is not UTF-8 text"),
+        (["steps", "5"], "expected a flag like --train.steps, got 'steps'"),
+    ],
+)
+def test_bad_flags_are_refused_in_one_line(tmp_path: Path, flags: list[str], expected: str) -> None:
+    path = write_config(tmp_path)
+    with pytest.raises(UserError, match=re.escape(expected)) as caught:
+        load_config(path, flags)
+    assert "\n" not in str(caught.value) and "─" not in str(caught.value)
+
+
+def test_the_nearest_name_is_of_the_same_leaf_or_alike() -> None:
+    assert nearest("train.learning_rate", FIELDS) == "optimizer.learning_rate"
+    assert nearest("train.sequence_lenght", FIELDS) == "train.sequence_length"
+    assert nearest("windowsize", FIELDS) == "model.geometry.window_size"
+
+
+def test_an_integer_of_any_size_is_named_in_a_message(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(f"[model]\nattention = 0x{'f' * 5000}\n")
+    with pytest.raises(UserError, match="got an integer of 20000 bits"):
+        load_config(tmp_path / "a.toml", [])
+
+
+FIELDS = dotted_fields(RunConfig)
+TINY = from_table(RunConfig, tomllib.loads(TOML.format(directory="run", text="text")))
+QUICK = settings(max_examples=60, deadline=None)
+
+NUMBERS = ["1e999", "-1e309", "1e308", "1e300", "1e-320", "-0.0", "nan", "inf", "-inf", str(2**63), str(-(2**63)),
+           "2147483647", "2147483648", "0", "-1", "1" * 400, "1" * 5000, "0x" + "f" * 5000, "1_0", "+5"]  # fmt: skip
+TEXTS = ["", " ", "\0", "\udcff", "é", "\u0663:\u0665", "0:1", "1:" + "9" * 5000, "-", "--", "=", "\n", "~"]
+OTHERS = ["true", "[]", "{}", "2020-01-01", "[[1]]", "[" * 3000 + "]" * 3000, "{a=" * 80 + "1" + "}" * 80]
+
+
+def check_saved(config: RunConfig) -> None:
+    assert from_table(RunConfig, tomllib.loads(to_toml(config))) == config
+
+
+@QUICK
+@given(st.sampled_from(sorted(FIELDS)), st.sampled_from(NUMBERS + TEXTS + OTHERS) | st.text(max_size=20))
+def test_flags(name: str, value: str) -> None:
+    try:
+        config = override(TINY, [f"--{name}={value}"])
+    except UserError as error:
+        assert name.rpartition(".")[2] in str(error) or "Geometry" in str(error) or "block" in str(error)
+    else:
+        check_saved(config)
+
+
+@QUICK
+@example(name="model.from", value="'~'")
+@given(
+    st.sampled_from(sorted(FIELDS)),
+    st.sampled_from(NUMBERS + OTHERS + ['"\\u0000"', '"\\uDCFF"', "'~'"]) | st.text(max_size=20),
+)
+def test_files(tmp_path_factory: pytest.TempPathFactory, name: str, value: str) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzz.toml"
+    section, _, leaf = name.rpartition(".")
+    text = "[model]\n" if not section.startswith("model") else ""
+    path.write_bytes(f"{text}[{section}]\n{leaf} = {value}\n".encode("utf-8", "surrogatepass"))
+    try:
+        config = load_config(path)
+    except UserError as error:
+        assert str(path) in str(error)
+    else:
+        check_saved(config)
+
+
+@pytest.mark.parametrize("name", sorted(name for name, kind in FIELDS.items() if kind is float))
+@pytest.mark.parametrize("value", ["1e309", "nan"])
+def test_a_number_that_is_not_finite_is_refused_by_key(tmp_path: Path, name: str, value: str) -> None:
+    expected = f"{name} must be a finite number"
+    with pytest.raises(UserError, match=expected):
+        override(TINY, [f"--{name}", value])
+    with pytest.raises(UserError, match=expected):
+        override(TINY, {name: float(value)})
+    section, _, leaf = name.rpartition(".")
+    path = tmp_path / "config.toml"
+    path.write_text(f"[{section}]\n{leaf} = {value}\n")
+    with pytest.raises(UserError, match=expected):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--parallel.timeout_seconds", "1e300"], r"parallel.timeout_seconds may be at most 1e\+09, got 1e\+300"),
+        (["--log.heartbeat_seconds", "1e300"], "log.heartbeat_seconds may be at most"),
+        (["--train.steps", str(2**63)], "--train.steps must fit 64 bits"),
+        (["--trace.steps", "0:1"], 'trace.steps: steps count from 1, got "0:1"'),
+        (["--trace.steps", "1:" + "9" * 5000], "trace.steps must be ranges of steps"),
+        (["--train.activation_checkpointing", "0:" + "9" * 5000], "a range of layers"),
+    ],
+)
+def test_bounds_that_follow_from_what_is_computed(flags: list[str], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        override(TINY, flags)

@@ -1,0 +1,86 @@
+"""The presets that come with the package."""
+
+import re
+import subprocess
+import sys
+import zipfile
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from trifocal.cli import main
+from trifocal.fields import dotted_fields
+from trifocal.train import RunConfig, load_config
+from trifocal.train.config.presets import presets, summary
+
+ROOT = Path(__file__).parents[3]
+NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.toml"))
+
+
+def test_the_package_has_every_file_of_configs() -> None:
+    folder = resources.files("trifocal") / "configs"
+    assert sorted(file.name for file in folder.iterdir()) == sorted(f"{name}.toml" for name in NAMES)
+    assert list(presets()) == NAMES
+
+
+def test_a_wheel_has_every_file_of_configs(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", minversion="77")
+    # Where the repository lies, setuptools would leave its traces.
+    for name in ("pyproject.toml", "README.md", "LICENSE", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "src" / "trifocal").mkdir(parents=True)
+    for name in ("__init__.py", "_version.py", "py.typed"):
+        (tmp_path / "src" / "trifocal" / name).symlink_to(ROOT / "src" / "trifocal" / name)
+    (tmp_path / "src" / "trifocal" / "configs").symlink_to((ROOT / "src" / "trifocal" / "configs").readlink())
+    code = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
+    (tmp_path / "dist").mkdir()
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    [wheel] = (tmp_path / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        for name in NAMES:
+            shipped = archive.read(f"trifocal/configs/{name}.toml")
+            assert shipped == (ROOT / "configs" / f"{name}.toml").read_bytes()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_new_prints_every_key_with_a_comment_and_trains_as_the_preset_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert main(["new", name]) == 0
+    text = capsys.readouterr().out
+    # So that any terminal and any shell can redirect it.
+    assert text.isascii()
+    lines = text.splitlines()
+    keys = [index for index, line in enumerate(lines) if re.match(r"\w+ = ", line)]
+    assert len(keys) == len(dotted_fields(RunConfig))
+    assert all(lines[index - 1].startswith("# ") for index in keys)
+    (tmp_path / "my.toml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    config = load_config(name)
+    assert load_config("my.toml") == config == load_config(ROOT / "configs" / f"{name}.toml")
+    # A path that exists comes before a preset.
+    (tmp_path / name).write_text("[run]\nseed = 5\n")
+    assert load_config(name).run.seed == 5
+
+
+def test_new_lists_the_presets_with_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, path in presets().items():
+        assert re.fullmatch(rf"{name} +\S.{{20,}}", next(line for line in lines if line.startswith(f"{name} "))), name
+        assert len(summary(path)) < 160
+
+
+def test_an_unknown_preset_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new", "m7c_125"]) == 2
+    assert capsys.readouterr().err == 'trifocal: unknown preset "m7c_125"; the nearest valid one is "m7c_125m"\n'
+    assert main(["train", "showcas"]) == 2
+    assert capsys.readouterr().err.endswith('preset "showcas"; the nearest valid one is "showcase"\n')
+
+
+def test_the_demo_selects_a_part_of_what_it_sees() -> None:
+    config = load_config(ROOT / "configs" / "demo.toml")
+    geometry = config.model.geometry
+    assert 4 * geometry.num_selected_blocks * geometry.selection_block_size <= config.train.sequence_length

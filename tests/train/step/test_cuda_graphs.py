@@ -1,0 +1,150 @@
+"""Recorded micro-batches on a CPU: a recorder that only does the work again stands in for the device's.
+
+What is tested is everything around the recording: inputs of its own, padding, weights, kinds, gradients that stay.
+That a GPU's recording gives the same is in tests/gpu.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.train.step.test_step import CPU, read_batches
+from tests.train.tiny import make_config
+from trifocal.data import Batch
+from trifocal.models import DecoderLM
+from trifocal.runlog import Heartbeat, read_metrics
+from trifocal.train import RunConfig, train
+from trifocal.train.step import cuda_graphs
+from trifocal.train.step.cuda_graphs import MicroBatchGraphs
+from trifocal.train.step.micro_batch import model_inputs
+from trifocal.train.step.optimizer import make_optimizer
+from trifocal.train.step.step import StepResult, TrainStep
+
+
+class Repeater:
+    """In place of `GraphRecorder`: a replay repeats the work and overwrites the first result, as a recording would."""
+
+    recordings = 0
+    passes = 0
+    memory_bytes = 0
+
+    def __init__(self, device: torch.device) -> None:
+        assert device == CPU
+
+    def warm_up(self, work: Callable[[], Tensor]) -> Tensor:
+        """One pass."""
+        Repeater.passes += 1
+        return work()
+
+    def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """A recording does nothing yet."""
+        Repeater.recordings += 1
+        result = torch.zeros(())
+        return lambda: result.copy_(self.warm_up(work)), result
+
+
+@pytest.fixture(autouse=True)
+def _repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "GraphRecorder", Repeater)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
+    Repeater.recordings = Repeater.passes = 0
+
+
+@pytest.fixture
+def heartbeat(tmp_path: Path) -> Iterator[Heartbeat]:
+    with Heartbeat(tmp_path / "heartbeat", interval_seconds=60) as heartbeat:
+        yield heartbeat
+
+
+def take_steps(
+    config: RunConfig, steps: list[list[Batch]], heartbeat: Heartbeat, recorded: bool
+) -> tuple[list[StepResult], DecoderLM]:
+    model = DecoderLM(config.model)
+    model.init_weights(5)
+    optimizer = make_optimizer(model, config.optimizer)
+    graphs = MicroBatchGraphs(model, model.parameters(), CPU, "fp32") if recorded else None
+    train_step = TrainStep(model, optimizer, CPU, config.train, graphs=graphs)
+    results = [train_step.run(number, batches, phases=heartbeat) for number, batches in enumerate(steps, 1)]
+    return results, model
+
+
+def test_recorded_steps_are_the_plain_ones(tmp_path: Path, heartbeat: Heartbeat) -> None:
+    """Several steps of several micro-batches, with and without borders: the same losses, norms and weights."""
+    config = make_config(tmp_path)
+    batches = read_batches(config, 2, 24)
+    kinds = {batch.cu_seqlens is None for batch in batches}
+    assert kinds == {True, False}
+    steps = [batches[first : first + 3] for first in range(0, 24, 3)]
+    plain, expected = take_steps(config, steps, heartbeat, recorded=False)
+    recorded, given = take_steps(config, steps, heartbeat, recorded=True)
+    assert Repeater.recordings == 2
+    assert Repeater.passes == 24, "each micro-batch is computed once, as sharded models need it"
+    for mine, theirs in zip(recorded, plain, strict=True):
+        torch.testing.assert_close(mine.loss, theirs.loss, rtol=1e-6, atol=0)
+        torch.testing.assert_close(mine.gradient_norm, theirs.gradient_norm, rtol=1e-5, atol=0)
+    assert len({result.loss.item() for result in recorded}) == len(recorded), "each result keeps its own loss"
+    for mine, theirs in zip(given.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_keep_their_memory_and_start_from_zero(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    batch = read_batches(config, 2, 1)[0]
+    model = DecoderLM(config.model)
+    graphs = MicroBatchGraphs(model, model.parameters(), CPU, "fp32")
+    graphs.zero_gradients()
+    first = graphs.add_gradients(batch, 0.5).item()
+    parameter = next(model.parameters())
+    gradient, place = parameter.grad.clone(), parameter.grad.data_ptr()  # type: ignore[union-attr]
+    graphs.add_gradients(batch, 0.25)
+    torch.testing.assert_close(parameter.grad, 1.5 * gradient)
+    parameter.grad = None
+    graphs.zero_gradients()
+    assert parameter.grad is not None and parameter.grad.data_ptr() == place and not parameter.grad.any()
+    assert graphs.add_gradients(batch, 1.0).item() == pytest.approx(2 * first, rel=1e-6)
+    recorded = [weakref.ref(recording.loss) for recording in graphs._recordings.values()]
+    graphs.release()
+    assert recorded and all(reference() is None for reference in recorded)
+
+
+def test_padded_documents_change_nothing(tmp_path: Path) -> None:
+    """Empty documents behind the last one: the same loss and gradients, and one shape for many batches."""
+    config = make_config(tmp_path)
+    model = DecoderLM(config.model).double()
+    packed = [batch for batch in read_batches(config, 2, 30) if batch.cu_seqlens is not None]
+    counts = {batch.cu_seqlens.numel() for batch in packed if batch.cu_seqlens is not None}
+    assert len(counts) > 1
+    shapes = set()
+    for batch in packed:
+        both = []
+        for pad in (False, True):
+            inputs = model_inputs(batch, pad_documents=pad)
+            loss = cuda_graphs.call_with(model, inputs)
+            both.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+        shapes.add(tuple(tensor.shape for tensor in inputs))
+        torch.testing.assert_close(both[1], both[0], rtol=1e-12, atol=1e-14)
+    assert len(shapes) == 1
+
+
+def test_rows_become_documents_where_others_have_some(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    model = DecoderLM(config.model).double()
+    batch = next(batch for batch in read_batches(config, 2, 30) if batch.cu_seqlens is None)
+    plain, packed = (model_inputs(batch, pad_documents=True, documents=number) for number in (0, 40))
+    assert len(plain) == 2 and packed[2].tolist() == [0, 32, *[64] * 63]
+    both = []
+    for inputs in (plain, packed):
+        loss = cuda_graphs.call_with(model, inputs)
+        both.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    torch.testing.assert_close(both[1], both[0], rtol=1e-12, atol=1e-14)
+
+
+def test_a_cpu_run_says_that_it_records_nothing(tmp_path: Path) -> None:
+    train(make_config(tmp_path, "--train.cuda_graphs", "true", "--train.steps", "1"))
+    assert Repeater.recordings == 0
+    notes = [row["message"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "event") if "message" in row]
+    assert any("train.cuda_graphs is for GPUs" in note for note in notes), notes

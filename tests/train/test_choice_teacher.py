@@ -1,0 +1,175 @@
+"""The loss of the choice in a training step: it teaches the chooser alone, however a batch is cut."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.step.test_step import read_batches
+from tests.train.tiny import make_config, read_checkpoint
+from trifocal.data import Batch
+from trifocal.errors import UserError
+from trifocal.models import DecoderLM
+from trifocal.runlog import Heartbeat, read_metrics
+from trifocal.train import resume, train
+from trifocal.train.choice_teacher import ChoiceTeacher
+from trifocal.train.config.sections import RunConfig
+from trifocal.train.step.optimizer import make_optimizer
+from trifocal.train.step.step import StepResult, TrainStep
+
+CPU = torch.device("cpu")
+# Rows of 32 tokens in which the last queries of each document have more free blocks than places.
+TAUGHT = ("--train.choice_loss_weight", "0.5", "--train.choice_loss_sample", "0.5")
+INDEX = ("--model.chooser", "index")
+NORMS_AFTER = tuple(
+    word for key in ("norm_after", "qk_norm", "qk_norm_all_heads") for word in (f"--model.{key}", "true")
+)
+Gradients = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def heartbeat(tmp_path: Path) -> Iterator[Heartbeat]:
+    with Heartbeat(tmp_path / "heartbeat", interval_seconds=60) as heartbeat:
+        yield heartbeat
+
+
+def take_step(
+    config: RunConfig, batches: list[Batch], heartbeat: Heartbeat, *, step: int = 3
+) -> tuple[StepResult, Gradients, DecoderLM]:
+    model = DecoderLM(config.model)
+    model.init_weights(5)
+    model.set_activation_checkpointing(*config.train.checkpointed_layers(config.model.num_layers))
+    teacher = ChoiceTeacher(model, config.train, CPU) if config.train.choice_loss_weight else None
+    function = model if teacher is None else partial(model, teaching=teacher.teaching)
+    optimizer = make_optimizer(model, config.optimizer)
+    train_step = TrainStep(function, optimizer, CPU, config.train, teacher=teacher)
+    result = train_step.run(step, batches, phases=heartbeat)
+    assert result.finite.wait()
+    return result, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, model
+
+
+@pytest.mark.parametrize("attention", ["nsa", "selected"])
+def test_all_but_the_index_gets_the_same_update(tmp_path: Path, heartbeat: Heartbeat, attention: str) -> None:
+    config = make_config(tmp_path, *INDEX, *TAUGHT, "--model.attention", attention)
+    batches = read_batches(config, 2, 2)
+    silent = replace(config, train=replace(config.train, choice_loss_weight=0.0))
+    plain, _, without = take_step(silent, batches, heartbeat)
+    result, gradients, taught = take_step(config, batches, heartbeat)
+    assert plain.choice is None
+    assert result.choice is not None and result.choice[:, 0].min() > 0.01
+    assert result.choice[:, 1].min() > 0.1 and result.choice[:, 1].max() <= 1
+    assert torch.equal(result.loss, plain.loss)
+    assert torch.equal(result.gradient_norm, plain.gradient_norm)
+    others = dict(without.named_parameters())
+    index = [name for name in others if ".index." in name]
+    assert len(index) == 4 and all(gradients[name].any() for name in index)
+    for name, parameter in taught.named_parameters():
+        assert (name in index) != torch.equal(parameter, others[name]), name
+
+
+@pytest.mark.parametrize("keys", [(), ("--model.compressor", "mlp"), NORMS_AFTER])
+def test_compressed_keys_are_taught_alone(tmp_path: Path, heartbeat: Heartbeat, keys: tuple[str, ...]) -> None:
+    config = make_config(tmp_path, *keys, *TAUGHT, "--train.gradient_clip_norm", "0")
+    batches = read_batches(config, 2, 2)
+    silent = replace(config, train=replace(config.train, choice_loss_weight=0.0))
+    _, plain, _ = take_step(silent, batches, heartbeat)
+    _, taught, _ = take_step(config, batches, heartbeat)
+    changed = {name for name in plain if not torch.equal(plain[name], taught[name])}
+    own = {name for name in plain if "k_compressor" in name}
+    assert changed == {f"blocks.{layer}.attention.k_proj.weight" for layer in range(2)} | own
+    width = config.model.num_kv_heads * config.model.head_dim
+    for layer in range(2):
+        difference = (
+            taught[f"blocks.{layer}.attention.k_proj.weight"] - plain[f"blocks.{layer}.attention.k_proj.weight"]
+        ).abs()
+        assert difference[:width].any() and not difference[width:].any()
+
+
+def test_how_a_batch_is_cut_does_not_matter(tmp_path: Path, heartbeat: Heartbeat) -> None:
+    config = make_config(tmp_path, *INDEX, *TAUGHT, "--train.gradient_clip_norm", "0")
+    whole = take_step(config, read_batches(config, 4, 1), heartbeat)
+    assert whole[0].choice is not None
+    checkpointed = replace(config, train=replace(config.train, activation_checkpointing="all"))
+    others = {
+        "accumulated": take_step(config, read_batches(config, 1, 4), heartbeat),
+        "checkpointed": take_step(checkpointed, read_batches(config, 4, 1), heartbeat),
+    }
+    for name, (result, gradients, _) in others.items():
+        torch.testing.assert_close(result.choice, whole[0].choice, rtol=1e-5, atol=1e-7, msg=name)
+        for parameter, gradient in gradients.items():
+            torch.testing.assert_close(gradient, whole[1][parameter], rtol=1e-4, atol=1e-6, msg=f"{name}: {parameter}")
+    another, _, _ = take_step(config, read_batches(config, 4, 1), heartbeat, step=4)
+    assert not torch.equal(another.choice, whole[0].choice), "each step has its own sample"
+
+
+def test_an_index_has_a_learning_rate_of_its_own(tmp_path: Path, heartbeat: Heartbeat) -> None:
+    """The first step of Adam without decay moves each parameter by its learning rate."""
+    config = make_config(tmp_path, *INDEX, *TAUGHT, "--optimizer.weight_decay", "0")
+    batches = read_batches(config, 2, 2)
+    faster = replace(config, optimizer=replace(config.optimizer, index_lr_factor=3.0))
+    _, gradients, plain = take_step(config, batches, heartbeat)
+    _, _, fast = take_step(faster, batches, heartbeat)
+    start = DecoderLM(config.model)
+    start.init_weights(5)
+    begin, moved = dict(start.named_parameters()), dict(fast.named_parameters())
+    for name, parameter in plain.named_parameters():
+        if ".index." not in name:
+            assert torch.equal(parameter, moved[name]), name
+            continue
+        taught = gradients[name].abs() > 1e-5
+        ratio = ((moved[name] - begin[name]) / (parameter - begin[name]))[taught]
+        assert taught.any() and ratio.detach() == pytest.approx(3.0, rel=1e-2), name
+
+
+def test_no_eligible_query_is_no_loss(tmp_path: Path, heartbeat: Heartbeat) -> None:
+    config = make_config(tmp_path, *INDEX, *TAUGHT, "--model.geometry.num_selected_blocks", "4")
+    batches = read_batches(config, 2, 2)
+    assert sum(ChoiceTeacher(DecoderLM(config.model), config.train, CPU).eligible(batches, 3)) == 0
+    result, gradients, _ = take_step(config, batches, heartbeat)
+    assert result.choice is not None and not result.choice.any()
+    assert not any(gradient.any() for name, gradient in gradients.items() if ".index." in name)
+
+
+def test_a_run_writes_the_loss_of_its_choice(tmp_path: Path) -> None:
+    config = make_config(tmp_path, *INDEX, *TAUGHT, "--log.sample_interval_steps", "0")
+    train(config)
+    rows = list(read_metrics(Path(config.run.directory) / "metrics.jsonl", "train"))
+    assert len(rows) == 6 and all(row["choice_loss"] > 0 for row in rows)
+    assert all(len(row["choice_recall"]) == 2 and 0 < min(row["choice_recall"]) <= 1 for row in rows)
+
+
+@pytest.mark.parametrize("only", ["all", "chooser"])
+def test_a_resumed_run_teaches_the_same(tmp_path: Path, only: str) -> None:
+    rate = ("--optimizer.index_lr_factor", "3")
+    config = make_config(tmp_path, *INDEX, *TAUGHT, *rate, "--train.only", only)
+    train(config)
+    run = Path(config.run.directory)
+    whole = read_checkpoint(run / "checkpoints" / "step_00000006")
+    recalls = [row["choice_recall"] for row in read_metrics(run / "metrics.jsonl", "train")]
+    assert resume(run, checkpoint="step_00000004").finished
+    for key, value in read_checkpoint(run / "checkpoints" / "step_00000006").items():
+        assert torch.equal(value, whole[key]), key
+    assert [row["choice_recall"] for row in read_metrics(run / "metrics.jsonl", "train")] == recalls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model.attention", "dense", *TAUGHT), "no layer chooses blocks; set it to 0"),
+        (("--model.selection", "random", *TAUGHT), 'selection "random" learns nothing'),
+        (("--model.shared_kv", "true", *TAUGHT), "compressed keys have no parameters of their own"),
+        (("--model.attention", "selected", *TAUGHT), 'set model.chooser to "index"'),
+        (INDEX, "set train.choice_loss_weight above 0"),
+        (("--train.only", "chooser", *TAUGHT), "trains the index alone, and the model has none; set model.chooser"),
+        (("--optimizer.index_lr_factor", "3"), "but the model has no index; set it to 1, or model.chooser"),
+        (("--optimizer.index_lr_factor", "0"), "optimizer.index_lr_factor must be positive, got 0"),
+        (("--train.choice_loss_sample", "0"), r"train.choice_loss_sample must lie in \(0, 1\], got 0"),
+    ],
+)
+def test_what_cannot_be_taught_is_refused_in_one_line(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message) as raised:
+        train(make_config(tmp_path, "--log.sample_interval_steps", "0", *arguments))
+    assert "\n" not in str(raised.value)

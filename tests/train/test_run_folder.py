@@ -1,0 +1,409 @@
+"""The folder of a run while it trains, moved, deleted or replaced: never half a run, always one clear line."""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import warm
+from tests.children import environment
+from tests.distributed.workers import train as start
+from tests.train.tiny import before_step, make_config, read_checkpoint, write_config
+from tests.written_runs import wait_for
+from trifocal import load_model
+from trifocal.cli import main
+from trifocal.data import make_tokenizer
+from trifocal.distributed import DistributedContext
+from trifocal.errors import UserError
+from trifocal.runlog import read_metrics
+from trifocal.train import load_config, resume, run_folder, train
+from trifocal.train.launch import restarted_run
+from trifocal.train.run_folder import LOCK_FILE, RunLock
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Any) -> None:
+    before_step(monkeypatch, lambda step, _: action() if step == number else None)
+
+
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+@pytest.mark.parametrize("fate", ["moved", "deleted", "replaced"])
+def test_a_run_whose_folder_is_gone_stops_and_leaves_another_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fate: str, asynchronous: str
+) -> None:
+    run, moved = tmp_path / "run", tmp_path / "moved"
+
+    def lose() -> None:
+        run.rename(moved)
+        if fate == "replaced":
+            run.mkdir()
+            (run / ".trifocal_run").write_text("trifocal run, format 1\nanother\n")
+        if fate == "deleted":
+            shutil.rmtree(moved)
+
+    at_step(monkeypatch, 4, lose)
+    flags = ("--checkpoint.asynchronous", asynchronous, "--evaluate.interval_steps", "1", "--train.steps", "50")
+    with pytest.raises(
+        UserError, match=r"while its run trained: the run stopped after step 4, and its last .* step 2;"
+    ):
+        train(make_config(tmp_path, *flags))
+    monkeypatch.undo()
+    assert [path.name for path in run.rglob("*")] == ([".trifocal_run"] if fate == "replaced" else [])
+    if fate == "moved":
+        assert resume(moved, config=make_config(tmp_path)).finished
+        assert [row["step"] for row in read_metrics(moved / "metrics.jsonl", "train")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_several_processes_stop_together_when_the_folder_is_moved(tmp_path: Path) -> None:
+    fault = tmp_path / "fault"
+    workers = start(tmp_path, write_config(tmp_path), fault="wait_at_step", FAULT_FILE=str(fault))
+    workers.wait_for(fault)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    Path(f"{fault}.go").touch()
+    ended = workers.join()
+    assert [end.status for end in ended] == [2, 2]
+    for end in ended:
+        assert "was moved, deleted or replaced while its run trained" in end.error and "loop.py" not in end.error
+    assert not (tmp_path / "run").exists()
+
+
+def test_torchrun_starts_again_and_never_takes_the_earlier_run_for_its_own(tmp_path: Path) -> None:
+    """Two starts with one store, as torchrun keeps it; a process of the first is killed in the first step."""
+    run, fault = tmp_path / "run", tmp_path / "fault"
+    train(make_config(tmp_path, "--train.steps", "2", "--run.seed", "3"))
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
+    torchrun = {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
+    for expected in ([1, -signal.SIGKILL], [0, 0]):
+        path = write_config(tmp_path)
+        workers = start(tmp_path, path, "--overwrite", fault="die_in_first_step", FAULT_FILE=str(fault), **torchrun)
+        assert [end.status for end in workers.join()] == expected, workers.error(0)
+    rows = read_metrics(run / "metrics.jsonl")
+    assert [row["step"] for row in rows if row["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+    assert "resumed" not in [row.get("name") for row in rows]
+    assert old_names(run) == ["run.old-1", "run.old-2"]
+    assert load_config(tmp_path / "run.old-1" / "config.toml").run.seed == 3
+
+
+def test_torchrun_does_not_begin_anew_where_its_run_is_gone(tmp_path: Path) -> None:
+    store = torch.distributed.HashStore()
+    processes = DistributedContext(launcher_store=store)
+    processes.mark_run_created()
+    assert store.check(["trifocal/begun"])
+    with pytest.raises(UserError, match=r"the run that torchrun began in .* is no longer there"):
+        restarted_run(replace(processes, restarted=True), tmp_path / "run")
+    processes.unmark_run_created()
+    assert not store.check(["trifocal/begun"])
+    assert restarted_run(processes, tmp_path / "run") == ""
+
+
+def old_names(run: Path) -> list[str]:
+    return sorted(path.name for path in run.parent.glob(f"{run.name}.*") if path.is_dir())
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_overwrite_renames_the_earlier_run_and_leaves_it_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, linked: bool
+) -> None:
+    run = place = tmp_path / "run"
+    if linked:
+        place = tmp_path / "volume" / "real"
+        place.mkdir(parents=True)
+        run.symlink_to(place)
+    config = make_config(tmp_path, "--train.steps", "1", "--evaluate.interval_steps", "0")
+    train(config)
+    (run / "notes.txt").write_text("of the user")
+    first = {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for number in (1, 2):
+        train(config, overwrite=True)
+        assert capsys.readouterr().err.splitlines()[-1] == (
+            f"trifocal: the run that was in {place} is now in {place}.old-{number}"
+        )
+    old = place.with_name(f"{place.name}.old-1")
+    assert {path.relative_to(old): path.read_bytes() for path in old.rglob("*") if path.is_file()} == first
+    assert resume(old).step == 1
+
+    # A start that fails leaves the earlier run renamed, and says where it is.
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trifocal.train.run_logger.write_environment", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            train(config, overwrite=True)
+    assert f"{place}.old-3; the 3 old runs take " in capsys.readouterr().err
+    assert old_names(place) == [f"{place.name}.old-{number}" for number in (1, 2, 3)]
+    assert train(config).finished
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda run: (run / ".trifocal_run").unlink(), r"has no \.trifocal_run, by which a run is known"),
+        (lambda run: (run / "config.toml").unlink(), "exists and is not a run"),
+        (lambda run: os.chdir(run / "checkpoints"), "it is the current folder"),
+    ],
+)
+def test_what_is_not_a_run_is_never_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = make_config(tmp_path, "--train.steps", "1")
+    run = train(config).directory
+    spoil(run)
+    with pytest.raises(UserError, match=says):
+        train(config, overwrite=True)
+    assert (run / "checkpoints").is_dir() and not old_names(run)
+
+
+@pytest.mark.parametrize("error", [errno.EBUSY])
+def test_a_folder_that_cannot_be_renamed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    config = make_config(tmp_path, "--train.steps", "1")
+    run = train(config).directory
+
+    def fail(path: Path, target: Path) -> Path:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(UserError, match=f"cannot make run.directory .*{os.strerror(error)}"):
+        train(config, overwrite=True)
+    assert (run / "checkpoints").is_dir()
+
+
+LINKS = (
+    *(".lock", ".trifocal_run", "config.toml", ".config.toml.partial", "env.json", "metrics.jsonl"),
+    *("heartbeat", "heartbeat/rank0.jsonl", "samples", "samples/step_00000002.txt", "weights", "weights/config.json"),
+    *("checkpoints", "checkpoints/step_00000002", "dumps", "traces", "tensorboard"),
+)
+
+
+def test_no_link_in_a_foreign_run_is_followed(tmp_path: Path) -> None:
+    run = train(make_config(tmp_path, "--train.steps", "2", "--log.telemetry_interval_steps", "0")).directory
+    longer = make_config(tmp_path, "--train.steps", "4")
+    for name in LINKS:
+        path, victim = run / name, tmp_path / "victim"
+        path.parent.mkdir(exist_ok=True)
+        was_there = path.exists()
+        if was_there:
+            path.rename(victim)
+        else:
+            victim.write_text("mine")
+        path.symlink_to(victim)
+        before = {file: file.read_bytes() for file in [victim, *victim.rglob("*")] if file.is_file()}
+        with pytest.raises(UserError, match=rf"{name} is a (symbolic )?link") as caught:
+            resume(run, config=longer)
+        assert "\n" not in str(caught.value)
+        assert before == {file: file.read_bytes() for file in [victim, *victim.rglob("*")] if file.is_file()}
+        path.unlink()
+        victim.rename(path) if was_there else victim.unlink()
+    assert resume(run, config=longer).finished
+
+
+def step_of(weights: Path) -> int:
+    return int(json.loads((weights / "trainer_state.json").read_text())["global_step"])
+
+
+def test_the_weights_are_those_of_the_last_checkpoint_however_a_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert train(make_config(tmp_path)).finished
+    assert step_of(run / "weights") == 6
+    with monkeypatch.context() as patch:
+        at_step(patch, 9, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert resume(run, config=make_config(tmp_path, "--train.steps", "20")).step == 9
+    assert f"{run / 'weights'} is of an earlier step until this run ends" in capsys.readouterr().out
+    assert step_of(run / "weights") == 9
+    saved = read_checkpoint(run / "checkpoints" / "step_00000009")
+    for name, tensor in load_model(run / "weights").state_dict().items():
+        assert torch.equal(tensor, saved[f"model.{name}"]), name
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("trifocal.train.checkpoint.export.save_weights", full)
+    with pytest.raises(UserError, match=r"step 12 is saved, but its weights could not .*No space left.*earlier"):
+        resume(run, config=make_config(tmp_path, "--train.steps", "12"))
+    assert not (run / "weights" / "trainer_state.json").exists()
+
+
+def test_the_umask_says_who_reads_the_weights(tmp_path: Path) -> None:
+    before = os.umask(0o007)
+    try:
+        train(make_config(tmp_path, "--train.steps", "1"))
+    finally:
+        os.umask(before)
+    files = sorted((tmp_path / "run" / "weights").iterdir())
+    assert [path.name for path in files] == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "modeling_trifocal.py",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "trainer_state.json",
+    ]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o660}
+
+
+def test_the_weights_come_with_their_tokenizer(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"<eos>": 0, "<unk>": 1, "a": 2, "quick": 3}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    train(make_config(tmp_path, "--train.steps", "1", "--data.tokenizer", str(tmp_path / "tokenizer.json")))
+    (tmp_path / "tokenizer.json").unlink()
+    weights = tmp_path / "run" / "weights"
+    loaded = make_tokenizer(str(weights))
+    assert (loaded.encode("a quick fox").tolist(), loaded.separator, loaded.vocab_size) == ([2, 3, 1], 0, 4)
+    (weights / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: it holds no JSON object"):
+        make_tokenizer(str(weights))
+    train(make_config(tmp_path, "--train.steps", "1", name="bytes"))
+    assert make_tokenizer(str(tmp_path / "bytes" / "weights")).decode([65, 256]) == "A"
+
+
+def test_home_is_expanded_and_advice_can_be_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    path = write_config(tmp_path)
+    assert main(["train", "~/run.toml", "--run.directory", "~/at home", "--train.steps", "2"]) == 0
+    assert not (tmp_path / "~").exists() and (tmp_path / "at home" / "config.toml").is_file()
+    assert f"trifocal report '{tmp_path}/at home'" in capsys.readouterr().out
+    assert main(["train", "--resume=~/at home", "--train.steps", "3"]) == 0
+    capsys.readouterr()
+    assert main(["train", str(path), "--run.directory", "-x", "--train.steps", "2"]) == 0
+    assert 'trifocal generate ./-x --prompt "import "' in capsys.readouterr().out
+    assert main(["train", "--resume", "./-x", "--train.steps", "3"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("directory", "says"),
+    [
+        ("~nobody_of_that_name/x", "there is no user 'nobody_of_that_name'"),
+        ("runs\0x", "has a NUL character"),
+        (os.fsdecode(b"caf\xe9"), "is not UTF-8 text"),
+        ("x" * 300, "File name too long"),
+    ],
+)
+def test_a_folder_that_cannot_be_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], directory: str, says: str
+) -> None:
+    path = write_config(tmp_path)
+    for arguments in (
+        [str(path), "--run.directory", directory],
+        ["--resume", directory],
+        [directory],
+    ):
+        assert main(["train", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and says in error, error
+
+
+# `python -c HOLD FOLDER FILE`: makes the file when it has the lock.
+HOLD = """
+import sys, time
+from pathlib import Path
+from trifocal.train.run_folder import RunLock
+with RunLock() as lock:
+    lock.acquire(Path(sys.argv[1]))
+    Path(sys.argv[2]).touch()
+    time.sleep(60)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "WAIT_SECONDS", 0.0)
+
+
+@pytest.mark.parametrize("second", ["resume", "overwrite"])
+def test_a_run_that_goes_on_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: str) -> None:
+    config = make_config(tmp_path)
+    refused: list[str] = []
+
+    def intrude(step: int, arguments: dict[str, Any]) -> None:
+        if step == 4:
+            with pytest.raises(UserError, match=rf"run is in use: process {os.getpid()} on .*trains there") as caught:
+                resume(config.run.directory) if second == "resume" else train(config, overwrite=True)
+            refused.append(str(caught.value))
+
+    before_step(monkeypatch, intrude)
+    assert train(config).finished
+    assert len(refused) == 1
+    assert [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl", "train")] == [1, 2, 3, 4, 5, 6]
+    assert not list((tmp_path / "run/checkpoints").glob("superseded_*"))
+
+
+def test_a_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
+    held = tmp_path / "held"
+    command = [sys.executable, "-c", HOLD, str(tmp_path), str(held)]
+    child = warm.popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment())
+    try:
+        wait_for(held.exists)
+        with RunLock() as lock, pytest.raises(UserError, match=f"process {child.pid} on {socket.gethostname()} trains"):
+            lock.acquire(tmp_path)
+    finally:
+        child.kill()
+        child.wait()
+    for _ in range(2):
+        with RunLock() as lock:
+            assert lock.acquire(tmp_path) == ""
+
+
+def test_the_lock_of_a_folder_that_was_renamed_meanwhile_is_not_that_of_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    held = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(held, fcntl.LOCK_EX)
+
+    def rename_and_give_back(seconds: float) -> None:
+        folder.rename(tmp_path / "run.old-1")
+        folder.mkdir()
+        fcntl.flock(held, fcntl.LOCK_UN)
+
+    monkeypatch.setattr(run_folder, "WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(run_folder.time, "sleep", rename_and_give_back)
+    try:
+        with RunLock() as lock, pytest.raises(UserError, match="was renamed or deleted by the process"):
+            lock.acquire(folder)
+    finally:
+        os.close(held)
+
+
+def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(38, os.strerror(38))
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", no_locks)
+    assert train(make_config(tmp_path, "--train.steps", "1")).finished
+    notes = [row["message"] for row in read_metrics(tmp_path / "run/metrics.jsonl", "event") if row["name"] == "note"]
+    assert any("has no locks" in note for note in notes)
+
+
+def test_a_run_without_a_checkpoint_says_how_to_begin_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(step: int, arguments: dict[str, Any]) -> None:
+        raise RuntimeError("killed")
+
+    before_step(monkeypatch, fail)
+    with pytest.raises(RuntimeError, match="killed"):
+        train(make_config(tmp_path))
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=r"no checkpoint yet; .*trifocal train \S+/run/config\.toml --overwrite"):
+        resume(tmp_path / "run")
+    assert train(load_config(tmp_path / "run/config.toml", ["--train.steps", "1"]), overwrite=True).finished
