@@ -118,6 +118,8 @@ def step_times_ms(model: CachedModel, past: int, count: int) -> list[float]:
     Raises:
         ArithmeticError: If a logit was not finite.
     """
+    # All prompts in one step.
+    model.prefill_chunk_size = max(past, 256) * model.max_sequences
     engine, prompt = Engine(model), [0] * past
     for seed in range(model.max_sequences):
         sampling = Sampling(temperature=0.8, seed=seed)

@@ -42,8 +42,6 @@ SHELL_NOTES = (
     "shell: trifocal generate on a trained run in a fresh process, standard output read as it comes; medians, and the "
     "slowest, of calls behind a first one that fills the caches of kernels and files.",
 )
-# Tokens of a prompt that is there to record a step.
-_SHORT = 8
 # New tokens of the part shell.
 NEW_TOKENS = 512
 _PROMPT = "The "
@@ -257,7 +255,7 @@ def _mix_figures(bench: DecodingBench, attention: str) -> dict[str, Any]:
     config, dtype = bench.config(attention), DTYPES[options.precision]
     requests = mixed_requests(bench)
     most = min(options.max_sequences, options.requests)
-    longest = max(request.longest for request in [*requests, *requests_of_every_batch(most)])
+    longest = max(request.longest for request in requests)
     model = bench.model(attention)
     free = memory_for_caches(config, dtype, device)
     plan = plan_cache(config, dtype, longest, free_bytes=free, sequences=most)
@@ -272,8 +270,8 @@ def _mix_figures(bench: DecodingBench, attention: str) -> dict[str, Any]:
         prefill_chunk_size=options.prefill_chunk_size,
     )
     engine = Engine(cached)
-    for _ in engine.run([*requests_of_every_batch(plan.max_sequences), *map(_first_token_of, requests[:2])]):
-        pass
+    engine.warm_up()
+    engine.complete(map(_first_token_of, requests[:2]))
     begin = synchronized_seconds(device)
     tokens_out = sum(update.token is not None for update in engine.run(requests))
     seconds = synchronized_seconds(device) - begin
@@ -289,15 +287,6 @@ def _mix_figures(bench: DecodingBench, attention: str) -> dict[str, Any]:
         "tokens_out_per_second": tokens_out / seconds,
         "peak_gib": peak_gib(device),
     }
-
-
-def requests_of_every_batch(max_sequences: int) -> list[Request]:
-    """Short requests that end in turns, the later half each time: each batch size has steps enough to be recorded."""
-    turns = max_sequences.bit_length()
-    return [
-        Request(prompt=[0] * _SHORT, max_new_tokens=4 * (1 + turns - number.bit_length()))
-        for number in range(max_sequences)
-    ]
 
 
 def _first_token_of(request: Request) -> Request:

@@ -130,7 +130,7 @@ PARTS = {
         "Does it recall the value of any key?",
         {"data.source": "recall:64", "model.vocab_size": "512"}
         | _SMALL | _model(2, 256, 4) | _batch(64, 1024, 1500, 2e-3),
-        (("--only", "recall", "--samples", "64", "--pairs", "16", "32", "64"),),
+        (("--only", "recall", "choice", "--samples", "64", "--pairs", "16", "32", "64"),),
         jobs=4,
         geometry=_SMALL_BLOCKS,
     ),

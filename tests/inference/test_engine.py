@@ -323,6 +323,15 @@ def test_the_first_token_comes_before_the_second_is_begun(model: DecoderLM, monk
         assert update.token is not None and len(steps) == number
 
 
+def test_every_batch_size_is_recorded_before_requests_come(model: DecoderLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step of a size compiles, the second is recorded."""
+    sizes: list[int] = []
+    healthy = CachedModel.step
+    monkeypatch.setattr(CachedModel, "step", lambda cached, x, batch: sizes.append(len(x)) or healthy(cached, x, batch))
+    make_engine(model, 5)[0].warm_up()
+    assert {size: min(2, sizes.count(size)) for size in sizes} == dict.fromkeys((1, 2, 4, 5), 2)
+
+
 def test_what_never_fits_is_refused_with_the_number_that_would(model: DecoderLM) -> None:
     engine, _ = make_engine(model, 2, num_pages=3)
     with pytest.raises(RequestTooLong, match="question 4: a prompt of 20 tokens with 6 new ones is too long") as caught:

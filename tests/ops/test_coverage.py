@@ -90,29 +90,3 @@ def test_one_key_too_few_is_seen():
     exact = dense(inputs.q, inputs.k_win, inputs.v_win)
     assert error(o[:, :-1], exact[:, :-1]) <= FULL_COVERAGE[torch.float64]
     assert error(o, exact) > 1e-4
-
-
-GRADCHECK = geometry(4, 2, 4, 2, 1, 1, 3)
-
-
-@pytest.mark.parametrize("lengths", [None, (5, 1, 7)], ids=["one document", "packed"])
-def test_gradcheck(lengths):
-    case = Case("", GRADCHECK, 13, heads=4, groups=2, dim=3, value_dim=2, lengths=lengths)
-    inputs = draw(case).leaves()
-    selected = ops.select_blocks(
-        inputs.q, inputs.k_cmp, torch.zeros(1, 13, 4).double(), GRADCHECK, cu_seqlens=case.cu_seqlens
-    )
-
-    def attention(*tensors):
-        return nsa_attention(*tensors, GRADCHECK, cu_seqlens=case.cu_seqlens, selected_blocks=selected)
-
-    def compressed(*tensors):
-        o, lse = ops.compressed_attention(*tensors, GRADCHECK, cu_seqlens=case.cu_seqlens)
-        return o, lse.masked_fill(lse.isinf(), 0.0)
-
-    def compress(x):
-        return ops.mean_compress(x, GRADCHECK, cu_seqlens=case.cu_seqlens)
-
-    assert torch.autograd.gradcheck(attention, tuple(inputs))
-    assert torch.autograd.gradcheck(compressed, (inputs.q, inputs.k_cmp, inputs.v_cmp))
-    assert torch.autograd.gradcheck(compress, (inputs.k_slc,))

@@ -110,27 +110,6 @@ def test_more_queries_than_keys(call):
         call(INPUTS.q, INPUTS.k_slc[:, :19], INPUTS.v_slc[:, :19])
 
 
-def test_more_queries_than_num_keys():
-    with refused("got T = 20 and S = 19"):
-        ops.compressed_attention(*INPUTS[:3], USUAL, num_keys=19)
-    with refused("got T = 20 and S = 19"):
-        ops.select_blocks(*INPUTS[:2], LSE, USUAL, num_keys=19)
-
-
-def test_compressed_attention():
-    q, k, v = INPUTS[:3]
-    with refused("q must have the shape [B, T, H, D], got [8]"):
-        ops.compressed_attention(q[0, 0, 0], k, v, USUAL)
-    with refused("C = 4 compressed blocks for 20 keys"):
-        ops.compressed_attention(q, k[:, :2], v[:, :2], USUAL)
-    with refused("C = 5 compressed blocks for 24 keys"):
-        ops.compressed_attention(q, k, v, USUAL, num_keys=24)
-    with refused("k_cmp must have the dtype of q"):
-        ops.compressed_attention(q, k.double(), v.double(), USUAL)
-    with refused("v_cmp must have the shape [B, C, G, V], got [4, 2, 5]"):
-        ops.compressed_attention(q, k, v[0], USUAL)
-
-
 def test_select_blocks():
     q, k = INPUTS[:2]
     with refused("lse must have the shape [B, T, H] = [2, 20, 6], got [2, 6, 20]"):
@@ -143,16 +122,6 @@ def test_select_blocks():
         ops.select_blocks(q, k, LSE.to("meta"), USUAL)
     with refused("lse must be floating point, got torch.int64"):
         ops.select_blocks(q, k, LSE.long(), USUAL)
-
-
-def test_selected_attention():
-    arguments = (INPUTS.q, INPUTS.k_slc, INPUTS.v_slc)
-    with refused("selected_blocks must have the shape [B, T, G, N] with [B, T, G] = [2, 20, 2], got [2, 19, 2, 3]"):
-        ops.selected_attention(*arguments, CHOSEN[:, :19], USUAL)
-    with refused("selected_blocks must be of int32 or int64, got torch.bool"):
-        ops.selected_attention(*arguments, CHOSEN.bool(), USUAL)
-    with refused("selected_blocks must be a tensor [B, T, G, N], got NoneType"):
-        ops.selected_attention(*arguments, None, USUAL)
 
 
 @pytest.mark.parametrize(
@@ -257,11 +226,6 @@ def test_right_borders_are_taken():
         call()
 
 
-def test_documents_with_a_batch_of_rows():
-    with refused("cu_seqlens needs B = 1: pack the documents one behind the other, got B = 2"):
-        attend(cu_seqlens=PACKED.cu_seqlens)
-
-
 def test_documents_with_fewer_queries_than_keys():
     inputs = draw(PACKED, torch.float32)
     with refused("cu_seqlens needs as many queries as keys, got T = 3 and S = 20"):
@@ -301,15 +265,3 @@ def test_triton_that_cannot_run_says_why(call, monkeypatch):
     with pytest.raises(ValueError, match=r"backend 'triton' cannot run \w+ here: .{10,}"):
         calls[call]("triton")
     calls[call]("auto")
-
-
-def test_choices_are_counted_with_their_reason():
-    before = ops.backend_choices()
-    attend()
-    attend(backend="reference")
-    after = ops.backend_choices()
-    new = {key: after[key] - before.get(key, 0) for key in after if after[key] != before.get(key, 0)}
-    assert new[("nsa_attention", "reference", "asked for")] == 1
-    (reason,) = {reason for operation, _, reason in new if operation == "nsa_attention" and reason != "asked for"}
-    assert len(reason) > 10
-    assert {backend for _, backend, _ in new} == {"reference"}

@@ -200,16 +200,6 @@ def test_poison_in_blocks_that_nobody_chose():
     )
 
 
-def test_poison_in_another_row_of_the_batch():
-    case = Case("", cases.USUAL, 40, batch=2, heads=4, groups=2)
-    inputs = draw(case)
-    clean = attend(case, inputs)
-    poisoned = {name: getattr(inputs, name).clone() for name in inputs._fields}
-    for tensor in poisoned.values():
-        tensor[1] = float("nan")
-    assert torch.equal(attend(case, cases.Inputs(**poisoned))[0], clean[0])
-
-
 @pytest.mark.parametrize("kept", [15, 16, 39, 40])
 def test_window_keys_may_be_the_last_ones_only(kept):
     case = Case("", cases.USUAL, 5, keys=40, batch=2, heads=4, groups=2)

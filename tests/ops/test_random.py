@@ -1,4 +1,4 @@
-"""Shapes and geometries that nobody thought of, against the oracle in float64."""
+"""The cases, and shapes and geometries that nobody thought of, against the oracle in float64: the choice exactly."""
 
 import dataclasses
 import random
@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from tests.ops.cases import Case, draw, geometry
+from tests.ops.cases import CASES, Case, draw, geometry
 from trifocal import nsa_attention, ops
 from trifocal.testing import oracle
 from trifocal.testing.inputs import cotangent
@@ -49,10 +49,9 @@ def any_case(seed):
     return dataclasses.replace(case, keys=case.queries + rng.randint(1, 30))
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_any_case(seed):
-    case = any_case(seed)
-    inputs = draw(case, seed=seed).leaves()
+@pytest.mark.parametrize("case", [*CASES, *map(any_case, range(40))], ids=lambda case: case.why)
+def test_the_whole_attention_and_its_choice(case):
+    inputs = draw(case, seed=1).leaves()
     exact = type(inputs)(*inputs).leaves()
     rules = {"lengths": case.document_lengths}
     o_cmp, lse = ops.compressed_attention(
@@ -65,6 +64,7 @@ def test_any_case(seed):
         *inputs[:2], lse, case.geometry, num_keys=case.num_keys, cu_seqlens=case.cu_seqlens, backend="reference"
     )
     expected = oracle.select_blocks(*exact[:2], lse_exact, case.geometry, num_keys=case.num_keys, **rules)
+    assert chosen.dtype == torch.int32 and not chosen.requires_grad
     assert torch.equal(chosen, expected)
     o = nsa_attention(*inputs, case.geometry, cu_seqlens=case.cu_seqlens, backend="reference")
     o_exact = oracle.nsa_attention(*exact, case.geometry, **rules)
@@ -77,3 +77,9 @@ def test_any_case(seed):
         strict=True,
     ):
         assert_close(f"gradient of {name}", a, e, torch.float64)
+    # The same keys in all branches, compressed by their mean.
+    k, v = exact.k_slc, exact.v_slc
+    means = (oracle.mean_compress(x, case.geometry, case.document_lengths) for x in (k, v))
+    o = ops.nsa(inputs.q, inputs.k_slc, inputs.v_slc, inputs.gates, case.geometry, cu_seqlens=case.cu_seqlens)
+    o_exact = oracle.nsa_attention(exact.q, *means, k, v, k, v, exact.gates, case.geometry, **rules)
+    assert_close("o of nsa", o, o_exact, torch.float64)

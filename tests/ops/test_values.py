@@ -46,11 +46,6 @@ def twins(inputs, *names):
     return {name: (getattr(mine, name), getattr(theirs, name)) for name in names}
 
 
-def finite_cotangent(lse):
-    """A gradient for a log-sum-exp; zero where it is -inf, as nothing finite can come out of such a row."""
-    return cotangent(lse).masked_fill(lse.isinf(), 0.0)
-
-
 @each_dtype
 @each_case
 def test_mean_compress(case: Case, dtype):
@@ -63,63 +58,42 @@ def test_mean_compress(case: Case, dtype):
     compare(dtype, leaves, {"x": actual}, {"x": expected}, {"x": cotangent(actual)})
 
 
+def compressed(package, case, leaves, chosen, **rules):
+    o, lse = package.compressed_attention(*leaves, case.geometry, num_keys=case.num_keys, **rules)
+    return {"o": o, "lse": lse}
+
+
+def selected(package, case, leaves, chosen, **rules):
+    return {"o": package.selected_attention(*leaves, chosen, case.geometry, **rules)}
+
+
+def window(package, case, leaves, chosen, **rules):
+    return {"o": package.window_attention(*leaves, case.geometry.window_size, **rules)}
+
+
+@pytest.mark.parametrize(
+    ("branch", "names"),
+    [
+        (compressed, ("q", "k_cmp", "v_cmp")),
+        (selected, ("q", "k_slc", "v_slc")),
+        (window, ("q", "k_win", "v_win")),
+    ],
+)
 @each_dtype
 @each_case
-def test_compressed_attention(case: Case, dtype):
-    leaves = twins(draw(case, dtype), "q", "k_cmp", "v_cmp")
+def test_branches(case: Case, dtype, branch, names):
+    leaves = twins(draw(case, dtype), *names)
     mine, theirs = ([pair[side] for pair in leaves.values()] for side in (0, 1))
-    o, lse = ops.compressed_attention(
-        *mine, case.geometry, num_keys=case.num_keys, cu_seqlens=case.cu_seqlens, **REFERENCE
-    )
-    o64, lse64 = oracle.compressed_attention(
-        *theirs, case.geometry, num_keys=case.num_keys, lengths=case.document_lengths
-    )
-    assert o.dtype == dtype
-    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    cotangents = {"o": cotangent(o), "lse": finite_cotangent(lse)}
-    compare(dtype, leaves, {"o": o, "lse": lse}, {"o": o64, "lse": lse64}, cotangents)
-
-
-@each_case
-def test_gradient_through_lse_alone(case: Case):
-    leaves = twins(draw(case), "q", "k_cmp")
-    v_cmp = draw(case).v_cmp
-    (q, q64), (k, k64) = leaves.values()
-    _, lse = ops.compressed_attention(
-        q, k, v_cmp, case.geometry, num_keys=case.num_keys, cu_seqlens=case.cu_seqlens, **REFERENCE
-    )
-    _, lse64 = oracle.compressed_attention(
-        q64, k64, v_cmp, case.geometry, num_keys=case.num_keys, lengths=case.document_lengths
-    )
-    compare(torch.float64, leaves, {"lse": lse}, {"lse": lse64}, {"lse": finite_cotangent(lse)})
-
-
-@each_case
-def test_select_blocks_exactly_in_float64(case: Case):
-    inputs = draw(case)
-    _, lse = oracle.compressed_attention(
-        inputs.q,
-        inputs.k_cmp,
-        inputs.v_cmp,
-        case.geometry,
-        num_keys=case.num_keys,
-        lengths=case.document_lengths,
-    )
-    actual = ops.select_blocks(
-        inputs.q,
-        inputs.k_cmp,
-        lse,
-        case.geometry,
-        num_keys=case.num_keys,
-        cu_seqlens=case.cu_seqlens,
-        **REFERENCE,
-    )
-    expected = oracle.select_blocks(
-        inputs.q, inputs.k_cmp, lse, case.geometry, num_keys=case.num_keys, lengths=case.document_lengths
-    )
-    assert actual.dtype == torch.int32
-    assert not actual.requires_grad
-    assert torch.equal(actual, expected)
+    chosen = random_choice(case)
+    actual = branch(ops, case, mine, chosen, cu_seqlens=case.cu_seqlens, **REFERENCE)
+    expected = branch(oracle, case, theirs, chosen, lengths=case.document_lengths)
+    assert actual["o"].dtype == dtype
+    cotangents = {"o": cotangent(actual["o"])}
+    if "lse" in actual:
+        assert actual["lse"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        # Zero where lse is -inf, as nothing finite can come out of such a row.
+        cotangents["lse"] = cotangent(actual["lse"]).masked_fill(actual["lse"].isinf(), 0.0)
+    compare(dtype, leaves, actual, expected, cotangents)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
@@ -158,31 +132,6 @@ def test_select_blocks_is_as_good_in_low_precision(case: Case, dtype):
 
 @each_dtype
 @each_case
-def test_selected_attention(case: Case, dtype):
-    inputs = draw(case, dtype)
-    leaves = twins(inputs, "q", "k_slc", "v_slc")
-    mine, theirs = ([pair[side] for pair in leaves.values()] for side in (0, 1))
-    selected = random_choice(case)
-    actual = ops.selected_attention(*mine, selected, case.geometry, cu_seqlens=case.cu_seqlens, **REFERENCE)
-    expected = oracle.selected_attention(*theirs, selected, case.geometry, lengths=case.document_lengths)
-    assert actual.dtype == dtype
-    compare(dtype, leaves, {"o": actual}, {"o": expected}, {"o": cotangent(actual)})
-
-
-@each_dtype
-@each_case
-def test_window_attention(case: Case, dtype):
-    leaves = twins(draw(case, dtype), "q", "k_win", "v_win")
-    mine, theirs = ([pair[side] for pair in leaves.values()] for side in (0, 1))
-    window = case.geometry.window_size
-    actual = ops.window_attention(*mine, window, cu_seqlens=case.cu_seqlens, **REFERENCE)
-    expected = oracle.window_attention(*theirs, window, lengths=case.document_lengths)
-    assert actual.dtype == dtype
-    compare(dtype, leaves, {"o": actual}, {"o": expected}, {"o": cotangent(actual)})
-
-
-@each_dtype
-@each_case
 def test_nsa_attention(case: Case, dtype):
     inputs = draw(case, dtype)
     leaves = twins(inputs, *inputs._fields)
@@ -192,27 +141,6 @@ def test_nsa_attention(case: Case, dtype):
     expected = oracle.nsa_attention(*theirs, case.geometry, lengths=case.document_lengths, selected_blocks=selected)
     assert actual.dtype == dtype
     compare(dtype, leaves, {"o": actual}, {"o": expected}, {"o": cotangent(actual)})
-
-
-@each_case
-def test_nsa_attention_with_its_own_choice(case: Case):
-    inputs = draw(case)
-    leaves = twins(inputs, *inputs._fields)
-    mine, theirs = ([pair[side] for pair in leaves.values()] for side in (0, 1))
-    actual = nsa_attention(*mine, case.geometry, cu_seqlens=case.cu_seqlens, **REFERENCE)
-    expected = oracle.nsa_attention(*theirs, case.geometry, lengths=case.document_lengths)
-    compare(torch.float64, leaves, {"o": actual}, {"o": expected}, {"o": cotangent(actual)})
-
-
-@each_case
-def test_nsa_compresses_by_itself(case: Case):
-    leaves = twins(draw(case), "q", "k_slc", "v_slc", "gates")
-    (q, k, v, gates), (q64, k64, v64, gates64) = ([pair[side] for pair in leaves.values()] for side in (0, 1))
-    actual = ops.nsa(q, k, v, gates, case.geometry, cu_seqlens=case.cu_seqlens, **REFERENCE)
-    k_cmp, v_cmp = (oracle.mean_compress(x, case.geometry, case.document_lengths) for x in (k64, v64))
-    branches = (k_cmp, v_cmp, k64, v64, k64, v64)
-    expected = oracle.nsa_attention(q64, *branches, gates64, case.geometry, lengths=case.document_lengths)
-    compare(torch.float64, leaves, {"o": actual}, {"o": expected}, {"o": cotangent(actual)})
 
 
 def test_scale_reaches_every_branch():

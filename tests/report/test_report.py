@@ -16,7 +16,7 @@ from tests.written_runs import TEXT, set_last_beat, write_picture, write_run
 from trifocal.errors import UserError
 from trifocal.report import summarise, write_report
 from trifocal.report.attention_charts import attention_charts
-from trifocal.report.charts import smoothed, thin, training_charts
+from trifocal.report.charts import smoothed, thin
 from trifocal.report.picture import pictures_of
 from trifocal.runlog import MetricsWriter
 from trifocal.runlog.run import read_run
@@ -359,11 +359,9 @@ def test_what_selection_cannot_choose_is_neither_drawn_nor_praised(make_run: Mak
         if row["kind"] == "telemetry":
             row |= {"choice_recall": None, "recall_by_chance": None}
             row |= {"exact_mass_by_distance": [None] * 6, "held_mass_by_distance": [None] * 6}
-            row |= {f"heads_ignoring_{branch}": 0.0 for branch in ("cmp", "slc", "win")}
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     charts = {chart.key: chart for chart in attention_charts(read_run(run))}
     assert not {"recall", "recall_distance"} & set(charts)
-    assert "No head ignores a branch" in charts["gates"].caption
     assert "gates are open" in words(run) and "exact choice" not in words(run)
 
 
@@ -374,14 +372,6 @@ def test_the_choice_is_compared_with_the_exact_one(make_run: MakeRun) -> None:
     exact, held = charts["recall_distance"].traces
     assert exact["x"] == ["0", "1", "2-3", "4-7", "8-15", "16-31"] and exact["y"] == [0, 0, 0.4, 0.3, 0.2, 0.1]
     assert sum(held["y"]) == pytest.approx(0.7) and held["y"][-1] < exact["y"][-1]
-
-
-def test_all_charts_over_steps_have_one_axis(make_run: MakeRun) -> None:
-    runs = [read_run(make_run("long", steps=400)), read_run(make_run("short", steps=200))]
-    ranges = [chart.layout["xaxis"].get("range") for chart in training_charts(runs) if chart.key != "phases"]
-    assert len(ranges) > 5 and all(found == [0, 408.0] for found in ranges)
-    of_steps = [chart for chart in attention_charts(runs[0]) if chart.key not in ("distances", "recall_distance")]
-    assert all(chart.layout["xaxis"]["range"] == [0, 408.0] for chart in of_steps)
 
 
 def test_a_phone_stacks_charts_and_scrolls_wide_tables_sideways(make_run: MakeRun, browser: Browser) -> None:

@@ -49,20 +49,6 @@ def test_one_look_shows_what_matters(make_run: MakeRun) -> None:
     assert "saved checkpoints/step_500" in text
 
 
-def test_every_rank_has_its_verdict(make_run: MakeRun) -> None:
-    run = make_run(steps=500, ranks=4)
-    now = time.time()
-    set_last_beat(run, 0, unix_time_seconds=now)
-    set_last_beat(run, 1, unix_time_seconds=now, phase="data", phase_seconds=9.0, expected_phase_seconds=0.5)
-    set_last_beat(run, 2, unix_time_seconds=now, phase="backward", phase_seconds=500.0, where="hook (model.py:7)")
-    set_last_beat(run, 3, unix_time_seconds=now - 100, host="elsewhere")
-    lines = {line.split()[0]: line for line in shown(run, 160).splitlines() if line.strip()[:1].isdigit()}
-    assert "running" in lines["0"]
-    assert "slow" in lines["1"] and "18.0 times its median of 0.5 s" in lines["1"]
-    assert "stalled" in lines["2"] and "hook (model.py:7)" in lines["2"]
-    assert "dead" in lines["3"] and "elsewhere" in lines["3"]
-
-
 def test_clocks_that_are_off_neither_kill_nor_revive(make_run: MakeRun) -> None:
     run, now = make_run(steps=500, ranks=2), time.time()
     healthy = {"phase_seconds": 0.0, "expected_phase_seconds": 60.0, "host": "elsewhere"}

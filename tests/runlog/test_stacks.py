@@ -20,9 +20,10 @@ from tests.train.tiny import write_config
 from tests.written_runs import wait_for
 from trifocal.report import summarise
 from trifocal.report.live_view import render
-from trifocal.runlog import Heartbeat, StackDump, Watchdog
+from trifocal.runlog import Heartbeat, Watchdog
+from trifocal.runlog.heartbeat import running_threads, where
 from trifocal.runlog.run import read_run
-from trifocal.runlog.stalls.stacks import running_threads, where
+from trifocal.runlog.stalls.watchdog import StackDump
 
 
 def wait_here(started: threading.Event, stop: threading.Event) -> None:

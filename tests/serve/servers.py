@@ -86,8 +86,9 @@ def serving(
     """A server in a thread."""
     tokenizer = tokenizer or make_tokenizer("bytes")
     model = caches(decoder, max_sequences, **options)
-    service = Service("tiny", tokenizer, decoder.config.vocab_size, model.max_length, max_sequences, chats)
-    worker = Worker(Engine(model, tokenizer), model, max_waiting=max_waiting)
+    most = max_sequences + max_waiting
+    service = Service("tiny", tokenizer, decoder.config.vocab_size, model.max_length, max_sequences, most, chats)
+    worker = Worker(Engine(model, tokenizer), model, max_open=most)
     pictures = Pictures(decoder, tokenizer, model.dtype)
     with listen("127.0.0.1", 0) as listener:
         server = make_server(make_app(service, worker, pictures, api_key=api_key), drain_seconds=20)

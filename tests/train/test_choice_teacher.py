@@ -144,7 +144,9 @@ def test_a_run_writes_the_loss_of_its_choice(tmp_path: Path) -> None:
 @pytest.mark.parametrize("only", ["all", "chooser"])
 def test_a_resumed_run_teaches_the_same(tmp_path: Path, only: str) -> None:
     rate = ("--optimizer.index_lr_factor", "3")
-    config = make_config(tmp_path, *INDEX, *TAUGHT, *rate, "--train.only", only)
+    # Traces and telemetry find nothing of what is frozen.
+    seen = ("--trace.what", "gradients,modules,memory", "--trace.steps", "2:3", "--log.telemetry_interval_steps", "2")
+    config = make_config(tmp_path, *INDEX, *TAUGHT, *rate, *seen, "--train.only", only)
     train(config)
     run = Path(config.run.directory)
     whole = read_checkpoint(run / "checkpoints" / "step_00000006")

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,11 @@ import pytest
 import torch
 
 from tests.train.tiny import before_step, make_config, read_checkpoint
-from trifocal.distributed import DistributedContext
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
 from trifocal.runlog.run import read_run
 from trifocal.runlog.stalls.verdict import judge
 from trifocal.train import RunConfig, load_config, resume, train
-from trifocal.train.checkpoint.manifest import describe_files, verify_checkpoint, write_manifest
 from trifocal.train.checkpoint.random_state import random_state, restore_random_state, seed_everything
 from trifocal.train.launch import resume_notes
 
@@ -65,14 +62,6 @@ def uninterrupted(tmp_path: Path) -> Path:
     config = make_config(tmp_path, *STEPS, name="whole")
     assert train(config).finished
     return tmp_path / "whole"
-
-
-@pytest.fixture(scope="module")
-def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps."""
-    folder = tmp_path_factory.mktemp("finished")
-    train(make_config(folder, "--train.steps", "2", "--evaluate.interval_steps", "0"))
-    return folder / "run"
 
 
 def signal_at(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, step: int) -> None:
@@ -224,31 +213,6 @@ def test_a_checkpoint_of_another_model_or_other_data_is_refused(
     with pytest.raises(UserError, match=expected):
         resume(tmp_path / "run", config=other)
     assert (tmp_path / "run" / "config.toml").read_text() == before
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda state: state.pop("step"),
-        lambda state: state["data"].pop("settings"),
-        lambda state: state["data"]["position"].clear(),
-        lambda state: state["random"].update(torch="AAAA"),
-    ],
-)
-def test_a_position_that_cannot_be_read_is_one_line(tmp_path: Path, finished_run: Path, damage: Any) -> None:
-    """Intact by its manifest: written by another version, or by somebody who knows the format."""
-    shutil.copytree(finished_run, tmp_path / "run")
-    path = tmp_path / "run" / "checkpoints" / "step_00000002"
-    state = json.loads((path / "rank0.json").read_text())
-    damage(state)
-    (path / "rank0.json").write_text(json.dumps(state))
-    manifest = verify_checkpoint(finished_run / "checkpoints" / "step_00000002")
-    found = describe_files(path, DistributedContext())
-    manifest["files"]["rank0.json"] = found["rank0.json"]
-    write_manifest(path, manifest)
-    with pytest.raises(UserError, match=r"(position in|rank0\.json) .*cannot be read") as caught:
-        resume(tmp_path / "run")
-    assert "\n" not in str(caught.value)
 
 
 def test_all_generators_come_back() -> None:

@@ -17,7 +17,7 @@ from rich.table import Table
 from trifocal._version import __version__
 from trifocal.cli.console import SafeConsole
 from trifocal.cli.output import check_output, printable
-from trifocal.data import DataConfig, has_text
+from trifocal.data import DataConfig
 from trifocal.errors import UserError, unknown
 from trifocal.evaluation import (
     TASKS,
@@ -151,11 +151,9 @@ def _note_on_needles(rows: Sequence[dict[str, Any]], subject: Subject, step: int
     size = f"{parameter_count(subject.model.config):,} parameters"
     if subject.run is not None and step is not None:
         size += f" after {step * subject.run.train.global_batch_size * subject.run.train.sequence_length:,} tokens"
-    if needles[0]["needles"] > 1 or not has_text(needles[0]["source"]):
-        return f"no needle was found: a model of {size} does not find them yet; train longer"
     return (
-        f"no needle was found: a model of {size} does not copy a number from far back; that is learned late in "
-        "training on text. To see what the attention can retrieve, train on needles: --data.source needle:4"
+        f"no needle was found: a model of {size} does not copy a number from far back yet; that is learned late in "
+        "training. To see what the attention can retrieve, train on needles: --data.source needle:4"
     )
 
 

@@ -13,7 +13,7 @@ from trifocal.cli.generate_model import memory_errors
 from trifocal.data import Tokenizer
 from trifocal.data.sources.chats import BadChat
 from trifocal.errors import UserError
-from trifocal.inference import CachedModel, Engine, Request
+from trifocal.inference import CachedModel, Engine
 from trifocal.inference.paged_cache import cache_bytes, longest_that_fits, memory_for_caches, plan_cache
 from trifocal.models import DecoderLM
 from trifocal.paths import shell_path, user_path
@@ -59,6 +59,8 @@ class ServeArguments:
     repeats itself, such as code; a step of several tokens rounds in another way."""
     drain_seconds: int = 60
     """Seconds for what has begun, after SIGTERM."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Type of the products and caches; "auto": as in training, fp32 where that is not known."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; "auto" takes a GPU if there is one."""
 
@@ -98,12 +100,14 @@ def run(args: Sequence[str]) -> int:
             vocab_size=model.config.vocab_size,
             max_length=model.max_length,
             max_sequences=model.max_sequences,
+            max_answers=model.max_sequences + options.max_waiting,
             chats=not why_no_chats,
         )
         pictures = Pictures(decoder, tokenizer, model.dtype)
         engine = Engine(model, tokenizer, speculate=options.speculate)
-        _warm_up(engine, model)
-        worker = Worker(engine, model, max_waiting=options.max_waiting)
+        if model.device.type == "cuda":
+            engine.warm_up()
+        worker = Worker(engine, model, max_open=service.max_answers)
         host, port = listener.getsockname()[:2]
         if why_no_chats:
             print(f"completions alone, no chats: {why_no_chats}", file=sys.stderr)
@@ -118,7 +122,10 @@ def run(args: Sequence[str]) -> int:
 def _load(found: Pretrained, options: ServeArguments) -> tuple[DecoderLM, CachedModel]:
     """The model, and with as many caches as are asked for and fit."""
     config, device = found.config(), choose_device(options.device)
-    dtype = torch.bfloat16 if found.run is not None and found.run.train.precision == "bf16" else torch.float32
+    trained = "fp32" if found.run is None else found.run.train.precision
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[
+        trained if options.precision == "auto" else options.precision
+    ]
     length = options.max_length or found.sequence_length() or _UNKNOWN_LENGTH
     with memory_errors(device):
         free = memory_for_caches(config, dtype, device)
@@ -138,15 +145,6 @@ def _load(found: Pretrained, options: ServeArguments) -> tuple[DecoderLM, Cached
             prefill_chunk_size=options.prefill_chunk_size or _CHUNK_TOKENS[device.type],
             spare_rows=options.prefixes,
         )
-
-
-def _warm_up(engine: Engine, model: CachedModel) -> None:
-    """Compile and record the steps of every batch size on a GPU, so that no client waits for that."""
-    count = 1 if model.device.type == "cuda" else 2 * model.max_sequences
-    while count < 2 * model.max_sequences:
-        requests = [Request(prompt=[0] * 8, max_new_tokens=4) for _ in range(min(count, model.max_sequences))]
-        engine.complete(requests)
-        count *= 2
 
 
 def _why_no_chats(tokenizer: Tokenizer) -> str:

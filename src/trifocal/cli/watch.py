@@ -52,7 +52,7 @@ def run(args: Sequence[str]) -> int:
         try:
             with Live(console=console, auto_refresh=False) as live:
                 while True:
-                    picture = render(watched, width=console.width, height=console.height, silences=silences)
+                    picture = render(watched, width=console.width, silences=silences)
                     live.update(picture, refresh=True)
                     states = {verdict.state for verdict in verdicts(watched, silences=silences).values()}
                     if states and states <= _OVER:

@@ -152,6 +152,15 @@ class Engine:
         found = [completion for completion in ended if id(completion.request) in order]
         return sorted(found, key=lambda completion: (order[id(completion.request)], completion.sample))
 
+    def warm_up(self) -> None:
+        """Run the steps of every batch size, so that a GPU has compiled and recorded them before requests come."""
+        most, count = self._model.max_sequences, 1
+        while count < 2 * most:
+            # One token comes from the prompt. The first step compiles, the second is recorded.
+            new = min(4, self._model.max_length)
+            self.complete([Request(prompt=[0], max_new_tokens=new, samples=min(count, most))])
+            count *= 2
+
     def _state(self, request: Request, sample: int) -> RequestState:
         seed = (request.sampling.seed + sample) % 2**64
         stream = None

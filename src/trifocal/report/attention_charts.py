@@ -6,7 +6,6 @@ from typing import Any
 from trifocal.report.charts import Chart, Trace, heat_map, line, share_steps
 from trifocal.runlog.jsonl import is_number
 from trifocal.runlog.run import Run
-from trifocal.telemetry.statistics import IGNORED_GATE
 
 BRANCHES = {"cmp": "compressed", "slc": "selected", "win": "window"}
 _STEP = {"title": {"text": "step"}}
@@ -41,8 +40,6 @@ def _gates(rows: list[dict[str, Any]]) -> Chart:
             traces.append(line(steps, means, label, f"@{branch}", width=3))
     layout = {"xaxis": _STEP, "yaxis": {"title": {"text": "gate"}, "range": [0, 1]}}
     caption = "Mean over heads and tokens: strong over all layers, thin each layer. A line at 0 is an unused branch."
-    if not any(row.get(f"heads_ignoring_{branch}") for row in rows for branch in BRANCHES):
-        caption += f" No head ignores a branch: each has a mean gate of {IGNORED_GATE} or more for all three."
     return Chart("gates", "Gates of the three branches", caption, traces, layout, wide=True, height=320)
 
 

@@ -63,15 +63,15 @@ class Worker:
     Args:
         engine: The engine; the worker's alone from now on.
         model: Its model.
-        max_waiting: Sequences that may wait beside those that there is room for.
+        max_open: Sequences that may run and wait.
 
     Attributes:
         metrics: What happened so far.
         failed: Whether the engine's last step failed.
     """
 
-    def __init__(self, engine: Engine, model: CachedModel, *, max_waiting: int) -> None:
-        self._engine, self._model, self._most = engine, model, model.max_sequences + max_waiting
+    def __init__(self, engine: Engine, model: CachedModel, *, max_open: int) -> None:
+        self._engine, self._model, self._most = engine, model, max_open
         self._inbox: queue.SimpleQueue[tuple[str, Sequence[Request]]] = queue.SimpleQueue()
         self._calls: dict[Request, Updates] = {}
         self._sequences = 0
@@ -112,8 +112,6 @@ class Worker:
         if not self._thread.is_alive():
             raise ApiError(503, "the model failed for good; the server must be started anew")
         sequences = sum(request.samples for request in requests)
-        if sequences > self._most:
-            raise ApiError(400, f"{sequences:,} answers at a time were asked for; at most {self._most:,} may be")
         if self._sequences + sequences > self._most:
             self.metrics.ended["refused"] += 1
             raise ApiError(

@@ -191,7 +191,7 @@ def _resume(
 ) -> TrainResult:
     def prepare() -> tuple[str, Path]:
         note = open_run_directory(directory, lock)
-        return note, find_checkpoint(directory, checkpoint, command=resume_command(directory))
+        return note, find_checkpoint(directory / "checkpoints", checkpoint, command=resume_command(directory))
 
     note, found = processes.run_on_rank0(prepare)
     tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))

@@ -11,7 +11,7 @@ import torch
 from trifocal.data import Batch, Loader, Tokenizer, is_local, make_loader
 from trifocal.data.sources.base import parse_source
 from trifocal.distributed import DistributedContext, Parallel, choose_mode, parallelize
-from trifocal.errors import UserError, one_line
+from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.train.checkpoint.pretrained import load_pretrained_weights
 from trifocal.train.checkpoint.random_state import restore_random_state, seed_everything
@@ -177,18 +177,8 @@ class TrainSetup:
         step, last = saved["step"], self.config.train.steps
         if step > last:
             raise UserError(f"{checkpoint} is of step {step}, past train.steps {last}")
-        try:
-            self.loader.load_state_dict(saved["data"])
-            self.state = TrainState(step, step, saved["loss"], saved["data"])
-            restore_random_state(saved["random"])
-        except UserError:
-            raise
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            # JSON and manifest are intact, the content is not.
-            raise UserError(
-                f"the position in {checkpoint} cannot be read ({type(error).__name__}: {one_line(error)}): another "
-                "version of Trifocal has written it, or it was edited; go on from another checkpoint with --checkpoint"
-            ) from error
+        self.loader.load_state_dict(saved["data"])
+        self.state = TrainState(step, step, saved["loss"], saved["data"])
         self._random_state = saved["random"]
 
     def validation_batches(self) -> list[Batch]:
@@ -203,6 +193,6 @@ class TrainSetup:
         return self._validation_batches
 
     def restore_random_state(self) -> None:
-        """Restore the random generators again: code since `restore` may have drawn from them."""
+        """Restore the random generators of the checkpoint, right before the first step: the start draws from them."""
         if self._random_state is not None:
             restore_random_state(self._random_state)
