@@ -319,7 +319,9 @@ def parallelize(
         return Parallel(model, mode, processes.size, None)
     watch = GradientWatch(processes.device)
     if mode == "ddp" and exchange_after:
-        return Parallel(model, mode, processes.size, watch, FlatGradients(model.parameters()))
+        return Parallel(
+            model, mode, processes.size, watch, FlatGradients(p for p in model.parameters() if p.requires_grad)
+        )
     if mode == "ddp":
         # Gradients are views of the buckets: no second copy.
         module = DistributedDataParallel(

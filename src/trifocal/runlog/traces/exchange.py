@@ -40,6 +40,8 @@ class GradientTrace(Trace):
         self._entries = {name: parameter.numel() for name, parameter in model.named_parameters()}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
 
             def arrived(parameter: Tensor, name: str = name) -> None:
                 self.seen.append((moment.columns(), name, moment.phase_began, moment.mark()))
