@@ -8,11 +8,16 @@
     python benchmarks/convert_quality.py runs/dense --directory runs/converted
     python benchmarks/convert_quality.py runs/dense --directory runs/converted --to selected --label hybrid \\
         --keep-dense 3 --geometry.num_selected_blocks 32 --geometry.num_local_blocks 8
+    python benchmarks/convert_quality.py runs/dense --directory runs/converted --to selected --label index \\
+        --index-steps 100 --geometry.num_selected_blocks 32 --geometry.num_local_blocks 8
 
 For each target: `trifocal convert`, then `trifocal train --model.from`, by the configuration of the dense run, on text
 in another order. The dense model is trained on in the same way: without it, more training would look like a gain of
 the conversion. The validation loss of all of them, and of the converted model before training, is measured on the same
 text at each length.
+
+With `--index-steps`, an index chooses the blocks. It is taught alone for so many steps, on all queries, with everything
+else frozen; then it goes on learning with the rest.
 
 `--dense-layers 0,4,8` keeps these layers dense, `--keep-dense 3` those three whose conversion alone costs the most at
 the longest of the lengths.
@@ -47,6 +52,11 @@ from trifocal.train.run_folder import load_run
 
 DENSE, DENSE_ON = "dense", "dense, trained on"
 Flags = dict[str, str]
+TAUGHT = {"train.choice_loss_weight": "1", "optimizer.index_lr_factor": "3"}
+ALONE = {
+    "train.only": "chooser", "train.choice_loss_weight": "1", "train.choice_loss_sample": "1",
+    "optimizer.learning_rate": "1e-3",
+}  # fmt: skip
 
 
 def command(*arguments: str) -> None:
@@ -177,6 +187,7 @@ def main() -> int:
     kept_layers.add_argument("--dense-layers", default="")
     kept_layers.add_argument("--keep-dense", type=int, default=0, metavar="LAYERS")
     parser.add_argument("--label", default="", help="name of these flags, in the names of models and of the result")
+    parser.add_argument("--index-steps", type=int, default=0, help="steps that teach an index alone; 0: no index")
     parser.add_argument("--share", type=float, default=0.1, help="share of the dense run's steps")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--commit", default="")
@@ -206,15 +217,20 @@ def main() -> int:
             costs += found
         if not converted.exists():
             choices = [*(f"--{name}={value}" for name, value in geometry.items()), f"--dense-layers={dense_layers}"]
+            choices += ["--chooser=index"] if options.index_steps else []
             command("convert", str(options.dense), str(converted), "--to", target, *choices)
-        train_on(converted, run, options.dense, config, steps, extra)
+        start, taught = converted, extra
+        if options.index_steps:
+            start, taught = directory / f"{target}{label}-taught", TAUGHT | extra
+            train_on(converted, start, options.dense, config, options.index_steps, ALONE | extra)
+        train_on(start, run, options.dense, config, steps, taught)
         models |= {f"{target}, converted": converted, f"{target}, trained on": run}
         kept[target] = dense_layers or "none"
     rows = compared(losses(models, text, options.lengths, directory / f"losses{label}.json"))
     tokens = config.train.sequence_length * config.train.global_batch_size
     notes = [
         f"Dense run: {config.train.steps:,} steps of {tokens:,} tokens, {config.train.sequence_length:,} a sequence.",
-        f"Trained on: {steps:,} steps more.",
+        f"Trained on: {steps:,} steps more, after {options.index_steps:,} that taught an index alone.",
         f"Layers that stay dense: {', '.join(f'{layers} ({target})' for target, layers in kept.items())}. Geometry: "
         f"{load_model(directory / f'{options.to[0]}{label}-start').config.geometry}.",
         f"Further flags: {' '.join(f'{name}={value}' for name, value in extra.items()) or 'none'}.",

@@ -172,7 +172,6 @@ class Measured(loop.Trainer):
         """Telemetry and the attention picture, by themselves."""
         self.rare = {}
         batch = next(self.setup.loader)
-        self.evaluator.read_validation_text()
         looks = {
             "telemetry": lambda: self.evaluator.measure_attention(self.state.step, batch),
             "picture": lambda: self.evaluator.picture_attention(self.state.step),

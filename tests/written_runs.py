@@ -53,8 +53,6 @@ def beat(**fields: Any) -> dict[str, Any]:
         "phase_seconds": 0.1,
         "expected_phase_seconds": 0.2,
         "stall_limit_seconds": 120.0,
-        "typical_seconds": {"data": 0.01, "forward": 0.2, "backward": 0.4, "optimizer": 0.05},
-        "recent_seconds": {"data": 0.01, "forward": 0.2, "backward": 0.4, "optimizer": 0.05},
         "total_seconds": {"start": 3.0, "data": 9.0, "forward": 200.0, "backward": 410.0, "optimizer": 55.0},
         "where": "forward (attention.py:190)",
     }

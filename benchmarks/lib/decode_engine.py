@@ -42,8 +42,6 @@ SHELL_NOTES = (
     "shell: trifocal generate on a trained run in a fresh process, standard output read as it comes; medians, and the "
     "slowest, of calls behind a first one that fills the caches of kernels and files.",
 )
-# Tokens of a prompt that is there to record a step.
-_SHORT = 8
 # New tokens of the part shell.
 NEW_TOKENS = 512
 _PROMPT = "The "
@@ -62,8 +60,6 @@ class DecodeOptions(ModelOptions):
     """Tokens of a sequence that are timed at each size."""
     plain: bool = True
     """Time a plain dense model beside the engine's, compiled and recorded."""
-    batch_invariant: bool = True
-    """Products whose sums do not depend on the batch, as in trifocal generate."""
     prompt_tokens: tuple[int, ...] = (8192, 65536)
     """Lengths of the prompts of the part prefill."""
     prefill_chunk_size: int = 0
@@ -177,7 +173,6 @@ def _prefill(bench: DecodingBench, attention: str, prompt: Tensor) -> dict[str, 
         max_length=len(prompt),
         dtype=DTYPES[options.precision],
         prefill_chunk_size=options.prefill_chunk_size,
-        batch_invariant=options.batch_invariant,
     )
     engine, request = Engine(cached), Request(prompt=prompt.tolist(), max_new_tokens=1)
 
@@ -260,7 +255,7 @@ def _mix_figures(bench: DecodingBench, attention: str) -> dict[str, Any]:
     config, dtype = bench.config(attention), DTYPES[options.precision]
     requests = mixed_requests(bench)
     most = min(options.max_sequences, options.requests)
-    longest = max(request.longest for request in [*requests, *requests_of_every_batch(most)])
+    longest = max(request.longest for request in requests)
     model = bench.model(attention)
     free = memory_for_caches(config, dtype, device)
     plan = plan_cache(config, dtype, longest, free_bytes=free, sequences=most)
@@ -273,11 +268,10 @@ def _mix_figures(bench: DecodingBench, attention: str) -> dict[str, Any]:
         num_pages=plan.num_pages,
         dtype=dtype,
         prefill_chunk_size=options.prefill_chunk_size,
-        batch_invariant=options.batch_invariant,
     )
     engine = Engine(cached)
-    for _ in engine.run([*requests_of_every_batch(plan.max_sequences), *map(_first_token_of, requests[:2])]):
-        pass
+    engine.warm_up()
+    engine.complete(map(_first_token_of, requests[:2]))
     begin = synchronized_seconds(device)
     tokens_out = sum(update.token is not None for update in engine.run(requests))
     seconds = synchronized_seconds(device) - begin
@@ -293,15 +287,6 @@ def _mix_figures(bench: DecodingBench, attention: str) -> dict[str, Any]:
         "tokens_out_per_second": tokens_out / seconds,
         "peak_gib": peak_gib(device),
     }
-
-
-def requests_of_every_batch(max_sequences: int) -> list[Request]:
-    """Short requests that end in turns, the later half each time: each batch size has steps enough to be recorded."""
-    turns = max_sequences.bit_length()
-    return [
-        Request(prompt=[0] * _SHORT, max_new_tokens=4 * (1 + turns - number.bit_length()))
-        for number in range(max_sequences)
-    ]
 
 
 def _first_token_of(request: Request) -> Request:

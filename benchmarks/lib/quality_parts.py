@@ -115,7 +115,7 @@ PARTS = {
     ),
     "long": Part(
         "Does it use a long past?",
-        # As for needles, rotary frequencies that tell distances of a whole row apart.
+        # The rotary frequencies of needles, which tell distances of a whole row apart.
         _SMALL | _UNSEEN | _model(6, 384, 6) | _batch(2, 32768, 300, 5e-4)
         | {"data.shuffle_sequences": "64", "model.rope_theta": "5e5", "data.validation_fraction": str(HELD_OUT),
            "evaluate.interval_steps": "50", "train.compile": "false"},
@@ -130,7 +130,7 @@ PARTS = {
         "Does it recall the value of any key?",
         {"data.source": "recall:64", "model.vocab_size": "512"}
         | _SMALL | _model(2, 256, 4) | _batch(64, 1024, 1500, 2e-3),
-        (("--only", "recall", "--samples", "64", "--pairs", "16", "32", "64"),),
+        (("--only", "recall", "choice", "--samples", "64", "--pairs", "16", "32", "64"),),
         jobs=4,
         geometry=_SMALL_BLOCKS,
     ),

@@ -25,6 +25,7 @@ from trifocal.ops import compressed_attention, mean_compress, select_blocks
 
 # The modules beside this one, also where a test loads it by its path.
 sys.path.insert(0, str(Path(__file__).parent))
+import draw_choice
 import draw_decoding
 import draw_kernels
 import draw_quality
@@ -58,8 +59,8 @@ class Scene(NamedTuple):
     selected_blocks: Tensor
 
 
-def make_scene() -> Scene:
-    """Tokens of one topic share a direction, in queries and in keys; the rest is noise."""
+def make_tokens() -> tuple[Tensor, Tensor, Tensor]:
+    """Meanings [T, E], queries [T, H, D] and keys [T, 1, D]: tokens of a topic share a direction, the rest is noise."""
     generator = torch.Generator().manual_seed(7)
     heads, dim = 4, 32
     directions = torch.linalg.qr(torch.randn(dim, 4, generator=generator)).Q.T
@@ -67,6 +68,13 @@ def make_scene() -> Scene:
     meaning = directions[topic] * 5.0
     q = meaning[:, None] + torch.randn(NUM_TOKENS, heads, dim, generator=generator) * 0.7
     k = meaning[:, None] + torch.randn(NUM_TOKENS, 1, dim, generator=generator) * 0.7
+    return meaning, q, k
+
+
+def make_scene() -> Scene:
+    """The choice of four heads on the tokens of `make_tokens`."""
+    _, q, k = make_tokens()
+    dim = q.shape[-1]
     k_cmp = mean_compress(k[None], SMALL)
     _, lse = compressed_attention(q[None], k_cmp, k_cmp, SMALL)
     selected = select_blocks(q[None], k_cmp, lse, SMALL)
@@ -345,6 +353,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "reads.svg": draw_reads,
     "one_query.svg": draw_one_query,
     "overlap.svg": draw_overlap,
+    "choice_loss.svg": lambda: draw_choice.draw_choice(SMALL, *make_tokens(), 234),
     "keys_read.svg": draw_keys_read,
     "speed.svg": draw_speed,
     "kernels_pipeline.svg": draw_kernels.draw_pipeline,

@@ -47,7 +47,3 @@ def test_a_missed_criterion_is_named(change: dict[str, object], words: str) -> N
     assert acceptance.missed(GOOD, 257) == []
     (found,) = acceptance.missed(GOOD | change, 257)
     assert words in found
-
-
-def test_a_run_without_files_has_taken_no_step(tmp_path: Path) -> None:
-    assert acceptance.figures(tmp_path / "nothing")["steps"] == 0

@@ -6,7 +6,6 @@ import pytest
 
 from lib.recorder import Recorder, Refused
 from tests.children import load_script
-from trifocal.errors import UserError
 from trifocal.ops import Geometry
 
 attention = load_script("benchmarks/attention.py")
@@ -74,12 +73,6 @@ def test_figures_fit_one_another(everything):
     assert sum(part["forward_tflop"] for part in parts) == pytest.approx(whole["forward_tflop"])
 
 
-def test_forward_alone():
-    made, _ = bench(direction="forward", tokens=(48,), rows=("whole", "flash"))
-    assert [row["row"] for row in made.recorder.rows] == ["dense flash", "whole"]
-    assert all("forward_backward_ms" not in row and row["first_call_seconds"] > 0 for row in made.recorder.rows)
-
-
 def test_wrong_results_are_not_timed(monkeypatch):
     def refuse(*args):
         raise Refused("the gradient of q is off")
@@ -92,40 +85,10 @@ def test_wrong_results_are_not_timed(monkeypatch):
     assert made.recorder.exit_status == 1 and any("refused" in line for line in said)
 
 
-def test_a_gate_that_breaks_lets_nothing_through(monkeypatch):
-    def broken(*args):
-        raise RuntimeError("no kernel")
-
-    monkeypatch.setattr(attention, "check_parity", broken)
-    made, _ = bench(rows=("whole", "parts"), choices=("random", "smooth"))
-    assert {row["status"] for row in made.recorder.rows} == {
-        "refused: the comparison with float64 failed: RuntimeError: no kernel"
-    }
-
-
-def test_one_failure_does_not_stop_the_rest(monkeypatch):
-    def broken(*args, **rules):
-        raise RuntimeError("launch failed")
-
-    monkeypatch.setattr(attention, "window_attention", broken)
-    made, _ = bench(tokens=(48,), rows=("whole", "parts"))
-    statuses = {row["row"]: row["status"] for row in made.recorder.rows}
-    assert statuses.pop("window") == "failed: RuntimeError: launch failed"
-    assert set(statuses.values()) == {"ok"} and "rest" not in statuses
-
-
 def test_past_the_limit_rows_are_listed():
     made, _ = bench(seconds=1e-6, rows=("whole", "flash"))
     assert len(made.recorder.rows) == 4
     assert all(row["status"].startswith("not run") for row in made.recorder.rows)
-
-
-def test_named_shapes_are_the_default_and_bad_options_are_refused():
-    assert [shape.name for shape in AttentionOptions().all_shapes()] == ["A", "B", "C", "D"]
-    assert [shape.tokens for shape in AttentionOptions(shapes=("D",), tokens=(5,)).all_shapes()] == [2048, 5]
-    for changes in ({"batch": 0}, {"seconds": 0.0}, {"value_dim": -1}, {"call_seconds": 0.0}):
-        with pytest.raises(UserError, match=next(iter(changes)).replace("_", "-")):
-            AttentionOptions(**changes)
 
 
 FLAGS = [

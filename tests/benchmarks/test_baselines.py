@@ -8,8 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from lib import baselines
-from lib.baselines import dense_attention, fla_attention, flex_attention
-from lib.recorder import Unavailable
+from lib.baselines import dense_attention
 from lib.shapes import AttentionShape, make_inputs
 from trifocal.ops import Geometry
 
@@ -53,17 +52,3 @@ def test_flex_mask_marks_the_blocks_that_pytorch_marks(tokens, reach):
     # Our full blocks must be full there; theirs may find more full ones at the end of the sequence.
     full = [mask.full_kv_num_blocks.sum().item() for mask in (ours, theirs)]
     assert full[0] <= full[1] and (tokens % 128 or full[0] == full[1])
-
-
-def test_what_cannot_run_here_says_why(monkeypatch):
-    shape = AttentionShape("", 1, 40, 4, 2, 16, 8)
-    inputs = make_inputs(shape, GEOMETRY, torch.device("cpu"), torch.float32)
-    with pytest.raises(Unavailable, match="CUDA"):
-        dense_attention("cudnn", inputs, shape)
-    with pytest.raises(Unavailable, match="CUDA"):
-        flex_attention("causal", inputs, shape, GEOMETRY)
-    with pytest.raises(Unavailable, match="fla-core"):
-        fla_attention(inputs, shape, GEOMETRY)
-    monkeypatch.setitem(baselines.DENSE, "flash", SDPBackend.EFFICIENT_ATTENTION)
-    with pytest.raises(Unavailable, match="refuses these inputs"):
-        dense_attention("flash", inputs, shape)

@@ -16,13 +16,6 @@ def inputs():
     return make_inputs(SHAPE, GEOMETRY, torch.device("cpu"), torch.float32)
 
 
-def test_inputs_have_the_shape(inputs):
-    assert inputs.q.shape == (2, 203, 4, 16) and inputs.v_slc.shape == (2, 203, 2, 8)
-    assert inputs.k_cmp.shape == (2, GEOMETRY.num_compressed_blocks(203), 2, 16)
-    assert inputs.gates.shape == (2, 203, 4, 3) and bool((inputs.gates > 0).all())
-    assert 0.9 < inputs.q.std() < 1.1
-
-
 @pytest.mark.parametrize("choices", ["random", "smooth"])
 def test_choices_are_valid(inputs, choices):
     chosen = make_choice(choices, inputs, GEOMETRY)

@@ -49,7 +49,3 @@ def test_a_later_slower_length_counts():
     rows[-1]["forward_ms"] = 1.5
     found = crossovers(rows)[0]
     assert found["first_faster_tokens"] is None and found["crossover_tokens"] is None
-
-
-def test_one_length_has_no_crossover():
-    assert crossovers([row("dense cudnn", 64, 1.0, 2.0), row("whole", 64, 1.0, 2.0, "random")]) == []

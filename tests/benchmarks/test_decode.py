@@ -1,22 +1,18 @@
 """`benchmarks/decoding.py` on a CPU."""
 
-import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from lib import decode_engine, decode_layer
-from lib.decode_engine import DecodeOptions, DecodingBench, mixed_requests, requests_of_every_batch
+from lib.decode_engine import DecodeOptions, DecodingBench, mixed_requests
 from lib.plain_decoder import PlainDecoder
 from lib.recorder import Recorder
 from lib.shapes import DTYPES
 from tests.benchmarks.tiny import MODEL
 from tests.children import load_script
-from trifocal.errors import UserError
-from trifocal.inference import CachedModel, Engine
+from trifocal.inference import CachedModel
 from trifocal.models import DecoderLM
 
 decoding = load_script("benchmarks/decoding.py")
@@ -38,7 +34,7 @@ def rows():
     """All rows that need no process of their own."""
     found, compared = recorder(), []
     with pytest.MonkeyPatch.context() as patch:
-        # As long as all else together; has tests of its own.
+        # It takes as long as all else together, and has tests of its own.
         patch.setattr(decode_engine, "check_model_parity", lambda *args: compared.append(args))
         bench_decode(OPTIONS, found)
     assert {row["status"] for row in found.rows} == {"ok"}, found.rows
@@ -76,18 +72,6 @@ def test_the_mix_counts_its_tokens(rows):
         assert row["sequences"] == 2 and row["tokens_out_per_second"] == row["tokens_out"] / row["seconds"]
 
 
-def test_every_batch_size_is_recorded_before_the_mix(monkeypatch):
-    """The first step of a size compiles, the second is recorded."""
-    sizes = []
-    step = CachedModel.step
-    monkeypatch.setattr(CachedModel, "step", lambda model, *given: sizes.append(len(given[0])) or step(model, *given))
-    cached = CachedModel(DecoderLM(MODEL), max_sequences=5, max_length=40)
-    for _ in Engine(cached).run(requests_of_every_batch(5)):
-        pass
-    assert {size: sizes.count(size) >= 2 for size in (1, 2, 4, 5)} == dict.fromkeys((1, 2, 4, 5), True), sizes
-    assert set(sizes) == {1, 2, 4, 5}
-
-
 def test_all_sequences_take_part_in_a_timed_step(monkeypatch):
     lengths = []
     step = CachedModel.step
@@ -98,19 +82,6 @@ def test_all_sequences_take_part_in_a_timed_step(monkeypatch):
     assert len(step_times_ms(cached, 7, 3)) == 3
     assert lengths == [[7 + number] * 2 for number in range(len(lengths))]
     assert all(float(x.float().std()) > 0.5 for x in vars(cached.cache.layers[0]).values() if x is not None)
-
-
-def test_parts_have_tables_of_their_own(tmp_path, capsys):
-    flags = ["--parts", "layer", "model", "--sizes", "1x9", "--no-plain", "--layer-sizes", "1x20", "--row-seconds"]
-    sizes = ["--model.num_layers", "1", "--model.dim", "32", "--model.mlp_dim", "16", "--new-tokens", "2"]
-    words = [*flags, "1e-3", *sizes, "--device", "cpu", "--precision", "fp32", "--output", str(tmp_path)]
-    assert decoding.DECODING.main(words) == 0
-    text = capsys.readouterr().out
-    model, layer = (
-        re.search(rf"\n{part} +\n.*?\n( *attention .*?)\n", text, re.DOTALL)[1] for part in ("model", "layer")
-    )
-    assert "ms/token" in model and "floor ms" not in model
-    assert "floor ms" in layer and "ms/token" not in layer
 
 
 def test_the_plain_model_is_the_dense_one():
@@ -149,57 +120,3 @@ def test_wrong_results_are_not_timed(monkeypatch):
     bench_decode(replace(OPTIONS, parts=("model", "layer"), sizes=("1x5",), layer_sizes=("1x20",)), found)
     statuses = [row["status"].partition(":")[0] for row in found.rows]
     assert statuses == ["refused", "ok", "ok", "refused", "ok"]
-
-
-def test_what_does_not_fit_is_a_row(monkeypatch):
-    def full(needed, device):
-        raise decode_layer.Unavailable("the caches take 9.0 GiB, and 1.0 GiB are free")
-
-    monkeypatch.setattr(decoding, "check_memory", full)
-    monkeypatch.setattr(decode_engine, "plan_cache", lambda *args, **rules: None)
-    found = recorder()
-    bench_decode(replace(OPTIONS, parts=("model", "mix"), sizes=("1x5",)), found)
-    assert [row["status"].partition(":")[0] for row in found.rows] == ["not available"] * 5
-    assert found.exit_status == 0
-
-
-def test_a_command_is_timed_to_its_first_new_text_and_its_end():
-    def timed(script: str) -> decode_engine.ShellTimes:
-        return decode_engine.time_command([sys.executable, "-c", f"import sys, time; {script}"], "ab")
-
-    write = "w = lambda x: print(x, end='', flush=True)"
-    times = timed(f"{write}; w('ab'); time.sleep(0.05); w('c'); time.sleep(0.05); w('d')")
-    assert 0.05 <= times.first_text <= times.end - 0.05
-    with pytest.raises(RuntimeError, match="exit status 3: no model"):
-        timed("print('no model', file=sys.stderr); exit(3)")
-    with pytest.raises(RuntimeError, match="no new text"):
-        timed("print('ab', end='')")
-
-
-def test_the_shell_part_runs_the_command(monkeypatch):
-    commands = []
-
-    def timed(command, prompt):
-        commands.append(command)
-        return decode_engine.ShellTimes(0.5, 1.0 + len(commands))
-
-    monkeypatch.setattr(decode_engine, "time_command", timed)
-    found = recorder()
-    bench_decode(replace(OPTIONS, parts=("shell",), run=Path("runs/some"), repeats=3), found)
-    (row,) = found.rows
-    # The first call, which fills caches, does not count.
-    assert (row["seconds"], row["slowest_seconds"], row["first_text_seconds"]) == (4.0, 5.0, 0.5)
-    assert len(commands) == 4 and commands[0][3:5] == ["generate", str(Path("runs/some"))]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"new_tokens": 0}, {"sizes": ("8",)}, {"layer_sizes": ("0x5",)}, {"prompt_tokens": (0,)}, {"mix_in": (3, 2)},
-        {"parts": ("shell",)}, {"seconds": 0.0},
-    ],
-)  # fmt: skip
-def test_bad_options_are_refused(changes):
-    name = next(iter(changes))
-    with pytest.raises(UserError, match="expected sequences x tokens" if "sizes" in name else name.replace("_", "-")):
-        DecodeOptions(**changes)

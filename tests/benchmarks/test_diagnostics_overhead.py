@@ -4,7 +4,6 @@ import json
 import random
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -37,15 +36,6 @@ def test_the_script_writes_its_table(tmp_path: Path) -> None:
     whole, rest = rows["everything", "processor time"], rows["all but the rare", "processor time"]
     for column in ("percent", "low_95", "high_95"):
         assert whole[column] == pytest.approx(rest[column] + telemetry["percent"] + picture["percent"])
-
-
-def test_turns_are_dealt_evenly_and_each_pair_has_one_without(script: ModuleType) -> None:
-    order = script.schedule(800)
-    assert Counter(kind for kind, _, _ in order) == {"step": 500, "row": 100, "beat": 100, "null": 100}
-    for kind, *turns in order:
-        assert sorted(turns) == ["", "" if kind == "null" else kind]
-    firsts = sum(bool(first) for kind, first, _ in order if kind != "null")
-    assert 300 < firsts < 400, "as often first as second"
 
 
 def test_costs_are_found_under_noise_that_is_skewed_and_wild(script: ModuleType) -> None:

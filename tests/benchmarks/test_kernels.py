@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lib.kernel_trace import Kernel, busy_share, gap_table, kernel_table, short_name
+from lib.kernel_trace import Kernel, busy_share, gap_table
 from lib.recorder import Recorder, Refused
 from lib.shapes import AttentionShape
 from tests.children import load_script
@@ -23,14 +23,6 @@ def test_overlapping_kernels_count_once() -> None:
     assert busy_share([]) == 0.0
 
 
-def test_table_adds_up_names_and_the_rest() -> None:
-    kernels = [Kernel("a", 0, 4 * MS), Kernel("a", 5 * MS, 7 * MS), Kernel("b", 7 * MS, 8 * MS), Kernel("c", 8, 9)]
-    first, rest = kernel_table(kernels, steps=2, rows=1)
-    assert first == {"kernel": "a", "launches": 1.0, "ms": 3.0, "us_a_launch": 3000.0}
-    assert rest["kernel"] == "2 others" and rest["ms"] == pytest.approx(0.5, rel=1e-5)
-    assert kernel_table(kernels[:2], steps=1, rows=5)[-1]["kernel"] == "a"
-
-
 def test_gaps_lie_between_what_ends_last_and_what_begins_next() -> None:
     kernels = [
         Kernel("long", 0, 5 * MS),
@@ -43,11 +35,6 @@ def test_gaps_lie_between_what_ends_last_and_what_begins_next() -> None:
         {"after": "long", "before": "next", "gaps": 2.0, "ms": 3.0, "longest_us": 2000.0}
     ]
     assert gap_table([], steps=1, rows=9) == []
-
-
-def test_names_lose_their_arguments() -> None:
-    assert short_name("void at::native::(anonymous namespace)::fill<int>(int*, long)") == "fill<int>"
-    assert short_name("triton_poi_fused_0") == "triton_poi_fused_0"
 
 
 def test_each_kernel_of_both_directions_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

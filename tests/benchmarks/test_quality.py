@@ -2,8 +2,6 @@
 
 import json
 import sys
-import time
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -66,12 +64,6 @@ def test_flags_win_over_the_part(script: ModuleType, tmp_path: Path) -> None:
     config = of_stage(replace(one, short=None))
     assert (config.train.steps, config.schedule.warmup_steps, config.run.seed) == (80, 4, 5)
     assert config.data.source == "builtin" and config.model.selection == "random"
-
-
-def test_every_fourth_layer_of_a_hybrid_is_dense(script: ModuleType, tmp_path: Path) -> None:
-    (one,) = script.trainings("production", tmp_path, [], ["hybrid"], {})
-    (path, *flags) = one.arguments(resume=False)
-    assert load_config(path, flags).model.layer_types == ("nsa", "nsa", "nsa", "dense") * 3
 
 
 TINY = {
@@ -162,72 +154,3 @@ def test_needles_start_from_the_weights_of_short_haystacks(
     monkeypatch.setattr(sys, "argv", [*arguments[:3], *other, *flags])
     assert script.main() == 0
     assert not (tmp_path / "other").exists()
-
-
-def test_short_haystacks_are_learned_without_dropout(script: ModuleType, tmp_path: Path) -> None:
-    (one,) = script.trainings("needle", tmp_path, [1], ["shared-dropout"], {})
-    found = [of_stage(replace(one, short=None)), of_stage(one.short)]
-    assert [config.model.selected_dropout for config in found] == [0.2, 0.0]
-    assert all(config.model.shared_kv for config in found)
-    # 64 tokens have no room for eight.
-    assert [config.data.source for config in found] == ["needle:8", "needle:2"]
-
-
-def test_a_control_can_have_the_first_seed_alone(script: ModuleType, tmp_path: Path) -> None:
-    found = script.trainings("needle", tmp_path, [1, 2], ["shared-dropout", "dense"], {}, ["dense"])
-    assert [one.folder.name for one in found] == ["shared-dropout-1", "dense-1", "shared-dropout-2"]
-
-
-def test_tables_leave_out_trainings_with_fewer_steps(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = script.trainings("seeds", tmp_path, [1], ["sparse", "dense"], {})
-    for one, step in zip(found, (3, 2), strict=True):
-        one.folder.mkdir(parents=True)
-        rows = [{"kind": "train", "step": step}, {"kind": "evaluation", "step": 2, "validation_loss": 1.0}]
-        rows = [{"unix_time_seconds": 1.0, "loss": 1.0, "perplexity": 2.0} | row for row in rows]
-        (one.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    position = {"task": "position", "length": 8, "first": 0, "end": 8, "loss": 1.0}
-
-    def read(training: Any, common: int, jobs: int) -> Any:
-        own = {"variant": training.variant, "seed": 1, "steps": training.done()}
-        return own | {"validation_loss": 1.0, "curve": []}, [own | position]
-
-    monkeypatch.setattr(script, "read_training", read)
-    options = Namespace(jobs=1, output=tmp_path, commit="abc")
-    result = json.loads(script.write_result("seeds", found, options, [0, 0]).with_suffix(".json").read_text())
-    assert [row["variant"] for row in result["rows"]] == ["sparse", "dense"]
-    assert [row["variant"] for row in result["loss_by_position"]] == ["sparse"]
-
-
-def test_a_run_that_has_begun_goes_on(script: ModuleType, tmp_path: Path) -> None:
-    (one,) = script.trainings("recall", tmp_path, [1], ["sparse"], {})
-    one.folder.mkdir(parents=True)
-    (one.folder / "config.toml").touch()
-    assert one.arguments(resume=True) == ["--resume", str(one.folder)]
-    assert one.arguments(resume=False)[0].endswith("m7c_125m.toml")
-
-
-def test_commands_run_beside_each_other_and_none_begins_too_late(script: ModuleType, tmp_path: Path) -> None:
-    logs = [tmp_path / f"{number}.log" for number in range(3)]
-    begin = time.monotonic()
-    commands = [(["--version"], log) for log in logs]
-    assert script.run_all(commands, gpus=0, jobs=3, deadline=begin + 60) == [0, 0, 0]
-    assert all("trifocal" in log.read_text() for log in logs)
-    assert script.run_all(commands, gpus=0, jobs=3, deadline=begin) == [-1, -1, -1]
-    assert script.run_all([(["nothing"], logs[0])], gpus=0, jobs=1, deadline=begin + 60) == [2]
-
-
-def test_needles_and_positions_become_columns(script: ModuleType) -> None:
-    rows = [
-        {"task": "needle", "variant": variant, "seed": seed, "steps": 7, "length": 64, "needles": 2, "depth": depth,
-         "accuracy": depth + seed}
-        for variant in ("sparse", "dense") for seed in (0, 1) for depth in (0.0, 0.5)
-    ]  # fmt: skip
-    rows.append({"task": "needle", "variant": "sparse", "length": 128, "status": "not run: no memory"})
-    table = script.pivot(rows, "needle", "accuracy", "depth")
-    assert table[0] == {"variant": "sparse", "length": 64, "needles": 2, "0%": 0.5, "50%": 1.0}
-    assert [row["variant"] for row in table] == ["sparse", "dense"]
-    apart = script.pivot(rows, "needle", "accuracy", "depth", seeds=True)
-    assert apart[1] == {"variant": "sparse", "seed": 1, "steps": 7, "length": 64, "needles": 2, "0%": 1.0, "50%": 1.5}
-    assert script.pivot(rows, "position", "loss", "first") == []

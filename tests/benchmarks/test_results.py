@@ -2,7 +2,7 @@
 
 import json
 
-from lib.results import ResultFile, cell
+from lib.results import ResultFile
 
 ROWS = [{"row": "a", "time_ms": 1234.5678, "status": "ok"}, {"row": "b", "status": "failed: why"}]
 
@@ -27,24 +27,3 @@ def test_both_files_hold_the_rows_and_where_they_come_from(tmp_path):
     ):
         assert words in text, words
     assert "failed" not in text, "not among the columns"
-
-
-def test_parts_have_tables_of_their_own(tmp_path):
-    rows = [{"part": "one", "a": 1}, {"part": "two", "b": 2}, {"part": "one", "a": 3}]
-    file = ResultFile("what", "A title", folder=tmp_path, device="A CPU", commit="abc")
-    text = file.write(rows).read_text()
-    assert "## One\n\n| a |\n|---|\n| 1 |\n| 3 |\n\n## Two\n\n| b |\n|---|\n| 2 |\n" in text
-    assert json.loads(file.json.read_text())["rows"] == rows
-
-
-def test_a_file_is_written_again_under_the_same_name(tmp_path):
-    file = ResultFile("what", "A title", folder=tmp_path, device="NVIDIA H200", commit="abc")
-    file.write(ROWS[:1])
-    file.write(ROWS)
-    assert len(list(tmp_path.iterdir())) == 2
-    assert len(json.loads(file.json.read_text())["rows"]) == 2
-    assert "h200" in file.json.name
-
-
-def test_cells():
-    assert [cell(value) for value in (None, 0.00012345, 12345.6, 7, "x")] == ["-", "0.0001234", "12,346", "7", "x"]

@@ -1,18 +1,15 @@
 """`benchmarks/training.py` on a CPU: the trainer's own steps, in this process and in workers."""
 
-import io
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
-from lib import training_worker as train_worker
 from lib.recorder import Recorder, Refused
 from lib.training_worker import TrainBench
 from tests.benchmarks.tiny import MODEL
 from tests.children import load_script
-from tests.train.test_graphs import Repeater
+from tests.train.step.test_cuda_graphs import Repeater
 from trifocal.errors import UserError
 from trifocal.train.step import cuda_graphs
 
@@ -40,25 +37,6 @@ def test_models_are_measured_under_the_same_settings():
     assert not any(case.cuda_graphs for case in cases), "a CPU records nothing"
 
 
-ON_A_GPU = {
-    (): ["a recorded", "production recorded", "a"],
-    ("no", "yes"): ["a recorded", "production recorded", "a"],
-    ("yes",): ["a recorded", "production recorded"],
-    ("no",): ["a", "production"],
-}
-
-
-@pytest.mark.parametrize("wanted", ON_A_GPU, ids=str)
-def test_recorded_rows_come_first_and_models_side_by_side(wanted, monkeypatch):
-    monkeypatch.setattr(TrainOptions, "torch_device", torch.device("cuda"))
-    cases = TrainOptions(**{**TINY, "sizes": ("2x32", "production"), "cuda_graphs": wanted}).cases()
-    found = [case.size.replace("2x32", "a") + " recorded" * case.cuda_graphs for case in cases]
-    assert found == [name for name in ON_A_GPU[wanted] for _ in range(2)]
-    assert [case.model["attention"] for case in cases] == ["nsa", "dense"] * (len(cases) // 2)
-    for sparse, dense in zip(cases[::2], cases[1::2], strict=True):
-        assert replace(sparse, model=dense.model) == dense
-
-
 def test_text_is_measured_beside_random_bytes():
     """By default, for both models: documents of many lengths; a new one begins in every sequence."""
     options = {name: value for name, value in TINY.items() if name != "data"} | {"sizes": ("4x3000",)}
@@ -74,24 +52,6 @@ def test_text_is_measured_beside_random_bytes():
         assert cu_seqlens[0] == 0 and cu_seqlens[-1] == 6000 and 3000 in cu_seqlens
         assert (cu_seqlens.diff() > 0).all() and cu_seqlens.numel() > 4
     assert TrainBench(cases[1]).batches[0].cu_seqlens is None
-
-
-def test_lengths_of_documents():
-    """A median of 1,000 tokens and the long tail of texts, where no sequence cuts them."""
-    lengths = train_worker.document_boundaries(1, 10_000_000).diff().double()
-    assert lengths.median().item() == pytest.approx(1000, rel=0.03)
-    assert lengths.mean().item() == pytest.approx(1650, rel=0.05)
-    assert (lengths > 2700).double().mean().item() == pytest.approx(1 / 6, abs=0.02)
-
-
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_a_row_of_text(attention):
-    case = TrainOptions(**{**TINY, "attention": (attention,), "data": ("text",), "sizes": ("2x300",)}).cases()[0]
-    bench = TrainBench(case)
-    bench.warm_up()
-    figures = bench.figures()
-    assert figures["tokens_per_second"] > 0
-    assert figures["executed_tflop_per_step"] is figures["dense_equivalent_mfu"] is None, "for whole sequences alone"
 
 
 def test_graphs_and_kernels_need_a_gpu():
@@ -136,12 +96,6 @@ def test_one_micro_batch_a_step_is_recorded_before_it_is_timed(recorded_bench, a
         assert figures[key] == pytest.approx(expected[key], rel=1e-5)
 
 
-def test_a_timed_step_that_records_is_no_figure(recorded_bench):
-    bench = recorded_bench(TrainOptions(**TINY).cases()[0])
-    with pytest.raises(AssertionError, match="a timed step recorded"):
-        bench.figures()
-
-
 def test_steps_train_and_are_timed():
     case = TrainOptions(**TINY).cases()[0]
     bench = TrainBench(case)
@@ -157,37 +111,6 @@ def test_steps_train_and_are_timed():
     assert any(not b.equal(a) for b, a in zip(before, after, strict=True))
 
 
-def test_micro_batches_make_up_the_step():
-    case = TrainOptions(**TINY).cases()[0]
-    bench = TrainBench(type(case)(**{**vars(case), "sequences": 4, "micro_batch": 2}))
-    assert [batch.tokens.shape for batch in bench.batches] == [(2, 32), (2, 32)]
-    assert bench.batches[0].tokens[:, 1:].equal(bench.batches[0].targets[:, :-1])
-
-
-def test_kernels_and_gaps_are_tables_beside_the_rows(monkeypatch):
-    kernel, gap = {"kernel": "gemm", "ms": 0.5}, {"after": "gemm", "before": "norm", "ms": 0.1}
-    figures = {"tokens_per_second": 1.0, "peak_gib": None, "first_step_seconds": 1.0}
-
-    class Profiled:
-        def __init__(self, case, *_):
-            self.case, self.name = case, "profiled"
-            self.answers = iter([{"status": "ok"}, {"status": "ok", **figures, "kernels": [kernel], "gaps": [gap]}])
-
-        def answer(self):
-            return next(self.answers)
-
-        def go(self):
-            pass
-
-        close = go
-
-    monkeypatch.setattr(train, "Worker", Profiled)
-    found = recorder()
-    train._measure_together(TrainOptions(**TINY, attention=("dense",)).cases(), 1, found)
-    assert "kernels" not in found.rows[0] and "gaps" not in found.rows[0]
-    assert found.tables == {"kernels": [{"row": "profiled", **kernel}], "gaps": [{"row": "profiled", **gap}]}
-
-
 def test_workers_measure_both_models():
     rows = recorder()
     bench_train(TrainOptions(**TINY, workers=2), rows)
@@ -195,16 +118,6 @@ def test_workers_measure_both_models():
     (ratios,) = speedups(rows.rows)
     expected = rows.rows[0]["tokens_per_second"] / rows.rows[1]["tokens_per_second"]
     assert ratios["tokens_per_second_ratio"] == pytest.approx(expected)
-
-
-def test_a_row_whose_time_runs_out_while_it_waits_for_its_turn():
-    worker = train.Worker(TrainOptions(**TINY).cases()[0], 1, 60.0)
-    assert worker.answer() == {"status": "ok"}
-    worker._stop()
-    worker._process.wait()
-    worker.go()
-    assert worker.answer() == {"status": "not run: the time limit has passed"}
-    worker.close()
 
 
 def test_like_is_compared_with_like():
@@ -229,23 +142,6 @@ def test_like_is_compared_with_like():
     assert speedups(rows) == both[1:], "another setting does not compare"
 
 
-def test_a_worker_that_fails_says_why(capsys):
-    case = asdict(TrainOptions(**TINY).cases()[0])
-    train_worker.main(json.dumps({**case, "device": "nowhere"}))
-    assert json.loads(capsys.readouterr().out)["status"].startswith("failed: RuntimeError")
-
-
-def test_a_worker_waits_for_its_turn(capsys, monkeypatch):
-    request = json.dumps(asdict(TrainOptions(**TINY).cases()[0]))
-    monkeypatch.setattr("sys.stdin", io.StringIO("go\n"))
-    train_worker.main(request)
-    ready, figures = map(json.loads, capsys.readouterr().out.splitlines())
-    assert ready == {"status": "ok"} and figures["tokens_per_second"] > 0
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    train_worker.main(request)
-    assert len(capsys.readouterr().out.splitlines()) == 1, "nobody is left to answer"
-
-
 def test_the_limit_ends_a_worker():
     rows = recorder(0.3)
     bench_train(TrainOptions(**{**TINY, "attention": ("dense",)}), rows)
@@ -262,12 +158,6 @@ def test_wrong_results_are_not_timed(monkeypatch):
     bench_train(TrainOptions(**TINY), rows)
     assert [row["status"] for row in rows.rows] == ["refused: o is off"]
     assert [case.model["attention"] for case in ran] == ["dense"]
-
-
-@pytest.mark.parametrize("sizes", ["x32", "2x", "32", "0x4", "2x32x4", "productive"])
-def test_bad_sizes_are_refused(sizes):
-    with pytest.raises(UserError, match="sequences x tokens"):
-        TrainOptions(**{**TINY, "sizes": (sizes,)}).cases()
 
 
 def test_bad_options_are_refused():

@@ -87,7 +87,7 @@ def test_tokens_and_answers_are_those_of_transformers(
 
 
 def test_threads_share_a_template(tokenizer: Tokenizer) -> None:
-    """As the loaders of training and of validation do."""
+    """The loaders of training and of validation do."""
     expected = [tokenizer.encode_chat(chat).answers.tolist() for chat in CHATS]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -177,17 +177,6 @@ def test_a_resume_repeats_the_uninterrupted_run(lines: str, tokenizer: Tokenizer
         with open_loader(lines, tokenizer) as loader:
             loader.load_state_dict(states[at])
             assert all(map(same, take(loader, min(3, 30 - at)), whole[at:]))
-
-
-@pytest.mark.parametrize("streams", [1, 2])
-def test_processes_share_what_one_would_see(lines: str, tokenizer: Tokenizer, streams: int) -> None:
-    with open_loader(lines, tokenizer, batch_size=4, streams=streams) as loader:
-        whole = take(loader, 6)
-    for rank in range(2):
-        with open_loader(lines, tokenizer, rank=rank, world_size=2, streams=streams) as loader:
-            for own, together in zip(take(loader, 6), whole, strict=True):
-                assert torch.equal(own.tokens, together.tokens[rank::2])
-                assert torch.equal(own.targets, together.targets[rank::2])
 
 
 def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, lines: str, tokenizer: Tokenizer) -> None:
@@ -282,13 +271,3 @@ def test_broken_chats_stop_the_run_or_are_counted(tmp_path: Path, tokenizer: Tok
     with open_loader(source, tokenizer, on_bad_document="skip", validation_fraction=0.0) as loader:
         take(loader, 6)
         assert len(loader.bad_documents.skipped) == 2
-
-
-def test_a_source_of_chats_without_their_field_says_so(lines: str, tokenizer: Tokenizer) -> None:
-    with (
-        open_loader(lines.removesuffix("#messages"), tokenizer) as loader,
-        pytest.raises(
-            UserError, match=r"no field 'text'; it has 'messages'; write #messages behind the source for chats"
-        ),
-    ):
-        next(loader)

@@ -6,7 +6,6 @@ import gzip
 import json
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from trifocal.data import DataConfig, make_loader, make_tokenizer
 from trifocal.errors import UserError
 
-SECONDS = 4.0
+SECONDS = 3.0
 """For each kind of file; the damage is drawn from a fixed seed, so a slow machine sees less of the same."""
 
 
@@ -22,28 +21,16 @@ def texts() -> list[str]:
     return [f"{number} gate lens ☃ " * (number % 7) for number in range(60)]
 
 
-def make_text(path: Path) -> None:
-    path.write_text("\n".join(texts()), encoding="utf-8")
-
-
-def make_jsonl(path: Path) -> None:
-    records = [json.dumps({"id": number, "text": text}) for number, text in enumerate(texts())]
-    path.write_text("\n".join(records), encoding="utf-8")
-
-
-def make_parquet(path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    table = pyarrow.table({"id": list(range(60)), "text": texts()})
-    parquet.write_table(table, path, row_group_size=25)
-
-
-def compress(make: Callable[[Path], None]) -> Callable[[Path], None]:
-    def make_compressed(path: Path) -> None:
-        make(path)
-        path.write_bytes(gzip.compress(path.read_bytes(), mtime=0))
-
-    return make_compressed
+def write(path: Path) -> None:
+    if ".parquet" in path.name:
+        pyarrow = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        table = pyarrow.table({"id": list(range(60)), "text": texts()})
+        parquet.write_table(table, path, row_group_size=25)
+        return
+    lines = [json.dumps({"text": text}) if ".jsonl" in path.name else text for text in texts()]
+    content = "\n".join(lines).encode()
+    path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
 
 
 def damage(content: bytes, generator: random.Random) -> bytes:
@@ -63,37 +50,15 @@ def damage(content: bytes, generator: random.Random) -> bytes:
     elif kind == "zeros":
         broken[at : at + length] = bytes(len(broken[at : at + length]))
     else:
-        odd = [
-            b"\0",
-            b"\xff\xfe",
-            b"\r",
-            b"9" * 5000,
-            b"[" * 5000,
-            b'{"a":' * 2000,
-            b"\\ud800",
-            b'"',
-            b"null",
-            b"\x1b[2J",
-        ]
+        odd = (b"\0", b"\xff\xfe", b"9" * 5000, b"[" * 5000, b'{"a":' * 2000, b"\\ud800", b"null", b"\x1b[2J")
         broken[at:at] = generator.choice(odd)
     return bytes(broken)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "make"),
-    [
-        ("text", "a.txt", make_text),
-        ("text", "a.txt.gz", compress(make_text)),
-        ("jsonl", "a.jsonl", make_jsonl),
-        ("jsonl", "a.jsonl.gz", compress(make_jsonl)),
-        ("parquet", "a.parquet", make_parquet),
-    ],
-)
-def test_damaged_files_give_batches_or_one_line(
-    tmp_path: Path, kind: str, name: str, make: Callable[[Path], None]
-) -> None:
-    path = tmp_path / name
-    make(path)
+@pytest.mark.parametrize("name", ["a.text", "a.text.gz", "a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_damaged_files_give_batches_or_one_line(tmp_path: Path, name: str) -> None:
+    path, kind = tmp_path / name, name.split(".")[1]
+    write(path)
     content = path.read_bytes()
     generator = random.Random(1337)
     end = time.monotonic() + SECONDS

@@ -80,14 +80,6 @@ def test_a_local_copy_of_the_repository(repository: Path) -> None:
     assert len({source.fingerprint, default.fingerprint}) == 2
 
 
-def test_it_reads_what_datasets_streams(repository: Path) -> None:
-    source = open_source(f"hf:{repository}:sample-10BT")
-    streamed = datasets.load_dataset(str(repository), name="sample-10BT", split="train", streaming=True)
-    ours = [document.text for shard in range(2) for document, _ in source.read(shard, None)]
-    assert ours == [row["text"] for row in streamed]
-    assert len(ours) == 120
-
-
 def test_a_folder_of_its_files_gives_the_same_rows(repository: Path) -> None:
     config = DataConfig(source=f"hf:{repository}:sample-10BT", shuffle_sequences=8)
     folder = DataConfig(source=f"fineweb-edu:{repository}/sample/10BT", shuffle_sequences=8)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import itertools
 import json
 import lzma
 import sysconfig
@@ -311,13 +310,11 @@ def splits(path: Path, fraction: float) -> tuple[list[Document], list[Document]]
 
 @pytest.mark.parametrize("kind", ["lines", "one line", "the same word"])
 # 1,200 bytes hold a piece of 64 only with the largest fraction.
-@pytest.mark.parametrize(
-    "size, fraction", [(1200, 0.5), *itertools.product((20_000, 1_115_394, 3_000_000), (0.01, 0.05, 0.5))]
-)
+@pytest.mark.parametrize("size, fraction", [(1200, 0.5), (20_000, 0.05), (1_115_394, 0.01), (3_000_000, 0.5)])
 def test_of_one_text_file_some_is_held_out(
     tmp_path: Path, texts: Callable[..., list[str]], size: int, kind: str, fraction: float
 ) -> None:
-    """As of tiny Shakespeare (1,115,394 bytes), which is one file."""
+    """Tiny Shakespeare is one file of 1,115,394 bytes."""
     text = "\n".join(texts(400)) * (size // 30_000 + 1)
     content = "word " * size if kind == "the same word" else text.replace("\n", " " if kind == "one line" else "\n")
     content_bytes = content.encode()[:size].decode(errors="ignore").encode()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.data.test_loader import same, take
-from trifocal.data import DataConfig, Loader, has_text, make_loader, make_tokenizer
+from trifocal.data import DataConfig, Loader, make_loader, make_tokenizer
 from trifocal.data.sources.synthetic import associations, haystack, synthetic_stream
 from trifocal.errors import UserError
 
@@ -32,7 +32,7 @@ def test_recall_asks_for_the_value_of_every_key(length: int, pairs: int, vocab_s
         assert (tokens < vocab_size // 2).sum() == 2 * pairs, "a key stands for nothing"
         assert min(asked) >= 2 * pairs and sorted(tokens[asked]) == sorted(values)
         assert [values[key] for key in tokens[asked].tolist()] == targets[asked].tolist()
-        # As text would have it, the answer follows; the last one may lie behind the row.
+        # The answer follows, like in text; the last one may lie behind the row.
         inside = asked[asked + 1 < length]
         assert (tokens[inside + 1] == targets[inside]).all()
         places += asked.tolist()
@@ -134,9 +134,3 @@ def test_what_does_not_fit_is_refused(source: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         open_task(source)
     assert message in str(caught.value)
-
-
-def test_sources_say_whether_they_are_text() -> None:
-    assert [has_text(name) for name in ("builtin", "text:a", "synthetic", "recall:8", "needle")] == [
-        True, True, False, False, False,
-    ]  # fmt: skip

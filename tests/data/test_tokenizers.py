@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trifocal.data import DataConfig, make_loader, make_tokenizer
+from trifocal.data import make_tokenizer
 from trifocal.errors import UserError
 
 TEXT = "Hello wörld, ☃ and 𝄞.\n\tdef f(x): return x\n" * 3
@@ -75,20 +75,6 @@ def test_a_tokenizer_file_there_and_back(tokenizer_file: Path) -> None:
 def test_a_separator_spelled_in_a_text_does_not_end_it(tokenizer_file: Path) -> None:
     tokenizer = make_tokenizer(str(tokenizer_file))
     assert tokenizer.separator not in tokenizer.encode("before <|endoftext|> after")
-
-
-def test_training_rows_from_a_tokenizer_file(tokenizer_file: Path, tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(str(tokenizer_file))
-    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
-    whole = [*tokenizer.encode(TEXT).tolist(), tokenizer.separator]
-    with make_loader(
-        DataConfig(source=f"text:{tmp_path}/a.txt", validation_fraction=0.0),
-        tokenizer=tokenizer,
-        sequence_length=len(whole),
-        batch_size=2,
-        vocab_size=tokenizer.vocab_size,
-    ) as loader:
-        assert next(loader).tokens.tolist() == [whole, whole]
 
 
 def test_separators_by_name(tokenizer_file: Path) -> None:

@@ -43,9 +43,13 @@ def before_step(action):
     TrainStep.run = wrapped
 
 
+def at_step(action, step=STEP):
+    """Call `action()` before one step of rank 1."""
+    before_step(lambda number: action() if number == step and RANK == 1 else None)
+
+
 def wait_at_step():
     """Every rank waits before step 3 until the test says go on, so that a signal meets a known step."""
-
     before_step(lambda step: _pause() if step == STEP else None)
 
 
@@ -84,45 +88,30 @@ def pause_in_compilation():
 
 
 def hang():
-    """An endless loop of Python code."""
+    """An endless loop of Python code, in which a test may stop or kill the process."""
 
-    def action(step):
-        if step == STEP and RANK == 1:
-            mark()
-            while True:
-                pass
+    def loop():
+        mark()
+        while True:
+            pass
 
-    before_step(action)
-
-
-def freeze():
-    """Long enough in one place for the test to stop or kill the process there."""
-
-    def action(step):
-        if step == STEP and RANK == 1:
-            mark()
-            time.sleep(60)
-
-    before_step(action)
+    at_step(loop)
 
 
-def _die_once(at):
-    def action(step):
-        if step == at and RANK == 1 and not Path(os.environ["FAULT_FILE"]).exists():
-            mark()
-            os.kill(os.getpid(), 9)
-
-    before_step(action)
+def _die():
+    if not Path(os.environ["FAULT_FILE"]).exists():
+        mark()
+        os.kill(os.getpid(), 9)
 
 
 def die_once():
     """Killed in step 5, on the first start only."""
-    _die_once(5)
+    at_step(_die, 5)
 
 
 def die_in_first_step():
     """Killed in the first step, on the first start only; every rank is there by then."""
-    _die_once(1)
+    at_step(_die, 1)
 
 
 class _Poison(torch.autograd.Function):
@@ -222,16 +211,6 @@ def full():
     checkpoint_module._write = write
 
 
-def error():
-    """A bug that one process alone runs into."""
-
-    def action(step):
-        if step == STEP and RANK == 1:
-            raise IndexError("a bug")
-
-    before_step(action)
-
-
 def code():
     """Another version of the code."""
     from trifocal.train import launch
@@ -265,21 +244,6 @@ def endless_hook():
         return original(self, step, *args, **kwargs)
 
     TrainStep.run = wrapped
-
-
-def sleep():
-    """A minute's sleep in a forward pass, which is nothing against the two minutes of a stall."""
-    original = SwiGLU.forward
-    now = [0]
-    before_step(lambda step: now.__setitem__(0, step))
-
-    def sleepy_forward(self, x):
-        if now[0] == STEP:
-            mark()
-            time.sleep(60)
-        return original(self, x)
-
-    SwiGLU.forward = sleepy_forward
 
 
 def slow_compiler():

@@ -184,7 +184,7 @@ def test_another_config_or_other_code_is_refused(case: Case, fault: str, flags: 
 
 
 def test_a_killed_rank_stops_the_others_and_is_named(case: Case) -> None:
-    workers = case.start("freeze", mode="fsdp")
+    workers = case.start("hang", mode="fsdp")
     workers.wait_for(case.fault_file)
     begin = time.monotonic()
     workers.send(signal.SIGKILL, 1)
@@ -212,7 +212,7 @@ def test_a_killed_rank_0_is_named_though_it_kept_the_store(case: Case) -> None:
 
 
 def test_a_frozen_rank_is_named_and_the_others_stop(case: Case) -> None:
-    workers = case.start("freeze", "--parallel.silence_seconds", "3")
+    workers = case.start("hang", "--parallel.silence_seconds", "3")
     workers.wait_for(case.fault_file)
     time.sleep(1.5)
     workers.send(signal.SIGSTOP, 1)
@@ -222,9 +222,9 @@ def test_a_frozen_rank_is_named_and_the_others_stop(case: Case) -> None:
     assert "last seen in" in end.error and "at step 2" in end.error
     dump = case.run / "dumps" / "lost_step_00000002"
     # It cannot write its stacks: the place where it was last seen is in its last note to the others.
-    assert "action (faults.py:" in end.error
+    assert "loop (faults.py:" in end.error
     assert last_beat(case.run, 0)["status"] == "failed"
-    assert "action (faults.py:" in json.loads((dump / "rank0.json").read_text())["row"]["others"]["rank1"]["where"]
+    assert "loop (faults.py:" in json.loads((dump / "rank0.json").read_text())["row"]["others"]["rank1"]["where"]
     assert "trifocal/train/step/step.py" in (dump / "stacks_rank0.txt").read_text()
     page = (dump / "summary.md").read_text()
     assert page.startswith("# Rank 0 stops: rank 1 (process ") and "has been silent for" in page.splitlines()[0]
@@ -244,15 +244,7 @@ def test_an_endless_loop_ends_in_bounded_time_with_the_rank_named(case: Case) ->
     assert [end.status for end in ended] == [1, 1], ended
     assert "rank 1: other for" in ended[0].error and "at step 2" in ended[0].error, ended[0].error
     assert "rank 0 has failed: PeerLost" in ended[1].error, ended[1].error
-    assert "action" in (case.run / "dumps" / "lost_step_00000002" / "stacks_rank1.txt").read_text()
-    case.resumed_to_the_end()
-
-
-def test_a_bug_in_one_rank_ends_the_others_with_its_text(case: Case) -> None:
-    ended = case.start("error").join(60)
-    assert "IndexError: a bug" in ended[1].error
-    assert ended[0].status == 1
-    assert "rank 1 has failed: IndexError: a bug; rank 0 stops too" in ended[0].error, ended[0].error
+    assert "loop" in (case.run / "dumps" / "lost_step_00000002" / "stacks_rank1.txt").read_text()
     case.resumed_to_the_end()
 
 

@@ -121,9 +121,9 @@ def test_nobody_is_blamed_while_all_are_well(store: dist.Store) -> None:
     beats = iter(range(2, 1000))
     healthy = peers._exchange
 
-    def exchange() -> str | None:
+    def exchange(now: float) -> None:
         note(store, 1, next(beats))
-        return healthy()
+        healthy(now)
 
     peers._exchange = exchange  # type: ignore[method-assign]
     with peers:

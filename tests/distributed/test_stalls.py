@@ -1,4 +1,4 @@
-"""Real runs, broken: an endless loop is stalled, a sleep is slow, a compiler is neither, a full disk stops nothing."""
+"""Real runs, broken: an endless loop is stalled, a compiler is not, a full disk stops nothing."""
 
 import shlex
 import shutil
@@ -57,15 +57,6 @@ def test_an_endless_loop_in_a_backward_hook_of_one_rank_is_stalled_and_named(cas
     assert "stalled" in [row["name"] for row in read_metrics(case.run / "metrics.jsonl", "event")]
 
 
-def test_a_sleep_is_slow_and_not_stalled(case: Case) -> None:
-    workers = case.start("sleep", *OFTEN, mode="auto", size=1)
-    workers.wait_for(case.fault_file)
-    wait_for(lambda: verdicts(case.run)[0].state == "slow")
-    reason = verdicts(case.run)[0].reason
-    assert "in forward" in reason and "times its median" in reason and "sleepy_forward (faults.py" in reason
-    assert not list(case.run.glob("dumps/stalled_*"))
-
-
 def test_a_compiler_is_neither_slow_nor_stalled(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     # The compiler takes 4 s, far beyond this and beyond the limit of a stall; a busy machine's pauses do not.
     monkeypatch.setattr(verdict, "SLOW_SECONDS", 2.0)
@@ -83,8 +74,8 @@ def test_a_compiler_is_neither_slow_nor_stalled(case: Case, monkeypatch: pytest.
     assert end.status == 0, end.error
     compiling = [found for found in seen if found.reason.startswith("compiling in ")]
     # In the first step, under its own name, and later, in the middle of a forward pass.
-    assert any("compile" in found.reason[12:] for found in compiling), seen
-    assert any("in forward for" in found.reason for found in compiling), seen
+    assert any(found.reason.startswith("compiling in compile") for found in compiling), seen
+    assert any(found.reason.startswith("compiling in forward") for found in compiling), seen
     # Other phases may be held up by whatever else this machine does.
     ordinary = ("in data", "in backward", "in optimizer", "data takes", "backward takes", "optimizer takes")
     late = [found for found in seen if found.state in ("slow", "stalled")]

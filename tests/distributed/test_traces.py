@@ -1,9 +1,7 @@
 """Traces of two processes: the exchanges of DDP and FSDP2, and the order in which gradients arrive."""
 
-import functools
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,19 +18,12 @@ TRACED = "traces/steps_2-3"
 EVERY_TRACE = ",".join(TRACES)
 
 
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The run of a mode: two processes with one micro-batch each a step, steps 2 and 3 traced; each is made once."""
-
-    @functools.cache
-    def run(mode: str) -> Path:
-        folder = tmp_path_factory.mktemp(mode)
-        flags = (*QUICK, "--parallel.mode", mode, "--trace.what", EVERY_TRACE, "--trace.steps", "2:4")
-        ended = train(folder, write_config(folder), *flags).join()
-        assert [end.status for end in ended] == [0, 0], ended[1].error
-        return folder / "run"
-
-    return run
+def traced(folder: Path, mode: str) -> Path:
+    """Two processes with one micro-batch each a step, steps 2 and 3 traced."""
+    flags = (*QUICK, "--parallel.mode", mode, "--trace.what", EVERY_TRACE, "--trace.steps", "2:4")
+    ended = train(folder, write_config(folder), *flags).join()
+    assert [end.status for end in ended] == [0, 0], ended[1].error
+    return folder / "run"
 
 
 @pytest.fixture
@@ -42,8 +33,10 @@ def sizes(tmp_path: Path) -> dict[str, int]:
     return {name: parameter.numel() for name, parameter in model.named_parameters()}
 
 
-def test_buckets_of_ddp_hold_every_gradient_once(traced: Callable[[str], Path], sizes: dict[str, int]) -> None:
-    folder = traced("ddp") / TRACED
+def test_buckets_of_ddp_hold_every_gradient_once(tmp_path: Path, sizes: dict[str, int]) -> None:
+    run = traced(tmp_path, "ddp")
+    every_trace_saw_something(run, "ddp", 4 * sum(sizes.values()))
+    folder = run / TRACED
     for rank in (0, 1):
         rows = table(folder / f"exchange_rank{rank}.csv")
         for step in ("2", "3"):
@@ -64,10 +57,11 @@ def test_buckets_of_ddp_hold_every_gradient_once(traced: Callable[[str], Path], 
         assert collectives["all_reduce"] >= 2 * len(mine)
 
 
-def test_weights_are_gathered_and_gradients_scattered_part_by_part(
-    traced: Callable[[str], Path], sizes: dict[str, int]
-) -> None:
-    folder = traced("fsdp") / TRACED
+def test_weights_are_gathered_and_gradients_scattered_part_by_part(tmp_path: Path, sizes: dict[str, int]) -> None:
+    run = traced(tmp_path, "fsdp")
+    # Every first dimension of the tiny model is even: half of each parameter.
+    every_trace_saw_something(run, "fsdp", 2 * sum(sizes.values()))
+    folder = run / TRACED
     rows = [row for row in table(folder / "exchange_rank1.csv") if row["step"] == "2"]
     kinds = Counter((row["exchange"], row["of"]) for row in rows)
     for part in ("model", "blocks.0", "blocks.1"):
@@ -87,24 +81,21 @@ def test_weights_are_gathered_and_gradients_scattered_part_by_part(
     assert shape == "16x16", "half of 32 x 16"
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_every_trace_runs_in_every_mode_and_memory_counts_this_processs_part(
-    traced: Callable[[str], Path], sizes: dict[str, int], mode: str
-) -> None:
-    folder, saved = traced(mode) / TRACED, []
+def every_trace_saw_something(run: Path, mode: str, parameter_bytes: int) -> None:
+    """And the memory table counts the part of each process."""
+    saved = []
     for rank in (0, 1):
         for name in ("gradients", "modules", "exchange", "collectives", "dtypes", "memory"):
-            assert table(folder / f"{name}_rank{rank}.csv"), f"{name} of rank {rank} saw nothing"
-        assert (folder / f"profile_rank{rank}.json.gz").exists() and (folder / f"operations_rank{rank}.txt").exists()
-        rows = {row["module"]: row for row in table(folder / f"memory_rank{rank}.csv")}
-        # Every first dimension of the tiny model is even: half of each parameter where two processes share it.
-        part = 4 * sum(sizes.values()) // (1 if mode == "ddp" else 2)
+            assert table(run / TRACED / f"{name}_rank{rank}.csv"), f"{name} of rank {rank} saw nothing"
+        assert (run / TRACED / f"profile_rank{rank}.json.gz").exists()
+        assert (run / TRACED / f"operations_rank{rank}.txt").exists()
+        rows = {row["module"]: row for row in table(run / TRACED / f"memory_rank{rank}.csv")}
         total = rows["total"]
-        assert abs(int(total["parameter_bytes"]) - part) <= 4 * 257 * 16
+        assert abs(int(total["parameter_bytes"]) - parameter_bytes) <= 4 * 257 * 16
         assert int(total["gradient_bytes"]) == int(total["parameter_bytes"])
         assert int(total["optimizer_bytes"]) >= 2 * int(total["parameter_bytes"])
         saved.append({name: int(row["saved_for_backward_bytes"]) for name, row in rows.items()})
-        beats = read_lines(traced(mode) / "heartbeat" / f"rank{rank}.jsonl")
+        beats = read_lines(run / "heartbeat" / f"rank{rank}.jsonl")
         assert {beat["parallel_mode"] for beat in beats} == {mode}
-    # Of one micro-batch of two rows of 32 tokens: the down projection keeps its input, 2 x 32 x 32, and no weight.
+    # One micro-batch of two rows of 32 tokens: the down projection keeps its input, 2 x 32 x 32, and no weight.
     assert saved[0]["blocks.0.mlp.down_proj"] == saved[1]["blocks.0.mlp.down_proj"] == 4 * 2 * 32 * 32

@@ -79,7 +79,7 @@ def test_command_is_taken(page, line, monkeypatch):
             assert getattr(options, resolved, lambda: True)()
     elif line[:2] == ["pip", "install"]:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        for extra in re.findall(r"\[([\w,]+)\]", " ".join(arguments)):
+        for extra in re.findall(r"(?:trifocal|\.)\[([\w,]+)\]", " ".join(arguments)):
             assert set(extra.split(",")) <= project["optional-dependencies"].keys()
     else:
         # Shell commands and scripts: the files of the repository that they name exist.

@@ -1,7 +1,6 @@
 """Findings on machines that lack something, each with the command that mends it."""
 
 import shlex
-import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 
 from trifocal.doctor import machine
-from trifocal.doctor.machine import EXTRAS
 from trifocal.runlog.environment import EARLIER_VARIABLES
 from trifocal.train.config.load import load_config, override
 
@@ -18,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """As if PyTorch saw one GPU; nothing is computed on it."""
+    """PyTorch sees one GPU; nothing is computed on it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
@@ -36,40 +34,27 @@ def no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
 
 
-def refuse_driver():
-    raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update it.")
+@pytest.mark.parametrize(
+    "devices, visible, cuda, status, text, remedy",
+    [
+        (0, None, None, "ok", "CPU", ""),
+        (1, None, None, "broken", "without CUDA", "pip install"),
+        (1, "", "13.0", "note", "hidden", "unset CUDA_VISIBLE_DEVICES"),
+        (1, None, "13.0", "broken", "too old", "nvidia-driver-580"),
+        (1, None, "12.8", "broken", "too old", "nvidia-driver-525"),
+    ],
+)
+def test_no_gpu(no_gpu, monkeypatch, devices, visible, cuda, status, text, remedy):
+    def refuse_driver():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update it.")
 
-
-def test_no_gpu_is_healthy(no_gpu, monkeypatch):
-    monkeypatch.setattr(machine, "_nvidia_devices", list)
-    [finding] = machine.check_gpus()
-    assert (finding.status, finding.remedy) == ("ok", "")
-    assert "CPU" in finding.text
-
-
-def test_torch_without_cuda_beside_a_gpu(no_gpu, monkeypatch):
-    monkeypatch.setattr(machine, "_nvidia_devices", lambda: [Path("/dev/nvidia0")])
-    monkeypatch.setattr(torch.version, "cuda", None)
-    [finding] = machine.check_gpus()
-    assert finding.status == "broken" and "without CUDA" in finding.text
-    assert finding.remedy.startswith("pip install")
-
-
-@pytest.mark.parametrize("cuda, driver", [("13.0", "580"), ("12.8", "525")])
-def test_old_driver(no_gpu, monkeypatch, cuda, driver):
-    monkeypatch.setattr(machine, "_nvidia_devices", lambda: [Path("/dev/nvidia0")])
+    monkeypatch.setattr(machine, "_nvidia_devices", lambda: [Path("/dev/nvidia0")] * devices)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "init", refuse_driver)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     [finding] = machine.check_gpus()
-    assert finding.status == "broken" and "too old" in finding.text
-    assert f"nvidia-driver-{driver}" in finding.remedy
-
-
-def test_hidden_gpu(no_gpu, monkeypatch):
-    monkeypatch.setattr(machine, "_nvidia_devices", lambda: [Path("/dev/nvidia0")])
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    [finding] = machine.check_gpus()
-    assert (finding.status, finding.remedy) == ("note", "unset CUDA_VISIBLE_DEVICES")
+    assert finding.status == status and text in finding.text and remedy in finding.remedy
 
 
 def test_gpu_that_does_not_compute(gpu, monkeypatch):
@@ -117,22 +102,6 @@ def test_compiler_is_found(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CXX", "my-c++")
     assert machine.check_compiler().text == str(compiler)
-
-
-def test_missing_extras_name_their_command(monkeypatch):
-    monkeypatch.setattr(machine, "installed", lambda module: False)
-    findings = machine.check_extras()
-    assert {finding.status for finding in findings} == {"note"}
-    assert [finding.remedy for finding in findings] == [f"pip install 'trifocal[{extra}]'" for extra in EXTRAS]
-
-
-def test_extras_are_those_of_the_project():
-    """All but the developers' own and that of the figures of the docs, with the modules that their packages have."""
-    optional = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    optional.pop("dev")
-    optional.pop("docs")
-    packages = {extra: {line.partition(">=")[0] for line in lines} for extra, lines in optional.items()}
-    assert packages == {extra: set(modules) for extra, (modules, _) in EXTRAS.items()}
 
 
 def test_too_little_memory(no_gpu, monkeypatch):

@@ -12,7 +12,7 @@ from trifocal.doctor.probes import check_compile
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """As if PyTorch saw one GPU, and Triton were installed."""
+    """PyTorch sees one GPU, and Triton is installed."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(probes, "installed", lambda module: True)

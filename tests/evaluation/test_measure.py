@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.train.tiny import make_config
 from tests.written_runs import Clock
 from trifocal.data import DataConfig, make_tokenizer
-from trifocal.evaluation import Plan, Subject, evaluate_model, merge_rows, not_possible, subject
+from trifocal.evaluation import Plan, Subject, evaluate_model, not_possible, subject
 from trifocal.evaluation.measure import TimeLeft, planned_tokens
 from trifocal.evaluation.needles import Haystacks, measure_needles
 from trifocal.evaluation.position_loss import PositionLosses, measure_loss, position_edges, read_batches
@@ -103,12 +103,6 @@ def test_recall_by_distance_shows_where_a_window_ends() -> None:
     assert sum(row["queries"] for row in whole[1:]) == 3 * 16
     near = {row.get("first"): row["accuracy"] for row in measure_recall(copying("recall", sees=63), 256, 16, 3)}
     assert near[0] == 1.0 and near[64] < 0.2 and near[128] < 0.2
-
-
-def test_positions_are_cut_into_doubling_buckets() -> None:
-    assert position_edges(100) == [0, 8, 16, 32, 64, 100]
-    assert position_edges(5) == [0, 5]
-    assert position_edges(16) == [0, 8, 16]
 
 
 def test_losses_are_those_of_training_and_add_up_by_position(tmp_path: Any) -> None:
@@ -240,25 +234,3 @@ def test_the_time_left_goes_by_the_tokens_of_the_plan() -> None:
     left.add(tokens // 4)
     clock.pass_seconds(20.0)
     assert left.words() == ", about 1:00 left"
-
-
-def test_defaults_of_a_plan() -> None:
-    plan = Plan(tasks=(), sequence_length=1024)
-    assert plan.needle_lengths() == [128, 256, 512, 1024]
-    assert plan.needle_depths() == [0.0, 0.25, 0.5, 0.75, 1.0]
-    assert plan.recall_pairs("recall:8") == [2, 4, 8] and plan.recall_pairs("recall") == [32, 64, 128]
-    assert Plan(tasks=(), sequence_length=64, depths=1).needle_depths() == [0.0]
-
-
-def test_a_later_evaluation_keeps_what_it_does_not_measure() -> None:
-    before = [
-        {"task": "loss", "length": 8, "source": "a", "loss": 1.0},
-        {"task": "position", "length": 8, "source": "a", "first": 0},
-        {"task": "position", "length": 8, "source": "a", "first": 4},
-        {"task": "recall", "length": 8, "source": "a", "pairs": 2},
-    ]
-    new = [
-        {"task": "position", "length": 8, "source": "a", "first": 0, "loss": 2.0},
-        {"task": "recall", "length": 8, "source": "a", "pairs": 4},
-    ]
-    assert merge_rows(before, new) == [before[0], before[3], *new]

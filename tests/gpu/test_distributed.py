@@ -119,7 +119,7 @@ def test_a_killed_rank_stops_the_other_within_30_seconds(tmp_path):
     """The other one waits in a kernel of NCCL's, where no exception reaches it."""
     config = write_config(tmp_path)
     flags = ("--run.device", "cuda", "--parallel.mode", "fsdp", "--evaluate.interval_steps", "0")
-    workers = train(tmp_path, config, *flags, fault="freeze", FAULT_FILE=str(tmp_path / "fault"))
+    workers = train(tmp_path, config, *flags, fault="hang", FAULT_FILE=str(tmp_path / "fault"))
     try:
         workers.wait_for(tmp_path / "fault", 120)
         begin = time.monotonic()

@@ -9,6 +9,7 @@ import torch
 
 from trifocal.data import make_tokenizer
 from trifocal.inference import CachedModel, Completion, Engine, Request, RequestTooLong, Sampling, TokenScore, Update
+from trifocal.inference.prompt_lookup import PromptLookup
 from trifocal.models import DecoderLM
 
 Make = Callable[..., DecoderLM]
@@ -61,7 +62,9 @@ def alone(model: DecoderLM, requests: list[Request], **options: Any) -> list[tup
     return [result(make_engine(model, 1, **options)[0].complete([request])[0]) for request in requests]
 
 
-@pytest.mark.parametrize("options", [{}, {"attention": "dense"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"attention": "dense"}, {"attention": "selected", "chooser": "index"}], ids=str
+)
 def test_company_changes_no_bit(make_model: Make, options: dict[str, Any]) -> None:
     """Tokens and log-probabilities, in a batch that others enter and leave, with pages so few that some must leave."""
     model = make_model(**options).float()
@@ -137,7 +140,7 @@ def test_samples_share_their_prompt(model: DecoderLM) -> None:
 
 
 def test_scores_are_those_of_the_whole_model(model: DecoderLM) -> None:
-    """Of prompts, also in pieces, and of drawn tokens; and the likeliest beside them."""
+    """Prompts, also in pieces, and drawn tokens; and the likeliest beside them."""
     requests = draw_requests(4, likeliest=3, score_prompt=True) + draw_requests(2)
     scores: dict[int, list[TokenScore]] = {id(request): [] for request in requests}
     engine, _ = make_engine(model, prefill_chunk_size=7)
@@ -184,6 +187,107 @@ def test_a_long_prompt_stops_nobody(model: DecoderLM) -> None:
     assert first[id(short)] == 3 and first[id(long)] == 9
 
 
+@pytest.mark.parametrize("options", [{}, {"attention": "dense"}], ids=str)
+def test_pasts_of_prompts_are_found_again(
+    make_model: Make, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No bit changes, at any number of pages; what was found is not prefilled again."""
+    model = make_model(**options).float()
+    rng = random.Random(0)
+    beginnings = [[rng.randrange(VOCABULARY) for _ in range(25)] for _ in range(2)]
+    requests = [
+        Request(
+            prompt=beginnings[number % 2][: rng.randint(9, 25)] + [number] * rng.randint(1, 15),
+            max_new_tokens=rng.randint(1, 12),
+            sampling=Sampling(seed=number),
+            samples=1 + number % 2,
+            score_prompt=number == 5,
+        )
+        for number in range(12)
+    ]
+    sizes = {"prefill_chunk_size": 8}
+    expected = [result(c) for request in requests for c in make_engine(model, 2, **sizes)[0].complete([request])]
+    for max_sequences, num_pages, spare_rows in ((2, 0, 2), (4, 9, 5), (8, 8, 1)):
+        engine, cached = make_engine(model, max_sequences, num_pages=num_pages, spare_rows=spare_rows, **sizes)
+        assert [result(completion) for completion in engine.complete(requests)] == expected
+        assert engine.reused_tokens > 0 or spare_rows == 1
+        while engine._prefixes.drop():
+            pass
+        assert cached.pages.num_free == cached.pages.num_pages
+        assert cached.num_free_rows == max_sequences + spare_rows
+    # Two turns of a chat: 24 of 29 tokens are there, whatever else came between.
+    engine, cached = make_engine(model, 2, spare_rows=9, **sizes)
+    engine.complete([Request(prompt=beginnings[0], max_new_tokens=2), Request(prompt=beginnings[1], max_new_tokens=2)])
+    pieces: list[int] = []
+    healthy = cached.prefill_chunk
+    monkeypatch.setattr(cached, "prefill_chunk", lambda c, x, **o: pieces.append(len(x)) or healthy(c, x, **o))
+    engine.complete([Request(prompt=[*beginnings[0], 1, 2, 3, 4], max_new_tokens=2)])
+    assert pieces == [5] and engine.reused_tokens == 24
+
+
+@pytest.mark.parametrize("options", [{}, {"attention": "dense"}, {"attention": "selected"}], ids=str)
+def test_guessed_tokens_are_those_of_one_at_a_time(
+    make_model: Make, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64, where rounding decides nothing: greedy and drawn, among others, with few pages and stops."""
+    rng = random.Random(0)
+    model = make_model(**options)
+    settings = ({"temperature": 0}, {"temperature": 0.2}, {"temperature": 0.5, "top_k": 4}, {"repetition_penalty": 1.2})
+    requests = [
+        Request(
+            prompt=[1, 2, 3, 4, 5, 6] * 3 + [number],
+            max_new_tokens=25 + number,
+            sampling=Sampling(seed=number, **settings[number % len(settings)]),
+            samples=1 + number % 2,
+            stop_tokens=(number,),
+            likeliest=2 * (number % 2),
+        )
+        for number in range(7)
+    ]
+
+    def run(engine: Engine, requests: list[Request]) -> list[tuple[Any, ...]]:
+        updates = [update for update in engine.run(requests) if update.token is not None]
+        return sorted(
+            (requests.index(u.request), u.sample, number, u.token, pytest.approx(u.score.log_probability, abs=1e-9))
+            for number, u in enumerate(sorted(updates, key=lambda u: (requests.index(u.request), u.sample)))
+        )
+
+    expected, counts = run(make_engine(model)[0], requests), []
+    texts = [
+        [*request.prompt, *(token for r, s, _, token, _ in expected if (r, s) == (number, sample))]
+        for number, request in enumerate(requests)
+        for sample in range(request.samples)
+    ]
+
+    def guess(lookup: PromptLookup, most: int) -> list[int]:
+        """What will come, half of the time with a token that will not."""
+        size = len(lookup._tokens)
+        text = next(text for text in texts if text[:size] == lookup._tokens)
+        draft = text[size : size + most]
+        if draft and rng.random() < 0.5:
+            draft[rng.randrange(len(draft))] = rng.randrange(VOCABULARY)
+        return draft
+
+    monkeypatch.setattr(PromptLookup, "guess", guess)
+    for max_sequences, num_pages in ((4, 0), (2, 14), (6, 20)):
+        cached = make_engine(model, max_sequences, num_pages=num_pages)[1]
+        engine = Engine(cached, speculate=True)
+        assert run(engine, requests) == expected
+        assert cached.pages.num_free == cached.pages.num_pages and cached.num_free_rows == max_sequences
+        counts.append((engine.right_tokens, engine.guessed_tokens))
+    right, guessed = map(sum, zip(*counts, strict=True))
+    assert 50 < right < guessed - 50
+
+
+def test_a_guess_is_what_followed_last() -> None:
+    lookup = PromptLookup([1, 2, 3, 4, 9, 1, 2, 3, 5, 6, 1, 2, 3])
+    assert lookup.guess(7) == [5, 6, 1, 2, 3] and lookup.guess(2) == [5, 6] and lookup.guess(0) == []
+    lookup.add(4)
+    assert lookup.guess(7) == [9, 1, 2, 3, 5, 6, 1]
+    lookup.judge(0)
+    assert [lookup.guess(1) for _ in range(9)] == [[]] * 8 + [[9]]
+
+
 @pytest.mark.parametrize("steps", [0, 1, 3, 8])
 def test_a_cancelled_request_leaves_nothing(model: DecoderLM, steps: int) -> None:
     """Waiting, in its prompt, running with samples, and swapped out; the others' tokens stay the same."""
@@ -217,6 +321,15 @@ def test_the_first_token_comes_before_the_second_is_begun(model: DecoderLM, monk
     updates = engine.run([Request(prompt=[1, 2], max_new_tokens=5)])
     for number, update in enumerate(updates):
         assert update.token is not None and len(steps) == number
+
+
+def test_every_batch_size_is_recorded_before_requests_come(model: DecoderLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step of a size compiles, the second is recorded."""
+    sizes: list[int] = []
+    healthy = CachedModel.step
+    monkeypatch.setattr(CachedModel, "step", lambda cached, x, batch: sizes.append(len(x)) or healthy(cached, x, batch))
+    make_engine(model, 5)[0].warm_up()
+    assert {size: min(2, sizes.count(size)) for size in sizes} == dict.fromkeys((1, 2, 4, 5), 2)
 
 
 def test_what_never_fits_is_refused_with_the_number_that_would(model: DecoderLM) -> None:

@@ -49,32 +49,6 @@ def test_one_look_shows_what_matters(make_run: MakeRun) -> None:
     assert "saved checkpoints/step_500" in text
 
 
-def test_a_low_terminal_shows_the_processes_first_and_cuts_nothing_off(make_run: MakeRun) -> None:
-    run = read_run(make_run(steps=500, gpu=True, ranks=2), live=True)
-    console = Console(file=io.StringIO(), width=80)
-    console.print(render(run, width=80, height=15))
-    lines = console.file.getvalue().rstrip().splitlines()  # type: ignore[attr-defined]
-    verdicts_of = [index for index, line in enumerate(lines) if "finished" in line]
-    assert verdicts_of == [4, 5], "progress, head and a line of their own"
-    loss = next(index for index, line in enumerate(lines) if line.startswith("loss"))
-    assert loss > verdicts_of[-1] and "tokens/s" in "".join(lines)
-    assert len(lines) <= 15
-
-
-def test_every_rank_has_its_verdict(make_run: MakeRun) -> None:
-    run = make_run(steps=500, ranks=4)
-    now = time.time()
-    set_last_beat(run, 0, unix_time_seconds=now)
-    set_last_beat(run, 1, unix_time_seconds=now, phase="data", phase_seconds=9.0, expected_phase_seconds=0.5)
-    set_last_beat(run, 2, unix_time_seconds=now, phase="backward", phase_seconds=500.0, where="hook (model.py:7)")
-    set_last_beat(run, 3, unix_time_seconds=now - 100, host="elsewhere")
-    lines = {line.split()[0]: line for line in shown(run, 160).splitlines() if line.strip()[:1].isdigit()}
-    assert "running" in lines["0"]
-    assert "slow" in lines["1"] and "18.0 times its median of 0.5 s" in lines["1"]
-    assert "stalled" in lines["2"] and "hook (model.py:7)" in lines["2"]
-    assert "dead" in lines["3"] and "elsewhere" in lines["3"]
-
-
 def test_clocks_that_are_off_neither_kill_nor_revive(make_run: MakeRun) -> None:
     run, now = make_run(steps=500, ranks=2), time.time()
     healthy = {"phase_seconds": 0.0, "expected_phase_seconds": 60.0, "host": "elsewhere"}
@@ -91,31 +65,6 @@ def test_clocks_that_are_off_neither_kill_nor_revive(make_run: MakeRun) -> None:
     set_last_beat(run, 0, unix_time_seconds=now - 3595, **healthy)
     assert states(now + 5) == ["running", "running"]
     assert states(now + 60) == ["dead", "dead"]
-
-
-@pytest.mark.parametrize(
-    ("where", "command"),
-    [
-        ("me@node-3.cluster:runs/x", "ssh -t me@node-3.cluster 'trifocal watch runs/x'"),
-        ("node7:~/runs/x", "ssh -t node7 'trifocal watch ~/runs/x'"),
-        ("node7:~/a b", """ssh -t node7 'trifocal watch ~/'"'"'a b'"'"''"""),
-    ],
-)
-def test_a_run_on_another_machine_is_watched_over_there(
-    where: str, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["watch", where]) == 2
-    assert capsys.readouterr().err == f"trifocal: to watch a run on another machine: {command}\n"
-
-
-def test_a_folder_may_have_a_colon_in_its_name(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = make_run("node7:run", steps=100)
-    monkeypatch.chdir(run.parent)
-    assert main(["watch", run.name]) == 0
-    assert main(["watch", "-oProxyCommand=x:y"]) == 2
-    assert "ssh" not in capsys.readouterr().err
 
 
 def test_nothing_in_a_file_moves_the_terminal(make_run: MakeRun) -> None:
@@ -186,11 +135,6 @@ def test_it_is_live_on_a_terminal_and_ends_with_the_run(make_run: MakeRun) -> No
         os.close(parent)
     assert status == 0
     assert seen.index("running") < seen.rindex("finished")
-
-
-def test_a_run_that_only_began(tmp_path: Path) -> None:
-    (tmp_path / "run" / "heartbeat").mkdir(parents=True)
-    assert "no rank has written a heartbeat yet" in shown(tmp_path / "run")
 
 
 def test_the_time_left_follows_the_pace(make_run: MakeRun) -> None:

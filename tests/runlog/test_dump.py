@@ -55,7 +55,6 @@ def test_records_are_told_in_words() -> None:
         "exchange (own.py:7)\n" in page
     )
     assert "number 1 of group 0 default_pg: completed, called 11.0 s ago, took 0.25 ms" in page
-    assert describe([]) == "No collective is on record.\n"
     assert last_of_each_group(found) == found[1:]
 
 

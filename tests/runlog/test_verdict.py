@@ -45,13 +45,6 @@ def test_short_steps_between_two_rows_are_not_one_long_phase(after_seconds: floa
     assert state == "slow" and "in forward for 0:10" in reason
 
 
-def test_what_a_compiler_took_of_a_phase_is_not_its_age() -> None:
-    fields = {"phase_seconds": 200.0, "compile_seconds": 199.9, "expected_phase_seconds": 0.2}
-    assert verdict(0.0, **fields) == ("running", "in forward, usually 0.2 s")
-    assert verdict(0.0, **fields | {"phase_seconds": 202.0})[0] == "slow"
-    assert verdict(0.0, **fields | {"phase_seconds": 320.1})[0] == "stalled"
-
-
 def test_a_short_phase_may_jitter() -> None:
     assert verdict(0.0, phase="data", phase_seconds=0.5, expected_phase_seconds=0.001)[0] == "running"
 
@@ -65,17 +58,10 @@ def test_no_expectation_or_compiling_is_never_stalled() -> None:
     fields = {"phase_seconds": 9000.0, "expected_phase_seconds": None, "stall_limit_seconds": None}
     state, reason = verdict(**fields)
     assert state == "running" and reason.startswith("first forward for 2:30:00")
-    assert verdict(phase_seconds=9000.0, compiling=True) == ("running", "compiling in forward for 2:30:00")
-
-
-def test_a_phase_that_became_slower_is_slow_between_steps_too() -> None:
-    recent = {"data": 0.01, "forward": 0.2, "backward": 1.3, "optimizer": 0.05}
-    state, reason = verdict(phase="data", phase_seconds=0.0, expected_phase_seconds=0.01, recent_seconds=recent)
-    assert state == "slow" and "backward takes 3.2 times its median lately: 1.3 s instead of 0.4 s" in reason
-    small = {"data": 0.03, "forward": 0.2, "backward": 0.4, "optimizer": 0.05}
-    assert verdict(recent_seconds=small)[0] == "running"
-    nothing = {"data": 0.0}
-    assert verdict(phase="data", phase_seconds=0.0, typical_seconds=nothing, recent_seconds=nothing)[0] == "running"
+    assert verdict(phase_seconds=9000.0, compiling=True) == (
+        "running",
+        "compiling in forward, at forward (attention.py:190)",
+    )
 
 
 def test_silence_of_a_process_that_is_gone_is_death(sleeper: subprocess.Popen[bytes]) -> None:

@@ -54,10 +54,13 @@ class Served:
         return Engine(caches(self.decoder, 1), self.tokenizer).complete([request])[0].text
 
     def all_free(self) -> bool:
-        """Whether every page and row is free; waits a little for the step that frees them."""
-        pages = self.model.pages
+        """Whether every page and row is free or keeps a prompt; waits a little for the step that frees them."""
+        model, kept = self.model, self.worker._engine._prefixes._kept
         for _ in range(200):
-            if pages.num_free == pages.num_pages and self.model.num_free_rows == self.model.max_sequences:
+            pages = {page for sequence in kept.values() for page in sequence.table.pages}
+            if model.pages.num_free + len(pages) == model.pages.num_pages and (
+                model.num_free_rows + len(kept) == model.max_sequences + model.spare_rows
+            ):
                 return True
             time.sleep(0.01)
         return False
@@ -83,8 +86,9 @@ def serving(
     """A server in a thread."""
     tokenizer = tokenizer or make_tokenizer("bytes")
     model = caches(decoder, max_sequences, **options)
-    service = Service("tiny", tokenizer, decoder.config.vocab_size, model.max_length, max_sequences, chats)
-    worker = Worker(Engine(model, tokenizer), model, max_waiting=max_waiting)
+    most = max_sequences + max_waiting
+    service = Service("tiny", tokenizer, decoder.config.vocab_size, model.max_length, max_sequences, most, chats)
+    worker = Worker(Engine(model, tokenizer), model, max_open=most)
     pictures = Pictures(decoder, tokenizer, model.dtype)
     with listen("127.0.0.1", 0) as listener:
         server = make_server(make_app(service, worker, pictures, api_key=api_key), drain_seconds=20)

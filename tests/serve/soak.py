@@ -36,9 +36,10 @@ class Soaked(NamedTuple):
 def soak(served: Served, *, clients: int, requests: int, seed: int = 0) -> Soaked:
     """Send requests of a few kinds, so many at a time, and compare every answer with that of the request alone."""
     rng = random.Random(seed)
+    beginnings = [[rng.randrange(256) for _ in range(MAX_LENGTH // 2 - 15)] for _ in range(3)]
     kinds = [
         {
-            "prompt": [rng.randrange(256) for _ in range(rng.randint(1, MAX_LENGTH // 2))],
+            "prompt": beginnings[number % 3][: rng.randint(0, 40)] + [rng.randrange(256)] * rng.randint(1, 15),
             "max_tokens": rng.randint(1, MAX_LENGTH // 4),
             "temperature": 0.0 if number % 3 == 0 else 0.9,
             "seed": number,
@@ -96,7 +97,7 @@ def main() -> None:
     options = parser.parse_args()
     decoder = make_model(small_config(vocab_size=257), torch.device("cpu"), torch.float32).eval()
     begin = time.monotonic()
-    with serving(decoder, max_sequences=32, num_pages=150) as served:
+    with serving(decoder, max_sequences=32, num_pages=150, spare_rows=8) as served:
         result = soak(served, clients=options.clients, requests=options.requests)
         assert served.all_free(), "pages were lost"
         print(served.worker.metrics.text(served.worker.gauges))

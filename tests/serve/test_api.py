@@ -119,7 +119,7 @@ def test_chats_by_the_template(tmp_path: Path) -> None:
         assert events[0].choices[0].delta.role == "assistant"
         assert "".join(event.choices[0].delta.content or "" for event in events) == expected
         assert events[-1].choices[0].finish_reason == "length"
-        # As long as there is room, where nothing is said.
+        # Without a number of tokens, the answer takes all the room.
         del options["max_completion_tokens"]
         whole = client.chat.completions.create(messages=messages, **options, extra_body={"ignore_eos": True})
         assert whole.usage is not None and whole.usage.total_tokens == MAX_LENGTH
@@ -127,6 +127,8 @@ def test_chats_by_the_template(tmp_path: Path) -> None:
             ([{"role": "judge", "content": "x"}], "message 0 has the unknown role 'judge'"),
             ([{"role": "user", "content": [{"type": "image_url"}]}], "parts of the type text alone"),
             ("Hi", "expected a list of messages"),
+            ([{"role": "user", "content": "\ud800"}], "the tokenizer cannot encode the text"),
+            ([{"role": "user", "content": "x", "more": json.loads("[" * 900 + "]" * 900)}], "nested too deeply"),
         ):
             status, content = ask(served, {"messages": chat}, "/v1/chat/completions")
             assert status == 400 and reason in content["error"]["message"]
@@ -146,7 +148,7 @@ def test_chats_by_the_template(tmp_path: Path) -> None:
         ({"prompt": [1, "x"]}, 400, "prompt must be a text"),
         ({"prompt": [True]}, 400, "prompt must be a text"),
         ({"prompt": [257]}, 400, "tokens of a prompt must be from 0 to 256"),
-        ({"model": "gpt-4"}, 404, "there is no model 'gpt-4'; 'tiny' is served"),
+        ({"model": "gpt-4"}, 404, "there is no model gpt-4; tiny is served"),
         ({"temperature": "hot"}, 400, "temperature must be a finite number, got 'hot'"),
         ({"temperature": -1}, 400, "temperature must be at least 0, got -1.0"),
         ({"max_tokens": 1_000_000}, 400, "1 tokens of prompt and 1,000,000 new ones were asked for; together 96 fit"),
@@ -157,7 +159,9 @@ def test_chats_by_the_template(tmp_path: Path) -> None:
         ({"logprobs": 50}, 400, "logprobs must be from 0 to 20, got 50"),
         ({"presence_penalty": 0.5}, 400, "the parameter presence_penalty is not supported; leave it out"),
         ({"temprature": 1}, 400, "the parameter temprature is not supported"),
-        ({"prompt": ["x"] * 600}, 400, "600 answers at a time"),
+        ({"prompt": ["x"] * 600}, 400, "600 answers were asked for; at most 504 may be"),
+        ({"\ud800": 1}, 400, "the parameter \\ud800 is not supported"),
+        (b'{"metadata": ' + b"[" * 900 + b"]" * 900 + b', "prompt": ""}', 400, "the prompt is empty"),
     ],
 )
 def test_bad_requests(served: Served, body: Any, status: int, message: str) -> None:
@@ -200,19 +204,30 @@ def test_a_key(decoder: DecoderLM) -> None:
 
 
 def test_a_failure_is_told_without_its_reason(decoder: DecoderLM, capfd: pytest.CaptureFixture[str]) -> None:
-    """And the server goes on."""
+    """And the server goes on; a lack of memory may pass."""
     with serving(decoder) as served:
         healthy = served.model.step
+        for errors, expected in (
+            ([RuntimeError("/secret/path")], 500), ([MemoryError("/secret/path")] * 2, 200), ([MemoryError()] * 3, 500),
+        ):  # fmt: skip
+            left = iter(errors)
 
-        def step(*arguments: Any) -> Any:
-            served.model.step = healthy  # type: ignore[method-assign]
-            raise RuntimeError("/secret/path")
+            def step(*arguments: Any, left: Any = left) -> Any:
+                for error in left:
+                    raise error
+                return healthy(*arguments)
 
-        served.model.step = step  # type: ignore[method-assign]
-        status, content = ask(served, {"prompt": "x", "max_tokens": 4})
-        assert (status, content["error"]["message"]) == (500, "the model failed; the server's log says why")
-        assert "/secret/path" in capfd.readouterr().err
+            served.model.step = step  # type: ignore[method-assign]
+            status, content = ask(served, {"prompt": "x", "max_tokens": 4})
+            assert status == expected
+            if status == 500:
+                assert content["error"]["message"] == "the model failed; the server's log says why"
+            assert type(errors[0]).__name__ in capfd.readouterr().err
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(f"{served.url}/health")
         assert ask(served, {"prompt": "x", "max_tokens": 4})[0] == 200
+        with urllib.request.urlopen(f"{served.url}/health") as answer:
+            assert answer.status == 200
         assert served.all_free()
         with torch.no_grad():
             served.model._output.fill_(torch.nan)

@@ -16,15 +16,16 @@ from trifocal.telemetry.attention_telemetry import AttentionTelemetry
 TEXTS = [chr(97 + index % 26) for index in range(LENGTH)]
 
 
-def picture_of(borders: list[int] | None = None, attention: str = "nsa") -> AttentionPicture:
+def picture_of(borders: list[int] | None = None, **changes: str) -> AttentionPicture:
     tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % 64
     cu_seqlens = None if borders is None else torch.tensor(borders)
-    return AttentionTelemetry(model_of(attention=attention)).picture(7, tokens, TEXTS, cu_seqlens=cu_seqlens)
+    return AttentionTelemetry(model_of(**changes)).picture(7, tokens, TEXTS, cu_seqlens=cu_seqlens)
 
 
+@pytest.mark.parametrize("chooser", ["compressed", "index"])
 @pytest.mark.parametrize("borders", [None, [0, 60, 200, 2 * LENGTH]])
-def test_it_shows_what_a_query_may_read_and_no_more(borders: list[int] | None) -> None:
-    picture = picture_of(borders)
+def test_it_shows_what_a_query_may_read_and_no_more(borders: list[int] | None, chooser: str) -> None:
+    picture = picture_of(borders, chooser=chooser)
     layers, queries, groups, blocks = picture.importance.shape
     # A document of 90 tokens may have 16 blocks.
     assert (layers, queries, groups, blocks) == (3, 128, 2, 16 if borders else 19)
@@ -45,17 +46,6 @@ def test_it_shows_what_a_query_may_read_and_no_more(borders: list[int] | None) -
     total = ((picture.dense / 255.0) ** 2).sum(-1)
     assert np.abs(total - 1).max() < 0.05
     assert picture.gates.mean() / 255 == pytest.approx(0.5, abs=0.1)
-
-
-def test_free_choices_are_the_most_important_blocks() -> None:
-    picture = picture_of()
-    block = int(picture.positions[picture.queries[-1]]) // 8
-    for layer in range(3):
-        for group in range(2):
-            free = set(range(1, block - 1))
-            (taken,) = set(picture.selected[layer, -1, group].tolist()) & free
-            importance = picture.importance[layer, -1, group]
-            assert importance[taken] == max(importance[list(free)])
 
 
 def test_the_file_gives_back_what_was_written(tmp_path: Path) -> None:
@@ -84,13 +74,6 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         path.write_bytes(content[:place] + bytes([content[place] ^ 255]) + content[place + 1 :])
         with contextlib.suppress(UserError):
             read_picture(path)
-
-
-def test_a_picture_needs_texts_and_a_sparse_model() -> None:
-    with pytest.raises(ValueError, match="expected 150 texts"):
-        AttentionTelemetry(model_of()).picture(1, torch.zeros(1, LENGTH, dtype=torch.long), ["a"])
-    with pytest.raises(ValueError, match="and 0"):
-        picture_of(attention="dense")
 
 
 def test_deep_and_long_models_are_shown_at_fewer_queries() -> None:

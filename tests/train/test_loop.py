@@ -1,12 +1,10 @@
 """The files of a run, and its behaviour when something goes wrong."""
 
-import errno
 import functools
 import itertools
 import json
 import math
 import os
-import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +19,10 @@ from trifocal.cli.train import _summary
 from trifocal.data import DataConfig, Loader, make_loader, make_tokenizer, prefetch
 from trifocal.data.sources.text import TextSource
 from trifocal.errors import UserError
-from trifocal.models import DecoderLM
 from trifocal.runlog import read_metrics
 from trifocal.telemetry.attention_picture import read_picture
-from trifocal.train import NonFiniteError, load_config, resume, saving, train
+from trifocal.train import load_config, resume, train
 from trifocal.train import setup as train_setup
-from trifocal.train.evaluator import Evaluator
 from trifocal.train.validation_loss import evaluate, read_validation_batches
 
 
@@ -137,148 +133,6 @@ def test_exported_weights_load_back_as_the_checkpoint_and_give_the_reported_loss
     assert again.bits_per_byte == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-5)
 
 
-def poison(step: int, name: str, value: float) -> Any:
-    """Make one entry of a parameter's gradient not finite in one step."""
-
-    def action(now: int, arguments: dict[str, Any]) -> None:
-        parameter = dict(arguments["loss_function"].named_parameters())[name]
-        if now == step:
-            handle = parameter.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([1]), value))
-            action.handle = handle  # type: ignore[attr-defined]
-        elif hasattr(action, "handle"):
-            action.handle.remove()
-
-    return action
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("log_interval", ["1", "100"])
-def test_a_bad_gradient_stops_the_run_before_it_is_applied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float, log_interval: str
-) -> None:
-    """Whether or not the host would have looked at the step for its own sake (a log interval of 100)."""
-    bad = "blocks.1.mlp.up_proj.weight"
-    flags = ("--log.interval_steps", log_interval, "--checkpoint.interval_steps", "4", "--evaluate.interval_steps", "0")
-    before_step(monkeypatch, poison(5, bad, value))
-    with pytest.raises(NonFiniteError) as caught:
-        train(make_config(tmp_path, *flags))
-    run = tmp_path / "run"
-    message = str(caught.value)
-    assert message.startswith("step 5: gradient norm ")
-    assert f"first parameter with a non-finite gradient: {bad} (1 in all)" in message
-    summary = json.loads((run / "dumps" / "step_00000005" / "summary.json").read_text())
-    assert summary["parameters_with_non_finite_gradient"] == [bad]
-    assert summary["document_ids"] and summary["document_ids"][0] in message
-    # The weights are still those that step 4 left behind.
-    after = load_model(run / "dumps" / "step_00000005" / "weights").state_dict()
-    saved = read_checkpoint(run / "checkpoints" / "step_00000004")
-    for name, tensor in after.items():
-        assert torch.equal(tensor, saved[f"model.{name}"]), name
-    micro = torch.load(run / "dumps" / "step_00000005" / "batch.pt")
-    assert [batch["sample_index"] for batch in micro] == [16, 18]
-    event = read_metrics(run / "metrics.jsonl", "event")[-1]
-    assert (event["name"], event["severity"], event["message"]) == ("non_finite", "error", message)
-    assert json.loads((run / "heartbeat" / "rank0.jsonl").read_text().splitlines()[-1])["status"] == "failed"
-    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000004"]
-
-
-@pytest.mark.parametrize("file", ["batch.pt", "weights/.model.safetensors.partial"])
-def test_a_dump_that_cannot_be_written_does_not_hide_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
-) -> None:
-    """Both libraries raise errors of their own kind for a disk that does not take a file."""
-    (tmp_path / "blocks" / file).mkdir(parents=True)
-
-    def action(step: int, arguments: dict[str, Any]) -> None:
-        poison(2, "norm.weight", math.nan)(step, arguments)
-        if step == 2:
-            shutil.copytree(tmp_path / "blocks", tmp_path / "run" / "dumps" / "step_00000002")
-
-    before_step(monkeypatch, action)
-    with pytest.raises(NonFiniteError, match=r"step 2: gradient norm nan .*; the dump could not be written: "):
-        train(make_config(tmp_path))
-
-
-def test_a_bad_gradient_in_the_last_step_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before_step(monkeypatch, poison(6, "norm.weight", math.nan))
-    with pytest.raises(NonFiniteError, match="step 6"):
-        train(make_config(tmp_path, "--checkpoint.interval_steps", "0", "--evaluate.interval_steps", "0"))
-    assert not (tmp_path / "run" / "checkpoints").exists()
-    assert not (tmp_path / "run" / "weights").exists()
-
-
-@pytest.mark.parametrize(("step", "interval"), [(6, "0"), (4, "2")], ids=["last", "checkpoint"])
-def test_an_update_that_makes_weights_infinite_is_not_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, interval: str
-) -> None:
-    """Loss and gradient of the step are finite; no evaluation and no later step sees the weights."""
-
-    def action(now: int, arguments: dict[str, Any]) -> None:
-        if now == step:
-            arguments["optimizer"].param_groups[0]["lr"] = math.inf
-
-    before_step(monkeypatch, action)
-    with pytest.raises(NonFiniteError, match=rf"step {step}: the update, with a .* made weights that are not finite; "):
-        train(make_config(tmp_path, "--checkpoint.interval_steps", interval, "--evaluate.interval_steps", "0"))
-    run = tmp_path / "run"
-    saved = sorted(path.name for path in run.glob("checkpoints/*"))
-    assert saved == ([] if step == 6 else ["step_00000002"])
-    assert not (run / "weights").exists()
-    summary = json.loads((run / "dumps" / f"step_{step:08}" / "summary.json").read_text())
-    assert "blocks.0.mlp.up_proj.weight" in summary["parameters_with_non_finite_value"]
-    event = read_metrics(run / "metrics.jsonl", "event")[-1]
-    assert (event["name"], event["severity"]) == ("non_finite", "error")
-
-
-def test_a_bad_loss_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = DecoderLM.forward
-    calls = []
-
-    def broken(self: DecoderLM, *args: Any, **kwargs: Any) -> torch.Tensor:
-        calls.append(1)
-        loss = forward(self, *args, **kwargs)
-        # Two micro-batches a step: the second of step 2.
-        return loss + math.inf if len(calls) == 4 else loss
-
-    monkeypatch.setattr(DecoderLM, "forward", broken)
-    with pytest.raises(NonFiniteError, match="step 2: loss inf is not finite; all gradients are finite"):
-        train(make_config(tmp_path))
-
-
-def failing_save(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
-    original = saving.write_checkpoint
-
-    def save(root: Path, step: int, **kwargs: Any) -> Path:
-        if step in steps:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return original(root, step, **kwargs)
-
-    monkeypatch.setattr(saving, "write_checkpoint", save)
-
-
-def test_a_full_disk_at_a_checkpoint_is_loud_and_training_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    failing_save(monkeypatch, {4})
-    assert train(make_config(tmp_path)).finished
-    assert "ERROR: the checkpoint of step 4 could not be written: [Errno 28] No space left" in capsys.readouterr().out
-    events = {row["name"]: row for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "event")}
-    assert events["checkpoint_failed"]["severity"] == "error"
-    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == [
-        "step_00000002",
-        "step_00000006",
-    ]
-
-
-def test_a_full_disk_at_the_last_checkpoint_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing_save(monkeypatch, {4, 6})
-    with pytest.raises(UserError, match=r"checkpoint of step 6 could not be written: .*No space left"):
-        train(make_config(tmp_path))
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]
-    monkeypatch.undo()
-    assert resume(tmp_path / "run").finished
-
-
 def test_a_full_disk_under_samples_and_pictures_costs_them_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -296,20 +150,6 @@ def test_a_full_disk_under_samples_and_pictures_costs_them_alone(
     for what in ("attention picture", "sample"):
         assert f"WARNING: the {what} of step 3 could not be written" in printed
         assert [f"the {what} of" in row["message"] for row in events].count(True) == 2
-
-
-def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On a network file system, one that somebody reads."""
-
-    def busy(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-
-    monkeypatch.setattr(saving, "prune_checkpoints", busy)
-    assert train(make_config(tmp_path)).finished
-    assert "WARNING: an old checkpoint could not be deleted: [Errno 16]" in capsys.readouterr().out
-    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 3
 
 
 def test_a_first_step_that_fails_empties_a_folder_that_is_a_link(
@@ -376,13 +216,6 @@ def test_compiled_checkpointed_and_plain_runs_learn_the_same(tmp_path: Path, mon
     assert "compiled in" in events["compiled"]
 
 
-def test_random_tokens_train_without_text(tmp_path: Path) -> None:
-    result = train(make_config(tmp_path, "--data.source", "synthetic", "--train.steps", "3"))
-    assert result.evaluation is not None
-    assert result.evaluation.bits_per_byte is None
-    assert result.evaluation.validation_loss > math.log(257) - 0.05, "random tokens cannot be foreseen"
-
-
 def test_a_source_that_gives_nothing_for_a_while_is_an_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -426,64 +259,6 @@ def test_skipped_documents_are_counted_and_said(tmp_path: Path) -> None:
     assert [row["skipped_documents"] for row in rows if row["kind"] == "train"][-1] == 2
     (event,) = [row for row in rows if row.get("name") == "documents_skipped"]
     assert "a.jsonl:4: field 'text' is null" in event["message"] and event["severity"] == "warning"
-
-
-@pytest.mark.parametrize("asynchronous", ["false", "true"])
-def test_steps_are_saved_before_a_run_ends_by_its_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: str
-) -> None:
-    flags = ("--checkpoint.interval_steps", "2", "--checkpoint.asynchronous", asynchronous)
-    config = make_config(tmp_path, *flags, "--evaluate.interval_steps", "0")
-    original, calls = Loader.__next__, []
-
-    def fail(loader: Loader) -> Any:
-        calls.append(loader)
-        if len(calls) == 11:
-            raise UserError("the network is gone")
-        return original(loader)
-
-    # Two micro-batches a step.
-    monkeypatch.setattr(Loader, "__next__", fail)
-    with pytest.raises(UserError, match="the network is gone; step 5 is saved"):
-        train(config)
-    assert (tmp_path / "run/checkpoints/step_00000005").is_dir()
-    monkeypatch.setattr(Loader, "__next__", original)
-    assert resume(tmp_path / "run").step == 6
-    steps = [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl", "train")]
-    assert steps == [1, 2, 3, 4, 5, 6]
-
-
-@pytest.mark.parametrize("look", ["evaluate", "sample"])
-def test_steps_are_saved_before_a_look_at_the_model_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: str
-) -> None:
-    """As when a GPU has memory for a step, and none for more."""
-
-    def too_much(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(Evaluator, look, too_much)
-    flags = ("--evaluate.interval_steps", "3", "--log.sample_interval_steps", "3", "--checkpoint.interval_steps", "2")
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        train(make_config(tmp_path, *flags))
-    assert caught.value.__notes__ == ["step 3 is saved"]
-    monkeypatch.undo()
-    assert resume(tmp_path / "run").finished
-    assert [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl", "train")] == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_step_that_was_not_sound_is_not_saved_when_it_is_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def explode(step: int, arguments: dict[str, Any]) -> None:
-        if step == 3:
-            next(arguments["loss_function"].parameters()).data.fill_(float("inf"))
-
-    before_step(monkeypatch, explode)
-    flags = ("--log.interval_steps", "5", "--evaluate.interval_steps", "3")
-    with pytest.raises(NonFiniteError):
-        train(make_config(tmp_path, *flags))
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]
 
 
 def test_validation_reads_the_validation_split(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.children import environment, free_port
+from tests.children import environment
 from tests.train.tiny import write_config
 from trifocal.runlog import read_metrics
 from trifocal.train.checkpoint.folders import list_checkpoints
@@ -60,20 +60,6 @@ def test_lost_output_costs_no_step(tmp_path: Path, script: str, expected: list[s
         assert part in sentence
 
 
-def test_an_error_keeps_its_status_without_output(tmp_path: Path) -> None:
-    for end in ("> /dev/full 2> /dev/full", ">&- 2>&-"):
-        assert shell(f"{command(tmp_path, '--train.steps', '0')} {end}").returncode == 2
-
-
-def test_two_processes_outlive_their_output(tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", "-m", "trifocal")
-    train = command(tmp_path, "--parallel.mode", "ddp", module=torchrun)
-    done = shell(f"{train} 2>&1 | head -1; exit ${{PIPESTATUS[0]}}", GLOO_SOCKET_IFNAME="lo")
-    assert done.returncode == 0, done.stderr
-    assert steps(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
-    assert any("standard output is lost" in sentence for sentence in lost(tmp_path / "run"))
-
-
 def test_a_closed_terminal_stops_and_saves(tmp_path: Path) -> None:
     """With the live bar on the terminal, which goes away: SIGHUP, and an error at each write from then on."""
     run, script = tmp_path / "run", tmp_path / "script"
@@ -99,16 +85,3 @@ def test_a_closed_terminal_stops_and_saves(tmp_path: Path) -> None:
     newest = list_checkpoints(run / "checkpoints")[-1]
     assert verify_checkpoint(newest)["step"] == steps(run)[-1] < 100000
     assert any("Input/output error" in sentence for sentence in lost(run))
-
-
-def test_nohup_is_obeyed(tmp_path: Path) -> None:
-    """The process gets SIGHUP after its first step."""
-    run = tmp_path / "run"
-    train = command(tmp_path, "--train.steps", "40")
-    script = (
-        f"trap '' HUP; {train} & while ! grep -sq train {run}/metrics.jsonl; do sleep 0.05; done; kill -HUP $!; wait $!"
-    )
-    done = shell(script)
-    assert done.returncode == 0, done.stderr
-    assert steps(run)[-1] == 40
-    assert lost(run) == []

@@ -104,8 +104,7 @@ raise SystemExit(main(["train", *sys.argv[4:]]))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_a_signal_to_the_group_while_a_pool_compiles(tmp_path: Path, number: signal.Signals, step: int) -> None:
     """In the first step of a start it stops at once; later the compilers go on, and the step is saved."""
     marker, run = tmp_path / "marker", tmp_path / "run"

@@ -5,7 +5,6 @@ import gzip
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -122,18 +121,6 @@ def test_the_audit_of_types_sees_fp32_weights_and_bf16_activations(
     assert not any(row["remark"] for row in rows)
 
 
-def test_the_audit_remarks_on_half_precision_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def halve(step: int, arguments: dict[str, Any]) -> None:
-        if step == 1:
-            parameters = dict(arguments["loss_function"].named_parameters())
-            parameters["norm.weight"].data = parameters["norm.weight"].data.bfloat16()
-
-    before_step(monkeypatch, halve)
-    rows = table(traced(tmp_path, "dtypes") / "dtypes_rank0.csv")
-    remarks = {(row["kind"], row["name"]): row["remark"] for row in rows if row["remark"]}
-    assert remarks["parameter", "norm.weight"] == "small updates are lost at this precision"
-
-
 def test_the_memory_table_adds_up(tmp_path: Path) -> None:
     flags = ("--data.source", "synthetic", "--train.micro_batch_size", "4", "--model.attention", "dense")
     rows = {row.pop("module"): {name: int(value) for name, value in row.items()} for row in table(
@@ -217,7 +204,7 @@ def test_a_disk_that_does_not_take_the_files_is_said_and_the_run_goes_on(
     def full(trace: object, folder: Path, rank: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("trifocal.runlog.traces.gradients.GradientTrace.write", full)
+    monkeypatch.setattr("trifocal.runlog.traces.exchange.GradientTrace.write", full)
     train(make_config(tmp_path, *QUICK, "--trace.what", "gradients,memory", "--trace.steps", "2:4"))
     assert "could not be written: [Errno 28] No space left on device; training goes on" in capsys.readouterr().out
     names = [row["name"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "event")]
@@ -272,7 +259,7 @@ def test_the_backends_that_ran_are_written_down(tmp_path: Path) -> None:
 
 
 def test_hooks_close_what_an_exception_left_open() -> None:
-    """As checkpointing does, which ends a repeated pass as soon as it has what it needs."""
+    """Checkpointing ends a repeated pass by an exception as soon as it has what it needs."""
 
     class Raises(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

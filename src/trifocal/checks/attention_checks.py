@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from trifocal.checks.measurement import Measurement, Skipped
 from trifocal.nn import NSAttention, rotary_tables, rotate
-from trifocal.ops import Documents, Geometry, nsa_attention
+from trifocal.ops import Documents, compressed_attention, nsa_attention, select_blocks
 from trifocal.ops.choice_loss import choice_loss, sample_queries, stretch_keys
 from trifocal.testing import oracle
 from trifocal.testing.inputs import attention_inputs
@@ -73,7 +74,9 @@ def backend_parity(device: torch.device, *, attention: Attention = nsa_attention
         ).leaves()
         exact = inputs.leaves(torch.float64)
         boundaries = torch.tensor([0, *lengths], device=device).cumsum(0) if len(lengths) > 1 else None
-        choice = _arbitrary_choice(geometry, lengths, inputs.k_cmp.shape[2], device)
+        place: dict[str, Any] = {"cu_seqlens": boundaries, "backend": "reference"}
+        _, lse = compressed_attention(exact.q, exact.k_cmp, exact.v_cmp, geometry, **place)
+        choice = select_blocks(exact.q, exact.k_cmp, lse, geometry, **place)
         rules = {"cu_seqlens": boundaries, "selected_blocks": choice}
         try:
             o = attention(*inputs, geometry, backend="triton", **rules)
@@ -158,17 +161,3 @@ def rope_distance(device: torch.device, *, rotate: Rotate = rotate) -> Measureme
     bound = 2 * dim * max(SHIFTS) * torch.finfo(torch.float64).eps * size
     details = tuple(f"moved by {shift}: {change:.3g}" for shift, change in moved.items())
     return Measurement(max(moved.values()), bound, "change", details)
-
-
-def _arbitrary_choice(geometry: Geometry, lengths: tuple[int, ...], num_groups: int, device: torch.device) -> Tensor:
-    """The first block, the own one and some between: valid for every query, and different for neighbours."""
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    own = positions // geometry.selection_block_size
-    between = (positions * 7919) % (own + 1)
-    rows = torch.stack([torch.zeros_like(own), between, own], -1).sort(-1).values
-    repeated = torch.zeros_like(rows, dtype=torch.bool)
-    repeated[:, 1:] = rows[:, 1:] == rows[:, :-1]
-    # Repetitions become pads, which stand at the end.
-    rows = rows.masked_fill(repeated, torch.iinfo(torch.int32).max).sort(-1).values
-    rows = rows.masked_fill(rows == torch.iinfo(torch.int32).max, -1)
-    return rows[None, :, None].expand(1, -1, num_groups, -1).to(device, torch.int32).contiguous()

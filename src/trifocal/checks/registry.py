@@ -31,7 +31,7 @@ class Check:
     """A named check.
 
     Attributes:
-        name: As `--only` takes it.
+        name: Name of the check, for `--only`.
         guards: Numbers of the failures in docs/runs.md.
         what: The property that it proves, in a few words.
         measure: Takes the device; through its other arguments a test puts in a fault.

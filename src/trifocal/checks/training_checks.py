@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import math
 import random
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from trifocal.checks.measurement import Measurement
@@ -22,7 +24,6 @@ from trifocal.ops import Geometry
 from trifocal.runlog import Heartbeat, read_metrics
 from trifocal.testing.small_models import small_config
 from trifocal.train.checkpoint.folders import checkpoint_path
-from trifocal.train.checkpoint.save_load import load_checkpoint
 from trifocal.train.config.sections import (
     CheckpointSection,
     EvaluateSection,
@@ -64,20 +65,9 @@ def random_token_floor(device: torch.device, *, train: Train = train) -> Measure
     model = small_config(vocab_size=vocab_size, geometry=geometry, **sizes)
     with _folder() as folder:
         directory = folder / "run"
-        _finish(
-            train,
-            RunConfig(
-                run=RunSection(directory=str(directory), device=device.type),  # type: ignore[arg-type]
-                model=model,
-                data=DataConfig(source="synthetic", prefetch_batches=8),
-                train=TrainSection(steps=FLOOR_STEPS, sequence_length=64, global_batch_size=8, micro_batch_size=8),
-                optimizer=OptimizerSection(learning_rate=1e-2, weight_decay=0.0),
-                schedule=ScheduleSection(warmup_steps=5, minimum_factor=1.0),
-                checkpoint=CheckpointSection(interval_steps=0),
-                evaluate=EvaluateSection(interval_steps=0),
-                log=LogSection(interval_steps=1),
-            ),
-        )
+        data = DataConfig(source="synthetic", prefetch_batches=8)
+        batch = TrainSection(steps=FLOOR_STEPS, sequence_length=64, global_batch_size=8, micro_batch_size=8)
+        _finish(train, _config(directory, device, model, data, batch, saved_steps=0))
         losses = [row["loss"] for row in read_metrics(directory / "metrics.jsonl", "train")]
     second_half = losses[FLOOR_STEPS // 2 :]
     floor = math.log(vocab_size)
@@ -99,13 +89,17 @@ def resume_bit_for_bit(device: torch.device, *, resume: Callable[..., TrainResul
     with _folder() as folder, _drawing_from_every_generator():
         _write_documents(folder / "text")
         whole, resumed = folder / "whole", folder / "resumed"
-        config = _small_run(whole, folder / "text", device)
-        _finish(train, config)
+        model = small_config(vocab_size=257, value_dim=8)
+        data = DataConfig(
+            source=f"text:{folder / 'text'}", validation_fraction=0.0, shuffle_documents=4, shuffle_sequences=8
+        )
+        batch = TrainSection(steps=RESUME_STEPS, sequence_length=48, global_batch_size=4, micro_batch_size=2)
+        _finish(train, _config(whole, device, model, data, batch, saved_steps=RESUME_STEPS // 2))
         shutil.copytree(whole, resumed)
         middle = checkpoint_path(Path(), RESUME_STEPS // 2).name
         _finish(resume, resumed, checkpoint=middle)
-        first, second = (_final_state(run, config) for run in (whole, resumed))
-    differing = [name for name in first if not _identical(first[name], second.get(name))]
+        first, second = map(_final_state, (whole, resumed))
+    differing = [name for name in first if first[name] != second.get(name)]
     details = (f"{len(first)} tensors and states compared", *(f"differs: {name}" for name in differing[:4]))
     return Measurement(len(differing), 0, "states", details)
 
@@ -158,15 +152,18 @@ def _finish(start: Callable[..., TrainResult], *arguments: Any, **options: Any) 
         raise KeyboardInterrupt
 
 
-def _small_run(directory: Path, text: Path, device: torch.device) -> RunConfig:
+def _config(
+    directory: Path, device: torch.device, model: ModelConfig, data: DataConfig, train: TrainSection, saved_steps: int
+) -> RunConfig:
+    """A run of a small model, without evaluations; each step has a row in the metrics."""
     return RunConfig(
         run=RunSection(directory=str(directory), device=device.type),  # type: ignore[arg-type]
-        model=small_config(vocab_size=257, value_dim=8),
-        data=DataConfig(source=f"text:{text}", validation_fraction=0.0, shuffle_documents=4, shuffle_sequences=8),
-        train=TrainSection(steps=RESUME_STEPS, sequence_length=48, global_batch_size=4, micro_batch_size=2),
-        optimizer=OptimizerSection(learning_rate=1e-2),
-        schedule=ScheduleSection(warmup_steps=2),
-        checkpoint=CheckpointSection(interval_steps=RESUME_STEPS // 2, keep_last=2),
+        model=model,
+        data=data,
+        train=train,
+        optimizer=OptimizerSection(learning_rate=1e-2, weight_decay=0.0),
+        schedule=ScheduleSection(warmup_steps=2, minimum_factor=1.0),
+        checkpoint=CheckpointSection(interval_steps=saved_steps, keep_last=2),
         evaluate=EvaluateSection(interval_steps=0),
         log=LogSection(interval_steps=1),
     )
@@ -181,25 +178,13 @@ def _write_documents(folder: Path) -> None:
         (folder / f"{number:02}.txt").write_text(text + "\n", encoding="utf-8")
 
 
-def _final_state(directory: Path, config: RunConfig) -> dict[str, Any]:
-    """Everything that the last checkpoint holds, by name, and the losses of the steps after the middle."""
-    model = DecoderLM(config.model)
-    optimizer = make_optimizer(model, config.optimizer)
+def _final_state(directory: Path) -> dict[str, Any]:
+    """Everything that the last checkpoint holds, by name, and the losses."""
     path = checkpoint_path(directory / "checkpoints", RESUME_STEPS)
-    state = load_checkpoint(path, model=model, optimizer=optimizer, model_config=config.model)
-    states: dict[str, Any] = {f"process: {key}": value for key, value in state.items()}
-    states |= {f"random: {key}": value for key, value in states.pop("process: random").items()}
-    for name, parameter in model.named_parameters():
-        states[name] = parameter.detach()
-        states |= {f"{key} of {name}": value for key, value in optimizer.state[parameter].items()}
-    states["losses"] = [row["loss"] for row in read_metrics(directory / "metrics.jsonl", "train")]
-    return states
-
-
-def _identical(a: object, b: object) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    return a == b
+    states: dict[str, Any] = json.loads((path / "rank0.json").read_text(encoding="utf-8"))
+    for file in (path / "weights").glob("*.safetensors"):
+        states |= {name: (tensor.dtype, tensor.tolist()) for name, tensor in load_file(file).items()}
+    return {**states, "losses": [row["loss"] for row in read_metrics(directory / "metrics.jsonl", "train")]}
 
 
 @contextlib.contextmanager

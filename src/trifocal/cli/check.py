@@ -20,7 +20,7 @@ _STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 class CheckArguments:
     """Prove this installation right on this machine, by named checks. Exit status 1 if any fails.
 
-    Each has a figure and a bound. The numbers behind `guards` are those of the failures in docs/runs.md.
+    Each has a figure and a bound. The numbers behind `guards` are numbers of failures in docs/runs.md.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -17,7 +17,7 @@ from rich.table import Table
 from trifocal._version import __version__
 from trifocal.cli.console import SafeConsole
 from trifocal.cli.output import check_output, printable
-from trifocal.data import DataConfig, has_text
+from trifocal.data import DataConfig
 from trifocal.errors import UserError, unknown
 from trifocal.evaluation import (
     TASKS,
@@ -67,7 +67,7 @@ class EvaluateArguments:
     checkpoint: str = ""
     """A checkpoint of the run, like step_00000500; the newest by default."""
     source: str = ""
-    """Other data than those of its training, written as data.source: builtin, text:PATH, needle:4, recall:64 …"""
+    """Other data than it was trained on, written as data.source: builtin, text:PATH, needle:4, recall:64 …"""
     sequence_length: int = 0
     """Tokens of a sequence of loss, position and recall, also longer than in training; 0: as in training."""
     sequences: int = 0
@@ -83,7 +83,7 @@ class EvaluateArguments:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; "auto" takes a GPU if there is one."""
     output: str = ""
-    """Another file for the figures, as JSON; needed to keep those of weights without a run."""
+    """Another file for the figures, as JSON; needed for weights without a run."""
 
     def __post_init__(self) -> None:
         for name in self.only:
@@ -151,11 +151,9 @@ def _note_on_needles(rows: Sequence[dict[str, Any]], subject: Subject, step: int
     size = f"{parameter_count(subject.model.config):,} parameters"
     if subject.run is not None and step is not None:
         size += f" after {step * subject.run.train.global_batch_size * subject.run.train.sequence_length:,} tokens"
-    if needles[0]["needles"] > 1 or not has_text(needles[0]["source"]):
-        return f"no needle was found: a model of {size} does not find them yet; train longer"
     return (
-        f"no needle was found: a model of {size} does not copy a number from far back; that is learned late in "
-        "training on text. To see what the attention can retrieve, train on needles: --data.source needle:4"
+        f"no needle was found: a model of {size} does not copy a number from far back yet; that is learned late in "
+        "training. To see what the attention can retrieve, train on needles: --data.source needle:4"
     )
 
 

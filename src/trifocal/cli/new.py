@@ -7,8 +7,7 @@ from typing import Annotated
 import tyro
 
 from trifocal.errors import unknown
-from trifocal.train.config.load import load_config, parse_arguments
-from trifocal.train.config.presets import comment, presets, summary
+from trifocal.train.config.load import comment, load_config, parse_arguments, presets, summary
 from trifocal.train.config.toml import to_toml
 
 

@@ -14,7 +14,7 @@ from trifocal.data import Tokenizer
 from trifocal.data.sources.chats import BadChat
 from trifocal.errors import UserError
 from trifocal.inference import CachedModel, Engine
-from trifocal.inference.paged_cache import longest_that_fits, memory_for_caches, plan_cache
+from trifocal.inference.paged_cache import cache_bytes, longest_that_fits, memory_for_caches, plan_cache
 from trifocal.models import DecoderLM
 from trifocal.paths import shell_path, user_path
 from trifocal.train.checkpoint.pretrained import Pretrained, open_pretrained
@@ -42,8 +42,7 @@ class ServeArguments:
     port: int = 8000
     """Port to listen on; 0: any that is free."""
     api_key: str = ""
-    """Key that clients must send; by default the value of TRIFOCAL_API_KEY, which other users of the machine do not see
-    in its list of processes."""
+    """Key that clients must send; by default the variable TRIFOCAL_API_KEY, which lists of processes do not show."""
     max_length: int = 0
     """Tokens of the longest sequence, prompt and answer together; 0: as in training."""
     max_sequences: int = 0
@@ -52,16 +51,22 @@ class ServeArguments:
     """Sequences that may wait; more are refused with status 429."""
     prefill_chunk_size: int = 0
     """Tokens of prompts between two steps of decoding, which bounds the time between tokens; 0: 1,024, on a CPU 256."""
+    prefixes: int = 64
+    """Beginnings of prompts that are kept for prompts that begin alike, such as the next turn of a chat; 0: none."""
+    speculate: bool = False
+    """Guess the next tokens of up to four sequences from what followed the last ones before: faster for text that
+    repeats itself, such as code; a step of several tokens rounds in another way."""
     drain_seconds: int = 60
     """Seconds for what has begun, after SIGTERM."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Type of the products and caches; "auto": as in training, fp32 where that is not known."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; "auto" takes a GPU if there is one."""
 
     def __post_init__(self) -> None:
-        lowest = {"max_length": 0, "max_sequences": 0, "max_waiting": 0, "prefill_chunk_size": 0, "drain_seconds": 0}
-        for name, least in lowest.items():
-            if getattr(self, name) < least:
-                raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
+        for name in ("max_length", "max_sequences", "max_waiting", "prefill_chunk_size", "prefixes", "drain_seconds"):
+            if getattr(self, name) < 0:
+                raise UserError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(self, name)}")
 
 
 def run(args: Sequence[str]) -> int:
@@ -94,10 +99,14 @@ def run(args: Sequence[str]) -> int:
             vocab_size=model.config.vocab_size,
             max_length=model.max_length,
             max_sequences=model.max_sequences,
+            max_answers=model.max_sequences + options.max_waiting,
             chats=not why_no_chats,
         )
         pictures = Pictures(decoder, tokenizer, model.dtype)
-        worker = Worker(Engine(model, tokenizer), model, max_waiting=options.max_waiting)
+        engine = Engine(model, tokenizer, speculate=options.speculate)
+        if model.device.type == "cuda":
+            engine.warm_up()
+        worker = Worker(engine, model, max_open=service.max_answers)
         host, port = listener.getsockname()[:2]
         if why_no_chats:
             print(f"completions alone, no chats: {why_no_chats}", file=sys.stderr)
@@ -112,10 +121,14 @@ def run(args: Sequence[str]) -> int:
 def _load(found: Pretrained, options: ServeArguments) -> tuple[DecoderLM, CachedModel]:
     """The model, and with as many caches as are asked for and fit."""
     config, device = found.config(), choose_device(options.device)
-    dtype = torch.bfloat16 if found.run is not None and found.run.train.precision == "bf16" else torch.float32
+    trained = "fp32" if found.run is None else found.run.train.precision
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[
+        trained if options.precision == "auto" else options.precision
+    ]
     length = options.max_length or found.sequence_length() or _UNKNOWN_LENGTH
     with memory_errors(device):
         free = memory_for_caches(config, dtype, device)
+        free -= options.prefixes * cache_bytes(config, dtype, length).row
         wanted = options.max_sequences or _MOST_SEQUENCES[device.type]
         plan = plan_cache(config, dtype, length, free_bytes=free, sequences=wanted)
         if plan is None:
@@ -129,6 +142,7 @@ def _load(found: Pretrained, options: ServeArguments) -> tuple[DecoderLM, Cached
             num_pages=plan.num_pages,
             dtype=dtype,
             prefill_chunk_size=options.prefill_chunk_size or _CHUNK_TOKENS[device.type],
+            spare_rows=options.prefixes,
         )
 
 

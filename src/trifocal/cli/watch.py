@@ -1,11 +1,8 @@
 """`trifocal watch`: a run live in the terminal, from its files alone."""
 
-import re
-import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -43,11 +40,11 @@ def run(args: Sequence[str]) -> int:
         0, or 1 if a rank is stalled, failed or dead at the end.
 
     Raises:
-        UserError: If there is no run, or it is on another machine.
+        UserError: If there is no run.
     """
     options: WatchArguments = parse_arguments(WatchArguments, args, prog="trifocal watch")
     console, silences = SafeConsole(), SilenceClock()
-    directory = _local(options.run_directory)
+    directory = user_path(options.run_directory, "RUN_DIR")
     watched = read_run(directory, live=True)
     if options.interval_seconds == 0 or not console.is_terminal:
         console.print(render(watched, width=console.width))
@@ -55,7 +52,7 @@ def run(args: Sequence[str]) -> int:
         try:
             with Live(console=console, auto_refresh=False) as live:
                 while True:
-                    picture = render(watched, width=console.width, height=console.height, silences=silences)
+                    picture = render(watched, width=console.width, silences=silences)
                     live.update(picture, refresh=True)
                     states = {verdict.state for verdict in verdicts(watched, silences=silences).values()}
                     if states and states <= _OVER:
@@ -65,14 +62,3 @@ def run(args: Sequence[str]) -> int:
         except KeyboardInterrupt:
             pass
     return int(any(verdict.state in _TROUBLE for verdict in verdicts(watched, silences=silences).values()))
-
-
-def _local(where: str) -> Path:
-    """The folder; of HOST:RUN_DIR the command that shows it."""
-    host, colon, folder = where.partition(":")
-    if colon and folder and re.fullmatch(r"[A-Za-z0-9][\w.@-]*", host) and not Path(where).exists():
-        # Quoted twice: for the shell here, and for the remote one, which expands `~`.
-        home = "~/" if folder.startswith("~/") else ""
-        command = f"trifocal watch {home}{shlex.quote(folder.removeprefix(home))}"
-        raise UserError(f"to watch a run on another machine: ssh -t {host} {shlex.quote(command)}")
-    return user_path(where, "RUN_DIR")

@@ -48,8 +48,8 @@ class PeerMonitor:
 
     Args:
         processes: This process among them; a single process has nothing to watch.
-        describe: Returns the state of this process: `step`, `phase`, `phase_seconds`, `where` in the code, and
-            `recent_seconds` by phase.
+        describe: Returns the state of this process: `step`, `phase`, `phase_seconds` and
+            `where` in the code.
         exists: Whether there is a process with this id on this machine; one that waits for its parent is gone.
         silence_seconds: A process that writes no note for this long is lost.
         on_lost: Called in the watching thread with a sentence, before this process is ended.
@@ -72,6 +72,7 @@ class PeerMonitor:
         self._on_lost = on_lost
         self._leave = leave
         self._beat = 0
+        self._exchanged = time.monotonic()
         self._seen: dict[int, _Seen] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -82,7 +83,7 @@ class PeerMonitor:
         """Name the process at fault for a failed collective: wait until one is known to be lost.
 
         Args:
-            error: Of the collective.
+            error: The error of the collective.
 
         Returns:
             The error to raise instead; None if no other process is lost.
@@ -92,16 +93,66 @@ class PeerMonitor:
         self._explaining.set()
         deadline = time.monotonic() + self._silence_seconds + 2 * _INTERVAL_SECONDS
         while time.monotonic() < deadline:
-            try:
-                sentence = self._exchange()
-            except RuntimeError:
-                # The store may have ended with its process.
-                sentence = self._gone() or self._failed()
-            if sentence is not None:
+            if sentence := self._look():
                 return PeerLost(f"{sentence}; rank {self._processes.rank} stops too ({one_line(error)})")
             time.sleep(_INTERVAL_SECONDS / 4)
         self._explaining.clear()
         return None
+
+    def _run(self) -> None:
+        lost_since: float | None = None
+        while not self._stop.wait(_INTERVAL_SECONDS):
+            sentence = self._look()
+            if sentence is None or self._explaining.is_set():
+                lost_since = None
+                continue
+            lost_since = lost_since or time.monotonic()
+            if time.monotonic() - lost_since >= _PAUSE_SECONDS:
+                message = f"{sentence}; rank {self._processes.rank} stops too"
+                with contextlib.suppress(Exception):
+                    self._on_lost(message)
+                print(f"trifocal: {message}", file=sys.stderr, flush=True)
+                self._leave(LOST_STATUS)
+                return
+
+    def _look(self) -> str | None:
+        """Write a note, read those of the others, and describe a lost process, if there is one."""
+        with self._lock:
+            now, unreachable = time.monotonic(), None
+            try:
+                self._exchange(now)
+            except RuntimeError as error:
+                # The store may have ended with its process.
+                unreachable = error
+            # A process that is gone comes first: the others may have failed because of it.
+            if gone := self._gone():
+                return gone
+            if unreachable is None:
+                self._exchanged = now
+                for rank, seen in sorted(self._seen.items()):
+                    silence = now - seen.changed
+                    if seen.note["status"] == "running" and silence > self._silence_seconds:
+                        who = f"rank {rank} (process {seen.note['pid']} on {seen.note['host']})"
+                        return f"{who} has been silent for {silence:.0f} s, {_last_seen(seen.note)}"
+            failed = [(seen.note["time"], rank) for rank, seen in self._seen.items() if seen.note["status"] == "failed"]
+            if failed:
+                rank = min(failed)[1]
+                return f"rank {rank} has failed: {self._seen[rank].note['message']}"
+            if unreachable is not None and now - self._exchanged > self._silence_seconds:
+                return f"the rendezvous store does not answer ({one_line(unreachable)})"
+            return None
+
+    def _exchange(self, now: float) -> None:
+        """Write a note, and read the notes of the others."""
+        self._leave_note("running")
+        store = self._processes.store
+        assert store is not None
+        others = [rank for rank in range(self._processes.size) if rank != self._processes.rank]
+        notes = [json.loads(text) for text in store.multi_get([f"rank{rank}" for rank in others])]
+        for rank, note in zip(others, notes, strict=True):
+            seen = self._seen.get(rank)
+            if seen is None or seen.note["beat"] != note["beat"] or seen.note["status"] != note["status"]:
+                self._seen[rank] = _Seen(note, now, existed=seen is not None and seen.existed)
 
     def _gone(self) -> str | None:
         """Find a process of this machine that has ended without a last note."""
@@ -113,62 +164,6 @@ class PeerMonitor:
                     return f"rank {rank} (process {seen.note['pid']}) is gone, {_last_seen(seen.note)}"
                 seen.existed |= exists
         return None
-
-    def _run(self) -> None:
-        failing_since: float | None = None
-        lost_since: float | None = None
-        while not self._stop.wait(_INTERVAL_SECONDS):
-            now = time.monotonic()
-            try:
-                sentence = self._exchange()
-                failing_since = None
-            except RuntimeError as error:
-                failing_since = now if failing_since is None else failing_since
-                sentence = self._gone() or self._failed()
-                if sentence is None and now - failing_since > self._silence_seconds:
-                    sentence = f"the rendezvous store does not answer ({one_line(error)})"
-            if sentence is None or self._explaining.is_set():
-                lost_since = None
-                continue
-            lost_since = now if lost_since is None else lost_since
-            if now - lost_since >= _PAUSE_SECONDS:
-                message = f"{sentence}; rank {self._processes.rank} stops too"
-                with contextlib.suppress(Exception):
-                    self._on_lost(message)
-                print(f"trifocal: {message}", file=sys.stderr, flush=True)
-                self._leave(LOST_STATUS)
-                return
-
-    def _exchange(self) -> str | None:
-        """Write a note, read those of the others, and describe a lost process, if there is one."""
-        with self._lock:
-            self._leave_note("running")
-            store = self._processes.store
-            assert store is not None
-            others = [rank for rank in range(self._processes.size) if rank != self._processes.rank]
-            notes = [json.loads(text) for text in store.multi_get([f"rank{rank}" for rank in others])]
-            now = time.monotonic()
-            for rank, note in zip(others, notes, strict=True):
-                seen = self._seen.get(rank)
-                if seen is None or seen.note["beat"] != note["beat"] or seen.note["status"] != note["status"]:
-                    self._seen[rank] = _Seen(note, now, existed=seen is not None and seen.existed)
-            # A process that is gone comes first: the others may have failed because of it.
-            if gone := self._gone():
-                return gone
-            for rank, seen in sorted(self._seen.items()):
-                silence = now - seen.changed
-                if seen.note["status"] == "running" and silence > self._silence_seconds:
-                    who = f"rank {rank} (process {seen.note['pid']} on {seen.note['host']})"
-                    return f"{who} has been silent for {silence:.0f} s, {_last_seen(seen.note)}"
-            return self._failed()
-
-    def _failed(self) -> str | None:
-        """Find the process that failed first."""
-        failed = [(seen.note["time"], rank) for rank, seen in self._seen.items() if seen.note["status"] == "failed"]
-        if not failed:
-            return None
-        rank = min(failed)[1]
-        return f"rank {rank} has failed: {self._seen[rank].note['message']}"
 
     def notes(self) -> dict[int, Row]:
         """The last note of every other process, by rank."""
@@ -195,7 +190,6 @@ class PeerMonitor:
             "time": time.time(),
             **{name: what[name] for name in ("step", "phase", "phase_seconds")},
             "where": what.get("where", ""),
-            "recent_seconds": what.get("recent_seconds", {}),
         }
         store = self._processes.store
         assert store is not None
@@ -206,7 +200,7 @@ class PeerMonitor:
             self._leave_note("running")
             # After this barrier every process has written a note.
             self._processes.sum([0.0])
-            self._exchange()
+            self._look()
             self._thread.start()
         return self
 

@@ -65,11 +65,7 @@ class DistributedContext:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sum the values over all processes, in double precision; whole numbers up to 2^53 are exact."""
-        if self.size == 1:
-            return list(values)
-        total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total, group=self.group)
-        return total.tolist()
+        return self.async_all_reduce(values)()
 
     def async_all_reduce(
         self, values: Sequence[float], operation: Literal["sum", "max"] = "sum"

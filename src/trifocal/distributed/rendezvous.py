@@ -34,8 +34,8 @@ def rendezvous(store: dist.Store, rank: int, size: int, *, device: str, timeout_
     """Wait until all processes of this start have arrived.
 
     Args:
-        store: Common to all; may hold keys of earlier starts.
-        rank: Of this process.
+        store: Common to all processes; may hold keys of earlier starts.
+        rank: Rank of this process.
         size: Number of processes.
         device: The kind of device that this process trains on.
         timeout_seconds: The longest wait.
@@ -73,7 +73,7 @@ def _name_asked(store: dist.Store, rank: int) -> str:
 
 
 def _name_given(store: dist.Store, size: int, timeout_seconds: float) -> str:
-    """Answer every process that asks, also those of an earlier start, until all of this start have the name."""
+    """Answer every process that asks, also one of an earlier start, until all of this start have the name."""
     name = uuid.uuid4().hex[:12]
     answered: dict[int, bytes] = {}
     missing = set(range(1, size))

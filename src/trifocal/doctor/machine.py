@@ -20,18 +20,6 @@ COMPILER_COMMAND = "sudo apt-get install -y g++"
 # The oldest Linux driver that runs programs of each major version of CUDA, by NVIDIA's table of compatibility.
 _DRIVERS = {"12": 525, "13": 580}
 
-# Extra of the package -> its modules, and their use.
-EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
-    "data": (
-        ("datasets", "huggingface_hub", "pyarrow", "tokenizers"),
-        "data sets of the hub, parquet files and other tokenizers than bytes",
-    ),
-    "hf": (("transformers", "tokenizers"), "trifocal.hf: models in transformers"),
-    "tensorboard": (("tensorboard",), "log.sinks tensorboard"),
-    "wandb": (("wandb",), "log.sinks wandb"),
-    "report": (("plotly",), "trifocal report"),
-}
-
 Status = Literal["ok", "note", "broken"]
 
 
@@ -163,16 +151,3 @@ def check_variables() -> list[Finding]:
         Finding("environment", "note", f"{name} belongs to another system and is not read here", advice)
         for name, advice in earlier_variables().items()
     ]
-
-
-def check_extras() -> list[Finding]:
-    """The optional packages."""
-    findings = []
-    for extra, (modules, purpose) in EXTRAS.items():
-        missing = [module for module in modules if not installed(module)]
-        if missing:
-            text = f"{', '.join(missing)} not installed: no {purpose}"
-            findings.append(Finding(f"extra {extra}", "note", text, f"pip install 'trifocal[{extra}]'"))
-        else:
-            findings.append(Finding(f"extra {extra}", "ok", f"installed: {purpose}"))
-    return findings

@@ -1,20 +1,20 @@
 """The needs of a configuration on this machine: parameters by count, memory and time of two real steps."""
 
-import json
 import re
 import signal
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from trifocal.doctor.machine import available_memory
-from trifocal.doctor.two_steps import OUT_OF_MEMORY
 from trifocal.errors import UserError, one_line
 from trifocal.models import parameter_count
+from trifocal.runlog import read_metrics
 from trifocal.testing.processes import ProcessesFailed, run_processes
-from trifocal.train.config.check import choose_device, disk_bytes, preflight
+from trifocal.train.config.check import choose_device, disk_bytes, existing_folder, preflight
 from trifocal.train.config.load import override
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.config.toml import to_toml
@@ -25,6 +25,17 @@ LIMIT_SECONDS = 300.0
 STATE_BYTES_PER_PARAMETER = 16
 """Weight, gradient and both moments of AdamW, each fp32."""
 _MOST_MICRO_BATCHES = 2
+# More steps than are taken, so that no end is saved.
+_ONLY_STEPS: dict[str, Any] = {
+    "train.steps": 1000,
+    "schedule.warmup_steps": 0,
+    "log.interval_steps": 1,
+    "log.sinks": "",
+    "checkpoint.interval_steps": 0,
+    "evaluate.interval_steps": 0,
+    "log.sample_interval_steps": 0,
+    "log.telemetry_interval_steps": 0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +50,7 @@ class Need:
         device: The device that it was measured on; empty if it was not.
         processes: Processes that trained together.
         memory_bytes: Memory of one device: the whole of a GPU, the available memory of a host; None if unknown.
-        peak_bytes: Peak of the fullest device; None if no step ended.
+        peak_bytes: Peak of the first device; None if no step ended.
         step_seconds: A step of the whole global batch; None if no step ended.
         tokens_per_second: Tokens of all processes together.
         data: The data of the steps, where they are not the config's own.
@@ -91,7 +102,7 @@ def need_of(name: str, config: RunConfig) -> Need:
         except UserError as error:
             # If random tokens train, the data are at fault.
             need = _failed(need, one_line(error))
-            need = _measured(need, override(config, {"data.source": "synthetic", "log.sample_interval_steps": 0}))
+            need = _measured(need, override(config, {"data.source": "synthetic"}))
             return replace(need, data=f"measured on random tokens, as {config.data.source} cannot be read")
     except _DoesNotFit as error:
         problem = need.problem or f"the memory does not suffice: {one_line(error)}"
@@ -109,34 +120,44 @@ def _failed(need: Need, problem: str) -> Need:
 
 
 def _measured(need: Need, config: RunConfig) -> Need:
-    """Take the steps in processes of their own: the system ends those that take too much memory, not the doctor."""
+    """Train until some steps have ended, in processes of their own: the system ends those that take too much memory.
+
+    The trainer is the real one, in a temporary folder beside the run's, without anything between the steps.
+    """
     train = config.train
-    at_once = train.micro_batch_size * need.processes
-    # A third micro-batch takes no more memory than the second.
-    batch = min(train.global_batch_size, _MOST_MICRO_BATCHES * at_once)
-    flags = {"train.global_batch_size": batch, "evaluate.interval_steps": 0, "log.sinks": ""}
-    with tempfile.TemporaryDirectory(prefix="trifocal-doctor-") as name:
+    # A third micro-batch takes no more memory than the second. Two steps, or one more where code is compiled or
+    # recorded; the last one is timed.
+    batch = min(train.global_batch_size, _MOST_MICRO_BATCHES * train.micro_batch_size * need.processes)
+    count = 3 if train.compile or train.cuda_graphs else 2
+    with tempfile.TemporaryDirectory(
+        prefix=".trifocal-doctor-", dir=existing_folder(Path(config.run.directory))
+    ) as name:
         folder = Path(name)
+        metrics = folder / "run" / "metrics.jsonl"
+        flags = {"run.directory": str(metrics.parent), "train.global_batch_size": batch, **_ONLY_STEPS}
         (folder / "config.toml").write_text(to_toml(override(config, flags)), encoding="utf-8")
-        output = folder / "found.json"
-        arguments = ["-m", "trifocal.doctor.two_steps", str(folder / "config.toml"), str(output)]
+
+        def ended() -> bool:
+            return metrics.exists() and len(read_metrics(metrics, "train")) >= count
+
         try:
-            run_processes(arguments, need.processes, folder, limit_seconds=LIMIT_SECONDS)
+            arguments = ["-m", "trifocal", "train", str(folder / "config.toml")]
+            run_processes(arguments, need.processes, folder, limit_seconds=LIMIT_SECONDS, until=ended)
         except ProcessesFailed as failed:
-            text = (folder / "error0").read_text(errors="replace").strip().rpartition("\n")[2]
-            if OUT_OF_MEMORY in failed.statuses:
-                raise _DoesNotFit(text) from None
+            if found := re.search(r"out of memory \((.*)\); try", str(failed)):
+                raise _DoesNotFit(found[1]) from None
             if -signal.SIGKILL in failed.statuses:
                 raise _DoesNotFit("the system ended the process") from None
             if 2 in failed.statuses:
-                raise UserError(text) from None
+                text = (folder / "error0").read_text(errors="replace").strip().rpartition("\n")[2]
+                raise UserError(text.removeprefix("trifocal: ")) from None
             raise
-        found = json.loads(output.read_text(encoding="utf-8"))
+        row = read_metrics(metrics, "train")[-1]
     return replace(
         need,
-        peak_bytes=int(found["peak_bytes"]),
-        step_seconds=found["seconds"] * train.global_batch_size / batch,
-        tokens_per_second=found["tokens"] / found["seconds"],
+        peak_bytes=row["memory_peak_bytes"],
+        step_seconds=row["step_seconds"] * train.global_batch_size / batch,
+        tokens_per_second=row["tokens_per_second"],
     )
 
 
@@ -155,20 +176,13 @@ def _memory(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else available_memory()
 
 
-@dataclass(frozen=True)
-class Reference:
-    """A measured configuration of the production model (configs/m7c_125m.toml), compiled, with CUDA graphs, bf16.
-
-    Attributes:
-        file: The result's file in benchmarks/results.
-        what: Micro-batch, length, and activation checkpointing or parallel mode.
-        peak_gib: Peak of one GPU.
-        step_ms: Time of a step.
-        tokens_per_second: Tokens of all GPUs together.
-    """
+class Reference(NamedTuple):
+    """A measured configuration of the production model (configs/m7c_125m.toml), compiled, with CUDA graphs, bf16."""
 
     file: str
+    """The result's file in benchmarks/results."""
     what: str
+    """Micro-batch, length, and activation checkpointing or parallel mode."""
     peak_gib: float
     step_ms: float
     tokens_per_second: int

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -118,8 +118,8 @@ def evaluate_model(subject: Subject, plan: Plan, say: Say) -> Iterator[dict[str,
         yield from _guarded(subject, "loss", plan.sequence_length, partial(_loss_rows, subject, plan, say, left))
     if "choice" in plan.tasks:
         say("choice: its recall, by layer and by distance")
-        measure = partial(_choice_rows, subject, plan)
-        yield from _guarded(subject, "choice", plan.sequence_length, measure)
+        batches = _batches(subject, plan)[:_CHOICE_BATCHES]
+        yield from _guarded(subject, "choice", plan.sequence_length, partial(measure_choice, subject, batches))
     if "needle" in plan.tasks:
         for length in plan.needle_lengths():
             text = f"needle: {plan.depths * plan.samples} haystacks of {length:,} tokens"
@@ -191,10 +191,6 @@ def _loss_rows(subject: Subject, plan: Plan, say: Say, left: TimeLeft) -> Iterat
     yield from (row for row in rows if row["task"] in plan.tasks)
 
 
-def _choice_rows(subject: Subject, plan: Plan) -> Iterator[dict[str, Any]]:
-    yield from measure_choice(subject, _batches(subject, plan)[:_CHOICE_BATCHES])
-
-
 def _batches(subject: Subject, plan: Plan) -> list[Batch]:
     assert subject.data is not None
     return read_batches(
@@ -209,7 +205,7 @@ def _batches(subject: Subject, plan: Plan) -> list[Batch]:
 
 
 def _guarded(
-    subject: Subject, task: str, length: int, rows: Callable[[], Iterator[dict[str, Any]]]
+    subject: Subject, task: str, length: int, rows: Callable[[], Iterable[dict[str, Any]]]
 ) -> Iterator[dict[str, Any]]:
     """The rows of a task; one with a reason where a length is too short, or does not fit in memory."""
     assert subject.data is not None

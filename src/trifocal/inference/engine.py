@@ -16,11 +16,14 @@ from torch import Tensor
 
 from trifocal.data import Tokenizer
 from trifocal.inference.cached_model import CachedModel, CachedSequence
+from trifocal.inference.prefix_cache import PrefixCache
+from trifocal.inference.prompt_lookup import PromptLookup
 from trifocal.inference.request import Completion, FinishReason, Request, TokenScore, Update, token_tensor
 from trifocal.inference.sampler import NO_TOKEN
 from trifocal.inference.scheduler import RequestState, Scheduler
-from trifocal.inference.step_runner import SampledTokens, StepRunner
+from trifocal.inference.step_runner import MOST_DRAFTS, SampledTokens, StepRunner
 from trifocal.inference.text_stream import TextStream
+from trifocal.ops.decode.caches import MOST_NEW_TOKENS
 
 # A token's text may depend on so many tokens before it.
 _NEIGHBOURS = 32
@@ -55,19 +58,31 @@ class Engine:
         model: The model; all of its sequences are the engine's.
         tokenizer: For text and stop strings.
         record: Whether steps are recorded as CUDA graphs; without effect on a CPU.
+        speculate: Whether up to four running sequences guess their next tokens from what followed the last ones before,
+            and check eight at a time. The draws are those of one token at a time, up to rounding: a step of eight
+            tokens adds up in another order.
+
+    Attributes:
+        reused_tokens: Tokens of prompts that were found in the caches, as the beginning of an earlier prompt.
+        guessed_tokens, right_tokens: Tokens that were guessed, and those of them that were right.
     """
 
-    def __init__(self, model: CachedModel, tokenizer: Tokenizer | None = None, *, record: bool = True) -> None:
+    def __init__(
+        self, model: CachedModel, tokenizer: Tokenizer | None = None, *, record: bool = True, speculate: bool = False
+    ) -> None:
         self._model, self._tokenizer = model, tokenizer
         self._runner = StepRunner(model, record=record)
-        self._scheduler = Scheduler(model)
+        self._prefixes = PrefixCache(model)
+        self._scheduler = Scheduler(model, self._prefixes)
         self._ages = itertools.count()
+        self.reused_tokens = self.guessed_tokens = self.right_tokens = 0
         # Steps that are queued, and whose token each place holds.
         self._outstanding: deque[tuple[SampledTokens, list[tuple[int, RequestState]]]] = deque()
         # Read, and not returned yet: a step that fails returns nothing.
         self._updates: list[Update] = []
         # The host reads a step while the GPU computes the next.
-        self._steps_ahead = 0 if model.device.type == "cpu" else 1
+        self._steps_ahead = 0 if model.device.type == "cpu" or speculate else 1
+        self._speculate = speculate
 
     @property
     def idle(self) -> bool:
@@ -137,6 +152,15 @@ class Engine:
         found = [completion for completion in ended if id(completion.request) in order]
         return sorted(found, key=lambda completion: (order[id(completion.request)], completion.sample))
 
+    def warm_up(self) -> None:
+        """Run the steps of every batch size, so that a GPU has compiled and recorded them before requests come."""
+        most, count = self._model.max_sequences, 1
+        while count < 2 * most:
+            # One token comes from the prompt. The first step compiles, the second is recorded.
+            new = min(4, self._model.max_length)
+            self.complete([Request(prompt=[0], max_new_tokens=new, samples=min(count, most))])
+            count *= 2
+
     def _state(self, request: Request, sample: int) -> RequestState:
         seed = (request.sampling.seed + sample) % 2**64
         stream = None
@@ -145,8 +169,14 @@ class Engine:
         return RequestState(request, next(self._ages), replace(request.sampling, seed=seed), sample, stream=stream)
 
     def _enter(self) -> None:
-        for state in self._scheduler.enter():
-            cached = self._model.admit() if state.swapped is None else self._model.swap_in(state.swapped)
+        for state, past in self._scheduler.enter():
+            if state.swapped is not None:
+                cached = self._model.swap_in(state.swapped)
+            elif past is not None:
+                cached = self._model.fork(past)
+                self.reused_tokens += cached.length
+            else:
+                cached = self._model.admit()
             if state.launched:
                 try:
                     state.place = self._place(cached, state, [*state.request.prompt, *state.tokens])
@@ -182,9 +212,13 @@ class Engine:
             logits = self._model.prefill_chunk(state.cached, piece, all_logits=scored)
             if scored:
                 state.prompt_scores += _scores(logits, prompt[begin + 1 : begin + 1 + size], state.request.likeliest)
+            if not state.prompt_left:
+                state.logits = logits[-1:]
+            if not scored:
+                self._prefixes.keep(prompt, state.cached)
             if state.prompt_left:
                 return len(piece)
-            state.logits = logits[-1:]
+        assert state.logits is not None
         states, drawn = [state], []
         try:
             for sample in range(1, state.request.samples):
@@ -225,35 +259,79 @@ class Engine:
         if not active:
             self._read_down_to(0)
             return
-        grown: list[RequestState] = []
+        # A penalty depends on the tokens before, which a draft does not know.
+        guess = len(active) <= MOST_DRAFTS and all(state.sampling.repetition_penalty == 1 for state in active)
+        drafts = [self._draft(state, self._speculate and guess) for state in active]
+        guesses = any(len(draft) > 1 for draft in drafts)
+        grown: list[tuple[RequestState, int]] = []
         try:
-            for state in active:
-                self._grow(state)
-                grown.append(state)
+            for state, draft in zip(active, drafts, strict=True):
+                self._grow(state, len(draft))
+                grown.append((state, len(draft)))
             moved = self._runner.move_together([place for state in active if (place := state.place) is not None])
             for state in active:
                 assert state.place is not None
                 state.place = moved.get(state.place, state.place)
             places = [(state.place, state) for state in active if state.place is not None]
-            self._outstanding.append((self._runner.run([place for place, _ in places]), places))
+            if guesses:
+                by_place = {place: draft for (place, _), draft in zip(places, drafts, strict=True)}
+                drawn = self._runner.run_drafts(by_place)
+            else:
+                self._outstanding.append((self._runner.run([place for place, _ in places]), places))
         except BaseException:
-            for state in grown:
+            for state, count in grown:
                 assert state.cached is not None
-                state.cached.table.shrink(1)
+                state.cached.table.shrink(count)
             raise
+        if guesses:
+            for place, state in places:
+                self._take_draft(state, place, by_place[place], drawn[place])
+            return
         for state in active:
             state.launched += 1
             self._leave_batch_if_launched(state)
+
+    def _draft(self, state: RequestState, guess: bool) -> Sequence[int]:
+        """A sequence's last token, and maybe a guess of the next ones that needs no more pages than one token."""
+        if not guess:
+            return state.tokens[-1:] or [0]
+        assert state.cached is not None
+        if state.lookup is None:
+            state.lookup = PromptLookup([*state.request.prompt, *state.tokens])
+        length, pages = state.cached.length, self._model.pages
+        room = pages.pages_of(length + 1) * pages.page_size - length
+        left = state.request.max_new_tokens - state.launched
+        return state.tokens[-1:] + state.lookup.guess(min(MOST_NEW_TOKENS, room, left) - 1)
+
+    def _take_draft(
+        self, state: RequestState, place: int, draft: Sequence[int], drawn: Sequence[tuple[int, TokenScore]]
+    ) -> None:
+        """Count in what was drawn, up to the first token that was guessed wrong."""
+        assert state.cached is not None
+        table, right = state.cached.table, 0
+        for index, (token, score) in enumerate(drawn):
+            self._updates.append(self._take(state, token, score))
+            state.launched += 1
+            if state.ended or index + 1 == len(draft) or token != draft[index + 1]:
+                break
+            right += 1
+        self.guessed_tokens += len(draft) - 1
+        self.right_tokens += right
+        if state.lookup is not None and len(draft) > 1:
+            state.lookup.judge(right)
+        if not state.ended:
+            table.shrink(len(draft) - 1 - right)
+            self._runner.accept(place, table.length, token)
 
     def _active(self) -> list[RequestState]:
         """Sequences of the next step."""
         return [state for state in self._scheduler.running if state.place is not None]
 
-    def _grow(self, state: RequestState) -> None:
+    def _grow(self, state: RequestState, count: int) -> None:
         assert state.cached is not None and state.place is not None
         table = state.cached.table
         before = len(table.pages)
-        copies = table.grow(1)
+        copies = table.grow(count)
         if copies:
             self._model.cache.copy_pages(copies)
             before -= 1
@@ -288,6 +366,8 @@ class Engine:
             state.text += text
             return Update(request, state.sample, None, score, text, self._end(state, "error"), prompt_scores)
         state.tokens.append(token)
+        if state.lookup is not None:
+            state.lookup.add(token)
         state.log_probabilities.append(score.log_probability)
         reason: FinishReason | None = None
         text = ""

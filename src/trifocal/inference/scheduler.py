@@ -8,6 +8,8 @@ from torch import Tensor
 
 from trifocal.inference.cached_model import CachedModel, CachedSequence, SwappedSequence
 from trifocal.inference.pages import pages_for_one_more
+from trifocal.inference.prefix_cache import PrefixCache
+from trifocal.inference.prompt_lookup import PromptLookup
 from trifocal.inference.request import Request, TokenScore
 from trifocal.inference.sampler import Sampling
 from trifocal.inference.text_stream import TextStream
@@ -31,6 +33,7 @@ class RequestState:
         tokens, log_probabilities: What the host knows of them.
         text: Text so far.
         stream: Makes text of tokens; None without a tokenizer.
+        lookup: Guesses its next tokens, where they are guessed.
         ended: Whether it has its last token.
     """
 
@@ -48,6 +51,7 @@ class RequestState:
     log_probabilities: list[float] = field(default_factory=list)
     text: str = ""
     stream: TextStream | None = None
+    lookup: PromptLookup | None = None
     ended: bool = False
 
     @property
@@ -69,6 +73,7 @@ class Scheduler:
 
     Args:
         model: Whose pages and rows are shared out.
+        prefixes: Pasts of prompts, which give way to sequences.
 
     Attributes:
         waiting: Not yet in the caches.
@@ -77,8 +82,8 @@ class Scheduler:
         running: Sequences that draw tokens, oldest first.
     """
 
-    def __init__(self, model: CachedModel) -> None:
-        self._model = model
+    def __init__(self, model: CachedModel, prefixes: PrefixCache) -> None:
+        self._model, self._prefixes = model, prefixes
         self.waiting: deque[RequestState] = deque()
         self.swapped: list[RequestState] = []
         self.prefilling: list[RequestState] = []
@@ -90,29 +95,41 @@ class Scheduler:
         """Whether no sequence is left."""
         return not (self.waiting or self.swapped or self.prefilling or self.running)
 
-    def enter(self) -> Iterator[RequestState]:
-        """Sequences to admit now, oldest first; each leaves its queue once it is admitted, when the next is asked for.
+    def enter(self) -> Iterator[tuple[RequestState, CachedSequence | None]]:
+        """Sequences to admit now, oldest first, each with a kept past of its prompt, if there is one.
+
+        Each leaves its queue once it is admitted, when the next is asked for.
 
         A sequence is admitted if its pages are free beside those of the prompts that are prefilled, and every running
         one that needs more can still get one, so that it is not swapped out again at once.
         """
         while True:
             queue: list[RequestState] | deque[RequestState] = self.swapped or self.waiting
-            rows_of_samples = sum(state.rows - 1 for state in self.prefilling)
-            if not queue or queue[0].rows + rows_of_samples > self._model.num_free_rows:
+            taken = sum(state.rows - 1 for state in self.prefilling) + self._prefixes.num_unused_rows
+            if not queue or queue[0].rows + taken > self._model.num_free_rows:
                 return
-            missing = self._model.pages.pages_of(self._places(queue[0])) + self._pages_of_prompts()
-            spare = sum(map(_needs_pages, self.running))
-            if missing + spare > self._model.pages.num_free:
-                return
-            yield queue[0]
+            state, past = queue[0], None
+            if state.swapped is None and not state.request.score_prompt:
+                past = self._prefixes.find(state.request.prompt)
+            missing = self._model.pages.pages_of(self._places(state)) - (len(past.table.pages) if past else 0)
+            missing += self._pages_of_prompts() + sum(map(_needs_pages, self.running))
+            while missing > self._model.pages.num_free:
+                if not self._prefixes.drop(but=past):
+                    return
+            yield state, past
             del queue[0]
 
     def short_of_pages(self, states: list[RequestState]) -> bool:
-        """Whether a token more for each of these needs more pages than are free and not meant for a prompt."""
+        """Whether a token more for each of these needs more pages than are free and not meant for a prompt.
+
+        Kept pasts are given up before.
+        """
         pages = self._model.pages
         needed = pages_for_one_more(pages, (state.cached.table for state in states if state.cached is not None))
-        return needed + self._pages_of_prompts() > pages.num_free
+        while needed + self._pages_of_prompts() > pages.num_free:
+            if not self._prefixes.drop():
+                return True
+        return False
 
     def _pages_of_prompts(self) -> int:
         """Pages that the prompts that are prefilled still need."""

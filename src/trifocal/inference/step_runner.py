@@ -5,7 +5,7 @@ two; a place without a sequence is padding. Everything that a step needs and cha
 stays on the device, so that the host can start a step before it knows the tokens of the one before.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,10 @@ from trifocal.inference.cached_model import CachedModel, CachedSequence
 from trifocal.inference.request import MOST_LIKELIEST, TokenScore
 from trifocal.inference.sampler import Sampling, SamplingTensors, draw_step
 from trifocal.ops import DecodeBatch
+from trifocal.ops.decode.caches import MOST_NEW_TOKENS as NEW
+
+MOST_DRAFTS = 4
+"""Sequences whose next tokens are guessed: with more, a step of eight tokens takes too long."""
 
 
 class SampledTokens(NamedTuple):
@@ -64,7 +68,10 @@ class StepRunner:
         self._drawn = numbers(count, 2, dtype=torch.float64)
         self._likeliest = numbers(count, min(MOST_LIKELIEST, model.config.vocab_size), 2, dtype=torch.float64)
         self._free = list(range(count - 1, -1, -1))
-        # Of each place, what its draw needs: the filters, the likeliest tokens.
+        self._drafts, self._draft_lengths = numbers(MOST_DRAFTS, NEW, dtype=torch.int64), numbers(MOST_DRAFTS)
+        self._draft_drawn = numbers(MOST_DRAFTS * NEW, 2, dtype=torch.float64)
+        self._draft_likeliest = numbers(MOST_DRAFTS * NEW, *self._likeliest.shape[1:], dtype=torch.float64)
+        # What the draw of each place needs: the filters, the likeliest tokens.
         self._needs: dict[int, tuple[bool, bool]] = {}
         self._graphs = _Graphs(model.device) if record and model.device.type == "cuda" else None
 
@@ -130,22 +137,56 @@ class StepRunner:
     def draw_first(self, place: int, logits: Tensor) -> SampledTokens:
         """Draw a sequence's first token from the logits of its prompt's last one, [1, vocab_size]."""
         here, needs = slice(place, place + 1), self._needs[place]
-        self._draw(here, logits, None, needs)
-        return self._fetch(here, self._host_values(1, needs), needs)
+        self._draw_here(here, logits, None, needs)
+        values = self._host_values(1, needs)
+        return self._fetch(values, self._drawn[here], self._likeliest[here])
 
     @torch.inference_mode()
     def run(self, places: Sequence[int]) -> SampledTokens:
         """One step of all sequences that have a place; `places`: which ones they are."""
         size = self._size(max(places) + 1)
-        filtered, likeliest = zip(*(self._needs[place] for place in places), strict=True)
-        needs = any(filtered), any(likeliest)
+        needs = self._needs_of(places)
         # Before the step, so that nothing changes if there is no memory.
         values = self._host_values(size, needs)
+        self._record((size, *needs, False), lambda: self._step(size, needs))
+        return self._fetch(values, self._drawn[:size], self._likeliest[:size])
+
+    @torch.inference_mode()
+    def run_drafts(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, list[tuple[int, TokenScore]]]:
+        """Draw what follows each token of a draft; the draft's later tokens count if they are what was drawn.
+
+        Args:
+            drafts: The last token of each sequence that has a place, up to `MOST_DRAFTS`, and a guess of those behind
+                it, together up to eight tokens. The caches have room for them.
+
+        Returns:
+            Token and score behind each token of a draft. The caller says with `accept` how many count.
+        """
+        size, needs = self._size(max(drafts) + 1), self._needs_of(drafts)
+        rows = [drafts.get(place, ()) for place in range(size)]
+        padded = torch.tensor([[*row, *[0] * (NEW - len(row))] for row in rows])
+        self._drafts[:size].copy_(self._send(padded))
+        self._draft_lengths[:size].copy_(self._send(torch.tensor([len(row) for row in rows], dtype=torch.int32)))
+        values = self._host_values(size * NEW, needs)
+        self._record((size, *needs, True), lambda: self._step_of_drafts(size, needs))
+        found = self._fetch(values, self._draft_drawn[: size * NEW], self._draft_likeliest[: size * NEW]).read()
+        return {place: found[place * NEW : place * NEW + len(draft)] for place, draft in drafts.items()}
+
+    @torch.inference_mode()
+    def accept(self, place: int, length: int, token: int) -> None:
+        """Set how many tokens of a sequence the caches hold after drafts, and the last drawn one."""
+        self._lengths[place : place + 1].fill_(length)
+        self._tokens[place : place + 1].fill_(token)
+
+    def _needs_of(self, places: Iterable[int]) -> tuple[bool, bool]:
+        filtered, likeliest = zip(*(self._needs[place] for place in places), strict=True)
+        return any(filtered), any(likeliest)
+
+    def _record(self, key: tuple[int, bool, bool, bool], work: Callable[[], None]) -> None:
         if self._graphs is None:
-            self._step(size, needs)
+            work()
         else:
-            self._graphs.run((size, *needs), lambda: self._step(size, needs))
-        return self._fetch(slice(size), values, needs)
+            self._graphs.run(key, work)
 
     def _step(self, size: int, needs: tuple[bool, bool]) -> None:
         """Append the last tokens, draw the next ones, grow by one; queued on the device, without a host look."""
@@ -153,29 +194,33 @@ class StepRunner:
         batch = DecodeBatch(self._rows[here], self._lengths[here], self._num_new[here], self._block_table[here])
         logits = self._model.step(self._tokens[here, None], batch)[:, 0]
         # The lengths grow with the draw, so that a step that fails before can be run again.
-        self._draw(here, logits, self._num_new[here], needs)
+        self._draw_here(here, logits, self._num_new[here], needs)
 
-    def _draw(self, here: slice, logits: Tensor, num_new: Tensor | None, needs: tuple[bool, bool]) -> None:
-        filtered, likeliest = needs
-        drawn, tokens = self._drawn[here], self._tokens[here]
-        if likeliest:
-            best = logits.topk(self._likeliest.shape[1])
-        draw_step(
-            logits, self._settings.rows(here), self._lengths[here], num_new, tokens, drawn, filtered=filtered
+    def _step_of_drafts(self, size: int, needs: tuple[bool, bool]) -> None:
+        here = slice(size)
+        batch = DecodeBatch(self._rows[here], self._lengths[here], self._draft_lengths[here], self._block_table[here])
+        logits = self._model.step(self._drafts[here], batch).flatten(0, 1)
+        rows = self._settings.rows(here)
+        settings = SamplingTensors(**{name: x.repeat_interleave(NEW, 0) for name, x in vars(rows).items()})
+        behind = torch.arange(1, NEW + 1, dtype=torch.int32, device=self._device)
+        lengths, tokens = (self._lengths[here, None] + behind).flatten(), torch.zeros_like(self._drafts[here]).flatten()
+        drawn, likeliest = self._draft_drawn[: size * NEW], self._draft_likeliest[: size * NEW]
+        _draw(logits, settings, lengths, None, tokens, drawn, likeliest, needs)
+
+    def _draw_here(self, here: slice, logits: Tensor, num_new: Tensor | None, needs: tuple[bool, bool]) -> None:
+        _draw(
+            logits, self._settings.rows(here), self._lengths[here], num_new, self._tokens[here], self._drawn[here],
+            self._likeliest[here], needs,
         )  # fmt: skip
-        if likeliest:
-            # Relative to the drawn token, so that it has the same log-probability in both.
-            log_p = (best.values - logits.gather(1, tokens[:, None])).double() + drawn[:, 1:]
-            torch.stack((best.indices.double(), log_p), dim=-1, out=self._likeliest[here])
 
     def _host_values(self, count: int, needs: tuple[bool, bool]) -> Tensor:
         width = 2 + needs[1] * self._likeliest[0].numel()
         return torch.empty(count, width, dtype=self._drawn.dtype, pin_memory=self._device.type == "cuda")
 
-    def _fetch(self, here: slice, values: Tensor, needs: tuple[bool, bool]) -> SampledTokens:
-        values[:, :2].copy_(self._drawn[here], non_blocking=True)
-        if needs[1]:
-            values[:, 2:].copy_(self._likeliest[here].flatten(1), non_blocking=True)
+    def _fetch(self, values: Tensor, drawn: Tensor, likeliest: Tensor) -> SampledTokens:
+        values[:, :2].copy_(drawn, non_blocking=True)
+        if values.shape[1] > 2:
+            values[:, 2:].copy_(likeliest.flatten(1), non_blocking=True)
         if self._device.type == "cpu":
             return SampledTokens(values, None)
         arrived = torch.cuda.Event()
@@ -191,14 +236,35 @@ class StepRunner:
         return x if self._device.type == "cpu" else x.pin_memory().to(self._device, non_blocking=True)
 
 
+def _draw(
+    logits: Tensor,
+    settings: SamplingTensors,
+    lengths: Tensor,
+    num_new: Tensor | None,
+    tokens: Tensor,
+    drawn: Tensor,
+    likeliest: Tensor,
+    needs: tuple[bool, bool],
+) -> None:
+    """`draw_step`, and the likeliest tokens of each row, [B, n, 2], where they are needed."""
+    filtered, wants_likeliest = needs
+    if wants_likeliest:
+        best = logits.topk(likeliest.shape[1])
+    draw_step(logits, settings, lengths, num_new, tokens, drawn, filtered=filtered)
+    if wants_likeliest:
+        # Relative to the drawn token, so that it has the same log-probability in both.
+        log_p = (best.values - logits.gather(1, tokens[:, None])).double() + drawn[:, 1:]
+        torch.stack((best.indices.double(), log_p), dim=-1, out=likeliest)
+
+
 class _Graphs:
     """Work by key as CUDA graphs, which share one pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
-        self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph | None] = {}
+        self._graphs: dict[tuple[int, bool, bool, bool], torch.cuda.CUDAGraph | None] = {}
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
-    def run(self, key: tuple[int, bool, bool], work: Callable[[], None]) -> None:
+    def run(self, key: tuple[int, bool, bool, bool], work: Callable[[], None]) -> None:
         """Do work: unrecorded the first time, then recorded."""
         if key not in self._graphs:
             self._graphs[key] = None

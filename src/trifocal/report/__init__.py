@@ -5,11 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trifocal.errors import UserError
-from trifocal.report.attention_charts import attention_charts
-from trifocal.report.charts import training_charts
-from trifocal.report.evaluation_charts import evaluation_charts
 from trifocal.report.page import build_page
-from trifocal.report.picture import pictures_of
 from trifocal.report.summary import summarise
 from trifocal.runlog.run import read_run
 from trifocal.runlog.whole_files import write_output, write_whole
@@ -45,15 +41,7 @@ def write_report(
     for run in runs:
         if names.count(run.name) > 1:
             run.name = str(run.directory)
-    training = training_charts(runs)
-    attention = [attention_charts(run) for run in runs]
-    for index, charts in enumerate(attention):
-        for chart in charts:
-            chart.key = f"{chart.key}-{index}"
-    pictures = [pictures_of(run) for run in runs]
-    page = build_page(
-        runs, [summarise(run) for run in runs], training, evaluation_charts(runs), attention, pictures, plotly
-    )
+    page = build_page(runs, plotly)
     path = Path(output) if output is not None else runs[0].directory / "report.html"
     try:
         if output is None:

@@ -45,11 +45,9 @@ button:hover { background: var(--hover); color: var(--ink); }
 .tile .soft { font-size: 0.82rem; }
 .tile b { display: block; font-size: 1.1rem; white-space: nowrap; font-weight: 650; letter-spacing: -0.02em;
   font-variant-numeric: tabular-nums; }
-.charts { display: grid; gap: 14px; grid-template-columns: repeat(6, minmax(0, 1fr)); }
-.columns2 { grid-column: span 2; }
-.columns3 { grid-column: span 3; }
-.columns6 { grid-column: span 6; }
-.chart { padding: 16px 14px 8px; }
+.charts { display: flex; flex-wrap: wrap; gap: 14px; }
+.chart { flex: 1 1 min(100%, 480px); padding: 16px 14px 8px; }
+.wide { flex-basis: 100%; }
 @media not (pointer: coarse) {
   .chart .modebar-container { top: -46px !important; }
   .chart .modebar { opacity: 0; transition: opacity 0.15s; background: var(--surface); border-radius: 8px; }
@@ -71,7 +69,6 @@ section { scroll-margin-top: 12px; }
 td.number { font-variant-numeric: tabular-nums; white-space: nowrap; }
 td.text { overflow-wrap: break-word; }
 td.text:last-child { min-width: 150px; }
-tr.differs td { background: var(--watch-back); }
 details { margin-top: 10px; }
 details:first-child { margin-top: 0; }
 summary { cursor: pointer; font-weight: 550; padding: 4px 0; }
@@ -85,8 +82,8 @@ input[type=range] { flex: 1; min-width: 0; accent-color: var(--accent); }
 @media (max-width: 760px) {
   .tight td:not(:last-child), .tight th:not(:last-child) { padding-right: 12px; }
   main { padding: 18px 12px 48px; }
-  .charts { grid-template-columns: minmax(0, 1fr); gap: 10px; }
-  .chart { grid-column: auto; padding: 14px 8px 4px; }
+  .charts { gap: 10px; }
+  .chart { padding: 14px 8px 4px; }
   .chart h3, .chart .soft { padding: 0 6px; }
   .tiles { grid-template-columns: repeat(2, minmax(0, 1fr)); }
 }
@@ -101,9 +98,6 @@ SCRIPT = """
       runs: ["#2563eb", "#d97706", "#0d9467", "#c026d3", "#dc2626", "#0e7490"],
       surface: "#ffffff", ink: "#16191d", soft: "#5b6470", line: "#e9ebef", edge: "#cfd5dc",
       cmp: "#1f6fb2", slc: "#e07b00", win: "#0b8f6a", dense: "#6b7280", forced: "#f6cd97", unread: "#f1f3f6",
-      "scale-cmp": [[0, "#eef5fb"], [0.5, "#86b5da"], [1, "#134a7a"]],
-      "scale-slc": [[0, "#fdf3e6"], [0.5, "#f0ad5c"], [1, "#9a5400"]],
-      "scale-win": [[0, "#ecf7f3"], [0.5, "#6cc2a6"], [1, "#075e46"]],
       sequential: [[0, "#f1f5fb"], [0.25, "#bcd3f7"], [0.5, "#7aa7ee"], [0.75, "#3b74d6"], [1, "#123a86"]],
       data: "#d97706", forward: "#60a5fa", backward: "#2563eb", optimizer: "#1e3a8a", checkpoint: "#c026d3",
       evaluate: "#0d9467", telemetry: "#84cc16", sample: "#0891b2", wait: "#dc2626", compile: "#9ca3af",
@@ -113,9 +107,6 @@ SCRIPT = """
       runs: ["#6ea8ff", "#f0b04a", "#4cc9a0", "#e58bf2", "#ff8a8a", "#5cc8df"],
       surface: "#171b22", ink: "#e8ebef", soft: "#9aa4b1", line: "#252b34", edge: "#39414d",
       cmp: "#6db3ee", slc: "#f5a742", win: "#45c89c", dense: "#9aa4b1", forced: "#7a5423", unread: "#222933",
-      "scale-cmp": [[0, "#15202c"], [0.5, "#2f6ea8"], [1, "#b9dcfa"]],
-      "scale-slc": [[0, "#2a2013"], [0.5, "#a8701c"], [1, "#ffdf9e"]],
-      "scale-win": [[0, "#14241f"], [0.5, "#1f8463"], [1, "#a5efd3"]],
       sequential: [[0, "#1a212c"], [0.25, "#1f3f73"], [0.5, "#2f68bd"], [0.75, "#6ea8ff"], [1, "#dcebff"]],
       data: "#f0b04a", forward: "#93c5fd", backward: "#4f8df0", optimizer: "#2b57ab", checkpoint: "#e58bf2",
       evaluate: "#4cc9a0", telemetry: "#a3e635", sample: "#5cc8df", wait: "#ff7b7b", compile: "#6b7280",

@@ -3,18 +3,11 @@
 import statistics
 from typing import Any
 
-from trifocal.report.charts import FULL, THIRD, Chart, Trace, heat_map, line, share_steps
+from trifocal.report.charts import Chart, Trace, heat_map, line, share_steps
 from trifocal.runlog.jsonl import is_number
 from trifocal.runlog.run import Run
-from trifocal.telemetry.statistics import IGNORED_GATE
 
 BRANCHES = {"cmp": "compressed", "slc": "selected", "win": "window"}
-_GATE_MAP_CAPTIONS = {
-    "cmp": "Use of the far past by layer.",
-    "slc": "Use of chosen blocks by layer.",
-    "win": "Use of the near past by layer.",
-}
-
 _STEP = {"title": {"text": "step"}}
 _MOST_LAYER_LINES = 32
 
@@ -26,7 +19,6 @@ def attention_charts(run: Run) -> list[Chart]:
         return []
     charts = [
         _gates(rows),
-        *(_gate_map(rows, branch) for branch in BRANCHES),
         _entropy(rows),
         _recall(rows),
         _recall_by_distance(rows),
@@ -48,21 +40,7 @@ def _gates(rows: list[dict[str, Any]]) -> Chart:
             traces.append(line(steps, means, label, f"@{branch}", width=3))
     layout = {"xaxis": _STEP, "yaxis": {"title": {"text": "gate"}, "range": [0, 1]}}
     caption = "Mean over heads and tokens: strong over all layers, thin each layer. A line at 0 is an unused branch."
-    if not any(row.get(f"heads_ignoring_{branch}") for row in rows for branch in BRANCHES):
-        caption += f" No head ignores a branch: each has a mean gate of {IGNORED_GATE} or more for all three."
-    return Chart("gates", "Gates of the three branches", caption, traces, layout, columns=FULL, height=320)
-
-
-def _gate_map(rows: list[dict[str, Any]], branch: str) -> Chart:
-    title = f"{BRANCHES[branch].capitalize()} gate by layer"
-    chart = _layer_map(rows, f"gate_mean_{branch}", f"gate_map_{branch}", title, _GATE_MAP_CAPTIONS[branch])
-    chart.columns, chart.height = THIRD, 250
-    if not any(row["layer"] > 0 and is_number(row.get(f"gate_mean_{branch}")) for row in rows):
-        chart.traces = []
-    for trace in chart.traces:
-        trace |= {"zmax": 1, "colorscale": f"@scale-{branch}"}
-        trace["colorbar"] |= {"tickvals": [0, 0.5, 1]}
-    return chart
+    return Chart("gates", "Gates of the three branches", caption, traces, layout, wide=True, height=320)
 
 
 def _entropy(rows: list[dict[str, Any]]) -> Chart:
@@ -72,7 +50,7 @@ def _entropy(rows: list[dict[str, Any]]) -> Chart:
 
 
 def _recall(rows: list[dict[str, Any]]) -> Chart:
-    traces = _layer_lines(rows, "choice_recall", "@slc", hover="layer {}: %{{y:.0%}}<extra></extra>")
+    traces = _layer_lines(rows, "choice_recall", "@slc")
     for name, label, colour, dash in (
         ("choice_recall", "choice", "@slc", "solid"),
         ("recall_by_chance", "random blocks", "@soft", "dot"),
@@ -154,14 +132,13 @@ def distance_labels(bins: int) -> list[str]:
     return labels[:bins]
 
 
-def _layer_lines(rows: list[dict[str, Any]], name: str, colour: str, hover: str = "") -> list[Trace]:
-    """A thin line for each of several layers, with these words on hover."""
+def _layer_lines(rows: list[dict[str, Any]], name: str, colour: str) -> list[Trace]:
+    """A thin line for each of several layers, which hover names."""
     traces: list[Trace] = []
     layers = sorted({row["layer"] for row in rows})
     for layer in layers if 1 < len(layers) <= _MOST_LAYER_LINES else []:
         steps, values = _mean_over_layers([row for row in rows if row["layer"] == layer], name)
-        thin: Trace = {"opacity": 0.35, "showlegend": False}
-        thin |= {"hovertemplate": hover.format(layer)} if hover else {"hoverinfo": "skip"}
+        thin = {"opacity": 0.35, "showlegend": False, "hovertemplate": f"layer {layer}: %{{y:.2f}}<extra></extra>"}
         if steps:
             traces.append(line(steps, values, "", colour, width=1) | thin)
     return traces
@@ -174,20 +151,6 @@ def _branch_lines(rows: list[dict[str, Any]], prefix: str) -> list[Trace]:
         if steps:
             traces.append(line(steps, values, label, f"@{branch}"))
     return traces
-
-
-def _layer_map(rows: list[dict[str, Any]], name: str, key: str, title: str, caption: str) -> Chart:
-    """A heat map of one figure: layers over steps."""
-    values = {(row["layer"], row["step"]): row[name] for row in rows if is_number(row.get(name))}
-    steps, layers = sorted({row["step"] for row in rows}), sorted({row["layer"] for row in rows})
-    z = [[values.get((layer, step)) for step in steps] for layer in layers]
-    trace = heat_map(steps, layers, z, "step %{x}, layer %{y}: %{z:.3f}<extra></extra>")
-    layout = {
-        "hovermode": "closest",
-        "xaxis": {**_STEP, "nticks": 5},
-        "yaxis": {"title": {"text": "layer"}, "dtick": max(1, len(layers) // 6)},
-    }
-    return Chart(key, title, caption, [trace], layout)
 
 
 def _mean_over_layers(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:

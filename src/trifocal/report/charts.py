@@ -5,22 +5,18 @@ Colours are names (`@run0`, `@cmp`, …); the page replaces them by the colours 
 
 import itertools
 import math
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any
 
 from trifocal.runlog.run import Run
 
 Trace = dict[str, Any]
 
-THIRD, HALF, FULL = 2, 3, 6
 _NAMED_SHARE = 0.18
 """A phase with at least this share of the time has its name in the bar."""
 _MOST_DOTS = 60
 _LONG_CURVE = 300
-_EVENT_COLOURS = {"warning": "@data", "error": "@wait"}
 MOST_POINTS = 1500
 """Points of one curve; longer ones keep the lowest and the highest of every stretch."""
 _PHASES = (
@@ -38,8 +34,8 @@ class Chart:
     caption: str
     traces: list[Trace]
     layout: dict[str, Any] = field(default_factory=dict)
-    columns: int = HALF
-    """Width, in sixths of the page."""
+    wide: bool = False
+    """Whether it fills a row of the page; others share one, as far as there is room."""
     height: int = 300
 
 
@@ -47,7 +43,6 @@ def training_charts(runs: list[Run]) -> list[Chart]:
     """The charts of training, in the order of the page, as far as the runs have figures."""
     makers: list[Callable[[list[Run]], Chart]] = [
         _loss,
-        _bits_per_byte,
         _learning_rate,
         _gradient_norm,
         _throughput,
@@ -86,39 +81,8 @@ def _loss(runs: list[Run]) -> Chart:
             dot = {"size": 7 if few else 4, "color": "@surface", "line": {"color": colour, "width": 2 if few else 1}}
             dotted = line(steps, losses, label, colour, width=1.5, dash="dot")
             traces.append({**dotted, "mode": "lines+markers", "marker": dot})
-    if len(runs) == 1:
-        traces += _events(runs[0], min((value for trace in traces for value in trace["y"]), default=0.0))
     caption = "Cross-entropy in nats per token; lower is better. Faint: as logged; strong: smoothed; dots: validation."
-    return Chart("loss", "Loss", caption, traces, _axes("nats per token"), columns=FULL, height=380)
-
-
-def _events(run: Run, height: float) -> list[Trace]:
-    """Marks at warnings and errors, with their messages on hover."""
-    events = [event for event in run.of_kind("event") if event.get("severity") in _EVENT_COLOURS]
-    if not events:
-        return []
-    return [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": "warnings and errors",
-            "x": [event["step"] for event in events],
-            "y": [_significant(height)] * len(events),
-            "text": ["<br>".join(textwrap.wrap(escape(str(event["message"])), 60)) for event in events],
-            "hovertemplate": "%{text}<extra></extra>",
-            "marker": {
-                "symbol": "triangle-up",
-                "size": 11,
-                "color": [_EVENT_COLOURS[event["severity"]] for event in events],
-            },
-        }
-    ]
-
-
-def _bits_per_byte(runs: list[Run]) -> Chart:
-    traces = _of_each(runs, "evaluation", "bits_per_byte", markers=True)
-    caption = "Validation loss per byte of text, which compares across tokenizers."
-    return Chart("bits_per_byte", "Bits per byte", caption, traces, _axes("bits per byte"))
+    return Chart("loss", "Loss", caption, traces, _axes("nats per token"), wide=True, height=380)
 
 
 def _learning_rate(runs: list[Run]) -> Chart:
@@ -286,35 +250,22 @@ def _axes(unit: str, *, log: bool = False, from_zero: bool = False) -> dict[str,
     return {"xaxis": {"title": {"text": "step"}}, "yaxis": yaxis}
 
 
-def smoothed(values: list[float], width: int | None = None) -> list[float]:
-    """Moving mean centred on each point.
-
-    Near the beginning, where curves fall steeply, it has fewer points, down to the first value itself. Near the end it
-    is the line fitted to the last full window. So it has no lag, and is smooth to the end.
+def smoothed(values: list[float]) -> list[float]:
+    """Moving mean centred on each point, over about a thirtieth of the curve; over fewer points near both ends.
 
     Args:
         values: A curve.
-        width: Points in the mean, odd; about a thirtieth of the curve by default.
 
     Returns:
-        The smoothed curve, of equal length.
+        The smoothed curve, of equal length, without lag.
     """
     count = len(values)
-    width = min(count, 2 * max(3, count // 60) + 1 if width is None else width)
+    half = max(3, count // 60)
     sums = [0.0, *itertools.accumulate(values)]
-    moments = [0.0, *itertools.accumulate(index * value for index, value in enumerate(values))]
     result = []
     for index in range(count):
-        if index < width // 2:
-            span = min(2 * index + 1, count)
-            result.append(sums[span] / span)
-            continue
-        start = min(index - width // 2, count - width)
-        middle = start + (width - 1) / 2
-        mean = (sums[start + width] - sums[start]) / width
-        covariance = (moments[start + width] - moments[start]) / width - middle * mean
-        slope = 12 * covariance / (width**2 - 1) if width > 1 else 0.0
-        result.append(mean + slope * (index - middle))
+        reach = min(half, index, count - 1 - index)
+        result.append((sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1))
     return result
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trifocal.report.charts import FULL, HALF, THIRD, Chart, Trace, heat_map, line
+from trifocal.report.charts import Chart, Trace, heat_map, line
 from trifocal.runlog.run import Run
 
 Row = dict[str, Any]
@@ -56,9 +56,7 @@ def _position(runs: list[Run]) -> Chart:
         "showlegend": True,
     }
     caption = "Validation loss by the number of tokens before. A curve that falls to its end makes use of all of them."
-    return Chart(
-        "position", "Loss by position", caption, traces, layout, columns=HALF if len(runs) == 1 else FULL, height=340
-    )
+    return Chart("position", "Loss by position", caption, traces, layout, wide=len(runs) > 1, height=340)
 
 
 def _needle(run: Run, index: int, num_runs: int) -> Chart:
@@ -86,8 +84,7 @@ def _needle(run: Run, index: int, num_runs: int) -> Chart:
     number += f" {needles:,} needles in a haystack." if needles and needles > 1 else ""
     caption = f"Share of needles that are found, by length and depth of the haystack; the beginning is on top.{number}"
     title = f"Needles: {run.name}" if num_runs > 1 else "Needles in haystacks"
-    columns = THIRD if num_runs > 2 else HALF
-    return Chart(f"needle-{index}", title, caption, [trace] if rows else [], layout, columns=columns, height=340)
+    return Chart(f"needle-{index}", title, caption, [trace] if rows else [], layout, height=340)
 
 
 def _common(rows: list[Row], name: str) -> int | None:

@@ -28,7 +28,6 @@ _COLOURS = {
 _BARS = "▁▂▃▄▅▆▇█"
 _BRAILLE_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 _CURVE_LINES = 4
-_LOW_TERMINAL = 24
 _ETA_ROWS = 30
 _SHOWN_EVENTS = 4
 
@@ -117,7 +116,6 @@ def render(
     run: Run,
     *,
     width: int = 80,
-    height: int | None = None,
     silences: SilenceClock | None = None,
 ) -> RenderableType:
     """Draw a run: the processes first, as a low terminal cuts off the end.
@@ -125,14 +123,12 @@ def render(
     Args:
         run: From `read_run(directory, live=True)`.
         width: Columns of the terminal.
-        height: Rows of the terminal, None if unlimited: below 24 the loss has no curve.
         silences: State of earlier calls for the same run.
 
     Returns:
         A renderable of rich.
     """
-    curve_lines = _CURVE_LINES if height is None or height >= _LOW_TERMINAL else 0
-    parts: list[RenderableType] = [_progress(run), _ranks(run, silences), _figures(run, width, curve_lines)]
+    parts: list[RenderableType] = [_progress(run), _ranks(run, silences), _figures(run, width)]
     events = run.of_kind("event")[-_SHOWN_EVENTS:]
     if events:
         parts.append(Padding(_events(events), (1, 0, 0, 0)))
@@ -155,16 +151,15 @@ def _progress(run: Run) -> RenderableType:
     return grid
 
 
-def _figures(run: Run, width: int, curve_lines: int) -> Table:
+def _figures(run: Run, width: int) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     losses = run.series("train", "loss")[1]
     if losses:
         grid.add_row("loss", Text(f"{losses[-1]:.4f}", style="bold"))
-    if losses and curve_lines:
-        lines = curve(losses, max(20, min(100, width - 32)), curve_lines)
-        labels = [f"{max(losses):.3f} highest", *[""] * (curve_lines - 2), f"{min(losses):.3f} lowest"]
+        lines = curve(losses, max(20, min(100, width - 32)), _CURVE_LINES)
+        labels = [f"{max(losses):.3f} highest", *[""] * (_CURVE_LINES - 2), f"{min(losses):.3f} lowest"]
         picture = Table.grid(padding=(0, 2))
         picture.add_row(Text("\n".join(lines), style="cyan"), Text("\n".join(labels), style="dim"))
         grid.add_row("", picture)

@@ -5,11 +5,13 @@ import time
 from html import escape
 
 from trifocal.report.assets import SCRIPT, STYLE
-from trifocal.report.charts import FULL, Chart
+from trifocal.report.attention_charts import attention_charts
+from trifocal.report.charts import Chart, training_charts
 from trifocal.report.embedding import json_in_page
-from trifocal.report.picture import picture_card
+from trifocal.report.evaluation_charts import evaluation_charts
+from trifocal.report.picture import picture_card, pictures_of
 from trifocal.report.picture_assets import PICTURE_SCRIPT, PICTURE_STYLE
-from trifocal.report.summary import Finding
+from trifocal.report.summary import Finding, summarise
 from trifocal.report.tables import (
     comparison,
     events_table,
@@ -21,7 +23,6 @@ from trifocal.report.tables import (
 )
 from trifocal.runlog.run import Run
 from trifocal.runlog.stalls.verdict import judge
-from trifocal.telemetry.attention_picture import AttentionPicture
 
 _STATES = {
     "failed": "bad",
@@ -35,37 +36,32 @@ _STATES = {
 _MARKS = {"good": "good", "watch": "worth a look", "bad": "needs action", "unknown": "cannot tell"}
 
 
-def build_page(
-    runs: list[Run],
-    findings: list[list[Finding]],
-    training: list[Chart],
-    evaluation: list[Chart],
-    attention: list[list[Chart]],
-    pictures: list[list[AttentionPicture]],
-    plotly: str,
-) -> str:
+def build_page(runs: list[Run], plotly: str) -> str:
     """Build the page.
 
     Args:
         runs: The runs.
-        findings: Findings of each run.
-        training: Charts of all runs together.
-        evaluation: Charts of the figures of `trifocal evaluate`; may be empty.
-        attention: Charts of each run's attention.
-        pictures: Attention pictures of each run; may be empty.
         plotly: The source of plotly.js.
 
     Returns:
         HTML that needs no network.
+
+    Raises:
+        UserError: If a picture is damaged.
     """
+    training, evaluation = training_charts(runs), evaluation_charts(runs)
+    attention = [attention_charts(run) for run in runs]
+    for index, group in enumerate(attention):
+        for chart in group:
+            chart.key = f"{chart.key}-{index}"
     compared = len(runs) > 1
     title = "Comparison of " + ", ".join(run.name for run in runs) if compared else runs[0].name
     charts = [*training, *evaluation, *(chart for group in attention for chart in group)]
     body = []
-    for index, (run, found) in enumerate(zip(runs, findings, strict=True)):
+    for index, run in enumerate(runs):
         if compared:
             body.append(f"<h2>{_key(index)}{escape(run.name)}</h2>")
-        body.append(_findings(found))
+        body.append(_findings(summarise(run)))
         if not compared:
             body.append(_tiles(run))
     if compared:
@@ -74,7 +70,8 @@ def build_page(
         body.append(_section("Training", _charts(training)))
     if evaluation:
         body.append(_section("Evaluation", _charts(evaluation)))
-    for run, group, shown in zip(runs, attention, pictures, strict=True):
+    for run, group in zip(runs, attention, strict=True):
+        shown = pictures_of(run)
         if group or shown:
             picture = picture_card(shown) if shown else ""
             content = picture + _charts(group) + layer_table(run)
@@ -166,18 +163,11 @@ def _tiles(run: Run) -> str:
 
 
 def _charts(charts: list[Chart]) -> str:
-    # A chart that would be alone in its row fills the row.
-    columns, used = [chart.columns for chart in charts], 0
-    for index, own in enumerate(columns):
-        following = columns[index + 1] if index + 1 < len(columns) else FULL
-        if used == 0 and own + following > FULL:
-            columns[index] = FULL
-        used = (used + columns[index]) % FULL
     cards = [
-        f'<div class="card chart columns{width}"><h3>{escape(chart.title)}</h3>'
+        f'<div class="card chart{" wide" if chart.wide else ""}"><h3>{escape(chart.title)}</h3>'
         f'<p class="soft">{escape(chart.caption)}</p>'
         f'<div id="chart-{chart.key}" style="height:{chart.height}px"></div></div>'
-        for chart, width in zip(charts, columns, strict=True)
+        for chart in charts
     ]
     return f'<div class="charts">{"".join(cards)}</div>'
 

@@ -82,7 +82,7 @@ max="{len(last.queries) - 1}" value="{len(last.queries) - 1}"></label><output cl
 
 def _select(name: str, labels: list[int], selected: int) -> str:
     options = "".join(
-        f'<option value="{index}"{" selected" if index == selected else ""}>{label}</option>'
+        f'<option value="{index}"{" selected" if index == selected else ""}>{escape(str(label))}</option>'
         for index, label in enumerate(labels)
     )
     return f'<label{" hidden" if len(labels) == 1 else ""}>{name} <select class="{name}">{options}</select></label>'

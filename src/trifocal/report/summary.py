@@ -44,8 +44,6 @@ OVERHEAD_SHARE = 0.2
 """The same for checkpoints, evaluation and samples."""
 TELEMETRY_SHARE = 0.02
 """The same for telemetry."""
-SLOWDOWN = 0.8
-"""The run slowed down if the median tokens/s of its last tenth is below this share of the whole run's."""
 _USE = {"good": "well used", "watch": "used fairly", "bad": "mostly idle"}
 
 
@@ -247,11 +245,6 @@ def _fast(run: Run) -> Finding:
             mark = "watch" if mark in ("good", "unknown") else mark
             text.append(f"{share:.0%} of the time goes to {phase}")
             changes.append(advice)
-    tail = rates[-max(1, len(rates) // 10) :]
-    if len(rates) >= 20 and statistics.median(tail) < SLOWDOWN * rate:
-        mark = "watch" if mark in ("good", "unknown") else mark
-        text.append(f"it slowed down to {statistics.median(tail):,.0f} towards the end")
-        changes.append("Look at the throughput chart: the run became slower towards its end.")
     return Finding(question, mark, _sentence("; ".join(text)), changes)
 
 

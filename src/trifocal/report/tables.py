@@ -97,9 +97,8 @@ def events_table(run: Run) -> str:
             f'<td><span class="mark {mark}">{escape(severity)}</span></td>'
             f'<td class="text"><b>{escape(str(event["name"]))}</b> {escape(str(event["message"]))}</td></tr>'
         )
-    more = f'<p class="soft">The last {_MOST_EVENTS} of {len(events):,}.</p>' if len(events) > _MOST_EVENTS else ""
     head = "<tr><th>step</th><th>time</th><th></th><th>event</th></tr>"
-    return f'<div class="card scroll"><table class="tight">{head}{"".join(rows)}</table>{more}</div>'
+    return f'<div class="card scroll"><table class="tight">{head}{"".join(rows)}</table></div>'
 
 
 def ranks_table(runs: list[Run]) -> str:

@@ -13,14 +13,13 @@ from trifocal.runlog.memory_statistics import memory_statistics
 from trifocal.runlog.metrics import MetricsWriter, read_metrics
 from trifocal.runlog.progress import Progress
 from trifocal.runlog.sinks import SINKS, check_sinks, make_sinks
-from trifocal.runlog.stalls.watchdog import StackDump, Watchdog
+from trifocal.runlog.stalls.watchdog import Watchdog
 
 __all__ = [
     "SINKS",
     "Heartbeat",
     "MetricsWriter",
     "Progress",
-    "StackDump",
     "Watchdog",
     "check_sinks",
     "earlier_variables",

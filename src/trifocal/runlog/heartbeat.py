@@ -7,12 +7,14 @@ fields. On a GPU the phases are host times: the host may wait in `optimizer` for
 import os
 import socket
 import statistics
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import CodeType
 from typing import Protocol, Self
 
 import torch
@@ -20,7 +22,6 @@ import torch
 from trifocal.runlog.jsonl import Fields, JsonLinesWriter, Row, has_fields, logger
 from trifocal.runlog.memory_statistics import MemoryStatistics, memory_statistics
 from trifocal.runlog.proc import process_start
-from trifocal.runlog.stalls.stacks import running_threads, where
 
 PHASES = (
     *("start", "data", "wait", "forward", "backward", "optimizer"),
@@ -30,15 +31,15 @@ PHASES = (
 _UNLIMITED = ("start", "compile", "wait")
 STALL_FACTOR = 10.0
 _TYPICAL_TIMES = 200
-_RECENT_TIMES = 5
+_COMPILER_FILES = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py", "/triton/compiler/")
 _NUMBER, _OR_NULL = (int, float), (int, float, type(None))
 _FIELDS: Fields = {
     **dict.fromkeys(("host", "status", "phase", "where"), str),
     **dict.fromkeys(("pid", "step"), int),
-    **dict.fromkeys(("unix_time_seconds", "interval_seconds", "phase_seconds", "compile_seconds"), _NUMBER),
+    **dict.fromkeys(("unix_time_seconds", "interval_seconds", "phase_seconds"), _NUMBER),
     **dict.fromkeys(("process_start", "expected_phase_seconds", "stall_limit_seconds", "loss"), _OR_NULL),
     **dict.fromkeys(("memory_allocated_bytes", "memory_reserved_bytes", "tokens_per_second"), _OR_NULL),
-    **dict.fromkeys(("typical_seconds", "recent_seconds", "total_seconds"), dict),
+    "total_seconds": dict,
     "compiling": bool,
 }
 
@@ -97,9 +98,6 @@ class Heartbeat:
         self._times: dict[str, deque[float]] = {}
         self._totals: dict[str, float] = {}
         self._progress: Row = {"step": 0, "loss": None, "tokens_per_second": None}
-        self._compiled = (("", 0.0), 0.0)
-        """The last entry into a phase in which a compiler was seen, and until when."""
-        self._was_compiling = False
         self._memory: MemoryStatistics | None = None
         self._memory_is_old = True
         self._stop = threading.Event()
@@ -188,7 +186,11 @@ class Heartbeat:
         totals[phase] = totals.get(phase, 0.0) + now - since
         own_times = times.get(phase)
         place, compiling = where(self._main_thread, others=self._older_threads)
-        compile_seconds = self._note_compiler(entry, now, compiling)
+        with self._lock:
+            if compiling and self._phases[-1] == entry:
+                # The time of a compiler is not the phase's: its clock starts anew.
+                self._add_total(now)
+                self._phases[-1] = phase, now
         if self._device.type == "cpu":
             self._memory = memory_statistics(self._device)
         memory = self._memory
@@ -205,29 +207,13 @@ class Heartbeat:
             "phase_seconds": _rounded(now - since),
             "expected_phase_seconds": _rounded(statistics.median(own_times)) if own_times else None,
             "stall_limit_seconds": None if compiling else self._stall_limit(phase, own_times),
-            "typical_seconds": {name: _rounded(statistics.median(values)) for name, values in times.items()},
-            "recent_seconds": {
-                name: _rounded(statistics.median(values[-_RECENT_TIMES:])) for name, values in times.items()
-            },
             "total_seconds": {name: _rounded(value) for name, value in totals.items()},
             "compiling": compiling,
-            "compile_seconds": _rounded(compile_seconds),
             "where": place,
             "memory_allocated_bytes": memory.allocated_bytes if memory else None,
             "memory_reserved_bytes": memory.reserved_bytes if memory else None,
             **progress,
         }
-
-    def _note_compiler(self, entry: tuple[str, float], now: float, compiling: bool) -> float:
-        """Seconds of this entry into a phase until a compiler was last on the stack.
-
-        If the last row saw a compiler and this one does not, it counts until now: nothing was sampled in between.
-        """
-        with self._lock:
-            if compiling or (self._was_compiling and self._compiled[0] == entry):
-                self._compiled = entry, now
-            self._was_compiling = compiling
-            return self._compiled[1] - entry[1] if self._compiled[0] == entry else 0.0
 
     def _stall_limit(self, phase: str, own_times: list[float] | None) -> float | None:
         if phase in _UNLIMITED or not own_times:
@@ -277,3 +263,53 @@ def _rounded(seconds: float) -> float:
 def is_heartbeat_row(row: Row) -> bool:
     """Whether a row has every field, each of its type."""
     return has_fields(row, _FIELDS)
+
+
+def running_threads() -> frozenset[int]:
+    """Every thread that runs Python code now, including those unknown to `threading`."""
+    return frozenset(sys._current_frames())
+
+
+def where(main_thread: int, depth: int = 3, *, others: frozenset[int] = frozenset()) -> tuple[str, bool]:
+    """The innermost frames of the training thread, and whether it is compiling.
+
+    Frames of the autograd engine's own threads (hooks, on CUDA) come first: meanwhile the training thread only waits.
+    The engine's threads are unknown to `threading` and younger than the training; such threads of other libraries are
+    older.
+
+    Args:
+        main_thread: `threading.get_ident()` of the training thread.
+        depth: Number of frames.
+        others: `running_threads()` from before the training; none of them is the engine's.
+
+    Returns:
+        `function (file.py:line) < caller (file.py:line) < …`, empty if the thread is gone or is the calling one; and
+        whether a compiler of PyTorch or Triton is on its stack.
+    """
+    known = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
+    known |= others | {main_thread}
+    named: list[str] = []
+    compiling = False
+    for code, line in _stacks(main_thread, known):
+        compiling = compiling or any(part in code.co_filename for part in _COMPILER_FILES)
+        if len(named) < depth:
+            named.append(f"{code.co_name} ({Path(code.co_filename).name}:{line})")
+    return " < ".join(named), compiling
+
+
+def _stacks(main_thread: int, known: set[int | None]) -> list[tuple[CodeType, int]]:
+    """Code and line of every frame of the unknown threads, then of the training thread.
+
+    A frame keeps its local variables alive, tensors too, so no frame leaves this function. The frame of this function
+    is dropped as well: it would form a reference cycle with all the others.
+    """
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]
+    main = frames.get(main_thread)
+    innermost = [*(frame for ident, frame in frames.items() if ident not in known), main]
+    found = []
+    for frame in innermost:
+        while frame is not None:
+            found.append((frame.f_code, frame.f_lineno))
+            frame = frame.f_back
+    return found

@@ -14,7 +14,7 @@ def partial_name(name: str) -> str:
 
 
 def is_partial(name: str, of: Collection[str]) -> bool:
-    """Whether a name is that of one of these files while it is being written."""
+    """Whether one of these files has this name while it is being written."""
     match = re.fullmatch(r"\.(.+?)(?:\.[0-9a-f]{8})?\.partial", name)
     return match is not None and match[1] in of
 

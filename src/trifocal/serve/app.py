@@ -69,7 +69,10 @@ def make_app(service: Service, worker: Worker, pictures: Pictures, *, api_key: s
         async def respond(request: Request) -> Response:
             body = await _read_object(request)
             # Tokenizers and templates take their time with long texts.
-            call = await run_in_threadpool(service.read, body, chat=chat)
+            try:
+                call = await run_in_threadpool(service.read, body, chat=chat)
+            except RecursionError as error:
+                raise ApiError(400, "the body is nested too deeply") from error
             return _AnswerResponse(worker, pictures, call, Answer(service, call))
 
         return guarded(respond)

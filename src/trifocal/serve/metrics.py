@@ -31,14 +31,17 @@ class Metrics:
     """What the server has done.
 
     Attributes:
-        prompt_tokens, new_tokens: Tokens of prompts that were read, and tokens that were drawn.
+        prompt_tokens: Tokens of prompts.
+        reused_tokens: Those of them that were found in the caches.
+        new_tokens: Tokens that were drawn.
+        guessed_tokens, right_tokens: Tokens that were guessed, and those of them that were right.
         ended: Requests by how they ended: a finish reason, "cancelled", "refused" or "error".
         first_token: Time from a request to its first token.
         between_tokens: Time from a token to the next of its sequence.
     """
 
     def __init__(self) -> None:
-        self.prompt_tokens = self.new_tokens = 0
+        self.prompt_tokens = self.reused_tokens = self.new_tokens = self.guessed_tokens = self.right_tokens = 0
         self.ended: Counter[str] = Counter()
         self.first_token, self.between_tokens = Histogram(), Histogram()
 
@@ -47,7 +50,8 @@ class Metrics:
         lines: list[str] = []
         for name, value in gauges.items():
             lines += [f"# TYPE trifocal_{name} gauge", f"trifocal_{name} {value}"]
-        for name, value in (("prompt_tokens", self.prompt_tokens), ("new_tokens", self.new_tokens)):
+        for name in ("prompt_tokens", "reused_tokens", "new_tokens", "guessed_tokens", "right_tokens"):
+            value = getattr(self, name)
             lines += [f"# TYPE trifocal_{name}_total counter", f"trifocal_{name}_total {value}"]
         lines.append("# TYPE trifocal_requests_total counter")
         lines += [f'trifocal_requests_total{{end="{end}"}} {count}' for end, count in sorted(self.ended.items())]

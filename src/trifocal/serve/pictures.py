@@ -16,6 +16,9 @@ from trifocal.telemetry.maps import evenly_spaced
 
 _KEPT = 16
 _MOST_QUERIES = 128
+# The forward pass has all logits; on a CPU, the reference has all scores too.
+_MOST_LOGITS = 2**29
+_MOST_CPU_TOKENS = 2048
 
 
 class Pictures:
@@ -39,7 +42,7 @@ class Pictures:
             self._answers.popitem(last=False)
 
     def picture(self, name: str) -> dict[str, Any]:
-        """The picture of an answer's first choice; without layers where none chooses blocks.
+        """The picture of an answer's first choice; without layers where none chooses blocks, or the text is too long.
 
         Raises:
             ApiError: If the answer is too old.
@@ -47,12 +50,14 @@ class Pictures:
         answer = self._answers.get(name)
         if answer is None:
             raise ApiError(404, "there is no picture of this answer")
-        if not self._telemetry.layers or not answer.tokens.get(0):
+        prompt, device = answer.first_prompt, self._telemetry.model.embedding.weight.device
+        tokens = [*prompt, *answer.tokens.get(0, [])]
+        too_long = len(tokens) * self._telemetry.model.config.vocab_size > _MOST_LOGITS
+        too_long |= device.type == "cpu" and len(tokens) > _MOST_CPU_TOKENS
+        if not self._telemetry.layers or len(tokens) == len(prompt) or too_long:
             return {"layers": []}
-        prompt = answer.first_prompt
-        tokens = [*prompt, *answer.tokens[0]]
         # The last token was drawn, and read nothing.
-        row = torch.tensor([tokens[:-1]], device=self._telemetry.model.embedding.weight.device)
+        row = torch.tensor([tokens[:-1]], device=device)
         reading = evenly_spaced(len(tokens) - len(prompt), _MOST_QUERIES, row.device) + len(prompt) - 1
         geometry = self._telemetry.model.config.geometry
         with self._one_at_a_time, torch.autocast(row.device.type, self._dtype, enabled=self._dtype == torch.bfloat16):

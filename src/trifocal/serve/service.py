@@ -1,7 +1,6 @@
 """The model that is served, and what requests may ask of it."""
 
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +84,7 @@ class Service:
         vocab_size: Tokens of the model.
         max_length: Tokens of the longest sequence, prompt and answer together.
         max_sequences: Sequences at a time.
+        max_answers: Sequences of one call.
         chats: Whether the tokenizer can write chats.
     """
 
@@ -93,6 +93,7 @@ class Service:
     vocab_size: int
     max_length: int
     max_sequences: int
+    max_answers: int
     chats: bool
 
     def read(self, body: dict[str, Any], *, chat: bool) -> Call:
@@ -109,13 +110,15 @@ class Service:
             if name in known:
                 values[name] = _checked(known[name], value, name)
             elif name not in _OTHERS:
-                raise ApiError(400, f"the parameter {name[:80]} is not supported; leave it out", param=name[:80])
+                name = one_line(name, 80)
+                raise ApiError(400, f"the parameter {name} is not supported; leave it out", param=name)
         if values.get("model", self.name) != self.name:
-            raise ApiError(
-                404, f"there is no model {values['model']!r}; {self.name!r} is served", param="model",
-                code="model_not_found",
-            )  # fmt: skip
-        prompts = [self._chat_prompt(body.get("messages"))] if chat else self._prompts(body.get("prompt"))
+            message = f"there is no model {one_line(values['model'], 80)}; {self.name} is served"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        samples = values.get("n", 1)
+        if not 1 <= samples <= self.max_sequences:
+            raise ApiError(400, f"n must be from 1 to {self.max_sequences}, got {samples}", param="n")
+        prompts = [self._chat_prompt(body.get("messages"))] if chat else self._prompts(body.get("prompt"), samples)
         logprobs, likeliest = _logprobs(values, chat)
         echo = values.get("echo", False)
         count = values.get("max_completion_tokens", values.get("max_tokens", None if chat else _DEFAULT_TOKENS))
@@ -124,7 +127,13 @@ class Service:
             raise ApiError(400, f"max_tokens must be at least 1, got {count}", param="max_tokens")
         requests = [
             self._request(
-                prompt, count, values, _stops(body.get("stop")), likeliest=likeliest, score_prompt=echo and logprobs
+                prompt,
+                count,
+                values,
+                samples=samples,
+                stop=_stops(body.get("stop")),
+                likeliest=likeliest,
+                score_prompt=echo and logprobs,
             )
             for prompt in prompts
         ]
@@ -139,9 +148,7 @@ class Service:
             drops_token=drops_token,
         )
 
-    def _request(
-        self, prompt: list[int], count: int | None, values: dict[str, Any], stop: Sequence[str], **options: Any
-    ) -> Request:
+    def _request(self, prompt: list[int], count: int | None, values: dict[str, Any], **options: Any) -> Request:
         room = self.max_length - len(prompt)
         if room < max(1, count or 1):
             new = "" if count is None else f" and {max(1, count):,} new ones"
@@ -149,29 +156,29 @@ class Service:
                 400, f"{len(prompt):,} tokens of prompt{new} were asked for; together {self.max_length:,} fit",
                 code="context_length_exceeded",
             )  # fmt: skip
-        samples = values.get("n", 1)
-        if not 1 <= samples <= self.max_sequences:
-            raise ApiError(400, f"n must be from 1 to {self.max_sequences}, got {samples}", param="n")
         seed = values.get("seed", secrets.randbelow(_MOST_SEED))
         try:
             return Request(
                 prompt=prompt,
                 max_new_tokens=room if count is None else max(1, count),
                 sampling=Sampling(seed=seed, **{name: values[name] for name in _SAMPLING if name in values}),
-                samples=samples,
                 stop_tokens=() if values.get("ignore_eos") else (self.tokenizer.separator,),
-                stop=stop,
                 **options,
             )
         except ValueError as error:
             raise ApiError(400, str(error)) from error
 
-    def _prompts(self, prompt: Any) -> list[list[int]]:
+    def _prompts(self, prompt: Any, samples: int) -> list[list[int]]:
         """The prompts of a completion, in tokens."""
         if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) is int):
             prompt = [prompt]
         if not isinstance(prompt, list) or not prompt:
             raise ApiError(400, "prompt must be a text, a list of tokens, or a list of them", param="prompt")
+        if len(prompt) * samples > self.max_answers:
+            raise ApiError(
+                400, f"{len(prompt) * samples:,} answers were asked for; at most {self.max_answers:,} may be",
+                param="prompt",
+            )  # fmt: skip
         prompts = []
         for part in prompt:
             if isinstance(part, str):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trifocal.errors import UserError, one_line
-from trifocal.ops import Documents, Geometry
+from trifocal.ops import Geometry
 from trifocal.paths import read_small_file
 from trifocal.runlog.whole_files import write_whole
 from trifocal.telemetry.maps import LayerAttention, choosing_shares, full_attention_shares
@@ -83,35 +83,9 @@ def read_picture(path: Path) -> AttentionPicture:
             raise ValueError(f"expected version {VERSION}, got {header['version']}")
         geometry = Geometry(**header["geometry"])
         picture = AttentionPicture(header["step"], geometry, header["texts"], header["layers"], **arrays)
-        _check_shapes(picture)
     except Exception as error:  # A damaged archive raises many kinds of errors.
         raise UserError(f"cannot read the attention picture {path} ({one_line(error)}); remove it") from error
     return picture
-
-
-def _check_shapes(picture: AttentionPicture) -> None:
-    """Refuse a header or arrays that do not belong together."""
-    num_tokens, num_queries, num_layers = len(picture.texts), len(picture.queries), len(picture.layers)
-    num_groups, num_blocks = picture.importance.shape[2:]
-    each = (num_layers, num_queries, num_groups)
-    expected = {
-        "positions": (np.int32, (num_tokens,)),
-        "documents": (np.int32, (num_tokens,)),
-        "queries": (np.int32, (num_queries,)),
-        "selected": (np.int16, (*each, picture.selected.shape[-1])),
-        "importance": (np.uint8, (*each, num_blocks)),
-        "dense": (np.uint8, (*each, num_blocks)),
-        "gates": (np.uint8, (*each, 3)),
-    }
-    for name, (dtype, shape) in expected.items():
-        array = getattr(picture, name)
-        if array.dtype != dtype or array.shape != shape or not array.size:
-            raise ValueError(f"{name}: expected {np.dtype(dtype)} of shape {shape}, got {array.dtype} of {array.shape}")
-    numbers = [picture.step, *picture.layers]
-    if not all(isinstance(text, str) for text in picture.texts) or not all(type(value) is int for value in numbers):
-        raise ValueError("texts must be strings, step and layers integers")
-    if picture.queries.min() < 0 or picture.queries.max() >= num_tokens:
-        raise ValueError(f"queries must lie in 0 to {num_tokens - 1}")
 
 
 def picture_queries(num_tokens: int, cells_per_query: int) -> int:
@@ -140,36 +114,6 @@ def describe_layers(layer: LayerAttention, queries: Tensor) -> dict[str, Tensor]
         "dense": _root_code(full_attention_shares(layer, queries)),
         "gates": (255 * gates).round().clamp(0, 255).to(torch.uint8),
     }
-
-
-def assemble_picture(
-    step: int,
-    geometry: Geometry,
-    texts: list[str],
-    documents: Documents | None,
-    queries: Tensor,
-    numbers: list[int],
-    layers: dict[str, Tensor],
-) -> AttentionPicture:
-    """Put the layers' parts together, on the host.
-
-    Args:
-        step: Optimizer steps done.
-        geometry: Block sizes, in tokens.
-        texts: The text of each token.
-        documents: Packed documents, if there are several.
-        queries: Indices of the queries, [Q].
-        numbers: Numbers of the layers in the model.
-        layers: From `describe_layers`, with a leading dimension of layers.
-    """
-    num_tokens = len(texts)
-    maps = {name: map_of_layers.cpu().numpy() for name, map_of_layers in layers.items()}
-    if documents is None:
-        positions, ids = np.arange(num_tokens, dtype=np.int32), np.zeros(num_tokens, dtype=np.int32)
-    else:
-        positions, ids = documents.positions.cpu().numpy(), documents.ids.cpu().numpy()
-    on_host = queries.to(torch.int32).cpu().numpy()
-    return AttentionPicture(step, geometry, texts, numbers, positions, ids, on_host, **maps)
 
 
 def _root_code(share: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Measured on the first sequence of a batch by a separate forward pass without gradient: the training step itself,
 compiled or not, is unchanged. The cost is the forward pass of one sequence, and full attention of some of its queries,
-every `log.telemetry_interval_steps` steps. The host waits for the device once, at the end.
+every `log.telemetry_interval_steps` steps. The host waits for the device at the end.
 
 Layers that choose no blocks have no rows, and layers without gates null for the figures of gates. The figures that
 compare with full attention are null if every query reads all its candidates. An alarm is an event when a state begins,
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,7 +25,7 @@ from trifocal.nn.chooser import ChoosingAttention
 from trifocal.ops import Documents
 from trifocal.runlog.jsonl import Row
 from trifocal.runlog.metrics import MetricsWriter
-from trifocal.telemetry.attention_picture import AttentionPicture, assemble_picture, describe_layers, picture_queries
+from trifocal.telemetry.attention_picture import AttentionPicture, describe_layers, picture_queries
 from trifocal.telemetry.maps import MOST_SCORES, LayerAttention, evenly_spaced
 from trifocal.telemetry.statistics import BRANCHES, attention_statistics
 
@@ -77,19 +78,11 @@ class AttentionTelemetry:
         """
         if not self.layers:
             return []
-        figures = self.figures(tokens, cu_seqlens=cu_seqlens)
-        # One transfer for all figures of all layers.
-        columns = torch.cat([value.float().flatten(1) for value in map(_as_columns, figures.values())], dim=1).tolist()
-        rows: list[Row] = []
-        for layer, numbers in zip(self.layers, columns, strict=True):
-            row: Row = {"layer": layer}
-            remaining = iter(numbers)
-            for name, value in figures.items():
-                width = _as_columns(value).shape[1]
-                rounded = [_rounded(next(remaining)) for _ in range(width)]
-                row[name] = rounded if value.ndim > 1 else rounded[0]
-            rows.append(row)
-        return rows
+        figures = {name: value.tolist() for name, value in self.figures(tokens, cu_seqlens=cu_seqlens).items()}
+        return [
+            {"layer": layer} | {name: _rounded(values[index]) for name, values in figures.items()}
+            for index, layer in enumerate(self.layers)
+        ]
 
     def figures(self, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> dict[str, Tensor]:
         """The figures of `measure`, [layers, ...], on the device, without waiting for it."""
@@ -121,7 +114,13 @@ class AttentionTelemetry:
         queries = evenly_spaced(num_tokens, picture_queries(num_tokens, cells), tokens.device)
         documents = _documents_of_first(cu_seqlens, tokens)
         layers = self._observe(tokens[:1], documents, lambda layer: describe_layers(layer, queries))
-        return assemble_picture(step, geometry, texts, documents, queries, list(self.layers), layers)
+        maps = {name: map_of_layers.cpu().numpy() for name, map_of_layers in layers.items()}
+        if documents is None:
+            positions, ids = np.arange(num_tokens, dtype=np.int32), np.zeros(num_tokens, dtype=np.int32)
+        else:
+            positions, ids = documents.positions.cpu().numpy(), documents.ids.cpu().numpy()
+        on_host = queries.to(torch.int32).cpu().numpy()
+        return AttentionPicture(step, geometry, texts, list(self.layers), positions, ids, on_host, **maps)
 
     def choices(self, tokens: Tensor, queries: Tensor) -> Tensor:
         """Run a sequence [1, T] through the model; the blocks that some queries choose, [layers, Q, G, N], -1 pads."""
@@ -248,12 +247,9 @@ def _documents_of_first(cu_seqlens: Tensor | None, tokens: Tensor) -> Documents 
     return Documents.from_cu_seqlens(torch.tensor([*inside, length], dtype=torch.int32), length).to(tokens.device)
 
 
-def _as_columns(value: Tensor) -> Tensor:
-    """[layers] or [layers, n] as [layers, n]."""
-    return value[:, None] if value.ndim == 1 else value
-
-
-def _rounded(value: float) -> float | None:
+def _rounded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_rounded(part) for part in value]
     return None if math.isnan(value) else round(value, 5)
 
 

@@ -50,7 +50,7 @@ def attention_inputs(
         geometry: Block sizes, in tokens.
         num_queries: T.
         device: Where the inputs lie.
-        dtype: Of the inputs.
+        dtype: Dtype of the inputs.
         batch: B.
         num_heads: H.
         num_kv_heads: G.
@@ -59,8 +59,8 @@ def attention_inputs(
         num_keys: S; 0: as many as queries.
         num_window_keys: Keys of the window branch; 0: S.
         num_compressed: C; by the geometry unless given.
-        document_lengths: Of packed documents; one document a row unless given.
-        seed: Of the generator.
+        document_lengths: Lengths of packed documents; one document a row unless given.
+        seed: Seed of the generator.
         on_device: Draw on the device in `dtype`, which is fast and needs no second copy, but gives other numbers on
             each device. By default the numbers are drawn in float64 on the CPU and rounded: the same everywhere.
 

@@ -2,11 +2,10 @@
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trifocal.distributed.rendezvous import places_here
@@ -29,7 +28,14 @@ class ProcessesFailed(RuntimeError):
         self.statuses = tuple(statuses)
 
 
-def run_processes(arguments: Sequence[str], size: int, folder: Path, *, limit_seconds: float) -> None:
+def run_processes(
+    arguments: Sequence[str],
+    size: int,
+    folder: Path,
+    *,
+    limit_seconds: float,
+    until: Callable[[], bool] = lambda: False,
+) -> None:
     """Run Python with these arguments in several processes that find each other; none outlives the call.
 
     Args:
@@ -37,6 +43,7 @@ def run_processes(arguments: Sequence[str], size: int, folder: Path, *, limit_se
         size: Number of processes.
         folder: For their error output.
         limit_seconds: They are killed after this long.
+        until: They are killed, and nothing has failed, when this is so.
 
     Raises:
         ProcessesFailed: If a process fails, or they do not end in time.
@@ -50,48 +57,27 @@ def run_processes(arguments: Sequence[str], size: int, folder: Path, *, limit_se
             with (folder / f"error{rank}").open("wb") as error:
                 environment = os.environ | place | path
                 command = [sys.executable, *arguments]
-                with _signals_held():
-                    started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=error, env=environment))
+                started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=error, env=environment))
         # A process that fails leaves the others waiting: all are polled.
-        _wait_for(started, folder, limit_seconds)
+        _wait_for(started, folder, limit_seconds, until)
     finally:
         for process in started:
             process.kill()
             process.wait()
 
 
-@contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    """Deliver signals after the block: one whose handler raises inside of Popen would lose a process that runs."""
-    received: list[int] = []
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if callable(signal.getsignal(number)):
-                before[number] = signal.signal(number, lambda number, _frame: received.append(number))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for caught in received:
-            signal.raise_signal(caught)
-
-
-def _wait_for(started: list[subprocess.Popen[bytes]], folder: Path, remaining: float) -> None:
-    limit = remaining
-    while True:
+def _wait_for(started: list[subprocess.Popen[bytes]], folder: Path, limit: float, until: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + limit
+    while not until():
         if any(process.poll() for process in started):
             raise _failure(started, folder)
         waiting = [process for process in started if process.poll() is None]
         if not waiting:
             return
-        if remaining <= 0:
+        if time.monotonic() > deadline:
             raise ProcessesFailed(f"{len(started)} processes did not end in {limit:.0f} s")
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             waiting[0].wait(0.2)
-        except subprocess.TimeoutExpired:
-            remaining -= 0.2
 
 
 def _failure(started: list[subprocess.Popen[bytes]], folder: Path) -> ProcessesFailed:

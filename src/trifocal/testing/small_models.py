@@ -17,7 +17,7 @@ MINIMAL = Geometry(
     num_local_blocks=2,
     window_size=64,
 )
-"""Of the model that was reported to hang at five layers."""
+"""Geometry of the model that was reported to hang at five layers."""
 
 SMALL = Geometry(
     compression_block_size=4,
@@ -81,7 +81,7 @@ def draw_keys_apart(model: nn.Module, seed: int = 1) -> None:
 
     Args:
         model: Changed in place.
-        seed: Of the draw.
+        seed: Seed of the draw.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():

@@ -72,7 +72,7 @@ class StepCoordinator:
         read ahead when all stop are read again when the run goes on.
 
         Args:
-            loader: Of this process.
+            loader: Loader of this process.
             count: Micro-batches of a step.
             signals: Holds the signal that asks this process to stop.
             heartbeat: Gets the phases.
@@ -134,7 +134,7 @@ class StepCoordinator:
         """Watch the other processes, and name the one at fault when an exchange with them fails.
 
         Args:
-            heartbeat: Of this process.
+            heartbeat: Heartbeat of this process.
             directory: The run.
             silence_seconds: A process that is silent for this long is lost.
             event: Called with name, sentence and severity when a process is lost, in any thread.

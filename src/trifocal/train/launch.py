@@ -35,8 +35,8 @@ def check_same_start(processes: DistributedContext, config: RunConfig, **further
     """Refuse a start in which the processes differ in configuration, code or versions.
 
     Args:
-        processes: Of the run.
-        config: Of this process.
+        processes: The processes of the run.
+        config: Configuration of this process.
         further: Other values that must be the same everywhere.
 
     Raises:
@@ -88,7 +88,7 @@ def resume_notes(saved: RunConfig, now: RunConfig, step: int) -> list[str]:
     Args:
         saved: The configuration that the run had.
         now: The one that it has now.
-        step: Of the checkpoint.
+        step: Step of the checkpoint.
     """
     changed = []
     for name in dotted_fields(RunConfig):
@@ -159,11 +159,11 @@ def resume(directory: str | Path, *, checkpoint: str = "", config: RunConfig | N
         config: Replaces the run's configuration (to train longer, for example); it must describe the same model.
 
     Returns:
-        As `train`.
+        How it ended, see `train`.
 
     Raises:
         UserError: If there is no such run or checkpoint, a file of it is damaged, or it is of another model.
-        NonFiniteError: As `train`.
+        NonFiniteError: If a loss or gradient is not finite; that update was not applied.
     """
     directory = user_path(directory, "--resume")
     saved = load_run(directory)
@@ -191,7 +191,7 @@ def _resume(
 ) -> TrainResult:
     def prepare() -> tuple[str, Path]:
         note = open_run_directory(directory, lock)
-        return note, find_checkpoint(directory, checkpoint, command=resume_command(directory))
+        return note, find_checkpoint(directory / "checkpoints", checkpoint, command=resume_command(directory))
 
     note, found = processes.run_on_rank0(prepare)
     tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))

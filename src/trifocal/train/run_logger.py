@@ -39,7 +39,7 @@ class RunLogger:
         setup: The run; its state gives the step of every row.
         streams: Standard output and standard error.
         metrics: Takes the rows.
-        heartbeat: Of this process.
+        heartbeat: Heartbeat of this process.
         progress: The lines, or the bar, on the terminal.
     """
 

@@ -83,7 +83,7 @@ class Saver:
 
         Raises:
             UserError: If either cannot be written, or the run's folder is gone.
-            NonFiniteError: As `save`.
+            NonFiniteError: If the last step, or a weight, is not finite.
         """
         self.report_written(wait=True)
         if self._saved_step != self._state.step:

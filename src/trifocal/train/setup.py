@@ -11,7 +11,7 @@ import torch
 from trifocal.data import Batch, Loader, Tokenizer, is_local, make_loader
 from trifocal.data.sources.base import parse_source
 from trifocal.distributed import DistributedContext, Parallel, choose_mode, parallelize
-from trifocal.errors import UserError, one_line
+from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.train.checkpoint.pretrained import load_pretrained_weights
 from trifocal.train.checkpoint.random_state import restore_random_state, seed_everything
@@ -20,7 +20,7 @@ from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.step.cuda_graphs import make_graphs
 from trifocal.train.step.micro_batch import LossFunction
-from trifocal.train.step.optimizer import make_optimizer
+from trifocal.train.step.optimizer import index_parameters, make_optimizer
 from trifocal.train.validation_loss import read_validation_batches
 
 
@@ -52,7 +52,7 @@ def parallelize_model(model: DecoderLM, config: RunConfig, processes: Distribute
     Args:
         model: On its device, the same in all processes.
         config: The run.
-        processes: Of the run.
+        processes: The processes of the run.
 
     Returns:
         The model as it is trained, and a sentence for the log, which may be empty.
@@ -84,13 +84,13 @@ class TrainSetup:
 
     Args:
         config: The run.
-        directory: Of the run; it need not exist yet.
+        directory: Folder of the run; it need not exist yet.
         processes: This process among those of the run.
-        tokenizer: Of the data.
+        tokenizer: Tokenizer of the data.
         begins: Whether the run begins, with the weights of `model.from` if it names some.
 
     Attributes:
-        config: As given, with the commit of the data that the loader found, which the saved configuration names.
+        config: The configuration, with the commit of the data that the loader found, which the saved one names.
         parallel: The model as it is trained.
         notes: Sentences for the log.
         on_data_stall: Called while no batch comes, with the seconds so far and the activity of the data thread.
@@ -120,6 +120,10 @@ class TrainSetup:
         self.model.init_weights(config.run.seed)
         if begins and config.model.from_:
             processes.run_on_all(lambda: load_pretrained_weights(self.model, config.model.from_))
+        if config.train.only == "chooser":
+            self.model.requires_grad_(False)
+            for parameter in index_parameters(self.model):
+                parameter.requires_grad_()
         self.model.set_activation_checkpointing(*config.train.checkpointed_layers(config.model.num_layers))
         self.parallel, mode_note = parallelize_model(self.model, config, processes)
         self.optimizer = make_optimizer(self.model, config.optimizer)
@@ -173,18 +177,8 @@ class TrainSetup:
         step, last = saved["step"], self.config.train.steps
         if step > last:
             raise UserError(f"{checkpoint} is of step {step}, past train.steps {last}")
-        try:
-            self.loader.load_state_dict(saved["data"])
-            self.state = TrainState(step, step, saved["loss"], saved["data"])
-            restore_random_state(saved["random"])
-        except UserError:
-            raise
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            # JSON and manifest are intact, the content is not.
-            raise UserError(
-                f"the position in {checkpoint} cannot be read ({type(error).__name__}: {one_line(error)}): another "
-                "version of Trifocal has written it, or it was edited; go on from another checkpoint with --checkpoint"
-            ) from error
+        self.loader.load_state_dict(saved["data"])
+        self.state = TrainState(step, step, saved["loss"], saved["data"])
         self._random_state = saved["random"]
 
     def validation_batches(self) -> list[Batch]:
@@ -199,6 +193,6 @@ class TrainSetup:
         return self._validation_batches
 
     def restore_random_state(self) -> None:
-        """Restore the random generators again: code since `restore` may have drawn from them."""
+        """Restore the random generators of the checkpoint, right before the first step: the start draws from them."""
         if self._random_state is not None:
             restore_random_state(self._random_state)

@@ -70,7 +70,7 @@ def evaluate(
         tokenizer: Counts the bytes.
         data: A synthetic source has no text, and so no bits per byte.
         device: Where the model is.
-        precision: As in training.
+        precision: "bf16" or "fp32", the one of training.
         processes: This process among those of the run; all have the same batches.
         on_batch: Called with the number of batches done by all.
     """

@@ -168,7 +168,7 @@ def parse_source(source: str) -> SourceName:
     """Split a source string into its parts.
 
     Args:
-        source: Such as `builtin`, `text:book.txt`, `parquet:folder#text`, `hf:owner/name:config#messages`.
+        source: A string like `builtin`, `text:book.txt`, `parquet:folder#text`, `hf:owner/name:config#messages`.
 
     Returns:
         Kind, path (empty where none is given; the number of `recall` and `needle`; name and configuration of `hf`) and

@@ -137,7 +137,7 @@ class ParquetSource:
                 row += len(batch)
         except UserError:
             raise
-        except Exception as error:  # As above.
+        except Exception as error:  # The libraries raise many kinds of errors.
             raise UserError(f"{path}: row group {group} cannot be read: {one_line(error)}") from error
 
 

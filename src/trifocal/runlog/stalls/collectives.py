@@ -93,13 +93,10 @@ def last_of_each_group(collectives: Iterable[Collective]) -> list[Collective]:
 
 def describe(collectives: Sequence[Collective]) -> str:
     """A page of text: the collectives that have not ended, and the last ones of all."""
-    if not collectives:
-        return "No collective is on record.\n"
     lines = ["Collectives that this process has called and that have not ended:", ""]
     lines += [f"  {_line(found)}" for found in collectives if not found.ended] or ["  none"]
-    lines += ["", f"The last {min(_SHOWN, len(collectives))} of {len(collectives)} on record, oldest first:", ""]
-    lines += [f"  {_line(found)}" for found in collectives[-_SHOWN:]]
-    return "\n".join([*lines, ""])
+    lines += ["", f"The last {_SHOWN} of {len(collectives)} on record, oldest first:", ""]
+    return "\n".join([*lines, *(f"  {_line(found)}" for found in collectives[-_SHOWN:]), ""])
 
 
 def describe_waiting_ranks(last: dict[int, list[Collective]]) -> list[str]:

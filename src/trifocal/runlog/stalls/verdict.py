@@ -2,7 +2,7 @@
 
 docs/diagnostics.md defines the states. The age of a phase is that in the last row: a short step may have
 ended many times since. It grows with the time since then only if rows are late, by two intervals: a process that writes
-no rows takes no steps either. Compile time does not count as age.
+no rows takes no steps either.
 """
 
 import socket
@@ -21,12 +21,8 @@ SILENT_INTERVALS = 3.0
 SILENT_SECONDS = 10.0
 SLOW_FACTOR = 3.0
 SLOW_SECONDS = 1.0
-RECENT_SLOW_FACTOR = 2.0
-RECENT_SLOW_SHARE_OF_STEP = 0.1
-_STEP_PHASES = ("data", "forward", "backward", "optimizer")
 # Letters of /proc/PID/stat: gone, or ended and not yet waited for by its parent; stopped, or held by a debugger.
 _OVER, _STOPPED = ("X", "x", "Z"), ("T", "t")
-_WHY_SILENT = {"D": "it waits for a disk or a device in the kernel"}
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,8 @@ def _state(row: Row) -> str:
 def _silent(row: Row, silence: float, state: str) -> Verdict:
     if row["host"] != socket.gethostname():
         return Verdict("dead", f"no heartbeat from {row['host']} for {duration(silence)}; {_last_seen(row)}")
-    reason = _WHY_SILENT.get(state, "in C code that keeps the interpreter's lock")
+    kernel = "it waits for a disk or a device in the kernel"
+    reason = kernel if state == "D" else "in C code that keeps the interpreter's lock"
     what = f"process {row['pid']} exists but is silent for {duration(silence)}: {reason}"
     return Verdict("stalled", f"{what}; {_last_seen(row)}")
 
@@ -92,10 +89,9 @@ def _place(row: Row) -> str:
 
 def _present(row: Row, silence: float) -> Verdict:
     phase, expected, limit = row["phase"], row["expected_phase_seconds"], row["stall_limit_seconds"]
-    whole = row["phase_seconds"] + silence
+    age = row["phase_seconds"] + silence
     if row["compiling"]:
-        return Verdict("running", f"compiling in {phase} for {duration(whole)}")
-    age = whole - row["compile_seconds"]
+        return Verdict("running", f"compiling in {phase}{_place(row)}")
     if limit is not None and age > limit:
         since = time.strftime("%H:%M:%S", time.localtime(row["unix_time_seconds"] - row["phase_seconds"]))
         reason = f"in {phase} for {duration(age)}, since {since}, usually {expected:.2g} s{_place(row)}"
@@ -104,28 +100,8 @@ def _present(row: Row, silence: float) -> Verdict:
         times = age / max(expected, 1e-3)
         reason = f"in {phase} for {duration(age)}, {times:.1f} times its median of {expected:.2g} s{_place(row)}"
         return Verdict("slow", reason)
-    slow = _slow_lately(row)
-    if slow is not None:
-        return slow
     if phase == "other":
         return Verdict("running", "between two phases")
     if expected is None:
         return Verdict("running", f"first {phase} for {duration(age)}, no expectation yet{_place(row)}")
     return Verdict("running", f"in {phase}, usually {expected:.2g} s")
-
-
-def _slow_lately(row: Row) -> Verdict | None:
-    typical, recent = row["typical_seconds"], row["recent_seconds"]
-    step_seconds = sum(typical.get(phase, 0.0) for phase in _STEP_PHASES)
-    known = [phase for phase in _STEP_PHASES if phase in typical and phase in recent]
-    excess = {phase: recent[phase] - typical[phase] for phase in known}
-    if not excess:
-        return None
-    phase = max(excess, key=lambda name: excess[name])
-    if recent[phase] < RECENT_SLOW_FACTOR * typical[phase] or excess[phase] <= RECENT_SLOW_SHARE_OF_STEP * step_seconds:
-        return None
-    times = recent[phase] / max(typical[phase], 1e-4)
-    reason = (
-        f"{phase} takes {times:.1f} times its median lately: {recent[phase]:.2g} s instead of {typical[phase]:.2g} s"
-    )
-    return Verdict("slow", reason)

@@ -112,7 +112,7 @@ class Watchdog:
         faulthandler.dump_traceback_later(frozen_seconds, file=self._stacks.file)
         self._answer_other_ranks(row)
         limit, size, entry = row["stall_limit_seconds"], self._stacks.size(), self._heartbeat.current_phase()
-        if limit is not None and row["phase_seconds"] - row["compile_seconds"] > limit and entry != self._stalled:
+        if limit is not None and row["phase_seconds"] > limit and entry != self._stalled:
             self._stalled = entry
             what = (
                 f"is stalled in {row['phase']} for {duration(row['phase_seconds'])} "

@@ -11,15 +11,12 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from trifocal.runlog.heartbeat import Phases
 from trifocal.runlog.traces.base import Moment, Trace
-from trifocal.runlog.traces.dtypes import DtypeTrace
-from trifocal.runlog.traces.exchange import ExchangeTrace
-from trifocal.runlog.traces.gradients import GradientTrace
-from trifocal.runlog.traces.memory_trace import MemoryTrace
-from trifocal.runlog.traces.modules import ModuleTrace
-from trifocal.runlog.traces.profiler import ProfilerTrace
+from trifocal.runlog.traces.exchange import ExchangeTrace, GradientTrace
+from trifocal.runlog.traces.layers import DtypeTrace, MemoryTrace, ModuleTrace
 
 if TYPE_CHECKING:
     from trifocal.distributed import Parallel
@@ -31,6 +28,41 @@ INSIDE_LAYERS = ("modules", "dtypes", "memory")
 """Traces with hooks inside layers, which a compiled layer does not call."""
 
 Window = tuple[int, int]
+_ROWS = 50
+
+
+class ProfilerTrace(Trace):
+    """Profiles all steps of the window, with the phases as ranges.
+
+    `profile_rank*.json.gz` opens in Perfetto (ui.perfetto.dev) or chrome://tracing; `operations_rank*.txt` is text.
+
+    Args:
+        moment: The place within the traced step.
+        device: Device of the work.
+    """
+
+    def __init__(self, moment: Moment, device: torch.device) -> None:
+        super().__init__(moment)
+        self._on_gpu = device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+        # A window is one profiler cycle. Without `acc_events` PyTorch warns that other cycles would be dropped.
+        self._profiler = profile(activities=activities, record_shapes=True, acc_events=True)
+        self._profiler.start()
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """A range in the profile."""
+        return record_function(f"step {self.moment.steps[-1]}: {name}")
+
+    def end(self) -> None:
+        """Stop profiling."""
+        self._profiler.stop()
+
+    def write(self, folder: Path, rank: int) -> None:
+        """Write the trace and the table."""
+        self._profiler.export_chrome_trace(str(folder / f"profile_rank{rank}.json.gz"))
+        by = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
+        table = self._profiler.key_averages().table(sort_by=by, row_limit=_ROWS, max_name_column_width=80)
+        (folder / f"operations_rank{rank}.txt").write_text(table + "\n", encoding="utf-8")
 
 
 class Tracer:

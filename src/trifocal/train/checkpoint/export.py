@@ -41,7 +41,7 @@ def export_weights(
     """
     folder.mkdir(exist_ok=True)
     (folder / STEP_FILE).unlink(missing_ok=True)
-    _write_model(model, tokenizer, folder, sequence_length, SHARD_BYTES)
+    save_weights(model, folder, **write_tokenizer(tokenizer, model.config.vocab_size, folder, sequence_length))
     write_whole(folder / STEP_FILE, json.dumps({"global_step": step}) + "\n")
 
 
@@ -98,14 +98,8 @@ def export_folder(
         UserError: See `new_model_folder`.
     """
     with new_model_folder(folder) as partial:
-        _write_model(model, tokenizer, partial, sequence_length, shard_bytes)
-
-
-def _write_model(
-    model: DecoderLM, tokenizer: Tokenizer, folder: Path, sequence_length: int | None, shard_bytes: int
-) -> None:
-    settings = write_tokenizer(tokenizer, model.config.vocab_size, folder, sequence_length)
-    save_weights(model, folder, shard_bytes=shard_bytes, **settings)
+        settings = write_tokenizer(tokenizer, model.config.vocab_size, partial, sequence_length)
+        save_weights(model, partial, shard_bytes=shard_bytes, **settings)
 
 
 def write_tokenizer(

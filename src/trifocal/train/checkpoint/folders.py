@@ -49,52 +49,42 @@ def set_aside_later_checkpoints(path: Path) -> None:
         later.rename(target)
 
 
-def find_checkpoint(run_directory: Path, name: str = "", *, command: str) -> Path:
+def find_checkpoint(root: Path, name: str = "", *, command: str) -> Path:
     """The verified checkpoint to go on from.
 
     Args:
-        run_directory: The run.
-        name: Name of one of its checkpoints, like `step_00000500`; empty takes the newest.
+        root: The run's `checkpoints`, or another folder that has them.
+        name: Name of a checkpoint in it, like `step_00000500`; empty takes the newest.
         command: The user's command; the advice adds `--checkpoint` to it.
 
     Raises:
         UserError: If there is none, or it is damaged; names the damaged file, and the command that takes the newest
             intact one before it. No other one is taken silently.
     """
-    path = _choose_checkpoint(run_directory / "checkpoints", name)
-    _verify(path, command)
-    return path
-
-
-def _verify(path: Path, command: str) -> None:
+    path = _choose_checkpoint(root, name)
     try:
         verify_checkpoint(path)
     except CheckpointDamaged as error:
-        for earlier in reversed([found for found in list_checkpoints(path.parent) if found < path]):
+        for earlier in reversed([found for found in list_checkpoints(root) if found < path]):
             if is_intact(earlier):
                 advice = f"go on from the one before with: {command} --checkpoint {earlier.name}"
                 break
         else:
             advice = "no intact checkpoint lies before it"
         raise CheckpointDamaged(f"checkpoint {path.name} is damaged: {error}; {advice}") from None
+    return path
 
 
 @contextlib.contextmanager
 def open_checkpoint(root: Path, name: str = "", *, command: str) -> Iterator[Path]:
-    """Find a verified checkpoint of a run that may still train, whose pruning meanwhile is said.
-
-    Args:
-        root: The run's `checkpoints`, or another folder that has them.
-        name: Name of a checkpoint in it; empty takes the newest.
-        command: The user's command, as in `find_checkpoint`.
+    """`find_checkpoint` in a run that may still train; if it prunes the checkpoint meanwhile, an error says so.
 
     Raises:
-        UserError: As `find_checkpoint`; or if the checkpoint was deleted while it was read.
+        UserError: If there is none, it is damaged, or it was deleted while it was read.
     """
     path = _choose_checkpoint(root, name)
     try:
-        _verify(path, command)
-        yield path
+        yield find_checkpoint(root, path.name, command=command)
     except (UserError, OSError) as error:
         if path.is_dir():
             raise

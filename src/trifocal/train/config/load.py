@@ -1,6 +1,7 @@
 """Command-line flags into typed dataclasses, by the rule of files (`trifocal.fields`); tyro writes the help."""
 
 import dataclasses
+import itertools
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -13,10 +14,11 @@ from trifocal.errors import UserError, unknown
 from trifocal.fields import checked, dotted_fields, from_table, value_of
 from trifocal.paths import user_path
 from trifocal.train.checkpoint.pretrained import pretrained_values
-from trifocal.train.config.presets import presets
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.config.toml import read_toml
 
+# In a checkout a link to configs/, in a wheel the files themselves.
+_PRESETS = Path(__file__).parents[2] / "configs"
 HELP = {"-h", "--help"}
 ALIASES = {
     "lr": "optimizer.learning_rate",
@@ -73,15 +75,31 @@ def _config_file(path: str | Path) -> Path:
     return file
 
 
+def presets() -> dict[str, Path]:
+    """The files by name."""
+    return {path.stem: path for path in sorted(_PRESETS.glob("*.toml"))}
+
+
+def comment(path: Path) -> str:
+    """The comment at the beginning of a preset, with its marks."""
+    return "".join(itertools.takewhile(lambda line: line.startswith("#"), path.read_text("utf-8").splitlines(True)))
+
+
+def summary(path: Path) -> str:
+    """The first sentence of the comment at the beginning of a preset."""
+    text = " ".join(line.lstrip("# ") for line in comment(path).splitlines())
+    return text.partition(". ")[0].rstrip(".")
+
+
 def override(config: RunConfig, overrides: Sequence[str] | Mapping[str, Any]) -> RunConfig:
     """Apply overrides to a configuration.
 
     Args:
         config: The configuration.
-        overrides: As of `load_config`.
+        overrides: Flags or values by key, see `load_config`.
 
     Raises:
-        UserError: As `load_config`.
+        UserError: If a key, flag or value is not valid.
     """
     given = _values(overrides)
     if not given:
@@ -157,7 +175,7 @@ def read_flags(
         switches: Flags that take no value; they are True.
 
     Returns:
-        The words, help flags among them, and the values by name. Of a flag that is given twice, the last counts.
+        The words, help flags among them, and the values by name. If a flag is given twice, the last counts.
 
     Raises:
         UserError: If a flag is unknown, its value is missing, or does not fit; names it.

@@ -90,7 +90,7 @@ class MicroBatchGraphs:
 
     Args:
         loss_function: The model, called as `DecoderLM` with targets.
-        parameters: Those that get gradients.
+        parameters: Parameters that get gradients.
         device: Where they are.
         precision: "bf16" or "fp32", as in `TrainSection`.
         parallel: The parallelized model. Under fsdp and hsdp a graph holds the collectives too, and the shards'
@@ -144,7 +144,7 @@ class MicroBatchGraphs:
         Args:
             batch: The micro-batch, on the host.
             weight: Its share in the step's loss.
-            documents: As in `model_inputs`, so that the micro-batches of all processes are of one kind.
+            documents: See `model_inputs`; given so that the micro-batches of all processes are of one kind.
 
         Returns:
             `weight * loss`, a scalar in fp32 that the next micro-batch of the same kind may overwrite.
@@ -194,6 +194,5 @@ def make_graphs(
         return None, ""
     if device.type != "cuda":
         return None, f"train.cuda_graphs is for GPUs: without effect on a {device.type}"
-    return MicroBatchGraphs(
-        loss_function or parallel.module, model.parameters(), device, config.precision, parallel
-    ), ""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return MicroBatchGraphs(loss_function or parallel.module, trained, device, config.precision, parallel), ""

@@ -51,7 +51,7 @@ class StepResult:
     Attributes:
         step: Its number, from 1.
         batches: Its micro-batches, on the host.
-        learning_rate: Of the step.
+        learning_rate: Learning rate of the step.
         loss: Mean loss over all valid targets of the global batch, nats per token.
         local_loss: This process's share of it; the shares add up to it.
         gradient_norm: 2-norm of the whole gradient before clipping.
@@ -85,8 +85,7 @@ def batch_loss(
         loss_function: The model, or its wrapper.
         batch: The micro-batch, on the host.
         device: Where the model is.
-        pad_documents: As in `model_inputs`: for a compiled model.
-        documents: As in `model_inputs`.
+        pad_documents, documents: See `model_inputs`.
 
     Returns:
         A scalar, fp32.
@@ -106,7 +105,7 @@ class TrainStep:
         before_backward: Called once in a step, between the first forward and the first backward, while the gradients
             of the step before still exist: the place to check that step without an idle device.
         parallel: The parallelized model, if each of several processes has a part of the global batch.
-        graphs: Of the loss function, to replay instead of calling it. Forward and backward are then one phase,
+        graphs: Graphs of the loss function, to replay instead of calling it. Forward and backward are then one phase,
             `forward`, and `before_backward` comes before the first; gradients are exchanged after the last.
         teacher: Teaches the choice; the loss function was given its `teaching`.
     """
@@ -207,7 +206,7 @@ class TrainStep:
     def _replay_gradients(
         self, graphs: MicroBatchGraphs, micro_batches: Sequence[_MicroBatch], phases: Phases, forward_phase: str
     ) -> Tensor:
-        """As `_add_gradients`, by graphs."""
+        """Forward and backward of all micro-batches by graphs; returns the sum of their weighted losses."""
         loss_sum = torch.zeros((), dtype=torch.float32, device=self._device)
         self._before_backward()
         graphs.zero_gradients()

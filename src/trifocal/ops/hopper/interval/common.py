@@ -1,4 +1,4 @@
-"""Shared by the Hopper versions of `interval.forward` and `interval.d_q`: tiles of rows, their key tiles, barriers, the loader."""
+"""Shared by the Hopper versions of `interval.forward` and `interval.d_q`: row and key tiles, barriers, the loader."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

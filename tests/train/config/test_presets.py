@@ -12,9 +12,9 @@ import pytest
 from trifocal.cli import main
 from trifocal.fields import dotted_fields
 from trifocal.train import RunConfig, load_config
-from trifocal.train.config.presets import presets, summary
+from trifocal.train.config.load import presets, summary
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.toml"))
 
 

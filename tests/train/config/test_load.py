@@ -5,20 +5,20 @@ import os
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.train.tiny import make_config, write_config
+from tests.train.tiny import TOML, write_config
 from trifocal.errors import UserError, nearest
 from trifocal.fields import dotted_fields, from_table
 from trifocal.train import RunConfig, load_config
-from trifocal.train.config.load import ALIASES
+from trifocal.train.config.load import ALIASES, override
 from trifocal.train.config.toml import to_toml
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FIELDS = dotted_fields(RunConfig)
 
 
@@ -193,13 +193,82 @@ def test_the_nearest_name_is_of_the_same_leaf_or_alike() -> None:
     assert nearest("windowsize", FIELDS) == "model.geometry.window_size"
 
 
-@pytest.mark.parametrize(("text", "expected"), [("none", (0, 0)), ("all", (0, 4)), ("1:3", (1, 3))])
-def test_layers_to_checkpoint(tmp_path: Path, text: str, expected: Any) -> None:
-    config = make_config(tmp_path, "--train.activation_checkpointing", text)
-    assert config.train.checkpointed_layers(4) == expected
-
-
 def test_an_integer_of_any_size_is_named_in_a_message(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(f"[model]\nattention = 0x{'f' * 5000}\n")
     with pytest.raises(UserError, match="got an integer of 20000 bits"):
         load_config(tmp_path / "a.toml", [])
+
+
+FIELDS = dotted_fields(RunConfig)
+TINY = from_table(RunConfig, tomllib.loads(TOML.format(directory="run", text="text")))
+QUICK = settings(max_examples=60, deadline=None)
+
+NUMBERS = ["1e999", "-1e309", "1e308", "1e300", "1e-320", "-0.0", "nan", "inf", "-inf", str(2**63), str(-(2**63)),
+           "2147483647", "2147483648", "0", "-1", "1" * 400, "1" * 5000, "0x" + "f" * 5000, "1_0", "+5"]  # fmt: skip
+TEXTS = ["", " ", "\0", "\udcff", "é", "\u0663:\u0665", "0:1", "1:" + "9" * 5000, "-", "--", "=", "\n", "~"]
+OTHERS = ["true", "[]", "{}", "2020-01-01", "[[1]]", "[" * 3000 + "]" * 3000, "{a=" * 80 + "1" + "}" * 80]
+
+
+def check_saved(config: RunConfig) -> None:
+    assert from_table(RunConfig, tomllib.loads(to_toml(config))) == config
+
+
+@QUICK
+@given(st.sampled_from(sorted(FIELDS)), st.sampled_from(NUMBERS + TEXTS + OTHERS) | st.text(max_size=20))
+def test_flags(name: str, value: str) -> None:
+    try:
+        config = override(TINY, [f"--{name}={value}"])
+    except UserError as error:
+        assert name.rpartition(".")[2] in str(error) or "Geometry" in str(error) or "block" in str(error)
+    else:
+        check_saved(config)
+
+
+@QUICK
+@example(name="model.from", value="'~'")
+@given(
+    st.sampled_from(sorted(FIELDS)),
+    st.sampled_from(NUMBERS + OTHERS + ['"\\u0000"', '"\\uDCFF"', "'~'"]) | st.text(max_size=20),
+)
+def test_files(tmp_path_factory: pytest.TempPathFactory, name: str, value: str) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzz.toml"
+    section, _, leaf = name.rpartition(".")
+    text = "[model]\n" if not section.startswith("model") else ""
+    path.write_bytes(f"{text}[{section}]\n{leaf} = {value}\n".encode("utf-8", "surrogatepass"))
+    try:
+        config = load_config(path)
+    except UserError as error:
+        assert str(path) in str(error)
+    else:
+        check_saved(config)
+
+
+@pytest.mark.parametrize("name", sorted(name for name, kind in FIELDS.items() if kind is float))
+@pytest.mark.parametrize("value", ["1e309", "nan"])
+def test_a_number_that_is_not_finite_is_refused_by_key(tmp_path: Path, name: str, value: str) -> None:
+    expected = f"{name} must be a finite number"
+    with pytest.raises(UserError, match=expected):
+        override(TINY, [f"--{name}", value])
+    with pytest.raises(UserError, match=expected):
+        override(TINY, {name: float(value)})
+    section, _, leaf = name.rpartition(".")
+    path = tmp_path / "config.toml"
+    path.write_text(f"[{section}]\n{leaf} = {value}\n")
+    with pytest.raises(UserError, match=expected):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--parallel.timeout_seconds", "1e300"], r"parallel.timeout_seconds may be at most 1e\+09, got 1e\+300"),
+        (["--log.heartbeat_seconds", "1e300"], "log.heartbeat_seconds may be at most"),
+        (["--train.steps", str(2**63)], "--train.steps must fit 64 bits"),
+        (["--trace.steps", "0:1"], 'trace.steps: steps count from 1, got "0:1"'),
+        (["--trace.steps", "1:" + "9" * 5000], "trace.steps must be ranges of steps"),
+        (["--train.activation_checkpointing", "0:" + "9" * 5000], "a range of layers"),
+    ],
+)
+def test_bounds_that_follow_from_what_is_computed(flags: list[str], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        override(TINY, flags)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.train.test_step import CPU, read_batches
+from tests.train.step.test_step import CPU, read_batches
 from tests.train.tiny import make_config
 from trifocal.data import Batch
 from trifocal.models import DecoderLM
@@ -141,15 +141,6 @@ def test_rows_become_documents_where_others_have_some(tmp_path: Path) -> None:
         loss = cuda_graphs.call_with(model, inputs)
         both.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     torch.testing.assert_close(both[1], both[0], rtol=1e-12, atol=1e-14)
-
-
-def test_more_documents_find_more_room() -> None:
-    tokens = torch.zeros(1, 64, dtype=torch.int64)
-    batch = Batch(tokens, tokens, torch.arange(0, 65, 2, dtype=torch.int32), (), 0, 0, tokens.numel())
-    cu_seqlens = model_inputs(batch, pad_documents=True)[2]
-    assert cu_seqlens.tolist() == list(range(0, 65, 2))
-    fewer = batch._replace(cu_seqlens=torch.tensor([0, 5, 64], dtype=torch.int32))
-    assert model_inputs(fewer, pad_documents=True)[2].tolist() == [0, 5, *[64] * 15]
 
 
 def test_a_cpu_run_says_that_it_records_nothing(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Weight decay by kind of parameter; a gradient that is not finite changes nothing."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -8,8 +9,9 @@ from torch import Tensor, nn
 
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
-from trifocal.train.config.sections import OptimizerSection
+from trifocal.train.config.sections import OptimizerSection, ScheduleSection
 from trifocal.train.step.optimizer import gradient_norm, guarded_step, make_optimizer
+from trifocal.train.step.schedule import learning_rate
 
 SMALL = ModelConfig(
     vocab_size=20,
@@ -100,3 +102,33 @@ def test_clips_to_the_norm_and_steps_like_plain_adamw() -> None:
     assert guarded_step(optimizer, parameters, measured, torch.tensor(1.0), 2.0)
     for theirs, ours in zip(twin.parameters(), parameters, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def rates(warmup_steps: int, total_steps: int, minimum_factor: float = 0.1) -> list[float]:
+    schedule = ScheduleSection(warmup_steps=warmup_steps, minimum_factor=minimum_factor)
+    return [
+        learning_rate(step, peak=2.0, total_steps=total_steps, schedule=schedule) for step in range(1, total_steps + 1)
+    ]
+
+
+def test_warms_up_linearly_to_the_peak_and_ends_on_the_floor() -> None:
+    values = rates(4, 20)
+    assert values[:4] == [0.5, 1.0, 1.5, 2.0]
+    assert values[-1] == pytest.approx(0.2)
+    assert all(later < earlier for earlier, later in itertools.pairwise(values[3:]))
+    # Half-way between step 4 and step 20 a cosine stands half-way between peak and floor.
+    assert values[11] == pytest.approx((2.0 + 0.2) / 2)
+
+
+def test_without_warm_up_the_first_step_has_the_peak() -> None:
+    values = rates(0, 10)
+    assert values[0] == 2.0
+    assert values[-1] == pytest.approx(0.2)
+
+
+def test_a_warm_up_longer_than_the_run_only_rises() -> None:
+    assert rates(20, 4) == pytest.approx([0.1, 0.2, 0.3, 0.4])
+
+
+def test_a_floor_of_one_is_a_constant_rate() -> None:
+    assert rates(0, 5, minimum_factor=1.0) == [2.0] * 5

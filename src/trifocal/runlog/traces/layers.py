@@ -1,0 +1,233 @@
+"""Traces with hooks inside layers: passes of modules, dtypes, and memory by module."""
+
+import contextlib
+import pickle
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trifocal.runlog.traces.base import Mark, ModuleHooks, Moment, Trace, local_shard
+
+# Tensors that the optimizer changes by small amounts need one of these.
+_FULL_PRECISION = (torch.float32, torch.float64)
+_Seen = tuple[str, str, torch.dtype, tuple[int, ...]]
+_SNAPSHOT_EVENTS = 200_000
+
+
+class ModuleTrace(Trace):
+    """Notes every pass through every module.
+
+    A row's event is `forward`; `recompute` for a forward pass that checkpointing repeats in backward; or `backward`,
+    from the gradient of the module's first output to that of its first input, if both exist.
+
+    Args:
+        moment: The place within the traced step.
+        model: The model.
+    """
+
+    name = "modules"
+
+    def __init__(self, moment: Moment, model: nn.Module) -> None:
+        super().__init__(moment)
+        self._open: list[tuple[Mark, list[Tensor]]] = []
+        self._hooks = ModuleHooks(model, entered=self._entered, left=self._left)
+
+    def end(self) -> None:
+        """Remove the hooks, and make the rows."""
+        self._hooks.remove()
+        order: Counter[tuple[int, int, str]] = Counter()
+        for columns, event, name, phase_began, begin, ended in self.seen:
+            key = (columns["step"], columns["micro_batch"], event)
+            order[key] += 1
+            row = {**columns, "event": event, "order": order[key], "module": name}
+            row |= self.moment.between(phase_began, begin, "begin_milliseconds")
+            self.rows.append(row | (self.moment.between(begin, ended[0]) if ended else {}))
+
+    def _entered(self, name: str, inputs: list[Tensor]) -> None:
+        self._open.append((self.moment.mark(), inputs))
+
+    def _left(self, name: str, outputs: list[Tensor]) -> None:
+        begin, inputs = self._open.pop()
+        moment = self.moment
+        if not moment.phase:
+            return
+        again = moment.phase == "backward"
+        event = "recompute" if again else "forward"
+        self.seen.append((moment.columns(), event, name, moment.phase_began, begin, [moment.mark()]))
+        # The gradient flows through the graph of the first pass; the repeated one only gives saved tensors. A module
+        # outside autograd, or one that returns its input, has no backward pass.
+        output = next((tensor for tensor in outputs if tensor.grad_fn is not None), None)
+        if again or output is None:
+            return
+        columns, ended = moment.columns(), list[Mark]()
+
+        def begun(gradient: Tensor) -> None:
+            self.seen.append((columns, "backward", name, moment.phase_began, moment.mark(), ended))
+
+        def finished(gradient: Tensor) -> None:
+            ended.append(moment.mark())
+
+        output.register_hook(begun)
+        source = next((tensor for tensor in inputs if tensor.requires_grad and tensor is not output), None)
+        if source is not None:
+            source.register_hook(finished)
+
+
+class DtypeTrace(Trace):
+    """Lists parameters, gradients, the optimizer's state, activations and the gradients of activations.
+
+    An activation is a module's output, listed once for each dtype that it had.
+
+    Args:
+        moment: The place within the traced step.
+        model: The model.
+        optimizer: Its optimizer.
+    """
+
+    name = "dtypes"
+
+    def __init__(self, moment: Moment, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(moment)
+        self._model, self._optimizer = model, optimizer
+        self._hooks = ModuleHooks(model, left=self._left)
+
+    def end(self) -> None:
+        """Remove the hooks, and list the tensors that persist between steps."""
+        self._hooks.remove()
+        shapes = {(kind, name, dtype): shape for kind, name, dtype, shape in (*self._kept(), *self.seen)}
+        for (kind, name, dtype), shape in sorted(shapes.items(), key=lambda row: row[0][0]):
+            lossy = kind in ("parameter", "optimizer state") and dtype.is_floating_point
+            self.rows.append(
+                {
+                    "kind": kind,
+                    "name": name,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "shape": "x".join(map(str, shape)) or "scalar",
+                    "remark": "small updates are lost at this precision"
+                    if lossy and dtype not in _FULL_PRECISION
+                    else "",
+                }
+            )
+
+    def _kept(self) -> Iterator[_Seen]:
+        for name, parameter in self._model.named_parameters():
+            yield _seen("parameter", name, local_shard(parameter))
+            if parameter.grad is not None:
+                yield _seen("gradient", name, local_shard(parameter.grad))
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    yield _seen("optimizer state", f"{name}.{key}", local_shard(value))
+
+    def _left(self, name: str, outputs: list[Tensor]) -> None:
+        def gradient_arrived(gradient: Tensor) -> None:
+            self.seen.append(_seen("gradient of activation", name, gradient))
+
+        for output in outputs if self.moment.phase else ():
+            self.seen.append(_seen("activation", name, output))
+            if output.grad_fn is not None:
+                output.register_hook(gradient_arrived)
+
+
+def _seen(kind: str, name: str, tensor: Tensor) -> _Seen:
+    return kind, name, tensor.dtype, tuple(tensor.shape)
+
+
+class MemoryTrace(Trace):
+    """Bytes by module, of the first micro-batch of a window, and the allocator's history on a GPU.
+
+    Parameters, gradients, the optimizer's state and tensors saved for backward count for the module itself, without
+    the modules inside. A tensor that two modules save counts for the first. In a sharded model only this process's
+    part counts, not the whole weights that exist during a forward pass.
+
+    Args:
+        moment: The place within the traced step.
+        model: The model.
+        optimizer: Its optimizer.
+        device: Its device.
+    """
+
+    name = "memory"
+
+    def __init__(
+        self, moment: Moment, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+    ) -> None:
+        super().__init__(moment)
+        self._model, self._optimizer = model, optimizer
+        self._on_gpu, self._first = device.type == "cuda", True
+        self._snapshot: Any = None
+        self._modules = {path or "model": module for path, module in model.named_modules()}
+        self._stack: list[tuple[str, set[int]]] = []
+        self._saved: Counter[str] = Counter()
+        self._counted = _weights_of(model)
+        if self._on_gpu:
+            # Only Python frames: C++ frames take minutes.
+            torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_EVENTS, stacks="python")
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count in the first forward pass."""
+        if name not in ("forward", "compile") or not self._first:
+            yield
+            return
+        self._first = False
+        hooks = ModuleHooks(self._model, entered=self._entered, left=self._left)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+                yield
+        finally:
+            hooks.remove()
+
+    def end(self) -> None:
+        """Stop the history, and make the rows."""
+        if self._on_gpu:
+            self._snapshot = torch.cuda.memory._snapshot()
+            torch.cuda.memory._record_memory_history(enabled=None)
+        for name, module in self._modules.items():
+            own = list(module.parameters(recurse=False))
+            states = [value for parameter in own for value in self._optimizer.state.get(parameter, {}).values()]
+            self.rows.append(
+                {
+                    "module": name,
+                    "parameter_bytes": sum(map(_local_bytes, own)),
+                    "gradient_bytes": sum(_local_bytes(p.grad) for p in own if p.grad is not None),
+                    "optimizer_bytes": sum(_local_bytes(value) for value in states if isinstance(value, Tensor)),
+                    "saved_for_backward_bytes": self._saved[name],
+                }
+            )
+        totals = {key: sum(row[key] for row in self.rows) for key in self.rows[0] if key != "module"}
+        self.rows.append({"module": "total", **totals})
+
+    def write(self, folder: Path, rank: int) -> None:
+        """Write the table and the snapshot."""
+        super().write(folder, rank)
+        if self._snapshot is not None:
+            (folder / f"memory_snapshot_rank{rank}.pickle").write_bytes(pickle.dumps(self._snapshot))
+
+    def _entered(self, name: str, inputs: list[Tensor]) -> None:
+        # Under FSDP a running module has other weights: whole ones, in memory that is reused afterwards.
+        self._stack.append((name, _weights_of(self._modules[name])))
+
+    def _left(self, name: str, outputs: list[Tensor]) -> None:
+        self._stack.pop()
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = local_shard(tensor).untyped_storage()
+        name, weights = self._stack[-1] if self._stack else ("model", set[int]())
+        if storage.data_ptr() not in self._counted and storage.data_ptr() not in weights:
+            self._counted.add(storage.data_ptr())
+            self._saved[name] += storage.nbytes()
+        return tensor
+
+
+def _weights_of(module: nn.Module) -> set[int]:
+    """Addresses of the parameters of the module and of the modules inside."""
+    return {local_shard(parameter).untyped_storage().data_ptr() for parameter in module.parameters()}
+
+
+def _local_bytes(tensor: Tensor) -> int:
+    """Bytes of this process's part of a tensor."""
+    return local_shard(tensor).nbytes

@@ -1,0 +1,60 @@
+"""`benchmarks/serving.py` on a CPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("openai")
+
+from lib.recorder import Recorder
+from tests.benchmarks.tiny import MODEL
+from tests.children import load_script
+from tests.serve.servers import serving as in_process
+from trifocal.models import DecoderLM
+
+serving = load_script("benchmarks/serving.py")
+
+
+OPTIONS = serving.ServingOptions(
+    attention=("nsa",), clients=(3,), requests=2, prompt_tokens=20, new_tokens=12, turn_tokens=600, repeats=1,
+    model=MODEL, precision="fp32", device="cpu",
+)  # fmt: skip
+
+
+def measure(monkeypatch: pytest.MonkeyPatch, *parts: str) -> list[dict[str, Any]]:
+    # Has tests of its own.
+    monkeypatch.setattr(serving, "check_model_parity", lambda *args: None)
+    recorder = Recorder(600, lambda text: None, lambda: None)
+    serving.bench_serving(replace(OPTIONS, parts=parts), recorder)
+    assert {row["status"] for row in recorder.rows} == {"ok"}, recorder.rows
+    return recorder.rows
+
+
+def test_load_and_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a server in this process."""
+    flags = []
+
+    @contextmanager
+    def server(options: Any, attention: str, *given: str) -> Iterator[tuple[str, int]]:
+        flags.append(given)
+        with in_process(DecoderLM(MODEL), max_length=options.max_length) as served:
+            yield "127.0.0.1", int(served.url.rpartition(":")[2])
+
+    monkeypatch.setattr(serving, "server", server)
+    load, speculate = measure(monkeypatch, "load", "speculate")
+    assert flags == [(), (), ("--speculate",)]
+    assert load["requests"] == 6 and 0 < load["first_token_p50_ms"] <= load["first_token_p99_ms"]
+    assert load["tokens_per_second"] > 0 < load["between_tokens_p99_ms"]
+    assert speculate["speedup"] == speculate["plain_ms"] / speculate["guessed_ms"]
+    dense = [{**load, "attention": "dense", "tokens_per_second": load["tokens_per_second"] / 2}]
+    assert serving.speedups([load, *dense]) == [{"clients": 3, "dense_ratio": pytest.approx(2)}]
+
+
+def test_the_second_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the command: 512 of 600 tokens are found again."""
+    [turns] = measure(monkeypatch, "turns")
+    assert turns["second_ratio"] == turns["second_turn_ms"] / turns["first_turn_ms"] < 1

@@ -1,0 +1,138 @@
+"""A step that is not finite ends the run before it does harm, and its dump says why."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.tiny import before_step, make_config, read_checkpoint
+from trifocal import load_model
+from trifocal.models import DecoderLM
+from trifocal.runlog import read_metrics
+from trifocal.train import NonFiniteError, train
+
+
+def poison(step: int, name: str, value: float) -> Any:
+    """Make one entry of a parameter's gradient not finite in one step."""
+
+    def action(now: int, arguments: dict[str, Any]) -> None:
+        parameter = dict(arguments["loss_function"].named_parameters())[name]
+        if now == step:
+            handle = parameter.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([1]), value))
+            action.handle = handle  # type: ignore[attr-defined]
+        elif hasattr(action, "handle"):
+            action.handle.remove()
+
+    return action
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("log_interval", ["1", "100"])
+def test_a_bad_gradient_stops_the_run_before_it_is_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float, log_interval: str
+) -> None:
+    """Whether or not the host would have looked at the step for its own sake (a log interval of 100)."""
+    bad = "blocks.1.mlp.up_proj.weight"
+    flags = ("--log.interval_steps", log_interval, "--checkpoint.interval_steps", "4", "--evaluate.interval_steps", "0")
+    before_step(monkeypatch, poison(5, bad, value))
+    with pytest.raises(NonFiniteError) as caught:
+        train(make_config(tmp_path, *flags))
+    run = tmp_path / "run"
+    message = str(caught.value)
+    assert message.startswith("step 5: gradient norm ")
+    assert f"first parameter with a non-finite gradient: {bad} (1 in all)" in message
+    summary = json.loads((run / "dumps" / "step_00000005" / "summary.json").read_text())
+    assert summary["parameters_with_non_finite_gradient"] == [bad]
+    assert summary["document_ids"] and summary["document_ids"][0] in message
+    # The weights are still those that step 4 left behind.
+    after = load_model(run / "dumps" / "step_00000005" / "weights").state_dict()
+    saved = read_checkpoint(run / "checkpoints" / "step_00000004")
+    for name, tensor in after.items():
+        assert torch.equal(tensor, saved[f"model.{name}"]), name
+    micro = torch.load(run / "dumps" / "step_00000005" / "batch.pt")
+    assert [batch["sample_index"] for batch in micro] == [16, 18]
+    event = read_metrics(run / "metrics.jsonl", "event")[-1]
+    assert (event["name"], event["severity"], event["message"]) == ("non_finite", "error", message)
+    assert json.loads((run / "heartbeat" / "rank0.jsonl").read_text().splitlines()[-1])["status"] == "failed"
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000004"]
+
+
+@pytest.mark.parametrize("file", ["batch.pt", "weights/.model.safetensors.partial"])
+def test_a_dump_that_cannot_be_written_does_not_hide_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    """Both libraries raise errors of their own kind for a disk that does not take a file."""
+    (tmp_path / "blocks" / file).mkdir(parents=True)
+
+    def action(step: int, arguments: dict[str, Any]) -> None:
+        poison(2, "norm.weight", math.nan)(step, arguments)
+        if step == 2:
+            shutil.copytree(tmp_path / "blocks", tmp_path / "run" / "dumps" / "step_00000002")
+
+    before_step(monkeypatch, action)
+    with pytest.raises(NonFiniteError, match=r"step 2: gradient norm nan .*; the dump could not be written: "):
+        train(make_config(tmp_path))
+
+
+def test_a_bad_gradient_in_the_last_step_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before_step(monkeypatch, poison(6, "norm.weight", math.nan))
+    with pytest.raises(NonFiniteError, match="step 6"):
+        train(make_config(tmp_path, "--checkpoint.interval_steps", "0", "--evaluate.interval_steps", "0"))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert not (tmp_path / "run" / "weights").exists()
+
+
+@pytest.mark.parametrize(("step", "interval"), [(6, "0"), (4, "2")], ids=["last", "checkpoint"])
+def test_an_update_that_makes_weights_infinite_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, interval: str
+) -> None:
+    """Loss and gradient of the step are finite; no evaluation and no later step sees the weights."""
+
+    def action(now: int, arguments: dict[str, Any]) -> None:
+        if now == step:
+            arguments["optimizer"].param_groups[0]["lr"] = math.inf
+
+    before_step(monkeypatch, action)
+    with pytest.raises(NonFiniteError, match=rf"step {step}: the update, with a .* made weights that are not finite; "):
+        train(make_config(tmp_path, "--checkpoint.interval_steps", interval, "--evaluate.interval_steps", "0"))
+    run = tmp_path / "run"
+    saved = sorted(path.name for path in run.glob("checkpoints/*"))
+    assert saved == ([] if step == 6 else ["step_00000002"])
+    assert not (run / "weights").exists()
+    summary = json.loads((run / "dumps" / f"step_{step:08}" / "summary.json").read_text())
+    assert "blocks.0.mlp.up_proj.weight" in summary["parameters_with_non_finite_value"]
+    event = read_metrics(run / "metrics.jsonl", "event")[-1]
+    assert (event["name"], event["severity"]) == ("non_finite", "error")
+
+
+def test_a_bad_loss_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = DecoderLM.forward
+    calls = []
+
+    def broken(self: DecoderLM, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(1)
+        loss = forward(self, *args, **kwargs)
+        # Two micro-batches a step: the second of step 2.
+        return loss + math.inf if len(calls) == 4 else loss
+
+    monkeypatch.setattr(DecoderLM, "forward", broken)
+    with pytest.raises(NonFiniteError, match="step 2: loss inf is not finite; all gradients are finite"):
+        train(make_config(tmp_path))
+
+
+def test_a_step_that_was_not_sound_is_not_saved_when_it_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def explode(step: int, arguments: dict[str, Any]) -> None:
+        if step == 3:
+            next(arguments["loss_function"].parameters()).data.fill_(float("inf"))
+
+    before_step(monkeypatch, explode)
+    flags = ("--log.interval_steps", "5", "--evaluate.interval_steps", "3")
+    with pytest.raises(NonFiniteError):
+        train(make_config(tmp_path, *flags))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]

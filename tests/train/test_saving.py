@@ -1,0 +1,164 @@
+"""A checkpoint that is written while training goes on holds the step that it is of, and nothing later."""
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.tiny import before_step, make_config, read_checkpoint
+from trifocal.data import Loader
+from trifocal.errors import UserError
+from trifocal.runlog import read_metrics
+from trifocal.train import resume, saving, train
+from trifocal.train.checkpoint.manifest import verify_checkpoint
+from trifocal.train.evaluator import Evaluator
+
+ON = ("--checkpoint.asynchronous", "true", "--checkpoint.keep_last", "9")
+
+
+def slow_writing(monkeypatch: pytest.MonkeyPatch, until_step: int) -> list[int]:
+    """Writing step 2 ends only when step `until_step` begins; returns the steps begun meanwhile."""
+    reached = threading.Event()
+    begun: list[int] = []
+    healthy = saving.write_checkpoint
+
+    def write(root: Path, step: int, **parts: Any) -> Path:
+        if step == 2:
+            assert reached.wait(60)
+        return healthy(root, step, **parts)
+
+    def action(step: int, _: Any) -> None:
+        begun.append(step)
+        if step == until_step:
+            reached.set()
+
+    monkeypatch.setattr(saving, "write_checkpoint", write)
+    before_step(monkeypatch, action)
+    return begun
+
+
+def test_training_goes_on_and_what_is_written_is_the_step_it_is_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(make_config(tmp_path, "--checkpoint.keep_last", "9", name="waiting"))
+    with monkeypatch.context() as patch:
+        begun = slow_writing(patch, until_step=4)
+        assert train(make_config(tmp_path, *ON)).finished
+    assert begun == [1, 2, 3, 4, 5, 6], "step 4 began before step 2 was written, or nothing had ever set it free"
+    for name in ("step_00000002", "step_00000004", "step_00000006"):
+        mine, theirs = (tmp_path / run / "checkpoints" / name for run in ("run", "waiting"))
+        verify_checkpoint(mine)
+        tensors, expected = read_checkpoint(mine), read_checkpoint(theirs)
+        assert tensors.keys() == expected.keys()
+        for key in tensors:
+            assert torch.equal(tensors[key], expected[key]), (name, key)
+        assert (mine / "rank0.json").read_text() == (theirs / "rank0.json").read_text()
+    saved = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row.get("name") == "checkpoint_saved"]
+    assert [row["message"].split()[0] for row in saved] == ["step_00000002", "step_00000004", "step_00000006"]
+    assert all(0 < row["blocked_seconds"] <= row["save_seconds"] for row in saved)
+    assert resume(tmp_path / "run", checkpoint="step_00000002").finished
+
+
+def test_what_is_no_fault_of_the_disk_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*_: Any, **__: Any) -> Path:
+        raise UserError("out of luck")
+
+    monkeypatch.setattr(saving, "write_checkpoint", write)
+    with pytest.raises(UserError, match="out of luck"):
+        train(make_config(tmp_path, *ON))
+
+
+def failing_save(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
+    original = saving.write_checkpoint
+
+    def save(root: Path, step: int, **kwargs: Any) -> Path:
+        if step in steps:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(root, step, **kwargs)
+
+    monkeypatch.setattr(saving, "write_checkpoint", save)
+
+
+def test_a_full_disk_at_a_checkpoint_is_loud_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing_save(monkeypatch, {4})
+    assert train(make_config(tmp_path)).finished
+    assert "ERROR: the checkpoint of step 4 could not be written: [Errno 28] No space left" in capsys.readouterr().out
+    events = {row["name"]: row for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "event")}
+    assert events["checkpoint_failed"]["severity"] == "error"
+    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == [
+        "step_00000002",
+        "step_00000006",
+    ]
+
+
+def test_a_full_disk_at_the_last_checkpoint_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_save(monkeypatch, {4, 6})
+    with pytest.raises(UserError, match=r"checkpoint of step 6 could not be written: .*No space left"):
+        train(make_config(tmp_path))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]
+    monkeypatch.undo()
+    assert resume(tmp_path / "run").finished
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a network file system, one that somebody reads."""
+
+    def busy(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    monkeypatch.setattr(saving, "prune_checkpoints", busy)
+    assert train(make_config(tmp_path)).finished
+    assert "WARNING: an old checkpoint could not be deleted: [Errno 16]" in capsys.readouterr().out
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 3
+
+
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_steps_are_saved_before_a_run_ends_by_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: str
+) -> None:
+    flags = ("--checkpoint.interval_steps", "2", "--checkpoint.asynchronous", asynchronous)
+    config = make_config(tmp_path, *flags, "--evaluate.interval_steps", "0")
+    original, calls = Loader.__next__, []
+
+    def fail(loader: Loader) -> Any:
+        calls.append(loader)
+        if len(calls) == 11:
+            raise UserError("the network is gone")
+        return original(loader)
+
+    # Two micro-batches a step.
+    monkeypatch.setattr(Loader, "__next__", fail)
+    with pytest.raises(UserError, match="the network is gone; step 5 is saved"):
+        train(config)
+    assert (tmp_path / "run/checkpoints/step_00000005").is_dir()
+    monkeypatch.setattr(Loader, "__next__", original)
+    assert resume(tmp_path / "run").step == 6
+    steps = [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl", "train")]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("look", ["evaluate", "sample"])
+def test_steps_are_saved_before_a_look_at_the_model_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: str
+) -> None:
+    """A GPU may have memory for a step, and none for more."""
+
+    def too_much(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(Evaluator, look, too_much)
+    flags = ("--evaluate.interval_steps", "3", "--log.sample_interval_steps", "3", "--checkpoint.interval_steps", "2")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        train(make_config(tmp_path, *flags))
+    assert caught.value.__notes__ == ["step 3 is saved"]
+    monkeypatch.undo()
+    assert resume(tmp_path / "run").finished
+    assert [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl", "train")] == [1, 2, 3, 4, 5, 6]
