@@ -62,7 +62,9 @@ def alone(model: DecoderLM, requests: list[Request], **options: Any) -> list[tup
     return [result(make_engine(model, 1, **options)[0].complete([request])[0]) for request in requests]
 
 
-@pytest.mark.parametrize("options", [{}, {"attention": "dense"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"attention": "dense"}, {"attention": "selected", "chooser": "index"}], ids=str
+)
 def test_company_changes_no_bit(make_model: Make, options: dict[str, Any]) -> None:
     """Tokens and log-probabilities, in a batch that others enter and leave, with pages so few that some must leave."""
     model = make_model(**options).float()
