@@ -60,8 +60,6 @@ def _bench_model(bench: DecodingBench) -> None:
         sequences, past = parse_size(size)
         for name, figures in rows:
             labels = {"part": "model", "attention": name, "sequences": sequences, "tokens": past}
-            if name != "dense plain":
-                labels["batch_invariant"] = options.batch_invariant
             row = recorder.measure(labels, partial(figures, bench, name, sequences, past))
             bench.release()
             figure = f"{row['token_ms']:.3g} ms a token" if row["status"] == OK else row["status"]
@@ -82,7 +80,6 @@ def _step_figures(bench: DecodingBench, attention: str, sequences: int, past: in
         max_length=length,
         dtype=dtype,
         prefill_chunk_size=past,
-        batch_invariant=options.batch_invariant,
     )
     times = step_times_ms(cached, past, options.new_tokens)
     return {

@@ -60,8 +60,6 @@ class DecodeOptions(ModelOptions):
     """Tokens of a sequence that are timed at each size."""
     plain: bool = True
     """Time a plain dense model beside the engine's, compiled and recorded."""
-    batch_invariant: bool = True
-    """Products whose sums do not depend on the batch, as in trifocal generate."""
     prompt_tokens: tuple[int, ...] = (8192, 65536)
     """Lengths of the prompts of the part prefill."""
     prefill_chunk_size: int = 0
@@ -175,7 +173,6 @@ def _prefill(bench: DecodingBench, attention: str, prompt: Tensor) -> dict[str, 
         max_length=len(prompt),
         dtype=DTYPES[options.precision],
         prefill_chunk_size=options.prefill_chunk_size,
-        batch_invariant=options.batch_invariant,
     )
     engine, request = Engine(cached), Request(prompt=prompt.tolist(), max_new_tokens=1)
 
@@ -271,7 +268,6 @@ def _mix_figures(bench: DecodingBench, attention: str) -> dict[str, Any]:
         num_pages=plan.num_pages,
         dtype=dtype,
         prefill_chunk_size=options.prefill_chunk_size,
-        batch_invariant=options.batch_invariant,
     )
     engine = Engine(cached)
     engine.warm_up()

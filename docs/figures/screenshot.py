@@ -1,7 +1,7 @@
-"""Take the picture of a report that the pages show: `python docs/figures/screenshot.py RUN_DIR`.
+"""Take the pictures of a report and of the server's page: `python docs/figures/screenshot.py RUN_DIR`.
 
-Needs Chromium, and a run whose sequences are long enough that selection has a choice. The picture on the pages is of
-`make demo`, trained for 600 steps.
+Needs Chromium, and a run whose sequences are long enough that selection has a choice. The pictures on the pages are of
+`make demo`, the report's trained for 600 steps.
 """
 
 import sys
@@ -13,9 +13,12 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests.report.browser import Browser, find  # noqa: E402
+from tests.serve.servers import serving  # noqa: E402
 from trifocal.report import write_report  # noqa: E402
+from trifocal.train.checkpoint.pretrained import open_pretrained  # noqa: E402
 
 WIDTH = 1080
+_PROMPT = 'class Stack:\n    """A list of items, of which the last one leaves first."""\n\n    def __init__(self):\n'
 
 
 def shoot(run: Path, target: Path) -> None:
@@ -51,5 +54,27 @@ def shoot(run: Path, target: Path) -> None:
         browser.screenshot(target, clip=clip)
 
 
+def shoot_server(run: Path, target: Path) -> None:
+    """Serve a run, let it continue a text on the page, and save the page as PNG."""
+    executable = find()
+    if executable is None:
+        raise SystemExit("no Chromium is installed")
+    with open_pretrained(run) as found:
+        model, tokenizer, length = found.model(), found.tokenizer(), found.sequence_length()
+    with (
+        serving(model.eval(), tokenizer, max_length=length or 512) as served,
+        tempfile.TemporaryDirectory() as folder,
+        Browser(executable, Path(folder)) as browser,
+    ):
+        browser.open(served.url, width=900)
+        browser.evaluate("document.getElementById('temperature').value = 0.5")
+        browser.evaluate("document.getElementById('length').value = 250")
+        browser.call("Input.insertText", text=_PROMPT)
+        browser.press("Enter", control=True)
+        browser.wait_for("document.documentElement.dataset.answers")
+        browser.screenshot(target)
+
+
 if __name__ == "__main__":
     shoot(Path(sys.argv[1]), ROOT / "docs/figures/report.png")
+    shoot_server(Path(sys.argv[1]), ROOT / "docs/figures/serving.png")

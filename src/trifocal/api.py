@@ -1,21 +1,21 @@
 """A trained model in Python: the text that it generates, and its tokenizer."""
 
+import contextlib
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import torch
 
-from trifocal.cli.generate_model import LoadedModel, add_caches, load, memory_errors
-from trifocal.cli.generate_options import GenerateArguments
 from trifocal.data import Tokenizer
 from trifocal.data.tokenizers import ByteTokenizer
 from trifocal.errors import UserError
-from trifocal.inference import Engine
+from trifocal.inference import Engine, Request, Sampling
+from trifocal.inference.prompts import cache_for_prompts, encode_prompts, memory_errors
 from trifocal.models import DecoderLM
 from trifocal.paths import shell_path, user_path
 from trifocal.train.checkpoint.pretrained import open_pretrained
+from trifocal.train.config.check import choose_device
 
 
 def generate(
@@ -62,41 +62,44 @@ def generate(
     Raises:
         UserError: If there is no model, it is broken, or an argument is out of range.
     """
-    path = "" if isinstance(path_or_model, DecoderLM) else os.fspath(path_or_model)
-    if isinstance(path_or_model, DecoderLM) and device == "auto":
-        # A model of the user's stays where it is.
-        device = "cuda" if next(path_or_model.parameters()).is_cuda else "cpu"
-    options = GenerateArguments(
-        path=path,
-        prompt=prompt,
-        checkpoint=checkpoint,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        stop=tuple(stop),
-        stop_at_document_end=stop_at_document_end,
-        device=device,
-    )
-    prompts = [("the prompt", prompt)]
-    if isinstance(path_or_model, DecoderLM):
-        if checkpoint:
-            raise UserError("checkpoint goes with the path of a run, got a model")
-        model, tokenizer = path_or_model, tokenizer or ByteTokenizer()
-        cached, tokens = add_caches(options, lambda: model, model.config, tokenizer, torch.float32, prompts)
-        loaded = LoadedModel(Path("the model"), cached, tokenizer, tokens)
-    else:
-        if tokenizer is not None:
-            raise UserError("tokenizer goes with a model, got a path, which brings its own")
-        folder = user_path(path_or_model, "the path of the run")
-        loaded = load(options, folder, f"trifocal generate {shell_path(folder)}", prompts)
-    with memory_errors(loaded.model.device):
-        (completion,) = Engine(loaded.model, loaded.tokenizer).complete([loaded.request(options, 0, "the prompt")])
+    with contextlib.ExitStack() as stack:
+        if isinstance(path_or_model, DecoderLM):
+            if checkpoint:
+                raise UserError("checkpoint goes with the path of a run, got a model")
+            model, name, tokenizer = path_or_model, "the model", tokenizer or ByteTokenizer()
+            config, dtype, make = model.config, torch.float32, lambda: model
+            # A model of the user's stays where it is.
+            place = model.embedding.weight.device if device == "auto" else choose_device(device)
+        else:
+            if tokenizer is not None:
+                raise UserError("tokenizer goes with a model, got a path, which brings its own")
+            path = user_path(path_or_model, "the path of the run")
+            command = f"trifocal generate {shell_path(path)}"
+            found = stack.enter_context(open_pretrained(path, checkpoint, command=command))
+            name, tokenizer, config, make = str(found.path), found.tokenizer(), found.config(), found.model
+            dtype = torch.bfloat16 if found.run and found.run.train.precision == "bf16" else torch.float32
+            place = choose_device(device)
+        try:
+            sampling = Sampling(
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                repetition_penalty=repetition_penalty,
+                seed=seed % 2**64,
+            )
+            [tokens] = encode_prompts([("the prompt", prompt)], tokenizer, config)
+            stop_tokens = (tokenizer.separator,) if stop_at_document_end else ()
+            request = Request(
+                prompt=tokens, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=stop_tokens, stop=stop
+            )
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        cached = cache_for_prompts(make, config, [("the prompt", tokens)], max_new_tokens, dtype, place)
+    with memory_errors(place):
+        (completion,) = Engine(cached, tokenizer).complete([request])
     if completion.finish_reason == "error":
-        raise UserError(f"{loaded.path}: the model's output is not finite: its weights are broken")
+        raise UserError(f"{name}: the model's output is not finite: its weights are broken")
     return completion.text
 
 

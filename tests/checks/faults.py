@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from trifocal.models import DecoderLM
-from trifocal.nn import NSAttention
+from trifocal.nn import Block, NSAttention
 from trifocal.nn import attention as nn_attention
 from trifocal.ops import DecodeBatch, compressed_attention, nsa_attention, select_blocks, window_attention
 
@@ -34,8 +34,8 @@ def replacing_window(window):
     """`nsa_attention` with another window branch: `window(q, k, v, w)`."""
 
     def attention(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, geometry, **rules):
-        shut = torch.cat((gates[..., :2], torch.zeros_like(gates[..., 2:])), -1)
-        rest = nsa_attention(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, shut, geometry, **rules)
+        dropped = torch.cat((gates[..., :2], torch.zeros_like(gates[..., 2:])), -1)
+        rest = nsa_attention(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, dropped, geometry, **rules)
         return rest + gates[..., 2:] * window(q, k_win, v_win, geometry.window_size)
 
     return attention
@@ -94,16 +94,21 @@ def with_attention(model: DecoderLM, function) -> DecoderLM:
     return model
 
 
-def late_bound_checkpointing(model: DecoderLM) -> None:
+def late_bound_residual(self, tokens, documents, lessons):
     """`checkpoint(lambda x: block(x), x)` in a loop: every layer is computed again as the last one."""
+    x = self.embedding(tokens)
+    for block in self.blocks:
+        if self._checkpointed_layers:
+            x = checkpoint(lambda inp: Block.forward(block, inp), x, use_reentrant=False)  # noqa: B023
+        else:
+            x = block(x)
+    return x
 
-    def last_residual(self, tokens, documents, lessons):
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = checkpoint(lambda inp: block(inp), x, use_reentrant=False)  # noqa: B023
-        return x
 
-    model._last_residual = types.MethodType(last_residual, model)
+def late_bound_checkpointing(model: DecoderLM) -> None:
+    """The fault in one model."""
+    model.set_activation_checkpointing(0, model.config.num_layers)
+    model._last_residual = types.MethodType(late_bound_residual, model)
 
 
 def at_other_lengths(function, change):

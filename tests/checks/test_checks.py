@@ -23,7 +23,7 @@ from trifocal.checks import (
 from trifocal.checks.process_worker import Case
 from trifocal.data import DataConfig
 from trifocal.errors import UserError
-from trifocal.inference import cached_layers
+from trifocal.inference import cached_attention
 from trifocal.models import DecoderLM
 from trifocal.nn import attention as nn_attention
 from trifocal.nn import rotate
@@ -55,7 +55,7 @@ def quick(monkeypatch):
     """Few parallel cases, in processes that need not import everything first; half the steps to learn a fault."""
     popen = SimpleNamespace(Popen=warm.popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
     monkeypatch.setattr("trifocal.testing.processes.subprocess", popen)
-    cases = Case("ddp", checkpointing=True), Case("ddp", steps=2), Case("fsdp", accumulation=2)
+    cases = Case("ddp", checkpointing=True), Case("fsdp", accumulation=2)
     monkeypatch.setattr(process_checks, "CASES", cases)
     monkeypatch.setattr(training_checks, "FLOOR_STEPS", 80)
 
@@ -150,9 +150,9 @@ def leaks_in_training_prefill_and_decoding(measure, monkeypatch):
         return leaking(*inputs, **rules)
 
     leaking = faults.replacing_window(faults.leaking_window)
-    later = faults.at_other_lengths(cached_layers.decode_attention, lambda lengths: lengths + 1)
-    monkeypatch.setattr(cached_layers, "nsa_attention", leaking)
-    monkeypatch.setattr(cached_layers, "decode_attention", later)
+    later = faults.at_other_lengths(cached_attention.decode_attention, lambda lengths: lengths + 1)
+    monkeypatch.setattr(cached_attention, "nsa_attention", leaking)
+    monkeypatch.setattr(cached_attention, "decode_attention", later)
     found = measure(CPU, make_model=sparse_layers_call(attention, make_model))
     counts = {line.partition(":")[0]: int(line.rpartition(" ")[2]) for line in found.details}
     assert counts.pop("packed documents") == 0 and min(counts.values()) > 0
@@ -161,8 +161,8 @@ def leaks_in_training_prefill_and_decoding(measure, monkeypatch):
 
 @fault("decode-equals-prefill")
 def query_that_sees_only_the_first_key(measure, monkeypatch):
-    first = faults.at_other_lengths(cached_layers.decode_attention, lambda lengths: lengths * 0)
-    monkeypatch.setattr(cached_layers, "decode_attention", first)
+    first = faults.at_other_lengths(cached_attention.decode_attention, lambda lengths: lengths * 0)
+    monkeypatch.setattr(cached_attention, "decode_attention", first)
     return measure(CPU)
 
 

@@ -18,12 +18,14 @@ from trifocal import load_model
 from trifocal.cli import main
 from trifocal.data import make_tokenizer
 from trifocal.models import save_weights
+from trifocal.runlog import read_metrics
 from trifocal.testing.small_models import make_model, small_config
 from trifocal.train.run_folder import load_run
 
 __all__ = ["tokenizer_file"]
 SMALL = ["--geometry.compression-block-size", "4", "--geometry.compression-stride", "2"]
 SMALL += ["--geometry.selection-block-size", "8", "--geometry.num-selected-blocks", "3"]
+ONE_LOCAL = ["--geometry.num-local-blocks", "1"]
 TRAIN = ["--train.steps", "2", "--train.sequence-length", "64", "--train.global-batch-size", "2"]
 TRAIN += ["--train.micro-batch-size", "2", "--evaluate.interval-steps", "0", "--data.validation-fraction", "0.3"]
 
@@ -62,6 +64,37 @@ def test_a_model_of_hugging_face_becomes_sparse_and_trains_on(
     assert trained.model == load_model(out).config and trained.model.from_ == str(out)
     assert (trained.data.tokenizer, trained.data.separator) == (str(out), "<|endoftext|>")
     assert main(["generate", str(run), "--prompt", "Hello", "--max-new-tokens", "4"]) == 0
+
+
+@pytest.mark.parametrize("to", ["selected", "nsa"])
+def test_an_index_is_taught_with_the_model_frozen(tmp_path: Path, to: str, capsys: Capture) -> None:
+    dense, out, run = tmp_path / "dense", tmp_path / "out", tmp_path / "index"
+    # An index can do what its attention does, which is far from uniform.
+    config = small_config(attention="dense", vocab_size=257, num_heads=2, unrotated_layers=(0, 1))
+    save_weights(make_model(config, torch.device("cpu")), dense)
+    make_tokenizer("bytes").save(dense)
+    assert main(["convert", str(dense), str(out), "--to", to, "--chooser", "index", *SMALL, *ONE_LOCAL]) == 0
+    told = capsys.readouterr().out
+    # The two commands that it prints, made quick.
+    replaced = {"runs/index": str(run), "text:PATH": f"text:{write_documents(tmp_path / 'text')}", "1e-3": "0.02"}
+    teach, train_on = (
+        [replaced.get(word, word) for word in line.split()[1:]]
+        for line in told.splitlines()
+        if "trifocal train" in line
+    )
+    small = [*TRAIN[2:], "--data.validation-fraction", "0", "--log.interval-steps", "1"]
+    assert main([*teach, *small, "--train.steps", "40", "--schedule.warmup-steps", "0"]) == 0
+    before, after = load_model(out), load_model(run)
+    changed = {
+        name for name, weight in before.state_dict().items() if not torch.equal(weight, after.state_dict()[name])
+    }
+    assert changed == {name for name in before.state_dict() if ".index." in name} and changed
+    recall = [sum(row["choice_recall"]) for row in read_metrics(run / "metrics.jsonl", "train")]
+    assert sum(recall[-5:]) > 1.2 * sum(recall[:5])
+    assert main([*train_on, *small, "--run.directory", str(tmp_path / "on"), "--train.steps", "2"]) == 0
+    trained = load_model(tmp_path / "on")
+    assert not torch.equal(trained.embedding.weight, after.embedding.weight)
+    assert main(["generate", str(tmp_path / "on"), "--prompt", "the dog", "--max-new-tokens", "4"]) == 0
 
 
 @pytest.mark.parametrize("part", ["", "checkpoints/step_00000002", "weights"])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trifocal.errors import UserError
-from trifocal.inference import cached_layers
+from trifocal.inference import cached_attention
 from trifocal.inference.cached_model import CachedModel, CachedSequence, OutOfRows
 from trifocal.inference.paged_cache import cache_bytes
 from trifocal.inference.pages import OutOfPages
@@ -24,6 +24,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"compressor": "mlp"},
     {"shared_kv": True},
     {"attention": "dense"},
+    {"chooser": "index", "compressor": "mlp"},
+    {"chooser": "index", "attention": "selected", "unrotated_layers": (1,)},
     {
         "layer_types": ("window", "selected"),
         "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True, "unrotated_layers": (1,),
@@ -150,7 +152,7 @@ def test_prefill_gives_attention_rows_that_a_copy_engine_reads(
     sequence = decoder.admit()
     if first:
         decoder.prefill(sequence, draw_tokens(first))
-    monkeypatch.setattr(cached_layers, "nsa_attention", watched)
+    monkeypatch.setattr(cached_attention, "nsa_attention", watched)
     decoder.prefill(sequence, draw_tokens(70))
     assert len(given) == 14
     for x in given:
@@ -161,12 +163,12 @@ def test_prefill_gives_attention_rows_that_a_copy_engine_reads(
 def test_a_chunk_rotates_as_the_model_does(dtype: torch.dtype) -> None:
     exact = torch.promote_types(dtype, torch.float32)
     tables = rotary_tables(torch.arange(40), 8, 10000.0, exact)
-    chunk = Chunk(torch.zeros(1, dtype=torch.int64), 0, 7, 10, tables)
+    chunk = Chunk(torch.zeros(1, dtype=torch.int64), 0, 7, 10)
     # Columns of a wider tensor, as of a joined projection.
     x = torch.randn(1, 10, 3, 12, generator=torch.Generator().manual_seed(0)).to(dtype)[..., 2:10]
     # Of bf16, the last bit: 1 / 256 of numbers under 4.
     error = 1e-2 if dtype == torch.bfloat16 else 8 * torch.finfo(dtype).eps
-    for found, places in ((chunk.rotate(x), slice(7, 17)), (chunk.rotate(x, 4, 3), slice(4, 34, 3))):
+    for found, places in ((chunk.rotate(x, tables), slice(7, 17)), (chunk.rotate(x, tables, 4, 3), slice(4, 34, 3))):
         expected = rotate(x, *(table[places] for table in tables))
         assert found.dtype == dtype and found.is_contiguous()
         torch.testing.assert_close(found, expected, rtol=0, atol=error)

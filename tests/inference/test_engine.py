@@ -62,7 +62,9 @@ def alone(model: DecoderLM, requests: list[Request], **options: Any) -> list[tup
     return [result(make_engine(model, 1, **options)[0].complete([request])[0]) for request in requests]
 
 
-@pytest.mark.parametrize("options", [{}, {"attention": "dense"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"attention": "dense"}, {"attention": "selected", "chooser": "index"}], ids=str
+)
 def test_company_changes_no_bit(make_model: Make, options: dict[str, Any]) -> None:
     """Tokens and log-probabilities, in a batch that others enter and leave, with pages so few that some must leave."""
     model = make_model(**options).float()
@@ -138,7 +140,7 @@ def test_samples_share_their_prompt(model: DecoderLM) -> None:
 
 
 def test_scores_are_those_of_the_whole_model(model: DecoderLM) -> None:
-    """Of prompts, also in pieces, and of drawn tokens; and the likeliest beside them."""
+    """Prompts, also in pieces, and drawn tokens; and the likeliest beside them."""
     requests = draw_requests(4, likeliest=3, score_prompt=True) + draw_requests(2)
     scores: dict[int, list[TokenScore]] = {id(request): [] for request in requests}
     engine, _ = make_engine(model, prefill_chunk_size=7)

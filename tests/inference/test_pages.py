@@ -8,18 +8,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from trifocal.inference.pages import OutOfPages, PageAllocator, PageTable, pages_for_one_more
 
 
-def test_a_sequence_grows_page_by_page_and_gives_all_back() -> None:
-    allocator = PageAllocator(4, 8)
-    table = PageTable(allocator)
-    assert table.grow(8) == [] and table.pages == [0]
-    assert table.missing(1) == 1 and table.missing(0) == 0
-    table.grow(1)
-    table.grow(7)
-    assert table.pages == [0, 1] and table.length == 16 and allocator.num_free == 2
-    table.free()
-    assert allocator.num_free == 4 and table.pages == [] and table.length == 0
-
-
 def test_too_few_pages_take_none() -> None:
     allocator = PageAllocator(3, 8)
     first, second = PageTable(allocator), PageTable(allocator)
@@ -46,26 +34,6 @@ def test_a_fork_shares_and_whoever_writes_first_copies() -> None:
     # The last owner of the old one writes without a copy.
     assert first.grow(1) == []
     assert allocator.owners(first.pages[0]) == 2 and allocator.owners(first.pages[1]) == 1
-
-
-def test_a_full_last_page_is_shared_without_a_copy() -> None:
-    allocator = PageAllocator(4, 8)
-    first = PageTable(allocator)
-    first.grow(8)
-    second = first.fork()
-    assert first.grow(1) == [] and second.grow(3) == []
-    assert first.pages[0] == second.pages[0] and first.pages[1] != second.pages[1]
-
-
-def test_a_copy_on_write_needs_a_page_too() -> None:
-    allocator = PageAllocator(2, 8)
-    first = PageTable(allocator)
-    first.grow(12)
-    second = first.fork()
-    with pytest.raises(OutOfPages):
-        second.grow(1)
-    first.free()
-    assert second.grow(1) == [] and allocator.num_free == 0
 
 
 @pytest.mark.parametrize("sizes", [(0, 8), (4, 0)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trifocal.models import DecoderLM, ModelConfig
-from trifocal.nn import DenseAttention, NSAttention, RopeScaling
+from trifocal.nn import RopeScaling
 
 LONGROPE = RopeScaling(
     rope_type="longrope",
@@ -33,8 +33,14 @@ OPTIONS: list[dict[str, Any]] = [
     },
     {"layer_types": ("nsa", "selected"), "selection": "random", "rope_scaling": LONGROPE, "unrotated_layers": (0,)},
     {"norm_after": True, "qk_norm": True, "qk_norm_all_heads": True},
+    {"chooser": "index", "layer_types": ("nsa", "selected")},
 ]
 LENGTHS = [3, 1, 4, 21, 1, 9]
+
+
+def trained(model: DecoderLM) -> dict[str, torch.nn.Parameter]:
+    """The parameters that the loss of the language model reaches: all but those of an index."""
+    return {name: parameter for name, parameter in model.named_parameters() if ".index." not in name}
 
 
 def test_loss_is_the_mean_over_targets_that_count(make_model: Callable[..., DecoderLM]) -> None:
@@ -117,7 +123,7 @@ def test_every_parameter_gets_a_gradient(
     tokens = torch.randint(31, (1, sum(lengths)))
     borders = torch.tensor([0, *lengths]).cumsum(0) if len(lengths) > 1 else None
     model(tokens, tokens.roll(-1, 1), cu_seqlens=borders).backward()
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained(model).items():
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
 
@@ -140,7 +146,7 @@ def test_packed_documents_equal_separate_ones(make_model: Callable[..., DecoderL
     model = make_model(**options)
     torch.manual_seed(0)
     tokens, targets = torch.randint(31, (2, 1, sum(LENGTHS)))
-    parameters = list(model.parameters())
+    parameters = list(trained(model).values())
     packed = model(tokens, targets, cu_seqlens=torch.tensor([0, *LENGTHS]).cumsum(0))
     packed_gradients = torch.autograd.grad(packed, parameters)
     separate = sum(
@@ -167,21 +173,10 @@ def test_autocast_keeps_weights_gradients_and_loss_in_fp32(
     assert loss.dtype == torch.float32
     # bf16 keeps 8 bits; the products of two layers together err by a few of their units.
     torch.testing.assert_close(loss.double(), exact(tokens, targets), rtol=2**-6, atol=0)
-    for parameter in model.parameters():
+    for parameter in trained(model).values():
         assert parameter.dtype == torch.float32
         assert parameter.grad is not None
         assert parameter.grad.dtype == torch.float32
-
-
-def test_the_dense_twin_differs_in_the_attention_alone(make_model: Callable[..., DecoderLM]) -> None:
-    sparse, dense = make_model(), make_model(attention="dense")
-    assert all(isinstance(layer, NSAttention) for layer in sparse.attention_layers())
-    assert all(isinstance(layer, DenseAttention) for layer in dense.attention_layers())
-
-    def others(model: DecoderLM) -> dict[str, torch.Size]:
-        return {name: p.shape for name, p in model.named_parameters() if ".attention." not in name}
-
-    assert others(sparse) == others(dense)
 
 
 def test_wrong_arguments_are_refused(make_model: Callable[..., DecoderLM]) -> None:
@@ -215,7 +210,7 @@ def test_runs_on_the_meta_device(make_config: Callable[..., ModelConfig], option
         loss = model(tokens, tokens, cu_seqlens=cu_seqlens)
         assert loss.shape == () and loss.is_meta
         loss.backward()
-        for name, parameter in model.named_parameters():
+        for name, parameter in trained(model).items():
             assert parameter.grad is not None and parameter.grad.shape == parameter.shape, name
 
 

@@ -31,14 +31,6 @@ def test_there_and_back(make_config: Callable[..., ModelConfig], tmp_path: Path,
     assert all(parameter.grad is not None for parameter in loaded.parameters())
 
 
-def test_saving_replaces(make_config: Callable[..., ModelConfig], tmp_path: Path) -> None:
-    save_weights(DecoderLM(make_config(num_layers=1)), tmp_path)
-    save_weights(DecoderLM(make_config(num_layers=2)), tmp_path)
-    assert load_model(tmp_path).config.num_layers == 2
-    files = ["config.json", "model.safetensors", "modeling_trifocal.py"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == files
-
-
 def test_a_disk_that_does_not_take_them_is_an_os_error(make_config: Callable[..., ModelConfig], tmp_path: Path) -> None:
     (tmp_path / ".model.safetensors.partial").mkdir()
     with pytest.raises(IsADirectoryError, match=r"Is a directory: '.*model\.safetensors\.partial'"):
@@ -64,7 +56,7 @@ def test_first_wrong_tensor_is_named(make_config: Callable[..., ModelConfig], tm
 
 
 def test_missing_and_broken_files_are_named(make_config: Callable[..., ModelConfig], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot read .*config\.json: No such file or directory"):
+    with pytest.raises(UserError, match="there is no run at"):
         load_model(tmp_path)
     save_weights(DecoderLM(make_config()), tmp_path)
     weights = tmp_path / "model.safetensors"
@@ -73,9 +65,6 @@ def test_missing_and_broken_files_are_named(make_config: Callable[..., ModelConf
         load_model(tmp_path)
     weights.unlink()
     with pytest.raises(UserError, match=r"has no safetensors: neither model\.safetensors nor"):
-        load_model(tmp_path)
-    (tmp_path / "config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(UserError, match="is not valid JSON"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text("[]", encoding="utf-8")
     with pytest.raises(UserError, match="must hold one JSON object, got list"):

@@ -1,8 +1,8 @@
-"""Norm, SwiGLU and the residual stream."""
+"""Norm, SwiGLU, gates and the residual stream."""
 
 import torch
 
-from trifocal.nn import Block, DenseAttention, RMSNorm, SwiGLU
+from trifocal.nn import Block, DenseAttention, RMSNorm, SigmoidGate, SwiGLU
 
 
 def test_norm_formula_and_types() -> None:
@@ -41,3 +41,17 @@ def test_residual_stream_stays_fp32_under_autocast() -> None:
     block = Block(attention, dim=16, mlp_dim=24)
     with torch.autocast("cpu", torch.bfloat16):
         assert block(torch.randn(1, 4, 16)).dtype == torch.float32
+
+
+def test_gates_of_each_head_and_branch_start_half_open() -> None:
+    torch.manual_seed(0)
+    gate = SigmoidGate(dim=64, num_heads=4)
+    x = torch.randn(2, 50, 64)
+    gates = gate(x)
+    assert ((gates.mean((0, 1)) - 0.5).abs() < 0.1).all()
+    for head in range(4):
+        for branch in range(3):
+            expected = torch.sigmoid(x @ gate.proj.weight[head * 3 + branch])
+            torch.testing.assert_close(gates[:, :, head, branch], expected, rtol=0, atol=1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert gate(x).dtype == torch.float32

@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import trifocal.nn.packed as packed_module
 from trifocal.nn.packed import packed_attention
 from trifocal.ops import Documents
-from trifocal.ops.dispatch import backend_choices
 
 # Alike and whole; alike but for the last; in rows of 16; across every multiple of the longest; one; of one token.
 PACKS = {
@@ -105,13 +104,6 @@ def test_costs_what_a_batch_costs() -> None:
     )
     assert cost(lengths) == batch > 0
     assert cost([60, 64, 50, 64, 18] * 8) <= 2 * batch
-
-
-def test_the_choice_is_recorded() -> None:
-    before = backend_choices()
-    packed_attention(*inputs([3, 4]), Documents.from_cu_seqlens(borders([3, 4]), 7))
-    key = "packed_attention", "rows", "the tensors are not on a CUDA device"
-    assert backend_choices()[key] == before.get(key, 0) + 1
 
 
 @pytest.mark.parametrize(

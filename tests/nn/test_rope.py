@@ -26,19 +26,6 @@ def test_pairs_turn_as_complex_numbers() -> None:
     torch.testing.assert_close(rotated(x, positions), expected, rtol=0, atol=1e-12)
 
 
-def test_position_zero_changes_nothing() -> None:
-    x = torch.randn(1, 1, 2, 6)
-    assert torch.equal(rotated(x, torch.tensor([0])), x)
-
-
-def test_each_head_is_rotated_by_itself() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(1, 7, 4, 8)
-    positions = torch.arange(7)
-    alone = [rotated(x[:, :, head : head + 1], positions) for head in range(4)]
-    assert torch.equal(rotated(x, positions), torch.cat(alone, dim=2))
-
-
 def test_scores_depend_on_distance_alone() -> None:
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 1, 4, 16, dtype=torch.float64)

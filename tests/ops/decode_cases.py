@@ -21,6 +21,7 @@ from trifocal.ops import (
     decode_attention,
     decode_dense_attention,
     select_blocks,
+    select_blocks_by_index,
     selected_attention,
     window_attention,
 )
@@ -30,7 +31,10 @@ FOUR_A_BLOCK = geometry(16, 4, 16, 3, 1, 1, 21)
 
 @dataclass(frozen=True)
 class Case:
-    """One set of shapes; `why` says what only it covers. `window`: "own" keys, "shared" ones, or none."""
+    """One set of shapes; `why` says what only it covers.
+
+    `window`: "own" keys, "shared" ones, or none. `index`: width of an index that chooses; 0: compressed keys do.
+    """
 
     why: str
     geometry: Geometry
@@ -42,6 +46,11 @@ class Case:
     window: str = "own"
     selected_only: bool = False
     learned: bool = False
+    index: int = 0
+
+    @property
+    def compresses(self) -> bool:
+        return not (self.selected_only and self.index)
 
     @property
     def page_size(self) -> int:
@@ -56,6 +65,8 @@ CASES = (
     Case("the selected branch alone", USUAL, 4, 2, 8, 4, window="none", selected_only=True),
     Case("no window", USUAL, 2, 1, window="none"),
     Case("learned compression", USUAL, 4, 2, 8, 6, learned=True),
+    Case("an index for three branches", ODD, 6, 3, 6, 10, learned=True, index=12),
+    Case("an index alone", USUAL, 4, 2, 8, 6, page_blocks=3, window="none", selected_only=True, index=8),
     Case("a compressed block at every token", STRIDE_ONE, 2, 1, page_blocks=2),
     Case("l = d = l', a window of one key", ONE_SIZE, 8, 1),
     Case("blocks of four strides", FOUR_A_BLOCK, 4, 2),
@@ -73,6 +84,8 @@ class Tokens(NamedTuple):
     v_slc: Tensor
     k_win: Tensor
     v_win: Tensor
+    q_idx: Tensor
+    k_idx: Tensor
 
     def part(self, sequence: int, stop: int) -> Tokens:
         return Tokens(*(x[sequence : sequence + 1, :stop] for x in self))
@@ -86,14 +99,15 @@ def draw(case: Case, batch: int, length: int, dtype: torch.dtype, device: str = 
 
     k, v = (case.groups, case.dim), (case.groups, case.value_dim)
     tokens = Tokens(
-        normal(case.heads, case.dim), normal(case.heads, 3).sigmoid(), *(normal(*size) for size in (k, v, k, v, k, v))
-    )
+        normal(case.heads, case.dim), normal(case.heads, 3).sigmoid(), *(normal(*size) for size in (k, v, k, v, k, v)),
+        normal(case.groups, case.index), normal(1, case.index),
+    )  # fmt: skip
     return tokens._replace(k_win=tokens.k_slc, v_win=tokens.v_slc) if case.window == "shared" else tokens
 
 
-def tables(case: Case, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def tables(case: Case, length: int, like: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(like.dtype, torch.float32)
-    return rotary_tables(torch.arange(length, device=like.device), case.dim, 10000.0, dtype)
+    return rotary_tables(torch.arange(length, device=like.device), dim or case.dim, 10000.0, dtype)
 
 
 def compressor(width: int, geometry: Geometry, like: Tensor):
@@ -123,11 +137,16 @@ def whole(case: Case, tokens: Tokens) -> Tensor:
     k_cmp, v_cmp = compressed(case, tokens.k_cmp), compressed(case, tokens.v_cmp)
     starts = torch.arange(k_cmp.shape[1], device=q.device) * rules.compression_stride
     k_cmp = rotate(k_cmp, cos[starts], sin[starts])
+    chosen = None
+    if case.index:
+        q_idx, k_idx = (rotate(x, *tables(case, length, x, case.index)) for x in (tokens.q_idx, tokens.k_idx))
+        chosen = select_blocks_by_index(q_idx, k_idx[:, :, 0], rules, backend="reference")
     if case.window != "none":
         inputs = (q, k_cmp, v_cmp, k_slc, tokens.v_slc, k_win, tokens.v_win, tokens.gates)
-        return nsa_attention(*inputs, rules, backend="reference")
+        return nsa_attention(*inputs, rules, selected_blocks=chosen, backend="reference")
     o_cmp, lse = compressed_attention(q, k_cmp, v_cmp, rules, backend="reference")
-    chosen = select_blocks(q, k_cmp, lse, rules, backend="reference")
+    if chosen is None:
+        chosen = select_blocks(q, k_cmp, lse, rules, backend="reference")
     o_slc = selected_attention(q, k_slc, tokens.v_slc, chosen, rules, backend="reference")
     if case.selected_only:
         return o_slc
@@ -144,15 +163,24 @@ class Decoder:
         backend: Of every call.
         spare_pages: Columns of the block table that nobody needs; their entries are no pages.
         seed: Of the order of pages and rows.
+        length: Tokens of the longest sequence, where `tokens` are fewer, which follow again and again.
     """
 
     def __init__(
-        self, case: Case, tokens: Tokens, most_new: int, backend: str, spare_pages: int = 1, seed: int = 0
+        self,
+        case: Case,
+        tokens: Tokens,
+        most_new: int,
+        backend: str,
+        spare_pages: int = 1,
+        seed: int = 0,
+        length: int = 0,
     ) -> None:
         self.case, self.tokens, self.most_new, self.backend = case, tokens, most_new, backend
         rules, device, dtype = case.geometry, tokens.q.device, tokens.q.dtype
-        batch, length = tokens.q.shape[:2]
+        batch, length = len(tokens.q), length or tokens.q.shape[1]
         self.rotary = tables(case, length, tokens.q)
+        self.rotary_idx = tables(case, length, tokens.q, case.index) if case.index else None
         columns = -(-length // case.page_size)
         pages, rows = batch * columns + 1, batch + 1
         generator = torch.Generator().manual_seed(seed)
@@ -162,8 +190,8 @@ class Decoder:
         self.rows = torch.randperm(rows, generator=generator)[:batch].to(device, torch.int32)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
 
-        def empty(first: int, size: int, width: int) -> Tensor:
-            return torch.full((first, case.groups, size, width), torch.nan, device=device, dtype=dtype)
+        def empty(first: int, size: int, width: int, groups: int = case.groups) -> Tensor:
+            return torch.full((first, groups, size, width), torch.nan, device=device, dtype=dtype)
 
         def ring(reach: int, width: int) -> Tensor:
             return empty(rows, reach - 1 + most_new, width)
@@ -173,12 +201,13 @@ class Decoder:
         self.cache = SparseCache(
             k_slc=empty(pages, case.page_size, case.dim),
             v_slc=empty(pages, case.page_size, case.value_dim),
-            k_cmp=empty(pages, stripes, case.dim),
+            k_cmp=empty(pages, stripes, case.dim) if case.compresses else None,
             v_cmp=empty(pages, stripes, case.value_dim) if values else None,
             k_win=ring(rules.window_size, case.dim) if own else None,
             v_win=ring(rules.window_size, case.value_dim) if own else None,
-            k_raw=ring(rules.compression_block_size, case.dim),
+            k_raw=ring(rules.compression_block_size, case.dim) if case.compresses else None,
             v_raw=ring(rules.compression_block_size, case.value_dim) if values else None,
+            k_idx=empty(pages, case.page_size, case.index, 1) if case.index else None,
         )
         self.dense = DenseCache(self.cache.k_slc.clone(), self.cache.v_slc.clone())
 
@@ -190,11 +219,15 @@ class Decoder:
             past = self.tokens.part(sequence, length)
             cos, sin = (table[:length] for table in self.rotary)
             k_slc, k_win = rotate(past.k_slc, cos, sin), rotate(past.k_win, cos, sin)
+            k_idx = past.k_idx
+            if self.rotary_idx is not None:
+                k_idx = rotate(k_idx, *(table[:length] for table in self.rotary_idx))
             k_cmp, v_cmp = compressed(case, past.k_cmp), compressed(case, past.v_cmp)
             k_cmp = rotate(k_cmp, cos[: k_cmp.shape[1] * stride : stride], sin[: k_cmp.shape[1] * stride : stride])
             for pages, x, before in (
                 (cache.k_slc, k_slc, 0), (cache.v_slc, past.v_slc, 0), (self.dense.k, k_slc, 0),
                 (self.dense.v, past.v_slc, 0), (cache.k_cmp, k_cmp, late), (cache.v_cmp, v_cmp, late),
+                (cache.k_idx, k_idx, 0),
             ):  # fmt: skip
                 if pages is not None:
                     index = torch.arange(x.shape[1], device=x.device) + before
@@ -210,6 +243,14 @@ class Decoder:
                     held.transpose(1, 2)[row, index % held.shape[2]] = x[0, index]
         self.lengths.copy_(torch.tensor(lengths))
 
+    def randomise(self, lengths: list[int]) -> None:
+        """Random numbers everywhere in the caches: for lengths that `fill` would take too long for."""
+        generator = torch.Generator(self.lengths.device).manual_seed(7)
+        for x in (*vars(self.cache).values(), self.dense.k, self.dense.v):
+            if x is not None:
+                x.normal_(generator=generator)
+        self.lengths.copy_(torch.tensor(lengths))
+
     def batch(self, num_new: list[int]) -> DecodeBatch:
         new = torch.tensor(num_new, dtype=torch.int32, device=self.lengths.device)
         return DecodeBatch(self.rows, self.lengths.clone(), new, self.table)
@@ -218,32 +259,43 @@ class Decoder:
         """The next T tokens of each sequence, NaN past its new ones."""
         index = self.lengths.long()[:, None] + torch.arange(self.most_new, device=self.lengths.device)
         exists = index < (self.lengths + torch.tensor(num_new, device=self.lengths.device))[:, None]
-        index = index.where(exists, 0)
+        index = index.where(exists, 0) % self.tokens.q.shape[1]
         rows = torch.arange(len(num_new), device=index.device)[:, None]
         return Tokens(*(x[rows, index].where(exists[..., None, None], torch.nan) for x in self.tokens))
 
     def append(self, num_new: list[int]) -> tuple[Tokens, DecodeBatch]:
         """Put the next tokens of each sequence into the caches; `lengths` stay as they are."""
-        case, new, batch = self.case, self.new_tokens(num_new), self.batch(num_new)
+        new, batch = self.new_tokens(num_new), self.batch(num_new)
+        self.append_tokens(new, batch)
+        return new, batch
+
+    def append_tokens(self, new: Tokens, batch: DecodeBatch) -> None:
+        case = self.case
         own, values = case.window == "own", not case.selected_only
         phi = (compressor(w, case.geometry, new.q) for w in (case.dim, case.value_dim))
         append_sparse(
-            self.cache, batch, new.k_cmp, new.v_cmp if values else None, new.k_slc, new.v_slc,
-            new.k_win if own else None, new.v_win if own else None, case.geometry, self.rotary,
+            self.cache, batch, new.k_cmp if case.compresses else None, new.v_cmp if values else None,
+            new.k_slc, new.v_slc, new.k_win if own else None, new.v_win if own else None, case.geometry, self.rotary,
             compress=tuple(phi) if case.learned else None, backend=self.backend,
+            index=self.index(new.k_idx[:, :, 0]),
         )  # fmt: skip
-        return new, batch
+
+    def index(self, x: Tensor):
+        return None if self.rotary_idx is None else (x, self.rotary_idx)
 
     def step(self, num_new: list[int]) -> Tensor:
         """Append the next tokens of each sequence and attend: o [B, T, H, V]."""
-        case = self.case
         new, batch = self.append(num_new)
-        o = decode_attention(
-            new.q, None if case.selected_only else new.gates, self.cache, batch, case.geometry, self.rotary,
-            window=case.window != "none", backend=self.backend,
-        )  # fmt: skip
+        o = self.attend(new, batch)
         self.lengths += batch.num_new
         return o
+
+    def attend(self, new: Tokens, batch: DecodeBatch) -> Tensor:
+        case = self.case
+        return decode_attention(
+            new.q, None if case.selected_only else new.gates, self.cache, batch, case.geometry, self.rotary,
+            window=case.window != "none", backend=self.backend, index=self.index(new.q_idx),
+        )  # fmt: skip
 
     def step_dense(self, num_new: list[int], window_size: int | None = None) -> Tensor:
         """As `step`, for full attention over the selected branch's keys, or for the last tokens alone."""

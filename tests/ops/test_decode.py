@@ -99,6 +99,7 @@ def test_rejected_tokens_are_written_over():
         ({"rotary": lambda x: torch.cat((x, x), -1)[:, :4]}, r"cosines must be contiguous, got strides of \[8, 1\]"),
         ({"rotary": lambda x: x.T.contiguous().T}, r"cosines must be contiguous, got strides of \[1, 20\]"),
         ({"new": {"k_cmp": slice(1)}}, r"k_raw must have the shape \[B, T, G, width\] = \[2, 2, 2, 8\], got"),
+        ({"index": (torch.zeros(2, 2, 8), ())}, "an index must be given where the cache has k_idx, and only there"),
         ({"new": {"v_win": slice(1)}}, r"v_win must have the shape \[B, T, G, width\] = \[2, 2, 2, 6\], got"),
     ],
 )
@@ -125,12 +126,13 @@ def test_what_does_not_fit_is_refused(change, message):
         if "gates" in change:
             decode_attention(new.q, None, decoder.cache, batch, case.geometry, decoder.rotary, window=True)
         else:
-            append_sparse(decoder.cache, batch, *new[2:], case.geometry, decoder.rotary)
+            append_sparse(decoder.cache, batch, *new[2:8], case.geometry, decoder.rotary, index=change.get("index"))
 
 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
+        ("k_idx", lambda x: torch.zeros(3, 2, 16, 8), r"k_idx must have the shape \[pages, 1, P, Di\] = "),
         ("k_slc", lambda x: x.transpose(2, 3).contiguous().transpose(2, 3), "k_slc must be contiguous in its last dim"),
         ("v_raw", lambda x: torch.stack((x, x), -1)[..., 0], "v_raw must be contiguous in its last dim"),
         ("v_win", lambda x: x[:, :, 1:], "k_win and v_win must have the same pages or rows, groups and tokens"),

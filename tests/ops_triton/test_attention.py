@@ -266,7 +266,7 @@ def test_auto_takes_the_kernels_on_a_gpu_alone():
 
 @interpreted
 @pytest.mark.parametrize(
-    "operator", ["compressed_attention", "selected_attention", "select_blocks", "combine_branches"]
+    "operator", ["mean_compress", "compressed_attention", "selected_attention", "select_blocks", "combine_branches"]
 )
 def test_operators_pass_pytorch_s_own_check(operator):
     """Schema, fake tensors, autograd and ahead-of-time dispatch, judged by PyTorch's own tool."""
@@ -280,6 +280,7 @@ def test_operators_pass_pytorch_s_own_check(operator):
         selected = operators.selected_attention(inputs.q, *inputs[3:5], chosen, USUAL, 0.3, documents)
         window = operators.window_attention(inputs.q, *inputs[5:7], 11, 0.3, documents)
     arguments = {
+        "mean_compress": (inputs.k_slc, USUAL, 4, documents),
         "compressed_attention": (*inputs[:3], USUAL, 17, 0.3, documents),
         "selected_attention": (inputs.q, *inputs[3:5], chosen, USUAL, 0.3, documents),
         "select_blocks": choice_arguments,

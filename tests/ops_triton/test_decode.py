@@ -1,8 +1,9 @@
-"""Decoding's kernels, interpreted, against the reference: caches, choices and outputs, fp32."""
+"""Decoding's kernels against the reference: caches, choices, outputs, bits; on a GPU also at real sizes, in graphs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import copy
+from dataclasses import dataclass, fields, replace
 from unittest import mock
 
 import pytest
@@ -11,12 +12,25 @@ import torch
 from tests.ops import decode_cases
 from tests.ops.cases import geometry
 from tests.ops.decode_cases import Decoder, draw, whole, whole_dense
+from trifocal import Geometry
 from trifocal.nn.rope import rotate
-from trifocal.ops import compressed_attention, decode_attention, decode_dense_attention, dispatch, select_blocks, tiles
-from trifocal.testing.tolerances import error
+from trifocal.ops import (
+    compressed_attention,
+    decode_attention,
+    decode_dense_attention,
+    dispatch,
+    select_blocks,
+    select_blocks_by_index,
+    tiles,
+)
+from trifocal.testing.tolerances import allowed, error
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
+
+
+def on_a_gpu(test):
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
+
 
 BOUND = 1e-5
 USUAL = geometry(8, 4, 16, 3, 1, 1, 11)
@@ -46,6 +60,32 @@ STEPS = (
     Step(shapes("three strides a block, no block forced first", geometry(16, 16, 48, 2, 0, 1, 5)), (190,), (1,)),
     Step(shapes("D in two parts, V wider", dim=130, value_dim=132), (41,), (1,)),
     Step(shapes("rows are two tiles", heads=20), (30,), (4,)),
+    Step(shapes("an index, rows are two tiles", heads=3, groups=3, index=8, learned=True), (5, 79), (6, 7)),
+    Step(
+        shapes(
+            "an index alone, in two parts, blocks of 48",
+            geometry(16, 16, 48, 2, 0, 1, 5),
+            heads=2,
+            groups=2,
+            window="none",
+            selected_only=True,
+            index=24,
+            page_blocks=2,
+        ),
+        (190, 0, 20),
+        (1, 1, 0),
+    ),
+    Step(
+        shapes(
+            "an index alone, blocks of several tiles",
+            geometry(4, 4, 144, 2, 0, 1, 5),
+            window="none",
+            selected_only=True,
+            index=64,
+        ),
+        (900,),
+        (2,),
+    ),
 )
 
 
@@ -62,9 +102,10 @@ def unwritten_memory_is_poison(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def four_units_to_a_part(monkeypatch):
+def four_units_to_a_part(monkeypatch, request):
     """Fewer programs to interpret; one test takes both ways."""
-    monkeypatch.setattr(dispatch, "decode_units_of_part", lambda *sizes: tiles.DECODE_GROUP)
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(dispatch, "decode_units_of_part", lambda *sizes: tiles.DECODE_GROUP)
 
 
 def run(step, backend, tokens, dense=False, window_size=None):
@@ -75,9 +116,9 @@ def run(step, backend, tokens, dense=False, window_size=None):
     return decoder.step(list(step.num_new)), decoder
 
 
-def tokens_of(step):
+def tokens_of(step, device):
     length = max(past + new for past, new in zip(step.lengths, step.num_new, strict=True))
-    return draw(step.shapes, len(step.lengths), length, torch.float32)
+    return draw(step.shapes, len(step.lengths), length, torch.float32, device)
 
 
 def assert_same_caches(cache, expected):
@@ -91,8 +132,8 @@ def assert_same_caches(cache, expected):
 
 
 @pytest.mark.parametrize("step", STEPS, ids=[step.shapes.why for step in STEPS])
-def test_a_step_is_the_reference_and_the_whole_sequence(step):
-    tokens = tokens_of(step)
+def test_a_step_is_the_reference_and_the_whole_sequence(step, device):
+    tokens = tokens_of(step, device)
     o, decoder = run(step, "triton", tokens)
     expected, reference = run(step, "reference", tokens)
     assert_same_caches(decoder.cache, reference.cache)
@@ -105,12 +146,12 @@ def test_a_step_is_the_reference_and_the_whole_sequence(step):
 
 
 @pytest.mark.parametrize("learned", [False, True], ids=["mean", "learned"])
-def test_caches_after_every_length(learned):
+def test_caches_after_every_length(learned, device):
     """Around every border; the windows of blocks that are not due hold NaN."""
     case = shapes("append", value_dim=7, window="own", page_blocks=2, learned=learned)
     lengths = (0, *range(3, 13), 27, 28, 29, 31, 32, 33)
     step = Step(case, lengths, tuple((5, 3, 0, 1)[row % 4] for row in range(len(lengths))))
-    tokens, caches = tokens_of(step), []
+    tokens, caches = tokens_of(step, device), []
     for backend in ("triton", "reference"):
         decoder = Decoder(case, tokens, 5, backend)
         decoder.fill(list(lengths))
@@ -121,11 +162,11 @@ def test_caches_after_every_length(learned):
 
 # A window in one part, one that begins in the middle of a page, and one of several parts.
 @pytest.mark.parametrize("window_size", [None, 5, 270])
-def test_dense_and_window_attention_over_pages(window_size, monkeypatch):
+def test_dense_and_window_attention_over_pages(window_size, monkeypatch, device):
     if window_size:
         monkeypatch.setattr(dispatch, "decode_units_of_part", lambda *sizes: 1)
     step = Step(shapes("dense", heads=6, groups=2, value_dim=6), (30, 300), (0, 2))
-    tokens = tokens_of(step)
+    tokens = tokens_of(step, device)
     o, decoder = run(step, "triton", tokens, True, window_size)
     expected, reference = run(step, "reference", tokens, True, window_size)
     assert_same_caches(decoder.dense, reference.dense)
@@ -134,12 +175,19 @@ def test_dense_and_window_attention_over_pages(window_size, monkeypatch):
     assert error(o[1], whole_row[0, 300:]) <= BOUND
 
 
-@pytest.mark.parametrize(("dense", "past"), [(False, 330), (True, 1300)], ids=["sparse", "dense"])
-def test_bits_do_not_depend_on_the_batch_the_table_or_the_parts(dense, past):
+BITS = {"selected_only": True, "window": "none", "index": 16}
+
+
+@pytest.mark.parametrize(
+    ("dense", "past", "others"),
+    [(False, 330, {}), (True, 1300, {}), (False, 330, BITS)],
+    ids=["sparse", "dense", "index"],
+)
+def test_bits_do_not_depend_on_the_batch_the_table_or_the_parts(dense, past, others, device):
     """Several units alone, elsewhere in other caches, with a wider table and longer parts."""
     rules = geometry(2, 1, 16, 18, 1, 1, 300)
-    step = Step(shapes("bits", rules, value_dim=64, page_blocks=2), (20, past), (1, 1))
-    tokens = tokens_of(step)
+    step = Step(shapes("bits", rules, value_dim=64, page_blocks=2, **others), (20, past), (1, 1))
+    tokens = tokens_of(step, device)
     expected, _ = run(step, "reference", tokens, dense)
     with mock.patch.object(dispatch, "decode_units_of_part", lambda *sizes: 1):
         together, _ = run(step, "triton", tokens, dense)
@@ -152,12 +200,12 @@ def test_bits_do_not_depend_on_the_batch_the_table_or_the_parts(dense, past):
 
 
 @pytest.mark.parametrize("window", ["own", "shared"])
-def test_parts_of_one_tile(window, monkeypatch):
+def test_parts_of_one_tile(window, monkeypatch, device):
     """No loop: keys are asked for before the rows are ready. Two parts of chosen blocks, and of the window."""
     monkeypatch.setattr(dispatch, "decode_tile", lambda q, v, rows, kernel: tiles.Tile(16, 256, 4, 2))
     monkeypatch.setattr(dispatch, "decode_units_of_part", lambda *sizes: 1)
     step = Step(shapes("one tile", geometry(4, 4, 16, 20, 1, 1, 270), 6, 2, window=window), (20, 700), (2, 2))
-    tokens = tokens_of(step)
+    tokens = tokens_of(step, device)
     o, _ = run(step, "triton", tokens)
     expected, _ = run(step, "reference", tokens)
     assert error(o, expected) <= BOUND
@@ -176,49 +224,206 @@ def choices(step, tokens, monkeypatch, rotated=True):
     decoder = Decoder(step.shapes, tokens, max(step.num_new), "triton")
     if not rotated:
         decoder.rotary = torch.ones_like(decoder.rotary[0]), torch.zeros_like(decoder.rotary[1])
+        decoder.rotary_idx = decoder.rotary if decoder.rotary_idx else None
     decoder.fill(list(step.lengths))
     monkeypatch.setattr(kernels, "decode_attend_kernel", Launch())
     monkeypatch.setattr(kernels, "decode_combine_kernel", Launch())
     decoder.step(list(step.num_new))
     cos, sin = decoder.rotary
-    k_cmp = decode_cases.compressed(step.shapes, tokens.k_cmp)
-    starts = torch.arange(k_cmp.shape[1]) * step.shapes.geometry.compression_stride
-    q, k_cmp = rotate(tokens.q, cos, sin), rotate(k_cmp, cos[starts], sin[starts])
-    _, lse = compressed_attention(q, k_cmp, k_cmp, step.shapes.geometry, backend="reference")
-    expected = select_blocks(q, k_cmp, lse, step.shapes.geometry, backend="reference")
+    if step.shapes.index:
+        q, k = (rotate(x, *decoder.rotary_idx) for x in (tokens.q_idx, tokens.k_idx))
+        expected = select_blocks_by_index(q, k[:, :, 0], step.shapes.geometry, backend="reference")
+    else:
+        k_cmp = decode_cases.compressed(step.shapes, tokens.k_cmp)
+        starts = torch.arange(k_cmp.shape[1]) * step.shapes.geometry.compression_stride
+        q, k_cmp = rotate(tokens.q, cos, sin), rotate(k_cmp, cos[starts], sin[starts])
+        _, lse = compressed_attention(q, k_cmp, k_cmp, step.shapes.geometry, backend="reference")
+        expected = select_blocks(q, k_cmp, lse, step.shapes.geometry, backend="reference")
     (selected_blocks,) = (
         x for x in launched[0] if isinstance(x, torch.Tensor) and x.dtype == torch.int32 and x.ndim == 4
     )
     return selected_blocks, expected[:, step.lengths[0] :]
 
 
-def test_half_of_many_blocks_are_chosen(monkeypatch):
-    step = Step(shapes("choice", geometry(8, 4, 16, 20, 1, 1, 11), 6, 2), (641,), (8,))
-    chosen, expected = choices(step, tokens_of(step), monkeypatch)
+@pytest.mark.parametrize("index", [0, 8])
+def test_half_of_many_blocks_are_chosen(index, monkeypatch, device):
+    step = Step(shapes("choice", geometry(8, 4, 16, 20, 1, 1, 11), 6, 2, index=index), (641,), (8,))
+    chosen, expected = choices(step, tokens_of(step, device), monkeypatch)
     assert torch.equal(chosen, expected)
 
 
-def test_equal_blocks_tie_and_the_lower_indices_are_taken(monkeypatch):
-    """All compressed keys but one block's are equal; that one raises the maximum of its tile."""
-    step = Step(shapes("ties", geometry(4, 4, 16, 9, 0, 1, 4), 2, 2), (400,), (8,))
-    tokens = tokens_of(step)
-    k_cmp = torch.zeros_like(tokens.k_cmp) + tokens.k_cmp[:, :1]
+@pytest.mark.parametrize("index", [0, 8])
+def test_equal_blocks_tie_and_the_lower_indices_are_taken(index, monkeypatch, device):
+    """All keys but those of one block are equal; that one raises the maximum of its tile."""
+    step = Step(shapes("ties", geometry(4, 4, 16, 9, 0, 1, 4), 2, 2, index=index), (400,), (8,))
+    tokens = tokens_of(step, device)
+    k_cmp, k_idx = (torch.zeros_like(x) + x[:, :1] for x in (tokens.k_cmp, tokens.k_idx))
     k_cmp[:, 304:320] *= 6.3
-    chosen, expected = choices(step, tokens._replace(k_cmp=k_cmp), monkeypatch, rotated=False)
-    assert (expected == 19).any() and (expected[..., 4] == 4).all()
+    k_idx[:, 304:320] *= 6.3
+    chosen, expected = choices(step, tokens._replace(k_cmp=k_cmp, k_idx=k_idx), monkeypatch, rotated=False)
+    assert (expected == 19).any() and (expected[..., 4] == 4).any()
     assert torch.equal(chosen, expected)
 
 
-def test_more_strides_a_block_than_a_tile_holds_are_refused():
+PAPER = Geometry()
+
+
+def of_model(why, heads, groups, dim, value_dim, **others):
+    return decode_cases.Case(why, PAPER, heads, groups, dim, value_dim, page_blocks=4, **others)
+
+
+# Shapes of large models, the production model, and heads that fill no tile; two of them with an index.
+MODELS = (
+    of_model("64 heads of 128", 64, 4, 128, 128),
+    of_model("production, with an index", 12, 2, 64, 64, index=64),
+    of_model("the paper's", 16, 2, 192, 128),
+    of_model("an index alone", 16, 2, 128, 128, index=64, window="none", selected_only=True),
+    of_model("one head a group", 3, 3, 64, 64),
+    of_model("7 heads", 7, 1, 128, 64),
+)
+LENGTHS = (0, 31, 63, 512, 1500, 5003, 16384)
+both_kinds = pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
+
+
+class Layer:
+    """Caches full of random keys and values, whose steps leave them as they are."""
+
+    def __init__(self, case, dtype, lengths=LENGTHS, num_new=1):
+        tokens = draw(case, len(lengths), 8, dtype, "cuda")
+        # Pages for the replays of a graph, too.
+        self.decoder = Decoder(case, tokens, num_new, "triton", spare_pages=0, length=max(lengths) + 64)
+        self.decoder.randomise(list(lengths))
+        self.num_new = [num_new] * len(lengths)
+
+    def step(self, backend="triton", *, rows=None, dense=False, rules=None):
+        """A step of some of the sequences, on copies of the caches."""
+        decoder = copy.deepcopy(self.decoder)
+        decoder.backend = backend
+        decoder.case = replace(decoder.case, geometry=rules or decoder.case.geometry)
+        if rows is not None:
+            decoder.tokens = type(decoder.tokens)(*(x[rows] for x in decoder.tokens))
+            for name in ("rows", "lengths", "table"):
+                setattr(decoder, name, getattr(decoder, name)[rows].contiguous())
+        return (decoder.step_dense if dense else decoder.step)(self.num_new[: len(decoder.lengths)])
+
+
+def each_model(models=MODELS):
+    return pytest.mark.parametrize("case", models, ids=[case.why for case in models])
+
+
+@on_a_gpu
+@each_model()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("num_new", [1, 3, 8])
+def test_values_at_real_sizes(case, dtype, num_new):
+    """Where every block is chosen, no choice depends on rounding; in fp32 the choice is the reference's."""
+    layer = Layer(case, dtype, num_new=num_new)
+    bound = allowed(dtype, torch.device("cuda"))
+    ways = [{"rules": Geometry(num_selected_blocks=300)}, {"dense": True}, *[{}] * (dtype == torch.float32)]
+    for way in ways:
+        assert error(layer.step(**way), layer.step("reference", **way).double()) <= bound, way
+
+
+@on_a_gpu
+@each_model(MODELS[:4])
+@both_kinds
+def test_equal_bits_in_any_batch(case, dense):
+    lengths = tuple(torch.randint(0, 9000, (150,), generator=torch.Generator().manual_seed(1)).tolist())
+    layer = Layer(case, torch.bfloat16, lengths)
+    together = layer.step(dense=dense)
+    for rows in ([0], [149], [3, 7, 70], list(range(40, 100))):
+        assert torch.equal(layer.step(dense=dense, rows=rows), together[rows])
+    assert torch.equal(layer.step(dense=dense), together)
+
+
+@on_a_gpu
+@each_model()
+@both_kinds
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_equal_bits_with_any_table_and_parts(case, dense, dtype, monkeypatch):
+    """So many more columns that kernels are compiled for wider choices; entries past the end are no pages."""
+    layer = Layer(case, dtype, lengths=(40, 3001, 16384, 70000))
+    results = []
+    for units, spare in ((1, 0), (tiles.DECODE_GROUP, 0), (1, 300)):
+        monkeypatch.setattr(dispatch, "decode_units_of_part", lambda *sizes, units=units: units)
+        table = layer.decoder.table
+        layer.decoder.table = torch.cat((table, table.new_full((len(table), spare), -(2**30))), 1)
+        results.append(layer.step(dense=dense))
+    assert all(torch.equal(o, results[0]) for o in results[1:])
+
+
+@on_a_gpu
+def test_a_nan_stays_with_its_sequence():
+    layer = Layer(MODELS[1], torch.bfloat16)
+    expected = layer.step()
+    layer.decoder.tokens.q[4, :, 3] = torch.nan
+    o = layer.step()
+    assert o[4, 0, 3].isnan().all()
+    kept = torch.arange(len(LENGTHS)) != 4
+    assert torch.equal(o[kept], expected[kept])
+
+
+@on_a_gpu
+@each_model(MODELS[:4])
+def test_a_recorded_step_is_replayed_while_sequences_grow(case):
+    """Each kernel may begin while the one before ends: one that reads too early shows in one of many replays."""
+    decoder = Layer(case, torch.bfloat16, lengths=(0, 17, 63, 500, 9000, 40000)).decoder
+    plain, ones = copy.deepcopy(decoder), [1] * 6
+    decoder.step(ones)
+    decoder.lengths.copy_(plain.lengths)
+    new, batch = decoder.new_tokens(ones), replace(decoder.batch(ones), lengths=decoder.lengths)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decoder.append_tokens(new, batch)
+        o = decoder.attend(new, batch)
+        decoder.lengths.add_(1)
+    for _ in range(60):
+        graph.replay()
+        plain.append_tokens(new, replace(batch, lengths=plain.lengths))
+        assert torch.equal(o, plain.attend(new, replace(batch, lengths=plain.lengths)))
+        plain.lengths += 1
+
+
+@on_a_gpu
+@each_model(MODELS[:4])
+def test_replays_have_the_bits_of_launches_that_wait_for_one_another(case, monkeypatch):
+    from trifocal.ops.decode.triton import append, attention
+
+    layer = Layer(case, torch.bfloat16, lengths=(63, 1500, 9000, 40000))
+    with monkeypatch.context() as patch:
+        for module in (append, attention):
+            patch.setattr(module, "dependent_launch", lambda device: {"DEPENDENT": False})
+        expected = layer.step()
+    decoder = copy.deepcopy(layer.decoder)
+    new, batch = decoder.new_tokens([1] * 4), decoder.batch([1] * 4)
+
+    def attend():
+        decoder.append_tokens(new, batch)
+        return decoder.attend(new, batch)
+
+    attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [attend() for _ in range(4)]
+    for _ in range(200):
+        for o in outputs:
+            o.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(o, expected) for o in outputs)
+
+
+def test_more_strides_a_block_than_a_tile_holds_are_refused(device):
     step = Step(shapes("too many strides", geometry(1, 1, 80, 2, 1, 1, 4)), (10,), (1,))
     with pytest.raises(ValueError, match="at most 64 strides"):
-        run(step, "triton", tokens_of(step))
+        run(step, "triton", tokens_of(step, device))
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
-def test_a_scale_may_be_a_tensor_and_must_be_finite(dense):
+def test_a_scale_may_be_a_tensor_and_must_be_finite(dense, device):
     step = Step(shapes("a scale", window="shared"), (30,), (1,))
-    decoder = Decoder(step.shapes, tokens_of(step), 1, "triton")
+    decoder = Decoder(step.shapes, tokens_of(step, device), 1, "triton")
     decoder.fill([30])
 
     def attend(scale):

@@ -1,4 +1,4 @@
-"""The products of a decode step, interpreted and by the reference: against float64, and equal bits in any company."""
+"""The products of a decode step: against float64, equal bits in any company; on a GPU also at real sizes, in graphs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests.ops_triton.problems import FACTOR
+from trifocal.ops import devices
 from trifocal.ops.decode.linear import Norm, Residual, embedding, normed_linear, normed_swiglu, residual_linear
 from trifocal.testing.tolerances import error
-
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
 
 EPS = 1e-6
 # A product of 70 or 135 numbers in fp32; both sides round.
@@ -18,8 +18,11 @@ WIDTH = 135  # One step of the kernel in fp32 is 32: the last one is cut.
 both_backends = pytest.mark.parametrize("backend", ["reference", "triton"])
 
 
-def draw(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def draw(*shape: int, seed: int = 0, dtype=torch.float32, scale: float = 1.0) -> torch.Tensor:
+    return (scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(DEVICE, dtype)
 
 
 def stream(rows: int, parts: int = 3) -> Residual:
@@ -72,14 +75,14 @@ def test_residual_and_its_squares(backend, bias):
 @both_backends
 def test_embedding(backend):
     table = draw(11, WIDTH)
-    out = embedding(torch.tensor([3, 0, 10]), table, backend)
+    out = embedding(torch.tensor([3, 0, 10], device=DEVICE), table, backend)
     assert torch.equal(out.x, table[[3, 0, 10]])
     assert error(out.sum_of_squares.sum(1), out.x.double().square().sum(1)) < BOUND
 
 
 @both_backends
 def test_embedding_of_a_column_of_tokens(backend):
-    tokens = torch.tensor([[3, 9], [0, 8], [10, 7]])
+    tokens = torch.tensor([[3, 9], [0, 8], [10, 7]], device=DEVICE)
     table = draw(11, WIDTH)
     assert torch.equal(embedding(tokens[:, 0], table, backend).x, table[[3, 0, 10]])
 
@@ -104,12 +107,12 @@ def test_the_kernels_refuse_weights_with_gaps(name):
     given[name] = gaps(given[name])
     norm = Norm(given["norm_weight"], EPS)
     with pytest.raises(ValueError, match=f"{name} must be contiguous, got strides of"):
-        embedding(torch.tensor([3]), given["table"], "triton")
+        embedding(torch.tensor([3], device=DEVICE), given["table"], "triton")
         normed_linear(stream(1), norm, given["weight"], given["bias"], backend="triton")
 
 
 def test_a_token_outside_of_the_table_poisons_its_row_alone():
-    out = embedding(torch.tensor([3, 11, -1]), draw(11, WIDTH), "triton")
+    out = embedding(torch.tensor([3, 11, -1], device=DEVICE), draw(11, WIDTH), "triton")
     assert out.x.isnan().all(1).tolist() == [False, True, True]
 
 
@@ -150,3 +153,110 @@ def test_wider_tiles_of_many_rows():
     reference = residual_linear(together[0], down.half(), everyone, backend="reference")
     assert error(together[1], reference.x) < 1e-3
     assert error(together[2].sum(1), reference.sum_of_squares.sum(1)) < 1e-3
+
+
+def on_a_gpu(test):
+    return pytest.mark.gpu(pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")(test))
+
+
+# Width of the residual stream, columns of queries, keys, values and gates, hidden width of the MLP; the last are odd.
+SIZES = ((768, 1572, 2048), (4096, 6336, 11008), (200, 333, 150))
+
+
+def layer(sizes, dtype):
+    width, columns, hidden = sizes
+    return {
+        "norm": draw(width, dtype=torch.float32),
+        "qkv": draw(columns, width, dtype=dtype, scale=width**-0.5, seed=1),
+        "bias": draw(columns, dtype=dtype, seed=2),
+        "gate_up": draw(2 * hidden, width, dtype=dtype, scale=width**-0.5, seed=3),
+        "down": draw(width, hidden, dtype=dtype, scale=hidden**-0.5, seed=4),
+    }
+
+
+def run(residual, weights):
+    norm = Norm(weights["norm"], EPS)
+    out, gates = normed_linear(residual, norm, weights["qkv"], weights["bias"], num_sigmoids=36, backend="triton")
+    hidden = normed_swiglu(residual, norm, weights["gate_up"], backend="triton")
+    after = residual_linear(hidden, weights["down"], residual, backend="triton")
+    unnormed, _ = normed_linear(residual, None, weights["qkv"], weights["bias"], num_sigmoids=36, backend="triton")
+    found = {"out": out, "gates": gates, "hidden": hidden, "unnormed": unnormed}
+    return found | {"after": after.x, "squares": after.sum_of_squares}
+
+
+def torchs(x, weights, dtype):
+    normed = functional.rms_norm(x, x.shape[1:], weights["norm"].to(x.dtype), EPS).to(dtype)
+    linear = {name: weight.to(dtype) for name, weight in weights.items()}
+    out = functional.linear(normed, linear["qkv"], linear["bias"])
+    gate, up = functional.linear(normed, linear["gate_up"]).chunk(2, -1)
+    hidden = functional.silu(gate) * up
+    after = x + functional.linear(hidden, linear["down"])
+    gates = out[:, -36:].to(x.dtype).sigmoid()
+    unnormed = functional.linear(x.to(dtype), linear["qkv"], linear["bias"])[:, :-36]
+    return {"out": out[:, :-36], "gates": gates, "hidden": hidden, "unnormed": unnormed, "after": after}
+
+
+@on_a_gpu
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_values_at_real_sizes(sizes, dtype):
+    weights = layer(sizes, dtype)
+    residual = embedding(torch.arange(70, device=DEVICE), draw(70, sizes[0], dtype=dtype, seed=5), "triton")
+    got = run(residual, weights)
+    plain = torchs(residual.x, weights, dtype)
+    exact = torchs(residual.x.double(), weights, torch.float64)
+    for name, value in plain.items():
+        assert error(got[name], exact[name]) <= FACTOR * max(error(value, exact[name]), torch.finfo(dtype).eps), name
+    assert error(got["squares"].sum(1), got["after"].square().sum(1)) < 1e-5
+
+
+@on_a_gpu
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_equal_bits_for_any_number_of_rows(sizes, dtype):
+    weights = layer(sizes, dtype)
+    table = draw(600, sizes[0], dtype=dtype, seed=5)
+    together = run(embedding(torch.arange(600, device=DEVICE), table, "triton"), weights)
+    # Tiles of 8, 16 and 32 rows, full and cut.
+    for first, rows in ((0, 1), (3, 8), (40, 9), (8, 16), (60, 17), (7, 33), (100, 64), (5, 200)):
+        last = first + rows
+        residual = embedding(torch.arange(first, last, device=DEVICE), table, "triton")
+        alone = run(Residual(*(part.contiguous() for part in residual)), weights)
+        for name, value in alone.items():
+            assert torch.equal(value, together[name][first:last]), (name, first, last)
+
+
+def chain(weights, table, tokens, layers):
+    """Layers that each read at once what the kernel before wrote; with two, all results, else only the last layer's.
+
+    Then the memory of a result is soon that of another one, which must not be written while it is still read.
+    """
+    residual = embedding(tokens, table, "triton")
+    results = []
+    for _ in range(layers):
+        result = run(residual, weights)
+        residual = Residual(result["after"], result["squares"])
+        results = [*(results if layers == 2 else []), *result.values()]
+    return results
+
+
+@on_a_gpu
+@pytest.mark.parametrize("layers", [2, 12])
+@pytest.mark.parametrize("rows", [1, 17, 64])
+def test_dependent_launches_give_the_bits_of_plain_ones_in_every_replay(monkeypatch, rows, layers):
+    """The tokens change between replays: a kernel that does not wait would read what the last replay left."""
+    weights, table = layer(SIZES[0], torch.bfloat16), draw(600, SIZES[0][0], dtype=torch.bfloat16, seed=5)
+    tokens = torch.arange(rows, device=DEVICE)
+    others = [torch.arange(first, first + rows, device=DEVICE) for first in (0, 100)]
+    with monkeypatch.context() as patched:
+        patched.setattr(devices, "has_dependent_launch", lambda device: False)
+        expected = [[x.clone() for x in chain(weights, table, other, layers)] for other in others]
+    chain(weights, table, tokens, layers)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain(weights, table, tokens, layers)
+    for replay in range(200):
+        tokens.copy_(others[replay % 2])
+        graph.replay()
+        assert all(map(torch.equal, found, expected[replay % 2])), replay

@@ -1,4 +1,4 @@
-"""The kernels that end a decode step, interpreted: the tokens, log-probabilities and books of the PyTorch draw."""
+"""The kernels that end a decode step: the tokens, log-probabilities and books of the PyTorch draw."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import torch
 from trifocal.inference.sampler import Sampling, SamplingTensors, draw_step
 from trifocal.ops.decode.triton import draw_tokens as kernel
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU"),
-    # A low temperature makes unlikely logits infinite, and the generator of numbers counts in 64 bits.
-    pytest.mark.filterwarnings("ignore:overflow encountered"),
-]
+# A low temperature makes unlikely logits infinite, and the generator of numbers counts in 64 bits.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 PLAIN = (
     Sampling(seed=1),
@@ -28,14 +26,20 @@ VOCAB_SIZE = 19
 
 
 def settings_of(samplings: tuple[Sampling, ...], vocab_size: int = VOCAB_SIZE) -> SamplingTensors:
-    settings = SamplingTensors.empty(len(samplings), vocab_size, torch.device("cpu"))
+    settings = SamplingTensors.empty(len(samplings), vocab_size, torch.device(DEVICE))
     for row, sampling in enumerate(samplings):
         settings.set_row(row, sampling, torch.arange(row, vocab_size, 3))
     return settings
 
 
 def logits_of(rows: int, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
-    return 3 * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(0))
+    return (3 * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(0), device="cpu")).to(DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def tensors_are_on_the_device():
+    with torch.device(DEVICE):
+        yield
 
 
 def run(backend, logits, settings, lengths, *, filtered=False, grows=True):
@@ -80,10 +84,23 @@ def test_the_kernels_draw_as_pytorch(parts, samplings):
     assert expected["tokens"][1] == 7
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("vocab_size", [257, 4000, 50_000])
+def test_draws_at_real_sizes(vocab_size):
+    samplings = (*PLAIN, *FILTERED)
+    settings, logits = settings_of(samplings, vocab_size), logits_of(len(samplings), vocab_size)
+    logits[5, 20] = torch.nan
+    for length in range(20):
+        lengths = torch.full((len(samplings),), length, dtype=torch.int32)
+        expected = run("reference", logits, settings, lengths, filtered=True)
+        assert_same(run("triton", logits, settings, lengths, filtered=True), expected)
+
+
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_the_penalty_lowers_positive_and_negative_logits(parts, backend):
     """The likeliest token was seen; halved or doubled, its logit falls below that of the next, which was not."""
-    settings = SamplingTensors.empty(2, VOCAB_SIZE, torch.device("cpu"))
+    settings = SamplingTensors.empty(2, VOCAB_SIZE, torch.device(DEVICE))
     logits = torch.full((2, VOCAB_SIZE), -9.0)
     for row, (first, second) in enumerate([(3.0, 2.0), (-2.0, -3.0)]):
         settings.set_row(row, Sampling(temperature=0, repetition_penalty=2.0), torch.tensor([4]))

@@ -91,15 +91,6 @@ def test_values_and_gradient(case, dtype):
         assert torch.equal(a, b), "two runs differ"
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.lengths], ids=lambda case: case.why)
-def test_borders_give_as_many_slots_as_blocks(case):
-    """Documents leave slots for as many blocks as the row could have."""
-    x, documents = draw(case), documents_of(case)
-    x_cmp = compress_by_mean(x, case.geometry, documents.cu_seqlens, "triton")
-    assert torch.equal(x_cmp, compress_by_mean(x, case.geometry, documents, "triton")[:, : x_cmp.shape[1]])
-    assert x_cmp.shape[1] == case.num_compressed
-
-
 @interpreted
 @pytest.mark.parametrize("case", [CASES[0], CASES[9]], ids=lambda case: case.why)
 def test_strides_are_taken_as_they_come(case: Case):
@@ -139,15 +130,6 @@ def test_a_nan_stays_in_the_blocks_that_hold_it():
 
 
 @interpreted
-@pytest.mark.parametrize("lengths", [None, (12, 5)], ids=["one document", "packed"])
-def test_the_operator_passes_pytorch_s_own_check(lengths):
-    case = problem("", cases.USUAL, 17, lengths=lengths)
-    inputs = (draw(case).requires_grad_(), case.geometry, 4 if lengths else 3, documents_of(case))
-    arguments = tuple(operators.flat(inputs))
-    torch.library.opcheck(torch.ops.trifocal.mean_compress.default, arguments)
-
-
-@interpreted
 def test_a_layer_compresses_on_its_own_backend_and_the_choice_is_counted():
     sizes = {"dim": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "value_dim": 6, "geometry": cases.USUAL}
     x = torch.randn(1, 20, 16)
@@ -159,16 +141,6 @@ def test_a_layer_compresses_on_its_own_backend_and_the_choice_is_counted():
             after = ops.backend_choices()
             counted = {key[:2]: after[key] - before.get(key, 0) for key in after if key[0] == "mean_compress"}
             assert {key: count for key, count in counted.items() if count} == {("mean_compress", backend): 2}
-
-
-@interpreted
-def test_auto_takes_the_reference_on_a_cpu_and_for_float64():
-    before = ops.backend_choices()
-    ops.mean_compress(torch.randn(1, 20, 1, 8, dtype=torch.float64), cases.USUAL)
-    new = {key for key, count in ops.backend_choices().items() if count != before.get(key, 0)}
-    assert new == {("mean_compress", "reference", "the tensors are not on a CUDA device")}
-    with pytest.raises(ValueError, match=r"cannot run mean_compress here: .*float64"):
-        compress_by_mean(torch.randn(1, 20, 1, 8, dtype=torch.float64), cases.USUAL, None, "triton")
 
 
 @interpreted

@@ -1,4 +1,4 @@
-"""Scoring and top-n: the kernels' choice against the float64 oracle's, and exact ties against the rule."""
+"""The choice of blocks, by compressed keys and by an index: kernels against float64 scores, and exact ties."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ import pytest
 import torch
 
 from tests.ops.cases import geometry
+from trifocal import Geometry
+from trifocal.ops import Documents, dispatch, select_blocks, select_blocks_by_index
 from trifocal.testing import oracle
 
 pytest.importorskip("triton")
 
 SMALL = geometry(8, 4, 16, 4, 1, 1, 11)
-# A block that was not taken may be ahead of one that was by this share of the row's largest importance: fp32 sums.
+# A block that was not taken may be ahead of one that was by this share of the row's largest score: fp32 sums.
 NEAR_TIE = 1e-5
 
 
 @dataclass(frozen=True)
 class Case:
-    """One problem; `why` is the reason for it."""
+    """One problem; `why` is the reason for it. Heads: 0 for an index."""
 
     why: str
     queries: int
@@ -29,9 +31,14 @@ class Case:
     groups: int = 1
     dim: int = 16
     batch: int = 1
-    geometry: object = SMALL
+    geometry: Geometry = SMALL
     lengths: tuple[int, ...] | None = None
     buffer_bytes: int = 2**28
+    sign: int = 1
+
+    @property
+    def documents(self) -> list[int] | None:
+        return self.lengths and list(self.lengths)
 
 
 CASES = (
@@ -40,89 +47,106 @@ CASES = (
     Case("one query", 1, 170, 4, 2),
     Case("packed: short, 1 token, longer than a choice", 150, 150, 2, lengths=(17, 1, 90, 42)),
     Case("paper's proportions", 40, 330, geometry=geometry(32, 16, 64, 3, 1, 1, 11)),
-    Case("three taps a block, no initial block", 90, 90, geometry=geometry(16, 8, 24, 2, 0, 1, 11)),
+    Case("three taps a block, no initial block", 90, 290, geometry=geometry(32, 16, 48, 2, 0, 1, 11)),
     Case("no overlap", 100, 100, geometry=geometry(16, 16, 16, 3, 1, 2, 11)),
     Case("more taps than a tile holds", 20, 300, geometry=geometry(4, 1, 128, 2, 1, 0, 11)),
     Case("everything forced", 60, 60, geometry=geometry(8, 4, 16, 3, 1, 2, 11)),
     Case("chunks of queries", 150, 150, 2, 2, buffer_bytes=1),
     Case("nothing to choose: fewer blocks than may be selected", 40, 40),
     Case("no compressed block", 7, 7),
+    Case("index: two batch entries, dim in two parts", 97, 97, 0, 3, 24, batch=2),
+    Case("index: more lines of blocks than a program takes", 30, 1500, 0, 2, geometry=geometry(4, 4, 16, 5, 1, 2, 11)),
+    Case("index: fewer queries than keys", 20, 170, 0, 2),
+    Case("index: one query", 1, 170, 0, 2),
+    Case("index: packed: short, 1 token, longer than a choice", 150, 150, 0, 2, lengths=(17, 1, 90, 42)),
+    Case("index: blocks of 48 tokens, no initial block", 90, 400, 0, geometry=geometry(16, 8, 48, 2, 0, 1, 11)),
+    Case("index: blocks of more keys than a product", 20, 700, 0, geometry=geometry(4, 1, 128, 2, 1, 0, 11)),
+    Case("index: chunks of queries", 100, 100, 0, 2, buffer_bytes=1),
+    Case("index: nothing to choose", 40, 40, 0),
+    Case("index: negative scores, own block free", 60, 60, 0, 8, geometry=geometry(4, 4, 16, 2, 1, 0, 11), sign=-1),
 )
 
 
-def run(case: Case, q, k_cmp, lse, device: str):
-    from trifocal.ops import dispatch
-    from trifocal.ops.layout import Documents
-    from trifocal.ops.triton.scoring import select_blocks_forward
-
-    documents = None
-    if case.lengths is not None:
-        borders = torch.tensor([0, *case.lengths], device=device).cumsum(0)
-        documents = Documents.from_cu_seqlens(borders, case.keys)
-    scale = case.dim**-0.5
-    with mock.patch.object(dispatch, "IMPORTANCE_BUFFER_BYTES", case.buffer_bytes):
-        return select_blocks_forward(
-            q.to(device), k_cmp.to(device), lse.to(device), case.geometry, case.keys, scale, documents
-        ).cpu()
-
-
-def draw(case: Case, equal_keys: bool = False):
-    """q, k_cmp and the log-sum-exp in fp32, and the oracle's importance."""
+def draw(case: Case):
+    """The arguments of the choice in fp32: q, k_cmp and the log-sum-exp, or index queries and keys."""
     generator = torch.Generator().manual_seed(0)
-    lengths = case.lengths and list(case.lengths)
-    compressed = len(oracle.compression_spans(case.geometry, case.keys, lengths))
-    q = torch.randn(case.batch, case.queries, case.heads, case.dim, generator=generator)
+    q = torch.randn(case.batch, case.queries, case.heads or case.groups, case.dim, generator=generator)
+    if not case.heads:
+        k = torch.randn(case.batch, case.keys, case.dim, generator=generator)
+        return (q, k) if case.sign > 0 else (q.abs(), -k.abs())
+    compressed = len(oracle.compression_spans(case.geometry, case.keys, case.documents))
     k_cmp = torch.randn(case.batch, compressed, case.groups, case.dim, generator=generator)
-    if equal_keys:
-        k_cmp = k_cmp[:, :1].expand(-1, compressed, -1, -1)
-    _, lse = oracle.compressed_attention(q, k_cmp, k_cmp, case.geometry, num_keys=case.keys, lengths=lengths)
-    importance = oracle.importance(q, k_cmp, lse, case.geometry, num_keys=case.keys, lengths=lengths)
-    return q, k_cmp, lse.float(), importance
+    return q, k_cmp, lse_of(case, q, k_cmp)
+
+
+def lse_of(case: Case, q, k_cmp):
+    rules = {"num_keys": case.keys, "lengths": case.documents}
+    return oracle.compressed_attention(q, k_cmp, k_cmp, case.geometry, **rules)[1].float()
+
+
+def run(case: Case, device: str, inputs):
+    boundaries = None if case.lengths is None else torch.tensor([0, *case.lengths], device=device).cumsum(0)
+    documents = None if boundaries is None else Documents.from_cu_seqlens(boundaries, case.keys)
+    choose = select_blocks if case.heads else select_blocks_by_index
+    rules = {"num_keys": case.keys, "cu_seqlens": documents, "backend": "triton"}
+    with mock.patch.object(dispatch, "IMPORTANCE_BUFFER_BYTES", case.buffer_bytes):
+        return choose(*(x.to(device) for x in inputs), case.geometry, **rules).cpu()
+
+
+def exact_scores(case: Case, inputs) -> list[list[list[list[float]]]]:
+    """Scores of the candidates, by batch entry, query, group and block, in float64."""
+    if case.heads:
+        return oracle.importance(*inputs, case.geometry, num_keys=case.keys, lengths=case.documents)
+    q, k, size = *(x.double() for x in inputs), case.geometry.selection_block_size
+
+    def scores(b: int, t: int, g: int) -> list[float]:
+        position = case.keys - case.queries + t
+        start = oracle.document_at(position, case.keys, case.documents).start
+        return [float(block.max()) for block in (k[b, start : position + 1] @ q[b, t, g]).split(size)]
+
+    return [[[scores(b, t, g) for g in range(case.groups)] for t in range(case.queries)] for b in range(case.batch)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])
-def test_choice_is_the_most_important(case: Case, device: str) -> None:
+def test_choice_has_the_largest_scores(case: Case, device: str) -> None:
     """Scores of the chosen blocks, not indices: where fp32 cannot tell two blocks apart, either is right."""
-    q, k_cmp, lse, importance = draw(case)
-    chosen = run(case, q, k_cmp, lse, device)
-    lengths = case.lengths and list(case.lengths)
+    inputs = draw(case)
+    chosen, exact = run(case, device, inputs), exact_scores(case, inputs)
     assert chosen.shape == (case.batch, case.queries, case.groups, case.geometry.num_selected_blocks)
-    assert chosen.dtype == torch.int32
+    assert chosen.dtype == torch.int32 and torch.equal(chosen, run(case, device, inputs))
     for b, t, g in torch.cartesian_prod(*(torch.arange(n) for n in chosen.shape[:3])).tolist():
-        scores = importance[b][t][g]
-        position = case.keys - case.queries + t
-        local = position - oracle.document_at(position, case.keys, lengths).start
-        row = chosen[b, t, g].tolist()
-        wanted = oracle.choose(scores, local, case.geometry)
+        position, scores = case.keys - case.queries + t, exact[b][t][g]
+        local = position - oracle.document_at(position, case.keys, case.documents).start
+        row, expected = chosen[b, t, g].tolist(), oracle.choose(scores, local, case.geometry)
         taken = [block for block in row if block >= 0]
         assert row == sorted(set(taken)) + [-1] * (len(row) - len(taken))
-        assert len(taken) == len(wanted)
-        forced = oracle.forced_blocks(local, case.geometry)
-        assert forced <= set(taken)
-        bound = NEAR_TIE * max(scores, default=0.0)
-        for one, other in zip(sorted(scores[j] for j in taken), sorted(scores[j] for j in wanted), strict=True):
-            assert abs(one - other) <= bound, (b, t, g, row, wanted)
+        assert len(taken) == len(expected) and oracle.forced_blocks(local, case.geometry) <= set(taken)
+        bound = NEAR_TIE * max(map(abs, scores), default=0.0)
+        for one, other in zip(sorted(scores[j] for j in taken), sorted(scores[j] for j in expected), strict=True):
+            assert abs(one - other) <= bound, (b, t, g, row, expected)
 
 
+@pytest.mark.parametrize("sign", [1, -1], ids=["plus", "minus"])
 @pytest.mark.parametrize("lengths", [None, (60, 90)], ids=["one sequence", "packed"])
-def test_exact_ties_go_to_the_lower_index(lengths: tuple[int, ...] | None, device: str) -> None:
-    """With equal keys all blocks that see as many compressed ones are equal, in fp32 too."""
-    case = Case("ties", 150, 150, 4, 2, lengths=lengths)
-    q, k_cmp, lse, importance = draw(case, equal_keys=True)
-    chosen = run(case, q, k_cmp, lse, device)
+@pytest.mark.parametrize("heads", [4, 0], ids=["compressed keys", "index"])
+def test_exact_ties_go_to_the_lower_index(heads: int, lengths, sign: int, device: str) -> None:
+    """With equal keys all blocks that see as many of them are equal, in fp32 too, whatever the sign of their scores."""
+    case = Case("ties", 150, 150, heads, 2, lengths=lengths)
+    q, k, *_ = draw(case)
+    k = sign * k[:, :1].expand_as(k)
+    inputs = (q, k, lse_of(case, q, k)) if heads else (q.abs(), k.abs() * sign)
+    chosen, exact = run(case, device, inputs), exact_scores(case, inputs)
     for t in range(case.queries):
-        start = oracle.document_at(t, case.keys, lengths and list(lengths)).start
+        start = oracle.document_at(t, case.keys, case.documents).start
         for g in range(case.groups):
             # The oracle's sums in float64 differ in the last bits; its ties are exact after rounding.
-            scores = [round(score, 9) for score in importance[0][t][g]]
-            wanted = oracle.choose(scores, t - start, case.geometry)
-            assert [block for block in chosen[0, t, g].tolist() if block >= 0] == wanted, (t, g)
+            expected = oracle.choose([round(score, 9) for score in exact[0][t][g]], t - start, case.geometry)
+            assert [block for block in chosen[0, t, g].tolist() if block >= 0] == expected, (t, g)
 
 
-def test_two_runs_agree(device: str) -> None:
-    case = Case("twice", 97, 97, 6, 2, 24, batch=2)
-    generator = torch.Generator().manual_seed(5)
-    q = torch.randn(2, 97, 6, 24, generator=generator)
-    k_cmp = torch.randn(2, case.geometry.num_compressed_blocks(97), 2, 24, generator=generator)
-    lse = torch.randn(2, 97, 6, generator=generator) + 4
-    assert torch.equal(run(case, q, k_cmp, lse, device), run(case, q, k_cmp, lse, device))
+def test_order_of_scores_is_kept_by_their_bits() -> None:
+    """The map of an index's scores, in NumPy's place: order of all signs and sizes, and no NaN among its results."""
+    scores = torch.tensor([-torch.inf, -3e38, -1.0, -1e-30, 0.0, 1e-30, 1e-3, 1.0, 3.0, 1e4])
+    bits = scores.view(torch.int32)
+    ordered = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> 1) + 0x40000000
+    assert (ordered.diff() > 0).all() and (ordered >= 0).all() and (ordered <= 0x7F800000).all()

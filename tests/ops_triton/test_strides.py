@@ -116,7 +116,7 @@ def layer_of_a_pool(x):
 )
 def test_caches_and_new_tokens_of_decoding(cache_layout, new_layout, learned, monkeypatch):
     monkeypatch.setattr(dispatch, "decode_units_of_part", lambda *sizes: tiles.DECODE_GROUP)
-    case = decode_cases.Case("", USUAL, 6, 2, 8, 6, learned=learned)
+    case = decode_cases.Case("", USUAL, 6, 2, 8, 6, learned=learned, index=8)
     tokens = decode_cases.draw(case, 2, 68, torch.float32)
     found = []
     for cache, new, table in (

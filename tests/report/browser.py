@@ -85,6 +85,20 @@ class Browser:
             raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
+    def press(self, key: str, text: str = "", *, control: bool = False) -> None:
+        """Press a key, which may write a text."""
+        event: dict[str, Any] = {"key": key, "code": key, "modifiers": 2 * control}
+        self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **event)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **event)
+
+    def wait_for(self, expression: str) -> None:
+        """Wait until a JavaScript expression is true."""
+        deadline = time.time() + 60
+        while not self.evaluate(expression):
+            if time.time() > deadline:
+                raise TimeoutError(f"{expression} did not come true; problems: {self.problems}")
+            time.sleep(0.02)
+
     def screenshot(self, path: Path, *, whole_page: bool = True, clip: dict[str, float] | None = None) -> None:
         """Save the page, its visible part, or a rectangle of it as PNG."""
         area = {} if clip is None else {"clip": clip}

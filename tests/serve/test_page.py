@@ -1,12 +1,10 @@
 """The page in a real browser."""
 
 import json
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,19 +27,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield browser
 
 
-def press(browser: Browser, key: str, text: str = "", control: bool = False) -> None:
-    event: dict[str, Any] = {"key": key, "code": key, "modifiers": 2 * control}
-    browser.call("Input.dispatchKeyEvent", type="keyDown", text=text, **event)
-    browser.call("Input.dispatchKeyEvent", type="keyUp", **event)
-
-
-def wait_for(browser: Browser, expression: str) -> None:
-    deadline = time.monotonic() + 20
-    while not browser.evaluate(expression):
-        assert time.monotonic() < deadline, (expression, browser.problems)
-        time.sleep(0.02)
-
-
 def text_of(browser: Browser, selector: str) -> str:
     return str(browser.evaluate(f"document.querySelector('{selector}').textContent"))
 
@@ -55,8 +40,8 @@ def test_a_completion_by_keyboard(served: Served, browser: Browser, width: int, 
     assert "has no chat template" in text_of(browser, "#about") and text_of(browser, "h1") == "tiny"
     browser.evaluate("document.getElementById('temperature').value = 0; document.getElementById('length').value = 40")
     browser.call("Input.insertText", text=PROMPT)
-    press(browser, "Enter", control=True)
-    wait_for(browser, "document.documentElement.dataset.answers === '1'")
+    browser.press("Enter", control=True)
+    browser.wait_for("document.documentElement.dataset.answers === '1'")
     expected = served.alone(list(PROMPT.encode()), 40, sampling=Sampling(temperature=0))
     assert text_of(browser, ".turn") == PROMPT + expected
     assert "40 tokens," in text_of(browser, "#rate")
@@ -69,7 +54,7 @@ def test_a_completion_by_keyboard(served: Served, browser: Browser, width: int, 
     assert reading == query and all(0 in blocks and query // 8 in blocks for blocks in chosen)
     assert text_of(browser, "#which").startswith(f"40 of 40: {len({*chosen[0], *chosen[1]} - {-1})} of ")
     browser.evaluate("document.getElementById('token').focus()")
-    press(browser, "Home")
+    browser.press("Home")
     assert text_of(browser, "#which").startswith("1 of 40: ")
     assert text_of(browser, "#read") == PROMPT
     painted = "(() => { const c = document.getElementById('map'); return c.getContext('2d').getImageData(0, 0, c.width,"
@@ -89,8 +74,8 @@ def test_a_chat_of_two_turns_and_stop(browser: Browser, tmp_path: Path) -> None:
         messages, answers = [], []
         for turn in range(2):
             browser.call("Input.insertText", text=f"Hi {turn}")
-            press(browser, "Enter", "\r")
-            wait_for(browser, f"document.documentElement.dataset.answers === '{turn + 1}'")
+            browser.press("Enter", "\r")
+            browser.wait_for(f"document.documentElement.dataset.answers === '{turn + 1}'")
             messages.append({"role": "user", "content": f"Hi {turn}"})
             prompt = tokenizer.encode_prompt(messages).tolist()
             answers.append(served.alone(prompt, 9, sampling=Sampling(temperature=0)))
@@ -101,16 +86,16 @@ def test_a_chat_of_two_turns_and_stop(browser: Browser, tmp_path: Path) -> None:
         assert shown == ["Hi 0", answers[0], "Hi 1", answers[1]]
         browser.evaluate("document.getElementById('length').value = 3000")
         browser.call("Input.insertText", text="On and on")
-        press(browser, "Enter", "\r")
-        wait_for(browser, "document.querySelector('.turn:last-child').textContent.length > 2")
-        press(browser, "Escape")
-        wait_for(browser, "document.documentElement.dataset.answers === '3'")
+        browser.press("Enter", "\r")
+        browser.wait_for("document.querySelector('.turn:last-child').textContent.length > 2")
+        browser.press("Escape")
+        browser.wait_for("document.documentElement.dataset.answers === '3'")
         assert served.all_free() and not browser.evaluate("document.getElementById('picture').hidden")
         # What the server refuses is said.
         browser.evaluate("document.getElementById('length').value = 100000")
         browser.call("Input.insertText", text="More")
-        press(browser, "Enter", "\r")
-        wait_for(browser, "document.querySelector('.turn.error') !== null")
+        browser.press("Enter", "\r")
+        browser.wait_for("document.querySelector('.turn.error') !== null")
         assert "together 4,000 fit" in text_of(browser, ".turn.error")
 
 

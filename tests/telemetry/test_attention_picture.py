@@ -16,15 +16,16 @@ from trifocal.telemetry.attention_telemetry import AttentionTelemetry
 TEXTS = [chr(97 + index % 26) for index in range(LENGTH)]
 
 
-def picture_of(borders: list[int] | None = None, attention: str = "nsa") -> AttentionPicture:
+def picture_of(borders: list[int] | None = None, **changes: str) -> AttentionPicture:
     tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % 64
     cu_seqlens = None if borders is None else torch.tensor(borders)
-    return AttentionTelemetry(model_of(attention=attention)).picture(7, tokens, TEXTS, cu_seqlens=cu_seqlens)
+    return AttentionTelemetry(model_of(**changes)).picture(7, tokens, TEXTS, cu_seqlens=cu_seqlens)
 
 
+@pytest.mark.parametrize("chooser", ["compressed", "index"])
 @pytest.mark.parametrize("borders", [None, [0, 60, 200, 2 * LENGTH]])
-def test_it_shows_what_a_query_may_read_and_no_more(borders: list[int] | None) -> None:
-    picture = picture_of(borders)
+def test_it_shows_what_a_query_may_read_and_no_more(borders: list[int] | None, chooser: str) -> None:
+    picture = picture_of(borders, chooser=chooser)
     layers, queries, groups, blocks = picture.importance.shape
     # A document of 90 tokens may have 16 blocks.
     assert (layers, queries, groups, blocks) == (3, 128, 2, 16 if borders else 19)

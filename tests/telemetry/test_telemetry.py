@@ -17,6 +17,7 @@ from trifocal.ops import (
     select_blocks,
     select_blocks_by_index,
 )
+from trifocal.ops.layout import pad_boundaries
 from trifocal.runlog import MetricsWriter, read_metrics
 from trifocal.telemetry import attention_telemetry as telemetry_module
 from trifocal.telemetry.attention_picture import read_picture
@@ -102,9 +103,13 @@ def test_selection_figures_equal_counting_by_hand(borders: list[int] | None) -> 
 
 
 @pytest.mark.parametrize("by_index", [False, True], ids=["compressed", "index"])
-@pytest.mark.parametrize("borders", [None, [0, 5, 90, 148, 149, LENGTH]], ids=["whole", "packed"])
-def test_recall_of_the_choice_equals_a_loop_over_tokens(borders: list[int] | None, by_index: bool) -> None:
+@pytest.mark.parametrize("kind", ["whole", "packed", "padded"])
+def test_recall_of_the_choice_equals_a_loop_over_tokens(kind: str, by_index: bool) -> None:
+    borders = None if kind == "whole" else [0, 5, 90, 148, 149, LENGTH]
     layer = layer_of(borders, by_index=by_index)
+    if kind == "padded":
+        padded = pad_boundaries(torch.tensor(borders), LENGTH)
+        layer = replace(layer, documents=Documents.from_checked(padded, LENGTH))
     starts = [0] if borders is None else borders[:-1]
     recalls, chances = [], []
     exact, held = [0.0] * 6, [0.0] * 6
@@ -226,6 +231,7 @@ def test_every_chooser_is_measured(attention: str) -> None:
         recalls[chooser] = [row["choice_recall"] for row in telemetry.measure(tokens)]
         picture = telemetry.picture(1, tokens, ["a"] * LENGTH)
         assert ((picture.importance / 255.0) ** 2).sum(-1)[:, 16:] == pytest.approx(1, abs=0.1)
+        assert (picture.importance == picture.dense).all() == (chooser == "exact")
     assert recalls["exact"] == pytest.approx([1, 1, 1], abs=1e-4)
     assert all(0 < recall < 1 for recall in recalls["compressed"] + recalls["index"])
 
@@ -331,3 +337,19 @@ def test_a_choice_that_finds_less_than_before_is_an_alarm(tmp_path: Path, monkey
     (event,) = read_metrics(tmp_path / "metrics.jsonl", "event")
     assert (event["name"], event["severity"], event["layer"]) == ("choice_recall_fell", "warning", 0)
     assert event["step"] >= 13
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({}, None),
+        ({"gate_mean_cmp": 0.01, "gate_entropy_cmp": 0.01}, "gate_closed"),
+        ({"gate_mean_slc": 0.99, "gate_entropy_slc": 0.01}, "gate_saturated"),
+        ({"free_local_share": 0.99}, "choices_local"),
+    ],
+)
+def test_every_alarm_has_its_threshold(change: dict[str, float], name: str | None) -> None:
+    row = {"layer": 0, "free_local_share": 0.5}
+    for branch in ("cmp", "slc", "win"):
+        row |= {f"gate_mean_{branch}": 0.5, f"gate_entropy_{branch}": 0.6}
+    assert [key[0] for key, _ in alarms_of(row | change)] == [name] * (name is not None)

@@ -141,9 +141,12 @@ def test_a_run_writes_the_loss_of_its_choice(tmp_path: Path) -> None:
     assert all(len(row["choice_recall"]) == 2 and 0 < min(row["choice_recall"]) <= 1 for row in rows)
 
 
-def test_a_resumed_run_teaches_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("only", ["all", "chooser"])
+def test_a_resumed_run_teaches_the_same(tmp_path: Path, only: str) -> None:
     rate = ("--optimizer.index_lr_factor", "3")
-    config = make_config(tmp_path, *INDEX, *TAUGHT, *rate, "--log.sample_interval_steps", "0")
+    # Traces and telemetry find nothing of what is frozen.
+    seen = ("--trace.what", "gradients,modules,memory", "--trace.steps", "2:3", "--log.telemetry_interval_steps", "2")
+    config = make_config(tmp_path, *INDEX, *TAUGHT, *rate, *seen, "--train.only", only)
     train(config)
     run = Path(config.run.directory)
     whole = read_checkpoint(run / "checkpoints" / "step_00000006")
@@ -162,6 +165,7 @@ def test_a_resumed_run_teaches_the_same(tmp_path: Path) -> None:
         (("--model.shared_kv", "true", *TAUGHT), "compressed keys have no parameters of their own"),
         (("--model.attention", "selected", *TAUGHT), 'set model.chooser to "index"'),
         (INDEX, "set train.choice_loss_weight above 0"),
+        (("--train.only", "chooser", *TAUGHT), "trains the index alone, and the model has none; set model.chooser"),
         (("--optimizer.index_lr_factor", "3"), "but the model has no index; set it to 1, or model.chooser"),
         (("--optimizer.index_lr_factor", "0"), "optimizer.index_lr_factor must be positive, got 0"),
         (("--train.choice_loss_sample", "0"), r"train.choice_loss_sample must lie in \(0, 1\], got 0"),

@@ -30,14 +30,10 @@ CASES = (
     Case("ddp", checkpointing=True, accumulation=2),
     Case("ddp", accumulation=2, static_graph=True),
     Case("ddp", accumulation=2, after=True),
-    Case("ddp", accumulation=2, steps=3),
-    Case("ddp", accumulation=2, after=True, steps=3),
     *(Case("fsdp", num_layers=layers, checkpointing=True) for layers in REPORTED_LAYERS),
     Case("fsdp", accumulation=2),
     Case("fsdp", checkpointing=True, reshard=False),
-    Case("fsdp", accumulation=2, steps=3),
     *(Case("hsdp", shards=shards, checkpointing=True, accumulation=2) for shards in (1, 2)),
-    Case("hsdp", shards=2, accumulation=2, steps=3),
 )
 """Among them the cases reported not to work: 5 and 12 layers, checkpointing, a static graph, unused parameters."""
 
@@ -45,9 +41,8 @@ CASES = (
 def parallel_gradients(device: torch.device, *, prepare: str = "") -> Measurement:
     """Two processes under DDP, FSDP2 and hybrid sharding compute the gradient of one, for every parameter.
 
-    The figure is the worst difference, relative to the largest entry of its gradient. After some optimizer steps it is
-    the number of parameters that differ by a bit between the processes, or did not move. Bound: 64 roundings of fp32.
-    The reported cases stand below by name.
+    The figure is the worst difference, relative to the largest entry of its gradient; infinite where a gradient differs
+    by a bit between the processes. Bound: 64 roundings of fp32. The reported cases stand below by name.
     """
     found = measure(CASES, device, prepare)
     # The largest comes first, and a NaN before any number.

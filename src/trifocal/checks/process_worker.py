@@ -1,4 +1,4 @@
-"""A process that the checks start: compares gradients and parameters with those of one process.
+"""A process that the checks start: compares gradients with those of one process.
 
 Started by `trifocal.checks.process_checks` as `python -c "…process_worker…"` with torchrun's variables. Each case takes
 the same four rows: one process all of them, several processes an equal part each.
@@ -19,8 +19,6 @@ from trifocal.distributed import DistributedContext, Parallel, hard_exit, parall
 from trifocal.distributed.parallel import Mode
 from trifocal.models import DecoderLM
 from trifocal.testing.small_models import make_model, random_tokens, small_config
-from trifocal.train.config.sections import OptimizerSection
-from trifocal.train.step.optimizer import gradient_norm, guarded_step, make_optimizer
 
 LENGTH = 40
 ROWS_PER_PROCESS = 2
@@ -42,7 +40,6 @@ class Case:
         static_graph, find_unused: DDP's options.
         reshard: Give weights back after the forward pass.
         after: Exchange gradients after backward, as recorded graphs need it.
-        steps: 0 compares gradients; more compares the processes' parameters after so many steps.
     """
 
     mode: Mode
@@ -54,7 +51,6 @@ class Case:
     find_unused: bool = False
     reshard: bool = True
     after: bool = False
-    steps: int = 0
 
     @property
     def name(self) -> str:
@@ -118,7 +114,11 @@ def gradients_of_one(num_layers: int, processes: DistributedContext) -> list[lis
 
 
 def gradient_difference(case: Case, processes: DistributedContext, one: list[list[Tensor]]) -> tuple[float, str]:
-    """Largest difference of a gradient from one process's, relative to that gradient's largest entry; and whose."""
+    """Largest difference of a gradient from one process's, relative to that gradient's largest entry; and whose.
+
+    It is infinite for a parameter without a gradient, and for one whose gradient differs by a bit between processes:
+    their weights would drift apart.
+    """
     model, parallel = parallelize_case(case, processes)
     worst, name = 0.0, ""
     for seed, expected in zip(_SEEDS, one, strict=True):
@@ -129,30 +129,12 @@ def gradient_difference(case: Case, processes: DistributedContext, one: list[lis
                 return float("inf"), key
             found = full_tensor(parameter.grad)
             relative = ((found - exact).abs().max() / exact.abs().max()).item()
+            copies = processes.gather(found.cpu().numpy())
+            if any((copies[0] != copy).any() for copy in copies):
+                relative = float("inf")
             if not relative <= worst:
                 worst, name = relative, key
     return worst, name
-
-
-def parameters_that_differ(case: Case, processes: DistributedContext) -> tuple[float, str]:
-    """Number of parameters that differ by a bit between processes after some steps, or did not move; and the first."""
-    model, parallel = parallelize_case(case, processes)
-    before = [full_tensor(parameter.detach()).clone() for parameter in model.parameters()]
-    optimizer = make_optimizer(model, OptimizerSection(learning_rate=1e-2))
-    for step in range(case.steps):
-        optimizer.zero_grad(set_to_none=True)
-        backward(case, parallel, processes, _tokens(processes, step))
-        parameters = list(model.parameters())
-        loss = torch.zeros((), device=processes.device)
-        guarded_step(optimizer, parameters, gradient_norm(parameters), loss, 1.0)
-    after = [full_tensor(parameter.detach()) for parameter in model.parameters()]
-    copies = processes.gather([tensor.cpu().numpy() for tensor in after])
-    wrong = [
-        name
-        for index, (name, _) in enumerate(model.named_parameters())
-        if torch.equal(before[index], after[index]) or any((copies[0][index] != copy[index]).any() for copy in copies)
-    ]
-    return float(len(wrong)), wrong[0] if wrong else ""
 
 
 def main(device: str, cases: Sequence[dict[str, Any]], path: str, prepare: str) -> None:
@@ -173,13 +155,9 @@ def main(device: str, cases: Sequence[dict[str, Any]], path: str, prepare: str) 
         one: dict[int, list[list[Tensor]]] = {}
         for fields in cases:
             case = Case(**fields)
-            if case.steps:
-                mine = parameters_that_differ(case, processes)
-            else:
-                if case.num_layers not in one:
-                    one[case.num_layers] = gradients_of_one(case.num_layers, processes)
-                mine = gradient_difference(case, processes, one[case.num_layers])
-            found.append(max(processes.gather(mine)))
+            if case.num_layers not in one:
+                one[case.num_layers] = gradients_of_one(case.num_layers, processes)
+            found.append(max(processes.gather(gradient_difference(case, processes, one[case.num_layers]))))
         if processes.is_rank0:
             Path(path).write_text(json.dumps(found), encoding="utf-8")
     hard_exit(0)

@@ -19,6 +19,7 @@ from trifocal.models import DecoderLM, ModelConfig, parameter_count, save_weight
 from trifocal.models.conversion import Target, convert_tensors, converted_config
 from trifocal.models.hf_reader import hf_name, is_hf_folder, read_hf_model, read_hf_settings
 from trifocal.models.io import exported_name
+from trifocal.models.model_config import Chooser
 from trifocal.ops import Geometry
 from trifocal.paths import shell_path, user_path
 from trifocal.train.checkpoint.export import GENERATION_FILE, new_model_folder, write_tokenizer
@@ -41,6 +42,8 @@ class ConvertArguments:
     """Layers that stay dense, by number, like 0,1,2."""
     shared_kv: bool = False
     """With "nsa": one projection of keys and values for all branches."""
+    chooser: Chooser = "compressed"
+    """What scores the blocks: "compressed" keys; or an "index", which a short training of its own teaches first."""
     geometry: Geometry = field(default_factory=Geometry)
     """Block sizes of the sparse attention."""
 
@@ -61,7 +64,12 @@ def run(args: Sequence[str]) -> int:
     with new_model_folder(output) as partial:
         config, tensors, settings = _read(source, partial)
         wanted = converted_config(
-            config, options.to, options.geometry, dense_layers=dense_layers, shared_kv=options.shared_kv
+            config,
+            options.to,
+            options.geometry,
+            dense_layers=dense_layers,
+            shared_kv=options.shared_kv,
+            chooser=options.chooser,
         )
         with torch.device("meta"):
             model = DecoderLM(wanted)
@@ -125,5 +133,14 @@ def _summary(config: ModelConfig, output: Path, note: str) -> str:
             f"every layer has a sliding window of {config.sliding_window:,} tokens, and stays as it is. {note}".strip()
         )
     lines = [f"wrote {output}: {parameter_count(config):,} parameters, layers: {layers}", *filter(None, [note])]
-    lines += ["", "try next:", "  train on:", f"    trifocal train --model.from {path} --data.source text:PATH"]
+    lines += ["", "try next:"]
+    if config.has_index:
+        lines += [
+            "  teach the index, with everything else frozen:",
+            f"    trifocal train --model.from {path} --train.only chooser --train.choice_loss_weight 1 "
+            "--train.choice_loss_sample 1 --optimizer.learning_rate 1e-3 --data.source text:PATH "
+            "--run.directory runs/index",
+        ]
+        path = "runs/index --train.choice_loss_weight 1"
+    lines += ["  train on:", f"    trifocal train --model.from {path} --data.source text:PATH"]
     return "\n".join(lines)

@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 
-from rich.console import Console
-from rich.status import Status
-
 from trifocal.cli.generate_model import load, memory_errors
 from trifocal.cli.generate_options import GenerateArguments
 from trifocal.errors import UserError
@@ -18,7 +15,7 @@ from trifocal.inference import Engine
 from trifocal.inference.prompt_file import OrderedWriter, PromptLine, count_written, open_output, read_prompts
 from trifocal.paths import user_path
 
-# Seconds between lines of progress where there is no terminal.
+# Seconds between lines of progress.
 _INTERVAL_SECONDS = 10.0
 
 
@@ -67,55 +64,26 @@ def _generate(
         loaded.request(options, index, prompts[number].name, number=number) for index, number in enumerate(left)
     ]
     number_of = {id(request): number for request, number in zip(requests, left, strict=True)}
-    broken = []
-    with _Progress(len(requests) * options.samples) as progress, memory_errors(loaded.model.device):
+    broken, tokens, done = [], 0, 0
+    begin = said = time.monotonic()
+
+    def progress() -> str:
+        rate = tokens / (time.monotonic() - begin)
+        return f"{done:,} of {len(requests) * options.samples:,} sequences, {tokens:,} tokens, {rate:,.0f} tokens/s"
+
+    with memory_errors(loaded.model.device):
         writer = OrderedWriter(file, output, prompts, options.samples, written, log_probabilities=options.logprobs)
         for update in Engine(loaded.model, loaded.tokenizer).run(requests):
-            completion = update.completion
-            if completion is not None:
-                writer.add(number_of[id(update.request)], completion)
-                if completion.finish_reason == "error":
+            tokens += update.token is not None
+            if update.completion is not None:
+                done += 1
+                writer.add(number_of[id(update.request)], update.completion)
+                if update.completion.finish_reason == "error":
                     broken.append(update.request.name)
-            progress.count(update.token is not None, completion is not None)
-    print(f"{output}: {progress.summary()}", file=sys.stderr)
+            if time.monotonic() - said > _INTERVAL_SECONDS:
+                said = time.monotonic()
+                print(progress(), file=sys.stderr, flush=True)
+    print(f"{output}: {progress()}", file=sys.stderr)
     for name in broken:
         print(f"{name}: the model's output is not finite; its text ends there", file=sys.stderr)
     return int(bool(broken))
-
-
-class _Progress:
-    """Sequences, tokens and tokens a second, on a terminal in one line that changes, elsewhere a line now and then."""
-
-    def __init__(self, total: int) -> None:
-        self._total, self._tokens, self._done = total, 0, 0
-        self._begin = self._said = time.monotonic()
-        console = Console(stderr=True)
-        self._status = Status("", console=console) if console.is_terminal else None
-
-    def __enter__(self) -> "_Progress":
-        if self._status is not None:
-            self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-
-    def count(self, token: bool, done: bool) -> None:
-        """Count a token and a finished sequence."""
-        self._tokens += token
-        self._done += done
-        now = time.monotonic()
-        if now - self._said < (0.2 if self._status is not None else _INTERVAL_SECONDS):
-            return
-        self._said = now
-        if self._status is not None:
-            self._status.update(self.summary())
-        else:
-            print(self.summary(), file=sys.stderr, flush=True)
-
-    def summary(self) -> str:
-        """What is done so far."""
-        seconds = time.monotonic() - self._begin
-        rate = self._tokens / seconds if seconds else 0.0
-        return f"{self._done:,} of {self._total:,} sequences, {self._tokens:,} tokens, {rate:,.0f} tokens/s"

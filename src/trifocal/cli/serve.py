@@ -42,8 +42,7 @@ class ServeArguments:
     port: int = 8000
     """Port to listen on; 0: any that is free."""
     api_key: str = ""
-    """Key that clients must send; by default the value of TRIFOCAL_API_KEY, which other users of the machine do not see
-    in its list of processes."""
+    """Key that clients must send; by default the variable TRIFOCAL_API_KEY, which lists of processes do not show."""
     max_length: int = 0
     """Tokens of the longest sequence, prompt and answer together; 0: as in training."""
     max_sequences: int = 0

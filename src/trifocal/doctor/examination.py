@@ -68,14 +68,14 @@ class Examination:
 
 def _need(need: Need) -> Iterator[str]:
     yield (
-        f"needs  {need.name}: {need.parameters / 1e6:,.1f} M parameters, {_gib(need.state_bytes)} of weights, "
-        f"gradients and optimizer, {_gib(need.disk_bytes)} of disk for checkpoints"
+        f"needs  {need.name}: {need.parameters / 1e6:,.1f} M parameters, {_size(need.state_bytes)} of weights, "
+        f"gradients and optimizer, {_size(need.disk_bytes)} of disk for checkpoints"
     )
     if need.peak_bytes is not None and need.step_seconds is not None:
         place = f"{need.processes} x {need.device}" if need.processes > 1 else need.device
-        whole = "" if need.memory_bytes is None else f" of {_gib(need.memory_bytes)}"
+        whole = "" if need.memory_bytes is None else f" of {_size(need.memory_bytes)}"
         yield (
-            f"  measured on {place}: {_gib(need.peak_bytes)}{whole} at its peak, {need.step_seconds:.3g} s a step, "
+            f"  measured on {place}: {_size(need.peak_bytes)}{whole} at its peak, {need.step_seconds:.3g} s a step, "
             f"{need.tokens_per_second:,.0f} tokens/s"
         )
     else:
@@ -84,8 +84,8 @@ def _need(need: Need) -> Iterator[str]:
     yield from (f"  try {remedy}" for remedy in need.remedies)
 
 
-def _gib(number: int) -> str:
-    return f"{number / 2**30:.2f} GiB"
+def _size(number: int) -> str:
+    return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
 
 
 def examine(

@@ -5,7 +5,7 @@ import signal
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -176,20 +176,13 @@ def _memory(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else available_memory()
 
 
-@dataclass(frozen=True)
-class Reference:
-    """A measured configuration of the production model (configs/m7c_125m.toml), compiled, with CUDA graphs, bf16.
-
-    Attributes:
-        file: The result's file in benchmarks/results.
-        what: Micro-batch, length, and activation checkpointing or parallel mode.
-        peak_gib: Peak of one GPU.
-        step_ms: Time of a step.
-        tokens_per_second: Tokens of all GPUs together.
-    """
+class Reference(NamedTuple):
+    """A measured configuration of the production model (configs/m7c_125m.toml), compiled, with CUDA graphs, bf16."""
 
     file: str
+    """The result's file in benchmarks/results."""
     what: str
+    """Micro-batch, length, and activation checkpointing or parallel mode."""
     peak_gib: float
     step_ms: float
     tokens_per_second: int

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -110,28 +109,19 @@ def _status(needed: bool) -> Status:
 
 def check_collectives() -> list[Finding]:
     """Whether processes could exchange: gloo for hosts, NCCL for GPUs, each tried with one process."""
-    several = torch.cuda.device_count() > 1
-    findings = [_try_group("gloo", dist.is_gloo_available(), _gloo, several)]
-    if torch.cuda.is_available():
-        findings.append(_try_group("nccl", dist.is_nccl_available(), _nccl, several))
-    return findings
-
-
-def _try_group(name: str, available: bool, reduce: Callable[[], torch.Tensor], several: bool) -> Finding:
     # Without it one process trains all the same; several GPUs would not.
-    status = _status(several)
-    if not available:
-        text = f"this PyTorch was built without {name}: one process only"
-        return Finding(name, status, text, "pip install --force-reinstall 'torch>=2.11'")
-    try:
-        right = bool((reduce() == 1).all())
-    except RuntimeError as error:
-        text = f"it does not work: {one_line(error)}"
-        remedy = 'echo "127.0.1.1 $(hostname)" | sudo tee -a /etc/hosts' if name == "gloo" else "export NCCL_DEBUG=INFO"
-        return Finding(name, status, text, remedy)
-    if not right:
-        return Finding(name, status, "a sum over one process is wrong")
-    return Finding(name, "ok", "works in one process")
+    status = _status(torch.cuda.device_count() > 1)
+    remedies = {"gloo": 'echo "127.0.1.1 $(hostname)" | sudo tee -a /etc/hosts', "nccl": "export NCCL_DEBUG=INFO"}
+    findings = []
+    for name, reduce in (("gloo", _gloo), ("nccl", _nccl))[: 1 + torch.cuda.is_available()]:
+        try:
+            text = "" if bool((reduce() == 1).all()) else "a sum over one process is wrong"
+        except (RuntimeError, AttributeError) as error:
+            # AttributeError: this PyTorch was built without it.
+            text = f"it does not work: {one_line(error)}"
+        broken = Finding(name, status, text, remedies[name])
+        findings.append(broken if text else Finding(name, "ok", "works in one process"))
+    return findings
 
 
 def _gloo() -> torch.Tensor:

@@ -24,7 +24,7 @@ class Evaluated:
         trained_length: Tokens of a training sequence; None where unknown.
         precision: Precision of the matrix products.
         device: The GPU or CPU.
-        version: Of Trifocal.
+        version: Version of Trifocal.
     """
 
     step: int | None

@@ -1,6 +1,5 @@
 """A forward pass that goes on after the tokens of a cache of transformers."""
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -12,10 +11,9 @@ from transformers import DynamicCache
 from trifocal.hf.cached_attention import LayerPast, NewTokens
 from trifocal.hf.layer_cache import NO_GRADIENTS, TrifocalLayer
 from trifocal.hf.row_layout import RowLayout, real_tokens
+from trifocal.inference.cached_attention import tables_of_layers
+from trifocal.inference.paged_cache import PAGE_SIZE, page_size_of
 from trifocal.models import ModelConfig
-from trifocal.nn.rope import rotary_tables
-
-PAGE_SIZE = 256
 
 
 class CachedTokens(NamedTuple):
@@ -60,20 +58,22 @@ def cached_tokens(
         raise ValueError("attention_mask hides every new token")
     _check_positions(position_ids, new, lengths)
     most_tokens = max(length + count for length, count in zip(lengths, counts, strict=True))
-    block = config.geometry.selection_block_size
-    page_size = -(-PAGE_SIZE // block) * block
-    num_pages = max(layer.num_pages for layer in layers)
+    page_size, num_pages = page_size_of(config, PAGE_SIZE), layers[0].num_pages
     if num_pages * page_size < most_tokens:
         # Twice as many, so that a token costs a constant number of copies.
         num_pages = max(-(-most_tokens // page_size), 2 * num_pages)
-    rotary = _rotary(layers[0], config, num_pages * page_size, x)
-    tokens = NewTokens(lengths, counts, num_pages, page_size, rotary[0])
+    tables = layers[0].tables
+    if not tables or len(tables[0].tokens[0]) < num_pages * page_size:
+        tables = layers[0].tables = tables_of_layers(config, num_pages * page_size, x.dtype, x.device)
+    tokens = NewTokens(lengths, counts, num_pages, page_size, x.device)
     places = None if bool(new.all()) else new.flatten().nonzero()[:, 0].to(x.device)
     for layer in layers:
         layer.lengths = lengths
-    yield CachedTokens(
-        RowLayout(places, None, (batch, num_new)), list(map(LayerPast, layers, itertools.repeat(tokens), rotary))
-    )
+    pasts = [
+        LayerPast(layer, tokens, own, config, kind)
+        for layer, own, kind in zip(layers, tables, config.attention_of_layers, strict=True)
+    ]
+    yield CachedTokens(RowLayout(places, None, (batch, num_new)), pasts)
     for chunk in tokens.chunks:
         chunk.write_rings()
     for layer in layers:
@@ -117,17 +117,3 @@ def _check_positions(position_ids: Tensor | None, new: Tensor, lengths: list[int
     expected = new.cumsum(1) - 1 + torch.tensor(lengths)[:, None]
     if not bool((position_ids.cpu().expand(new.shape) == expected)[new].all()):
         raise ValueError("position_ids must count on from the tokens in past_key_values, without padding")
-
-
-def _rotary(layer: TrifocalLayer, config: ModelConfig, num_tokens: int, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Tables of all positions for each layer, kept in the first one from one pass to the next."""
-    if not layer.rotary or len(layer.rotary[0][0]) < num_tokens:
-        exact = torch.promote_types(x.dtype, torch.float32)
-        positions = torch.arange(num_tokens, device=x.device)
-        scalings = [config.rope_scaling_of(index) for index in range(config.num_layers)]
-        tables = {
-            scaling: rotary_tables(positions, config.head_dim, config.rope_theta, exact, scaling)
-            for scaling in {*scalings}
-        }
-        layer.rotary = [tables[scaling] for scaling in scalings]
-    return layer.rotary

@@ -11,7 +11,11 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
+from trifocal.inference.cached_attention import LayerTables
+from trifocal.inference.paged_cache import layer_cache, layer_shapes
+from trifocal.models.model_config import Attention, ModelConfig
 from trifocal.ops import DenseCache, SparseCache
+from trifocal.ops.geometry import LARGEST_SIZE
 
 LAYER_TYPE = "trifocal"
 NO_GRADIENTS = "caches are for decoding without gradients: use torch.no_grad() from the first token on"
@@ -27,9 +31,8 @@ class TrifocalLayer(DynamicLayer):
     Attributes:
         lengths: Tokens of each row, without padding.
         slots: Columns of the batch that it has seen, with padding.
-        pages: [B, pages, G, tokens or compressed blocks of a page, *], by name; see `trifocal.ops.SparseCache`.
-        rings: [B, G, tokens, *], by name.
-        rotary: Cosines and sines of all positions for each layer, kept by the first one.
+        pages, rings: [B, pages, *] and [B, *] by name; see `trifocal.inference.paged_cache.layer_shapes`.
+        tables: Rotary tables of each layer, kept by the first one.
     """
 
     _layer_type = LAYER_TYPE
@@ -44,47 +47,37 @@ class TrifocalLayer(DynamicLayer):
         self.slots = 0
         self.pages: dict[str, Tensor] = {}
         self.rings: dict[str, Tensor] = {}
-        self.rotary: list[tuple[Tensor, Tensor]] = []
+        self.tables: list[LayerTables] = []
         self.is_initialized = False
 
     @property
     def num_pages(self) -> int:
-        """Pages of each row; 0 in a layer without pages."""
+        """Pages of each row."""
         return next(iter(self.pages.values())).shape[1] if self.pages else 0
 
-    def reserve_pages(self, new: dict[str, Tensor], num_pages: int, tokens: dict[str, int]) -> None:
-        """Make room in pages; what they hold stays.
+    def reserve(
+        self, config: ModelConfig, kind: Attention, num_pages: int, page_size: int, like: Tensor
+    ) -> SparseCache | DenseCache:
+        """The cache for the operators of `trifocal.ops`, with room for so many pages a row; what it holds stays.
 
         Args:
-            new: New keys and values by name, [1, N, G, *], for their sizes and type.
+            config: The model's configuration.
+            kind: The layer's attention.
             num_pages: Pages of each row.
-            tokens: Tokens, or compressed blocks, of a page by name.
+            page_size: Tokens of a page.
+            like: Gives type and device.
         """
-        if num_pages <= self.num_pages:
-            return
-        before, self.pages = self.pages, {}
-        for name, x in new.items():
-            self.pages[name] = x.new_zeros(len(self.lengths), num_pages, x.shape[2], tokens[name], x.shape[3])
-            if before:
-                self.pages[name][:, : before[name].shape[1]] = before[name]
+        shapes, rows = layer_shapes(config, kind, page_size, LARGEST_SIZE, SLACK), len(self.lengths)
+        if num_pages > self.num_pages:
+            before, self.pages = self.pages, {}
+            for name, shape in shapes.pages.items():
+                self.pages[name] = like.new_zeros(rows, num_pages, *shape)
+                if before:
+                    self.pages[name][:, : before[name].shape[1]] = before[name]
+        if not self.rings:
+            self.rings = {name: like.new_zeros(rows, *shape) for name, shape in shapes.rings.items()}
         self.is_initialized = True
-
-    def reserve_ring(self, name: str, new: Tensor, reach: int) -> Tensor:
-        """The ring of this name, made for new keys or values [1, N, G, *] of which so many tokens are read again."""
-        if name not in self.rings:
-            self.rings[name] = new.new_zeros(len(self.lengths), new.shape[2], reach + SLACK, new.shape[3])
-            self.is_initialized = True
-        return self.rings[name]
-
-    def sparse(self) -> SparseCache:
-        """The cache for the operators of `trifocal.ops`."""
-        names = ("k_slc", "v_slc", "k_cmp", "v_cmp", "k_win", "v_win", "k_raw", "v_raw")
-        pages = {name: x.flatten(0, 1) for name, x in self.pages.items()}
-        return SparseCache(**dict.fromkeys(names) | pages | self.rings)  # type: ignore[arg-type]
-
-    def dense(self) -> DenseCache:
-        """The cache for the operators of `trifocal.ops`."""
-        return DenseCache(**{name: x.flatten(0, 1) for name, x in self.pages.items()})
+        return layer_cache({name: x.flatten(0, 1) for name, x in self.pages.items()} | self.rings)
 
     def get_seq_length(self) -> int:
         """Columns of the batch so far, with padding."""

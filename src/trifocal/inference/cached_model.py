@@ -10,21 +10,23 @@ logits = cached.decode([sequence], [[4]])
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from trifocal.errors import UserError
+from trifocal.inference import products
+from trifocal.inference.cached_attention import tables_of_layers
 from trifocal.inference.cached_layers import CachedLayer, copied, normed
 from trifocal.inference.paged_cache import HostCopy, PagedCache, decode_geometry, page_size_of
 from trifocal.inference.pages import OutOfPages, PageAllocator, PageTable
 from trifocal.inference.prefill import Chunk
-from trifocal.inference.products import BatchInvariantLinear, Products, PyTorchLinear
 from trifocal.inference.request import token_tensor
 from trifocal.models.decoder import DecoderLM
 from trifocal.models.model_config import ModelConfig
-from trifocal.nn.rope import rotary_tables
 from trifocal.ops import DecodeBatch
+from trifocal.ops.decode import linear as decode_products
 from trifocal.ops.decode.caches import MOST_NEW_TOKENS
 from trifocal.ops.decode.linear import Norm, Residual
 
@@ -79,7 +81,7 @@ class CachedModel:
     """A model with caches for several sequences.
 
     Weights are copied in the type of the products; later changes of the model's are not seen. Results of a sequence
-    do not depend on other sequences, bit for bit, unless `batch_invariant` is off.
+    do not depend on other sequences, bit for bit.
 
     Args:
         model: The model; its device is that of the caches.
@@ -90,14 +92,13 @@ class CachedModel:
         dtype: Type of the products and of the caches; autocast's where it is on, else that of the weights.
         prefill_chunk_size: Tokens of a prompt that go through the model at a time; 0: as `default_prefill_chunk`.
         spare_rows: Rows of the rings beyond those of the sequences, for pasts of prompts that an engine keeps.
-        batch_invariant: Whether decoding uses products whose sums do not depend on the number of sequences.
 
     Attributes:
         pages: The allocator of pages.
         cache: The tensors.
 
     Raises:
-        UserError: If the model draws its blocks at random.
+        UserError: If the model's choice of blocks is a control of training, random or exact.
         ValueError: If a number is under 1.
     """
 
@@ -114,7 +115,6 @@ class CachedModel:
         dtype: torch.dtype | None = None,
         prefill_chunk_size: int = 0,
         spare_rows: int = 0,
-        batch_invariant: bool = True,
     ) -> None:
         for name, value in (
             ("max_sequences", max_sequences),
@@ -147,18 +147,12 @@ class CachedModel:
             device=self.device,
         )
         exact = torch.promote_types(self.dtype, torch.float32)
-        positions = torch.arange(max_length, device=self.device)
-        # Frequencies that depend on the length are those of the longest sequence, so that cached keys stay right.
-        scalings = [config.rope_scaling_of(layer) for layer in range(config.num_layers)]
-        tables = {
-            scaling: rotary_tables(positions, config.head_dim, config.rope_theta, exact, scaling, max_length)
-            for scaling in {*scalings}
-        }
-        self._rotary = [tables[scaling] for scaling in scalings]
-        self._products = BatchInvariantLinear() if batch_invariant else PyTorchLinear()
+        tables = tables_of_layers(config, max_length, self.dtype, self.device)
         geometry = decode_geometry(config, max_length)
         self._embedding = copied(model.embedding.weight, exact)
-        self._layers = [CachedLayer(block, geometry, self.dtype, self._products) for block in model.blocks]
+        self._layers = [
+            CachedLayer(block, geometry, self.dtype, own) for block, own in zip(model.blocks, tables, strict=True)
+        ]
         self._norm = Norm(copied(model.norm.weight, exact), model.norm.eps)
         output = model.embedding if model.head is None else model.head
         self._output = copied(output.weight, self.dtype)
@@ -245,14 +239,13 @@ class CachedModel:
         try:
             self.cache.copy_pages(copies)
             pages = torch.tensor(sequence.table.pages, dtype=torch.int64).to(self.device)
-            chunk = Chunk(pages, sequence.row, first, len(tokens), self._rotary[0])
-            residual = PyTorchLinear().embedding(tokens, self._embedding)
-            for layer, cache, rotary in zip(self._layers, self.cache.layers, self._rotary, strict=True):
-                chunk.rotary = rotary
+            chunk = Chunk(pages, sequence.row, first, len(tokens))
+            residual = products.embedding(tokens, self._embedding)
+            for layer, cache in zip(self._layers, self.cache.layers, strict=True):
                 residual = layer.prefill(residual, cache, chunk)
             if not all_logits:
                 residual = Residual(*(part[-1:] for part in residual))
-            logits = self._logits(residual, PyTorchLinear())
+            logits = self._logits(residual, products)
             chunk.write_rings()
         except BaseException:
             sequence.table.shrink(len(tokens))
@@ -314,10 +307,10 @@ class CachedModel:
         """
         # Kernels run on the current device, which need not be the model's.
         with torch.cuda.device_of(self._embedding):
-            residual = self._products.embedding(tokens.flatten(), self._embedding)
-            for layer, cache, rotary in zip(self._layers, self.cache.layers, self._rotary, strict=True):
-                residual = layer.decode(residual, cache, batch, rotary)
-            return self._logits(residual, self._products).unflatten(0, tokens.shape)
+            residual = decode_products.embedding(tokens.flatten(), self._embedding)
+            for layer, cache in zip(self._layers, self.cache.layers, strict=True):
+                residual = layer.decode(residual, cache, batch)
+            return self._logits(residual, decode_products).unflatten(0, tokens.shape)
 
     @torch.inference_mode()
     def swap_out(self, sequence: CachedSequence) -> SwappedSequence:
@@ -344,13 +337,13 @@ class CachedModel:
             raise
         return sequence
 
-    def _logits(self, residual: Residual, products: Products) -> Tensor:
+    def _logits(self, residual: Residual, products: ModuleType) -> Tensor:
         exact = torch.promote_types(self.dtype, torch.float32)
         norm: Norm | None = self._norm
         if self.config.norm_after:
             # No kernel has summed the squares of the stream.
             residual, norm = Residual(normed(residual.x, norm, products), residual.sum_of_squares), None
-        return products.normed_linear(residual, norm, self._output, out_dtype=exact)[0]
+        return products.normed_linear(residual, norm, self._output, out_dtype=exact)[0]  # type: ignore[no-any-return]
 
     def _check(self, sequence: CachedSequence, num_new: int) -> None:
         if sequence.row == GONE:

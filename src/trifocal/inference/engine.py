@@ -214,8 +214,7 @@ class Engine:
                 state.prompt_scores += _scores(logits, prompt[begin + 1 : begin + 1 + size], state.request.likeliest)
             if not state.prompt_left:
                 state.logits = logits[-1:]
-            if not scored:
-                self._prefixes.keep(prompt, state.cached)
+            self._prefixes.keep(state.keys, state.cached)
             if state.prompt_left:
                 return len(piece)
         assert state.logits is not None

@@ -1,43 +1,28 @@
 """Continuing a batch of equally long prompts, by the engine."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trifocal.inference.cached_model import CachedModel
 from trifocal.inference.engine import Engine
-from trifocal.inference.request import Request, Update
+from trifocal.inference.request import Request
 from trifocal.inference.sampler import Sampling
 from trifocal.models.decoder import DecoderLM
 from trifocal.ops.validation import check_rank, check_whole_number
 
 
 def generate(
-    model: DecoderLM,
-    tokens: Tensor,
-    max_new_tokens: int,
-    *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    seed: int | None = None,
-    stop_token: int | None = None,
-    prefill_chunk_size: int = 0,
+    model: DecoderLM, tokens: Tensor, max_new_tokens: int, *, stop_token: int | None = None, **options: Any
 ) -> Tensor:
     """Continue each row of a batch of equally long prompts.
 
     Args:
-        model: The model; under autocast it runs in autocast's type.
-        tokens: Prompts, [B, T], at least one token each.
-        max_new_tokens: Tokens to add.
-        temperature, top_k, top_p, min_p, repetition_penalty: See `Sampling`.
-        seed: Makes the draw repeatable, row `i` draws with `seed + i`; None takes it from PyTorch's global generator.
+        model, tokens, max_new_tokens: See `stream`.
         stop_token: A row that draws it is done and filled up with it; None never stops.
-        prefill_chunk_size: Tokens of a prompt that go through the model at a time, which bounds memory; 0: up to
-            65,536, on a CPU up to 8,192.
+        options: Further arguments of `stream`.
 
     Returns:
         Prompts and their continuations, [B, T + max_new_tokens].
@@ -46,19 +31,7 @@ def generate(
         ValueError: If an argument is out of range.
         FloatingPointError: If logits are not finite, for a prompt or for a generated token.
     """
-    steps = stream(
-        model,
-        tokens,
-        max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        stop_token=stop_token,
-        prefill_chunk_size=prefill_chunk_size,
-    )
+    steps = stream(model, tokens, max_new_tokens, stop_token=stop_token, **options)
     columns = [tokens, *(step[:, None].to(tokens.dtype) for step in steps)]
     missing = max_new_tokens - (len(columns) - 1)
     if missing:
@@ -72,16 +45,22 @@ def stream(
     tokens: Tensor,
     max_new_tokens: int,
     *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
     seed: int | None = None,
     stop_token: int | None = None,
     prefill_chunk_size: int = 0,
+    **sampling: Any,
 ) -> Iterator[Tensor]:
     """The tokens of `generate`, each yielded when it is drawn.
+
+    Args:
+        model: The model; under autocast it runs in autocast's type.
+        tokens: Prompts, [B, T], at least one token each.
+        max_new_tokens: Tokens to add.
+        seed: Makes the draw repeatable, row `i` draws with `seed + i`; None takes it from PyTorch's global generator.
+        stop_token: A row that draws it is done; None never stops.
+        prefill_chunk_size: Tokens of a prompt that go through the model at a time, which bounds memory; 0: up to
+            65,536, on a CPU up to 8,192.
+        sampling: `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`; see `Sampling`.
 
     Yields:
         The next token of every row, [B], int64; the last when every row has stopped.
@@ -97,17 +76,7 @@ def stream(
     check_whole_number("prefill_chunk_size", prefill_chunk_size, 0)
     if seed is None:
         seed = int(torch.randint(2**63 - 1, ()))
-    samplings = [
-        Sampling(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=(seed + row) % 2**64,
-        )
-        for row in range(len(tokens))
-    ]
+    samplings = [Sampling(seed=(seed + row) % 2**64, **sampling) for row in range(len(tokens))]
     if max_new_tokens == 0:
         return
     cached = CachedModel(
@@ -116,14 +85,10 @@ def stream(
         max_length=tokens.shape[1] + max_new_tokens - 1,
         prefill_chunk_size=prefill_chunk_size,
     )
+    stop_tokens = () if stop_token is None else (stop_token,)
     requests = [
-        Request(
-            prompt=prompt,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            stop_tokens=() if stop_token is None else (stop_token,),
-        )
-        for prompt, sampling in zip(tokens.tolist(), samplings, strict=True)
+        Request(prompt=prompt, max_new_tokens=max_new_tokens, sampling=own, stop_tokens=stop_tokens)
+        for prompt, own in zip(tokens.tolist(), samplings, strict=True)
     ]
     row_of = {id(request): row for row, request in enumerate(requests)}
     rows: list[list[int]] = [[] for _ in requests]
@@ -131,7 +96,9 @@ def stream(
     out = 0
     for update in Engine(cached).run(requests):
         row = row_of[id(update.request)]
-        _take(update, rows[row])
+        if update.token is None:
+            raise FloatingPointError("the model's output is not finite: its weights are broken")
+        rows[row].append(update.token)
         ended[row] = update.completion is not None
         # Rows begin one after another; a column is whole once every row that goes on has its token.
         while any(len(drawn) > out for drawn in rows) and all(
@@ -139,9 +106,3 @@ def stream(
         ):
             yield torch.tensor([drawn[out] if len(drawn) > out else stop_token for drawn in rows], device=tokens.device)
             out += 1
-
-
-def _take(update: Update, drawn: list[int]) -> None:
-    if update.token is None:
-        raise FloatingPointError("the model's output is not finite: its weights are broken")
-    drawn.append(update.token)

@@ -4,7 +4,7 @@ A page number is the same in all layers, so is a row of the rings. Moving a sequ
 page or a row for a fork, copies bytes and computes nothing.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trifocal.models import parameter_count
 from trifocal.models.model_config import Attention, ModelConfig
+from trifocal.nn.attention_base import INDEX_DIM
 from trifocal.ops import DenseCache, Geometry, SparseCache
 from trifocal.ops.decode.caches import MOST_NEW_TOKENS
 from trifocal.runlog import host_memory_bytes
@@ -65,7 +66,9 @@ def decode_geometry(config: ModelConfig, max_length: int) -> Geometry:
     return Geometry(**{**geometry.__dict__, "window_size": window})
 
 
-def layer_shapes(config: ModelConfig, kind: Attention, page_size: int, max_length: int) -> LayerShapes:
+def layer_shapes(
+    config: ModelConfig, kind: Attention, page_size: int, max_length: int, spare: int = MOST_NEW_TOKENS
+) -> LayerShapes:
     """The tensors of a layer.
 
     Args:
@@ -73,25 +76,35 @@ def layer_shapes(config: ModelConfig, kind: Attention, page_size: int, max_lengt
         kind: The layer's attention.
         page_size: From `page_size_of`.
         max_length: Tokens of the longest sequence.
+        spare: Tokens that the rings hold beyond what is read: as many new ones overwrite nothing that their queries
+            see.
     """
     heads, dim, value_dim = config.num_kv_heads, config.head_dim, config.value_dim
     if kind in ("dense", "window"):
         return LayerShapes({"k": (heads, page_size, dim), "v": (heads, page_size, value_dim)}, {})
     geometry = decode_geometry(config, max_length)
     stripes = page_size // geometry.compression_stride
-    # Eight more, so that as many new tokens overwrite nothing that their queries see.
-    window = geometry.window_size - 1 + MOST_NEW_TOKENS
-    raw = geometry.compression_block_size - 1 + MOST_NEW_TOKENS
+    window, raw = (reach - 1 + spare for reach in (geometry.window_size, geometry.compression_block_size))
     pages, rings = {}, {}
+    if config.has_index:
+        pages["k_idx"] = (1, page_size, INDEX_DIM)
     for letter, width in (("k", dim), ("v", value_dim)):
         pages[f"{letter}_slc"] = (heads, page_size, width)
-        if kind == "nsa" or letter == "k":
+        if kind == "nsa" or (letter == "k" and not config.has_index):
             # The compressed keys of a selected layer only choose.
             pages[f"{letter}_cmp"] = (heads, stripes, width)
             rings[f"{letter}_raw"] = (heads, raw, width)
         if kind == "nsa" and not config.shared_kv:
             rings[f"{letter}_win"] = (heads, window, width)
     return LayerShapes(pages, rings)
+
+
+def layer_cache(tensors: dict[str, Tensor]) -> SparseCache | DenseCache:
+    """A layer's caches as `trifocal.ops` takes them, from tensors by the names of `layer_shapes`."""
+    if "k" in tensors:
+        return DenseCache(**tensors)
+    absent: dict[str, Any] = dict.fromkeys(field.name for field in fields(SparseCache))
+    return SparseCache(**(absent | tensors))
 
 
 def cache_bytes(config: ModelConfig, dtype: torch.dtype, max_length: int, page_size: int = 0) -> CacheBytes:
@@ -216,11 +229,7 @@ class PagedCache:
             )
             self._pages += pages.values()
             self._rings += rings.values()
-            if kind in ("dense", "window"):
-                self.layers.append(DenseCache(**pages))
-            else:
-                absent: dict[str, Any] = dict.fromkeys(("k_win", "v_win", "v_cmp", "v_raw"))
-                self.layers.append(SparseCache(**(absent | pages | rings)))
+            self.layers.append(layer_cache(pages | rings))
         self._device = device
 
     @property

@@ -5,17 +5,14 @@ their tokens until a chunk has gone through every layer: one that fails half-way
 pages are never read behind its length.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trifocal.ops import DenseCache, Geometry, SparseCache
-
-KeysValues = tuple[Tensor, Tensor]
-Compress = Callable[[Tensor], Tensor]
+from trifocal.ops import Geometry, SparseCache
+from trifocal.ops.decode.caches import Compress, Rotary
 
 
 class Chunk:
@@ -26,25 +23,23 @@ class Chunk:
         row: Its row of the rings.
         first: Position of the chunk's first token.
         length: Tokens of the chunk.
-        rotary: Cosines and sines of all positions, [max_length, D/2].
     """
 
-    def __init__(self, pages: Tensor, row: int, first: int, length: int, rotary: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, pages: Tensor, row: int, first: int, length: int) -> None:
         self.pages, self.row, self.first, self.stop = pages, row, first, first + length
-        self.rotary = rotary
         self._rings: list[tuple[Tensor, Tensor, Tensor]] = []
         # Indices that all layers share.
         self._in_pages: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
         self._in_rings: dict[tuple[int, int, int], Tensor] = {}
 
-    def rotate(self, x: Tensor, first: int | None = None, stride: int = 1) -> Tensor:
+    def rotate(self, x: Tensor, rotary: Rotary, first: int | None = None, stride: int = 1) -> Tensor:
         """Rotate queries or keys [1, T, heads, D] at positions `first`, `first + stride`, …; the chunk's if not given.
 
-        The result of `trifocal.nn.rope.rotate`, in four passes instead of eight and without copies in fp32, which only
-        a compiler or gradients would need.
+        The result of `trifocal.nn.rope.rotate` by tables of all positions, in four passes instead of eight and without
+        copies in fp32, which only a compiler or gradients would need.
         """
         first = self.first if first is None else first
-        cos, sin = (table[first : first + x.shape[1] * stride : stride, None] for table in self.rotary)
+        cos, sin = (table[first : first + x.shape[1] * stride : stride, None] for table in rotary)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         (a, b), (out_a, out_b) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
         torch.addcmul(a * cos, b, sin, value=-1, out=out_a)
@@ -101,9 +96,9 @@ class Chunk:
 
 
 class Seen(NamedTuple):
-    """What the queries of a chunk see, as `nsa_attention` takes it; v_cmp is None where compressed keys only choose."""
+    """What the queries of a chunk see, as `nsa_attention` takes it; k_cmp, v_cmp are None where the cache has none."""
 
-    k_cmp: Tensor
+    k_cmp: Tensor | None
     v_cmp: Tensor | None
     k_slc: Tensor
     v_slc: Tensor
@@ -114,59 +109,56 @@ class Seen(NamedTuple):
 def extend_sparse(
     cache: SparseCache,
     chunk: Chunk,
-    raw: tuple[Tensor, Tensor | None],
-    selected: KeysValues,
-    window: KeysValues | None,
+    raw: tuple[Tensor | None, Tensor | None],
+    selected: tuple[Tensor, Tensor],
+    window: tuple[Tensor | None, Tensor | None],
     geometry: Geometry,
     compress: tuple[Compress, Compress],
+    rotary: Rotary,
 ) -> Seen:
     """Append a chunk to a sparse layer's caches.
 
     Args:
         cache: The layer's caches.
         chunk: Where the tokens lie.
-        raw: Keys and values of the compressed branch, [1, T, G, D] and [1, T, G, V]; no values where the cache has
-            none. No key is rotated yet.
+        raw: Keys and values of the compressed branch, [1, T, G, D] and [1, T, G, V]; None where the cache has none. No
+            key is rotated yet.
         selected: Keys and values of the selected branch.
         window: Keys and values of the window; None where it reads the selected branch's.
         geometry: Block sizes, in tokens.
         compress: φ of keys and of values, [1, S, G, *] -> [1, C, G, *].
+        rotary: Tables of all positions.
     """
     length, stride = geometry.compression_block_size, geometry.compression_stride
-    slc = chunk.rotate(selected[0]), selected[1]
-
     before, after = geometry.num_compressed_blocks(chunk.first), geometry.num_compressed_blocks(chunk.stop)
     stripe_of_first = length // stride - 1
 
-    def compressed(ring: Tensor, tensor: Tensor, x: Tensor, phi: Compress, rotates: bool) -> Tensor:
+    def compressed(
+        ring: Tensor | None, tensor: Tensor | None, x: Tensor | None, phi: Compress, *, rotates: bool
+    ) -> Tensor | None:
         """All compressed keys or values so far, [1, C, G, *]."""
+        if ring is None or tensor is None or x is None:
+            return None
         # From the start of the first block that is not compressed yet.
         stretch = chunk.join_ring(ring, x, chunk.first - before * stride)
         blocks = x[:, :0]
         if after > before:
             blocks = phi(stretch)
             if rotates:
-                blocks = chunk.rotate(blocks, before * stride, stride)
+                blocks = chunk.rotate(blocks, rotary, before * stride, stride)
             chunk.write(tensor, blocks, before + stripe_of_first)
         return chunk.gather(tensor, after + stripe_of_first, stripe_of_first) if before else blocks
 
-    k_cmp, v_cmp = compressed(cache.k_raw, cache.k_cmp, raw[0], compress[0], True), None
-    if cache.v_raw is not None and cache.v_cmp is not None and raw[1] is not None:
-        v_cmp = compressed(cache.v_raw, cache.v_cmp, raw[1], compress[1], False)
-    k_slc, v_slc = (chunk.extend(tensor, x) for tensor, x in zip((cache.k_slc, cache.v_slc), slc, strict=True))
+    k_cmp = compressed(cache.k_raw, cache.k_cmp, raw[0], compress[0], rotates=True)
+    v_cmp = compressed(cache.v_raw, cache.v_cmp, raw[1], compress[1], rotates=False)
+    k_slc = chunk.extend(cache.k_slc, chunk.rotate(selected[0], rotary))
+    v_slc = chunk.extend(cache.v_slc, selected[1])
     past = min(chunk.first, geometry.window_size - 1)
-    if window is None:
-        k_win, v_win = (x[:, chunk.first - past :] for x in (k_slc, v_slc))
-    else:
-        assert cache.k_win is not None and cache.v_win is not None
-        k_win = chunk.join_ring(cache.k_win, chunk.rotate(window[0]), past)
+    k_win, v_win = (x[:, chunk.first - past :] for x in (k_slc, v_slc))
+    if cache.k_win is not None and cache.v_win is not None and window[0] is not None and window[1] is not None:
+        k_win = chunk.join_ring(cache.k_win, chunk.rotate(window[0], rotary), past)
         v_win = chunk.join_ring(cache.v_win, window[1], past)
     return Seen(k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
-
-
-def extend_dense(cache: DenseCache, chunk: Chunk, k: Tensor, v: Tensor) -> KeysValues:
-    """Append a chunk to a dense layer's caches; keys [1, T, G, D], not rotated yet, and values of all tokens so far."""
-    return chunk.extend(cache.k, chunk.rotate(k)), chunk.extend(cache.v, v)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

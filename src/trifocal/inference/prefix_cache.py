@@ -7,7 +7,7 @@ the same places either way, so that no bit changes.
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -30,26 +30,33 @@ class PrefixCache:
         """Rows that are free, and are not for sequences of requests."""
         return self._most - len(self._kept)
 
-    def find(self, prompt: Sequence[int]) -> CachedSequence | None:
-        """The longest kept past that the prompt begins with and goes on from; to be forked."""
+    def keys(self, prompt: Sequence[int]) -> list[bytes]:
+        """Hashes of a prompt's first chunk, its first two, …; nobody finds another text with the same one."""
+        if not self._most:
+            return []
+        size, state, keys = self._model.prefill_chunk_size, hashlib.sha256(), []
+        for end in range(size, len(prompt) + 1, size):
+            state.update(np.asarray(prompt[end - size : end], dtype=np.int64).tobytes())
+            keys.append(state.digest())
+        return keys
+
+    def find(self, keys: Sequence[bytes], most: int) -> CachedSequence | None:
+        """The longest kept past of a prompt of at most so many tokens; to be forked."""
         found = None
-        for key in self._keys(prompt, len(prompt) - 1):
+        for key in keys[: most // self._model.prefill_chunk_size]:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 found = self._kept[key]
         return found
 
-    def keep(self, prompt: Sequence[int], sequence: CachedSequence) -> None:
+    def keep(self, keys: Sequence[bytes], sequence: CachedSequence) -> None:
         """Keep the past of a prompt, all of whose chunks so far are whole."""
-        length = sequence.length
-        if not self._most or length % self._model.prefill_chunk_size or length % self._model.pages.page_size:
-            return
-        *_, key = self._keys(prompt, length)
-        if key in self._kept:
+        chunks, rest = divmod(sequence.length, self._model.prefill_chunk_size)
+        if not keys or rest or sequence.length % self._model.pages.page_size or keys[chunks - 1] in self._kept:
             return
         if len(self._kept) == self._most:
             self.drop()
-        self._kept[key] = self._model.fork(sequence)
+        self._kept[keys[chunks - 1]] = self._model.fork(sequence)
 
     def drop(self, but: CachedSequence | None = None) -> bool:
         """Give the least recently used past up, but not this one; whether there was one."""
@@ -59,12 +66,3 @@ class PrefixCache:
                 del self._kept[key]
                 return True
         return False
-
-    def _keys(self, prompt: Sequence[int], length: int) -> Iterator[bytes]:
-        """Hashes of the first chunk, the first two, … up to a length; nobody finds another text with the same one."""
-        if not self._most:
-            return
-        size, state = self._model.prefill_chunk_size, hashlib.sha256()
-        for end in range(size, length + 1, size):
-            state.update(np.asarray(prompt[end - size : end], dtype=np.int64).tobytes())
-            yield state.digest()

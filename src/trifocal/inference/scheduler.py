@@ -29,6 +29,7 @@ class RequestState:
         place: Its place in the batch while it takes part in steps.
         logits: Logits of its prompt's last token, until its first tokens are drawn.
         launched: Tokens whose draw is queued.
+        keys: Hashes of its prompt's chunks, by which pasts are kept and found; none for a scored prompt.
         prompt_scores: Scores of the prompt's tokens so far, if they are asked for.
         tokens, log_probabilities: What the host knows of them.
         text: Text so far.
@@ -46,6 +47,7 @@ class RequestState:
     place: int | None = None
     logits: Tensor | None = None
     launched: int = 0
+    keys: list[bytes] = field(default_factory=list)
     prompt_scores: list[TokenScore] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     log_probabilities: list[float] = field(default_factory=list)
@@ -110,7 +112,8 @@ class Scheduler:
                 return
             state, past = queue[0], None
             if state.swapped is None and not state.request.score_prompt:
-                past = self._prefixes.find(state.request.prompt)
+                state.keys = state.keys or self._prefixes.keys(state.request.prompt)
+                past = self._prefixes.find(state.keys, len(state.request.prompt) - 1)
             missing = self._model.pages.pages_of(self._places(state)) - (len(past.table.pages) if past else 0)
             missing += self._pages_of_prompts() + sum(map(_needs_pages, self.running))
             while missing > self._model.pages.num_free:

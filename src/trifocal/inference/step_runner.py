@@ -71,7 +71,7 @@ class StepRunner:
         self._drafts, self._draft_lengths = numbers(MOST_DRAFTS, NEW, dtype=torch.int64), numbers(MOST_DRAFTS)
         self._draft_drawn = numbers(MOST_DRAFTS * NEW, 2, dtype=torch.float64)
         self._draft_likeliest = numbers(MOST_DRAFTS * NEW, *self._likeliest.shape[1:], dtype=torch.float64)
-        # Of each place, what its draw needs: the filters, the likeliest tokens.
+        # What the draw of each place needs: the filters, the likeliest tokens.
         self._needs: dict[int, tuple[bool, bool]] = {}
         self._graphs = _Graphs(model.device) if record and model.device.type == "cuda" else None
 

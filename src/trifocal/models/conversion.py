@@ -1,4 +1,4 @@
-"""Sparse models from dense ones: the same weights with another attention, and new gates."""
+"""Sparse models from dense ones: the same weights with another attention, new gates, and a new index if asked for."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from trifocal.errors import UserError
 from trifocal.models.decoder import DecoderLM
-from trifocal.models.model_config import ModelConfig
+from trifocal.models.layers import draw_weights
+from trifocal.models.model_config import Chooser, ModelConfig
 from trifocal.nn.gate import NUM_BRANCHES
 from trifocal.ops import Geometry
 
@@ -25,6 +26,7 @@ def converted_config(
     *,
     dense_layers: Collection[int] = (),
     shared_kv: bool = False,
+    chooser: Chooser = "compressed",
 ) -> ModelConfig:
     """The configuration of a converted model.
 
@@ -34,6 +36,7 @@ def converted_config(
         geometry: Block sizes of the sparse attention, in tokens.
         dense_layers: Layers that stay dense.
         shared_kv: With `"nsa"`: one projection of keys and values for all branches, instead of a copy for each.
+        chooser: What scores the blocks. An index is new, and must be taught before it chooses well.
 
     Raises:
         UserError: If a layer is sparse already, a layer that stays dense does not exist, no layer is left to convert,
@@ -66,6 +69,7 @@ def converted_config(
         sliding_window=window if "window" in layers else config.sliding_window,
         geometry=geometry,
         compressor="mean",
+        chooser=chooser,
         shared_kv=shared_kv,
     )
 
@@ -74,7 +78,7 @@ def convert_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[
     """The tensors of a converted model.
 
     Queries, outputs, norms, MLPs and embeddings stay. Each branch of an NSA layer gets the dense keys and values, or
-    all share them; its gates begin at FIRST_GATE for every input.
+    all share them; its gates begin at FIRST_GATE for every input. An index is drawn, the same for every call.
 
     Args:
         tensors: Tensors of the dense model, by name.
@@ -83,10 +87,14 @@ def convert_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[
     converted = dict(tensors)
     with torch.device("meta"):
         expected = DecoderLM(config).state_dict()
+    # The model's other weights give the type.
+    like, generator = tensors["embedding.weight"], torch.Generator().manual_seed(0)
     for name, parameter in expected.items():
-        if ".attention.gate." in name:
-            # The model's other weights give the type.
-            like = tensors["embedding.weight"]
+        if ".attention.index." in name:
+            drawn = torch.empty(parameter.shape)
+            draw_weights(drawn, name, config, generator)
+            converted[name] = drawn.to(like.dtype)
+        elif ".attention.gate." in name:
             value = torch.logit(torch.tensor(FIRST_GATE)).item() if name.endswith(".bias") else 0.0
             converted[name] = torch.full(parameter.shape, value, dtype=like.dtype)
         elif converted[name].shape != parameter.shape:

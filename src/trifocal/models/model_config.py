@@ -166,7 +166,7 @@ class ModelConfig:
         """Why the model cannot decode; empty if it can."""
         if self.chooses_blocks and self.selection != "importance":
             return f'model.selection "{self.selection}" is a control for training and evaluation, which cannot decode'
-        return 'model.chooser "index" cannot decode yet' if self.has_index else ""
+        return ""
 
     @property
     def untaught_choice(self) -> str:

@@ -16,10 +16,10 @@ from trifocal.nn.attention_base import (
     check_input,
     documents_and_positions,
 )
-from trifocal.nn.chooser import Chooser, ChoosingAttention
+from trifocal.nn.chooser import ChoosingAttention
 from trifocal.nn.compressor import MeanCompressor, MLPCompressor
 from trifocal.nn.gate import NUM_BRANCHES, SigmoidGate
-from trifocal.nn.rope import UNSCALED, RopeScaling, rotate
+from trifocal.nn.rope import rotate
 from trifocal.ops import Documents, Geometry, nsa_attention, window_attention
 from trifocal.ops.dispatch import check_backend
 from trifocal.ops.geometry import LARGEST_SIZE
@@ -33,17 +33,13 @@ class NSAttention(ChoosingAttention):
     keys by the position of their block's first token.
 
     Args:
-        dim: E, width of input and output.
-        num_heads: H, query heads.
-        num_kv_heads: G, KV heads; the H/G query heads that share one share its chosen blocks too. Divides H.
-        head_dim: D of queries and keys; even.
-        value_dim: V of values.
         geometry: Block sizes, in tokens.
         compressor: φ: `"mean"`, or `"mlp"`, the paper's learnable one.
         shared_kv: One projection of keys and values for all branches instead of one each.
         backend: `"auto"`, `"reference"` or `"triton"`; see `trifocal.ops.dispatch`.
-        chooser: What chooses the blocks: `"compressed"` keys, an `"index"`, or the `"exact"` mass.
-        rope_theta, rope_scaling, qk_norm, qk_norm_all_heads, norm_eps, qkv_bias, o_bias: See `AttentionBase`.
+        **sizes: `dim`, `num_heads`, `num_kv_heads`, `head_dim`, `value_dim` and the rest of `AttentionBase`; and
+            `chooser`, what chooses the blocks: `"compressed"` keys, an `"index"`, or the `"exact"` mass. The query
+            heads that share a KV head share its chosen blocks too.
 
     Raises:
         ValueError: If the sizes do not fit one another.
@@ -54,42 +50,14 @@ class NSAttention(ChoosingAttention):
     def __init__(
         self,
         *,
-        dim: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        value_dim: int,
         geometry: Geometry,
-        chooser: Chooser = "compressed",
         compressor: Literal["mean", "mlp"] = "mean",
         shared_kv: bool = False,
         backend: Literal["auto", "reference", "triton"] = "auto",
-        rope_theta: float = 10000.0,
-        rope_scaling: RopeScaling = UNSCALED,
-        qk_norm: bool = False,
-        qk_norm_all_heads: bool = False,
-        norm_eps: float = 1e-6,
-        qkv_bias: bool = False,
-        o_bias: bool = False,
+        **sizes: Any,
     ) -> None:
-        super().__init__(
-            dim=dim,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            geometry=geometry,
-            chooser=chooser,
-            # In the order cmp, slc, win.
-            branches=1 if shared_kv else NUM_BRANCHES,
-            rope_theta=rope_theta,
-            rope_scaling=rope_scaling,
-            qk_norm=qk_norm,
-            qk_norm_all_heads=qk_norm_all_heads,
-            norm_eps=norm_eps,
-            qkv_bias=qkv_bias,
-            o_bias=o_bias,
-        )
+        # Branches in the order cmp, slc, win.
+        super().__init__(geometry=geometry, branches=1 if shared_kv else NUM_BRANCHES, **sizes)
         if compressor not in ("mean", "mlp"):
             raise ValueError(f"compressor must be 'mean' or 'mlp', got {compressor!r}")
         check_backend(backend)
@@ -130,12 +98,11 @@ class NSAttention(ChoosingAttention):
             ValueError: If the boundaries do not fit.
         """
         check_input(x, self.q_proj.in_features)
-        documents, positions = documents_and_positions(x, cu_seqlens)
-        length = self._length(x, documents)
+        documents, _ = documents_and_positions(x, cu_seqlens)
         q, keys, values, [logits] = self._project(x, self.gate.proj)
         gates = self.gate(x, logits)
         if cache is not None:
-            return self.o_proj(cache.attend(self, q, keys, values, gates).flatten(2))
+            return self.o_proj(cache.attend(self, q, keys, values, gates, self._unrotated_index(x)).flatten(2))
         if dropped is not None:
             # Of three branches, the second.
             gates = gates.masked_fill(nn.functional.pad(dropped[..., None, None], (1, 1)), 0.0)
@@ -143,12 +110,11 @@ class NSAttention(ChoosingAttention):
             branches * (NUM_BRANCHES // self.branches) for branches in (keys, values)
         )
 
-        cos, sin = self._rotary_tables(positions, q, length) if rotary is None else (rotary.cos, rotary.sin)
-        q = rotate(q, cos, sin)
-        k_slc = rotate(k_slc, cos, sin)
-        k_win = k_slc if self.shared_kv else rotate(k_win, cos, sin)
-        k_cmp, v_cmp = self._compress(k_cmp, v_cmp, documents, rotary, length)
-        index = self._index(x, positions, rotary, length)
+        rotary = rotary or self.rotary_tables(x, documents)
+        q, k_slc = (rotate(states, rotary.cos, rotary.sin) for states in (q, k_slc))
+        k_win = k_slc if self.shared_kv else rotate(k_win, rotary.cos, rotary.sin)
+        k_cmp, v_cmp = self._compressed_keys(k_cmp, documents, rotary), self.v_compressor(v_cmp, documents)
+        index = self._index(x, rotary)
         if selected_blocks is None:
             selected_blocks = self._chosen(q, k_slc, index, documents)
         o = nsa_attention(
@@ -167,19 +133,7 @@ class NSAttention(ChoosingAttention):
         )
         if lesson is None:
             return self.o_proj(o.flatten(2))
-        return self.o_proj(o.flatten(2)), self._taught(lesson, x, q, k_slc, index, documents, rotary, length)
-
-    def _compress(
-        self,
-        k_raw: Tensor,
-        v_raw: Tensor,
-        documents: Documents | None,
-        rotary: RotaryTables | None,
-        length: int | Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Compress unrotated keys and values and rotate the keys."""
-        k_cmp, v_cmp = self.k_compressor(k_raw, documents), self.v_compressor(v_raw, documents)
-        return self._rotate_compressed(k_cmp, self.geometry, documents, rotary, length), v_cmp
+        return self.o_proj(o.flatten(2)), self._taught(lesson, x, q, k_slc, index, documents, rotary)
 
 
 class DenseAttention(AttentionBase):
@@ -198,13 +152,12 @@ class DenseAttention(AttentionBase):
         How packed documents are attended to: `trifocal.nn.packed`.
         """
         check_input(x, self.q_proj.in_features)
-        documents, positions = documents_and_positions(x, cu_seqlens)
-        length = self._length(x, documents)
+        documents, _ = documents_and_positions(x, cu_seqlens)
         q, [k], [v], _ = self._project(x)
         if cache is not None:
-            return self.o_proj(cache.attend(self, q, [k], [v], None).flatten(2))
-        cos, sin = self._rotary_tables(positions, q, length) if rotary is None else (rotary.cos, rotary.sin)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            return self.o_proj(cache.attend(self, q, [k], [v]).flatten(2))
+        rotary = rotary or self.rotary_tables(x, documents)
+        q, k = (rotate(states, rotary.cos, rotary.sin) for states in (q, k))
         return self.o_proj(self._attend(q, k, v, documents).flatten(2))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:

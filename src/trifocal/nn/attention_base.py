@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trifocal.nn.norm import AllHeadsRMSNorm, RMSNorm
 from trifocal.nn.projection import project
-from trifocal.nn.rope import UNSCALED, RopeScaling, rotary_tables, rotate
+from trifocal.nn.rope import UNSCALED, RopeScaling, rotary_tables
 from trifocal.ops import Documents, Geometry
 from trifocal.ops.choice_loss import Sample
 from trifocal.ops.layout import compressed_layout, max_packed_compressed_blocks
@@ -54,7 +54,13 @@ class KVCache(Protocol):
     """Keys and values of the earlier tokens of a batch."""
 
     def attend(
-        self, attention: nn.Module, q: Tensor, keys: list[Tensor], values: list[Tensor], gates: Tensor | None
+        self,
+        attention: nn.Module,
+        q: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+        gates: Tensor | None = None,
+        index: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Append new tokens and attend.
 
@@ -63,6 +69,7 @@ class KVCache(Protocol):
             q: Queries, [1, N, H, D]. Neither they nor the keys are rotated yet.
             keys, values: Keys and values of each branch, [1, N, G, *].
             gates: [1, N, H, 3]; None in a layer without gates.
+            index: Queries and keys of the index, [1, N, G, Di] and [1, N, Di], not rotated; None without one.
 
         Returns:
             [1, N, H, V].
@@ -141,66 +148,34 @@ class AttentionBase(nn.Module):
             for heads in (num_heads, num_kv_heads)
         )
 
-    def rotary_tables(self, x: Tensor, cu_seqlens: Documents | None = None) -> RotaryTables:
+    def rotary_tables(self, x: Tensor, cu_seqlens: Tensor | Documents | None = None) -> RotaryTables:
         """Tables to be shared by layers alike; x [B, T, E] gives length, device, type."""
         documents, positions = documents_and_positions(x, cu_seqlens)
-        length = self._length(x, documents)
-        tables = self._rotary_tables(positions, x, length)
-        if self.geometry is None:
-            return RotaryTables(*tables)
+        exact, geometry, scales = torch.promote_types(x.dtype, torch.float32), self.geometry, self.rope_scaling
+        by_length = scales.depends_on_length
+        # Tokens of the sequence, or of each token's document.
+        length: int | Tensor = x.shape[1] if by_length else 0
+        lengths = None if documents is None or not by_length else documents.cu_seqlens.diff()
+        if documents is not None and lengths is not None:
+            length = lengths[documents.ids]
+
+        def tables(positions: Tensor, width: int, length: int | Tensor = length) -> tuple[Tensor, Tensor]:
+            return rotary_tables(positions, width, self.rope_theta, exact, scales, length)
+
+        found = RotaryTables(*tables(positions, self.head_dim))
+        if self.index is not None:
+            cos, sin = tables(positions, INDEX_DIM)
+            found = found._replace(cos_idx=cos, sin_idx=sin)
+        if geometry is None:
+            return found
         if documents is None:
-            num_blocks = self.geometry.num_compressed_blocks(x.shape[1])
+            starts = torch.arange(geometry.num_compressed_blocks(x.shape[1]), device=x.device)
+            cos, sin = tables(starts * geometry.compression_stride, self.head_dim)
         else:
-            num_blocks = max_packed_compressed_blocks(x.shape[1], self.geometry)
-        compressed = self._compressed_tables(num_blocks, self.geometry, documents, x, length)
-        index = self._index_tables(positions, x, length) if self.index is not None else (None, None)
-        return RotaryTables(*tables, *compressed, *index)
-
-    def _rotate_compressed(
-        self,
-        k_cmp: Tensor,
-        geometry: Geometry,
-        documents: Documents | None,
-        rotary: RotaryTables | None,
-        length: int | Tensor,
-    ) -> Tensor:
-        """Rotate compressed keys by their blocks' first tokens."""
-        if rotary is not None and rotary.cos_cmp is not None and rotary.sin_cmp is not None:
-            return rotate(k_cmp, rotary.cos_cmp, rotary.sin_cmp)
-        return rotate(k_cmp, *self._compressed_tables(k_cmp.shape[1], geometry, documents, k_cmp, length))
-
-    def _compressed_tables(
-        self,
-        num_blocks: int,
-        geometry: Geometry,
-        documents: Documents | None,
-        x: Tensor,
-        length: int | Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Tables of the compressed blocks' first tokens."""
-        if documents is None:
-            starts = torch.arange(num_blocks, device=x.device) * geometry.compression_stride
-            return self._rotary_tables(starts, x, length)
-        layout = compressed_layout(documents, num_blocks, geometry)
-        if self.rope_scaling.depends_on_length:
-            length = documents.cu_seqlens.diff()[layout.ids.clamp(min=0)]
-        return self._rotary_tables(layout.starts, x, length)
-
-    def _length(self, x: Tensor, documents: Documents | None) -> int | Tensor:
-        """Tokens of the sequence, or of each token's document, [T]; 0 if frequencies do not depend on them."""
-        if not self.rope_scaling.depends_on_length:
-            return 0
-        if documents is not None:
-            return documents.cu_seqlens.diff()[documents.ids]
-        return x.shape[1]
-
-    def _rotary_tables(self, positions: Tensor, x: Tensor, length: int | Tensor = 0) -> tuple[Tensor, Tensor]:
-        exact = torch.promote_types(x.dtype, torch.float32)
-        return rotary_tables(positions, self.head_dim, self.rope_theta, exact, self.rope_scaling, length)
-
-    def _index_tables(self, positions: Tensor, x: Tensor, length: int | Tensor = 0) -> tuple[Tensor, Tensor]:
-        exact = torch.promote_types(x.dtype, torch.float32)
-        return rotary_tables(positions, INDEX_DIM, self.rope_theta, exact, self.rope_scaling, length)
+            layout = compressed_layout(documents, max_packed_compressed_blocks(x.shape[1], geometry), geometry)
+            of_blocks = 0 if lengths is None else lengths[layout.ids.clamp(min=0)]
+            cos, sin = tables(layout.starts, self.head_dim, of_blocks)
+        return found._replace(cos_cmp=cos, sin_cmp=sin)
 
     def _project(self, x: Tensor, *others: nn.Linear) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
         """Queries, and keys and values of each branch, normed and not rotated; and other maps of the same input.

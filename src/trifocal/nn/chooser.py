@@ -41,11 +41,15 @@ class IndexHeads(nn.Module):
         self.query_proj = nn.Linear(dim, num_kv_heads * INDEX_DIM, bias=False)
         self.key_proj = nn.Linear(dim, INDEX_DIM, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated index queries [B, T, G, Di] and keys [B, T, Di] of the layer's input, which gets no gradient."""
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Index queries [B, T, G, Di] and keys [B, T, Di] of the layer's input, which gets no gradient; not rotated."""
         x = x.detach()
-        q_idx = self.query_proj(x).unflatten(-1, (self.num_kv_heads, INDEX_DIM))
-        return rotate(q_idx, cos, sin), rotate(self.key_proj(x)[:, :, None], cos, sin)[:, :, 0]
+        return self.query_proj(x).unflatten(-1, (self.num_kv_heads, INDEX_DIM)), self.key_proj(x)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """As `project`, rotated."""
+        q_idx, k_idx = self.project(x)
+        return rotate(q_idx, cos, sin), rotate(k_idx[:, :, None], cos, sin)[:, :, 0]
 
 
 class ChoosingAttention(AttentionBase):
@@ -74,15 +78,13 @@ class ChoosingAttention(AttentionBase):
         self.watcher: Callable[[Tensor, Tensor], None] | None = None
         self.index = IndexHeads(self.q_proj.in_features, self.num_kv_heads) if chooser == "index" else None
 
-    def _index(
-        self, x: Tensor, positions: Tensor, rotary: RotaryTables | None, length: int | Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        """Index queries and keys; None without an index."""
-        if self.index is None:
-            return None
-        if rotary is not None and rotary.cos_idx is not None and rotary.sin_idx is not None:
-            return self.index(x, rotary.cos_idx, rotary.sin_idx)  # type: ignore[no-any-return]
-        return self.index(x, *self._index_tables(positions, x, length))  # type: ignore[no-any-return]
+    def _unrotated_index(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Index queries and keys for a cache; None without an index."""
+        return self.index.project(x) if self.index is not None else None  # type: ignore[operator]
+
+    def _index(self, x: Tensor, rotary: RotaryTables) -> tuple[Tensor, Tensor] | None:
+        """Rotated index queries and keys; None without an index."""
+        return self.index(x, rotary.cos_idx, rotary.sin_idx) if self.index is not None else None
 
     @torch.no_grad()
     def _chosen(
@@ -105,21 +107,18 @@ class ChoosingAttention(AttentionBase):
         k: Tensor,
         index: tuple[Tensor, Tensor] | None,
         documents: Documents | None,
-        rotary: RotaryTables | None,
-        length: int | Tensor,
+        rotary: RotaryTables,
     ) -> Tensor:
         """The layer's loss, whose gradient reaches the chooser alone, and its recall, both scaled: [2]."""
         rest = (lesson.sample, self.geometry, documents)
         if index is not None:
             figures = choice_loss(q, k, *rest, q_idx=index[0], k_idx=index[1], backend=self.backend)
         else:
-            k_cmp = self._taught_keys(x.detach(), documents, rotary, length)
+            k_cmp = self._taught_keys(x.detach(), documents, rotary)
             figures = choice_loss(q, k, *rest, k_cmp=k_cmp, backend=self.backend)
         return lesson.scale * torch.stack(figures)
 
-    def _taught_keys(
-        self, x: Tensor, documents: Documents | None, rotary: RotaryTables | None, length: int | Tensor
-    ) -> Tensor:
+    def _taught_keys(self, x: Tensor, documents: Documents | None, rotary: RotaryTables) -> Tensor:
         """Compressed keys, made again so that their gradient reaches φ and, where it is their own, the projection."""
         width = self.num_kv_heads * self.head_dim
         weight = self.k_proj.weight[:width]
@@ -135,7 +134,12 @@ class ChoosingAttention(AttentionBase):
             parts = raw.to(exact).unflatten(-1, (-1, len(weight)))
             raw = functional.rms_norm(parts, weight.shape, weight, norm.eps).to(raw.dtype).flatten(-2)
         raw = raw.unflatten(-1, (self.num_kv_heads, self.head_dim))
-        return self._rotate_compressed(self.k_compressor(raw, documents), self.geometry, documents, rotary, length)
+        return self._compressed_keys(raw, documents, rotary)
+
+    def _compressed_keys(self, raw: Tensor, documents: Documents | None, rotary: RotaryTables) -> Tensor:
+        """Compress unrotated keys [B, S, G, D], and rotate the result by the first tokens of the blocks."""
+        assert rotary.cos_cmp is not None and rotary.sin_cmp is not None
+        return rotate(self.k_compressor(raw, documents), rotary.cos_cmp, rotary.sin_cmp)
 
 
 def tokens_as_blocks(geometry: Geometry) -> Geometry:

@@ -54,23 +54,21 @@ class SelectedAttention(ChoosingAttention):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend; arguments and result as in `NSAttention.forward`."""
         check_input(x, self.q_proj.in_features)
-        documents, positions = documents_and_positions(x, cu_seqlens)
-        length = self._length(x, documents)
+        documents, _ = documents_and_positions(x, cu_seqlens)
         q, [k], [v], _ = self._project(x)
         if cache is not None:
-            return self.o_proj(cache.attend(self, q, [k], [v], None).flatten(2))
+            return self.o_proj(cache.attend(self, q, [k], [v], index=self._unrotated_index(x)).flatten(2))
         raw = k.detach()
-        cos, sin = self._rotary_tables(positions, q, length) if rotary is None else (rotary.cos, rotary.sin)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        index = self._index(x, positions, rotary, length)
+        rotary = rotary or self.rotary_tables(x, documents)
+        q, k = (rotate(states, rotary.cos, rotary.sin) for states in (q, k))
+        index = self._index(x, rotary)
         if selected_blocks is None:
             selected_blocks = self._chosen(q, k, index, documents)
         if selected_blocks is None:
             with torch.no_grad():
-                k_cmp = self.k_compressor(raw, documents)
-                k_cmp = self._rotate_compressed(k_cmp, self.geometry, documents, rotary, length)
+                k_cmp = self._compressed_keys(raw, documents, rotary)
                 selected_blocks = choose_blocks(q, k_cmp, k.shape[1], self.geometry, documents, self.backend)
         o = selected_attention(q, k, v, selected_blocks, self.geometry, cu_seqlens=documents, backend=self.backend)
         if lesson is None:
             return self.o_proj(o.flatten(2))
-        return self.o_proj(o.flatten(2)), self._taught(lesson, x, q, k, index, documents, rotary, length)
+        return self.o_proj(o.flatten(2)), self._taught(lesson, x, q, k, index, documents, rotary)

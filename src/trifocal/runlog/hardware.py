@@ -76,17 +76,17 @@ def matmul_rate(device: torch.device, precision: str, seconds: float = 0.4) -> f
     size = 4096 if device.type == "cuda" else 768
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+    on_gpu = device.type == "cuda"
     # A CPU's clock adds up the time of all threads.
-    shares = 1 if device.type == "cuda" else torch.get_num_threads()
-    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    shares, clock = (1, time.perf_counter) if on_gpu else (torch.get_num_threads(), time.process_time)
     times: list[float] = []
     left @ right
     while len(times) < 3 or sum(times) < seconds:
-        if device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize(device)
         begin = clock()
         left @ right
-        if device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize(device)
         times.append((clock() - begin) / shares)
     return 2 * size**3 / min(times)

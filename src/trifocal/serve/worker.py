@@ -9,11 +9,16 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
+
 from trifocal.inference import CachedModel, Engine, Request, Update
 from trifocal.serve.errors import ApiError
 from trifocal.serve.metrics import Metrics
 
 _RETRY_SECONDS = 1
+# Steps in a row that may find no memory, which a picture may have for a moment: a failed step loses nothing. So many
+# failures of any kind make the server unhealthy.
+_MOST_FAILURES = 3
 
 
 class Updates:
@@ -67,7 +72,6 @@ class Worker:
 
     Attributes:
         metrics: What happened so far.
-        failed: Whether the engine's last step failed.
     """
 
     def __init__(self, engine: Engine, model: CachedModel, *, max_open: int) -> None:
@@ -77,8 +81,8 @@ class Worker:
         self._sequences = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._failures = 0
         self.metrics = Metrics()
-        self.failed = False
 
     def start(self) -> None:
         """Begin to work for the running event loop."""
@@ -89,6 +93,11 @@ class Worker:
         """End the thread, after the step that it is in."""
         self._inbox.put(("stop", ()))
         self._thread.join()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the engine has ended, or its last steps all failed."""
+        return not self._thread.is_alive() or self._failures >= _MOST_FAILURES
 
     @property
     def gauges(self) -> dict[str, int]:
@@ -164,12 +173,14 @@ class Worker:
                     else:
                         self._cancel(requests, left)
                 updates = self._engine.step()
-                self.failed = False
-            except Exception:
+                self._failures = 0
+            except Exception as error:
                 traceback.print_exc(file=sys.stderr)
-                self.failed = True
+                self._failures += 1
+                if isinstance(error, MemoryError | torch.OutOfMemoryError) and self._failures < _MOST_FAILURES:
+                    continue
                 failed = list(left)
-                # If this fails too, the thread ends, and `failed` stays.
+                # If this fails too, the thread ends.
                 try:
                     self._cancel(failed, left)
                 finally:

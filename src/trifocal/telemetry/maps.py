@@ -92,8 +92,8 @@ def choosing_shares(layer: LayerAttention, queries: Tensor) -> Tensor:
         queries: Indices of the queries, [Q].
 
     Returns:
-        [L, Q, G, J], blocks counted from the start of the query's document; 0 where no compressed block is visible. Of
-        an index, the softmax over its blocks' scores.
+        [L, Q, G, J], blocks counted from the start of the query's document; 0 where no compressed block is visible. An
+        index gives the softmax over its blocks' scores.
     """
     sample = layer.sample(queries)
     position, geometry = layer.positions[queries][:, None, None], layer.geometry

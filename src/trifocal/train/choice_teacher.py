@@ -27,7 +27,7 @@ class ChoiceTeacher:
 
     Attributes:
         teaching: What each forward pass is given; its tensors stay, so that recorded graphs read them anew.
-        index_parameters: Parameters that nothing else trains; they are clipped by themselves.
+        index_parameters: Parameters that are clipped apart from the others: nothing else trains them.
     """
 
     def __init__(self, model: DecoderLM, config: TrainSection, device: torch.device, gradient_factor: int = 1) -> None:
@@ -40,7 +40,7 @@ class ChoiceTeacher:
             row_length=config.sequence_length,
             stretch=config.choice_loss_stretch,
         )
-        self.index_parameters = index_parameters(model)
+        self.index_parameters = index_parameters(model) if config.only == "all" else []
 
     def eligible(self, batches: Sequence[Batch], step: int) -> list[int]:
         """Eligible sampled queries of each layer in micro-batches of a step, counted on the host."""

@@ -20,7 +20,7 @@ from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.step.cuda_graphs import make_graphs
 from trifocal.train.step.micro_batch import LossFunction
-from trifocal.train.step.optimizer import make_optimizer
+from trifocal.train.step.optimizer import index_parameters, make_optimizer
 from trifocal.train.validation_loss import read_validation_batches
 
 
@@ -120,6 +120,10 @@ class TrainSetup:
         self.model.init_weights(config.run.seed)
         if begins and config.model.from_:
             processes.run_on_all(lambda: load_pretrained_weights(self.model, config.model.from_))
+        if config.train.only == "chooser":
+            self.model.requires_grad_(False)
+            for parameter in index_parameters(self.model):
+                parameter.requires_grad_()
         self.model.set_activation_checkpointing(*config.train.checkpointed_layers(config.model.num_layers))
         self.parallel, mode_note = parallelize_model(self.model, config, processes)
         self.optimizer = make_optimizer(self.model, config.optimizer)

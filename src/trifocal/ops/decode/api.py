@@ -13,10 +13,12 @@ from trifocal.ops.decode.caches import (
     Compress,
     DecodeBatch,
     DenseCache,
+    Index,
     Rotary,
     SparseCache,
     check_batch,
     check_cache,
+    check_index,
     check_new,
     check_new_tokens,
     check_queries,
@@ -30,7 +32,7 @@ from trifocal.ops.validation import check_geometry, check_whole_number, resolve_
 def append_sparse(
     cache: SparseCache,
     batch: DecodeBatch,
-    k_raw: Tensor,
+    k_raw: Tensor | None,
     v_raw: Tensor | None,
     k_slc: Tensor,
     v_slc: Tensor,
@@ -40,20 +42,22 @@ def append_sparse(
     rotary: Rotary,
     compress: tuple[Compress, Compress | None] | None = None,
     backend: str = "auto",
+    index: Index | None = None,
 ) -> None:
     """Write the new tokens' keys and values into a sparse layer's caches, and the compressed blocks that they end.
 
     Args:
         cache: The layer's caches; written in place.
         batch: Where the sequences lie; the caches hold `lengths + num_new` tokens afterwards.
-        k_raw, v_raw: Keys and values of the compressed branch, [B, T, G, D] and [B, T, G, V]; v_raw is None where the
-            cache has none. No key is rotated yet.
+        k_raw, v_raw: Keys and values of the compressed branch, [B, T, G, D] and [B, T, G, V]; None where the cache has
+            none. No key is rotated yet.
         k_slc, v_slc: Keys and values of the selected branch.
         k_win, v_win: Keys and values of the window; None where the cache has no rings for it.
         geometry: Block sizes, in tokens.
         rotary: Tables of all positions. Compressed keys are rotated by the position of their first token.
         compress: The learned φ of keys and of values; the mean where not given.
         backend: `"auto"`, `"reference"` or `"triton"`.
+        index: Keys of the index, [B, T, Di], and their tables; None where the cache has none.
 
     Raises:
         ValueError: If the shapes do not fit, or the backend cannot run; the message says which.
@@ -65,21 +69,22 @@ def append_sparse(
     check_batch(batch, k_slc.shape[0])
     check_cache(cache, geometry, k_slc.shape[1])
     check_rotary(rotary, k_slc)
-    for name, x, held in (("v_raw", v_raw, cache.v_raw), ("k_win", k_win, cache.k_win), ("v_win", v_win, cache.v_win)):
-        if (x is None) != (held is None):
+    for name, x in (("k_raw", k_raw), ("v_raw", v_raw), ("k_win", k_win), ("v_win", v_win)):
+        if (x is None) != (getattr(cache, name) is None):
             raise ValueError(f"{name} must be given where the cache has it, and only there")
     check_new(
         k_slc, cache.k_slc, cache.v_slc,
         k_raw=k_raw, v_raw=v_raw, k_slc=k_slc, v_slc=v_slc, k_win=k_win, v_win=v_win,
     )  # fmt: skip
+    check_index(index, cache.k_idx, k_slc.shape[:2])
     new = (k_raw, v_raw, k_slc, v_slc, k_win, v_win)
     if _resolve("append_sparse", backend, k_slc, v_slc, geometry) == "triton":
         from trifocal.ops.decode.triton import append as kernels
 
         with torch.cuda.device_of(k_slc):
-            kernels.append_sparse(cache, batch, new, geometry, rotary, compress)
+            kernels.append_sparse(cache, batch, new, geometry, rotary, compress, index)
     else:
-        reference.append_sparse(cache, batch, new, geometry, rotary, compress)
+        reference.append_sparse(cache, batch, new, geometry, rotary, compress, index)
 
 
 def append_dense(
@@ -113,6 +118,7 @@ def decode_attention(
     window: bool,
     scale: float | None = None,
     backend: str = "auto",
+    index: Index | None = None,
 ) -> Tensor:
     """Native Sparse Attention of new tokens that `append_sparse` has put into the caches.
 
@@ -126,6 +132,7 @@ def decode_attention(
         window: Whether there is a window branch.
         scale: Factor on the scores; 1/sqrt(D) when not given.
         backend: `"auto"`, `"reference"` or `"triton"`.
+        index: Queries of the index, [B, T, G, Di], and their tables; None where the cache has no index keys.
 
     Returns:
         o, [B, T, H, V], in the type of q; zero where a sequence has no such token.
@@ -141,6 +148,7 @@ def decode_attention(
     check_cache(cache, geometry, q.shape[1])
     check_queries(q, cache.k_slc)
     check_rotary(rotary, q)
+    check_index(index, cache.k_idx, (*q.shape[:2], cache.k_slc.shape[1]))
     if gates is None and window:
         raise ValueError("a window branch needs gates")
     if gates is not None and cache.v_cmp is None:
@@ -152,8 +160,8 @@ def decode_attention(
         from trifocal.ops.decode.triton import attention as kernels
 
         with torch.cuda.device_of(q):
-            return kernels.decode_attention(q, gates, cache, batch, geometry, rotary, window, scale)
-    return reference.decode_attention(q, gates, cache, batch, geometry, rotary, window, scale)
+            return kernels.decode_attention(q, gates, cache, batch, geometry, rotary, window, scale, index)
+    return reference.decode_attention(q, gates, cache, batch, geometry, rotary, window, scale, index)
 
 
 def decode_dense_attention(

@@ -21,6 +21,9 @@ Rotary = tuple[Tensor, Tensor]
 Compress = Callable[[Tensor], Tensor]
 """A learned φ: the tokens of blocks, [N, l, G, *], to one key or value each, [N, G, *]."""
 
+Index = tuple[Tensor, Rotary]
+"""New index queries [B, T, G, Di] or keys [B, T, Di], not rotated yet, and rotary tables of their width."""
+
 
 @dataclass(frozen=True)
 class DecodeBatch:
@@ -45,31 +48,42 @@ class SparseCache:
 
     Attributes:
         k_slc, v_slc: Every token, in pages, [pages, G, P, D] and [pages, G, P, V].
-        k_cmp: Compressed keys, in pages, [pages, G, P/d, D].
+        k_cmp: Compressed keys, in pages, [pages, G, P/d, D]; None without compressed attention where an index chooses.
         v_cmp: Compressed values, [pages, G, P/d, V]; None where compressed keys only choose.
         k_win, v_win: Rings of the window's last tokens, token `t` at `t % R`, [rows, G, R, *], R at least w - 1 + T.
             None where the window reads `k_slc` and `v_slc`, or where there is none.
         k_raw, v_raw: Rings of unrotated keys and values for the next compressed blocks, [rows, G, R, *], R at least
-            l - 1 + T. v_raw is None where v_cmp is.
+            l - 1 + T. They are None where k_cmp and v_cmp are.
+        k_idx: Index keys, in pages, [pages, 1, P, Di]; None where compressed keys choose.
     """
 
     k_slc: Tensor
     v_slc: Tensor
-    k_cmp: Tensor
+    k_cmp: Tensor | None
     v_cmp: Tensor | None
     k_win: Tensor | None
     v_win: Tensor | None
-    k_raw: Tensor
+    k_raw: Tensor | None
     v_raw: Tensor | None
+    k_idx: Tensor | None = None
 
     def __post_init__(self) -> None:
         for kind in ("slc", "cmp", "win", "raw"):
             k, v = (getattr(self, f"{letter}_{kind}") for letter in "kv")
             _check_tensors(f"k_{kind}", k, f"v_{kind}", v, self.k_slc, self.v_slc)
-        if (self.v_cmp is None) != (self.v_raw is None):
-            raise ValueError("v_cmp and v_raw must both be given, or neither")
-        if (self.k_win is None) != (self.v_win is None):
-            raise ValueError("k_win and v_win must both be given, or neither")
+        for one, other in (("k_cmp", "k_raw"), ("v_cmp", "v_raw"), ("k_win", "v_win")):
+            if (getattr(self, one) is None) != (getattr(self, other) is None):
+                raise ValueError(f"{one} and {other} must both be given, or neither")
+        if self.k_cmp is None and (self.k_idx is None or self.v_cmp is not None):
+            raise ValueError("k_cmp must be given, but for a cache without v_cmp whose k_idx chooses the blocks")
+        if self.k_idx is None:
+            return
+        expected = (self.k_slc.shape[0], 1, self.k_slc.shape[2])
+        if self.k_idx.shape[:3] != expected or self.k_idx.ndim != 4 or self.k_idx.stride(3) != 1:
+            raise ValueError(
+                f"k_idx must have the shape [pages, 1, P, Di] = {[*expected, '*']} and be contiguous in its last "
+                f"dimension, got {list(self.k_idx.shape)} with strides {list(self.k_idx.stride())}"
+            )
 
 
 @dataclass(frozen=True)
@@ -127,8 +141,8 @@ def check_batch(batch: DecodeBatch, num_sequences: int) -> None:
 
 
 def check_rotary(rotary: Rotary, x: Tensor) -> None:
-    """Raise ValueError unless the tables fit x [B, T, heads, D], each without gaps."""
-    half = x.shape[3] // 2
+    """Raise ValueError unless the tables fit x [..., D], each without gaps."""
+    half = x.shape[-1] // 2
     for name, table in zip(("cosines", "sines"), rotary, strict=True):
         if table.ndim != 2 or table.shape[1] != half:
             raise ValueError(f"{name} must have the shape [max_len, D/2] = ['*', {half}], got {list(table.shape)}")
@@ -162,6 +176,20 @@ def check_new(first: Tensor, k_held: Tensor, v_held: Tensor, **new: Tensor | Non
             raise ValueError(f"{name} must have the shape [B, T, G, width] = {list(expected)}, got {list(x.shape)}")
 
 
+def check_index(index: Index | None, k_idx: Tensor | None, expected: tuple[int, ...]) -> None:
+    """Raise ValueError unless there is an index where the cache has its keys, of this shape but for Di."""
+    if (index is None) != (k_idx is None):
+        raise ValueError("an index must be given where the cache has k_idx, and only there")
+    if index is None or k_idx is None:
+        return
+    x, rotary = index
+    if x.shape != (*expected, k_idx.shape[3]) or x.dtype != k_idx.dtype:
+        raise ValueError(
+            f"an index must be {[*expected, k_idx.shape[3]]} of {k_idx.dtype}, got {list(x.shape)} of {x.dtype}"
+        )
+    check_rotary(rotary, x)
+
+
 def check_queries(q: Tensor, keys: Tensor) -> None:
     """Raise ValueError unless q [B, T, H, D] can read keys [pages, G, P, D]."""
     if q.dtype != keys.dtype:
@@ -183,7 +211,7 @@ def check_cache(cache: SparseCache, geometry: Geometry, num_new: int) -> None:
             f"got {page_size}"
         )
     stripes = page_size // geometry.compression_stride
-    if cache.k_cmp.shape[:3] != (*cache.k_slc.shape[:2], stripes):
+    if cache.k_cmp is not None and cache.k_cmp.shape[:3] != (*cache.k_slc.shape[:2], stripes):
         raise ValueError(
             f"k_cmp must have the shape [pages, G, P/d, *] = {[*cache.k_slc.shape[:2], stripes, '*']}, "
             f"got {list(cache.k_cmp.shape)}"

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trifocal.ops.decode.caches import Compress, DecodeBatch, DenseCache, Rotary, SparseCache
+from trifocal.ops.decode.caches import Compress, DecodeBatch, DenseCache, Index, Rotary, SparseCache
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.reference import accumulator, choose_blocks, chosen_mask, full_precision, importance
 
-NewTokens = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]
+NewTokens = tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def append_sparse(
@@ -23,6 +23,7 @@ def append_sparse(
     geometry: Geometry,
     rotary: Rotary,
     compress: tuple[Compress, Compress | None] | None,
+    index: Index | None,
 ) -> None:
     """See `trifocal.ops.append_sparse`; `new`: keys and values of cmp, slc and win."""
     k_raw, v_raw, k_slc, v_slc, k_win, v_win = new
@@ -31,12 +32,16 @@ def append_sparse(
     page_BT, place_BT = _in_pages(batch, position_BT, cache.k_slc.shape[2])
     _write(cache.k_slc, page_BT, place_BT, k_slc, exists_BT)
     _write(cache.v_slc, page_BT, place_BT, v_slc, exists_BT)
+    if index is not None and cache.k_idx is not None:
+        _write(cache.k_idx, page_BT, place_BT, _rotate(index[0][:, :, None], index[1], position_BT), exists_BT)
     k_win = None if k_win is None else _rotate(k_win, rotary, position_BT)
     rings: tuple[tuple[Tensor | None, Tensor | None], ...]
     rings = ((cache.k_win, k_win), (cache.v_win, v_win), (cache.k_raw, k_raw), (cache.v_raw, v_raw))
     for ring, x in rings:
         if ring is not None and x is not None:
             _write(ring, batch.rows[:, None].expand_as(position_BT), position_BT % ring.shape[2], x, exists_BT)
+    if cache.k_cmp is None or cache.k_raw is None:
+        return
 
     # T tokens can end this many blocks at most; keep those that they do end.
     stride, length = geometry.compression_stride, geometry.compression_block_size
@@ -70,6 +75,7 @@ def decode_attention(
     rotary: Rotary,
     window: bool,
     scale: float,
+    index: Index | None,
 ) -> Tensor:
     """See `trifocal.ops.decode_attention`."""
     position_BT, exists_BT = _positions(batch, q)
@@ -78,16 +84,22 @@ def decode_attention(
 
     stride, length = geometry.compression_stride, geometry.compression_block_size
     first_stripe = length // stride - 1
-    k_cmp_BGCD = _gather_pages(cache.k_cmp, batch)[:, :, first_stripe:]
-    last_token_C = torch.arange(k_cmp_BGCD.shape[2], device=q.device) * stride + (length - 1)
-    sees_cmp = (last_token_C <= position_BT1)[:, None]
-    p_BGTRC = _probabilities(q_BGTRD, k_cmp_BGCD, sees_cmp)
+    if cache.k_cmp is not None:
+        k_cmp_BGCD = _gather_pages(cache.k_cmp, batch)[:, :, first_stripe:]
+        last_token_C = torch.arange(k_cmp_BGCD.shape[2], device=q.device) * stride + (length - 1)
+        sees_cmp = (last_token_C <= position_BT1)[:, None]
+        p_BGTRC = _probabilities(q_BGTRD, k_cmp_BGCD, sees_cmp)
 
     k_slc_BGSD, v_slc_BGSV = _gather_pages(cache.k_slc, batch), _gather_pages(cache.v_slc, batch)
     token_S = torch.arange(k_slc_BGSD.shape[2], device=q.device)
     num_blocks = geometry.num_selection_blocks(len(token_S))
-    # Heads side by side in memory, so that those of every block are added in the same order.
-    importance_BGTJ = importance(p_BGTRC.transpose(3, 4).contiguous().sum(-1), geometry, num_blocks)
+    if index is not None and cache.k_idx is not None:
+        sees_BTS = token_S <= position_BT1
+        scores_BGTS = _index_scores(_rotate(*index, position_BT), _gather_pages(cache.k_idx, batch), sees_BTS)
+        importance_BGTJ = scores_BGTS.unflatten(-1, (num_blocks, -1)).amax(-1)
+    else:
+        # Heads side by side in memory, so that those of every block are added in the same order.
+        importance_BGTJ = importance(p_BGTRC.transpose(3, 4).contiguous().sum(-1), geometry, num_blocks)
     own_block = (position_BT1 // geometry.selection_block_size)[:, None]
     selected_blocks = choose_blocks(importance_BGTJ, own_block, geometry)
     chosen_BGTJ = chosen_mask(selected_blocks, num_blocks).transpose(1, 2)
@@ -211,6 +223,15 @@ def _probabilities(q_BGTRD: Tensor, k_BGSD: Tensor, sees: Tensor) -> Tensor:
     hidden = ~sees[:, :, :, None]
     scores_BGTRS = scores_BGXS.unflatten(2, q_BGTRD.shape[2:4]).masked_fill(hidden, -torch.inf)
     return scores_BGTRS.softmax(-1).masked_fill(hidden, 0.0)
+
+
+def _index_scores(q_BTGD: Tensor, k_B1SD: Tensor, sees_BTS: Tensor) -> Tensor:
+    """Scores of the tokens that each query sees, [B, G, T, S]; -inf of the others."""
+    rows_B1XD = q_BTGD.transpose(1, 2).flatten(1, 2)[:, None].to(accumulator(q_BTGD))
+    with full_precision(q_BTGD):
+        scores_B1XS = _aligned(rows_B1XD) @ _aligned(k_B1SD.to(rows_B1XD.dtype)).transpose(-1, -2)
+    scores_BGTS = scores_B1XS[:, 0].unflatten(1, (q_BTGD.shape[2], -1))
+    return scores_BGTS.masked_fill(~sees_BTS[:, None], -torch.inf)
 
 
 def _weighted(p_BGTRS: Tensor, v_BGSV: Tensor, sees: Tensor) -> Tensor:

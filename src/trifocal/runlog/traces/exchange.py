@@ -19,7 +19,7 @@ from trifocal.runlog.stalls.collectives import Collective, recorded_collectives
 from trifocal.runlog.traces.base import Mark, Moment, Trace, write_table
 
 if TYPE_CHECKING:
-    from trifocal.distributed.gradient_watch import GradientWatch
+    from trifocal.distributed.parallel import GradientWatch
 
 
 class GradientTrace(Trace):
@@ -40,6 +40,8 @@ class GradientTrace(Trace):
         self._entries = {name: parameter.numel() for name, parameter in model.named_parameters()}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
 
             def arrived(parameter: Tensor, name: str = name) -> None:
                 self.seen.append((moment.columns(), name, moment.phase_began, moment.mark()))

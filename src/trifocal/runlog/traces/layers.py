@@ -141,8 +141,7 @@ class MemoryTrace(Trace):
 
     Parameters, gradients, the optimizer's state and tensors saved for backward count for the module itself, without
     the modules inside. A tensor that two modules save counts for the first. In a sharded model only this process's
-    part counts, not the whole weights that exist during a forward pass. On a GPU, `forward_growth_bytes` is the growth
-    of allocated memory during a module's forward pass, modules inside included.
+    part counts, not the whole weights that exist during a forward pass.
 
     Args:
         moment: The place within the traced step.
@@ -157,13 +156,12 @@ class MemoryTrace(Trace):
         self, moment: Moment, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
     ) -> None:
         super().__init__(moment)
-        self._model, self._optimizer, self._device = model, optimizer, device
+        self._model, self._optimizer = model, optimizer
         self._on_gpu, self._first = device.type == "cuda", True
         self._snapshot: Any = None
         self._modules = {path or "model": module for path, module in model.named_modules()}
-        self._stack: list[tuple[str, int, set[int]]] = []
-        self._saved: dict[str, int] = {}
-        self._grown: dict[str, int] = {}
+        self._stack: list[tuple[str, set[int]]] = []
+        self._saved: Counter[str] = Counter()
         self._counted = _weights_of(model)
         if self._on_gpu:
             # Only Python frames: C++ frames take minutes.
@@ -191,15 +189,16 @@ class MemoryTrace(Trace):
         for name, module in self._modules.items():
             own = list(module.parameters(recurse=False))
             states = [value for parameter in own for value in self._optimizer.state.get(parameter, {}).values()]
-            row: dict[str, Any] = {
-                "module": name,
-                "parameter_bytes": sum(map(_local_bytes, own)),
-                "gradient_bytes": sum(_local_bytes(p.grad) for p in own if p.grad is not None),
-                "optimizer_bytes": sum(_local_bytes(value) for value in states if isinstance(value, Tensor)),
-                "saved_for_backward_bytes": self._saved.get(name, 0),
-            }
-            self.rows.append(row | ({"forward_growth_bytes": self._grown.get(name)} if self._on_gpu else {}))
-        totals = {key: sum(row[key] for row in self.rows) for key in list(self.rows[0])[1:5]}
+            self.rows.append(
+                {
+                    "module": name,
+                    "parameter_bytes": sum(map(_local_bytes, own)),
+                    "gradient_bytes": sum(_local_bytes(p.grad) for p in own if p.grad is not None),
+                    "optimizer_bytes": sum(_local_bytes(value) for value in states if isinstance(value, Tensor)),
+                    "saved_for_backward_bytes": self._saved[name],
+                }
+            )
+        totals = {key: sum(row[key] for row in self.rows) for key in self.rows[0] if key != "module"}
         self.rows.append({"module": "total", **totals})
 
     def write(self, folder: Path, rank: int) -> None:
@@ -210,21 +209,17 @@ class MemoryTrace(Trace):
 
     def _entered(self, name: str, inputs: list[Tensor]) -> None:
         # Under FSDP a running module has other weights: whole ones, in memory that is reused afterwards.
-        self._stack.append((name, self._allocated(), _weights_of(self._modules[name])))
+        self._stack.append((name, _weights_of(self._modules[name])))
 
     def _left(self, name: str, outputs: list[Tensor]) -> None:
-        _, before, _ = self._stack.pop()
-        self._grown[name] = self._grown.get(name, 0) + self._allocated() - before
-
-    def _allocated(self) -> int:
-        return torch.cuda.memory_allocated(self._device) if self._on_gpu else 0
+        self._stack.pop()
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = local_shard(tensor).untyped_storage()
-        name, _, weights = self._stack[-1] if self._stack else ("model", 0, set[int]())
+        name, weights = self._stack[-1] if self._stack else ("model", set[int]())
         if storage.data_ptr() not in self._counted and storage.data_ptr() not in weights:
             self._counted.add(storage.data_ptr())
-            self._saved[name] = self._saved.get(name, 0) + storage.nbytes()
+            self._saved[name] += storage.nbytes()
         return tensor
 
 

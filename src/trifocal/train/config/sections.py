@@ -83,6 +83,9 @@ class TrainSection:
     past; it reaches what chooses, and nothing else. 0 turns it off."""
     choice_loss_sample: float = 0.015625
     """Share of the queries that this loss looks at, new ones in each step."""
+    only: Literal["all", "chooser"] = "all"
+    """What is trained: "all"; or "chooser", the index that chooses blocks, with everything else frozen: for a short
+    while after a conversion."""
 
     def __post_init__(self) -> None:
         check_types(self, "train")

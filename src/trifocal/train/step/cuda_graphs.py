@@ -194,6 +194,5 @@ def make_graphs(
         return None, ""
     if device.type != "cuda":
         return None, f"train.cuda_graphs is for GPUs: without effect on a {device.type}"
-    return MicroBatchGraphs(
-        loss_function or parallel.module, model.parameters(), device, config.precision, parallel
-    ), ""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return MicroBatchGraphs(loss_function or parallel.module, trained, device, config.precision, parallel), ""

@@ -15,6 +15,8 @@ from trifocal.train.config.sections import OptimizerSection
 def make_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
     """AdamW, fused, in groups: the matrices of linear maps decay, everything else does not, an index has its own rate.
 
+    Frozen parameters are left out.
+
     Norms, biases and embeddings (of tokens, even if tied to the output projection, and of positions) do not decay.
 
     Args:
@@ -28,8 +30,9 @@ def make_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.Ad
     matrices -= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     index = index_parameters(model)
     apart = set(map(id, index))
-    decayed = [one for one in model.parameters() if id(one) in matrices - apart]
-    spared = [one for one in model.parameters() if id(one) not in matrices | apart]
+    trained = [one for one in model.parameters() if one.requires_grad]
+    decayed = [one for one in trained if id(one) in matrices - apart]
+    spared = [one for one in trained if id(one) not in matrices | apart]
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay, "lr_factor": 1.0},
         {"params": spared, "weight_decay": 0.0, "lr_factor": 1.0},

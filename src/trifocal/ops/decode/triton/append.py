@@ -1,7 +1,8 @@
 """Decoding's first kernel: writes new tokens into the caches, and the compressed blocks that they end.
 
 A program of `append_kernel` has one job for one sequence and group: to rotate and write the new tokens, or to make the
-mean of one compressed block that may be due, from the ring and from the new tokens themselves. A learned φ takes two
+mean of one compressed block that may be due, from the ring and from the new tokens themselves. The keys of an index
+count as a group of their own. A learned φ takes two
 more kernels: `compression_windows_kernel` copies the tokens of blocks out of a ring, and `write_compressed_kernel`
 writes what φ made of them, where a block is due.
 """
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops.decode.caches import Compress, DecodeBatch, DenseCache, Rotary, SparseCache
+from trifocal.ops.decode.caches import Compress, DecodeBatch, DenseCache, Index, Rotary, SparseCache
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.tiles import cdiv, next_power_of_2
 from trifocal.ops.triton.common import unit_stride
@@ -124,35 +125,52 @@ def due_block(length, new, number, BLOCK: tl.constexpr, STRIDE: tl.constexpr):
 @triton.jit(do_not_specialize=["table_columns"])
 def append_kernel(
     k_raw, v_raw, k, v, k_win, v_win, k_raw_ring, v_raw_ring, k_cache, v_cache, k_win_ring, v_win_ring, k_cmp, v_cmp,
-    cos, sin, rows, lengths, num_new, block_table,
+    k_idx, k_idx_cache, cos_idx, sin_idx, cos, sin, rows, lengths, num_new, block_table,
     k_raw_batch, k_raw_time, k_raw_head, v_raw_batch, v_raw_time, v_raw_head,
     k_batch, k_time, k_head, v_batch, v_time, v_head, k_win_batch, k_win_time, k_win_head,
     v_win_batch, v_win_time, v_win_head,
     k_raw_ring_row, k_raw_ring_head, k_raw_ring_time, v_raw_ring_row, v_raw_ring_head, v_raw_ring_time,
     k_page, k_cache_head, k_cache_time, v_page, v_cache_head, v_cache_time,
     k_win_ring_row, k_win_ring_head, k_win_ring_time, v_win_ring_row, v_win_ring_head, v_win_ring_time,
-    k_cmp_page, k_cmp_head, k_cmp_time, v_cmp_page, v_cmp_head, v_cmp_time, table_columns,
+    k_cmp_page, k_cmp_head, k_cmp_time, v_cmp_page, v_cmp_head, v_cmp_time,
+    k_idx_batch, k_idx_time, k_idx_page, k_idx_cache_time, table_columns,
     GROUPS: tl.constexpr, D: tl.constexpr, D_HALF: tl.constexpr, V: tl.constexpr, V_HALF: tl.constexpr,
     PAGE_ROWS: tl.constexpr, RAW_RING: tl.constexpr, WINDOW_RING: tl.constexpr, HAS_V_CMP: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    INDEX: tl.constexpr, INDEX_HALF: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Job 0: write the new tokens. Job 1 and on: one compressed block each. RINGs: their tokens; 0 where is none."""
+    """Job 0: write the new tokens. Job 1 and on: one compressed block each. RINGs: their tokens; 0 where is none.
+
+    INDEX: width of the keys of an index, which the programs behind the last group write; 0 without one.
+    """
     wait_for_inputs(DEPENDENT)
     job = tl.program_id(0)
     group = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     length, new = tl.load(lengths + batch), tl.load(num_new + batch)
     block_table += batch * table_columns
+    if INDEX > 0:  # noqa: SIM102
+        if (job == 0) & (group == GROUPS):
+            token = tl.arange(0, TOKENS)
+            exists = token < new
+            position = length + token
+            page = tl.load(block_table + position // PAGE_ROWS, mask=exists, other=0).to(tl.int64)
+            key_1, key_2 = load_rotated_halves(
+                k_idx + batch * k_idx_batch, token * k_idx_time, exists, position, cos_idx, sin_idx, INDEX, INDEX_HALF
+            )
+            places = page * k_idx_page + position % PAGE_ROWS * k_idx_cache_time
+            store_rows(key_1, key_2, k_idx_cache, places, exists, INDEX, INDEX_HALF)
+    is_group = group < GROUPS
     ring_row = batch
-    if RAW_RING > 0:
+    if RAW_RING + WINDOW_RING > 0:
         ring_row = tl.load(rows + batch).to(tl.int64)
+    if RAW_RING > 0:
         k_raw += batch * k_raw_batch + group * k_raw_head
         k_raw_ring += ring_row * k_raw_ring_row + group * k_raw_ring_head
     if HAS_V_CMP:
         v_raw += batch * v_raw_batch + group * v_raw_head
         v_raw_ring += ring_row * v_raw_ring_row + group * v_raw_ring_head
-    if job == 0:
+    if (job == 0) & is_group:
         token = tl.arange(0, TOKENS)
         exists = token < new
         position = length + token
@@ -189,7 +207,7 @@ def append_kernel(
             store_rows(v_raw_1, v_raw_2, v_raw_ring, position % RAW_RING * v_raw_ring_time, exists, V, V_HALF)
     elif RAW_RING > 0:
         block, is_due = due_block(length, new, job - 1, BLOCK, STRIDE)
-        if is_due:
+        if is_due & is_group:
             stripe = block + (BLOCK // STRIDE - 1)
             page = tl.load(block_table + stripe // (PAGE_ROWS // STRIDE)).to(tl.int64)
             page_row = stripe % (PAGE_ROWS // STRIDE)
@@ -263,11 +281,13 @@ def append_sparse(
     geometry: Geometry,
     rotary: Rotary,
     compress: tuple[Compress, Compress | None] | None,
+    index: Index | None,
 ) -> None:
     """See `trifocal.ops.append_sparse`; `new`: keys and values of cmp, slc and win."""
     k_raw, v_raw, k, v, k_win, v_win = (None if x is None else unit_stride(x) for x in new)
+    assert k is not None and v is not None
     num_tokens, groups = k.shape[1:3]
-    most_due = cdiv(num_tokens, geometry.compression_stride)
+    most_due = cdiv(num_tokens, geometry.compression_stride) if cache.k_cmp is not None else 0
     # A tensor that is not there is never read: any other stands for it.
     pairs = (
         (k_raw, cache.k_raw), (v_raw, cache.v_raw), (k, cache.k_slc), (v, cache.v_slc),
@@ -275,18 +295,21 @@ def append_sparse(
     )  # fmt: skip
     sources = [k if x is None else x for x, _ in pairs]
     caches = [cache.k_slc if held is None else held for _, held in pairs]
-    v_cmp = cache.k_cmp if cache.v_cmp is None else cache.v_cmp
-    append_kernel[1 if compress else 1 + most_due, groups, k.shape[0]](
-        *sources, *caches, cache.k_cmp, v_cmp, *rotary, batch.rows, batch.lengths, batch.num_new, batch.block_table,
+    k_cmp, v_cmp = (cache.k_slc if held is None else held for held in (cache.k_cmp, cache.v_cmp))
+    index_tensors, index_strides, index_sizes = _of_index(index, cache.k_idx, k, rotary)
+    append_kernel[1 if compress else 1 + most_due, groups + (index is not None), k.shape[0]](
+        *sources, *caches, k_cmp, v_cmp, *index_tensors, *rotary,
+        batch.rows, batch.lengths, batch.num_new, batch.block_table,
         *(stride for x in sources for stride in x.stride()[:3]),
-        *(stride for x in (*caches, cache.k_cmp, v_cmp) for stride in x.stride()[:3]), batch.block_table.stride(0),
-        **_sizes(k, v), PAGE_ROWS=cache.k_slc.shape[2], RAW_RING=cache.k_raw.shape[2],
+        *(stride for x in (*caches, k_cmp, v_cmp) for stride in x.stride()[:3]),
+        *index_strides, batch.block_table.stride(0), **_sizes(k, v), **index_sizes, PAGE_ROWS=cache.k_slc.shape[2],
+        RAW_RING=0 if cache.k_raw is None else cache.k_raw.shape[2],
         WINDOW_RING=0 if cache.k_win is None else cache.k_win.shape[2], HAS_V_CMP=cache.v_cmp is not None,
         BLOCK=geometry.compression_block_size, STRIDE=geometry.compression_stride,
         CHUNK=min(MOST_ROWS, next_power_of_2(geometry.compression_block_size)), num_warps=2,
         **dependent_launch(k.device),
     )  # fmt: skip
-    if compress:
+    if compress and cache.k_raw is not None and cache.k_cmp is not None:
         _append_learned(cache.k_raw, cache.k_cmp, compress[0], batch, geometry, rotary, most_due, rotated=True)
         if cache.v_raw is not None and cache.v_cmp is not None and compress[1] is not None:
             _append_learned(cache.v_raw, cache.v_cmp, compress[1], batch, geometry, rotary, most_due, rotated=False)
@@ -296,11 +319,12 @@ def append_dense(cache: DenseCache, batch: DecodeBatch, k: Tensor, v: Tensor, ro
     """See `trifocal.ops.append_dense`."""
     k, v = unit_stride(k), unit_stride(v)
     sources, caches = (k, v) * 3, (cache.k, cache.v) * 4
+    index_tensors, index_strides, index_sizes = _of_index(None, None, k, rotary)
     append_kernel[1, k.shape[2], k.shape[0]](
-        *sources, *caches, *rotary, batch.rows, batch.lengths, batch.num_new, batch.block_table,
-        *(stride for x in (*sources, *caches) for stride in x.stride()[:3]), batch.block_table.stride(0),
-        **_sizes(k, v), PAGE_ROWS=cache.k.shape[2], RAW_RING=0, WINDOW_RING=0, HAS_V_CMP=False,
-        BLOCK=1, CHUNK=1, STRIDE=1, num_warps=2, **dependent_launch(k.device),
+        *sources, *caches, *index_tensors, *rotary, batch.rows, batch.lengths, batch.num_new, batch.block_table,
+        *(stride for x in (*sources, *caches) for stride in x.stride()[:3]), *index_strides,
+        batch.block_table.stride(0), **_sizes(k, v), **index_sizes, PAGE_ROWS=cache.k.shape[2], RAW_RING=0,
+        WINDOW_RING=0, HAS_V_CMP=False, BLOCK=1, CHUNK=1, STRIDE=1, num_warps=2, **dependent_launch(k.device),
     )  # fmt: skip
 
 
@@ -332,6 +356,17 @@ def _append_learned(
         **sizes, COLUMNS=next_power_of_2((size + 1) // 2), PAGE_ROWS=cache.shape[2], ROTATED=rotated, num_warps=1,
         **dependent_launch(ring.device),
     )  # fmt: skip
+
+
+def _of_index(
+    index: Index | None, held: Tensor | None, like: Tensor, rotary: Rotary
+) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, int]]:
+    """Tensors, strides and sizes of an index; without one, any tensors, which are not read."""
+    if index is None or held is None:
+        return (like, like, *rotary), (0, 0, 0, 0), {"INDEX": 0, "INDEX_HALF": 1}
+    x = index[0] if index[0].stride(2) == 1 else index[0].contiguous()
+    sizes = {"INDEX": x.shape[2], "INDEX_HALF": next_power_of_2((x.shape[2] + 1) // 2)}
+    return (x, held, *index[1]), (*x.stride()[:2], held.stride(0), held.stride(2)), sizes
 
 
 def _sizes(k: Tensor, v: Tensor) -> dict[str, int]:

@@ -3,6 +3,7 @@
 | kernel | a program holds | it loops over | memory |
 |---|---|---|---|
 | scores | rows of a group | a part of the compressed blocks | compressed keys, values in; parts of o, block sums out |
+| index | rows of all groups | some tiles of the index keys | index keys in; block scores out |
 | choice | the importance of a token's blocks | the heads of its group | block sums in, choice out |
 | attend | heads of a group, of one token | a part of the chosen blocks or the window | keys, values in; parts out |
 | combine | some heads of one token | the parts of every branch | parts in, o out |
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor
 
 from trifocal.ops import dispatch, tiles
-from trifocal.ops.decode.caches import DecodeBatch, DenseCache, Rotary, SparseCache
+from trifocal.ops.decode.caches import DecodeBatch, DenseCache, Index, Rotary, SparseCache
 from trifocal.ops.decode.triton.attend import MOST_UNITS, decode_attend_kernel, decode_dense_kernel
 from trifocal.ops.decode.triton.choice import decode_choice_kernel
 from trifocal.ops.decode.triton.combine import decode_combine_kernel
+from trifocal.ops.decode.triton.index import decode_index_kernel
 from trifocal.ops.decode.triton.scores import decode_scores_kernel
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.tiles import Tile, cdiv, next_power_of_2, split_width
@@ -44,6 +46,7 @@ def decode_attention(
     rotary: Rotary,
     window: bool,
     scale: float,
+    index: Index | None,
 ) -> Tensor:
     """See `trifocal.ops.decode_attention`."""
     q, g = unit_stride(q), geometry
@@ -80,8 +83,6 @@ def decode_attention(
     choice_columns = max(16, next_power_of_2(g.num_selection_blocks(most_tokens)))
     choice_warps = min(16, max(4, choice_columns // (32 * _CHOICE_COLUMNS)))
     choice_heads = max(1, _CHOICE_NUMBERS // cdiv(choice_columns, 32 * choice_warps))
-    sums = empty(2, num_rows, block_lines * LINE.value)
-    tile_maximum, tile_total = empty(num_rows, num_tiles), empty(num_rows, num_tiles)
     selected_blocks, places = (
         empty(num_sequences, new, groups, g.num_selected_blocks, dtype=dtype) for dtype in (torch.int32, torch.int64)
     )
@@ -92,22 +93,29 @@ def decode_attention(
     block_sizes = {
         "COMPRESSION": g.compression_block_size, "STRIDE": g.compression_stride, "SELECTION": g.selection_block_size,
     }  # fmt: skip
-    v_cmp = cache.k_cmp if gates is None or cache.v_cmp is None else cache.v_cmp
-    grid = dispatch.decode_programs(programs, cdiv(num_tiles, unit_tiles * cmp_units), q.device)
-    decode_scores_kernel[grid, groups * row_tiles, num_sequences](
-        q, cache.k_cmp, v_cmp, *rotary, *where, sums, tile_maximum, tile_total, *parts,
-        *q.stride()[:3], *cache.k_cmp.stride()[:3], *v_cmp.stride()[:3],
-        columns, block_lines, num_tiles, num_parts, num_rows, scale * LOG2_E,
-        **sizes, **widths, **block_sizes, HAS_V=gates is not None, PAGE_ROWS=cache.k_cmp.shape[2], TAPS=taps,
-        BLOCKS=blocks, UNIT_TILES=unit_tiles, UNITS=cmp_units, **_options(q, tile),
-    )  # fmt: skip
+    if index is None:
+        sums = empty(2, num_rows, block_lines * LINE.value)
+        tile_maximum, tile_total = empty(num_rows, num_tiles), empty(num_rows, num_tiles)
+    else:
+        sums, block_lines = _index_scores(index, cache, batch, g)
+        tile_maximum = tile_total = sums
+    if cache.k_cmp is not None and (gates is not None or index is None):
+        v_cmp = cache.k_cmp if gates is None or cache.v_cmp is None else cache.v_cmp
+        grid = dispatch.decode_programs(programs, cdiv(num_tiles, unit_tiles * cmp_units), q.device)
+        decode_scores_kernel[grid, groups * row_tiles, num_sequences](
+            q, cache.k_cmp, v_cmp, *rotary, *where, sums, tile_maximum, tile_total, *parts,
+            *q.stride()[:3], *cache.k_cmp.stride()[:3], *v_cmp.stride()[:3],
+            columns, block_lines, num_tiles, num_parts, num_rows, scale * LOG2_E,
+            **sizes, **widths, **block_sizes, HAS_V=gates is not None, PAGE_ROWS=cache.k_cmp.shape[2], TAPS=taps,
+            BLOCKS=blocks, UNIT_TILES=unit_tiles, UNITS=cmp_units, CHOOSES=index is None, **_options(q, tile),
+        )  # fmt: skip
     decode_choice_kernel[groups * new, num_sequences](
         sums, tile_maximum, tile_total, *where, selected_blocks, places, columns, block_lines, num_tiles, num_rows,
         **sizes, **block_sizes, NUM_SELECTED=g.num_selected_blocks,
         NUM_SELECTED_PAD=next_power_of_2(g.num_selected_blocks), INITIAL=g.num_initial_blocks,
         LOCAL=g.num_local_blocks, PAGE_BLOCKS=page_size // g.selection_block_size, BLOCKS=blocks,
         UNIT_TILES=unit_tiles, UNROLL=min(choice_heads, q_per_kv, _MOST_CHOICE_HEADS), COLUMNS=choice_columns,
-        num_warps=choice_warps, **dependent_launch(q.device),
+        INDEXED=index is not None, num_warps=choice_warps, **dependent_launch(q.device),
     )  # fmt: skip
     k_win, v_win, ring = cache.k_slc, cache.v_slc, 0
     if window and cache.k_win is not None and cache.v_win is not None:
@@ -134,6 +142,30 @@ def decode_attention(
         ROWS=_COMBINED_HEADS, num_warps=4, **dependent_launch(q.device),
     )  # fmt: skip
     return o
+
+
+def _index_scores(index: Index, cache: SparseCache, batch: DecodeBatch, geometry: Geometry) -> tuple[Tensor, int]:
+    """Importance of all blocks for each new token and group, [B, T, G, lines of blocks], and the lines of a row."""
+    q_idx, k_idx, table = unit_stride(index[0]), cache.k_idx, batch.block_table
+    assert k_idx is not None
+    num_sequences, new, groups, dim = q_idx.shape
+    block, page_size = geometry.selection_block_size, k_idx.shape[2]
+    tile, widths = dispatch.decode_tile(q_idx, k_idx, new * groups, "scores"), split_width(dim)
+    taps = min(tile.BLOCK_N, next_power_of_2(block))
+    blocks = tile.BLOCK_N // taps
+    num_tiles = cdiv(table.shape[1] * page_size // block, blocks)
+    block_lines = cdiv(num_tiles * blocks, LINE.value)
+    scores = torch.empty(num_sequences * new * groups, block_lines * LINE.value, device=q_idx.device)
+    row_tiles = cdiv(new * groups, tile.BLOCK_M)
+    grid = dispatch.decode_programs(num_sequences * row_tiles, num_tiles, q_idx.device)
+    decode_index_kernel[grid, row_tiles, num_sequences](
+        q_idx, k_idx, *index[1], batch.lengths, batch.num_new, table, scores,
+        *q_idx.stride()[:3], k_idx.stride(0), k_idx.stride(2), table.stride(0), block_lines,
+        NEW=new, GROUPS=groups, D=widths.size, D_1=widths.part_1, D_2=widths.part_2, SELECTION=block,
+        NUM_SELECTED=geometry.num_selected_blocks, PAGE_ROWS=page_size, BLOCKS=blocks, TAPS=taps,
+        **_options(q_idx, tile),
+    )  # fmt: skip
+    return scores, block_lines
 
 
 def decode_dense_attention(

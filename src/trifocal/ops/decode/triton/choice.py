@@ -1,4 +1,4 @@
-"""Decoding's choice of selection blocks: as in `scoring`, from the sums that `scores` writes.
+"""Decoding's choice of selection blocks: as in `scoring`, from the sums that `scores` writes, or the scores of `index`.
 
 A program holds the importance of all blocks of one token and group, and adds the heads of the group one after the
 other. A head's sums of a tile are relative to the tile's maximum; over the head's total they are probabilities.
@@ -67,9 +67,12 @@ def decode_choice_kernel(
     NEW: tl.constexpr, GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, COMPRESSION: tl.constexpr, STRIDE: tl.constexpr,
     SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr, INITIAL: tl.constexpr,
     LOCAL: tl.constexpr, PAGE_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, UNIT_TILES: tl.constexpr,
-    UNROLL: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
+    UNROLL: tl.constexpr, COLUMNS: tl.constexpr, INDEXED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Write the choice of one token and group, ascending, then -1; and where the blocks' pages are, in blocks."""
+    """Write the choice of one token and group, ascending, then -1; and where the blocks' pages are, in blocks.
+
+    INDEXED: `sums` are the importance itself, [B, T, G, lines of blocks].
+    """
     wait_for_inputs(DEPENDENT)
     group, token = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
     batch = tl.program_id(1).to(tl.int64)
@@ -96,7 +99,10 @@ def decode_choice_kernel(
             unit = tl.arange(0, MOST_UNITS)
             last_tile = tl.minimum(unit * UNIT_TILES + (UNIT_TILES - 1), tiles - 1)
             is_unit = unit * UNIT_TILES < tiles
-            for first_head in range(0, Q_PER_KV, UNROLL):
+            if INDEXED:
+                of_group = sums + ((batch * NEW + token) * GROUPS + group) * (block_lines * LINE)
+                importance = tl.load(of_group + block, mask=free, other=0.0)
+            for first_head in range(0, 0 if INDEXED else Q_PER_KV, UNROLL):
                 loaded = ()
                 for step in tl.static_range(UNROLL):
                     row = first_row + first_head + step

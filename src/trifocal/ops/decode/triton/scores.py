@@ -70,9 +70,12 @@ def decode_scores_kernel(
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     HAS_V: tl.constexpr, COMPRESSION: tl.constexpr, STRIDE: tl.constexpr, SELECTION: tl.constexpr,
     PAGE_ROWS: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, UNIT_TILES: tl.constexpr,
-    UNITS: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    UNITS: tl.constexpr, CHOOSES: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Every so many parts of a sequence's compressed blocks, UNITS units each, for one tile of rows."""
+    """Every so many parts of a sequence's compressed blocks, UNITS units each, for one tile of rows.
+
+    CHOOSES: whether the choice needs block sums; an index needs none.
+    """
     release_next(DEPENDENT)
     STEP: tl.constexpr = SELECTION // STRIDE
     # Then no loop is worth a pipeline, and keys are asked for before the rows are made ready.
@@ -132,16 +135,17 @@ def decode_scores_kernel(
             maximum, total, o_1, o_2, p = attend_tile(
                 q_1, q_2, k_1, k_2, v_1, v_2, visible, score_scale, maximum, total, o_1, o_2, D_2, V_2, HAS_V
             )
-            tl.store(tile_maximum + row * num_tiles + tile, maximum, mask=exists)
-            tl.store(tile_total + row * num_tiles + tile, total, mask=exists)
-            places = row[:, None] * (block_lines * LINE) + (tile * BLOCKS + tl.arange(0, BLOCKS))[None, :]
-            direct = tl.sum(tl.reshape(p * direct_weight[None, :], [ROWS, BLOCKS, TAPS]), 2)
-            tl.store(sums + places, direct, mask=exists[:, None])
-            if COMPRESSION > STRIDE:
-                # The next block's, so that the choice reads both of a block at one place.
-                overflow = tl.sum(tl.reshape(p * overflow_weight[None, :], [ROWS, BLOCKS, TAPS]), 2)
-                places += num_rows.to(tl.int64) * (block_lines * LINE) + 1
-                tl.store(sums + places, overflow, mask=exists[:, None])
+            if CHOOSES:
+                tl.store(tile_maximum + row * num_tiles + tile, maximum, mask=exists)
+                tl.store(tile_total + row * num_tiles + tile, total, mask=exists)
+                places = row[:, None] * (block_lines * LINE) + (tile * BLOCKS + tl.arange(0, BLOCKS))[None, :]
+                direct = tl.sum(tl.reshape(p * direct_weight[None, :], [ROWS, BLOCKS, TAPS]), 2)
+                tl.store(sums + places, direct, mask=exists[:, None])
+                if COMPRESSION > STRIDE:
+                    # The next block's, so that the choice reads both of a block at one place.
+                    overflow = tl.sum(tl.reshape(p * overflow_weight[None, :], [ROWS, BLOCKS, TAPS]), 2)
+                    places += num_rows.to(tl.int64) * (block_lines * LINE) + 1
+                    tl.store(sums + places, overflow, mask=exists[:, None])
         if HAS_V:
             if UNITS > 1:
                 maximum, total, o_1, o_2 = add_softmax(

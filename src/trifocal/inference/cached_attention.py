@@ -1,0 +1,189 @@
+"""Attention of new tokens to a layer's caches, for every kind of layer: a chunk of one sequence, or a decoding step.
+
+The caches say what there is: a `DenseCache` of every token for dense and window layers; for layers that choose blocks a
+`SparseCache`, with compressed keys, values, a window's own keys or index keys as the layer needs them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trifocal.inference.prefill import Chunk, causal_attention, extend_sparse
+from trifocal.models.model_config import ModelConfig
+from trifocal.nn import MeanCompressor, NSAttention
+from trifocal.nn.attention_base import INDEX_DIM, AttentionBase
+from trifocal.nn.chooser import ChoosingAttention, choose_blocks
+from trifocal.nn.rope import rotary_tables
+from trifocal.ops import (
+    DecodeBatch,
+    DenseCache,
+    Geometry,
+    SparseCache,
+    append_dense,
+    append_sparse,
+    decode_attention,
+    decode_dense_attention,
+    nsa_attention,
+    select_blocks_by_index,
+    selected_attention,
+    window_attention,
+)
+from trifocal.ops.decode.caches import Compress, Rotary
+
+
+@dataclass(frozen=True)
+class LayerTables:
+    """Cosines and sines of all positions in a layer, [max_length, D/2] and [max_length, Di/2]; None without index."""
+
+    tokens: Rotary
+    index: Rotary | None = None
+
+
+def tables_of_layers(
+    config: ModelConfig, num_tokens: int, dtype: torch.dtype, device: torch.device
+) -> list[LayerTables]:
+    """Tables for each layer; layers alike share them. Frequencies that depend on the length are those of the longest.
+
+    Args:
+        config: The model.
+        num_tokens: Tokens of the longest sequence.
+        dtype: Type of the products.
+        device: Where.
+    """
+    exact, positions = torch.promote_types(dtype, torch.float32), torch.arange(num_tokens, device=device)
+    scalings = [config.rope_scaling_of(layer) for layer in range(config.num_layers)]
+    widths = [config.head_dim, INDEX_DIM] if config.has_index else [config.head_dim]
+    tables = {
+        scaling: [rotary_tables(positions, width, config.rope_theta, exact, scaling, num_tokens) for width in widths]
+        for scaling in {*scalings}
+    }
+    return [LayerTables(*tables[scaling]) for scaling in scalings]
+
+
+@dataclass(frozen=True)
+class Projected:
+    """New tokens of a layer behind its input projection, [B, T, heads, *]; nothing is rotated.
+
+    Attributes:
+        q: Queries, [B, T, H, D].
+        keys, values: Those of each branch, [B, T, G, *]: one for all, or cmp, slc and win.
+        gates: [B, T, H, 3]; None in a layer without gates.
+        index: Queries [B, T, G, Di] and keys [B, T, Di] of the index; None without one.
+    """
+
+    q: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+    gates: Tensor | None = None
+    index: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """What a layer's attention does beyond its weights.
+
+    Attributes:
+        tables: Rotary tables of the layer.
+        geometry: Block sizes, in tokens.
+        backend: `"auto"`, `"reference"` or `"triton"`.
+        window_size: Keys that a query of a window layer sees; None in other layers.
+        compress: φ of keys and of values of a sequence, [1, S, G, *] -> [1, C, G, *]; None in layers without.
+        compress_blocks: The learned φ of keys and of values of single blocks, for decoding; None: the mean.
+    """
+
+    tables: LayerTables
+    geometry: Geometry
+    backend: str
+    window_size: int | None = None
+    compress: tuple[Compress, Compress] | None = None
+    compress_blocks: tuple[Compress, Compress] | None = None
+
+    def prefill(self, new: Projected, cache: SparseCache | DenseCache, chunk: Chunk) -> Tensor:
+        """Append a chunk of one sequence to the layer's caches and attend, [1, T, ...] -> [1, T, H, V]."""
+        rotary, geometry, backend = self.tables.tokens, self.geometry, self.backend
+        q = chunk.rotate(new.q, rotary)
+        if isinstance(cache, DenseCache):
+            k = chunk.extend(cache.k, chunk.rotate(new.keys[0], rotary))
+            v = chunk.extend(cache.v, new.values[0])
+            if self.window_size is None:
+                return causal_attention(q, k, v)
+            return window_attention(q, k, v, self.window_size, backend=backend)
+        assert self.compress is not None
+        seen = extend_sparse(cache, chunk, *_branches(new, cache), geometry, self.compress, rotary)
+        chosen = None
+        if new.index is not None and self.tables.index is not None and cache.k_idx is not None:
+            q_idx, k_idx = new.index[0], new.index[1][:, :, None]
+            k_idx = chunk.extend(cache.k_idx, chunk.rotate(k_idx, self.tables.index))[:, :, 0]
+            q_idx = chunk.rotate(q_idx, self.tables.index)
+            chosen = select_blocks_by_index(q_idx, k_idx, geometry, backend=backend)
+        if new.gates is not None:
+            return nsa_attention(q, *seen, new.gates, geometry, selected_blocks=chosen, backend=backend)  # type: ignore[arg-type]
+        if chosen is None:
+            assert seen.k_cmp is not None
+            chosen = choose_blocks(q, seen.k_cmp, chunk.stop, geometry, None, backend)
+        return selected_attention(q, seen.k_slc, seen.v_slc, chosen, geometry, backend=backend)
+
+    def decode(self, new: Projected, cache: SparseCache | DenseCache, batch: DecodeBatch) -> Tensor:
+        """Append the new tokens of a batch and attend, [B, T, ...] -> [B, T, H, V]."""
+        rotary, geometry, backend = self.tables.tokens, self.geometry, self.backend
+        if isinstance(cache, DenseCache):
+            append_dense(cache, batch, new.keys[0], new.values[0], rotary, backend)
+            return decode_dense_attention(new.q, cache, batch, rotary, window_size=self.window_size, backend=backend)
+        q_idx = k_idx = None
+        if new.index is not None and self.tables.index is not None:
+            q_idx, k_idx = ((x, self.tables.index) for x in new.index)
+        raw, selected, window = _branches(new, cache)
+        append_sparse(
+            cache, batch, *raw, *selected, *window, geometry, rotary, self.compress_blocks, backend, index=k_idx
+        )
+        return decode_attention(
+            new.q, new.gates, cache, batch, geometry, rotary, window=new.gates is not None, backend=backend, index=q_idx
+        )
+
+
+def attention_rule(
+    attention: AttentionBase,
+    geometry: Geometry,
+    tables: LayerTables,
+    prepared: Callable[[nn.Module], nn.Module] = lambda phi: phi,
+    of_blocks: Callable[[nn.Module], Compress] = lambda phi: lambda blocks: phi(blocks)[:, 0],
+) -> AttentionRule:
+    """The rule of a layer.
+
+    Args:
+        attention: The layer.
+        geometry: Block sizes, in tokens.
+        tables: Rotary tables of the layer.
+        prepared: Copies a learned φ in the type of the products; the layer's own unless given.
+        of_blocks: Makes of φ what `AttentionRule.compress_blocks` is.
+    """
+    compress = compress_blocks = None
+    if isinstance(attention, ChoosingAttention):
+        phi_k = prepared(attention.k_compressor)
+        phi_v = prepared(attention.v_compressor) if isinstance(attention, NSAttention) else phi_k
+        compress = phi_k, phi_v
+        if not isinstance(phi_k, MeanCompressor):
+            compress_blocks = of_blocks(phi_k), of_blocks(phi_v)
+    return AttentionRule(
+        tables=tables,
+        geometry=geometry,
+        backend=getattr(attention, "backend", "auto"),
+        window_size=getattr(attention, "window_size", None),
+        compress=compress,
+        compress_blocks=compress_blocks,
+    )
+
+
+Branches = tuple[tuple[Tensor | None, Tensor | None], tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]
+
+
+def _branches(new: Projected, cache: SparseCache) -> Branches:
+    """Keys and values of cmp, slc and win; None where the cache has no place of their own for them."""
+    middle = len(new.keys) // 2
+    return (
+        (None if cache.k_raw is None else new.keys[0], None if cache.v_raw is None else new.values[0]),
+        (new.keys[middle], new.values[middle]),
+        (None, None) if cache.k_win is None else (new.keys[-1], new.values[-1]),
+    )

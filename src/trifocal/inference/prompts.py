@@ -1,0 +1,101 @@
+"""A model with caches for given prompts: their tokens, and as many sequences at a time as are useful and fit."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from trifocal.data import Tokenizer
+from trifocal.errors import UserError
+from trifocal.inference.cached_model import CachedModel
+from trifocal.inference.paged_cache import longest_that_fits, memory_for_caches, plan_cache
+from trifocal.models import DecoderLM, ModelConfig
+
+_MOST_SEQUENCES = {"cuda": 256, "cpu": 16}
+
+
+def encode_prompts(prompts: Sequence[tuple[str, str]], tokenizer: Tokenizer, config: ModelConfig) -> list[list[int]]:
+    """The tokens of prompts, each a name for messages and a text.
+
+    Raises:
+        UserError: If one makes no token, or one that the model does not know.
+    """
+    encoded = []
+    for (name, _), tokens in zip(prompts, tokenizer.encode_batch([text for _, text in prompts]), strict=True):
+        if len(tokens) == 0:
+            raise UserError(f"the tokenizer makes no token of {name}: give the model something to continue")
+        if int(tokens.max()) >= config.vocab_size:
+            raise UserError(f"{name} has tokens outside the model's vocabulary of {config.vocab_size}")
+        encoded.append(tokens.tolist())
+    return encoded
+
+
+def cache_for_prompts(
+    model: Callable[[], DecoderLM],
+    config: ModelConfig,
+    prompts: Sequence[tuple[str, Sequence[int]]],
+    max_new_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    samples: int = 1,
+    max_sequences: int = 0,
+    prefill_chunk_size: int = 0,
+) -> CachedModel:
+    """A model with caches for prompts.
+
+    Args:
+        model: Makes the model, once it is known that the caches fit.
+        config: Its configuration.
+        prompts: Name and tokens of each.
+        max_new_tokens: Tokens to add to each at most.
+        dtype: Type of the arithmetic and the caches.
+        device: Where.
+        samples: Continuations of each prompt.
+        max_sequences: Sequences at a time; 0: as memory allows, up to 256, on a CPU up to 16.
+        prefill_chunk_size: Argument of `CachedModel`.
+
+    Raises:
+        UserError: If the memory does not suffice; names the longest sequence that would fit.
+    """
+    name, prompt = max(prompts, key=lambda prompt: len(prompt[1]))
+    # The last token is never read.
+    longest = len(prompt) + max_new_tokens - 1
+    with memory_errors(device):
+        free = memory_for_caches(config, dtype, device)
+        most = max_sequences or max(_MOST_SEQUENCES[device.type], samples)
+        wanted = min(most, len(prompts) * samples)
+        plan = plan_cache(config, dtype, longest, free_bytes=free, sequences=wanted)
+        if plan is None:
+            raise UserError(
+                f"{name} and its new tokens make {longest + 1:,}, which do not fit into the memory of {device}; "
+                f"{longest_that_fits(config, dtype, free):,} do: lower --max-new-tokens or shorten it"
+            )
+        if plan.max_sequences < samples:
+            raise UserError(
+                f"{samples:,} samples do not fit into the memory of {device} at a time, {plan.max_sequences:,} do; "
+                "lower --samples or --max-new-tokens"
+            )
+        return CachedModel(
+            model().to(device),
+            max_sequences=plan.max_sequences,
+            max_length=longest,
+            num_pages=plan.num_pages,
+            dtype=dtype,
+            prefill_chunk_size=prefill_chunk_size,
+        )
+
+
+@contextlib.contextmanager
+def memory_errors(device: torch.device) -> Iterator[None]:
+    """Turn a lack of memory into a UserError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # On a CPU PyTorch says it in words alone.
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        raise UserError(
+            f"{device} has no memory for so much; lower --samples, --max-new-tokens, --max-sequences or "
+            "--prefill-chunk-size"
+        ) from error

@@ -1,0 +1,40 @@
+"""The engine's recorded steps on a GPU: with likeliest tokens, with kept prefixes, and with guessed tokens."""
+
+import pytest
+import torch
+
+from trifocal.inference import CachedModel, Engine, Request, Sampling
+from trifocal.models import DecoderLM, ModelConfig
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+CONFIG = ModelConfig(
+    vocab_size=257, dim=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, value_dim=64, mlp_dim=128
+)
+
+
+def test_steps_of_every_kind_draw_the_same() -> None:
+    """Greedy, in fp32: a guess differs from one token at a time by rounding alone."""
+    model = DecoderLM(CONFIG)
+    model.init_weights(0)
+    model.to("cuda").eval()
+    prompt = [*range(60)] * 20
+    requests = [
+        Request(prompt=[*prompt, number], max_new_tokens=60, sampling=Sampling(temperature=0), likeliest=number)
+        for number in range(3)
+    ]
+    sizes = {"max_sequences": 4, "max_length": 1400, "prefill_chunk_size": 512}
+    plain = Engine(CachedModel(model, **sizes)).complete(requests)
+    engine = Engine(CachedModel(model, spare_rows=4, **sizes), speculate=True)
+    engine.warm_up()
+    scores = []
+    for _ in range(2):
+        for update in engine.run(requests):
+            scores.append(update.score)
+            if update.completion is not None:
+                [expected] = [c for c in plain if c.request is update.request]
+                assert update.completion.tokens == expected.tokens
+                assert update.completion.log_probabilities == pytest.approx(expected.log_probabilities, abs=1e-3)
+    assert engine.reused_tokens >= 3 * 1024 and engine.guessed_tokens > 0
+    # The likeliest token is the drawn one.
+    assert all(score.likeliest[0][1] == score.log_probability for score in scores if score.likeliest)
