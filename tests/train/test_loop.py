@@ -19,6 +19,7 @@ from trifocal.cli.train import _summary
 from trifocal.data import DataConfig, Loader, make_loader, make_tokenizer, prefetch
 from trifocal.data.sources.text import TextSource
 from trifocal.errors import UserError
+from trifocal.models import DecoderLM
 from trifocal.runlog import read_metrics
 from trifocal.telemetry.attention_picture import read_picture
 from trifocal.train import load_config, resume, train
@@ -181,6 +182,33 @@ def test_every_evaluation_stores_the_same_sequence_as_the_model_sees_it(tmp_path
     assert begins == [index for index in range(1, 32) if first.texts[index - 1] == "∎"]
     assert train(make_config(tmp_path, "--log.telemetry_interval_steps", "0"), overwrite=True).finished
     assert not (tmp_path / "run" / "attention").exists()
+
+
+def test_the_picture_of_a_row_with_boundaries_knows_them(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "--train.steps", "1", "--evaluate.interval_steps", "1")
+    for index, path in enumerate(sorted((tmp_path / "text").iterdir())):
+        path.write_text(f"{index:02} short")
+    train(config)
+    picture = read_picture(tmp_path / "run" / "attention" / "step_00000001.npz")
+    begins = [index for index in range(1, 32) if picture.positions[index] == 0]
+    assert len(begins) >= 2 and begins == [index + 1 for index in range(31) if picture.texts[index] == "∎"]
+
+
+def test_samples_share_a_seed_and_pauses_are_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds, original = [], DecoderLM.generate
+
+    def slow(self: DecoderLM, *args: Any, **kwargs: Any) -> torch.Tensor:
+        seeds.append(kwargs["seed"])
+        time.sleep(2.0)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(DecoderLM, "generate", slow)
+    flags = ("--train.steps", "4", "--log.sample_interval_steps", "2", "--log.sample_tokens", "2")
+    train(make_config(tmp_path, *flags, "--log.interval_steps", "4", "--evaluate.interval_steps", "0"))
+    assert seeds == [7, 7]
+    [_, row] = read_metrics(tmp_path / "run" / "metrics.jsonl", "train")
+    # The sample of step 2 took two seconds of three steps.
+    assert row["step_seconds"] < 0.6
 
 
 def test_an_existing_run_is_safe(tmp_path: Path) -> None:
