@@ -95,6 +95,8 @@ def test_a_folder_without_and_a_file_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": 1}')
     with pytest.raises(UserError, match=r"is not a tokenizer\.json: "):
         make_tokenizer(str(tmp_path))
+    with pytest.raises(UserError, match=r"tokenizer no/such\.json: no such file"):
+        make_tokenizer("no/such.json")
     with pytest.raises(UserError, match="tokenizer bytes has its own"):
         make_tokenizer("bytes", separator="x")
 

@@ -67,7 +67,9 @@ def draw(case: Case, device: str):
     assert 0 < sample.eligible.sum() < sample.eligible.numel()
     shapes = ((case.heads, case.dim), (case.groups, case.dim), (case.groups, case.dim), (case.dim,))
     drawn = [torch.randn(case.batch, case.keys, *shape, generator=generator) for shape in shapes]
-    drawn[3] = drawn[3][:, torch.arange(case.keys) // 2 * 2]
+    # Neighbours and the halves of a block of 128 tie.
+    token, size = torch.arange(case.keys), case.geometry.selection_block_size
+    drawn[3] = drawn[3][:, token - token % size + token % size % 64 // 2 * 2]
     drawn.append(torch.randn(case.batch, slots, case.groups, case.dim, generator=generator))
     return documents, Sample(*(x.to(device) for x in sample)), [x.double().to(device) for x in drawn]
 

@@ -34,6 +34,7 @@ class Case:
     geometry: Geometry = SMALL
     lengths: tuple[int, ...] | None = None
     buffer_bytes: int = 2**28
+    sign: int = 1
 
     @property
     def documents(self) -> list[int] | None:
@@ -62,6 +63,7 @@ CASES = (
     Case("index: blocks of more keys than a product", 20, 700, 0, geometry=geometry(4, 1, 128, 2, 1, 0, 11)),
     Case("index: chunks of queries", 100, 100, 0, 2, buffer_bytes=1),
     Case("index: nothing to choose", 40, 40, 0),
+    Case("index: negative scores, own block free", 60, 60, 0, 8, geometry=geometry(4, 4, 16, 2, 1, 0, 11), sign=-1),
 )
 
 
@@ -70,7 +72,8 @@ def draw(case: Case):
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(case.batch, case.queries, case.heads or case.groups, case.dim, generator=generator)
     if not case.heads:
-        return q, torch.randn(case.batch, case.keys, case.dim, generator=generator)
+        k = torch.randn(case.batch, case.keys, case.dim, generator=generator)
+        return (q, k) if case.sign > 0 else (q.abs(), -k.abs())
     compressed = len(oracle.compression_spans(case.geometry, case.keys, case.documents))
     k_cmp = torch.randn(case.batch, compressed, case.groups, case.dim, generator=generator)
     return q, k_cmp, lse_of(case, q, k_cmp)

@@ -231,6 +231,7 @@ def test_every_chooser_is_measured(attention: str) -> None:
         recalls[chooser] = [row["choice_recall"] for row in telemetry.measure(tokens)]
         picture = telemetry.picture(1, tokens, ["a"] * LENGTH)
         assert ((picture.importance / 255.0) ** 2).sum(-1)[:, 16:] == pytest.approx(1, abs=0.1)
+        assert (picture.importance == picture.dense).all() == (chooser == "exact")
     assert recalls["exact"] == pytest.approx([1, 1, 1], abs=1e-4)
     assert all(0 < recall < 1 for recall in recalls["compressed"] + recalls["index"])
 

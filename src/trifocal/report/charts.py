@@ -86,14 +86,14 @@ def _loss(runs: list[Run]) -> Chart:
 
 
 def _learning_rate(runs: list[Run]) -> Chart:
-    traces = _of_each(runs, "train", "learning_rate")
+    traces = _of_each(runs, "learning_rate")
     layout = _axes("", from_zero=True)
     layout["yaxis"]["tickformat"] = "~g"
     return Chart("learning_rate", "Learning rate", "Warm-up, then the schedule.", traces, layout)
 
 
 def _gradient_norm(runs: list[Run]) -> Chart:
-    traces = _with_trend(_of_each(runs, "train", "gradient_norm"))
+    traces = _with_trend(_of_each(runs, "gradient_norm"))
     positive = all(value > 0 for trace in traces for value in trace["y"])
     layout = _axes("norm", log=positive) | {"showlegend": len(runs) > 1}
     values = [value for trace in traces for value in trace["y"]]
@@ -103,7 +103,7 @@ def _gradient_norm(runs: list[Run]) -> Chart:
 
 
 def _throughput(runs: list[Run]) -> Chart:
-    traces = _with_trend(_of_each(runs, "train", "tokens_per_second"))
+    traces = _with_trend(_of_each(runs, "tokens_per_second"))
     layout = _axes("tokens/s", from_zero=True) | {"showlegend": len(runs) > 1}
     return Chart("throughput", "Throughput", "All ranks together. Dips are pauses.", traces, layout)
 
@@ -181,7 +181,7 @@ def _several(runs: list[Run], names: dict[str, str], scale: float = 1.0) -> list
     """Several metrics in one chart: a colour for each with one run, a dash pattern for each with several."""
     traces: list[Trace] = []
     for number, ((name, label), dash) in enumerate(zip(names.items(), ("solid", "dot", "dash"), strict=False)):
-        for trace in _of_each(runs, "train", name, scale=scale):
+        for trace in _of_each(runs, name, scale=scale):
             if len(runs) == 1:
                 trace["name"] = label
                 trace["line"]["color"] = f"@run{number}"
@@ -192,15 +192,12 @@ def _several(runs: list[Run], names: dict[str, str], scale: float = 1.0) -> list
     return traces
 
 
-def _of_each(runs: list[Run], kind: str, name: str, *, markers: bool = False, scale: float = 1.0) -> list[Trace]:
+def _of_each(runs: list[Run], name: str, *, scale: float = 1.0) -> list[Trace]:
     traces = []
     for index, run in enumerate(runs):
-        steps, values = run.series(kind, name)
+        steps, values = run.series("train", name)
         if steps:
-            trace = line(*thin(steps, [value * scale for value in values]), run.name, f"@run{index}")
-            if markers and len(steps) <= _MOST_DOTS:
-                trace |= {"mode": "lines+markers", "marker": {"size": 6}}
-            traces.append(trace)
+            traces.append(line(*thin(steps, [value * scale for value in values]), run.name, f"@run{index}"))
     return traces
 
 
@@ -212,7 +209,7 @@ def _with_trend(traces: list[Trace]) -> list[Trace]:
         if len(values) <= _LONG_CURVE:
             result.append(trace)
             continue
-        trend = [_significant(min(max(value, min(values)), max(values))) for value in smoothed(values)]
+        trend = [_significant(value) for value in smoothed(values)]
         faint = {"opacity": 0.3, "showlegend": False, "hoverinfo": "skip", "line": {**trace["line"], "width": 1}}
         result += [{**trace, **faint}, {**trace, "y": trend}]
     return result
