@@ -55,6 +55,25 @@ def test_lines_come_in_the_order_of_the_prompts(run: Path, prompts: Path, tmp_pa
     assert output.read_bytes() == before
 
 
+def test_prompts_share_their_beginnings(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """A chunk of 256 tokens goes through the model once, and no text changes."""
+    texts = ["x" * 256 + end for end in ("one", "two", "three")]
+    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": text} for text in texts])
+    pieces = []
+    healthy = CachedModel.prefill_chunk
+    monkeypatch.setattr(
+        CachedModel, "prefill_chunk", lambda model, s, x, **o: pieces.append(len(x)) or healthy(model, s, x, **o)
+    )
+    flags = [*FLAGS, "--prefill-chunk-size", "256", "--max-sequences", "1"]
+    assert main(["generate", str(run), "--prompts", str(prompts), "--output", str(tmp_path / "out"), *flags]) == 0
+    assert pieces == [256, 3, 3, 5]
+    for number, line in enumerate(read(tmp_path / "out")):
+        alone = generated(capsys, str(run), "--prompt", line["prompt"], *flags, "--seed", str(number))
+        assert alone == line["prompt"] + line["text"] + "\n"
+
+
 @pytest.mark.parametrize("samples", [1, 2])
 def test_an_interrupted_output_goes_on_where_it_stopped(
     run: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, samples: int

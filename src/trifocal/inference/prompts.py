@@ -8,10 +8,11 @@ import torch
 from trifocal.data import Tokenizer
 from trifocal.errors import UserError
 from trifocal.inference.cached_model import CachedModel
-from trifocal.inference.paged_cache import longest_that_fits, memory_for_caches, plan_cache
+from trifocal.inference.paged_cache import cache_bytes, longest_that_fits, memory_for_caches, plan_cache
 from trifocal.models import DecoderLM, ModelConfig
 
 _MOST_SEQUENCES = {"cuda": 256, "cpu": 16}
+_KEPT_BEGINNINGS = 64
 
 
 def encode_prompts(prompts: Sequence[tuple[str, str]], tokenizer: Tokenizer, config: ModelConfig) -> list[list[int]]:
@@ -53,7 +54,7 @@ def cache_for_prompts(
         device: Where.
         samples: Continuations of each prompt.
         max_sequences: Sequences at a time; 0: as memory allows, up to 256, on a CPU up to 16.
-        prefill_chunk_size: Argument of `CachedModel`.
+        prefill_chunk_size: Argument of `CachedModel`. If it is given, several prompts share their beginnings.
 
     Raises:
         UserError: If the memory does not suffice; names the longest sequence that would fit.
@@ -63,6 +64,9 @@ def cache_for_prompts(
     longest = len(prompt) + max_new_tokens - 1
     with memory_errors(device):
         free = memory_for_caches(config, dtype, device)
+        # Beginnings end where chunks do, and chunks are longer than most prompts unless their size is given.
+        spare_rows = _KEPT_BEGINNINGS if len(prompts) > 1 and 0 < prefill_chunk_size < len(prompt) else 0
+        free -= spare_rows * cache_bytes(config, dtype, longest).row
         most = max_sequences or max(_MOST_SEQUENCES[device.type], samples)
         wanted = min(most, len(prompts) * samples)
         plan = plan_cache(config, dtype, longest, free_bytes=free, sequences=wanted)
@@ -83,6 +87,7 @@ def cache_for_prompts(
             num_pages=plan.num_pages,
             dtype=dtype,
             prefill_chunk_size=prefill_chunk_size,
+            spare_rows=spare_rows,
         )
 
 
