@@ -159,28 +159,37 @@ def check_compressed_count(k_cmp: Tensor, geometry: Geometry, num_keys: int, doc
 
 def check_lse(lse: Tensor, q: Tensor) -> None:
     """Raise ValueError unless lse is [B, T, H] of floats beside q."""
-    check_rank("lse", lse, "[B, T, H]")
-    if lse.shape != q.shape[:3]:
-        raise ValueError(f"lse must have the shape [B, T, H] = {list(q.shape[:3])}, got {list(lse.shape)}")
-    if not lse.dtype.is_floating_point:
-        raise ValueError(f"lse must be floating point, got {lse.dtype}")
-    if lse.device != q.device:
-        raise ValueError(f"lse must be on the device of q, {q.device}, got {lse.device}")
+    _check_beside("lse", lse, "[B, T, H]", tuple(q.shape[:3]), q)
 
 
 def check_selected_blocks(selected_blocks: Tensor, q: Tensor, k: Tensor) -> None:
     """Raise ValueError unless selected_blocks is [B, T, G, N] of integers beside q and k."""
-    check_rank("selected_blocks", selected_blocks, "[B, T, G, N]")
-    if selected_blocks.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"selected_blocks must be of int32 or int64, got {selected_blocks.dtype}")
-    if selected_blocks.device != q.device:
-        raise ValueError(f"selected_blocks must be on the device of q, {q.device}, got {selected_blocks.device}")
-    expected = (q.shape[0], q.shape[1], k.shape[2])
-    if selected_blocks.shape[:3] != expected:
+    name, integers = "selected_blocks", (torch.int32, torch.int64)
+    _check_beside(name, selected_blocks, "[B, T, G, N]", (*q.shape[:2], k.shape[2]), q, integers)
+
+
+def check_gates(gates: Tensor, q: Tensor) -> None:
+    """Raise ValueError unless gates is [B, T, H, 3] beside q."""
+    _check_beside("gates", gates, "[B, T, H, 3]", (*q.shape[:3], 3), q)
+
+
+def _check_beside(
+    name: str, x: Tensor, pattern: str, sizes: tuple[int, ...], q: Tensor, types: tuple[torch.dtype, ...] = ()
+) -> None:
+    """Raise ValueError unless x has these first sizes and one of these types, or any of floats, beside q."""
+    check_rank(name, x, pattern)
+    if tuple(x.shape[: len(sizes)]) != sizes:
+        known = ", ".join(pattern[1:-1].split(", ")[: len(sizes)])
+        part = f"= {list(sizes)}" if len(sizes) == x.ndim else f"with [{known}] = {list(sizes)}"
+        raise ValueError(f"{name} must have the shape {pattern} {part}, got {list(x.shape)}")
+    if types and x.dtype not in types:
         raise ValueError(
-            f"selected_blocks must have the shape [B, T, G, N] with [B, T, G] = {list(expected)}, "
-            f"got {list(selected_blocks.shape)}"
+            f"{name} must be of {' or '.join(str(t).removeprefix('torch.') for t in types)}, got {x.dtype}"
         )
+    if not types and not x.dtype.is_floating_point:
+        raise ValueError(f"{name} must be floating point, got {x.dtype}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
 
 
 def check_window_keys(q: Tensor, k_win: Tensor, num_keys: int, window_size: int, *, packed: bool) -> None:
@@ -191,15 +200,3 @@ def check_window_keys(q: Tensor, k_win: Tensor, num_keys: int, window_size: int,
             f"k_win must hold between {fewest} and {num_keys} keys (S = {num_keys}, T = {q.shape[1]}, "
             f"w = {window_size}), got {k_win.shape[1]}"
         )
-
-
-def check_gates(gates: Tensor, q: Tensor) -> None:
-    """Raise ValueError unless gates is [B, T, H, 3] beside q."""
-    check_rank("gates", gates, "[B, T, H, 3]")
-    expected = (*q.shape[:3], 3)
-    if gates.shape != expected:
-        raise ValueError(f"gates must have the shape [B, T, H, 3] = {list(expected)}, got {list(gates.shape)}")
-    if not gates.dtype.is_floating_point:
-        raise ValueError(f"gates must be floating point, got {gates.dtype}")
-    if gates.device != q.device:
-        raise ValueError(f"gates must be on the device of q, {q.device}, got {gates.device}")

@@ -13,8 +13,8 @@ from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, first_compressed_blocks
 from trifocal.ops.tiles import cdiv
 from trifocal.ops.triton.combine import row_sums
-from trifocal.ops.triton.interval.backward import launch_backward
 from trifocal.ops.triton.interval.common import Branch, IntervalProblem
+from trifocal.ops.triton.interval.dkdv import launch_backward
 from trifocal.ops.triton.interval.forward import launch_forward
 from trifocal.ops.triton.launch import Kernel
 

@@ -137,7 +137,7 @@ def interval_d_q_kernel(
 
 
 def launch_d_q(problem: IntervalProblem, d_q: Tensor | None = None) -> Tensor:
-    """The first part of `backward.launch_backward`."""
+    """The first part of `dkdv.launch_backward`."""
     d_o, q, k, v, lse, delta, gate, scale, branch = problem
     window, packed = branch.is_window, branch.is_packed
     configuration = dispatch.interval_on_hopper("d_q", q, k, v, d_o, window=window, packed=packed)

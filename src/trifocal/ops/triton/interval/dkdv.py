@@ -1,4 +1,8 @@
-"""d_k and d_v of attention to a range of keys; see `interval.common`."""
+"""d_k and d_v of attention to a range of keys; see `interval.common`.
+
+Backward takes the gradient of the mixed output and the branch's gate instead of their product `gate * d_o`, which would
+be one more tensor a branch.
+"""
 
 import triton
 import triton.language as tl
@@ -6,7 +10,7 @@ from torch import Tensor
 
 from trifocal.ops import dispatch
 from trifocal.ops.tiles import cdiv, split_width
-from trifocal.ops.triton.common import add_product, load_tile, nothing_lost, store_tile, strides
+from trifocal.ops.triton.common import add_product, load_tile, nothing_lost, store_tile, strides, unit_stride
 from trifocal.ops.triton.interval.common import (
     IntervalProblem,
     full_tiles,
@@ -16,6 +20,7 @@ from trifocal.ops.triton.interval.common import (
     row_sources,
     seeing_queries,
 )
+from trifocal.ops.triton.interval.d_q import launch_d_q
 from trifocal.ops.triton.interval.splits import add_parts, empty_parts
 from trifocal.ops.triton.launch import Kernel
 
@@ -172,8 +177,22 @@ def interval_dkdv_kernel(
 # fmt: on
 
 
+def launch_backward(problem: IntervalProblem, d_q: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of attention.
+
+    Args:
+        problem: Inputs, in any strides.
+        d_q: Gradient of the queries from elsewhere, contiguous, [B, T, H, D], that this one is added to in place.
+
+    Returns:
+        d_q, d_k, d_v, contiguous, in the types of q, k, v.
+    """
+    problem = problem._replace(**{name: unit_stride(getattr(problem, name)) for name in ("d_o", "q", "k", "v")})
+    return launch_d_q(problem, d_q), *launch_dkdv(problem)
+
+
 def launch_dkdv(problem: IntervalProblem) -> tuple[Tensor, Tensor]:
-    """The second part of `backward.launch_backward`."""
+    """The second part of `launch_backward`."""
     d_o, q, k, v, lse, delta, gate, scale, branch = problem
     window, packed = branch.is_window, branch.is_packed
     configuration = dispatch.interval_on_hopper("dkdv", q, k, v, d_o, window=window, packed=packed)

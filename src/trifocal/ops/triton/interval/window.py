@@ -9,8 +9,8 @@ from torch import Tensor
 
 from trifocal.ops.layout import Documents
 from trifocal.ops.triton.combine import row_sums
-from trifocal.ops.triton.interval.backward import launch_backward
 from trifocal.ops.triton.interval.common import Branch, IntervalProblem
+from trifocal.ops.triton.interval.dkdv import launch_backward
 from trifocal.ops.triton.interval.forward import launch_forward
 
 
