@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,7 @@ def test_what_others_write_stays_and_two_never_share_a_folder(
     out, note = tmp_path / "out", tmp_path / "out" / "note.txt"
     commands = [["convert", str(dense_run), str(out), "--to", "nsa"], ["export", str(dense_run), str(out)]]
     during: list[Callable[[], None]] = []
+    make = tempfile.mkdtemp
 
     def meanwhile(*arguments: Any, **options: Any) -> None:
         save_weights(*arguments, **options)
@@ -179,6 +181,16 @@ def test_what_others_write_stays_and_two_never_share_a_folder(
         during.append(second)
         assert main(command) == 0
         assert load_model(out) and not list(out.glob(".*"))
+        shutil.rmtree(out)
+        during.append(lambda: (out / "model.safetensors").write_text("mine") and None)
+        assert "model.safetensors meanwhile; give a new folder" in refused(capsys, *command)
+        assert [path.read_text() for path in out.iterdir()] == ["mine"]
+        shutil.rmtree(out)
+        with monkeypatch.context() as patch:
+            # Another process found the folder empty too, and made its place.
+            patch.setattr(tempfile, "mkdtemp", lambda **where: (make(**where), make(**where))[1])
+            assert f"another process writes in {out}" in refused(capsys, *command)
+        assert len(list(out.iterdir())) == 1
         shutil.rmtree(out)
 
     for number in (errno.EIO, errno.ESTALE, errno.EXDEV, errno.EBUSY, errno.EMFILE, errno.ENOSPC):

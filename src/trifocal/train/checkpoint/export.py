@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -49,15 +50,17 @@ def export_weights(
 def new_model_folder(folder: Path) -> Iterator[Path]:
     """A place for the files of a new folder; they move there when all of them are written, `config.json` last.
 
-    The place is in the folder itself, so that the folder may be a mount point, a link, or the working directory.
+    The place is in the folder itself, so that the folder may be a mount point, a link, or the working directory. After
+    an error, the folder has what others put there, and nothing of this.
 
     Args:
         folder: Must not exist, or be empty.
 
     Raises:
-        UserError: If there is something in the folder, or a file cannot be written; the message names it.
+        UserError: If there is something in the folder, another process writes there, or a file cannot be written; the
+            message names it.
     """
-    absent = not folder.exists()
+    absent, written = not folder.exists(), list[Path]()
     if not absent and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists already; give a new folder")
     try:
@@ -66,12 +69,23 @@ def new_model_folder(folder: Path) -> Iterator[Path]:
     except OSError as error:
         raise UserError(f"cannot make the folder {folder}: {error.strerror}") from error
     try:
+        # If two begin together, at least one sees the other here.
+        if any(path != partial for path in folder.iterdir()):
+            raise UserError(f"another process writes in {folder}; give a new folder")
         yield partial
         for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_FILE):
-            path.replace(folder / path.name)
-    except OSError as error:
-        name = error.filename2 or error.filename or folder
-        raise UserError(f"{name}: {error.strerror}; {folder} was not written") from error
+            target = folder / path.name
+            if os.path.lexists(target):
+                raise UserError(f"another process wrote {target} meanwhile; give a new folder")
+            path.replace(target)
+            written.append(target)
+    except BaseException as error:
+        for path in written:
+            path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            name = error.filename2 or error.filename or folder
+            raise UserError(f"{name}: {error.strerror}; {folder} was not written") from error
+        raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         if absent:
