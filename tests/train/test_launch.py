@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from tests.train.tiny import before_step, make_config, read_checkpoint
+from trifocal.distributed import DistributedContext
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
 from trifocal.runlog.run import read_run
 from trifocal.runlog.stalls.verdict import judge
 from trifocal.train import RunConfig, load_config, resume, train
+from trifocal.train.checkpoint.manifest import describe_files, verify_checkpoint, write_manifest
 from trifocal.train.checkpoint.random_state import random_state, restore_random_state, seed_everything
 from trifocal.train.launch import resume_notes
 
@@ -235,3 +237,29 @@ def test_every_key_that_differs_is_named_with_both_values(tmp_path: Path) -> Non
         "goes on from step 4 of 6; differs from the saved configuration: train.compile false -> true, "
         'optimizer.beta2 0.95 -> 0.9, log.sinks "" -> "wandb"'
     )
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda state: state.pop("step"),
+        lambda state: state["data"].pop("settings"),
+        lambda state: state["data"]["position"].clear(),
+        lambda state: state["random"].update(torch="AAAA"),
+        lambda state: state["random"]["numpy"].__setitem__(1, 10**9),
+    ],
+)
+def test_a_position_that_cannot_be_read_is_one_line(tmp_path: Path, damage: Any) -> None:
+    """Intact by its manifest: written by another version, or by somebody who knows the format."""
+    train(make_config(tmp_path, "--train.steps", "2", "--evaluate.interval_steps", "0"))
+    path = tmp_path / "run" / "checkpoints" / "step_00000002"
+    manifest = verify_checkpoint(path)
+    state = json.loads((path / "rank0.json").read_text())
+    damage(state)
+    (path / "rank0.json").write_text(json.dumps(state))
+    found = describe_files(path, DistributedContext())
+    manifest["files"]["rank0.json"] = found["rank0.json"]
+    write_manifest(path, manifest)
+    with pytest.raises(UserError, match=r"(position in|rank0\.json) .*cannot be read") as caught:
+        resume(tmp_path / "run")
+    assert "\n" not in str(caught.value)

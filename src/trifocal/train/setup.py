@@ -11,7 +11,7 @@ import torch
 from trifocal.data import Batch, Loader, Tokenizer, is_local, make_loader
 from trifocal.data.sources.base import parse_source
 from trifocal.distributed import DistributedContext, Parallel, choose_mode, parallelize
-from trifocal.errors import UserError
+from trifocal.errors import UserError, one_line
 from trifocal.models import DecoderLM
 from trifocal.train.checkpoint.pretrained import load_pretrained_weights
 from trifocal.train.checkpoint.random_state import restore_random_state, seed_everything
@@ -177,8 +177,19 @@ class TrainSetup:
         step, last = saved["step"], self.config.train.steps
         if step > last:
             raise UserError(f"{checkpoint} is of step {step}, past train.steps {last}")
-        self.loader.load_state_dict(saved["data"])
-        self.state = TrainState(step, step, saved["loss"], saved["data"])
+        try:
+            self.loader.load_state_dict(saved["data"])
+            self.state = TrainState(step, step, saved["loss"], saved["data"])
+            # Here to see that it can be read; the start draws from the generators before the first step.
+            restore_random_state(saved["random"])
+        except UserError:
+            raise
+        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            # The file is intact, the content is not.
+            what = f"{type(error).__name__}: {one_line(error)}"
+            raise UserError(
+                f"the position in {checkpoint} cannot be read ({what}); go on from another one with --checkpoint"
+            ) from error
         self._random_state = saved["random"]
 
     def validation_batches(self) -> list[Batch]:

@@ -35,10 +35,16 @@ def restore_random_state(state: dict[str, Any]) -> None:
     """Put all generators back into a state from `random_state`.
 
     If the number of CUDA devices differs, the CUDA generators keep their state.
+
+    Raises:
+        ValueError: If it is not the state of a generator; other errors where it has other types.
     """
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     keys, position, has_gauss, cached = state["numpy"]
+    if not 0 <= position <= len(keys):
+        # NumPy would read beyond them.
+        raise ValueError(f"NumPy's random state is at {position} of {len(keys)} numbers")
     np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     torch.set_rng_state(_decode(state["torch"]))
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
