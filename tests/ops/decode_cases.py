@@ -196,13 +196,13 @@ class Decoder:
         def ring(reach: int, width: int) -> Tensor:
             return empty(rows, reach - 1 + most_new, width)
 
-        stripes = case.page_size // rules.compression_stride
+        slots = case.page_size // rules.compression_stride
         own, values = case.window == "own", not case.selected_only
         self.cache = SparseCache(
             k_slc=empty(pages, case.page_size, case.dim),
             v_slc=empty(pages, case.page_size, case.value_dim),
-            k_cmp=empty(pages, stripes, case.dim) if case.compresses else None,
-            v_cmp=empty(pages, stripes, case.value_dim) if values else None,
+            k_cmp=empty(pages, slots, case.dim) if case.compresses else None,
+            v_cmp=empty(pages, slots, case.value_dim) if values else None,
             k_win=ring(rules.window_size, case.dim) if own else None,
             v_win=ring(rules.window_size, case.value_dim) if own else None,
             k_raw=ring(rules.compression_block_size, case.dim) if case.compresses else None,

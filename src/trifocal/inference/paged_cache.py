@@ -83,7 +83,7 @@ def layer_shapes(
     if kind in ("dense", "window"):
         return LayerShapes({"k": (heads, page_size, dim), "v": (heads, page_size, value_dim)}, {})
     geometry = decode_geometry(config, max_length)
-    stripes = page_size // geometry.compression_stride
+    slots = page_size // geometry.compression_stride
     window, raw = (reach - 1 + spare for reach in (geometry.window_size, geometry.compression_block_size))
     pages, rings = {}, {}
     if config.has_index:
@@ -92,7 +92,7 @@ def layer_shapes(
         pages[f"{letter}_slc"] = (heads, page_size, width)
         if kind == "nsa" or (letter == "k" and not config.has_index):
             # The compressed keys of a selected layer only choose.
-            pages[f"{letter}_cmp"] = (heads, stripes, width)
+            pages[f"{letter}_cmp"] = (heads, slots, width)
             rings[f"{letter}_raw"] = (heads, raw, width)
         if kind == "nsa" and not config.shared_kv:
             rings[f"{letter}_win"] = (heads, window, width)

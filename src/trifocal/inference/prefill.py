@@ -131,7 +131,7 @@ def extend_sparse(
     """
     length, stride = geometry.compression_block_size, geometry.compression_stride
     before, after = geometry.num_compressed_blocks(chunk.first), geometry.num_compressed_blocks(chunk.stop)
-    stripe_of_first = length // stride - 1
+    slot_of_first = length // stride - 1
 
     def compressed(
         ring: Tensor | None, tensor: Tensor | None, x: Tensor | None, phi: Compress, *, rotates: bool
@@ -146,8 +146,8 @@ def extend_sparse(
             blocks = phi(stretch)
             if rotates:
                 blocks = chunk.rotate(blocks, rotary, before * stride, stride)
-            chunk.write(tensor, blocks, before + stripe_of_first)
-        return chunk.gather(tensor, after + stripe_of_first, stripe_of_first) if before else blocks
+            chunk.write(tensor, blocks, before + slot_of_first)
+        return chunk.gather(tensor, after + slot_of_first, slot_of_first) if before else blocks
 
     k_cmp = compressed(cache.k_raw, cache.k_cmp, raw[0], compress[0], rotates=True)
     v_cmp = compressed(cache.v_raw, cache.v_cmp, raw[1], compress[1], rotates=False)

@@ -2,7 +2,7 @@
 
 Every token's keys and values lie in pages of `P` tokens, a multiple of the selection block. A block table names the
 pages of each sequence, the same for all layers. A compressed block lies with its last token: block `i`, the tokens
-`[i*d, i*d + l)`, is stripe `i + l/d - 1` of `d` tokens each. So a page is finished when its tokens are.
+`[i*d, i*d + l)`, is slot `i + l/d - 1` of `d` tokens each. So a page is finished when its tokens are.
 """
 
 from collections.abc import Callable
@@ -210,10 +210,10 @@ def check_cache(cache: SparseCache, geometry: Geometry, num_new: int) -> None:
             f"a page must be a multiple of the selection block of {geometry.selection_block_size} tokens, "
             f"got {page_size}"
         )
-    stripes = page_size // geometry.compression_stride
-    if cache.k_cmp is not None and cache.k_cmp.shape[:3] != (*cache.k_slc.shape[:2], stripes):
+    slots = page_size // geometry.compression_stride
+    if cache.k_cmp is not None and cache.k_cmp.shape[:3] != (*cache.k_slc.shape[:2], slots):
         raise ValueError(
-            f"k_cmp must have the shape [pages, G, P/d, *] = {[*cache.k_slc.shape[:2], stripes, '*']}, "
+            f"k_cmp must have the shape [pages, G, P/d, *] = {[*cache.k_slc.shape[:2], slots, '*']}, "
             f"got {list(cache.k_cmp.shape)}"
         )
     rings = ("win", cache.k_win, geometry.window_size), ("raw", cache.k_raw, geometry.compression_block_size)

@@ -208,9 +208,9 @@ def append_kernel(
     elif RAW_RING > 0:
         block, is_due = due_block(length, new, job - 1, BLOCK, STRIDE)
         if is_due & is_group:
-            stripe = block + (BLOCK // STRIDE - 1)
-            page = tl.load(block_table + stripe // (PAGE_ROWS // STRIDE)).to(tl.int64)
-            page_row = stripe % (PAGE_ROWS // STRIDE)
+            slot = block + (BLOCK // STRIDE - 1)
+            page = tl.load(block_table + slot // (PAGE_ROWS // STRIDE)).to(tl.int64)
+            page_row = slot % (PAGE_ROWS // STRIDE)
             start = block * STRIDE
             k_1, k_2 = mean_of_block(
                 k_raw_ring, k_raw_ring_time, k_raw, k_raw_time, k_cmp, start, length, D, D_HALF, BLOCK, RAW_RING, CHUNK
@@ -264,13 +264,13 @@ def write_compressed_kernel(
     group = tl.program_id(0).to(tl.int64)
     block, is_due = due_block(tl.load(lengths + batch), tl.load(num_new + batch), number, BLOCK, STRIDE)
     if is_due:
-        stripe = block + (BLOCK // STRIDE - 1)
-        page = tl.load(block_table + batch.to(tl.int64) * table_columns + stripe // PAGE_ROWS).to(tl.int64)
+        slot = block + (BLOCK // STRIDE - 1)
+        page = tl.load(block_table + batch.to(tl.int64) * table_columns + slot // PAGE_ROWS).to(tl.int64)
         column = tl.arange(0, COLUMNS)[None, :]
         source = x + (tl.program_id(1).to(tl.int64) * GROUPS + group) * SIZE + column
         first = tl.load(source, mask=column < HALF, other=0.0)
         second = tl.load(source + HALF, mask=HALF + column < SIZE, other=0.0)
-        place = page * page_stride + group * head_stride + stripe % PAGE_ROWS * time_stride
+        place = page * page_stride + group * head_stride + slot % PAGE_ROWS * time_stride
         store_halves(first, second, cache, place, block * STRIDE, cos, sin, SIZE, COLUMNS, ROTATED)
 
 

@@ -50,9 +50,9 @@ def prefetch_part(
     if first_tile * (BLOCKS * STEP) < compressed:
         column = tl.arange(0, TILES * BLOCKS * TAPS)
         index = (first_tile * BLOCKS + column // TAPS) * STEP + tl.minimum(column % TAPS, STEP - 1)
-        stripe = tl.minimum(index, compressed - 1) + (COMPRESSION // STRIDE - 1)
-        page = tl.load(block_table + stripe // PAGE_ROWS, volatile=True).to(tl.int64)
-        page_row = stripe % PAGE_ROWS
+        slot = tl.minimum(index, compressed - 1) + (COMPRESSION // STRIDE - 1)
+        page = tl.load(block_table + slot // PAGE_ROWS, volatile=True).to(tl.int64)
+        page_row = slot % PAGE_ROWS
         prefetch_rows(k_cmp, page * k_page_stride + page_row * k_row_stride, D)
         if HAS_V:
             prefetch_rows(v_cmp, page * v_page_stride + page_row * v_row_stride, V)
@@ -122,9 +122,9 @@ def decode_scores_kernel(
                     maximum, total, o_1, o_2 = nothing_yet(ROWS, V_1, V_2, HAS_V)
             index = (tile * BLOCKS + column // TAPS) * STEP + tap
             is_block = (tap < STEP) & (index < compressed)
-            stripe = index + (COMPRESSION // STRIDE - 1)
-            page = tl.load(block_table + stripe // PAGE_ROWS, mask=is_block, other=0).to(tl.int64)
-            page_row = stripe % PAGE_ROWS
+            slot = index + (COMPRESSION // STRIDE - 1)
+            page = tl.load(block_table + slot // PAGE_ROWS, mask=is_block, other=0).to(tl.int64)
+            page_row = slot % PAGE_ROWS
             k_1, k_2, v_1, v_2 = load_keys(
                 k_cmp, v_cmp, page * k_page_stride + page_row * k_row_stride,
                 page * v_page_stride + page_row * v_row_stride, is_block, D, D_1, D_2, V, V_1, V_2, HAS_V,
