@@ -13,8 +13,8 @@ from trifocal.errors import UserError
 from trifocal.inference import Engine, Request, Sampling
 from trifocal.inference.prompts import cache_for_prompts, encode_prompts, memory_errors
 from trifocal.models import DecoderLM
-from trifocal.paths import shell_path, user_path
-from trifocal.train.checkpoint.pretrained import open_pretrained
+from trifocal.paths import shell_path
+from trifocal.train.checkpoint.pretrained import open_pretrained, pretrained_path
 from trifocal.train.config.check import choose_device
 
 
@@ -40,8 +40,8 @@ def generate(
     Each call with a path loads the model; `trifocal.inference.Engine` keeps one for many prompts.
 
     Args:
-        path_or_model: The run, also while it goes on; one of its checkpoints; a folder of weights; or a model from
-            `load_model`.
+        path_or_model: The run, also while it goes on; one of its checkpoints; a folder of weights; `demo`, the model
+            that comes with the package; or a model from `load_model`.
         prompt: The text to continue.
         max_new_tokens: Maximum number of new tokens.
         tokenizer: Tokenizer of a model, from `load_tokenizer`; bytes by default. A path brings its own.
@@ -73,7 +73,7 @@ def generate(
         else:
             if tokenizer is not None:
                 raise UserError("tokenizer goes with a model, got a path, which brings its own")
-            path = user_path(path_or_model, "the path of the run")
+            path = pretrained_path(path_or_model, "the path of the run")
             command = f"trifocal generate {shell_path(path)}"
             found = stack.enter_context(open_pretrained(path, checkpoint, command=command))
             name, tokenizer, config, make = str(found.path), found.tokenizer(), found.config(), found.model
@@ -107,10 +107,10 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer that a model was trained with.
 
     Args:
-        path: The run, one of its checkpoints, or a folder of weights, as for `load_model`.
+        path: The run, one of its checkpoints, a folder of weights, or `demo`, as for `load_model`.
 
     Raises:
         UserError: If there is none, or one of its files is broken.
     """
-    with open_pretrained(user_path(path, "the path of the run")) as found:
+    with open_pretrained(pretrained_path(path, "the path of the run")) as found:
         return found.tokenizer()

@@ -35,7 +35,7 @@ from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
 from trifocal.paths import read_small_file, shell_path, user_path
 from trifocal.runlog.whole_files import write_output
 from trifocal.train.checkpoint.export import STEP_FILE
-from trifocal.train.checkpoint.pretrained import Pretrained, open_pretrained
+from trifocal.train.checkpoint.pretrained import Pretrained, open_pretrained, pretrained_path
 from trifocal.train.config.check import choose_device
 from trifocal.train.config.load import parse_arguments
 
@@ -61,7 +61,7 @@ class EvaluateArguments:
     """
 
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
-    """The run, also while it goes on; or one of its checkpoints, or a folder of weights."""
+    """The run, also while it goes on; one of its checkpoints; a folder of weights; or demo, that of the package."""
     only: tuple[str, ...] = ()
     """Some of loss, position, choice, needle, recall; by default those that make sense for the model."""
     checkpoint: str = ""
@@ -105,7 +105,7 @@ def run(args: Sequence[str]) -> int:
     """
     options: EvaluateArguments = parse_arguments(EvaluateArguments, _split_lists(args), prog="trifocal evaluate")
     check_output(options.output)
-    path = user_path(options.path, "RUN_DIR")
+    path = pretrained_path(options.path, "RUN_DIR")
     with open_pretrained(path, options.checkpoint, command=f"trifocal evaluate {shell_path(path)}") as found:
         subject = _subject(found, options)
         step = _step_of(found.path)

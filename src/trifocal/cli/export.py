@@ -9,7 +9,7 @@ import tyro
 from trifocal.errors import UserError
 from trifocal.paths import shell_path, user_path
 from trifocal.train.checkpoint.export import export_folder
-from trifocal.train.checkpoint.pretrained import open_pretrained
+from trifocal.train.checkpoint.pretrained import open_pretrained, pretrained_path
 from trifocal.train.config.load import parse_arguments
 
 
@@ -18,7 +18,7 @@ class ExportArguments:
     """Write a trained model, with its tokenizer, as a folder that transformers reads."""
 
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
-    """The run, also while it goes on; or one of its checkpoints, or a folder of weights."""
+    """The run, also while it goes on; one of its checkpoints; a folder of weights; or demo, that of the package."""
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """The new folder."""
     checkpoint: str = ""
@@ -38,7 +38,7 @@ def run(args: Sequence[str]) -> int:
         UserError: If there is no model, a file of it is broken, or the folder is there already or cannot be written.
     """
     options: ExportArguments = parse_arguments(ExportArguments, args, prog="trifocal export")
-    path, folder = user_path(options.path, "RUN_DIR"), user_path(options.folder, "DIR")
+    path, folder = pretrained_path(options.path, "RUN_DIR"), user_path(options.folder, "DIR")
     command = f"trifocal export {shell_path(path)} {shell_path(folder)}"
     with open_pretrained(path, options.checkpoint, command=command) as found:
         model, tokenizer, length = found.model(), found.tokenizer(), found.sequence_length()

@@ -10,7 +10,8 @@ from trifocal.cli.generate_options import GenerateArguments
 from trifocal.cli.output import printable
 from trifocal.errors import UserError
 from trifocal.inference import Completion, Engine
-from trifocal.paths import shell_path, user_path
+from trifocal.paths import shell_path
+from trifocal.train.checkpoint.pretrained import pretrained_path
 from trifocal.train.config.load import parse_arguments
 
 __all__ = ["GenerateArguments", "run"]
@@ -26,7 +27,7 @@ def run(args: Sequence[str]) -> int:
         UserError: If there is no model, its weights are broken, a prompt is empty or no text, or there is no memory.
     """
     options: GenerateArguments = parse_arguments(GenerateArguments, args, prog="trifocal generate")
-    path = user_path(options.path, "PATH")
+    path = pretrained_path(options.path, "PATH")
     command = f"trifocal generate {shell_path(path)} --prompt {shlex.quote(options.prompt or 'TEXT')}"
     if options.prompts:
         return generate_file(options, path, command)

@@ -14,7 +14,7 @@ class GenerateArguments:
     """Continue a text with a trained model; the text goes to standard output while it is made. Or a file of prompts."""
 
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
-    """The run, also while it goes on; or one of its checkpoints, or a folder of weights."""
+    """The run, also while it goes on; one of its checkpoints; a folder of weights; or demo, that of the package."""
     prompt: str = ""
     """The text to continue; "-" reads it from standard input, as it is."""
     prompts: str = ""

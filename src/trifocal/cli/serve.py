@@ -17,7 +17,7 @@ from trifocal.inference import CachedModel, Engine
 from trifocal.inference.paged_cache import cache_bytes, longest_that_fits, memory_for_caches, plan_cache
 from trifocal.models import DecoderLM
 from trifocal.paths import shell_path, user_path
-from trifocal.train.checkpoint.pretrained import Pretrained, open_pretrained
+from trifocal.train.checkpoint.pretrained import Pretrained, open_pretrained, pretrained_path
 from trifocal.train.config.check import choose_device
 from trifocal.train.config.load import parse_arguments
 
@@ -32,7 +32,7 @@ class ServeArguments:
     """Serve a trained model to clients of OpenAI's completions, with a page to try it on."""
 
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
-    """The run, one of its checkpoints, or a folder of weights."""
+    """The run, one of its checkpoints, a folder of weights, or demo, the model that comes with the package."""
     checkpoint: str = ""
     """A checkpoint of the run, like step_00000500; the newest by default."""
     name: str = ""
@@ -84,7 +84,7 @@ def run(args: Sequence[str]) -> int:
         from trifocal.serve.worker import Worker
     except ImportError as error:
         raise UserError("serving needs an extra: pip install 'trifocal[serve]'") from error
-    path = user_path(options.path, "RUN_DIR")
+    path = pretrained_path(options.path, "RUN_DIR")
     api_key = options.api_key or os.environ.get(_KEY, "")
     listener = listen(options.host, options.port)
     with listener:
@@ -94,7 +94,7 @@ def run(args: Sequence[str]) -> int:
             decoder, model = _load(found, options)
         why_no_chats = _why_no_chats(tokenizer)
         service = Service(
-            name=options.name or path.resolve().name,
+            name=options.name or user_path(options.path, "RUN_DIR").resolve().name,
             tokenizer=tokenizer,
             vocab_size=model.config.vocab_size,
             max_length=model.max_length,

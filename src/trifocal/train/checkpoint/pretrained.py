@@ -1,6 +1,8 @@
 """Loading a trained model from a run, from one of its checkpoints, or from a folder of exported weights."""
 
 import contextlib
+import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,9 @@ from trifocal.train.checkpoint.save_load import load_model_weights, model_differ
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.run_folder import CONFIG_FILE, load_run
 
+DEMO = "demo"
+"""Name of the model that comes with the package."""
+DEMO_FOLDER = Path(__file__).parents[2] / "demo_model"
 _COMMAND = "trifocal train CONFIG.toml --model.from DIR"
 
 
@@ -91,17 +96,36 @@ class Pretrained:
         return model
 
 
+def pretrained_path(text: str | os.PathLike[str], name: str) -> Path:
+    """The path of the trained model that the user means: `demo` is that of the package, unless a file has this name.
+
+    Args:
+        text: The path given, or `demo`.
+        name: Name of the argument that gave it, for messages.
+
+    Raises:
+        UserError: See `user_path`.
+    """
+    path = user_path(text, name)
+    if os.fspath(text) != DEMO:
+        return path
+    if not path.exists():
+        return DEMO_FOLDER
+    print(f"note: {DEMO} is {path.absolute()}, not the model that comes with the package", file=sys.stderr)
+    return path
+
+
 def load_model(folder: str | Path) -> DecoderLM:
-    """Build a trained model, on the CPU.
+    """Build a trained model, on the CPU, in the types of its files.
 
     Args:
         folder: A folder that `save_weights` or `trifocal.hf` wrote, such as `weights` of a run; or a run (its newest
-            checkpoint); or one of its checkpoints.
+            checkpoint); or one of its checkpoints; or `demo`, the model that comes with the package.
 
     Raises:
         UserError: If a file is missing or broken, or a tensor does not fit the configuration; the message names it.
     """
-    with open_pretrained(user_path(folder, "the folder of the model")) as found:
+    with open_pretrained(pretrained_path(folder, "the folder of the model")) as found:
         return found.model()
 
 
