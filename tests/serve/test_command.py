@@ -16,6 +16,8 @@ from tests.children import environment
 from trifocal.cli import main
 from trifocal.data import make_tokenizer
 from trifocal.models import DecoderLM
+from trifocal.serve import run as server
+from trifocal.train.checkpoint import pretrained
 from trifocal.train.checkpoint.export import export_folder
 
 SERVE = "import sys; from trifocal.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -52,6 +54,17 @@ def test_a_folder_is_served_until_a_signal(folder: Path, tmp_path: Path) -> None
     finally:
         process.kill()
     assert "Traceback" not in errors.read_text()
+
+
+def test_the_model_of_the_package_has_its_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pretrained, "DEMO_FOLDER", folder)
+    monkeypatch.setattr(server, "run_server", lambda app, listener, drain_seconds: None)
+    for options, name in (([], "demo"), (["--name", "tiny"], "tiny")):
+        assert main(["serve", "demo", "--port", "0", "--device", "cpu", *options]) == 0
+        assert capsys.readouterr().out.startswith(f"{name} is served on http://127.0.0.1:")
 
 
 def test_what_cannot_be_served_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
