@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from lib.timing import Timing, synchronized_seconds
 from trifocal.data import Batch
 from trifocal.models import DecoderLM, ModelConfig, flops_per_token, parameter_count
 from trifocal.runlog import Heartbeat, memory_statistics, peak_bf16_flops
+from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.config.sections import OptimizerSection, TrainSection
 from trifocal.train.step.cuda_graphs import MicroBatchGraphs
+from trifocal.train.step.micro_batch import LossFunction
 from trifocal.train.step.optimizer import make_optimizer
 from trifocal.train.step.step import StepResult, TrainStep
 
@@ -125,6 +128,8 @@ class TrainBench:
             activation_checkpointing=case.checkpointing,
             compile=case.compile,
             cuda_graphs=case.cuda_graphs,
+            # An index learns from this loss alone.
+            choice_loss_weight=float(self.config.has_index),
         )
         model = DecoderLM(self.config)
         model.init_weights(0)
@@ -134,16 +139,19 @@ class TrainBench:
         if case.compile:
             model.compile_training()
         self.model = model
+        teacher = ChoiceTeacher(model, self.section, self.device) if self.config.has_index else None
+        loss_function: LossFunction = model if teacher is None else partial(model, teaching=teacher.teaching)
         self.graphs: MicroBatchGraphs | None = None
         if case.cuda_graphs and self.device.type == "cuda":
-            self.graphs = MicroBatchGraphs(model, model.parameters(), self.device, case.precision)
+            self.graphs = MicroBatchGraphs(loss_function, model.parameters(), self.device, case.precision)
         self.train_step = TrainStep(
-            model,
+            loss_function,
             self.optimizer,
             self.device,
             self.section,
             before_backward=self._wait_for_step,
             graphs=self.graphs,
+            teacher=teacher,
         )
         # Never entered: its phases are kept, its thread and file are not made.
         self.heartbeat = Heartbeat(tempfile.gettempdir(), device=self.device)
