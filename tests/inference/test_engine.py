@@ -221,8 +221,9 @@ def test_pasts_of_prompts_are_found_again(
     pieces: list[int] = []
     healthy = cached.prefill_chunk
     monkeypatch.setattr(cached, "prefill_chunk", lambda c, x, **o: pieces.append(len(x)) or healthy(c, x, **o))
-    engine.complete([Request(prompt=[*beginnings[0], 1, 2, 3, 4], max_new_tokens=2)])
+    turn = engine.complete([Request(prompt=[*beginnings[0], 1, 2, 3, 4], max_new_tokens=2, samples=2)])
     assert pieces == [5] and engine.reused_tokens == 24
+    assert [completion.reused_tokens for completion in turn] == [24, 24]
 
 
 @pytest.mark.parametrize("options", [{}, {"attention": "dense"}, {"attention": "selected"}], ids=str)
