@@ -27,8 +27,8 @@ def calls():
     from tests.ops_triton.decode_calls import decode_step
     from tests.ops_triton.forced import order_rule
     from trifocal.ops import dispatch
-    from trifocal.ops.decode.triton.draw_tokens import draw_tokens
     from trifocal.ops.decode.int8 import Int8Weight
+    from trifocal.ops.decode.triton.draw_tokens import draw_tokens
     from trifocal.ops.decode.triton.linear import embedding, linear
     from trifocal.ops.layout import Documents
     from trifocal.ops.triton.choice_loss import index_scores_backward, index_scores_forward, teacher_masses_forward
