@@ -211,7 +211,7 @@ def _bench_layer(bench: DecodingBench) -> None:
 
 
 def speedups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """How many times faster the sparse model takes a token, than each dense one, and with weights in 8 bits; by size."""
+    """How many times faster the sparse model takes a token than each dense one, and in 8 bits; by size."""
     measured = {
         (row["sequences"], row["tokens"], row["attention"], row["weights"]): row["token_ms"]
         for row in rows
