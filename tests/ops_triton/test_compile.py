@@ -267,6 +267,11 @@ def test_little_is_spilled(compiled):
         assert row["spill_bytes"] <= (FEW_SPILLED_BYTES if few else MOST_SPILLED_BYTES), row
 
 
+def test_weights_in_8_bits_are_added_up_alike_for_any_number_of_rows(compiled):
+    found = [row["operand_widths"] for row in compiled if row["call"].startswith("products with 8 bits")]
+    assert len(found) == 2 * 2 * 6 and all(widths == found[0] and len(widths) == 1 for widths in found), found
+
+
 def test_the_sum_of_many_parts_compiles_in_seconds(compiled):
     """Triton needs time by the third power of the loads that depend on one another: half a minute for 128."""
     loads = [row["loads"] for row in compiled if row["kernel"] == "decode_combine_kernel"]

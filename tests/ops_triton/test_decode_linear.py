@@ -92,6 +92,22 @@ def test_weights_in_8_bits(backend, rows):
     assert error(linear(x, down, backend=backend), x.double() @ exact_down.T) < BOUND
 
 
+@pytest.mark.parametrize("depth", [300, 512, 1100])
+def test_long_sums_of_weights_in_8_bits(depth):
+    """Tiles of 256 by twos: one pair, cut and whole, and more."""
+    x, norm, before = draw(9, depth), draw(depth, seed=1), draw(9, 40, seed=2)
+    residual = Residual(x, x.square().sum(1, keepdim=True))
+    weight = quantize(draw(40, depth, seed=3, scale=depth**-0.5), torch.float32)
+    exact = weight.values.double() * weight.scale.double()[:, None]
+    added = residual_linear(x, weight, Residual(before, before[:, :0]), backend="triton")
+    # Sums of up to 1,100 numbers with Kahan's compensation.
+    assert error(added.x, before + x.double() @ exact.T) < BOUND
+    gate, up = (normed(x, norm) @ exact.T).chunk(2, -1)
+    assert error(normed_swiglu(residual, Norm(norm, EPS), weight, "triton"), functional.silu(gate) * up) < BOUND
+    alone = residual_linear(x[4:5], weight, Residual(before[4:5], before[:0]), backend="triton")
+    assert torch.equal(alone.x, added.x[4:5])
+
+
 @both_backends
 def test_embedding(backend):
     table = draw(11, WIDTH)

@@ -23,8 +23,9 @@ A decode step is a chain of short kernels, so each of them takes its neighbours 
 | `normed_swiglu` | the residual stream | RMS norm | `silu(gate) * up` of two products |
 | `residual_linear` | a branch's output | | bias, sum with the residual stream, sums of squares |
 
-Weights may have 8 bits (see `ops.decode.int8`). They are read as such and become numbers of the products' type in
-registers, which holds each of them exactly; an output's scale multiplies its sum.
+Weights may have 8 bits (see `ops.decode.int8`). They are read as such, two tiles at a time, and become numbers of the
+products' type in registers, which holds each of them exactly; an output's scale multiplies its sum. Weights in 16 bits
+keep their own loop, whose loads are in another order: in this one they would take more shared memory.
 
 A norm needs the mean square of a whole row, which no tile of columns has. So the kernel that writes the residual stream
 also writes the sum of squares of each of its tiles, and the next one adds them up, in order. It scales the product by
@@ -67,6 +68,25 @@ def load_depth(pointers, inside, MASKED: tl.constexpr):
 
 
 @triton.jit
+def load_weights(weights, k, K: tl.constexpr, MASKED: tl.constexpr, UP: tl.constexpr):
+    """A tile of W at k, and the tile UP numbers behind it where there is one."""
+    tile = load_depth(weights, (k < K)[:, None, :], MASKED)
+    up = tile
+    if UP > 0:
+        up = load_depth(weights + UP, (k < K)[:, None, :], MASKED)
+    return tile, up
+
+
+@triton.jit
+def add_products(total, lost, total_up, lost_up, tile, up, rows, UP: tl.constexpr):
+    """The sums with the products of a tile of W and rows of x, and of the tile behind it where there is one."""
+    total, lost = add_product(total, lost, tile.to(rows.dtype), rows)
+    if UP > 0:
+        total_up, lost_up = add_product(total_up, lost_up, up.to(rows.dtype), rows)
+    return total, lost, total_up, lost_up
+
+
+@triton.jit
 def normed_rows(
     x, k, x_rows, norm_scale, MASKED: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr
 ):
@@ -75,6 +95,15 @@ def normed_rows(
     if NORM:
         tile = (tile.to(tl.float32) * norm_scale[:, None, :]).to(dtype)
     return tl.permute(tile, 0, 2, 1)
+
+
+@triton.jit
+def rows_at(x, k, x_rows, norm_weight, MASKED: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr):
+    """As `normed_rows`, with the norm's weight loaded."""
+    scale = k
+    if NORM:
+        scale = load_depth(norm_weight + k, k < K, MASKED).to(tl.float32)
+    return normed_rows(x, k, x_rows, scale, MASKED, K, NORM, dtype)
 
 
 @triton.jit
@@ -127,8 +156,12 @@ def decode_linear_kernel(
     """
     COLUMNS: tl.constexpr = 2**LEVELS
     BLOCK: tl.constexpr = SPLIT * STEP
-    MASKED: tl.constexpr = K % BLOCK > 0
     INT8: tl.constexpr = weight.dtype.element_ty == tl.int8
+    # Tiles in 8 bits are asked for by twos: as many bytes at a time as of those in 16, multiplied one after the other.
+    TWO: tl.constexpr = INT8 and K > BLOCK
+    STRIDE: tl.constexpr = BLOCK * 2 if TWO else BLOCK
+    MASKED: tl.constexpr = K % STRIDE > 0
+    UP: tl.constexpr = N * K if SWIGLU else 0
     release_next(DEPENDENT)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column_exists = column < N
@@ -136,9 +169,9 @@ def decode_linear_kernel(
     known_column = tl.minimum(column, N - 1)
     first_k = tl.arange(0, SPLIT)[:, None] * STEP + tl.arange(0, STEP)[None, :]
     weights = weight + known_column.to(tl.int64)[None, :, None] * K + first_k[:, None, :]
-    first_weights = load_depth(weights, (first_k < K)[:, None, :], MASKED)
-    if SWIGLU:
-        first_up = load_depth(weights + N * K, (first_k < K)[:, None, :], MASKED)
+    first_weights, first_up = load_weights(weights, first_k, K, MASKED, UP)
+    if TWO:
+        second_weights, second_up = load_weights(weights + BLOCK, BLOCK + first_k, K, MASKED, UP)
     first_scale = first_k
     if NORM:
         first_scale = load_depth(norm_weight + first_k, first_k < K, MASKED).to(tl.float32)
@@ -167,20 +200,32 @@ def decode_linear_kernel(
         total_up = total
         lost = nothing_lost(total, tl.zeros([1], dtype))
         lost_up = lost
-        total, lost = add_product(total, lost, first_weights.to(dtype), tile)
-        if SWIGLU:
-            total_up, lost_up = add_product(total_up, lost_up, first_up.to(dtype), tile)
-        for first in tl.range(BLOCK, K, BLOCK):
+        total, lost, total_up, lost_up = add_products(total, lost, total_up, lost_up, first_weights, first_up, tile, UP)
+        if TWO:
+            tile = rows_at(x, BLOCK + first_k, x_rows, norm_weight, MASKED, K, NORM, dtype)
+            total, lost, total_up, lost_up = add_products(
+                total, lost, total_up, lost_up, second_weights, second_up, tile, UP
+            )
+        for first in tl.range(STRIDE, K, STRIDE):
             k = first + first_k
-            scale = first_scale
-            if NORM:
-                scale = load_depth(norm_weight + k, k < K, MASKED).to(tl.float32)
-            tile = normed_rows(x, k, x_rows, scale, MASKED, K, NORM, dtype)
-            next_weights = load_depth(weights + first, (k < K)[:, None, :], MASKED)
-            total, lost = add_product(total, lost, next_weights.to(dtype), tile)
-            if SWIGLU:
-                next_up = load_depth(weights + first + N * K, (k < K)[:, None, :], MASKED)
-                total_up, lost_up = add_product(total_up, lost_up, next_up.to(dtype), tile)
+            if TWO:
+                next_weights, next_up = load_weights(weights + first, k, K, MASKED, UP)
+                last_weights, last_up = load_weights(weights + first + BLOCK, BLOCK + k, K, MASKED, UP)
+                tile = rows_at(x, k, x_rows, norm_weight, MASKED, K, NORM, dtype)
+                total, lost, total_up, lost_up = add_products(
+                    total, lost, total_up, lost_up, next_weights, next_up, tile, UP
+                )
+                tile = rows_at(x, BLOCK + k, x_rows, norm_weight, MASKED, K, NORM, dtype)
+                total, lost, total_up, lost_up = add_products(
+                    total, lost, total_up, lost_up, last_weights, last_up, tile, UP
+                )
+            else:
+                tile = rows_at(x, k, x_rows, norm_weight, MASKED, K, NORM, dtype)
+                next_weights = load_depth(weights + first, (k < K)[:, None, :], MASKED)
+                total, lost = add_product(total, lost, next_weights.to(dtype), tile)
+                if SWIGLU:
+                    next_up = load_depth(weights + first + UP, (k < K)[:, None, :], MASKED)
+                    total_up, lost_up = add_product(total_up, lost_up, next_up.to(dtype), tile)
         sums = sum_of_warps(total)
         if INT8:
             sums *= scale_of_column
