@@ -31,7 +31,9 @@ class Int8Weight:
 
     def dequantized(self) -> Tensor:
         """The weight in the type of the products, to which it is rounded, [N, K]."""
-        return (self.values * self.scale[:, None]).to(self.dtype)
+        # A GPU rounds as it writes, without a tensor in fp32 between.
+        out = torch.empty(self.values.shape, dtype=self.dtype, device=self.values.device)
+        return torch.mul(self.values, self.scale[:, None], out=out)
 
     def __getitem__(self, outputs: slice) -> "Int8Weight":
         return Int8Weight(self.values[outputs], self.scale[outputs], self.dtype)
