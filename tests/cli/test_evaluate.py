@@ -115,9 +115,21 @@ def test_weights_without_a_run_need_to_be_told_the_data(run: Path, tmp_path: Pat
     assert (row["sequences"], row["targets"], row["source"]) == (3, 48, "synthetic")
 
 
+def test_weights_in_8_bits_have_a_loss_of_their_own(run: Path, tmp_path: Path, capsys: Capture) -> None:
+    sizes, losses = ("--only", "loss", "--sequences", "4"), {}
+    for weights in ("float", "int8"):
+        file = tmp_path / f"{weights}.json"
+        evaluated(capsys, str(run), *sizes, "--weights", weights, "--output", str(file))
+        content = json.loads(file.read_text())
+        assert content["weights"] == weights
+        losses[weights] = content["rows"][0]["loss"]
+    assert losses["int8"] != losses["float"] and losses["int8"] == pytest.approx(losses["float"], rel=1e-3)
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
+        (("--weights", "int8"), "give a file of its own: --output FILE.json"),
         (("--only", "needles"), 'unknown task "needles"; the nearest valid one is "needle"'),
         (("--depths", "0"), "--depths must be at least 1, got 0"),
         (("--lengths", "8", "0"), "--lengths must be above 0, got 0"),

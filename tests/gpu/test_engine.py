@@ -1,9 +1,10 @@
-"""The engine's recorded steps on a GPU: with likeliest tokens, with kept prefixes, and with guessed tokens."""
+"""The engine's recorded steps on a GPU: likeliest tokens, kept prefixes, guessed tokens, weights in 8 bits."""
 
 import pytest
 import torch
 
 from trifocal.inference import CachedModel, Engine, Request, Sampling
+from trifocal.inference.cached_layers import round_to_int8
 from trifocal.models import DecoderLM, ModelConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -38,3 +39,30 @@ def test_steps_of_every_kind_draw_the_same() -> None:
     assert engine.reused_tokens >= 3 * 1024 and engine.guessed_tokens > 0
     # The likeliest token is the drawn one.
     assert all(score.likeliest[0][1] == score.log_probability for score in scores if score.likeliest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_in_8_bits_in_recorded_steps(dtype: torch.dtype) -> None:
+    """Equal bits alone and in company; in fp32 the log-probabilities of the rounded model's own pass."""
+    model = DecoderLM(CONFIG)
+    model.init_weights(0)
+    model.to("cuda").eval()
+    requests = [
+        Request(prompt=[*range(number, 100)], max_new_tokens=40, sampling=Sampling(seed=number)) for number in range(20)
+    ]
+
+    def complete(max_sequences: int, asked: list[Request]) -> list[tuple[list[int], list[float]]]:
+        cached = CachedModel(model, max_sequences=max_sequences, max_length=140, dtype=dtype, weights="int8")
+        return [(found.tokens, found.log_probabilities) for found in Engine(cached).complete(asked)]
+
+    together = complete(20, requests)
+    assert [complete(1, [request])[0] for request in requests[:3]] == together[:3]
+    if dtype == torch.float32:
+        round_to_int8(model)
+        for request, (tokens, scores) in zip(requests, together, strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([[*request.prompt, *tokens]], device="cuda"))[
+                    0, len(request.prompt) - 1 : -1
+                ]
+            own = logits.log_softmax(-1).gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0]
+            assert scores == pytest.approx(own.tolist(), abs=1e-3)

@@ -63,16 +63,23 @@ def alone(model: DecoderLM, requests: list[Request], **options: Any) -> list[tup
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"attention": "dense"}, {"attention": "selected", "chooser": "index"}], ids=str
+    "options, weights",
+    [
+        ({}, "float"),
+        ({}, "int8"),
+        ({"attention": "dense"}, "float"),
+        ({"attention": "selected", "chooser": "index"}, "float"),
+    ],
+    ids=str,
 )
-def test_company_changes_no_bit(make_model: Make, options: dict[str, Any]) -> None:
+def test_company_changes_no_bit(make_model: Make, options: dict[str, Any], weights: str) -> None:
     """Tokens and log-probabilities, in a batch that others enter and leave, with pages so few that some must leave."""
     model = make_model(**options).float()
     requests = draw_requests(8)
-    expected = alone(model, requests)
+    expected = alone(model, requests, weights=weights)
     # The third has as many pages as its longest sequence needs.
     for max_sequences, num_pages in ((8, 0), (3, 0), (8, 9), (8, 7)):
-        engine, cached = make_engine(model, max_sequences, num_pages=num_pages, prefill_chunk_size=30)
+        engine, cached = make_engine(model, max_sequences, num_pages=num_pages, prefill_chunk_size=30, weights=weights)
         found = engine.complete(requests)
         assert [result(completion) for completion in found] == expected
         assert engine.idle and cached.num_free_rows == max_sequences
@@ -221,8 +228,9 @@ def test_pasts_of_prompts_are_found_again(
     pieces: list[int] = []
     healthy = cached.prefill_chunk
     monkeypatch.setattr(cached, "prefill_chunk", lambda c, x, **o: pieces.append(len(x)) or healthy(c, x, **o))
-    engine.complete([Request(prompt=[*beginnings[0], 1, 2, 3, 4], max_new_tokens=2)])
+    turn = engine.complete([Request(prompt=[*beginnings[0], 1, 2, 3, 4], max_new_tokens=2, samples=2)])
     assert pieces == [5] and engine.reused_tokens == 24
+    assert [completion.reused_tokens for completion in turn] == [24, 24]
 
 
 @pytest.mark.parametrize("options", [{}, {"attention": "dense"}, {"attention": "selected"}], ids=str)

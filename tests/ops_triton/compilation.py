@@ -54,7 +54,8 @@ def compile_launches(calls: Iterable[Call]) -> Iterator[dict[str, Any]]:
 
     Yields:
         call, kernel, architecture; and of a kernel that is compiled for this call, registers (a thread), spill_bytes (a
-        thread), shared_bytes (a program) and loads (in Triton's first form of it).
+        thread), shared_bytes (a program), loads (in Triton's first form of it) and operand_widths (neighbours along a
+        sum that a thread passes to matrix instructions together, which decide the order of the sum).
     """
     compiled = set()
     for call in calls:
@@ -65,6 +66,7 @@ def compile_launches(calls: Iterable[Call]) -> Iterator[dict[str, Any]]:
                 code = _compile(kernel, arguments, options, CAPABILITIES[call.architecture])
                 row |= {"shared_bytes": code.metadata.shared, **_usage(code.asm["cubin"])}
                 row["loads"] = code.asm.get("ttir", "").count("tt.load")
+                row["operand_widths"] = sorted(set(re.findall(r"kWidth = \d+", code.asm.get("ttgir", ""))))
             yield row
 
 
@@ -121,6 +123,7 @@ def _type_of(value: Any) -> str:
         torch.float16: "fp16",
         torch.float32: "fp32",
         torch.float64: "fp64",
+        torch.int8: "i8",
         torch.int16: "i16",
         torch.int32: "i32",
         torch.int64: "i64",

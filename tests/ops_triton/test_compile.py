@@ -27,6 +27,7 @@ def calls():
     from tests.ops_triton.decode_calls import decode_step
     from tests.ops_triton.forced import order_rule
     from trifocal.ops import dispatch
+    from trifocal.ops.decode.int8 import Int8Weight
     from trifocal.ops.decode.triton.draw_tokens import draw_tokens
     from trifocal.ops.decode.triton.linear import embedding, linear
     from trifocal.ops.layout import Documents
@@ -124,6 +125,18 @@ def calls():
         linear(many, empty(2 * hidden, dim), None, norm=(empty(dim), squares, 1e-6), swiglu=True)
         drawing(257)
 
+    def decoding_int8(dim, hidden):
+        def weight(outputs, width):
+            values, scale = empty(outputs, width, dtype=torch.int8), empty(outputs, dtype=torch.float32)
+            return Int8Weight(values, scale, torch.bfloat16)
+
+        for rows in (1, 64):
+            x, squares = empty(rows, dim, dtype=torch.float32), empty(rows, dim // 16, dtype=torch.float32)
+            norm = (empty(dim), squares, 1e-6)
+            linear(x, weight(2596, dim), None, norm=norm, num_sigmoids=96)
+            linear(x, weight(2 * hidden, dim), None, norm=norm, swiglu=True)
+            linear(empty(rows, hidden), weight(dim, hidden), None, residual=x)
+
     def combination():
         o = [empty(2, 64, 12, 128) for _ in range(4)]
         combine_forward(*o[:3], empty(2, 64, 12, 3))
@@ -191,6 +204,10 @@ def calls():
             Call("combination", architecture, combination),
             Call("decoding, learned compressor", architecture, lambda: decode_step(12, 2, 64, 64, learned=True)),
             Call("products of a decode step", architecture, lambda: decoding(768, 2048), every_kernel=True),
+            *(
+                Call(f"products with 8 bits, {dim}", architecture, partial(decoding_int8, dim, hidden), True)
+                for dim, hidden in ((768, 2048), (2048, 5632))
+            ),
             Call("draw from a large vocabulary", architecture, lambda: drawing(32000)),
             Call("compression 128 packed", architecture, lambda: compression(128, packed=True)),
             Call("compression 256 fp32", architecture, lambda: compression(256, torch.float32), every_kernel=True),
@@ -248,6 +265,11 @@ def test_little_is_spilled(compiled):
     for row in compiled:
         few = row["architecture"] == "ampere" and "256" not in row["call"]
         assert row["spill_bytes"] <= (FEW_SPILLED_BYTES if few else MOST_SPILLED_BYTES), row
+
+
+def test_weights_in_8_bits_are_added_up_alike_for_any_number_of_rows(compiled):
+    found = [row["operand_widths"] for row in compiled if row["call"].startswith("products with 8 bits")]
+    assert len(found) == 2 * 2 * 6 and all(widths == found[0] and len(widths) == 1 for widths in found), found
 
 
 def test_the_sum_of_many_parts_compiles_in_seconds(compiled):

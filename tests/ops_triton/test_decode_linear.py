@@ -8,7 +8,8 @@ from torch.nn import functional
 
 from tests.ops_triton.problems import FACTOR
 from trifocal.ops import devices
-from trifocal.ops.decode.linear import Norm, Residual, embedding, normed_linear, normed_swiglu, residual_linear
+from trifocal.ops.decode.int8 import quantize
+from trifocal.ops.decode.linear import Norm, Residual, embedding, linear, normed_linear, normed_swiglu, residual_linear
 from trifocal.testing.tolerances import error
 
 EPS = 1e-6
@@ -73,6 +74,41 @@ def test_residual_and_its_squares(backend, bias):
 
 
 @both_backends
+@pytest.mark.parametrize("rows", [1, 17])
+def test_weights_in_8_bits(backend, rows):
+    """Their numbers are exact in fp32, but for a scale, which multiplies a sum on the kernels, else each number."""
+    residual, norm, bias = stream(rows), draw(WIDTH, seed=1), draw(50, seed=3)
+    weight, down = (quantize(draw(50, columns, seed=2), torch.float32) for columns in (WIDTH, 70))
+    exact_weight, exact_down = (w.values.double() * w.scale.double()[:, None] for w in (weight, down))
+    out, gates = normed_linear(residual, Norm(norm, EPS), weight, bias, num_sigmoids=9, backend=backend)
+    product = normed(residual.x, norm) @ exact_weight.T
+    assert error(out, (product + bias)[:, :-9]) < BOUND
+    assert error(gates, (product + bias)[:, -9:].sigmoid()) < BOUND
+    gate, up = product.chunk(2, -1)
+    assert error(normed_swiglu(residual, Norm(norm, EPS), weight, backend), functional.silu(gate) * up) < BOUND
+    x, before = draw(rows, 70, seed=4), draw(rows, 50, seed=5)
+    added = residual_linear(x, down, Residual(before, before[:, :0]), backend=backend)
+    assert error(added.x, before + x.double() @ exact_down.T) < BOUND
+    assert error(linear(x, down, backend=backend), x.double() @ exact_down.T) < BOUND
+
+
+@pytest.mark.parametrize("depth", [300, 512, 1100])
+def test_long_sums_of_weights_in_8_bits(depth):
+    """Tiles of 256 by twos: one pair, cut and whole, and more."""
+    x, norm, before = draw(9, depth), draw(depth, seed=1), draw(9, 40, seed=2)
+    residual = Residual(x, x.square().sum(1, keepdim=True))
+    weight = quantize(draw(40, depth, seed=3, scale=depth**-0.5), torch.float32)
+    exact = weight.values.double() * weight.scale.double()[:, None]
+    added = residual_linear(x, weight, Residual(before, before[:, :0]), backend="triton")
+    # Sums of up to 1,100 numbers with Kahan's compensation.
+    assert error(added.x, before + x.double() @ exact.T) < BOUND
+    gate, up = (normed(x, norm) @ exact.T).chunk(2, -1)
+    assert error(normed_swiglu(residual, Norm(norm, EPS), weight, "triton"), functional.silu(gate) * up) < BOUND
+    alone = residual_linear(x[4:5], weight, Residual(before[4:5], before[:0]), backend="triton")
+    assert torch.equal(alone.x, added.x[4:5])
+
+
+@both_backends
 def test_embedding(backend):
     table = draw(11, WIDTH)
     out = embedding(torch.tensor([3, 0, 10], device=DEVICE), table, backend)
@@ -117,9 +153,10 @@ def test_a_token_outside_of_the_table_poisons_its_row_alone():
 
 
 @both_backends
-def test_equal_bits_whatever_else_is_in_the_batch(backend):
-    norm, weight = Norm(draw(WIDTH, seed=1), EPS), draw(20, WIDTH, seed=2)
-    gate_up, down = draw(2 * 20, WIDTH, seed=3), draw(WIDTH, 20, seed=4)
+@pytest.mark.parametrize("prepared", [torch.clone, lambda weight: quantize(weight, weight.dtype)], ids=["fp32", "int8"])
+def test_equal_bits_whatever_else_is_in_the_batch(backend, prepared):
+    norm, weight = Norm(draw(WIDTH, seed=1), EPS), prepared(draw(20, WIDTH, seed=2))
+    gate_up, down = prepared(draw(2 * 20, WIDTH, seed=3)), prepared(draw(WIDTH, 20, seed=4))
 
     def step(residual):
         out, _ = normed_linear(residual, norm, weight, backend=backend)
@@ -159,8 +196,9 @@ def on_a_gpu(test):
     return pytest.mark.gpu(pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")(test))
 
 
-# Width of the residual stream, columns of queries, keys, values and gates, hidden width of the MLP; the last are odd.
-SIZES = ((768, 1572, 2048), (4096, 6336, 11008), (200, 333, 150))
+# Width of the residual stream, columns of queries, keys, values and gates, hidden width of the MLP; the third are odd;
+# the last take one matrix instruction a warp.
+SIZES = ((768, 1572, 2048), (4096, 6336, 11008), (200, 333, 150), (48, 40, 16))
 
 
 def layer(sizes, dtype):
@@ -182,6 +220,10 @@ def run(residual, weights):
     unnormed, _ = normed_linear(residual, None, weights["qkv"], weights["bias"], num_sigmoids=36, backend="triton")
     found = {"out": out, "gates": gates, "hidden": hidden, "unnormed": unnormed}
     return found | {"after": after.x, "squares": after.sum_of_squares}
+
+
+def in_8_bits(weights):
+    return weights | {name: quantize(weights[name], weights[name].dtype) for name in ("qkv", "gate_up", "down")}
 
 
 def torchs(x, weights, dtype):
@@ -212,9 +254,27 @@ def test_values_at_real_sizes(sizes, dtype):
 
 @on_a_gpu
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_weights_in_8_bits_at_real_sizes(sizes, dtype):
+    """Beside PyTorch's products of the dequantized weights, rounded to the type; the exact ones are not rounded."""
+    quantized = in_8_bits(layer(sizes, dtype))
+    residual = embedding(torch.arange(70, device=DEVICE), draw(70, sizes[0], dtype=dtype, seed=5), "triton")
+    got = run(residual, quantized)
+    pairs = [(name, quantized[name]) for name in ("qkv", "gate_up", "down")]
+    plain = torchs(residual.x, quantized | {name: weight.dequantized() for name, weight in pairs}, dtype)
+    exactly = {name: weight.values.double() * weight.scale.double()[:, None] for name, weight in pairs}
+    exact = torchs(residual.x.double(), quantized | exactly, torch.float64)
+    for name, value in plain.items():
+        assert error(got[name], exact[name]) <= FACTOR * max(error(value, exact[name]), torch.finfo(dtype).eps), name
+    assert error(got["squares"].sum(1), got["after"].square().sum(1)) < 1e-5
+
+
+@on_a_gpu
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_equal_bits_for_any_number_of_rows(sizes, dtype):
-    weights = layer(sizes, dtype)
+@pytest.mark.parametrize("prepared", [dict, in_8_bits], ids=["float", "int8"])
+def test_equal_bits_for_any_number_of_rows(sizes, dtype, prepared):
+    weights = prepared(layer(sizes, dtype))
     table = draw(600, sizes[0], dtype=dtype, seed=5)
     together = run(embedding(torch.arange(600, device=DEVICE), table, "triton"), weights)
     # Tiles of 8, 16 and 32 rows, full and cut.

@@ -63,6 +63,24 @@ def test_completions_are_those_of_the_engine(served: Served) -> None:
     assert events[-2].choices[0].finish_reason == "length" and events[-1].usage.completion_tokens == 20
 
 
+def test_tokens_that_were_in_the_caches_are_counted(decoder: DecoderLM) -> None:
+    """Whole pieces of 16 of an earlier prompt, once for each prompt and not for each of its answers."""
+    options: Any = {"model": "tiny", "max_tokens": 2, "n": 2}
+
+    def cached(usage: Any) -> int:
+        assert usage.prompt_tokens_details is not None
+        return usage.prompt_tokens_details.cached_tokens  # type: ignore[no-any-return]
+
+    with serving(decoder, spare_rows=8) as served, served.client() as client:
+        first, other = "the same beginning of both prompts ", "x" * 20
+        for prompt, expected in ((first, 0), (first + "and more", 32), (first, 32), ([first, other], 32), (other, 16)):
+            assert cached(client.completions.create(prompt=prompt, **options).usage) == expected, prompt
+        stream = client.completions.create(prompt=first, stream=True, stream_options={"include_usage": True}, **options)
+        assert [cached(event.usage) for event in stream if event.usage is not None] == [32]
+        answer = client.completions.create(prompt=first, echo=True, logprobs=1, **options)
+        assert cached(answer.usage) == 0, "a scored prompt goes through the model whole"
+
+
 def test_stop_strings_and_the_end_of_a_document(served: Served) -> None:
     free = served.alone(list(PROMPT.encode()), 30, sampling=Sampling(temperature=0))
     options: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 30, "temperature": 0}

@@ -31,7 +31,7 @@ def folder(decoder: DecoderLM, tmp_path: Path) -> Path:
 
 def test_a_folder_is_served_until_a_signal(folder: Path, tmp_path: Path) -> None:
     output, errors = tmp_path / "output", tmp_path / "errors"
-    arguments = ["serve", str(folder), "--port", "0", "--device", "cpu", "--max-length", "3000"]
+    arguments = ["serve", str(folder), "--port", "0", "--device", "cpu", "--max-length", "3000", "--weights", "int8"]
     with output.open("w") as out, errors.open("w") as err:
         process = warm.popen(
             [sys.executable, "-c", SERVE, *arguments], stdout=out, stderr=err,
@@ -71,6 +71,7 @@ def test_what_cannot_be_served_is_refused(folder: Path, capsys: pytest.CaptureFi
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for arguments, message in (
             (["--port", str(taken.getsockname()[1])], "choose another --host or --port"),
+            (["--weights", "int9"], "--weights"),
             (["--max-waiting", "-1"], "--max-waiting must be at least 0, got -1"),
             (["--port", "0", "--max-length", "1000000000000"], "--max-length"),
         ):

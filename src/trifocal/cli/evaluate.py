@@ -30,6 +30,7 @@ from trifocal.evaluation import (
     to_json,
     write_evaluation,
 )
+from trifocal.inference.cached_layers import round_to_int8
 from trifocal.models import parameter_count
 from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
 from trifocal.paths import read_small_file, shell_path, user_path
@@ -80,6 +81,8 @@ class EvaluateArguments:
     """Haystacks for each length and depth, and rows for each number of pairs."""
     pairs: tuple[int, ...] = ()
     """Pairs in a row of recall; by default those of the source, a half and a quarter."""
+    weights: Literal["float", "int8"] = "float"
+    """Weights of the linear layers: the model's, or those that generate and serve have with --weights int8."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; "auto" takes a GPU if there is one."""
     output: str = ""
@@ -95,6 +98,11 @@ class EvaluateArguments:
         for name in ("lengths", "pairs"):
             if any(value < 1 for value in getattr(self, name)):
                 raise UserError(f"--{name} must be above 0, got {min(getattr(self, name))}")
+        if self.weights != "float" and not self.output:
+            raise UserError(
+                f"--weights {self.weights} measures another model than the run's; "
+                "give a file of its own: --output FILE.json"
+            )
 
 
 def run(args: Sequence[str]) -> int:
@@ -125,7 +133,7 @@ def run(args: Sequence[str]) -> int:
                 console.print(table)
             if note := _note_on_needles(rows, subject, step):
                 console.print(note, markup=False, highlight=False)
-            _write(found, options, _head(subject, step), rows)
+            _write(found, options, _head(subject, step, options.weights), rows)
     return 0
 
 
@@ -157,7 +165,7 @@ def _note_on_needles(rows: Sequence[dict[str, Any]], subject: Subject, step: int
     )
 
 
-def _head(subject: Subject, step: int | None) -> Evaluated:
+def _head(subject: Subject, step: int | None, weights: str) -> Evaluated:
     assert subject.data is not None
     return Evaluated(
         step=step,
@@ -166,6 +174,7 @@ def _head(subject: Subject, step: int | None) -> Evaluated:
         source=subject.data.source,
         trained_length=subject.trained_length,
         precision=subject.precision,
+        weights=weights,
         device=torch.cuda.get_device_name() if subject.device.type == "cuda" else "CPU",
         version=__version__,
     )
@@ -177,7 +186,10 @@ def _subject(found: Pretrained, options: EvaluateArguments) -> Subject:
     if options.source:
         data = replace(data or DataConfig(), source=options.source)
     precision = "fp32" if found.run is None else found.run.train.precision
-    return Subject(found.model().to(device).eval(), found.tokenizer(), data, found.run, device, precision)
+    model = found.model().to(device).eval()
+    if options.weights == "int8":
+        round_to_int8(model)
+    return Subject(model, found.tokenizer(), data, found.run, device, precision)
 
 
 def _plan(subject: Subject, options: EvaluateArguments) -> Plan:

@@ -71,6 +71,7 @@ def load(options: GenerateArguments, path: Path, command: str, prompts: Sequence
             samples=options.samples,
             max_sequences=options.max_sequences,
             prefill_chunk_size=options.prefill_chunk_size,
+            weights=options.weights,
         )
     longest = model.max_length + 1
     if found.run is not None and longest > found.run.train.sequence_length:

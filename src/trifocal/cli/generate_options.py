@@ -51,6 +51,8 @@ class GenerateArguments:
     """Tokens of a prompt that go through the model at a time, to bound memory; 0: up to 65,536, on a CPU 8,192."""
     max_sequences: int = 0
     """Sequences at a time; 0: as memory allows, up to 256."""
+    weights: Literal["float", "int8"] = "float"
+    """Weights of the linear layers: in the type of the products, or in 8 bits, which a GPU reads faster."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; "auto" takes a GPU if there is one."""
 

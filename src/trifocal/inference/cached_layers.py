@@ -1,10 +1,11 @@
 """A decoder's layers as decoding runs them, with weights prepared once.
 
-Weights are copied in the type of the products; those that read the same input are joined. The residual stream, norms
-and gates stay in fp32 (fp64 for a model in fp64).
+Weights are copied in the type of the products, or in 8 bits; those that read the same input are joined. The residual
+stream, norms and gates stay in fp32 (fp64 for a model in fp64).
 """
 
 import copy
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn import functional
 from trifocal.inference import products as pytorch_products
 from trifocal.inference.cached_attention import LayerTables, Projected, attention_rule
 from trifocal.inference.prefill import Chunk
+from trifocal.models.decoder import DecoderLM
 from trifocal.nn import Block, NSAttention, RMSNorm
 from trifocal.nn.attention_base import AttentionBase
 from trifocal.nn.chooser import IndexHeads
@@ -23,6 +25,7 @@ from trifocal.nn.projection import ALIGNMENT
 from trifocal.ops import DecodeBatch, Geometry
 from trifocal.ops.decode import linear as decode_products
 from trifocal.ops.decode.caches import Compress
+from trifocal.ops.decode.int8 import Weight, WeightType, quantize
 from trifocal.ops.decode.linear import Norm, Residual
 
 
@@ -34,9 +37,12 @@ class CachedLayer:
         geometry: Block sizes, in tokens, for the longest sequence; see `decode_geometry`.
         dtype: Type of the products and of keys and values.
         tables: Rotary tables of the layer.
+        weights: How the weights of the linear layers are held; those of a learned φ have the type of the products.
     """
 
-    def __init__(self, block: nn.Module, geometry: Geometry, dtype: torch.dtype, tables: LayerTables) -> None:
+    def __init__(
+        self, block: nn.Module, geometry: Geometry, dtype: torch.dtype, tables: LayerTables, weights: WeightType
+    ) -> None:
         assert isinstance(block, Block)
         attention, mlp = block.attention, block.mlp
         assert isinstance(attention, AttentionBase)
@@ -61,15 +67,14 @@ class CachedLayer:
         if isinstance(attention, NSAttention):
             linears.append(attention.gate.proj)
             self._num_gates = attention.gate.proj.out_features
-        weight, bias = _prepared_linear(linears, dtype)
         # Zeros behind, up to whole memory lines of outputs, as in training: a GPU's copy engine reads values from no
         # others. Decoding takes the front part.
-        self._padding = -len(weight) % ALIGNMENT
-        self._in = functional.pad(weight, (0, 0, 0, self._padding))
-        self._in_bias = None if bias is None else functional.pad(bias, (0, self._padding))
-        self._out, self._out_bias = _prepared_linear([attention.o_proj], dtype)
-        self._gate_up, self._gate_up_bias = _prepared_linear([mlp.gate_proj, mlp.up_proj], dtype)
-        self._down, self._down_bias = _prepared_linear([mlp.down_proj], dtype)
+        self._num_inner = sum(linear.out_features for linear in linears)
+        self._padding = -self._num_inner % ALIGNMENT
+        self._in, self._in_bias = _prepared_linear(linears, dtype, weights, self._padding)
+        self._out, self._out_bias = _prepared_linear([attention.o_proj], dtype, weights)
+        self._gate_up, self._gate_up_bias = _prepared_linear([mlp.gate_proj, mlp.up_proj], dtype, weights)
+        self._down, self._down_bias = _prepared_linear([mlp.down_proj], dtype, weights)
 
     def prefill(self, residual: Residual, cache: Any, chunk: Chunk) -> Residual:
         """The residual stream of a chunk's T tokens."""
@@ -81,10 +86,9 @@ class CachedLayer:
 
     def decode(self, residual: Residual, cache: Any, batch: DecodeBatch) -> Residual:
         """The residual stream of B * T new tokens."""
-        outputs = len(self._in) - self._padding
-        bias = None if self._in_bias is None else self._in_bias[:outputs]
+        bias = None if self._in_bias is None else self._in_bias[: self._num_inner]
         projected, gates = decode_products.normed_linear(
-            residual, self._norm, self._in[:outputs], bias, num_sigmoids=self._num_gates
+            residual, self._norm, self._in[: self._num_inner], bias, num_sigmoids=self._num_gates
         )
         new = self._split(projected.unflatten(0, (len(batch.rows), -1)), gates, decode_products)
         return self._end(residual, self._rule.decode(new, cache, batch), decode_products)
@@ -117,7 +121,7 @@ class CachedLayer:
 
 
 def _added(
-    x: Tensor, weight: Tensor, residual: Residual, bias: Tensor | None, norm: Norm | None, products: ModuleType
+    x: Tensor, weight: Weight, residual: Residual, bias: Tensor | None, norm: Norm | None, products: ModuleType
 ) -> Residual:
     """The residual stream plus `norm(x W^T + bias)`; without sums of squares where there is a norm."""
     if norm is None:
@@ -137,13 +141,45 @@ class _Product(nn.Module):
         return decode_products.linear(x.flatten(0, -2), self._weight).unflatten(0, x.shape[:-1])
 
 
-def _prepared_linear(linears: list[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Weights and biases of maps that read the same input, one above the other; no bias where none has one."""
-    weight = torch.cat([whole(linear.weight).to(dtype) for linear in linears])
+def _prepared_linear(
+    linears: list[nn.Linear], dtype: torch.dtype, weights: WeightType, padding: int = 0
+) -> tuple[Weight, Tensor | None]:
+    """Weights and biases of maps that read the same input, one above the other; no bias where none has one.
+
+    The last `padding` outputs are zeros.
+    """
+    joined = torch.cat([whole(linear.weight) for linear in linears])
+    weight = prepared_weight(functional.pad(joined, (0, 0, 0, padding)), dtype, weights)
     if all(linear.bias is None for linear in linears):
         return weight, None
-    biases = [weight.new_zeros(x.out_features) if x.bias is None else whole(x.bias).to(dtype) for x in linears]
-    return weight, torch.cat(biases)
+    biases = [joined.new_zeros(x.out_features) if x.bias is None else whole(x.bias) for x in linears]
+    return weight, functional.pad(torch.cat(biases), (0, padding)).to(dtype)
+
+
+def prepared_weight(weight: Tensor, dtype: torch.dtype, weights: WeightType) -> Weight:
+    """A linear layer's weight as the products read it, in memory of its own."""
+    return quantize(whole(weight), dtype) if weights == "int8" else copied(weight, dtype)
+
+
+@torch.no_grad()
+def round_to_int8(model: DecoderLM) -> None:
+    """Give a model the weights that decoding with weights in 8 bits multiplies by, in the type of its own.
+
+    An output projection that is the embedding becomes one of its own: tokens are still looked up in the embedding.
+    """
+    if model.head is None:
+        vocab_size, dim = model.embedding.weight.shape
+        model.head = nn.Linear(dim, vocab_size, bias=False, device="meta")
+        model.head.weight = nn.Parameter(copied(model.embedding.weight, model.embedding.weight.dtype))
+    for linear in (model.head, *(linear for block in model.blocks for linear in _linears_of(block))):
+        linear.weight.copy_(quantize(linear.weight, linear.weight.dtype).dequantized())
+
+
+def _linears_of(block: nn.Module) -> Iterator[nn.Linear]:
+    """A block's linear layers, without those of a learned φ."""
+    for name, module in block.named_modules():
+        if isinstance(module, nn.Linear) and "compressor" not in name:
+            yield module
 
 
 def _prepared_norm(norm: RMSNorm) -> Norm:

@@ -174,6 +174,7 @@ class Engine:
                 cached = self._model.swap_in(state.swapped)
             elif past is not None:
                 cached = self._model.fork(past)
+                state.reused_tokens = cached.length
                 self.reused_tokens += cached.length
             else:
                 cached = self._model.admit()
@@ -224,6 +225,7 @@ class Engine:
                 states.append(self._state(state.request, sample))
                 states[-1].cached = self._model.fork(state.cached)
                 states[-1].prompt_scores = state.prompt_scores
+                states[-1].reused_tokens = state.reused_tokens
             for each in states:
                 assert each.cached is not None
                 each.place = self._place(each.cached, each, prompt)
@@ -389,7 +391,9 @@ class Engine:
     def _end(self, state: RequestState, reason: FinishReason) -> Completion:
         self._scheduler.running.remove(state)
         self._free(state)
-        return Completion(state.request, state.sample, state.tokens, state.log_probabilities, state.text, reason)
+        return Completion(
+            state.request, state.sample, state.tokens, state.log_probabilities, state.text, reason, state.reused_tokens
+        )
 
     def _free(self, state: RequestState) -> None:
         """End a sequence that is in no queue any more."""

@@ -106,6 +106,7 @@ class Completion:
         text: Text of the tokens, without a stop string; empty without a tokenizer.
         finish_reason: "stop" for a stop token or string, "length" at `max_new_tokens`, "error" where logits were not
             finite.
+        reused_tokens: Tokens of the prompt that were found in the caches, as the beginning of an earlier prompt.
     """
 
     request: Request
@@ -114,6 +115,7 @@ class Completion:
     log_probabilities: list[float]
     text: str
     finish_reason: FinishReason
+    reused_tokens: int = 0
 
 
 class Update(NamedTuple):

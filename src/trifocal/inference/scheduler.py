@@ -30,6 +30,7 @@ class RequestState:
         logits: Logits of its prompt's last token, until its first tokens are drawn.
         launched: Tokens whose draw is queued.
         keys: Hashes of its prompt's chunks, by which pasts are kept and found; none for a scored prompt.
+        reused_tokens: Tokens of its prompt that were found in the caches.
         prompt_scores: Scores of the prompt's tokens so far, if they are asked for.
         tokens, log_probabilities: What the host knows of them.
         text: Text so far.
@@ -48,6 +49,7 @@ class RequestState:
     logits: Tensor | None = None
     launched: int = 0
     keys: list[bytes] = field(default_factory=list)
+    reused_tokens: int = 0
     prompt_scores: list[TokenScore] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     log_probabilities: list[float] = field(default_factory=list)

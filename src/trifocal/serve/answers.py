@@ -32,6 +32,7 @@ class Answer:
         self.open = len(call.requests) * samples
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self._lengths: dict[int, int] = defaultdict(int)
+        self._reused = dict.fromkeys(call.requests, 0)
 
     @property
     def first_prompt(self) -> list[int]:
@@ -42,7 +43,10 @@ class Answer:
         """What an update adds to a choice: its `index`, `text`, `logprobs` and `finish_reason`."""
         call, request = self._call, update.request
         index = self._first[request] + update.sample
-        reason: str | None = None if update.completion is None else update.completion.finish_reason
+        reason: str | None = None
+        if update.completion is not None:
+            reason = update.completion.finish_reason
+            self._reused[request] = update.completion.reused_tokens
         text = update.text
         scores: list[tuple[int, TokenScore | None]] = [] if update.token is None else [(update.token, update.score)]
         if call.drops_token:
@@ -92,11 +96,16 @@ class Answer:
                 choice["message"] = {"role": "assistant", "content": choice.pop("text"), "refusal": None}
         return self._head("chat.completion") | {"choices": found, "usage": self.usage()}
 
-    def usage(self) -> dict[str, int]:
-        """Tokens so far."""
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far; `cached_tokens` are those of prompts that were found in the caches."""
         prompt = sum(len(request.prompt) for request in self._call.requests)
         new = sum(map(len, self.tokens.values()))
-        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": sum(self._reused.values())},
+        }
 
     def _head(self, chat_object: str) -> dict[str, Any]:
         kind = chat_object if self._call.chat else "text_completion"

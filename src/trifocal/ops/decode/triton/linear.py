@@ -23,6 +23,10 @@ A decode step is a chain of short kernels, so each of them takes its neighbours 
 | `normed_swiglu` | the residual stream | RMS norm | `silu(gate) * up` of two products |
 | `residual_linear` | a branch's output | | bias, sum with the residual stream, sums of squares |
 
+Weights may have 8 bits (see `ops.decode.int8`). They are read as such, two tiles at a time, and become numbers of the
+products' type in registers, which holds each of them exactly; an output's scale multiplies its sum. Weights in 16 bits
+keep their own loop, whose loads are in another order: in this one they would take more shared memory.
+
 A norm needs the mean square of a whole row, which no tile of columns has. So the kernel that writes the residual stream
 also writes the sum of squares of each of its tiles, and the next one adds them up, in order. It scales the product by
 the root, not the row before the product, which does not wait for it.
@@ -34,6 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trifocal.ops import devices
+from trifocal.ops.decode.int8 import Int8Weight, Weight
 from trifocal.ops.tiles import cdiv, next_power_of_2
 from trifocal.ops.triton.common import add_product, nothing_lost, unit_stride
 from trifocal.ops.triton.dependent_launch import dependent_launch, release_next, wait_for_inputs
@@ -47,8 +52,9 @@ _ENOUGH_PROGRAMS = 264
 # Bytes of weights that a program holds at a time: 64 registers of a thread of eight warps.
 _MOST_BYTES = 65536
 _MOST_WARPS = 8
-# Numbers of a sum that a warp takes at a time, at least.
+# Numbers of a sum that a warp takes at a time, at least: those of a matrix instruction, with weights of 8 bits of two.
 _FEWEST = 16
+_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit
@@ -62,6 +68,25 @@ def load_depth(pointers, inside, MASKED: tl.constexpr):
 
 
 @triton.jit
+def load_weights(weights, k, K: tl.constexpr, MASKED: tl.constexpr, UP: tl.constexpr):
+    """A tile of W at k, and the tile UP numbers behind it where there is one."""
+    tile = load_depth(weights, (k < K)[:, None, :], MASKED)
+    up = tile
+    if UP > 0:
+        up = load_depth(weights + UP, (k < K)[:, None, :], MASKED)
+    return tile, up
+
+
+@triton.jit
+def add_products(total, lost, total_up, lost_up, tile, up, rows, UP: tl.constexpr):
+    """The sums with the products of a tile of W and rows of x, and of the tile behind it where there is one."""
+    total, lost = add_product(total, lost, tile.to(rows.dtype), rows)
+    if UP > 0:
+        total_up, lost_up = add_product(total_up, lost_up, up.to(rows.dtype), rows)
+    return total, lost, total_up, lost_up
+
+
+@triton.jit
 def normed_rows(
     x, k, x_rows, norm_scale, MASKED: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr
 ):
@@ -70,6 +95,15 @@ def normed_rows(
     if NORM:
         tile = (tile.to(tl.float32) * norm_scale[:, None, :]).to(dtype)
     return tl.permute(tile, 0, 2, 1)
+
+
+@triton.jit
+def rows_at(x, k, x_rows, norm_weight, MASKED: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr):
+    """As `normed_rows`, with the norm's weight loaded."""
+    scale = k
+    if NORM:
+        scale = load_depth(norm_weight + k, k < K, MASKED).to(tl.float32)
+    return normed_rows(x, k, x_rows, scale, MASKED, K, NORM, dtype)
 
 
 @triton.jit
@@ -110,18 +144,24 @@ def sum_of_pairs(x, LEVELS: tl.constexpr):
 @Kernel
 @triton.jit(do_not_specialize=["num_rows"])
 def decode_linear_kernel(
-    x, squares, norm_weight, weight, bias, residual, out, sigmoids, out_squares, x_stride, num_rows, eps,
+    x, squares, norm_weight, weight, scales, bias, residual, out, sigmoids, out_squares, x_stride, num_rows, eps,
     K: tl.constexpr, N: tl.constexpr, SIGMOIDS_FROM: tl.constexpr, SQUARES: tl.constexpr, SQUARES_LEVELS: tl.constexpr,
     NORM: tl.constexpr, BIAS: tl.constexpr, SWIGLU: tl.constexpr, RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr,
-    ROWS: tl.constexpr, LEVELS: tl.constexpr, SPLIT: tl.constexpr, STEP: tl.constexpr,
+    ROWS: tl.constexpr, LEVELS: tl.constexpr, SPLIT: tl.constexpr, STEP: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """2**LEVELS columns of `x W^T`, with SWIGLU of both halves of W, for every so many-th tile of ROWS rows.
 
-    Tiles of W and x are [SPLIT, columns or ROWS, STEP]: warp s of SPLIT adds up its own part of K.
+    Products are in `dtype`; W may be in 8 bits, with scales. Tiles of W and x are [SPLIT, columns or ROWS, STEP]: warp
+    s of SPLIT adds up its own part of K.
     """
     COLUMNS: tl.constexpr = 2**LEVELS
     BLOCK: tl.constexpr = SPLIT * STEP
-    MASKED: tl.constexpr = K % BLOCK > 0
+    INT8: tl.constexpr = weight.dtype.element_ty == tl.int8
+    # Tiles in 8 bits are asked for by twos: as many bytes at a time as of those in 16, multiplied one after the other.
+    TWO: tl.constexpr = INT8 and K > BLOCK
+    STRIDE: tl.constexpr = BLOCK * 2 if TWO else BLOCK
+    MASKED: tl.constexpr = K % STRIDE > 0
+    UP: tl.constexpr = N * K if SWIGLU else 0
     release_next(DEPENDENT)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column_exists = column < N
@@ -129,16 +169,19 @@ def decode_linear_kernel(
     known_column = tl.minimum(column, N - 1)
     first_k = tl.arange(0, SPLIT)[:, None] * STEP + tl.arange(0, STEP)[None, :]
     weights = weight + known_column.to(tl.int64)[None, :, None] * K + first_k[:, None, :]
-    first_weights = load_depth(weights, (first_k < K)[:, None, :], MASKED)
-    if SWIGLU:
-        first_up = load_depth(weights + N * K, (first_k < K)[:, None, :], MASKED)
+    first_weights, first_up = load_weights(weights, first_k, K, MASKED, UP)
+    if TWO:
+        second_weights, second_up = load_weights(weights + BLOCK, BLOCK + first_k, K, MASKED, UP)
     first_scale = first_k
     if NORM:
         first_scale = load_depth(norm_weight + first_k, first_k < K, MASKED).to(tl.float32)
+    if INT8:
+        scale_of_column = tl.load(scales + known_column)[:, None]
+        if SWIGLU:
+            scale_of_up = tl.load(scales + N + known_column)[:, None]
     if BIAS:
         added = tl.load(bias + known_column).to(tl.float32)
     wait_for_inputs(DEPENDENT)
-    dtype: tl.constexpr = weight.dtype.element_ty
     # So many numbers would be in the way during the product; else they are asked for with the rows.
     SQUARES_LATER: tl.constexpr = ROWS * 2**SQUARES_LEVELS > 2048
     for row_tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=1):
@@ -157,21 +200,35 @@ def decode_linear_kernel(
         total_up = total
         lost = nothing_lost(total, tl.zeros([1], dtype))
         lost_up = lost
-        total, lost = add_product(total, lost, first_weights, tile)
-        if SWIGLU:
-            total_up, lost_up = add_product(total_up, lost_up, first_up, tile)
-        for first in tl.range(BLOCK, K, BLOCK):
+        total, lost, total_up, lost_up = add_products(total, lost, total_up, lost_up, first_weights, first_up, tile, UP)
+        if TWO:
+            tile = rows_at(x, BLOCK + first_k, x_rows, norm_weight, MASKED, K, NORM, dtype)
+            total, lost, total_up, lost_up = add_products(
+                total, lost, total_up, lost_up, second_weights, second_up, tile, UP
+            )
+        for first in tl.range(STRIDE, K, STRIDE):
             k = first + first_k
-            scale = first_scale
-            if NORM:
-                scale = load_depth(norm_weight + k, k < K, MASKED).to(tl.float32)
-            tile = normed_rows(x, k, x_rows, scale, MASKED, K, NORM, dtype)
-            next_weights = load_depth(weights + first, (k < K)[:, None, :], MASKED)
-            total, lost = add_product(total, lost, next_weights, tile)
-            if SWIGLU:
-                next_up = load_depth(weights + first + N * K, (k < K)[:, None, :], MASKED)
-                total_up, lost_up = add_product(total_up, lost_up, next_up, tile)
+            if TWO:
+                next_weights, next_up = load_weights(weights + first, k, K, MASKED, UP)
+                last_weights, last_up = load_weights(weights + first + BLOCK, BLOCK + k, K, MASKED, UP)
+                tile = rows_at(x, k, x_rows, norm_weight, MASKED, K, NORM, dtype)
+                total, lost, total_up, lost_up = add_products(
+                    total, lost, total_up, lost_up, next_weights, next_up, tile, UP
+                )
+                tile = rows_at(x, BLOCK + k, x_rows, norm_weight, MASKED, K, NORM, dtype)
+                total, lost, total_up, lost_up = add_products(
+                    total, lost, total_up, lost_up, last_weights, last_up, tile, UP
+                )
+            else:
+                tile = rows_at(x, k, x_rows, norm_weight, MASKED, K, NORM, dtype)
+                next_weights = load_depth(weights + first, (k < K)[:, None, :], MASKED)
+                total, lost = add_product(total, lost, next_weights.to(dtype), tile)
+                if SWIGLU:
+                    next_up = load_depth(weights + first + UP, (k < K)[:, None, :], MASKED)
+                    total_up, lost_up = add_product(total_up, lost_up, next_up.to(dtype), tile)
         sums = sum_of_warps(total)
+        if INT8:
+            sums *= scale_of_column
         if NORM:
             if SQUARES_LATER:
                 parts = load_squares(squares, known_row, SQUARES, SQUARES_LEVELS)
@@ -183,7 +240,10 @@ def decode_linear_kernel(
         product = sums.to(dtype).to(tl.float32)
         if SWIGLU:
             gated = (product / (1.0 + tl.exp(-product))).to(dtype).to(tl.float32)
-            product = gated * (sum_of_warps(total_up) * root).to(dtype).to(tl.float32)
+            up = sum_of_warps(total_up)
+            if INT8:
+                up *= scale_of_up
+            product = gated * (up * root).to(dtype).to(tl.float32)
         if RESIDUAL:
             product += before
             tile_squares = sum_of_pairs(tl.trans(tl.where(keep_out, product * product, 0.0)), LEVELS)
@@ -231,7 +291,7 @@ def embedding(tokens: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 
 def linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     *,
     norm: tuple[Tensor, Tensor, float] | None = None,
@@ -244,13 +304,13 @@ def linear(
 
     Args:
         x: [M, K].
-        weight: [N, K]; with `swiglu` [2 N, K], the gate's rows first.
+        weight: [N, K], also in 8 bits; with `swiglu` [2 N, K], the gate's rows first.
         bias: [N], or None.
         norm: The norm's weight [K], the sums of squares [M, parts] of x, and epsilon.
         residual: [M, N], fp32; the result is added to it.
         num_sigmoids: Last columns that go through a sigmoid.
         swiglu: Whether to multiply two products.
-        out_dtype: Type of the result; that of the weights unless given, fp32 with `residual`.
+        out_dtype: Type of the result; that of the products unless given, fp32 with `residual`.
 
     Returns:
         The result, [M, N - num_sigmoids]; then the sigmoids
@@ -261,10 +321,13 @@ def linear(
     """
     x = unit_stride(x)
     norm_weight, squares, eps = norm or (None, x, 0.0)
-    _check_weights(weight=weight, bias=bias, norm_weight=norm_weight)
+    values, scales = (weight.values, weight.scale) if isinstance(weight, Int8Weight) else (weight, None)
+    _check_weights(weight=values, scale=scales, bias=bias, norm_weight=norm_weight)
     rows, depth = x.shape
-    width = weight.shape[0] // (2 if swiglu else 1)
-    tile_rows = _rows_of_tile(rows, weight.element_size())
+    width = values.shape[0] // (2 if swiglu else 1)
+    # Beside as many weights as without a norm, which become wider, there are registers for half of the rows.
+    most_rows = _MOST_ROWS // (2 if scales is not None and not norm else 1)
+    tile_rows = _rows_of_tile(rows, weight.dtype.itemsize, most_rows)
     tiles, row_tiles = cdiv(width, _COLUMNS), cdiv(rows, tile_rows)
     dtype = (out_dtype or weight.dtype) if residual is None else torch.float32
     out = torch.empty(rows, width - num_sigmoids, dtype=dtype, device=x.device)
@@ -280,15 +343,17 @@ def linear(
     most_bytes = _MOST_BYTES // (2 if norm and not swiglu else 1)
     if devices.architecture(x.device) == "small":
         most_bytes //= 2
-    split, step = _parts_of_sum(depth, weight.element_size(), _COLUMNS * (2 if swiglu else 1), most_bytes)
+    fewest = _FEWEST * (1 if scales is None else 2)
+    split, step = _parts_of_sum(depth, weight.dtype.itemsize, _COLUMNS * (2 if swiglu else 1), most_bytes, fewest)
     decode_linear_kernel[min(row_tiles, max(1, _ENOUGH_PROGRAMS // tiles)), tiles](
-        x, squares, x if norm_weight is None else norm_weight, weight, weight if bias is None else bias,
+        x, squares, x if norm_weight is None else norm_weight, values,
+        values if scales is None else scales, values if bias is None else bias,
         x if residual is None else residual.contiguous(),
         out, out if extra is None else extra, out if extra is None else extra, x.stride(0), rows, eps,
         K=depth, N=width, SIGMOIDS_FROM=width - num_sigmoids, SQUARES=parts, SQUARES_LEVELS=_log2(parts),
         NORM=norm is not None, BIAS=bias is not None, SWIGLU=swiglu, RESIDUAL=residual is not None,
-        ROWS=tile_rows, LEVELS=_log2(_COLUMNS), SPLIT=split, STEP=step, num_warps=split, num_stages=1,
-        enable_fp_fusion=weight.element_size() == 4, **dependent_launch(x.device),
+        ROWS=tile_rows, LEVELS=_log2(_COLUMNS), SPLIT=split, STEP=step, dtype=_TYPES[weight.dtype],
+        num_warps=split, num_stages=1, enable_fp_fusion=weight.dtype.itemsize == 4, **dependent_launch(x.device),
     )  # fmt: skip
     return out, extra
 
@@ -300,12 +365,12 @@ def _check_weights(**weights: Tensor | None) -> None:
             raise ValueError(f"{name} must be contiguous, got strides of {list(weight.stride())}")
 
 
-def _rows_of_tile(rows: int, element_size: int) -> int:
+def _rows_of_tile(rows: int, element_size: int, most: int) -> int:
     """Rows that a program takes at a time: of many rows, those that read the same weights."""
     # The compiler makes products in fp32 of single sums, as it likes them for a tile.
     if element_size == 4:
         return _FEWEST_ROWS
-    return min(_MOST_ROWS, max(_FEWEST_ROWS, next_power_of_2(rows) // 2))
+    return min(most, max(_FEWEST_ROWS, next_power_of_2(rows) // 2))
 
 
 def _log2(number: int) -> int:
@@ -313,10 +378,10 @@ def _log2(number: int) -> int:
     return (number - 1).bit_length()
 
 
-def _parts_of_sum(depth: int, element_size: int, columns: int, most_bytes: int) -> tuple[int, int]:
+def _parts_of_sum(depth: int, element_size: int, columns: int, most_bytes: int, fewest: int) -> tuple[int, int]:
     """Warps that split a sum, and numbers that each takes at a time: never by the number of rows."""
     # In fp32 a product has all of its operands in registers.
     most = 256 if element_size == 4 else most_bytes // (columns * element_size)
-    block = min(most, next_power_of_2(max(depth, _FEWEST)))
-    warps = min(_MOST_WARPS, block // _FEWEST)
+    block = min(most, next_power_of_2(max(depth, fewest)))
+    warps = min(_MOST_WARPS, block // fewest)
     return warps, block // warps
