@@ -50,6 +50,10 @@ def test_completions_are_those_of_the_engine(served: Served) -> None:
     assert answer.choices[0].text == expected
     second = served.alone(tokens, 20, sampling=Sampling(temperature=0.9, top_k=40, seed=6))
     assert answer.choices[1].text == second != expected
+    # Without a seed, each call draws its own.
+    unseeded = {name: value for name, value in options.items() if name != "seed"}
+    texts = {client.completions.create(prompt=PROMPT, **unseeded).choices[0].text for _ in range(3)}
+    assert len(texts) == 3
 
     async def streamed() -> tuple[list[Any], str]:
         async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none") as asynchronous:
@@ -87,8 +91,11 @@ def test_scores_are_those_of_the_model(served: Served) -> None:
             assert own == pytest.approx(float(log_p[i - 1, tokens[i]]), abs=1e-4)
             assert sorted(top.values())[-3:] == pytest.approx(sorted(log_p[i - 1].topk(3).values.tolist()), abs=1e-4)
             assert own in top.values()
-    assert whole.logprobs.text_offset[:3] == [0, 1, 2]
-    # Without new tokens; and as a stream.
+    lengths = [len(text) for text in whole.logprobs.tokens]
+    assert whole.logprobs.text_offset == [sum(lengths[:i]) for i in range(len(lengths))] and max(lengths) > 1
+    # Without new tokens, several prompts, each with its own text; and as a stream.
+    two = served.client().completions.create(max_tokens=0, **options | {"prompt": [PROMPT, "x"], "n": 2}).choices
+    assert [choice.text for choice in two] == [PROMPT, PROMPT, "x", "x"]
     none = served.client().completions.create(max_tokens=0, **options)
     assert none.choices[0].text == PROMPT and none.usage is not None and none.usage.completion_tokens == 0
     assert none.choices[0].logprobs.token_logprobs == whole.logprobs.token_logprobs[: len(PROMPT)]  # type: ignore[union-attr]
