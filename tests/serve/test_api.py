@@ -16,6 +16,7 @@ from tests.serve.servers import MAX_LENGTH, Served, serving
 from trifocal.data import make_tokenizer
 from trifocal.inference import Sampling
 from trifocal.models import DecoderLM
+from trifocal.serve.service import Service
 from trifocal.testing.small_models import make_model, small_config
 
 PROMPT = "def main():"
@@ -48,6 +49,8 @@ def test_completions_are_those_of_the_engine(served: Served) -> None:
     answer = client.completions.create(prompt=[PROMPT, "x"], n=2, **options)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert answer.choices[0].text == expected
+    # Samples share their prompt.
+    assert answer.usage is not None and answer.usage.prompt_tokens == len(tokens) + 1
     second = served.alone(tokens, 20, sampling=Sampling(temperature=0.9, top_k=40, seed=6))
     assert answer.choices[1].text == second != expected
     # Without a seed, each call draws its own.
@@ -122,6 +125,12 @@ def test_chats_by_the_template(tmp_path: Path) -> None:
             assert scores is not None and scores.content is not None and len(scores.content) == 12
             # Greedy: the drawn one is the likeliest.
             assert all(score.top_logprobs[0].logprob == score.logprob for score in scores.content)
+        drawn = client.chat.completions.create(
+            messages=messages, logprobs=True, top_logprobs=2, seed=0, **options | {"temperature": 1.5}
+        )
+        own = [(score, score.top_logprobs) for score in drawn.choices[0].logprobs.content]
+        assert any(score.logprob < best.logprob for score, (best, _) in own)
+        assert all(score.logprob == top.logprob for score, tops in own for top in tops if top.token == score.token)
         events = list(client.chat.completions.create(messages=messages, stream=True, **options))
         assert events[0].choices[0].delta.role == "assistant"
         assert "".join(event.choices[0].delta.content or "" for event in events) == expected
@@ -180,6 +189,13 @@ def test_bad_requests(served: Served, body: Any, status: int, message: str) -> N
 def test_what_asks_for_nothing_is_taken(served: Served) -> None:
     body = {"prompt": "x", "max_tokens": 1, "presence_penalty": 0, "suffix": None, "user": "me", "logit_bias": {}}
     assert ask(served, body)[0] == 200
+
+
+def test_the_end_of_a_document_may_be_ignored() -> None:
+    service = Service("tiny", make_tokenizer("bytes"), 257, MAX_LENGTH, 4, 4, False)
+    for body, stop_tokens in (({}, (256,)), ({"ignore_eos": False}, (256,)), ({"ignore_eos": True}, ())):
+        (request,) = service.read({"prompt": "x", **body}, chat=False).requests
+        assert request.stop_tokens == stop_tokens
 
 
 def test_routes_without_a_model(served: Served) -> None:
