@@ -78,6 +78,9 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
             read_picture(path)
 
 
+NO_TEXTS: dict[str, Any] = {"texts": [math.nan] * LENGTH}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
