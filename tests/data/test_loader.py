@@ -177,6 +177,7 @@ def test_synthetic_resumes_and_keeps_its_splits_apart() -> None:
         {"shuffle_sequences": 21},
         {"length": 64},
         {"split": "validation"},
+        {"validation_fraction": 0.2},
     ],
     ids=str,
 )

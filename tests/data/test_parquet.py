@@ -76,6 +76,12 @@ def test_a_missing_field_names_those_there_are(write_parquet: Write) -> None:
     assert f"{path}: field 'id' must hold strings or lists of messages, got int64" in error_of(path, "id")
 
 
+def test_two_fields_of_one_name(tmp_path: Path) -> None:
+    column = pyarrow.array(["a"])
+    pyarrow.parquet.write_table(pyarrow.table([column, column], names=["text", "text"]), tmp_path / "a.parquet")
+    assert error_of(tmp_path / "a.parquet") == f"{tmp_path}/a.parquet has 2 fields 'text'; rename all but one"
+
+
 def test_files_that_are_broken(write_parquet: Write, texts: Callable[..., list[str]], tmp_path: Path) -> None:
     assert f"no .parquet file in folder {tmp_path}" in error_of(tmp_path)
     path = write_parquet("a.parquet", texts(100))

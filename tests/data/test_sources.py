@@ -242,6 +242,7 @@ def test_a_password_in_an_address_is_refused_and_written_nowhere(
 
 
 def test_an_empty_validation_split(tmp_path: Path) -> None:
+    """Of a text, or because there is no text at all."""
     path = tmp_path / "a.txt"
     path.write_text("a single document")
 
@@ -263,6 +264,8 @@ def test_an_empty_validation_split(tmp_path: Path) -> None:
 
     for fraction in (0.0, 1e-9):
         assert f"validation split is empty; raise data.validation_fraction, now {fraction:g}" in error(fraction)
+    path.write_text("")
+    assert error(0.05) == f"text:{path} has no document; give it text"
 
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
@@ -284,6 +287,12 @@ def test_compressed_files_are_read_and_gone_on_with(
         name = "a.txt" if isinstance(source, TextSource) else "b.jsonl"
         assert [d.text for d in read_all(source)] == [d.text for d in read_all(make(str(tmp_path / name)))]
         check_cursors(source)
+
+
+def test_compressed_files_of_other_kinds(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
+    with pytest.raises(UserError, match=r"a.jsonl.zst: .zst files are not read; unpack it, or compress it as .gz"):
+        read_all(JsonlSource(str(tmp_path / "a.jsonl.zst"), "text"))
 
 
 def test_compressed_files_that_are_damaged(tmp_path: Path) -> None:

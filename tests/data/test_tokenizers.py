@@ -61,6 +61,16 @@ def test_bytes_there_and_back() -> None:
     assert tokenizer.count_bytes(np.array([[1, 255, 256], [-100, 0, 256]])) == 3
 
 
+def test_bytes_with_further_tokens_are_no_plain_bytes(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    make_tokenizer("bytes").save(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["added_tokens"].append(content["added_tokens"][0] | {"id": 257, "content": "<|user|>"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = make_tokenizer(str(tmp_path))
+    assert tokenizer.vocab_size == 258 and tokenizer.encode("a<|user|>").tolist() == [97, 257]
+
+
 def test_a_tokenizer_file_there_and_back(tokenizer_file: Path) -> None:
     tokenizer = make_tokenizer(str(tokenizer_file))
     ids = tokenizer.encode(TEXT)

@@ -28,6 +28,24 @@ ROWS = table("there")
 CODES = [code for _, here in ROWS for code in re.findall(r"`([^`]+)`", here)]
 
 
+# The files, classes, flags, settings and variables of the earlier system that the five reports name.
+OLD_NAMES = """
+nsa_attention.py selection_scorer.py compress_pool.py block_index.py train_showcase.py train_showcase_fsdp.py
+NSAAttention TinyLM LlamaBlockNSA
+train_showcase.yaml m7c_125m_2xa100_production.yaml m7c_125m_2xa100_shake.yaml m7c_125m_2k_test.yaml
+CONFIG= --dataset --ddp --steps gradient_checkpointing
+NSA_DDP_SAFE_MODE NSA_DDP_STATIC_GRAPH NSA_MEM_DUMP_EVERY NSA_TRACE_DDP_BUCKETS NSA_TRACE_GRADS NSA_TRACE_MODULE_BWD
+NSA_USE_FA2
+heartbeat_rank0.jsonl stackdump_*.txt watchdog_stackdump_*.txt env.json mem_*.txt dtypes_report_fsdp.txt
+k_stats.csv k_stats_fsdp.csv fallback_counters.csv fallback_counters_fsdp.csv
+"""
+
+
+def test_old_names_lead_to_new_ones() -> None:
+    old = " ".join(there for there, here in ROWS if here)
+    assert [name for name in OLD_NAMES.split() if not re.search(rf"(?<![\w-]){re.escape(name)}", old)] == []
+
+
 def test_new_names_exist() -> None:
     names = [code for code in CODES if code.startswith("trifocal.")]
     assert len(names) >= 8

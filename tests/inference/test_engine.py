@@ -231,6 +231,12 @@ def test_pasts_of_prompts_are_found_again(
     turn = engine.complete([Request(prompt=[*beginnings[0], 1, 2, 3, 4], max_new_tokens=2, samples=2)])
     assert pieces == [5] and engine.reused_tokens == 24
     assert [completion.reused_tokens for completion in turn] == [24, 24]
+    # Neither the same tokens in another order, nor the same second chunk behind another first one.
+    first, second = beginnings[0][:8], beginnings[0][8:16]
+    for prompt in ([*sorted(first), 1], [*first, *sorted(second), 1], [*beginnings[1][:8], *second, 1]):
+        reused = engine.reused_tokens
+        engine.complete([Request(prompt=prompt, max_new_tokens=1)])
+        assert engine.reused_tokens - reused == (8 if prompt[:8] in (first, beginnings[1][:8]) else 0)
 
 
 @pytest.mark.parametrize("options", [{}, {"attention": "dense"}, {"attention": "selected"}], ids=str)
@@ -319,6 +325,25 @@ def test_a_cancelled_request_leaves_nothing(model: DecoderLM, steps: int) -> Non
         found.get(id(request), wanted) == wanted for request, wanted in zip(others, expected, strict=True)
     )
     assert cached.pages.num_free == 10 and cached.num_free_rows == 4 and engine.idle
+
+
+def test_a_cancelled_request_is_not_returned_after_a_step_that_failed(
+    model: DecoderLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last token was read by the step that failed, which returned nothing."""
+    first, second = Request(prompt=[1], max_new_tokens=2), Request(prompt=[2], max_new_tokens=1)
+    engine, cached = make_engine(model)
+    engine._steps_ahead = 1
+    engine.submit(first)
+    assert [update.completion for _ in range(2) for update in engine.step()] == [None]
+    engine.submit(second)
+    monkeypatch.setattr(cached, "prefill_chunk", lambda *a, **o: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    assert len(engine._updates) == 1
+    engine.cancel(first)
+    engine.cancel(second)
+    assert engine.idle and engine.step() == []
 
 
 def test_the_first_token_comes_before_the_second_is_begun(model: DecoderLM, monkeypatch: pytest.MonkeyPatch) -> None:

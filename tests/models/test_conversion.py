@@ -231,6 +231,10 @@ def test_a_folder_without_a_key_is_read_as_transformers_reads_it(tmp_path: Path)
     # Beside rope_parameters, rope_scaling is the one that somebody has added.
     assert found.rope_theta == expected.rope_parameters["rope_theta"] == 10000.0
     assert found.rope_scaling.factor == expected.rope_parameters["factor"] == 2.0
+    # Files from before rope_parameters.
+    _edit(rope_parameters=..., rope_scaling=..., rope_theta=7e3)(tmp_path)
+    expected, found = transformers.AutoConfig.from_pretrained(tmp_path), read_hf_config(tmp_path)
+    assert found.rope_theta == expected.rope_parameters["rope_theta"] == 7000.0
 
 
 def _second(folder: Path) -> Path:

@@ -31,6 +31,16 @@ def test_there_and_back(make_config: Callable[..., ModelConfig], tmp_path: Path,
     assert all(parameter.grad is not None for parameter in loaded.parameters())
 
 
+def test_files_of_an_earlier_model_do_not_stay(make_config: Callable[..., ModelConfig], tmp_path: Path) -> None:
+    """Whole weights, shards, whole weights again: each time the last ones are read."""
+    for shard_bytes, files in ((10**9, 1), (8000, 4), (10**9, 1)):
+        model = DecoderLM(make_config())
+        save_weights(model, tmp_path, shard_bytes=shard_bytes)
+        found = len(list(tmp_path.glob("model*.safetensors*")))
+        assert found == files if files == 1 else found >= files
+        assert torch.equal(load_model(tmp_path).embedding.weight, model.embedding.weight)
+
+
 def test_a_disk_that_does_not_take_them_is_an_os_error(make_config: Callable[..., ModelConfig], tmp_path: Path) -> None:
     (tmp_path / ".model.safetensors.partial").mkdir()
     with pytest.raises(IsADirectoryError, match=r"Is a directory: '.*model\.safetensors\.partial'"):

@@ -93,6 +93,19 @@ def test_a_file_that_is_no_evaluation_is_left_out_and_said(tmp_path: Path) -> No
     assert "loss" not in evaluation["rows"][0]
 
 
+@pytest.mark.parametrize("wrong", [None, True, "x", [], {}, [[1]], {"a": 1}], ids=str)
+def test_values_of_wrong_types_are_not_drawn(tmp_path: Path, wrong: Any) -> None:
+    run = write_run(tmp_path / "run", steps=20)
+    path = write_evaluation(run, 20)
+    content = json.loads(path.read_text())
+    names = {name for row in content["rows"] for name in row}
+    assert len(names) >= 12
+    for name in names:
+        rows = [{**row, name: wrong} if name in row else row for row in content["rows"]]
+        path.write_text(json.dumps({**content, "rows": rows}))
+        evaluation_charts([read_run(run)])
+
+
 def test_a_browser_draws_them(tmp_path: Path) -> None:
     executable = find()
     if executable is None:

@@ -182,6 +182,19 @@ def test_text_of_the_run_cannot_become_part_of_the_page(make_run: MakeRun) -> No
     assert "<script>alert" not in write_report(run).read_text()
 
 
+def test_cells_of_tables_are_escaped(tmp_path: Path) -> None:
+    """The names of runs and hosts, and the values of their configurations, side by side."""
+    evil = "<b class=evil>"
+    runs = [write_run(tmp_path / f"{evil}{number}", steps=100, layers=1) for number in (1, 2)]
+    for number, run in enumerate(runs):
+        config = (run / "config.toml").read_text()
+        (run / "config.toml").write_text(re.sub(r'source = ".*"', f'source = "text:/{evil}{number}"', config))
+        set_last_beat(run, host=evil)
+    page = write_report(runs).read_text()
+    assert evil not in page
+    assert page.count("&lt;b class=evil&gt;1") > 5 and "text:/&lt;b class=evil&gt;1" in page
+
+
 HTML = "<!-- <script> a page <b>of</b> the web & its </script> \u2028 \u2029 ]]> <!--"
 
 

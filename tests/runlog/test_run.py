@@ -48,6 +48,19 @@ def test_damaged_lines_are_left_out_and_counted(make_run: MakeRun) -> None:
     ("file", "content", "said"),
     [
         ("env.json", DEEP, "1 damaged entry of env.json left out"),
+        *(
+            ("env.json", content, "1 damaged entry of env.json left out")
+            for content in (
+                '{"trifocal": [1]}',
+                '{"cpu": 3}',
+                '{"gpus": [1]}',
+                '{"gpus": [{}]}',
+                '{"variables": 3}',
+                '{"measured_speed": true}',
+                '{"measured_speed": {"device": {}, "matmul_flops": 1}}',
+                '{"measured_speed": {"device": "cpu", "matmul_flops": 0}}',
+            )
+        ),
         ("evaluation/step_1.json", '{"rows": 5}', "1 damaged entry of evaluation/step_1.json left out"),
         ("heartbeat/rank1.jsonl", '{"rank": 1}\n', "1 damaged entry of heartbeat/rank1.jsonl left out"),
         ("samples/step_00000009.txt", "x" * (2**20 + 1), "1 damaged entry of samples/step_00000009.txt left out"),

@@ -16,6 +16,7 @@ from tests.serve.servers import MAX_LENGTH, Served, serving
 from trifocal.data import make_tokenizer
 from trifocal.inference import Sampling
 from trifocal.models import DecoderLM
+from trifocal.serve.service import Service
 from trifocal.testing.small_models import make_model, small_config
 
 PROMPT = "def main():"
@@ -48,8 +49,14 @@ def test_completions_are_those_of_the_engine(served: Served) -> None:
     answer = client.completions.create(prompt=[PROMPT, "x"], n=2, **options)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert answer.choices[0].text == expected
+    # Samples share their prompt.
+    assert answer.usage is not None and answer.usage.prompt_tokens == len(tokens) + 1
     second = served.alone(tokens, 20, sampling=Sampling(temperature=0.9, top_k=40, seed=6))
     assert answer.choices[1].text == second != expected
+    # Without a seed, each call draws its own.
+    unseeded = {name: value for name, value in options.items() if name != "seed"}
+    texts = {client.completions.create(prompt=PROMPT, **unseeded).choices[0].text for _ in range(3)}
+    assert len(texts) == 3
 
     async def streamed() -> tuple[list[Any], str]:
         async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none") as asynchronous:
@@ -105,8 +112,11 @@ def test_scores_are_those_of_the_model(served: Served) -> None:
             assert own == pytest.approx(float(log_p[i - 1, tokens[i]]), abs=1e-4)
             assert sorted(top.values())[-3:] == pytest.approx(sorted(log_p[i - 1].topk(3).values.tolist()), abs=1e-4)
             assert own in top.values()
-    assert whole.logprobs.text_offset[:3] == [0, 1, 2]
-    # Without new tokens; and as a stream.
+    lengths = [len(text) for text in whole.logprobs.tokens]
+    assert whole.logprobs.text_offset == [sum(lengths[:i]) for i in range(len(lengths))] and max(lengths) > 1
+    # Without new tokens, several prompts, each with its own text; and as a stream.
+    two = served.client().completions.create(max_tokens=0, **options | {"prompt": [PROMPT, "x"], "n": 2}).choices
+    assert [choice.text for choice in two] == [PROMPT, PROMPT, "x", "x"]
     none = served.client().completions.create(max_tokens=0, **options)
     assert none.choices[0].text == PROMPT and none.usage is not None and none.usage.completion_tokens == 0
     assert none.choices[0].logprobs.token_logprobs == whole.logprobs.token_logprobs[: len(PROMPT)]  # type: ignore[union-attr]
@@ -133,6 +143,12 @@ def test_chats_by_the_template(tmp_path: Path) -> None:
             assert scores is not None and scores.content is not None and len(scores.content) == 12
             # Greedy: the drawn one is the likeliest.
             assert all(score.top_logprobs[0].logprob == score.logprob for score in scores.content)
+        drawn = client.chat.completions.create(
+            messages=messages, logprobs=True, top_logprobs=2, seed=0, **options | {"temperature": 1.5}
+        )
+        own = [(score, score.top_logprobs) for score in drawn.choices[0].logprobs.content]
+        assert any(score.logprob < best.logprob for score, (best, _) in own)
+        assert all(score.logprob == top.logprob for score, tops in own for top in tops if top.token == score.token)
         events = list(client.chat.completions.create(messages=messages, stream=True, **options))
         assert events[0].choices[0].delta.role == "assistant"
         assert "".join(event.choices[0].delta.content or "" for event in events) == expected
@@ -191,6 +207,13 @@ def test_bad_requests(served: Served, body: Any, status: int, message: str) -> N
 def test_what_asks_for_nothing_is_taken(served: Served) -> None:
     body = {"prompt": "x", "max_tokens": 1, "presence_penalty": 0, "suffix": None, "user": "me", "logit_bias": {}}
     assert ask(served, body)[0] == 200
+
+
+def test_the_end_of_a_document_may_be_ignored() -> None:
+    service = Service("tiny", make_tokenizer("bytes"), 257, MAX_LENGTH, 4, 4, False)
+    for body, stop_tokens in (({}, (256,)), ({"ignore_eos": False}, (256,)), ({"ignore_eos": True}, ())):
+        (request,) = service.read({"prompt": "x", **body}, chat=False).requests
+        assert request.stop_tokens == stop_tokens
 
 
 def test_routes_without_a_model(served: Served) -> None:

@@ -2,7 +2,9 @@
 
 import contextlib
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,6 +76,40 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         path.write_bytes(content[:place] + bytes([content[place] ^ 255]) + content[place + 1 :])
         with contextlib.suppress(UserError):
             read_picture(path)
+
+
+NO_TEXTS: dict[str, Any] = {"texts": [math.nan] * LENGTH}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": math.inf},
+        {"step": "3"},
+        {"texts": None},
+        {"texts": ["a"]},
+        {"texts": [math.nan] * LENGTH},
+        {"layers": None},
+        {"layers": [0]},
+    ],
+    ids=str,
+)
+def test_a_header_that_does_not_fit_is_named(tmp_path: Path, changes: dict[str, Any]) -> None:
+    replace(picture_of(), **changes).save(tmp_path / "a.npz")
+    with pytest.raises(UserError, match=r"cannot read the attention picture .*a\.npz \(expected .*\); remove it"):
+        read_picture(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("name", ["positions", "documents", "queries", "selected", "importance", "dense", "gates"])
+def test_an_array_that_does_not_fit_is_named(tmp_path: Path, name: str) -> None:
+    picture = picture_of()
+    array = getattr(picture, name)
+    # Any number of slots will do.
+    fewer = [] if name == "selected" else [array[..., :-1]]
+    for wrong in (array[None], *fewer, array.astype("float32"), array[0] * 0, array.astype("U9")):
+        replace(picture, **{name: wrong}).save(tmp_path / "a.npz")
+        with pytest.raises(UserError, match=r"a\.npz \(expected \w+ of shape .*\); remove it"):
+            read_picture(tmp_path / "a.npz")
 
 
 def test_deep_and_long_models_are_shown_at_fewer_queries() -> None:

@@ -1,5 +1,6 @@
 """A resumed run repeats the uninterrupted one bit for bit."""
 
+import errno
 import json
 import os
 import random
@@ -152,6 +153,21 @@ def test_a_start_that_fails_leaves_the_run_as_it_was(tmp_path: Path, monkeypatch
     assert resume(run, checkpoint="step_00000004", config=larger).finished
     assert load_config(run / "config.toml").train.micro_batch_size == 4
     assert (run / "checkpoints" / "superseded_step_00000006").is_dir()
+
+
+def test_a_start_that_the_disk_refuses_may_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, rename = make_config(tmp_path, "--train.steps", "1"), Path.replace
+
+    def fail(path: Path, target: Path) -> Path:
+        if target.name == "env.json":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", fail)
+        with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+            train(config)
+    assert train(config).finished
 
 
 def test_a_resumed_run_that_begins_to_evaluate_needs_held_out_text(tmp_path: Path) -> None:

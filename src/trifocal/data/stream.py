@@ -131,6 +131,7 @@ class DocumentStream:
         self.separator = tokenizer.separator
         self._validation = validation
         self._fraction = validation_fraction
+        self._no_documents = True
         self._seed = seed
         self._block_documents = block_documents
         self._activity = activity
@@ -189,6 +190,7 @@ class DocumentStream:
         except OSError as error:
             raise UserError(f"{name} cannot be read: {one_line(error)}") from error
         if documents:
+            self._no_documents = False
             yield start, documents
 
     def _read_block(self, shard: int, start: Position, documents: list[Document]) -> Iterator[TokenDocument]:
@@ -241,6 +243,8 @@ class DocumentStream:
         bad = self._source.bad
         skipped = f" ({len(bad.skipped)} bad documents were skipped; the first: {bad.first})" if bad.skipped else ""
         name = self._source.name + skipped
+        if self._no_documents and self._parts == 1:
+            return f"{name} has no document; give it text"
         if not self._validation:
             fewer = " or data.streams" if self._parts > 1 else ""
             return f"{name} has no document to train on; give it text, or lower data.validation_fraction{fewer}"

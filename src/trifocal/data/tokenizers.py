@@ -140,9 +140,18 @@ class ByteTokenizer:
 
     @staticmethod
     def wrote(content: Mapping[str, Any]) -> bool:
-        """Whether the content of a `tokenizer.json` is a vocabulary of bytes."""
-        model, expected = content.get("model"), _byte_vocabulary(ByteTokenizer.separator)["model"]
-        return isinstance(model, Mapping) and all(model.get(key) == expected[key] for key in ("vocab", "merges"))
+        """Whether the content of a `tokenizer.json` is a vocabulary of bytes, with no token beside the separator."""
+        model, added, expected = (
+            content.get("model"),
+            content.get("added_tokens"),
+            _byte_vocabulary(ByteTokenizer.separator),
+        )
+        return (
+            isinstance(model, Mapping)
+            and all(model.get(key) == expected["model"][key] for key in ("vocab", "merges"))
+            and isinstance(added, list)
+            and all(isinstance(token, Mapping) and token.get("id") == ByteTokenizer.separator for token in added)
+        )
 
 
 class HuggingFaceTokenizer:

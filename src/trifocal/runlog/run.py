@@ -7,16 +7,19 @@ import tomllib
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from trifocal.errors import UserError, one_line
 from trifocal.paths import read_small_file
 from trifocal.runlog.heartbeat import is_heartbeat_row
-from trifocal.runlog.jsonl import Row, Rows, is_number, read_lines
+from trifocal.runlog.jsonl import Fields, Row, Rows, has_fields, is_number, read_lines
 from trifocal.runlog.metrics import is_metrics_row
 
 # A heartbeat row is well under 2 KiB, so this much of the end has the last row.
 _TAIL_BYTES = 65536
+# What is no figure in a row of an evaluation.
+_TEXTS = ("task", "status", "source")
+_SPEED: Fields = {"device": str, "matmul_flops": (int, float)}
 _CONFIG_BYTES, _SAMPLE_BYTES, _JSON_BYTES = 2**20, 2**20, 2**26
 
 
@@ -143,7 +146,7 @@ def read_run(directory: str | Path, *, live: bool = False) -> Run:
 def _read_the_rest(run: Run) -> None:
     for path in _files(run.directory, "env.json"):
         content = _read_json(path)
-        run.environment = content if isinstance(content, dict) else {}
+        run.environment = content if _is_environment(content) else {}
         run.left_out[path.name] = int(not run.environment)
     for path in _files(run.directory / "samples", "*.txt"):
         match = re.search(r"(\d+)", path.stem)
@@ -166,17 +169,33 @@ def read_evaluation(path: Path) -> dict[str, Any] | None:
 
     Returns:
         Its content: `step` (or None), further facts about the model, and `rows`, each with `task`, `length`, `status`
-        and finite figures. None if it has no such row.
+        and finite figures; anything else of a row is left out. None if it has no such row.
     """
     content = _read_json(path)
     if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
         return None
     rows = [
-        {name: value for name, value in row.items() if not isinstance(value, float) or is_number(value)}
+        {name: value for name, value in row.items() if name in _TEXTS or is_number(value)}
         for row in content["rows"]
-        if isinstance(row, dict) and {"task", "status", "length"} <= row.keys()
+        if isinstance(row, dict)
+        and all(isinstance(row.get(name, ""), str) for name in _TEXTS)
+        and {"task", "status"} <= row.keys()
+        and is_number(row.get("length"))
     ]
     return {"step": None, **content, "rows": rows} if rows else None
+
+
+def _is_environment(content: Any) -> TypeGuard[dict[str, Any]]:
+    """Whether the parts of an `env.json` that the report reads have their types, where they are there."""
+    if not isinstance(content, dict):
+        return False
+    gpus, speed = content.get("gpus", []), content.get("measured_speed")
+    return (
+        all(isinstance(content.get(name, {}), dict) for name in ("trifocal", "cpu", "variables"))
+        and isinstance(gpus, list)
+        and all(isinstance(gpu, dict) and "name" in gpu for gpu in gpus)
+        and (speed is None or (isinstance(speed, dict) and has_fields(speed, _SPEED) and speed["matmul_flops"] > 0))
+    )
 
 
 def _read_json(path: Path) -> Any:

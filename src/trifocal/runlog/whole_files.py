@@ -8,14 +8,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 
-def partial_name(name: str) -> str:
-    """Name of a file or folder while it is being written, where a lock or a folder of its own keeps others away."""
-    return f".{name}.partial"
-
-
 def is_partial(name: str, of: Collection[str]) -> bool:
-    """Whether one of these files has this name while it is being written."""
-    match = re.fullmatch(r"\.(.+?)(?:\.[0-9a-f]{8})?\.partial", name)
+    """Whether `write_whole` gives one of these files this name while it writes."""
+    match = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.partial", name)
     return match is not None and match[1] in of
 
 

@@ -29,7 +29,16 @@ _MOST_CELLS = 2**20
 """Bytes of one map before compression, as far as _FEWEST_QUERIES allow."""
 _MOST_BYTES = 2**26
 """Bytes of a file, compressed and expanded."""
-_ARRAYS = ("positions", "documents", "queries", "selected", "importance", "dense", "gates")
+# T tokens, L layers, Q queries, G groups, N slots, J blocks, 3 branches.
+_ARRAYS = {
+    "positions": ("T", "int32"),
+    "documents": ("T", "int32"),
+    "queries": ("Q", "int32"),
+    "selected": ("LQGN", "int16"),
+    "importance": ("LQGJ", "uint8"),
+    "dense": ("LQGJ", "uint8"),
+    "gates": ("LQG3", "uint8"),
+}
 
 
 @dataclass(frozen=True)
@@ -81,11 +90,29 @@ def read_picture(path: Path) -> AttentionPicture:
             arrays = {name: file[name] for name in _ARRAYS}
         if header["version"] != VERSION:
             raise ValueError(f"expected version {VERSION}, got {header['version']}")
+        _check(header, arrays)
         geometry = Geometry(**header["geometry"])
         picture = AttentionPicture(header["step"], geometry, header["texts"], header["layers"], **arrays)
     except Exception as error:  # A damaged archive raises many kinds of errors.
         raise UserError(f"cannot read the attention picture {path} ({one_line(error)}); remove it") from error
     return picture
+
+
+def _check(header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
+    """Refuse a header or arrays that do not fit together, with a ValueError."""
+    texts, layers = header["texts"], header["layers"]
+    if type(header["step"]) is not int or not isinstance(texts, list) or not isinstance(layers, list):
+        raise ValueError("expected a step, a list of texts and a list of layers")
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("expected texts of tokens")
+    sizes = {"T": len(texts), "L": len(layers), "3": 3}
+    for name, (letters, dtype) in _ARRAYS.items():
+        array = arrays[name]
+        for letter, size in zip(letters, array.shape, strict=False):
+            sizes.setdefault(letter, size)
+        expected = tuple(sizes.get(letter) for letter in letters)
+        if array.shape != expected or array.dtype != dtype:
+            raise ValueError(f"expected {name} of shape {expected} and type {dtype}, got {array.shape}, {array.dtype}")
 
 
 def picture_queries(num_tokens: int, cells_per_query: int) -> int:

@@ -142,7 +142,7 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
         note = processes.run_on_rank0(create)
         try:
             return run_training(setup, [*notes, *filter(None, [note])], None)
-        except (UserError, KeyboardInterrupt):
+        except (UserError, OSError, KeyboardInterrupt):
             if setup.state.step == 0 and lock.holds(directory):
                 # Nothing is learnt yet, and the same command may be repeated.
                 processes.unmark_run_created()

@@ -17,6 +17,7 @@ from trifocal.paths import check_path_text, user_path
 
 COMPRESSED: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 """Function that opens a compressed file, by suffix."""
+OTHER_COMPRESSED = {".zst", ".zip", ".lz4", ".7z", ".br", ".Z", ".tar", ".tgz"}
 DAMAGED = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
 """Errors of damaged compressed files (bz2 raises OSError)."""
 
@@ -71,7 +72,13 @@ def find_files(source: str, path: str, suffixes: Sequence[str], *, compressed: b
 
 
 def open_file(path: Path) -> BinaryIO:
-    """A file's content, decompressed if its suffix is that of a compressed file."""
+    """A file's content, decompressed if its suffix is that of a compressed file.
+
+    Raises:
+        UserError: If it is compressed in another way.
+    """
+    if path.suffix in OTHER_COMPRESSED:
+        raise UserError(f"{path}: {path.suffix} files are not read; unpack it, or compress it as .gz, .bz2 or .xz")
     if path.suffix in COMPRESSED:
         return cast(BinaryIO, COMPRESSED[path.suffix](path))
     return path.open("rb")
