@@ -21,7 +21,7 @@ from trifocal.ops import Geometry
 from trifocal.testing.small_models import make_model, random_tokens, small_config
 
 CPU = torch.device("cpu")
-# Cuts into 4 and into 8 chunks, of 26 and 13 tokens: ends lie inside of compressed blocks, selected blocks and stretches.
+# Cuts into 4 and into 8 chunks, of 26 and 13 tokens: ends lie inside of compressed and selected blocks, and stretches.
 ROWS, LENGTH, STRETCH = 2, 104, 5
 # Documents of one token, under a compressed block, ending at the end of a chunk (13, 104), over several chunks.
 BORDERS = (0, 1, 4, 13, 50, 103, 104, 111, 190, 208)

@@ -75,6 +75,7 @@ def parallelize_model(model: DecoderLM, config: RunConfig, processes: Distribute
         static_graph=section.static_graph,
         exchange_after=config.train.cuda_graphs and device.type == "cuda",
         repeatable=config.run.deterministic or device.type == "cpu",
+        context=section.context,
     )
     return parallel, note
 
@@ -146,8 +147,9 @@ class TrainSetup:
                 sequence_length=config.train.sequence_length,
                 batch_size=config.train.micro_batch_size,
                 vocab_size=config.model.vocab_size,
-                rank=processes.rank,
-                world_size=processes.size,
+                # Those that share sequences get the same rows.
+                rank=processes.rank // config.parallel.context,
+                world_size=processes.size // config.parallel.context,
                 on_stall=lambda seconds, activity: self.on_data_stall(seconds, activity),
             )
         )
