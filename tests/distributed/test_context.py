@@ -76,13 +76,23 @@ def test_a_run_is_that_of_one_process(one: Path, tmp_path: Path) -> None:
     """Two processes with rows of packed documents, replicated; the attention's statistics are of whole rows."""
     run = finish(tmp_path, 2, *FLAGS, "--parallel.context", "2")
     same(run, one)
-    gates = [read_metrics(path / "metrics.jsonl", "attention") for path in (run, one)]
-    assert len(gates[0]) == len(gates[1]) > 0
+    measured = [read_metrics(path / "metrics.jsonl", "telemetry") for path in (run, one)]
+    assert len(measured[1]) == 2
+    for mine, theirs in zip(*measured, strict=True):
+        assert mine["gate_mean_slc"] == pytest.approx(theirs["gate_mean_slc"], rel=1e-3)
 
 
 def test_recorded_steps_are_the_same(one: Path, tmp_path: Path) -> None:
     """Four processes, two a row, their weights sharded; gradients are added up in fixed buffers."""
     same(finish(tmp_path, 4, *FLAGS, "--parallel.context", "2", "--parallel.mode", "fsdp", fault="graphs"), one)
+
+
+def test_compiled_layers_are_the_same(one: Path, tmp_path: Path) -> None:
+    """The exchange of keys is an operator for the compiler, and is repeated where activations are made again."""
+    flags = ("--parallel.context", "2", "--train.compile", "true", "--train.activation_checkpointing", "all")
+    run = finish(tmp_path, 2, *FLAGS, *flags, fault="compiled", FAULT_FILE=str(tmp_path / "graphs"))
+    same(run, one)
+    assert (tmp_path / "graphs1").read_text()
 
 
 def test_a_run_goes_on_with_any_number(one: Path, tmp_path: Path) -> None:
