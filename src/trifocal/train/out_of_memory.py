@@ -27,8 +27,10 @@ def memory_remedies(config: RunConfig, num_devices: int = 1) -> list[str]:
         found.append("--parallel.mode fsdp")
     if num_devices > context and train.sequence_length % (2 * num_devices) == 0:
         found.append(f"--parallel.context {num_devices}")
-    if train.sequence_length > 1:
-        found.append(f"--train.sequence_length {train.sequence_length // 2}")
+    # Processes that share a row need equal chunks of it.
+    chunks = 2 * context if context > 1 else 1
+    if shorter := train.sequence_length // (2 * chunks) * chunks:
+        found.append(f"--train.sequence_length {shorter}")
     if num_devices == 1:
         found.append("several GPUs with --parallel.mode fsdp")
     return found
