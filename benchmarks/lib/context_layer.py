@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lib.timing import peak_gib, time_call
@@ -65,7 +66,9 @@ def difference(problem: LayerProblem, shard: ContextShard, processes: Distribute
     exact = step(layer, x.requires_grad_(), upstream, None)
     own = OwnTokens.of(shard, torch.zeros(1, tokens, device=device), None)
     d_x, *weights = step(layer, shard.own(x).detach().requires_grad_(), shard.own(upstream), own)
-    found = [shard.gather(d_x), *(sum(processes.gather(weight.cpu())).to(device) for weight in weights)]
+    for weight in weights:
+        dist.all_reduce(weight)
+    found = [shard.gather(d_x), *weights]
     return max(((a - e).abs().max() / e.abs().max()).item() for a, e in zip(found, exact, strict=True))
 
 

@@ -17,6 +17,7 @@ from trifocal.distributed.context import make_context_shard
 from trifocal.models import DecoderLM
 from trifocal.models.choice_teaching import ChoiceTeaching
 from trifocal.nn.context import ContextShard
+from trifocal.nn.rope import RopeScaling
 from trifocal.ops import Geometry
 from trifocal.testing.small_models import make_model, random_tokens, small_config
 
@@ -26,7 +27,8 @@ ROWS, LENGTH, STRETCH = 2, 104, 5
 # Documents of one token, under a compressed block, ending at the end of a chunk (13, 104), over several chunks.
 BORDERS = (0, 1, 4, 13, 50, 103, 104, 111, 190, 208)
 GEOMETRY = Geometry(4, 2, 8, 4, 1, 1, 19)
-YARN = {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 32}
+# Frequencies depend on the length of each document.
+DYNAMIC = RopeScaling(rope_type="dynamic", factor=4.0, original_max_position_embeddings=16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Case:
 MODELS: dict[str, dict[str, Any]] = {
     "nsa": {},
     "nsa, learned compressor, shared keys, norms": {"compressor": "mlp", "shared_kv": True, "qk_norm": True},
-    "nsa, index": {"chooser": "index"},
+    "nsa, index": {"chooser": "index", "rope_scaling": DYNAMIC},
     "nsa, exact": {"selection": "exact"},
     "nsa, random, dropped": {"selection": "random", "selected_dropout": 0.3},
     "selected": {"attention": "selected"},

@@ -18,7 +18,7 @@ from trifocal.nn.context import ContextShard
 _collectives = torch.ops._c10d_functional
 
 
-@torch.library.custom_op("trifocal::gather_context", mutates_args=())
+@torch.library.custom_op("trifocal::gather_context", mutates_args=(), tags=(torch.Tag.flexible_layout,))
 def gather_context(x: Tensor, group: str, size: int) -> Tensor:
     """Own tokens of all processes of a group, [B, T, ...] -> [B, S, ...], in the order of the sequence."""
     of_ranks = _collectives.wait_tensor(_collectives.all_gather_into_tensor(x[None].contiguous(), size, group))
@@ -31,7 +31,7 @@ def _(x: Tensor, group: str, size: int) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[1] * size, *x.shape[2:])
 
 
-@torch.library.custom_op("trifocal::scatter_context", mutates_args=())
+@torch.library.custom_op("trifocal::scatter_context", mutates_args=(), tags=(torch.Tag.flexible_layout,))
 def scatter_context(x: Tensor, group: str, size: int) -> Tensor:
     """Sum over the processes of a group, [B, S, ...] -> [B, T, ...]: each gets its own tokens."""
     chunks = x.chunk(2 * size, dim=1)
