@@ -76,6 +76,8 @@ def test_a_run_is_that_of_one_process(one: Path, tmp_path: Path) -> None:
     """Two processes with rows of packed documents, replicated; the attention's statistics are of whole rows."""
     run = finish(tmp_path, 2, *FLAGS, "--parallel.context", "2")
     same(run, one)
+    notes = [row["message"] for row in read_metrics(run / "metrics.jsonl", "event") if row["name"] == "note"]
+    assert any(note.endswith("; 2 processes share each row") for note in notes)
     measured = [read_metrics(path / "metrics.jsonl", "telemetry") for path in (run, one)]
     assert len(measured[1]) == 2
     for mine, theirs in zip(*measured, strict=True):

@@ -35,7 +35,8 @@ def _(x: Tensor, group: str, size: int) -> Tensor:
 def scatter_context(x: Tensor, group: str, size: int) -> Tensor:
     """Sum over the processes of a group, [B, S, ...] -> [B, T, ...]: each gets its own tokens."""
     chunks = x.chunk(2 * size, dim=1)
-    for_ranks = torch.stack([torch.cat((chunks[rank], chunks[-1 - rank]), dim=1) for rank in range(size)])
+    ordered = torch.cat([chunks[number] for rank in range(size) for number in (rank, -1 - rank)], dim=1)
+    for_ranks = ordered.unflatten(1, (size, -1)).movedim(1, 0).contiguous()
     own: Tensor = _collectives.wait_tensor(_collectives.reduce_scatter_tensor(for_ranks, "sum", size, group))
     return own[0]
 

@@ -109,15 +109,12 @@ class OwnTokens(NamedTuple):
         positions = torch.arange(num_tokens, device=tokens.device) if documents is None else documents.positions
         own = shard.own(positions, 0)
         length = num_tokens // shard.num_chunks
+        ends = length * (shard.rank + 1), num_tokens - length * shard.rank
         chunks = tuple(
             Chunk(place * length, (place + 1) * length, end, None if documents is None else documents.first(end))
-            for place, end in enumerate(length * (number + 1) for number in cls._numbers(shard))
+            for place, end in enumerate(ends)
         )
         return cls(shard, num_tokens, own, documents, chunks)
-
-    @staticmethod
-    def _numbers(shard: ContextShard) -> tuple[int, int]:
-        return shard.rank, shard.num_chunks - 1 - shard.rank
 
 
 def chunks_of(x: Tensor, documents: Documents | None, own: OwnTokens | None) -> tuple[Chunk, ...]:

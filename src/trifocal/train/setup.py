@@ -62,6 +62,8 @@ def parallelize_model(model: DecoderLM, config: RunConfig, processes: Distribute
     """
     section, device = config.parallel, processes.device
     mode, note = choose_mode(section.mode, processes, config.model)
+    if section.context > 1:
+        note += f"; {section.context} processes share each row"
     if mode == "hsdp" and (section.shards or processes.local_size) == 1:
         why = "parallel.shards is 1" if section.shards else "each machine has one process, and parallel.shards is 0"
         raise UserError(f'{why}: hsdp would share nothing; take parallel.mode "fsdp" or "ddp", or more shards')
