@@ -5,7 +5,6 @@
 
 import json
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,6 @@ def main(path: str, processes: DistributedContext, length: int) -> None:
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("error")
     torch.set_num_threads(1)
     with processes_started(torch.device(sys.argv[2]), timeout_seconds=60) as all_processes:
         main(sys.argv[1], all_processes, int(sys.argv[3]))
