@@ -80,7 +80,7 @@ def _check_choice(inputs: Inputs, geometry: Geometry, backend: str) -> torch.Ten
     tokens, q, k_cmp = inputs.q.shape[1], inputs.q, inputs.k_cmp
     _, lse = compressed_attention(q, k_cmp, inputs.v_cmp, geometry, num_keys=tokens, backend="reference")
     every = torch.arange(tokens, device=q.device).expand(q.shape[0], -1)
-    importance = compressed_importance(q, k_cmp, Sample(every, 0 * every, every >= 0), geometry, None)
+    importance = compressed_importance(q, k_cmp, Sample(every, 0 * every, every >= 0), geometry, None, q.shape[1])
     covered = {}
     for name in ("reference", backend):
         choice = select_blocks(q, k_cmp, lse, geometry, num_keys=tokens, backend=name)

@@ -26,6 +26,7 @@ from trifocal.ops import compressed_attention, mean_compress, select_blocks
 # The modules beside this one, also where a test loads it by its path.
 sys.path.insert(0, str(Path(__file__).parent))
 import draw_choice
+import draw_context
 import draw_decoding
 import draw_kernels
 import draw_quality
@@ -354,6 +355,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "one_query.svg": draw_one_query,
     "overlap.svg": draw_overlap,
     "choice_loss.svg": lambda: draw_choice.draw_choice(SMALL, *make_tokens(), 234),
+    "context.svg": draw_context.draw_context,
     "keys_read.svg": draw_keys_read,
     "speed.svg": draw_speed,
     "kernels_pipeline.svg": draw_kernels.draw_pipeline,

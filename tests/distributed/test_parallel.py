@@ -102,6 +102,11 @@ def test_values_of_all_processes_come_in_the_order_of_ranks(tmp_path: Path) -> N
     assert [end.status for end in ended] == [0, 0, 0], [end.error for end in ended]
 
 
+def test_processes_of_a_sequence_must_divide_the_processes() -> None:
+    with pytest.raises(UserError, match=r"parallel\.context 3 does not divide the 2 processes"):
+        parallelize(DecoderLM(small_config()), TWO, "ddp", context=3)
+
+
 def test_shards_must_divide_the_processes() -> None:
     with pytest.raises(UserError, match=r"parallel\.shards 3 does not divide the 2 processes"):
         parallelize(DecoderLM(small_config()), TWO, "hsdp", shards=3)

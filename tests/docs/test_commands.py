@@ -100,7 +100,9 @@ def test_processes_can_share_the_batch_of_the_command(launcher, command):
     numbers = dict(word.split("=", 1) for word in launcher if re.fullmatch(r"--n\w[\w-]*=\d+", word))
     processes = int(numbers["--nproc-per-node"]) * int(numbers.get("--nnodes", 1))
     config = load_of_repository(command[2], command[3:])
-    assert config.train.global_batch_size % (config.train.micro_batch_size * processes) == 0
+    groups, rest = divmod(processes, config.parallel.context)
+    assert rest == 0 and config.train.global_batch_size % (config.train.micro_batch_size * groups) == 0
+    assert config.parallel.context == 1 or config.train.sequence_length % (2 * config.parallel.context) == 0
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "toml")], ids=name_of)

@@ -70,6 +70,24 @@ def test_remedies_leave_a_valid_config(tmp_path):
     assert "--parallel.mode fsdp" in memory_remedies(config, 2)
     lowered = override(config, " ".join([*flags, length, "--train.micro_batch_size 1"]).split())
     assert memory_remedies(lowered) == ["--train.sequence_length 8", more]
+    shared = override(config, ["--parallel.context", "2", "--train.sequence_length", "40"])
+    assert memory_remedies(shared, 2)[0] == "--train.micro_batch_size 3"
+    assert memory_remedies(shared, 4)[-2:] == ["--parallel.context 4", "--train.sequence_length 20"]
+    assert memory_remedies(shared, 2)[-1] == "--train.sequence_length 20"
+
+
+def test_processes_that_share_rows(tmp_path, monkeypatch):
+    """Two of them train as many rows as one; of four GPUs all are used where the batch has rows for two pairs."""
+    config = make_config(tmp_path, "--parallel.context", "2", "--train.global_batch_size", "2")
+    assert "1 process was started; start a multiple of 2" in need_of("tiny", config).problem
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    gpu = torch.device("cuda")
+    assert measured._processes(config, gpu) == 2
+    assert measured._processes(override(config, ["--train.global_batch_size", "4"]), gpu) == 4
+    monkeypatch.setattr(measured, "_processes", lambda config, device: 2)
+    need = need_of("tiny", config)
+    assert (need.problem, need.processes) == ("", 2)
+    assert need.step_seconds * need.tokens_per_second == pytest.approx(2 * 32)
 
 
 @pytest.mark.parametrize(

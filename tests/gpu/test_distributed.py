@@ -1,5 +1,6 @@
 """Several GPUs over NCCL: gradients, whole runs, and a rank that is lost. Needs two; one test needs four."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from tests.children import ROOT, environment
-from tests.distributed.workers import train
+from tests.distributed import context_bf16
+from tests.distributed.workers import Workers, train
 from tests.train.tiny import read_checkpoint, write_config
 from trifocal.checks import process_checks as processes
 from trifocal.runlog import read_metrics
@@ -25,6 +27,7 @@ pytestmark = [
 
 GPU = torch.device("cuda")
 BF16 = ("--train.precision", "bf16", "--train.activation_checkpointing", "all")
+CONTEXT = ("--parallel.context", "2")
 GRAPHS = (*BF16, "--train.cuda_graphs", "true")
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(COUNT)))).split(",")
 
@@ -62,10 +65,20 @@ def finish(folder, mode, size, *flags):
 def test_losses_are_those_of_one_gpu(tmp_path, precision):
     """Rounding of fp32, or of bf16, passed on by six steps of AdamW at 1e-2."""
     one = losses(finish(tmp_path / "one", "none", 1, *precision))
-    for mode in ("ddp", "fsdp"):
-        assert losses(finish(tmp_path / mode, mode, 2, *precision)) == pytest.approx(
-            one, rel=0.02 if precision else 1e-3
-        )
+    for mode, flags in (("ddp", ()), ("fsdp", ()), ("ddp", CONTEXT), ("fsdp", CONTEXT)):
+        run = finish(tmp_path / f"{mode}{len(flags)}", mode, 2, *precision, *flags)
+        assert losses(run) == pytest.approx(one, rel=0.02 if precision else 1e-3)
+
+
+def test_a_shared_sequence_costs_what_bf16_costs(tmp_path):
+    """Keys' gradients are rounded once more, where those of the processes are added up."""
+    path = tmp_path / "errors.json"
+    ended = Workers([[str(context_bf16.__file__), str(path), "cuda", "4096"]] * 2, tmp_path).join(200)
+    assert [end.status for end in ended] == [0, 0], ended[0].error + ended[1].error
+    errors = json.loads(path.read_text())
+    for kind in ("plain", "packed"):
+        assert 1e-3 < errors[f"{kind} alone"] < 0.1
+        assert errors[f"{kind} shared"] < 1.2 * errors[f"{kind} alone"]
 
 
 def test_a_run_crosses_modes_and_numbers(tmp_path):

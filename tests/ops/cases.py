@@ -94,6 +94,8 @@ CASES = (
     Case("packed: long first, 1-token last", USUAL, 42, lengths=(40, 1, 1), heads=6, groups=2, value_dim=5),
     Case("packed: odd sizes", ODD, 40, lengths=(17, 2, 21), heads=3),
     Case("packed: only documents under l", USUAL, 14, lengths=(7, 1, 6)),
+    Case("packed: the last queries of a pack", ODD, 19, keys=58, lengths=(9, 33, 2, 14), heads=4, groups=2),
+    Case("packed: the last query of one document", USUAL, 1, keys=40, lengths=(3, 37)),
     Case("packed: one document", USUAL, 30, lengths=(30,)),
 )
 

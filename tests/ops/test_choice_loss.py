@@ -7,7 +7,7 @@ import torch
 
 from trifocal import ops
 from trifocal.ops import Documents, Geometry, choice_loss, reference
-from trifocal.ops.choice_loss import Sample, sample_queries, stretch_keys
+from trifocal.ops.choice_loss import Sample, free_places, num_free, sample_queries, stretch_keys
 from trifocal.testing import oracle
 
 GEOMETRY = Geometry(4, 2, 8, 5, 1, 2, 8)
@@ -22,8 +22,6 @@ def drawn(*shape, seed=0):
 @pytest.mark.parametrize("borders", [(0, TOKENS), BORDERS])
 @pytest.mark.parametrize("queries", [TOKENS, 37])
 def test_choice_by_index_is_the_oracle_s(borders, queries, monkeypatch):
-    if len(borders) > 2 and queries < TOKENS:
-        pytest.skip("packed documents are whole")
     # Chunks end inside of a document and of a block.
     monkeypatch.setattr(reference, "_MOST_INDEX_SCORES", 3000)
     batch = 1 if len(borders) > 2 else 2
@@ -65,6 +63,29 @@ def test_loss_and_gradient_are_the_oracle_s(student, borders, parts, monkeypatch
     for one, other in zip(got, wanted, strict=False):
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-12)
     assert got[-2:] == (None, None)
+
+
+@pytest.mark.parametrize("borders", [(0, TOKENS), BORDERS])
+def test_last_queries_alone(borders):
+    """Their loss, beside that of the queries in front of them, is the loss of all."""
+    documents = Documents.from_cu_seqlens(torch.tensor(borders), TOKENS) if len(borders) > 2 else None
+    q, k, k_cmp = drawn(1, TOKENS, HEADS, DIM), drawn(1, TOKENS, GROUPS, DIM), drawn(1, TOKENS // 2, GROUPS, DIM)
+    k_cmp = k_cmp if documents else k_cmp[:, : GEOMETRY.num_compressed_blocks(TOKENS)]
+    index = {"q_idx": drawn(1, TOKENS, GROUPS, DIM, seed=1), "k_idx": drawn(1, TOKENS, DIM, seed=1)}
+    tokens = torch.arange(TOKENS)[None]
+    positions = tokens if documents is None else documents.positions[None].long()
+    eligible = num_free(positions // GEOMETRY.selection_block_size, GEOMETRY) > free_places(GEOMETRY)
+    whole = Sample(tokens, tokens - positions, eligible)
+    first, last = (Sample(*(field[:, part] for field in whole)) for part in (slice(None, 77), slice(77, None)))
+    assert first.eligible.any() and last.eligible.any()
+    for student in ({"k_cmp": k_cmp}, index):
+        cut = {name: x[:, 77:] if name == "q_idx" else x for name, x in student.items()}
+        parts = [
+            choice_loss.choice_loss(q, k, first, GEOMETRY, documents, **student),
+            choice_loss.choice_loss(q[:, 77:], k, last, GEOMETRY, documents, **cut),
+        ]
+        expected = choice_loss.choice_loss(q, k, whole, GEOMETRY, documents, **student)
+        torch.testing.assert_close(torch.tensor(parts).sum(0), torch.tensor(expected), rtol=1e-12, atol=0)
 
 
 def test_sample_does_not_depend_on_the_batch():

@@ -226,12 +226,6 @@ def test_right_borders_are_taken():
         call()
 
 
-def test_documents_with_fewer_queries_than_keys():
-    inputs = draw(PACKED, torch.float32)
-    with refused("cu_seqlens needs as many queries as keys, got T = 3 and S = 20"):
-        ops.window_attention(inputs.q[:, -3:], inputs.k_win, inputs.v_win, 5, cu_seqlens=PACKED.cu_seqlens)
-
-
 def test_documents_of_another_length_or_device():
     inputs = draw(PACKED, torch.float32)
     other = ops.Documents.from_cu_seqlens(torch.tensor([0, 21]), 21)

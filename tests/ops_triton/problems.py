@@ -52,6 +52,7 @@ LARGE = (
     large("block-major: many more blocks than chosen", SMALL, 1500, 8, 2, 64, 64),
     large("few programs: a block's rows in parts", PAPER, 1100, 12, 2, 64, 64, batch=2),
     large("in parts, packed: a document that they cut", PAPER, 1300, 32, 2, 128, 128, lengths=(65, 1100, 1, 134)),
+    large("packed, the last queries", PAPER, 700, 12, 2, 64, 64, keys=1300, lengths=(65, 735, 1, 499)),
     large("in parts, fewer queries than keys", PAPER, 500, 16, 1, 128, 64, keys=1500),
 )
 INTERVALS = (
@@ -62,6 +63,7 @@ INTERVALS = (
     Case("decoding", USUAL, 1, keys=47, batch=2, heads=8),
     Case("packed: 1 token, under l, exactly l, l + 1, long", USUAL, 71, lengths=(1, 5, 8, 9, 16, 1, 31), heads=4),
     Case("packed: long first, 1-token last", USUAL, 42, lengths=(40, 1, 1), heads=6, groups=2, value_dim=5),
+    Case("packed: the last queries", USUAL, 37, keys=75, lengths=(5, 38, 1, 31), heads=4, groups=2),
     Case("nothing to compress", USUAL, 7, heads=2),
 )
 """For the kernels of window and compressed attention in small tiles."""

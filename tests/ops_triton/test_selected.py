@@ -47,6 +47,7 @@ CASES = (
     Case("three heads a group, two batch entries, dims that fill no tile", 37, 37, 6, 2, 24, 40, batch=2),
     Case("fewer queries than keys, dims of two parts", 21, 60, 4, 1, 48, 16),
     Case("packed: long, 1 token, exactly a block, a block and one", 53, 53, 4, 2, lengths=(19, 1, 16, 17)),
+    Case("packed: the last queries", 27, 61, 4, 2, lengths=(9, 33, 2, 17)),
     Case("blocks larger than a tile", 40, 140, 2, 2, geometry=TWO_TILES, num_selected=2),
     Case("blocks of no power of two, one head a group", 30, 100, 2, 2, geometry=NO_POWER, num_selected=2),
     Case("more may be selected than there are blocks", 20, 20, num_selected=5),

@@ -33,13 +33,17 @@ CASES = (
     *(Case("fsdp", num_layers=layers, checkpointing=True) for layers in REPORTED_LAYERS),
     Case("fsdp", accumulation=2),
     Case("fsdp", checkpointing=True, reshard=False),
+    Case("ddp", context=2, checkpointing=True, accumulation=2),
+    Case("ddp", context=2, after=True),
+    Case("fsdp", context=2, checkpointing=True),
     *(Case("hsdp", shards=shards, checkpointing=True, accumulation=2) for shards in (1, 2)),
 )
 """Among them the cases reported not to work: 5 and 12 layers, checkpointing, a static graph, unused parameters."""
 
 
 def parallel_gradients(device: torch.device, *, prepare: str = "") -> Measurement:
-    """Two processes under DDP, FSDP2 and hybrid sharding compute the gradient of one, for every parameter.
+    """Two processes under DDP, FSDP2 and hybrid sharding compute the gradient of one, for every parameter; with rows of
+    their own, and where they share each row.
 
     The figure is the worst difference, relative to the largest entry of its gradient; infinite where a gradient differs
     by a bit between the processes. Bound: 64 roundings of fp32. The reported cases stand below by name.

@@ -1,7 +1,7 @@
 """A process that the checks start: compares gradients with those of one process.
 
 Started by `trifocal.checks.process_checks` as `python -c "…process_worker…"` with torchrun's variables. Each case takes
-the same four rows: one process all of them, several processes an equal part each.
+the same four rows: one process all of them, several processes an equal part each, or two chunks of each row.
 """
 
 import dataclasses
@@ -40,6 +40,7 @@ class Case:
         static_graph, find_unused: DDP's options.
         reshard: Give weights back after the forward pass.
         after: Exchange gradients after backward, as recorded graphs need it.
+        context: Processes that share each sequence.
     """
 
     mode: Mode
@@ -51,6 +52,12 @@ class Case:
     find_unused: bool = False
     reshard: bool = True
     after: bool = False
+    context: int = 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """fp64 where processes share sequences: there the products have other shapes, and round otherwise."""
+        return torch.float32 if self.context == 1 else torch.float64
 
     @property
     def name(self) -> str:
@@ -71,7 +78,7 @@ def full_tensor(tensor: Tensor | None) -> Tensor:
 
 def parallelize_case(case: Case, processes: DistributedContext) -> tuple[DecoderLM, Parallel]:
     """Make the case's model and parallelize it."""
-    model = _model(case.num_layers, processes)
+    model = _model(case, processes)
     if case.checkpointing:
         model.set_activation_checkpointing(0, case.num_layers)
     parallel = parallelize(
@@ -83,27 +90,30 @@ def parallelize_case(case: Case, processes: DistributedContext) -> tuple[Decoder
         static_graph=case.static_graph,
         find_unused_parameters=case.find_unused,
         exchange_after=case.after,
+        context=case.context,
     )
     return model, parallel
 
 
 def backward(case: Case, parallel: Parallel, processes: DistributedContext, tokens: Tensor) -> None:
     """This process's part of the gradient: its rows, in micro-batches."""
-    rows = tokens.chunk(processes.size)[processes.rank]
+    groups = processes.size // case.context
+    rows = tokens.chunk(groups)[processes.rank // case.context]
     if parallel.flat_gradients is not None:
         parallel.flat_gradients.zero()
         for batch in rows.chunk(case.accumulation):
-            (parallel.module(batch, batch.roll(-1, 1)) / (case.accumulation * processes.size)).backward()
+            (parallel.module(batch, batch.roll(-1, 1)) / (case.accumulation * groups)).backward()
         parallel.exchange_gradients()
         return
     for index, batch in enumerate(rows.chunk(case.accumulation)):
         with parallel.micro_batch(last=index == case.accumulation - 1):
-            (parallel.module(batch, batch.roll(-1, 1)) / case.accumulation).backward()
+            # Averaged over all processes, those that share sequences among them, whose losses are shares.
+            (parallel.module(batch, batch.roll(-1, 1)) * case.context / case.accumulation).backward()
 
 
-def gradients_of_one(num_layers: int, processes: DistributedContext) -> list[list[Tensor]]:
-    """The gradients that one process computes, for the first and the second batch."""
-    model = _model(num_layers, processes)
+def gradients_of_one(case: Case, processes: DistributedContext) -> list[list[Tensor]]:
+    """The gradients of a case's model that one process computes, for the first and the second batch."""
+    model = _model(case, processes)
     found = []
     for seed in _SEEDS:
         tokens = _tokens(processes, seed)
@@ -152,19 +162,20 @@ def main(device: str, cases: Sequence[dict[str, Any]], path: str, prepare: str) 
             module, _, function = prepare.partition(":")
             getattr(importlib.import_module(module), function)(processes.rank)
         found = []
-        one: dict[int, list[list[Tensor]]] = {}
+        one: dict[tuple[int, torch.dtype], list[list[Tensor]]] = {}
         for fields in cases:
             case = Case(**fields)
-            if case.num_layers not in one:
-                one[case.num_layers] = gradients_of_one(case.num_layers, processes)
-            found.append(max(processes.gather(gradient_difference(case, processes, one[case.num_layers]))))
+            model = case.num_layers, case.dtype
+            if model not in one:
+                one[model] = gradients_of_one(case, processes)
+            found.append(max(processes.gather(gradient_difference(case, processes, one[model]))))
         if processes.is_rank0:
             Path(path).write_text(json.dumps(found), encoding="utf-8")
     hard_exit(0)
 
 
-def _model(num_layers: int, processes: DistributedContext) -> DecoderLM:
-    return make_model(small_config(num_layers=num_layers, backend="reference"), processes.device)
+def _model(case: Case, processes: DistributedContext) -> DecoderLM:
+    return make_model(small_config(num_layers=case.num_layers, backend="reference"), processes.device, case.dtype)
 
 
 def _tokens(processes: DistributedContext, seed: int) -> Tensor:

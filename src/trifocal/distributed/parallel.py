@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from trifocal.distributed.context import make_context_shard
 from trifocal.distributed.processes import DistributedContext
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, ModelConfig, parameter_count
@@ -293,6 +294,7 @@ def parallelize(
     find_unused_parameters: bool = False,
     exchange_after: bool = False,
     repeatable: bool = False,
+    context: int = 1,
 ) -> Parallel:
     """Parallelize a model, which is the same in all processes.
 
@@ -311,10 +313,16 @@ def parallelize(
             sums and does not average.
         repeatable: Under ddp, exchange each gradient by itself, and with a static graph in every micro-batch, so that a
             resumed run rounds like an uninterrupted one. (Other modes always do.)
+        context: Processes, neighbours by rank, that share each sequence. Each of them is given the same rows, and its
+            loss is its share of theirs. Gradients are exchanged among all processes, in any mode.
 
     Raises:
-        UserError: If `shards` does not divide the processes.
+        UserError: If `shards` or `context` does not divide the processes.
     """
+    if context > 1:
+        if processes.size % context:
+            raise UserError(f"parallel.context {context} does not divide the {processes.size} processes")
+        model.context = make_context_shard(processes, context)
     if mode == "none":
         return Parallel(model, mode, processes.size, None)
     watch = GradientWatch(processes.device)

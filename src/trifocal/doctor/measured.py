@@ -127,7 +127,8 @@ def _measured(need: Need, config: RunConfig) -> Need:
     train = config.train
     # A third micro-batch takes no more memory than the second. Two steps, or one more where code is compiled or
     # recorded; the last one is timed.
-    batch = min(train.global_batch_size, _MOST_MICRO_BATCHES * train.micro_batch_size * need.processes)
+    groups = need.processes // config.parallel.context
+    batch = min(train.global_batch_size, _MOST_MICRO_BATCHES * train.micro_batch_size * groups)
     count = 3 if train.compile or train.cuda_graphs else 2
     with tempfile.TemporaryDirectory(
         prefix=".trifocal-doctor-", dir=existing_folder(Path(config.run.directory))
@@ -164,8 +165,10 @@ def _measured(need: Need, config: RunConfig) -> Need:
 def _processes(config: RunConfig, device: torch.device) -> int:
     """Processes that would share the work here: one a GPU, if the batch can be shared out."""
     count = torch.cuda.device_count() if device.type == "cuda" else 1
-    whole = config.train.global_batch_size % (config.train.micro_batch_size * count) == 0
-    return count if config.parallel.mode != "none" and whole else 1
+    context = config.parallel.context
+    # Processes that share each sequence get the same rows.
+    whole = config.train.global_batch_size * context % (config.train.micro_batch_size * count) == 0
+    return count if config.parallel.mode != "none" and whole else min(context, count)
 
 
 def _name(device: torch.device) -> str:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn.attention_base import Lesson
-from trifocal.ops.choice_loss import sample_queries, stretch_keys
+from trifocal.nn.context import Chunk, OwnTokens
+from trifocal.ops.choice_loss import Sample, sample_queries, stretch_keys
 
 
 class ChoiceTeaching(NamedTuple):
@@ -36,10 +37,18 @@ class Lessons:
         config: Configuration of the model.
         tokens: [B, T].
         positions: Position of each token in its document, [T].
+        own: The tokens among them that this process has; None for all.
     """
 
-    def __init__(self, teaching: ChoiceTeaching, config: ModelConfig, tokens: Tensor, positions: Tensor) -> None:
-        self._teaching, self._geometry, self._positions = teaching, config.geometry, positions
+    def __init__(
+        self,
+        teaching: ChoiceTeaching,
+        config: ModelConfig,
+        tokens: Tensor,
+        positions: Tensor,
+        own: OwnTokens | None = None,
+    ) -> None:
+        self._teaching, self._geometry, self._positions, self._own = teaching, config.geometry, positions, own
         self._keys = stretch_keys(tokens, teaching.row_length, teaching.stretch)
         self._figures: dict[int, Tensor] = {}
 
@@ -49,7 +58,18 @@ class Lessons:
         sample = sample_queries(
             self._keys, self._positions, teaching.step, layer, self._geometry, teaching.row_length, teaching.stretch
         )
-        return Lesson(sample, teaching.scales[layer])
+        samples = (sample,) if self._own is None else tuple(self._of_chunk(sample, chunk) for chunk in self._own.chunks)
+        return Lesson(samples, teaching.scales[layer])
+
+    def _of_chunk(self, sample: Sample, chunk: Chunk) -> Sample:
+        """The queries of the stretches that a chunk touches; those that lie outside of it teach nothing."""
+        begin, end = chunk.first_token, chunk.num_keys
+        length, stretch = self._teaching.row_length, self._teaching.stretch
+        stretches = -(-length // stretch)
+        first, last = (token // length * stretches + token % length // stretch for token in (begin, end - 1))
+        tokens, starts, eligible = (field[:, first : last + 1] for field in sample)
+        inside = tokens.clamp(begin, end - 1)
+        return Sample(inside, starts.minimum(inside), eligible & (inside == tokens))
 
     def add(self, layer: int, figures: Tensor) -> None:
         """Take the scaled loss and recall of a layer, [2]."""

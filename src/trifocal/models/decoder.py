@@ -11,6 +11,7 @@ from trifocal.models.layers import draw_weights, make_blocks, run_block, run_blo
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn import RMSNorm
 from trifocal.nn.attention_base import AttentionBase
+from trifocal.nn.context import ContextShard, OwnTokens
 from trifocal.ops import Documents
 from trifocal.ops.validation import check_rank
 
@@ -25,11 +26,16 @@ class DecoderLM(nn.Module):
 
     Args:
         config: Sizes and choices.
+
+    Attributes:
+        context: This process's place among those that share each sequence of a loss; None where each has its own.
+            Without targets, a forward pass is of whole sequences in each process.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.context: ContextShard | None = None
         # Not drawn here, as init_weights draws it: on the meta device a draw imports PyTorch's compiler, for a second.
         self.embedding = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.dim), freeze=False)
         self.blocks = make_blocks(config)
@@ -41,8 +47,10 @@ class DecoderLM(nn.Module):
         self.init_weights()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Compiled code is neither copied nor pickled: a copy compiles its own when it first runs.
-        return {name: value for name, value in super().__getstate__().items() if name not in ("_run_block", "_run_end")}
+        # Compiled code is neither copied nor pickled: a copy compiles its own when it first runs. Nor does a copy share
+        # its sequences with other processes.
+        left = ("_run_block", "_run_end")
+        return {name: value for name, value in super().__getstate__().items() if name not in left} | {"context": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -105,24 +113,28 @@ class DecoderLM(nn.Module):
 
         Returns:
             Logits, [B, T, vocab_size]; or with targets their mean loss in nats, a scalar in fp32 (fp64 for an
-            fp64 model), 0 if every target is -100.
+            fp64 model), 0 if every target is -100. With a `context`, this process's share of it; the shares add up.
 
         Raises:
             ValueError: If shapes do not fit; the message names them.
         """
         _check_tokens(tokens, targets)
         documents = self._documents(tokens, cu_seqlens)
+        if targets is None:
+            return self.logits(self.norm(self._last_residual(tokens, documents)))
+        own = None if self.context is None else OwnTokens.of(self.context, tokens, documents)
         lessons = None
-        if teaching is not None and targets is not None:
+        if teaching is not None:
             positions = (
                 torch.arange(tokens.shape[1], device=tokens.device) if documents is None else documents.positions
             )
-            lessons = Lessons(teaching, self.config, tokens, positions)
-        x = self._last_residual(tokens, documents, lessons)
-        if targets is None:
-            return self.logits(self.norm(x))
+            lessons = Lessons(teaching, self.config, tokens, positions, own)
+        counted = (targets != IGNORED_TARGET).sum().clamp(min=1)
+        if own is not None:
+            tokens, targets = own.shard.own(tokens), own.shard.own(targets)
+        x = self._last_residual(tokens, documents, lessons, own)
         end = self._run_end if torch.is_grad_enabled() else run_end
-        loss = end(self.norm, self._output_weight(), x, targets)
+        loss = end(self.norm, self._output_weight(), x, targets, counted)
         return loss if lessons is None else lessons.attach_to(loss)
 
     def hidden_states(
@@ -141,10 +153,18 @@ class DecoderLM(nn.Module):
             documents = Documents.from_cu_seqlens(documents, tokens.shape[1]).to(tokens.device)
         return documents
 
-    def _last_residual(self, tokens: Tensor, documents: Documents | None, lessons: Lessons | None = None) -> Tensor:
+    def _last_residual(
+        self,
+        tokens: Tensor,
+        documents: Documents | None,
+        lessons: Lessons | None = None,
+        own: OwnTokens | None = None,
+    ) -> Tensor:
         x = self.embedding(tokens)
         trained = tokens if self.training and torch.is_grad_enabled() else None
-        for residual in run_blocks(self.blocks, self.config, x, documents, trained_tokens=trained, lessons=lessons):
+        for residual in run_blocks(
+            self.blocks, self.config, x, documents, trained_tokens=trained, lessons=lessons, own=own
+        ):
             x = residual
         return x
 
@@ -207,14 +227,9 @@ def _check_tokens(tokens: Tensor, targets: Tensor | None) -> None:
         raise ValueError(f"targets must be of int64, got {targets.dtype}")
 
 
-def run_end(norm: nn.Module, output_weight: Tensor, x: Tensor, targets: Tensor) -> Tensor:
-    """The loss from the last layer's output."""
-    return _mean_loss(nn.functional.linear(norm(x), output_weight), targets)
-
-
-def _mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy over the targets that count, in fp32 at least."""
-    return summed_loss(logits, targets) / (targets != IGNORED_TARGET).sum().clamp(min=1)
+def run_end(norm: nn.Module, output_weight: Tensor, x: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
+    """The loss from the last layer's output: summed over the targets, divided by the number that counts them all."""
+    return summed_loss(nn.functional.linear(norm(x), output_weight), targets) / counted
 
 
 def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:

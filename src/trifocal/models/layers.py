@@ -12,6 +12,7 @@ from trifocal.models.choice_teaching import Lessons
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn import Block, DenseAttention, NSAttention, SelectedAttention, WindowAttention
 from trifocal.nn.attention_base import AttentionBase, KVCache, RotaryTables, documents_and_positions
+from trifocal.nn.context import OwnTokens
 from trifocal.nn.random_selection import random_blocks
 from trifocal.nn.rope import RopeScaling
 from trifocal.nn.selected_dropout import drop_selected
@@ -38,6 +39,7 @@ def run_blocks(
     caches: Sequence[KVCache] = (),
     trained_tokens: Tensor | None = None,
     lessons: Lessons | None = None,
+    own: OwnTokens | None = None,
 ) -> Iterator[Tensor]:
     """Run the layers of a decoder.
 
@@ -49,6 +51,7 @@ def run_blocks(
         caches: Earlier tokens, one for each layer, which say where these ones lie; without documents.
         trained_tokens: In training, the tokens, [B, T]: they draw the queries of `selected_dropout`.
         lessons: Teach the choice of the layers, and take their figures.
+        own: Where processes share each sequence, the tokens of x and of `trained_tokens`; documents are of all.
 
     Yields:
         The residual stream after each layer, [B, T, E].
@@ -61,20 +64,19 @@ def run_blocks(
     layers: list[AttentionBase] = [block.attention for block in blocks]  # type: ignore[misc]
     scalings = [layer.rope_scaling for layer in layers]
     rotary = {
-        scaling: _shared_tables([layer for layer in layers if layer.rope_scaling == scaling], x, documents)
+        scaling: _shared_tables([layer for layer in layers if layer.rope_scaling == scaling], x, documents, own)
         for scaling in dict.fromkeys(scalings)
     }
+    shared: dict[str, Any] = {} if own is None else {"own": own}
     for index, (block, kind) in enumerate(zip(blocks, config.attention_of_layers, strict=True)):
-        given = {}
+        given = dict(shared)
         if kind in ("nsa", "selected") and config.selection == "random":
-            chosen = random_blocks(
-                documents_and_positions(x, documents)[1], config.geometry, config.num_kv_heads, index
-            )
+            positions = documents_and_positions(x, documents, own)[1]
+            chosen = random_blocks(positions, config.geometry, config.num_kv_heads, index)
             given["selected_blocks"] = chosen.expand(x.shape[0], -1, -1, -1)
         if kind == "nsa" and config.selected_dropout and trained_tokens is not None:
-            given["dropped"] = drop_selected(
-                trained_tokens, documents_and_positions(x, documents)[1], config.selected_dropout, index
-            )
+            positions = documents_and_positions(x, documents, own)[1]
+            given["dropped"] = drop_selected(trained_tokens, positions, config.selected_dropout, index)
         tables = rotary[scalings[index]]
         if lessons is not None and kind in ("nsa", "selected"):
             x, figures = block(x, cu_seqlens=documents, rotary=tables, lesson=lessons.of_layer(index), **given)
@@ -84,11 +86,13 @@ def run_blocks(
         yield x
 
 
-def _shared_tables(layers: list[AttentionBase], x: Tensor, documents: Documents | None) -> RotaryTables:
+def _shared_tables(
+    layers: list[AttentionBase], x: Tensor, documents: Documents | None, own: OwnTokens | None
+) -> RotaryTables:
     """Rotary tables of layers with the same scaling."""
     # A layer with compressed blocks has the tables of the others too.
     first = next((layer for layer in layers if layer.geometry is not None), layers[0])
-    return first.rotary_tables(x, documents)
+    return first.rotary_tables(x, documents, own)
 
 
 def wrap_blocks(blocks: nn.ModuleList, checkpointed_layers: range, run: Callable[..., Tensor]) -> None:

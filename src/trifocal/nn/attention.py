@@ -18,6 +18,7 @@ from trifocal.nn.attention_base import (
 )
 from trifocal.nn.chooser import ChoosingAttention
 from trifocal.nn.compressor import MeanCompressor, MLPCompressor
+from trifocal.nn.context import Chunk, OwnTokens, chunks_of, joined
 from trifocal.nn.gate import NUM_BRANCHES, SigmoidGate
 from trifocal.nn.rope import rotate
 from trifocal.ops import Documents, Geometry, nsa_attention, window_attention
@@ -79,6 +80,7 @@ class NSAttention(ChoosingAttention):
         dropped: Tensor | None = None,
         cache: KVCache | None = None,
         lesson: Lesson | None = None,
+        own: OwnTokens | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend.
 
@@ -90,6 +92,8 @@ class NSAttention(ChoosingAttention):
             dropped: Queries whose selected branch adds nothing, [B, T], True where dropped; see `selected_dropout`.
             cache: Holds earlier tokens, which give these their positions; the other arguments are ignored with it.
             lesson: What the choice learns in a training step.
+            own: Where processes share each sequence, the tokens of x. Then documents and the rotary tables' compressed
+                blocks are those of the whole sequence.
 
         Returns:
             [B, T, E]; with a lesson, and the scaled loss and recall of the choice, [2].
@@ -98,7 +102,7 @@ class NSAttention(ChoosingAttention):
             ValueError: If the boundaries do not fit.
         """
         check_input(x, self.q_proj.in_features)
-        documents, _ = documents_and_positions(x, cu_seqlens)
+        documents, _ = documents_and_positions(x, cu_seqlens, own)
         q, keys, values, [logits] = self._project(x, self.gate.proj)
         gates = self.gate(x, logits)
         if cache is not None:
@@ -106,34 +110,43 @@ class NSAttention(ChoosingAttention):
         if dropped is not None:
             # Of three branches, the second.
             gates = gates.masked_fill(nn.functional.pad(dropped[..., None, None], (1, 1)), 0.0)
-        (k_cmp, k_slc, k_win), (v_cmp, v_slc, v_win) = (
-            branches * (NUM_BRANCHES // self.branches) for branches in (keys, values)
-        )
+        rotary = rotary or self.rotary_tables(x, documents, own)
+        # Compressed keys are made of unrotated ones. Shared keys are rotated once.
+        q, *rotated = (rotate(states, rotary.cos, rotary.sin) for states in (q, *keys[-2:]))
+        raw = keys[0]
+        if own is not None:
+            raw, *rotated = map(own.shard.gather, (raw, *rotated))
+            values = [own.shard.gather(v) for v in values]
+        v_cmp, v_slc, v_win = values * (NUM_BRANCHES // self.branches)
+        k_slc, k_win = rotated[0], rotated[-1]
+        k_cmp, v_cmp = self._compressed_keys(raw, documents, rotary), self.v_compressor(v_cmp, documents)
+        index = self._index(x, rotary, own)
 
-        rotary = rotary or self.rotary_tables(x, documents)
-        q, k_slc = (rotate(states, rotary.cos, rotary.sin) for states in (q, k_slc))
-        k_win = k_slc if self.shared_kv else rotate(k_win, rotary.cos, rotary.sin)
-        k_cmp, v_cmp = self._compressed_keys(k_cmp, documents, rotary), self.v_compressor(v_cmp, documents)
-        index = self._index(x, rotary)
-        if selected_blocks is None:
-            selected_blocks = self._chosen(q, k_slc, index, documents)
-        o = nsa_attention(
-            q,
-            k_cmp,
-            v_cmp,
-            k_slc,
-            v_slc,
-            k_win,
-            v_win,
-            gates,
-            self.geometry,
-            cu_seqlens=documents,
-            selected_blocks=selected_blocks,
-            backend=self.backend,
-        )
+        def attend(chunk: Chunk) -> Tensor:
+            q_rows, keys, blocks = chunk.queries(q), chunk.keys(k_slc), self._num_compressed(chunk)
+            if selected_blocks is None:
+                chosen = self._chosen(q_rows, keys, index, chunk)
+            else:
+                chosen = chunk.queries(selected_blocks)
+            return nsa_attention(
+                q_rows,
+                chunk.keys(k_cmp, blocks),
+                chunk.keys(v_cmp, blocks),
+                keys,
+                chunk.keys(v_slc),
+                chunk.keys(k_win),
+                chunk.keys(v_win),
+                chunk.queries(gates),
+                self.geometry,
+                cu_seqlens=chunk.documents,
+                selected_blocks=chosen,
+                backend=self.backend,
+            )
+
+        o = joined([attend(chunk) for chunk in chunks_of(x, documents, own)])
         if lesson is None:
             return self.o_proj(o.flatten(2))
-        return self.o_proj(o.flatten(2)), self._taught(lesson, x, q, k_slc, index, documents, rotary)
+        return self.o_proj(o.flatten(2)), self._taught(lesson, x, q, k_slc, index, documents, rotary, own)
 
 
 class DenseAttention(AttentionBase):
@@ -146,22 +159,34 @@ class DenseAttention(AttentionBase):
         cu_seqlens: Tensor | Documents | None = None,
         rotary: RotaryTables | None = None,
         cache: KVCache | None = None,
+        own: OwnTokens | None = None,
     ) -> Tensor:
         """Attend; arguments and result as in `NSAttention.forward`.
 
-        How packed documents are attended to: `trifocal.nn.packed`.
+        How packed documents are attended to: `trifocal.nn.packed`. Queries that are the last ones of more keys attend
+        as in a window of all these keys.
         """
         check_input(x, self.q_proj.in_features)
-        documents, _ = documents_and_positions(x, cu_seqlens)
+        documents, _ = documents_and_positions(x, cu_seqlens, own)
         q, [k], [v], _ = self._project(x)
         if cache is not None:
             return self.o_proj(cache.attend(self, q, [k], [v]).flatten(2))
-        rotary = rotary or self.rotary_tables(x, documents)
+        rotary = rotary or self.rotary_tables(x, documents, own)
         q, k = (rotate(states, rotary.cos, rotary.sin) for states in (q, k))
-        return self.o_proj(self._attend(q, k, v, documents).flatten(2))
+        if own is not None:
+            k, v = own.shard.gather(k), own.shard.gather(v)
+        o = joined(
+            [
+                self._attend(chunk.queries(q), chunk.keys(k), chunk.keys(v), chunk.documents)
+                for chunk in chunks_of(x, documents, own)
+            ]
+        )
+        return self.o_proj(o.flatten(2))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
-        """q [B, T, H, D], k [B, T, G, D], v [B, T, G, V] -> [B, T, H, V]."""
+        """q [B, T, H, D], k [B, S, G, D], v [B, S, G, V] -> [B, T, H, V]."""
+        if q.shape[1] < k.shape[1]:
+            return window_attention(q, k, v, k.shape[1], cu_seqlens=documents)
         if documents is None:
             return _dense_attention(q, k, v)
         # Imported here, because PyTorch's varlen attention imports its compiler.

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from trifocal.nn.context import OwnTokens
 from trifocal.nn.norm import AllHeadsRMSNorm, RMSNorm
 from trifocal.nn.projection import project
 from trifocal.nn.rope import UNSCALED, RopeScaling, rotary_tables
@@ -25,8 +26,8 @@ class RotaryTables(NamedTuple):
     """Cosines and sines of a whole forward pass, the same in every layer.
 
     Attributes:
-        cos, sin: Rotations of the tokens, [T, D/2].
-        cos_cmp, sin_cmp: Rotations of the compressed blocks, [C, D/2]; None from a layer without them.
+        cos, sin: Rotations of the tokens of this process, [T, D/2].
+        cos_cmp, sin_cmp: Rotations of all compressed blocks, [C, D/2]; None from a layer without them.
         cos_idx, sin_idx: Rotations of the tokens for an index, [T, Di/2]; None from a layer without one.
     """
 
@@ -42,11 +43,11 @@ class Lesson(NamedTuple):
     """What a layer's choice of blocks learns in a training step; see `trifocal.ops.choice_loss`.
 
     Attributes:
-        sample: Queries of this layer.
+        samples: Queries of this layer in each chunk of its tokens; one chunk where all tokens are here.
         scale: Factor on the sums of their losses and recalls, a scalar.
     """
 
-    sample: Sample
+    samples: tuple[Sample, ...]
     scale: Tensor
 
 
@@ -148,16 +149,20 @@ class AttentionBase(nn.Module):
             for heads in (num_heads, num_kv_heads)
         )
 
-    def rotary_tables(self, x: Tensor, cu_seqlens: Tensor | Documents | None = None) -> RotaryTables:
-        """Tables to be shared by layers alike; x [B, T, E] gives length, device, type."""
-        documents, positions = documents_and_positions(x, cu_seqlens)
+    def rotary_tables(
+        self, x: Tensor, cu_seqlens: Tensor | Documents | None = None, own: OwnTokens | None = None
+    ) -> RotaryTables:
+        """Tables to be shared by layers alike; x [B, T, E] gives length, device, type; `own` says which tokens."""
+        documents, positions = documents_and_positions(x, cu_seqlens, own)
+        num_tokens = x.shape[1] if own is None else own.num_tokens
         exact, geometry, scales = torch.promote_types(x.dtype, torch.float32), self.geometry, self.rope_scaling
         by_length = scales.depends_on_length
         # Tokens of the sequence, or of each token's document.
-        length: int | Tensor = x.shape[1] if by_length else 0
+        length: int | Tensor = num_tokens if by_length else 0
         lengths = None if documents is None or not by_length else documents.cu_seqlens.diff()
         if documents is not None and lengths is not None:
             length = lengths[documents.ids]
+            length = length if own is None else own.shard.own(length, 0)
 
         def tables(positions: Tensor, width: int, length: int | Tensor = length) -> tuple[Tensor, Tensor]:
             return rotary_tables(positions, width, self.rope_theta, exact, scales, length)
@@ -169,10 +174,10 @@ class AttentionBase(nn.Module):
         if geometry is None:
             return found
         if documents is None:
-            starts = torch.arange(geometry.num_compressed_blocks(x.shape[1]), device=x.device)
+            starts = torch.arange(geometry.num_compressed_blocks(num_tokens), device=x.device)
             cos, sin = tables(starts * geometry.compression_stride, self.head_dim)
         else:
-            layout = compressed_layout(documents, max_packed_compressed_blocks(x.shape[1], geometry), geometry)
+            layout = compressed_layout(documents, max_packed_compressed_blocks(num_tokens, geometry), geometry)
             of_blocks = 0 if lengths is None else lengths[layout.ids.clamp(min=0)]
             cos, sin = tables(layout.starts, self.head_dim, of_blocks)
         return found._replace(cos_cmp=cos, sin_cmp=sin)
@@ -193,8 +198,12 @@ class AttentionBase(nn.Module):
         return q, keys, values, parts[2 * self.branches :]
 
 
-def documents_and_positions(x: Tensor, cu_seqlens: Tensor | Documents | None) -> tuple[Documents | None, Tensor]:
-    """Documents, checked, and the position of each of the T tokens in its document, [T]."""
+def documents_and_positions(
+    x: Tensor, cu_seqlens: Tensor | Documents | None, own: OwnTokens | None = None
+) -> tuple[Documents | None, Tensor]:
+    """Documents, checked, and the position of each of the T tokens in its document, [T]; those of `own` tokens."""
+    if own is not None:
+        return own.documents, own.positions
     num_tokens = x.shape[1]
     if cu_seqlens is None:
         return None, torch.arange(num_tokens, device=x.device)

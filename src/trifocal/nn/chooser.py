@@ -18,9 +18,11 @@ from torch.nn import functional
 
 from trifocal.nn.attention_base import INDEX_DIM, AttentionBase, Lesson, RotaryTables
 from trifocal.nn.compressor import MeanCompressor, MLPCompressor
+from trifocal.nn.context import Chunk, OwnTokens, chunks_of
 from trifocal.nn.rope import rotate
 from trifocal.ops import Documents, Geometry, compressed_attention, select_blocks, select_blocks_by_index
 from trifocal.ops.choice_loss import choice_loss
+from trifocal.ops.layout import max_packed_compressed_blocks
 
 Chooser = Literal["compressed", "index", "exact"]
 # The choice needs the scores' log-sum-exp alone. Few columns of values are the least that the operation takes.
@@ -82,21 +84,36 @@ class ChoosingAttention(AttentionBase):
         """Index queries and keys for a cache; None without an index."""
         return self.index.project(x) if self.index is not None else None  # type: ignore[operator]
 
-    def _index(self, x: Tensor, rotary: RotaryTables) -> tuple[Tensor, Tensor] | None:
-        """Rotated index queries and keys; None without an index."""
-        return self.index(x, rotary.cos_idx, rotary.sin_idx) if self.index is not None else None
+    def _index(self, x: Tensor, rotary: RotaryTables, own: OwnTokens | None) -> tuple[Tensor, Tensor] | None:
+        """Rotated index queries of x, and all keys; None without an index."""
+        if self.index is None:
+            return None
+        q_idx, k_idx = self.index(x, rotary.cos_idx, rotary.sin_idx)
+        return q_idx, k_idx if own is None else own.shard.gather(k_idx)
+
+    def _num_compressed(self, chunk: Chunk) -> int:
+        """Compressed blocks, or slots of documents, of the tokens up to a chunk's end."""
+        if chunk.documents is None:
+            return self.geometry.num_compressed_blocks(chunk.num_keys)
+        return max_packed_compressed_blocks(chunk.num_keys, self.geometry)
 
     @torch.no_grad()
-    def _chosen(
-        self, q: Tensor, k: Tensor, index: tuple[Tensor, Tensor] | None, documents: Documents | None
-    ) -> Tensor | None:
-        """The choice, [B, T, G, N], of rotated queries and keys of the selected branch; None: by compressed keys."""
+    def _chosen(self, q: Tensor, k: Tensor, index: tuple[Tensor, Tensor] | None, chunk: Chunk) -> Tensor | None:
+        """The choice, [B, T, G, N], of a chunk; None: by compressed keys.
+
+        Args:
+            q: The chunk's rotated queries.
+            k: Rotated keys of the selected branch up to its end.
+            index: Index queries and keys of all chunks.
+            chunk: The chunk.
+        """
         if self.watcher is not None:
             self.watcher(q, k)
         if index is not None:
-            return select_blocks_by_index(*index, self.geometry, cu_seqlens=documents, backend=self.backend)
+            q_idx, k_idx = chunk.queries(index[0]), chunk.keys(index[1])
+            return select_blocks_by_index(q_idx, k_idx, self.geometry, cu_seqlens=chunk.documents, backend=self.backend)
         if self.chooser == "exact":
-            return choose_blocks(q, k, k.shape[1], tokens_as_blocks(self.geometry), documents, self.backend)
+            return choose_blocks(q, k, k.shape[1], tokens_as_blocks(self.geometry), chunk.documents, self.backend)
         return None
 
     def _taught(
@@ -108,17 +125,23 @@ class ChoosingAttention(AttentionBase):
         index: tuple[Tensor, Tensor] | None,
         documents: Documents | None,
         rotary: RotaryTables,
+        own: OwnTokens | None,
     ) -> Tensor:
-        """The layer's loss, whose gradient reaches the chooser alone, and its recall, both scaled: [2]."""
-        rest = (lesson.sample, self.geometry, documents)
-        if index is not None:
-            figures = choice_loss(q, k, *rest, q_idx=index[0], k_idx=index[1], backend=self.backend)
-        else:
-            k_cmp = self._taught_keys(x.detach(), documents, rotary)
-            figures = choice_loss(q, k, *rest, k_cmp=k_cmp, backend=self.backend)
-        return lesson.scale * torch.stack(figures)
+        """The loss of the layer's queries, whose gradient reaches the chooser alone, and their recall, scaled: [2]."""
+        k_cmp = self._taught_keys(x.detach(), documents, rotary, own) if index is None else None
+        figures = []
+        for chunk, sample in zip(chunks_of(q, documents, own), lesson.samples, strict=True):
+            student = {"k_cmp": chunk.keys(k_cmp, self._num_compressed(chunk))} if k_cmp is not None else {}
+            if index is not None:
+                student = {"q_idx": chunk.queries(index[0]), "k_idx": chunk.keys(index[1])}
+            q_rows, keys = chunk.queries(q), chunk.keys(k)
+            found = choice_loss(q_rows, keys, sample, self.geometry, chunk.documents, backend=self.backend, **student)
+            figures.append(torch.stack(found))
+        return lesson.scale * torch.stack(figures).sum(0)
 
-    def _taught_keys(self, x: Tensor, documents: Documents | None, rotary: RotaryTables) -> Tensor:
+    def _taught_keys(
+        self, x: Tensor, documents: Documents | None, rotary: RotaryTables, own: OwnTokens | None
+    ) -> Tensor:
         """Compressed keys, made again so that their gradient reaches φ and, where it is their own, the projection."""
         width = self.num_kv_heads * self.head_dim
         weight = self.k_proj.weight[:width]
@@ -134,6 +157,7 @@ class ChoosingAttention(AttentionBase):
             parts = raw.to(exact).unflatten(-1, (-1, len(weight)))
             raw = functional.rms_norm(parts, weight.shape, weight, norm.eps).to(raw.dtype).flatten(-2)
         raw = raw.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        raw = raw if own is None else own.shard.gather(raw)
         return self._compressed_keys(raw, documents, rotary)
 
     def _compressed_keys(self, raw: Tensor, documents: Documents | None, rotary: RotaryTables) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from trifocal.nn.attention_base import KVCache, Lesson, RotaryTables, check_input, documents_and_positions
 from trifocal.nn.chooser import ChoosingAttention, choose_blocks
 from trifocal.nn.compressor import MeanCompressor
+from trifocal.nn.context import Chunk, OwnTokens, chunks_of, joined
 from trifocal.nn.rope import rotate
 from trifocal.ops import Documents, Geometry, selected_attention
 from trifocal.ops.dispatch import check_backend
@@ -51,24 +52,42 @@ class SelectedAttention(ChoosingAttention):
         selected_blocks: Tensor | None = None,
         cache: KVCache | None = None,
         lesson: Lesson | None = None,
+        own: OwnTokens | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend; arguments and result as in `NSAttention.forward`."""
         check_input(x, self.q_proj.in_features)
-        documents, _ = documents_and_positions(x, cu_seqlens)
+        documents, _ = documents_and_positions(x, cu_seqlens, own)
         q, [k], [v], _ = self._project(x)
         if cache is not None:
             return self.o_proj(cache.attend(self, q, [k], [v], index=self._unrotated_index(x)).flatten(2))
         raw = k.detach()
-        rotary = rotary or self.rotary_tables(x, documents)
+        rotary = rotary or self.rotary_tables(x, documents, own)
         q, k = (rotate(states, rotary.cos, rotary.sin) for states in (q, k))
-        index = self._index(x, rotary)
-        if selected_blocks is None:
-            selected_blocks = self._chosen(q, k, index, documents)
-        if selected_blocks is None:
+        k, v = (k, v) if own is None else (own.shard.gather(k), own.shard.gather(v))
+        index = self._index(x, rotary, own)
+        k_cmp = None
+        if selected_blocks is None and self.chooser == "compressed":
             with torch.no_grad():
+                raw = raw if own is None else own.shard.gather(raw)
                 k_cmp = self._compressed_keys(raw, documents, rotary)
-                selected_blocks = choose_blocks(q, k_cmp, k.shape[1], self.geometry, documents, self.backend)
-        o = selected_attention(q, k, v, selected_blocks, self.geometry, cu_seqlens=documents, backend=self.backend)
+
+        def attend(chunk: Chunk) -> Tensor:
+            q_rows, keys = chunk.queries(q), chunk.keys(k)
+            if selected_blocks is not None:
+                chosen: Tensor | None = chunk.queries(selected_blocks)
+            else:
+                chosen = self._chosen(q_rows, keys, index, chunk)
+            if chosen is None:
+                assert k_cmp is not None
+                with torch.no_grad():
+                    few = chunk.keys(k_cmp, self._num_compressed(chunk))
+                    chosen = choose_blocks(q_rows, few, chunk.num_keys, self.geometry, chunk.documents, self.backend)
+            values = chunk.keys(v)
+            return selected_attention(
+                q_rows, keys, values, chosen, self.geometry, cu_seqlens=chunk.documents, backend=self.backend
+            )
+
+        o = joined([attend(chunk) for chunk in chunks_of(x, documents, own)])
         if lesson is None:
             return self.o_proj(o.flatten(2))
-        return self.o_proj(o.flatten(2)), self._taught(lesson, x, q, k, index, documents, rotary)
+        return self.o_proj(o.flatten(2)), self._taught(lesson, x, q, k, index, documents, rotary, own)

@@ -83,7 +83,7 @@ def compressed_attention(
         geometry: Block sizes, in tokens.
         num_keys: Tokens behind the compressed blocks, S; T when not given.
         scale: Factor on the scores; 1/sqrt(D) when not given.
-        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1 and T is S.
+        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1.
         backend: `"auto"`, `"reference"` or `"triton"`.
 
     Returns:
@@ -129,7 +129,7 @@ def select_blocks(
         geometry: Block sizes, in tokens.
         num_keys: Tokens behind the compressed blocks, S; T when not given.
         scale: Factor on the scores; 1/sqrt(D) when not given.
-        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1 and T is S.
+        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1.
         backend: `"auto"`, `"reference"` or `"triton"`.
 
     Returns:
@@ -171,7 +171,7 @@ def select_blocks_by_index(
         k_idx: One index key a token, for all groups, [B, S, Di].
         geometry: Block sizes, in tokens.
         num_keys: S; the number of index keys when not given.
-        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1 and T is S.
+        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1.
         backend: `"auto"`, `"reference"` or `"triton"`.
 
     Returns:
@@ -213,7 +213,7 @@ def selected_attention(
             query's past, negative or too large, is a pad; a block that is named twice counts once; N may be 0.
         geometry: Block sizes, in tokens.
         scale: Factor on the scores; 1/sqrt(D) when not given.
-        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1 and T is S, and indices count from
+        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1, and indices count from
             the start of the query's own document.
         backend: `"auto"`, `"reference"` or `"triton"`.
 
@@ -253,7 +253,7 @@ def window_attention(
         v: Values, [B, S, G, V].
         window_size: Keys that a query sees, from 1 to 2**31 - 1.
         scale: Factor on the scores; 1/sqrt(D) when not given.
-        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1 and T is S.
+        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1.
         backend: `"auto"`, `"reference"` or `"triton"`.
 
     Returns:
@@ -299,7 +299,7 @@ def nsa_attention(
         gates: Weights of the branches in the order cmp, slc, win, [B, T, H, 3].
         geometry: Block sizes, in tokens.
         scale: Factor on the scores; 1/sqrt(D) when not given.
-        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1 and T is S.
+        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1.
         selected_blocks: The choice, [B, T, G, N], to use instead of `select_blocks`; see `selected_attention`.
         backend: `"auto"`, `"reference"` or `"triton"`.
 
@@ -357,7 +357,7 @@ def nsa(
         gates: Weights of the branches in the order cmp, slc, win, [B, T, H, 3].
         geometry: Block sizes, in tokens.
         scale: Factor on the scores; 1/sqrt(D) when not given.
-        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1 and T is S.
+        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1.
         backend: `"auto"`, `"reference"` or `"triton"`.
 
     Returns:

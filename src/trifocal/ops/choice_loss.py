@@ -122,13 +122,13 @@ def choice_loss(
     """The loss and the recall of the choice, each summed over eligible sampled queries and groups.
 
     Args:
-        q: The layer's rotated queries, [B, T, H, D].
-        k: Rotated keys of the selected branch, [B, T, G, D].
-        sample: The queries.
+        q: The layer's rotated queries, [B, T, H, D]; the last T positions of the S keys.
+        k: Rotated keys of the selected branch, [B, S, G, D].
+        sample: The queries; their tokens count from the first key.
         geometry: Block sizes, in tokens.
         documents: Packed documents, with B == 1.
         k_cmp: The student, if it is the compressed attention: rotated compressed keys, [B, C, G, D].
-        q_idx, k_idx: The student, if it is an index: [B, T, G, Di] and [B, T, Di].
+        q_idx, k_idx: The student, if it is an index: [B, T, G, Di] and [B, S, Di].
         backend: `"auto"`, `"reference"` or `"triton"`.
 
     Returns:
@@ -141,7 +141,7 @@ def choice_loss(
     kernels = resolve("choice_loss", backend, q, k, geometry) == "triton"
     widest = k.shape[2] * num_blocks(k.shape[1], geometry, documents) * _TENSORS_OF_BLOCKS
     if not kernels:
-        widest = q.shape[2] * q.shape[1]
+        widest = q.shape[2] * k.shape[1]
     elif k_cmp is not None:
         widest = max(widest, q.shape[2] * k_cmp.shape[1])
     parts = -(-batch * num_queries * widest // _MOST_NUMBERS)
@@ -174,15 +174,15 @@ def _loss_of(
         free = free_blocks(sample, geometry, blocks)
         where = (sample.tokens.contiguous(), sample.starts.contiguous(), geometry, blocks, documents)
         if kernels:
-            mass = operators.teacher_masses(_at(q, sample.tokens), k, *where)
+            mass = operators.teacher_masses(_sampled(q, k, sample), k, *where)
         else:
             mass = teacher_masses(q, k, sample, geometry, documents)
         if k_cmp is not None:
-            student = compressed_importance(q, k_cmp, sample, geometry, documents)
+            student = compressed_importance(q, k_cmp, sample, geometry, documents, k.shape[1])
         else:
             assert q_idx is not None and k_idx is not None
             if kernels:
-                largest, _ = operators.index_scores(_at(q_idx, sample.tokens), k_idx, *where)
+                largest, _ = operators.index_scores(_sampled(q_idx, k_idx, sample), k_idx, *where)
                 scores = largest * q_idx.shape[-1] ** -0.5
             else:
                 scores = index_scores(q_idx, k_idx, sample, geometry, documents)
@@ -265,7 +265,7 @@ def free_blocks(sample: Sample, geometry: Geometry, blocks: int) -> Tensor:
 @torch.no_grad()
 def teacher_masses(q: Tensor, k: Tensor, sample: Sample, geometry: Geometry, documents: Documents | None) -> Tensor:
     """Attention over the whole past by selection block, the mean over a group's heads: [B, M, G, J]."""
-    scores = _token_scores(_at(q, sample.tokens).unflatten(2, (k.shape[2], -1)), k, sample, geometry, documents)
+    scores = _token_scores(_sampled(q, k, sample).unflatten(2, (k.shape[2], -1)), k, sample, geometry, documents)
     mass = scores.flatten(-2).softmax(-1).mean(2).unflatten(-1, scores.shape[-2:]).sum(-1)
     return _own_blocks(mass.transpose(1, 2), sample, geometry, documents, k.shape[1])
 
@@ -275,16 +275,16 @@ def index_scores(
 ) -> Tensor:
     """The largest scaled token score of each block, [B, M, G, J]; the first such token gets the gradient."""
     k = k_idx[:, :, None].expand(-1, -1, q_idx.shape[2], -1)
-    scores = _token_scores(_at(q_idx, sample.tokens)[:, :, :, None], k, sample, geometry, documents)
+    scores = _token_scores(_sampled(q_idx, k_idx, sample)[:, :, :, None], k, sample, geometry, documents)
     return _own_blocks(scores[:, :, 0].max(-1).values.transpose(1, 2), sample, geometry, documents, k.shape[1])
 
 
 def compressed_importance(
-    q: Tensor, k_cmp: Tensor, sample: Sample, geometry: Geometry, documents: Documents | None
+    q: Tensor, k_cmp: Tensor, sample: Sample, geometry: Geometry, documents: Documents | None, num_tokens: int
 ) -> Tensor:
-    """Importance by compressed keys, the mean over a group's heads: [B, M, G, J]."""
-    exact, num_tokens, position = accumulator(q), q.shape[1], sample.tokens - sample.starts
-    q_at = _at(q, sample.tokens).unflatten(2, (k_cmp.shape[2], -1)).to(exact)
+    """Importance by the compressed keys of `num_tokens` tokens, the mean over a group's heads: [B, M, G, J]."""
+    exact, position = accumulator(q), sample.tokens - sample.starts
+    q_at = _at(q, sample.tokens - (num_tokens - q.shape[1])).unflatten(2, (k_cmp.shape[2], -1)).to(exact)
     scores = torch.einsum("bmgrd,bcgd->bgrmc", q_at, k_cmp.to(exact)) * q.shape[-1] ** -0.5
     block = torch.arange(k_cmp.shape[1], device=q.device)
     last_token = block * geometry.compression_stride + (geometry.compression_block_size - 1)
@@ -303,6 +303,11 @@ def compressed_importance(
 
 def _longest(num_tokens: int, documents: Documents | None) -> int:
     return num_tokens if documents is None or documents.max_length is None else documents.max_length
+
+
+def _sampled(q: Tensor, k: Tensor, sample: Sample) -> Tensor:
+    """Queries of a sample, of q [B, T, ...], the last T positions of k [B, S, ...]."""
+    return _at(q, sample.tokens - (k.shape[1] - q.shape[1]))
 
 
 def _at(x: Tensor, tokens: Tensor) -> Tensor:

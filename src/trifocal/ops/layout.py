@@ -71,6 +71,11 @@ class Documents(NamedTuple):
         ids = torch.searchsorted(cu_seqlens[1:], tokens, right=True, out_int32=True)
         return cls(cu_seqlens, ids, tokens - cu_seqlens[ids], row_length, row_length is not None)
 
+    def first(self, num_tokens: int) -> "Documents":
+        """The first tokens alone: the document that holds the last of them ends there, and those behind are empty."""
+        cu_seqlens = self.cu_seqlens.clamp(max=num_tokens)
+        return self._replace(cu_seqlens=cu_seqlens, ids=self.ids[:num_tokens], positions=self.positions[:num_tokens])
+
     def to(self, device: torch.device | str) -> "Documents":
         """The same on another device, to which a GPU's copy starts without a wait."""
         device = torch.device(device)

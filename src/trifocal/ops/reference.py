@@ -150,7 +150,7 @@ def select_blocks(
     p_BGTC = p_BGRTC.movedim(2, -1).contiguous().sum(-1)
     if documents is not None:
         # From slots of the whole pack to slots of the query's own document.
-        first_block_T1 = compressed_layout(documents, 0, geometry).first_blocks[documents.ids][:, None]
+        first_block_T1 = compressed_layout(documents, 0, geometry).first_blocks[visibility.query_ids][:, None]
         local_C = torch.arange(geometry.num_compressed_blocks(num_keys), device=q.device)
         slots_TC = first_block_T1 + local_C
         inside_TC = slots_TC < k_cmp.shape[1]
@@ -372,12 +372,13 @@ def _compressed_visibility(
 
 def _token_positions(q: Tensor, num_keys: int, documents: Documents | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Documents and positions of queries [T] and keys [S]; without documents the queries are the last T."""
+    first_query = num_keys - q.shape[1]
     if documents is not None:
         # Views for the keys: the compiler takes no tensor twice among the inputs of one function.
-        return documents.ids, documents.positions, documents.ids.view(-1), documents.positions.view(-1)
+        keys = documents.ids.view(-1), documents.positions.view(-1)
+        return documents.ids[first_query:], documents.positions[first_query:], *keys
     positions = torch.arange(num_keys, device=q.device, dtype=torch.int32)
     ids = torch.zeros_like(positions)
-    first_query = num_keys - q.shape[1]
     return ids[first_query:], positions[first_query:], ids, positions
 
 

@@ -109,8 +109,6 @@ def resolve_documents(
         return None
     if batch != 1:
         raise ValueError(f"cu_seqlens needs B = 1: pack the documents one behind the other, got B = {batch}")
-    if num_queries != num_keys:
-        raise ValueError(f"cu_seqlens needs as many queries as keys, got T = {num_queries} and S = {num_keys}")
     documents = Documents.of(cu_seqlens, num_keys)
     if documents.ids.device != device:
         raise ValueError(f"cu_seqlens must be on the device of q, {device}, got {documents.ids.device}")

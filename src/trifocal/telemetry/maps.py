@@ -98,7 +98,9 @@ def choosing_shares(layer: LayerAttention, queries: Tensor) -> Tensor:
     sample = layer.sample(queries)
     position, geometry = layer.positions[queries][:, None, None], layer.geometry
     if len(layer.chooser) == 1:
-        importance = compressed_importance(layer.q, layer.chooser[0], sample, geometry, layer.documents)
+        importance = compressed_importance(
+            layer.q, layer.chooser[0], sample, geometry, layer.documents, layer.q.shape[1]
+        )
         seen = importance.where(position >= geometry.compression_block_size - 1, 0)
         return seen / seen.sum(-1, keepdim=True).clamp(min=1e-30)
     if not layer.chooser:

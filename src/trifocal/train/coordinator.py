@@ -55,10 +55,11 @@ class StepCoordinator:
     Args:
         processes: This process among those of the run.
         teacher: Counts the queries that teach the choice, if it is taught.
+        context: Processes that share each sequence: all of them have, and count, the same rows.
     """
 
-    def __init__(self, processes: DistributedContext, teacher: ChoiceTeacher | None = None) -> None:
-        self._processes, self._teacher = processes, teacher
+    def __init__(self, processes: DistributedContext, teacher: ChoiceTeacher | None = None, context: int = 1) -> None:
+        self._processes, self._teacher, self._context = processes, teacher, context
         self._ahead: _NextStep | None = None
         self._begun = False
 
@@ -95,7 +96,7 @@ class StepCoordinator:
             return StepData(batches, loader.state_dict(), targets, packed, self._eligible(batches, step))
         current = self._ahead or self._read_ahead(loader, count, signals, heartbeat, step)
         with heartbeat.phase("wait"):
-            summed, stop, failed, *eligible = current.answer()
+            summed, stop, failed, *counts = current.answer()
             documents = current.documents()
             if failed:
                 self._processes.raise_on_all(current.error)
@@ -104,7 +105,8 @@ class StepCoordinator:
         self._begun = True
         self._ahead = None if last else self._read_ahead(loader, count, signals, heartbeat, step + 1)
         most = [int(number) for number in documents]
-        return StepData(current.batches, current.position, int(summed), most, eligible or None)
+        eligible = [count / self._context for count in counts]
+        return StepData(current.batches, current.position, int(summed) // self._context, most, eligible or None)
 
     def _eligible(self, batches: list[Batch], step: int) -> list[float] | None:
         return None if self._teacher is None else [*map(float, self._teacher.eligible(batches, step))]

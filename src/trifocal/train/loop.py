@@ -132,7 +132,7 @@ def run_training(setup: TrainSetup, notes: list[str], checkpoint: Path | None) -
         signals = stack.enter_context(StopSignals())
         if setup.graphs is not None:
             stack.callback(setup.graphs.release)
-        coordinator = StepCoordinator(setup.processes, setup.teacher)
+        coordinator = StepCoordinator(setup.processes, setup.teacher, setup.config.parallel.context)
         silence = setup.config.parallel.silence_seconds
         stack.enter_context(coordinator.watched(log.heartbeat, setup.directory, silence, log.event))
         try:
@@ -173,7 +173,8 @@ class Trainer:
         train = self.config.train
         self.generates_code = train.compile or setup.graphs is not None
         self.compiled_kinds: set[bool] = set()
-        self.accumulation = train.global_batch_size // (train.micro_batch_size * setup.processes.size)
+        groups = setup.processes.size // self.config.parallel.context
+        self.accumulation = train.global_batch_size // (train.micro_batch_size * groups)
         self.train_step = TrainStep(
             setup.loss_function,
             setup.optimizer,

@@ -16,8 +16,8 @@ def memory_remedies(config: RunConfig, num_devices: int = 1) -> list[str]:
         config: The configuration that does not fit.
         num_devices: Devices that train together.
     """
-    train = config.train
-    share = train.global_batch_size // num_devices
+    train, context = config.train, config.parallel.context
+    share = train.global_batch_size * context // num_devices
     smaller = [size for size in range(1, train.micro_batch_size) if share % size == 0]
     found = [f"--train.micro_batch_size {smaller[-1]}"] if smaller else []
     first, last = train.checkpointed_layers(config.model.num_layers)
@@ -25,8 +25,12 @@ def memory_remedies(config: RunConfig, num_devices: int = 1) -> list[str]:
         found.append("--train.activation_checkpointing all")
     if num_devices > 1 and config.parallel.mode not in ("fsdp", "hsdp"):
         found.append("--parallel.mode fsdp")
-    if train.sequence_length > 1:
-        found.append(f"--train.sequence_length {train.sequence_length // 2}")
+    if num_devices > context and train.sequence_length % (2 * num_devices) == 0:
+        found.append(f"--parallel.context {num_devices}")
+    # Processes that share a row need equal chunks of it.
+    chunks = 2 * context if context > 1 else 1
+    if shorter := train.sequence_length // (2 * chunks) * chunks:
+        found.append(f"--train.sequence_length {shorter}")
     if num_devices == 1:
         found.append("several GPUs with --parallel.mode fsdp")
     return found

@@ -62,6 +62,8 @@ def parallelize_model(model: DecoderLM, config: RunConfig, processes: Distribute
     """
     section, device = config.parallel, processes.device
     mode, note = choose_mode(section.mode, processes, config.model)
+    if section.context > 1:
+        note += f"; {section.context} processes share each row"
     if mode == "hsdp" and (section.shards or processes.local_size) == 1:
         why = "parallel.shards is 1" if section.shards else "each machine has one process, and parallel.shards is 0"
         raise UserError(f'{why}: hsdp would share nothing; take parallel.mode "fsdp" or "ddp", or more shards')
@@ -75,6 +77,7 @@ def parallelize_model(model: DecoderLM, config: RunConfig, processes: Distribute
         static_graph=section.static_graph,
         exchange_after=config.train.cuda_graphs and device.type == "cuda",
         repeatable=config.run.deterministic or device.type == "cpu",
+        context=section.context,
     )
     return parallel, note
 
@@ -146,8 +149,9 @@ class TrainSetup:
                 sequence_length=config.train.sequence_length,
                 batch_size=config.train.micro_batch_size,
                 vocab_size=config.model.vocab_size,
-                rank=processes.rank,
-                world_size=processes.size,
+                # Those that share sequences get the same rows.
+                rank=processes.rank // config.parallel.context,
+                world_size=processes.size // config.parallel.context,
                 on_stall=lambda seconds, activity: self.on_data_stall(seconds, activity),
             )
         )

@@ -61,8 +61,9 @@ def evaluate(
 ) -> Evaluation:
     """Mean loss over the valid targets of some batches.
 
-    Several processes share the batches. Each loss is added up in the order of its batch, so that the sum does not
-    depend on the number of processes; and each runs the model equally often, as a sharded model requires.
+    Several processes share the batches; those that share sequences get the same ones. Each loss is added up in the
+    order of its batch, so that the sum does not depend on the number of processes; and each runs the model equally
+    often, as a sharded model requires.
 
     Args:
         model: The model.
@@ -78,13 +79,17 @@ def evaluate(
     targets, text_bytes = 0, 0
     counts = [batch.valid_targets for batch in batches]
     losses: dict[int, float] = {}
-    for first in range(0, len(batches), processes.size):
-        index = min(first + processes.rank, len(batches) - 1)
+    sharing = 1 if model.context is None else model.context.size
+    groups = processes.size // sharing
+    for first in range(0, len(batches), groups):
+        index = min(first + processes.rank // sharing, len(batches) - 1)
         with autocast(device, precision):
             losses[index] = batch_loss(model, batches[index], device).item()
-        on_batch(min(first + processes.size, len(batches)))
-    for found in processes.gather(losses):
-        losses.update(found)
+        on_batch(min(first + groups, len(batches)))
+    of_ranks = processes.gather(losses)
+    for rank in range(0, processes.size, sharing):
+        shares = of_ranks[rank : rank + sharing]
+        losses.update({index: sum(share[index] for share in shares) for index in shares[0]})
     nats = 0.0
     for index, (batch, count) in enumerate(zip(batches, counts, strict=True)):
         nats += count * losses[index]

@@ -68,6 +68,27 @@ def test_processes_share_the_global_batch(tmp_path: Path) -> None:
         preflight(make_config(tmp_path), CPU, num_processes=3)
 
 
+def test_processes_that_share_sequences_need_equal_chunks(tmp_path: Path) -> None:
+    def check(num_processes: int, *flags: str) -> None:
+        preflight(make_config(tmp_path, *flags), CPU, num_processes=num_processes)
+
+    two = ("--parallel.context", "2")
+    check(2, *two, "--train.micro_batch_size", "4")
+    check(4, *two)
+    for count, started in ((1, "1 process was"), (3, "3 processes were")):
+        with pytest.raises(UserError, match=rf"context is 2, and {started} started; start a multiple of 2 \(torchrun"):
+            check(count, *two)
+    with pytest.raises(
+        UserError, match=r"length 34 does not cut into the 4 equal chunks .*--train\.sequence_length 36$"
+    ):
+        check(2, *two, "--train.sequence_length", "34")
+    # More chunks than tokens.
+    with pytest.raises(UserError, match=r"length 2 does not cut into the 4 equal chunks .*--train\.sequence_length 4$"):
+        check(2, *two, "--train.sequence_length", "2")
+    with pytest.raises(UserError, match=r"micro_batch_size 2 times 3 groups of 2 processes; the next one is .* 6$"):
+        check(6, *two)
+
+
 def test_bf16_needs_hardware_that_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(tmp_path, "--train.precision", "bf16")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_bf16": True})

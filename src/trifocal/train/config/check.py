@@ -51,7 +51,8 @@ def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -
         UserError: If the run would fail; names the fields to change.
     """
     tokenizer = make_tokenizer(config.data.tokenizer, separator=config.data.separator)
-    _check_batches(config, num_processes)
+    _check_context(config, num_processes)
+    _check_batches(config, num_processes // config.parallel.context)
     _check_saving(config)
     _check_text(config, tokenizer)
     _check_precision(config, device)
@@ -62,16 +63,34 @@ def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -
     _check_disk(config)
     check_sinks(config.log.sink_names())
     _check_traces(config)
-    return tokenizer, _notes(config, num_processes)
+    return tokenizer, _notes(config, num_processes // config.parallel.context)
 
 
-def _check_batches(config: RunConfig, num_processes: int) -> None:
+def _check_context(config: RunConfig, num_processes: int) -> None:
+    context, length = config.parallel.context, config.train.sequence_length
+    if num_processes % context:
+        started = "1 process was" if num_processes == 1 else f"{num_processes} processes were"
+        raise UserError(
+            f"parallel.context is {context}, and {started} started; start a multiple of {context} "
+            f"(torchrun --nproc-per-node={context}), or set --parallel.context 1"
+        )
+    chunks = 2 * context
+    if context > 1 and length % chunks:
+        raise UserError(
+            f"train.sequence_length {length} does not cut into the {chunks} equal chunks of parallel.context "
+            f"{context}; the next length that does is --train.sequence_length {-(-length // chunks) * chunks}"
+        )
+
+
+def _check_batches(config: RunConfig, num_groups: int) -> None:
+    """Check how the batch is shared out among groups of processes, each with rows of its own."""
     whole, micro = config.train.global_batch_size, config.train.micro_batch_size
-    at_once = micro * num_processes
+    at_once = micro * num_groups
     if whole % at_once:
-        processes = f" times {num_processes} processes" if num_processes > 1 else ""
+        kind = "processes" if config.parallel.context == 1 else f"groups of {config.parallel.context} processes"
+        processes = f" times {num_groups} {kind}" if num_groups > 1 else ""
         remedy = f"the next one is --train.global_batch_size {-(-whole // at_once) * at_once}"
-        smaller = math.gcd(whole // num_processes, micro) if whole % num_processes == 0 else 0
+        smaller = math.gcd(whole // num_groups, micro) if whole % num_groups == 0 else 0
         if smaller:
             remedy += f", or set --train.micro_batch_size {smaller}"
         raise UserError(
@@ -240,7 +259,7 @@ def disk_bytes(config: RunConfig) -> int:
     return kept * parameter_count(config.model) * CHECKPOINT_BYTES_PER_PARAMETER
 
 
-def _notes(config: RunConfig, num_processes: int) -> list[str]:
+def _notes(config: RunConfig, num_groups: int) -> list[str]:
     notes = []
     length, geometry = config.train.sequence_length, config.model.geometry
     kinds = config.model.attention_of_layers
@@ -261,9 +280,9 @@ def _notes(config: RunConfig, num_processes: int) -> list[str]:
                 f"train.sequence_length {length} is shorter than a compressed block of "
                 f"{geometry.compression_block_size}: the compressed branch sees nothing"
             )
-    if config.data.streams % num_processes and has_text(config.data.source):
+    if config.data.streams % num_groups and has_text(config.data.source):
         notes.append(
-            f"data.streams {config.data.streams} is not a multiple of {num_processes} processes: each reads the data "
+            f"data.streams {config.data.streams} is not a multiple of {num_groups} processes: each reads the data "
             "of others too; set it before the first step of a run, it decides the order of the rows"
         )
     if config.schedule.warmup_steps >= config.train.steps:

@@ -132,6 +132,9 @@ class ParallelSection:
     mode: Literal["auto", "none", "ddp", "fsdp", "hsdp"] = "auto"
     """"ddp": every process has the whole model; "fsdp": weights, gradients and optimizer are sharded over all; "hsdp":
     sharded over some and replicated over the rest; "none": one process; "auto": ddp if the model fits, else fsdp."""
+    context: int = 1
+    """Processes that share each sequence, for sequences that one GPU cannot train, or not fast enough; divides their
+    number. Each computes two of the 2 * context equal chunks of a sequence; the keys are exchanged. In any mode."""
     shards: int = 0
     """Processes that share one copy of the model under hsdp; divides their number. 0: those of one machine."""
     reshard_after_forward: bool = True
@@ -146,7 +149,7 @@ class ParallelSection:
 
     def __post_init__(self) -> None:
         check_types(self, "parallel")
-        check_at_least(self, "parallel", shards=0)
+        check_at_least(self, "parallel", shards=0, context=1)
         for name in ("timeout_seconds", "silence_seconds"):
             check_seconds(f"parallel.{name}", getattr(self, name))
 

@@ -1,0 +1,132 @@
+"""The part of each sequence that one process has, where several processes share a sequence: context parallelism.
+
+A sequence is cut into `2N` equal chunks for `N` processes. Process `i` has chunk `i` and chunk `2N - 1 - i`: the work
+of a query grows with its position, so all have the same work. Projections, norms and MLPs see own tokens alone.
+Attention gathers the keys of all processes. A chunk's queries are then the last positions of the keys up to the chunk's
+end, as every operation takes them (`T < S`); so a layer attends once for each chunk, and is exact.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trifocal.ops import Documents
+
+
+@dataclass(frozen=True)
+class ContextShard:
+    """A process's place among those that share each sequence.
+
+    Attributes:
+        rank: Its number among them, from 0.
+        size: N, their number.
+        gather: Own tokens of every process, [B, T, ...] -> [B, S, ...] in the order of the sequence; differentiable:
+            its backward pass sums the gradients of all processes.
+    """
+
+    rank: int
+    size: int
+    gather: Callable[[Tensor], Tensor]
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of a sequence."""
+        return 2 * self.size
+
+    def own(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Own tokens of a tensor with all S of them along `dim`.
+
+        Raises:
+            ValueError: If the tokens do not cut evenly into the chunks.
+        """
+        if x.shape[dim] % self.num_chunks:
+            raise ValueError(
+                f"{self.size} processes share a sequence in {self.num_chunks} equal chunks, got {x.shape[dim]} tokens; "
+                f"the length must be a multiple of {self.num_chunks}"
+            )
+        chunks = x.chunk(self.num_chunks, dim)
+        return torch.cat((chunks[self.rank], chunks[-1 - self.rank]), dim)
+
+
+class Chunk(NamedTuple):
+    """Queries that lie one behind the other, and the keys up to their end.
+
+    Attributes:
+        begin, end: Their places among the T queries of a layer.
+        num_keys: S, tokens up to the last of them.
+        documents: Packed documents of these tokens, or None.
+    """
+
+    begin: int
+    end: int
+    num_keys: int
+    documents: Documents | None
+
+    @property
+    def first_token(self) -> int:
+        """Token of the first query."""
+        return self.num_keys - (self.end - self.begin)
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Own rows of x [B, T, ...]."""
+        return _rows(x, self.begin, self.end)
+
+    def keys(self, x: Tensor, count: int | None = None) -> Tensor:
+        """The keys of x [B, S, ...] that lie up to the chunk's end, or the first `count`."""
+        return _rows(x, 0, self.num_keys if count is None else count)
+
+
+class OwnTokens(NamedTuple):
+    """This process's tokens in one forward pass.
+
+    Attributes:
+        shard: The place of this process.
+        num_tokens: Tokens of the whole sequence.
+        positions: Position of each own token in its document, [T].
+        documents: Documents of all tokens, or None.
+        chunks: The two chunks.
+    """
+
+    shard: ContextShard
+    num_tokens: int
+    positions: Tensor
+    documents: Documents | None
+    chunks: tuple[Chunk, ...]
+
+    @classmethod
+    def of(cls, shard: ContextShard, tokens: Tensor, documents: Documents | None) -> "OwnTokens":
+        """Own tokens of sequences.
+
+        Args:
+            shard: The place of this process.
+            tokens: All of them, [B, S].
+            documents: Packed documents, or None.
+        """
+        num_tokens = tokens.shape[1]
+        positions = torch.arange(num_tokens, device=tokens.device) if documents is None else documents.positions
+        own = shard.own(positions, 0)
+        length = num_tokens // shard.num_chunks
+        ends = length * (shard.rank + 1), num_tokens - length * shard.rank
+        chunks = tuple(
+            Chunk(place * length, (place + 1) * length, end, None if documents is None else documents.first(end))
+            for place, end in enumerate(ends)
+        )
+        return cls(shard, num_tokens, own, documents, chunks)
+
+
+def chunks_of(x: Tensor, documents: Documents | None, own: OwnTokens | None) -> tuple[Chunk, ...]:
+    """The chunks of a layer's queries x [B, T, ...]: one where all tokens are here."""
+    return (Chunk(0, x.shape[1], x.shape[1], documents),) if own is None else own.chunks
+
+
+def _rows(x: Tensor, begin: int, end: int) -> Tensor:
+    # A slice of everything would cost a copy in backward.
+    return x if end - begin == x.shape[1] else x[:, begin:end]
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """Results of the chunks, one behind the other, [B, T, ...]."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -1,0 +1,26 @@
+"""`benchmarks/context.py`: a layer in two processes, and the comparison of rows."""
+
+import argparse
+
+import pytest
+
+from tests.children import load_script
+
+context = load_script("benchmarks/context.py")
+
+
+def test_a_layer_is_compared_and_timed():
+    options = argparse.Namespace(device="cpu", tiny=True, tokens=0, limit=60.0)
+    row = context.layer_row(2, options)
+    assert row["status"] == "ok" and row["ms"] > 0 and row["without_exchange_ms"] > 0, row
+    assert row["peak_gib"] is None
+
+
+def test_rows_are_multiples_of_one_gpus():
+    one = {"part": "layer", "gpus": 1, "status": "ok", "ms": 100.0, "peak_gib": 10.0}
+    two = {**one, "gpus": 2, "ms": 50.0, "peak_gib": 6.0, "without_exchange_ms": 48.0}
+    failed = {"part": "model", "gpus": 2, "status": "failed after 0 of 8 steps"}
+    found = context.compared([one, two, {**failed, "gpus": 1}, failed])
+    assert found[0] == one and found[3] == failed
+    assert (found[1]["times_one_gpu"], found[1]["memory_of_one_gpu"]) == (2.0, 0.6)
+    assert found[1]["exposed_share"] == pytest.approx(0.04)

@@ -1,0 +1,151 @@
+"""Sequences that four processes share, two by two and all four, against one process in fp64: run by test_context.py."""
+
+import dataclasses
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trifocal.distributed import DistributedContext, processes_started
+from trifocal.distributed.context import make_context_shard
+from trifocal.models import DecoderLM
+from trifocal.models.choice_teaching import ChoiceTeaching
+from trifocal.nn.context import ContextShard
+from trifocal.nn.rope import RopeScaling
+from trifocal.ops import Geometry
+from trifocal.testing.small_models import make_model, random_tokens, small_config
+
+CPU = torch.device("cpu")
+# Cuts into 4 and into 8 chunks, of 26 and 13 tokens: ends lie inside of compressed and selected blocks, and stretches.
+ROWS, LENGTH, STRETCH = 2, 104, 5
+# Documents of one token, under a compressed block, ending at the end of a chunk (13, 104), over several chunks.
+BORDERS = (0, 1, 4, 13, 50, 103, 104, 111, 190, 208)
+GEOMETRY = Geometry(4, 2, 8, 4, 1, 1, 19)
+# Frequencies depend on the length of each document.
+DYNAMIC = RopeScaling(rope_type="dynamic", factor=4.0, original_max_position_embeddings=16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, and how it is run."""
+
+    name: str
+    changes: dict[str, Any]
+    packed: bool = False
+    taught: bool = False
+    checkpointing: bool = False
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "nsa": {},
+    "nsa, learned compressor, shared keys, norms": {"compressor": "mlp", "shared_kv": True, "qk_norm": True},
+    "nsa, index": {"chooser": "index", "rope_scaling": DYNAMIC},
+    "nsa, exact": {"selection": "exact"},
+    "nsa, random, dropped": {"selection": "random", "selected_dropout": 0.3},
+    "selected": {"attention": "selected"},
+    "selected, index": {"attention": "selected", "chooser": "index"},
+    "window, dense": {"layer_types": ("window", "dense"), "sliding_window": 9},
+}
+TAUGHT = ("nsa", "nsa, learned compressor, shared keys, norms", "nsa, index", "selected, index")
+
+
+def cases() -> list[Case]:
+    """Every model, plain and packed; the choice is taught where it can be."""
+    found = []
+    for packed in (False, True):
+        for name, changes in MODELS.items():
+            label = name + (", packed" if packed else "")
+            found.append(Case(label, changes, packed, name in TAUGHT, checkpointing=packed and name == "nsa"))
+    return found
+
+
+class Choices(TorchDispatchMode):
+    """Collects the chosen blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.trifocal.select_blocks.default, torch.ops.trifocal.select_blocks_by_index.default):
+            self.found.append(result)
+        return result
+
+
+def run(case: Case, shard: ContextShard | None) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor]:
+    """Loss, gradients, choices of the forward pass, and the totals of the teaching."""
+    config = small_config(geometry=GEOMETRY, backend="reference", **case.changes)
+    model: DecoderLM = make_model(config, CPU, torch.float64)
+    if case.checkpointing:
+        model.set_activation_checkpointing(0, config.num_layers)
+    model.context = shard
+    tokens = random_tokens((ROWS, LENGTH), 64, CPU)
+    # Valid targets are not as many in each chunk.
+    targets = tokens.roll(-1, 1).masked_fill(torch.arange(LENGTH) % 13 > 10, -100)
+    targets[:, :9] = -100
+    given: dict[str, Any] = {}
+    layers = config.num_layers
+    totals = torch.zeros(layers, 2, dtype=torch.float64)
+    if case.taught:
+        scales = torch.arange(1, layers + 1, dtype=torch.float64)
+        given["teaching"] = ChoiceTeaching(torch.tensor(3), scales, totals, LENGTH, STRETCH)
+    if case.packed:
+        tokens, targets = tokens.view(1, -1), targets.view(1, -1)
+        given["cu_seqlens"] = torch.tensor(BORDERS)
+    with Choices() as choices:
+        loss = model(tokens, targets, **given)
+    loss.backward()
+    gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
+    return loss.detach(), gradients, choices.found, totals
+
+
+def difference(case: Case, shard: ContextShard, group: dist.ProcessGroup) -> dict[str, Any]:
+    """What the processes of a group differ by from one process, relative to the largest entry."""
+    alone, together = run(case, None), run(case, shard)
+
+    def summed(x: Tensor) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    def relative(mine: Tensor, exact: Tensor) -> float:
+        return ((mine - exact).abs().max() / exact.abs().max().clamp(min=1e-30)).item()
+
+    # Of each layer two choices, one a chunk.
+    pairs = zip(together[2][::2], together[2][1::2], strict=True)
+    chosen = [shard.gather(torch.cat(pair, 1).double()) for pair in pairs]
+    return {
+        "name": f"{case.name}, {shard.size} processes",
+        "loss": relative(summed(together[0]), alone[0]),
+        "gradients": max(relative(summed(a), b) for a, b in zip(together[1], alone[1], strict=True)),
+        "figures": relative(summed(together[3]), alone[3]),
+        "choices": len(chosen),
+        "choices differ": len(chosen) != len(alone[2])
+        or any(not torch.equal(a.int(), b) for a, b in zip(chosen, alone[2], strict=True)),
+        "share": relative(together[0], alone[0]),
+    }
+
+
+def main(path: str, processes: DistributedContext) -> None:
+    """Measure all cases in groups of two and in one of four."""
+    found = []
+    groups = {2: [dist.new_group([0, 1]), dist.new_group([2, 3])], 4: [dist.new_group([0, 1, 2, 3])]}
+    for size, of_size in groups.items():
+        shard, group = make_context_shard(processes, size), of_size[processes.rank // size]
+        found += [difference(case, shard, group) for case in cases()]
+    if processes.is_rank0:
+        Path(path).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    with processes_started(CPU, timeout_seconds=60) as all_processes:
+        main(sys.argv[1], all_processes)

@@ -1,0 +1,114 @@
+"""Context parallelism: processes that share each sequence compute what one process does."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import context_worker
+from tests.distributed.workers import Workers, train
+from tests.train.tiny import write_config
+from trifocal.runlog import read_metrics
+
+# Sums in another order, in fp64, through two layers.
+BOUND = 1e-11
+
+
+def test_every_layer_is_one_process(tmp_path: Path) -> None:
+    """Loss, every gradient, the choice and its loss: two processes a sequence, and four, all in one start."""
+    path = tmp_path / "found.json"
+    ended = Workers([[str(Path(context_worker.__file__)), str(path)]] * 4, tmp_path).join(120)
+    assert [end.status for end in ended] == [0] * 4, "".join(end.error for end in ended)
+    found = json.loads(path.read_text())
+    assert len(found) == 2 * len(context_worker.cases())
+    for row in found:
+        assert max(row["loss"], row["gradients"], row["figures"]) < BOUND, row
+        assert not row["choices differ"], row
+        # One process alone has not the whole loss.
+        assert row["share"] > 0.1, row
+    assert sum(row["choices"] for row in found) > 40
+
+
+LENGTH = 36
+FLAGS = (
+    *("--train.sequence_length", str(LENGTH), "--data.streams", "2", "--train.micro_batch_size", "1"),
+    *("--evaluate.batches", "4", "--model.chooser", "index", "--train.choice_loss_weight", "0.5"),
+    *("--train.choice_loss_sample", "0.2", "--checkpoint.keep_last", "4", "--log.sample_interval_steps", "3"),
+    *("--log.sample_tokens", "4", "--log.telemetry_interval_steps", "6"),
+)
+
+
+def figures(run: Path) -> dict[str, list[float]]:
+    """Figures of the training steps and evaluations."""
+    rows = read_metrics(run / "metrics.jsonl", "train")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert all(row["tokens_seen"] == 4 * LENGTH * row["step"] for row in rows)
+    found = {name: [row[name] for row in rows] for name in ("loss", "gradient_norm", "choice_loss")}
+    found["choice_recall"] = [recall for row in rows for recall in row["choice_recall"]]
+    evaluations = read_metrics(run / "metrics.jsonl", "evaluation")
+    return found | {"validation_loss": [row["validation_loss"] for row in evaluations]}
+
+
+def finish(folder: Path, size: int, *flags: str, config: bool = True, fault: str = "", **variables: str) -> Path:
+    """A run, or the rest of one."""
+    folder.mkdir(exist_ok=True)
+    path = write_config(folder) if config else None
+    ended = train(folder, path, *flags, size=size, fault=fault, **variables).join(120)
+    assert [end.status for end in ended] == [0] * size, ended[0].error + ended[-1].error
+    assert all("warn" not in end.error.lower() for end in ended), ended[0].error
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process."""
+    return finish(tmp_path_factory.mktemp("one"), 1, *FLAGS)
+
+
+def same(run: Path, one: Path) -> None:
+    """Sums over processes round otherwise; six steps of AdamW at 1e-2 pass that on."""
+    for name, values in figures(one).items():
+        assert figures(run)[name] == pytest.approx(values, rel=1e-3), name
+
+
+def test_a_run_is_that_of_one_process(one: Path, tmp_path: Path) -> None:
+    """Two processes with rows of packed documents, replicated; the attention's statistics are of whole rows."""
+    run = finish(tmp_path, 2, *FLAGS, "--parallel.context", "2")
+    same(run, one)
+    notes = [row["message"] for row in read_metrics(run / "metrics.jsonl", "event") if row["name"] == "note"]
+    assert any(note.endswith("; 2 processes share each row") for note in notes)
+    measured = [read_metrics(path / "metrics.jsonl", "telemetry") for path in (run, one)]
+    assert len(measured[1]) == 2
+    for mine, theirs in zip(*measured, strict=True):
+        assert mine["gate_mean_slc"] == pytest.approx(theirs["gate_mean_slc"], rel=1e-3)
+
+
+def test_recorded_steps_are_the_same(one: Path, tmp_path: Path) -> None:
+    """Four processes, two a row, their weights sharded; gradients are added up in fixed buffers."""
+    same(finish(tmp_path, 4, *FLAGS, "--parallel.context", "2", "--parallel.mode", "fsdp", fault="graphs"), one)
+
+
+def test_compiled_layers_are_the_same(tmp_path: Path) -> None:
+    """The exchange of keys is an operator for the compiler, and is repeated where activations are made again.
+
+    The compiler takes most of the time.
+    """
+    few = ("--train.sequence_length", str(LENGTH), "--evaluate.interval_steps", "0", "--model.attention", "selected")
+    flags = ("--parallel.context", "2", "--train.compile", "true", "--train.activation_checkpointing", "all")
+    plain = finish(tmp_path / "plain", 1, *few)
+    run = finish(tmp_path, 2, *few, *flags, fault="compiled", FAULT_FILE=str(tmp_path / "graphs"))
+    for mine, theirs in zip(*(read_metrics(path / "metrics.jsonl", "train") for path in (run, plain)), strict=True):
+        for name in ("loss", "gradient_norm"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-3)
+    assert (tmp_path / "graphs1").read_text()
+
+
+def test_a_run_goes_on_with_any_number(one: Path, tmp_path: Path) -> None:
+    """One process, then two that share rows, then four, two by two, then one."""
+    run = tmp_path / "run"
+    shutil.copytree(one, run)
+    for step, size, context, mode in ((2, 2, 2, "ddp"), (4, 4, 2, "hsdp"), (4, 1, 1, "auto")):
+        flags = ("--resume", str(run), "--checkpoint", f"step_{step:08}", "--parallel.mode", mode)
+        finish(tmp_path, size, *flags, "--parallel.context", str(context), config=False)
+        same(run, one)
