@@ -11,7 +11,18 @@ import torch
 from tests.ops.cases import geometry
 from trifocal import Geometry
 from trifocal.ops import dispatch, operators
-from trifocal.ops.choice_loss import Sample, choice_loss, free_blocks, free_places, num_free, teacher_masses
+from trifocal.ops.choice_loss import (
+    FLOOR,
+    LEAST_MASS,
+    Sample,
+    choice_loss,
+    choice_shares,
+    free_blocks,
+    free_places,
+    index_scores,
+    num_free,
+    teacher_masses,
+)
 from trifocal.ops.layout import Documents, pad_boundaries
 
 pytest.importorskip("triton")
@@ -92,20 +103,28 @@ def assert_near(actual, exact, bound: float = BOUND) -> None:
 def test_masses_of_the_teacher(case: Case, device: str) -> None:
     documents, sample, (q, k, *_) = draw(case, device)
     exact = teacher_masses(q, k, sample, case.geometry, documents)
-    row = torch.arange(case.batch, device=device)[:, None]
     with mock.patch.object(dispatch, "IMPORTANCE_BUFFER_BYTES", case.buffer_bytes):
-        masses = operators.teacher_masses(
-            q.float()[row, sample.tokens], k.float(), *sample[:2], case.geometry, exact.shape[-1], documents
-        )
+        masses = operators.teacher_masses(q.float(), k.float(), *sample[:2], case.geometry, exact.shape[-1], documents)
     free = free_blocks(sample, case.geometry, exact.shape[-1])[:, :, None] & sample.eligible[:, :, None, None]
     assert_near([masses.where(free, 0)], [exact.where(free, 0)])
     assert (masses[~sample.eligible] == 0).all()
+
+
+def exact_recall(case: Case, documents, sample, q, k, q_idx, k_idx) -> torch.Tensor:
+    """The recall with ties to the lower index: `topk`, in the reference, takes whichever it likes."""
+    scores = index_scores(q_idx, k_idx, sample, case.geometry, documents)
+    mass = teacher_masses(q, k, sample, case.geometry, documents)
+    free = free_blocks(sample, case.geometry, scores.shape[-1])
+    order = torch.sort(scores.where(free[:, :, None], -torch.inf), dim=-1, descending=True, stable=True).indices
+    chosen = order[..., : free_places(case.geometry)]
+    return choice_shares(mass, chosen, free, sample.eligible, case.geometry)[0].sum()
 
 
 @each_case
 def test_loss_and_gradients_of_an_index(case: Case, device: str) -> None:
     documents, sample, inputs = draw(case, device)
     exact = taught(case, "reference", documents, sample, *inputs)
+    exact[1] = exact_recall(case, documents, sample, *inputs[:4])
     single = [x.float() for x in inputs]
     got = taught(case, "triton", documents, sample, *single)
     assert_near(got, exact)
@@ -127,10 +146,12 @@ def test_operators_pass_pytorch_s_own_check_and_compile_whole() -> None:
     case = CASES[4]
     documents, sample, inputs = draw(case, "cpu")
     q, k, q_idx, k_idx, _ = (x.float() for x in inputs)
-    where = operators.flat((*sample[:2], case.geometry, 7, documents))
-    leaves = (q_idx[:, : sample.tokens.shape[1]].clone().requires_grad_(), k_idx.requires_grad_())
-    torch.library.opcheck(torch.ops.trifocal.index_scores.default, (*leaves, *where))
-    torch.library.opcheck(torch.ops.trifocal.teacher_masses.default, (q[:, : sample.tokens.shape[1]], k, *where))
+    where = (case.geometry, 7)
+    leaves = (q_idx.requires_grad_(), k_idx.requires_grad_())
+    index_loss = operators.flat((*leaves, q, k, *sample, *where, FLOOR, LEAST_MASS, documents))
+    torch.library.opcheck(torch.ops.trifocal.index_loss.default, index_loss)
+    masses = operators.flat((q, k, *sample[:2], *where, documents))
+    torch.library.opcheck(torch.ops.trifocal.teacher_masses.default, masses)
 
     single = [x.float() for x in inputs]
     eager = taught(case, "triton", documents, sample, *single)
