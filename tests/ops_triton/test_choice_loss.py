@@ -56,6 +56,8 @@ CASES = (
     Case("packed: short, 1 token, many, empty ones as padding", 250, 4, 4, 2, lengths=(17, 1, 90, 5, 42, 95)),
     Case("packed: blocks of 48 tokens, tiles of keys across documents", 420, 6, lengths=(30, 201, 189),
          geometry=geometry(16, 8, 48, 2, 0, 1, 11)),
+    Case("a row of more blocks than a program has at least", 4120, 900),
+    Case("nothing to choose beside the forced blocks", 133, geometry=geometry(8, 4, 16, 2, 1, 1, 11)),
     Case("blocks of more keys than a product", 700, 30, 3, 3, geometry=geometry(4, 1, 128, 2, 1, 0, 11)),
 )  # fmt: skip
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])
@@ -130,6 +132,53 @@ def test_loss_and_gradients_of_an_index(case: Case, device: str) -> None:
     assert_near(got, exact)
     again = taught(case, "triton", documents, sample, *single)
     assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True)), "two runs differ"
+
+
+def test_loss_of_an_index_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[4]
+    documents, sample, inputs = draw(case, device)
+    exact = taught(case, "reference", documents, sample, *inputs)
+    exact[1] = exact_recall(case, documents, sample, *inputs[:4])
+    monkeypatch.setattr("trifocal.ops.choice_loss._MOST_NUMBERS", 900)
+    assert_near(taught(case, "triton", documents, sample, *(x.float() for x in inputs)), exact)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_is_not_eligible_is_zero_and_harms_nobody(packed: bool, device: str) -> None:
+    """A query that is drawn and does not exist has the token of the last that does, whose gradient must stay."""
+    case = CASES[4 if packed else 0]
+    documents, sample, inputs = draw(case, device)
+    # Each query twice, eligible once, first or last.
+    twice = Sample(*(field.repeat_interleave(2, 1) for field in sample))
+    turn = (
+        torch.arange(twice.tokens.shape[1], device=device) // 2 % 2
+        == torch.arange(twice.tokens.shape[1], device=device) % 2
+    )
+    twice = twice._replace(eligible=twice.eligible & turn)
+    exact = taught(case, "reference", documents, sample, *inputs)
+    exact[1] = exact_recall(case, documents, sample, *inputs[:4])
+    single = [x.float() for x in inputs]
+    assert_near(taught(case, "triton", documents, twice, *single), exact)
+    nobody = twice._replace(eligible=torch.zeros_like(twice.eligible))
+    assert all((x == 0).all() for x in taught(case, "triton", documents, nobody, *single))
+
+
+def test_a_teacher_without_mass_on_free_blocks_teaches_nothing(device: str) -> None:
+    """All mass is on forced blocks; for one query some is on one free block, and the others have none at all."""
+    case = CASES[0]
+    documents, sample, (q, k, q_idx, k_idx, k_cmp) = draw(case, device)
+    q, k = torch.ones_like(q), torch.zeros_like(k)
+    # The first block is forced; products are 400 times `dim ** 0.5` there, and in one free block for some queries.
+    k[:, :16] = 400.0 / case.dim**0.5
+    inputs = [q, k, q_idx, k_idx, k_cmp]
+    got = taught(case, "triton", documents, sample, *(x.float() for x in inputs))
+    assert all((x == 0).all() for x in got)
+    assert all((x == 0).all() for x in taught(case, "reference", documents, sample, *inputs))
+    k[:, 16:32] = 400.0 / case.dim**0.5
+    exact = taught(case, "reference", documents, sample, *inputs)
+    assert exact[0] > 0
+    exact[1] = exact_recall(case, documents, sample, *inputs[:4])
+    assert_near(taught(case, "triton", documents, sample, *(x.float() for x in inputs)), exact)
 
 
 def test_loss_and_gradient_of_compressed_keys_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,6 +203,8 @@ def calls():
     result = hopper + ampere
     for architecture in ("hopper", "ampere"):
         result += [
+            Call("teaching, 1024 blocks", architecture, lambda: teaching(64, 4, 128, blocks=1024), every_kernel=True),
+            Call("teaching, 16384 blocks", architecture, lambda: teaching(64, 4, 128, blocks=16384), every_kernel=True),
             Call("combination", architecture, combination),
             Call("decoding, learned compressor", architecture, lambda: decode_step(12, 2, 64, 64, learned=True)),
             Call("products of a decode step", architecture, lambda: decoding(768, 2048), every_kernel=True),
@@ -267,6 +269,15 @@ def test_little_is_spilled(compiled):
     for row in compiled:
         few = row["architecture"] == "ampere" and "256" not in row["call"]
         assert row["spill_bytes"] <= (FEW_SPILLED_BYTES if few else MOST_SPILLED_BYTES), row
+
+
+def test_a_row_of_the_choice_s_loss_stays_in_registers(compiled):
+    """On Hopper too, and up to as many blocks as the kernel says."""
+    found = [row for row in compiled if row["kernel"] in ("index_loss_kernel", "block_masses_kernel")]
+    longest = [(row["architecture"], row["kernel"]) for row in found if row["call"] == "teaching, 16384 blocks"]
+    assert len(set(longest)) == 4
+    for row in found:
+        assert row["spill_bytes"] <= FEW_SPILLED_BYTES, row
 
 
 def test_weights_in_8_bits_are_added_up_alike_for_any_number_of_rows(compiled):

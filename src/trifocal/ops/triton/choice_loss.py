@@ -3,23 +3,24 @@
 Teacher. The masses of blocks are sums of a softmax over the whole past. The kernel of `index_scoring` makes, for every
 head, log2 of each block's sum of exponentials, in one pass over the keys; a row of them is added to the log-sum-exp and
 the heads' shares to masses. At 65,536 tokens, 64/4 heads of 128 and one query in 64 that is 0.55 TFLOP, 2.1e9
-exponentials and 0.27 GB of block sums written and read, 0.09 ms on an H100. A second pass over the keys instead would be
-another 0.55 TFLOP, 0.75 ms, and would make a long past one program's work. Sums exist for a chunk of queries at a time.
+exponentials and 0.27 GB of block sums written and read, 0.09 ms on an H100. A second pass over the keys instead would
+be another 0.55 TFLOP, 0.75 ms, and would make a long past one program's work. Sums exist for a chunk of queries at a
+time.
 
 Student with an index. One kernel has all blocks of a row in registers: it makes the masses, the student's softmax, the
-loss, both choices and their recall, and the loss's gradient by the products, which it writes over them. Backward has no
-more to do than to carry that to queries and keys: a block's product is that of one token, which forward kept.
+loss, both choices and their recall, and the loss's gradient by the products, which it writes over them. Backward only
+carries that to queries and keys: a block's product is that of one token, which forward kept.
 
-| kernel | a program holds | it loops over | in and out of memory |
+| kernel | a program holds | it loops over | in and out of memory, bytes |
 |---|---|---|---|
-| masses | all blocks of some rows (query, group) | heads of the group | 4 bytes a row, head and block in; 4 a row and block out |
-| loss | the same | the same; halvings of a threshold, as `scoring` chooses | as above; 4 bytes in, 8 out a row and block |
+| masses | all blocks of some rows (query, group) | heads of the group | 4 a row, head, block in; 4 a row, block out |
+| loss | the same | these heads; halvings of a threshold, as in `scoring` | the same in; 4 in, 8 out a row, block |
 | d_q | d_q of a row | blocks: the gradient times the key of its token | a key, 8 bytes a row and block |
 | d_k | d_k of a tile of keys | rows: their gradients at their tokens, a matrix, times q | q, 8 bytes a row and block |
 
-A row of up to 16,384 blocks fits the registers of a multiprocessor, 1,048,576 tokens in blocks of 64; the compiler keeps
-what is longer in memory, which is right but slow. Queries are read where they lie, at their tokens. Rows are added in
-their order: equal bits in every run.
+The registers of a multiprocessor hold a row of up to 16,384 blocks, 1,048,576 tokens in blocks of 64; a longer row is
+spilled to memory, which is right but slow. Queries are read where they lie, at their tokens. Rows are added in their
+order: equal bits in every run.
 """
 
 from collections.abc import Iterator
@@ -65,12 +66,23 @@ def rows_of_program(
 
 
 @triton.jit
-def masses_of_rows(log_sums, row, past, width, Q_PER_KV: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Masses [ROWS, BLOCKS]: the share of each block of the past, the mean over the heads of a group."""
+def in_lines(block, candidates):
+    """Whether a block lies in a line that has candidates. Whole lines are read, in vectors, and then masked."""
+    return block // LINE < tl.cdiv(candidates, LINE)[:, None]
+
+
+@triton.jit
+def masses_of_rows(
+    log_sums, row, candidates, width, Q_PER_KV: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """Masses [ROWS, BLOCKS]: the share of each block of the past, the mean over the heads of a group; else 0."""
     mass = tl.zeros([ROWS, BLOCKS], tl.float32)
-    place = log_sums + (row * Q_PER_KV)[:, None] * width + tl.arange(0, BLOCKS)[None, :]
+    block = tl.arange(0, BLOCKS)[None, :]
+    past = block < candidates[:, None]
+    place = log_sums + (row * Q_PER_KV)[:, None] * width + block
     for head in range(Q_PER_KV):
-        log_sum = tl.load(place + head * width, mask=past, other=LOWEST)
+        log_sum = tl.load(place + head * width, mask=in_lines(block, candidates), other=LOWEST)
+        log_sum = tl.where(past, log_sum, LOWEST)
         weight = tl.exp2(log_sum - tl.max(log_sum, 1)[:, None])
         mass += weight * (1.0 / (tl.sum(weight, 1) * Q_PER_KV))[:, None]
     return tl.where(past, mass, 0.0)
@@ -88,8 +100,8 @@ def block_masses_kernel(
     row, exists, query, candidates = rows_of_program(
         sampled, starts, first_query, end_query, num_queries, num_rows, GROUPS, SELECTION, ROWS)
     block = tl.arange(0, BLOCKS)[None, :]
-    past = (exists & (candidates > NUM_SELECTED))[:, None] & (block < candidates[:, None])
-    mass = masses_of_rows(log_sums, row, past, block_lines * LINE, Q_PER_KV, ROWS, BLOCKS)
+    candidates = tl.where(exists & (candidates > NUM_SELECTED), candidates, 0)
+    mass = masses_of_rows(log_sums, row, candidates, block_lines * LINE, Q_PER_KV, ROWS, BLOCKS)
     out = masses + (query * GROUPS + row % GROUPS)[:, None] * num_blocks + block
     tl.store(out, mass, mask=exists[:, None] & (block < num_blocks))
 
@@ -110,22 +122,23 @@ def index_loss_kernel(
     row, exists, query, candidates = rows_of_program(
         sampled, starts, first_query, end_query, num_queries, num_rows, GROUPS, SELECTION, ROWS)
     taught = exists & (tl.load(eligible + query) != 0) & (candidates > NUM_SELECTED)
+    candidates = tl.where(taught, candidates, 0)
     block = tl.arange(0, BLOCKS)[None, :]
-    past = taught[:, None] & (block < candidates[:, None])
-    free = past & (block >= INITIAL) & (block < candidates[:, None] - LOCAL)
-    mass = tl.where(free, masses_of_rows(log_sums, row, past, width, Q_PER_KV, ROWS, BLOCKS), 0.0)
+    free = (block >= INITIAL) & (block < candidates[:, None] - LOCAL)
+    mass = tl.where(free, masses_of_rows(log_sums, row, candidates, width, Q_PER_KV, ROWS, BLOCKS), 0.0)
     out_row = query * GROUPS + row % GROUPS
     out = out_row[:, None] * width + block
-    product = tl.load(products + out, mask=free, other=LOWEST)
 
     # The recall. A row that teaches nothing has no free block and wants none.
     wanted = tl.where(taught, NUM_SELECTED - INITIAL - LOCAL, 0)
     best = tl.sum(tl.where(most_important(mass, free, wanted, ROWS), mass, 0.0), 1)
+    product = tl.where(free, tl.load(products + out, mask=in_lines(block, candidates), other=LOWEST), LOWEST)
     held = tl.sum(tl.where(most_important(as_importance(product), free, wanted, ROWS), mass, 0.0), 1)
     recall = tl.where(best > least_mass, held / tl.maximum(best, least_mass), 0.0)
     tl.store(recalls + out_row, recall, mask=exists)
 
-    # The loss.
+    # The loss. The products are read again, so that registers are free for the choices.
+    product = tl.where(free, tl.load(products + out, mask=in_lines(block, candidates), other=LOWEST), LOWEST)
     weight = tl.exp2((product - tl.max(product, 1)[:, None]) * (scale * LOG2_E_KERNEL))
     weight = tl.where(free, weight, 0.0)
     total = tl.sum(weight, 1)
@@ -152,7 +165,10 @@ def index_d_q_kernel(
     num_queries, num_tokens, num_blocks,
     GROUPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SELECTION: tl.constexpr, BLOCKS: tl.constexpr,
 ):
-    """d_q of one row (batch, query, group), written if anything is taught: queries that teach may share a token."""
+    """d_q of one row (batch, query, group), which is zeros before.
+
+    A row that is taught nothing writes nothing: its token may be that of a query which is.
+    """
     row = tl.program_id(0).to(tl.int64)
     query = row // GROUPS
     batch = query // num_queries
