@@ -11,7 +11,18 @@ import torch
 from tests.ops.cases import geometry
 from trifocal import Geometry
 from trifocal.ops import dispatch, operators
-from trifocal.ops.choice_loss import Sample, choice_loss, free_blocks, free_places, num_free, teacher_masses
+from trifocal.ops.choice_loss import (
+    FLOOR,
+    LEAST_MASS,
+    Sample,
+    choice_loss,
+    choice_shares,
+    free_blocks,
+    free_places,
+    index_scores,
+    num_free,
+    teacher_masses,
+)
 from trifocal.ops.layout import Documents, pad_boundaries
 
 pytest.importorskip("triton")
@@ -45,6 +56,8 @@ CASES = (
     Case("packed: short, 1 token, many, empty ones as padding", 250, 4, 4, 2, lengths=(17, 1, 90, 5, 42, 95)),
     Case("packed: blocks of 48 tokens, tiles of keys across documents", 420, 6, lengths=(30, 201, 189),
          geometry=geometry(16, 8, 48, 2, 0, 1, 11)),
+    Case("a row of more blocks than a program has at least", 4120, 900),
+    Case("nothing to choose beside the forced blocks", 133, geometry=geometry(8, 4, 16, 2, 1, 1, 11)),
     Case("blocks of more keys than a product", 700, 30, 3, 3, geometry=geometry(4, 1, 128, 2, 1, 0, 11)),
 )  # fmt: skip
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])
@@ -92,25 +105,97 @@ def assert_near(actual, exact, bound: float = BOUND) -> None:
 def test_masses_of_the_teacher(case: Case, device: str) -> None:
     documents, sample, (q, k, *_) = draw(case, device)
     exact = teacher_masses(q, k, sample, case.geometry, documents)
-    row = torch.arange(case.batch, device=device)[:, None]
     with mock.patch.object(dispatch, "IMPORTANCE_BUFFER_BYTES", case.buffer_bytes):
-        masses = operators.teacher_masses(
-            q.float()[row, sample.tokens], k.float(), *sample[:2], case.geometry, exact.shape[-1], documents
-        )
+        masses = operators.teacher_masses(q.float(), k.float(), *sample[:2], case.geometry, exact.shape[-1], documents)
     free = free_blocks(sample, case.geometry, exact.shape[-1])[:, :, None] & sample.eligible[:, :, None, None]
     assert_near([masses.where(free, 0)], [exact.where(free, 0)])
     assert (masses[~sample.eligible] == 0).all()
+
+
+def exact_recall(case: Case, documents, sample, q, k, q_idx, k_idx) -> torch.Tensor:
+    """The recall with ties to the lower index: `topk`, in the reference, takes whichever it likes."""
+    scores = index_scores(q_idx, k_idx, sample, case.geometry, documents)
+    mass = teacher_masses(q, k, sample, case.geometry, documents)
+    free = free_blocks(sample, case.geometry, scores.shape[-1])
+    order = torch.sort(scores.where(free[:, :, None], -torch.inf), dim=-1, descending=True, stable=True).indices
+    chosen = order[..., : free_places(case.geometry)]
+    return choice_shares(mass, chosen, free, sample.eligible, case.geometry)[0].sum()
 
 
 @each_case
 def test_loss_and_gradients_of_an_index(case: Case, device: str) -> None:
     documents, sample, inputs = draw(case, device)
     exact = taught(case, "reference", documents, sample, *inputs)
+    exact[1] = exact_recall(case, documents, sample, *inputs[:4])
     single = [x.float() for x in inputs]
     got = taught(case, "triton", documents, sample, *single)
     assert_near(got, exact)
     again = taught(case, "triton", documents, sample, *single)
     assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True)), "two runs differ"
+
+
+def test_loss_of_an_index_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[4]
+    documents, sample, inputs = draw(case, device)
+    exact = taught(case, "reference", documents, sample, *inputs)
+    exact[1] = exact_recall(case, documents, sample, *inputs[:4])
+    monkeypatch.setattr("trifocal.ops.choice_loss._MOST_NUMBERS", 900)
+    assert_near(taught(case, "triton", documents, sample, *(x.float() for x in inputs)), exact)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_last_queries_alone(packed: bool, compressed: bool, device: str) -> None:
+    """Queries that are the last ones of the keys, as a process has them that shares a sequence."""
+    case, begin = CASES[4 if packed else 0], 61
+    documents, sample, (q, k, q_idx, k_idx, k_cmp) = draw(case, device)
+    inside = sample.tokens.clamp(min=begin)
+    eligible = sample.eligible & (sample.tokens >= begin)
+    sample = Sample(inside, sample.starts.minimum(inside), eligible)
+    assert eligible.any()
+    inputs = (q[:, begin:], k, q_idx[:, begin:], k_idx, k_cmp)
+    exact = taught(case, "reference", documents, sample, *inputs, compressed=compressed)
+    single = [x.float() for x in inputs]
+    got = taught(case, "triton", documents, sample, *single, compressed=compressed)
+    # Ties of the choice: see `exact_recall`.
+    assert_near([got[0], *got[2:]], [exact[0], *exact[2:]])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_is_not_eligible_is_zero_and_harms_nobody(packed: bool, device: str) -> None:
+    """A query that is drawn and does not exist has the token of the last that does, whose gradient must stay."""
+    case = CASES[4 if packed else 0]
+    documents, sample, inputs = draw(case, device)
+    # Each query twice, eligible once, first or last.
+    twice = Sample(*(field.repeat_interleave(2, 1) for field in sample))
+    turn = (
+        torch.arange(twice.tokens.shape[1], device=device) // 2 % 2
+        == torch.arange(twice.tokens.shape[1], device=device) % 2
+    )
+    twice = twice._replace(eligible=twice.eligible & turn)
+    exact = taught(case, "reference", documents, sample, *inputs)
+    exact[1] = exact_recall(case, documents, sample, *inputs[:4])
+    single = [x.float() for x in inputs]
+    assert_near(taught(case, "triton", documents, twice, *single), exact)
+    nobody = twice._replace(eligible=torch.zeros_like(twice.eligible))
+    assert all((x == 0).all() for x in taught(case, "triton", documents, nobody, *single))
+
+
+@pytest.mark.parametrize("score", [30, 400])
+def test_a_teacher_without_mass_on_free_blocks_teaches_nothing(score: int, device: str) -> None:
+    """The free blocks have 1e-11 of the mass, or numerically none, until one of them gets as much as the forced one."""
+    case = CASES[0]
+    documents, sample, (q, k, *others) = draw(case, device)
+    q, k = torch.ones_like(q), torch.zeros_like(k)
+    k[:, :16] = score / case.dim**0.5
+    inputs = [q, k, *others]
+    for backend, numbers in (("reference", inputs), ("triton", [x.float() for x in inputs])):
+        assert all((x == 0).all() for x in taught(case, backend, documents, sample, *numbers))
+    k[:, 16:32] = k[:, :16]
+    exact = taught(case, "reference", documents, sample, *inputs)
+    assert exact[0] > 0 and exact[1] > 0
+    exact[1] = exact_recall(case, documents, sample, *inputs[:4])
+    assert_near(taught(case, "triton", documents, sample, *(x.float() for x in inputs)), exact)
 
 
 def test_loss_and_gradient_of_compressed_keys_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,10 +212,12 @@ def test_operators_pass_pytorch_s_own_check_and_compile_whole() -> None:
     case = CASES[4]
     documents, sample, inputs = draw(case, "cpu")
     q, k, q_idx, k_idx, _ = (x.float() for x in inputs)
-    where = operators.flat((*sample[:2], case.geometry, 7, documents))
-    leaves = (q_idx[:, : sample.tokens.shape[1]].clone().requires_grad_(), k_idx.requires_grad_())
-    torch.library.opcheck(torch.ops.trifocal.index_scores.default, (*leaves, *where))
-    torch.library.opcheck(torch.ops.trifocal.teacher_masses.default, (q[:, : sample.tokens.shape[1]], k, *where))
+    where = (case.geometry, 7)
+    leaves = (q_idx.requires_grad_(), k_idx.requires_grad_())
+    index_loss = operators.flat((*leaves, q, k, *sample, *where, FLOOR, LEAST_MASS, documents))
+    torch.library.opcheck(torch.ops.trifocal.index_loss.default, index_loss)
+    masses = operators.flat((q, k, *sample[:2], *where, documents))
+    torch.library.opcheck(torch.ops.trifocal.teacher_masses.default, masses)
 
     single = [x.float() for x in inputs]
     eager = taught(case, "triton", documents, sample, *single)

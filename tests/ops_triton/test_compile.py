@@ -31,7 +31,7 @@ def calls():
     from trifocal.ops.decode.triton.draw_tokens import draw_tokens
     from trifocal.ops.decode.triton.linear import embedding, linear
     from trifocal.ops.layout import Documents
-    from trifocal.ops.triton.choice_loss import index_scores_backward, index_scores_forward, teacher_masses_forward
+    from trifocal.ops.triton.choice_loss import index_loss_backward, index_loss_forward, teacher_masses_forward
     from trifocal.ops.triton.combine import combine_backward, combine_forward, row_sums
     from trifocal.ops.triton.index_scoring import select_blocks_by_index_forward
     from trifocal.ops.triton.interval.compressed import compressed_backward, compressed_forward
@@ -90,14 +90,16 @@ def calls():
         documents, geometry, length = documents_of(16384, packed), geometry or Geometry(), 16384
         select_blocks_by_index_forward(empty(1, length, 4, 64), empty(1, length, 64), geometry, length, documents)
 
-    def teaching(heads, groups, dim, packed=False):
-        documents, length = documents_of(16384, packed), 16384
+    def teaching(heads, groups, dim, packed=False, blocks=256):
+        length = 64 * blocks
+        documents = documents_of(length, packed)
         tokens, k_idx = empty(1, 256, dtype=torch.int64), empty(1, length, 64)
-        where = (tokens, tokens, Geometry(), length // 64, documents)
-        teacher_masses_forward(empty(1, 256, heads, dim), empty(1, length, groups, dim), *where)
-        q_idx = empty(1, 256, groups, 64)
-        scores, places = index_scores_forward(q_idx, k_idx, *where)
-        index_scores_backward(scores, places, q_idx, k_idx, *where[:3])
+        q, k, q_idx = (empty(1, length, *sizes) for sizes in ((heads, dim), (groups, dim), (groups, 64)))
+        teacher_masses_forward(q, k, tokens, tokens, Geometry(), blocks, documents)
+        eligible, rules = empty(1, 256, dtype=torch.bool), (Geometry(), blocks, 1e-6, 1e-9, documents)
+        *_, d_products, places = index_loss_forward(q_idx, k_idx, q, k, tokens, tokens, eligible, *rules)
+        d_loss = empty(dtype=torch.float32)
+        index_loss_backward(d_loss, d_products, places, q_idx, k_idx, tokens, tokens, Geometry())
 
     def compression(dim, dtype=torch.bfloat16, packed=False, geometry=None):
         geometry, length = geometry or Geometry(), 1024
@@ -201,6 +203,8 @@ def calls():
     result = hopper + ampere
     for architecture in ("hopper", "ampere"):
         result += [
+            Call("teaching, 1024 blocks", architecture, lambda: teaching(64, 4, 128, blocks=1024), every_kernel=True),
+            Call("teaching, 16384 blocks", architecture, lambda: teaching(64, 4, 128, blocks=16384), every_kernel=True),
             Call("combination", architecture, combination),
             Call("decoding, learned compressor", architecture, lambda: decode_step(12, 2, 64, 64, learned=True)),
             Call("products of a decode step", architecture, lambda: decoding(768, 2048), every_kernel=True),
@@ -265,6 +269,15 @@ def test_little_is_spilled(compiled):
     for row in compiled:
         few = row["architecture"] == "ampere" and "256" not in row["call"]
         assert row["spill_bytes"] <= (FEW_SPILLED_BYTES if few else MOST_SPILLED_BYTES), row
+
+
+def test_a_row_of_the_choice_s_loss_stays_in_registers(compiled):
+    """On Hopper too, and up to as many blocks as the kernel says."""
+    found = [row for row in compiled if row["kernel"] in ("index_loss_kernel", "block_masses_kernel")]
+    longest = [(row["architecture"], row["kernel"]) for row in found if row["call"] == "teaching, 16384 blocks"]
+    assert len(set(longest)) == 4
+    for row in found:
+        assert row["spill_bytes"] <= FEW_SPILLED_BYTES, row
 
 
 def test_weights_in_8_bits_are_added_up_alike_for_any_number_of_rows(compiled):

@@ -7,9 +7,9 @@ the blocks in the past that are not forced.
 
     KL( m / sum m  ||  (i + 1e-6) / sum (i + 1e-6) )
 
-The teacher looks everywhere, so it names blocks that were never chosen. It has no gradient. The kernels make its masses
-and the scores of an index, and write nothing of the size of a score; a student of compressed keys is PyTorch's on any
-backend: it has a sixteenth of the teacher's scores.
+The teacher looks everywhere, so it names blocks that were never chosen. It has no gradient. The kernels make all of the
+loss of an index, and write nothing of the size of a score; a student of compressed keys is PyTorch's on any backend: it
+has a sixteenth of the teacher's scores.
 
 Shape letters as in DESIGN.md, and M: sampled queries of a row.
 """
@@ -32,8 +32,9 @@ LEAST_MASS = 1e-9
 """A query with less mass on its free candidates teaches nothing."""
 # Numbers of the largest tensor that exist at a time: scores of a teacher or student, or blocks of both.
 _MOST_NUMBERS = 2**28
-# Tensors of one number a query, group and block that exist beside one another.
+# Tensors of one number a query, group and block that exist beside one another: in PyTorch, and on kernels.
 _TENSORS_OF_BLOCKS = 8
+_TENSORS_OF_BLOCKS_ON_KERNELS = 2
 _MASK = 2**32 - 1
 
 
@@ -41,7 +42,7 @@ class Sample(NamedTuple):
     """Sampled queries of a layer.
 
     Attributes:
-        tokens: Their tokens, [B, M], int64.
+        tokens: Their tokens, [B, M], int64, ascending; no two eligible ones are the same.
         starts: The first token of each one's document, [B, M].
         eligible: Whether a query has more free candidates than free places, [B, M]; the others teach nothing.
     """
@@ -139,22 +140,22 @@ def choice_loss(
     q, k = q.detach(), k.detach()
     batch, num_queries = sample.tokens.shape
     kernels = resolve("choice_loss", backend, q, k, geometry) == "triton"
-    widest = k.shape[2] * num_blocks(k.shape[1], geometry, documents) * _TENSORS_OF_BLOCKS
+    blocks = k.shape[2] * num_blocks(k.shape[1], geometry, documents)
     if not kernels:
         widest = q.shape[2] * k.shape[1]
     elif k_cmp is not None:
-        widest = max(widest, q.shape[2] * k_cmp.shape[1])
+        widest = max(blocks * _TENSORS_OF_BLOCKS, q.shape[2] * k_cmp.shape[1])
+    else:
+        widest = blocks * _TENSORS_OF_BLOCKS_ON_KERNELS
     parts = -(-batch * num_queries * widest // _MOST_NUMBERS)
 
-    def of_part(part: Sample) -> tuple[Tensor, Tensor]:
-        args = (q, k, k_cmp, q_idx, k_idx)
-        if parts == 1:
-            return _loss_of(part, geometry, documents, kernels, *args)
-        # Scores of the student are made again in backward, so that those of one part exist at a time.
-        return checkpoint(_loss_of, part, geometry, documents, kernels, *args, use_reentrant=False)  # type: ignore[no-any-return]
-
+    args = (geometry, documents, kernels, q, k, k_cmp, q_idx, k_idx)
+    if parts == 1:
+        return _loss_of(sample, *args)
     cut = zip(*(field.chunk(parts, dim=1) for field in sample), strict=True)
-    losses, recalls = zip(*(of_part(Sample(*part)) for part in cut), strict=True)
+    # What backward needs is made again there, so that it exists for one part at a time.
+    figures = [checkpoint(_loss_of, Sample(*part), *args, use_reentrant=False) for part in cut]
+    losses, recalls = zip(*figures, strict=True)
     return torch.stack(losses).sum(), torch.stack(recalls).sum()
 
 
@@ -169,23 +170,21 @@ def _loss_of(
     q_idx: Tensor | None,
     k_idx: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    blocks = num_blocks(k.shape[1], geometry, documents)
+    if kernels and k_cmp is None:
+        rules = (geometry, blocks, FLOOR, LEAST_MASS, documents)
+        return operators.index_loss(q_idx, k_idx, q, k, *sample, *rules)[:2]  # type: ignore[return-value]
     with full_precision(q):
-        blocks = num_blocks(k.shape[1], geometry, documents)
         free = free_blocks(sample, geometry, blocks)
-        where = (sample.tokens.contiguous(), sample.starts.contiguous(), geometry, blocks, documents)
         if kernels:
-            mass = operators.teacher_masses(_sampled(q, k, sample), k, *where)
+            mass = operators.teacher_masses(q, k, *sample[:2], geometry, blocks, documents)
         else:
             mass = teacher_masses(q, k, sample, geometry, documents)
         if k_cmp is not None:
             student = compressed_importance(q, k_cmp, sample, geometry, documents, k.shape[1])
         else:
             assert q_idx is not None and k_idx is not None
-            if kernels:
-                largest, _ = operators.index_scores(_sampled(q_idx, k_idx, sample), k_idx, *where)
-                scores = largest * q_idx.shape[-1] ** -0.5
-            else:
-                scores = index_scores(q_idx, k_idx, sample, geometry, documents)
+            scores = index_scores(q_idx, k_idx, sample, geometry, documents)
             # A share of the free candidates: what lies in forced blocks is not the index's to find.
             student = scores.masked_fill(~free[:, :, None], torch.finfo(scores.dtype).min).softmax(-1)
         loss = divergence(mass, student, free, sample.eligible)

@@ -173,9 +173,11 @@ def _num_selected(sizes: list[int]) -> int:
     return Geometry(*sizes).num_selected_blocks
 
 
-def _index_scores_results(q_idx: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    shape = (*q_idx.shape[:3], rest[4])
-    return q_idx.new_empty(shape, dtype=torch.float32), q_idx.new_empty(shape, dtype=torch.int32)
+def _index_loss_results(q_idx: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tokens, num_blocks = rest[3], rest[7]
+    shape = (*tokens.shape, q_idx.shape[2], -(-num_blocks // 16) * 16)
+    loss, recall, d_products = (q_idx.new_empty(size, dtype=torch.float32) for size in ((), (), shape))
+    return loss, recall, d_products, q_idx.new_empty(shape, dtype=torch.int32)
 
 
 mean_compress: Operator[Tensor] = Operator(
@@ -212,31 +214,32 @@ select_blocks_by_index: Operator[Tensor] = Operator(
 )
 """The choice of blocks, [B, T, G, N]; see `trifocal.ops.select_blocks_by_index`."""
 
-_SAMPLE = "Tensor tokens, Tensor starts, SymInt[] geometry, SymInt num_blocks"
 teacher_masses: Operator[Tensor] = Operator(
     "teacher_masses",
-    f"Tensor q, Tensor k, {_SAMPLE}, {DOCUMENTS}",
+    f"Tensor q, Tensor k, Tensor tokens, Tensor starts, SymInt[] geometry, SymInt num_blocks, {DOCUMENTS}",
     "Tensor",
     _kernels("choice_loss", "teacher_masses_forward"),
-    lambda q, k, _, __, ___, blocks, *____: q.new_empty((*q.shape[:2], k.shape[2], blocks), dtype=torch.float32),
+    lambda q, k, tokens, _, __, blocks, *___: q.new_empty((*tokens.shape, k.shape[2], blocks), dtype=torch.float32),
 )
 """Attention of sampled queries over the whole past by block, [B, M, G, J]; see `trifocal.ops.choice_loss`."""
-index_scores: Operator[tuple[Tensor, Tensor]] = Operator(
-    "index_scores",
-    f"Tensor q_idx, Tensor k_idx, {_SAMPLE}, {DOCUMENTS}",
-    "(Tensor, Tensor)",
-    _kernels("choice_loss", "index_scores_forward"),
-    _index_scores_results,
+index_loss: Operator[tuple[Tensor, ...]] = Operator(
+    "index_loss",
+    "Tensor q_idx, Tensor k_idx, Tensor q, Tensor k, Tensor tokens, Tensor starts, Tensor eligible, "
+    f"SymInt[] geometry, SymInt num_blocks, float share_floor, float least_mass, {DOCUMENTS}",
+    "(Tensor, Tensor, Tensor, Tensor)",
+    _kernels("choice_loss", "index_loss_forward"),
+    _index_loss_results,
 )
-"""The largest index score of each block of sampled queries' pasts, and its token, both [B, M, G, J]."""
-index_scores_backward: Operator[tuple[Tensor, Tensor]] = Operator(
-    "index_scores_backward",
-    "Tensor d_scores, Tensor places, Tensor q_idx, Tensor k_idx, Tensor tokens, Tensor starts, SymInt[] geometry",
+"""Loss, differentiable by the index, and recall of an index; see `trifocal.ops.choice_loss`. More is for backward."""
+index_loss_backward: Operator[tuple[Tensor, Tensor]] = Operator(
+    "index_loss_backward",
+    "Tensor d_loss, Tensor d_products, Tensor places, Tensor q_idx, Tensor k_idx, Tensor tokens, Tensor starts, "
+    "SymInt[] geometry",
     "(Tensor, Tensor)",
-    _kernels("choice_loss", "index_scores_backward"),
-    lambda d_scores, places, q_idx, k_idx, *_: _empty(q_idx, k_idx),
+    _kernels("choice_loss", "index_loss_backward"),
+    lambda d_loss, d_products, places, q_idx, k_idx, *_: _empty(q_idx, k_idx),
 )
-index_scores.differentiate(index_scores_backward, lambda x, outputs: (outputs[1], *x[:5]))
+index_loss.differentiate(index_loss_backward, lambda x, outputs: (*outputs[2:], *x[:2], *x[4:6], x[7]))
 
 _QKV = "Tensor q, Tensor k, Tensor v"
 _RULES = {

@@ -1,21 +1,29 @@
 """Kernels of the loss that teaches the choice; `trifocal.ops.choice_loss` says what the loss is.
 
 Teacher. The masses of blocks are sums of a softmax over the whole past. The kernel of `index_scoring` makes, for every
-head, log2 of each block's sum of exponentials, in one pass over the keys; the second kernel here adds a row of them to
-the log-sum-exp and the heads' shares to masses. At 65,536 tokens, 64/4 heads of 128 and one query in 64 that is 0.55
-TFLOP, 2.1e9 exponentials and 0.27 GB of block sums written and read, 0.09 ms on an H100. A second pass over the keys
-instead would be another 0.55 TFLOP, 0.75 ms, and would make a long past one program's work. Sums exist for a chunk of
-queries at a time.
+head, log2 of each block's sum of exponentials, in one pass over the keys; a row of them is added to the log-sum-exp and
+the heads' shares to masses. At 65,536 tokens, 64/4 heads of 128 and one query in 64 that is 0.55 TFLOP, 2.1e9
+exponentials and 0.27 GB of block sums written and read, 0.09 ms on an H100. A second pass over the keys instead would
+be another 0.55 TFLOP, 0.75 ms, and would make a long past one program's work. Sums exist for a chunk of queries at a
+time.
 
-Student with an index. Forward keeps the token that has a block's largest score; its products alone have a gradient.
+Student with an index. One kernel has all blocks of a row in registers: it makes the masses, the student's softmax, the
+loss, both choices and their recall, and the loss's gradient by the products, which it writes over them. Backward only
+carries that to queries and keys: a block's product is that of one token, which forward kept.
 
-| kernel | a program holds | it loops over | in and out of memory |
+| kernel | a program holds | it loops over | in and out of memory, bytes |
 |---|---|---|---|
-| d_q | d_q of a row (query, group) | blocks: the gradient times the key of its token | a key, 8 bytes a row and block |
+| masses | all blocks of some rows (query, group) | heads of the group | 4 a row, head, block in; 4 a row, block out |
+| loss | the same | these heads; halvings of a threshold, as in `scoring` | the same in; 4 in, 8 out a row, block |
+| d_q | d_q of a row | blocks: the gradient times the key of its token | a key, 8 bytes a row and block |
 | d_k | d_k of a tile of keys | rows: their gradients at their tokens, a matrix, times q | q, 8 bytes a row and block |
 
-Rows are added in their order: equal bits in every run.
+The registers of a multiprocessor hold a row of up to 16,384 blocks, 1,048,576 tokens in blocks of 64; a longer row is
+spilled to memory, which is right but slow. Queries are read where they lie, at their tokens. Rows are added in their
+order: equal bits in every run.
 """
+
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -25,86 +33,173 @@ from torch import Tensor
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents
 from trifocal.ops.tiles import cdiv, next_power_of_2
-from trifocal.ops.triton.common import LOG2_E, LOWEST, strides, unit_stride
-from trifocal.ops.triton.index_scoring import launch_block_scores
+from trifocal.ops.triton.common import LOG2_E, LOG2_E_KERNEL, LOWEST, strides, unit_stride
+from trifocal.ops.triton.index_scoring import as_importance, launch_block_scores
 from trifocal.ops.triton.launch import Kernel
-from trifocal.ops.triton.scoring import LINE, Chunk, query_chunks
+from trifocal.ops.triton.scoring import LINE, Chunk, most_important, query_chunks
 
-# Blocks that the masses and d_q take at a time.
+# Blocks that d_q takes at a time.
 BLOCKS = 64
+# Blocks that a program of the masses or the loss has at least, those of several rows if need be; and each warp.
+LEAST_BLOCKS = 256
+BLOCKS_OF_WARP = 256
+MOST_WARPS = 16
 # Keys and rows of a tile of d_k.
 KEYS = 64
 ROWS = 64
 
 # fmt: off
 
-@Kernel
-@triton.jit(do_not_specialize=["first_query", "end_query", "num_queries", "num_blocks", "block_lines"])
-def block_masses_kernel(
-    log_sums, masses, sampled, starts, first_query, end_query, num_queries, num_blocks, block_lines,
-    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, HEADS: tl.constexpr, SELECTION: tl.constexpr,
-    NUM_SELECTED: tl.constexpr, BLOCKS: tl.constexpr,
+@triton.jit
+def rows_of_program(
+    sampled, starts, first_query, end_query, num_queries, num_rows,
+    GROUPS: tl.constexpr, SELECTION: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """Masses [B, M, G, J] of one query and group of a chunk; zeros if the query may take all its candidates."""
+    """The rows (batch, query of the chunk, group) of a program, whether they exist, their queries and candidates."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    exists = row < num_rows
+    row = tl.where(exists, row, 0)
     chunk_queries = end_query - first_query
-    row = tl.program_id(0).to(tl.int64)
     query = (row // GROUPS // chunk_queries) * num_queries + first_query + (row // GROUPS) % chunk_queries
     position = (tl.load(sampled + query) - tl.load(starts + query)).to(tl.int32)
-    candidates = position // SELECTION + 1
-    candidates = tl.where(candidates > NUM_SELECTED, candidates, 0)
-    head = tl.arange(0, HEADS)[:, None]
-    column = tl.arange(0, BLOCKS)[None, :]
-    log_sums += (row * Q_PER_KV + head) * (block_lines * LINE) + column
-    running_max = tl.full([HEADS], LOWEST, tl.float32)
-    running_sum = tl.zeros([HEADS], tl.float32)
-    for first_block in range(0, candidates, BLOCKS):
-        seen = (head < Q_PER_KV) & (column < candidates - first_block)
-        log_sum = tl.load(log_sums + first_block, mask=seen, other=float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(log_sum, 1))
-        running_sum = running_sum * tl.exp2(running_max - new_max) + tl.sum(tl.exp2(log_sum - new_max[:, None]), 1)
-        running_max = new_max
-    lse = running_max + tl.log2(tl.where(running_sum > 0, running_sum, 1.0))
-    masses += (query * GROUPS + row % GROUPS) * num_blocks
-    block = tl.arange(0, BLOCKS)
-    for first_block in range(0, num_blocks, BLOCKS):
-        seen = (head < Q_PER_KV) & (column < candidates - first_block)
-        log_sum = tl.load(log_sums + first_block, mask=seen, other=float("-inf"))
-        mass = tl.sum(tl.exp2(log_sum - lse[:, None]), 0) / Q_PER_KV
-        tl.store(masses + first_block + block, mass, mask=block < num_blocks - first_block)
+    return row, exists, query, position // SELECTION + 1
+
+
+@triton.jit
+def in_lines(block, candidates):
+    """Whether a block lies in a line that has candidates. Whole lines are read, in vectors, and then masked."""
+    return block // LINE < tl.cdiv(candidates, LINE)[:, None]
+
+
+@triton.jit
+def masses_of_rows(
+    log_sums, row, candidates, width, Q_PER_KV: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """Masses [ROWS, BLOCKS]: the share of each block of the past, the mean over the heads of a group; else 0."""
+    mass = tl.zeros([ROWS, BLOCKS], tl.float32)
+    block = tl.arange(0, BLOCKS)[None, :]
+    past = block < candidates[:, None]
+    place = log_sums + (row * Q_PER_KV)[:, None] * width + block
+    for head in range(Q_PER_KV):
+        log_sum = tl.load(place + head * width, mask=in_lines(block, candidates), other=LOWEST)
+        log_sum = tl.where(past, log_sum, LOWEST)
+        weight = tl.exp2(log_sum - tl.max(log_sum, 1)[:, None])
+        mass += weight * (1.0 / (tl.sum(weight, 1) * Q_PER_KV))[:, None]
+    return tl.where(past, mass, 0.0)
 
 
 @Kernel
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit(
+    do_not_specialize=["first_query", "end_query", "num_queries", "num_rows", "block_lines", "num_blocks"])
+def block_masses_kernel(
+    log_sums, masses, sampled, starts, first_query, end_query, num_queries, num_rows, block_lines, num_blocks,
+    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+):
+    """Masses [B, M, G, J] of some rows of a chunk; zeros if the query may take all its candidates."""
+    row, exists, query, candidates = rows_of_program(
+        sampled, starts, first_query, end_query, num_queries, num_rows, GROUPS, SELECTION, ROWS)
+    block = tl.arange(0, BLOCKS)[None, :]
+    candidates = tl.where(exists & (candidates > NUM_SELECTED), candidates, 0)
+    mass = masses_of_rows(log_sums, row, candidates, block_lines * LINE, Q_PER_KV, ROWS, BLOCKS)
+    out = masses + (query * GROUPS + row % GROUPS)[:, None] * num_blocks + block
+    tl.store(out, mass, mask=exists[:, None] & (block < num_blocks))
+
+
+@Kernel
+@triton.jit(do_not_specialize=["first_query", "end_query", "num_queries", "num_rows", "block_lines"])
+def index_loss_kernel(
+    log_sums, products, places, losses, recalls, sampled, starts, eligible,
+    first_query, end_query, num_queries, num_rows, block_lines, scale, share_floor, least_mass,
+    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr,
+    INITIAL: tl.constexpr, LOCAL: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+):
+    """Loss and recall [B, M, G] of some rows of a chunk, and over their products the gradient of the loss by them.
+
+    What belongs to no free block of an eligible query becomes 0, places too.
+    """
+    width = block_lines * LINE
+    row, exists, query, candidates = rows_of_program(
+        sampled, starts, first_query, end_query, num_queries, num_rows, GROUPS, SELECTION, ROWS)
+    taught = exists & (tl.load(eligible + query) != 0) & (candidates > NUM_SELECTED)
+    candidates = tl.where(taught, candidates, 0)
+    block = tl.arange(0, BLOCKS)[None, :]
+    free = (block >= INITIAL) & (block < candidates[:, None] - LOCAL)
+    mass = tl.where(free, masses_of_rows(log_sums, row, candidates, width, Q_PER_KV, ROWS, BLOCKS), 0.0)
+    out_row = query * GROUPS + row % GROUPS
+    out = out_row[:, None] * width + block
+
+    # The recall. A row that teaches nothing has no free block and wants none.
+    wanted = tl.where(taught, NUM_SELECTED - INITIAL - LOCAL, 0)
+    best = tl.sum(tl.where(most_important(mass, free, wanted, ROWS), mass, 0.0), 1)
+    product = tl.where(free, tl.load(products + out, mask=in_lines(block, candidates), other=LOWEST), LOWEST)
+    held = tl.sum(tl.where(most_important(as_importance(product), free, wanted, ROWS), mass, 0.0), 1)
+    recall = tl.where(best > least_mass, held / tl.maximum(best, least_mass), 0.0)
+    tl.store(recalls + out_row, recall, mask=exists)
+
+    # The loss. The products are read again, so that registers are free for the choices.
+    product = tl.where(free, tl.load(products + out, mask=in_lines(block, candidates), other=LOWEST), LOWEST)
+    weight = tl.exp2((product - tl.max(product, 1)[:, None]) * (scale * LOG2_E_KERNEL))
+    weight = tl.where(free, weight, 0.0)
+    total = tl.sum(weight, 1)
+    share = weight / tl.where(total > 0, total, 1.0)[:, None]
+    floored = share + share_floor
+    sum_floored = tl.sum(tl.where(free, floored, 0.0), 1)
+    total = tl.sum(mass, 1)
+    # With too little mass on the free blocks a query teaches nothing.
+    mass = tl.where((total > least_mass)[:, None], mass / tl.maximum(total, least_mass)[:, None], 0.0)
+    ratio = mass / floored
+    loss = tl.sum(mass * tl.log(tl.where(mass > 0, ratio * sum_floored[:, None], 1.0)), 1)
+    tl.store(losses + out_row, loss, mask=exists)
+    pull = share * ratio
+    d_product = (share * tl.sum(pull, 1)[:, None] - pull) * scale
+    inside = exists[:, None] & (block < width)
+    tl.store(products + out, d_product, mask=inside)
+    tl.store(places + out, tl.zeros([ROWS, BLOCKS], tl.int32), mask=inside & (free == 0))
+
+
+@Kernel
+@triton.jit(do_not_specialize=["num_tokens", "query_shift", "num_blocks"])
 def index_d_q_kernel(
-    d_scores, places, k, d_q, sampled, starts, k_batch_stride, k_time_stride, num_queries, num_blocks,
+    d_loss, d_products, places, k, d_q, sampled, starts, k_batch_stride, k_time_stride,
+    num_queries, num_tokens, query_shift, num_blocks,
     GROUPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SELECTION: tl.constexpr, BLOCKS: tl.constexpr,
 ):
-    """d_q of one row (batch, query, group)."""
+    """d_q of one row (batch, query, group), which is zeros before.
+
+    A row that is taught nothing writes nothing: its token may be that of a query which is.
+    """
     row = tl.program_id(0).to(tl.int64)
     query = row // GROUPS
+    batch = query // num_queries
     start = tl.load(starts + query)
-    position = tl.load(sampled + query) - start
-    k += (query // num_queries) * k_batch_stride
+    token_of_query = tl.load(sampled + query)
+    position = token_of_query - start
+    k += batch * k_batch_stride
     column = tl.arange(0, D_PAD)
     total = tl.zeros([D_PAD], tl.float32)
+    num_taught = 0
     for first_block in range(0, num_blocks, BLOCKS):
         block = first_block + tl.arange(0, BLOCKS)
         in_past = (block < num_blocks) & (block * SELECTION <= position)
-        d_score = tl.load(d_scores + row * num_blocks + block, mask=in_past, other=0.0)
-        taught = d_score != 0
+        d_product = tl.load(d_products + row * num_blocks + block, mask=in_past, other=0.0)
+        taught = d_product != 0
+        num_taught += tl.sum(taught.to(tl.int32), 0)
         token = start + block * SELECTION + tl.load(places + row * num_blocks + block, mask=taught, other=0)
         keys = tl.load(
             k + token[:, None] * k_time_stride + column[None, :], mask=taught[:, None] & (column < D)[None, :],
             other=0.0)
-        total += tl.sum(d_score[:, None] * keys.to(tl.float32), 0)
-    tl.store(d_q + row * D + column, total.to(d_q.dtype.element_ty), mask=column < D)
+        total += tl.sum(d_product[:, None] * keys.to(tl.float32), 0)
+    total *= tl.load(d_loss)
+    d_q += ((batch * num_tokens + token_of_query - query_shift) * GROUPS + row % GROUPS) * D
+    tl.store(d_q + column, total.to(d_q.dtype.element_ty), mask=(column < D) & (num_taught > 0))
 
 
 @Kernel
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_blocks"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "query_shift", "num_blocks"])
 def index_d_k_kernel(
-    d_scores, places, q, d_k, sampled, starts, q_batch_stride, q_time_stride, q_head_stride,
-    num_queries, num_keys, num_blocks,
+    d_loss, d_products, places, q, d_k, sampled, starts, q_batch_stride, q_time_stride, q_head_stride,
+    num_queries, num_keys, query_shift, num_blocks,
     GROUPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SELECTION: tl.constexpr, KEYS: tl.constexpr,
     ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):
@@ -114,7 +209,7 @@ def index_d_k_kernel(
     key = tl.arange(0, KEYS)
     column = tl.arange(0, D_PAD)
     q += batch * q_batch_stride
-    d_scores += batch * num_queries * GROUPS * num_blocks
+    d_products += batch * num_queries * GROUPS * num_blocks
     places += batch * num_queries * GROUPS * num_blocks
     total = tl.zeros([KEYS, D_PAD], tl.float32)
     for first_row in range(0, num_queries * GROUPS, ROWS):
@@ -131,13 +226,15 @@ def index_d_k_kernel(
                 there = exists & (block < num_blocks) & (
                     start + block * SELECTION <= tl.minimum(token, first_key + KEYS - 1))
                 place = row.to(tl.int64) * num_blocks + block
-                d_score = tl.load(d_scores + place, mask=there, other=0.0)
-                best = start + block * SELECTION + tl.load(places + place, mask=there & (d_score != 0), other=0)
-                weights += tl.where((best - first_key)[None, :] == key[:, None], d_score[None, :], 0.0)
+                d_product = tl.load(d_products + place, mask=there, other=0.0)
+                best = start + block * SELECTION + tl.load(places + place, mask=there & (d_product != 0), other=0)
+                weights += tl.where((best - first_key)[None, :] == key[:, None], d_product[None, :], 0.0)
             rows = tl.load(
-                q + (query * q_time_stride + (row % GROUPS) * q_head_stride)[:, None] + column[None, :],
+                q + ((token - query_shift).to(tl.int64) * q_time_stride + (row % GROUPS) * q_head_stride)[:, None]
+                + column[None, :],
                 mask=exists[:, None] & (column < D)[None, :], other=0.0)
             total = tl.dot(weights, rows.to(tl.float32), total, input_precision=PRECISION)
+    total *= tl.load(d_loss)
     out = d_k + (batch * num_keys + first_key + key)[:, None] * D + column[None, :]
     tl.store(
         out, total.to(d_k.dtype.element_ty),
@@ -158,9 +255,9 @@ def teacher_masses_forward(
     """Attention of sampled queries over their whole past by selection block, the mean over a group's heads.
 
     Args:
-        q: The sampled queries, [B, M, H, D].
+        q: Queries, [B, T, H, D]; the last T of S tokens.
         k: Keys, [B, S, G, D].
-        sampled: The queries' tokens, [B, M], int64, ascending.
+        sampled: The sampled queries' tokens, [B, M], int64, ascending.
         starts: The first token of each one's document, [B, M], int64.
         geometry: Block sizes, in tokens.
         num_blocks: J, blocks that a document can have.
@@ -169,77 +266,122 @@ def teacher_masses_forward(
     Returns:
         [B, M, G, J], fp32; zeros for queries that may take all their candidates.
     """
-    q, k = unit_stride(q), unit_stride(k)
-    batch, num_queries, num_heads, dim = q.shape
-    groups, q_per_kv = k.shape[2], num_heads // k.shape[2]
-    block_lines = cdiv(num_blocks, LINE.value)
-    row_numbers = batch * num_heads * block_lines * LINE.value
-    masses = q.new_empty(batch, num_queries, groups, num_blocks, dtype=torch.float32)
-    chunks = query_chunks(num_queries, 4 * row_numbers, 1)
-    log_sums = q.new_empty(chunks[0][1] * row_numbers, dtype=torch.float32)
-    for first_query, end_query in chunks:
-        chunk = Chunk(first_query, end_query, 0, num_blocks, block_lines)
-        scale = dim**-0.5 * LOG2_E
-        launch_block_scores(q, k, log_sums, log_sums, sampled, geometry, documents, chunk, scale, "teacher")
-        block_masses_kernel[(batch * (end_query - first_query) * groups,)](
-            log_sums, masses, sampled, starts, first_query, end_query, num_queries, num_blocks, block_lines,
-            GROUPS=groups, Q_PER_KV=q_per_kv, HEADS=next_power_of_2(q_per_kv), SELECTION=geometry.selection_block_size,
-            NUM_SELECTED=geometry.num_selected_blocks, BLOCKS=BLOCKS,
-        )  # fmt: skip
+    masses = q.new_empty(*sampled.shape, k.shape[2], num_blocks, dtype=torch.float32)
+    sampled, starts = sampled.contiguous(), starts.contiguous()
+    for log_sums, grid, numbers, constants in _teacher_chunks(q, k, sampled, geometry, num_blocks, documents):
+        block_masses_kernel[grid](log_sums, masses, sampled, starts, *numbers, num_blocks, **constants)
     return masses
 
 
-def index_scores_forward(
+def index_loss_forward(
+    q_idx: Tensor,
+    k_idx: Tensor,
+    q: Tensor,
+    k: Tensor,
+    sampled: Tensor,
+    starts: Tensor,
+    eligible: Tensor,
+    geometry: Geometry,
+    num_blocks: int,
+    share_floor: float,
+    least_mass: float,
+    documents: Documents | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss and recall of an index, each summed over eligible queries and groups, and what backward needs.
+
+    Args:
+        q_idx: Index queries, [B, T, G, Di]; the last T of S tokens.
+        k_idx: Index keys, [B, S, Di].
+        q, k: Queries and keys of the teacher, [B, T, H, D] and [B, S, G, D].
+        sampled, starts: As in `teacher_masses_forward`.
+        eligible: Whether a query teaches, [B, M], bool; no two that do have one token.
+        geometry, num_blocks, documents: As in `teacher_masses_forward`.
+        share_floor: Added to the student's shares.
+        least_mass: With less mass on its free blocks a query teaches nothing.
+
+    Returns:
+        Loss and recall, scalars, fp32. The gradient of the loss by the largest product of each block, fp32, and the
+        place in its block of the first token that has it, int32, both [B, M, G, whole lines of 16 blocks]; 0 where a
+        block is not free or a query not eligible.
+    """
+    q_idx, keys = unit_stride(q_idx), unit_stride(k_idx[:, :, None])
+    sampled, starts, eligible = sampled.contiguous(), starts.contiguous(), eligible.contiguous()
+    groups, block_lines = k.shape[2], cdiv(num_blocks, LINE.value)
+    products = q.new_empty(*sampled.shape, groups, block_lines * LINE.value, dtype=torch.float32)
+    places = torch.empty_like(products, dtype=torch.int32)
+    losses, recalls = (q.new_empty(*sampled.shape, groups, dtype=torch.float32) for _ in range(2))
+    whole = Chunk(0, sampled.shape[1], k.shape[1] - q.shape[1], num_blocks, block_lines)
+    launch_block_scores(q_idx, keys, products, places, sampled, geometry, documents, whole, 1.0, "student")
+    for log_sums, grid, numbers, constants in _teacher_chunks(q, k, sampled, geometry, num_blocks, documents):
+        index_loss_kernel[grid](
+            log_sums, products, places, losses, recalls, sampled, starts, eligible, *numbers,
+            q_idx.shape[-1] ** -0.5, share_floor, least_mass,
+            **constants, INITIAL=geometry.num_initial_blocks, LOCAL=geometry.num_local_blocks,
+        )  # fmt: skip
+    return losses.sum(), recalls.sum(), products, places
+
+
+def _teacher_chunks(
+    q: Tensor, k: Tensor, sampled: Tensor, geometry: Geometry, num_blocks: int, documents: Documents | None
+) -> Iterator[tuple[Tensor, tuple[int], tuple[int, ...], dict[str, int]]]:
+    """Make the teacher's block sums of some queries at a time, and say how a kernel over rows of them is launched.
+
+    Yields:
+        The sums, [B, queries of the chunk, H, whole lines of 16 blocks], until the next are asked for; the grid; the
+        first and last query, M, rows and lines; and constants. Arguments are those of `teacher_masses_forward`.
+    """
+    q, k = unit_stride(q), unit_stride(k)
+    batch, num_queries = sampled.shape
+    num_heads, groups, block_lines = q.shape[2], k.shape[2], cdiv(num_blocks, LINE.value)
+    row_numbers = batch * num_heads * block_lines * LINE.value
+    chunks = query_chunks(num_queries, 4 * row_numbers, 1)
+    log_sums = q.new_empty(chunks[0][1] * row_numbers, dtype=torch.float32)
+    blocks = next_power_of_2(block_lines * LINE.value)
+    rows = max(1, LEAST_BLOCKS // blocks)
+    constants = {
+        "GROUPS": groups, "Q_PER_KV": num_heads // groups, "SELECTION": geometry.selection_block_size,
+        "NUM_SELECTED": geometry.num_selected_blocks, "ROWS": rows, "BLOCKS": blocks,
+        "num_warps": min(MOST_WARPS, rows * blocks // BLOCKS_OF_WARP),
+    }  # fmt: skip
+    for first_query, end_query in chunks:
+        chunk = Chunk(first_query, end_query, k.shape[1] - q.shape[1], num_blocks, block_lines)
+        scale = q.shape[3] ** -0.5 * LOG2_E
+        launch_block_scores(q, k, log_sums, log_sums, sampled, geometry, documents, chunk, scale, "teacher")
+        num_rows = batch * (end_query - first_query) * groups
+        yield log_sums, (cdiv(num_rows, rows),), (first_query, end_query, num_queries, num_rows, block_lines), constants
+
+
+def index_loss_backward(
+    d_loss: Tensor,
+    d_products: Tensor,
+    places: Tensor,
     q_idx: Tensor,
     k_idx: Tensor,
     sampled: Tensor,
     starts: Tensor,
     geometry: Geometry,
-    num_blocks: int,
-    documents: Documents | None,
 ) -> tuple[Tensor, Tensor]:
-    """The largest index score of each block of sampled queries' pasts, and the token that has it.
+    """Gradients of the index queries and keys of `index_loss_forward`.
 
     Args:
-        q_idx: Index queries of the sample, [B, M, G, Di].
-        k_idx: Index keys, [B, S, Di].
-        sampled, starts, geometry, num_blocks, documents: As in `teacher_masses_forward`.
-
-    Returns:
-        Scores, fp32, and the place in its block of the first such token, int32, both [B, M, G, J]; 0 for queries that
-        may take all their candidates, and whatever number for blocks behind a query's own.
-    """
-    q_idx, k_idx = unit_stride(q_idx), unit_stride(k_idx[:, :, None])
-    block_lines = cdiv(num_blocks, LINE.value)
-    scores = q_idx.new_zeros(*q_idx.shape[:3], block_lines * LINE.value, dtype=torch.float32)
-    places = torch.zeros_like(scores, dtype=torch.int32)
-    chunk = Chunk(0, q_idx.shape[1], 0, num_blocks, block_lines)
-    launch_block_scores(q_idx, k_idx, scores, places, sampled, geometry, documents, chunk, 1.0, "student")
-    return scores[..., :num_blocks].contiguous(), places[..., :num_blocks].contiguous()
-
-
-def index_scores_backward(
-    d_scores: Tensor, places: Tensor, q_idx: Tensor, k_idx: Tensor, sampled: Tensor, starts: Tensor, geometry: Geometry
-) -> tuple[Tensor, Tensor]:
-    """Gradients of the index queries and keys of `index_scores_forward`.
-
-    Args:
-        d_scores: Gradient of the scores, [B, M, G, J], fp32; not read for blocks behind a query's own.
-        places: From forward.
+        d_loss: Gradient of the loss, a scalar, fp32.
+        d_products, places: From forward.
         q_idx, k_idx, sampled, starts, geometry: As given to forward.
     """
-    q_idx, k_idx, d_scores = unit_stride(q_idx), unit_stride(k_idx[:, :, None])[:, :, 0], d_scores.contiguous()
-    batch, num_queries, groups, dim = q_idx.shape
-    num_keys, num_blocks = k_idx.shape[1], d_scores.shape[-1]
-    d_q, d_k = q_idx.new_empty(q_idx.shape), k_idx.new_empty(k_idx.shape)
+    q_idx, k_idx = unit_stride(q_idx), unit_stride(k_idx[:, :, None])[:, :, 0]
+    sampled, starts = sampled.contiguous(), starts.contiguous()
+    batch, num_tokens, groups, dim = q_idx.shape
+    num_keys = k_idx.shape[1]
+    num_queries, num_blocks = d_products.shape[1], d_products.shape[3]
+    d_q, d_k = q_idx.new_zeros(q_idx.shape), k_idx.new_empty(k_idx.shape)
     sizes = {"GROUPS": groups, "D": dim, "D_PAD": max(16, next_power_of_2(dim))}
     index_d_q_kernel[(batch * num_queries * groups,)](
-        d_scores, places, k_idx, d_q, sampled, starts, *k_idx.stride()[:2], num_queries, num_blocks,
-        **sizes, SELECTION=geometry.selection_block_size, BLOCKS=BLOCKS,
+        d_loss, d_products, places, k_idx, d_q, sampled, starts, *k_idx.stride()[:2], num_queries, num_tokens,
+        num_keys - num_tokens, num_blocks, **sizes, SELECTION=geometry.selection_block_size, BLOCKS=BLOCKS,
     )  # fmt: skip
     index_d_k_kernel[cdiv(num_keys, KEYS), batch](
-        d_scores, places, q_idx, d_k, sampled, starts, *strides(q_idx), num_queries, num_keys, num_blocks,
-        **sizes, SELECTION=geometry.selection_block_size, KEYS=KEYS, ROWS=ROWS,
+        d_loss, d_products, places, q_idx, d_k, sampled, starts, *strides(q_idx), num_queries, num_keys,
+        num_keys - num_tokens, num_blocks, **sizes, SELECTION=geometry.selection_block_size, KEYS=KEYS, ROWS=ROWS,
         # 16-bit numbers are exact in TF32, and gradients keep their range.
         PRECISION="ieee" if q_idx.dtype == torch.float32 else "tf32",
     )  # fmt: skip

@@ -128,7 +128,8 @@ def block_scores_kernel(
 ):
     """Scores [B, queries of the chunk, heads, num_blocks] of some lines of blocks, for one tile of rows.
 
-    The purpose is "choice", or "teacher" or "student": then the queries' tokens are `sampled`, [B, M], ascending.
+    The purpose is "choice", or "teacher" or "student": then the queries are those of the tokens `sampled`, [B, M],
+    ascending, and M is `num_queries`.
     Queries that may take all their candidates need no scores; tiles of such queries do nothing.
     """
     # The longest past first.
@@ -153,7 +154,7 @@ def block_scores_kernel(
         first_document = tl.load(ids + first_token)
         last_document = tl.max(document_of_row)
     q += batch * q_batch_stride + group * Q_PER_KV * q_head_stride
-    q_offsets = query.to(tl.int64) * q_time_stride + (row % Q_PER_KV) * q_head_stride
+    q_offsets = (token - query_shift).to(tl.int64) * q_time_stride + (row % Q_PER_KV) * q_head_stride
     q_1 = load_tile(q, q_offsets, exists, 0, D_1, D, True)
     q_2 = q_1
     if D_2 > 0:
@@ -206,10 +207,10 @@ def launch_block_scores(
     """Write the scores of a chunk of queries, [B, queries of the chunk, H, lines of 16 blocks].
 
     Args:
-        q: Queries, [B, M, H, D].
+        q: Queries, [B, T, H, D]; the last T tokens.
         k: Keys, [B, S, G, D]; H/G heads share one.
         scores, places: Buffers that hold a chunk; `places`, the block's token of each score, for the student alone.
-        sampled: The queries' tokens, [B, M], int64, ascending; not read for the choice, whose queries are the last.
+        sampled: The queries' tokens, [B, M], int64, ascending; not read for the choice, which takes every query.
         geometry: Block sizes, in tokens.
         documents: Packed documents; None for one sequence a batch entry.
         chunk: Queries and blocks.
@@ -226,7 +227,7 @@ def launch_block_scores(
     )
     block_scores_kernel[grid](
         q, k, scores, places, sampled, ids, positions, cu_seqlens, *strides(q), *strides(k),
-        chunk.first_query, chunk.end_query, q.shape[1], chunk.query_shift, chunk.block_lines, scale,
+        chunk.first_query, chunk.end_query, sampled.shape[-1], chunk.query_shift, chunk.block_lines, scale,
         GROUPS=groups, Q_PER_KV=q_per_kv, D=widths.size, D_1=widths.part_1, D_2=widths.part_2,
         SELECTION=geometry.selection_block_size, NUM_SELECTED=geometry.num_selected_blocks,
         PACKED=documents is not None, PURPOSE=purpose, ROWS=tile.BLOCK_M,
