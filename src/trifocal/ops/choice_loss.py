@@ -32,9 +32,10 @@ LEAST_MASS = 1e-9
 """A query with less mass on its free candidates teaches nothing."""
 # Numbers of the largest tensor that exist at a time: scores of a teacher or student, or blocks of both.
 _MOST_NUMBERS = 2**28
-# Tensors of one number a query, group and block that exist beside one another: in PyTorch, and on kernels.
+# Tensors of one number a query, group and block that exist beside one another: in PyTorch's part of the loss, and of an
+# index on kernels.
 _TENSORS_OF_BLOCKS = 8
-_TENSORS_OF_BLOCKS_ON_KERNELS = 2
+_TENSORS_OF_AN_INDEX = 2
 _MASK = 2**32 - 1
 
 
@@ -140,13 +141,13 @@ def choice_loss(
     q, k = q.detach(), k.detach()
     batch, num_queries = sample.tokens.shape
     kernels = resolve("choice_loss", backend, q, k, geometry) == "triton"
-    blocks = k.shape[2] * num_blocks(k.shape[1], geometry, documents)
+    widest = k.shape[2] * num_blocks(k.shape[1], geometry, documents)
     if not kernels:
         widest = q.shape[2] * k.shape[1]
     elif k_cmp is not None:
-        widest = max(blocks * _TENSORS_OF_BLOCKS, q.shape[2] * k_cmp.shape[1])
+        widest = max(_TENSORS_OF_BLOCKS * widest, q.shape[2] * k_cmp.shape[1])
     else:
-        widest = blocks * _TENSORS_OF_BLOCKS_ON_KERNELS
+        widest *= _TENSORS_OF_AN_INDEX
     parts = -(-batch * num_queries * widest // _MOST_NUMBERS)
 
     args = (geometry, documents, kernels, q, k, k_cmp, q_idx, k_idx)
@@ -173,7 +174,7 @@ def _loss_of(
     blocks = num_blocks(k.shape[1], geometry, documents)
     if kernels and k_cmp is None:
         rules = (geometry, blocks, FLOOR, LEAST_MASS, documents)
-        return operators.index_loss(q_idx, k_idx, q, k, *sample, *rules)[:2]  # type: ignore[return-value]
+        return operators.index_loss(q_idx, k_idx, q, k, *sample, *rules)[:2]
     with full_precision(q):
         free = free_blocks(sample, geometry, blocks)
         if kernels:

@@ -222,7 +222,7 @@ teacher_masses: Operator[Tensor] = Operator(
     lambda q, k, tokens, _, __, blocks, *___: q.new_empty((*tokens.shape, k.shape[2], blocks), dtype=torch.float32),
 )
 """Attention of sampled queries over the whole past by block, [B, M, G, J]; see `trifocal.ops.choice_loss`."""
-index_loss: Operator[tuple[Tensor, ...]] = Operator(
+index_loss: Operator[tuple[Tensor, Tensor, Tensor, Tensor]] = Operator(
     "index_loss",
     "Tensor q_idx, Tensor k_idx, Tensor q, Tensor k, Tensor tokens, Tensor starts, Tensor eligible, "
     f"SymInt[] geometry, SymInt num_blocks, float share_floor, float least_mass, {DOCUMENTS}",

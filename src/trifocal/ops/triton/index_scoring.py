@@ -31,8 +31,10 @@ from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.scoring import LINE, Chunk, choose_in_chunks
 from trifocal.ops.triton.selected.block_csr import default_documents
 
-# Lines of blocks that a program goes through: enough that its start is small beside it.
+# Lines of blocks that a program goes through: enough that its start is small beside it. Of sampled queries, where that
+# makes fewer programs than two for each multiprocessor of a Hopper GPU, one line.
 LINES_OF_PROGRAM = 4
+ENOUGH_PROGRAMS = 256
 
 # fmt: off
 
@@ -220,18 +222,18 @@ def launch_block_scores(
     widths, tile = split_width(q.shape[3]), dispatch.index_tile(q)
     groups, q_per_kv = k.shape[2], q.shape[2] // k.shape[2]
     ids, positions, cu_seqlens = default_documents(documents, sampled)
-    grid = (
-        cdiv((chunk.end_query - chunk.first_query) * q_per_kv, tile.BLOCK_M),
-        cdiv(cdiv(chunk.reachable, LINE.value), LINES_OF_PROGRAM),
-        q.shape[0] * groups,
-    )
+    tiles = cdiv((chunk.end_query - chunk.first_query) * q_per_kv, tile.BLOCK_M)
+    num_tiles, lines = tiles * q.shape[0] * groups, cdiv(chunk.reachable, LINE.value)
+    many = purpose == "choice" or num_tiles * cdiv(lines, LINES_OF_PROGRAM) >= ENOUGH_PROGRAMS
+    lines_of_program = LINES_OF_PROGRAM if many else 1
+    grid = tiles, cdiv(lines, lines_of_program), q.shape[0] * groups
     block_scores_kernel[grid](
         q, k, scores, places, sampled, ids, positions, cu_seqlens, *strides(q), *strides(k),
         chunk.first_query, chunk.end_query, sampled.shape[-1], chunk.query_shift, chunk.block_lines, scale,
         GROUPS=groups, Q_PER_KV=q_per_kv, D=widths.size, D_1=widths.part_1, D_2=widths.part_2,
         SELECTION=geometry.selection_block_size, NUM_SELECTED=geometry.num_selected_blocks,
         PACKED=documents is not None, PURPOSE=purpose, ROWS=tile.BLOCK_M,
-        KEYS=min(tile.BLOCK_N, next_power_of_2(geometry.selection_block_size)), LINES=LINES_OF_PROGRAM,
+        KEYS=min(tile.BLOCK_N, next_power_of_2(geometry.selection_block_size)), LINES=lines_of_program,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
