@@ -124,6 +124,11 @@ def test_weights_in_8_bits_have_a_loss_of_their_own(run: Path, tmp_path: Path, c
         assert content["weights"] == weights
         losses[weights] = content["rows"][0]["loss"]
     assert losses["int8"] != losses["float"] and losses["int8"] == pytest.approx(losses["float"], rel=1e-3)
+    # The report would show them as the run's.
+    for model in (run, run / "weights", run / "checkpoints" / "step_00000006"):
+        own = str(run / "weights" / ".." / "evaluation" / "int8.json")
+        text = refused(capsys, "evaluate", str(model), *sizes, "--weights", "int8", "--output", own)
+        assert text.endswith("/evaluation has the run's figures; give --output a file elsewhere\n")
 
 
 @pytest.mark.parametrize(

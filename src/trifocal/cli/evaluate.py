@@ -115,6 +115,7 @@ def run(args: Sequence[str]) -> int:
     check_output(options.output)
     path = pretrained_path(options.path, "RUN_DIR")
     with open_pretrained(path, options.checkpoint, command=f"trifocal evaluate {shell_path(path)}") as found:
+        _check_place(found, options)
         subject = _subject(found, options)
         step = _step_of(found.path)
     plan = _plan(subject, options)
@@ -135,6 +136,18 @@ def run(args: Sequence[str]) -> int:
                 console.print(note, markup=False, highlight=False)
             _write(found, options, _head(subject, step, options.weights), rows)
     return 0
+
+
+def _check_place(found: Pretrained, options: EvaluateArguments) -> None:
+    """Refuse figures of weights in 8 bits among the run's own, where the report would take them for the run's."""
+    if options.weights == "float" or found.run is None:
+        return
+    own = _folder_of_run(found) / "evaluation"
+    if user_path(options.output, "--output").resolve().is_relative_to(own.resolve()):
+        raise UserError(
+            f"--weights {options.weights} measures another model than the run's, and {own} has the run's figures; "
+            "give --output a file elsewhere"
+        )
 
 
 def _split_lists(args: Sequence[str]) -> list[str]:
@@ -278,11 +291,15 @@ def _write(found: Pretrained, options: EvaluateArguments, head: Evaluated, rows:
     elif found.run is None:
         print("\nthe figures are not kept: these weights belong to no run; --output FILE.json keeps them")
     else:
-        # A checkpoint lies in RUN/checkpoints, weights in RUN/weights.
-        folder = found.path.parent if (found.path / MODEL_CONFIG_FILE).is_file() else found.path.parent.parent
+        folder = _folder_of_run(found)
         try:
             path = write_evaluation(folder, head, rows)
         except OSError as error:
             raise UserError(f"cannot write {folder / 'evaluation'}: {error.strerror}") from error
         print(printable(f"\nwritten: {path}"))
         print(f"the curves, on the page of the run: trifocal report {shell_path(folder)}")
+
+
+def _folder_of_run(found: Pretrained) -> Path:
+    # A checkpoint lies in RUN/checkpoints, weights in RUN/weights.
+    return found.path.parent if (found.path / MODEL_CONFIG_FILE).is_file() else found.path.parent.parent

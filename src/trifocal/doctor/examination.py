@@ -61,7 +61,8 @@ class Examination:
             if not self.needs:
                 yield "trifocal doctor CONFIG.toml measures two steps of a configuration here."
         broken = self.broken
-        yield f"{len(broken)} things stop training:" if broken else "Nothing stops training here."
+        count = "1 thing stops" if len(broken) == 1 else f"{len(broken)} things stop"
+        yield f"{count} training:" if broken else "Nothing stops training here."
         for line in broken:
             yield f"  {line}"
 

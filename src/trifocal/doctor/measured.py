@@ -163,9 +163,9 @@ def _measured(need: Need, config: RunConfig) -> Need:
 
 
 def _processes(config: RunConfig, device: torch.device) -> int:
-    """Processes that would share the work here: one a GPU, if the batch can be shared out."""
-    count = torch.cuda.device_count() if device.type == "cuda" else 1
+    """Processes that would share the work here: one a GPU, if the batch can be shared out; those of a row on a CPU."""
     context = config.parallel.context
+    count = torch.cuda.device_count() if device.type == "cuda" else context
     # Processes that share each sequence get the same rows.
     whole = config.train.global_batch_size * context % (config.train.micro_batch_size * count) == 0
     return count if config.parallel.mode != "none" and whole else min(context, count)

@@ -127,7 +127,7 @@ class TrainSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSection:
-    """The sharing of work between processes; without effect on a single process."""
+    """The sharing of work between processes; all but `context` are without effect on a single process."""
 
     mode: Literal["auto", "none", "ddp", "fsdp", "hsdp"] = "auto"
     """"ddp": every process has the whole model; "fsdp": weights, gradients and optimizer are sharded over all; "hsdp":
