@@ -12,6 +12,7 @@ from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.train import resume, train
 from trifocal.train.config.check import choose_device, disk_bytes, preflight
+from trifocal.train.config.load import override
 
 CPU = torch.device("cpu")
 
@@ -143,6 +144,9 @@ def test_notes_say_what_is_fine_but_notable(tmp_path: Path) -> None:
     notes = preflight(make_config(tmp_path, "--train.sequence_length", "3"), CPU)[1]
     assert "shorter than a compressed block of 4" in notes[-1]
     several = make_config(tmp_path, "--train.global_batch_size", "12", "--data.streams", "2")
-    assert "data.streams 2 is not a multiple of 3 processes" in preflight(several, CPU, 3)[1][-1]
+    assert "data.streams 2 is not a multiple of 3 processes: each" in preflight(several, CPU, 3)[1][-1]
+    shared = override(several, ["--parallel.context", "2"])
+    assert "data.streams 2 is not a multiple of 3 groups of 2 processes: each" in preflight(shared, CPU, 6)[1][-1]
+    assert not any("data.streams" in note for note in preflight(shared, CPU, 4)[1])
     assert preflight(several, CPU, 2)[1] == preflight(several, CPU, 1)[1]
     assert preflight(make_config(tmp_path, "--train.sequence_length", "3", "--model.attention", "dense"), CPU)[1] == []

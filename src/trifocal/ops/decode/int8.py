@@ -51,9 +51,9 @@ def quantize(weight: Tensor, dtype: torch.dtype) -> Int8Weight:
         dtype: Type of the products.
     """
     weight = weight.to(torch.promote_types(dtype, torch.float32))
-    scale = weight.abs().amax(1) / LARGEST
-    # An output of zeros has a scale of 0.
-    values = (weight / torch.where(scale == 0, 1, scale)[:, None]).round().clamp(-LARGEST, LARGEST)
+    # Above 0, also for an output of zeros.
+    scale = (weight.abs().amax(1) / LARGEST).clamp(min=torch.finfo(weight.dtype).tiny)
+    values = (weight / scale[:, None]).round().clamp(-LARGEST, LARGEST)
     return Int8Weight(values.to(torch.int8).contiguous(), scale, dtype)
 
 

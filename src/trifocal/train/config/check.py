@@ -87,8 +87,7 @@ def _check_batches(config: RunConfig, num_groups: int) -> None:
     whole, micro = config.train.global_batch_size, config.train.micro_batch_size
     at_once = micro * num_groups
     if whole % at_once:
-        kind = "processes" if config.parallel.context == 1 else f"groups of {config.parallel.context} processes"
-        processes = f" times {num_groups} {kind}" if num_groups > 1 else ""
+        processes = f" times {num_groups} {_kind_of_group(config)}" if num_groups > 1 else ""
         remedy = f"the next one is --train.global_batch_size {-(-whole // at_once) * at_once}"
         smaller = math.gcd(whole // num_groups, micro) if whole % num_groups == 0 else 0
         if smaller:
@@ -96,6 +95,11 @@ def _check_batches(config: RunConfig, num_groups: int) -> None:
         raise UserError(
             f"train.global_batch_size {whole} is not a multiple of train.micro_batch_size {micro}{processes}; {remedy}"
         )
+
+
+def _kind_of_group(config: RunConfig) -> str:
+    """What has rows of its own, in words."""
+    return "processes" if config.parallel.context == 1 else f"groups of {config.parallel.context} processes"
 
 
 def _check_saving(config: RunConfig) -> None:
@@ -282,8 +286,8 @@ def _notes(config: RunConfig, num_groups: int) -> list[str]:
             )
     if config.data.streams % num_groups and has_text(config.data.source):
         notes.append(
-            f"data.streams {config.data.streams} is not a multiple of {num_groups} processes: each reads the data "
-            "of others too; set it before the first step of a run, it decides the order of the rows"
+            f"data.streams {config.data.streams} is not a multiple of {num_groups} {_kind_of_group(config)}: each "
+            "reads the data of others too; set it before the first step of a run, it decides the order of the rows"
         )
     if config.schedule.warmup_steps >= config.train.steps:
         notes.append(
