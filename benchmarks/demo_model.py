@@ -33,8 +33,8 @@ _PAGE = """\
 # The model `demo`
 
 A model of Python's source text to try Trifocal with: {parameters:,} parameters in bf16, tokens are bytes.
-{steps:,} steps of {rows} rows of {length:,} bytes. Validation loss, before the weights were rounded to bf16: {loss:.4f}
-nats a byte, {bits:.4f} bits, on files that training never saw.
+{step:,} of {steps:,} steps of {rows} rows of {length:,} bytes. Validation loss at step {measured:,}, before the weights
+were rounded to bf16: {loss:.4f} nats a byte, {bits:.4f} bits, on files that training never saw.
 
 ```sh
 {command}
@@ -63,20 +63,27 @@ def command_of(config: RunConfig) -> str:
     return " ".join(["trifocal train", PRESET, *flags])
 
 
-def page(run: Run, config: RunConfig) -> str:
+def page(run: Run, config: RunConfig, step: int) -> str:
     """The README of the folder.
 
+    Args:
+        run: The run.
+        config: Its configuration.
+        step: The step of its weights.
+
     Raises:
-        UserError: If the run read other text, is not done, or did not measure its validation loss at the end.
+        UserError: If the run read other text, or has measured no validation loss up to that step.
     """
     if config.data.source != "builtin" or config.data.include_site_packages:
         raise UserError(f"{run.directory} read other text than the standard library, whose licence the page gives")
-    evaluations = [row for row in run.of_kind("evaluation") if row["step"] == config.train.steps]
+    evaluations = [row for row in run.of_kind("evaluation") if row["step"] <= step]
     if not evaluations:
-        raise UserError(f"{run.directory}: no validation loss of step {config.train.steps:,}, the last one")
+        raise UserError(f"{run.directory} has no validation loss up to step {step:,}, that of its weights")
     return _PAGE.format(
         parameters=parameter_count(config.model),
+        step=step,
         steps=config.train.steps,
+        measured=evaluations[-1]["step"],
         rows=config.train.global_batch_size,
         length=config.train.sequence_length,
         loss=evaluations[-1]["validation_loss"],
@@ -88,20 +95,22 @@ def page(run: Run, config: RunConfig) -> str:
 
 
 def write_folder(directory: Path, folder: Path) -> None:
-    """Replace the files of a folder by those of a run's newest checkpoint.
+    """Replace the files of a folder by those of a run's weights.
 
     Args:
         directory: The run.
         folder: Made if it does not exist; everything in it is removed.
 
     Raises:
-        UserError: See `page`; or if the run has no checkpoint.
+        UserError: See `page`; or if the run has no weights.
     """
     config = load_run(directory)
-    text = page(read_run(directory), config)
+    weights = directory / "weights"
     with tempfile.TemporaryDirectory() as temporary:
         exported = Path(temporary) / "exported"
-        with open_pretrained(directory) as found:
+        with open_pretrained(weights) as found:
+            step = json.loads((weights / "trainer_state.json").read_text())["global_step"]
+            text = page(read_run(directory), config, step)
             model = found.model().to(torch.bfloat16)
             export_folder(model, found.tokenizer(), exported, sequence_length=config.train.sequence_length)
         # Code in this folder would make it a package of Python's. `trifocal export demo DIR` writes what is left out.
@@ -120,7 +129,7 @@ def write_folder(directory: Path, folder: Path) -> None:
 def main() -> int:
     """Write the folder, and print its page."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("run", type=Path, help=f"a finished run of the preset {PRESET}")
+    parser.add_argument("run", type=Path, help=f"a run of the preset {PRESET}")
     parser.add_argument("--output", type=Path, default=DEMO_FOLDER)
     options = parser.parse_args()
     try:

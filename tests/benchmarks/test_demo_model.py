@@ -67,7 +67,7 @@ def test_the_folder(run: Path, folder: Path) -> None:
     assert all(torch.equal(x, trained[name].bfloat16()) for name, x in loaded.state_dict().items())
     text = (folder / "README.md").read_text(encoding="utf-8")
     [row] = read_run(run).of_kind("evaluation")
-    assert f"{row['validation_loss']:.4f}\nnats a byte, {row['bits_per_byte']:.4f} bits" in text
+    assert f"{row['validation_loss']:.4f} nats a byte, {row['bits_per_byte']:.4f} bits" in text
     command = next(line for line in text.splitlines() if line.startswith("trifocal train python "))
     flags = command.split()[3:]
     again = load_config("python", [*flags, "--run.directory", str(run), "--run.device", "cpu"])
@@ -76,11 +76,10 @@ def test_the_folder(run: Path, folder: Path) -> None:
 
 def test_a_page_claims_nothing_that_the_run_lacks(run: Path) -> None:
     config = load_run(run)
-    longer = replace(config, train=replace(config.train, steps=3))
-    with pytest.raises(UserError, match="no validation loss of step 3, the last one"):
-        demo_model.page(read_run(run), longer)
+    with pytest.raises(UserError, match="no validation loss up to step 0, that of its weights"):
+        demo_model.page(read_run(run), config, 0)
     with pytest.raises(UserError, match="read other text than the standard library"):
-        demo_model.page(read_run(run), replace(config, data=replace(config.data, source="text:book.txt")))
+        demo_model.page(read_run(run), replace(config, data=replace(config.data, source="text:book.txt")), 1)
 
 
 def test_the_name_stands_for_the_folder(folder: Path, capsys: Capture) -> None:
