@@ -35,6 +35,7 @@ import torch
 
 from lib.processes import train
 from lib.results import ResultFile, cpu_name
+from trifocal.cli.output import unwinding_signals
 from trifocal.data import make_loader, make_tokenizer
 from trifocal.data.sources.builtin import BuiltinSource
 from trifocal.runlog import read_metrics
@@ -175,6 +176,7 @@ def missed(row: dict[str, Any], vocab_size: int) -> list[str]:
     return found
 
 
+@unwinding_signals()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train every run and write the table; the exit status is 1 if a criterion is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

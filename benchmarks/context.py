@@ -25,6 +25,7 @@ from typing import Any
 from lib.context_layer import LayerProblem
 from lib.processes import train
 from lib.results import ResultFile
+from trifocal.cli.output import unwinding_signals
 from trifocal.ops import Geometry
 from trifocal.runlog import read_metrics
 from trifocal.testing.processes import run_processes
@@ -97,6 +98,7 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+@unwinding_signals()
 def main() -> int:
     """Measure every row; the exit status is 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

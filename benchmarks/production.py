@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lib.results import ResultFile
+from trifocal.cli.output import unwinding_signals
 from trifocal.data.sources.builtin import BuiltinSource
 from trifocal.runlog import read_metrics
 
@@ -82,6 +83,7 @@ def tenths(rows: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
     return found
 
 
+@unwinding_signals()
 def main() -> int:
     """Train to the end; the exit status is 1 if the last step was not reached."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

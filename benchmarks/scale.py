@@ -34,6 +34,7 @@ import torch
 
 from lib.processes import STOP_SECONDS, train
 from lib.results import ResultFile
+from trifocal.cli.output import unwinding_signals
 from trifocal.runlog import read_metrics
 from trifocal.train import load_config
 from trifocal.train.run_folder import load_run
@@ -184,6 +185,7 @@ def compared(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
+@unwinding_signals()
 def main() -> int:
     """Run every row; the exit status is 1 if one failed, or had no time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from lib.recorder import OK, Recorder
 from lib.results import ResultFile, by_part, cell, cpu_name
+from trifocal.cli.output import unwinding_signals
 from trifocal.errors import UserError
 from trifocal.models import ModelConfig
 
@@ -122,6 +123,7 @@ class Benchmark:
     page_columns: Sequence[str] = ()
     tables: Mapping[str, Callable[[Sequence[Any]], list[dict[str, Any]]]] = field(default_factory=dict)
 
+    @unwinding_signals()
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Measure, write the result files after every row, and show the tables.
 

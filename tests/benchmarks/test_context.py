@@ -1,10 +1,14 @@
 """`benchmarks/context.py`: a layer in two processes, and the comparison of rows."""
 
 import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from tests.children import load_script
+from tests.children import ROOT, environment, load_script
 
 context = load_script("benchmarks/context.py")
 
@@ -24,3 +28,20 @@ def test_rows_are_multiples_of_one_gpus():
     assert found[0] == one and found[3] == failed
     assert (found[1]["times_one_gpu"], found[1]["memory_of_one_gpu"]) == (2.0, 0.6)
     assert found[1]["exposed_share"] == pytest.approx(0.04)
+
+
+def test_sigterm_leaves_no_process(tmp_path):
+    """A time limit of somebody else's, as `timeout` has it, must not leave a GPU full."""
+    command = [sys.executable, "benchmarks/context.py", "--device", "cpu", "--tiny", "--parts", "layer", "--gpus", "2"]
+    process = subprocess.Popen([*command, "--output", str(tmp_path)], cwd=ROOT, env=environment())
+    deadline, workers = time.monotonic() + 60, []
+    while not workers:
+        assert process.poll() is None and time.monotonic() < deadline
+        workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(30) == 143
+    deadline = time.monotonic() + 20
+    while left := [pid for pid in workers if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
