@@ -32,6 +32,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,7 @@ from statistics import median
 from lib.quality_parts import HELD_OUT, PARTS, VARIANTS
 from lib.quality_tables import Row, above_dense_by_step, means, pivot
 from lib.results import ResultFile
+from trifocal.cli.output import unwinding_signals
 from trifocal.data.sources.builtin import BuiltinSource
 from trifocal.data.stream import in_validation
 from trifocal.runlog import read_metrics
@@ -206,13 +208,15 @@ def run_all(commands: Sequence[tuple[list[str], Path]], *, gpus: int, jobs: int,
         Their exit statuses; those that did not begin have `_NOT_BEGUN`.
     """
     places: SimpleQueue[int] = SimpleQueue()
+    running: set[subprocess.Popen[bytes]] = set()
+    interrupted = threading.Event()
     for place in range(max(gpus, 1) * jobs):
         places.put(place % max(gpus, 1))
 
     def run(arguments: list[str], log: Path) -> int:
         gpu = places.get()
         try:
-            if time.monotonic() >= deadline:
+            if interrupted.is_set() or time.monotonic() >= deadline:
                 return _NOT_BEGUN
             threads = str(max(1, (os.cpu_count() or 1) // (max(gpus, 1) * jobs)))
             environment = os.environ | {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
@@ -223,6 +227,7 @@ def run_all(commands: Sequence[tuple[list[str], Path]], *, gpus: int, jobs: int,
                 process = subprocess.Popen(
                     [sys.executable, "-m", "trifocal", *arguments], stdout=output, stderr=output, env=environment
                 )
+                running.add(process)
                 try:
                     return process.wait(max(0.0, deadline - time.monotonic()))
                 except subprocess.TimeoutExpired:
@@ -236,7 +241,14 @@ def run_all(commands: Sequence[tuple[list[str], Path]], *, gpus: int, jobs: int,
             places.put(gpu)
 
     with ThreadPoolExecutor(len(commands) or 1) as pool:
-        return list(pool.map(lambda command: run(*command), commands))
+        try:
+            return list(pool.map(lambda command: run(*command), commands))
+        except BaseException:
+            # A signal: trainings save and end, and so do the threads that wait for them.
+            interrupted.set()
+            for process in running:
+                process.send_signal(signal.SIGTERM)
+            raise
 
 
 def read_training(training: Training, common: int, jobs: int) -> tuple[Row, list[Row]]:
@@ -374,6 +386,7 @@ def plan(name: str, options: argparse.Namespace, extra: dict[str, str]) -> None:
     print(f"{name}: {len(stages)} trainings, {tokens / 1e6:,.0f} M tokens\n")
 
 
+@unwinding_signals()
 def main() -> int:
     """Run the parts; the exit status is 1 if a training or an evaluation failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

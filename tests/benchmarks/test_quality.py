@@ -1,7 +1,9 @@
 """The script that trains models side by side: its trainings differ in the attention alone, and its tables add up."""
 
 import json
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.children import load_script
+from tests.children import ROOT, environment, load_script
 from trifocal.cli import main
 from trifocal.train import RunConfig, load_config
 
@@ -154,3 +156,24 @@ def test_needles_start_from_the_weights_of_short_haystacks(
     monkeypatch.setattr(sys, "argv", [*arguments[:3], *other, *flags])
     assert script.main() == 0
     assert not (tmp_path / "other").exists()
+
+
+def test_sigterm_ends_the_trainings(tmp_path: Path) -> None:
+    """They save and end; those that wait for a place do not begin."""
+    flags = (
+        "--run.device cpu --train.precision fp32 --train.compile false --train.cuda_graphs false --train.steps 10000 "
+        "--train.global_batch_size 1 --train.micro_batch_size 1 --model.num_layers 1 --model.dim 32 "
+        "--model.num_heads 2 --model.mlp_dim 32 --log.interval_steps 1"
+    )
+    what = "--part recall --gpus 0 --jobs 1 --variants sparse dense"
+    command = [sys.executable, "benchmarks/quality.py", *what.split(), "--directory", str(tmp_path), *flags.split()]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
+    begun = tmp_path / "recall" / "sparse-1337" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (begun.exists() and '"step":2,' in begun.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(40) == 143
+    assert "which is saved" in (tmp_path / "recall" / "sparse-1337.log").read_text()
+    assert not (tmp_path / "recall" / "dense-1337").exists()

@@ -156,7 +156,7 @@ def _normed(residual: Residual, norm: Norm | None, dtype: torch.dtype) -> Tensor
 
 
 def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    # Row by row, each in memory of its own: the order of a sum in a library's product depends on the number of rows, and
-    # on where in memory they begin.
+    # Row by row, each in memory of its own: the order of a sum in a library's product depends on the number of rows and
+    # on where they begin.
     plain = dequantized(weight)
     return torch.cat([functional.linear(row.clone(), plain, bias) for row in x.split(1)])

@@ -138,6 +138,8 @@ def block_major_forward_hopper_kernel(
             o = warpgroup_mma_wait(0, [o, shared_values])[0]
             o = (o * inverse[:, None]).to(TYPE)
             o = gl.convert_layout(o, wide_v)
-            gl.store(o_slots + place_o[:, None] * V + columns_v[None, :], o, mask=exists_o[:, None], cache_modifier=".cs")
+            # The sum of slots reads them much later: they need not push the queries out of the cache.
+            places = o_slots + place_o[:, None] * V + columns_v[None, :]
+            gl.store(places, o, mask=exists_o[:, None], cache_modifier=".cs")
             turn = turn ^ 1
         async_copy.wait_group(0)
