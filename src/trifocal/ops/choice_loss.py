@@ -219,7 +219,9 @@ def recall(mass: Tensor, student: Tensor, free: Tensor, eligible: Tensor, geomet
         geometry: Block sizes, in tokens.
     """
     places = min(free_places(geometry), mass.shape[-1])
-    chosen = student.where(free[:, :, None], -1).topk(places, -1).indices
+    # Stable: of equal ones the lower, as the choice takes it.
+    order = student.where(free[:, :, None], -1).sort(dim=-1, descending=True, stable=True).indices
+    chosen = order[..., :places]
     return choice_shares(mass, chosen, free, eligible, geometry)[0].sum()
 
 
