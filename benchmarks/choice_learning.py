@@ -24,13 +24,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.results import ResultFile, cpu_name
 from trifocal.data.sources.synthetic import associations
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.models.choice_teaching import ChoiceTeaching, eligible_queries
 from trifocal.ops import Geometry
+from trifocal.testing.choices import Choices
 from trifocal.testing.small_models import draw_keys_apart
 from trifocal.train.config.sections import OptimizerSection
 from trifocal.train.step.optimizer import make_optimizer
@@ -162,23 +162,6 @@ def value_places(tokens: Tensor) -> Tensor:
     places = torch.zeros(len(tokens), CONFIG.vocab_size, dtype=torch.long)
     places.scatter_(1, tokens[:, 0 : 2 * PAIRS : 2], torch.arange(1, 2 * PAIRS, 2).expand(len(tokens), -1))
     return places.gather(1, tokens)
-
-
-class Choices(TorchDispatchMode):
-    """Keeps the blocks that are chosen by their importance, of each call: [B, T, G, N]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in (
-            torch.ops.trifocal.select_blocks.default,
-            torch.ops.trifocal.select_blocks_by_index.default,
-        ):
-            self.found.append(result)
-        return result
 
 
 @torch.no_grad()

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trifocal.distributed import DistributedContext, processes_started
 from trifocal.distributed.context import make_context_shard
@@ -19,6 +18,7 @@ from trifocal.models.choice_teaching import ChoiceTeaching
 from trifocal.nn.context import ContextShard
 from trifocal.nn.rope import RopeScaling
 from trifocal.ops import Geometry
+from trifocal.testing.choices import Choices
 from trifocal.testing.small_models import make_model, random_tokens, small_config
 
 CPU = torch.device("cpu")
@@ -63,20 +63,6 @@ def cases() -> list[Case]:
             label = name + (", packed" if packed else "")
             found.append(Case(label, changes, packed, name in TAUGHT, checkpointing=packed and name == "nsa"))
     return found
-
-
-class Choices(TorchDispatchMode):
-    """Collects the chosen blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in (torch.ops.trifocal.select_blocks.default, torch.ops.trifocal.select_blocks_by_index.default):
-            self.found.append(result)
-        return result
 
 
 def run(case: Case, shard: ContextShard | None) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor]:
