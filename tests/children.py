@@ -5,6 +5,8 @@ import itertools
 import os
 import socket
 import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -33,6 +35,14 @@ def environment(**variables: object) -> dict[str, str]:
     """This process's variables and some more; the package and the tests come first on Python's path."""
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "PYTHONPATH": path, **{name: str(value) for name, value in variables.items()}}
+
+
+def wait_until_gone(pids: Iterable[str], seconds: float = 20) -> None:
+    """Fail unless processes end, and are collected, in this time: on a busy machine that takes a moment."""
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
 def load_script(path: str) -> ModuleType:

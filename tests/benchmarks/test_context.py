@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.children import ROOT, environment, load_script
+from tests.children import ROOT, environment, load_script, wait_until_gone
 
 context = load_script("benchmarks/context.py")
 
@@ -41,7 +41,4 @@ def test_sigterm_leaves_no_process(tmp_path):
         time.sleep(0.05)
     process.terminate()
     assert process.wait(30) == 143
-    deadline = time.monotonic() + 20
-    while left := [pid for pid in workers if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    wait_until_gone(workers)

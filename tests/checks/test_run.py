@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.children import environment
+from tests.children import environment, wait_until_gone
 from trifocal import checks
 from trifocal.checks import registry
 from trifocal.cli import main
@@ -125,7 +125,4 @@ def test_sigterm_leaves_neither_workers_nor_folders(name, tmp_path):
     process.terminate()
     assert process.wait(30) in (130, 143)
     assert not list(tmp_path.glob("trifocal-check-*"))
-    deadline = time.monotonic() + 20
-    while left := [pid for pid in workers if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    wait_until_gone(workers)
