@@ -267,7 +267,8 @@ def free_blocks(sample: Sample, geometry: Geometry, blocks: int) -> Tensor:
 @torch.no_grad()
 def teacher_masses(q: Tensor, k: Tensor, sample: Sample, geometry: Geometry, documents: Documents | None) -> Tensor:
     """Attention over the whole past by selection block, the mean over a group's heads: [B, M, G, J]."""
-    scores = _token_scores(_sampled(q, k, sample).unflatten(2, (k.shape[2], -1)), k, sample, geometry, documents)
+    q_at = _sampled(q, k.shape[1], sample).unflatten(2, (k.shape[2], -1))
+    scores = _token_scores(q_at, k, sample, geometry, documents)
     mass = scores.flatten(-2).softmax(-1).mean(2).unflatten(-1, scores.shape[-2:]).sum(-1)
     return _own_blocks(mass.transpose(1, 2), sample, geometry, documents, k.shape[1])
 
@@ -277,7 +278,7 @@ def index_scores(
 ) -> Tensor:
     """The largest scaled token score of each block, [B, M, G, J]; the first such token gets the gradient."""
     k = k_idx[:, :, None].expand(-1, -1, q_idx.shape[2], -1)
-    scores = _token_scores(_sampled(q_idx, k_idx, sample)[:, :, :, None], k, sample, geometry, documents)
+    scores = _token_scores(_sampled(q_idx, k_idx.shape[1], sample)[:, :, :, None], k, sample, geometry, documents)
     return _own_blocks(scores[:, :, 0].max(-1).values.transpose(1, 2), sample, geometry, documents, k.shape[1])
 
 
@@ -286,7 +287,7 @@ def compressed_importance(
 ) -> Tensor:
     """Importance by the compressed keys of `num_tokens` tokens, the mean over a group's heads: [B, M, G, J]."""
     exact, position = accumulator(q), sample.tokens - sample.starts
-    q_at = _at(q, sample.tokens - (num_tokens - q.shape[1])).unflatten(2, (k_cmp.shape[2], -1)).to(exact)
+    q_at = _sampled(q, num_tokens, sample).unflatten(2, (k_cmp.shape[2], -1)).to(exact)
     scores = torch.einsum("bmgrd,bcgd->bgrmc", q_at, k_cmp.to(exact)) * q.shape[-1] ** -0.5
     block = torch.arange(k_cmp.shape[1], device=q.device)
     last_token = block * geometry.compression_stride + (geometry.compression_block_size - 1)
@@ -307,14 +308,10 @@ def _longest(num_tokens: int, documents: Documents | None) -> int:
     return num_tokens if documents is None or documents.max_length is None else documents.max_length
 
 
-def _sampled(q: Tensor, k: Tensor, sample: Sample) -> Tensor:
-    """Queries of a sample, of q [B, T, ...], the last T positions of k [B, S, ...]."""
-    return _at(q, sample.tokens - (k.shape[1] - q.shape[1]))
-
-
-def _at(x: Tensor, tokens: Tensor) -> Tensor:
-    """Rows of x [B, T, ...] at tokens [B, M]."""
-    return x[torch.arange(x.shape[0], device=x.device)[:, None], tokens]
+def _sampled(q: Tensor, num_tokens: int, sample: Sample) -> Tensor:
+    """Queries of a sample, [B, M, ...], of q [B, T, ...], the last T of so many tokens."""
+    rows = torch.arange(q.shape[0], device=q.device)[:, None]
+    return q[rows, sample.tokens - (num_tokens - q.shape[1])]
 
 
 def _token_scores(q: Tensor, k: Tensor, sample: Sample, geometry: Geometry, documents: Documents | None) -> Tensor:
