@@ -228,6 +228,8 @@ def run_all(commands: Sequence[tuple[list[str], Path]], *, gpus: int, jobs: int,
                     [sys.executable, "-m", "trifocal", *arguments], stdout=output, stderr=output, env=environment
                 )
                 running.add(process)
+                if interrupted.is_set():
+                    process.send_signal(signal.SIGTERM)
                 try:
                     return process.wait(max(0.0, deadline - time.monotonic()))
                 except subprocess.TimeoutExpired:
@@ -246,7 +248,7 @@ def run_all(commands: Sequence[tuple[list[str], Path]], *, gpus: int, jobs: int,
         except BaseException:
             # A signal: trainings save and end, and so do the threads that wait for them.
             interrupted.set()
-            for process in running:
+            for process in list(running):
                 process.send_signal(signal.SIGTERM)
             raise
 
