@@ -235,7 +235,7 @@ class EvaluateSection:
     interval_steps: int = 500
     """Steps between evaluations; 0 turns them off. The last step always evaluates otherwise."""
     batches: int = 16
-    """Micro-batches of one evaluation; always the same ones."""
+    """Batches of `train.micro_batch_size` sequences in one evaluation; always the same ones."""
 
     def __post_init__(self) -> None:
         check_types(self, "evaluate")
