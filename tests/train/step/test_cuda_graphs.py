@@ -4,6 +4,7 @@ What is tested is everything around the recording: inputs of its own, padding, w
 That a GPU's recording gives the same is in tests/gpu.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -114,6 +115,29 @@ def test_bf16_copies_of_the_matrices_give_the_plain_bits(
         assert mine.dtype == mine.grad.dtype == torch.float32, name
         assert torch.equal(mine.grad, theirs.grad), name
         assert torch.equal(mine, theirs), name
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_layers_with_copies_share_what_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And autograd hands each gradient over as it is: a copy would be a kernel for each matrix. (Tracing takes seconds.)"""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    config = make_config(tmp_path, "--model.attention", "dense", "--data.source", "synthetic")
+    model = DecoderLM(config.model)
+    model.compile_training()
+    graphs = MicroBatchGraphs(model, model, CPU, "bf16")
+    for batch in read_batches(config, 2, 2):
+        graphs.begin_step()
+        graphs.add_gradients(batch, 1.0)
+    # A layer and the end of the model.
+    assert len(model.blocks) > 1 and torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    graphs.begin_step()
+    with torch.profiler.profile() as profile:
+        graphs.add_gradients(batch, 1.0)
+    taken = [event for event in profile.events() if event.name == "torch::autograd::AccumulateGrad"]
+    assert len(taken) == len(list(model.parameters()))
+    assert {part.name for event in taken for part in event.cpu_children} == {"aten::detach"}
 
 
 def test_copies_follow_the_weights_and_leave_the_model(tmp_path: Path) -> None:
