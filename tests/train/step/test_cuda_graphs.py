@@ -119,7 +119,7 @@ def test_bf16_copies_of_the_matrices_give_the_plain_bits(
 
 @pytest.mark.filterwarnings("ignore")
 def test_layers_with_copies_share_what_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And autograd hands each gradient over as it is: a copy would be a kernel for each matrix. (Tracing takes seconds.)"""
+    """And autograd hands each gradient over as it is: copies would be kernels. (Tracing takes seconds.)"""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
