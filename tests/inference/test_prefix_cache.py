@@ -107,3 +107,13 @@ def test_a_request_waits_rather_than_give_up_the_past_that_it_found(model: Decod
     updates = list(engine.run([Request(prompt=PROMPTS[0][:24], max_new_tokens=1)]))
     ended = [update.completion for update in updates if update.completion is not None]
     assert [completion.reused_tokens for completion in ended] == [0, 8] and ended[0].request is long
+
+
+def test_pages_of_the_past_that_was_found_are_not_needed_again(model: DecoderLM) -> None:
+    """Of six pages a kept past has three; a prompt of five pages that begins with it needs two of the other three."""
+    _, cached = make_cache(model, num_pages=6)
+    engine = Engine(cached)
+    engine.complete([Request(prompt=PROMPTS[0][:24], max_new_tokens=1)])
+    engine.submit(Request(prompt=PROMPTS[0], max_new_tokens=1))
+    engine.step()
+    assert engine.num_waiting == 0 and engine.reused_tokens == 24
