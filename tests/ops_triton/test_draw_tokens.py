@@ -121,6 +121,7 @@ def test_broken_logits_stop_their_row_alone(parts):
     for name in ("tokens", "drawn", "seen"):
         assert torch.equal(found[name][[0, 4]], whole[name][[0, 4]]), name
     assert torch.equal(found["lengths"], whole["lengths"])
+    assert_same(found, run("reference", broken, settings, lengths))
 
 
 def test_a_row_is_drawn_alike_in_any_company():

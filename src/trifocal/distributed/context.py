@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from trifocal.distributed.processes import DistributedContext
 from trifocal.nn.context import ContextShard
@@ -102,6 +102,6 @@ def make_context_shard(processes: DistributedContext, size: int) -> ContextShard
         processes: The processes of the run.
         size: Divides their number.
     """
-    mesh = init_device_mesh(processes.device.type, (processes.size // size, size), mesh_dim_names=("data", "context"))
-    name = mesh.get_group("context").group_name
+    # A mesh would split the NCCL communicator, and PyTorch then warns about the options that Gloo does not know.
+    name = dist.new_subgroups(size)[0].group_name
     return ContextShard(processes.rank % size, size, lambda xs: gather_context(list(xs), name, size))  # type: ignore[no-any-return]

@@ -200,7 +200,8 @@ def draw(logits: Tensor, settings: SamplingTensors, position: Tensor, *, filtere
     relative = logits - logits.amax(-1, keepdim=True)
     log_total = (_whole(relative).sum(-1).double() / ONE).log()
     log_p = relative.gather(-1, tokens[:, None])[:, 0].double() - log_total
-    settings.seen.scatter_(1, tokens[:, None], True)
+    was_seen = settings.seen.gather(1, tokens[:, None])
+    settings.seen.scatter_(1, tokens[:, None], was_seen | finite[:, None])
     return tokens.where(finite, NO_TOKEN), log_p.to(logits.dtype).where(finite, torch.nan)
 
 

@@ -60,8 +60,8 @@ def masked_dkdv_hopper_kernel(
         columns_d = gl.arange(0, D, gl.SliceLayout(0, wide_d))
         columns_v = gl.arange(0, V, gl.SliceLayout(0, wide_v))
         end_row = end_query * Q_PER_KV
-        # Rows behind the last take its queries again, and add nothing.
-        last = end_row - 1
+        # Rows behind the last take its queries again, and add nothing; a block that no query is behind takes the first.
+        last = gl.maximum(end_row - 1, 0)
         tiles_q = gl.allocate_shared_memory(TYPE, [2, ROWS, D], shared_d)
         tiles_d_o = gl.allocate_shared_memory(TYPE, [2, ROWS, V], shared_v)
         ask_d = gl.minimum(begin_query * Q_PER_KV + row_d, last)
