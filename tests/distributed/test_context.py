@@ -67,7 +67,7 @@ def figures(run: Path) -> dict[str, list[float]]:
     found = {name: [row[name] for row in rows] for name in ("loss", "gradient_norm", "choice_loss")}
     found["choice_recall"] = [recall for row in rows for recall in row["choice_recall"]]
     evaluations = read_metrics(run / "metrics.jsonl", "evaluation")
-    return found | {"validation_loss": [row["validation_loss"] for row in evaluations]}
+    return found | {name: [row[name] for row in evaluations] for name in ("validation_loss", "bits_per_byte")}
 
 
 def finish(folder: Path, size: int, *flags: str, config: bool = True, fault: str = "", **variables: str) -> Path:
