@@ -11,7 +11,7 @@ from trifocal.testing.small_models import random_tokens, small_config
 
 @pytest.mark.parametrize("borders", [None, (0, 1, 30, 52, 60, 104)])
 def test_chunks_share_out_the_queries(borders: tuple[int, ...] | None) -> None:
-    """Stretches of 5 tokens lie over the ends of chunks of 13. Others than a chunk's own lie in it, and teach nothing."""
+    """Stretches of 5 tokens lie over the ends of chunks of 13. A query of another chunk is moved inside, untaught."""
     config = small_config(geometry=Geometry(4, 2, 8, 3, 1, 1, 19))
     tokens = random_tokens((1, 104), 64, torch.device("cpu"))
     documents, positions = None, torch.arange(104)
