@@ -64,11 +64,11 @@ def difference(problem: LayerProblem, shard: ContextShard, processes: Distribute
         torch.randn(1, tokens, problem.dim, generator=generator, dtype=torch.float64).to(device) for _ in range(2)
     )
     exact = step(layer, x.requires_grad_(), upstream, None)
-    own = OwnTokens.of(shard, torch.zeros(1, tokens, device=device), None)
-    d_x, *weights = step(layer, shard.own(x).detach().requires_grad_(), shard.own(upstream), own)
+    x = shard.own(x).detach().requires_grad_()
+    d_x, *weights = step(layer, x, shard.own(upstream), OwnTokens.of(shard, x, None))
     for weight in weights:
         dist.all_reduce(weight)
-    found = [shard.gather(d_x), *weights]
+    found = [*shard.gather((d_x,)), *weights]
     return max(((a - e).abs().max() / e.abs().max()).item() for a, e in zip(found, exact, strict=True))
 
 
@@ -87,10 +87,9 @@ def measure(problem: LayerProblem, processes: DistributedContext) -> dict[str, A
         torch.randn(1, problem.tokens // processes.size, problem.dim, device=device, dtype=dtype) for _ in range(2)
     )
     x.requires_grad_()
-    every = torch.zeros(1, problem.tokens, device=device)
 
     def timed(given: ContextShard | None) -> float:
-        own = None if given is None else OwnTokens.of(given, every, None)
+        own = None if given is None else OwnTokens.of(given, x, None)
         # As often in every process: a call waits for the others.
         once = time_call(
             lambda: step(layer, x, upstream, own),
@@ -104,7 +103,7 @@ def measure(problem: LayerProblem, processes: DistributedContext) -> dict[str, A
     row: dict[str, Any] = {"status": "ok", "ms": timed(shard), "peak_gib": peak_gib(device)}
     if shard is not None:
         # The same work on the same shapes, on copies of this process's own keys.
-        alone = ContextShard(shard.rank, shard.size, lambda keys: keys.repeat(1, shard.size, 1, 1))
+        alone = ContextShard(shard.rank, shard.size, lambda xs: [x.repeat(1, shard.size, 1, 1) for x in xs])
         row["without_exchange_ms"] = timed(alone)
     return row
 

@@ -18,8 +18,8 @@ def draw_context() -> Figure:
     pairs, work = figure.subplots(1, 2, width_ratios=(1.25, 1))
     for rank, colour in enumerate(COLOURS):
         # Chunks of one token: the keys up to a chunk's end are its number and one.
-        shard = ContextShard(rank, PROCESSES, lambda x: x)
-        lengths = [chunk.num_keys for chunk in OwnTokens.of(shard, tokens, None).chunks]
+        shard = ContextShard(rank, PROCESSES, list)
+        lengths = [chunk.num_keys for chunk in OwnTokens.of(shard, shard.own(tokens), None).chunks]
         left = 0.0
         for length in lengths:
             row = length - 1

@@ -115,6 +115,33 @@ def test_weights_without_a_run_need_to_be_told_the_data(run: Path, tmp_path: Pat
     assert (row["sequences"], row["targets"], row["source"]) == (3, 48, "synthetic")
 
 
+@pytest.mark.parametrize("beside_run", [False, True])
+def test_the_type_of_the_weights_is_that_of_the_products(
+    run: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, beside_run: bool
+) -> None:
+    """What is recorded is what computed, also of weights in bf16 beside a run in fp32."""
+    folder = shutil.copytree(run / "weights", tmp_path / "run" / "weights")
+    if beside_run:
+        for name in ("config.toml", ".trifocal_run"):
+            shutil.copy(run / name, tmp_path / "run" / name)
+    linear, seen = torch.nn.functional.linear, set[torch.dtype]()
+
+    def noted(*inputs: torch.Tensor) -> torch.Tensor:
+        out = linear(*inputs)
+        seen.add(out.dtype)
+        return out
+
+    monkeypatch.setattr(torch.nn.functional, "linear", noted)
+    file = tmp_path / "figures.json"
+    sizes = ("--source", "synthetic", "--sequence-length", "16", "--sequences", "2", "--only", "loss")
+    path = folder / "model.safetensors"
+    for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
+        save_file({key: weight.to(dtype) for key, weight in load_file(path).items()}, path)
+        seen.clear()
+        evaluated(capsys, str(folder), *sizes, "--output", str(file))
+        assert (json.loads(file.read_text())["precision"], seen) == (name, {dtype})
+
+
 def test_weights_in_8_bits_have_a_loss_of_their_own(run: Path, tmp_path: Path, capsys: Capture) -> None:
     sizes, losses = ("--only", "loss", "--sequences", "4"), {}
     for weights in ("float", "int8"):

@@ -21,6 +21,7 @@ from trifocal.data.prefetch import Activity
 from trifocal.data.sources.text import JsonlSource
 from trifocal.data.stream import DocumentStream, Position, in_validation
 from trifocal.errors import UserError
+from trifocal.nn.context import ContextShard
 
 TOKENIZER = make_tokenizer("bytes")
 TEXTS = [f"{file} {line} " + "abc " * (line * 7 % 23) for file in range(3) for line in range(37)]
@@ -38,7 +39,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def open_loader(source: str, *, length: int = 48, batch_size: int = 2, **settings) -> Loader:
-    names = ("rank", "world_size", "split", "on_stall")
+    names = ("rank", "world_size", "split", "on_stall", "own")
     arguments = {name: settings.pop(name) for name in names if name in settings}
     config = DataConfig(source=source, **DEFAULTS | settings)
     return make_loader(
@@ -107,6 +108,31 @@ def test_processes_share_what_one_would_see(source: str, kind: str, world_size: 
     with open_loader(name, batch_size=6, streams=streams) as loader:
         loader.load_state_dict(state)
         assert torch.equal(torch.cat([batch.tokens for batch in mine]), next(loader).tokens)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_processes_that_share_rows_get_their_chunks_alone(
+    source: str, uninterrupted: list[Batch], batch_size: int
+) -> None:
+    """Rows laid end to end are cut; a row of several begins a document. The position is that of one process."""
+    shards = [ContextShard(rank, 2, list) for rank in range(2)]
+    with open_loader(source, batch_size=batch_size) as loader:
+        whole, position = [next(loader) for _ in range(40)], loader.state_dict()
+    assert any(batch.cu_seqlens is None for batch in whole)
+    for shard in shards:
+        with open_loader(source, batch_size=batch_size, own=shard.own) as loader:
+            for batch in whole:
+                mine = next(loader)
+                assert torch.equal(mine.rows, batch.tokens) and mine.tokens.shape == (1, batch_size * 24)
+                assert torch.equal(mine.tokens, shard.own(batch.tokens.view(1, -1)))
+                assert torch.equal(mine.targets, shard.own(batch.targets.view(1, -1)))
+                assert mine[3:-1] == batch[3:-1]
+                borders = batch.cu_seqlens
+                if borders is None and batch_size > 1:
+                    borders = torch.tensor([0, 48, 96])
+                assert (mine.cu_seqlens is None) == (borders is None)
+                assert borders is None or mine.cu_seqlens.tolist() == borders.tolist()
+            assert loader.state_dict() == position
 
 
 def test_a_process_opens_the_files_of_its_own_streams_alone(source: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def bf16_error(mode: str, processes: DistributedContext) -> float:
         if mode == "none":
             model(tokens, tokens.roll(-1, 1)).backward()
         else:
-            backward(case, parallel, processes, tokens)
+            backward(case, model, parallel, processes, tokens)
     assert set(streams) == {torch.float32}, "the residual stream stays fp32"
     assert all(parameter.grad.dtype == parameter.dtype == torch.float32 for parameter in model.parameters())
     difference = [

@@ -36,8 +36,11 @@ def gradient(
     given: dict[str, Any] = {}
     if packed:
         given["cu_seqlens"] = torch.tensor([0, length // 3, length // 2 + 1, length])
+    targets = tokens.roll(-1, 1)
+    if shard is not None:
+        tokens, targets = shard.own(tokens), shard.own(targets)
     with torch.autocast(processes.device.type, dtype=torch.bfloat16, enabled=not exact):
-        model(tokens, tokens.roll(-1, 1), **given).backward()
+        model(tokens, targets, **given).backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     if shard is not None:
         for one in gradients:

@@ -85,6 +85,8 @@ def run(case: Case, shard: ContextShard | None) -> tuple[Tensor, list[Tensor], l
     if case.packed:
         tokens, targets = tokens.view(1, -1), targets.view(1, -1)
         given["cu_seqlens"] = torch.tensor(BORDERS)
+    if shard is not None:
+        tokens, targets = shard.own(tokens), shard.own(targets)
     with Choices() as choices:
         loss = model(tokens, targets, **given)
     loss.backward()
@@ -106,7 +108,7 @@ def difference(case: Case, shard: ContextShard, group: dist.ProcessGroup) -> dic
 
     # Of each layer two choices, one a chunk.
     pairs = zip(together[2][::2], together[2][1::2], strict=True)
-    chosen = [shard.gather(torch.cat(pair, 1).double()) for pair in pairs]
+    chosen = shard.gather([torch.cat(pair, 1).double() for pair in pairs])
     return {
         "name": f"{case.name}, {shard.size} processes",
         "loss": relative(summed(together[0]), alone[0]),

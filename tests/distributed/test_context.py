@@ -5,11 +5,28 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.distributed import context_worker
 from tests.distributed.workers import Workers, train
 from tests.train.tiny import write_config
+from trifocal.distributed.context import _one_ahead
 from trifocal.runlog import read_metrics
+
+
+def test_one_tensor_is_on_its_way_while_another_is_put_in_order() -> None:
+    """Two at most; results in the order of the tensors."""
+    seen: list[str] = []
+
+    def note(what: str, x: torch.Tensor) -> torch.Tensor:
+        seen.append(f"{what} {x.item()}")
+        return x
+
+    xs = [torch.tensor(number) for number in range(4)]
+    found = _one_ahead(xs, lambda x: note("start", x), lambda x: note("end", x))
+    assert found == xs and _one_ahead([], abs, abs) == []
+    assert seen == ["start 0", "start 1", "end 0", "start 2", "end 1", "start 3", "end 2", "end 3"]
+
 
 # Sums in another order, in fp64, through two layers.
 BOUND = 1e-11
@@ -33,11 +50,13 @@ def test_every_layer_is_one_process(tmp_path: Path) -> None:
 LENGTH = 36
 FLAGS = (
     *("--train.sequence_length", str(LENGTH), "--data.streams", "2", "--train.micro_batch_size", "1"),
-    # Two groups share three batches: one takes the last one again.
-    *("--evaluate.batches", "3", "--model.chooser", "index", "--train.choice_loss_weight", "0.5"),
+    *("--evaluate.batches", "6", "--model.chooser", "index", "--train.choice_loss_weight", "0.5"),
     *("--train.choice_loss_sample", "0.2", "--checkpoint.keep_last", "4", "--log.sample_interval_steps", "3"),
     *("--log.sample_tokens", "4", "--log.telemetry_interval_steps", "6"),
 )
+
+# The same rows, two at a time. Two groups share three batches of an evaluation: one takes the last one again.
+TWO_ROWS = ("--train.micro_batch_size", "2", "--evaluate.batches", "3")
 
 
 def figures(run: Path) -> dict[str, list[float]]:
@@ -48,7 +67,7 @@ def figures(run: Path) -> dict[str, list[float]]:
     found = {name: [row[name] for row in rows] for name in ("loss", "gradient_norm", "choice_loss")}
     found["choice_recall"] = [recall for row in rows for recall in row["choice_recall"]]
     evaluations = read_metrics(run / "metrics.jsonl", "evaluation")
-    return found | {"validation_loss": [row["validation_loss"] for row in evaluations]}
+    return found | {name: [row[name] for row in evaluations] for name in ("validation_loss", "bits_per_byte")}
 
 
 def finish(folder: Path, size: int, *flags: str, config: bool = True, fault: str = "", **variables: str) -> Path:
@@ -74,8 +93,8 @@ def same(run: Path, one: Path) -> None:
 
 
 def test_a_run_is_that_of_one_process(one: Path, tmp_path: Path) -> None:
-    """Two processes with rows of packed documents, replicated; the attention's statistics are of whole rows."""
-    run = finish(tmp_path, 2, *FLAGS, "--parallel.context", "2")
+    """Two processes with rows of packed documents, two at a time; the attention's statistics are of whole rows."""
+    run = finish(tmp_path, 2, *FLAGS, "--parallel.context", "2", *TWO_ROWS)
     same(run, one)
     notes = [row["message"] for row in read_metrics(run / "metrics.jsonl", "event") if row["name"] == "note"]
     assert any(note.endswith("; 2 processes share each row") for note in notes)
@@ -87,7 +106,10 @@ def test_a_run_is_that_of_one_process(one: Path, tmp_path: Path) -> None:
 
 def test_recorded_steps_are_the_same(one: Path, tmp_path: Path) -> None:
     """Four processes, two a row, their weights sharded; gradients are added up in fixed buffers."""
-    same(finish(tmp_path, 4, *FLAGS, "--parallel.context", "2", "--parallel.mode", "fsdp", fault="graphs"), one)
+    same(
+        finish(tmp_path, 4, *FLAGS, *TWO_ROWS, "--parallel.context", "2", "--parallel.mode", "fsdp", fault="graphs"),
+        one,
+    )
 
 
 def test_compiled_layers_are_the_same(tmp_path: Path) -> None:

@@ -88,6 +88,8 @@ def test_processes_that_share_rows(tmp_path, monkeypatch):
     gpu = torch.device("cuda")
     assert measured._processes(config, gpu) == 2
     assert measured._processes(override(config, ["--train.global_batch_size", "2"]), gpu) == 4
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert measured._processes(override(config, ["--train.global_batch_size", "3"]), gpu) == 2
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert measured._processes(config, gpu) == 1
     need = need_of("tiny", config)

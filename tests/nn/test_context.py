@@ -16,15 +16,15 @@ TOKENS = torch.arange(24)[None]
 
 def shards(size: int) -> list[ContextShard]:
     """Of all processes; none exchanges anything."""
-    return [ContextShard(rank, size, lambda x: x) for rank in range(size)]
+    return [ContextShard(rank, size, list) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_chunks_cover_the_sequence_with_equal_work(size: int) -> None:
     seen, work = [], set()
     for shard in shards(size):
-        own = OwnTokens.of(shard, TOKENS, None)
         tokens = shard.own(TOKENS)
+        own = OwnTokens.of(shard, tokens, None)
         assert torch.equal(own.positions, tokens[0])
         for chunk in own.chunks:
             assert torch.equal(chunk.queries(tokens), TOKENS[:, chunk.first_token : chunk.num_keys])
@@ -36,7 +36,7 @@ def test_chunks_cover_the_sequence_with_equal_work(size: int) -> None:
 
 def test_documents_end_at_the_end_of_a_chunk() -> None:
     documents = Documents.from_cu_seqlens(torch.tensor([0, 5, 6, 17, 24]), 24)
-    first, last = OwnTokens.of(shards(2)[1], TOKENS, documents).chunks
+    first, last = OwnTokens.of(shards(2)[1], shards(2)[1].own(TOKENS), documents).chunks
     assert first.documents is not None and last.documents is not None
     assert first.documents.cu_seqlens.tolist() == [0, 5, 6, 12, 12]
     assert torch.equal(first.documents.positions, documents.positions[:12])
@@ -44,10 +44,12 @@ def test_documents_end_at_the_end_of_a_chunk() -> None:
 
 
 def test_a_length_that_does_not_cut_is_refused() -> None:
-    model = DecoderLM(small_config())
-    model.context = shards(3)[0]
     tokens = random_tokens((1, 25), 64, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"3 processes share a sequence in 6 equal chunks, got 25 tokens; .* of 6$"):
+        shards(3)[0].own(tokens)
+    model = DecoderLM(small_config())
+    model.context = shards(3)[0]
+    with pytest.raises(ValueError, match=r"has two equal chunks of it, got 25 tokens; cut .* with ContextShard.own$"):
         model(tokens, tokens)
 
 
@@ -56,7 +58,7 @@ def test_without_targets_each_process_has_whole_sequences() -> None:
     model = DecoderLM(small_config()).eval()
     tokens = random_tokens((2, 25), 64, torch.device("cpu"))
     expected = model(tokens)
-    model.context = ContextShard(0, 2, lambda x: x)
+    model.context = ContextShard(0, 2, list)
     assert torch.equal(model(tokens), expected)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert other.context is None and model.context is not None

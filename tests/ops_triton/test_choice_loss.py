@@ -175,6 +175,17 @@ def test_what_is_not_eligible_is_zero_and_harms_nobody(packed: bool, device: str
     assert all((x == 0).all() for x in taught(case, "triton", documents, nobody, *single))
 
 
+def test_a_query_of_the_first_key_of_a_tile(device: str) -> None:
+    """Its own block, which is not forced here, has that key alone: no other query gives it a gradient."""
+    case = Case("", 133, geometry=geometry(4, 4, 16, 2, 1, 0, 11))
+    documents, sample, inputs = draw(case, device)
+    tokens = torch.tensor([[50, 64]], device=device)
+    sample = Sample(tokens, torch.zeros_like(tokens), torch.ones_like(tokens, dtype=torch.bool))
+    exact = taught(case, "reference", documents, sample, *inputs)
+    assert exact[3][0, 64].any()
+    assert_near(taught(case, "triton", documents, sample, *(x.float() for x in inputs)), exact)
+
+
 @pytest.mark.parametrize("score", [30, 400])
 def test_a_teacher_without_mass_on_free_blocks_teaches_nothing(score: int, device: str) -> None:
     """The free blocks have 1e-11 of the mass, or numerically none, until one of them gets as much as the forced one."""

@@ -80,10 +80,13 @@ def test_tokens_that_were_in_the_caches_are_counted(decoder: DecoderLM) -> None:
 
     with serving(decoder, spare_rows=8) as served, served.client() as client:
         first, other = "the same beginning of both prompts ", "x" * 20
-        for prompt, expected in ((first, 0), (first + "and more", 32), (first, 32), ([first, other], 32), (other, 16)):
+        for prompt, expected in (
+            (first, 0), (first + "and more", 32), (first, 32), ([first, other], 32), (other, 16), ([first, other], 48),
+        ):  # fmt: skip
             assert cached(client.completions.create(prompt=prompt, **options).usage) == expected, prompt
         stream = client.completions.create(prompt=first, stream=True, stream_options={"include_usage": True}, **options)
         assert [cached(event.usage) for event in stream if event.usage is not None] == [32]
+        assert cached(client.completions.create(prompt=first, echo=True, **options).usage) == 32
         answer = client.completions.create(prompt=first, echo=True, logprobs=1, **options)
         assert cached(answer.usage) == 0, "a scored prompt goes through the model whole"
 
@@ -166,6 +169,10 @@ def test_chats_by_the_template(tmp_path: Path) -> None:
         ):
             status, content = ask(served, {"messages": chat}, "/v1/chat/completions")
             assert status == 400 and reason in content["error"]["message"]
+        for more in ({}, {"logprobs": False}):
+            body = {"messages": messages, "top_logprobs": 2, "max_tokens": 1} | more
+            status, content = ask(served, body, "/v1/chat/completions")
+            assert (status, content["error"]["message"]) == (400, "top_logprobs needs logprobs = true")
 
 
 @pytest.mark.parametrize(
@@ -186,6 +193,7 @@ def test_chats_by_the_template(tmp_path: Path) -> None:
         ({"temperature": "hot"}, 400, "temperature must be a finite number, got 'hot'"),
         ({"temperature": -1}, 400, "temperature must be at least 0, got -1.0"),
         ({"max_tokens": 1_000_000}, 400, "1 tokens of prompt and 1,000,000 new ones were asked for; together 96 fit"),
+        ({"max_tokens": 96}, 400, "1 tokens of prompt and 96 new ones were asked for; together 96 fit"),
         ({"max_tokens": 0}, 400, "max_tokens must be at least 1, got 0"),
         ({"prompt": "x" * 200}, 400, "200 tokens of prompt"),
         ({"n": 5}, 400, "n must be from 1 to 4, got 5"),
@@ -194,6 +202,7 @@ def test_chats_by_the_template(tmp_path: Path) -> None:
         ({"presence_penalty": 0.5}, 400, "the parameter presence_penalty is not supported; leave it out"),
         ({"temprature": 1}, 400, "the parameter temprature is not supported"),
         ({"prompt": ["x"] * 600}, 400, "600 answers were asked for; at most 504 may be"),
+        ({"prompt": ["x"] * 300, "n": 2}, 400, "600 answers were asked for; at most 504 may be"),
         ({"\ud800": 1}, 400, "the parameter \\ud800 is not supported"),
         (b'{"metadata": ' + b"[" * 900 + b"]" * 900 + b', "prompt": ""}', 400, "the prompt is empty"),
     ],
@@ -202,6 +211,10 @@ def test_bad_requests(served: Served, body: Any, status: int, message: str) -> N
     got, content = ask(served, {"prompt": "x"} | body if isinstance(body, dict) and body else body)
     assert (got, content["error"]["message"][: len(message)]) == (status, message)
     assert set(content["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_prompt_and_its_answer_may_fill_the_caches(served: Served) -> None:
+    assert ask(served, {"prompt": "x", "max_tokens": MAX_LENGTH - 1})[0] == 200
 
 
 def test_what_asks_for_nothing_is_taken(served: Served) -> None:

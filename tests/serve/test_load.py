@@ -70,6 +70,8 @@ def test_samples_that_have_ended_make_room(decoder: DecoderLM) -> None:
         for _ in range(3):
             answer = served.client().completions.create(model="tiny", prompt="x", max_tokens=2, n=SEQUENCES)
             assert len(answer.choices) == SEQUENCES
+        # A prompt is counted once, and not for each of its answers.
+        assert served.worker.metrics.prompt_tokens == 3
 
 
 def test_the_end_waits_for_who_has_begun(decoder: DecoderLM) -> None:

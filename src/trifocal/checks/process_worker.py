@@ -95,20 +95,21 @@ def parallelize_case(case: Case, processes: DistributedContext) -> tuple[Decoder
     return model, parallel
 
 
-def backward(case: Case, parallel: Parallel, processes: DistributedContext, tokens: Tensor) -> None:
-    """This process's part of the gradient: its rows, in micro-batches."""
+def backward(case: Case, model: DecoderLM, parallel: Parallel, processes: DistributedContext, tokens: Tensor) -> None:
+    """This process's part of the gradient: its rows, or its part of them, in micro-batches."""
+    own = (lambda x: x) if model.context is None else model.context.own
     groups = processes.size // case.context
     rows = tokens.chunk(groups)[processes.rank // case.context]
     if parallel.flat_gradients is not None:
         parallel.flat_gradients.zero()
         for batch in rows.chunk(case.accumulation):
-            (parallel.module(batch, batch.roll(-1, 1)) / (case.accumulation * groups)).backward()
+            (parallel.module(own(batch), own(batch.roll(-1, 1))) / (case.accumulation * groups)).backward()
         parallel.exchange_gradients()
         return
     for index, batch in enumerate(rows.chunk(case.accumulation)):
         with parallel.micro_batch(last=index == case.accumulation - 1):
             # Averaged over all processes, those that share sequences among them, whose losses are shares.
-            (parallel.module(batch, batch.roll(-1, 1)) * case.context / case.accumulation).backward()
+            (parallel.module(own(batch), own(batch.roll(-1, 1))) * case.context / case.accumulation).backward()
 
 
 def gradients_of_one(case: Case, processes: DistributedContext) -> list[list[Tensor]]:
@@ -133,7 +134,7 @@ def gradient_difference(case: Case, processes: DistributedContext, one: list[lis
     worst, name = 0.0, ""
     for seed, expected in zip(_SEEDS, one, strict=True):
         model.zero_grad(set_to_none=True)
-        backward(case, parallel, processes, _tokens(processes, seed))
+        backward(case, model, parallel, processes, _tokens(processes, seed))
         for (key, parameter), exact in zip(model.named_parameters(), expected, strict=True):
             if parameter.grad is None:
                 return float("inf"), key

@@ -42,6 +42,7 @@ from trifocal.train.config.load import parse_arguments
 
 _LISTS = ("--only", "--lengths", "--pairs")
 _NO_COLUMNS = ("task", "length", "status", "source")
+_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 _LINE_SECONDS = 5.0
 _TITLES = {
     "loss": "Loss on validation data",
@@ -198,8 +199,11 @@ def _subject(found: Pretrained, options: EvaluateArguments) -> Subject:
     data = None if found.run is None else found.run.data
     if options.source:
         data = replace(data or DataConfig(), source=options.source)
-    precision = "fp32" if found.run is None else found.run.train.precision
     model = found.model().to(device).eval()
+    # Weights of another type than fp32 decide the type of the products, whatever their run had.
+    precision = _PRECISIONS.get(model.embedding.weight.dtype) or (
+        "fp32" if found.run is None else found.run.train.precision
+    )
     if options.weights == "int8":
         round_to_int8(model)
     return Subject(model, found.tokenizer(), data, found.run, device, precision)

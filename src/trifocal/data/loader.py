@@ -48,7 +48,10 @@ class Batch(NamedTuple):
         epoch: Complete passes over the source at the global batch's first row, counted as if rows were not shuffled:
             if a block of shuffled rows spans two epochs, its batches hold rows of both. With several streams, the
             lowest epoch among those that this process reads.
-        valid_targets: Targets that are not -100.
+        valid_targets: Targets of the rows that are not -100.
+        shared_rows: Where processes share rows, tokens of the whole rows, [B, S] int64. `tokens` and `targets` are then
+            the process's own, of rows laid end to end, [1, T]; everything else is of the rows, of which each begins a
+            document if there are several.
     """
 
     tokens: Tensor
@@ -58,6 +61,12 @@ class Batch(NamedTuple):
     sample_index: int
     epoch: int
     valid_targets: int
+    shared_rows: Tensor | None = None
+
+    @property
+    def rows(self) -> Tensor:
+        """Tokens of the whole rows, [B, S]."""
+        return self.tokens if self.shared_rows is None else self.shared_rows
 
     @property
     def packed_documents(self) -> int:
@@ -103,6 +112,7 @@ class Loader:
         world_size: int,
         activity: Activity,
         on_stall: Callable[[float, str], None],
+        own: Callable[[Tensor], Tensor] | None,
     ) -> None:
         self._num_streams = len(streams)
         common = math.gcd(len(streams), world_size)
@@ -119,6 +129,7 @@ class Loader:
         self._world_size = world_size
         self._activity = activity
         self._on_stall = on_stall
+        self._own = own
         self._prefetcher: Prefetcher[tuple[Batch, dict[str, Any]]] | None = None
         self._next_sample = 0
         self._state = self._describe(0)
@@ -233,8 +244,8 @@ class Loader:
             elif index in self._streams:
                 epochs.setdefault(index, self._streams[index].skip_row())
         self._epochs |= epochs
-        own = first + (self._rank - first) % self._world_size
-        return _to_batch(rows, own, min(self._epochs.values())), self._describe(self._next_sample)
+        sample = first + (self._rank - first) % self._world_size
+        return _to_batch(rows, sample, min(self._epochs.values()), self._own), self._describe(self._next_sample)
 
     def _describe(self, sample_index: int) -> dict[str, Any]:
         return {
@@ -261,21 +272,25 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _to_batch(rows: list[Row], sample_index: int, epoch: int) -> Batch:
+def _to_batch(rows: list[Row], sample_index: int, epoch: int, own: Callable[[Tensor], Tensor] | None) -> Batch:
     length = len(rows[0].tokens)
     cu_seqlens = None
-    if any(len(row.starts) > 1 for row in rows):
+    if any(len(row.starts) > 1 for row in rows) or (own is not None and len(rows) > 1):
         starts = [number * length + start for number, row in enumerate(rows) for start in row.starts]
         cu_seqlens = torch.tensor([*starts, len(rows) * length], dtype=torch.int32)
-    targets = np.stack([row.targets for row in rows], dtype=np.int64)
+    tokens, targets = (
+        torch.from_numpy(np.stack(parts, dtype=np.int64))
+        for parts in ([row.tokens for row in rows], [row.targets for row in rows])
+    )
     return Batch(
-        torch.from_numpy(np.stack([row.tokens for row in rows], dtype=np.int64)),
-        torch.from_numpy(targets),
+        tokens if own is None else own(tokens.view(1, -1)),
+        targets if own is None else own(targets.view(1, -1)),
         cu_seqlens,
         tuple(name for row in rows for name in row.document_ids),
         sample_index,
         epoch,
-        int(np.count_nonzero(targets != IGNORED)),
+        int((targets != IGNORED).sum()),
+        None if own is None else tokens,
     )
 
 
@@ -290,6 +305,7 @@ def make_loader(
     rank: int = 0,
     world_size: int = 1,
     on_stall: Callable[[float, str], None] = _log_stall,
+    own: Callable[[Tensor], Tensor] | None = None,
 ) -> Loader:
     """A loader of a split.
 
@@ -304,6 +320,8 @@ def make_loader(
         world_size: Number of processes; the global batch has `world_size * batch_size` rows.
         on_stall: Called while a batch is late, with the seconds so far and the activity of the data thread; by default
             a warning is logged.
+        own: Where processes share rows, takes this one's part of tokens [1, B * S]: a `ContextShard.own`. All that
+            share rows have the same `rank`.
 
     Raises:
         UserError: If a setting, the source or the tokenizer does not fit.
@@ -351,6 +369,7 @@ def make_loader(
         world_size=world_size,
         activity=activity,
         on_stall=on_stall,
+        own=own,
     )
 
 

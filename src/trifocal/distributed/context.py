@@ -2,8 +2,13 @@
 
 The exchange is an operator with a backward that is one too, so that compilers see shapes alone. Its collectives are an
 all-gather of the keys forward, and a reduce-scatter of their gradients backward, in the keys' type.
+
+One call exchanges all keys and values of a layer. While one tensor is on its way, another is put in order. And a
+compiler, which may change the order of operators and sees other shapes in each process, finds one exchange in a layer
+and not six, whose order must be the same everywhere.
 """
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,41 +23,76 @@ from trifocal.nn.context import ContextShard
 _collectives = torch.ops._c10d_functional
 
 
+def _one_ahead(
+    xs: Iterable[Tensor], start: Callable[[Tensor], Tensor], end: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """Exchange tensors one behind the other; each is started before the one in front of it is ended.
+
+    Two are on their way at most, so that few buffers are taken.
+    """
+    found: list[Tensor] = []
+    running: Tensor | None = None
+    for x in xs:
+        started = start(x)
+        if running is not None:
+            found.append(end(running))
+        running = started
+    return found if running is None else [*found, end(running)]
+
+
 @torch.library.custom_op("trifocal::gather_context", mutates_args=(), tags=(torch.Tag.flexible_layout,))
-def gather_context(x: Tensor, group: str, size: int) -> Tensor:
-    """Own tokens of all processes of a group, [B, T, ...] -> [B, S, ...], in the order of the sequence."""
-    of_ranks = _collectives.wait_tensor(_collectives.all_gather_into_tensor(x[None].contiguous(), size, group))
-    early, late = of_ranks.unflatten(2, (2, -1)).unbind(2)
-    return torch.cat((*early, *late.unbind()[::-1]), dim=1)
+def gather_context(xs: list[Tensor], group: str, size: int) -> list[Tensor]:
+    """Own tokens of all processes of a group, each [B, T, ...] -> [B, S, ...], in the order of the sequence."""
+
+    def start(x: Tensor) -> Tensor:
+        return _collectives.all_gather_into_tensor(x[None].contiguous(), size, group)  # type: ignore[no-any-return]
+
+    def end(of_ranks: Tensor) -> Tensor:
+        early, late = _collectives.wait_tensor(of_ranks).unflatten(2, (2, -1)).unbind(2)
+        return torch.cat((*early, *late.unbind()[::-1]), dim=1)
+
+    return _one_ahead(xs, start, end)
 
 
 @gather_context.register_fake
-def _(x: Tensor, group: str, size: int) -> Tensor:
-    return x.new_empty(x.shape[0], x.shape[1] * size, *x.shape[2:])
+def _(xs: list[Tensor], group: str, size: int) -> list[Tensor]:
+    return [x.new_empty(x.shape[0], x.shape[1] * size, *x.shape[2:]) for x in xs]
 
 
 @torch.library.custom_op("trifocal::scatter_context", mutates_args=(), tags=(torch.Tag.flexible_layout,))
-def scatter_context(x: Tensor, group: str, size: int) -> Tensor:
-    """Sum over the processes of a group, [B, S, ...] -> [B, T, ...]: each gets its own tokens."""
-    chunks = x.chunk(2 * size, dim=1)
-    ordered = torch.cat([chunks[number] for rank in range(size) for number in (rank, -1 - rank)], dim=1)
-    for_ranks = ordered.unflatten(1, (size, -1)).movedim(1, 0).contiguous()
-    own: Tensor = _collectives.wait_tensor(_collectives.reduce_scatter_tensor(for_ranks, "sum", size, group))
-    return own[0]
+def scatter_context(xs: list[Tensor], group: str, size: int) -> list[Tensor]:
+    """Sums over the processes of a group, each [B, S, ...] -> [B, T, ...]: each process gets its own tokens."""
+
+    def start(x: Tensor) -> Tensor:
+        chunks = x.chunk(2 * size, dim=1)
+        ordered = torch.cat([chunks[number] for rank in range(size) for number in (rank, -1 - rank)], dim=1)
+        for_ranks = ordered.unflatten(1, (size, -1)).movedim(1, 0).contiguous()
+        return _collectives.reduce_scatter_tensor(for_ranks, "sum", size, group)  # type: ignore[no-any-return]
+
+    def end(own: Tensor) -> Tensor:
+        return _collectives.wait_tensor(own)[0]  # type: ignore[no-any-return]
+
+    return _one_ahead(xs, start, end)
 
 
 @scatter_context.register_fake
-def _(x: Tensor, group: str, size: int) -> Tensor:
-    return x.new_empty(x.shape[0], x.shape[1] // size, *x.shape[2:])
+def _(xs: list[Tensor], group: str, size: int) -> list[Tensor]:
+    return [x.new_empty(x.shape[0], x.shape[1] // size, *x.shape[2:]) for x in xs]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, ctx.group, ctx.size = inputs
+    # Of keys that choose alone there may be no gradient.
+    ctx.set_materialize_grads(False)
 
 
-gather_context.register_autograd(
-    lambda ctx, d: (scatter_context(d, ctx.group, ctx.size), None, None), setup_context=_keep
-)
+def _scatter(ctx: Any, d_xs: list[Tensor | None]) -> tuple[list[Tensor | None], None, None]:
+    wanted = [d if needed else None for d, needed in zip(d_xs, ctx.needs_input_grad[0], strict=True)]
+    found = iter(scatter_context([d for d in wanted if d is not None], ctx.group, ctx.size))
+    return [None if d is None else next(found) for d in wanted], None, None
+
+
+gather_context.register_autograd(_scatter, setup_context=_keep)
 
 
 def make_context_shard(processes: DistributedContext, size: int) -> ContextShard:
@@ -64,4 +104,4 @@ def make_context_shard(processes: DistributedContext, size: int) -> ContextShard
     """
     # A mesh would split the NCCL communicator, and PyTorch then warns about the options that Gloo does not know.
     name = dist.new_subgroups(size)[0].group_name
-    return ContextShard(processes.rank % size, size, lambda x: gather_context(x, name, size))  # type: ignore[no-any-return]
+    return ContextShard(processes.rank % size, size, lambda xs: gather_context(list(xs), name, size))  # type: ignore[no-any-return]

@@ -313,8 +313,8 @@ def parallelize(
             sums and does not average.
         repeatable: Under ddp, exchange each gradient by itself, and with a static graph in every micro-batch, so that a
             resumed run rounds like an uninterrupted one. (Other modes always do.)
-        context: Processes, neighbours by rank, that share each sequence. Each of them is given the same rows, and its
-            loss is its share of theirs. Gradients are exchanged among all processes, in any mode.
+        context: Processes, neighbours by rank, that share each sequence. Each of them is given its part of the same
+            rows, and its loss is its share of theirs. Gradients are exchanged among all processes, in any mode.
 
     Raises:
         UserError: If `shards` or `context` does not divide the processes.

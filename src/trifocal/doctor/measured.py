@@ -165,12 +165,17 @@ def _measured(need: Need, config: RunConfig) -> Need:
 
 
 def _processes(config: RunConfig, device: torch.device) -> int:
-    """Processes that would share the work here: one a GPU, if the batch can be shared out; those of a row on a CPU."""
+    """Processes that would share the work here: one a GPU, as far as rows and batch can be shared out; on a CPU, those
+    of a row. Fewer than those of a row cannot be started.
+    """
     context = config.parallel.context
     count = torch.cuda.device_count() if device.type == "cuda" else context
-    # Processes that share each sequence get the same rows.
-    whole = config.train.global_batch_size * context % count == 0
-    return count if config.parallel.mode != "none" and whole else min(context, count)
+    groups = count // context
+    if not groups:
+        return count
+    # A group has rows of its own.
+    whole = config.train.global_batch_size % groups == 0
+    return groups * context if config.parallel.mode != "none" and whole else context
 
 
 def _name(device: torch.device) -> str:

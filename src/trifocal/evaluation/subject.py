@@ -30,7 +30,7 @@ class Subject:
         data: The text or the task; None where it is not known.
         run: Configuration of its training; None where it is not known.
         device: Where it runs.
-        precision: "fp32" or "bf16", as in training.
+        precision: That of the products: "fp32" or "bf16", as in training, or that of weights of another type.
     """
 
     model: DecoderLM

@@ -105,9 +105,10 @@ class DecoderLM(nn.Module):
         """Compute logits, or the loss.
 
         Args:
-            tokens: [B, T], int64 or int32.
+            tokens: [B, T], int64 or int32. With targets and a `context`, this process's own: `ContextShard.own`.
             targets: The token that should follow each position, [B, T], int64; -100 where there is none.
-            cu_seqlens: Boundaries of packed documents, [documents + 1], with B == 1; nothing crosses them.
+            cu_seqlens: Boundaries of packed documents, [documents + 1], with B == 1; nothing crosses them. Those of all
+                tokens in any case.
             teaching: What the choice of blocks learns from these tokens; with targets. The result is the same with and
                 without it; its backward pass then teaches the choice too.
 
@@ -119,22 +120,26 @@ class DecoderLM(nn.Module):
             ValueError: If shapes do not fit; the message names them.
         """
         _check_tokens(tokens, targets)
-        documents = self._documents(tokens, cu_seqlens)
+        context = None if targets is None else self.context
+        num_tokens = tokens.shape[1] * (1 if context is None else context.size)
+        documents = self._documents(tokens, num_tokens, cu_seqlens)
         if targets is None:
             return self.logits(self.norm(self._last_residual(tokens, documents)))
-        own = None if self.context is None else OwnTokens.of(self.context, tokens, documents)
+        counted = (targets != IGNORED_TARGET).sum()
+        own, taught_tokens = None, tokens
+        if context is not None:
+            own = OwnTokens.of(context, tokens, documents)
+            # All tokens draw the lessons. Both of a process's chunks have its count, so that the sum is twofold.
+            wanted = (counted.expand(1, 2), *(() if teaching is None else (tokens,)))
+            counts, *gathered = context.gather(wanted)
+            counted, [taught_tokens] = counts.sum() // 2, gathered or [tokens]
         lessons = None
         if teaching is not None:
-            positions = (
-                torch.arange(tokens.shape[1], device=tokens.device) if documents is None else documents.positions
-            )
-            lessons = Lessons(teaching, self.config, tokens, positions, own)
-        counted = (targets != IGNORED_TARGET).sum().clamp(min=1)
-        if own is not None:
-            tokens, targets = own.shard.own(tokens), own.shard.own(targets)
+            positions = torch.arange(num_tokens, device=tokens.device) if documents is None else documents.positions
+            lessons = Lessons(teaching, self.config, taught_tokens, positions, own)
         x = self._last_residual(tokens, documents, lessons, own)
         end = self._run_end if torch.is_grad_enabled() else run_end
-        loss = end(self.norm, self._output_weight(), x, targets, counted)
+        loss = end(self.norm, self._output_weight(), x, targets, counted.clamp(min=1))
         return loss if lessons is None else lessons.attach_to(loss)
 
     def hidden_states(
@@ -145,12 +150,12 @@ class DecoderLM(nn.Module):
     ) -> Tensor:
         """The normed output of the last block, [B, T, E]; arguments and errors as in `forward`."""
         _check_tokens(tokens, None)
-        return self.norm(self._last_residual(tokens, self._documents(tokens, cu_seqlens)))
+        return self.norm(self._last_residual(tokens, self._documents(tokens, tokens.shape[1], cu_seqlens)))
 
-    def _documents(self, tokens: Tensor, documents: Tensor | Documents | None) -> Documents | None:
+    def _documents(self, tokens: Tensor, num_tokens: int, documents: Tensor | Documents | None) -> Documents | None:
         if isinstance(documents, Tensor):
             # Checked before the copy: boundaries on the host need no wait for a GPU.
-            documents = Documents.from_cu_seqlens(documents, tokens.shape[1]).to(tokens.device)
+            documents = Documents.from_cu_seqlens(documents, num_tokens).to(tokens.device)
         return documents
 
     def _last_residual(

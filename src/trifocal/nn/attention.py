@@ -113,14 +113,11 @@ class NSAttention(ChoosingAttention):
         rotary = rotary or self.rotary_tables(x, documents, own)
         # Compressed keys are made of unrotated ones. Shared keys are rotated once.
         q, *rotated = (rotate(states, rotary.cos, rotary.sin) for states in (q, *keys[-2:]))
-        raw = keys[0]
-        if own is not None:
-            raw, *rotated = map(own.shard.gather, (raw, *rotated))
-            values = [own.shard.gather(v) for v in values]
+        (raw, *gathered), index, taught = self._gathered(x, [keys[0], *rotated, *values], rotary, lesson, own)
+        rotated, values = gathered[: len(rotated)], gathered[len(rotated) :]
         v_cmp, v_slc, v_win = values * (NUM_BRANCHES // self.branches)
         k_slc, k_win = rotated[0], rotated[-1]
         k_cmp, v_cmp = self._compressed_keys(raw, documents, rotary), self.v_compressor(v_cmp, documents)
-        index = self._index(x, rotary, own)
 
         def attend(chunk: Chunk) -> Tensor:
             q_rows, keys, blocks = chunk.queries(q), chunk.keys(k_slc), self._num_compressed(chunk)
@@ -146,7 +143,7 @@ class NSAttention(ChoosingAttention):
         o = joined([attend(chunk) for chunk in chunks_of(x, documents, own)])
         if lesson is None:
             return self.o_proj(o.flatten(2))
-        return self.o_proj(o.flatten(2)), self._taught(lesson, x, q, k_slc, index, documents, rotary, own)
+        return self.o_proj(o.flatten(2)), self._taught(lesson, q, k_slc, index, taught, documents, rotary, own)
 
 
 class DenseAttention(AttentionBase):
@@ -174,7 +171,7 @@ class DenseAttention(AttentionBase):
         rotary = rotary or self.rotary_tables(x, documents, own)
         q, k = (rotate(states, rotary.cos, rotary.sin) for states in (q, k))
         if own is not None:
-            k, v = own.shard.gather(k), own.shard.gather(v)
+            k, v = own.shard.gather((k, v))
         o = joined(
             [
                 self._attend(chunk.queries(q), chunk.keys(k), chunk.keys(v), chunk.documents)

@@ -84,12 +84,38 @@ class ChoosingAttention(AttentionBase):
         """Index queries and keys for a cache; None without an index."""
         return self.index.project(x) if self.index is not None else None  # type: ignore[operator]
 
-    def _index(self, x: Tensor, rotary: RotaryTables, own: OwnTokens | None) -> tuple[Tensor, Tensor] | None:
-        """Rotated index queries of x, and all keys; None without an index."""
-        if self.index is None:
-            return None
-        q_idx, k_idx = self.index(x, rotary.cos_idx, rotary.sin_idx)
-        return q_idx, k_idx if own is None else own.shard.gather(k_idx)
+    def _gathered(
+        self,
+        x: Tensor,
+        keys_and_values: list[Tensor],
+        rotary: RotaryTables,
+        lesson: Lesson | None,
+        own: OwnTokens | None,
+    ) -> tuple[list[Tensor], tuple[Tensor, Tensor] | None, Tensor | None]:
+        """What the branches and the chooser need of all tokens, in one exchange where processes share them.
+
+        Args:
+            x: The layer's input.
+            keys_and_values: Those of the branches, each [B, T, G, *].
+            rotary: Rotary tables.
+            lesson: What the choice learns, or None.
+            own: The tokens of x, or None.
+
+        Returns:
+            The keys and values of all tokens; rotated index queries of x and keys of all tokens, None without an index;
+            and unrotated keys to be taught, None unless compressed keys are.
+        """
+        index = None if self.index is None else self.index(x, rotary.cos_idx, rotary.sin_idx)
+        taught = self._taught_keys(x.detach()) if lesson is not None and index is None else None
+        if own is not None:
+            choosers = [k for k in (None if index is None else index[1], taught) if k is not None]
+            gathered = own.shard.gather((*keys_and_values, *choosers))
+            keys_and_values, choosers = gathered[: len(keys_and_values)], gathered[len(keys_and_values) :]
+            if index is not None:
+                index = index[0], choosers[0]
+            elif taught is not None:
+                taught = choosers[0]
+        return keys_and_values, index, taught
 
     def _num_compressed(self, chunk: Chunk) -> int:
         """Compressed blocks, or slots of documents, of the tokens up to a chunk's end."""
@@ -119,16 +145,19 @@ class ChoosingAttention(AttentionBase):
     def _taught(
         self,
         lesson: Lesson,
-        x: Tensor,
         q: Tensor,
         k: Tensor,
         index: tuple[Tensor, Tensor] | None,
+        taught: Tensor | None,
         documents: Documents | None,
         rotary: RotaryTables,
         own: OwnTokens | None,
     ) -> Tensor:
-        """The loss of the layer's queries, whose gradient reaches the chooser alone, and their recall, scaled: [2]."""
-        k_cmp = self._taught_keys(x.detach(), documents, rotary, own) if index is None else None
+        """The loss of the layer's queries, whose gradient reaches the chooser alone, and their recall, scaled: [2].
+
+        Of `index` and `taught`, from `_gathered`, one is None.
+        """
+        k_cmp = None if taught is None else self._compressed_keys(taught, documents, rotary)
         figures = []
         for chunk, sample in zip(chunks_of(q, documents, own), lesson.samples, strict=True):
             student = {"k_cmp": chunk.keys(k_cmp, self._num_compressed(chunk))} if k_cmp is not None else {}
@@ -139,10 +168,8 @@ class ChoosingAttention(AttentionBase):
             figures.append(torch.stack(found))
         return lesson.scale * torch.stack(figures).sum(0)
 
-    def _taught_keys(
-        self, x: Tensor, documents: Documents | None, rotary: RotaryTables, own: OwnTokens | None
-    ) -> Tensor:
-        """Compressed keys, made again so that their gradient reaches φ and, where it is their own, the projection."""
+    def _taught_keys(self, x: Tensor) -> Tensor:
+        """Keys to be compressed, made again so that their gradient reaches the projection alone, where it is theirs."""
         width = self.num_kv_heads * self.head_dim
         weight = self.k_proj.weight[:width]
         bias = None if self.k_proj.bias is None else self.k_proj.bias[:width]
@@ -156,9 +183,7 @@ class ChoosingAttention(AttentionBase):
             # Each head, or all of them.
             parts = raw.to(exact).unflatten(-1, (-1, len(weight)))
             raw = functional.rms_norm(parts, weight.shape, weight, norm.eps).to(raw.dtype).flatten(-2)
-        raw = raw.unflatten(-1, (self.num_kv_heads, self.head_dim))
-        raw = raw if own is None else own.shard.gather(raw)
-        return self._compressed_keys(raw, documents, rotary)
+        return raw.unflatten(-1, (self.num_kv_heads, self.head_dim))
 
     def _compressed_keys(self, raw: Tensor, documents: Documents | None, rotary: RotaryTables) -> Tensor:
         """Compress unrotated keys [B, S, G, D], and rotate the result by the first tokens of the blocks."""

@@ -6,7 +6,7 @@ Attention gathers the keys of all processes. A chunk's queries are then the last
 end, as every operation takes them (`T < S`); so a layer attends once for each chunk, and is exact.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,13 +23,13 @@ class ContextShard:
     Attributes:
         rank: Its number among them, from 0.
         size: N, their number.
-        gather: Own tokens of every process, [B, T, ...] -> [B, S, ...] in the order of the sequence; differentiable:
-            its backward pass sums the gradients of all processes.
+        gather: Own tokens of every process, for each of some tensors, [B, T, ...] -> [B, S, ...] in the order of the
+            sequence; differentiable: its backward pass sums the gradients of all processes.
     """
 
     rank: int
     size: int
-    gather: Callable[[Tensor], Tensor]
+    gather: Callable[[Sequence[Tensor]], list[Tensor]]
 
     @property
     def num_chunks(self) -> int:
@@ -102,10 +102,18 @@ class OwnTokens(NamedTuple):
 
         Args:
             shard: The place of this process.
-            tokens: All of them, [B, S].
-            documents: Packed documents, or None.
+            tokens: Its own, [B, T].
+            documents: Packed documents of all S tokens, or None.
+
+        Raises:
+            ValueError: If its own tokens are not two equal chunks.
         """
-        num_tokens = tokens.shape[1]
+        if tokens.shape[1] % 2:
+            raise ValueError(
+                f"a process that shares a sequence has two equal chunks of it, got {tokens.shape[1]} tokens; cut "
+                "sequences with ContextShard.own"
+            )
+        num_tokens = shard.size * tokens.shape[1]
         positions = torch.arange(num_tokens, device=tokens.device) if documents is None else documents.positions
         own = shard.own(positions, 0)
         length = num_tokens // shard.num_chunks

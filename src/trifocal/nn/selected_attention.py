@@ -60,16 +60,14 @@ class SelectedAttention(ChoosingAttention):
         q, [k], [v], _ = self._project(x)
         if cache is not None:
             return self.o_proj(cache.attend(self, q, [k], [v], index=self._unrotated_index(x)).flatten(2))
-        raw = k.detach()
+        raw = [k.detach()] if selected_blocks is None and self.chooser == "compressed" else []
         rotary = rotary or self.rotary_tables(x, documents, own)
         q, k = (rotate(states, rotary.cos, rotary.sin) for states in (q, k))
-        k, v = (k, v) if own is None else (own.shard.gather(k), own.shard.gather(v))
-        index = self._index(x, rotary, own)
+        (k, v, *raw), index, taught = self._gathered(x, [k, v, *raw], rotary, lesson, own)
         k_cmp = None
-        if selected_blocks is None and self.chooser == "compressed":
+        if raw:
             with torch.no_grad():
-                raw = raw if own is None else own.shard.gather(raw)
-                k_cmp = self._compressed_keys(raw, documents, rotary)
+                k_cmp = self._compressed_keys(raw[0], documents, rotary)
 
         def attend(chunk: Chunk) -> Tensor:
             q_rows, keys = chunk.queries(q), chunk.keys(k)
@@ -90,4 +88,4 @@ class SelectedAttention(ChoosingAttention):
         o = joined([attend(chunk) for chunk in chunks_of(x, documents, own)])
         if lesson is None:
             return self.o_proj(o.flatten(2))
-        return self.o_proj(o.flatten(2)), self._taught(lesson, x, q, k, index, documents, rotary, own)
+        return self.o_proj(o.flatten(2)), self._taught(lesson, q, k, index, taught, documents, rotary, own)

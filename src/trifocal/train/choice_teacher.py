@@ -46,7 +46,7 @@ class ChoiceTeacher:
         """Eligible sampled queries of each layer in micro-batches of a step, counted on the host."""
         counts = [0] * self._model_config.num_layers
         for batch in batches:
-            found = eligible_queries(self._model_config, batch.tokens, batch.cu_seqlens, step, self.teaching.stretch)
+            found = eligible_queries(self._model_config, batch.rows, batch.cu_seqlens, step, self.teaching.stretch)
             counts = [count + more for count, more in zip(counts, found, strict=True)]
         return counts
 

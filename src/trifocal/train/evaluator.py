@@ -53,7 +53,7 @@ class Evaluator:
         """Write gates and chosen blocks of the first sequence of a batch as rows of the metrics."""
         if not self._takes_part:
             return
-        tokens = batch.tokens[:1].to(self._device)
+        tokens = batch.rows[:1].to(self._device)
         with autocast(self._device, self._config.train.precision):
             self._telemetry.log(self._log.metrics, step, tokens, cu_seqlens=batch.cu_seqlens)
 
@@ -66,11 +66,11 @@ class Evaluator:
             return
         rows = []
         for batch in self._setup.validation_batches():
-            num_rows, length = batch.tokens.shape
+            num_rows, length = batch.rows.shape
             boundaries = [] if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
             for row in range(num_rows):
                 inside = [at - row * length for at in boundaries if row * length < at < (row + 1) * length]
-                rows.append((batch.tokens[row], inside))
+                rows.append((batch.rows[row], inside))
         tokens, inside = min(rows, key=lambda row: len(row[1]))
         cu_seqlens = torch.tensor([0, *inside, len(tokens)], dtype=torch.int32) if inside else None
         # A separator has no text.

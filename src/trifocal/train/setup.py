@@ -154,6 +154,7 @@ class TrainSetup:
                 rank=group,
                 world_size=groups,
                 on_stall=lambda seconds, activity: self.on_data_stall(seconds, activity),
+                own=self.own_tokens,
             )
         )
         self.state.data_position = self.loader.state_dict()
@@ -165,6 +166,11 @@ class TrainSetup:
             # Data without validation text are refused now, not after hours of training.
             self.validation_batches()
         self._random_state: dict[str, object] | None = None
+
+    @property
+    def own_tokens(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Takes this process's part of rows that it shares; None where it has rows of its own."""
+        return None if self.model.context is None else self.model.context.own
 
     def restore(self, checkpoint: Path) -> None:
         """Load a checkpoint: weights, optimizer, position in the data, counters, random generators.
@@ -204,7 +210,7 @@ class TrainSetup:
             UserError: In every process, if the data fail in any.
         """
         if self._validation_batches is None:
-            read = partial(read_validation_batches, self.config, self.tokenizer)
+            read = partial(read_validation_batches, self.config, self.tokenizer, self.own_tokens)
             self._validation_batches = self.processes.run_on_all(read)
         return self._validation_batches
 

@@ -30,8 +30,15 @@ class Evaluation:
     bits_per_byte: float | None
 
 
-def read_validation_batches(config: RunConfig, tokenizer: Tokenizer) -> list[Batch]:
+def read_validation_batches(
+    config: RunConfig, tokenizer: Tokenizer, own: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> list[Batch]:
     """The first batches of the validation split: the same in every evaluation, also of a resumed run.
+
+    Args:
+        config: The run.
+        tokenizer: Its tokenizer.
+        own: See `make_loader`.
 
     Raises:
         UserError: If the split is empty, or cannot be read.
@@ -43,6 +50,7 @@ def read_validation_batches(config: RunConfig, tokenizer: Tokenizer) -> list[Bat
         batch_size=config.train.micro_batch_size,
         vocab_size=config.model.vocab_size,
         split="validation",
+        own=own,
     ) as loader:
         return [next(loader) for _ in range(config.evaluate.batches)]
 
@@ -61,9 +69,9 @@ def evaluate(
 ) -> Evaluation:
     """Mean loss over the valid targets of some batches.
 
-    Several processes share the batches; those that share sequences get the same ones. Each loss is added up in the
-    order of its batch, so that the sum does not depend on the number of processes; and each runs the model equally
-    often, as a sharded model requires.
+    Several processes share the batches; those that share sequences get their parts of the same ones. Each loss is added
+    up in the order of its batch, so that the sum does not depend on the number of processes; and each runs the model
+    equally often, as a sharded model requires.
 
     Args:
         model: The model.
@@ -72,11 +80,11 @@ def evaluate(
         data: A synthetic source has no text, and so no bits per byte.
         device: Where the model is.
         precision: "bf16" or "fp32", the one of training.
-        processes: This process among those of the run; all have the same batches.
+        processes: This process among those of the run; all have the same batches, or parts of them.
         on_batch: Called with the number of batches done by all.
     """
     processes = processes or DistributedContext()
-    targets, text_bytes = 0, 0
+    targets = 0
     counts = [batch.valid_targets for batch in batches]
     losses: dict[int, float] = {}
     sharing = 1 if model.context is None else model.context.size
@@ -86,15 +94,16 @@ def evaluate(
         with autocast(device, precision):
             losses[index] = batch_loss(model, batches[index], device).item()
         on_batch(min(first + groups, len(batches)))
-    of_ranks = processes.gather(losses)
+    own_bytes = sum(tokenizer.count_bytes(batch.targets[batch.targets >= 0].numpy()) for batch in batches)
+    of_ranks = processes.gather((losses, own_bytes))
+    text_bytes = sum(found for _, found in of_ranks[:sharing])
     for rank in range(0, processes.size, sharing):
-        shares = of_ranks[rank : rank + sharing]
+        shares = [found for found, _ in of_ranks[rank : rank + sharing]]
         losses.update({index: sum(share[index] for share in shares) for index in shares[0]})
     nats = 0.0
-    for index, (batch, count) in enumerate(zip(batches, counts, strict=True)):
+    for index, count in enumerate(counts):
         nats += count * losses[index]
         targets += count
-        text_bytes += tokenizer.count_bytes(batch.targets[batch.targets >= 0].numpy())
     loss = nats / max(targets, 1)
     bits_per_byte = nats / math.log(2) / text_bytes if has_text(data.source) and text_bytes else None
     return Evaluation(loss, math.exp(loss) if loss < 700 else math.inf, bits_per_byte)

@@ -192,7 +192,7 @@ def test_padded_documents_change_nothing(tmp_path: Path) -> None:
         both = []
         for pad in (False, True):
             inputs = model_inputs(batch, pad_documents=pad)
-            loss = cuda_graphs.call_with(model, inputs)
+            loss = cuda_graphs.call_with(model, inputs, batch.rows.shape)
             both.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
         shapes.add(tuple(tensor.shape for tensor in inputs))
         torch.testing.assert_close(both[1], both[0], rtol=1e-12, atol=1e-14)
@@ -207,7 +207,7 @@ def test_rows_become_documents_where_others_have_some(tmp_path: Path) -> None:
     assert len(plain) == 2 and packed[2].tolist() == [0, 32, *[64] * 63]
     both = []
     for inputs in (plain, packed):
-        loss = cuda_graphs.call_with(model, inputs)
+        loss = cuda_graphs.call_with(model, inputs, batch.rows.shape)
         both.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     torch.testing.assert_close(both[1], both[0], rtol=1e-12, atol=1e-14)
 

@@ -190,15 +190,16 @@ class MicroBatchGraphs:
             `weight * loss`, a scalar in fp32 that the next micro-batch of the same kind may overwrite.
         """
         inputs = model_inputs(batch, pad_documents=True, documents=documents)
-        kind = tuple(size for tensor in inputs for size in tensor.shape)
+        rows = batch.rows.shape
+        kind = (*rows, *(size for tensor in inputs for size in tensor.shape))
         inputs.append(torch.tensor(weight))
         recording = self._recordings.get(kind)
         if recording is None:
             own = [to_device(tensor, self._device) for tensor in inputs]
             if kind not in self._known:
                 self._known.add(kind)
-                return self._collect(self._recorder.warm_up(lambda: self._pass(own)))
-            recording = self._recordings[kind] = _Recording(*self._recorder.record(lambda: self._pass(own)), own)
+                return self._collect(self._recorder.warm_up(lambda: self._pass(own, rows)))
+            recording = self._recordings[kind] = _Recording(*self._recorder.record(lambda: self._pass(own, rows)), own)
         for own_tensor, given in zip(recording.inputs, inputs, strict=True):
             own_tensor.copy_(given.pin_memory(), non_blocking=True)
         recording.replay()
@@ -209,13 +210,13 @@ class MicroBatchGraphs:
         self._known.clear()
         self._recordings.clear()
 
-    def _pass(self, inputs: list[Tensor]) -> list[Tensor]:
+    def _pass(self, inputs: list[Tensor], rows: torch.Size) -> list[Tensor]:
         """The weighted loss, and the gradient of each leaf (of this process's shard)."""
         *tensors, weight = inputs
         self._drop_gradients()
         with nullcontext() if self._copies is None else self._copies.in_place():
             with autocast(self._device, self._precision):
-                loss = call_with(self._loss_function, tensors)
+                loss = call_with(self._loss_function, tensors, rows)
             weighted = loss * weight
             (weighted * self._factor).backward()
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self._leaves]

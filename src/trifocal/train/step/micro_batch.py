@@ -19,7 +19,7 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
 
 
 def model_inputs(batch: Batch, *, pad_documents: bool = False, documents: int = 0) -> list[Tensor]:
-    """Tokens and targets, [B, T], and, where one lies inside a row, the boundaries of the documents; on the host.
+    """Tokens and targets, and, where one lies inside a row, the boundaries of the documents; on the host.
 
     The boundaries are checked here, on the host, so that the model need not wait for the device to check them.
 
@@ -29,25 +29,25 @@ def model_inputs(batch: Batch, *, pad_documents: bool = False, documents: int = 
             recorded graphs then fit the next one too.
         documents: Pad up to so many at least. Unless it is 0, rows without boundaries are documents, too.
     """
-    num_tokens, cu_seqlens = batch.tokens.numel(), batch.cu_seqlens
+    num_tokens, row_length, cu_seqlens = batch.rows.numel(), batch.rows.shape[1], batch.cu_seqlens
     if cu_seqlens is None and documents:
-        cu_seqlens = torch.arange(0, num_tokens + 1, batch.tokens.shape[1], dtype=torch.int32)
+        cu_seqlens = torch.arange(0, num_tokens + 1, row_length, dtype=torch.int32)
     if cu_seqlens is None:
         return [batch.tokens, batch.targets]
     check_boundaries(cu_seqlens, num_tokens)
-    if not torch.isin(torch.arange(0, num_tokens, batch.tokens.shape[1]), cu_seqlens).all():
-        raise ValueError(f"each row of {batch.tokens.shape[1]} tokens must begin a document, got {cu_seqlens.tolist()}")
+    if not torch.isin(torch.arange(0, num_tokens, row_length), cu_seqlens).all():
+        raise ValueError(f"each row of {row_length} tokens must begin a document, got {cu_seqlens.tolist()}")
     if pad_documents:
         cu_seqlens = pad_boundaries(cu_seqlens, num_tokens, documents)
     return [batch.tokens, batch.targets, cu_seqlens]
 
 
-def call_with(loss_function: LossFunction, inputs: list[Tensor]) -> Tensor:
-    """Call the model with `model_inputs`; rows of documents become one."""
+def call_with(loss_function: LossFunction, inputs: list[Tensor], rows: torch.Size) -> Tensor:
+    """Call the model with `model_inputs` of a batch with rows of a shape [B, S]; rows of documents become one."""
     tokens, targets, *boundaries = inputs
     if not boundaries:
         return loss_function(tokens, targets)
-    documents = Documents.from_checked(boundaries[0], tokens.numel(), row_length=tokens.shape[1])
+    documents = Documents.from_checked(boundaries[0], rows.numel(), row_length=rows[1])
     return loss_function(tokens.reshape(1, -1), targets.reshape(1, -1), cu_seqlens=documents)
 
 

@@ -66,7 +66,7 @@ def batch_loss(
         A scalar, fp32.
     """
     inputs = model_inputs(batch, pad_documents=pad_documents, documents=documents)
-    return call_with(loss_function, [to_device(tensor, device) for tensor in inputs])
+    return call_with(loss_function, [to_device(tensor, device) for tensor in inputs], batch.rows.shape)
 
 
 class TrainStep:
