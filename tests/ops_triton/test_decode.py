@@ -227,7 +227,6 @@ def choices(step, tokens, monkeypatch, rotated=True):
         decoder.rotary_idx = decoder.rotary if decoder.rotary_idx else None
     decoder.fill(list(step.lengths))
     monkeypatch.setattr(kernels, "decode_attend_kernel", Launch())
-    monkeypatch.setattr(kernels, "decode_combine_kernel", Launch())
     decoder.step(list(step.num_new))
     cos, sin = decoder.rotary
     if step.shapes.index:

@@ -4,15 +4,20 @@ A program holds the rows of a group (its heads for all new tokens) and goes thro
 hold whole selection blocks as in `scoring`. The keys are read once: their probabilities weigh the values, and are
 added up over the compressed blocks of each selection block. What is written for a selection block and head is two
 numbers, as in `scoring`: from compressed blocks that start in it (`direct`), and from those that reach over from the
-block before (`overflow`). They are relative to a maximum that is written for every tile.
+block before (`overflow`). They are relative to a maximum that is written for every tile. The last program of a sequence
+and group to arrive then makes the choice, unless that is a kernel of its own (`attention` says when).
 """
 
 import triton
 import triton.language as tl
 
+from trifocal.ops.decode.triton.choice import choose_blocks
 from trifocal.ops.decode.triton.common import (
     add_softmax,
     attend_tile,
+    count_compressed,
+    count_tiles,
+    is_last,
     load_keys,
     load_rotated_parts,
     nothing_yet,
@@ -23,20 +28,6 @@ from trifocal.ops.decode.triton.common import (
 from trifocal.ops.triton.dependent_launch import release_next, wait_for_inputs
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.scoring import LINE
-
-
-@triton.jit
-def count_compressed(num_keys, COMPRESSION: tl.constexpr, STRIDE: tl.constexpr):
-    """Compressed blocks of a sequence."""
-    return tl.where(num_keys >= COMPRESSION, (num_keys - COMPRESSION) // STRIDE + 1, 0)
-
-
-@triton.jit
-def count_tiles(
-    num_keys, COMPRESSION: tl.constexpr, STRIDE: tl.constexpr, SELECTION: tl.constexpr, BLOCKS: tl.constexpr
-):
-    """Tiles of BLOCKS selection blocks that hold all those in which a compressed block of the sequence starts."""
-    return tl.cdiv(tl.cdiv(count_compressed(num_keys, COMPRESSION, STRIDE), SELECTION // STRIDE), BLOCKS)
 
 
 @triton.jit
@@ -62,7 +53,7 @@ def prefetch_part(
 @triton.jit(do_not_specialize=["table_columns", "block_lines", "num_tiles", "num_parts", "num_rows"])
 def decode_scores_kernel(
     q, k_cmp, v_cmp, cos, sin, lengths, num_new, block_table, sums, tile_maximum, tile_total,
-    part_maximum, part_total, part_o,
+    part_maximum, part_total, part_o, selected_blocks, places, arrivals,
     q_batch_stride, q_time_stride, q_head_stride, k_page_stride, k_group_stride, k_row_stride,
     v_page_stride, v_group_stride, v_row_stride,
     table_columns, block_lines, num_tiles, num_parts, num_rows, score_scale,
@@ -70,11 +61,14 @@ def decode_scores_kernel(
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     HAS_V: tl.constexpr, COMPRESSION: tl.constexpr, STRIDE: tl.constexpr, SELECTION: tl.constexpr,
     PAGE_ROWS: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, UNIT_TILES: tl.constexpr,
-    UNITS: tl.constexpr, CHOOSES: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    UNITS: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr, SUMS: tl.constexpr, CHOOSES: tl.constexpr,
+    NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
+    PAGE_BLOCKS: tl.constexpr, UNROLL: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Every so many parts of a sequence's compressed blocks, UNITS units each, for one tile of rows.
 
-    CHOOSES: whether the choice needs block sums; an index needs none.
+    SUMS: whether the choice needs block sums; an index needs none. CHOOSES: whether the last program of a sequence and
+    group makes the choice of the one new token.
     """
     release_next(DEPENDENT)
     STEP: tl.constexpr = SELECTION // STRIDE
@@ -135,17 +129,17 @@ def decode_scores_kernel(
             maximum, total, o_1, o_2, p = attend_tile(
                 q_1, q_2, k_1, k_2, v_1, v_2, visible, score_scale, maximum, total, o_1, o_2, D_2, V_2, HAS_V
             )
-            if CHOOSES:
+            if SUMS:
                 tl.store(tile_maximum + row * num_tiles + tile, maximum, mask=exists)
                 tl.store(tile_total + row * num_tiles + tile, total, mask=exists)
-                places = row[:, None] * (block_lines * LINE) + (tile * BLOCKS + tl.arange(0, BLOCKS))[None, :]
+                of_blocks = row[:, None] * (block_lines * LINE) + (tile * BLOCKS + tl.arange(0, BLOCKS))[None, :]
                 direct = tl.sum(tl.reshape(p * direct_weight[None, :], [ROWS, BLOCKS, TAPS]), 2)
-                tl.store(sums + places, direct, mask=exists[:, None])
+                tl.store(sums + of_blocks, direct, mask=exists[:, None])
                 if COMPRESSION > STRIDE:
                     # The next block's, so that the choice reads both of a block at one place.
                     overflow = tl.sum(tl.reshape(p * overflow_weight[None, :], [ROWS, BLOCKS, TAPS]), 2)
-                    places += num_rows.to(tl.int64) * (block_lines * LINE) + 1
-                    tl.store(sums + places, overflow, mask=exists[:, None])
+                    of_blocks += num_rows.to(tl.int64) * (block_lines * LINE) + 1
+                    tl.store(sums + of_blocks, overflow, mask=exists[:, None])
         if HAS_V:
             if UNITS > 1:
                 maximum, total, o_1, o_2 = add_softmax(
@@ -155,3 +149,14 @@ def decode_scores_kernel(
                 part_maximum, part_total, part_o, row * num_parts + part, exists, maximum, total, o_1, o_2,
                 V, V_1, V_2,
             )  # fmt: skip
+    if CHOOSES and new > 0:
+        # Without any part, the first programs of the grid choose.
+        programs = tl.maximum(tl.minimum(tl.cdiv(tiles, UNITS * UNIT_TILES), tl.num_programs(0)), 1)
+        if tl.program_id(0) < programs:  # noqa: SIM102
+            if is_last(arrivals + batch * GROUPS + group, programs * (tl.num_programs(1) // GROUPS)):
+                choose_blocks(
+                    sums, tile_maximum, tile_total, block_table, selected_blocks, places, batch, 0, group, length, new,
+                    block_lines, num_tiles, num_rows, NEW, GROUPS, Q_PER_KV, COMPRESSION, STRIDE, SELECTION,
+                    NUM_SELECTED, NUM_SELECTED_PAD, INITIAL, LOCAL, PAGE_BLOCKS, BLOCKS, UNIT_TILES, UNROLL, COLUMNS,
+                    False,
+                )  # fmt: skip
