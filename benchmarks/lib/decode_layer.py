@@ -141,6 +141,7 @@ def _step(
         lengths=numbers(torch.full((sequences,), tokens - 1)),
         num_new=numbers(torch.ones(sequences)),
         block_table=numbers(order.view(sequences, columns)),
+        arrivals=numbers(torch.zeros(sequences * groups)),
     )
     rotary = rotary_tables(torch.arange(tokens, device=device), dim, 10000.0, torch.promote_types(dtype, torch.float32))
     q, k, v = draw(sequences, 1, heads, dim), draw(sequences, 1, groups, dim), draw(sequences, 1, groups, value_dim)

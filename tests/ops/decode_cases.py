@@ -189,6 +189,7 @@ class Decoder:
         self.table = table.to(device, torch.int32)
         self.rows = torch.randperm(rows, generator=generator)[:batch].to(device, torch.int32)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.arrivals = torch.zeros(batch * most_new * case.groups, dtype=torch.int32, device=device)
 
         def empty(first: int, size: int, width: int, groups: int = case.groups) -> Tensor:
             return torch.full((first, groups, size, width), torch.nan, device=device, dtype=dtype)
@@ -253,7 +254,7 @@ class Decoder:
 
     def batch(self, num_new: list[int]) -> DecodeBatch:
         new = torch.tensor(num_new, dtype=torch.int32, device=self.lengths.device)
-        return DecodeBatch(self.rows, self.lengths.clone(), new, self.table)
+        return DecodeBatch(self.rows, self.lengths.clone(), new, self.table, self.arrivals)
 
     def new_tokens(self, num_new: list[int]) -> Tokens:
         """The next T tokens of each sequence, NaN past its new ones."""
@@ -288,6 +289,7 @@ class Decoder:
         new, batch = self.append(num_new)
         o = self.attend(new, batch)
         self.lengths += batch.num_new
+        assert not self.arrivals.any()
         return o
 
     def attend(self, new: Tokens, batch: DecodeBatch) -> Tensor:
@@ -303,6 +305,7 @@ class Decoder:
         append_dense(self.dense, batch, new.k_slc, new.v_slc, self.rotary, backend=self.backend)
         o = decode_dense_attention(new.q, self.dense, batch, self.rotary, window_size=window_size, backend=self.backend)
         self.lengths += batch.num_new
+        assert not self.arrivals.any()
         return o
 
 

@@ -93,6 +93,7 @@ def test_rejected_tokens_are_written_over():
         ({"columns": "block_table"}, "rows of block_table must be contiguous"),
         ({"long": "num_new"}, "num_new must be of int32, got torch.int64"),
         ({"long": "block_table"}, "block_table must be of int32, got torch.int64"),
+        ({"arrivals": torch.zeros(4)}, r"arrivals must be int32, \[\*\] and contiguous, got torch.float32, \[4\]"),
         ({"one_table": True}, r"rows of block_table must be contiguous and lie apart, got strides \[0, 1\]"),
         # As transformers lays tables out; columns of a joint one; and of one by position.
         ({"rotary": lambda x: torch.cat((x, x), -1)}, r"cosines must have the shape \[max_len, D/2\] = \['\*', 4\]"),
@@ -117,6 +118,8 @@ def test_what_does_not_fit_is_refused(change, message):
         batch = replace(batch, **{change["columns"]: torch.stack([given, given], -1)[..., 0]})
     if "long" in change:
         batch = replace(batch, **{change["long"]: getattr(batch, change["long"]).long()})
+    if "arrivals" in change:
+        batch = replace(batch, arrivals=change["arrivals"])
     if "one_table" in change:
         batch = replace(batch, block_table=batch.block_table[:1].expand_as(batch.block_table))
     new = decoder.new_tokens([1, 1])

@@ -211,6 +211,28 @@ def test_parts_of_one_tile(window, monkeypatch, device):
     assert error(o, expected) <= BOUND
 
 
+@pytest.mark.parametrize("others", [{}, {"selected_only": True, "window": "none"}], ids=["gates", "selected alone"])
+def test_the_last_of_several_programs_chooses_and_combines(others, monkeypatch, device):
+    """As many programs as parts; the same bits from a choice that is a launch, and from counters of each call's own."""
+    from trifocal.ops.decode.triton import attention as kernels
+
+    for name, count in (("decode_units_of_part", 1), ("decode_programs", 7)):
+        monkeypatch.setattr(dispatch, name, lambda *sizes, count=count: count)
+    step = Step(shapes("last", geometry(4, 2, 16, 18, 1, 1, 270), 6, 2, **others), (20, 640, 5), (1, 1, 0))
+    tokens = tokens_of(step, device)
+    o, decoder = run(step, "triton", tokens)
+    expected, _ = run(step, "reference", tokens)
+    assert error(o, expected) <= BOUND
+    with mock.patch.object(kernels, "_SCORES_CHOICE_COLUMNS", 0):
+        assert torch.equal(run(step, "triton", tokens)[0], o)
+    batch = replace(decoder.batch([1, 1, 0]), lengths=decoder.lengths - decoder.batch([1, 1, 0]).num_new)
+    decoder.lengths.copy_(batch.lengths)
+    new = decoder.new_tokens([1, 1, 0])
+    assert torch.equal(decoder.attend(new, replace(batch, arrivals=None)), o)
+    with pytest.raises(ValueError, match=r"arrivals must have at least B\*T\*G = 6 counters, got 5"):
+        decoder.attend(new, replace(batch, arrivals=batch.arrivals[:5]))
+
+
 def choices(step, tokens, monkeypatch, rotated=True):
     """The blocks that the kernels choose for the tokens of a step, [B, T, G, N], and those of the reference."""
     from trifocal.ops.decode.triton import attention as kernels
@@ -349,6 +371,20 @@ def test_equal_bits_with_any_table_and_parts(case, dense, dtype, monkeypatch):
         layer.decoder.table = torch.cat((table, table.new_full((len(table), spare), -(2**30))), 1)
         results.append(layer.step(dense=dense))
     assert all(torch.equal(o, results[0]) for o in results[1:])
+
+
+@on_a_gpu
+@each_model(MODELS[:1] + MODELS[2:3] + MODELS[4:])
+def test_equal_bits_from_a_choice_that_is_a_launch_of_its_own(case, monkeypatch):
+    """Many times: a last program that reads too early shows in one of them."""
+    from trifocal.ops.decode.triton import attention as kernels
+
+    layer = Layer(case, torch.bfloat16, lengths=(0, 31, 1023, 1024, 5003, 16384, 60000, 65000))
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "_SCORES_CHOICE_COLUMNS", 0)
+        expected = layer.step()
+    for _ in range(50):
+        assert torch.equal(layer.step(), expected)
 
 
 @on_a_gpu
