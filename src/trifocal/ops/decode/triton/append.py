@@ -121,6 +121,96 @@ def due_block(length, new, number, BLOCK: tl.constexpr, STRIDE: tl.constexpr):
     return block, (new > 0) & (block * STRIDE + BLOCK <= length + new)
 
 
+@triton.jit
+def write_tokens(
+    k_raw, v_raw, k, v, k_win, v_win, k_raw_ring, v_raw_ring, k_cache, v_cache, k_win_ring, v_win_ring, cos, sin,
+    block_table, batch, group, ring_row, length, new,
+    k_raw_batch, k_raw_time, k_raw_head, v_raw_batch, v_raw_time, v_raw_head,
+    k_batch, k_time, k_head, v_batch, v_time, v_head, k_win_batch, k_win_time, k_win_head,
+    v_win_batch, v_win_time, v_win_head,
+    k_raw_ring_row, k_raw_ring_head, k_raw_ring_time, v_raw_ring_row, v_raw_ring_head, v_raw_ring_time,
+    k_page, k_cache_head, k_cache_time, v_page, v_cache_head, v_cache_time,
+    k_win_ring_row, k_win_ring_head, k_win_ring_time, v_win_ring_row, v_win_ring_head, v_win_ring_time,
+    D: tl.constexpr, D_HALF: tl.constexpr, V: tl.constexpr, V_HALF: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    RAW_RING: tl.constexpr, WINDOW_RING: tl.constexpr, HAS_V_CMP: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Write the new tokens of one sequence and group, whose table is given. RINGs: their tokens; 0 where is none."""
+    token = tl.arange(0, TOKENS)
+    exists = token < new
+    position = length + token
+    page = tl.load(block_table + position // PAGE_ROWS, mask=exists, other=0).to(tl.int64)
+    page_row = position % PAGE_ROWS
+    # Everything is read before anything is written: a load never waits for a store that might be to its place.
+    k_1, k_2 = load_rotated_halves(
+        k + batch * k_batch + group * k_head, token * k_time, exists, position, cos, sin, D, D_HALF
+    )
+    v_1, v_2 = load_halves(v + batch * v_batch + group * v_head, token * v_time, exists, V, V_HALF)
+    if WINDOW_RING > 0:
+        k_win_1, k_win_2 = load_rotated_halves(
+            k_win + batch * k_win_batch + group * k_win_head, token * k_win_time, exists, position, cos, sin, D, D_HALF
+        )
+        v_win_1, v_win_2 = load_halves(
+            v_win + batch * v_win_batch + group * v_win_head, token * v_win_time, exists, V, V_HALF
+        )
+    if RAW_RING > 0:
+        k_raw_1, k_raw_2 = load_halves(
+            k_raw + batch * k_raw_batch + group * k_raw_head, token * k_raw_time, exists, D, D_HALF
+        )
+    if HAS_V_CMP:
+        v_raw_1, v_raw_2 = load_halves(
+            v_raw + batch * v_raw_batch + group * v_raw_head, token * v_raw_time, exists, V, V_HALF
+        )
+    store_rows(k_1, k_2, k_cache + group * k_cache_head, page * k_page + page_row * k_cache_time, exists, D, D_HALF)
+    store_rows(v_1, v_2, v_cache + group * v_cache_head, page * v_page + page_row * v_cache_time, exists, V, V_HALF)
+    if WINDOW_RING > 0:
+        place = position % WINDOW_RING
+        k_win_ring += ring_row * k_win_ring_row + group * k_win_ring_head
+        v_win_ring += ring_row * v_win_ring_row + group * v_win_ring_head
+        store_rows(k_win_1, k_win_2, k_win_ring, place * k_win_ring_time, exists, D, D_HALF)
+        store_rows(v_win_1, v_win_2, v_win_ring, place * v_win_ring_time, exists, V, V_HALF)
+    if RAW_RING > 0:
+        k_raw_ring += ring_row * k_raw_ring_row + group * k_raw_ring_head
+        store_rows(k_raw_1, k_raw_2, k_raw_ring, position % RAW_RING * k_raw_ring_time, exists, D, D_HALF)
+    if HAS_V_CMP:
+        v_raw_ring += ring_row * v_raw_ring_row + group * v_raw_ring_head
+        store_rows(v_raw_1, v_raw_2, v_raw_ring, position % RAW_RING * v_raw_ring_time, exists, V, V_HALF)
+
+
+@triton.jit
+def write_mean_block(
+    k_raw, v_raw, k_raw_ring, v_raw_ring, k_cmp, v_cmp, cos, sin, block_table, batch, group, ring_row, block, length,
+    k_raw_batch, k_raw_time, k_raw_head, v_raw_batch, v_raw_time, v_raw_head,
+    k_raw_ring_row, k_raw_ring_head, k_raw_ring_time, v_raw_ring_row, v_raw_ring_head, v_raw_ring_time,
+    k_cmp_page, k_cmp_time, v_cmp_page, v_cmp_time,
+    D: tl.constexpr, D_HALF: tl.constexpr, V: tl.constexpr, V_HALF: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    RAW_RING: tl.constexpr, HAS_V_CMP: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Write the compressed block of this number, the mean of its tokens. PAGE_ROWS: compressed blocks of a page.
+
+    k_cmp, v_cmp: those of the group. Rings may be written at the same time: the new tokens' places are not read.
+    """
+    slot = block + (BLOCK // STRIDE - 1)
+    page = tl.load(block_table + slot // PAGE_ROWS).to(tl.int64)
+    page_row = slot % PAGE_ROWS
+    start = block * STRIDE
+    k_raw += batch * k_raw_batch + group * k_raw_head
+    k_raw_ring += ring_row * k_raw_ring_row + group * k_raw_ring_head
+    k_1, k_2 = mean_of_block(
+        k_raw_ring, k_raw_ring_time, k_raw, k_raw_time, k_cmp, start, length, D, D_HALF, BLOCK, RAW_RING, CHUNK
+    )
+    if HAS_V_CMP:
+        v_raw += batch * v_raw_batch + group * v_raw_head
+        v_raw_ring += ring_row * v_raw_ring_row + group * v_raw_ring_head
+        v_1, v_2 = mean_of_block(
+            v_raw_ring, v_raw_ring_time, v_raw, v_raw_time, v_cmp, start, length, V, V_HALF, BLOCK, RAW_RING, CHUNK
+        )
+    place = page * k_cmp_page + page_row * k_cmp_time
+    store_halves(k_1, k_2, k_cmp, place, start, cos, sin, D, D_HALF, True)
+    if HAS_V_CMP:
+        place = page * v_cmp_page + page_row * v_cmp_time
+        store_halves(v_1, v_2, v_cmp, place, start, cos, sin, V, V_HALF, False)
+
+
 @Kernel
 @triton.jit(do_not_specialize=["table_columns"])
 def append_kernel(
@@ -160,71 +250,32 @@ def append_kernel(
             )
             places = page * k_idx_page + position % PAGE_ROWS * k_idx_cache_time
             store_rows(key_1, key_2, k_idx_cache, places, exists, INDEX, INDEX_HALF)
-    is_group = group < GROUPS
     ring_row = batch
     if RAW_RING + WINDOW_RING > 0:
         ring_row = tl.load(rows + batch).to(tl.int64)
-    if RAW_RING > 0:
-        k_raw += batch * k_raw_batch + group * k_raw_head
-        k_raw_ring += ring_row * k_raw_ring_row + group * k_raw_ring_head
-    if HAS_V_CMP:
-        v_raw += batch * v_raw_batch + group * v_raw_head
-        v_raw_ring += ring_row * v_raw_ring_row + group * v_raw_ring_head
-    if (job == 0) & is_group:
-        token = tl.arange(0, TOKENS)
-        exists = token < new
-        position = length + token
-        page = tl.load(block_table + position // PAGE_ROWS, mask=exists, other=0).to(tl.int64)
-        page_row = position % PAGE_ROWS
-        # Everything is read before anything is written: a load never waits for a store that might be to its place.
-        k_1, k_2 = load_rotated_halves(
-            k + batch * k_batch + group * k_head, token * k_time, exists, position, cos, sin, D, D_HALF
-        )
-        v_1, v_2 = load_halves(v + batch * v_batch + group * v_head, token * v_time, exists, V, V_HALF)
-        if WINDOW_RING > 0:
-            k_win_1, k_win_2 = load_rotated_halves(
-                k_win + batch * k_win_batch + group * k_win_head, token * k_win_time, exists, position, cos, sin,
-                D, D_HALF,
-            )  # fmt: skip
-            v_win_1, v_win_2 = load_halves(
-                v_win + batch * v_win_batch + group * v_win_head, token * v_win_time, exists, V, V_HALF
-            )
-        if RAW_RING > 0:
-            k_raw_1, k_raw_2 = load_halves(k_raw, token * k_raw_time, exists, D, D_HALF)
-        if HAS_V_CMP:
-            v_raw_1, v_raw_2 = load_halves(v_raw, token * v_raw_time, exists, V, V_HALF)
-        store_rows(k_1, k_2, k_cache + group * k_cache_head, page * k_page + page_row * k_cache_time, exists, D, D_HALF)
-        store_rows(v_1, v_2, v_cache + group * v_cache_head, page * v_page + page_row * v_cache_time, exists, V, V_HALF)
-        if WINDOW_RING > 0:
-            place = position % WINDOW_RING
-            k_win_ring += ring_row * k_win_ring_row + group * k_win_ring_head
-            v_win_ring += ring_row * v_win_ring_row + group * v_win_ring_head
-            store_rows(k_win_1, k_win_2, k_win_ring, place * k_win_ring_time, exists, D, D_HALF)
-            store_rows(v_win_1, v_win_2, v_win_ring, place * v_win_ring_time, exists, V, V_HALF)
-        if RAW_RING > 0:
-            store_rows(k_raw_1, k_raw_2, k_raw_ring, position % RAW_RING * k_raw_ring_time, exists, D, D_HALF)
-        if HAS_V_CMP:
-            store_rows(v_raw_1, v_raw_2, v_raw_ring, position % RAW_RING * v_raw_ring_time, exists, V, V_HALF)
+    if (job == 0) & (group < GROUPS):
+        write_tokens(
+            k_raw, v_raw, k, v, k_win, v_win, k_raw_ring, v_raw_ring, k_cache, v_cache, k_win_ring, v_win_ring,
+            cos, sin, block_table, batch, group, ring_row, length, new,
+            k_raw_batch, k_raw_time, k_raw_head, v_raw_batch, v_raw_time, v_raw_head,
+            k_batch, k_time, k_head, v_batch, v_time, v_head, k_win_batch, k_win_time, k_win_head,
+            v_win_batch, v_win_time, v_win_head,
+            k_raw_ring_row, k_raw_ring_head, k_raw_ring_time, v_raw_ring_row, v_raw_ring_head, v_raw_ring_time,
+            k_page, k_cache_head, k_cache_time, v_page, v_cache_head, v_cache_time,
+            k_win_ring_row, k_win_ring_head, k_win_ring_time, v_win_ring_row, v_win_ring_head, v_win_ring_time,
+            D, D_HALF, V, V_HALF, PAGE_ROWS, RAW_RING, WINDOW_RING, HAS_V_CMP, TOKENS,
+        )  # fmt: skip
     elif RAW_RING > 0:
         block, is_due = due_block(length, new, job - 1, BLOCK, STRIDE)
-        if is_due & is_group:
-            slot = block + (BLOCK // STRIDE - 1)
-            page = tl.load(block_table + slot // (PAGE_ROWS // STRIDE)).to(tl.int64)
-            page_row = slot % (PAGE_ROWS // STRIDE)
-            start = block * STRIDE
-            k_1, k_2 = mean_of_block(
-                k_raw_ring, k_raw_ring_time, k_raw, k_raw_time, k_cmp, start, length, D, D_HALF, BLOCK, RAW_RING, CHUNK
-            )
-            if HAS_V_CMP:
-                v_1, v_2 = mean_of_block(
-                    v_raw_ring, v_raw_ring_time, v_raw, v_raw_time, v_cmp, start, length, V, V_HALF,
-                    BLOCK, RAW_RING, CHUNK,
-                )  # fmt: skip
-            place = page * k_cmp_page + page_row * k_cmp_time
-            store_halves(k_1, k_2, k_cmp + group * k_cmp_head, place, start, cos, sin, D, D_HALF, True)
-            if HAS_V_CMP:
-                place = page * v_cmp_page + page_row * v_cmp_time
-                store_halves(v_1, v_2, v_cmp + group * v_cmp_head, place, start, cos, sin, V, V_HALF, False)
+        if is_due & (group < GROUPS):
+            write_mean_block(
+                k_raw, v_raw, k_raw_ring, v_raw_ring, k_cmp + group * k_cmp_head, v_cmp + group * v_cmp_head,
+                cos, sin, block_table, batch, group, ring_row, block, length,
+                k_raw_batch, k_raw_time, k_raw_head, v_raw_batch, v_raw_time, v_raw_head,
+                k_raw_ring_row, k_raw_ring_head, k_raw_ring_time, v_raw_ring_row, v_raw_ring_head, v_raw_ring_time,
+                k_cmp_page, k_cmp_time, v_cmp_page, v_cmp_time,
+                D, D_HALF, V, V_HALF, PAGE_ROWS // STRIDE, RAW_RING, HAS_V_CMP, BLOCK, CHUNK, STRIDE,
+            )  # fmt: skip
 
 
 @Kernel
