@@ -16,7 +16,6 @@ from trifocal.ops import (
     Geometry,
     SparseCache,
     append_dense,
-    append_sparse,
     decode_attention,
     decode_dense_attention,
 )
@@ -163,8 +162,8 @@ def _step(
     gates = draw(sequences, 1, heads, 3).float().sigmoid()
 
     def attend() -> Tensor:
-        append_sparse(cache, batch, k, v, k, v, k, v, geometry, rotary, backend=backend)
-        return decode_attention(q, gates, cache, batch, geometry, rotary, window=True, backend=backend)
+        new = (k, v, k, v, k, v)
+        return decode_attention(q, gates, cache, batch, geometry, rotary, window=True, backend=backend, new=new)
 
     return attend
 

@@ -21,6 +21,9 @@ Rotary = tuple[Tensor, Tensor]
 Compress = Callable[[Tensor], Tensor]
 """A learned φ: the tokens of blocks, [N, l, G, *], to one key or value each, [N, G, *]."""
 
+NewTokens = tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]
+"""New keys [B, T, G, D] and values [B, T, G, V] of cmp, slc and win, not rotated yet; None where a cache has none."""
+
 Index = tuple[Tensor, Rotary]
 """New index queries [B, T, G, Di] or keys [B, T, Di], not rotated yet, and rotary tables of their width."""
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from trifocal.ops import dispatch, tiles
-from trifocal.ops.decode.caches import DecodeBatch, DenseCache, Index, Rotary, SparseCache
+from trifocal.ops.decode.caches import DecodeBatch, DenseCache, Index, NewTokens, Rotary, SparseCache
+from trifocal.ops.decode.triton.append import tensors_of_tokens
 from trifocal.ops.decode.triton.attend import decode_attend_kernel, decode_dense_kernel
 from trifocal.ops.decode.triton.choice import decode_choice_kernel
 from trifocal.ops.decode.triton.combine import decode_combine_kernel
@@ -55,6 +56,7 @@ def decode_attention(
     window: bool,
     scale: float,
     index: Index | None,
+    new_tokens: NewTokens | None,
 ) -> Tensor:
     """See `trifocal.ops.decode_attention`."""
     q, g = unit_stride(q), geometry
@@ -117,15 +119,18 @@ def decode_attention(
         sums, block_lines = _index_scores(index, cache, batch, g)
         tile_maximum = tile_total = sums
     if cache.k_cmp is not None and (gates is not None or index is None):
-        v_cmp = cache.k_cmp if gates is None or cache.v_cmp is None else cache.v_cmp
+        v_cmp = cache.k_cmp if cache.v_cmp is None else cache.v_cmp
+        appends = new_tokens is not None
+        sources, caches, append_sizes = tensors_of_tokens(cache, new_tokens or (None,) * 6, g)
         grid = dispatch.decode_programs(programs, cdiv(num_tiles, unit_tiles * cmp_units), q.device)
-        decode_scores_kernel[grid, groups * row_tiles, num_sequences](
+        decode_scores_kernel[grid + appends, groups * row_tiles, num_sequences](
             q, cache.k_cmp, v_cmp, *rotary, *where, sums, tile_maximum, tile_total, *parts, selected_blocks, places,
-            arrivals, *q.stride()[:3], *cache.k_cmp.stride()[:3], *v_cmp.stride()[:3],
+            arrivals, batch.rows, *sources, *caches, *q.stride()[:3], *cache.k_cmp.stride()[:3], *v_cmp.stride()[:3],
+            *(stride for x in (*sources, *caches) for stride in x.stride()[:3]),
             columns, block_lines, num_tiles, num_parts, num_rows, scale * LOG2_E,
             **sizes, **widths, **block_sizes, **choice_sizes, HAS_V=gates is not None,
             PAGE_ROWS=cache.k_cmp.shape[2], TAPS=taps, UNITS=cmp_units, SUMS=index is None, CHOOSES=scores_choose,
-            **_options(q, tile),
+            APPENDS=appends, TOKENS=next_power_of_2(new), **append_sizes, **_options(q, tile),
         )  # fmt: skip
     if not scores_choose:
         decode_choice_kernel[groups * new, num_sequences](

@@ -65,6 +65,14 @@ def power_of_2(exponent):
 
 
 @triton.jit
+def sum_of_pairs(x, LEVELS: tl.constexpr):
+    """x [ROWS, 2**LEVELS] summed over its last dimension, neighbours first: any layout gives the same bits."""
+    for _ in tl.static_range(LEVELS):
+        x = tl.sum(tl.reshape(x, x.shape[0], x.shape[1] // 2, 2), 2)
+    return tl.reshape(x, x.shape[0])
+
+
+@triton.jit
 def place_rows(first_row, length, num_new, Q_PER_KV: tl.constexpr, ROWS: tl.constexpr):
     """Token, head of the group and position of rows `token * Q_PER_KV + head`, and whether the sequence has them."""
     row = first_row + tl.arange(0, ROWS)

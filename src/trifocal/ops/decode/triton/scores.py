@@ -11,6 +11,7 @@ and group to arrive then makes the choice, unless that is a kernel of its own (`
 import triton
 import triton.language as tl
 
+from trifocal.ops.decode.triton.append import due_block, write_mean_block, write_tokens
 from trifocal.ops.decode.triton.choice import choose_blocks
 from trifocal.ops.decode.triton.common import (
     add_softmax,
@@ -54,8 +55,15 @@ def prefetch_part(
 def decode_scores_kernel(
     q, k_cmp, v_cmp, cos, sin, lengths, num_new, block_table, sums, tile_maximum, tile_total,
     part_maximum, part_total, part_o, selected_blocks, places, arrivals,
+    rows, k_raw, v_raw, k_slc, v_slc, k_win, v_win, k_raw_ring, v_raw_ring, k_pages, v_pages, k_win_ring, v_win_ring,
     q_batch_stride, q_time_stride, q_head_stride, k_page_stride, k_group_stride, k_row_stride,
     v_page_stride, v_group_stride, v_row_stride,
+    k_raw_batch, k_raw_time, k_raw_head, v_raw_batch, v_raw_time, v_raw_head,
+    k_slc_batch, k_slc_time, k_slc_head, v_slc_batch, v_slc_time, v_slc_head,
+    k_win_batch, k_win_time, k_win_head, v_win_batch, v_win_time, v_win_head,
+    k_raw_ring_row, k_raw_ring_head, k_raw_ring_time, v_raw_ring_row, v_raw_ring_head, v_raw_ring_time,
+    k_pages_page, k_pages_head, k_pages_time, v_pages_page, v_pages_head, v_pages_time,
+    k_win_ring_row, k_win_ring_head, k_win_ring_time, v_win_ring_row, v_win_ring_head, v_win_ring_time,
     table_columns, block_lines, num_tiles, num_parts, num_rows, score_scale,
     NEW: tl.constexpr, GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
@@ -64,11 +72,14 @@ def decode_scores_kernel(
     UNITS: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr, SUMS: tl.constexpr, CHOOSES: tl.constexpr,
     NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
     PAGE_BLOCKS: tl.constexpr, UNROLL: tl.constexpr, COLUMNS: tl.constexpr,
+    APPENDS: tl.constexpr, D_HALF: tl.constexpr, V_HALF: tl.constexpr, TOKENS: tl.constexpr,
+    RAW_RING: tl.constexpr, WINDOW_RING: tl.constexpr, HAS_V_CMP: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """Every so many parts of a sequence's compressed blocks, UNITS units each, for one tile of rows.
 
     SUMS: whether the choice needs block sums; an index needs none. CHOOSES: whether the last program of a sequence and
-    group makes the choice of the one new token.
+    group makes the choice of the one new token. APPENDS: whether one more program of a sequence and group writes the
+    new tokens into the caches; compressed blocks that they end are written by the programs that read them next.
     """
     release_next(DEPENDENT)
     STEP: tl.constexpr = SELECTION // STRIDE
@@ -97,11 +108,43 @@ def decode_scores_kernel(
     if not ONE_TILE:
         q_1, q_2 = load_rotated_parts(q, offsets, position, exists, cos, sin, D, D_1, D_2)
     row = (batch * NEW + token) * (GROUPS * Q_PER_KV) + head
+    num_parts_here = tl.cdiv(tiles, UNITS * UNIT_TILES)
+    programs = tl.num_programs(0)
+    if APPENDS:
+        programs -= 1
+        ring_row = tl.load(rows + batch).to(tl.int64)
+        long_group = group.to(tl.int64)
+        if (tl.program_id(0) == programs) & (tl.program_id(1) < GROUPS):
+            write_tokens(
+                k_raw, v_raw, k_slc, v_slc, k_win, v_win, k_raw_ring, v_raw_ring, k_pages, v_pages,
+                k_win_ring, v_win_ring, cos, sin, block_table, batch, long_group, ring_row, length, new,
+                k_raw_batch, k_raw_time, k_raw_head, v_raw_batch, v_raw_time, v_raw_head,
+                k_slc_batch, k_slc_time, k_slc_head, v_slc_batch, v_slc_time, v_slc_head,
+                k_win_batch, k_win_time, k_win_head, v_win_batch, v_win_time, v_win_head,
+                k_raw_ring_row, k_raw_ring_head, k_raw_ring_time, v_raw_ring_row, v_raw_ring_head, v_raw_ring_time,
+                k_pages_page, k_pages_head, k_pages_time, v_pages_page, v_pages_head, v_pages_time,
+                k_win_ring_row, k_win_ring_head, k_win_ring_time, v_win_ring_row, v_win_ring_head, v_win_ring_time,
+                D, D_HALF, V, V_HALF, PAGE_ROWS * STRIDE, RAW_RING, WINDOW_RING, HAS_V_CMP, TOKENS,
+            )  # fmt: skip
+        for number in tl.static_range((NEW + STRIDE - 1) // STRIDE):
+            ended, is_ended = due_block(length, new, number, COMPRESSION, STRIDE)
+            reads = ended // (STEP * BLOCKS * UNITS * UNIT_TILES) % programs == tl.program_id(0)
+            if is_ended & reads:
+                write_mean_block(
+                    k_raw, v_raw, k_raw_ring, v_raw_ring, k_cmp, v_cmp, cos, sin, block_table, batch, long_group,
+                    ring_row, ended, length, k_raw_batch, k_raw_time, k_raw_head, v_raw_batch, v_raw_time, v_raw_head,
+                    k_raw_ring_row, k_raw_ring_head, k_raw_ring_time, v_raw_ring_row, v_raw_ring_head, v_raw_ring_time,
+                    k_page_stride, k_row_stride, v_page_stride, v_row_stride,
+                    D, D_HALF, V, V_HALF, PAGE_ROWS, RAW_RING, HAS_V_CMP, COMPRESSION, LEVELS, STRIDE,
+                )  # fmt: skip
+                # Other threads of the program read what this one wrote.
+                tl.debug_barrier()
+        num_parts_here = tl.where(tl.program_id(0) < programs, num_parts_here, 0)
 
     # Overlaps in units of the stride: with the block that the compressed one starts in, and the next.
     direct_weight = tl.minimum(COMPRESSION, SELECTION - tap * STRIDE).to(tl.float32) / STRIDE
     overflow_weight = COMPRESSION / STRIDE - direct_weight
-    for part in range(tl.program_id(0), tl.cdiv(tiles, UNITS * UNIT_TILES), tl.num_programs(0)):
+    for part in range(tl.program_id(0), num_parts_here, programs):
         whole_maximum, whole_total, whole_1, whole_2 = nothing_yet(ROWS, V_1, V_2, HAS_V)
         maximum, total, o_1, o_2 = nothing_yet(ROWS, V_1, V_2, HAS_V)
         first_tile = part * (UNITS * UNIT_TILES)
@@ -151,9 +194,9 @@ def decode_scores_kernel(
             )  # fmt: skip
     if CHOOSES and new > 0:
         # Without any part, the first programs of the grid choose.
-        programs = tl.maximum(tl.minimum(tl.cdiv(tiles, UNITS * UNIT_TILES), tl.num_programs(0)), 1)
-        if tl.program_id(0) < programs:  # noqa: SIM102
-            if is_last(arrivals + batch * GROUPS + group, programs * (tl.num_programs(1) // GROUPS)):
+        arriving = tl.maximum(tl.minimum(tl.cdiv(tiles, UNITS * UNIT_TILES), programs), 1)
+        if tl.program_id(0) < arriving:  # noqa: SIM102
+            if is_last(arrivals + batch * GROUPS + group, arriving * (tl.num_programs(1) // GROUPS)):
                 choose_blocks(
                     sums, tile_maximum, tile_total, block_table, selected_blocks, places, batch, 0, group, length, new,
                     block_lines, num_tiles, num_rows, NEW, GROUPS, Q_PER_KV, COMPRESSION, STRIDE, SELECTION,
