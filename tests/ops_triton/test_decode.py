@@ -233,6 +233,29 @@ def test_the_last_of_several_programs_chooses_and_combines(others, monkeypatch, 
         decoder.attend(new, replace(batch, arrivals=batch.arrivals[:5]))
 
 
+@pytest.mark.parametrize("others", [{}, {"selected_only": True, "window": "none"}], ids=["gates", "selected alone"])
+def test_tokens_appended_by_the_scores_are_those_of_append_itself(others, monkeypatch, device):
+    """Several new tokens that end several blocks, the last of them in the part of another program."""
+    monkeypatch.setattr(dispatch, "decode_units_of_part", lambda *sizes: 1)
+    monkeypatch.setattr(dispatch, "decode_programs", lambda *sizes: 3)
+    case = shapes("append", geometry(8, 2, 16, 18, 1, 1, 11), 6, 2, value_dim=6, page_blocks=2, **others)
+    lengths = (5, 515, 8)
+    step = Step(case, lengths, (4, 5, 0))
+    tokens, found = tokens_of(step, device), []
+    for appends in (True, False):
+        decoder = Decoder(case, tokens, 5, "triton")
+        decoder.fill(list(lengths))
+        new, batch = decoder.new_tokens(list(step.num_new)), decoder.batch(list(step.num_new))
+        if not appends:
+            decoder.append_tokens(new, batch)
+        found.append((decoder.attend(new, batch, decoder.of_caches(new) if appends else None), decoder.cache))
+    (o, cache), (expected, expected_cache) = found
+    assert torch.equal(o, expected)
+    for field in fields(cache):
+        held, wanted = getattr(cache, field.name), getattr(expected_cache, field.name)
+        assert held is wanted is None or torch.equal(held.nan_to_num(7e7), wanted.nan_to_num(7e7)), field.name
+
+
 def choices(step, tokens, monkeypatch, rotated=True):
     """The blocks that the kernels choose for the tokens of a step, [B, T, G, N], and those of the reference."""
     from trifocal.ops.decode.triton import attention as kernels
@@ -401,7 +424,10 @@ def test_a_nan_stays_with_its_sequence():
 @on_a_gpu
 @each_model(MODELS[:4])
 def test_a_recorded_step_is_replayed_while_sequences_grow(case):
-    """Each kernel may begin while the one before ends: one that reads too early shows in one of many replays."""
+    """Each kernel may begin while the one before ends: one that reads too early shows in one of many replays.
+
+    The same bits come from tokens that a launch of its own appends.
+    """
     decoder = Layer(case, torch.bfloat16, lengths=(0, 17, 63, 500, 9000, 40000)).decoder
     plain, ones = copy.deepcopy(decoder), [1] * 6
     decoder.step(ones)
@@ -410,14 +436,15 @@ def test_a_recorded_step_is_replayed_while_sequences_grow(case):
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        decoder.append_tokens(new, batch)
-        o = decoder.attend(new, batch)
+        o = decoder.append_and_attend(new, batch)
         decoder.lengths.add_(1)
     for _ in range(60):
         graph.replay()
         plain.append_tokens(new, replace(batch, lengths=plain.lengths))
         assert torch.equal(o, plain.attend(new, replace(batch, lengths=plain.lengths)))
         plain.lengths += 1
+        for name, held in vars(decoder.cache).items():
+            assert held is None or torch.equal(held, getattr(plain.cache, name)), name
 
 
 @on_a_gpu
@@ -433,15 +460,11 @@ def test_replays_have_the_bits_of_launches_that_wait_for_one_another(case, monke
     decoder = copy.deepcopy(layer.decoder)
     new, batch = decoder.new_tokens([1] * 4), decoder.batch([1] * 4)
 
-    def attend():
-        decoder.append_tokens(new, batch)
-        return decoder.attend(new, batch)
-
-    attend()
+    decoder.append_and_attend(new, batch)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outputs = [attend() for _ in range(4)]
+        outputs = [decoder.append_and_attend(new, batch) for _ in range(4)]
     for _ in range(200):
         for o in outputs:
             o.fill_(torch.nan)
