@@ -497,3 +497,25 @@ def test_a_scale_may_be_a_tensor_and_must_be_finite(dense, device):
     assert torch.equal(attend(torch.tensor(0.25)), attend(0.25))
     with pytest.raises(ValueError, match="scale must be finite, got nan"):
         attend(float("nan"))
+
+
+def test_registers_are_limited_where_programs_share_multiprocessors(monkeypatch, device):
+    from trifocal.ops.decode.triton import attention as kernels
+
+    monkeypatch.setattr(dispatch.devices, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(dispatch, "decode_tile", lambda q, v, rows, kernel: tiles.Tile(16, 32, 4, 2, 168))
+    limits = []
+
+    class Launch:
+        def __getitem__(self, grid):
+            return lambda *args, **constants: limits.append((grid, constants["maxnreg"]))
+
+    monkeypatch.setattr(kernels, "decode_scores_kernel", Launch())
+    monkeypatch.setattr(kernels, "decode_attend_kernel", Launch())
+    for sequences in (2, 44, 45):
+        decoder = Decoder(
+            shapes("grid", window="shared"), draw(shapes("grid"), sequences, 8, torch.float32, device), 1, "triton"
+        )
+        decoder.step([1] * sequences)
+    assert limits[::2] == [((2, 1, 2), None), ((2, 1, 44), None), ((2, 1, 45), 168)]
+    assert all(limit == 168 for _, limit in limits[1::2])

@@ -123,6 +123,7 @@ def decode_attention(
         appends = new_tokens is not None
         sources, caches, append_sizes = tensors_of_tokens(cache, new_tokens or (None,) * 6, g)
         grid = dispatch.decode_programs(programs, cdiv(num_tiles, unit_tiles * cmp_units), q.device)
+        registers = dispatch.decode_registers(tile, (grid + appends) * programs, q.device)
         decode_scores_kernel[grid + appends, groups * row_tiles, num_sequences](
             q, cache.k_cmp, v_cmp, *rotary, *where, sums, tile_maximum, tile_total, *parts, selected_blocks, places,
             arrivals, batch.rows, *sources, *caches, *q.stride()[:3], *cache.k_cmp.stride()[:3], *v_cmp.stride()[:3],
@@ -130,7 +131,8 @@ def decode_attention(
             columns, block_lines, num_tiles, num_parts, num_rows, scale * LOG2_E,
             **sizes, **widths, **block_sizes, **choice_sizes, HAS_V=gates is not None,
             PAGE_ROWS=cache.k_cmp.shape[2], TAPS=taps, UNITS=cmp_units, SUMS=index is None, CHOOSES=scores_choose,
-            APPENDS=appends, TOKENS=next_power_of_2(new), **append_sizes, **_options(q, tile),
+            APPENDS=appends, TOKENS=next_power_of_2(new), **append_sizes,
+            **_options(q, tile._replace(registers=registers)),
         )  # fmt: skip
     if not scores_choose:
         decode_choice_kernel[groups * new, num_sequences](
