@@ -132,6 +132,24 @@ def test_what_does_not_fit_is_refused(change, message):
             append_sparse(decoder.cache, batch, *new[2:8], case.geometry, decoder.rotary, index=change.get("index"))
 
 
+def test_new_tokens_that_attention_cannot_append_are_refused():
+    case = CASES[0]
+    tokens = draw(case, 2, 20, torch.float32)
+    decoder = Decoder(case, tokens, 2, "reference")
+    new, batch = decoder.new_tokens([1, 1]), decoder.batch([1, 1])
+    k_raw, *others = decoder.of_caches(new)
+    with pytest.raises(ValueError, match="k_raw must be given where the cache has it, and only there"):
+        decoder.attend(new, batch, (None, *others))
+    one = tuple(x[:, :1] for x in (k_raw, *others))
+    with pytest.raises(ValueError, match=r"new tokens must be those of q, \[B, T\] = \[2, 2\], got \[2, 1\]"):
+        decoder.attend(new, batch, one)
+    indexed = next(case for case in CASES if case.index)
+    decoder = Decoder(indexed, draw(indexed, 2, 20, torch.float32), 2, "reference")
+    new = decoder.new_tokens([1, 1])
+    with pytest.raises(ValueError, match="must be appended by append_sparse"):
+        decoder.attend(new, batch, decoder.of_caches(new))
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
