@@ -32,6 +32,10 @@ BACKENDS: tuple[Backend, ...] = ("auto", "reference", "triton")
 # Bytes of partial results of selected attention that are kept at a time, and of importance.
 SELECTED_BUFFER_BYTES = 2**31
 IMPORTANCE_BUFFER_BYTES = 2**28
+# Bytes of d_scores of the compressed or the window branch that are kept at a time, and the most of the window's that may
+# be kept from one chunk to the next.
+D_SCORES_BUFFER_BYTES = 2**30
+MOST_BYTES_OF_WINDOW = 2**28
 # Up to this many times the blocks of a choice, going through all of them is cheaper than sorting out the chosen; in
 # backward only up to fewer, but for packed documents, whose blocks are mostly other documents' and cost nothing.
 MASKED_UP_TO = 4
@@ -159,7 +163,7 @@ def interval_on_hopper(
     reach the products. The window's d_k and d_v are not cut into parts: one program for 128 keys must make enough.
 
     Args:
-        kernel: `"forward"`, `"d_q"` or `"dkdv"`.
+        kernel: `"forward"` or `"dkdv"`.
         q, k, v, *others: Tensors that the kernel reads, [B, *, heads, D or V].
         window: Whether the branch is the window's.
         packed: Whether documents are packed.
@@ -183,6 +187,26 @@ def interval_on_hopper(
     return configuration if fits else None
 
 
+def interval_backward_on_hopper(
+    q: Tensor, k: Tensor, v: Tensor, d_o: Tensor, *, window_size: int, packed: bool
+) -> tuple[dict[str, Any], tiles.Tile] | None:
+    """How `dkdv` and `d_q` of Hopper run together, by d_scores that one stores and the other takes; None: each alone.
+
+    The d_scores of a window are kept from chunk to chunk: a very long one's would be too many.
+
+    Args:
+        q, k, v, d_o: Inputs of backward.
+        window_size: Keys in the window; 0 for the compressed branch.
+        packed: Whether documents are packed.
+    """
+    dkdv = interval_on_hopper("dkdv", q, k, v, d_o, window=window_size > 0, packed=packed)
+    tile = hopper_tiles.INTERVAL_D_Q.get(q.shape[-1])
+    queries = min(window_size, q.shape[1])
+    if dkdv is None or tile is None or queries * queries * q.shape[2] * q.element_size() > MOST_BYTES_OF_WINDOW:
+        return None
+    return dkdv, tile
+
+
 def interval_tile(kernel: str, q: Tensor, v: Tensor, *, window: bool) -> tiles.Tile:
     """The tile of the portable kernel `"forward"`, `"d_q"` or `"dkdv"` of the compressed or the window branch."""
     return tiles.interval_tile(kernel, q.dtype, max(_columns(q, v)), devices.architecture(q.device), window=window)
@@ -202,6 +226,15 @@ def interval_parts(q: Tensor, programs: int, q_per_kv: int, rows: int) -> int:
     """
     wanted = cdiv(16 * devices.multiprocessors(q.device), max(1, programs))
     return max(1, min(32, wanted, q.shape[1] * q_per_kv // (4 * rows)))
+
+
+def interval_parts_of_chunk(q: Tensor, programs: int, q_per_kv: int, rows: int) -> int:
+    """As `interval_parts`, where the queries are a chunk of many: each writes sums for every chunk.
+
+    Up to four programs a multiprocessor, but no more: what is left over of a round stands still.
+    """
+    fitting = 4 * devices.multiprocessors(q.device) // max(1, programs)
+    return max(1, min(32, fitting, q.shape[1] * q_per_kv // (4 * rows)))
 
 
 def importance_on_hopper(q: Tensor, k_cmp: Tensor, geometry: Geometry, *, packed: bool) -> dict[str, int] | None:

@@ -188,6 +188,12 @@ def launch_backward(problem: IntervalProblem, d_q: Tensor | None = None) -> tupl
         d_q, d_k, d_v, contiguous, in the types of q, k, v.
     """
     problem = problem._replace(**{name: unit_stride(getattr(problem, name)) for name in ("d_o", "q", "k", "v")})
+    q, k, v, branch = problem.q, problem.k, problem.v, problem.branch
+    configuration = dispatch.interval_backward_on_hopper(
+        q, k, v, problem.d_o, window_size=branch.window_size, packed=branch.is_packed
+    )
+    if configuration is not None:
+        return dispatch.hopper("interval.backward").launch_backward(problem, d_q, *configuration)
     return launch_d_q(problem, d_q), *launch_dkdv(problem)
 
 
