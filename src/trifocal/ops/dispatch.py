@@ -32,10 +32,10 @@ BACKENDS: tuple[Backend, ...] = ("auto", "reference", "triton")
 # Bytes of partial results of selected attention that are kept at a time, and of importance.
 SELECTED_BUFFER_BYTES = 2**31
 IMPORTANCE_BUFFER_BYTES = 2**28
-# Bytes of d_scores of the compressed or the window branch that are kept at a time, and the most of the window's that may
-# be kept from one chunk to the next.
+# Bytes of d_scores of the compressed or the window branch that are kept at a time, and the most of the window's that go
+# from one chunk to the next.
 D_SCORES_BUFFER_BYTES = 2**30
-MOST_BYTES_OF_WINDOW = 2**28
+MOST_BYTES_OF_WINDOW = 2**29
 # Up to this many times the blocks of a choice, going through all of them is cheaper than sorting out the chosen; in
 # backward only up to fewer, but for packed documents, whose blocks are mostly other documents' and cost nothing.
 MASKED_UP_TO = 4

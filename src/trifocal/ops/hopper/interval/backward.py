@@ -1,10 +1,12 @@
 """Backward on Hopper: d_scores of some queries, or keys, at a time, which `dkdv` stores and `d_q` takes.
 
-A chunk's d_scores fit a bounded buffer. Batch entries that fit go together. A longer one is cut: the compressed branch by
-queries, whose d_q is then complete, while its d_k and d_v are added up in fp32 from chunk to chunk; the window by keys, whose
-d_k and d_v are complete, while the d_scores of the last keys are kept for the next chunk's queries, who see them too.
+A chunk's d_scores fit a bounded buffer. Batch entries that fit go together. A longer one is cut: the compressed branch
+by queries, whose d_q is then complete, while d_k and d_v are added up in fp32 from chunk to chunk; the window by keys,
+whose d_k and d_v are complete, while the d_scores of a chunk's last keys stay for the next one's queries, which see
+these keys too.
 """
 
+import bisect
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,9 +51,7 @@ def launch_backward(
     return d_q, d_k, d_v
 
 
-def _whole(
-    problem: IntervalProblem, d_q: Tensor, dkdv: dict[str, Any], tile: Tile, add: bool
-) -> tuple[Tensor, Tensor]:
+def _whole(problem: IntervalProblem, d_q: Tensor, dkdv: dict[str, Any], tile: Tile, add: bool) -> tuple[Tensor, Tensor]:
     """d_k and d_v; d_q goes to its place."""
     stored = _buffer(problem, problem.k.shape[1])
     d_k, d_v = launch_dkdv(problem, **dkdv, stored=stored)
@@ -78,20 +78,20 @@ def _query_chunks(problem: IntervalProblem) -> Iterator[tuple[int, int, int]]:
     """Chunks of queries whose d_scores fit: begin, end, and the compressed keys that the last of them sees, or one."""
     branch, num_queries, most_keys = problem.branch, problem.q.shape[1], problem.k.shape[1]
 
-    def keys_of(end: int) -> int:
+    def keys_until(end: int) -> int:
         seen = (branch.query_shift + end - branch.block + branch.stride) // branch.stride
         return max(1, min(seen, most_keys))
 
-    step, begin = 256, 0
+    step, begin = 64, 0
     while begin < num_queries:
-        end = min(begin + step, num_queries)
-        while end < num_queries:
-            longer = min(end + step, num_queries)
-            chunk = _bytes_of_rows(problem, longer - begin) * _planes(keys_of(longer))
-            if chunk > dispatch.D_SCORES_BUFFER_BYTES:
-                break
-            end = longer
-        yield begin, end, keys_of(end)
+        ends = range(begin + step, num_queries + step, step)
+        fitting = bisect.bisect_right(
+            ends,
+            dispatch.D_SCORES_BUFFER_BYTES,
+            key=lambda end, begin=begin: _bytes_of_rows(problem, end - begin) * _planes(keys_until(end)),
+        )
+        end = min(ends[max(fitting - 1, 0)], num_queries)
+        yield begin, end, keys_until(end)
         begin = end
 
 
@@ -112,19 +112,20 @@ def _by_keys(
         end = min(begin + size, num_keys)
         if begin:
             planes[:, : _planes(before)] = planes[:, _planes(size) :]
-        seeing = slice(max(begin - shift, 0), min(max(end - shift, 0) + branch.window_size - 1, num_queries))
-        own = slice(seeing.start, min(max(end - shift, 0), num_queries))
-        if own.start == own.stop and seeing.start >= seeing.stop:
+        first = max(begin - shift, 0)
+        seeing = slice(first, min(end - shift + branch.window_size - 1, num_queries))
+        own = slice(first, end - shift)
+        if seeing.stop <= first:
             d_k[:, begin:end], d_v[:, begin:end] = 0.0, 0.0
             continue
         here = stored._replace(first_plane=_planes(before))
-        part = _cut(problem, slice(None), seeing, slice(begin, end), shift + seeing.start - begin)
+        part = _cut(problem, slice(None), seeing, slice(begin, end), shift + first - begin)
         d_k[:, begin:end], d_v[:, begin:end] = launch_dkdv(part, **dkdv, stored=here)
-        if own.start < own.stop:
+        if first < own.stop:
             origin = max(begin - before, 0)
-            part = _cut(problem, slice(None), own, slice(origin, end), shift + own.start - origin)
+            part = _cut(problem, slice(None), own, slice(origin, end), shift + first - origin)
             here = stored._replace(first_plane=_planes(before) - (begin - origin) // KEYS_OF_PLANE)
-            launch_d_q(part, d_q[:, own], here, tile, add=add, first_query=-own.start)
+            launch_d_q(part, d_q[:, own], here, tile, add=add, first_query=-first)
     return d_k, d_v
 
 
@@ -149,7 +150,7 @@ def _cut(
 
 def _buffer(problem: IntervalProblem, num_keys: int) -> StoredScores:
     """Memory for the d_scores of so many keys, the first in plane 0."""
-    q, branch = problem.q, problem.branch
+    q = problem.q
     q_per_kv, shares = split_heads(problem.q_per_kv)
     planes = _planes(num_keys)
     rows = _queries_of_plane(problem, q.shape[1]) * q_per_kv

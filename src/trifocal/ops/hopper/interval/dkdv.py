@@ -6,8 +6,8 @@ group's heads. With keys as the rows of the scores, probabilities and d_scores s
 of the products that make d_v and d_k. A half passes over tiles that none of its keys are seen by.
 
 From memory, per program: k and v once, q and d_o of the rows that see them; lse, delta and gates of these rows, which a
-small kernel lays out for the copy engine; d_k and d_v out, or the sums of one of `parts` programs; d_scores out, if `d_q`
-is to take them: from shared memory, by the copy engine, beside the products that they enter.
+small kernel lays out for the copy engine; d_k and d_v out, or the sums of one of `parts` programs; and d_scores, if
+`d_q` is to take them, through shared memory by the copy engine, beside the products that they enter.
 """
 
 from typing import NamedTuple
