@@ -7,6 +7,7 @@ these keys too.
 """
 
 import bisect
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,10 +66,13 @@ def _by_queries(
     """As `_whole`, of one batch entry of the compressed branch that does not fit."""
     k, v = problem.k, problem.v
     totals = k.new_zeros(k.shape, dtype=torch.float32), v.new_zeros(v.shape, dtype=torch.float32)
-    for begin, end, num_keys in _query_chunks(problem):
+    chunks = list(_query_chunks(problem))
+    most = max(_bytes_of_rows(problem, end - begin) * _planes(num_keys) for begin, end, num_keys in chunks)
+    memory = problem.q.new_empty(most // problem.q.element_size())
+    for begin, end, num_keys in chunks:
         queries = slice(begin, end)
         part = _cut(problem, slice(None), queries, slice(num_keys), problem.branch.query_shift + begin)
-        stored = _buffer(part, num_keys)
+        stored = _buffer(part, num_keys, memory)
         launch_dkdv(part, **dkdv, stored=stored, totals=totals)
         launch_d_q(part, d_q[:, queries], stored, tile, add=add)
     return totals[0].to(k.dtype), totals[1].to(v.dtype)
@@ -148,14 +152,15 @@ def _cut(
     return problem._replace(**rows, k=k, v=v, gate=gate, branch=branch)
 
 
-def _buffer(problem: IntervalProblem, num_keys: int) -> StoredScores:
-    """Memory for the d_scores of so many keys, the first in plane 0."""
+def _buffer(problem: IntervalProblem, num_keys: int, memory: Tensor | None = None) -> StoredScores:
+    """Room for the d_scores of so many keys, the first in plane 0: at the front of `memory`, if that is given."""
     q = problem.q
     q_per_kv, shares = split_heads(problem.q_per_kv)
     planes = _planes(num_keys)
     rows = _queries_of_plane(problem, q.shape[1]) * q_per_kv
-    groups = q.shape[0] * problem.k.shape[2] * shares
-    return StoredScores(q.new_empty(groups * planes, rows, 1, KEYS_OF_PLANE), planes, 0)
+    shape = (q.shape[0] * problem.k.shape[2] * shares * planes, rows, 1, KEYS_OF_PLANE)
+    tensor = q.new_empty(shape) if memory is None else memory[: math.prod(shape)].view(shape)
+    return StoredScores(tensor, planes, 0)
 
 
 def _planes(num_keys: int) -> int:
