@@ -68,10 +68,6 @@ def test_gradients(window, lengths, queries, heads, dim, monkeypatch):
     assert dispatch.interval_on_hopper("dkdv", q, k, v, o, window=window, packed=packed), (
         "the portable kernel would run"
     )
-    stored = dispatch.interval_backward_on_hopper(
-        q, k, v, o, window_size=rules.window_size if window else 0, packed=packed
-    )
-    assert (stored is None) == (dim == 64)
     buffers = []
     make_buffer = backward._buffer
 
@@ -97,3 +93,36 @@ def test_gradients(window, lengths, queries, heads, dim, monkeypatch):
             monkeypatch.setattr(dispatch, "D_SCORES_BUFFER_BYTES", budget)
             check()
         assert all(x.tensor.nbytes < bytes_of_entry for x in buffers[-2:])
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(16, 128), (4, 128), (6, 192)])
+def test_both_branches(heads, dim, monkeypatch):
+    """Gradients of the whole attention where d_scores of all, of a batch entry, or of a part of one fit the buffer."""
+    from trifocal.ops.hopper.interval import backward
+
+    case = problems.large("both branches on Hopper", PAPER, 2100, 2 * heads, 2, dim, 128, batch=2)
+    inputs = problems.draw(case, torch.bfloat16)
+    chosen = problems.choice(case, inputs)
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    exact = [x.double().requires_grad_() for x in inputs]
+    monkeypatch.setattr(dispatch, "FEWEST_PROGRAMS_OF_WINDOW_DKDV", 0)
+
+    def attention(tensors, backend):
+        return ops.nsa_attention(*tensors, case.geometry, selected_blocks=chosen, backend=backend)
+
+    d_o = cotangent(attention(inputs, "triton"))
+    expected = torch.autograd.grad(attention(exact, "reference"), exact, d_o.double())
+    bound = problems.allowed(case, inputs, chosen)
+    launches = []
+    launch_d_q = backward.launch_d_q
+    monkeypatch.setattr(backward, "launch_d_q", lambda *a, **b: (launches.append(a), launch_d_q(*a, **b)))
+    counts = []
+    for budget in (2**30, 2**25, 2**21):
+        monkeypatch.setattr(dispatch, "D_SCORES_BUFFER_BYTES", budget)
+        launches.clear()
+        got = torch.autograd.grad(attention(leaves, "triton"), leaves, d_o)
+        errors = [error(a, e) for a, e in zip(got, expected, strict=True)]
+        assert max(errors) <= bound, (budget, errors, bound)
+        assert all(compressed and window for _, compressed, window, *_ in launches)
+        counts.append(len(launches))
+    assert counts[0] == 1 < counts[1] < counts[2], counts

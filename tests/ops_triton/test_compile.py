@@ -34,8 +34,10 @@ def calls():
     from trifocal.ops.triton.choice_loss import index_loss_backward, index_loss_forward, teacher_masses_forward
     from trifocal.ops.triton.combine import combine_backward, combine_forward, row_sums
     from trifocal.ops.triton.index_scoring import select_blocks_by_index_forward
-    from trifocal.ops.triton.interval.compressed import compressed_backward, compressed_forward
-    from trifocal.ops.triton.interval.window import window_backward, window_forward
+    from trifocal.ops.triton.interval.common import IntervalProblem
+    from trifocal.ops.triton.interval.compressed import backward_branch, compressed_forward
+    from trifocal.ops.triton.interval.dkdv import launch_backward
+    from trifocal.ops.triton.interval.window import window_branch, window_forward
     from trifocal.ops.triton.mean_compression import mean_compress_backward, mean_compress_forward
     from trifocal.ops.triton.scoring import select_blocks_forward
     from trifocal.ops.triton.selected.backward import selected_backward
@@ -47,20 +49,22 @@ def calls():
     def documents_of(length, packed):
         return Documents(*(empty(size, dtype=torch.int32) for size in (4, length, length))) if packed else None
 
-    def attention(heads, groups, dim, value_dim, branch, dtype=torch.bfloat16, packed=False):
-        geometry, length = Geometry(), 1024
+    def attention(heads, groups, dim, value_dim, branch, dtype=torch.bfloat16, packed=False, length=1024):
+        geometry = Geometry()
         documents = documents_of(length, packed)
         q, d_o = empty(1, length, heads, dim, dtype=dtype), empty(1, length, heads, value_dim, dtype=dtype)
-        size = length // geometry.compression_stride if packed else geometry.num_compressed_blocks(length)
-        size = length if branch == "win" else size
-        k, v = empty(1, size, groups, dim, dtype=dtype), empty(1, size, groups, value_dim, dtype=dtype)
         gate, lse = empty(1, length, heads, dtype=dtype), empty(1, length, heads, dtype=torch.float32)
-        if branch == "win":
-            window_forward(q, k, v, 512, 0.1, documents)
-            window_backward(d_o, q, k, v, None, lse, 512, 0.1, documents, delta=lse, gate=gate)
-        else:
+        intervals = []
+        if branch in ("cmp", "both"):
+            size = length // geometry.compression_stride if packed else geometry.num_compressed_blocks(length)
+            k, v = empty(1, size, groups, dim, dtype=dtype), empty(1, size, groups, value_dim, dtype=dtype)
             compressed_forward(q, k, v, geometry, length, 0.1, documents)
-            compressed_backward(d_o, q, k, v, None, lse, geometry, length, 0.1, documents, delta=lse, gate=gate)
+            intervals.append((k, v, backward_branch(q, k, geometry, length, documents)))
+        if branch in ("win", "both"):
+            k, v = empty(1, length, groups, dim, dtype=dtype), empty(1, length, groups, value_dim, dtype=dtype)
+            window_forward(q, k, v, 512, 0.1, documents)
+            intervals.append((k, v, window_branch(q, k, 512, documents)))
+        launch_backward(*(IntervalProblem(d_o, q, k, v, lse, lse, gate, 0.1, seen) for k, v, seen in intervals), d_q=q)
 
     def selected(heads, groups, dim, value_dim, order, dtype=torch.bfloat16, packed=False, part_queries=None):
         geometry, length = Geometry(), 4096
@@ -150,6 +154,9 @@ def calls():
         Call("win 64", "hopper", lambda: attention(12, 2, 64, 64, "win"), every_kernel=True),
         Call("win 192/128 packed", "hopper", lambda: attention(64, 4, 192, 128, "win", packed=True), every_kernel=True),
         Call("cmp 256 packed", "hopper", lambda: attention(8, 2, 256, 256, "cmp", packed=True)),
+        Call("both 128, chunks", "hopper", lambda: attention(64, 4, 128, 128, "both", length=65536), every_kernel=True),
+        Call("both 128, short", "hopper", lambda: attention(32, 8, 128, 128, "both", length=8192), every_kernel=True),
+        Call("both 192/128", "hopper", lambda: attention(64, 4, 192, 128, "both", length=32768), every_kernel=True),
         Call("cmp 128, one head", "hopper", lambda: attention(2, 2, 128, 128, "cmp")),
         Call("win 128, six heads", "hopper", lambda: attention(12, 2, 128, 128, "win")),
         Call("slc 128, block-major", "hopper", lambda: selected(64, 4, 128, 128, "block_major")),

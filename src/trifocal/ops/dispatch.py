@@ -36,6 +36,9 @@ IMPORTANCE_BUFFER_BYTES = 2**28
 # from one chunk to the next.
 D_SCORES_BUFFER_BYTES = 2**30
 MOST_BYTES_OF_WINDOW = 2**29
+# Keys of all branches from which on tiles of d_q are as large as can be: one program a multiprocessor, which waits
+# where it begins and ends. By arithmetic, not measured.
+FEWEST_KEYS_OF_LARGE_D_Q_TILE = 2048
 # Up to this many times the blocks of a choice, going through all of them is cheaper than sorting out the chosen; in
 # backward only up to fewer, but for packed documents, whose blocks are mostly other documents' and cost nothing.
 MASKED_UP_TO = 4
@@ -187,24 +190,27 @@ def interval_on_hopper(
     return configuration if fits else None
 
 
-def interval_backward_on_hopper(
-    q: Tensor, k: Tensor, v: Tensor, d_o: Tensor, *, window_size: int, packed: bool
-) -> tuple[dict[str, Any], tiles.Tile] | None:
-    """How `dkdv` and `d_q` of Hopper run together, by d_scores that one stores and the other takes; None: each alone.
+def interval_backward_on_hopper(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, branch: Any) -> dict[str, Any] | None:
+    """How `dkdv` of Hopper is launched where it stores d_scores for `d_q` of Hopper; None: neither or `dkdv` alone.
 
     The d_scores of a window are kept from chunk to chunk: a very long one's would be too many.
 
     Args:
-        q, k, v, d_o: Inputs of backward.
-        window_size: Keys in the window; 0 for the compressed branch.
-        packed: Whether documents are packed.
+        d_o, q, k, v: Inputs of backward.
+        branch: The `Branch`.
     """
-    dkdv = interval_on_hopper("dkdv", q, k, v, d_o, window=window_size > 0, packed=packed)
-    tile = hopper_tiles.INTERVAL_D_Q.get(q.shape[-1])
-    queries = min(window_size, q.shape[1])
-    if dkdv is None or tile is None or queries * queries * q.shape[2] * q.element_size() > MOST_BYTES_OF_WINDOW:
+    if q.shape[-1] not in hopper_tiles.INTERVAL_D_Q:
         return None
-    return dkdv, tile
+    queries = min(branch.window_size, q.shape[1])
+    if queries * queries * q.shape[2] * q.element_size() > MOST_BYTES_OF_WINDOW:
+        return None
+    return interval_on_hopper("dkdv", q, k, v, d_o, window=branch.is_window, packed=branch.is_packed)
+
+
+def interval_d_q_tile(q: Tensor, num_keys: int) -> tiles.Tile:
+    """The tile of Hopper's `d_q`, whose rows see so many keys, all branches together, at most."""
+    large, small = hopper_tiles.INTERVAL_D_Q[q.shape[-1]]
+    return large if num_keys >= FEWEST_KEYS_OF_LARGE_D_Q_TILE else small
 
 
 def interval_tile(kernel: str, q: Tensor, v: Tensor, *, window: bool) -> tiles.Tile:

@@ -20,10 +20,11 @@ INTERVAL: dict[tuple[str, bool], dict[int, dict[str, Any]]] = {
 }
 # Keys of a program of dkdv; and of one half of its warps, whose d_scores lie together.
 KEYS_OF_DKDV, KEYS_OF_PLANE = 128, 64
-# d_q from stored d_scores, by columns of q: many rows, so that keys are read seldom, and many tiles under way.
-INTERVAL_D_Q: dict[int, Tile] = {
-    128: Tile(256, KEYS_OF_PLANE, warps=8, stages=4),
-    192: Tile(128, KEYS_OF_PLANE, warps=8, stages=3),
+# d_q from stored d_scores, by columns of q: many rows, so that keys are read seldom, and many tiles under way; or two
+# programs on a multiprocessor, one of which loads while the other begins or ends.
+INTERVAL_D_Q: dict[int, tuple[Tile, Tile]] = {
+    128: (Tile(256, KEYS_OF_PLANE, warps=8, stages=4), Tile(128, KEYS_OF_PLANE, warps=4, stages=3)),
+    192: (Tile(128, KEYS_OF_PLANE, warps=8, stages=3), Tile(64, KEYS_OF_PLANE, warps=4, stages=3)),
 }
 # By columns of q: tiles of keys in shared memory for each part of a program, and tiles of queries that a program takes
 # before other keys.

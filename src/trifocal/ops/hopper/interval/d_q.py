@@ -1,8 +1,10 @@
-"""d_q on Hopper: one product, of the d_scores that `dkdv` stored and the keys.
+"""d_q on Hopper, of the compressed branch, the window or both: products of keys and the d_scores that `dkdv` stored.
 
 A program holds d_q of a tile of rows and loops over tiles of 64 keys, both read by the copy engine. From memory, per
-program: the d_scores of its rows, keys of the range, d_q out, and in when it is added to. The d_scores are most of it.
+program: the d_scores of its rows, keys of the ranges, d_q out, and in when it is added to. The d_scores are most of it.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -12,7 +14,7 @@ from trifocal.ops.hopper.common import split_heads
 from trifocal.ops.hopper.interval.dkdv import StoredScores
 from trifocal.ops.tiles import Tile, cdiv, split_width
 from trifocal.ops.triton.common import load_tile, store_tile
-from trifocal.ops.triton.interval.common import IntervalProblem, full_tiles, key_sources, load_keys, visible_keys
+from trifocal.ops.triton.interval.common import Branch, full_tiles, key_sources, load_keys, visible_keys
 from trifocal.ops.triton.launch import Kernel, describe_tiles
 
 # fmt: off
@@ -27,8 +29,9 @@ def _add_tiles(
     """Add the shares of `count` key tiles to d_q; tiles from number `split` on lie `jump` tiles further."""
     for number in tl.range(0, count):
         first_key = key_origin + (number + tl.where(number >= split, jump, 0)) * KEYS
-        row = first_row
-        if not COMPRESSED:
+        if COMPRESSED:
+            row = first_row - first_query * Q_PER_KV
+        else:
             # A plane of the window begins with the first query that sees its keys.
             row = first_row - tl.maximum(first_key - query_shift, first_query) * Q_PER_KV
         tile = d_scores.load([first_plane + first_key // KEYS, row, 0]).reshape([ROWS, KEYS])
@@ -45,52 +48,75 @@ def _add_tiles(
     return d_q_1, d_q_2
 
 
-@Kernel
-@triton.jit(do_not_specialize=[
-    "num_queries", "query_shift", "window_size", "first_query_of_all", "planes_of_group", "first_plane",
-])
-def interval_d_q_hopper_kernel(
-    d_scores, k_source_1, k_source_2, d_q, ids, positions, first_blocks,
-    num_queries, query_shift, window_size, first_query_of_all, planes_of_group, first_plane, scale,
-    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, SHARES: tl.constexpr,
-    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
+@triton.jit
+def _add_branch(
+    d_q_1, d_q_2, d_scores, k_source_1, k_source_2, batch, group, first_row, num_queries, query_shift, first_query,
+    planes_of_group, first_plane, window_size, ids, positions,
+    Q_PER_KV: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
     COMPRESSED: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
-    ADD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):
-    """d_q of one tile of rows, those with the longest past first; with ADD, added to the old values of d_q."""
-    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
-    batch = tl.program_id(1) // (GROUPS * SHARES)
-    share = tl.program_id(1) % (GROUPS * SHARES)
-    row = first_row + tl.arange(0, ROWS)
-    query = tl.minimum(row // Q_PER_KV, num_queries - 1)
+    """Add one branch's share to d_q of a tile of rows: first the tiles of keys that all rows see, then the others."""
+    query = tl.minimum((first_row + tl.arange(0, ROWS)) // Q_PER_KV, num_queries - 1)
+    last_query = tl.minimum((first_row + ROWS - 1) // Q_PER_KV, num_queries - 1)
     row_begin, row_end = visible_keys(
-        query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
+        query, query_shift, window_size, ids, positions, None, COMPRESSED, BLOCK, STRIDE, PACKED)
     begin, full_end = visible_keys(
-        first_row // Q_PER_KV, query_shift, window_size, ids, positions, first_blocks,
-        COMPRESSED, BLOCK, STRIDE, PACKED)
+        first_row // Q_PER_KV, query_shift, window_size, ids, positions, None, COMPRESSED, BLOCK, STRIDE, PACKED)
     full_begin, end = visible_keys(
-        tl.minimum((first_row + ROWS - 1) // Q_PER_KV, num_queries - 1), query_shift, window_size, ids, positions,
-        first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
+        last_query, query_shift, window_size, ids, positions, None, COMPRESSED, BLOCK, STRIDE, PACKED)
     key_origin = begin // KEYS * KEYS
     tiles, first_full, last_full = full_tiles(key_origin, end, full_begin, full_end, KEYS)
     full = last_full - first_full
     plane = tl.program_id(1) * planes_of_group + first_plane
+    d_q_1, d_q_2 = _add_tiles(
+        d_q_1, d_q_2, d_scores, k_source_1, k_source_2, batch, group, plane, first_row, query_shift, first_query,
+        key_origin, row_begin, row_end, full, 0, first_full, Q_PER_KV, COMPRESSED, D, D_1, D_2, ROWS, KEYS, False)
+    d_q_1, d_q_2 = _add_tiles(
+        d_q_1, d_q_2, d_scores, k_source_1, k_source_2, batch, group, plane, first_row, query_shift, first_query,
+        key_origin, row_begin, row_end, tiles - full, first_full, full,
+        Q_PER_KV, COMPRESSED, D, D_1, D_2, ROWS, KEYS, True)
+    return d_q_1, d_q_2
+
+
+@Kernel
+@triton.jit(do_not_specialize=[
+    "num_queries", "cmp_query_shift", "cmp_first_query", "cmp_planes_of_group", "cmp_first_plane",
+    "win_query_shift", "win_first_query", "win_planes_of_group", "win_first_plane", "window_size",
+])
+def interval_d_q_hopper_kernel(
+    cmp_scores, cmp_k_1, cmp_k_2, cmp_query_shift, cmp_first_query, cmp_planes_of_group, cmp_first_plane,
+    win_scores, win_k_1, win_k_2, win_query_shift, win_first_query, win_planes_of_group, win_first_plane,
+    window_size, ids, positions, d_q, num_queries, scale,
+    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, SHARES: tl.constexpr,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
+    PACKED: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):
+    """d_q of one tile of rows, those with the longest past first; with ADD, added to the old values of d_q.
+
+    Of the branch that is left out, d_scores are None.
+    """
+    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    batch = tl.program_id(1) // (GROUPS * SHARES)
+    share = tl.program_id(1) % (GROUPS * SHARES)
     d_q_1 = tl.zeros([ROWS, D_1], tl.float32)
     d_q_2 = d_q_1
     if D_2 > 0:
         d_q_2 = tl.zeros([ROWS, D_2], tl.float32)
-    d_q_1, d_q_2 = _add_tiles(
-        d_q_1, d_q_2, d_scores, k_source_1, k_source_2, batch, share // SHARES, plane, first_row, query_shift,
-        first_query_of_all, key_origin, row_begin, row_end, full, 0, first_full,
-        Q_PER_KV, COMPRESSED, D, D_1, D_2, ROWS, KEYS, False)
-    d_q_1, d_q_2 = _add_tiles(
-        d_q_1, d_q_2, d_scores, k_source_1, k_source_2, batch, share // SHARES, plane, first_row, query_shift,
-        first_query_of_all, key_origin, row_begin, row_end, tiles - full, first_full, full,
-        Q_PER_KV, COMPRESSED, D, D_1, D_2, ROWS, KEYS, True)
+    if cmp_scores is not None:
+        d_q_1, d_q_2 = _add_branch(
+            d_q_1, d_q_2, cmp_scores, cmp_k_1, cmp_k_2, batch, share // SHARES, first_row, num_queries,
+            cmp_query_shift, cmp_first_query, cmp_planes_of_group, cmp_first_plane, 0, None, None,
+            Q_PER_KV, D, D_1, D_2, True, BLOCK, STRIDE, False, ROWS, KEYS)
+    if win_scores is not None:
+        d_q_1, d_q_2 = _add_branch(
+            d_q_1, d_q_2, win_scores, win_k_1, win_k_2, batch, share // SHARES, first_row, num_queries,
+            win_query_shift, win_first_query, win_planes_of_group, win_first_plane, window_size, ids, positions,
+            Q_PER_KV, D, D_1, D_2, False, BLOCK, STRIDE, PACKED, ROWS, KEYS)
     HEADS: tl.constexpr = GROUPS * SHARES * Q_PER_KV
-    keep = row < num_queries * Q_PER_KV
-    d_q += ((batch.to(tl.int64) * num_queries + first_row // Q_PER_KV) * HEADS + share * Q_PER_KV) * D
     in_tile = tl.arange(0, ROWS)
+    keep = first_row + in_tile < num_queries * Q_PER_KV
+    d_q += ((batch.to(tl.int64) * num_queries + first_row // Q_PER_KV) * HEADS + share * Q_PER_KV) * D
     place = ((in_tile // Q_PER_KV) * HEADS + in_tile % Q_PER_KV) * D
     d_q_1 *= scale
     if ADD:
@@ -105,35 +131,54 @@ def interval_d_q_hopper_kernel(
 # fmt: on
 
 
+class Share(NamedTuple):
+    """One branch's share of the d_q of some queries.
+
+    Attributes:
+        k: Keys, [B, S, G, D]; key 0 is the first of plane `stored.first_plane`.
+        branch: What these queries see of them.
+        stored: The d_scores.
+        first_query: The query of the first rows of `stored`, or of the window's first planes, seen from query 0: 0 or
+            less.
+    """
+
+    k: Tensor
+    branch: Branch
+    stored: StoredScores
+    first_query: int
+
+
 def launch_d_q(
-    problem: IntervalProblem,
-    d_q: Tensor,
-    stored: StoredScores,
-    tile: Tile,
-    *,
-    add: bool,
-    first_query: int = 0,
+    d_q: Tensor, compressed: Share | None, window: Share | None, scale: float, tile: Tile, *, add: bool
 ) -> None:
     """Write d_q from the d_scores of `dkdv.launch_dkdv`.
 
     Args:
-        problem: Inputs. Query 0 need not be the first that `stored` has rows of, nor key 0 that of its first plane.
         d_q: Where it goes, [B, T, H, D], contiguous.
-        stored: The d_scores; `first_plane` is that of key 0.
+        compressed, window: The shares of the branches, at least one.
+        scale: Factor on the scores.
         tile: Rows and keys of a tile, warps, stages.
         add: Whether it is added to the old values.
-        first_query: Number of the sequence's first query, seen from query 0: 0 or less.
     """
-    q, k, branch = problem.q, problem.k, problem.branch
-    batch, num_queries = q.shape[:2]
-    width = split_width(q.shape[3])
-    q_per_kv, shares = split_heads(problem.q_per_kv)
-    groups = k.shape[2]
-    planes, rows, _, keys = stored.tensor.shape
-    source = describe_tiles(stored.tensor, (planes, rows, keys), (rows * keys, keys, 1), (1, tile.BLOCK_M, keys))
-    interval_d_q_hopper_kernel[cdiv(num_queries * q_per_kv, tile.BLOCK_M), batch * groups * shares](
-        source, *key_sources(k, width, keys, True), d_q, branch.ids, branch.positions, branch.first_blocks,
-        num_queries, branch.query_shift, branch.window_size, first_query, stored.planes_of_group, stored.first_plane,
-        problem.scale, groups, q_per_kv, shares, *width, **problem.branch.constants(), ADD=add, ROWS=tile.BLOCK_M,
-        KEYS=keys, num_warps=tile.warps, num_stages=tile.stages,
+    batch, num_queries, heads, dim = d_q.shape
+    share = compressed or window
+    assert share is not None
+    width, groups = split_width(dim), share.k.shape[2]
+    q_per_kv, shares = split_heads(heads // groups)
+    rows, keys = tile.BLOCK_M, tile.BLOCK_N
+    blocks, seen = (Branch() if x is None else x.branch for x in (compressed, window))
+
+    def arguments(share: Share | None) -> tuple[object, ...]:
+        if share is None:
+            return (None,) * 3 + (0,) * 4
+        planes, plane_rows, _, _ = share.stored.tensor.shape
+        shape, strides = (planes, plane_rows, keys), (plane_rows * keys, keys, 1)
+        source = describe_tiles(share.stored.tensor, shape, strides, (1, rows, keys))
+        shift = share.branch.query_shift
+        return source, *key_sources(share.k, width, keys, True), shift, share.first_query, *share.stored[1:]
+
+    interval_d_q_hopper_kernel[cdiv(num_queries * q_per_kv, rows), batch * groups * shares](
+        *arguments(compressed), *arguments(window), seen.window_size, seen.ids, seen.positions, d_q, num_queries, scale,
+        groups, q_per_kv, shares, *width, BLOCK=blocks.block, STRIDE=blocks.stride,
+        PACKED=seen.is_packed, ADD=add, ROWS=rows, KEYS=keys, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
