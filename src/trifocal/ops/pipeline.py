@@ -6,7 +6,7 @@ The stages run without gradients, then `combine_branches` mixes their outputs. I
 |---|---|---|
 | combination | d_o and the three outputs, once | d_gates; the row sums `delta` of the branches, fp32 |
 | selected | q, k, v, d_o, the gate, lse, delta | d_q, d_k, d_v |
-| compressed, window | the same | d_k, d_v; adds to d_q in place |
+| compressed and window | the same | d_k, d_v of both; adds to d_q in place |
 
 A branch's own gradient, `gate * d_o`, is never written: its kernels multiply probabilities by the gate. The branches'
 shares of d_q are added up in one tensor, always in this order. Kept for backward: q, the branches' keys, values,
