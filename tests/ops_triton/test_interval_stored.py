@@ -66,11 +66,10 @@ def _dkdv(problem, stored, totals=None):
         origin = int(program[0]) * q_per_kv // 4 * 4
         first = (int(seeing[0]) * q_per_kv - origin) // ROWS * ROWS + origin
         last = cdiv((int(seeing[-1]) + 1) * q_per_kv - origin, ROWS) * ROWS + origin
-        base = max(keys.start - branch.query_shift, 0) * q_per_kv if branch.is_window else 0
+        base = (keys.start - branch.query_shift) * q_per_kv if branch.is_window else 0
         for row in range(max(first, base), min(last, base + plane.shape[2])):
-            plane[:, :, row - base] = 0.0
-            if row < by_row.shape[2]:
-                plane[:, :, row - base, : keys.stop - keys.start] = by_row[:, :, row, keys]
+            inside = slice(0, keys.stop - keys.start)
+            plane[:, :, row - base, inside] = by_row[:, :, row, keys] if row < by_row.shape[2] else 0.0
     d_k = torch.einsum("btgrs,btgrd->bsgd", d_scores, grouped[1]) * scale
     d_v = torch.einsum("btgrs,btgrv->bsgv", p, grouped[0])
     if totals is None:

@@ -201,8 +201,7 @@ def interval_backward_on_hopper(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, br
     """
     if q.shape[-1] not in hopper_tiles.INTERVAL_D_Q:
         return None
-    queries = min(branch.window_size, q.shape[1])
-    if queries * queries * q.shape[2] * q.element_size() > MOST_BYTES_OF_WINDOW:
+    if branch.window_size**2 * q.shape[2] * q.element_size() > MOST_BYTES_OF_WINDOW:
         return None
     return interval_on_hopper("dkdv", q, k, v, d_o, window=branch.is_window, packed=branch.is_packed)
 

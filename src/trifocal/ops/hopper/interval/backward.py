@@ -96,9 +96,7 @@ class _Gradients:
     def share(self, chunk: _Chunk, begin: int, end: int) -> Share:
         """Of the d_q of queries begin to end of a chunk."""
         part = _cut(self.problem, begin, end, chunk.first_key, chunk.end_key)
-        # The window's planes begin with the first query of all that sees them.
-        first_query = 0 if part.branch.is_window else chunk.begin
-        return Share(part.k, part.branch, chunk.stored, first_query - begin)
+        return Share(part.k, part.branch, chunk.stored, chunk.begin - begin)
 
 
 def launch_backward(
@@ -218,10 +216,9 @@ def _planes(num_keys: int) -> int:
 
 
 def _queries_of_plane(problem: IntervalProblem) -> int:
-    num_queries = problem.q.shape[1]
     if problem.branch.is_window:
-        return min(problem.branch.window_size + KEYS_OF_PLANE - 1, num_queries)
-    return num_queries
+        return problem.branch.window_size + KEYS_OF_PLANE - 1
+    return problem.q.shape[1]
 
 
 def _bytes_of_rows(problem: IntervalProblem, num_queries: int) -> int:

@@ -21,19 +21,18 @@ from trifocal.ops.triton.launch import Kernel, describe_tiles
 
 @triton.jit
 def _add_tiles(
-    d_q_1, d_q_2, d_scores, k_source_1, k_source_2, batch, group, first_plane, first_row, query_shift, first_query,
-    key_origin, row_begin, row_end, count, split, jump,
+    d_q_1, d_q_2, d_scores, k_source_1, k_source_2, batch, group, first_plane, first_row, query_shift, key_origin,
+    row_begin, row_end, count, split, jump,
     Q_PER_KV: tl.constexpr, COMPRESSED: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
 ):
     """Add the shares of `count` key tiles to d_q; tiles from number `split` on lie `jump` tiles further."""
     for number in tl.range(0, count):
         first_key = key_origin + (number + tl.where(number >= split, jump, 0)) * KEYS
-        if COMPRESSED:
-            row = first_row - first_query * Q_PER_KV
-        else:
-            # A plane of the window begins with the first query that sees its keys.
-            row = first_row - tl.maximum(first_key - query_shift, first_query) * Q_PER_KV
+        row = first_row
+        if not COMPRESSED:
+            # A plane of the window begins with the query at the place of its first key.
+            row = first_row - (first_key - query_shift) * Q_PER_KV
         tile = d_scores.load([first_plane + first_key // KEYS, row, 0]).reshape([ROWS, KEYS])
         if MASKED:
             # What nobody sees was not stored.
@@ -50,13 +49,17 @@ def _add_tiles(
 
 @triton.jit
 def _add_branch(
-    d_q_1, d_q_2, d_scores, k_source_1, k_source_2, batch, group, first_row, num_queries, query_shift, first_query,
-    planes_of_group, first_plane, window_size, ids, positions,
+    d_q_1, d_q_2, d_scores, k_source_1, k_source_2, batch, group, first_row, num_queries, num_keys, query_shift,
+    first_query, planes_of_group, first_plane, window_size, ids, positions,
     Q_PER_KV: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
     COMPRESSED: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):
-    """Add one branch's share to d_q of a tile of rows: first the tiles of keys that all rows see, then the others."""
+    """Add one branch's share to d_q of a tile of rows: first the tiles of keys that need no mask, then the others.
+
+    Of the window without documents, only one with a key behind the last does: its planes have zeros where a key is not
+    seen, since they end where their last key's window ends, and the copy engine has zeros behind.
+    """
     query = tl.minimum((first_row + tl.arange(0, ROWS)) // Q_PER_KV, num_queries - 1)
     last_query = tl.minimum((first_row + ROWS - 1) // Q_PER_KV, num_queries - 1)
     row_begin, row_end = visible_keys(
@@ -67,26 +70,29 @@ def _add_branch(
         last_query, query_shift, window_size, ids, positions, None, COMPRESSED, BLOCK, STRIDE, PACKED)
     key_origin = begin // KEYS * KEYS
     tiles, first_full, last_full = full_tiles(key_origin, end, full_begin, full_end, KEYS)
+    if not COMPRESSED and not PACKED:
+        first_full = 0
+        last_full = tl.minimum(tiles, (num_keys - key_origin) // KEYS)
     full = last_full - first_full
+    stored_row = first_row - first_query * Q_PER_KV if COMPRESSED else first_row
     plane = tl.program_id(1) * planes_of_group + first_plane
     d_q_1, d_q_2 = _add_tiles(
-        d_q_1, d_q_2, d_scores, k_source_1, k_source_2, batch, group, plane, first_row, query_shift, first_query,
-        key_origin, row_begin, row_end, full, 0, first_full, Q_PER_KV, COMPRESSED, D, D_1, D_2, ROWS, KEYS, False)
+        d_q_1, d_q_2, d_scores, k_source_1, k_source_2, batch, group, plane, stored_row, query_shift, key_origin,
+        row_begin, row_end, full, 0, first_full, Q_PER_KV, COMPRESSED, D, D_1, D_2, ROWS, KEYS, False)
     d_q_1, d_q_2 = _add_tiles(
-        d_q_1, d_q_2, d_scores, k_source_1, k_source_2, batch, group, plane, first_row, query_shift, first_query,
-        key_origin, row_begin, row_end, tiles - full, first_full, full,
-        Q_PER_KV, COMPRESSED, D, D_1, D_2, ROWS, KEYS, True)
+        d_q_1, d_q_2, d_scores, k_source_1, k_source_2, batch, group, plane, stored_row, query_shift, key_origin,
+        row_begin, row_end, tiles - full, first_full, full, Q_PER_KV, COMPRESSED, D, D_1, D_2, ROWS, KEYS, True)
     return d_q_1, d_q_2
 
 
 @Kernel
 @triton.jit(do_not_specialize=[
-    "num_queries", "cmp_query_shift", "cmp_first_query", "cmp_planes_of_group", "cmp_first_plane",
-    "win_query_shift", "win_first_query", "win_planes_of_group", "win_first_plane", "window_size",
+    "num_queries", "cmp_num_keys", "cmp_query_shift", "cmp_first_query", "cmp_planes_of_group", "cmp_first_plane",
+    "win_num_keys", "win_query_shift", "win_first_query", "win_planes_of_group", "win_first_plane", "window_size",
 ])
 def interval_d_q_hopper_kernel(
-    cmp_scores, cmp_k_1, cmp_k_2, cmp_query_shift, cmp_first_query, cmp_planes_of_group, cmp_first_plane,
-    win_scores, win_k_1, win_k_2, win_query_shift, win_first_query, win_planes_of_group, win_first_plane,
+    cmp_scores, cmp_k_1, cmp_k_2, cmp_num_keys, cmp_query_shift, cmp_first_query, cmp_planes_of_group, cmp_first_plane,
+    win_scores, win_k_1, win_k_2, win_num_keys, win_query_shift, win_first_query, win_planes_of_group, win_first_plane,
     window_size, ids, positions, d_q, num_queries, scale,
     GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, SHARES: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
@@ -106,12 +112,13 @@ def interval_d_q_hopper_kernel(
     if cmp_scores is not None:
         d_q_1, d_q_2 = _add_branch(
             d_q_1, d_q_2, cmp_scores, cmp_k_1, cmp_k_2, batch, share // SHARES, first_row, num_queries,
-            cmp_query_shift, cmp_first_query, cmp_planes_of_group, cmp_first_plane, 0, None, None,
+            cmp_num_keys, cmp_query_shift, cmp_first_query, cmp_planes_of_group, cmp_first_plane, 0, None, None,
             Q_PER_KV, D, D_1, D_2, True, BLOCK, STRIDE, False, ROWS, KEYS)
     if win_scores is not None:
         d_q_1, d_q_2 = _add_branch(
             d_q_1, d_q_2, win_scores, win_k_1, win_k_2, batch, share // SHARES, first_row, num_queries,
-            win_query_shift, win_first_query, win_planes_of_group, win_first_plane, window_size, ids, positions,
+            win_num_keys, win_query_shift, win_first_query, win_planes_of_group, win_first_plane,
+            window_size, ids, positions,
             Q_PER_KV, D, D_1, D_2, False, BLOCK, STRIDE, PACKED, ROWS, KEYS)
     HEADS: tl.constexpr = GROUPS * SHARES * Q_PER_KV
     in_tile = tl.arange(0, ROWS)
@@ -138,8 +145,7 @@ class Share(NamedTuple):
         k: Keys, [B, S, G, D]; key 0 is the first of plane `stored.first_plane`.
         branch: What these queries see of them.
         stored: The d_scores.
-        first_query: The query of the first rows of `stored`, or of the window's first planes, seen from query 0: 0 or
-            less.
+        first_query: Of the compressed branch, the query of the first rows of `stored`, seen from query 0: 0 or less.
     """
 
     k: Tensor
@@ -170,12 +176,12 @@ def launch_d_q(
 
     def arguments(share: Share | None) -> tuple[object, ...]:
         if share is None:
-            return (None,) * 3 + (0,) * 4
+            return (None,) * 3 + (0,) * 5
         planes, plane_rows, _, _ = share.stored.tensor.shape
         shape, strides = (planes, plane_rows, keys), (plane_rows * keys, keys, 1)
         source = describe_tiles(share.stored.tensor, shape, strides, (1, rows, keys))
-        shift = share.branch.query_shift
-        return source, *key_sources(share.k, width, keys, True), shift, share.first_query, *share.stored[1:]
+        numbers = (share.k.shape[1], share.branch.query_shift, share.first_query, *share.stored[1:])
+        return source, *key_sources(share.k, width, keys, True), *numbers
 
     interval_d_q_hopper_kernel[cdiv(num_queries * q_per_kv, rows), batch * groups * shares](
         *arguments(compressed), *arguments(window), seen.window_size, seen.ids, seen.positions, d_q, num_queries, scale,

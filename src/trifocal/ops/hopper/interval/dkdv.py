@@ -291,7 +291,7 @@ def sum_keys(
     d_v = gl.zeros([PART_ROWS, V], gl.float32, OUTPUT_V)
     mbarrier.wait(keys_ready, 0)
     scores = gl.zeros([PART_ROWS, ROWS], gl.float32, SCORES)
-    plane_row = 0 if COMPRESSED else begin * Q_PER_KV
+    plane_row = 0 if COMPRESSED else (half_key - query_shift) * Q_PER_KV
     for share in range(SHARES):
         base = share * tiles
         plane = (gl.program_id(1) * SHARES + share) * planes_of_group + first_plane + half_key // PART_ROWS
@@ -405,8 +405,8 @@ class StoredScores(NamedTuple):
 
     Keys are cut into planes of 64, [planes, rows, 64]: those of batch entry b, group g and share s of its heads begin
     with number `((b * G + g) * shares + s) * planes_of_group`. A row is a query and a head of the share. A plane's
-    first row is query 0; in the window's, it is the first query that sees the plane's first key. Rows that see none
-    of a plane's keys are not written.
+    first row is query 0; in the window's, it is the query at the place of the plane's first key, which may lie before
+    query 0. Rows that see none of a plane's keys are not written, and columns behind the last key are garbage.
 
     Attributes:
         tensor: The planes, [planes, rows, 1, 64], contiguous.
