@@ -49,8 +49,8 @@ def calls():
     def documents_of(length, packed):
         return Documents(*(empty(size, dtype=torch.int32) for size in (4, length, length))) if packed else None
 
-    def attention(heads, groups, dim, value_dim, branch, dtype=torch.bfloat16, packed=False, length=1024):
-        geometry = Geometry()
+    def attention(heads, groups, dim, value_dim, branch, dtype=torch.bfloat16, packed=False, **rules):
+        geometry, length = Geometry(), 1024
         documents = documents_of(length, packed)
         q, d_o = empty(1, length, heads, dim, dtype=dtype), empty(1, length, heads, value_dim, dtype=dtype)
         gate, lse = empty(1, length, heads, dtype=dtype), empty(1, length, heads, dtype=torch.float32)
@@ -64,7 +64,10 @@ def calls():
             k, v = empty(1, length, groups, dim, dtype=dtype), empty(1, length, groups, value_dim, dtype=dtype)
             window_forward(q, k, v, 512, 0.1, documents)
             intervals.append((k, v, window_branch(q, k, 512, documents)))
-        launch_backward(*(IntervalProblem(d_o, q, k, v, lse, lse, gate, 0.1, seen) for k, v, seen in intervals), d_q=q)
+        with mock.patch.multiple(dispatch, **rules):
+            launch_backward(
+                *(IntervalProblem(d_o, q, k, v, lse, lse, gate, 0.1, seen) for k, v, seen in intervals), d_q=q
+            )
 
     def selected(heads, groups, dim, value_dim, order, dtype=torch.bfloat16, packed=False, part_queries=None):
         geometry, length = Geometry(), 4096
@@ -149,14 +152,18 @@ def calls():
         combine_backward(*o, torch.bfloat16)
         row_sums(o[0], o[1], empty(2, 64, 12, dtype=torch.float32))
 
+    large = {"FEWEST_KEYS_OF_LARGE_D_Q_TILE": 0}
     hopper = [
         Call("cmp 128", "hopper", lambda: attention(64, 4, 128, 128, "cmp")),
         Call("win 64", "hopper", lambda: attention(12, 2, 64, 64, "win"), every_kernel=True),
         Call("win 192/128 packed", "hopper", lambda: attention(64, 4, 192, 128, "win", packed=True), every_kernel=True),
         Call("cmp 256 packed", "hopper", lambda: attention(8, 2, 256, 256, "cmp", packed=True)),
-        Call("both 128, chunks", "hopper", lambda: attention(64, 4, 128, 128, "both", length=65536), every_kernel=True),
-        Call("both 128, short", "hopper", lambda: attention(32, 8, 128, 128, "both", length=8192), every_kernel=True),
-        Call("both 192/128", "hopper", lambda: attention(64, 4, 192, 128, "both", length=32768), every_kernel=True),
+        Call("both 128", "hopper", lambda: attention(32, 8, 128, 128, "both"), every_kernel=True),
+        Call(
+            "both 128, chunks, large tiles", "hopper",
+            lambda: attention(64, 4, 128, 128, "both", D_SCORES_BUFFER_BYTES=2**23, **large), every_kernel=True,
+        ),
+        Call("both 192, large tiles", "hopper", lambda: attention(64, 4, 192, 128, "both", **large), every_kernel=True),
         Call("cmp 128, one head", "hopper", lambda: attention(2, 2, 128, 128, "cmp")),
         Call("win 128, six heads", "hopper", lambda: attention(12, 2, 128, 128, "win")),
         Call("slc 128, block-major", "hopper", lambda: selected(64, 4, 128, 128, "block_major")),
@@ -258,8 +265,11 @@ def test_every_kernel_is_compiled(rows, compiled):
         return {row["kernel"] for row in rows if row["call"] == call}
 
     interval = {f"interval_{part}_hopper_kernel" for part in ("forward", "d_q", "dkdv")} | {"row_numbers_kernel"}
-    for call in ("cmp 128, one head", "win 128, six heads"):
+    for call in ("cmp 128, one head", "win 128, six heads", "both 128", "both 192, large tiles"):
         assert interval <= of_call(call)
+    launches = [row["kernel"] for row in rows if row["call"] == "both 128, chunks, large tiles"]
+    chunks = {kernel: launches.count(kernel) for kernel in ("interval_dkdv_hopper_kernel", "sum_parts_kernel")}
+    assert chunks == {"interval_dkdv_hopper_kernel": 4, "sum_parts_kernel": 2}
     assert {"interval_dkdv_hopper_kernel", "row_numbers_kernel"} <= of_call("win 64")
     assert "block_major_backward_warp_specialized_kernel" in of_call("slc 128, block-major")
     six_heads = {"block_major_forward_hopper_kernel", "block_major_backward_hopper_kernel"}
