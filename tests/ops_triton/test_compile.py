@@ -64,10 +64,9 @@ def calls():
             k, v = empty(1, length, groups, dim, dtype=dtype), empty(1, length, groups, value_dim, dtype=dtype)
             window_forward(q, k, v, 512, 0.1, documents)
             intervals.append((k, v, window_branch(q, k, 512, documents)))
-        with mock.patch.multiple(dispatch, **rules):
-            launch_backward(
-                *(IntervalProblem(d_o, q, k, v, lse, lse, gate, 0.1, seen) for k, v, seen in intervals), d_q=q
-            )
+        problems = (IntervalProblem(d_o, q, k, v, lse, lse, gate, 0.1, seen) for k, v, seen in intervals)
+        with mock.patch.multiple(dispatch, **{"D_SCORES_BUFFER_BYTES": 2**30, **rules}):
+            launch_backward(*problems, d_q=q)
 
     def selected(heads, groups, dim, value_dim, order, dtype=torch.bfloat16, packed=False, part_queries=None):
         geometry, length = Geometry(), 4096
