@@ -322,20 +322,6 @@ def decode_programs(programs: int, parts: int, device: torch.device) -> int:
     return max(1, min(parts, MOST_DECODE_PROGRAMS * devices.multiprocessors(device) // programs))
 
 
-def decode_registers(tile: tiles.Tile, programs: int, device: torch.device) -> int | None:
-    """Most registers of a thread: the tile's, so that programs share a multiprocessor, or no limit where they need not.
-
-    Then each program has a multiprocessor of its own, and a third of them are left to the next kernel, which starts
-    early.
-
-    Args:
-        tile: The kernel's tile.
-        programs: All programs of the grid.
-        device: Its multiprocessors decide.
-    """
-    return tile.registers if 3 * programs > 2 * devices.multiprocessors(device) else None
-
-
 def masked_part_queries(num_queries: int, q_per_kv: int, blocks: int, multiprocessors: int) -> int:
     """How many queries one program of the masked order's d_k, d_v takes the rows of.
 
