@@ -37,8 +37,34 @@ NOTES = (
     "load: so many clients, each of which sends its next request when it has the answer to the last. The time between "
     "tokens is that between events of one stream. A first request of each length is not counted.",
     "turns: a prompt, then the same prompt with the answer and 50 more tokens; medians of the time to the first token. "
-    "speculate: a prompt that repeats a passage of 64 tokens, and its answer at temperature 0, one client.",
+    "speculate: the package's model, one client, temperature 0; code is a class whose methods repeat themselves, "
+    "random is a prompt of random tokens, of which nothing can be guessed.",
 )
+
+DEMO = "demo"
+REPETITIVE = """class Point:
+    def __init__(self, x, y):
+        self.x = x
+        self.y = y
+
+    def __eq__(self, other):
+        if not isinstance(other, Point):
+            return NotImplemented
+        return self.x == other.x and self.y == other.y
+
+    def __ne__(self, other):
+        if not isinstance(other, Point):
+            return NotImplemented
+        return self.x != other.x or self.y != other.y
+
+    def __lt__(self, other):
+        if not isinstance(other, Point):
+            return NotImplemented
+        return self.x < other.x and self.y < other.y
+
+    def __le__(self, other):
+        if not isinstance(other, Point):
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +72,7 @@ class ServingOptions(ModelOptions):
     """Time the server of the sparse model beside that of its dense baseline."""
 
     parts: tuple[Literal["load", "turns", "speculate"], ...] = ("load", "turns", "speculate")
-    """load: many clients; turns: two turns of a chat; speculate: text that repeats itself, with and without guesses."""
+    """load: many clients; turns: two turns of a chat; speculate: the package's model, with and without guesses."""
     clients: tuple[int, ...] = (1, 16, 64, 256)
     """Clients at a time."""
     requests: int = 4
@@ -81,31 +107,38 @@ class Timed(NamedTuple):
 
 
 @contextlib.contextmanager
-def server(options: ServingOptions, attention: str, *flags: str) -> Iterator[tuple[str, int]]:
-    """Serve a model with random weights; host and port.
-
-    Raises:
-        Unavailable: If the server does not begin; with its last line.
-    """
+def random_server(options: ServingOptions, attention: str) -> Iterator[tuple[str, int]]:
+    """Serve a model with random weights; host and port."""
     config = replace(options.model, attention=attention)  # type: ignore[arg-type]
     model = DecoderLM(config)
     model.init_weights(0)
     with tempfile.TemporaryDirectory() as folder:
         export_folder(model, make_tokenizer("bytes"), Path(folder) / "model", sequence_length=options.max_length)
         del model
-        command = [
-            sys.executable, "-m", "trifocal", "serve", f"{folder}/model", "--port", "0", "--device", options.device,
-            "--precision", options.precision, "--max-waiting", str(max(options.clients)), *flags,
-        ]  # fmt: skip
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            try:
-                assert process.stdout is not None and process.stderr is not None
-                found = re.search(r"http://(.+):(\d+)$", process.stdout.readline().strip())
-                if found is None:
-                    raise Unavailable((process.stderr.read().strip().splitlines() or ["the server ended"])[-1])
-                yield found[1], int(found[2])
-            finally:
-                process.terminate()
+        with server(options, f"{folder}/model") as address:
+            yield address
+
+
+@contextlib.contextmanager
+def server(options: ServingOptions, path: str, *flags: str) -> Iterator[tuple[str, int]]:
+    """Serve the model of a path; host and port.
+
+    Raises:
+        Unavailable: If the server does not begin; with its last line.
+    """
+    command = [
+        sys.executable, "-m", "trifocal", "serve", path, "--port", "0", "--device", options.device,
+        "--precision", options.precision, "--max-waiting", str(max(options.clients)), *flags,
+    ]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            found = re.search(r"http://(.+):(\d+)$", process.stdout.readline().strip())
+            if found is None:
+                raise Unavailable((process.stderr.read().strip().splitlines() or ["the server ended"])[-1])
+            yield found[1], int(found[2])
+        finally:
+            process.terminate()
 
 
 async def ask(address: tuple[str, int], prompt: Sequence[int], new_tokens: int, **options: Any) -> Timed:
@@ -174,7 +207,7 @@ def _load_figures(options: ServingOptions, attention: str, clients: int) -> dict
         answers = await asyncio.gather(*(client(address, part) for part in prompts))
         return time.perf_counter() - begin, [answer for part in answers for answer in part]
 
-    with server(options, attention) as address:
+    with random_server(options, attention) as address:
         seconds, answers = asyncio.run(run(address))
     between = [gap for answer in answers for gap in answer.between] or [0.0]
     return {
@@ -208,32 +241,32 @@ def _turn_figures(options: ServingOptions, attention: str) -> dict[str, Any]:
         # The first one compiles.
         return [await chat(address) for _ in range(1 + options.repeats)][1:]
 
-    with server(options, attention) as address:
+    with random_server(options, attention) as address:
         firsts, seconds = zip(*asyncio.run(run(address)), strict=True)
     first, second = statistics.median(firsts), statistics.median(seconds)
     return {"first_turn_ms": first * 1000, "second_turn_ms": second * 1000, "second_ratio": second / first}
 
 
 def _bench_speculate(options: ServingOptions, recorder: Recorder) -> None:
-    for attention in options.attention:
-        labels = {"part": "speculate", "attention": attention, "clients": 1}
-        row = recorder.measure(labels, partial(_speculate_figures, options, attention))
+    rng = random.Random(0)
+    prompts = {"code": list(REPETITIVE.encode()), "random": [rng.randrange(256) for _ in REPETITIVE]}
+    for text, prompt in prompts.items():
+        labels = {"part": "speculate", "attention": "nsa", "text": text, "clients": 1}
+        row = recorder.measure(labels, partial(_speculate_figures, options, prompt))
         figure = f"{row['speedup']:.2f} times as fast" if row["status"] == OK else row["status"]
-        recorder.say(f"{attention}, with guesses: {figure}")
+        recorder.say(f"{text}, with guesses: {figure}")
 
 
-def _speculate_figures(options: ServingOptions, attention: str) -> dict[str, Any]:
-    _check(options, attention)
-    passage = _prompt(options, random.Random(0), 64)
+def _speculate_figures(options: ServingOptions, prompt: Sequence[int]) -> dict[str, Any]:
     times = []
 
     async def run(address: tuple[str, int]) -> float:
-        for _ in range(2):
-            answer = await ask(address, passage * 4, options.new_tokens, temperature=0)
-        return sum(answer.between)
+        # The first one compiles.
+        answers = [await ask(address, prompt, options.new_tokens, temperature=0) for _ in range(1 + options.repeats)]
+        return statistics.median(sum(answer.between) for answer in answers[1:])
 
     for flags in ((), ("--speculate",)):
-        with server(options, attention, *flags) as address:
+        with server(options, DEMO, *flags) as address:
             times.append(asyncio.run(run(address)))
     plain, guessed = times
     return {"plain_ms": plain * 1000, "guessed_ms": guessed * 1000, "speedup": plain / guessed}
@@ -275,8 +308,9 @@ SERVING = Benchmark(
     bench_serving,
     NOTES,
     {
-        "attention": "attention", "clients": "clients", "prompt_tokens": "prompt", "requests": "requests",
-        "tokens_per_second": "tokens/s", "first_token_p50_ms": "first p50 ms", "first_token_p99_ms": "first p99 ms",
+        "attention": "attention", "text": "text", "clients": "clients", "prompt_tokens": "prompt",
+        "requests": "requests", "tokens_per_second": "tokens/s", "first_token_p50_ms": "first p50 ms",
+        "first_token_p99_ms": "first p99 ms",
         "between_tokens_p50_ms": "between p50 ms", "between_tokens_p99_ms": "between p99 ms",
         "first_turn_ms": "first turn ms", "second_turn_ms": "second turn ms", "second_ratio": "ratio",
         "plain_ms": "plain ms", "guessed_ms": "guessed ms", "speedup": "speedup", "status": "status",

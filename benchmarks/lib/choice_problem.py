@@ -39,7 +39,7 @@ class ChoiceProblem(NamedTuple):
         )  # fmt: skip
         keys = stretch_keys(torch.randint(256, rows, generator=generator, device=device), shape.tokens, stretch)
         positions = torch.arange(shape.tokens, device=device)
-        sample = sample_queries(keys, positions, 0, 0, geometry, shape.tokens, stretch)
+        sample = sample_queries(keys, positions, 0, 1, geometry, shape.tokens, stretch)[0]
         return cls(q, k, (q_idx.requires_grad_(), k_idx.requires_grad_()), sample, geometry)
 
     def choose(self) -> Tensor:

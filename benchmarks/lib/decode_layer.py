@@ -16,7 +16,6 @@ from trifocal.ops import (
     Geometry,
     SparseCache,
     append_dense,
-    append_sparse,
     decode_attention,
     decode_dense_attention,
 )
@@ -141,6 +140,7 @@ def _step(
         lengths=numbers(torch.full((sequences,), tokens - 1)),
         num_new=numbers(torch.ones(sequences)),
         block_table=numbers(order.view(sequences, columns)),
+        arrivals=numbers(torch.zeros(sequences * groups)),
     )
     rotary = rotary_tables(torch.arange(tokens, device=device), dim, 10000.0, torch.promote_types(dtype, torch.float32))
     q, k, v = draw(sequences, 1, heads, dim), draw(sequences, 1, groups, dim), draw(sequences, 1, groups, value_dim)
@@ -162,8 +162,8 @@ def _step(
     gates = draw(sequences, 1, heads, 3).float().sigmoid()
 
     def attend() -> Tensor:
-        append_sparse(cache, batch, k, v, k, v, k, v, geometry, rotary, backend=backend)
-        return decode_attention(q, gates, cache, batch, geometry, rotary, window=True, backend=backend)
+        new = (k, v, k, v, k, v)
+        return decode_attention(q, gates, cache, batch, geometry, rotary, window=True, backend=backend, new=new)
 
     return attend
 

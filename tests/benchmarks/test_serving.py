@@ -36,20 +36,22 @@ def measure(monkeypatch: pytest.MonkeyPatch, *parts: str) -> list[dict[str, Any]
 
 def test_load_and_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a server in this process."""
-    flags = []
+    calls = []
 
     @contextmanager
-    def server(options: Any, attention: str, *given: str) -> Iterator[tuple[str, int]]:
-        flags.append(given)
-        with in_process(DecoderLM(MODEL), max_length=options.max_length) as served:
+    def server(options: Any, path: str, *given: str) -> Iterator[tuple[str, int]]:
+        calls.append((path == "demo", *given))
+        model = replace(MODEL, vocab_size=257)
+        with in_process(DecoderLM(model), max_length=1024) as served:
             yield "127.0.0.1", int(served.url.rpartition(":")[2])
 
     monkeypatch.setattr(serving, "server", server)
-    load, speculate = measure(monkeypatch, "load", "speculate")
-    assert flags == [(), (), ("--speculate",)]
+    load, *speculate = measure(monkeypatch, "load", "speculate")
+    assert calls == [(False,), *2 * [(True,), (True, "--speculate")]]
+    assert [row["text"] for row in speculate] == ["code", "random"]
     assert load["requests"] == 6 and 0 < load["first_token_p50_ms"] <= load["first_token_p99_ms"]
     assert load["tokens_per_second"] > 0 < load["between_tokens_p99_ms"]
-    assert speculate["speedup"] == speculate["plain_ms"] / speculate["guessed_ms"]
+    assert all(row["speedup"] == row["plain_ms"] / row["guessed_ms"] for row in speculate)
     dense = [{**load, "attention": "dense", "tokens_per_second": load["tokens_per_second"] / 2}]
     assert serving.speedups([load, *dense]) == [{"clients": 3, "dense_ratio": pytest.approx(2)}]
 

@@ -32,7 +32,7 @@ def test_models_are_measured_under_the_same_settings():
         ("2x32", "nsa"), ("2x32", "dense"), ("production", "nsa"), ("production", "dense"),
     ]  # fmt: skip
     assert (cases[0].sequences, cases[0].tokens, cases[0].checkpointing) == (2, 32, "none")
-    assert (cases[2].sequences, cases[2].micro_batch, cases[2].tokens, cases[2].checkpointing) == (4, 2, 2048, "all")
+    assert (cases[2].sequences, cases[2].micro_batch, cases[2].tokens, cases[2].checkpointing) == (4, 4, 2048, "none")
     assert {**cases[0].model, "attention": "dense"} == cases[1].model
     assert not any(case.cuda_graphs for case in cases), "a CPU records nothing"
 
@@ -72,7 +72,7 @@ def recorded_bench(monkeypatch):
 
     def make(case):
         bench = TrainBench(case)
-        recorded = cuda_graphs.MicroBatchGraphs(bench.model, bench.model.parameters(), bench.device, case.precision)
+        recorded = cuda_graphs.MicroBatchGraphs(bench.model, bench.model, bench.device, case.precision)
         bench.graphs = bench.train_step.graphs = recorded
         return bench
 

@@ -50,12 +50,14 @@ def go_on(run: Path, target: Path, mode: str, size: int) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run of one process and of two in each mode."""
+    """A run of one process and of two in each mode; under ddp, each has fewer sequences than a micro-batch may have."""
     folder = tmp_path_factory.mktemp("runs")
-    found = {"none": finish(folder / "none", "auto", 1)}
-    for mode in ("ddp", "fsdp"):
-        found[mode] = finish(folder / mode, mode, 2)
-    return found
+    whole = ("--train.micro_batch_size", "4", "--evaluate.batches", "1")
+    return {
+        "none": finish(folder / "none", "auto", 1),
+        "ddp": finish(folder / "ddp", "ddp", 2, *whole),
+        "fsdp": finish(folder / "fsdp", "fsdp", 2),
+    }
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])

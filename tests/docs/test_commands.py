@@ -101,7 +101,7 @@ def test_processes_can_share_the_batch_of_the_command(launcher, command):
     processes = int(numbers["--nproc-per-node"]) * int(numbers.get("--nnodes", 1))
     config = load_of_repository(command[2], command[3:])
     groups, rest = divmod(processes, config.parallel.context)
-    assert rest == 0 and config.train.global_batch_size % (config.train.micro_batch_size * groups) == 0
+    assert rest == 0 and config.train.global_batch_size % groups == 0
     assert config.parallel.context == 1 or config.train.sequence_length % (2 * config.parallel.context) == 0
 
 

@@ -27,6 +27,7 @@ def work():
         importance += blocks
     product = HEADS * DIM * 2 / 1e12
     partial = slots * HEADS * DIM * 2 / 1e9
+    bytes_of_pair = HEADS * 2 / 1e9
     importance_gb = importance * GROUPS * 2 * 4 / 1e9
     return {
         "compressed, forward": (2 * compressed * product, None),
@@ -36,12 +37,14 @@ def work():
         "selected, reduction of o": (None, partial + TENSOR_GB),
         "window, forward": (2 * window * product, None),
         "combination, forward": (None, 4 * TENSOR_GB),
-        "compressed, d_k and d_v": (4 * compressed * product, None),
-        "compressed, d_q": (3 * compressed * product, None),
+        "compressed, d_k and d_v": (4 * compressed * product, compressed * bytes_of_pair),
         "selected, backward": (5 * chosen * product, partial),
         "selected, reduction of d_q": (None, partial + TENSOR_GB),
-        "window, d_k and d_v": (4 * window * product, None),
-        "window, d_q": (3 * window * product, None),
+        "window, d_k and d_v": (4 * window * product, window * bytes_of_pair),
+        "compressed and window, d_q": (
+            (compressed + window) * product,
+            (compressed + window) * bytes_of_pair + 2 * TENSOR_GB,
+        ),
         "combination, backward": (None, 4 * TENSOR_GB),
     }
 
@@ -60,4 +63,6 @@ def test_work_and_limits_are_those_of_the_formula(work):
             assert shown == ("" if exact is None else f"{exact:.2f}"), part
         exact_tflop, exact_gigabytes = (amount or 0.0 for amount in work[part])
         assert limit == f"{max(exact_tflop / 0.750, exact_gigabytes / 4.2):.2f}", part
+        if measured == remains == "":
+            continue
         assert float(remains) == pytest.approx(float(measured) - float(limit), abs=0.006), part

@@ -57,8 +57,9 @@ def test_device_that_is_not_there(tmp_path):
 
 
 def test_what_preflight_refuses(tmp_path):
-    need = need_of("tiny", make_config(tmp_path, "--train.global_batch_size", "3"))
-    assert need.remedies[0] == "--train.global_batch_size 4" and need.step_seconds is None
+    flags = ("--parallel.context", "2", "--train.sequence_length", "34")
+    need = need_of("tiny", make_config(tmp_path, *flags))
+    assert need.remedies[0] == "--train.sequence_length 36" and need.step_seconds is None
 
 
 def test_remedies_leave_a_valid_config(tmp_path):
@@ -66,7 +67,8 @@ def test_remedies_leave_a_valid_config(tmp_path):
     *flags, length, more = memory_remedies(config)
     assert flags == ["--train.micro_batch_size 3", "--train.activation_checkpointing all"]
     assert (length, more) == ("--train.sequence_length 16", "several GPUs with --parallel.mode fsdp")
-    assert memory_remedies(config, 2)[0] == "--train.micro_batch_size 3"
+    # Two devices have six sequences each, and take three at a time.
+    assert memory_remedies(config, 2)[0] == "--train.micro_batch_size 2"
     assert "--parallel.mode fsdp" in memory_remedies(config, 2)
     lowered = override(config, " ".join([*flags, length, "--train.micro_batch_size 1"]).split())
     assert memory_remedies(lowered) == ["--train.sequence_length 8", more]
@@ -81,18 +83,18 @@ def test_processes_that_share_rows(tmp_path, monkeypatch):
 
     A CPU takes as many as share a row; on one GPU they cannot be started.
     """
-    config = make_config(tmp_path, "--parallel.context", "2", "--train.global_batch_size", "2")
+    config = make_config(tmp_path, "--parallel.context", "2", "--train.global_batch_size", "1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     gpu = torch.device("cuda")
     assert measured._processes(config, gpu) == 2
-    assert measured._processes(override(config, ["--train.global_batch_size", "4"]), gpu) == 4
+    assert measured._processes(override(config, ["--train.global_batch_size", "2"]), gpu) == 4
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert measured._processes(override(config, ["--train.global_batch_size", "3"]), gpu) == 2
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert measured._processes(config, gpu) == 1
     need = need_of("tiny", config)
     assert (need.problem, need.processes) == ("", 2)
-    assert need.step_seconds * need.tokens_per_second == pytest.approx(2 * 32)
+    assert need.step_seconds * need.tokens_per_second == pytest.approx(32)
 
 
 @pytest.mark.parametrize(

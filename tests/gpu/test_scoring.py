@@ -1,5 +1,4 @@
-"""The importance kernel for Hopper against float64, the choice against the rule on the same fp32 importance, and the
-Hopper kernel for keys and values of the window."""
+"""The importance kernel for Hopper against float64, and the choice against the rule on the same fp32 importance."""
 
 from __future__ import annotations
 
@@ -10,12 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.ops.cases import geometry
-from tests.ops_triton import problems
 from tests.ops_triton.problems import PAPER, SMALL
 from trifocal import Geometry, ops
 from trifocal.ops import dispatch
-from trifocal.testing.inputs import cotangent
-from trifocal.testing.tolerances import error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -202,33 +198,3 @@ def test_equal_keys_make_equal_blocks() -> None:
     assert whole > 32
     for part in (direct[0, query, 0, :whole], overflow[0, query, 0, 1:whole]):
         assert (part == part[0]).all(), part
-
-
-@pytest.mark.parametrize("dim", [64, 128, 192])
-@pytest.mark.parametrize("heads", [1, 6, 16])
-@pytest.mark.parametrize("lengths", [None, (200, 1, 64, 65, 970)], ids=["one document", "packed"])
-def test_keys_of_the_window_on_hopper(dim, heads, lengths, monkeypatch):
-    """The Hopper kernel for d_k and d_v, which only calls with more programs than these take by themselves."""
-    from trifocal.ops.triton.interval.window import window_backward, window_forward
-
-    case = problems.large("window on Hopper", PAPER, 1300, 2 * heads, 2, dim, 128, lengths=lengths)
-    inputs = problems.draw(case, torch.bfloat16)
-    q, k, v = inputs.q, inputs.k_win, inputs.v_win
-    window, scale, documents = case.geometry.window_size, case.dim**-0.5, problems.documents_of(case)
-    o, lse = window_forward(q, k, v, window, scale, documents)
-
-    monkeypatch.setattr(dispatch, "FEWEST_PROGRAMS_OF_WINDOW_DKDV", 0)
-    packed = documents is not None
-    assert dispatch.interval_on_hopper("dkdv", q, k, v, o, window=True, packed=packed), "the portable kernel would run"
-
-    def gradients():
-        return window_backward(cotangent(o), q, k, v, o, lse, window, scale, documents)
-
-    exact = [x.double().requires_grad_() for x in (q, k, v)]
-    o_exact = ops.window_attention(*exact, window, backend="reference", cu_seqlens=documents)
-    expected = torch.autograd.grad(o_exact, exact, cotangent(o).double())
-    bound = problems.allowed(case, inputs, problems.choice(case, inputs), 2)
-    got = gradients()
-    errors = [error(a, e) for a, e in zip(got, expected, strict=True)]
-    assert max(errors) <= bound, (errors, bound)
-    assert all(torch.equal(a, b) for a, b in zip(got, gradients(), strict=True)), "two runs differ"

@@ -25,6 +25,7 @@ from trifocal.ops import (
     selected_attention,
     window_attention,
 )
+from trifocal.ops.decode.caches import NewTokens
 
 FOUR_A_BLOCK = geometry(16, 4, 16, 3, 1, 1, 21)
 
@@ -189,6 +190,7 @@ class Decoder:
         self.table = table.to(device, torch.int32)
         self.rows = torch.randperm(rows, generator=generator)[:batch].to(device, torch.int32)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.arrivals = torch.zeros(batch * most_new * case.groups, dtype=torch.int32, device=device)
 
         def empty(first: int, size: int, width: int, groups: int = case.groups) -> Tensor:
             return torch.full((first, groups, size, width), torch.nan, device=device, dtype=dtype)
@@ -253,7 +255,7 @@ class Decoder:
 
     def batch(self, num_new: list[int]) -> DecodeBatch:
         new = torch.tensor(num_new, dtype=torch.int32, device=self.lengths.device)
-        return DecodeBatch(self.rows, self.lengths.clone(), new, self.table)
+        return DecodeBatch(self.rows, self.lengths.clone(), new, self.table, self.arrivals)
 
     def new_tokens(self, num_new: list[int]) -> Tokens:
         """The next T tokens of each sequence, NaN past its new ones."""
@@ -269,13 +271,19 @@ class Decoder:
         self.append_tokens(new, batch)
         return new, batch
 
-    def append_tokens(self, new: Tokens, batch: DecodeBatch) -> None:
+    def of_caches(self, new: Tokens) -> NewTokens:
         case = self.case
         own, values = case.window == "own", not case.selected_only
+        return (
+            new.k_cmp if case.compresses else None, new.v_cmp if values else None,
+            new.k_slc, new.v_slc, new.k_win if own else None, new.v_win if own else None,
+        )  # fmt: skip
+
+    def append_tokens(self, new: Tokens, batch: DecodeBatch) -> None:
+        case = self.case
         phi = (compressor(w, case.geometry, new.q) for w in (case.dim, case.value_dim))
         append_sparse(
-            self.cache, batch, new.k_cmp if case.compresses else None, new.v_cmp if values else None,
-            new.k_slc, new.v_slc, new.k_win if own else None, new.v_win if own else None, case.geometry, self.rotary,
+            self.cache, batch, *self.of_caches(new), case.geometry, self.rotary,
             compress=tuple(phi) if case.learned else None, backend=self.backend,
             index=self.index(new.k_idx[:, :, 0]),
         )  # fmt: skip
@@ -285,16 +293,24 @@ class Decoder:
 
     def step(self, num_new: list[int]) -> Tensor:
         """Append the next tokens of each sequence and attend: o [B, T, H, V]."""
-        new, batch = self.append(num_new)
-        o = self.attend(new, batch)
+        new, batch = self.new_tokens(num_new), self.batch(num_new)
+        o = self.append_and_attend(new, batch)
         self.lengths += batch.num_new
+        assert not self.arrivals.any()
         return o
 
-    def attend(self, new: Tokens, batch: DecodeBatch) -> Tensor:
+    def append_and_attend(self, new: Tokens, batch: DecodeBatch) -> Tensor:
+        """In one call where that takes both, as a model does."""
+        if not self.case.learned and not self.case.index:
+            return self.attend(new, batch, self.of_caches(new))
+        self.append_tokens(new, batch)
+        return self.attend(new, batch)
+
+    def attend(self, new: Tokens, batch: DecodeBatch, appended: NewTokens | None = None) -> Tensor:
         case = self.case
         return decode_attention(
             new.q, None if case.selected_only else new.gates, self.cache, batch, case.geometry, self.rotary,
-            window=case.window != "none", backend=self.backend, index=self.index(new.q_idx),
+            window=case.window != "none", backend=self.backend, index=self.index(new.q_idx), new=appended,
         )  # fmt: skip
 
     def step_dense(self, num_new: list[int], window_size: int | None = None) -> Tensor:
@@ -303,6 +319,7 @@ class Decoder:
         append_dense(self.dense, batch, new.k_slc, new.v_slc, self.rotary, backend=self.backend)
         o = decode_dense_attention(new.q, self.dense, batch, self.rotary, window_size=window_size, backend=self.backend)
         self.lengths += batch.num_new
+        assert not self.arrivals.any()
         return o
 
 

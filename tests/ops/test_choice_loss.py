@@ -42,7 +42,7 @@ def test_loss_and_gradient_are_the_oracle_s(student, borders, parts, monkeypatch
     documents = Documents.from_cu_seqlens(torch.tensor(borders), TOKENS) if packed else None
     positions = documents.positions if packed else torch.arange(TOKENS)
     keys = stretch_keys(torch.arange(batch * TOKENS).view(batch, TOKENS), TOKENS, 6)
-    sample = sample_queries(keys, positions, 7, 1, GEOMETRY, TOKENS, 6)
+    sample = sample_queries(keys, positions, 7, 2, GEOMETRY, TOKENS, 6)[1]
     assert 4 <= sample.eligible.sum() < sample.eligible.numel()
     if student == "index":
         parameters = {"q_idx": drawn(batch, TOKENS, GROUPS, DIM, seed=1), "k_idx": drawn(batch, TOKENS, DIM, seed=1)}
@@ -97,7 +97,7 @@ def test_sample_does_not_depend_on_the_batch():
     def draw(rows, step=5, layer=2, packed=False):
         keys = stretch_keys(rows.view(1, -1) if packed else rows, length, stretch)
         positions = torch.arange(length).repeat(len(rows) if packed else 1)
-        return sample_queries(keys, positions, step, layer, GEOMETRY, length, stretch)
+        return sample_queries(keys, positions, step, layer + 1, GEOMETRY, length, stretch)[layer]
 
     whole = draw(tokens)
     alone = [draw(row[None]) for row in tokens]

@@ -93,6 +93,7 @@ def test_rejected_tokens_are_written_over():
         ({"columns": "block_table"}, "rows of block_table must be contiguous"),
         ({"long": "num_new"}, "num_new must be of int32, got torch.int64"),
         ({"long": "block_table"}, "block_table must be of int32, got torch.int64"),
+        ({"arrivals": torch.zeros(4)}, r"arrivals must be int32, \[\*\] and contiguous, got torch.float32, \[4\]"),
         ({"one_table": True}, r"rows of block_table must be contiguous and lie apart, got strides \[0, 1\]"),
         # As transformers lays tables out; columns of a joint one; and of one by position.
         ({"rotary": lambda x: torch.cat((x, x), -1)}, r"cosines must have the shape \[max_len, D/2\] = \['\*', 4\]"),
@@ -117,6 +118,8 @@ def test_what_does_not_fit_is_refused(change, message):
         batch = replace(batch, **{change["columns"]: torch.stack([given, given], -1)[..., 0]})
     if "long" in change:
         batch = replace(batch, **{change["long"]: getattr(batch, change["long"]).long()})
+    if "arrivals" in change:
+        batch = replace(batch, arrivals=change["arrivals"])
     if "one_table" in change:
         batch = replace(batch, block_table=batch.block_table[:1].expand_as(batch.block_table))
     new = decoder.new_tokens([1, 1])
@@ -127,6 +130,24 @@ def test_what_does_not_fit_is_refused(change, message):
             decode_attention(new.q, None, decoder.cache, batch, case.geometry, decoder.rotary, window=True)
         else:
             append_sparse(decoder.cache, batch, *new[2:8], case.geometry, decoder.rotary, index=change.get("index"))
+
+
+def test_new_tokens_that_attention_cannot_append_are_refused():
+    case = CASES[0]
+    tokens = draw(case, 2, 20, torch.float32)
+    decoder = Decoder(case, tokens, 2, "reference")
+    new, batch = decoder.new_tokens([1, 1]), decoder.batch([1, 1])
+    k_raw, *others = decoder.of_caches(new)
+    with pytest.raises(ValueError, match="k_raw must be given where the cache has it, and only there"):
+        decoder.attend(new, batch, (None, *others))
+    one = tuple(x[:, :1] for x in (k_raw, *others))
+    with pytest.raises(ValueError, match=r"new tokens must be those of q, \[B, T\] = \[2, 2\], got \[2, 1\]"):
+        decoder.attend(new, batch, one)
+    indexed = next(case for case in CASES if case.index)
+    decoder = Decoder(indexed, draw(indexed, 2, 20, torch.float32), 2, "reference")
+    new = decoder.new_tokens([1, 1])
+    with pytest.raises(ValueError, match="must be appended by append_sparse"):
+        decoder.attend(new, batch, decoder.of_caches(new))
 
 
 @pytest.mark.parametrize(

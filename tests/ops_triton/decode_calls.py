@@ -28,14 +28,16 @@ def decode_step(
     tokens = [x for _ in range(3) for x in both(batch, new, groups)]
     q, gates = empty(batch, new, heads, dim), empty(batch, new, heads, 3, dtype=torch.float32)
     phi = (lambda windows: windows[:, 0],) * 2 if learned else None
-    append.append_sparse(cache, sequences, tuple(tokens), geometry, rotary, phi, None)
-    attention.decode_attention(q, gates, cache, sequences, geometry, rotary, True, 0.1, None)
+    if learned:
+        append.append_sparse(cache, sequences, tuple(tokens), geometry, rotary, phi, None)
+    appended = None if learned else tuple(tokens)
+    attention.decode_attention(q, gates, cache, sequences, geometry, rotary, True, 0.1, None, appended)
     index_rotary = (empty(4096, 32, dtype=torch.float32),) * 2
     indexed = SparseCache(k_slc, v_slc, *[None] * 6, k_idx=empty(batch * pages, 1, size, 64))
     keys = empty(batch, new, 64), index_rotary
     append.append_sparse(indexed, sequences, (None, None, *tokens[2:4], None, None), geometry, rotary, None, keys)
     queries = empty(batch, new, groups, 64), index_rotary
-    attention.decode_attention(q, None, indexed, sequences, geometry, rotary, False, 0.1, queries)
+    attention.decode_attention(q, None, indexed, sequences, geometry, rotary, False, 0.1, queries, None)
     dense = DenseCache(k_slc, v_slc)
     append.append_dense(dense, sequences, *tokens[:2], rotary)
     for window in (None, 300):

@@ -34,8 +34,10 @@ def calls():
     from trifocal.ops.triton.choice_loss import index_loss_backward, index_loss_forward, teacher_masses_forward
     from trifocal.ops.triton.combine import combine_backward, combine_forward, row_sums
     from trifocal.ops.triton.index_scoring import select_blocks_by_index_forward
-    from trifocal.ops.triton.interval.compressed import compressed_backward, compressed_forward
-    from trifocal.ops.triton.interval.window import window_backward, window_forward
+    from trifocal.ops.triton.interval.common import IntervalProblem
+    from trifocal.ops.triton.interval.compressed import backward_branch, compressed_forward
+    from trifocal.ops.triton.interval.dkdv import launch_backward
+    from trifocal.ops.triton.interval.window import window_branch, window_forward
     from trifocal.ops.triton.mean_compression import mean_compress_backward, mean_compress_forward
     from trifocal.ops.triton.scoring import select_blocks_forward
     from trifocal.ops.triton.selected.backward import selected_backward
@@ -47,20 +49,24 @@ def calls():
     def documents_of(length, packed):
         return Documents(*(empty(size, dtype=torch.int32) for size in (4, length, length))) if packed else None
 
-    def attention(heads, groups, dim, value_dim, branch, dtype=torch.bfloat16, packed=False):
+    def attention(heads, groups, dim, value_dim, branch, dtype=torch.bfloat16, packed=False, **rules):
         geometry, length = Geometry(), 1024
         documents = documents_of(length, packed)
         q, d_o = empty(1, length, heads, dim, dtype=dtype), empty(1, length, heads, value_dim, dtype=dtype)
-        size = length // geometry.compression_stride if packed else geometry.num_compressed_blocks(length)
-        size = length if branch == "win" else size
-        k, v = empty(1, size, groups, dim, dtype=dtype), empty(1, size, groups, value_dim, dtype=dtype)
         gate, lse = empty(1, length, heads, dtype=dtype), empty(1, length, heads, dtype=torch.float32)
-        if branch == "win":
-            window_forward(q, k, v, 512, 0.1, documents)
-            window_backward(d_o, q, k, v, None, lse, 512, 0.1, documents, delta=lse, gate=gate)
-        else:
+        intervals = []
+        if branch in ("cmp", "both"):
+            size = length // geometry.compression_stride if packed else geometry.num_compressed_blocks(length)
+            k, v = empty(1, size, groups, dim, dtype=dtype), empty(1, size, groups, value_dim, dtype=dtype)
             compressed_forward(q, k, v, geometry, length, 0.1, documents)
-            compressed_backward(d_o, q, k, v, None, lse, geometry, length, 0.1, documents, delta=lse, gate=gate)
+            intervals.append((k, v, backward_branch(q, k, geometry, length, documents)))
+        if branch in ("win", "both"):
+            k, v = empty(1, length, groups, dim, dtype=dtype), empty(1, length, groups, value_dim, dtype=dtype)
+            window_forward(q, k, v, 512, 0.1, documents)
+            intervals.append((k, v, window_branch(q, k, 512, documents)))
+        problems = (IntervalProblem(d_o, q, k, v, lse, lse, gate, 0.1, seen) for k, v, seen in intervals)
+        with mock.patch.multiple(dispatch, **{"D_SCORES_BUFFER_BYTES": 2**30, **rules}):
+            launch_backward(*problems, d_q=q)
 
     def selected(heads, groups, dim, value_dim, order, dtype=torch.bfloat16, packed=False, part_queries=None):
         geometry, length = Geometry(), 4096
@@ -145,11 +151,18 @@ def calls():
         combine_backward(*o, torch.bfloat16)
         row_sums(o[0], o[1], empty(2, 64, 12, dtype=torch.float32))
 
+    large = {"FEWEST_KEYS_OF_LARGE_D_Q_TILE": 0}
     hopper = [
         Call("cmp 128", "hopper", lambda: attention(64, 4, 128, 128, "cmp")),
         Call("win 64", "hopper", lambda: attention(12, 2, 64, 64, "win"), every_kernel=True),
         Call("win 192/128 packed", "hopper", lambda: attention(64, 4, 192, 128, "win", packed=True), every_kernel=True),
         Call("cmp 256 packed", "hopper", lambda: attention(8, 2, 256, 256, "cmp", packed=True)),
+        Call("both 128", "hopper", lambda: attention(32, 8, 128, 128, "both"), every_kernel=True),
+        Call(
+            "both 128, chunks, large tiles", "hopper",
+            lambda: attention(64, 4, 128, 128, "both", D_SCORES_BUFFER_BYTES=2**23, **large), every_kernel=True,
+        ),
+        Call("both 192, large tiles", "hopper", lambda: attention(64, 4, 192, 128, "both", **large), every_kernel=True),
         Call("cmp 128, one head", "hopper", lambda: attention(2, 2, 128, 128, "cmp")),
         Call("win 128, six heads", "hopper", lambda: attention(12, 2, 128, 128, "win")),
         Call("slc 128, block-major", "hopper", lambda: selected(64, 4, 128, 128, "block_major")),
@@ -251,8 +264,11 @@ def test_every_kernel_is_compiled(rows, compiled):
         return {row["kernel"] for row in rows if row["call"] == call}
 
     interval = {f"interval_{part}_hopper_kernel" for part in ("forward", "d_q", "dkdv")} | {"row_numbers_kernel"}
-    for call in ("cmp 128, one head", "win 128, six heads"):
+    for call in ("cmp 128, one head", "win 128, six heads", "both 128", "both 192, large tiles"):
         assert interval <= of_call(call)
+    launches = [row["kernel"] for row in rows if row["call"] == "both 128, chunks, large tiles"]
+    chunks = {kernel: launches.count(kernel) for kernel in ("interval_dkdv_hopper_kernel", "sum_parts_kernel")}
+    assert chunks == {"interval_dkdv_hopper_kernel": 4, "sum_parts_kernel": 2}
     assert {"interval_dkdv_hopper_kernel", "row_numbers_kernel"} <= of_call("win 64")
     assert "block_major_backward_warp_specialized_kernel" in of_call("slc 128, block-major")
     six_heads = {"block_major_forward_hopper_kernel", "block_major_backward_hopper_kernel"}
@@ -287,5 +303,5 @@ def test_weights_in_8_bits_are_added_up_alike_for_any_number_of_rows(compiled):
 
 def test_the_sum_of_many_parts_compiles_in_seconds(compiled):
     """Triton needs time by the third power of the loads that depend on one another: half a minute for 128."""
-    loads = [row["loads"] for row in compiled if row["kernel"] == "decode_combine_kernel"]
+    loads = [row["loads"] for row in compiled if row["kernel"] in ("decode_attend_kernel", "decode_combine_kernel")]
     assert 48 <= max(loads) < 100

@@ -211,6 +211,51 @@ def test_parts_of_one_tile(window, monkeypatch, device):
     assert error(o, expected) <= BOUND
 
 
+@pytest.mark.parametrize("others", [{}, {"selected_only": True, "window": "none"}], ids=["gates", "selected alone"])
+def test_the_last_of_several_programs_chooses_and_combines(others, monkeypatch, device):
+    """As many programs as parts; the same bits from a choice that is a launch, and from counters of each call's own."""
+    from trifocal.ops.decode.triton import attention as kernels
+
+    for name, count in (("decode_units_of_part", 1), ("decode_programs", 7)):
+        monkeypatch.setattr(dispatch, name, lambda *sizes, count=count: count)
+    step = Step(shapes("last", geometry(4, 2, 16, 18, 1, 1, 270), 6, 2, **others), (20, 640, 5), (1, 1, 0))
+    tokens = tokens_of(step, device)
+    o, decoder = run(step, "triton", tokens)
+    expected, _ = run(step, "reference", tokens)
+    assert error(o, expected) <= BOUND
+    with mock.patch.object(kernels, "_SCORES_CHOICE_COLUMNS", 0):
+        assert torch.equal(run(step, "triton", tokens)[0], o)
+    batch = replace(decoder.batch([1, 1, 0]), lengths=decoder.lengths - decoder.batch([1, 1, 0]).num_new)
+    decoder.lengths.copy_(batch.lengths)
+    new = decoder.new_tokens([1, 1, 0])
+    assert torch.equal(decoder.attend(new, replace(batch, arrivals=None)), o)
+    with pytest.raises(ValueError, match=r"arrivals must have at least B\*T\*G = 6 counters, got 5"):
+        decoder.attend(new, replace(batch, arrivals=batch.arrivals[:5]))
+
+
+@pytest.mark.parametrize("others", [{}, {"selected_only": True, "window": "none"}], ids=["gates", "selected alone"])
+def test_tokens_appended_by_the_scores_are_those_of_append_itself(others, monkeypatch, device):
+    """Several new tokens that end several blocks, the last of them in the part of another program."""
+    monkeypatch.setattr(dispatch, "decode_units_of_part", lambda *sizes: 1)
+    monkeypatch.setattr(dispatch, "decode_programs", lambda *sizes: 3)
+    case = shapes("append", geometry(8, 2, 16, 18, 1, 1, 11), 6, 2, value_dim=6, page_blocks=2, **others)
+    lengths = (5, 515, 8)
+    step = Step(case, lengths, (4, 5, 0))
+    tokens, found = tokens_of(step, device), []
+    for appends in (True, False):
+        decoder = Decoder(case, tokens, 5, "triton")
+        decoder.fill(list(lengths))
+        new, batch = decoder.new_tokens(list(step.num_new)), decoder.batch(list(step.num_new))
+        if not appends:
+            decoder.append_tokens(new, batch)
+        found.append((decoder.attend(new, batch, decoder.of_caches(new) if appends else None), decoder.cache))
+    (o, cache), (expected, expected_cache) = found
+    assert torch.equal(o, expected)
+    for field in fields(cache):
+        held, wanted = getattr(cache, field.name), getattr(expected_cache, field.name)
+        assert held is wanted is None or torch.equal(held.nan_to_num(7e7), wanted.nan_to_num(7e7)), field.name
+
+
 def choices(step, tokens, monkeypatch, rotated=True):
     """The blocks that the kernels choose for the tokens of a step, [B, T, G, N], and those of the reference."""
     from trifocal.ops.decode.triton import attention as kernels
@@ -227,7 +272,6 @@ def choices(step, tokens, monkeypatch, rotated=True):
         decoder.rotary_idx = decoder.rotary if decoder.rotary_idx else None
     decoder.fill(list(step.lengths))
     monkeypatch.setattr(kernels, "decode_attend_kernel", Launch())
-    monkeypatch.setattr(kernels, "decode_combine_kernel", Launch())
     decoder.step(list(step.num_new))
     cos, sin = decoder.rotary
     if step.shapes.index:
@@ -353,6 +397,20 @@ def test_equal_bits_with_any_table_and_parts(case, dense, dtype, monkeypatch):
 
 
 @on_a_gpu
+@each_model(MODELS[:1] + MODELS[2:3] + MODELS[4:])
+def test_equal_bits_from_a_choice_that_is_a_launch_of_its_own(case, monkeypatch):
+    """Many times: a last program that reads too early shows in one of them."""
+    from trifocal.ops.decode.triton import attention as kernels
+
+    layer = Layer(case, torch.bfloat16, lengths=(0, 31, 1023, 1024, 5003, 16384, 60000, 65000))
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "_SCORES_CHOICE_COLUMNS", 0)
+        expected = layer.step()
+    for _ in range(50):
+        assert torch.equal(layer.step(), expected)
+
+
+@on_a_gpu
 def test_a_nan_stays_with_its_sequence():
     layer = Layer(MODELS[1], torch.bfloat16)
     expected = layer.step()
@@ -366,7 +424,10 @@ def test_a_nan_stays_with_its_sequence():
 @on_a_gpu
 @each_model(MODELS[:4])
 def test_a_recorded_step_is_replayed_while_sequences_grow(case):
-    """Each kernel may begin while the one before ends: one that reads too early shows in one of many replays."""
+    """Each kernel may begin while the one before ends: one that reads too early shows in one of many replays.
+
+    The same bits come from tokens that a launch of its own appends.
+    """
     decoder = Layer(case, torch.bfloat16, lengths=(0, 17, 63, 500, 9000, 40000)).decoder
     plain, ones = copy.deepcopy(decoder), [1] * 6
     decoder.step(ones)
@@ -375,14 +436,15 @@ def test_a_recorded_step_is_replayed_while_sequences_grow(case):
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        decoder.append_tokens(new, batch)
-        o = decoder.attend(new, batch)
+        o = decoder.append_and_attend(new, batch)
         decoder.lengths.add_(1)
     for _ in range(60):
         graph.replay()
         plain.append_tokens(new, replace(batch, lengths=plain.lengths))
         assert torch.equal(o, plain.attend(new, replace(batch, lengths=plain.lengths)))
         plain.lengths += 1
+        for name, held in vars(decoder.cache).items():
+            assert held is None or torch.equal(held, getattr(plain.cache, name)), name
 
 
 @on_a_gpu
@@ -398,15 +460,11 @@ def test_replays_have_the_bits_of_launches_that_wait_for_one_another(case, monke
     decoder = copy.deepcopy(layer.decoder)
     new, batch = decoder.new_tokens([1] * 4), decoder.batch([1] * 4)
 
-    def attend():
-        decoder.append_tokens(new, batch)
-        return decoder.attend(new, batch)
-
-    attend()
+    decoder.append_and_attend(new, batch)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outputs = [attend() for _ in range(4)]
+        outputs = [decoder.append_and_attend(new, batch) for _ in range(4)]
     for _ in range(200):
         for o in outputs:
             o.fill_(torch.nan)
@@ -439,3 +497,25 @@ def test_a_scale_may_be_a_tensor_and_must_be_finite(dense, device):
     assert torch.equal(attend(torch.tensor(0.25)), attend(0.25))
     with pytest.raises(ValueError, match="scale must be finite, got nan"):
         attend(float("nan"))
+
+
+def test_registers_are_limited_where_programs_share_multiprocessors(monkeypatch, device):
+    from trifocal.ops.decode.triton import attention as kernels
+
+    monkeypatch.setattr(dispatch.devices, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(dispatch, "decode_tile", lambda q, v, rows, kernel: tiles.Tile(16, 32, 4, 2, 168))
+    limits = []
+
+    class Launch:
+        def __getitem__(self, grid):
+            return lambda *args, **constants: limits.append((grid, constants["maxnreg"]))
+
+    monkeypatch.setattr(kernels, "decode_scores_kernel", Launch())
+    monkeypatch.setattr(kernels, "decode_attend_kernel", Launch())
+    for sequences in (2, 44, 45):
+        decoder = Decoder(
+            shapes("grid", window="shared"), draw(shapes("grid"), sequences, 8, torch.float32, device), 1, "triton"
+        )
+        decoder.step([1] * sequences)
+    assert limits[::2] == [((2, 1, 2), None), ((2, 1, 44), None), ((2, 1, 45), 168)]
+    assert all(limit == 168 for _, limit in limits[1::2])

@@ -101,7 +101,7 @@ def taught_choice(device: torch.device, *, loss: Callable[..., tuple[Tensor, Ten
             documents = Documents.from_cu_seqlens(boundaries, length).to(device)
         positions = torch.arange(length, device=device) if documents is None else documents.positions
         keys = stretch_keys(torch.arange(length, device=device)[None], length, 4)
-        sample = sample_queries(keys, positions, 1, 0, SMALL, length, 4)
+        sample = sample_queries(keys, positions, 1, 1, SMALL, length, 4)[0]
         slots = SMALL.num_compressed_blocks(length) if documents is None else length // SMALL.compression_stride
         shapes = {"k_cmp": (1, slots, groups, dim), "q_idx": (1, length, groups, dim), "k_idx": (1, length, dim)}
         generator = torch.Generator().manual_seed(0)

@@ -30,7 +30,7 @@ from trifocal.ops import (
     selected_attention,
     window_attention,
 )
-from trifocal.ops.decode.caches import Compress, Rotary
+from trifocal.ops.decode.caches import Compress, NewTokens, Rotary
 
 
 @dataclass(frozen=True)
@@ -135,12 +135,17 @@ class AttentionRule:
         if new.index is not None and self.tables.index is not None:
             q_idx, k_idx = ((x, self.tables.index) for x in new.index)
         raw, selected, window = _branches(new, cache)
-        append_sparse(
-            cache, batch, *raw, *selected, *window, geometry, rotary, self.compress_blocks, backend, index=k_idx
-        )
+        tokens: NewTokens | None = None
+        if k_idx is None and self.compress_blocks is None:
+            tokens = (*raw, *selected, *window)
+        else:
+            append_sparse(
+                cache, batch, *raw, *selected, *window, geometry, rotary, self.compress_blocks, backend, index=k_idx
+            )
         return decode_attention(
-            new.q, new.gates, cache, batch, geometry, rotary, window=new.gates is not None, backend=backend, index=q_idx
-        )
+            new.q, new.gates, cache, batch, geometry, rotary, window=new.gates is not None, backend=backend,
+            index=q_idx, new=tokens,
+        )  # fmt: skip
 
 
 def attention_rule(

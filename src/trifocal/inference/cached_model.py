@@ -9,7 +9,7 @@ logits = cached.decode([sequence], [[4]])
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -151,6 +151,8 @@ class CachedModel:
             dtype=self.dtype,
             device=self.device,
         )
+        most_counters = max_sequences * MOST_NEW_TOKENS * config.num_kv_heads
+        self._arrivals = torch.zeros(most_counters, dtype=torch.int32, device=self.device)
         exact = torch.promote_types(self.dtype, torch.float32)
         tables = tables_of_layers(config, max_length, self.dtype, self.device)
         geometry = decode_geometry(config, max_length)
@@ -311,6 +313,7 @@ class CachedModel:
 
         No host look at the device, no shape that depends on data: it can be recorded as a CUDA graph.
         """
+        batch = replace(batch, arrivals=self._arrivals)
         # Kernels run on the current device, which need not be the model's.
         with torch.cuda.device_of(self._embedding):
             residual = decode_products.embedding(tokens.flatten(), self._embedding)

@@ -48,18 +48,17 @@ class Lessons:
         positions: Tensor,
         own: OwnTokens | None = None,
     ) -> None:
-        self._teaching, self._geometry, self._positions, self._own = teaching, config.geometry, positions, own
-        self._keys = stretch_keys(tokens, teaching.row_length, teaching.stretch)
+        self._teaching, self._own = teaching, own
+        row = teaching.row_length, teaching.stretch
+        keys = stretch_keys(tokens, *row)
+        self._samples = sample_queries(keys, positions, teaching.step, config.num_layers, config.geometry, *row)
         self._figures: dict[int, Tensor] = {}
 
     def of_layer(self, layer: int) -> Lesson:
         """The lesson of a layer."""
-        teaching = self._teaching
-        sample = sample_queries(
-            self._keys, self._positions, teaching.step, layer, self._geometry, teaching.row_length, teaching.stretch
-        )
+        sample = self._samples[layer]
         samples = (sample,) if self._own is None else tuple(self._of_chunk(sample, chunk) for chunk in self._own.chunks)
-        return Lesson(samples, teaching.scales[layer])
+        return Lesson(samples, self._teaching.scales[layer])
 
     def _of_chunk(self, sample: Sample, chunk: Chunk) -> Sample:
         """The queries of the stretches that a chunk touches; those that lie outside of it teach nothing."""
@@ -79,9 +78,11 @@ class Lessons:
         """The model's loss, unchanged, whose backward pass is that of the choice's loss as well."""
         if not self._figures:
             return loss
-        for layer, figures in self._figures.items():
-            self._teaching.totals[layer].add_(figures.detach())
-        return _attach(loss, torch.stack(list(self._figures.values()))[:, 0].sum())
+        totals = self._teaching.totals
+        untaught = torch.zeros_like(totals[0])
+        figures = torch.stack([self._figures.get(layer, untaught) for layer in range(len(totals))])
+        totals.add_(figures.detach())
+        return _attach(loss, figures[:, 0].sum())
 
 
 def eligible_queries(
@@ -102,13 +103,9 @@ def eligible_queries(
         boundaries, all_tokens = cu_seqlens.long(), torch.arange(tokens.numel())
         positions = all_tokens - boundaries[torch.searchsorted(boundaries[1:], all_tokens, right=True)]
     keys = stretch_keys(tokens, row_length, stretch)
+    samples = sample_queries(keys, positions, step, config.num_layers, config.geometry, row_length, stretch)
     chooses = [kind in ("nsa", "selected") for kind in config.attention_of_layers]
-    return [
-        int(sample_queries(keys, positions, step, layer, config.geometry, row_length, stretch).eligible.sum())
-        if chosen
-        else 0
-        for layer, chosen in enumerate(chooses)
-    ]
+    return [int(sample.eligible.sum()) if chosen else 0 for sample, chosen in zip(samples, chooses, strict=True)]
 
 
 class _Attach(torch.autograd.Function):

@@ -70,33 +70,37 @@ def stretch_keys(tokens: Tensor, row_length: int, stretch: int) -> Tensor:
 
 
 def sample_queries(
-    keys: Tensor, positions: Tensor, step: Tensor | int, layer: int, geometry: Geometry, row_length: int, stretch: int
-) -> Sample:
-    """Draw one query of each stretch: by a hash of the stretch, the training step and the layer.
+    keys: Tensor, positions: Tensor, step: Tensor | int, layers: int, geometry: Geometry, row_length: int, stretch: int
+) -> list[Sample]:
+    """Draw one query of each stretch for every layer: by a hash of the stretch, the training step and the layer.
+
+    All layers at once, since the tensors are small: what a layer draws does not depend on how many there are.
 
     Args:
         keys: From `stretch_keys`.
         positions: Position of each token in its document, [T], the same for all rows; or of all rows, laid end to end.
         step: Number of the training step; a scalar on the device, so that recorded graphs draw anew in each.
-        layer: Number of the layer.
+        layers: Number of layers.
         geometry: Block sizes, in tokens.
         row_length: Tokens of a row.
         stretch: Tokens of a stretch.
 
     Returns:
-        The queries, [rows, stretches]; or, if positions are those of several rows, [1, rows * stretches].
+        The queries of each layer, [rows, stretches]; or, if positions are those of several rows, [1, rows * stretches].
     """
     first = torch.arange(0, row_length, stretch, device=keys.device)
-    drawn = hash_numbers(keys + hash_numbers(first[:1] + (layer + 1) * 0x9E3779B9) + hash_numbers(first[:1] + step))
+    layer = torch.arange(1, layers + 1, device=keys.device)[:, None, None]
+    drawn = hash_numbers(keys + hash_numbers(layer * 0x9E3779B9) + hash_numbers(first[:1] + step))
     place = first + drawn % stretch
     exists = place < row_length
     place = place.clamp(max=row_length - 1)
     if positions.shape[0] != row_length:
-        place = (place + row_length * torch.arange(len(keys), device=keys.device)[:, None]).view(1, -1)
-        exists = exists.view(1, -1)
+        place = (place + row_length * torch.arange(len(keys), device=keys.device)[:, None]).view(layers, 1, -1)
+        exists = exists.view(layers, 1, -1)
     position = positions.long()[place]
     own = position // geometry.selection_block_size
-    return Sample(place, place - position, exists & (num_free(own, geometry) > free_places(geometry)))
+    eligible = exists & (num_free(own, geometry) > free_places(geometry))
+    return [Sample(*fields) for fields in zip(place, place - position, eligible, strict=True)]
 
 
 def num_free(own_block: Tensor, geometry: Geometry) -> Tensor:

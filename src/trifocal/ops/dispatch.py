@@ -32,6 +32,13 @@ BACKENDS: tuple[Backend, ...] = ("auto", "reference", "triton")
 # Bytes of partial results of selected attention that are kept at a time, and of importance.
 SELECTED_BUFFER_BYTES = 2**31
 IMPORTANCE_BUFFER_BYTES = 2**28
+# Bytes of d_scores of the compressed or the window branch that are kept at a time, and the most of the window's that go
+# from one chunk to the next.
+D_SCORES_BUFFER_BYTES = 2**30
+MOST_BYTES_OF_WINDOW = 2**29
+# Keys of all branches from which on tiles of d_q are as large as can be: one program a multiprocessor, which waits
+# where it begins and ends. By arithmetic, not measured.
+FEWEST_KEYS_OF_LARGE_D_Q_TILE = 2048
 # Up to this many times the blocks of a choice, going through all of them is cheaper than sorting out the chosen; in
 # backward only up to fewer, but for packed documents, whose blocks are mostly other documents' and cost nothing.
 MASKED_UP_TO = 4
@@ -159,7 +166,7 @@ def interval_on_hopper(
     reach the products. The window's d_k and d_v are not cut into parts: one program for 128 keys must make enough.
 
     Args:
-        kernel: `"forward"`, `"d_q"` or `"dkdv"`.
+        kernel: `"forward"` or `"dkdv"`.
         q, k, v, *others: Tensors that the kernel reads, [B, *, heads, D or V].
         window: Whether the branch is the window's.
         packed: Whether documents are packed.
@@ -183,6 +190,28 @@ def interval_on_hopper(
     return configuration if fits else None
 
 
+def interval_backward_on_hopper(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, branch: Any) -> dict[str, Any] | None:
+    """How `dkdv` of Hopper is launched where it stores d_scores for `d_q` of Hopper; None: neither or `dkdv` alone.
+
+    The d_scores of a window are kept from chunk to chunk: a very long one's would be too many.
+
+    Args:
+        d_o, q, k, v: Inputs of backward.
+        branch: The `Branch`.
+    """
+    if q.shape[-1] not in hopper_tiles.INTERVAL_D_Q:
+        return None
+    if branch.window_size**2 * q.shape[2] * q.element_size() > MOST_BYTES_OF_WINDOW:
+        return None
+    return interval_on_hopper("dkdv", q, k, v, d_o, window=branch.is_window, packed=branch.is_packed)
+
+
+def interval_d_q_tile(q: Tensor, num_keys: int) -> tiles.Tile:
+    """The tile of Hopper's `d_q`, whose rows see so many keys, all branches together, at most."""
+    large, small = hopper_tiles.INTERVAL_D_Q[q.shape[-1]]
+    return large if num_keys >= FEWEST_KEYS_OF_LARGE_D_Q_TILE else small
+
+
 def interval_tile(kernel: str, q: Tensor, v: Tensor, *, window: bool) -> tiles.Tile:
     """The tile of the portable kernel `"forward"`, `"d_q"` or `"dkdv"` of the compressed or the window branch."""
     return tiles.interval_tile(kernel, q.dtype, max(_columns(q, v)), devices.architecture(q.device), window=window)
@@ -202,6 +231,15 @@ def interval_parts(q: Tensor, programs: int, q_per_kv: int, rows: int) -> int:
     """
     wanted = cdiv(16 * devices.multiprocessors(q.device), max(1, programs))
     return max(1, min(32, wanted, q.shape[1] * q_per_kv // (4 * rows)))
+
+
+def interval_parts_of_chunk(q: Tensor, programs: int, q_per_kv: int, rows: int) -> int:
+    """As `interval_parts`, where the queries are a chunk of many: each writes sums for every chunk.
+
+    Up to four programs a multiprocessor, but no more: what is left over of a round stands still.
+    """
+    fitting = 4 * devices.multiprocessors(q.device) // max(1, programs)
+    return max(1, min(32, fitting, q.shape[1] * q_per_kv // (4 * rows)))
 
 
 def importance_on_hopper(q: Tensor, k_cmp: Tensor, geometry: Geometry, *, packed: bool) -> dict[str, int] | None:
@@ -320,6 +358,20 @@ def decode_units_of_part(programs: int, units: int, device: torch.device) -> int
 def decode_programs(programs: int, parts: int, device: torch.device) -> int:
     """Programs that share the parts of a sequence: a long block table must not start programs that find nothing."""
     return max(1, min(parts, MOST_DECODE_PROGRAMS * devices.multiprocessors(device) // programs))
+
+
+def decode_registers(tile: tiles.Tile, programs: int, device: torch.device) -> int | None:
+    """Most registers of a thread: the tile's, so that programs share a multiprocessor, or no limit where they need not.
+
+    Then each program has a multiprocessor of its own, and a third of them are left to the next kernel, which starts
+    early.
+
+    Args:
+        tile: The kernel's tile.
+        programs: All programs of the grid.
+        device: Its multiprocessors decide.
+    """
+    return tile.registers if 3 * programs > 2 * devices.multiprocessors(device) else None
 
 
 def masked_part_queries(num_queries: int, q_per_kv: int, blocks: int, multiprocessors: int) -> int:

@@ -6,7 +6,7 @@ The stages run without gradients, then `combine_branches` mixes their outputs. I
 |---|---|---|
 | combination | d_o and the three outputs, once | d_gates; the row sums `delta` of the branches, fp32 |
 | selected | q, k, v, d_o, the gate, lse, delta | d_q, d_k, d_v |
-| compressed, window | the same | d_k, d_v; adds to d_q in place |
+| compressed and window | the same | d_k, d_v of both; adds to d_q in place |
 
 A branch's own gradient, `gate * d_o`, is never written: its kernels multiply probabilities by the gate. The branches'
 shares of d_q are added up in one tensor, always in this order. Kept for backward: q, the branches' keys, values,
@@ -130,8 +130,10 @@ def run_backward(
         d_q, d_k_cmp, d_v_cmp, d_k_slc, d_v_slc, d_k_win, d_v_win, d_gates, contiguous, in their inputs' types.
     """
     from trifocal.ops.triton.combine import combine_backward
-    from trifocal.ops.triton.interval.compressed import compressed_backward
-    from trifocal.ops.triton.interval.window import window_backward
+    from trifocal.ops.triton.interval.common import IntervalProblem
+    from trifocal.ops.triton.interval.compressed import backward_branch
+    from trifocal.ops.triton.interval.dkdv import launch_backward
+    from trifocal.ops.triton.interval.window import window_branch
     from trifocal.ops.triton.selected.backward import selected_backward
 
     b = branches
@@ -141,15 +143,13 @@ def run_backward(
         d_o, q, b.k_slc, b.v_slc, b.o_slc, b.lse_slc, b.selected_blocks, geometry, scale, documents,
         gate=gate_slc, delta=delta[1],
     )  # fmt: skip
-    num_keys = b.k_slc.shape[1]
-    d_q, d_k_cmp, d_v_cmp = compressed_backward(
-        d_o, q, b.k_cmp, b.v_cmp, None, b.lse_cmp, geometry, num_keys, scale, documents,
-        delta=delta[0], gate=gate_cmp, d_q=d_q,
-    )  # fmt: skip
-    d_q, d_k_win, d_v_win = window_backward(
-        d_o, q, b.k_win, b.v_win, None, b.lse_win, geometry.window_size, scale, documents,
-        delta=delta[2], gate=gate_win, d_q=d_q,
-    )  # fmt: skip
+    blocks = backward_branch(q, b.k_cmp, geometry, b.k_slc.shape[1], documents)
+    window = window_branch(q, b.k_win, geometry.window_size, documents)
+    d_q, d_k_cmp, d_v_cmp, d_k_win, d_v_win = launch_backward(
+        IntervalProblem(d_o, q, b.k_cmp, b.v_cmp, b.lse_cmp, delta[0], gate_cmp, scale, blocks),
+        IntervalProblem(d_o, q, b.k_win, b.v_win, b.lse_win, delta[2], gate_win, scale, window),
+        d_q=d_q,
+    )
     return d_q, d_k_cmp, d_v_cmp, d_k_slc, d_v_slc, d_k_win, d_v_win, d_gates
 
 

@@ -174,7 +174,7 @@ class Trainer:
         self.generates_code = train.compile or setup.graphs is not None
         self.compiled_kinds: set[bool] = set()
         groups = setup.processes.size // self.config.parallel.context
-        self.accumulation = train.global_batch_size // (train.micro_batch_size * groups)
+        self.accumulation = train.global_batch_size // (train.sequences_at_once(groups) * groups)
         self.train_step = TrainStep(
             setup.loss_function,
             setup.optimizer,

@@ -17,8 +17,9 @@ def memory_remedies(config: RunConfig, num_devices: int = 1) -> list[str]:
         num_devices: Devices that train together.
     """
     train, context = config.train, config.parallel.context
-    share = train.global_batch_size * context // num_devices
-    smaller = [size for size in range(1, train.micro_batch_size) if share % size == 0]
+    groups = num_devices // context
+    share, at_once = train.global_batch_size // groups, train.sequences_at_once(groups)
+    smaller = [size for size in range(1, at_once) if share % size == 0]
     found = [f"--train.micro_batch_size {smaller[-1]}"] if smaller else []
     first, last = train.checkpointed_layers(config.model.num_layers)
     if last - first < config.model.num_layers:

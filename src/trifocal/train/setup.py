@@ -142,16 +142,17 @@ class TrainSetup:
         self.graphs, graphs_note = make_graphs(self.parallel, self.model, config.train, self.device, self.loss_function)
         from_note = f"begins with the weights of {config.model.from_}" if begins and config.model.from_ else ""
         self.notes = list(filter(None, [from_note, mode_note, graphs_note]))
+        # Those that share sequences get the same rows.
+        group, groups = (number // config.parallel.context for number in (processes.rank, processes.size))
         self.loader: Loader = processes.run_on_all(
             lambda: make_loader(
                 config.data,
                 tokenizer=tokenizer,
                 sequence_length=config.train.sequence_length,
-                batch_size=config.train.micro_batch_size,
+                batch_size=config.train.sequences_at_once(groups),
                 vocab_size=config.model.vocab_size,
-                # Those that share sequences get the same rows.
-                rank=processes.rank // config.parallel.context,
-                world_size=processes.size // config.parallel.context,
+                rank=group,
+                world_size=groups,
                 on_stall=lambda seconds, activity: self.on_data_stall(seconds, activity),
                 own=self.own_tokens,
             )

@@ -14,6 +14,7 @@ from trifocal.ops.decode.caches import (
     DecodeBatch,
     DenseCache,
     Index,
+    NewTokens,
     Rotary,
     SparseCache,
     check_batch,
@@ -69,15 +70,9 @@ def append_sparse(
     check_batch(batch, k_slc.shape[0])
     check_cache(cache, geometry, k_slc.shape[1])
     check_rotary(rotary, k_slc)
-    for name, x in (("k_raw", k_raw), ("v_raw", v_raw), ("k_win", k_win), ("v_win", v_win)):
-        if (x is None) != (getattr(cache, name) is None):
-            raise ValueError(f"{name} must be given where the cache has it, and only there")
-    check_new(
-        k_slc, cache.k_slc, cache.v_slc,
-        k_raw=k_raw, v_raw=v_raw, k_slc=k_slc, v_slc=v_slc, k_win=k_win, v_win=v_win,
-    )  # fmt: skip
-    check_index(index, cache.k_idx, k_slc.shape[:2])
     new = (k_raw, v_raw, k_slc, v_slc, k_win, v_win)
+    _check_new_of_cache(cache, new)
+    check_index(index, cache.k_idx, k_slc.shape[:2])
     if _resolve("append_sparse", backend, k_slc, v_slc, geometry) == "triton":
         from trifocal.ops.decode.triton import append as kernels
 
@@ -85,6 +80,14 @@ def append_sparse(
             kernels.append_sparse(cache, batch, new, geometry, rotary, compress, index)
     else:
         reference.append_sparse(cache, batch, new, geometry, rotary, compress, index)
+
+
+def _check_new_of_cache(cache: SparseCache, new: NewTokens) -> None:
+    names = ("k_raw", "v_raw", "k_slc", "v_slc", "k_win", "v_win")
+    for name, x in zip(names, new, strict=True):
+        if (x is None) != (getattr(cache, name) is None):
+            raise ValueError(f"{name} must be given where the cache has it, and only there")
+    check_new(new[2], cache.k_slc, cache.v_slc, **dict(zip(names, new, strict=True)))
 
 
 def append_dense(
@@ -119,20 +122,23 @@ def decode_attention(
     scale: float | None = None,
     backend: str = "auto",
     index: Index | None = None,
+    new: NewTokens | None = None,
 ) -> Tensor:
-    """Native Sparse Attention of new tokens that `append_sparse` has put into the caches.
+    """Native Sparse Attention of new tokens to themselves and everything before.
 
     Args:
         q: Queries, [B, T, H, D], not rotated yet; query `t` is at position `lengths + t`.
         gates: Weights of the branches in the order cmp, slc, win, [B, T, H, 3]. None: the selected branch alone.
         cache: The layer's caches.
-        batch: The same batch that `append_sparse` got.
+        batch: Where the sequences lie; the same batch that `append_sparse` got.
         geometry: Block sizes, in tokens.
         rotary: Tables of all positions.
         window: Whether there is a window branch.
         scale: Factor on the scores; 1/sqrt(D) when not given.
         backend: `"auto"`, `"reference"` or `"triton"`.
         index: Queries of the index, [B, T, G, Di], and their tables; None where the cache has no index keys.
+        new: Keys and values of the new tokens, as `append_sparse` takes them; they are appended first, compressed by
+            the mean. None: `append_sparse` has put them into the caches, as it must for a learned φ or an index.
 
     Returns:
         o, [B, T, H, V], in the type of q; zero where a sequence has no such token.
@@ -149,6 +155,15 @@ def decode_attention(
     check_queries(q, cache.k_slc)
     check_rotary(rotary, q)
     check_index(index, cache.k_idx, (*q.shape[:2], cache.k_slc.shape[1]))
+    if new is not None:
+        if index is not None:
+            raise ValueError("new tokens of a cache with an index must be appended by append_sparse, got them here")
+        check_new_tokens(new[2])
+        _check_new_of_cache(cache, new)
+        if new[2].shape[:2] != q.shape[:2]:
+            raise ValueError(
+                f"new tokens must be those of q, [B, T] = {list(q.shape[:2])}, got {list(new[2].shape[:2])}"
+            )
     if gates is None and window:
         raise ValueError("a window branch needs gates")
     if gates is not None and cache.v_cmp is None:
@@ -160,8 +175,8 @@ def decode_attention(
         from trifocal.ops.decode.triton import attention as kernels
 
         with torch.cuda.device_of(q):
-            return kernels.decode_attention(q, gates, cache, batch, geometry, rotary, window, scale, index)
-    return reference.decode_attention(q, gates, cache, batch, geometry, rotary, window, scale, index)
+            return kernels.decode_attention(q, gates, cache, batch, geometry, rotary, window, scale, index, new)
+    return reference.decode_attention(q, gates, cache, batch, geometry, rotary, window, scale, index, new)
 
 
 def decode_dense_attention(

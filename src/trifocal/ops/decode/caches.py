@@ -21,6 +21,9 @@ Rotary = tuple[Tensor, Tensor]
 Compress = Callable[[Tensor], Tensor]
 """A learned φ: the tokens of blocks, [N, l, G, *], to one key or value each, [N, G, *]."""
 
+NewTokens = tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]
+"""New keys [B, T, G, D] and values [B, T, G, V] of cmp, slc and win, not rotated yet; None where a cache has none."""
+
 Index = tuple[Tensor, Rotary]
 """New index queries [B, T, G, Di] or keys [B, T, Di], not rotated yet, and rotary tables of their width."""
 
@@ -34,12 +37,15 @@ class DecodeBatch:
         lengths: Tokens in the caches before this step, [B].
         num_new: New tokens of each sequence, 0 to T, [B]. 0 is a padding row: nothing is written, its output is zero.
         block_table: Page numbers, [B, most pages]. Entries past `lengths + num_new` tokens may be anything.
+        arrivals: At least B*T*G zeros, [*], in which programs count who is the last of them, and which they leave zero.
+            None: each call makes its own. Steps that may run at the same time must not share them.
     """
 
     rows: Tensor
     lengths: Tensor
     num_new: Tensor
     block_table: Tensor
+    arrivals: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,9 @@ def check_batch(batch: DecodeBatch, num_sequences: int) -> None:
             raise ValueError(f"{name} must have the shape [B] = [{num_sequences}], got {list(given.shape)}")
         if not given.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got a stride of {given.stride(0)}")
+    arrivals = batch.arrivals
+    if arrivals is not None and (arrivals.dtype != torch.int32 or arrivals.ndim != 1 or not arrivals.is_contiguous()):
+        raise ValueError(f"arrivals must be int32, [*] and contiguous, got {arrivals.dtype}, {list(arrivals.shape)}")
     table = batch.block_table
     if table.dtype != torch.int32:
         raise ValueError(f"block_table must be of int32, got {table.dtype}")

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trifocal.ops.decode.caches import Compress, DecodeBatch, DenseCache, Index, Rotary, SparseCache
+from trifocal.ops.decode.caches import Compress, DecodeBatch, DenseCache, Index, NewTokens, Rotary, SparseCache
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.reference import accumulator, choose_blocks, chosen_mask, full_precision, importance
-
-NewTokens = tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def append_sparse(
@@ -25,7 +23,7 @@ def append_sparse(
     compress: tuple[Compress, Compress | None] | None,
     index: Index | None,
 ) -> None:
-    """See `trifocal.ops.append_sparse`; `new`: keys and values of cmp, slc and win."""
+    """See `trifocal.ops.append_sparse`."""
     k_raw, v_raw, k_slc, v_slc, k_win, v_win = new
     position_BT, exists_BT = _positions(batch, k_slc)
     k_slc = _rotate(k_slc, rotary, position_BT)
@@ -76,8 +74,11 @@ def decode_attention(
     window: bool,
     scale: float,
     index: Index | None,
+    new: NewTokens | None,
 ) -> Tensor:
     """See `trifocal.ops.decode_attention`."""
+    if new is not None:
+        append_sparse(cache, batch, new, geometry, rotary, None, None)
     position_BT, exists_BT = _positions(batch, q)
     q_BGTRD = _grouped_queries(q, cache.k_slc.shape[1], rotary, position_BT, scale)
     position_BT1 = position_BT[..., None]

@@ -3,7 +3,7 @@ Triton."""
 
 from typing import Any
 
-from trifocal.ops.tiles import SelectedTile
+from trifocal.ops.tiles import SelectedTile, Tile
 
 # By kernel, whether it is the window's, and columns of q: the fastest of several (`benchmarks/kernels.py`). At 64
 # columns the portable kernels, with several programs on a multiprocessor, are as fast or faster, but for the
@@ -11,14 +11,20 @@ from trifocal.ops.tiles import SelectedTile
 INTERVAL: dict[tuple[str, bool], dict[int, dict[str, Any]]] = {
     ("forward", False): {128: {"keys": 128}, 192: {"keys": 128}},
     ("forward", True): {128: {"keys": 64}, 192: {"keys": 64}},
-    ("d_q", False): {128: {"keys": 64}, 192: {"keys": 64}},
-    ("d_q", True): {128: {"keys": 64}, 192: {"keys": 64}},
     ("dkdv", False): {128: {"rows": 64, "stages": 3, "ahead": True}, 192: {"rows": 32, "stages": 2}},
     ("dkdv", True): {
         64: {"rows": 64, "stages": 3, "ahead": True},
         128: {"rows": 64, "stages": 2},
         192: {"rows": 32, "stages": 2},
     },
+}
+# Keys of a program of dkdv; and of one half of its warps, whose d_scores lie together.
+KEYS_OF_DKDV, KEYS_OF_PLANE = 128, 64
+# d_q from stored d_scores, by columns of q: many rows, so that keys are read seldom, and many tiles under way; or two
+# programs on a multiprocessor, one of which loads while the other begins or ends.
+INTERVAL_D_Q: dict[int, tuple[Tile, Tile]] = {
+    128: (Tile(256, KEYS_OF_PLANE, warps=8, stages=4), Tile(128, KEYS_OF_PLANE, warps=4, stages=3)),
+    192: (Tile(128, KEYS_OF_PLANE, warps=8, stages=3), Tile(64, KEYS_OF_PLANE, warps=4, stages=3)),
 }
 # By columns of q: tiles of keys in shared memory for each part of a program, and tiles of queries that a program takes
 # before other keys.

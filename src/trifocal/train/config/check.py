@@ -1,6 +1,5 @@
 """Checks before a run: configurations that must fail are refused before any work; doubtful ones get a note."""
 
-import math
 import os
 import platform
 import shutil
@@ -83,17 +82,12 @@ def _check_context(config: RunConfig, num_processes: int) -> None:
 
 
 def _check_batches(config: RunConfig, num_groups: int) -> None:
-    """Check how the batch is shared out among groups of processes, each with rows of its own."""
-    whole, micro = config.train.global_batch_size, config.train.micro_batch_size
-    at_once = micro * num_groups
-    if whole % at_once:
-        processes = f" times {num_groups} {_kind_of_group(config)}" if num_groups > 1 else ""
-        remedy = f"the next one is --train.global_batch_size {-(-whole // at_once) * at_once}"
-        smaller = math.gcd(whole // num_groups, micro) if whole % num_groups == 0 else 0
-        if smaller:
-            remedy += f", or set --train.micro_batch_size {smaller}"
+    """Check that the batch can be shared out among groups of processes, each with rows of its own."""
+    whole = config.train.global_batch_size
+    if whole % num_groups:
         raise UserError(
-            f"train.global_batch_size {whole} is not a multiple of train.micro_batch_size {micro}{processes}; {remedy}"
+            f"train.global_batch_size {whole} is not a multiple of {num_groups} {_kind_of_group(config)}; the next one "
+            f"is --train.global_batch_size {-(-whole // num_groups) * num_groups}"
         )
 
 
@@ -284,6 +278,13 @@ def _notes(config: RunConfig, num_groups: int) -> list[str]:
                 f"train.sequence_length {length} is shorter than a compressed block of "
                 f"{geometry.compression_block_size}: the compressed branch sees nothing"
             )
+    share, most = config.train.global_batch_size // num_groups, config.train.micro_batch_size
+    at_once = config.train.sequences_at_once(num_groups)
+    if at_once < min(share, most):
+        notes.append(
+            f"train.micro_batch_size {most} does not divide the {share} sequences that a process has of the global "
+            f"batch: it takes {at_once} at a time"
+        )
     if config.data.streams % num_groups and has_text(config.data.source):
         notes.append(
             f"data.streams {config.data.streams} is not a multiple of {num_groups} {_kind_of_group(config)}: each "

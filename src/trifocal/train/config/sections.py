@@ -65,7 +65,8 @@ class TrainSection:
     global_batch_size: int = 8
     """Sequences in one optimizer step, over all micro-batches and processes."""
     micro_batch_size: int = 8
-    """Sequences in one forward and backward pass; divides the global batch; the rest is accumulated."""
+    """Sequences in one forward and backward pass, at most: the largest number up to it that divides the sequences of a
+    process. The rest is accumulated."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of the matrix products; the weights and the optimizer are fp32 either way."""
     activation_checkpointing: str = "none"
@@ -102,6 +103,15 @@ class TrainSection:
     def choice_loss_stretch(self) -> int:
         """One query of so many is sampled."""
         return min(self.sequence_length, max(1, round(1 / self.choice_loss_sample)))
+
+    def sequences_at_once(self, num_groups: int) -> int:
+        """Sequences in one forward and backward pass.
+
+        Args:
+            num_groups: Processes, or groups of processes that share their rows; they divide the global batch.
+        """
+        share = self.global_batch_size // num_groups
+        return next(size for size in range(min(share, self.micro_batch_size), 0, -1) if share % size == 0)
 
     def checkpointed_layers(self, num_layers: int) -> tuple[int, int]:
         """The half-open range of layers that `activation_checkpointing` names.
@@ -225,7 +235,7 @@ class EvaluateSection:
     interval_steps: int = 500
     """Steps between evaluations; 0 turns them off. The last step always evaluates otherwise."""
     batches: int = 16
-    """Micro-batches of one evaluation; always the same ones."""
+    """Batches of `train.micro_batch_size` sequences in one evaluation; always the same ones."""
 
     def __post_init__(self) -> None:
         check_types(self, "evaluate")

@@ -1,6 +1,7 @@
-"""Decoding's first kernel: writes new tokens into the caches, and the compressed blocks that they end.
+"""Writes new tokens into the caches, and the compressed blocks that they end.
 
-A program of `append_kernel` has one job for one sequence and group: to rotate and write the new tokens, or to make the
+Where φ is the mean, the programs of `scores` have these jobs beside their own. Otherwise `append_kernel` is decoding's
+first kernel: a program has one job for one sequence and group: to rotate and write the new tokens, or to make the
 mean of one compressed block that may be due, from the ring and from the new tokens themselves. The keys of an index
 count as a group of their own. A learned φ takes two
 more kernels: `compression_windows_kernel` copies the tokens of blocks out of a ring, and `write_compressed_kernel`
@@ -12,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops.decode.caches import Compress, DecodeBatch, DenseCache, Index, Rotary, SparseCache
+from trifocal.ops.decode.caches import Compress, DecodeBatch, DenseCache, Index, NewTokens, Rotary, SparseCache
+from trifocal.ops.decode.triton.common import sum_of_pairs
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.tiles import cdiv, next_power_of_2
 from trifocal.ops.triton.common import unit_stride
@@ -31,7 +33,8 @@ def rotate_halves(first, second, cos, sin, position, keep, HALF: tl.constexpr, C
     mask = keep[:, None] & (column < HALF)[None, :]
     cosine = tl.load(cos + place, mask=mask, other=0.0).to(tl.float32)
     sine = tl.load(sin + place, mask=mask, other=0.0).to(tl.float32)
-    return first * cosine - second * sine, second * cosine + first * sine
+    # Said so, every compiled code rounds the same way.
+    return tl.fma(first, cosine, -(second * sine)), tl.fma(second, cosine, first * sine)
 
 
 @triton.jit
@@ -67,32 +70,36 @@ def store_rows(first, second, cache, places, keep, SIZE: tl.constexpr, COLUMNS: 
 @triton.jit
 def mean_of_columns(
     ring, ring_stride, x, x_stride, start, length, FIRST: tl.constexpr, LAST: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr, RING: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, RING: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """The mean of the rows of a block, the tokens before this step from the ring and the others from x; in fp32."""
+    """The mean of the rows of a block, the tokens before this step from the ring and the others from x; in fp32.
+
+    2**LEVELS rows are added up at a time.
+    """
+    CHUNK: tl.constexpr = 2**LEVELS
     column = FIRST + tl.arange(0, COLUMNS)
     total = tl.zeros([COLUMNS], tl.float32)
     for begin in range(0, BLOCK, CHUNK):
         in_block = begin + tl.arange(0, CHUNK)
         token = start + in_block
-        inside = (in_block < BLOCK)[:, None] & (column < LAST)[None, :]
-        is_old = inside & (token < length)[:, None]
-        is_new = inside & (token >= length)[:, None]
-        old = tl.load(ring + (token % RING * ring_stride)[:, None] + column[None, :], mask=is_old, other=0.0)
-        new = tl.load(x + ((token - length) * x_stride)[:, None] + column[None, :], mask=is_new, other=0.0)
-        total += tl.sum(old.to(tl.float32) + new.to(tl.float32), 0)
+        inside = (in_block < BLOCK)[None, :] & (column < LAST)[:, None]
+        is_old = inside & (token < length)[None, :]
+        is_new = inside & (token >= length)[None, :]
+        old = tl.load(ring + (token % RING * ring_stride)[None, :] + column[:, None], mask=is_old, other=0.0)
+        new = tl.load(x + ((token - length) * x_stride)[None, :] + column[:, None], mask=is_new, other=0.0)
+        total += sum_of_pairs(old.to(tl.float32) + new.to(tl.float32), LEVELS)
     return total * (1.0 / BLOCK)
 
 
 @triton.jit
 def mean_of_block(
     ring, ring_stride, x, x_stride, cache, start, length, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr, RING: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, RING: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """The mean of one block as two halves, [1, COLUMNS] each, in the type of the cache."""
     HALF: tl.constexpr = (SIZE + 1) // 2
-    first = mean_of_columns(ring, ring_stride, x, x_stride, start, length, 0, HALF, COLUMNS, BLOCK, RING, CHUNK)
-    second = mean_of_columns(ring, ring_stride, x, x_stride, start, length, HALF, SIZE, COLUMNS, BLOCK, RING, CHUNK)
+    first = mean_of_columns(ring, ring_stride, x, x_stride, start, length, 0, HALF, COLUMNS, BLOCK, RING, LEVELS)
+    second = mean_of_columns(ring, ring_stride, x, x_stride, start, length, HALF, SIZE, COLUMNS, BLOCK, RING, LEVELS)
     # Rounded before the rotation, as the mean of a whole sequence is.
     return first[None, :].to(cache.dtype.element_ty), second[None, :].to(cache.dtype.element_ty)
 
@@ -121,6 +128,96 @@ def due_block(length, new, number, BLOCK: tl.constexpr, STRIDE: tl.constexpr):
     return block, (new > 0) & (block * STRIDE + BLOCK <= length + new)
 
 
+@triton.jit
+def write_tokens(
+    k_raw, v_raw, k, v, k_win, v_win, k_raw_ring, v_raw_ring, k_cache, v_cache, k_win_ring, v_win_ring, cos, sin,
+    block_table, batch, group, ring_row, length, new,
+    k_raw_batch, k_raw_time, k_raw_head, v_raw_batch, v_raw_time, v_raw_head,
+    k_batch, k_time, k_head, v_batch, v_time, v_head, k_win_batch, k_win_time, k_win_head,
+    v_win_batch, v_win_time, v_win_head,
+    k_raw_ring_row, k_raw_ring_head, k_raw_ring_time, v_raw_ring_row, v_raw_ring_head, v_raw_ring_time,
+    k_page, k_cache_head, k_cache_time, v_page, v_cache_head, v_cache_time,
+    k_win_ring_row, k_win_ring_head, k_win_ring_time, v_win_ring_row, v_win_ring_head, v_win_ring_time,
+    D: tl.constexpr, D_HALF: tl.constexpr, V: tl.constexpr, V_HALF: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    RAW_RING: tl.constexpr, WINDOW_RING: tl.constexpr, HAS_V_CMP: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Write the new tokens of one sequence and group, whose table is given. RINGs: their tokens; 0 where is none."""
+    token = tl.arange(0, TOKENS)
+    exists = token < new
+    position = length + token
+    page = tl.load(block_table + position // PAGE_ROWS, mask=exists, other=0).to(tl.int64)
+    page_row = position % PAGE_ROWS
+    # Everything is read before anything is written: a load never waits for a store that might be to its place.
+    k_1, k_2 = load_rotated_halves(
+        k + batch * k_batch + group * k_head, token * k_time, exists, position, cos, sin, D, D_HALF
+    )
+    v_1, v_2 = load_halves(v + batch * v_batch + group * v_head, token * v_time, exists, V, V_HALF)
+    if WINDOW_RING > 0:
+        k_win_1, k_win_2 = load_rotated_halves(
+            k_win + batch * k_win_batch + group * k_win_head, token * k_win_time, exists, position, cos, sin, D, D_HALF
+        )
+        v_win_1, v_win_2 = load_halves(
+            v_win + batch * v_win_batch + group * v_win_head, token * v_win_time, exists, V, V_HALF
+        )
+    if RAW_RING > 0:
+        k_raw_1, k_raw_2 = load_halves(
+            k_raw + batch * k_raw_batch + group * k_raw_head, token * k_raw_time, exists, D, D_HALF
+        )
+    if HAS_V_CMP:
+        v_raw_1, v_raw_2 = load_halves(
+            v_raw + batch * v_raw_batch + group * v_raw_head, token * v_raw_time, exists, V, V_HALF
+        )
+    store_rows(k_1, k_2, k_cache + group * k_cache_head, page * k_page + page_row * k_cache_time, exists, D, D_HALF)
+    store_rows(v_1, v_2, v_cache + group * v_cache_head, page * v_page + page_row * v_cache_time, exists, V, V_HALF)
+    if WINDOW_RING > 0:
+        place = position % WINDOW_RING
+        k_win_ring += ring_row * k_win_ring_row + group * k_win_ring_head
+        v_win_ring += ring_row * v_win_ring_row + group * v_win_ring_head
+        store_rows(k_win_1, k_win_2, k_win_ring, place * k_win_ring_time, exists, D, D_HALF)
+        store_rows(v_win_1, v_win_2, v_win_ring, place * v_win_ring_time, exists, V, V_HALF)
+    if RAW_RING > 0:
+        k_raw_ring += ring_row * k_raw_ring_row + group * k_raw_ring_head
+        store_rows(k_raw_1, k_raw_2, k_raw_ring, position % RAW_RING * k_raw_ring_time, exists, D, D_HALF)
+    if HAS_V_CMP:
+        v_raw_ring += ring_row * v_raw_ring_row + group * v_raw_ring_head
+        store_rows(v_raw_1, v_raw_2, v_raw_ring, position % RAW_RING * v_raw_ring_time, exists, V, V_HALF)
+
+
+@triton.jit
+def write_mean_block(
+    k_raw, v_raw, k_raw_ring, v_raw_ring, k_cmp, v_cmp, cos, sin, block_table, batch, group, ring_row, block, length,
+    k_raw_batch, k_raw_time, k_raw_head, v_raw_batch, v_raw_time, v_raw_head,
+    k_raw_ring_row, k_raw_ring_head, k_raw_ring_time, v_raw_ring_row, v_raw_ring_head, v_raw_ring_time,
+    k_cmp_page, k_cmp_time, v_cmp_page, v_cmp_time,
+    D: tl.constexpr, D_HALF: tl.constexpr, V: tl.constexpr, V_HALF: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    RAW_RING: tl.constexpr, HAS_V_CMP: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Write the compressed block of this number, the mean of its tokens. PAGE_ROWS: compressed blocks of a page.
+
+    k_cmp, v_cmp: those of the group. Rings may be written at the same time: the new tokens' places are not read.
+    """
+    slot = block + (BLOCK // STRIDE - 1)
+    page = tl.load(block_table + slot // PAGE_ROWS).to(tl.int64)
+    page_row = slot % PAGE_ROWS
+    start = block * STRIDE
+    k_raw += batch * k_raw_batch + group * k_raw_head
+    k_raw_ring += ring_row * k_raw_ring_row + group * k_raw_ring_head
+    k_1, k_2 = mean_of_block(
+        k_raw_ring, k_raw_ring_time, k_raw, k_raw_time, k_cmp, start, length, D, D_HALF, BLOCK, RAW_RING, LEVELS
+    )
+    if HAS_V_CMP:
+        v_raw += batch * v_raw_batch + group * v_raw_head
+        v_raw_ring += ring_row * v_raw_ring_row + group * v_raw_ring_head
+        v_1, v_2 = mean_of_block(
+            v_raw_ring, v_raw_ring_time, v_raw, v_raw_time, v_cmp, start, length, V, V_HALF, BLOCK, RAW_RING, LEVELS
+        )
+    place = page * k_cmp_page + page_row * k_cmp_time
+    store_halves(k_1, k_2, k_cmp, place, start, cos, sin, D, D_HALF, True)
+    if HAS_V_CMP:
+        place = page * v_cmp_page + page_row * v_cmp_time
+        store_halves(v_1, v_2, v_cmp, place, start, cos, sin, V, V_HALF, False)
+
+
 @Kernel
 @triton.jit(do_not_specialize=["table_columns"])
 def append_kernel(
@@ -136,7 +233,7 @@ def append_kernel(
     k_idx_batch, k_idx_time, k_idx_page, k_idx_cache_time, table_columns,
     GROUPS: tl.constexpr, D: tl.constexpr, D_HALF: tl.constexpr, V: tl.constexpr, V_HALF: tl.constexpr,
     PAGE_ROWS: tl.constexpr, RAW_RING: tl.constexpr, WINDOW_RING: tl.constexpr, HAS_V_CMP: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr, LEVELS: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr,
     INDEX: tl.constexpr, INDEX_HALF: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Job 0: write the new tokens. Job 1 and on: one compressed block each. RINGs: their tokens; 0 where is none.
@@ -160,71 +257,32 @@ def append_kernel(
             )
             places = page * k_idx_page + position % PAGE_ROWS * k_idx_cache_time
             store_rows(key_1, key_2, k_idx_cache, places, exists, INDEX, INDEX_HALF)
-    is_group = group < GROUPS
     ring_row = batch
     if RAW_RING + WINDOW_RING > 0:
         ring_row = tl.load(rows + batch).to(tl.int64)
-    if RAW_RING > 0:
-        k_raw += batch * k_raw_batch + group * k_raw_head
-        k_raw_ring += ring_row * k_raw_ring_row + group * k_raw_ring_head
-    if HAS_V_CMP:
-        v_raw += batch * v_raw_batch + group * v_raw_head
-        v_raw_ring += ring_row * v_raw_ring_row + group * v_raw_ring_head
-    if (job == 0) & is_group:
-        token = tl.arange(0, TOKENS)
-        exists = token < new
-        position = length + token
-        page = tl.load(block_table + position // PAGE_ROWS, mask=exists, other=0).to(tl.int64)
-        page_row = position % PAGE_ROWS
-        # Everything is read before anything is written: a load never waits for a store that might be to its place.
-        k_1, k_2 = load_rotated_halves(
-            k + batch * k_batch + group * k_head, token * k_time, exists, position, cos, sin, D, D_HALF
-        )
-        v_1, v_2 = load_halves(v + batch * v_batch + group * v_head, token * v_time, exists, V, V_HALF)
-        if WINDOW_RING > 0:
-            k_win_1, k_win_2 = load_rotated_halves(
-                k_win + batch * k_win_batch + group * k_win_head, token * k_win_time, exists, position, cos, sin,
-                D, D_HALF,
-            )  # fmt: skip
-            v_win_1, v_win_2 = load_halves(
-                v_win + batch * v_win_batch + group * v_win_head, token * v_win_time, exists, V, V_HALF
-            )
-        if RAW_RING > 0:
-            k_raw_1, k_raw_2 = load_halves(k_raw, token * k_raw_time, exists, D, D_HALF)
-        if HAS_V_CMP:
-            v_raw_1, v_raw_2 = load_halves(v_raw, token * v_raw_time, exists, V, V_HALF)
-        store_rows(k_1, k_2, k_cache + group * k_cache_head, page * k_page + page_row * k_cache_time, exists, D, D_HALF)
-        store_rows(v_1, v_2, v_cache + group * v_cache_head, page * v_page + page_row * v_cache_time, exists, V, V_HALF)
-        if WINDOW_RING > 0:
-            place = position % WINDOW_RING
-            k_win_ring += ring_row * k_win_ring_row + group * k_win_ring_head
-            v_win_ring += ring_row * v_win_ring_row + group * v_win_ring_head
-            store_rows(k_win_1, k_win_2, k_win_ring, place * k_win_ring_time, exists, D, D_HALF)
-            store_rows(v_win_1, v_win_2, v_win_ring, place * v_win_ring_time, exists, V, V_HALF)
-        if RAW_RING > 0:
-            store_rows(k_raw_1, k_raw_2, k_raw_ring, position % RAW_RING * k_raw_ring_time, exists, D, D_HALF)
-        if HAS_V_CMP:
-            store_rows(v_raw_1, v_raw_2, v_raw_ring, position % RAW_RING * v_raw_ring_time, exists, V, V_HALF)
+    if (job == 0) & (group < GROUPS):
+        write_tokens(
+            k_raw, v_raw, k, v, k_win, v_win, k_raw_ring, v_raw_ring, k_cache, v_cache, k_win_ring, v_win_ring,
+            cos, sin, block_table, batch, group, ring_row, length, new,
+            k_raw_batch, k_raw_time, k_raw_head, v_raw_batch, v_raw_time, v_raw_head,
+            k_batch, k_time, k_head, v_batch, v_time, v_head, k_win_batch, k_win_time, k_win_head,
+            v_win_batch, v_win_time, v_win_head,
+            k_raw_ring_row, k_raw_ring_head, k_raw_ring_time, v_raw_ring_row, v_raw_ring_head, v_raw_ring_time,
+            k_page, k_cache_head, k_cache_time, v_page, v_cache_head, v_cache_time,
+            k_win_ring_row, k_win_ring_head, k_win_ring_time, v_win_ring_row, v_win_ring_head, v_win_ring_time,
+            D, D_HALF, V, V_HALF, PAGE_ROWS, RAW_RING, WINDOW_RING, HAS_V_CMP, TOKENS,
+        )  # fmt: skip
     elif RAW_RING > 0:
         block, is_due = due_block(length, new, job - 1, BLOCK, STRIDE)
-        if is_due & is_group:
-            slot = block + (BLOCK // STRIDE - 1)
-            page = tl.load(block_table + slot // (PAGE_ROWS // STRIDE)).to(tl.int64)
-            page_row = slot % (PAGE_ROWS // STRIDE)
-            start = block * STRIDE
-            k_1, k_2 = mean_of_block(
-                k_raw_ring, k_raw_ring_time, k_raw, k_raw_time, k_cmp, start, length, D, D_HALF, BLOCK, RAW_RING, CHUNK
-            )
-            if HAS_V_CMP:
-                v_1, v_2 = mean_of_block(
-                    v_raw_ring, v_raw_ring_time, v_raw, v_raw_time, v_cmp, start, length, V, V_HALF,
-                    BLOCK, RAW_RING, CHUNK,
-                )  # fmt: skip
-            place = page * k_cmp_page + page_row * k_cmp_time
-            store_halves(k_1, k_2, k_cmp + group * k_cmp_head, place, start, cos, sin, D, D_HALF, True)
-            if HAS_V_CMP:
-                place = page * v_cmp_page + page_row * v_cmp_time
-                store_halves(v_1, v_2, v_cmp + group * v_cmp_head, place, start, cos, sin, V, V_HALF, False)
+        if is_due & (group < GROUPS):
+            write_mean_block(
+                k_raw, v_raw, k_raw_ring, v_raw_ring, k_cmp + group * k_cmp_head, v_cmp + group * v_cmp_head,
+                cos, sin, block_table, batch, group, ring_row, block, length,
+                k_raw_batch, k_raw_time, k_raw_head, v_raw_batch, v_raw_time, v_raw_head,
+                k_raw_ring_row, k_raw_ring_head, k_raw_ring_time, v_raw_ring_row, v_raw_ring_head, v_raw_ring_time,
+                k_cmp_page, k_cmp_time, v_cmp_page, v_cmp_time,
+                D, D_HALF, V, V_HALF, PAGE_ROWS // STRIDE, RAW_RING, HAS_V_CMP, BLOCK, LEVELS, STRIDE,
+            )  # fmt: skip
 
 
 @Kernel
@@ -277,24 +335,17 @@ def write_compressed_kernel(
 def append_sparse(
     cache: SparseCache,
     batch: DecodeBatch,
-    new: tuple[Tensor | None, ...],
+    new: NewTokens,
     geometry: Geometry,
     rotary: Rotary,
     compress: tuple[Compress, Compress | None] | None,
     index: Index | None,
 ) -> None:
-    """See `trifocal.ops.append_sparse`; `new`: keys and values of cmp, slc and win."""
-    k_raw, v_raw, k, v, k_win, v_win = (None if x is None else unit_stride(x) for x in new)
-    assert k is not None and v is not None
+    """See `trifocal.ops.append_sparse`."""
+    sources, caches, sizes = tensors_of_tokens(cache, new, geometry)
+    k, v = sources[2:4]
     num_tokens, groups = k.shape[1:3]
     most_due = cdiv(num_tokens, geometry.compression_stride) if cache.k_cmp is not None else 0
-    # A tensor that is not there is never read: any other stands for it.
-    pairs = (
-        (k_raw, cache.k_raw), (v_raw, cache.v_raw), (k, cache.k_slc), (v, cache.v_slc),
-        (k_win, cache.k_win), (v_win, cache.v_win),
-    )  # fmt: skip
-    sources = [k if x is None else x for x, _ in pairs]
-    caches = [cache.k_slc if held is None else held for _, held in pairs]
     k_cmp, v_cmp = (cache.k_slc if held is None else held for held in (cache.k_cmp, cache.v_cmp))
     index_tensors, index_strides, index_sizes = _of_index(index, cache.k_idx, k, rotary)
     append_kernel[1 if compress else 1 + most_due, groups + (index is not None), k.shape[0]](
@@ -302,17 +353,28 @@ def append_sparse(
         batch.rows, batch.lengths, batch.num_new, batch.block_table,
         *(stride for x in sources for stride in x.stride()[:3]),
         *(stride for x in (*caches, k_cmp, v_cmp) for stride in x.stride()[:3]),
-        *index_strides, batch.block_table.stride(0), **_sizes(k, v), **index_sizes, PAGE_ROWS=cache.k_slc.shape[2],
-        RAW_RING=0 if cache.k_raw is None else cache.k_raw.shape[2],
-        WINDOW_RING=0 if cache.k_win is None else cache.k_win.shape[2], HAS_V_CMP=cache.v_cmp is not None,
-        BLOCK=geometry.compression_block_size, STRIDE=geometry.compression_stride,
-        CHUNK=min(MOST_ROWS, next_power_of_2(geometry.compression_block_size)), num_warps=2,
-        **dependent_launch(k.device),
+        *index_strides, batch.block_table.stride(0), **(_sizes(k, v) | sizes), **index_sizes,
+        PAGE_ROWS=cache.k_slc.shape[2], BLOCK=geometry.compression_block_size, STRIDE=geometry.compression_stride,
+        num_warps=2, **dependent_launch(k.device),
     )  # fmt: skip
     if compress and cache.k_raw is not None and cache.k_cmp is not None:
         _append_learned(cache.k_raw, cache.k_cmp, compress[0], batch, geometry, rotary, most_due, rotated=True)
         if cache.v_raw is not None and cache.v_cmp is not None and compress[1] is not None:
             _append_learned(cache.v_raw, cache.v_cmp, compress[1], batch, geometry, rotary, most_due, rotated=False)
+
+
+def tensors_of_tokens(
+    cache: SparseCache, new: NewTokens | tuple[None, ...], geometry: Geometry
+) -> tuple[list[Tensor], list[Tensor], dict[str, int]]:
+    """New keys and values of cmp, slc and win, where they go, and sizes; pages stand for what there is not."""
+    held = cache.k_raw, cache.v_raw, cache.k_slc, cache.v_slc, cache.k_win, cache.v_win
+    sources = [cache.k_slc if x is None else unit_stride(x) for x in new]
+    sizes = {
+        **_halves(cache.k_slc, cache.v_slc), "RAW_RING": 0 if cache.k_raw is None else cache.k_raw.shape[2],
+        "WINDOW_RING": 0 if cache.k_win is None else cache.k_win.shape[2], "HAS_V_CMP": cache.v_cmp is not None,
+        "LEVELS": (min(MOST_ROWS, next_power_of_2(geometry.compression_block_size)) - 1).bit_length(),
+    }  # fmt: skip
+    return sources, [cache.k_slc if x is None else x for x in held], sizes
 
 
 def append_dense(cache: DenseCache, batch: DecodeBatch, k: Tensor, v: Tensor, rotary: Rotary) -> None:
@@ -324,7 +386,7 @@ def append_dense(cache: DenseCache, batch: DecodeBatch, k: Tensor, v: Tensor, ro
         *sources, *caches, *index_tensors, *rotary, batch.rows, batch.lengths, batch.num_new, batch.block_table,
         *(stride for x in (*sources, *caches) for stride in x.stride()[:3]), *index_strides,
         batch.block_table.stride(0), **_sizes(k, v), **index_sizes, PAGE_ROWS=cache.k.shape[2], RAW_RING=0,
-        WINDOW_RING=0, HAS_V_CMP=False, BLOCK=1, CHUNK=1, STRIDE=1, num_warps=2, **dependent_launch(k.device),
+        WINDOW_RING=0, HAS_V_CMP=False, BLOCK=1, LEVELS=0, STRIDE=1, num_warps=2, **dependent_launch(k.device),
     )  # fmt: skip
 
 
@@ -370,8 +432,10 @@ def _of_index(
 
 
 def _sizes(k: Tensor, v: Tensor) -> dict[str, int]:
-    dim, value_dim = k.shape[3], v.shape[3]
-    return {
-        "GROUPS": k.shape[2], "D": dim, "D_HALF": next_power_of_2((dim + 1) // 2),
-        "V": value_dim, "V_HALF": next_power_of_2((value_dim + 1) // 2), "TOKENS": next_power_of_2(k.shape[1]),
-    }  # fmt: skip
+    sizes = {"GROUPS": k.shape[2], "D": k.shape[3], "V": v.shape[3], "TOKENS": next_power_of_2(k.shape[1])}
+    return sizes | _halves(k, v)
+
+
+def _halves(k: Tensor, v: Tensor) -> dict[str, int]:
+    """Columns that hold half of a key's and of a value's width."""
+    return {name: next_power_of_2((x.shape[3] + 1) // 2) for name, x in (("D_HALF", k), ("V_HALF", v))}

@@ -1,17 +1,24 @@
-"""Decoding over tokens: the partial attention of the selected and the window branch, and of dense attention.
+"""Decoding over tokens: the selected and the window branch with the sum of all branches, and parts of dense attention.
 
 A program of `decode_attend_kernel` holds the heads of a group for one new token, and goes through the tokens of its
 chosen blocks or of its window: both branches are parts of one launch, since both are read once and neither waits for
-the other. A program of `decode_dense_kernel` holds the rows of a group for all new tokens, which see nearly the same
-keys. What the parts are: `common`.
+the other. The last program of a token and group to arrive adds up the parts of all branches (`combine`). A program of
+`decode_dense_kernel` holds the rows of a group for all new tokens, which see nearly the same keys. What the parts are:
+`common`.
 """
 
 import triton
 import triton.language as tl
 
+from trifocal.ops.decode.triton.combine import add_branches, store_o
 from trifocal.ops.decode.triton.common import (
     add_softmax,
     attend_tile,
+    count_chosen,
+    count_tiles,
+    count_window,
+    dense_unit,
+    is_last,
     load_keys,
     load_rotated_parts,
     nothing_yet,
@@ -21,30 +28,6 @@ from trifocal.ops.decode.triton.common import (
 )
 from trifocal.ops.triton.dependent_launch import release_next, wait_for_inputs
 from trifocal.ops.triton.launch import Kernel
-
-# A dense row has at most so many units; in longer pasts they are longer. Their length depends on the row's past alone.
-MOST_UNITS = tl.constexpr(64)
-
-
-@triton.jit
-def count_chosen(position, SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr):
-    """Keys of all blocks that a token chooses."""
-    return tl.minimum(position // SELECTION + 1, NUM_SELECTED) * SELECTION
-
-
-@triton.jit
-def count_window(position, window_size):
-    """Keys of a token's window."""
-    return tl.minimum(window_size, position + 1)
-
-
-@triton.jit
-def dense_unit(num_keys, UNIT_KEYS: tl.constexpr):
-    """Keys of a unit of dense attention: UNIT_KEYS, and twice as many until MOST_UNITS of them are enough."""
-    unit = UNIT_KEYS + num_keys * 0
-    while unit * MOST_UNITS < num_keys:
-        unit *= 2
-    return unit
 
 
 @triton.jit
@@ -126,18 +109,28 @@ def prefetch_part(
 @triton.jit(do_not_specialize=["table_columns", "num_parts", "first_part", "chosen_parts", "window_size"])
 def decode_attend_kernel(
     q, k, v, k_win, v_win, cos, sin, rows, lengths, num_new, block_table, selected_blocks, places,
-    part_maximum, part_total, part_o,
+    part_maximum, part_total, part_o, gates, o, arrivals,
     q_batch_stride, q_time_stride, q_head_stride, k_page_stride, k_group_stride, k_row_stride,
     v_page_stride, v_group_stride, v_row_stride, k_ring_stride, k_ring_group_stride, k_ring_row_stride,
     v_ring_stride, v_ring_group_stride, v_ring_row_stride,
+    gate_batch_stride, gate_time_stride, gate_head_stride, gate_branch_stride,
     table_columns, num_parts, first_part, chosen_parts, window_size, score_scale,
     NEW: tl.constexpr, GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr, PAGE_ROWS: tl.constexpr, RING: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, UNIT_TILES: tl.constexpr, UNITS: tl.constexpr,
     STAGES: tl.constexpr, WINDOW_STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    CHOSEN: tl.constexpr, GATED: tl.constexpr, WINDOW: tl.constexpr, COMPRESSION: tl.constexpr, STRIDE: tl.constexpr,
+    BLOCKS: tl.constexpr, COMPRESSED_UNIT_TILES: tl.constexpr, COMPRESSED_UNITS: tl.constexpr,
+    GROUP_UNITS: tl.constexpr, COMPRESSED_AT_ONCE: tl.constexpr, CHOSEN_AT_ONCE: tl.constexpr,
+    WINDOW_AT_ONCE: tl.constexpr, MORE_COMPRESSED: tl.constexpr, MORE_CHOSEN: tl.constexpr, MORE_WINDOW: tl.constexpr,
+    HEADS_AT_ONCE: tl.constexpr, V_PAD: tl.constexpr,
 ):  # fmt: skip
-    """One part of the chosen blocks, or of the window, of one token and group. RING: its tokens; 0: no rings."""
+    """One part of the chosen blocks, or of the window, of one token and group; and o, by the last program.
+
+    RING: tokens of the window's rings; 0: no rings. CHOSEN, GATED, WINDOW: whether there are chosen blocks, compressed
+    ones, a window. o is zero where the sequence has no such token.
+    """
     release_next(DEPENDENT)
     PART_TILES: tl.constexpr = UNITS * UNIT_TILES
     # See `scores`.
@@ -259,6 +252,36 @@ def decode_attend_kernel(
             part_maximum, part_total, part_o, row * num_parts + first_part + part, exists,
             maximum, total, o_1, o_2, V, V_1, V_2,
         )  # fmt: skip
+        # So many programs have keys of this token.
+        chosen_count, window_count = 0, 0
+        if CHOSEN:
+            chosen_count = tl.cdiv(count_chosen(position, SELECTION, NUM_SELECTED), PART_TILES * KEYS)
+        if WINDOW:
+            window_count = tl.cdiv(count_window(position, window_size), PART_TILES * KEYS)
+        if is_last(arrivals + (batch * NEW + token) * GROUPS + group, chosen_count + window_count):
+            compressed_count = 0
+            if GATED:
+                compressed_tiles = count_tiles(length + new, COMPRESSION, STRIDE, SELECTION, BLOCKS)
+                compressed_count = tl.cdiv(compressed_tiles, COMPRESSED_UNITS * COMPRESSED_UNIT_TILES)
+            gates += batch * gate_batch_stride + token * gate_time_stride
+            for first_head in range(0, Q_PER_KV, HEADS_AT_ONCE):
+                some = first_head + tl.arange(0, HEADS_AT_ONCE)
+                are_heads = some < Q_PER_KV
+                some += group * Q_PER_KV
+                some_rows = (batch * NEW + token) * (GROUPS * Q_PER_KV) + some
+                mixed = add_branches(
+                    part_maximum, part_total, part_o, gates + some * gate_head_stride, gate_branch_stride,
+                    some_rows * num_parts, are_heads, compressed_count, chosen_count, window_count, first_part,
+                    first_part + chosen_parts, V, V_PAD, HEADS_AT_ONCE, GROUP_UNITS, COMPRESSED_UNITS, UNITS,
+                    CHOSEN, GATED, WINDOW, COMPRESSED_AT_ONCE, CHOSEN_AT_ONCE, WINDOW_AT_ONCE,
+                    MORE_COMPRESSED, MORE_CHOSEN, MORE_WINDOW,
+                )  # fmt: skip
+                store_o(o, some_rows, are_heads, mixed, V, V_PAD)
+    if (token >= new) & (part == 0):
+        for first_head in range(0, Q_PER_KV, HEADS_AT_ONCE):
+            some = first_head + tl.arange(0, HEADS_AT_ONCE)
+            some_rows = (batch * NEW + token) * (GROUPS * Q_PER_KV) + group * Q_PER_KV + some
+            store_o(o, some_rows, some < Q_PER_KV, tl.zeros([HEADS_AT_ONCE, V_PAD], tl.float32), V, V_PAD)
 
 
 @Kernel

@@ -3,22 +3,26 @@
 | kernel | a program holds | it loops over | memory |
 |---|---|---|---|
 | scores | rows of a group | a part of the compressed blocks | compressed keys, values in; parts of o, block sums out |
+| its last program | the importance of a token's blocks | the heads of its group | block sums in, choice out |
 | index | rows of all groups | some tiles of the index keys | index keys in; block scores out |
-| choice | the importance of a token's blocks | the heads of its group | block sums in, choice out |
 | attend | heads of a group, of one token | a part of the chosen blocks or the window | keys, values in; parts out |
-| combine | some heads of one token | the parts of every branch | parts in, o out |
+| its last program | some heads of one token | the parts of every branch | parts in, o out |
 
-Dense attention is a kernel like attend over the whole past, and combine. What a part is: `common`.
+The choice is a launch of its own, `choice`, where an index gives the scores, where several new tokens choose side by
+side instead of one after the other, and where there are too many blocks for the threads of scores. Dense attention is
+a kernel like attend over the whole past, and `combine`. What a part is: `common`.
 """
 
 import torch
 from torch import Tensor
 
 from trifocal.ops import dispatch, tiles
-from trifocal.ops.decode.caches import DecodeBatch, DenseCache, Index, Rotary, SparseCache
-from trifocal.ops.decode.triton.attend import MOST_UNITS, decode_attend_kernel, decode_dense_kernel
+from trifocal.ops.decode.caches import DecodeBatch, DenseCache, Index, NewTokens, Rotary, SparseCache
+from trifocal.ops.decode.triton.append import tensors_of_tokens
+from trifocal.ops.decode.triton.attend import decode_attend_kernel, decode_dense_kernel
 from trifocal.ops.decode.triton.choice import decode_choice_kernel
 from trifocal.ops.decode.triton.combine import decode_combine_kernel
+from trifocal.ops.decode.triton.common import MOST_UNITS
 from trifocal.ops.decode.triton.index import decode_index_kernel
 from trifocal.ops.decode.triton.scores import decode_scores_kernel
 from trifocal.ops.geometry import Geometry
@@ -29,10 +33,15 @@ from trifocal.ops.triton.scoring import LINE
 
 # Heads that a program of combine holds.
 _COMBINED_HEADS = 4
+# Numbers of a part that a thread of attend holds as it combines.
+_COMBINED_NUMBERS = 4
 # Columns that a thread of the choice holds; how many numbers of each kind it asks for together, and of how many heads.
 _CHOICE_COLUMNS = 4
 _CHOICE_NUMBERS = 32
 _MOST_CHOICE_HEADS = 8
+# The same in scores, at most, which has fewer registers.
+_SCORES_CHOICE_COLUMNS = 8
+_SCORES_CHOICE_NUMBERS = 16
 # Parts of a branch that combine asks for together, at most.
 _PARTS_AT_ONCE = 16
 
@@ -47,6 +56,7 @@ def decode_attention(
     window: bool,
     scale: float,
     index: Index | None,
+    new_tokens: NewTokens | None,
 ) -> Tensor:
     """See `trifocal.ops.decode_attention`."""
     q, g = unit_stride(q), geometry
@@ -81,8 +91,11 @@ def decode_attention(
         return torch.empty(shape, dtype=dtype, device=q.device)
 
     choice_columns = max(16, next_power_of_2(g.num_selection_blocks(most_tokens)))
-    choice_warps = min(16, max(4, choice_columns // (32 * _CHOICE_COLUMNS)))
-    choice_heads = max(1, _CHOICE_NUMBERS // cdiv(choice_columns, 32 * choice_warps))
+    scores_choose = index is None and new == 1 and choice_columns <= 32 * tile.warps * _SCORES_CHOICE_COLUMNS
+    choice_warps = tile.warps if scores_choose else min(16, max(4, choice_columns // (32 * _CHOICE_COLUMNS)))
+    choice_numbers = _SCORES_CHOICE_NUMBERS if scores_choose else _CHOICE_NUMBERS
+    choice_heads = max(1, choice_numbers // cdiv(choice_columns, 32 * choice_warps))
+    arrivals = _arrivals(batch, num_sequences * new * groups)
     selected_blocks, places = (
         empty(num_sequences, new, groups, g.num_selected_blocks, dtype=dtype) for dtype in (torch.int32, torch.int64)
     )
@@ -93,6 +106,12 @@ def decode_attention(
     block_sizes = {
         "COMPRESSION": g.compression_block_size, "STRIDE": g.compression_stride, "SELECTION": g.selection_block_size,
     }  # fmt: skip
+    choice_sizes = {
+        "NUM_SELECTED": g.num_selected_blocks, "NUM_SELECTED_PAD": next_power_of_2(g.num_selected_blocks),
+        "INITIAL": g.num_initial_blocks, "LOCAL": g.num_local_blocks,
+        "PAGE_BLOCKS": page_size // g.selection_block_size, "BLOCKS": blocks, "UNIT_TILES": unit_tiles,
+        "UNROLL": min(choice_heads, q_per_kv, _MOST_CHOICE_HEADS), "COLUMNS": choice_columns,
+    }  # fmt: skip
     if index is None:
         sums = empty(2, num_rows, block_lines * LINE.value)
         tile_maximum, tile_total = empty(num_rows, num_tiles), empty(num_rows, num_tiles)
@@ -100,46 +119,45 @@ def decode_attention(
         sums, block_lines = _index_scores(index, cache, batch, g)
         tile_maximum = tile_total = sums
     if cache.k_cmp is not None and (gates is not None or index is None):
-        v_cmp = cache.k_cmp if gates is None or cache.v_cmp is None else cache.v_cmp
+        v_cmp = cache.k_cmp if cache.v_cmp is None else cache.v_cmp
+        appends = new_tokens is not None
+        sources, caches, append_sizes = tensors_of_tokens(cache, new_tokens or (None,) * 6, g)
         grid = dispatch.decode_programs(programs, cdiv(num_tiles, unit_tiles * cmp_units), q.device)
-        decode_scores_kernel[grid, groups * row_tiles, num_sequences](
-            q, cache.k_cmp, v_cmp, *rotary, *where, sums, tile_maximum, tile_total, *parts,
-            *q.stride()[:3], *cache.k_cmp.stride()[:3], *v_cmp.stride()[:3],
+        registers = dispatch.decode_registers(tile, (grid + appends) * programs, q.device)
+        decode_scores_kernel[grid + appends, groups * row_tiles, num_sequences](
+            q, cache.k_cmp, v_cmp, *rotary, *where, sums, tile_maximum, tile_total, *parts, selected_blocks, places,
+            arrivals, batch.rows, *sources, *caches, *q.stride()[:3], *cache.k_cmp.stride()[:3], *v_cmp.stride()[:3],
+            *(stride for x in (*sources, *caches) for stride in x.stride()[:3]),
             columns, block_lines, num_tiles, num_parts, num_rows, scale * LOG2_E,
-            **sizes, **widths, **block_sizes, HAS_V=gates is not None, PAGE_ROWS=cache.k_cmp.shape[2], TAPS=taps,
-            BLOCKS=blocks, UNIT_TILES=unit_tiles, UNITS=cmp_units, CHOOSES=index is None, **_options(q, tile),
+            **sizes, **widths, **block_sizes, **choice_sizes, HAS_V=gates is not None,
+            PAGE_ROWS=cache.k_cmp.shape[2], TAPS=taps, UNITS=cmp_units, SUMS=index is None, CHOOSES=scores_choose,
+            APPENDS=appends, TOKENS=next_power_of_2(new), **append_sizes,
+            **_options(q, tile._replace(registers=registers)),
         )  # fmt: skip
-    decode_choice_kernel[groups * new, num_sequences](
-        sums, tile_maximum, tile_total, *where, selected_blocks, places, columns, block_lines, num_tiles, num_rows,
-        **sizes, **block_sizes, NUM_SELECTED=g.num_selected_blocks,
-        NUM_SELECTED_PAD=next_power_of_2(g.num_selected_blocks), INITIAL=g.num_initial_blocks,
-        LOCAL=g.num_local_blocks, PAGE_BLOCKS=page_size // g.selection_block_size, BLOCKS=blocks,
-        UNIT_TILES=unit_tiles, UNROLL=min(choice_heads, q_per_kv, _MOST_CHOICE_HEADS), COLUMNS=choice_columns,
-        INDEXED=index is not None, num_warps=choice_warps, **dependent_launch(q.device),
-    )  # fmt: skip
+    if not scores_choose:
+        decode_choice_kernel[groups * new, num_sequences](
+            sums, tile_maximum, tile_total, *where, selected_blocks, places, columns, block_lines, num_tiles, num_rows,
+            **sizes, **block_sizes, **choice_sizes, INDEXED=index is not None, num_warps=choice_warps,
+            **dependent_launch(q.device),
+        )  # fmt: skip
     k_win, v_win, ring = cache.k_slc, cache.v_slc, 0
     if window and cache.k_win is not None and cache.v_win is not None:
         k_win, v_win, ring = cache.k_win, cache.v_win, cache.k_win.shape[2]
+    o = torch.empty(num_sequences, new, heads, value_dim, dtype=q.dtype, device=q.device)
+    gate_strides = (0, 0, 0, 0) if gates is None else gates.stride()
     decode_attend_kernel[chosen_parts + window_parts, groups * new, num_sequences](
         q, cache.k_slc, cache.v_slc, k_win, v_win, *rotary, batch.rows, *where, selected_blocks, places, *parts,
+        o if gates is None else gates, o, arrivals,
         *q.stride()[:3], *(stride for x in (cache.k_slc, cache.v_slc, k_win, v_win) for stride in x.stride()[:3]),
-        columns, num_parts, cmp_parts, chosen_parts, g.window_size, scale * LOG2_E,
-        **sizes, **widths, SELECTION=g.selection_block_size, NUM_SELECTED=g.num_selected_blocks, PAGE_ROWS=page_size,
+        *gate_strides, columns, num_parts, cmp_parts, chosen_parts, g.window_size, scale * LOG2_E,
+        **sizes, **widths, **block_sizes, NUM_SELECTED=g.num_selected_blocks, PAGE_ROWS=page_size,
         RING=ring, KEYS=head_tile.BLOCK_N, UNIT_TILES=tiles.DECODE_UNIT // head_tile.BLOCK_N, UNITS=units,
         WINDOW_STAGES=head_tile.stages if ring else _stages_of_pages(head_tile.stages), **_options(q, head_tile),
-    )  # fmt: skip
-    o = q.new_empty(num_sequences, new, heads, value_dim)
-    gate_strides = (0, 0, 0, 0) if gates is None else gates.stride()
-    decode_combine_kernel[cdiv(heads, _COMBINED_HEADS), new, num_sequences](
-        *parts, o if gates is None else gates, o, batch.lengths, batch.num_new, *gate_strides,
-        num_parts, cmp_parts, cmp_parts + chosen_parts, g.window_size,
-        NEW=new, HEADS=heads, V=value_dim, V_PAD=next_power_of_2(value_dim), DENSE=False, GATED=gates is not None,
-        WINDOW=window, **block_sizes, NUM_SELECTED=g.num_selected_blocks, BLOCKS=blocks, UNIT_TILES=unit_tiles,
-        **_units(), COMPRESSED_UNITS=cmp_units, UNITS=units, COMPRESSED_AT_ONCE=_at_once(cmp_parts, cmp_units),
-        CHOSEN_AT_ONCE=_at_once(chosen_parts, units), WINDOW_AT_ONCE=_at_once(window_parts, units),
-        MORE_COMPRESSED=_more_parts(cmp_parts, cmp_units), MORE_CHOSEN=_more_parts(chosen_parts, units),
-        MORE_WINDOW=_more_parts(window_parts, units),
-        ROWS=_COMBINED_HEADS, num_warps=4, **dependent_launch(q.device),
+        CHOSEN=True, GATED=gates is not None, WINDOW=window, BLOCKS=blocks, COMPRESSED_UNIT_TILES=unit_tiles,
+        COMPRESSED_UNITS=cmp_units, **_sums(q_per_kv, value_dim, head_tile),
+        COMPRESSED_AT_ONCE=_at_once(cmp_parts, cmp_units), CHOSEN_AT_ONCE=_at_once(chosen_parts, units),
+        WINDOW_AT_ONCE=_at_once(window_parts, units), MORE_COMPRESSED=_more_parts(cmp_parts, cmp_units),
+        MORE_CHOSEN=_more_parts(chosen_parts, units), MORE_WINDOW=_more_parts(window_parts, units),
     )  # fmt: skip
     return o
 
@@ -193,7 +211,14 @@ def decode_dense_attention(
         NEW=new, GROUPS=groups, Q_PER_KV=q_per_kv, **_widths(dim, value_dim), PAGE_ROWS=page_size,
         KEYS=tile.BLOCK_N, UNIT_KEYS=tiles.DECODE_UNIT, UNITS=units, **_options(q, tile),
     )  # fmt: skip
-    return _combine_one_branch(parts, q, batch, value_dim, num_parts, units, None)
+    o = torch.empty(num_sequences, new, heads, value_dim, dtype=q.dtype, device=q.device)
+    decode_combine_kernel[cdiv(heads, _COMBINED_HEADS), new, num_sequences](
+        *parts, o, batch.lengths, batch.num_new, num_parts,
+        NEW=new, HEADS=heads, V=value_dim, V_PAD=next_power_of_2(value_dim), UNIT_KEYS=tiles.DECODE_UNIT,
+        GROUP_UNITS=tiles.DECODE_GROUP, UNITS=units, AT_ONCE=_at_once(num_parts, units),
+        MORE=_more_parts(num_parts, units), ROWS=_COMBINED_HEADS, num_warps=4, **dependent_launch(q.device),
+    )  # fmt: skip
+    return o
 
 
 def _decode_window(
@@ -202,7 +227,8 @@ def _decode_window(
     """The window's part of `decode_attend_kernel` alone, over the pages of a dense cache."""
     num_sequences, new, heads, dim = q.shape
     groups, page_size, value_dim = *cache.k.shape[1:3], cache.v.shape[3]
-    tile = dispatch.decode_tile(q, cache.v, heads // groups, "attend")
+    q_per_kv = heads // groups
+    tile = dispatch.decode_tile(q, cache.v, q_per_kv, "attend")
     most_units = cdiv(min(window_size, batch.block_table.shape[1] * page_size), tiles.DECODE_UNIT)
     units = dispatch.decode_units_of_part(num_sequences * groups * new, most_units, q.device)
     num_parts = cdiv(most_units, units)
@@ -210,37 +236,19 @@ def _decode_window(
     strides = (*cache.k.stride()[:3], *cache.v.stride()[:3])
     # Nothing is chosen: the table stands in for the choice, which no program reads.
     table = batch.block_table
+    o = torch.empty(num_sequences, new, heads, value_dim, dtype=q.dtype, device=q.device)
     decode_attend_kernel[num_parts, groups * new, num_sequences](
         q, cache.k, cache.v, cache.k, cache.v, *rotary, batch.rows, batch.lengths, batch.num_new, table, table, table,
-        *parts, *q.stride()[:3], *strides, *strides, table.stride(0), num_parts, 0, 0, window_size, scale * LOG2_E,
-        NEW=new, GROUPS=groups, Q_PER_KV=heads // groups, **_widths(dim, value_dim), SELECTION=page_size,
+        *parts, o, o, _arrivals(batch, num_sequences * new * groups), *q.stride()[:3], *strides, *strides, 0, 0, 0, 0,
+        table.stride(0), num_parts, 0, 0, window_size, scale * LOG2_E,
+        NEW=new, GROUPS=groups, Q_PER_KV=q_per_kv, **_widths(dim, value_dim), SELECTION=page_size,
         NUM_SELECTED=1, PAGE_ROWS=page_size, RING=0, KEYS=tile.BLOCK_N,
         UNIT_TILES=tiles.DECODE_UNIT // tile.BLOCK_N, UNITS=units,
         WINDOW_STAGES=_stages_of_pages(tile.stages), **_options(q, tile),
-    )  # fmt: skip
-    return _combine_one_branch(parts, q, batch, value_dim, num_parts, units, window_size)
-
-
-def _combine_one_branch(
-    parts: tuple[Tensor, Tensor, Tensor],
-    q: Tensor,
-    batch: DecodeBatch,
-    value_dim: int,
-    num_parts: int,
-    units: int,
-    window_size: int | None,
-) -> Tensor:
-    """o from the parts of dense attention, or of a window alone."""
-    num_sequences, new, heads, _ = q.shape
-    o = q.new_empty(num_sequences, new, heads, value_dim)
-    decode_combine_kernel[cdiv(heads, _COMBINED_HEADS), new, num_sequences](
-        *parts, o, o, batch.lengths, batch.num_new, 0, 0, 0, 0, num_parts, 0, 0, window_size or 0,
-        NEW=new, HEADS=heads, V=value_dim, V_PAD=next_power_of_2(value_dim), DENSE=True, GATED=False,
-        WINDOW=window_size is not None,
-        COMPRESSION=1, STRIDE=1, SELECTION=1, NUM_SELECTED=1, BLOCKS=1, UNIT_TILES=1, **_units(),
-        COMPRESSED_UNITS=1, UNITS=units, COMPRESSED_AT_ONCE=1, CHOSEN_AT_ONCE=_at_once(num_parts, units),
-        WINDOW_AT_ONCE=1, MORE_COMPRESSED=False, MORE_CHOSEN=_more_parts(num_parts, units), MORE_WINDOW=False,
-        ROWS=_COMBINED_HEADS, num_warps=4, **dependent_launch(q.device),
+        CHOSEN=False, GATED=False, WINDOW=True, COMPRESSION=1, STRIDE=1, BLOCKS=1, COMPRESSED_UNIT_TILES=1,
+        COMPRESSED_UNITS=1, **_sums(q_per_kv, value_dim, tile), COMPRESSED_AT_ONCE=1, CHOSEN_AT_ONCE=1,
+        WINDOW_AT_ONCE=_at_once(num_parts, units), MORE_COMPRESSED=False, MORE_CHOSEN=False,
+        MORE_WINDOW=_more_parts(num_parts, units),
     )  # fmt: skip
     return o
 
@@ -258,8 +266,20 @@ def _stages_of_pages(stages: int) -> int:
     return 2 * stages
 
 
-def _units() -> dict[str, int]:
-    return {"UNIT_KEYS": tiles.DECODE_UNIT, "GROUP_UNITS": tiles.DECODE_GROUP}
+def _arrivals(batch: DecodeBatch, count: int) -> Tensor:
+    """So many counters, all 0: those of the batch, or new ones where it has none."""
+    if batch.arrivals is None:
+        return torch.zeros(count, dtype=torch.int32, device=batch.lengths.device)
+    if batch.arrivals.shape[0] < count:
+        raise ValueError(f"arrivals must have at least B*T*G = {count} counters, got {batch.arrivals.shape[0]}")
+    return batch.arrivals
+
+
+def _sums(q_per_kv: int, value_dim: int, tile: Tile) -> dict[str, int]:
+    """How the last program of attend combines."""
+    columns = next_power_of_2(value_dim)
+    heads = max(1, min(next_power_of_2(q_per_kv), _COMBINED_NUMBERS * 32 * tile.warps // columns))
+    return {"GROUP_UNITS": tiles.DECODE_GROUP, "HEADS_AT_ONCE": heads, "V_PAD": columns}
 
 
 def _at_once(parts: int, units: int) -> int:

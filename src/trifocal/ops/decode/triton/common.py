@@ -19,11 +19,57 @@ import triton.language as tl
 
 from trifocal.ops.triton.common import LOWEST, store_tile
 
+# A dense row has at most so many units; in longer pasts they are longer. Their length depends on the row's past alone.
+MOST_UNITS = tl.constexpr(64)
+
+
+@triton.jit
+def count_compressed(num_keys, COMPRESSION: tl.constexpr, STRIDE: tl.constexpr):
+    """Compressed blocks of a sequence."""
+    return tl.where(num_keys >= COMPRESSION, (num_keys - COMPRESSION) // STRIDE + 1, 0)
+
+
+@triton.jit
+def count_tiles(
+    num_keys, COMPRESSION: tl.constexpr, STRIDE: tl.constexpr, SELECTION: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """Tiles of BLOCKS selection blocks that hold all those in which a compressed block of the sequence starts."""
+    return tl.cdiv(tl.cdiv(count_compressed(num_keys, COMPRESSION, STRIDE), SELECTION // STRIDE), BLOCKS)
+
+
+@triton.jit
+def count_chosen(position, SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr):
+    """Keys of all blocks that a token chooses."""
+    return tl.minimum(position // SELECTION + 1, NUM_SELECTED) * SELECTION
+
+
+@triton.jit
+def count_window(position, window_size):
+    """Keys of a token's window."""
+    return tl.minimum(window_size, position + 1)
+
+
+@triton.jit
+def dense_unit(num_keys, UNIT_KEYS: tl.constexpr):
+    """Keys of a unit of dense attention: UNIT_KEYS, and twice as many until MOST_UNITS of them are enough."""
+    unit = UNIT_KEYS + num_keys * 0
+    while unit * MOST_UNITS < num_keys:
+        unit *= 2
+    return unit
+
 
 @triton.jit
 def power_of_2(exponent):
     """2**exponent for whole numbers up to 0; 0 below -126."""
     return ((tl.maximum(exponent, -127.0) + 127.0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sum_of_pairs(x, LEVELS: tl.constexpr):
+    """x [ROWS, 2**LEVELS] summed over its last dimension, neighbours first: any layout gives the same bits."""
+    for _ in tl.static_range(LEVELS):
+        x = tl.sum(tl.reshape(x, x.shape[0], x.shape[1] // 2, 2), 2)
+    return tl.reshape(x, x.shape[0])
 
 
 @triton.jit
@@ -59,6 +105,12 @@ def load_once(base, offsets, keep, FIRST: tl.constexpr, PART: tl.constexpr, SIZE
     if FIRST + PART > SIZE:
         mask = mask & (column < SIZE)[None, :]
     return tl.load(base + offsets[:, None] + column[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def load_result(pointers, mask, other):
+    """Load what other programs may have written in this launch: past the L1 cache."""
+    return tl.load(pointers, mask=mask, other=other, cache_modifier=".cg")
 
 
 @triton.jit
@@ -168,3 +220,19 @@ def store_part(
     store_tile(part_o, place * V, keep, o_1, 0, V_1, V)
     if V_2 > 0:
         store_tile(part_o, place * V, keep, o_2, V_1, V_2, V)
+
+
+@triton.jit
+def is_last(arrivals, programs):
+    """Whether this is the last of so many programs to arrive here: it sees what all of them wrote before.
+
+    It reads their results with `load_result`. `arrivals` is a counter of theirs alone, 0 before and after.
+    """
+    # The thread that counts also answers for the writes of the program's other threads.
+    tl.debug_barrier()
+    last = programs == 1
+    if programs > 1:
+        last = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == programs - 1
+        if last:
+            tl.store(arrivals, 0)
+    return last

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from trifocal.ops import devices
 from trifocal.ops.decode.int8 import Int8Weight, Weight
+from trifocal.ops.decode.triton.common import sum_of_pairs
 from trifocal.ops.tiles import cdiv, next_power_of_2
 from trifocal.ops.triton.common import add_product, nothing_lost, unit_stride
 from trifocal.ops.triton.dependent_launch import dependent_launch, release_next, wait_for_inputs
@@ -131,14 +132,6 @@ def sum_of_warps(x):
         even, odd = tl.split(tl.reshape(parts, COLUMNS, ROWS, SPLIT // 8, 2))
         parts = even + odd
     return tl.reshape(parts, COLUMNS, ROWS)
-
-
-@triton.jit
-def sum_of_pairs(x, LEVELS: tl.constexpr):
-    """x [ROWS, 2**LEVELS] summed over its last dimension, neighbours first: any layout gives the same bits."""
-    for _ in tl.static_range(LEVELS):
-        x = tl.sum(tl.reshape(x, x.shape[0], x.shape[1] // 2, 2), 2)
-    return tl.reshape(x, x.shape[0])
 
 
 @Kernel

@@ -1,4 +1,4 @@
-"""Shared by the Hopper versions of `interval.forward` and `interval.d_q`: row and key tiles, barriers, the loader."""
+"""Parts of the Hopper version of `interval.forward`: row and key tiles, barriers, the loader."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -69,9 +69,9 @@ def load_tiles(
     descriptors, buffers, barriers, masks, counts,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr, SHARE: gl.constexpr, BACKWARD: gl.constexpr,
+    STAGES: gl.constexpr, SHARE: gl.constexpr,
 ):
-    """The loader: k of the first tile, q and, in backward, d_o, then v and k by turns."""
+    """The loader: k of the first tile, q, then v and k by turns."""
     q_sources, k_sources, v_source = descriptors[0], descriptors[1], descriptors[2]
     q_tiles, k_tiles, v_tiles = buffers[0], buffers[1], buffers[2]
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
@@ -98,14 +98,8 @@ def load_tiles(
                     query = first_query + part * QUERIES
                     ready = q_ready.index(part)
                     mbarrier.wait(q_free.index(part), (visit & 1) ^ 1)
-                    if BACKWARD:
-                        mbarrier.expect(ready, Q_BYTES + descriptors[3].block_type.nbytes)
-                    else:
-                        mbarrier.expect(ready, Q_BYTES)
+                    mbarrier.expect(ready, Q_BYTES)
                     copy_tile(q_sources, batch, query, group * Q_PER_KV, ready, q_tiles, part, D_1, D_2)
-                    if BACKWARD:
-                        tma.async_copy_global_to_shared(
-                            descriptors[3], [batch, query, group * Q_PER_KV, 0], ready, buffers[3].index(part))
             mbarrier.wait(v_free.index(stage), free)
             mbarrier.expect(v_ready.index(stage), v_source.block_type.nbytes)
             tma.async_copy_global_to_shared(
@@ -116,16 +110,12 @@ def load_tiles(
 
 @gluon.jit
 def store_rows(
-    target, values, rows_left, GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, SIZE: gl.constexpr, COLUMNS: gl.constexpr,
-    ADD: gl.constexpr, LAYOUT: gl.constexpr,
+    target, values, rows_left, GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr,
 ):
-    """Store COLUMNS of the rows of a part of a tile, as many as are left; with ADD, added to the old values."""
+    """Store the rows of a part of a tile, as many as are left."""
     row = gl.arange(0, PART_ROWS, gl.SliceLayout(1, LAYOUT))
     place = ((row // Q_PER_KV) * (GROUPS * Q_PER_KV) + row % Q_PER_KV) * SIZE
-    pointers = target + place[:, None] + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
-    keep = (row < rows_left)[:, None]
-    if ADD:
-        values += gl.load(pointers, mask=keep, other=0.0).to(gl.float32)
-    gl.store(pointers, values.to(target.dtype.element_ty), mask=keep)
+    pointers = target + place[:, None] + gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT))[None, :]
+    gl.store(pointers, values.to(target.dtype.element_ty), mask=(row < rows_left)[:, None])
 
 # fmt: on

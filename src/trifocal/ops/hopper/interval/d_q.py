@@ -1,212 +1,190 @@
-"""Hopper version of `triton.interval.d_q`, in Gluon; see `forward` for how programs are divided.
+"""d_q on Hopper, of the compressed branch, the window or both: products of keys and the d_scores that `dkdv` stored.
 
-Each half of the warps holds 64 rows of q, d_o and d_q, and both loop over the key tiles of their range,
-which the loader brings. From memory, per tile of rows: q and d_o once, k and v of the range, d_q out, and in when it
-is added to.
+A program holds d_q of a tile of rows and loops over tiles of 64 keys, both read by the copy engine. From memory, per
+program: the d_scores of its rows, keys of the ranges, d_q out, and in when it is added to. The d_scores are most of it.
 """
 
-from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from typing import NamedTuple
 
-from trifocal.ops import devices
-from trifocal.ops.hopper.common import (
-    PART_ROWS,
-    allocate_tiles,
-    multiply,
-    part_descriptors,
-    split_heads,
-    tile_descriptor,
-)
-from trifocal.ops.hopper.interval.common import first_key_of, load_tiles, make_barriers, place_tile, store_rows
-from trifocal.ops.tiles import cdiv, split_width
-from trifocal.ops.triton.common import LOG2_E_KERNEL
-from trifocal.ops.triton.interval.common import IntervalProblem, visible_keys
-from trifocal.ops.triton.launch import Kernel
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trifocal.ops.hopper.common import split_heads
+from trifocal.ops.hopper.interval.dkdv import StoredScores
+from trifocal.ops.tiles import Tile, cdiv, split_width
+from trifocal.ops.triton.common import load_tile, store_tile
+from trifocal.ops.triton.interval.common import Branch, full_tiles, key_sources, load_keys, visible_keys
+from trifocal.ops.triton.launch import Kernel, describe_tiles
 
 # fmt: off
 
-@gluon.jit
-def add_keys(
-    d_q, d_q_2, d_scores, k_tiles, place, KEYS: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr,
-    OUTPUT: gl.constexpr, OUTPUT_2: gl.constexpr,
+@triton.jit
+def _add_tiles(
+    d_q_1, d_q_2, d_scores, k_source_1, k_source_2, batch, group, first_plane, first_row, query_shift, key_origin,
+    row_begin, row_end, count, split, jump,
+    Q_PER_KV: tl.constexpr, COMPRESSED: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
 ):
-    """Add a tile's d_scores times keys to d_q, and wait for it."""
-    operand = gl.convert_layout(d_scores, gl.DotOperandLayout(0, OUTPUT, 2))
-    d_q = warpgroup_mma(operand, k_tiles[0].index(place).reshape([KEYS, D_1]), d_q, is_async=True)
-    if D_2 > 0:
-        operand_2 = gl.convert_layout(d_scores, gl.DotOperandLayout(0, OUTPUT_2, 2))
-        d_q_2 = warpgroup_mma(operand_2, k_tiles[1].index(place).reshape([KEYS, D_2]), d_q_2, is_async=True)
-        d_q, d_q_2 = warpgroup_mma_wait(0, [d_q, d_q_2])
-    else:
-        d_q = warpgroup_mma_wait(0, [d_q])
-    return d_q, d_q_2
-
-
-@gluon.jit
-def gather_rows(
-    d_q, d_q_2, q_tiles, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free, v_ready,
-    v_free, count, begin, tiles, first_full, last_full, row_begin, row_end, start, stop, score_scale,
-    PART: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
-    OUTPUT_2: gl.constexpr,
-):
-    """Add the shares of key tiles number start to stop to d_q."""
-    for number in range(start, stop):
-        stage = count % STAGES
-        phase = count // STAGES & 1
-        zeros = gl.zeros([PART_ROWS, KEYS], gl.float32, SCORES)
-        mbarrier.wait(k_ready.index(stage), phase)
-        scores = multiply(q_tiles, PART, k_tiles, stage, zeros, PART_ROWS, KEYS, D_1, D_2)
-        mbarrier.wait(v_ready.index(stage), phase)
-        v_tile = v_tiles.index(stage).reshape([KEYS, V])
-        d_p = warpgroup_mma(d_o_tile, v_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(1, [scores])
-        p = gl.exp2(scores * score_scale - row_lse[:, None])
-        if GATED:
-            p = p * row_gate[:, None]
-        d_p = warpgroup_mma_wait(0, [d_p])
-        mbarrier.arrive(v_free.index(stage), count=1)
-        d_scores = p * (d_p - row_delta[:, None])
+    """Add the shares of `count` key tiles to d_q; tiles from number `split` on lie `jump` tiles further."""
+    for number in tl.range(0, count):
+        first_key = key_origin + (number + tl.where(number >= split, jump, 0)) * KEYS
+        row = first_row
+        if not COMPRESSED:
+            # A plane of the window begins with the query at the place of its first key.
+            row = first_row - (first_key - query_shift) * Q_PER_KV
+        tile = d_scores.load([first_plane + first_key // KEYS, row, 0]).reshape([ROWS, KEYS])
         if MASKED:
-            first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
-            key = first_key + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
+            # What nobody sees was not stored.
+            key = first_key + tl.arange(0, KEYS)
             visible = (key[None, :] >= row_begin[:, None]) & (key[None, :] < row_end[:, None])
-            d_scores = gl.where(visible, d_scores, 0.0)
-        d_q, d_q_2 = add_keys(d_q, d_q_2, d_scores.to(v_tiles.dtype), k_tiles, stage, KEYS, D_1, D_2, OUTPUT, OUTPUT_2)
-        mbarrier.arrive(k_free.index(stage), count=1)
-        count += 1
-    return d_q, d_q_2, count
+            tile = tl.where(visible, tile, 0.0)
+        k_1 = load_keys(k_source_1, batch, group, first_key, 0, 0, 0, D_1, D, KEYS, False, False, True)
+        d_q_1 = tl.dot(tile, k_1, d_q_1, input_precision="ieee")
+        if D_2 > 0:
+            k_2 = load_keys(k_source_2, batch, group, first_key, 0, 0, D_1, D_2, D, KEYS, False, False, True)
+            d_q_2 = tl.dot(tile, k_2, d_q_2, input_precision="ieee")
+    return d_q_1, d_q_2
 
 
-@gluon.jit
-def sum_rows(
-    PART: gl.constexpr, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts,
-    scale, score_scale,
-    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
-    PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr,
-    ADD: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+@triton.jit
+def _add_branch(
+    d_q_1, d_q_2, d_scores, k_source_1, k_source_2, batch, group, first_row, num_queries, num_keys, query_shift,
+    first_query, planes_of_group, first_plane, window_size, ids, positions,
+    Q_PER_KV: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
+    COMPRESSED: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):
-    """d_q of one half of each tile of rows."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_1, 16])
-    OUTPUT_2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_2 if D_2 > 0 else D_1, 16])
-    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    QUERIES: gl.constexpr = PART_ROWS // Q_PER_KV
-    q_tiles, k_tiles, v_tiles, d_o_tiles = buffers
-    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
-    query_shift, window_size, ids, positions, first_blocks = masks
-    slots, row_tiles, batch_groups, num_queries = counts
-    gate_batch_stride, gate_time_stride, gate_head_stride = gate_strides
-    count = 0
-    visit = 0
-    for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
-        batch, group, tile_query, begin, tiles, first_full, last_full = place_tile(
-            slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
-            GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS)
-        masked = tiles - (last_full - first_full)
-        first_query = tile_query + PART * QUERIES
-        row = gl.arange(0, PART_ROWS, ROW)
-        row_query = gl.minimum(first_query + row // Q_PER_KV, num_queries - 1)
-        head = group * Q_PER_KV + row % Q_PER_KV
-        row_begin, row_end = visible_keys(
-            row_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
-        place = (batch * num_queries + row_query).to(gl.int64) * (GROUPS * Q_PER_KV) + head
-        row_lse = gl.load(lse + place)
-        row_lse = gl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E_KERNEL)
-        row_delta = gl.load(delta + place)
-        row_gate = row_delta
-        if GATED:
-            gate_place = batch.to(gl.int64) * gate_batch_stride + row_query.to(gl.int64) * gate_time_stride
-            row_gate = gl.load(gate + gate_place + head * gate_head_stride).to(gl.float32)
-        d_q = gl.zeros([PART_ROWS, D_1], gl.float32, OUTPUT)
-        d_q_2 = d_q
-        if D_2 > 0:
-            d_q_2 = gl.zeros([PART_ROWS, D_2], gl.float32, OUTPUT_2)
-        d_o_tile = d_o_tiles.index(PART).reshape([PART_ROWS, V])
-        mbarrier.wait(q_ready.index(PART), visit & 1)
-        d_q, d_q_2, count = gather_rows(
-            d_q, d_q_2, q_tiles, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free,
-            v_ready, v_free, count, begin, tiles, first_full, last_full, row_begin, row_end, 0, masked, score_scale,
-            PART, D_1, D_2, V, GATED, KEYS, STAGES, True, SCORES, OUTPUT, OUTPUT_2)
-        d_q, d_q_2, count = gather_rows(
-            d_q, d_q_2, q_tiles, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free,
-            v_ready, v_free, count, begin, tiles, first_full, last_full, row_begin, row_end, masked, tiles, score_scale,
-            PART, D_1, D_2, V, GATED, KEYS, STAGES, False, SCORES, OUTPUT, OUTPUT_2)
-        mbarrier.arrive(q_free.index(PART), count=1)
-        D: gl.constexpr = D_1 + D_2
-        target = d_q_target + ((batch.to(gl.int64) * num_queries + first_query) * GROUPS + group) * Q_PER_KV * D
-        rows_left = (num_queries - first_query) * Q_PER_KV
-        store_rows(target, d_q * scale, rows_left, GROUPS, Q_PER_KV, D, D_1, ADD, OUTPUT)
-        if D_2 > 0:
-            store_rows(target + D_1, d_q_2 * scale, rows_left, GROUPS, Q_PER_KV, D, D_2, ADD, OUTPUT_2)
-        visit += 1
+    """Add one branch's share to d_q of a tile of rows: first the tiles of keys that need no mask, then the others.
+
+    Of the window without documents, only one with a key behind the last does: its planes have zeros where a key is not
+    seen, since they end where their last key's window ends, and the copy engine has zeros behind.
+    """
+    query = tl.minimum((first_row + tl.arange(0, ROWS)) // Q_PER_KV, num_queries - 1)
+    last_query = tl.minimum((first_row + ROWS - 1) // Q_PER_KV, num_queries - 1)
+    row_begin, row_end = visible_keys(
+        query, query_shift, window_size, ids, positions, None, COMPRESSED, BLOCK, STRIDE, PACKED)
+    begin, full_end = visible_keys(
+        first_row // Q_PER_KV, query_shift, window_size, ids, positions, None, COMPRESSED, BLOCK, STRIDE, PACKED)
+    full_begin, end = visible_keys(
+        last_query, query_shift, window_size, ids, positions, None, COMPRESSED, BLOCK, STRIDE, PACKED)
+    key_origin = begin // KEYS * KEYS
+    tiles, first_full, last_full = full_tiles(key_origin, end, full_begin, full_end, KEYS)
+    if not COMPRESSED and not PACKED:
+        first_full = 0
+        last_full = tl.minimum(tiles, (num_keys - key_origin) // KEYS)
+    full = last_full - first_full
+    stored_row = first_row - first_query * Q_PER_KV if COMPRESSED else first_row
+    plane = tl.program_id(1) * planes_of_group + first_plane
+    d_q_1, d_q_2 = _add_tiles(
+        d_q_1, d_q_2, d_scores, k_source_1, k_source_2, batch, group, plane, stored_row, query_shift, key_origin,
+        row_begin, row_end, full, 0, first_full, Q_PER_KV, COMPRESSED, D, D_1, D_2, ROWS, KEYS, False)
+    d_q_1, d_q_2 = _add_tiles(
+        d_q_1, d_q_2, d_scores, k_source_1, k_source_2, batch, group, plane, stored_row, query_shift, key_origin,
+        row_begin, row_end, tiles - full, first_full, full, Q_PER_KV, COMPRESSED, D, D_1, D_2, ROWS, KEYS, True)
+    return d_q_1, d_q_2
 
 
 @Kernel
-@gluon.jit(do_not_specialize=[
-    "num_queries", "query_shift", "window_size", "slots", "row_tiles",
-    "gate_batch_stride", "gate_time_stride", "gate_head_stride",
+@triton.jit(do_not_specialize=[
+    "num_queries", "cmp_num_keys", "cmp_query_shift", "cmp_first_query", "cmp_planes_of_group", "cmp_first_plane",
+    "win_num_keys", "win_query_shift", "win_first_query", "win_planes_of_group", "win_first_plane", "window_size",
 ])
 def interval_d_q_hopper_kernel(
-    q_source, q_source_2, k_source, k_source_2, v_source, d_o_source,
-    lse, delta, gate, d_q_target, ids, positions, first_blocks, gate_batch_stride, gate_time_stride, gate_head_stride,
-    slots, row_tiles, batch_groups, num_queries, query_shift, window_size, scale, score_scale,
-    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
-    COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
-    GATED: gl.constexpr, ADD: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, SHARE: gl.constexpr,
+    cmp_scores, cmp_k_1, cmp_k_2, cmp_num_keys, cmp_query_shift, cmp_first_query, cmp_planes_of_group, cmp_first_plane,
+    win_scores, win_k_1, win_k_2, win_num_keys, win_query_shift, win_first_query, win_planes_of_group, win_first_plane,
+    window_size, ids, positions, d_q, num_queries, scale,
+    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, SHARES: tl.constexpr,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
+    PACKED: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):
-    """d_q of every tile of rows that falls to this program; with ADD, added to the old values of d_q."""
-    q_tiles = allocate_tiles(q_source, q_source_2, 2, D_2)
-    d_o_tiles = gl.allocate_shared_memory(
-        d_o_source.dtype, [2] + d_o_source.block_type.shape, d_o_source.layout)
-    k_tiles = allocate_tiles(k_source, k_source_2, STAGES, D_2)
-    v_tiles = gl.allocate_shared_memory(v_source.dtype, [STAGES] + v_source.block_type.shape, v_source.layout)
-    descriptors = ((q_source, q_source_2), (k_source, k_source_2), v_source, d_o_source)
-    buffers = (q_tiles, k_tiles, v_tiles, d_o_tiles)
-    barriers = make_barriers(STAGES)
-    masks = (query_shift, window_size, ids, positions, first_blocks)
-    counts = (slots, row_tiles, batch_groups, num_queries)
-    gate_strides = (gate_batch_stride, gate_time_stride, gate_head_stride)
-    gl.warp_specialize([
-        (sum_rows, (0, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts,
-                    scale, score_scale,
-                    GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, STAGES)),
-        (sum_rows, (1, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts,
-                    scale, score_scale,
-                    GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, STAGES)),
-        (load_tiles, (descriptors, buffers, barriers, masks, counts,
-                      GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, STAGES,
-                      SHARE, True)),
-    ], [4, 1], [240, 24])
+    """d_q of one tile of rows, those with the longest past first; with ADD, added to the old values of d_q.
+
+    Of the branch that is left out, d_scores are None.
+    """
+    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    batch = tl.program_id(1) // (GROUPS * SHARES)
+    share = tl.program_id(1) % (GROUPS * SHARES)
+    d_q_1 = tl.zeros([ROWS, D_1], tl.float32)
+    d_q_2 = d_q_1
+    if D_2 > 0:
+        d_q_2 = tl.zeros([ROWS, D_2], tl.float32)
+    if cmp_scores is not None:
+        d_q_1, d_q_2 = _add_branch(
+            d_q_1, d_q_2, cmp_scores, cmp_k_1, cmp_k_2, batch, share // SHARES, first_row, num_queries,
+            cmp_num_keys, cmp_query_shift, cmp_first_query, cmp_planes_of_group, cmp_first_plane, 0, None, None,
+            Q_PER_KV, D, D_1, D_2, True, BLOCK, STRIDE, False, ROWS, KEYS)
+    if win_scores is not None:
+        d_q_1, d_q_2 = _add_branch(
+            d_q_1, d_q_2, win_scores, win_k_1, win_k_2, batch, share // SHARES, first_row, num_queries,
+            win_num_keys, win_query_shift, win_first_query, win_planes_of_group, win_first_plane,
+            window_size, ids, positions,
+            Q_PER_KV, D, D_1, D_2, False, BLOCK, STRIDE, PACKED, ROWS, KEYS)
+    HEADS: tl.constexpr = GROUPS * SHARES * Q_PER_KV
+    in_tile = tl.arange(0, ROWS)
+    keep = first_row + in_tile < num_queries * Q_PER_KV
+    d_q += ((batch.to(tl.int64) * num_queries + first_row // Q_PER_KV) * HEADS + share * Q_PER_KV) * D
+    place = ((in_tile // Q_PER_KV) * HEADS + in_tile % Q_PER_KV) * D
+    d_q_1 *= scale
+    if ADD:
+        d_q_1 += load_tile(d_q, place, keep, 0, D_1, D, True).to(tl.float32)
+    store_tile(d_q, place, keep, d_q_1, 0, D_1, D)
+    if D_2 > 0:
+        d_q_2 *= scale
+        if ADD:
+            d_q_2 += load_tile(d_q, place, keep, D_1, D_2, D, True).to(tl.float32)
+        store_tile(d_q, place, keep, d_q_2, D_1, D_2, D)
 
 # fmt: on
 
 
-def launch_d_q(problem: IntervalProblem, d_q: Tensor | None, keys: int) -> Tensor:
-    """Hopper version of `triton.interval.d_q.launch_d_q`."""
-    d_o, q, k, v, lse, delta, gate, scale, branch = problem
-    batch, num_queries = q.shape[:2]
-    width, value_dim = split_width(q.shape[3]), v.shape[3]
-    q_per_kv, share = split_heads(problem.q_per_kv)
-    num_groups = k.shape[2] * share
-    queries = PART_ROWS.value // q_per_kv
-    row_tiles = cdiv(num_queries, 2 * queries)
-    slots = row_tiles * batch * num_groups
-    add = d_q is not None
-    if d_q is None:
-        d_q = q.new_empty(q.shape)
-    interval_d_q_hopper_kernel[(min(slots, devices.multiprocessors(q.device)),)](
-        *part_descriptors(q, queries, q_per_kv, width), *part_descriptors(k, keys, 1, width),
-        tile_descriptor(v, keys, 1, value_dim), tile_descriptor(d_o, queries, q_per_kv, value_dim), lse, delta, gate,
-        d_q, branch.ids, branch.positions, branch.first_blocks, *problem.gate_strides, slots, row_tiles,
-        batch * num_groups, num_queries, branch.query_shift, branch.window_size, scale, problem.score_scale, num_groups,
-        q_per_kv, width.part_1, width.part_2, value_dim, **problem.constants(), ADD=add, KEYS=keys, STAGES=2,
-        SHARE=share, num_warps=4, maxnreg=168,
+class Share(NamedTuple):
+    """One branch's share of the d_q of some queries.
+
+    Attributes:
+        k: Keys, [B, S, G, D]; key 0 is the first of plane `stored.first_plane`.
+        branch: What these queries see of them.
+        stored: The d_scores.
+        first_query: Of the compressed branch, the query of the first rows of `stored`, seen from query 0: 0 or less.
+    """
+
+    k: Tensor
+    branch: Branch
+    stored: StoredScores
+    first_query: int
+
+
+def launch_d_q(
+    d_q: Tensor, compressed: Share | None, window: Share | None, scale: float, tile: Tile, *, add: bool
+) -> None:
+    """Write d_q from the d_scores of `dkdv.launch_dkdv`.
+
+    Args:
+        d_q: Where it goes, [B, T, H, D], contiguous.
+        compressed, window: The shares of the branches, at least one.
+        scale: Factor on the scores.
+        tile: Rows and keys of a tile, warps, stages.
+        add: Whether it is added to the old values.
+    """
+    batch, num_queries, heads, dim = d_q.shape
+    share = compressed or window
+    assert share is not None
+    width, groups = split_width(dim), share.k.shape[2]
+    q_per_kv, shares = split_heads(heads // groups)
+    rows, keys = tile.BLOCK_M, tile.BLOCK_N
+    blocks, seen = (Branch() if x is None else x.branch for x in (compressed, window))
+
+    def arguments(share: Share | None) -> tuple[object, ...]:
+        if share is None:
+            return (None,) * 3 + (0,) * 5
+        planes, plane_rows, _, _ = share.stored.tensor.shape
+        shape, strides = (planes, plane_rows, keys), (plane_rows * keys, keys, 1)
+        source = describe_tiles(share.stored.tensor, shape, strides, (1, rows, keys))
+        numbers = (share.k.shape[1], share.branch.query_shift, share.first_query, *share.stored[1:])
+        return source, *key_sources(share.k, width, keys, True), *numbers
+
+    interval_d_q_hopper_kernel[cdiv(num_queries * q_per_kv, rows), batch * groups * shares](
+        *arguments(compressed), *arguments(window), seen.window_size, seen.ids, seen.positions, d_q, num_queries, scale,
+        groups, q_per_kv, shares, *width, BLOCK=blocks.block, STRIDE=blocks.stride,
+        PACKED=seen.is_packed, ADD=add, ROWS=rows, KEYS=keys, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return d_q

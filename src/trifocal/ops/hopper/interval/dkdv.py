@@ -6,8 +6,11 @@ group's heads. With keys as the rows of the scores, probabilities and d_scores s
 of the products that make d_v and d_k. A half passes over tiles that none of its keys are seen by.
 
 From memory, per program: k and v once, q and d_o of the rows that see them; lse, delta and gates of these rows, which a
-small kernel lays out for the copy engine; d_k and d_v out, or the sums of one of `parts` programs.
+small kernel lays out for the copy engine; d_k and d_v out, or the sums of one of `parts` programs; and d_scores, if
+`d_q` is to take them, through shared memory by the copy engine, beside the products that they enter.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -15,6 +18,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -103,10 +107,10 @@ def load_rows_of_keys(
 ):
     """The loader of d_k, d_v: keys and values once, then tiles of rows."""
     q_sources, k_sources, v_source, d_o_source, lse_source, delta_source, gate_source = descriptors
-    q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles = buffers
+    q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles, _d_scores_tiles = buffers
     keys_ready, q_ready, q_free, d_o_ready, d_o_free = barriers
     query_shift, window_size, query_begin, query_end = masks
-    parts, batches, num_queries, num_keys = counts
+    parts, batches, num_queries, num_keys, planes_of_group, first_plane = counts
     ROW_BYTES: gl.constexpr = ROWS * 4
     COLUMN_BYTES: gl.constexpr = (D_1 + D_2) * 2
     first_key, part, batch, group, row_origin, row_limit = place_keys(
@@ -154,15 +158,18 @@ def pass_rows(barriers, start, stop, STAGES: gl.constexpr):
 
 @gluon.jit
 def gather_keys(
-    d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, base, start, stop, last,
-    score_scale,
+    d_k, d_k_2, d_v, scores, d_scores_target, buffers, barriers, row_origin, key_begin, key_end, plane, plane_row,
+    base, start, stop, last, score_scale,
     HALF: gl.constexpr, Q_PER_KV: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
-    GATED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    GATED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, STORED: gl.constexpr,
     MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT_D: gl.constexpr, OUTPUT_D_2: gl.constexpr,
     OUTPUT_V: gl.constexpr,
 ):
-    """Add to d_k and d_v from tiles of rows, number start to stop of a share of heads that begins at `base`."""
-    q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles = buffers
+    """Add to d_k and d_v from tiles of rows, number start to stop of a share of heads that begins at `base`.
+
+    With STORED, d_scores go to `plane`, whose first row is number `plane_row`.
+    """
+    q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles, d_scores_tiles = buffers
     keys_ready, q_ready, q_free, d_o_ready, d_o_free = barriers
     ROW: gl.constexpr = gl.SliceLayout(0, SCORES)
     v_tile = v_tiles.index(HALF).reshape([PART_ROWS, V])
@@ -207,6 +214,14 @@ def gather_keys(
             d_scores_operand_2 = gl.convert_layout(d_scores, gl.DotOperandLayout(0, OUTPUT_D_2, 2))
             d_k_2 = warpgroup_mma(
                 d_scores_operand_2, q_tiles[1].index(stage).reshape([ROWS, D_2]), d_k_2, is_async=True)
+        if STORED:
+            # The tile before has left shared memory.
+            tma.store_wait(0)
+            d_scores_tile = d_scores_tiles.index(HALF)
+            d_scores_tile.reshape([ROWS, PART_ROWS]).permute((1, 0)).store(d_scores)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(
+                d_scores_target, [plane, row_origin + (number - base) * ROWS - plane_row, 0, 0], d_scores_tile)
         BEHIND_D_V: gl.constexpr = (1 if D_2 == 0 else 2) * (2 if AHEAD else 1)
         d_v = warpgroup_mma_wait(BEHIND_D_V, [d_v])
         mbarrier.arrive(d_o_free.index(stage), count=1)
@@ -233,20 +248,21 @@ def store_keys(target, values, left, STRIDE: gl.constexpr, COLUMNS: gl.constexpr
 
 @gluon.jit
 def sum_keys(
-    HALF: gl.constexpr, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
+    HALF: gl.constexpr, d_k_target, d_v_target, d_scores_target, buffers, barriers, masks, counts, scale, score_scale,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, SHARES: gl.constexpr, AHEAD: gl.constexpr,
+    STORED: gl.constexpr,
 ):
-    """d_k and d_v of one half of the program's keys."""
+    """d_k and d_v of one half of the program's keys; with STORED, its d_scores too."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     OUTPUT_D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_1, 16])
     OUTPUT_D_2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_2 if D_2 > 0 else D_1, 16])
     OUTPUT_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
-    q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles = buffers
+    q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles, d_scores_tiles = buffers
     keys_ready, q_ready, q_free, d_o_ready, d_o_free = barriers
     query_shift, window_size, query_begin, query_end = masks
-    parts, batches, num_queries, num_keys = counts
+    parts, batches, num_queries, num_keys, planes_of_group, first_plane = counts
     first_key, part, batch, group, row_origin, row_limit = place_keys(
         parts, batches, num_queries, num_keys, query_shift, window_size, query_begin, query_end,
         GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS, KEYS)
@@ -275,8 +291,10 @@ def sum_keys(
     d_v = gl.zeros([PART_ROWS, V], gl.float32, OUTPUT_V)
     mbarrier.wait(keys_ready, 0)
     scores = gl.zeros([PART_ROWS, ROWS], gl.float32, SCORES)
+    plane_row = 0 if COMPRESSED else (half_key - query_shift) * Q_PER_KV
     for share in range(SHARES):
         base = share * tiles
+        plane = (gl.program_id(1) * SHARES + share) * planes_of_group + first_plane + half_key // PART_ROWS
         pass_rows(barriers, base, base + first, STAGES)
         if AHEAD and first < last:
             stage = (base + first) % STAGES
@@ -285,17 +303,20 @@ def sum_keys(
             scores = multiply(k_tiles, HALF, q_tiles, stage, zeros, PART_ROWS, ROWS, D_1, D_2)
             scores = warpgroup_mma_wait(0, [scores])
         d_k, d_k_2, d_v, scores = gather_keys(
-            d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, base, first, first_full, last,
-            score_scale,
-            HALF, Q_PER_KV, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, True, SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
+            d_k, d_k_2, d_v, scores, d_scores_target, buffers, barriers, row_origin, key_begin, key_end, plane,
+            plane_row, base, first, first_full, last, score_scale,
+            HALF, Q_PER_KV, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, STORED, True,
+            SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
         d_k, d_k_2, d_v, scores = gather_keys(
-            d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, base, first_full, last_full,
-            last, score_scale,
-            HALF, Q_PER_KV, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, False, SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
+            d_k, d_k_2, d_v, scores, d_scores_target, buffers, barriers, row_origin, key_begin, key_end, plane,
+            plane_row, base, first_full, last_full, last, score_scale,
+            HALF, Q_PER_KV, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, STORED, False,
+            SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
         d_k, d_k_2, d_v, scores = gather_keys(
-            d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, base, last_full, last, last,
-            score_scale,
-            HALF, Q_PER_KV, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, True, SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
+            d_k, d_k_2, d_v, scores, d_scores_target, buffers, barriers, row_origin, key_begin, key_end, plane,
+            plane_row, base, last_full, last, last, score_scale,
+            HALF, Q_PER_KV, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, STORED, True,
+            SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
         pass_rows(barriers, base + last, base + tiles, STAGES)
     first_place = ((part * batches + batch).to(gl.int64) * num_keys + half_key) * GROUPS + group
     left = num_keys - half_key
@@ -304,18 +325,22 @@ def sum_keys(
     if D_2 > 0:
         store_keys(d_k_target + first_place * D + D_1, d_k_2 * scale, left, GROUPS * D, D_2, OUTPUT_D_2)
     store_keys(d_v_target + first_place * V, d_v, left, GROUPS * V, V, OUTPUT_V)
+    if STORED:
+        tma.store_wait(0)
 
 
 @Kernel
-@gluon.jit(do_not_specialize=["num_queries", "num_keys", "query_shift", "window_size", "batches", "parts"])
+@gluon.jit(do_not_specialize=[
+    "num_queries", "num_keys", "query_shift", "window_size", "batches", "parts", "planes_of_group", "first_plane",
+])
 def interval_dkdv_hopper_kernel(
     q_source, q_source_2, k_source, k_source_2, v_source, d_o_source, lse_source, delta_source, gate_source,
-    d_k_target, d_v_target, query_begin, query_end, batches, parts, num_queries, num_keys, query_shift, window_size,
-    scale, score_scale,
+    d_k_target, d_v_target, d_scores_target, query_begin, query_end, batches, parts, num_queries, num_keys,
+    query_shift, window_size, planes_of_group, first_plane, scale, score_scale,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
     GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    SHARES: gl.constexpr, AHEAD: gl.constexpr,
+    SHARES: gl.constexpr, AHEAD: gl.constexpr, STORED: gl.constexpr,
 ):
     """d_k and d_v of one tile of keys, or one part of its rows: into [parts, B, keys, G, D] and [.., V]."""
     k_tiles = allocate_tiles(k_source, k_source_2, 2, D_2)
@@ -326,6 +351,10 @@ def interval_dkdv_hopper_kernel(
     lse_tiles = gl.allocate_shared_memory(gl.float32, numbers, lse_source.layout)
     delta_tiles = gl.allocate_shared_memory(gl.float32, numbers, lse_source.layout)
     gate_tiles = gl.allocate_shared_memory(gl.float32, numbers, lse_source.layout)
+    d_scores_tiles = d_o_tiles
+    if STORED:
+        d_scores_tiles = gl.allocate_shared_memory(
+            d_scores_target.dtype, [2] + d_scores_target.block_type.shape, d_scores_target.layout)
     keys_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -339,17 +368,17 @@ def interval_dkdv_hopper_kernel(
         mbarrier.init(d_o_free.index(stage), count=2)
     descriptors = (
         (q_source, q_source_2), (k_source, k_source_2), v_source, d_o_source, lse_source, delta_source, gate_source)
-    buffers = (q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles)
+    buffers = (q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles, d_scores_tiles)
     barriers = (keys_ready, q_ready, q_free, d_o_ready, d_o_free)
     masks = (query_shift, window_size, query_begin, query_end)
-    counts = (parts, batches, num_queries, num_keys)
+    counts = (parts, batches, num_queries, num_keys, planes_of_group, first_plane)
     gl.warp_specialize([
-        (sum_keys, (0, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
+        (sum_keys, (0, d_k_target, d_v_target, d_scores_target, buffers, barriers, masks, counts, scale, score_scale,
                     GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ROWS, KEYS, STAGES,
-                    SHARES, AHEAD)),
-        (sum_keys, (1, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
+                    SHARES, AHEAD, STORED)),
+        (sum_keys, (1, d_k_target, d_v_target, d_scores_target, buffers, barriers, masks, counts, scale, score_scale,
                     GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ROWS, KEYS, STAGES,
-                    SHARES, AHEAD)),
+                    SHARES, AHEAD, STORED)),
         (load_rows_of_keys, (descriptors, buffers, barriers, masks, counts,
                              GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, GATED, ROWS, KEYS, STAGES,
                              SHARES)),
@@ -371,8 +400,42 @@ def _row_numbers(problem: IntervalProblem, q_per_kv: int, tile: int) -> tuple[De
     return tuple(describe_tiles(x, (batch, shares, rows), x.stride(), (1, 1, tile), LINE_LAYOUT) for x in numbers)
 
 
-def launch_dkdv(problem: IntervalProblem, rows: int, stages: int, ahead: bool = False) -> tuple[Tensor, Tensor]:
-    """Hopper version of `triton.interval.dkdv.launch_dkdv`."""
+class StoredScores(NamedTuple):
+    """Where dkdv puts its d_scores, in the inputs' type, for `d_q` to take.
+
+    Keys are cut into planes of 64, [planes, rows, 64]: those of batch entry b, group g and share s of its heads begin
+    with number `((b * G + g) * shares + s) * planes_of_group`. A row is a query and a head of the share. A plane's
+    first row is query 0; in the window's, it is the query at the place of the plane's first key, which may lie before
+    query 0. Rows that see none of a plane's keys are not written, and columns behind the last key are garbage.
+
+    Attributes:
+        tensor: The planes, [planes, rows, 1, 64], contiguous.
+        planes_of_group: Planes of one batch entry and share.
+        first_plane: Which of these has key 0.
+    """
+
+    tensor: Tensor
+    planes_of_group: int
+    first_plane: int
+
+
+def launch_dkdv(
+    problem: IntervalProblem,
+    rows: int,
+    stages: int,
+    ahead: bool = False,
+    stored: StoredScores | None = None,
+    totals: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Hopper version of `triton.interval.dkdv.launch_dkdv`.
+
+    Args:
+        problem: Inputs.
+        rows, stages, ahead: The configuration.
+        stored: Where d_scores go; None to drop them.
+        totals: Sums of d_k and d_v in fp32 over earlier queries, [1, S', G, *] with S' >= S, to add these to. Then
+            they are what is returned.
+    """
     d_o, q, k, v, _, _, _, scale, branch = problem
     batch, num_queries = q.shape[:2]
     num_keys, num_groups = k.shape[1:3]
@@ -381,13 +444,17 @@ def launch_dkdv(problem: IntervalProblem, rows: int, stages: int, ahead: bool = 
     queries = rows // q_per_kv
     keys = 2 * PART_ROWS.value
     key_tiles = cdiv(num_keys, keys)
-    d_k, d_v, parts = empty_parts(problem, key_tiles, rows)
+    d_k, d_v, parts = empty_parts(problem, key_tiles, rows, one_of_many=totals is not None)
+    target, planes_of_group, first_plane = None, 0, 0
+    if stored is not None:
+        target, planes_of_group, first_plane = tile_descriptor(stored.tensor, rows, 1, keys // 2), *stored[1:]
     interval_dkdv_hopper_kernel[key_tiles * parts, batch * num_groups](
         *part_descriptors(q, queries, q_per_kv, width), *part_descriptors(k, keys // 2, 1, width),
         tile_descriptor(v, keys // 2, 1, value_dim), tile_descriptor(d_o, queries, q_per_kv, value_dim),
-        *_row_numbers(problem, q_per_kv, rows), d_k, d_v, branch.query_begin, branch.query_end, batch, parts,
-        num_queries, num_keys, branch.query_shift, branch.window_size, scale, problem.score_scale, num_groups, q_per_kv,
-        width.part_1, width.part_2, value_dim, **problem.constants(), ROWS=rows, KEYS=keys, STAGES=stages,
-        SHARES=shares, AHEAD=ahead, num_warps=4, maxnreg=168,
+        *_row_numbers(problem, q_per_kv, rows), d_k, d_v, target, branch.query_begin, branch.query_end, batch, parts,
+        num_queries, num_keys, branch.query_shift, branch.window_size, planes_of_group, first_plane, scale,
+        problem.score_scale, num_groups, q_per_kv, width.part_1, width.part_2, value_dim, **problem.constants(),
+        ROWS=rows, KEYS=keys, STAGES=stages, SHARES=shares, AHEAD=ahead, STORED=stored is not None, num_warps=4,
+        maxnreg=168,
     )  # fmt: skip
-    return add_parts(problem, d_k, d_v)
+    return add_parts(problem, d_k, d_v, totals)

@@ -172,7 +172,7 @@ def attend_rows(
         if D_2 > 0:
             # Wide tiles leave no room for o in shared memory.
             rows_left = (num_queries - first_query) * Q_PER_KV
-            store_rows(o_pointer + place * V, o, rows_left, GROUPS, Q_PER_KV, V, V, False, OUTPUT)
+            store_rows(o_pointer + place * V, o, rows_left, GROUPS, Q_PER_KV, V, OUTPUT)
         else:
             tma.store_wait(0)
             o_tile = o_tiles.index(PART)
@@ -211,8 +211,7 @@ def interval_forward_hopper_kernel(
         (attend_rows, (1, o_target, o_pointer, lse, buffers, barriers, masks, counts, score_scale,
                        GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, KEYS, STAGES)),
         (load_tiles, (descriptors, buffers, barriers, masks, counts,
-                      GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, STAGES,
-                      SHARE, False)),
+                      GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, STAGES, SHARE)),
     ], [4, 1], [240, 24])
 
 # fmt: on

@@ -19,8 +19,8 @@ costs a few instructions a tile, pointers cost registers. Keys are [1, 1, keys, 
 
 Masked keys and values never reach a product: pointers load them as zeros, and past the end so does the copy engine.
 
-The same three kernels exist a second time for Hopper (`hopper.interval`); `dispatch.interval_on_hopper` says when they
-run.
+The same three kernels exist a second time for Hopper (`hopper.interval`), where d_k, d_v's stores d_scores and d_q's
+multiplies them by keys; `dispatch.interval_on_hopper` and `interval_backward_on_hopper` say when they run.
 """
 
 from typing import NamedTuple

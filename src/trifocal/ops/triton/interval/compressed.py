@@ -52,36 +52,34 @@ def compressed_backward(
     q: Tensor,
     k_cmp: Tensor,
     v_cmp: Tensor,
-    o: Tensor | None,
+    o: Tensor,
     lse: Tensor,
     geometry: Geometry,
     num_keys: int,
     scale: float,
     documents: Documents | None,
     d_lse: Tensor | None = None,
-    delta: Tensor | None = None,
-    gate: Tensor | None = None,
-    d_q: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of compressed attention.
 
     Args:
-        d_o: Gradient of o or, with a gate, of the mixed output, [B, T, H, V].
+        d_o: Gradient of o, [B, T, H, V].
         q, k_cmp, v_cmp, geometry, num_keys, scale, documents: Arguments of forward.
-        o, lse: From forward; o may be None when delta is given.
-        d_lse: Gradient of lse, [B, T, H], or None; not together with delta.
-        delta: Row sums of `d_o * o`, [B, T, H], fp32; computed here when None.
-        gate: This branch's weight in the mixed output, [B, T, H], or None.
-        d_q: Gradient of the queries from other branches, contiguous, to add to in place, or None.
+        o, lse: From forward.
+        d_lse: Gradient of lse, [B, T, H], or None.
 
     Returns:
         d_q, d_k_cmp, d_v_cmp in the types of q, k_cmp, v_cmp; zero for slots that no document fills.
     """
-    if delta is None:
-        delta = row_sums(d_o, o, d_lse)
-    branch = _branch(q, k_cmp, geometry, num_keys, documents, backward=True)
-    problem = IntervalProblem(d_o, q, k_cmp, v_cmp, lse, delta, gate, scale, branch)
-    return launch_backward(problem, d_q)
+    branch = backward_branch(q, k_cmp, geometry, num_keys, documents)
+    problem = IntervalProblem(d_o, q, k_cmp, v_cmp, lse, row_sums(d_o, o, d_lse), None, scale, branch)
+    d_q, d_k, d_v = launch_backward(problem)
+    return d_q, d_k, d_v
+
+
+def backward_branch(q: Tensor, k_cmp: Tensor, geometry: Geometry, num_keys: int, documents: Documents | None) -> Branch:
+    """The interval of compressed keys of each query, for the gradients; arguments of `compressed_backward`."""
+    return _branch(q, k_cmp, geometry, num_keys, documents, backward=True)
 
 
 def _branch(

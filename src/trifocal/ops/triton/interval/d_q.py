@@ -139,13 +139,9 @@ def interval_d_q_kernel(
 def launch_d_q(problem: IntervalProblem, d_q: Tensor | None = None) -> Tensor:
     """The first part of `dkdv.launch_backward`."""
     d_o, q, k, v, lse, delta, gate, scale, branch = problem
-    window, packed = branch.is_window, branch.is_packed
-    configuration = dispatch.interval_on_hopper("d_q", q, k, v, d_o, window=window, packed=packed)
-    if configuration is not None:
-        return dispatch.hopper("interval.d_q").launch_d_q(problem, d_q, **configuration)
     batch, num_queries = q.shape[:2]
     num_groups, q_per_kv = k.shape[2], problem.q_per_kv
-    tile = dispatch.interval_tile("d_q", q, v, window=window)
+    tile = dispatch.interval_tile("d_q", q, v, window=branch.is_window)
     tma = dispatch.tma_fits(k, v)
     d_width, v_width = split_width(q.shape[3]), split_width(v.shape[3])
     add = d_q is not None

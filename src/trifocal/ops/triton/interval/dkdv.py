@@ -177,18 +177,28 @@ def interval_dkdv_kernel(
 # fmt: on
 
 
-def launch_backward(problem: IntervalProblem, d_q: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of attention.
+def launch_backward(*problems: IntervalProblem, d_q: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Gradients of attention of the compressed branch, the window, or both in this order.
 
     Args:
-        problem: Inputs, in any strides.
+        *problems: Inputs, in any strides; those of both branches have the same queries.
         d_q: Gradient of the queries from elsewhere, contiguous, [B, T, H, D], that this one is added to in place.
 
     Returns:
-        d_q, d_k, d_v, contiguous, in the types of q, k, v.
+        d_q, and d_k and d_v of each problem, contiguous, in the types of q, k, v.
     """
-    problem = problem._replace(**{name: unit_stride(getattr(problem, name)) for name in ("d_o", "q", "k", "v")})
-    return launch_d_q(problem, d_q), *launch_dkdv(problem)
+    names = ("d_o", "q", "k", "v")
+    problems = tuple(x._replace(**{name: unit_stride(getattr(x, name)) for name in names}) for x in problems)
+    configurations = [dispatch.interval_backward_on_hopper(*x[:4], x.branch) for x in problems]
+    dkdv = [configuration for configuration in configurations if configuration is not None]
+    if len(dkdv) == len(problems):
+        tile = dispatch.interval_d_q_tile(problems[0].q, sum(x.branch.window_size or x.k.shape[1] for x in problems))
+        return dispatch.hopper("interval.backward").launch_backward(problems, d_q, dkdv, tile)  # type: ignore[no-any-return]
+    if len(problems) == 1:
+        return launch_d_q(problems[0], d_q), *launch_dkdv(problems[0])
+    d_q, *gradients = launch_backward(problems[0], d_q=d_q)
+    d_q, *others = launch_backward(*problems[1:], d_q=d_q)
+    return d_q, *gradients, *others
 
 
 def launch_dkdv(problem: IntervalProblem) -> tuple[Tensor, Tensor]:

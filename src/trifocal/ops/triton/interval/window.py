@@ -35,7 +35,7 @@ def window_forward(
     Returns:
         o, [B, T, H, V], in q's type, and lse, [B, T, H], fp32, natural log.
     """
-    return launch_forward(q, k, v, scale, _branch(q, k, window_size, documents))
+    return launch_forward(q, k, v, scale, window_branch(q, k, window_size, documents))
 
 
 def window_backward(
@@ -43,36 +43,30 @@ def window_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    o: Tensor | None,
+    o: Tensor,
     lse: Tensor,
     window_size: int,
     scale: float,
     documents: Documents | None,
-    delta: Tensor | None = None,
-    gate: Tensor | None = None,
-    d_q: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of window attention.
 
     Args:
-        d_o: Gradient of o or, with a gate, of the mixed output, [B, T, H, V].
+        d_o: Gradient of o, [B, T, H, V].
         q, k, v, window_size, scale, documents: Arguments of forward.
-        o, lse: From forward; o may be None when delta is given.
-        delta: Row sums of `d_o * o`, [B, T, H], fp32; computed here when None.
-        gate: This branch's weight in the mixed output, [B, T, H], or None.
-        d_q: Gradient of the queries from other branches, contiguous, to add to in place, or None.
+        o, lse: From forward.
 
     Returns:
         d_q, d_k, d_v in the types of q, k, v.
     """
-    if delta is None:
-        delta = row_sums(d_o, o)
-    branch = _branch(q, k, window_size, documents)
-    problem = IntervalProblem(d_o, q, k, v, lse, delta, gate, scale, branch)
-    return launch_backward(problem, d_q)
+    branch = window_branch(q, k, window_size, documents)
+    problem = IntervalProblem(d_o, q, k, v, lse, row_sums(d_o, o), None, scale, branch)
+    d_q, d_k, d_v = launch_backward(problem)
+    return d_q, d_k, d_v
 
 
-def _branch(q: Tensor, k: Tensor, window_size: int, documents: Documents | None) -> Branch:
+def window_branch(q: Tensor, k: Tensor, window_size: int, documents: Documents | None) -> Branch:
+    """The interval of keys of each query; arguments of `window_forward`."""
     num_keys = k.shape[1]
     branch = Branch(window_size=min(window_size, num_keys), query_shift=num_keys - q.shape[1])
     if documents is None:
