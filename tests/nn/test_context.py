@@ -2,11 +2,14 @@
 
 import copy
 import pickle
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from trifocal.models import DecoderLM
+from trifocal.models.choice_teaching import ChoiceTeaching
 from trifocal.nn.context import ContextShard, OwnTokens
 from trifocal.ops import Documents
 from trifocal.testing.small_models import random_tokens, small_config
@@ -62,3 +65,22 @@ def test_without_targets_each_process_has_whole_sequences() -> None:
     assert torch.equal(model(tokens), expected)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert other.context is None and model.context is not None
+
+
+@pytest.mark.parametrize("kind", [{}, {"chooser": "index"}, {"attention": "selected"}, {"attention": "dense"}], ids=str)
+def test_a_layer_has_one_exchange(kind: dict[str, Any]) -> None:
+    """A compiler may change the order of several, and in another way in each process: they would not match."""
+    model, calls = DecoderLM(small_config(**kind)), []
+
+    def gather(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        calls.append(len(xs))
+        return [torch.cat((x, x), 1) for x in xs]
+
+    model.context = ContextShard(0, 2, gather)
+    tokens, layers = random_tokens((1, 24), 64, torch.device("cpu")), model.config.num_layers
+    teaching = None
+    # What chooses by the means of other keys learns nothing.
+    if kind.get("attention", "nsa") == "nsa":
+        teaching = ChoiceTeaching(torch.tensor(1), torch.ones(layers), torch.zeros(layers, 2), 48, 5)
+    model(tokens, tokens, teaching=teaching).backward()
+    assert len(calls) == 1 + layers
