@@ -19,6 +19,7 @@ from torch.nn import functional
 from trifocal.nn.attention_base import INDEX_DIM, AttentionBase, Lesson, RotaryTables
 from trifocal.nn.compressor import MeanCompressor, MLPCompressor
 from trifocal.nn.context import Chunk, OwnTokens, chunks_of
+from trifocal.nn.projection import project
 from trifocal.nn.rope import rotate
 from trifocal.ops import Documents, Geometry, compressed_attention, select_blocks, select_blocks_by_index
 from trifocal.ops.choice_loss import choice_loss
@@ -45,8 +46,8 @@ class IndexHeads(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Index queries [B, T, G, Di] and keys [B, T, Di] of the layer's input, which gets no gradient; not rotated."""
-        x = x.detach()
-        return self.query_proj(x).unflatten(-1, (self.num_kv_heads, INDEX_DIM)), self.key_proj(x)
+        q_idx, k_idx = project(x.detach(), (self.query_proj, self.key_proj))
+        return q_idx.unflatten(-1, (self.num_kv_heads, INDEX_DIM)), k_idx
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """As `project`, rotated."""
