@@ -18,6 +18,30 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=torch.cuda.is_available())
+def _memory_goes_back() -> Iterator[None]:
+    """A GPU that several test processes share has none left for what their allocators keep."""
+    yield
+    if torch.cuda.is_initialized() and not _context_is_lost():
+        torch.cuda.empty_cache()
+
+
+def pytest_runtest_logfinish() -> None:
+    """An illegal address fails every later test of its process too. So the process ends; xdist starts another."""
+    if torch.cuda.is_initialized() and _context_is_lost():
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            os._exit(1)
+        pytest.exit("the GPU's context is lost: the tests after this one would fail as well", 1)
+
+
+def _context_is_lost() -> bool:
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     """A process that only sleeps."""
