@@ -38,7 +38,7 @@ NOTES = (
     "tokens is that between events of one stream. A first request of each length is not counted.",
     "turns: a prompt, then the same prompt with the answer and 50 more tokens; medians of the time to the first token. "
     "speculate: the package's model, one client, temperature 0; code is a class whose methods repeat themselves, "
-    "random is a prompt of random tokens, of which nothing can be guessed.",
+    "random is a prompt of random tokens.",
 )
 
 DEMO = "demo"
