@@ -269,7 +269,7 @@ def _speed_advice(run: Run, why: str, *, gpu: bool) -> str:
     """The settings for faster steps that this run does not have; empty if a CPU has none."""
     train = run.config.get("train", {})
     missing = []
-    # Processes that share their rows are one group; a group accumulates where its share is more than it may take at once.
+    # Processes that share rows are one group. It accumulates if its share is more than it may take at once.
     groups = max(1, len(run.heartbeats) // int(run.setting("parallel", "context") or 1))
     share = (run.setting("train", "global_batch_size") or 0) // groups
     if share > (run.setting("train", "micro_batch_size") or 1):
