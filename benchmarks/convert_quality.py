@@ -116,7 +116,7 @@ class Text:
             self._batches[length] = read_batches(
                 config.data, replace(config.evaluate, batches=4 * config.evaluate.batches),
                 tokenizer=self._subject.tokenizer, vocab_size=config.model.vocab_size,
-                trained=(config.train.sequence_length, config.train.micro_batch_size), length=length, sequences=0,
+                trained=(config.train.sequence_length, config.train.evaluated_at_once), length=length, sequences=0,
             )  # fmt: skip
         subject = replace(self._subject, model=model.to(self._subject.device).eval())
         [whole, *_] = measure_loss(subject, self._batches[length], lambda done: None)

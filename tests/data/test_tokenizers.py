@@ -120,6 +120,8 @@ def test_a_folder_without_and_a_file_that_is_none(tmp_path: Path) -> None:
         ("<eos>", 1, 2),
         ("<eos>", 2, None),
         ("<new>", 3, None),
+        # The library leaves it out.
+        ("", 2, None),
     ],
 )
 def test_an_added_token_has_the_id_of_its_file(tmp_path: Path, content: str, given: int, read: int | None) -> None:

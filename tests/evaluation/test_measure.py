@@ -105,6 +105,18 @@ def test_recall_by_distance_shows_where_a_window_ends() -> None:
     assert near[0] == 1.0 and near[64] < 0.2 and near[128] < 0.2
 
 
+def test_no_more_sequences_are_evaluated_at_once_than_a_step_has(tmp_path: Any) -> None:
+    """By a training and by `trifocal evaluate` alike: `train.micro_batch_size` is a bound."""
+    run = make_config(tmp_path, "--train.micro_batch_size", "64", "--train.global_batch_size", "3")
+    assert [batch.tokens.shape for batch in read_validation_batches(run, TOKENIZER)] == [(3, 32), (3, 32)]
+    plan = Plan(tasks=("loss",), sequence_length=32)
+    said: list[str] = []
+    subject = Subject(DecoderLM(run.model), TOKENIZER, run.data, run, CPU, "fp32")
+    assert planned_tokens(subject, plan) == 2 * 3 * 32
+    list(evaluate_model(subject, plan, lambda text, now="": said.append(text)))
+    assert said[0] == "loss: 2 batches of 3 sequences of 32 tokens"
+
+
 def test_losses_are_those_of_training_and_add_up_by_position(tmp_path: Any) -> None:
     """Packed rows, so a position is counted from its document's beginning."""
     run = make_config(tmp_path)

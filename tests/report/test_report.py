@@ -308,12 +308,39 @@ def test_a_recall_near_chance_is_too_early_to_tell(make_run: MakeRun) -> None:
     ],
 )
 def test_only_what_a_run_does_not_have_is_advised(make_run: MakeRun, train: dict[str, object], advice: str) -> None:
-    run = make_run(steps=300, gpu=True)
+    assert advice in advice_on_speed(make_run(steps=300, gpu=True), train)
+
+
+@pytest.mark.parametrize(
+    ("whole", "most", "ranks", "context", "accumulates"),
+    [
+        # Three at a time: the largest number up to four that divides six.
+        (6, 4, 1, 1, True),
+        (4, 8, 1, 1, False),
+        (4, 2, 2, 1, False),
+        (8, 3, 2, 1, True),
+        # Two processes share their rows: they are one group.
+        (4, 2, 2, 2, True),
+        (2, 2, 2, 2, False),
+    ],
+)
+def test_larger_micro_batches_are_advised_where_a_process_accumulates(
+    make_run: MakeRun, whole: int, most: int, ranks: int, context: int, accumulates: bool
+) -> None:
+    run = make_run(steps=300, gpu=True, ranks=ranks)
+    with (run / "config.toml").open("a") as config:
+        config.write(f"[parallel]\ncontext = {context}\n")
+    text = advice_on_speed(run, {"global_batch_size": whole, "micro_batch_size": most})
+    assert ("a larger train.micro_batch_size" in text) == accumulates
+
+
+def advice_on_speed(run: Path, train: dict[str, object]) -> str:
+    """The sentence about the speed of a slow run with these settings of training."""
     rewrite_training(run, lambda row: row.update(executed_mfu=0.05))
     lines = "".join(f"{name} = {json.dumps(value)}\n" for name, value in train.items())
     config = (run / "config.toml").read_text().replace("[train]\n", f"[train]\n{lines}")
     (run / "config.toml").write_text(config)
-    assert advice in summarise(read_run(run))[3].text
+    return summarise(read_run(run))[3].text
 
 
 def rewrite_training(run: Path, change: Callable[[dict[str, float]], None]) -> None:

@@ -44,7 +44,7 @@ the flags that people need:
   --data.source SOURCE          builtin, text:PATH, jsonl:PATH#field, parquet:PATH#field, hf:NAME#field
   --steps N                     optimizer steps (train.steps)
   --batch-size N                sequences in a step, over all processes (train.global_batch_size)
-  --train.micro_batch_size N    sequences in a forward and backward pass: lower it if memory runs out
+  --train.micro_batch_size N    sequences in a forward and backward pass, at most: lower it if memory runs out
   --train.sequence_length N     tokens in a sequence
   --lr RATE                     peak learning rate (optimizer.learning_rate)
   --train.precision bf16        bf16 matrix products, on hardware that has them

@@ -173,9 +173,9 @@ def planned_tokens(subject: Subject, plan: Plan) -> int:
 
 
 def _trained(subject: Subject, plan: Plan) -> tuple[int, int]:
-    """Tokens of a sequence and sequences of a batch in training."""
+    """Tokens of a sequence and sequences of a batch in the evaluations of training."""
     run = subject.run
-    return (plan.sequence_length, 1) if run is None else (run.train.sequence_length, run.train.micro_batch_size)
+    return (plan.sequence_length, 1) if run is None else (run.train.sequence_length, run.train.evaluated_at_once)
 
 
 def _loss_rows(subject: Subject, plan: Plan, say: Say, left: TimeLeft) -> Iterator[dict[str, Any]]:

@@ -83,7 +83,7 @@ def read_batches(
         section: Its number of batches.
         tokenizer: Tokenizer of the model.
         vocab_size: Vocabulary size of the model.
-        trained: Tokens of a sequence and sequences of a batch in training.
+        trained: Tokens of a sequence and sequences of a batch in the evaluations of training.
         length: Tokens of a sequence.
         sequences: Sequences in all; 0: as many tokens as in training.
 

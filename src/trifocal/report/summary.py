@@ -269,11 +269,10 @@ def _speed_advice(run: Run, why: str, *, gpu: bool) -> str:
     """The settings for faster steps that this run does not have; empty if a CPU has none."""
     train = run.config.get("train", {})
     missing = []
-    accumulated = (run.setting("train", "global_batch_size") or 0) // max(
-        1, run.setting("train", "micro_batch_size") or 1
-    )
-    processes = len(run.heartbeats) or 1
-    if accumulated > processes:
+    # Processes that share rows are one group. It accumulates if its share is more than it may take at once.
+    groups = max(1, len(run.heartbeats) // int(run.setting("parallel", "context") or 1))
+    share = (run.setting("train", "global_batch_size") or 0) // groups
+    if share > (run.setting("train", "micro_batch_size") or 1):
         missing.append("a larger train.micro_batch_size")
     if gpu and train.get("precision") != "bf16":
         missing.append('train.precision "bf16"')

@@ -47,7 +47,7 @@ def read_validation_batches(
         config.data,
         tokenizer=tokenizer,
         sequence_length=config.train.sequence_length,
-        batch_size=config.train.micro_batch_size,
+        batch_size=config.train.evaluated_at_once,
         vocab_size=config.model.vocab_size,
         split="validation",
         own=own,

@@ -113,6 +113,11 @@ class TrainSection:
         share = self.global_batch_size // num_groups
         return next(size for size in range(min(share, self.micro_batch_size), 0, -1) if share % size == 0)
 
+    @property
+    def evaluated_at_once(self) -> int:
+        """Sequences in a batch of an evaluation: the same for any number of processes, and no more than a step has."""
+        return min(self.micro_batch_size, self.global_batch_size)
+
     def checkpointed_layers(self, num_layers: int) -> tuple[int, int]:
         """The half-open range of layers that `activation_checkpointing` names.
 
@@ -235,7 +240,8 @@ class EvaluateSection:
     interval_steps: int = 500
     """Steps between evaluations; 0 turns them off. The last step always evaluates otherwise."""
     batches: int = 16
-    """Batches of `train.micro_batch_size` sequences in one evaluation; always the same ones."""
+    """Batches of `train.micro_batch_size` sequences, or of the global batch if it has fewer, in one evaluation; always
+    the same ones."""
 
     def __post_init__(self) -> None:
         check_types(self, "evaluate")
