@@ -16,9 +16,11 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from tests.children import environment
@@ -30,15 +32,26 @@ class Popen:
     """A Python process: the part of `subprocess.Popen` that the tests use.
 
     Args:
-        command: `[sys.executable, SCRIPT, …]` or `[sys.executable, "-c", CODE]`.
-        stdout, stderr: Open files, or `subprocess.DEVNULL`.
+        command: `[sys.executable, SCRIPT, …]`, `[sys.executable, "-m", MODULE, …]` or `[sys.executable, "-c", CODE]`.
+        stdout, stderr: Open files, or `subprocess.DEVNULL`; for the latter also `subprocess.STDOUT`.
         env: All its variables.
+        start_new_session: Whether it leads a session, and so a process group.
     """
 
-    def __init__(self, command: Sequence[str], *, stdout: Any, stderr: Any, env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        stdout: Any,
+        stderr: Any,
+        env: Mapping[str, str],
+        start_new_session: bool = False,
+    ) -> None:
         assert command[0] == sys.executable
-        paths = [os.devnull if file == subprocess.DEVNULL else file.name for file in (stdout, stderr)]
-        self._process = _server().Process(target=_run, args=(list(command[1:]), dict(env), paths))
+        same = {subprocess.DEVNULL: os.devnull, subprocess.STDOUT: None}
+        paths = [same[file] if isinstance(file, int) else file.name for file in (stdout, stderr)]
+        arguments = (list(command[1:]), dict(env), paths, start_new_session)
+        self._process = _server().Process(target=_run, args=arguments)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -73,6 +86,12 @@ class Popen:
         self.send_signal(signal.SIGKILL)
 
 
+def take_the_place_of_subprocess(patch: pytest.MonkeyPatch, module: str) -> None:
+    """Let the processes of a module, `package.module`, be warm ones."""
+    constants = {name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")}
+    patch.setattr(f"{module}.subprocess", SimpleNamespace(Popen=popen, **constants))
+
+
 def popen(command: Sequence[str], **options: Any) -> Any:
     """A `Popen`; where there is a GPU the usual one, as a GPU's driver must not be forked."""
     return (subprocess.Popen if torch.cuda.is_available() else Popen)(command, **options)
@@ -90,17 +109,24 @@ def _server() -> ForkServerContext:
     return context
 
 
-def _run(arguments: Sequence[str], variables: Mapping[str, str], outputs: Sequence[str]) -> None:
+def _run(
+    arguments: Sequence[str], variables: Mapping[str, str], outputs: Sequence[str | None], leads_a_session: bool
+) -> None:
     """Take on the variables and outputs, and do what Python does with its command line."""
+    if leads_a_session:
+        os.setsid()
     os.environ.clear()
     os.environ.update(variables)
     for number, path in enumerate(outputs, start=1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        os.dup2(1 if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     if variables.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
     if arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]
         exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
+    elif arguments[0] == "-m":
+        sys.argv = list(arguments[1:])
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = list(arguments)
         sys.path.insert(0, str(Path(arguments[0]).parent))

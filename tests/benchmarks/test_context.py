@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.children import ROOT, environment, load_script, wait_until_gone
 
 context = load_script("benchmarks/context.py")
 
 
-def test_a_layer_is_compared_and_timed():
+def test_a_layer_is_compared_and_timed(monkeypatch):
+    warm.take_the_place_of_subprocess(monkeypatch, "trifocal.testing.processes")
     options = argparse.Namespace(device="cpu", tiny=True, tokens=0, limit=60.0)
     row = context.layer_row(2, options)
     assert row["status"] == "ok" and row["ms"] > 0 and row["without_exchange_ms"] > 0, row

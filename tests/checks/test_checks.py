@@ -2,9 +2,7 @@
 
 import contextlib
 import json
-import subprocess
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,8 +51,7 @@ def fault(name):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Few parallel cases, in processes that need not import everything first; half the steps to learn a fault."""
-    popen = SimpleNamespace(Popen=warm.popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr("trifocal.testing.processes.subprocess", popen)
+    warm.take_the_place_of_subprocess(monkeypatch, "trifocal.testing.processes")
     cases = Case("ddp", checkpointing=True), Case("fsdp", accumulation=2)
     monkeypatch.setattr(process_checks, "CASES", cases)
     monkeypatch.setattr(training_checks, "FLOOR_STEPS", 80)

@@ -130,8 +130,8 @@ def test_a_character_is_written_whole() -> None:
     assert stream.add(0xE2) == "" and stream.end() == "\ufffd"
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
-def test_what_a_terminal_cannot_encode_is_an_escape(run: Path, encoding: str) -> None:
+def test_what_a_terminal_cannot_encode_is_an_escape(run: Path) -> None:
+    """ASCII lacks all that any other encoding lacks."""
     calls = (
         (["--help"], b"\\u2026"),
         (["generate", str(run), "--prompt", "\u2192", "--max-new-tokens", "2"], b"\\u2192"),
@@ -143,7 +143,7 @@ def test_what_a_terminal_cannot_encode_is_an_escape(run: Path, encoding: str) ->
     code = "import json, sys, trifocal.cli as c\nfor a in json.loads(sys.argv[1]): print('\\0', c.main(a), flush=True)"
     done = subprocess.run(
         [sys.executable, "-c", code, json.dumps([arguments for arguments, _ in calls])],
-        env={**ENVIRONMENT, "PYTHONIOENCODING": encoding},
+        env={**ENVIRONMENT, "PYTHONIOENCODING": "ascii"},
         capture_output=True,
         timeout=120,
     )

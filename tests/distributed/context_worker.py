@@ -65,7 +65,10 @@ def cases() -> list[Case]:
     return found
 
 
-def run(case: Case, shard: ContextShard | None) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor]:
+Found = tuple[Tensor, list[Tensor], list[Tensor], Tensor]
+
+
+def run(case: Case, shard: ContextShard | None) -> Found:
     """Loss, gradients, choices of the forward pass, and the totals of the teaching."""
     config = small_config(geometry=GEOMETRY, backend="reference", **case.changes)
     model: DecoderLM = make_model(config, CPU, torch.float64)
@@ -94,9 +97,15 @@ def run(case: Case, shard: ContextShard | None) -> tuple[Tensor, list[Tensor], l
     return loss.detach(), gradients, choices.found, totals
 
 
-def difference(case: Case, shard: ContextShard, group: dist.ProcessGroup) -> dict[str, Any]:
+def runs_alone(processes: DistributedContext) -> list[Found]:
+    """Every case in one process; each process takes its part of the cases, and all get all."""
+    parts = processes.gather([run(case, None) for case in cases()[processes.rank :: processes.size]])
+    return [parts[number % processes.size][number // processes.size] for number in range(len(cases()))]
+
+
+def difference(case: Case, alone: Found, shard: ContextShard, group: dist.ProcessGroup) -> dict[str, Any]:
     """What the processes of a group differ by from one process, relative to the largest entry."""
-    alone, together = run(case, None), run(case, shard)
+    together = run(case, shard)
 
     def summed(x: Tensor) -> Tensor:
         x = x.clone()
@@ -123,11 +132,11 @@ def difference(case: Case, shard: ContextShard, group: dist.ProcessGroup) -> dic
 
 def main(path: str, processes: DistributedContext) -> None:
     """Measure all cases in groups of two and in one of four."""
-    found = []
+    found, alone = [], runs_alone(processes)
     groups = {2: [dist.new_group([0, 1]), dist.new_group([2, 3])], 4: [dist.new_group([0, 1, 2, 3])]}
     for size, of_size in groups.items():
         shard, group = make_context_shard(processes, size), of_size[processes.rank // size]
-        found += [difference(case, shard, group) for case in cases()]
+        found += [difference(case, one, shard, group) for case, one in zip(cases(), alone, strict=True)]
     if processes.is_rank0:
         Path(path).write_text(json.dumps(found))
 

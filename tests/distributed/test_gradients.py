@@ -1,10 +1,8 @@
 """Two processes compute the gradient of one in each parallel mode: each case of the checks by its name."""
 
 import json
-import subprocess
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,11 +21,8 @@ def make_warnings_errors(rank: int) -> None:
 
 def test_every_case_is_one_process() -> None:
     """Every gradient, in one start of two processes, where any warning is an error."""
-    warm_subprocess = SimpleNamespace(
-        Popen=warm.popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
-    )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trifocal.testing.processes.subprocess", warm_subprocess)
+        warm.take_the_place_of_subprocess(patch, "trifocal.testing.processes")
         prepare = f"{make_warnings_errors.__module__}:{make_warnings_errors.__name__}"
         found = process_checks.measure(CASES, torch.device("cpu"), prepare)
     wrong = []

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import warm
 from tests.train.tiny import before_step, make_config
 from trifocal.cli import main
 from trifocal.doctor import measured
@@ -16,6 +17,12 @@ from trifocal.train.launch import train
 from trifocal.train.out_of_memory import memory_remedies
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Processes that need not import everything first; test_examination.py has real ones."""
+    warm.take_the_place_of_subprocess(monkeypatch, "trifocal.testing.processes")
 
 
 def test_steps_on_the_data_of_the_config(tmp_path):
@@ -45,7 +52,7 @@ def test_memory_that_does_not_suffice(tmp_path):
 
 
 def test_steps_that_do_not_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(measured, "LIMIT_SECONDS", 0.5)
+    monkeypatch.setattr(measured, "LIMIT_SECONDS", 0.0)
     need = need_of("tiny", make_config(tmp_path))
     assert "did not end in" in need.problem and need.step_seconds is None
 

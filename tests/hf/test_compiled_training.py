@@ -36,7 +36,7 @@ def test_it_is_the_eager_model(rows: list[Tensor]) -> None:
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    model = TrifocalForCausalLM.from_decoder(make_model(small_config(), CPU, torch.float64)).train()
+    model = TrifocalForCausalLM.from_decoder(make_model(small_config(num_layers=1), CPU, torch.float64)).train()
     # Graphs are traced and counted, but no code is made of them.
     compiled = torch.compile(model, backend="eager")
     tokens, mask = padded(rows, "left")
@@ -71,7 +71,7 @@ def test_trainer_compiles_packed_batches(tmp_path: Path) -> None:
             torch_compile_backend="eager" if compiles else None, **QUIET,
         )  # fmt: skip
         collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-        trainer = transformers.Trainer(fresh_model(), arguments, train_dataset=data, data_collator=collator)
+        trainer = transformers.Trainer(fresh_model(num_layers=1), arguments, train_dataset=data, data_collator=collator)
         trainer.train()
         assert arguments.torch_compile == compiles
         losses.append(losses_of(trainer))

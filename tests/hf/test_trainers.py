@@ -36,9 +36,10 @@ QUIET: dict[str, Any] = {
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
 
-def fresh_model() -> TrifocalForCausalLM:
+def fresh_model(**changes: Any) -> TrifocalForCausalLM:
     torch.manual_seed(0)
-    return TrifocalForCausalLM(TrifocalConfig.from_model_config(small_config(), pad_token_id=60, eos_token_id=61))
+    config = TrifocalConfig.from_model_config(small_config(**changes), pad_token_id=60, eos_token_id=61)
+    return TrifocalForCausalLM(config)
 
 
 @pytest.fixture(scope="module")

@@ -28,10 +28,14 @@ def gradients(
     ("options", "checkpointed", "kinds"),
     [
         ({}, 3, 1),
-        ({"compressor": "mlp", "shared_kv": True, "selected_dropout": 0.5}, 0, 1),
-        ({"attention": "dense", "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True}, 3, 1),
         # A layer reads its rotations from tables: one that is not rotated is no other graph.
-        ({"unrotated_layers": (1,), "norm_after": True, "qk_norm": True, "qk_norm_all_heads": True}, 0, 1),
+        (
+            {"compressor": "mlp", "shared_kv": True, "selected_dropout": 0.5, "unrotated_layers": (1,)}
+            | {"norm_after": True, "qk_norm": True, "qk_norm_all_heads": True},
+            0,
+            1,
+        ),
+        ({"attention": "dense", "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True}, 3, 1),
         # Another choice in each layer is another tensor, not another graph.
         ({"layer_types": ("window", "selected", "selected"), "selection": "random"}, 3, 2),
     ],
