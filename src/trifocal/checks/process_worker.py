@@ -135,16 +135,13 @@ def gradient_difference(case: Case, processes: DistributedContext, one: list[lis
     for seed, expected in zip(_SEEDS, one, strict=True):
         model.zero_grad(set_to_none=True)
         backward(case, model, parallel, processes, _tokens(processes, seed))
-        found = []
-        for key, parameter in model.named_parameters():
+        for (key, parameter), exact in zip(model.named_parameters(), expected, strict=True):
             if parameter.grad is None:
                 return float("inf"), key
-            found.append(full_tensor(parameter.grad))
-        # All at once: an exchange takes longer than what is in it.
-        copies = processes.gather([gradient.cpu().numpy() for gradient in found])
-        for number, ((key, _), exact) in enumerate(zip(model.named_parameters(), expected, strict=True)):
-            relative = ((found[number] - exact).abs().max() / exact.abs().max()).item()
-            if any((copies[0][number] != copy[number]).any() for copy in copies):
+            found = full_tensor(parameter.grad)
+            relative = ((found - exact).abs().max() / exact.abs().max()).item()
+            copies = processes.gather(found.cpu().numpy())
+            if any((copies[0] != copy).any() for copy in copies):
                 relative = float("inf")
             if not relative <= worst:
                 worst, name = relative, key
