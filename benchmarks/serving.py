@@ -30,6 +30,7 @@ from trifocal.data import make_tokenizer
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.train.checkpoint.export import export_folder
+from trifocal.train.checkpoint.pretrained import DEMO
 
 NOTES = (
     "Random weights, served by trifocal serve in a process of its own on the same machine, asked over HTTP; prompts "
@@ -41,7 +42,6 @@ NOTES = (
     "random is a prompt of random tokens.",
 )
 
-DEMO = "demo"
 REPETITIVE = """class Point:
     def __init__(self, x, y):
         self.x = x

@@ -108,15 +108,15 @@ class ChoosingAttention(AttentionBase):
         """
         index = None if self.index is None else self.index(x, rotary.cos_idx, rotary.sin_idx)
         taught = self._taught_keys(x.detach()) if lesson is not None and index is None else None
-        if own is not None:
-            choosers = [k for k in (None if index is None else index[1], taught) if k is not None]
-            gathered = own.shard.gather((*keys_and_values, *choosers))
-            keys_and_values, choosers = gathered[: len(keys_and_values)], gathered[len(keys_and_values) :]
-            if index is not None:
-                index = index[0], choosers[0]
-            elif taught is not None:
-                taught = choosers[0]
-        return keys_and_values, index, taught
+        if own is None:
+            return keys_and_values, index, taught
+        if index is not None:
+            *keys_and_values, k_idx = own.shard.gather((*keys_and_values, index[1]))
+            return keys_and_values, (index[0], k_idx), None
+        if taught is not None:
+            *keys_and_values, taught = own.shard.gather((*keys_and_values, taught))
+            return keys_and_values, None, taught
+        return own.shard.gather(keys_and_values), None, None
 
     def _num_compressed(self, chunk: Chunk) -> int:
         """Compressed blocks, or slots of documents, of the tokens up to a chunk's end."""

@@ -84,7 +84,6 @@ def evaluate(
         on_batch: Called with the number of batches done by all.
     """
     processes = processes or DistributedContext()
-    targets = 0
     counts = [batch.valid_targets for batch in batches]
     losses: dict[int, float] = {}
     sharing = 1 if model.context is None else model.context.size
@@ -103,7 +102,6 @@ def evaluate(
     nats = 0.0
     for index, count in enumerate(counts):
         nats += count * losses[index]
-        targets += count
-    loss = nats / max(targets, 1)
+    loss = nats / max(sum(counts), 1)
     bits_per_byte = nats / math.log(2) / text_bytes if has_text(data.source) and text_bytes else None
     return Evaluation(loss, math.exp(loss) if loss < 700 else math.inf, bits_per_byte)
