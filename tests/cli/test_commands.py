@@ -184,7 +184,14 @@ def test_generate_without_a_checkpoint_or_with_a_damaged_one(run: Path, tmp_path
     (copy / "checkpoints" / "step_00000006" / "rank0.json").unlink()
     message = refused(capsys, "generate", str(copy), "--prompt", "a b")
     assert "rank0.json is missing" in message
-    assert message.endswith(f"trifocal generate {copy} --prompt 'a b' --checkpoint step_00000004\n")
+    before = copy / "checkpoints" / "step_00000004"
+    assert message.endswith(f"the newest intact one before it is {before}\n")
+    # A reader takes the path that is named, from whatever the damaged one was reached.
+    damaged = copy / "checkpoints" / "step_00000006"
+    assert message == refused(capsys, "generate", str(damaged), "--prompt", "a b")
+    assert message == refused(capsys, "convert", str(damaged), str(tmp_path / "converted"), "--to", "selected")
+    assert main(["generate", str(before), "--prompt", "a b", "--max-new-tokens", "1"]) == 0
+    capsys.readouterr()
     # No weights of a damaged checkpoint go further, also where they could be read.
     assert "rank0.json is missing" in refused(capsys, "export", str(copy), str(tmp_path / "exported"))
     assert not (tmp_path / "exported").exists()

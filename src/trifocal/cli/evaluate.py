@@ -115,7 +115,7 @@ def run(args: Sequence[str]) -> int:
     options: EvaluateArguments = parse_arguments(EvaluateArguments, _split_lists(args), prog="trifocal evaluate")
     check_output(options.output)
     path = pretrained_path(options.path, "RUN_DIR")
-    with open_pretrained(path, options.checkpoint, command=f"trifocal evaluate {shell_path(path)}") as found:
+    with open_pretrained(path, options.checkpoint) as found:
         _check_place(found, options)
         subject = _subject(found, options)
         step = _step_of(found.path)
@@ -128,7 +128,7 @@ def run(args: Sequence[str]) -> int:
             if row["status"] != "ok":
                 console.print(f"{row['task']}, {row['length']:,} tokens: {row['status']}", markup=False)
     except FloatingPointError as error:
-        raise UserError(f"{found.path}: {error}; choose an earlier one with --checkpoint") from error
+        raise UserError(f"{found.path}: {error}; choose an earlier checkpoint") from error
     finally:
         if rows:
             for table in _tables(rows):
