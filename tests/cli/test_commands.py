@@ -1,6 +1,7 @@
 """The commands as a person types them: output, exit status, and one clear line for bad input."""
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -301,3 +302,13 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(
     assert re.fullmatch(r"trifocal: cannot write \S+/x\.json: .*\n", capsys.readouterr().err)
     assert main([command, "--json", str(tmp_path)]) == 2
     assert worked == []
+
+
+def test_a_disk_that_fills_up_leaves_no_file(tmp_path: Path, capsys: Capture) -> None:
+    new = tmp_path / "check.json"
+    arguments = ("check", "--device", "cpu", "--only", "unknown-flags", "--json")
+    assert "cannot write /dev/full: No space left" in refused(capsys, *arguments, "/dev/full")
+    assert "no-such-check" in refused(capsys, "check", "--only", "no-such-check", "--json", str(new))
+    assert list(tmp_path.iterdir()) == []
+    assert main([*arguments, str(new)]) == 0
+    assert json.loads(new.read_text())["results"]

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from trifocal._version import __version__
 from trifocal.cli.console import SafeConsole
-from trifocal.cli.output import check_output, printable
+from trifocal.cli.output import check_output, printable, write_file
 from trifocal.data import DataConfig
 from trifocal.errors import UserError, unknown
 from trifocal.evaluation import (
@@ -34,7 +34,6 @@ from trifocal.inference.cached_layers import round_to_int8
 from trifocal.models import parameter_count
 from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
 from trifocal.paths import read_small_file, shell_path, user_path
-from trifocal.runlog.whole_files import write_output
 from trifocal.train.checkpoint.export import STEP_FILE
 from trifocal.train.checkpoint.pretrained import Pretrained, open_pretrained, pretrained_path
 from trifocal.train.config.check import choose_device
@@ -287,10 +286,7 @@ def _step_of(path: Path) -> int | None:
 
 def _write(found: Pretrained, options: EvaluateArguments, head: Evaluated, rows: list[dict[str, Any]]) -> None:
     if options.output:
-        try:
-            write_output(user_path(options.output, "--output"), to_json(head, rows))
-        except OSError as error:
-            raise UserError(f"cannot write {options.output}: {error.strerror}") from error
+        write_file(options.output, to_json(head, rows))
         print(printable(f"\nwritten: {options.output}"))
     elif found.run is None:
         print("\nthe figures are not kept: these weights belong to no run; --output FILE.json keeps them")

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from trifocal.errors import UserError
 from trifocal.paths import user_path
+from trifocal.runlog.whole_files import write_output
 
 # Control characters, with which a text could move the cursor, rename the window or type, and marks that turn the
 # direction of writing. Line ends and tabs stay.
@@ -43,7 +44,7 @@ def drop_lost_output() -> None:
 
 
 def check_output(path: str) -> None:
-    """See before any work that a file can be written there; its folder is made where it is missing.
+    """See before any work that `write_file` can write there; its folder is made where it is missing.
 
     Args:
         path: The file; empty for none.
@@ -56,8 +57,23 @@ def check_output(path: str) -> None:
     try:
         file = user_path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
+        there = file.exists()
         with file.open("a"):
             pass
+        if not there:
+            file.unlink()
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def write_file(path: str, text: str) -> None:
+    """Write a file that the user named, whole or not at all.
+
+    Raises:
+        UserError: If it cannot be written; an earlier file stays.
+    """
+    try:
+        write_output(user_path(path), text)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
