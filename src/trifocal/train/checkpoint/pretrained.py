@@ -78,6 +78,8 @@ class Pretrained:
                 f"{self.path} is a checkpoint without its run, which names the tokenizer; give it where it was "
                 "written, in RUN_DIR/checkpoints"
             )
+        if not (self.path / TOKENIZER_FILE).is_file():
+            raise UserError(f"{self.path} has no {TOKENIZER_FILE}: copy the files of the model's tokenizer into it")
         return make_tokenizer(str(self.path))
 
     def model(self) -> DecoderLM:
