@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 from trifocal.errors import UserError
 from trifocal.paths import user_path
-from trifocal.runlog.whole_files import write_output
 
 # Control characters, with which a text could move the cursor, rename the window or type, and marks that turn the
 # direction of writing. Line ends and tabs stay.
@@ -72,6 +71,9 @@ def write_file(path: str, text: str) -> None:
     Raises:
         UserError: If it cannot be written; an earlier file stays.
     """
+    # Its package imports PyTorch, for which `trifocal --help` does not wait.
+    from trifocal.runlog.whole_files import write_output
+
     try:
         write_output(user_path(path), text)
     except OSError as error:
