@@ -38,7 +38,7 @@ def pictures_of(run: Run) -> list[AttentionPicture]:
 
 
 def picture_card(pictures: list[AttentionPicture]) -> str:
-    """The picture with its controls, as HTML for the script of picture_assets.py.
+    """The picture with its controls, as HTML for picture.js.
 
     Args:
         pictures: Pictures of one run, at least one.
