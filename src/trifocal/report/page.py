@@ -7,9 +7,8 @@ from pathlib import Path
 
 from trifocal.report.attention_charts import attention_charts
 from trifocal.report.charts import Chart, training_charts
-from trifocal.report.embedding import json_in_page
 from trifocal.report.evaluation_charts import evaluation_charts
-from trifocal.report.picture import picture_card, pictures_of
+from trifocal.report.picture import json_in_page, picture_card, pictures_of
 from trifocal.report.summary import Finding, summarise
 from trifocal.report.tables import (
     comparison,
