@@ -48,7 +48,7 @@ def take_steps(model, folder, *, compile=False, cuda_graphs=False, precision="bf
     optimizer = make_optimizer(model, OptimizerSection(learning_rate=1e-3))
     if compile:
         model.compile_training()
-    graphs = MicroBatchGraphs(model, model.parameters(), GPU, precision) if cuda_graphs else None
+    graphs = MicroBatchGraphs(model, model, GPU, precision) if cuda_graphs else None
     train_step = TrainStep(model, optimizer, GPU, config, graphs=graphs)
     results, gradients = [], []
     for step in range(1, steps + 1):
