@@ -145,18 +145,22 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
 
 
 def _squares(x: Tensor) -> Tensor:
-    return x.square().sum(-1, keepdim=True)
+    return _alone(lambda row: row.square().sum(-1, keepdim=True), x)
 
 
 def _normed(residual: Residual, norm: Norm | None, dtype: torch.dtype) -> Tensor:
     if norm is None:
         return residual.x.to(dtype)
-    mean = residual.sum_of_squares.sum(-1, keepdim=True) / residual.x.shape[1]
+    mean = _alone(lambda row: row.sum(-1, keepdim=True), residual.sum_of_squares) / residual.x.shape[1]
     return (residual.x * (mean + norm.eps).rsqrt() * norm.weight.to(residual.x.dtype)).to(dtype)
 
 
 def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    # Row by row, each in memory of its own: the order of a sum in a library's product depends on the number of rows and
-    # on where they begin.
     plain = dequantized(weight)
-    return torch.cat([functional.linear(row.clone(), plain, bias) for row in x.split(1)])
+    return _alone(lambda row: functional.linear(row, plain, bias), x)
+
+
+def _alone(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A function with sums, row by row, each in memory of its own: their order in a library depends on the number of
+    rows and on where they begin."""
+    return torch.cat([function(row.clone()) for row in x.split(1)])
