@@ -143,7 +143,7 @@ class TrainBench:
         loss_function: LossFunction = model if teacher is None else partial(model, teaching=teacher.teaching)
         self.graphs: MicroBatchGraphs | None = None
         if case.cuda_graphs and self.device.type == "cuda":
-            self.graphs = MicroBatchGraphs(loss_function, model.parameters(), self.device, case.precision)
+            self.graphs = MicroBatchGraphs(loss_function, model, self.device, case.precision)
         self.train_step = TrainStep(
             loss_function,
             self.optimizer,

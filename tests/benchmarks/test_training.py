@@ -72,7 +72,7 @@ def recorded_bench(monkeypatch):
 
     def make(case):
         bench = TrainBench(case)
-        recorded = cuda_graphs.MicroBatchGraphs(bench.model, bench.model.parameters(), bench.device, case.precision)
+        recorded = cuda_graphs.MicroBatchGraphs(bench.model, bench.model, bench.device, case.precision)
         bench.graphs = bench.train_step.graphs = recorded
         return bench
 

@@ -161,8 +161,12 @@ class _EagerRecorder:
         return work()
 
     def record(self, work):
-        result = torch.zeros(())
-        return lambda: result.copy_(work()), result
+        results = []
+
+        def replay():
+            results[:] = work()
+
+        return replay, results
 
 
 def graphs():
@@ -174,7 +178,7 @@ def graphs():
 
     def make_graphs(parallel, model, config, device, loss_function):
         assert parallel.sharded or parallel.flat_gradients is not None
-        return cuda_graphs.MicroBatchGraphs(loss_function, model.parameters(), device, "fp32", parallel), ""
+        return cuda_graphs.MicroBatchGraphs(loss_function, model, device, config.precision, parallel), ""
 
     train_setup.make_graphs = make_graphs
 

@@ -4,6 +4,7 @@ What is tested is everything around the recording: inputs of its own, padding, w
 That a GPU's recording gives the same is in tests/gpu.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,16 +36,20 @@ class Repeater:
     def __init__(self, device: torch.device) -> None:
         assert device == CPU
 
-    def warm_up(self, work: Callable[[], Tensor]) -> Tensor:
+    def warm_up(self, work: Callable[[], list[Tensor]]) -> list[Tensor]:
         """One pass."""
         Repeater.passes += 1
         return work()
 
-    def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def record(self, work: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
         """A recording does nothing yet."""
         Repeater.recordings += 1
-        result = torch.zeros(())
-        return lambda: result.copy_(self.warm_up(work)), result
+        results: list[Tensor] = []
+
+        def replay() -> None:
+            results[:] = self.warm_up(work)
+
+        return replay, results
 
 
 @pytest.fixture(autouse=True)
@@ -63,10 +68,11 @@ def heartbeat(tmp_path: Path) -> Iterator[Heartbeat]:
 def take_steps(
     config: RunConfig, steps: list[list[Batch]], heartbeat: Heartbeat, recorded: bool
 ) -> tuple[list[StepResult], DecoderLM]:
+    """Results, and the model with the gradients of the last step."""
     model = DecoderLM(config.model)
     model.init_weights(5)
     optimizer = make_optimizer(model, config.optimizer)
-    graphs = MicroBatchGraphs(model, model.parameters(), CPU, "fp32") if recorded else None
+    graphs = MicroBatchGraphs(model, model, CPU, config.train.precision) if recorded else None
     train_step = TrainStep(model, optimizer, CPU, config.train, graphs=graphs)
     results = [train_step.run(number, batches, phases=heartbeat) for number, batches in enumerate(steps, 1)]
     return results, model
@@ -91,22 +97,85 @@ def test_recorded_steps_are_the_plain_ones(tmp_path: Path, heartbeat: Heartbeat)
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_gradients_keep_their_memory_and_start_from_zero(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), ("--model.compressor", "mlp"), ("--model.tie_embeddings", "true")], ids=str)
+def test_bf16_copies_of_the_matrices_give_the_plain_bits(
+    tmp_path: Path, heartbeat: Heartbeat, options: tuple[str, ...]
+) -> None:
+    """Matrices cast once a step, and gradients written in bf16: no bit of loss, norm, gradient or weight changes."""
+    config = make_config(tmp_path, "--train.precision", "bf16", "--data.source", "synthetic", *options)
+    batches = read_batches(config, 2, 6)
+    steps = [batches[:1], batches[1:4], batches[4:]]
+    plain, expected = take_steps(config, steps, heartbeat, recorded=False)
+    recorded, given = take_steps(config, steps, heartbeat, recorded=True)
+    assert Repeater.recordings == 1
+    for mine, theirs in zip(recorded, plain, strict=True):
+        assert torch.equal(mine.loss, theirs.loss) and torch.equal(mine.gradient_norm, theirs.gradient_norm)
+    for (name, mine), theirs in zip(given.named_parameters(), expected.parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None
+        assert mine.dtype == mine.grad.dtype == torch.float32, name
+        assert torch.equal(mine.grad, theirs.grad), name
+        assert torch.equal(mine, theirs), name
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_layers_with_copies_share_what_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And autograd hands each gradient over as it is: copies would be kernels. (Tracing takes seconds.)"""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    config = make_config(tmp_path, "--model.attention", "dense", "--data.source", "synthetic")
+    model = DecoderLM(config.model)
+    model.compile_training()
+    graphs = MicroBatchGraphs(model, model, CPU, "bf16")
+    for batch in read_batches(config, 2, 2):
+        graphs.begin_step()
+        graphs.add_gradients(batch, 1.0)
+    # A layer and the end of the model.
+    assert len(model.blocks) > 1 and torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    graphs.begin_step()
+    with torch.profiler.profile() as profile:
+        graphs.add_gradients(batch, 1.0)
+    taken = [event for event in profile.events() if event.name == "torch::autograd::AccumulateGrad"]
+    assert len(taken) == len(list(model.parameters()))
+    assert {part.name for event in taken for part in event.cpu_children} == {"aten::detach"}
+
+
+def test_copies_follow_the_weights_and_leave_the_model(tmp_path: Path) -> None:
+    """A step reads the weights as they are when it begins, whoever changed them; after a pass they are the model's."""
     config = make_config(tmp_path)
     batch = read_batches(config, 2, 1)[0]
     model = DecoderLM(config.model)
-    graphs = MicroBatchGraphs(model, model.parameters(), CPU, "fp32")
-    graphs.zero_gradients()
+    matrix = model.blocks[0].mlp.up_proj.weight  # type: ignore[union-attr]
+    frozen = model.blocks[0].mlp.down_proj.weight.requires_grad_(False)  # type: ignore[union-attr, operator]
+    graphs = MicroBatchGraphs(model, model, CPU, "bf16")
+    losses = []
+    for factor in (1.0, 1.0, 3.0):
+        with torch.no_grad():
+            matrix.mul_(factor)  # type: ignore[operator]
+        graphs.begin_step()
+        losses.append(graphs.add_gradients(batch, 1.0).item())
+    assert losses[0] == losses[1] != losses[2]
+    assert model.blocks[0].mlp.up_proj.weight is matrix  # type: ignore[union-attr]
+    assert frozen.grad is None and all(one.grad is not None for one in model.parameters() if one is not frozen)
+
+
+def test_gradients_keep_their_memory_and_take_the_last_ones_place(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    batch = read_batches(config, 2, 1)[0]
+    model = DecoderLM(config.model)
+    graphs = MicroBatchGraphs(model, model, CPU, "fp32")
+    graphs.begin_step()
     first = graphs.add_gradients(batch, 0.5).item()
     parameter = next(model.parameters())
     gradient, place = parameter.grad.clone(), parameter.grad.data_ptr()  # type: ignore[union-attr]
     graphs.add_gradients(batch, 0.25)
     torch.testing.assert_close(parameter.grad, 1.5 * gradient)
-    parameter.grad = None
-    graphs.zero_gradients()
-    assert parameter.grad is not None and parameter.grad.data_ptr() == place and not parameter.grad.any()
+    graphs.begin_step()
+    torch.testing.assert_close(parameter.grad, 1.5 * gradient)  # Until the next pass, a bad step can be looked at.
     assert graphs.add_gradients(batch, 1.0).item() == pytest.approx(2 * first, rel=1e-6)
-    recorded = [weakref.ref(recording.loss) for recording in graphs._recordings.values()]
+    torch.testing.assert_close(parameter.grad, 2 * gradient)
+    assert parameter.grad is not None and parameter.grad.data_ptr() == place
+    recorded = [weakref.ref(one) for recording in graphs._recordings.values() for one in recording.results]
     graphs.release()
     assert recorded and all(reference() is None for reference in recorded)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
 from trifocal.train.config.sections import OptimizerSection, ScheduleSection
-from trifocal.train.step.optimizer import gradient_norm, guarded_step, make_optimizer
+from trifocal.train.step.optimizer import DeviceFlag, gradient_norm, guarded_step, make_optimizer
 from trifocal.train.step.schedule import learning_rate
 
 SMALL = ModelConfig(
@@ -67,7 +67,7 @@ def test_a_step_that_is_not_finite_changes_nothing(bad_gradient: float, bad_loss
     weights = [parameter.detach().clone() for parameter in parameters]
     states = [{name: value.clone() for name, value in optimizer.state[p].items()} for p in parameters]
     finite = guarded_step(optimizer, parameters, gradient_norm(parameters), torch.tensor(bad_loss), 1.0)
-    assert not finite
+    assert not finite.wait()
     for parameter, weight, state in zip(parameters, weights, states, strict=True):
         assert torch.equal(parameter, weight)
         for name, value in state.items():
@@ -77,8 +77,24 @@ def test_a_step_that_is_not_finite_changes_nothing(bad_gradient: float, bad_loss
         assert torch.isfinite(parameters[0].grad).sum() == 5
         assert torch.isfinite(parameters[1].grad).all()
     parameters[0].grad = torch.ones(2, 3)
-    assert guarded_step(optimizer, parameters, gradient_norm(parameters), torch.tensor(1.0), 1.0)
+    assert guarded_step(optimizer, parameters, gradient_norm(parameters), torch.tensor(1.0), 1.0).wait()
     assert optimizer.state[parameters[0]]["step"] == 2
+
+
+def test_the_host_can_know_before_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy of the flag is queued in front of the update, which the host then need not wait for."""
+    _, adamw, parameters = make_problem(torch.ones(2, 3))
+    queued = []
+
+    class Flag(DeviceFlag):
+        def __init__(self, value: Tensor) -> None:
+            queued.append("flag")
+            super().__init__(value)
+
+    monkeypatch.setattr("trifocal.train.step.optimizer.DeviceFlag", Flag)
+    monkeypatch.setattr(adamw, "step", lambda: queued.append("update"))
+    assert guarded_step(adamw, parameters, gradient_norm(parameters), torch.tensor(1.0), 1.0).wait()
+    assert queued == ["flag", "update"]
 
 
 def test_clips_to_the_norm_and_steps_like_plain_adamw() -> None:
@@ -99,7 +115,7 @@ def test_clips_to_the_norm_and_steps_like_plain_adamw() -> None:
     plain.step()
     measured = gradient_norm(parameters)
     assert measured.item() == pytest.approx(norm)
-    assert guarded_step(optimizer, parameters, measured, torch.tensor(1.0), 2.0)
+    assert guarded_step(optimizer, parameters, measured, torch.tensor(1.0), 2.0).wait()
     for theirs, ours in zip(twin.parameters(), parameters, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 

@@ -3,13 +3,18 @@
 Small micro-batches are bound by the host: a layer's forward and backward are about a hundred kernels, and each costs
 Python some 10 to 50 µs to start, however short it is on the device. A graph starts all of them at once.
 
-A graph reads and writes fixed memory. So inputs are copied into tensors of its own, gradients are added up in buffers
+A graph reads and writes fixed memory. So inputs are copied into tensors of its own, gradients are collected in buffers
 that stay, and each kind of micro-batch (plain rows, packed documents) has a graph of its own. Document boundaries are
 padded to a fixed number, with empty documents behind the last one.
+
+Under bf16 a graph reads bf16 copies of the matrices, which are made once a step, and leaves their gradients as the
+products give them, in bf16. Plain passes cast each matrix and each of its gradients in every micro-batch, by kernels
+of their own. Eager passes give the same bits either way; a compiler may round at other places.
 """
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -25,11 +30,48 @@ Result = TypeVar("Result")
 
 
 class _Recording(NamedTuple):
-    """A recorded micro-batch: what it reads (the weight comes last), and the loss that it writes."""
+    """A recorded micro-batch: what it writes, and what it reads (the weight comes last)."""
 
     replay: Callable[[], None]
-    loss: Tensor
+    results: list[Tensor]
     inputs: list[Tensor]
+
+
+class MatrixCopies:
+    """bf16 copies of the trained matrices of linear maps.
+
+    Args:
+        model: The model; its matrices keep their memory.
+
+    Attributes:
+        of: The copy, a leaf of autograd, of each matrix by the matrix's id.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # Not of adapters, which may compute with their matrices in another type.
+        self._linears = [
+            module for module in model.modules() if type(module) is nn.Linear and module.weight.requires_grad
+        ]
+        self._matrices = [linear.weight for linear in self._linears]
+        self._copies = [nn.Parameter(matrix.detach().bfloat16()) for matrix in self._matrices]
+        self.of = dict(zip(map(id, self._matrices), self._copies, strict=True))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the matrices as they are now."""
+        if self._copies:
+            torch._foreach_copy_(tuple(self._copies), tuple(self._matrices))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model computes with the copies inside."""
+        for linear, copy in zip(self._linears, self._copies, strict=True):
+            linear.weight = copy
+        try:
+            yield
+        finally:
+            for linear, matrix in zip(self._linears, self._matrices, strict=True):
+                linear.weight = matrix
 
 
 class GraphRecorder:
@@ -81,37 +123,41 @@ class GraphRecorder:
 
 
 class MicroBatchGraphs:
-    """Computes weighted losses and adds up their gradients, by graphs.
+    """Computes weighted losses and collects their gradients, by graphs.
 
     The first micro-batch of a kind is computed without a graph, which compiles its kernels; the second is recorded and
     replayed. So each is computed once, as a sharded model requires: its passes hold collectives.
 
-    The model's parameters must keep their memory.
-
     Args:
         loss_function: The model, called as `DecoderLM` with targets.
-        parameters: Parameters that get gradients.
+        model: Its parameters keep their memory.
         device: Where they are.
         precision: "bf16" or "fp32", as in `TrainSection`.
         parallel: The parallelized model. Under fsdp and hsdp a graph holds the collectives too, and the shards'
-            gradients are reduced after each micro-batch.
+            gradients are reduced after each micro-batch; these modes also keep the copies in bf16.
     """
 
     def __init__(
         self,
         loss_function: LossFunction,
-        parameters: Iterable[nn.Parameter],
+        model: nn.Module,
         device: torch.device,
         precision: str,
         parallel: Parallel | None = None,
     ) -> None:
         self._loss_function = loss_function
-        self._parameters = list(parameters)
         self._device, self._precision = device, precision
-        self._gradients: list[Tensor] = []
-        self._flat_gradients = None if parallel is None else parallel.flat_gradients
+        sharded = parallel is not None and parallel.sharded
         # FSDP averages gradients over the processes: times their number, that is the sum.
-        self._factor = parallel.size if parallel is not None and parallel.sharded else 1
+        self._factor = parallel.size if parallel is not None and sharded else 1
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._copies = MatrixCopies(model) if precision == "bf16" and not sharded else None
+        copy_of = {} if self._copies is None else self._copies.of
+        self._leaves = [copy_of.get(id(parameter), parameter) for parameter in self._parameters]
+        flat = None if parallel is None else parallel.flat_gradients
+        self._gradients = flat.views if flat is not None else list(map(torch.zeros_like, self._parameters))
+        self._local_gradients = list(map(local_shard, self._gradients))
+        self._begun = False
         self._known: set[tuple[int, ...]] = set()
         self._recordings: dict[tuple[int, ...], _Recording] = {}
         self._recorder = GraphRecorder(device)
@@ -126,20 +172,14 @@ class MicroBatchGraphs:
         """Kinds of micro-batches that have been recorded."""
         return len(self._recordings)
 
-    def zero_gradients(self) -> None:
-        """Begin a step: every parameter's gradient is zero, in the memory that the graphs add to."""
-        if self._flat_gradients is not None:
-            self._flat_gradients.zero()
-            return
-        if not self._gradients:
-            self._gradients = [torch.zeros_like(parameter) for parameter in self._parameters]
-        else:
-            torch._foreach_zero_([local_shard(gradient) for gradient in self._gradients])
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            parameter.grad = gradient
+    def begin_step(self) -> None:
+        """Begin a step: its first micro-batch's gradients take the place of the last step's."""
+        self._begun = False
+        if self._copies is not None:
+            self._copies.refresh()
 
     def add_gradients(self, batch: Batch, weight: float, documents: int = 0) -> Tensor:
-        """Add the gradient of `weight * loss` to the parameters' gradients.
+        """Add the gradient of `weight * loss` to those of the step's micro-batches so far.
 
         Args:
             batch: The micro-batch, on the host.
@@ -158,25 +198,48 @@ class MicroBatchGraphs:
             own = [to_device(tensor, self._device) for tensor in inputs]
             if kind not in self._known:
                 self._known.add(kind)
-                return self._recorder.warm_up(lambda: self._pass(own, rows))
+                return self._collect(self._recorder.warm_up(lambda: self._pass(own, rows)))
             recording = self._recordings[kind] = _Recording(*self._recorder.record(lambda: self._pass(own, rows)), own)
         for own_tensor, given in zip(recording.inputs, inputs, strict=True):
             own_tensor.copy_(given.pin_memory(), non_blocking=True)
         recording.replay()
-        return recording.loss
+        return self._collect(recording.results)
 
     def release(self) -> None:
         """Free the graphs. NCCL does not end while a graph holds its collectives."""
         self._known.clear()
         self._recordings.clear()
 
-    def _pass(self, inputs: list[Tensor], rows: torch.Size) -> Tensor:
+    def _pass(self, inputs: list[Tensor], rows: torch.Size) -> list[Tensor]:
+        """The weighted loss, and the gradient of each leaf (of this process's shard)."""
         *tensors, weight = inputs
-        with autocast(self._device, self._precision):
-            loss = call_with(self._loss_function, tensors, rows)
-        weighted = loss * weight
-        (weighted * self._factor).backward()
-        return weighted.detach()
+        self._drop_gradients()
+        with nullcontext() if self._copies is None else self._copies.in_place():
+            with autocast(self._device, self._precision):
+                loss = call_with(self._loss_function, tensors, rows)
+            weighted = loss * weight
+            (weighted * self._factor).backward()
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self._leaves]
+        self._drop_gradients()
+        return [weighted.detach(), *map(local_shard, gradients)]
+
+    def _drop_gradients(self) -> None:
+        # A leaf without a gradient takes the next one as it is: nothing is added, and nothing copied.
+        for leaf in self._leaves:
+            leaf.grad = None
+
+    def _collect(self, results: list[Tensor]) -> Tensor:
+        """Take a micro-batch's gradients to the parameters' own, which stay; returns its loss."""
+        loss, *gradients = results
+        collect = torch._foreach_add_ if self._begun else torch._foreach_copy_
+        # One kernel takes many tensors of one type.
+        for dtype in {gradient.dtype for gradient in gradients}:
+            pairs = [pair for pair in zip(self._local_gradients, gradients, strict=True) if pair[1].dtype == dtype]
+            collect([total for total, _ in pairs], [gradient for _, gradient in pairs])
+        for parameter, total in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = total
+        self._begun = True
+        return loss
 
 
 def make_graphs(
@@ -195,5 +258,4 @@ def make_graphs(
         return None, ""
     if device.type != "cuda":
         return None, f"train.cuda_graphs is for GPUs: without effect on a {device.type}"
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return MicroBatchGraphs(loss_function or parallel.module, trained, device, config.precision, parallel), ""
+    return MicroBatchGraphs(loss_function or parallel.module, model, device, config.precision, parallel), ""

@@ -12,6 +12,31 @@ from trifocal.runlog.traces.base import local_shard
 from trifocal.train.config.sections import OptimizerSection
 
 
+class DeviceFlag:
+    """A boolean that is being copied from the device to the host.
+
+    On a GPU the copy is asynchronous; `wait` waits for it alone, not for work that was queued after it.
+
+    Args:
+        value: A boolean scalar tensor.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+        self._copied: torch.cuda.Event | None = None
+        if value.is_cuda:
+            self._value = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._value.copy_(value, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def wait(self) -> bool:
+        """Wait for the value."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return bool(self._value)
+
+
 def make_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
     """AdamW, fused, in groups: the matrices of linear maps decay, everything else does not, an index has its own rate.
 
@@ -86,7 +111,7 @@ def guarded_step(
     loss: Tensor,
     clip_norm: float,
     apart: list[nn.Parameter] | None = None,
-) -> Tensor:
+) -> DeviceFlag:
     """Clip and take one step, unless the loss or the gradient is not finite: then nothing changes.
 
     The decision is taken on the device, so the host need not wait: the fused kernel skips the update where
@@ -102,13 +127,14 @@ def guarded_step(
         apart: Parameters that are clipped by themselves, by a norm of their own.
 
     Returns:
-        Whether the step was taken, a boolean scalar tensor on the device.
+        Whether the step is taken. The host may know it before the update has ended, and prepare the next step.
     """
     norms = [(parameters, norm)] + ([(apart, gradient_norm(apart))] if apart else [])
     finite = torch.isfinite(torch.stack([loss, *(own for _, own in norms)])).all()
+    flag = DeviceFlag(finite)
     if clip_norm:
         for clipped, own in norms:
             torch.nn.utils.clip_grads_with_norm_(clipped, clip_norm, torch.where(finite, own, 0.0))
     optimizer.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
     optimizer.step()
-    return finite
+    return flag

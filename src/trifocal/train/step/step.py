@@ -13,35 +13,10 @@ from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.config.sections import TrainSection
 from trifocal.train.step.cuda_graphs import MicroBatchGraphs
 from trifocal.train.step.micro_batch import LossFunction, autocast, call_with, model_inputs, to_device
-from trifocal.train.step.optimizer import gradient_norm, guarded_step
+from trifocal.train.step.optimizer import DeviceFlag, gradient_norm, guarded_step
 
 _MicroBatch = tuple[Batch, float, int]
 """A micro-batch, its share in the step's loss, and its packed documents."""
-
-
-class DeviceFlag:
-    """A boolean that is being copied from the device to the host.
-
-    On a GPU the copy is asynchronous; `wait` waits for it alone, not for work that was queued after it.
-
-    Args:
-        value: A boolean scalar tensor.
-    """
-
-    def __init__(self, value: Tensor) -> None:
-        self._value = value
-        self._copied: torch.cuda.Event | None = None
-        if value.is_cuda:
-            self._value = torch.empty((), dtype=torch.bool, pin_memory=True)
-            self._value.copy_(value, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-
-    def wait(self) -> bool:
-        """Wait for the value."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return bool(self._value)
 
 
 @dataclass
@@ -177,8 +152,8 @@ class TrainStep:
             ids = set(map(id, apart))
             parameters = [one for group in groups for one in group["params"] if id(one) not in ids]
             norm = gradient_norm(parameters)
-            taken = guarded_step(self.optimizer, parameters, norm, loss_sum, self._config.gradient_clip_norm, apart)
-        return StepResult(step, batches, groups[0]["lr"], loss_sum, local_loss, norm, DeviceFlag(taken), choice)
+            finite = guarded_step(self.optimizer, parameters, norm, loss_sum, self._config.gradient_clip_norm, apart)
+        return StepResult(step, batches, groups[0]["lr"], loss_sum, local_loss, norm, finite, choice)
 
     def _add_gradients(self, micro_batches: Sequence[_MicroBatch], phases: Phases, forward_phase: str) -> Tensor:
         """Forward and backward of all micro-batches; returns the sum of their weighted losses."""
@@ -209,7 +184,7 @@ class TrainStep:
         """Forward and backward of all micro-batches by graphs; returns the sum of their weighted losses."""
         loss_sum = torch.zeros((), dtype=torch.float32, device=self._device)
         self._before_backward()
-        graphs.zero_gradients()
+        graphs.begin_step()
         self._parallel.begin_step()
         for batch, weight, documents in micro_batches:
             with phases.phase(forward_phase):
