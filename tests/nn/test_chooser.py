@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from trifocal.nn import NSAttention
-from trifocal.nn.attention_base import Lesson
 from trifocal.ops import Geometry
 from trifocal.ops.choice_loss import Sample
 
@@ -22,7 +21,7 @@ def test_compressed_keys_teach_what_is_theirs(shared_kv: bool) -> None:
     tokens = torch.arange(33, 64, 5)[None]
     sample = Sample(tokens, torch.zeros_like(tokens), torch.ones_like(tokens, dtype=torch.bool))
     x = torch.randn(1, 64, 16, dtype=torch.float64, requires_grad=True)
-    _, figures = layer(x, lesson=Lesson((sample,), torch.ones((), dtype=torch.float64)))
+    _, figures = layer(x, lesson=(sample,))
     figures[0].backward()
     taught = {name for name, parameter in layer.named_parameters() if parameter.grad is not None}
     own = {name for name, _ in layer.named_parameters() if name.startswith("k_compressor.")}

@@ -91,12 +91,12 @@ class NSAttention(ChoosingAttention):
             selected_blocks: Blocks to read instead of the most important ones, [B, T, G, N]; see `nsa_attention`.
             dropped: Queries whose selected branch adds nothing, [B, T], True where dropped; see `selected_dropout`.
             cache: Holds earlier tokens, which give these their positions; the other arguments are ignored with it.
-            lesson: What the choice learns in a training step.
+            lesson: What teaches the choice in a training step.
             own: Where processes share each sequence, the tokens of x. Then documents and the rotary tables' compressed
                 blocks are those of the whole sequence.
 
         Returns:
-            [B, T, E]; with a lesson, and the scaled loss and recall of the choice, [2].
+            [B, T, E]; with a lesson, and the loss and recall of the choice, summed over queries and groups, [2].
 
         Raises:
             ValueError: If the boundaries do not fit.

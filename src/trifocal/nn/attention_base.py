@@ -40,16 +40,9 @@ class RotaryTables(NamedTuple):
     sin_idx: Tensor | None = None
 
 
-class Lesson(NamedTuple):
-    """What a layer's choice of blocks learns in a training step; see `trifocal.ops.choice_loss`.
-
-    Attributes:
-        samples: Queries of this layer in each chunk of its tokens; one chunk where all tokens are here.
-        scale: Factor on the sums of their losses and recalls, a scalar.
-    """
-
-    samples: tuple[Sample, ...]
-    scale: Tensor
+Lesson = tuple[Sample, ...]
+"""What teaches a layer's choice of blocks in a training step: queries of each chunk of its tokens; one chunk where all
+tokens are here. See `trifocal.ops.choice_loss`."""
 
 
 class KVCache(Protocol):

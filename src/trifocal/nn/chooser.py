@@ -9,6 +9,7 @@
 The loss, `trifocal.ops.choice_loss`, changes the parameters of the chooser alone: its input is detached.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -165,20 +166,21 @@ class ChoosingAttention(AttentionBase):
         rotary: RotaryTables,
         own: OwnTokens | None,
     ) -> Tensor:
-        """The loss of the layer's queries, whose gradient reaches the chooser alone, and their recall, scaled: [2].
+        """The loss of the layer's queries, whose gradient reaches the chooser alone, and their recall, summed: [2].
 
         Of `index` and `taught`, from `_gathered`, one is None.
         """
         k_cmp = None if taught is None else self._compressed_keys(taught, documents, rotary)
         figures = []
-        for chunk, sample in zip(chunks_of(q, documents, own), lesson.samples, strict=True):
+        for chunk, sample in zip(chunks_of(q, documents, own), lesson, strict=True):
             student = {"k_cmp": chunk.keys(k_cmp, self._num_compressed(chunk))} if k_cmp is not None else {}
             if index is not None:
                 student = {"q_idx": chunk.queries(index[0]), "k_idx": chunk.keys(index[1])}
             q_rows, keys = chunk.queries(q), chunk.keys(k)
-            found = choice_loss(q_rows, keys, sample, self.geometry, chunk.documents, backend=self.backend, **student)
-            figures.append(torch.stack(found))
-        return lesson.scale * torch.stack(figures).sum(0)
+            figures.append(
+                choice_loss(q_rows, keys, sample, self.geometry, chunk.documents, backend=self.backend, **student)
+            )
+        return functools.reduce(torch.add, figures)
 
     def _taught_keys(self, x: Tensor) -> Tensor:
         """Keys to be compressed, made again so that their gradient reaches the projection alone, where it is theirs."""
