@@ -8,7 +8,7 @@ query and the block's visible keys.
 | teacher | the sampled queries; the selected branch's own heads and keys | log2 of the sum of exponentials |
 
 A tile's rows are (query, head) pairs that share keys, so a tile of keys is loaded once for all of them. A program holds
-a tile of rows and goes through lines of 16 blocks, a block at a time: one product, one reduction over the block's
+a tile of rows and goes through pieces of 16 or 4 blocks, a block at a time: one product, one reduction over the block's
 tokens, and nothing of the size of a score is written. Blocks wholly in the past of all rows need no mask; they come
 first. Blocks do not depend on one another, so a long past is many programs' work.
 
@@ -17,6 +17,7 @@ choice from these scores is that of `scoring`; the loss is that of `choice_loss`
 """
 
 import dataclasses
+import math
 
 import triton
 import triton.language as tl
@@ -31,10 +32,11 @@ from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.scoring import LINE, Chunk, choose_in_chunks
 from trifocal.ops.triton.selected.block_csr import default_documents
 
-# Lines of blocks that a program goes through: enough that its start is small beside it. Of sampled queries, where that
-# makes fewer programs than two for each multiprocessor of a Hopper GPU, one line.
-LINES_OF_PROGRAM = 4
-ENOUGH_PROGRAMS = 256
+# Pieces that a program goes through, and blocks of a piece. The first are enough that a program's start is small beside
+# it; the others are for calls in which that makes fewer programs than four for each multiprocessor of a Hopper GPU:
+# what such a call takes is the time of one program.
+PIECES_OF_PROGRAM = ((4, 16), (1, 16), (1, 4))
+ENOUGH_PROGRAMS = 512
 
 # fmt: off
 
@@ -95,15 +97,15 @@ def score_block(
 
 
 @triton.jit
-def score_line(
+def score_piece(
     q_1, q_2, k, first_token, blocks, row_end, out, places, keep, k_time_stride, score_scale,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, SELECTION: tl.constexpr, KEYS: tl.constexpr,
-    MASKED: tl.constexpr, PURPOSE: tl.constexpr,
+    PIECE: tl.constexpr, MASKED: tl.constexpr, PURPOSE: tl.constexpr,
 ):
-    """Write the scores of a line of blocks, of which `blocks` exist."""
-    column = tl.arange(0, LINE)[None, :]
-    scores = tl.full([q_1.shape[0], LINE], float("-inf"), tl.float32)
-    best = tl.zeros([q_1.shape[0], LINE], tl.int32)
+    """Write the scores of a piece, of which `blocks` exist."""
+    column = tl.arange(0, PIECE)[None, :]
+    scores = tl.full([q_1.shape[0], PIECE], float("-inf"), tl.float32)
+    best = tl.zeros([q_1.shape[0], PIECE], tl.int32)
     for number in range(blocks):
         of_block, place = score_block(
             q_1, q_2, k, first_token + number * SELECTION, row_end, k_time_stride, score_scale,
@@ -126,9 +128,9 @@ def block_scores_kernel(
     first_query, end_query, num_queries, query_shift, block_lines, score_scale,
     GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
     SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr, PACKED: tl.constexpr, PURPOSE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, LINES: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
 ):
-    """Scores [B, queries of the chunk, heads, num_blocks] of some lines of blocks, for one tile of rows.
+    """Scores [B, queries of the chunk, heads, num_blocks] of some pieces of blocks, for one tile of rows.
 
     The purpose is "choice", or "teacher" or "student": then the queries are those of the tokens `sampled`, [B, M],
     ascending, and M is `num_queries`.
@@ -164,7 +166,7 @@ def block_scores_kernel(
     k += batch * k_batch_stride + group * k_head_stride
     # Rows [B, queries of the chunk, G, heads of a group].
     out_row = (batch * (end_query - first_query) + query - first_query) * GROUPS + group
-    place = (out_row * Q_PER_KV + row % Q_PER_KV)[:, None] * (block_lines * LINE) + tl.arange(0, LINE)[None, :]
+    place = (out_row * Q_PER_KV + row % Q_PER_KV)[:, None] * (block_lines * LINE) + tl.arange(0, PIECE)[None, :]
 
     for document in range(first_document, last_document + 1):
         in_document = exists
@@ -176,20 +178,20 @@ def block_scores_kernel(
         candidates = tl.max(tl.where(in_document, position // SELECTION + 1, 0))
         # Blocks that all rows see whole.
         whole = tl.min(tl.where(in_document, position + 1, 2147483647)) // SELECTION
-        first_line = tl.program_id(1) * LINES
-        end_line = tl.minimum(first_line + LINES, tl.cdiv(candidates, LINE))
-        end_line = tl.where(candidates > NUM_SELECTED, end_line, first_line)
-        whole_line = tl.maximum(tl.minimum(whole // LINE, end_line), first_line)
-        for line in range(first_line, whole_line):
-            score_line(
-                q_1, q_2, k, start + line * LINE * SELECTION, LINE, row_end, scores + place + line * LINE,
-                places + place + line * LINE, in_document, k_time_stride, score_scale,
-                D, D_1, D_2, SELECTION, KEYS, False, PURPOSE)
-        for line in range(whole_line, end_line):
-            score_line(
-                q_1, q_2, k, start + line * LINE * SELECTION, tl.minimum(candidates - line * LINE, LINE), row_end,
-                scores + place + line * LINE, places + place + line * LINE, in_document, k_time_stride, score_scale,
-                D, D_1, D_2, SELECTION, KEYS, True, PURPOSE)
+        first_piece = tl.program_id(1) * PIECES
+        end_piece = tl.minimum(first_piece + PIECES, tl.cdiv(candidates, PIECE))
+        end_piece = tl.where(candidates > NUM_SELECTED, end_piece, first_piece)
+        whole_piece = tl.maximum(tl.minimum(whole // PIECE, end_piece), first_piece)
+        for piece in range(first_piece, whole_piece):
+            score_piece(
+                q_1, q_2, k, start + piece * PIECE * SELECTION, PIECE, row_end, scores + place + piece * PIECE,
+                places + place + piece * PIECE, in_document, k_time_stride, score_scale,
+                D, D_1, D_2, SELECTION, KEYS, PIECE, False, PURPOSE)
+        for piece in range(whole_piece, end_piece):
+            score_piece(
+                q_1, q_2, k, start + piece * PIECE * SELECTION, tl.minimum(candidates - piece * PIECE, PIECE),
+                row_end, scores + place + piece * PIECE, places + place + piece * PIECE, in_document, k_time_stride,
+                score_scale, D, D_1, D_2, SELECTION, KEYS, PIECE, True, PURPOSE)
 
 # fmt: on
 
@@ -223,17 +225,17 @@ def launch_block_scores(
     groups, q_per_kv = k.shape[2], q.shape[2] // k.shape[2]
     ids, positions, cu_seqlens = default_documents(documents, sampled)
     tiles = cdiv((chunk.end_query - chunk.first_query) * q_per_kv, tile.BLOCK_M)
-    num_tiles, lines = tiles * q.shape[0] * groups, cdiv(chunk.reachable, LINE.value)
-    many = purpose == "choice" or num_tiles * cdiv(lines, LINES_OF_PROGRAM) >= ENOUGH_PROGRAMS
-    lines_of_program = LINES_OF_PROGRAM if many else 1
-    grid = tiles, cdiv(lines, lines_of_program), q.shape[0] * groups
+    for pieces, piece in PIECES_OF_PROGRAM:
+        grid = tiles, cdiv(chunk.reachable, pieces * piece), q.shape[0] * groups
+        if math.prod(grid) >= ENOUGH_PROGRAMS:
+            break
     block_scores_kernel[grid](
         q, k, scores, places, sampled, ids, positions, cu_seqlens, *strides(q), *strides(k),
         chunk.first_query, chunk.end_query, sampled.shape[-1], chunk.query_shift, chunk.block_lines, scale,
         GROUPS=groups, Q_PER_KV=q_per_kv, D=widths.size, D_1=widths.part_1, D_2=widths.part_2,
         SELECTION=geometry.selection_block_size, NUM_SELECTED=geometry.num_selected_blocks,
         PACKED=documents is not None, PURPOSE=purpose, ROWS=tile.BLOCK_M,
-        KEYS=min(tile.BLOCK_N, next_power_of_2(geometry.selection_block_size)), LINES=lines_of_program,
+        KEYS=min(tile.BLOCK_N, next_power_of_2(geometry.selection_block_size)), PIECE=piece, PIECES=pieces,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
