@@ -304,7 +304,7 @@ def teacher_masses_forward(
     """
     masses = q.new_empty(*sampled.shape, k.shape[2], num_blocks, dtype=torch.float32)
     sampled, starts = sampled.contiguous(), starts.contiguous()
-    for log_sums, grid, numbers, constants in _teacher_chunks(q, k, sampled, geometry, num_blocks, documents):
+    for log_sums, grid, numbers, constants in _score_chunks(q, k, sampled, geometry, num_blocks, documents):
         block_masses_kernel[grid](log_sums, masses, sampled, starts, *numbers, num_blocks, **constants)
     return masses
 
@@ -346,9 +346,8 @@ def index_loss_forward(
     products = q.new_empty(*sampled.shape, groups, block_lines * LINE.value, dtype=torch.float32)
     places = torch.empty_like(products, dtype=torch.int32)
     figures = q.new_empty(2, *sampled.shape, groups, dtype=torch.float32)
-    whole = Chunk(0, sampled.shape[1], k.shape[1] - q.shape[1], num_blocks, block_lines)
-    launch_block_scores(q_idx, keys, products, places, sampled, geometry, documents, whole, 1.0, "student")
-    for log_sums, grid, numbers, constants in _teacher_chunks(q, k, sampled, geometry, num_blocks, documents):
+    student = q_idx, keys, products, places
+    for log_sums, grid, numbers, constants in _score_chunks(q, k, sampled, geometry, num_blocks, documents, student):
         index_loss_kernel[grid](
             log_sums, products, places, *figures, sampled, starts, eligible, *numbers,
             q_idx.shape[-1] ** -0.5, share_floor, least_mass,
@@ -357,10 +356,18 @@ def index_loss_forward(
     return figures, products, places
 
 
-def _teacher_chunks(
-    q: Tensor, k: Tensor, sampled: Tensor, geometry: Geometry, num_blocks: int, documents: Documents | None
+def _score_chunks(
+    q: Tensor,
+    k: Tensor,
+    sampled: Tensor,
+    geometry: Geometry,
+    num_blocks: int,
+    documents: Documents | None,
+    student: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> Iterator[tuple[Tensor, tuple[int], tuple[int, ...], dict[str, int]]]:
     """Make the teacher's block sums of some queries at a time, and say how a kernel over rows of them is launched.
+
+    With a student, as `launch_block_scores` takes it, its scores of these queries are made too.
 
     Yields:
         The sums, [B, queries of the chunk, H, whole lines of 16 blocks], until the next are asked for; the grid; the
@@ -382,7 +389,7 @@ def _teacher_chunks(
     for first_query, end_query in chunks:
         chunk = Chunk(first_query, end_query, k.shape[1] - q.shape[1], num_blocks, block_lines)
         scale = q.shape[3] ** -0.5 * LOG2_E
-        launch_block_scores(q, k, log_sums, log_sums, sampled, geometry, documents, chunk, scale, "teacher")
+        launch_block_scores(q, k, log_sums, sampled, geometry, documents, chunk, scale, student)
         num_rows = batch * (end_query - first_query) * groups
         yield log_sums, (cdiv(num_rows, rows),), (first_query, end_query, num_queries, num_rows, block_lines), constants
 
