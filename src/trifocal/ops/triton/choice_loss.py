@@ -40,8 +40,9 @@ from trifocal.ops.triton.scoring import LINE, Chunk, most_important, query_chunk
 
 # Blocks that d_q takes at a time, and tokens that it fills with zeros.
 BLOCKS = 64
-# Blocks that a program of the masses or the loss has at least, those of several rows if need be; and each warp.
-LEAST_BLOCKS = 256
+# Blocks that a program of the masses or the loss has at least, those of several rows if need be, so few since a small
+# call takes the time of one program; and those of each warp.
+LEAST_BLOCKS = 64
 BLOCKS_OF_WARP = 256
 MOST_WARPS = 16
 # Keys and rows of a tile of d_k.
@@ -384,7 +385,7 @@ def _score_chunks(
     constants = {
         "GROUPS": groups, "Q_PER_KV": num_heads // groups, "SELECTION": geometry.selection_block_size,
         "NUM_SELECTED": geometry.num_selected_blocks, "ROWS": rows, "BLOCKS": blocks,
-        "num_warps": min(MOST_WARPS, rows * blocks // BLOCKS_OF_WARP),
+        "num_warps": max(1, min(MOST_WARPS, rows * blocks // BLOCKS_OF_WARP)),
     }  # fmt: skip
     for first_query, end_query in chunks:
         chunk = Chunk(first_query, end_query, k.shape[1] - q.shape[1], num_blocks, block_lines)
