@@ -527,8 +527,16 @@ def selected_forward(
 
 
 def rows_of_chunk(bytes_of_row: int, rows: int) -> int:
-    """How many rows' partial results fit into the buffer: a multiple of 64, at least 64, or all of them."""
-    return min(rows, max(64, dispatch.SELECTED_BUFFER_BYTES // bytes_of_row // 64 * 64))
+    """How many rows' partial results are kept at a time: a multiple of 64, or all of them.
+
+    A quarter of the rows, so that they add little to a call's memory; more where that would not keep a GPU busy, and
+    fewer where the buffer is full.
+    """
+    most, fewest = (
+        size // bytes_of_row for size in (dispatch.SELECTED_BUFFER_BYTES, dispatch.SELECTED_BUFFER_BYTES // 8)
+    )
+    quarter = cdiv(rows, 4 * 64) * 64
+    return min(rows, max(64, min(most, max(quarter, fewest)) // 64 * 64))
 
 
 def hopper_sizes(shape: dict[str, int]) -> dict[str, int]:
