@@ -37,6 +37,8 @@ _MOST_NUMBERS = 2**28
 _TENSORS_OF_BLOCKS = 8
 _TENSORS_OF_AN_INDEX = 2
 _MASK = 2**32 - 1
+# 2**32 over the golden ratio, as a signed number of 32 bits: the compiler multiplies places by it in no more.
+_GOLDEN = 0x9E3779B9 - 2**32
 
 
 class Sample(NamedTuple):
@@ -99,7 +101,7 @@ def sample_queries(
     keys = stretch_keys(tokens, row_length, stretch)
     first = torch.arange(0, row_length, stretch, device=keys.device)
     layer = torch.arange(1, layers + 1, device=keys.device)[:, None, None]
-    drawn = hash_numbers(keys + hash_numbers(layer * 0x9E3779B9) + hash_numbers(first[:1] + step))
+    drawn = hash_numbers(keys + hash_numbers(layer * _GOLDEN) + hash_numbers(first[:1] + step))
     place = first + drawn % stretch
     exists = place < row_length
     place = place.clamp(max=row_length - 1)
