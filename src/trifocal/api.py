@@ -14,7 +14,6 @@ from trifocal.inference import Engine, Request, Sampling
 from trifocal.inference.prompts import cache_for_prompts, encode_prompts, memory_errors
 from trifocal.models import DecoderLM
 from trifocal.ops.decode.int8 import WeightType, check_weights
-from trifocal.paths import shell_path
 from trifocal.train.checkpoint.pretrained import open_pretrained, pretrained_path
 from trifocal.train.config.check import choose_device
 
@@ -77,8 +76,7 @@ def generate(
             if tokenizer is not None:
                 raise UserError("tokenizer goes with a model, got a path, which brings its own")
             path = pretrained_path(path_or_model, "the path of the run")
-            command = f"trifocal generate {shell_path(path)}"
-            found = stack.enter_context(open_pretrained(path, checkpoint, command=command))
+            found = stack.enter_context(open_pretrained(path, checkpoint))
             name, tokenizer, config, make = str(found.path), found.tokenizer(), found.config(), found.model
             dtype = torch.bfloat16 if found.run and found.run.train.precision == "bf16" else torch.float32
             place = choose_device(device)

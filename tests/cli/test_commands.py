@@ -1,6 +1,7 @@
 """The commands as a person types them: output, exit status, and one clear line for bad input."""
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -184,7 +185,14 @@ def test_generate_without_a_checkpoint_or_with_a_damaged_one(run: Path, tmp_path
     (copy / "checkpoints" / "step_00000006" / "rank0.json").unlink()
     message = refused(capsys, "generate", str(copy), "--prompt", "a b")
     assert "rank0.json is missing" in message
-    assert message.endswith(f"trifocal generate {copy} --prompt 'a b' --checkpoint step_00000004\n")
+    before = copy / "checkpoints" / "step_00000004"
+    assert message.endswith(f"the newest intact one before it is {before}\n")
+    # A reader takes the path that is named, from whatever the damaged one was reached.
+    damaged = copy / "checkpoints" / "step_00000006"
+    assert message == refused(capsys, "generate", str(damaged), "--prompt", "a b")
+    assert message == refused(capsys, "convert", str(damaged), str(tmp_path / "converted"), "--to", "selected")
+    assert main(["generate", str(before), "--prompt", "a b", "--max-new-tokens", "1"]) == 0
+    capsys.readouterr()
     # No weights of a damaged checkpoint go further, also where they could be read.
     assert "rank0.json is missing" in refused(capsys, "export", str(copy), str(tmp_path / "exported"))
     assert not (tmp_path / "exported").exists()
@@ -294,3 +302,13 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(
     assert re.fullmatch(r"trifocal: cannot write \S+/x\.json: .*\n", capsys.readouterr().err)
     assert main([command, "--json", str(tmp_path)]) == 2
     assert worked == []
+
+
+def test_a_disk_that_fills_up_leaves_no_file(tmp_path: Path, capsys: Capture) -> None:
+    new = tmp_path / "check.json"
+    arguments = ("check", "--device", "cpu", "--only", "unknown-flags", "--json")
+    assert "cannot write /dev/full: No space left" in refused(capsys, *arguments, "/dev/full")
+    assert "no-such-check" in refused(capsys, "check", "--only", "no-such-check", "--json", str(new))
+    assert list(tmp_path.iterdir()) == []
+    assert main([*arguments, str(new)]) == 0
+    assert json.loads(new.read_text())["results"]

@@ -124,6 +124,16 @@ def test_a_chat_of_two_turns_and_stop(browser: Browser, tmp_path: Path) -> None:
         assert "together 4,000 fit" in text_of(browser, ".turn.error")
 
 
+def test_the_picture_has_a_window_for_the_layers_that_have_one() -> None:
+    config = small_config(vocab_size=257, num_layers=3, layer_types=("nsa", "dense", "selected"))
+    mixed = make_model(config, torch.device("cpu"), torch.float32).eval()
+    with serving(mixed) as served:
+        answer = served.client().completions.create(model="tiny", prompt="x", max_tokens=3)
+        with urllib.request.urlopen(f"{served.url}/attention/{answer.id}") as reply:
+            picture = json.load(reply)
+    assert (picture["layers"], picture["windows"]) == ([0, 2], [config.geometry.window_size, 0])
+
+
 def test_pictures_need_the_key_and_a_name(decoder: DecoderLM) -> None:
     with serving(decoder, api_key="sesame") as served:
         answer = served.client(api_key="sesame").completions.create(model="tiny", prompt="x", max_tokens=3)

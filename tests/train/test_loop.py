@@ -85,6 +85,12 @@ def test_a_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFix
     assert "step 40/40" in capsys.readouterr().out
 
 
+def test_the_first_lines_name_the_attention_of_the_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = make_config(tmp_path, "--train.steps", "1", "--model.layer_types", "dense", "window")
+    train(config)
+    assert " parameters, dense, window attention\n" in capsys.readouterr().out
+
+
 def test_the_saved_config_names_the_commit_that_the_loader_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,8 +9,7 @@ from typing import Literal
 from rich.console import Console
 
 from trifocal import checks
-from trifocal.cli.output import check_output, unwinding_signals
-from trifocal.paths import user_path
+from trifocal.cli.output import check_output, unwinding_signals, write_file
 from trifocal.train.config.load import parse_arguments
 
 _STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
@@ -56,7 +55,7 @@ def run(args: Sequence[str]) -> int:
     with unwinding_signals():
         report = checks.run(device=options.device, only=options.only, on_start=on_start, on_result=on_result)
     if options.json:
-        user_path(options.json, "--json").write_text(report.to_json(), encoding="utf-8")
+        write_file(options.json, report.to_json())
     console.print(f"\n{report.summary()}")
     for result in report.results:
         if result.status == "failed":

@@ -89,7 +89,7 @@ def _read(source: Path, partial: Path) -> tuple[ModelConfig, dict[str, Tensor], 
                 shutil.copyfile(source / name, partial / name)
         settings, file_name = read_hf_settings(source), lambda name: hf_name(name, config.norm_after)
     else:
-        with open_pretrained(source, command=f"trifocal convert {shell_path(source)}") as found:
+        with open_pretrained(source) as found:
             config, file_name = found.config(), exported_name
             settings = write_tokenizer(found.tokenizer(), config.vocab_size, partial, found.sequence_length())
             tensors = found.model().state_dict()

@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from trifocal.cli.console import SafeConsole
-from trifocal.cli.output import check_output, unwinding_signals
+from trifocal.cli.output import check_output, unwinding_signals, write_file
 from trifocal.doctor import examine
 from trifocal.paths import user_path
 from trifocal.train.config.load import load_config, parse_arguments
@@ -57,7 +57,7 @@ def run(args: Sequence[str]) -> int:
         print(text)
         return examination.exit_status
     if options.json:
-        user_path(options.json, "--json").write_text(text + "\n", encoding="utf-8")
+        write_file(options.json, text + "\n")
     console = SafeConsole(file=sys.stdout, markup=False, highlight=False, soft_wrap=True)
     for line in examination.lines():
         console.print(line, style=_STYLES.get(line.partition(" ")[0]))

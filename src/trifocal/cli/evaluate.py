@@ -16,7 +16,7 @@ from rich.table import Table
 
 from trifocal._version import __version__
 from trifocal.cli.console import SafeConsole
-from trifocal.cli.output import check_output, printable
+from trifocal.cli.output import check_output, printable, write_file
 from trifocal.data import DataConfig
 from trifocal.errors import UserError, unknown
 from trifocal.evaluation import (
@@ -34,7 +34,6 @@ from trifocal.inference.cached_layers import round_to_int8
 from trifocal.models import parameter_count
 from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
 from trifocal.paths import read_small_file, shell_path, user_path
-from trifocal.runlog.whole_files import write_output
 from trifocal.train.checkpoint.export import STEP_FILE
 from trifocal.train.checkpoint.pretrained import Pretrained, open_pretrained, pretrained_path
 from trifocal.train.config.check import choose_device
@@ -115,7 +114,7 @@ def run(args: Sequence[str]) -> int:
     options: EvaluateArguments = parse_arguments(EvaluateArguments, _split_lists(args), prog="trifocal evaluate")
     check_output(options.output)
     path = pretrained_path(options.path, "RUN_DIR")
-    with open_pretrained(path, options.checkpoint, command=f"trifocal evaluate {shell_path(path)}") as found:
+    with open_pretrained(path, options.checkpoint) as found:
         _check_place(found, options)
         subject = _subject(found, options)
         step = _step_of(found.path)
@@ -128,7 +127,7 @@ def run(args: Sequence[str]) -> int:
             if row["status"] != "ok":
                 console.print(f"{row['task']}, {row['length']:,} tokens: {row['status']}", markup=False)
     except FloatingPointError as error:
-        raise UserError(f"{found.path}: {error}; choose an earlier one with --checkpoint") from error
+        raise UserError(f"{found.path}: {error}; choose an earlier checkpoint") from error
     finally:
         if rows:
             for table in _tables(rows):
@@ -287,10 +286,7 @@ def _step_of(path: Path) -> int | None:
 
 def _write(found: Pretrained, options: EvaluateArguments, head: Evaluated, rows: list[dict[str, Any]]) -> None:
     if options.output:
-        try:
-            write_output(user_path(options.output, "--output"), to_json(head, rows))
-        except OSError as error:
-            raise UserError(f"cannot write {options.output}: {error.strerror}") from error
+        write_file(options.output, to_json(head, rows))
         print(printable(f"\nwritten: {options.output}"))
     elif found.run is None:
         print("\nthe figures are not kept: these weights belong to no run; --output FILE.json keeps them")

@@ -39,8 +39,7 @@ def run(args: Sequence[str]) -> int:
     """
     options: ExportArguments = parse_arguments(ExportArguments, args, prog="trifocal export")
     path, folder = pretrained_path(options.path, "RUN_DIR"), user_path(options.folder, "DIR")
-    command = f"trifocal export {shell_path(path)} {shell_path(folder)}"
-    with open_pretrained(path, options.checkpoint, command=command) as found:
+    with open_pretrained(path, options.checkpoint) as found:
         model, tokenizer, length = found.model(), found.tokenizer(), found.sequence_length()
         shard_bytes = int(options.shard_gigabytes * 10**9)
         try:

@@ -1,6 +1,5 @@
 """`trifocal generate`: continue a text, or a file of them, with a trained model."""
 
-import shlex
 import sys
 from collections.abc import Sequence
 
@@ -10,7 +9,6 @@ from trifocal.cli.generate_options import GenerateArguments
 from trifocal.cli.output import printable
 from trifocal.errors import UserError
 from trifocal.inference import Completion, Engine
-from trifocal.paths import shell_path
 from trifocal.train.checkpoint.pretrained import pretrained_path
 from trifocal.train.config.load import parse_arguments
 
@@ -28,16 +26,15 @@ def run(args: Sequence[str]) -> int:
     """
     options: GenerateArguments = parse_arguments(GenerateArguments, args, prog="trifocal generate")
     path = pretrained_path(options.path, "PATH")
-    command = f"trifocal generate {shell_path(path)} --prompt {shlex.quote(options.prompt or 'TEXT')}"
     if options.prompts:
-        return generate_file(options, path, command)
+        return generate_file(options, path)
     prompt = _read_prompt(options.prompt)
-    loaded = load(options, path, command, [("the prompt", prompt)])
+    loaded = load(options, path, [("the prompt", prompt)])
     try:
         with memory_errors(loaded.model.device):
             _print_continuations(loaded, options, prompt)
     except FloatingPointError as error:
-        raise UserError(f"{loaded.path}: {error}; choose an earlier one with --checkpoint") from error
+        raise UserError(f"{loaded.path}: {error}; choose an earlier checkpoint") from error
     return 0
 
 

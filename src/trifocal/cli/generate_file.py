@@ -19,7 +19,7 @@ from trifocal.paths import user_path
 _INTERVAL_SECONDS = 10.0
 
 
-def generate_file(options: GenerateArguments, path: Path, command: str) -> int:
+def generate_file(options: GenerateArguments, path: Path) -> int:
     """Continue every prompt of a file.
 
     Returns:
@@ -45,13 +45,12 @@ def generate_file(options: GenerateArguments, path: Path, command: str) -> int:
             print(f"{output} has the texts of {len(prompts) - len(left):,} prompts", file=sys.stderr)
         if not left:
             return 0
-        return _generate(options, path, command, output, file, prompts, written)
+        return _generate(options, path, output, file, prompts, written)
 
 
 def _generate(
     options: GenerateArguments,
     path: Path,
-    command: str,
     output: Path,
     file: FileIO,
     prompts: Sequence[PromptLine],
@@ -59,7 +58,7 @@ def _generate(
 ) -> int:
     # A prompt that has some of its samples makes all of them again, with the same tokens.
     left = [number for number, count in enumerate(written) if count < options.samples]
-    loaded = load(options, path, command, [(prompts[number].name, prompts[number].prompt) for number in left])
+    loaded = load(options, path, [(prompts[number].name, prompts[number].prompt) for number in left])
     requests = [
         loaded.request(options, index, prompts[number].name, number=number) for index, number in enumerate(left)
     ]

@@ -46,19 +46,18 @@ class LoadedModel:
         )
 
 
-def load(options: GenerateArguments, path: Path, command: str, prompts: Sequence[tuple[str, str]]) -> LoadedModel:
+def load(options: GenerateArguments, path: Path, prompts: Sequence[tuple[str, str]]) -> LoadedModel:
     """Load a model, and make room for its prompts.
 
     Args:
         options: The flags.
         path: The run, a checkpoint, or a folder of weights.
-        command: The user's command, for advice.
         prompts: Name and text of each.
 
     Raises:
         UserError: If there is no model, a prompt makes no tokens or too many, or there is no memory.
     """
-    with open_pretrained(path, options.checkpoint, command=command) as found:
+    with open_pretrained(path, options.checkpoint) as found:
         config, tokenizer = found.config(), found.tokenizer()
         tokens = encode_prompts(prompts, tokenizer, config)
         model = cache_for_prompts(

@@ -43,7 +43,7 @@ def drop_lost_output() -> None:
 
 
 def check_output(path: str) -> None:
-    """See before any work that a file can be written there; its folder is made where it is missing.
+    """See before any work that `write_file` can write there; its folder is made where it is missing.
 
     Args:
         path: The file; empty for none.
@@ -56,8 +56,26 @@ def check_output(path: str) -> None:
     try:
         file = user_path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
+        there = file.exists()
         with file.open("a"):
             pass
+        if not there:
+            file.unlink()
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def write_file(path: str, text: str) -> None:
+    """Write a file that the user named, whole or not at all.
+
+    Raises:
+        UserError: If it cannot be written; an earlier file stays.
+    """
+    # Its package imports PyTorch, for which `trifocal --help` does not wait.
+    from trifocal.runlog.whole_files import write_output
+
+    try:
+        write_output(user_path(path), text)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 

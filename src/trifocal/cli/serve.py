@@ -16,7 +16,7 @@ from trifocal.errors import UserError
 from trifocal.inference import CachedModel, Engine
 from trifocal.inference.paged_cache import cache_bytes, longest_that_fits, memory_for_caches, plan_cache
 from trifocal.models import DecoderLM
-from trifocal.paths import shell_path, user_path
+from trifocal.paths import user_path
 from trifocal.train.checkpoint.pretrained import Pretrained, open_pretrained, pretrained_path
 from trifocal.train.config.check import choose_device
 from trifocal.train.config.load import parse_arguments
@@ -90,8 +90,7 @@ def run(args: Sequence[str]) -> int:
     api_key = options.api_key or os.environ.get(_KEY, "")
     listener = listen(options.host, options.port)
     with listener:
-        command = f"trifocal serve {shell_path(path)}"
-        with open_pretrained(path, options.checkpoint, command=command) as found:
+        with open_pretrained(path, options.checkpoint) as found:
             tokenizer = found.tokenizer()
             decoder, model = _load(found, options)
         why_no_chats = _why_no_chats(tokenizer)

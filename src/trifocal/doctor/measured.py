@@ -127,7 +127,7 @@ def _measured(need: Need, config: RunConfig) -> Need:
     train = config.train
     # A third micro-batch takes no more memory than the second. Two steps, or one more where code is compiled or
     # recorded; the last one is timed.
-    groups = need.processes // config.parallel.context
+    groups = config.parallel.groups(need.processes)
     at_once = train.sequences_at_once(groups)
     batch = min(train.global_batch_size, _MOST_MICRO_BATCHES * at_once * groups)
     count = 3 if train.compile or train.cuda_graphs else 2
@@ -170,7 +170,7 @@ def _processes(config: RunConfig, device: torch.device) -> int:
     """
     context = config.parallel.context
     count = torch.cuda.device_count() if device.type == "cuda" else context
-    groups = count // context
+    groups = config.parallel.groups(count)
     if not groups:
         return count
     # A group has rows of its own.

@@ -186,7 +186,7 @@ def memory_for_caches(
 def longest_that_fits(config: ModelConfig, dtype: torch.dtype, free_bytes: int) -> int:
     """Tokens of the longest single sequence whose caches take no more than these bytes."""
     # A row grows with the length up to the window, and not beyond.
-    weight = cache_bytes(config, dtype, 2**31 - 1 if config.attention == "dense" else config.geometry.window_size)
+    weight = cache_bytes(config, dtype, config.geometry.window_size)
     return max(0, (free_bytes - weight.row) // weight.page) * weight.page_size
 
 

@@ -59,17 +59,20 @@ class Pictures:
         # The last token was drawn, and read nothing.
         row = torch.tensor([tokens[:-1]], device=device)
         reading = evenly_spaced(len(tokens) - len(prompt), _MOST_QUERIES, row.device) + len(prompt) - 1
-        geometry = self._telemetry.model.config.geometry
+        config = self._telemetry.model.config
+        geometry = config.geometry
         with self._one_at_a_time, torch.autocast(row.device.type, self._dtype, enabled=self._dtype == torch.bfloat16):
             chosen = self._telemetry.choices(row, reading).tolist()
         stream = TextStream(self._tokenizer, [])
         texts = [stream.add(token) for token in tokens[:-1]]
         texts[-1] += stream.end()
-        gated = self._telemetry.model.config.attention == "nsa"
+        layers = list(self._telemetry.layers)
+        # Layers of type "selected" have no window.
+        windows = [geometry.window_size if config.attention_of_layers[layer] == "nsa" else 0 for layer in layers]
         return {
-            "layers": list(self._telemetry.layers),
+            "layers": layers,
             "block": geometry.selection_block_size,
-            "window": geometry.window_size if gated else 0,
+            "windows": windows,
             "texts": texts,
             "queries": reading.tolist(),
             "selected": chosen,

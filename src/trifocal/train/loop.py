@@ -173,7 +173,7 @@ class Trainer:
         train = self.config.train
         self.generates_code = train.compile or setup.graphs is not None
         self.compiled_kinds: set[bool] = set()
-        groups = setup.processes.size // self.config.parallel.context
+        groups = self.config.parallel.groups(setup.processes.size)
         self.accumulation = train.global_batch_size // (train.sequences_at_once(groups) * groups)
         self.train_step = TrainStep(
             setup.loss_function,

@@ -17,7 +17,7 @@ def memory_remedies(config: RunConfig, num_devices: int = 1) -> list[str]:
         num_devices: Devices that train together.
     """
     train, context = config.train, config.parallel.context
-    groups = num_devices // context
+    groups = config.parallel.groups(num_devices)
     share, at_once = train.global_batch_size // groups, train.sequences_at_once(groups)
     smaller = [size for size in range(1, at_once) if share % size == 0]
     found = [f"--train.micro_batch_size {smaller[-1]}"] if smaller else []

@@ -94,9 +94,10 @@ class RunLogger:
         model, rows, folder = config.model, config.train.global_batch_size, shell_path(setup.directory)
         millions = parameter_count(model) / 1e6
         layers = f"{model.num_layers} layer{'s'[: model.num_layers != 1]} of width {model.dim}"
+        kinds = ", ".join(dict.fromkeys(model.attention_of_layers))
         for name, text in {
             "device": f"{device}, {config.train.precision}",
-            "model": f"{layers}, {millions:.1f} M parameters, {model.attention} attention",
+            "model": f"{layers}, {millions:.1f} M parameters, {kinds} attention",
             "data": f"{config.data.source}, {config.train.sequence_length:,} tokens a row, {rows:,} rows a step",
             "folder": f"{folder}, {config.train.steps:,} steps",
             "watch": f"trifocal watch {folder}",

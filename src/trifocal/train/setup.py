@@ -143,7 +143,8 @@ class TrainSetup:
         from_note = f"begins with the weights of {config.model.from_}" if begins and config.model.from_ else ""
         self.notes = list(filter(None, [from_note, mode_note, graphs_note]))
         # Those that share sequences get the same rows.
-        group, groups = (number // config.parallel.context for number in (processes.rank, processes.size))
+        group = processes.rank // config.parallel.context
+        groups = config.parallel.groups(processes.size)
         self.loader: Loader = processes.run_on_all(
             lambda: make_loader(
                 config.data,

@@ -18,7 +18,7 @@ import pytest
 from tests.chat_data import make_chats, write_tokenizer
 from tests.train.test_launch import rows
 from tests.train.tiny import make_config, read_checkpoint, write_config
-from trifocal import load_model
+from trifocal import load_model, load_tokenizer
 from trifocal.cli import main
 from trifocal.data import make_tokenizer
 from trifocal.errors import UserError
@@ -103,6 +103,11 @@ def test_a_folder_without_a_tokenizer_is_refused(model_folder: Path, chats: Path
     with pytest.raises(UserError, match=r"bare has no tokenizer; name one with --data\.tokenizer"):
         load_config(None, flags)
     assert load_config(None, flags | {"data.tokenizer": "bytes"}).data.tokenizer == "bytes"
+    # Other commands have no flag for it.
+    with pytest.raises(
+        UserError, match=r"bare has no tokenizer\.json: copy the files of the model's tokenizer into it"
+    ):
+        load_tokenizer(bare)
 
 
 @pytest.fixture(scope="module")

@@ -110,7 +110,7 @@ def test_any_damage_to_any_file_is_found_and_the_file_named(tmp_path: Path, dama
                 content[{"first": 0, "middle": len(content) // 2, "last": -1}[damage.split()[-2]]] ^= 0x01
             (copy / name).write_bytes(content)
         with pytest.raises(UserError, match=re.escape(str(copy / name))):
-            find_checkpoint(tmp_path / "copy" / "checkpoints", command="trifocal train --resume copy")
+            find_checkpoint(tmp_path / "copy" / "checkpoints")
     verify_checkpoint(pristine)
 
 
@@ -121,19 +121,19 @@ def test_the_error_offers_the_newest_intact_checkpoint_before(tmp_path: Path) ->
     with pytest.raises(UserError, match=r"step_00000004 is damaged: .*rank0\.json") as caught:
         find_checkpoint(tmp_path / "checkpoints", command="trifocal train --resume RUN")
     assert str(caught.value).endswith("trifocal train --resume RUN --checkpoint step_00000002")
-    assert find_checkpoint(tmp_path / "checkpoints", "step_00000002", command="") == paths[1]
+    assert find_checkpoint(tmp_path / "checkpoints", "step_00000002") == paths[1]
     (paths[0] / "manifest.json").unlink()
     (paths[1] / "manifest.json").unlink()
     with pytest.raises(UserError, match="no intact checkpoint lies before it"):
-        find_checkpoint(tmp_path / "checkpoints", command="")
+        find_checkpoint(tmp_path / "checkpoints")
 
 
 def test_no_checkpoint_and_no_such_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no checkpoint"):
-        find_checkpoint(tmp_path / "checkpoints", command="")
+        find_checkpoint(tmp_path / "checkpoints")
     save(tmp_path, 3)
     with pytest.raises(UserError, match=r"no checkpoint 'step_4'; it has step_00000003"):
-        find_checkpoint(tmp_path / "checkpoints", "step_4", command="")
+        find_checkpoint(tmp_path / "checkpoints", "step_4")
 
 
 def test_another_model_is_refused_and_the_difference_named(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_what_is_deleted_while_it_is_read_is_said(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     with (
         pytest.raises(UserError, match="step_00000001 was deleted while it was read; try again"),
-        open_checkpoint(tmp_path / "checkpoints", command=""),
+        open_checkpoint(tmp_path / "checkpoints"),
     ):
         shutil.rmtree(path)
         (path / "rank0.json").read_text()
@@ -247,7 +247,7 @@ def test_a_broken_or_hostile_file_with_a_right_manifest_is_refused(tmp_path: Pat
     manifest = json.loads((path / MANIFEST).read_text())["content"]
     (path / MANIFEST).unlink()
     write_manifest(path, manifest | {"files": describe_files(path, DistributedContext())})
-    assert find_checkpoint(tmp_path / "checkpoints", command="") == path, "its hashes are right"
+    assert find_checkpoint(tmp_path / "checkpoints") == path, "its hashes are right"
     model, optimizer = make_model(1)
     with pytest.raises(UserError, match=r"cannot load .*weights: "):
         load_checkpoint(path, model=model, optimizer=optimizer, model_config=CONFIG)
@@ -260,7 +260,7 @@ def test_a_file_of_tensors_that_does_not_belong_to_it_is_found(tmp_path: Path) -
     path = save(tmp_path, 2)
     save_file({"model.embedding.weight": torch.zeros(2)}, path / "weights" / "another.safetensors")
     with pytest.raises(UserError, match=r"another\.safetensors does not belong to it"):
-        find_checkpoint(tmp_path / "checkpoints", command="")
+        find_checkpoint(tmp_path / "checkpoints")
 
 
 def test_large_weights_lie_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,10 @@ def test_micro_batches_divide_the_share_of_a_process(
         f"train.micro_batch_size {most} does not divide the {whole // groups} sequences that a process has of the "
         f"global batch: it takes {at_once} at a time"
     ]
+    if uneven:
+        shared = make_config(tmp_path, *flags, "--parallel.context", "2")
+        notes = preflight(shared, CPU, 2 * groups)[1]
+        assert any(f"{whole // groups} sequences that a group of 2 processes has of" in note for note in notes)
 
 
 def test_processes_that_share_sequences_need_equal_chunks(tmp_path: Path) -> None:

@@ -49,17 +49,17 @@ def set_aside_later_checkpoints(path: Path) -> None:
         later.rename(target)
 
 
-def find_checkpoint(root: Path, name: str = "", *, command: str) -> Path:
+def find_checkpoint(root: Path, name: str = "", *, command: str = "") -> Path:
     """The verified checkpoint to go on from.
 
     Args:
         root: The run's `checkpoints`, or another folder that has them.
         name: Name of a checkpoint in it, like `step_00000500`; empty takes the newest.
-        command: The user's command; the advice adds `--checkpoint` to it.
+        command: The command that resumes the run, if it is to go on: the advice adds `--checkpoint` to it.
 
     Raises:
-        UserError: If there is none, or it is damaged; names the damaged file, and the command that takes the newest
-            intact one before it. No other one is taken silently.
+        UserError: If there is none, or it is damaged; names the damaged file, and the newest intact one before it, with
+            the command if there is one. No other one is taken silently.
     """
     path = _choose_checkpoint(root, name)
     try:
@@ -67,7 +67,9 @@ def find_checkpoint(root: Path, name: str = "", *, command: str) -> Path:
     except CheckpointDamaged as error:
         for earlier in reversed([found for found in list_checkpoints(root) if found < path]):
             if is_intact(earlier):
-                advice = f"go on from the one before with: {command} --checkpoint {earlier.name}"
+                advice = f"the newest intact one before it is {earlier}"
+                if command:
+                    advice = f"go on from the one before with: {command} --checkpoint {earlier.name}"
                 break
         else:
             advice = "no intact checkpoint lies before it"
@@ -76,7 +78,7 @@ def find_checkpoint(root: Path, name: str = "", *, command: str) -> Path:
 
 
 @contextlib.contextmanager
-def open_checkpoint(root: Path, name: str = "", *, command: str) -> Iterator[Path]:
+def open_checkpoint(root: Path, name: str = "") -> Iterator[Path]:
     """`find_checkpoint` in a run that may still train; if it prunes the checkpoint meanwhile, an error says so.
 
     Raises:
@@ -84,7 +86,7 @@ def open_checkpoint(root: Path, name: str = "", *, command: str) -> Iterator[Pat
     """
     path = _choose_checkpoint(root, name)
     try:
-        yield find_checkpoint(root, path.name, command=command)
+        yield find_checkpoint(root, path.name)
     except (UserError, OSError) as error:
         if path.is_dir():
             raise

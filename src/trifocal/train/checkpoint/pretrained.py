@@ -28,7 +28,6 @@ from trifocal.train.run_folder import CONFIG_FILE, load_run
 DEMO = "demo"
 """Name of the model that comes with the package."""
 DEMO_FOLDER = Path(__file__).parents[2] / "demo_model"
-_COMMAND = "trifocal train CONFIG.toml --model.from DIR"
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,8 @@ class Pretrained:
                 f"{self.path} is a checkpoint without its run, which names the tokenizer; give it where it was "
                 "written, in RUN_DIR/checkpoints"
             )
+        if not (self.path / TOKENIZER_FILE).is_file():
+            raise UserError(f"{self.path} has no {TOKENIZER_FILE}: copy the files of the model's tokenizer into it")
         return make_tokenizer(str(self.path))
 
     def model(self) -> DecoderLM:
@@ -142,7 +143,7 @@ def pretrained_values(folder: str, *, tokenizer: bool = True) -> dict[str, Any]:
     Raises:
         UserError: If there is no model, or it is damaged.
     """
-    with open_pretrained(user_path(folder, "model.from"), command=_COMMAND) as found:
+    with open_pretrained(user_path(folder, "model.from")) as found:
         config = found.config()
         values = {f"model.{name}": value_of(config, name) for name in dotted_fields(ModelConfig) if name != "from"}
         if not tokenizer:
@@ -162,7 +163,7 @@ def load_pretrained_weights(model: DecoderLM, folder: str) -> None:
     Raises:
         UserError: If there are none, they are damaged, or of another model; names the differences.
     """
-    with open_pretrained(user_path(folder, "model.from"), command=_COMMAND) as found:
+    with open_pretrained(user_path(folder, "model.from")) as found:
         theirs, weights = found.config(), found.model().state_dict()
     mine = model.state_dict()
     misfits = sorted(weights.keys() ^ mine.keys()) or [n for n in mine if mine[n].shape != weights[n].shape]
@@ -175,15 +176,12 @@ def load_pretrained_weights(model: DecoderLM, folder: str) -> None:
 
 
 @contextlib.contextmanager
-def open_pretrained(
-    path: Path, checkpoint: str = "", *, command: str = "trifocal generate RUN_DIR"
-) -> Iterator[Pretrained]:
+def open_pretrained(path: Path, checkpoint: str = "") -> Iterator[Pretrained]:
     """Find a trained model. If a run that still trains deletes it while the context lasts, an error says so.
 
     Args:
         path: A run (its newest checkpoint is taken), a checkpoint, or a folder of weights.
         checkpoint: Another checkpoint of the run, by its name.
-        command: The user's command, for advice.
 
     Raises:
         UserError: If there is none, or it is damaged.
@@ -200,7 +198,7 @@ def open_pretrained(
         # The path may be `.`.
         path = path.resolve()
         run = path.parent.parent
-        with open_checkpoint(path.parent, path.name, command=command) as found:
+        with open_checkpoint(path.parent, path.name) as found:
             config = load_run(run) if (run / CONFIG_FILE).is_file() else None
             yield Pretrained(found, config)
     else:
@@ -208,5 +206,5 @@ def open_pretrained(
         if not checkpoint and not list_checkpoints(path / "checkpoints") and (path / "weights").is_dir():
             yield Pretrained(path / "weights", config)
             return
-        with open_checkpoint(path / "checkpoints", checkpoint, command=command) as found:
+        with open_checkpoint(path / "checkpoints", checkpoint) as found:
             yield Pretrained(found, config)

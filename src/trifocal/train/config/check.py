@@ -51,7 +51,8 @@ def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -
     """
     tokenizer = make_tokenizer(config.data.tokenizer, separator=config.data.separator)
     _check_context(config, num_processes)
-    _check_batches(config, num_processes // config.parallel.context)
+    num_groups = config.parallel.groups(num_processes)
+    _check_batches(config, num_groups)
     _check_saving(config)
     _check_text(config, tokenizer)
     _check_precision(config, device)
@@ -62,7 +63,7 @@ def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -
     _check_disk(config)
     check_sinks(config.log.sink_names())
     _check_traces(config)
-    return tokenizer, _notes(config, num_processes // config.parallel.context)
+    return tokenizer, _notes(config, num_groups)
 
 
 def _check_context(config: RunConfig, num_processes: int) -> None:
@@ -85,15 +86,19 @@ def _check_batches(config: RunConfig, num_groups: int) -> None:
     """Check that the batch can be shared out among groups of processes, each with rows of its own."""
     whole = config.train.global_batch_size
     if whole % num_groups:
+        _, groups = _kind_of_group(config)
         raise UserError(
-            f"train.global_batch_size {whole} is not a multiple of {num_groups} {_kind_of_group(config)}; the next one "
+            f"train.global_batch_size {whole} is not a multiple of {num_groups} {groups}; the next one "
             f"is --train.global_batch_size {-(-whole // num_groups) * num_groups}"
         )
 
 
-def _kind_of_group(config: RunConfig) -> str:
-    """What has rows of its own, in words."""
-    return "processes" if config.parallel.context == 1 else f"groups of {config.parallel.context} processes"
+def _kind_of_group(config: RunConfig) -> tuple[str, str]:
+    """What has rows of its own, in words: one of them, and several."""
+    context = config.parallel.context
+    if context == 1:
+        return "process", "processes"
+    return f"group of {context} processes", f"groups of {context} processes"
 
 
 def _check_saving(config: RunConfig) -> None:
@@ -280,14 +285,15 @@ def _notes(config: RunConfig, num_groups: int) -> list[str]:
             )
     share, most = config.train.global_batch_size // num_groups, config.train.micro_batch_size
     at_once = config.train.sequences_at_once(num_groups)
+    group, groups = _kind_of_group(config)
     if at_once < min(share, most):
         notes.append(
-            f"train.micro_batch_size {most} does not divide the {share} sequences that a process has of the global "
+            f"train.micro_batch_size {most} does not divide the {share} sequences that a {group} has of the global "
             f"batch: it takes {at_once} at a time"
         )
     if config.data.streams % num_groups and has_text(config.data.source):
         notes.append(
-            f"data.streams {config.data.streams} is not a multiple of {num_groups} {_kind_of_group(config)}: each "
+            f"data.streams {config.data.streams} is not a multiple of {num_groups} {groups}: each "
             "reads the data of others too; set it before the first step of a run, it decides the order of the rows"
         )
     if config.schedule.warmup_steps >= config.train.steps:

@@ -108,7 +108,7 @@ class TrainSection:
         """Sequences in one forward and backward pass.
 
         Args:
-            num_groups: Processes, or groups of processes that share their rows; they divide the global batch.
+            num_groups: From `ParallelSection.groups`; they divide the global batch.
         """
         share = self.global_batch_size // num_groups
         return next(size for size in range(min(share, self.micro_batch_size), 0, -1) if share % size == 0)
@@ -167,6 +167,10 @@ class ParallelSection:
         check_at_least(self, "parallel", shards=0, context=1)
         for name in ("timeout_seconds", "silence_seconds"):
             check_seconds(f"parallel.{name}", getattr(self, name))
+
+    def groups(self, num_processes: int) -> int:
+        """Groups of processes with rows of their own: the processes themselves, unless they share rows."""
+        return num_processes // self.context
 
 
 @dataclass(frozen=True, kw_only=True)
