@@ -29,10 +29,11 @@ $(VENV)/installed: $(VENV)/created pyproject.toml constraints.txt
 	@$(PIP) install -c constraints.txt -e '.[report]'
 	@touch $@
 
-$(VENV)/installed-dev: $(VENV)/installed
-	@echo "Installing the test tools …"
+# The test tools include what reports need, so that one installation is enough.
+$(VENV)/installed-dev: $(VENV)/created pyproject.toml constraints.txt
+	@echo "Installing Trifocal, PyTorch and the test tools …"
 	@$(PIP) install -c constraints.txt -e '.[dev]' triton
-	@touch $@
+	@touch $(VENV)/installed $@
 
 demo: $(VENV)/installed
 	@$(BIN)/trifocal train configs/demo.toml --run.directory $(RUN) --overwrite

@@ -1,5 +1,6 @@
 """Settings for all tests, made before Triton is imported: without a GPU, kernels run in Triton's interpreter."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -16,6 +17,12 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """The modules of all tests stay: the garbage collector need not look at them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=torch.cuda.is_available())

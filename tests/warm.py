@@ -25,7 +25,7 @@ import torch
 
 from tests.children import environment
 
-_PRELOADED = ["torch._dynamo", "trifocal.checks.process_worker", "trifocal.cli.train"]
+_PRELOADED = ["torch._dynamo", "trifocal.checks.process_worker", "trifocal.cli.train", "tests.frozen"]
 
 
 class Popen:

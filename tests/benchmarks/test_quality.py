@@ -1,6 +1,7 @@
 """The script that trains models side by side: its trainings differ in the attention alone, and its tables add up."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests import warm
 from tests.children import ROOT, environment, load_script
 from trifocal.cli import main
 from trifocal.train import RunConfig, load_config
@@ -166,14 +168,15 @@ def test_sigterm_ends_the_trainings(tmp_path: Path) -> None:
         "--model.num_heads 2 --model.mlp_dim 32 --log.interval_steps 1"
     )
     what = "--part recall --gpus 0 --jobs 1 --variants sparse dense"
-    command = [sys.executable, "benchmarks/quality.py", *what.split(), "--directory", str(tmp_path), *flags.split()]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
+    script = str(ROOT / "benchmarks" / "quality.py")
+    command = [sys.executable, script, *what.split(), "--directory", str(tmp_path), *flags.split()]
+    process = warm.popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
     begun = tmp_path / "recall" / "sparse-1337" / "metrics.jsonl"
     deadline = time.monotonic() + 60
     while not (begun.exists() and '"step":2,' in begun.read_text()):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
-    process.terminate()
+    process.send_signal(signal.SIGTERM)
     assert process.wait(40) == 143
     assert "which is saved" in (tmp_path / "recall" / "sparse-1337.log").read_text()
     assert not (tmp_path / "recall" / "dense-1337").exists()

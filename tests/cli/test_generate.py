@@ -171,15 +171,15 @@ def test_samples_must_fit_the_number_of_sequences(run: Path, capsys: Capture) ->
     assert "--max-sequences must be at least --samples, got 3 and 4" in refused(capsys, *arguments)
 
 
-def test_a_terminal_gets_no_control_characters(run: Path) -> None:
+def test_a_terminal_gets_no_control_characters(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parent, child = pty.openpty()
     prompt = "a\x1b[2J\x07b"
-    arguments = ["generate", str(run), "--prompt", prompt, "--max-new-tokens", "1"]
-    done = subprocess.run([sys.executable, "-m", "trifocal", *arguments], env=ENVIRONMENT, stdout=child, timeout=120)
-    os.close(child)
+    with os.fdopen(child, "w") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        assert main(["generate", str(run), "--prompt", prompt, "--max-new-tokens", "1"]) == 0
     shown = os.read(parent, 10000)
     os.close(parent)
-    assert done.returncode == 0 and shown.startswith(b"a[2Jb") and b"\x1b" not in shown
+    assert shown.startswith(b"a[2Jb") and b"\x1b" not in shown
     assert printable("tab\tand\nline") == "tab\tand\nline"
     assert printable("turned \u061c\u200e\u202e\u2066") == "turned "
 

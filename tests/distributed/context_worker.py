@@ -131,14 +131,18 @@ def difference(case: Case, alone: Found, shard: ContextShard, group: dist.Proces
 
 
 def main(path: str, processes: DistributedContext) -> None:
-    """Measure all cases in groups of two and in one of four."""
-    found, alone = [], runs_alone(processes)
+    """Measure all cases in groups of two, of which each has every other case, and in one of four."""
+    found, alone = [], list(zip(cases(), runs_alone(processes), strict=True))
     groups = {2: [dist.new_group([0, 1]), dist.new_group([2, 3])], 4: [dist.new_group([0, 1, 2, 3])]}
     for size, of_size in groups.items():
-        shard, group = make_context_shard(processes, size), of_size[processes.rank // size]
-        found += [difference(case, one, shard, group) for case, one in zip(cases(), alone, strict=True)]
+        number = processes.rank // size
+        shard, group = make_context_shard(processes, size), of_size[number]
+        found += [difference(case, one, shard, group) for case, one in alone[number :: len(of_size)]]
+    # The ranks that begin a group of two; in the group of four all have the same.
+    pairs = processes.gather(found)
+    rows = {row["name"]: row for rank in (0, 2) for row in pairs[rank]}
     if processes.is_rank0:
-        Path(path).write_text(json.dumps(found))
+        Path(path).write_text(json.dumps(list(rows.values())))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Runs of two processes in which one has a fault."""
 
+import contextlib
 import json
 import shutil
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests import warm
 from tests.children import ROOT, environment, free_port
 from tests.distributed.workers import Workers, train
 from tests.train.tiny import write_config
@@ -257,19 +259,18 @@ def test_torchrun_on_two_machines_starts_again_from_the_last_checkpoint(case: Ca
         "--parallel.mode", "fsdp",
     ]  # fmt: skip
     variables = environment(OMP_NUM_THREADS=1, FAULT_FILE=case.fault_file)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    machines = [subprocess.Popen(command, env=variables, **pipes) for _ in range(2)]  # type: ignore[call-overload]
-    try:
-        outputs = [machine.communicate(timeout=120) for machine in machines]
-    finally:
+    with contextlib.ExitStack() as stack:
+        outputs = [stack.enter_context((case.folder / f"machine{number}").open("wb")) for number in range(2)]
+        machines = [warm.popen(command, stdout=file, stderr=subprocess.STDOUT, env=variables) for file in outputs]
+        # torchrun ends its workers when it gets this.
         for machine in machines:
-            # torchrun ends its workers when it gets this.
-            machine.terminate()
-    errors = "\n".join(error for _, error in outputs)
-    assert [machine.returncode for machine in machines] == [0, 0], errors
+            stack.callback(machine.send_signal, signal.SIGTERM)
+        statuses = [machine.wait(120) for machine in machines]
+    said = "\n".join(Path(file.name).read_text() for file in outputs)
+    assert statuses == [0, 0], said
     assert case.fault_file.exists()
-    assert "is gone" in errors
-    assert any("finished 6 steps" in out for out, _ in outputs)
+    assert "is gone" in said
+    assert "finished 6 steps" in said
     rows = read_metrics(case.run / "metrics.jsonl")
     assert [row["step"] for row in rows if row["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in rows if row.get("name") == "resumed"] == [4]

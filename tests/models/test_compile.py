@@ -1,4 +1,8 @@
-"""Compiled training: the whole model as one graph, or layer by layer, without a break."""
+"""Compiled training: the whole model as one graph, or layer by layer, without a break.
+
+The backend "eager" runs the traced graphs as they are. "aot_eager" traces backward too, which takes two to ten times as
+long: one case of each test does it.
+"""
 
 import copy
 import functools
@@ -25,19 +29,20 @@ def gradients(
 
 
 @pytest.mark.parametrize(
-    ("options", "checkpointed", "kinds"),
+    ("options", "checkpointed", "kinds", "backend"),
     [
-        ({}, 3, 1),
+        ({}, 3, 1, "aot_eager"),
         # A layer reads its rotations from tables: one that is not rotated is no other graph.
         (
             {"compressor": "mlp", "shared_kv": True, "selected_dropout": 0.5, "unrotated_layers": (1,)}
             | {"norm_after": True, "qk_norm": True, "qk_norm_all_heads": True},
             0,
             1,
+            "eager",
         ),
-        ({"attention": "dense", "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True}, 3, 1),
+        ({"attention": "dense", "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True}, 3, 1, "eager"),
         # Another choice in each layer is another tensor, not another graph.
-        ({"layer_types": ("window", "selected", "selected"), "selection": "random"}, 3, 2),
+        ({"layer_types": ("window", "selected", "selected"), "selection": "random"}, 3, 2, "eager"),
     ],
     ids=str,
 )
@@ -47,11 +52,12 @@ def test_layers_share_what_is_compiled(
     options: dict[str, Any],
     checkpointed: int,
     kinds: int,
+    backend: str,
 ) -> None:
     """Three layers, rows and packed documents with other borders: two graphs of a kind, and eager's gradients."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     model = make_model(num_layers=3, **options)
     model.set_activation_checkpointing(0, checkpointed)
     tokens = torch.randint(31, (2, 30))
@@ -79,7 +85,7 @@ def test_a_copy_of_a_compiled_model_compiles_its_own(
     make_model: Callable[..., DecoderLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     model = make_model(num_layers=1, attention="dense")
     model.set_activation_checkpointing(0, 1)
     model.compile_training()
@@ -121,15 +127,21 @@ def test_other_lengths_do_not_compile_anew(make_model: Callable[..., DecoderLM])
 
 
 @pytest.mark.parametrize(
-    "options", [{"chooser": "index"}, {"compressor": "mlp"}, {"chooser": "index", "attention": "selected"}], ids=str
+    ("options", "backend"),
+    [
+        ({"chooser": "index"}, "aot_eager"),
+        ({"compressor": "mlp"}, "eager"),
+        ({"chooser": "index", "attention": "selected"}, "eager"),
+    ],
+    ids=str,
 )
 def test_a_taught_choice_is_compiled(
-    make_model: Callable[..., DecoderLM], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    make_model: Callable[..., DecoderLM], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], backend: str
 ) -> None:
     """Rows and packed documents, in two steps: a graph of the draw and of a layer each, and eager's gradients."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     model = make_model(num_layers=2, **options)
     model.set_activation_checkpointing(0, 2)
     tokens = torch.randint(31, (2, 30))

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import tyro
 
-from trifocal.errors import UserError
 from trifocal.paths import shell_path, user_path
 from trifocal.train.checkpoint.export import export_folder
 from trifocal.train.checkpoint.pretrained import open_pretrained, pretrained_path
@@ -23,12 +22,6 @@ class ExportArguments:
     """The new folder."""
     checkpoint: str = ""
     """A checkpoint of the run, like step_00000500; the newest by default."""
-    shard_gigabytes: float = 5.0
-    """Larger weights are cut into files of at most so many GB."""
-
-    def __post_init__(self) -> None:
-        if not self.shard_gigabytes > 0:
-            raise UserError(f"--shard-gigabytes must be above 0, got {self.shard_gigabytes}")
 
 
 def run(args: Sequence[str]) -> int:
@@ -41,11 +34,7 @@ def run(args: Sequence[str]) -> int:
     path, folder = pretrained_path(options.path, "RUN_DIR"), user_path(options.folder, "DIR")
     with open_pretrained(path, options.checkpoint) as found:
         model, tokenizer, length = found.model(), found.tokenizer(), found.sequence_length()
-        shard_bytes = int(options.shard_gigabytes * 10**9)
-        try:
-            export_folder(model, tokenizer, folder, sequence_length=length, shard_bytes=shard_bytes)
-        except OSError as error:
-            raise UserError(f"cannot write {error.filename or folder}: {error.strerror}") from error
+        export_folder(model, tokenizer, folder, sequence_length=length)
     print(
         f"{found.path} is in {folder}; in Python:\n"
         "  import trifocal.hf, transformers\n"

@@ -4,15 +4,13 @@ import sys
 from collections.abc import Sequence
 
 from trifocal.cli.generate_file import generate_file
-from trifocal.cli.generate_model import LoadedModel, load, memory_errors
-from trifocal.cli.generate_options import GenerateArguments
+from trifocal.cli.generate_model import GenerateArguments, LoadedModel, load
 from trifocal.cli.output import printable
 from trifocal.errors import UserError
 from trifocal.inference import Completion, Engine
+from trifocal.inference.prompts import memory_errors
 from trifocal.train.checkpoint.pretrained import pretrained_path
 from trifocal.train.config.load import parse_arguments
-
-__all__ = ["GenerateArguments", "run"]
 
 
 def run(args: Sequence[str]) -> int:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 
-from trifocal.cli.generate_model import load, memory_errors
-from trifocal.cli.generate_options import GenerateArguments
+from trifocal.cli.generate_model import GenerateArguments, load
 from trifocal.errors import UserError
 from trifocal.inference import Engine
 from trifocal.inference.prompt_file import OrderedWriter, PromptLine, count_written, open_output, read_prompts
+from trifocal.inference.prompts import memory_errors
 from trifocal.paths import user_path
 
 # Seconds between lines of progress.

@@ -1,20 +1,99 @@
-"""A trained model with caches for the prompts that a command has."""
+"""The flags of `trifocal generate`, and the model that they name, with caches for the prompts."""
 
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
+import tyro
 
-from trifocal.cli.generate_options import GenerateArguments
 from trifocal.data import Tokenizer
-from trifocal.inference import CachedModel, Request
-from trifocal.inference.prompts import cache_for_prompts, encode_prompts, memory_errors
+from trifocal.errors import UserError
+from trifocal.inference import CachedModel, Request, Sampling
+from trifocal.inference.prompts import cache_for_prompts, encode_prompts
 from trifocal.train.checkpoint.pretrained import open_pretrained
 from trifocal.train.config.check import choose_device
 
-__all__ = ["LoadedModel", "load", "memory_errors"]
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateArguments:
+    """Continue a text with a trained model; the text goes to standard output while it is made. Or a file of prompts."""
+
+    path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
+    """The run, also while it goes on; one of its checkpoints; a folder of weights; or demo, that of the package."""
+    prompt: str = ""
+    """The text to continue; "-" reads it from standard input, as it is."""
+    prompts: str = ""
+    """Instead of --prompt: a file with a JSON object a line, {"prompt": TEXT}; other keys are kept."""
+    output: str = ""
+    """With --prompts: the new file to write, in the order of the prompts."""
+    append: bool = False
+    """Write behind an --output that exists, and skip the prompts whose texts it has."""
+    checkpoint: str = ""
+    """A checkpoint of the run, like step_00000500; the newest by default."""
+    max_new_tokens: int = 256
+    """Tokens to add at most."""
+    temperature: float = 0.8
+    """Divides the logits; 0 always takes the likeliest token."""
+    top_k: int = 0
+    """Draw from this many likeliest tokens; 0: from all."""
+    top_p: float = 1.0
+    """Draw from the fewest likeliest tokens whose probabilities reach this together; 1: from all."""
+    min_p: float = 0.0
+    """Draw from tokens with at least this share of the likeliest one's probability; 0: from all."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens that the text has, and multiplies negative ones; 1: none."""
+    seed: int = 0
+    """Makes the draw repeatable; prompts and samples draw with seeds of their own that follow from it."""
+    samples: int = 1
+    """Continuations of each prompt."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text before them."""
+    stop_at_document_end: bool = True
+    """Stop where the model ends the document."""
+    logprobs: bool = False
+    """Give the log-probability of each new token by the model, without temperature and filters."""
+    prefill_chunk_size: int = 0
+    """Tokens of a prompt that go through the model at a time, to bound memory; 0: up to 65,536, on a CPU 8,192."""
+    max_sequences: int = 0
+    """Sequences at a time; 0: as memory allows, up to 256."""
+    weights: Literal["float", "int8"] = "float"
+    """Weights of the linear layers: in the type of the products, or in 8 bits, which a GPU reads faster."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; "auto" takes a GPU if there is one."""
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("max_new_tokens", 1), ("samples", 1), ("prefill_chunk_size", 0), ("max_sequences", 0)):
+            if getattr(self, name) < lowest:
+                raise UserError(f"--{name.replace('_', '-')} must be at least {lowest}, got {getattr(self, name)}")
+        try:
+            self.sampling()
+        except ValueError as error:
+            flag = str(error).partition(" ")[0]
+            raise UserError(str(error).replace(flag, f"--{flag.replace('_', '-')}", 1)) from error
+        if 0 < self.max_sequences < self.samples:
+            raise UserError(f"--max-sequences must be at least --samples, got {self.max_sequences} and {self.samples}")
+        if "" in self.stop:
+            raise UserError("--stop must not be empty")
+        if bool(self.prompt) == bool(self.prompts):
+            raise UserError("give the text to continue as --prompt TEXT, or a file of texts as --prompts FILE.jsonl")
+        if bool(self.prompts) != bool(self.output):
+            raise UserError("--prompts FILE.jsonl and --output OUT.jsonl go together")
+        if self.append and not self.output:
+            raise UserError("--append goes on with --output OUT.jsonl; give it with --prompts FILE.jsonl")
+
+    def sampling(self, number: int = 0) -> Sampling:
+        """Settings of prompt `number`: its samples have the seeds behind each other."""
+        return Sampling(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            seed=(self.seed + number * self.samples) % 2**64,
+        )
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from trifocal.cli.generate_model import memory_errors
 from trifocal.data import Tokenizer
 from trifocal.data.sources.chats import BadChat
 from trifocal.errors import UserError
 from trifocal.inference import CachedModel, Engine
 from trifocal.inference.paged_cache import cache_bytes, longest_that_fits, memory_for_caches, plan_cache
+from trifocal.inference.prompts import memory_errors
 from trifocal.models import DecoderLM
 from trifocal.paths import user_path
 from trifocal.train.checkpoint.pretrained import Pretrained, open_pretrained, pretrained_path

@@ -63,10 +63,6 @@ class PackedStream:
     A chat is never divided, as its answers would lose their questions: if it does not fit, it begins the next row, and
     separators without targets fill the rest of this one, behind the last document. The targets of a chat are the
     tokens of its answers alone.
-
-    Args:
-        documents: The documents.
-        sequence_length: Tokens of a row.
     """
 
     def __init__(self, documents: DocumentStream, sequence_length: int) -> None:

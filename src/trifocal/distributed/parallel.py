@@ -78,9 +78,6 @@ class GradientWatch:
     After the exchange all processes have the NaN of one, so each checks what it sends. It costs one reduction over each
     buffer that is sent; the host does not wait.
 
-    Args:
-        device: Where the gradients are.
-
     Attributes:
         observer: Called at every exchange; None for no observer.
     """

@@ -82,9 +82,6 @@ class PeerMonitor:
     def explain(self, error: Exception) -> PeerLost | None:
         """Name the process at fault for a failed collective: wait until one is known to be lost.
 
-        Args:
-            error: The error of the collective.
-
         Returns:
             The error to raise instead; None if no other process is lost.
         """

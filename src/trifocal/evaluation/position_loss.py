@@ -34,10 +34,6 @@ def position_edges(length: int) -> list[int]:
 class PositionLosses:
     """Adds up losses by the position of their token in its document: called as a `DecoderLM` with targets.
 
-    Args:
-        model: The model.
-        edges: From `position_edges`.
-
     Attributes:
         nats, counts: Sums over the targets of each bucket, [buckets], fp64 and int64, on the model's device.
     """

@@ -60,11 +60,6 @@ def to_json(head: Evaluated, rows: Sequence[Row]) -> str:
 def write_evaluation(folder: Path, head: Evaluated, rows: Sequence[Row]) -> Path:
     """Write an evaluation into the folder of its run, or add it to an earlier one of the same step.
 
-    Args:
-        folder: Folder of the run.
-        head: The evaluated model.
-        rows: From `evaluate_model`.
-
     Returns:
         The file, in `evaluation/`.
 

@@ -64,15 +64,7 @@ class NewTokens:
 
 
 class LayerPast:
-    """`trifocal.nn.attention_base.KVCache` of one layer.
-
-    Args:
-        layer: Cache of the layer.
-        new: The new tokens.
-        tables: Rotary tables of the layer.
-        config: The model's configuration.
-        kind: The layer's attention.
-    """
+    """`trifocal.nn.attention_base.KVCache` of one layer."""
 
     def __init__(
         self, layer: TrifocalLayer, new: NewTokens, tables: LayerTables, config: ModelConfig, kind: Attention

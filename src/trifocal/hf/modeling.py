@@ -76,11 +76,7 @@ class TrifocalPreTrainedModel(PreTrainedModel):
 
 
 class TrifocalModel(TrifocalPreTrainedModel):
-    """The decoder without its output projection.
-
-    Args:
-        config: Sizes and choices.
-    """
+    """The decoder without its output projection."""
 
     def __init__(self, config: TrifocalConfig) -> None:
         super().__init__(config)
@@ -218,11 +214,7 @@ class TrifocalModel(TrifocalPreTrainedModel):
 
 
 class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
-    """A language model with sparse or dense attention, as transformers' trainers and pipelines use it.
-
-    Args:
-        config: Sizes and choices.
-    """
+    """A language model with sparse or dense attention, as transformers' trainers and pipelines use it."""
 
     _tied_weights_keys = {"head.weight": "model.embedding.weight"}  # noqa: RUF012
 

@@ -8,11 +8,7 @@ _PAUSE = 8
 
 
 class PromptLookup:
-    """The tokens of a sequence, and what followed each n-gram last.
-
-    Args:
-        tokens: Its tokens so far.
-    """
+    """The tokens of a sequence, and what followed each n-gram last."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens: list[int] = []

@@ -250,9 +250,6 @@ def _axes(unit: str, *, log: bool = False, from_zero: bool = False) -> dict[str,
 def smoothed(values: list[float]) -> list[float]:
     """Moving mean centred on each point, over about a thirtieth of the curve; over fewer points near both ends.
 
-    Args:
-        values: A curve.
-
     Returns:
         The smoothed curve, of equal length, without lag.
     """
@@ -268,11 +265,6 @@ def smoothed(values: list[float]) -> list[float]:
 
 def thin(steps: list[int], values: list[float], most: int = MOST_POINTS) -> tuple[list[int], list[float]]:
     """Shorten a curve without losing its spikes: the lowest and the highest point of every stretch stay.
-
-    Args:
-        steps: Step of every value.
-        values: The curve.
-        most: Largest number of points.
 
     Returns:
         Steps and values, at most about `most` of them, in order, including both ends.

@@ -3,14 +3,12 @@
 import re
 import time
 from html import escape
+from pathlib import Path
 
-from trifocal.report.assets import SCRIPT, STYLE
 from trifocal.report.attention_charts import attention_charts
 from trifocal.report.charts import Chart, training_charts
-from trifocal.report.embedding import json_in_page
 from trifocal.report.evaluation_charts import evaluation_charts
-from trifocal.report.picture import picture_card, pictures_of
-from trifocal.report.picture_assets import PICTURE_SCRIPT, PICTURE_STYLE
+from trifocal.report.picture import json_in_page, picture_card, pictures_of
 from trifocal.report.summary import Finding, summarise
 from trifocal.report.tables import (
     comparison,
@@ -94,7 +92,7 @@ def build_page(runs: list[Run], plotly: str) -> str:
 <meta name="color-scheme" content="light dark">
 <link rel="icon" href="data:,">
 <title>{escape(title)} · Trifocal</title>
-<style>{STYLE}{PICTURE_STYLE}</style>
+<style>{_inlined("page.css", "picture.css")}</style>
 <script>{plotly}</script>
 </head>
 <body>
@@ -102,10 +100,15 @@ def build_page(runs: list[Run], plotly: str) -> str:
 {_header(title, runs)}{_navigation("".join(body))}{"".join(body)}
 </main>
 <script type="application/json" id="charts">{data}</script>
-<script>{PICTURE_SCRIPT}{SCRIPT}</script>
+<script>{_inlined("picture.js", "page.js")}</script>
 </body>
 </html>
 """
+
+
+def _inlined(*names: str) -> str:
+    """Styles or scripts of this folder."""
+    return "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in names)
 
 
 def _header(title: str, runs: list[Run]) -> str:

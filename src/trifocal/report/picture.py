@@ -1,6 +1,7 @@
 """The report's attention picture, from the files of attention_picture.py."""
 
 import base64
+import json
 from dataclasses import asdict
 from html import escape
 from typing import Any
@@ -8,9 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trifocal.report.embedding import json_in_page
 from trifocal.runlog.run import Run
 from trifocal.telemetry.attention_picture import AttentionPicture, read_picture
+
+# Escapes for `</script>` and `<!-- <script>`, which would end or change a script element; and for the two line ends
+# that JSON allows in a string and older JavaScript does not.
+_ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 _MOST_FRAMES = 6
 """Steps on the page, evenly spaced, including the first and the last."""
@@ -38,7 +42,7 @@ def pictures_of(run: Run) -> list[AttentionPicture]:
 
 
 def picture_card(pictures: list[AttentionPicture]) -> str:
-    """The picture with its controls, as HTML for the script of picture_assets.py.
+    """The picture with its controls, as HTML for picture.js.
 
     Args:
         pictures: Pictures of one run, at least one.
@@ -78,6 +82,11 @@ max="{len(last.queries) - 1}" value="{len(last.queries) - 1}"></label><output cl
 <span class="sample-unread">faint</span> future or another document</p>
 <pre class="text" tabindex="0" aria-label="The sequence, as the query sees it"></pre></div>
 <script type="application/json">{data}</script></div>"""
+
+
+def json_in_page(value: object) -> str:
+    """JSON that is safe in any element of an HTML page, with any text in it."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).translate(_ESCAPES)
 
 
 def _select(name: str, labels: list[int], selected: int) -> str:

@@ -4,10 +4,12 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,6 @@ from typing import Any
 import torch
 
 from trifocal._version import __version__
-from trifocal.masking import mask_arguments, mask_variables
 from trifocal.ops import backend_choices
 from trifocal.runlog.hardware import matmul_rate, peak_bf16_flops
 from trifocal.runlog.whole_files import write_whole
@@ -42,6 +43,14 @@ EARLIER_VARIABLES = {
     "NSA_USE_FA2": "--model.backend auto",
 }
 
+# What is masked: values of such names, as in NVIDIA_API_KEY, TORCH_HUB_TOKEN or ?X-Amz-Signature=; users in URLs.
+_MASK = "***"
+_SECRET = r"(?:KEY|TOKEN|SECRET|PASSW|CREDENTIAL|SIGNATURE)"
+_SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
+_SECRET_FLAG = re.compile(rf"--?(?!.*(?:TOKENIZER|TOKENS$)).*{_SECRET}.*", re.IGNORECASE)
+_USER_IN_URL = re.compile(r"(?<=://)[^\s/\"']+@")
+_SECRET_IN_QUERY = re.compile(rf"([?&][^=&#\s]*{_SECRET}[^=&#\s]*=)[^&#\s\"']+", re.IGNORECASE)
+
 
 def environment(config_text: str | None = None) -> dict[str, Any]:
     """Describe this process's software, hardware and settings.
@@ -57,7 +66,7 @@ def environment(config_text: str | None = None) -> dict[str, Any]:
     return {
         "trifocal": {"version": __version__, "git_commit": commit, "git_changed": changed},
         "config_sha256": hashlib.sha256(config_text.encode()).hexdigest() if config_text is not None else None,
-        "command": mask_arguments(sys.argv),
+        "command": _mask_arguments(sys.argv),
         "python": platform.python_version(),
         "host": socket.gethostname(),
         "system": platform.platform(),
@@ -76,7 +85,7 @@ def environment(config_text: str | None = None) -> dict[str, Any]:
         },
         "gpus": _gpus(),
         "gpu_driver": _gpu_driver(),
-        "variables": mask_variables({n: value for n, value in sorted(os.environ.items()) if n.startswith(_VARIABLES)}),
+        "variables": _mask_variables({n: value for n, value in sorted(os.environ.items()) if n.startswith(_VARIABLES)}),
         "measured_speed": None,
     }
 
@@ -124,6 +133,30 @@ def write_backends(path: str | os.PathLike[str]) -> None:
         for (operation, backend, reason), calls in sorted(backend_choices().items())
     ]
     write_whole(Path(path), json.dumps(rows, indent=1) + "\n")
+
+
+def _mask_urls(text: str) -> str:
+    """A text, with users, passwords and secret query parameters of its URLs masked."""
+    return _SECRET_IN_QUERY.sub(rf"\1{_MASK}", _USER_IN_URL.sub(f"{_MASK}@", text))
+
+
+def _mask_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables; values are masked if the name has KEY, TOKEN, SECRET, PASSWORD or the like in it."""
+    return {
+        name: _MASK if value and _SECRET_NAME.search(name) else _mask_urls(value) for name, value in variables.items()
+    }
+
+
+def _mask_arguments(arguments: Iterable[str]) -> list[str]:
+    """A command line; values of flags with such names, `--flag=value` or `--flag value`, are masked."""
+    shown, secret = [], False
+    for argument in arguments:
+        flag, equals, _ = argument.partition("=")
+        if equals and _SECRET_FLAG.fullmatch(flag):
+            argument = f"{flag}={_MASK}"
+        shown.append(_MASK if secret and not argument.startswith("-") else _mask_urls(argument))
+        secret = not equals and _SECRET_FLAG.fullmatch(flag) is not None
+    return shown
 
 
 def _version(package: str) -> str | None:

@@ -13,10 +13,6 @@ from trifocal.serve.service import Call, Service
 class Answer:
     """The answer to a call, as a whole or as the events of a stream.
 
-    Args:
-        service: The model.
-        call: The call.
-
     Attributes:
         id: Its name.
         tokens: New tokens of each choice so far.

@@ -22,13 +22,7 @@ _MOST_CPU_TOKENS = 2048
 
 
 class Pictures:
-    """Remembers the tokens of the last answers, and computes what they read when it is asked for.
-
-    Args:
-        model: The model, on its device.
-        tokenizer: Its tokenizer.
-        dtype: Type of its products.
-    """
+    """Remembers the tokens of the last answers, and computes what they read when it is asked for."""
 
     def __init__(self, model: DecoderLM, tokenizer: Tokenizer, dtype: torch.dtype) -> None:
         self._telemetry, self._tokenizer, self._dtype = AttentionTelemetry(model.eval()), tokenizer, dtype

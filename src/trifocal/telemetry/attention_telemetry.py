@@ -179,13 +179,7 @@ class AttentionTelemetry:
 
 
 class _ChoiceRecorder(TorchDispatchMode):
-    """Hands on the tensors of each layer when it has called the operator that chooses its blocks, on any backend.
-
-    Args:
-        layers: The layers.
-        documents: Packed documents of the sequence, if there are several.
-        take: Gets them.
-    """
+    """Hands on the tensors of each layer when it has called the operator that chooses its blocks, on any backend."""
 
     def __init__(
         self, layers: list[ChoosingAttention], documents: Documents | None, take: Callable[[LayerAttention], None]

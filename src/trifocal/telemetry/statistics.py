@@ -120,9 +120,6 @@ def choice_statistics(layer: LayerAttention) -> dict[str, Tensor]:
 
     Only queries with more free candidates than free places count; all figures are NaN if there are none.
 
-    Args:
-        layer: Tensors of the layers.
-
     Returns:
         `choice_recall`: mass of the free blocks that the choice holds, as a share of what the exact choice holds;
         `recall_by_chance`: the same for free blocks drawn at random; `exact_mass_by_distance` [..., bins]: where the

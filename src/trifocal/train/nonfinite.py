@@ -25,12 +25,7 @@ class NonFiniteError(RuntimeError):
 
 
 class FiniteGuard:
-    """Ends the run after a step whose loss, gradient or weights are not finite.
-
-    Args:
-        setup: The run.
-        log: Takes the event.
-    """
+    """Ends the run after a step whose loss, gradient or weights are not finite."""
 
     def __init__(self, setup: TrainSetup, log: RunLogger) -> None:
         self._model, self._processes, self._parallel = setup.model, setup.processes, setup.parallel

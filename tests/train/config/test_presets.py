@@ -12,7 +12,6 @@ import pytest
 from trifocal.cli import main
 from trifocal.fields import dotted_fields
 from trifocal.train import RunConfig, load_config
-from trifocal.train.checkpoint.pretrained import DEMO_FOLDER
 from trifocal.train.config.load import presets, summary
 
 ROOT = Path(__file__).parents[3]
@@ -25,7 +24,7 @@ def test_the_package_has_every_file_of_configs() -> None:
     assert list(presets()) == NAMES
 
 
-def test_a_wheel_has_every_file_of_configs_and_of_the_demo_model(tmp_path: Path) -> None:
+def test_a_wheel_has_every_file_that_is_no_python(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", minversion="77")
     # Where the repository lies, setuptools would leave its traces.
     for name in ("pyproject.toml", "README.md", "LICENSE", "configs"):
@@ -34,7 +33,8 @@ def test_a_wheel_has_every_file_of_configs_and_of_the_demo_model(tmp_path: Path)
     for name in ("__init__.py", "_version.py", "py.typed"):
         (tmp_path / "src" / "trifocal" / name).symlink_to(ROOT / "src" / "trifocal" / name)
     (tmp_path / "src" / "trifocal" / "configs").symlink_to((ROOT / "src" / "trifocal" / "configs").readlink())
-    (tmp_path / "src" / "trifocal" / "demo_model").symlink_to(DEMO_FOLDER)
+    for name in ("demo_model", "report", "serve"):
+        (tmp_path / "src" / "trifocal" / name).symlink_to(ROOT / "src" / "trifocal" / name)
     code = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
     (tmp_path / "dist").mkdir()
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
@@ -44,10 +44,11 @@ def test_a_wheel_has_every_file_of_configs_and_of_the_demo_model(tmp_path: Path)
         for name in NAMES:
             shipped = archive.read(f"trifocal/configs/{name}.toml")
             assert shipped == (ROOT / "configs" / f"{name}.toml").read_bytes()
-        model = sorted(DEMO_FOLDER.iterdir())
-        assert model
-        for path in model:
-            assert archive.read(f"trifocal/demo_model/{path.name}") == path.read_bytes()
+        package = ROOT / "src" / "trifocal"
+        others = [path for name in ("demo_model", "report", "serve") for path in (package / name).glob("*.*")]
+        assert {"model.safetensors", "page.css", "page.js", "page.html"} <= {path.name for path in others}
+        for path in others:
+            assert archive.read(f"trifocal/{path.relative_to(package)}") == path.read_bytes()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -99,10 +99,7 @@ class BadDocuments:
         self.cut: set[int] = set()
 
     def found(self, message: str) -> None:
-        """Handle a bad document: stop, or skip it.
-
-        Args:
-            message: Names the document and its fault.
+        """Handle a bad document, which the message names with its fault: stop, or skip it.
 
         Raises:
             UserError: If the action is `stop`.
@@ -205,20 +202,12 @@ def parse_source(source: str) -> SourceName:
 
 
 def has_text(source: str) -> bool:
-    """Whether a source gives text; the tokens of the others are drawn.
-
-    Args:
-        source: A source string, as in `parse_source`.
-    """
+    """Whether a source gives text; the tokens of the others are drawn."""
     return parse_source(source).kind not in SYNTHETIC
 
 
 def is_local(source: str) -> bool:
-    """Whether a source can be read without a network.
-
-    Args:
-        source: A source string, as in `parse_source`.
-    """
+    """Whether a source can be read without a network."""
     kind, path, _ = parse_source(source)
     return dataset_name(path)[0].is_dir() if kind == "hf" else kind != "fineweb-edu" or bool(path)
 

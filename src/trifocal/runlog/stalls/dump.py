@@ -49,14 +49,7 @@ def write_stacks(folder: Path, rank: int) -> None:
 
 
 def write_details(folder: Path, rank: int, row: Row, device: torch.device) -> None:
-    """Write all files but the stacks; those that other ranks wait for come first.
-
-    Args:
-        folder: The dump.
-        rank: Rank of this process.
-        row: Its heartbeat row.
-        device: Its device.
-    """
+    """Write all files but the stacks; those that other ranks wait for come first."""
     with _one_at_a_time:
         collectives: list[Collective] = []
         page = ""

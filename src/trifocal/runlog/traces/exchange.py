@@ -27,10 +27,6 @@ class GradientTrace(Trace):
 
     In a sharded model, the time is that of the shard's gradient, after the reduce-scatter. A parameter without any
     gradient in a step has a row without order and time.
-
-    Args:
-        moment: The place within the traced step.
-        model: The model.
     """
 
     name = "gradients"
@@ -68,14 +64,7 @@ class GradientTrace(Trace):
 
 
 class ExchangeTrace(Trace):
-    """Notes each bucket of DDP, and each all-gather and reduce-scatter of FSDP2.
-
-    Args:
-        moment: The place within the traced step.
-        model: The model, for the names of its parameters.
-        module: The wrapped model.
-        watch: Observes the communication.
-    """
+    """Notes each bucket of DDP, and each all-gather and reduce-scatter of FSDP2."""
 
     name = "exchange"
 

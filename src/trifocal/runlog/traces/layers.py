@@ -23,10 +23,6 @@ class ModuleTrace(Trace):
 
     A row's event is `forward`; `recompute` for a forward pass that checkpointing repeats in backward; or `backward`,
     from the gradient of the module's first output to that of its first input, if both exist.
-
-    Args:
-        moment: The place within the traced step.
-        model: The model.
     """
 
     name = "modules"
@@ -81,11 +77,6 @@ class DtypeTrace(Trace):
     """Lists parameters, gradients, the optimizer's state, activations and the gradients of activations.
 
     An activation is a module's output, listed once for each dtype that it had.
-
-    Args:
-        moment: The place within the traced step.
-        model: The model.
-        optimizer: Its optimizer.
     """
 
     name = "dtypes"
@@ -142,12 +133,6 @@ class MemoryTrace(Trace):
     Parameters, gradients, the optimizer's state and tensors saved for backward count for the module itself, without
     the modules inside. A tensor that two modules save counts for the first. In a sharded model only this process's
     part counts, not the whole weights that exist during a forward pass.
-
-    Args:
-        moment: The place within the traced step.
-        model: The model.
-        optimizer: Its optimizer.
-        device: Its device.
     """
 
     name = "memory"

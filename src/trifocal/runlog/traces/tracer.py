@@ -35,10 +35,6 @@ class ProfilerTrace(Trace):
     """Profiles all steps of the window, with the phases as ranges.
 
     `profile_rank*.json.gz` opens in Perfetto (ui.perfetto.dev) or chrome://tracing; `operations_rank*.txt` is text.
-
-    Args:
-        moment: The place within the traced step.
-        device: Device of the work.
     """
 
     def __init__(self, moment: Moment, device: torch.device) -> None:
@@ -120,9 +116,6 @@ class Tracer:
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[Phases]:
         """Context manager around a step.
-
-        Args:
-            step: Its number.
 
         Yields:
             The receiver of the step's phases: this tracer in a traced step, the heartbeat in any other.

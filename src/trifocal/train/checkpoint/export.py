@@ -13,7 +13,7 @@ from trifocal.data import Tokenizer
 from trifocal.data.tokenizers import CONFIG_FILE as TOKENIZER_CONFIG_FILE
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, save_weights
-from trifocal.models.io import CONFIG_FILE, SHARD_BYTES
+from trifocal.models.io import CONFIG_FILE
 from trifocal.runlog.whole_files import write_whole
 
 WEIGHTS = "weights"
@@ -93,27 +93,19 @@ def new_model_folder(folder: Path) -> Iterator[Path]:
                 folder.rmdir()
 
 
-def export_folder(
-    model: DecoderLM,
-    tokenizer: Tokenizer,
-    folder: Path,
-    *,
-    sequence_length: int | None = None,
-    shard_bytes: int = SHARD_BYTES,
-) -> None:
+def export_folder(model: DecoderLM, tokenizer: Tokenizer, folder: Path, *, sequence_length: int | None = None) -> None:
     """Write a new folder that transformers reads.
 
     Args:
         model, tokenizer, sequence_length: See `export_weights`.
         folder: See `new_model_folder`.
-        shard_bytes: Larger weights are cut into files of at most this many bytes.
 
     Raises:
         UserError: See `new_model_folder`.
     """
     with new_model_folder(folder) as partial:
         settings = write_tokenizer(tokenizer, model.config.vocab_size, partial, sequence_length)
-        save_weights(model, partial, shard_bytes=shard_bytes, **settings)
+        save_weights(model, partial, **settings)
 
 
 def write_tokenizer(

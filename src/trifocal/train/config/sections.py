@@ -121,9 +121,6 @@ class TrainSection:
     def checkpointed_layers(self, num_layers: int) -> tuple[int, int]:
         """The half-open range of layers that `activation_checkpointing` names.
 
-        Args:
-            num_layers: Layers of the model.
-
         Raises:
             ValueError: If the field is none of its three forms.
         """

@@ -1,50 +1,3 @@
-"""Style and script of the report's attention picture (picture.py)."""
-
-PICTURE_STYLE = """
-.picture { display: flex; flex-direction: column; gap: 14px; margin-bottom: 14px; }
-.picture > p { margin-top: -10px; }
-.controls { display: flex; flex-wrap: wrap; gap: 8px 18px; align-items: center; }
-.controls label { display: flex; gap: 8px; align-items: center; font-size: 0.9rem; color: var(--soft); }
-.controls label[hidden] { display: none; }
-.controls input[type=range] { width: 200px; flex: none; }
-.controls output { font-variant-numeric: tabular-nums; color: var(--ink); font-size: 0.9rem; }
-select { font: inherit; font-size: 0.9rem; color: var(--ink); background: var(--surface); border: 1px solid var(--line);
-  border-radius: 8px; padding: 4px 8px; }
-.maps { display: grid; grid-template-columns: repeat(4, minmax(0, 1fr)); gap: 14px; }
-.maps figure { margin: 0; min-width: 0; display: flex; flex-direction: column; justify-content: space-between; }
-.maps figcaption { font-size: 0.9rem; margin-bottom: 4px; }
-.maps figcaption .soft { display: block; font-size: 0.82rem; line-height: 1.4; }
-.map { width: 100%; aspect-ratio: 1; }
-.reader { border-top: 1px solid var(--line); padding-top: 14px; }
-.reader-head { overflow-wrap: anywhere; }
-.gates { display: flex; flex-wrap: wrap; gap: 6px 22px; margin: 10px 0 4px; font-size: 0.85rem; }
-.gates > span { display: flex; align-items: center; gap: 8px; }
-.gates i { display: inline-block; width: 90px; height: 8px; border-radius: 4px; background: var(--line);
-  overflow: hidden; }
-.gates i b { display: block; height: 100%; border-radius: 4px; }
-.legend { font-size: 0.82rem; margin: 8px 0; }
-.reader pre.text { position: relative; max-height: 330px; overflow-y: auto; line-height: 1.75; margin: 0; }
-.text span { border-radius: 2px; }
-.unread, .sample-unread { opacity: 0.35; }
-.slc { box-shadow: inset 0 -2px var(--slc); }
-.win { box-shadow: inset 0 2px var(--win); }
-.slc.win { box-shadow: inset 0 -2px var(--slc), inset 0 2px var(--win); }
-.sample-cmp { background: color-mix(in srgb, var(--cmp) 45%, transparent); padding: 0 4px; border-radius: 2px; }
-.sample-slc { box-shadow: inset 0 -2px var(--slc); }
-.sample-win { box-shadow: inset 0 2px var(--win); }
-.text mark { background: var(--ink); color: var(--surface); border-radius: 2px; padding: 0 1px; }
-.tip { position: fixed; z-index: 9; max-width: min(340px, 92vw); padding: 10px 12px; pointer-events: none;
-  background: var(--surface); color: var(--ink); border: 1px solid var(--line); border-radius: 10px; font-size: 0.82rem;
-  line-height: 1.45; box-shadow: 0 6px 24px rgb(0 0 0 / 0.18); }
-.tip[hidden] { display: none; }
-.tip code { font: 12px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace;
-  overflow-wrap: anywhere; white-space: pre-wrap; }
-@media (max-width: 1000px) { .maps { grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 14px 10px; } }
-@media (max-width: 760px) { .maps figcaption .soft { display: none; } .controls label { width: 100%; }
-  .controls label:has(select) { width: auto; } .controls input[type=range] { width: auto; flex: 1; } }
-"""
-
-PICTURE_SCRIPT = """
 const makePicture = (box) => {
   const data = JSON.parse(box.querySelector("script").textContent);
   const { layers, groups, blocks, slots, geometry, texts, positions, documents, queries } = data;
@@ -99,8 +52,8 @@ const makePicture = (box) => {
   const rowMark = () => [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: state.row * rowTokens,
     y1: state.row * rowTokens, line: { color: palette.ink, width: 1 } }];
   const percent = (value) => (100 * value).toFixed(value < 0.0995 ? 1 : 0) + " %";
-  const visible = (text) => text.replaceAll("\\n", "\\u23ce").replaceAll("\\t", " ");
-  const marked = (text) => text.trim() ? text : visible(text).replaceAll(" ", "\\u00b7") + (text === "\\n" ? text : "");
+  const visible = (text) => text.replaceAll("\n", "\u23ce").replaceAll("\t", " ");
+  const marked = (text) => text.trim() ? text : visible(text).replaceAll(" ", "\u00b7") + (text === "\n" ? text : "");
   const textOf = (from, to) => visible(texts.slice(from, to).join(""));
 
   const draw = (colours, layoutOf, config) => {
@@ -130,11 +83,11 @@ const makePicture = (box) => {
     const from = key - positions[key] + block * size, to = Math.min(from + size, query + 1);
     const status = ["not selected", "always selected", "selected"][choiceOf(row)[block]];
     const lines = [
-      ["b", `Tokens ${from}\\u2013${to - 1} for query ${query}, \\u201c${visible(texts[query])}\\u201d`],
+      ["b", `Tokens ${from}\u2013${to - 1} for query ${query}, \u201c${visible(texts[query])}\u201d`],
       ["code", textOf(from, to)],
-      ["div", `score ${percent(share("importance", row, block))} \\u00b7 ${status}`
-        + ` \\u00b7 full attention ${percent(share("dense", row, block))}`
-        + (to > windowStart(row) ? " \\u00b7 in the window" : "")],
+      ["div", `score ${percent(share("importance", row, block))} \u00b7 ${status}`
+        + ` \u00b7 full attention ${percent(share("dense", row, block))}`
+        + (to > windowStart(row) ? " \u00b7 in the window" : "")],
     ];
     tip.replaceChildren(...lines.map(([tag, text]) => {
       const element = document.createElement(tag);
@@ -187,7 +140,7 @@ const makePicture = (box) => {
     pane.scrollTop = Math.max(0, mark.offsetTop - 0.75 * pane.clientHeight);
     let held = 0;
     for (let block = 0; block < blocks; block++) held += chosen[block] ? share("dense", row, block) : 0;
-    find(".reader-head").textContent = `token ${query} of ${total}, \\u201c${visible(texts[query])}\\u201d: `
+    find(".reader-head").textContent = `token ${query} of ${total}, \u201c${visible(texts[query])}\u201d: `
       + `the selected blocks hold ${percent(Math.min(1, held))} of what full attention weighs`;
     find(".frame-label").textContent = frames[state.frame].step.toLocaleString("en");
     const branches = [["compressed", "cmp"], ["selected", "slc"], ["window", "win"]];
@@ -207,4 +160,3 @@ const makePicture = (box) => {
   find(".row").addEventListener("input", (event) => show(Number(event.target.value)));
   return { draw: (...settings) => { redraw = () => draw(...settings); return draw(...settings); } };
 };
-"""
