@@ -28,8 +28,8 @@ def _one_ahead(
 ) -> list[Tensor]:
     """Exchange tensors one behind the other; on a GPU each is started before the one in front of it is ended.
 
-    Two are on their way at most, so that few buffers are taken. On a CPU one alone: two threads of a Gloo group write the
-    name of the collective that they have ended into the same string, and free it twice (PyTorch 2.13).
+    Two are on their way at most, so that few buffers are taken. On a CPU one alone: two threads of a Gloo group write
+    the name of the collective that they have ended into the same string, and free it twice (PyTorch 2.13).
     """
     found: list[Tensor] = []
     running: Tensor | None = None
