@@ -101,7 +101,9 @@ def backward(case: Case, model: DecoderLM, parallel: Parallel, processes: Distri
     groups = processes.size // case.context
     rows = tokens.chunk(groups)[processes.rank // case.context]
     if parallel.flat_gradients is not None:
-        parallel.flat_gradients.zero()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter, view in zip(trained, parallel.flat_gradients.views, strict=True):
+            parameter.grad = view.zero_()
         for batch in rows.chunk(case.accumulation):
             (parallel.module(own(batch), own(batch.roll(-1, 1))) / (case.accumulation * groups)).backward()
         parallel.exchange_gradients()

@@ -192,22 +192,18 @@ class FlatGradients:
 
     Args:
         parameters: The parameters that get gradients, all of one type and on one device.
+
+    Attributes:
+        views: The gradient of each parameter; the caller fills them.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._parameters = list(parameters)
-        first = self._parameters[0]
-        sizes = [parameter.numel() for parameter in self._parameters]
-        self._all = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        trained = list(parameters)
+        sizes = [parameter.numel() for parameter in trained]
+        self._all = torch.zeros(sum(sizes), dtype=trained[0].dtype, device=trained[0].device)
         self.views: list[Tensor] = [
-            part.view_as(parameter) for part, parameter in zip(self._all.split(sizes), self._parameters, strict=True)
+            part.view_as(parameter) for part, parameter in zip(self._all.split(sizes), trained, strict=True)
         ]
-
-    def zero(self) -> None:
-        """Begin a step: every parameter's gradient is zero, in this memory."""
-        self._all.zero_()
-        for parameter, view in zip(self._parameters, self.views, strict=True):
-            parameter.grad = view
 
     def exchange(self, watch: GradientWatch) -> None:
         """Sum the gradients over all processes; `watch` sees this process's gradients before."""
@@ -306,8 +302,8 @@ def parallelize(
         static_graph: DDP's option of that name.
         find_unused_parameters: DDP's option of that name; this model has none.
         exchange_after: Under ddp, leave the model unwrapped, and exchange all gradients after backward: CUDA graphs run
-            no hooks. The caller zeroes `flat_gradients`, accumulates into them, and calls `exchange_gradients`, which
-            sums and does not average.
+            no hooks. The caller fills the views of `flat_gradients`, and calls `exchange_gradients`, which sums and does
+            not average.
         repeatable: Under ddp, exchange each gradient by itself, and with a static graph in every micro-batch, so that a
             resumed run rounds like an uninterrupted one. (Other modes always do.)
         context: Processes, neighbours by rank, that share each sequence. Each of them is given its part of the same
