@@ -302,8 +302,8 @@ def parallelize(
         static_graph: DDP's option of that name.
         find_unused_parameters: DDP's option of that name; this model has none.
         exchange_after: Under ddp, leave the model unwrapped, and exchange all gradients after backward: CUDA graphs run
-            no hooks. The caller fills the views of `flat_gradients`, and calls `exchange_gradients`, which sums and does
-            not average.
+            no hooks. The caller fills the views of `flat_gradients`, and calls `exchange_gradients`, which sums and
+            does not average.
         repeatable: Under ddp, exchange each gradient by itself, and with a static graph in every micro-batch, so that a
             resumed run rounds like an uninterrupted one. (Other modes always do.)
         context: Processes, neighbours by rank, that share each sequence. Each of them is given its part of the same
