@@ -11,7 +11,7 @@ from lib.recorder import Refused
 from lib.shapes import AttentionShape
 from trifocal.nn.attention_base import INDEX_DIM
 from trifocal.ops import Geometry, select_blocks_by_index
-from trifocal.ops.choice_loss import Sample, choice_loss, sample_queries, stretch_keys
+from trifocal.ops.choice_loss import Sample, choice_loss, sample_queries
 from trifocal.testing.tolerances import allowed, error
 
 
@@ -37,9 +37,10 @@ class ChoiceProblem(NamedTuple):
                 (shape.heads, shape.head_dim), (shape.groups, shape.head_dim), (shape.groups, INDEX_DIM), (INDEX_DIM,)
             )
         )  # fmt: skip
-        keys = stretch_keys(torch.randint(256, rows, generator=generator, device=device), shape.tokens, stretch)
+        tokens = torch.randint(256, rows, generator=generator, device=device)
         positions = torch.arange(shape.tokens, device=device)
-        sample = sample_queries(keys, positions, 0, 1, geometry, shape.tokens, stretch)[0]
+        samples = sample_queries(tokens, positions, 0, 1, geometry, shape.tokens, stretch)
+        sample = Sample(*(field[0] for field in samples))
         return cls(q, k, (q_idx.requires_grad_(), k_idx.requires_grad_()), sample, geometry)
 
     def choose(self) -> Tensor:
@@ -53,7 +54,8 @@ class ChoiceProblem(NamedTuple):
             self.q, self.k, self.sample, self.geometry, q_idx=q_idx, k_idx=k_idx, backend=backend
         )  # fmt: skip
         count = self.sample.eligible.sum() * self.k.shape[2]
-        return figures[0] / count, figures[1] / count
+        loss, recall = figures / count
+        return loss, recall
 
 
 def check_choice_parity(

@@ -104,8 +104,10 @@ def test_compiling_and_recording_err_no_more_than_eager_passes(model, tmp_path, 
     assert sum(errors[2]) <= 1.1 * sum(errors[1]), (errors[1], errors[2])
 
 
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_the_bench_times_the_same_steps_recorded(model, attention):
+@pytest.mark.parametrize(
+    "options", [{"attention": "nsa"}, {"attention": "nsa", "chooser": "index"}, {"attention": "dense"}], ids=str
+)
+def test_the_bench_times_the_same_steps_recorded(model, options):
     """Whole steps as one micro-batch, nothing checkpointed, the fewest steps of warm-up; at a length where the kernels
     take the block-major order. A graph's memory is part of the peak: at least that of the same step without one."""
     figures = []
@@ -113,7 +115,7 @@ def test_the_bench_times_the_same_steps_recorded(model, attention):
         torch._dynamo.reset()
         case = TrainCase(
             size="2x4096",
-            model=replace(model.config, attention=attention).to_dict(),
+            model=replace(model.config, **options).to_dict(),
             sequences=2,
             micro_batch=2,
             tokens=4096,

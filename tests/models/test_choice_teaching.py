@@ -20,12 +20,12 @@ def test_chunks_share_out_the_queries(borders: tuple[int, ...] | None) -> None:
         positions = documents.positions
     layers = config.num_layers
     teaching = ChoiceTeaching(torch.tensor(3), torch.ones(layers), torch.zeros(layers, 2), 104, 5)
-    [whole] = Lessons(teaching, config, tokens, positions).of_layer(0).samples
+    [whole] = Lessons(teaching, config, tokens, positions).of_layer(0)
     found = []
     for rank in range(4):
         shard = ContextShard(rank, 4, list)
         own = OwnTokens.of(shard, shard.own(tokens), documents)
-        samples = Lessons(teaching, config, tokens, positions, own).of_layer(0).samples
+        samples = Lessons(teaching, config, tokens, positions, own).of_layer(0)
         for chunk, sample in zip(own.chunks, samples, strict=True):
             assert ((chunk.first_token <= sample.tokens) & (sample.tokens < chunk.num_keys)).all()
             assert ((sample.starts >= 0) & (sample.starts <= sample.tokens)).all()

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from trifocal.nn import NSAttention
-from trifocal.nn.attention_base import Lesson
+from trifocal.nn import NSAttention, SelectedAttention
 from trifocal.ops import Geometry
 from trifocal.ops.choice_loss import Sample
 
@@ -22,7 +21,7 @@ def test_compressed_keys_teach_what_is_theirs(shared_kv: bool) -> None:
     tokens = torch.arange(33, 64, 5)[None]
     sample = Sample(tokens, torch.zeros_like(tokens), torch.ones_like(tokens, dtype=torch.bool))
     x = torch.randn(1, 64, 16, dtype=torch.float64, requires_grad=True)
-    _, figures = layer(x, lesson=Lesson((sample,), torch.ones((), dtype=torch.float64)))
+    _, figures = layer(x, lesson=(sample,))
     figures[0].backward()
     taught = {name for name, parameter in layer.named_parameters() if parameter.grad is not None}
     own = {name for name, _ in layer.named_parameters() if name.startswith("k_compressor.")}
@@ -30,3 +29,28 @@ def test_compressed_keys_teach_what_is_theirs(shared_kv: bool) -> None:
     if not shared_kv:
         first, *others = layer.k_proj.weight.grad.chunk(3)
         assert first.any() and not any(other.any() for other in others)
+
+
+@pytest.mark.parametrize("kind", [NSAttention, SelectedAttention])
+def test_an_index_is_taught_alone_and_by_its_lesson_alone(kind: type[NSAttention] | type[SelectedAttention]) -> None:
+    torch.manual_seed(0)
+    layer = kind(
+        geometry=Geometry(4, 2, 8, 3, 1, 1, 8), chooser="index", backend="reference", dim=16,
+        num_heads=4, num_kv_heads=2, head_dim=8, value_dim=8,
+    ).double()  # fmt: skip
+    tokens = torch.arange(33, 64, 5)[None]
+    sample = Sample(tokens, torch.zeros_like(tokens), torch.ones_like(tokens, dtype=torch.bool))
+    x = torch.randn(1, 64, 16, dtype=torch.float64, requires_grad=True)
+    o, figures = layer(x, lesson=(sample,))
+    index = {f"index.{name}" for name, _ in layer.index.named_parameters()}
+    figures[0].backward(retain_graph=True)
+    taught = {name for name, one in layer.named_parameters() if one.grad is not None and one.grad.any()}
+    assert taught == index and not x.grad.any()
+    o.sum().backward()
+    with_lesson = [x.grad, *(one.grad for name, one in layer.named_parameters() if name not in index)]
+    x.grad = None
+    layer.zero_grad()
+    layer(x).sum().backward()
+    assert all(one.grad is None for one in layer.index.parameters())
+    alone = [x.grad, *(one.grad for name, one in layer.named_parameters() if name not in index)]
+    torch.testing.assert_close(with_lesson, alone, rtol=1e-12, atol=1e-14)

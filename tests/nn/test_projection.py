@@ -29,6 +29,40 @@ def test_one_product_is_the_several(parts: list[int] | None, biased: tuple[int, 
         torch.testing.assert_close(project(x, linears, parts), list(apart), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_maps_apart_give_the_input_no_gradient(frozen: bool) -> None:
+    torch.manual_seed(0)
+    linears = [nn.Linear(5, size, bias=size == 6, dtype=torch.float64) for size in (7, 6)]
+    apart = [nn.Linear(5, size, bias=False, dtype=torch.float64) for size in (4, 2)]
+    x = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    linears[1].weight.requires_grad_(not frozen)
+    expected = [linears[0](x), *linears[1](x).chunk(2, -1), torch.cat([linear(x.detach()) for linear in apart], -1)]
+    given = project(x, linears, [1, 2], apart)
+    torch.testing.assert_close(given, expected, rtol=1e-14, atol=1e-14)
+    directions = [torch.randn_like(output) for output in expected]
+    parameters = [one for linear in (*linears, *apart) for one in linear.parameters() if one.requires_grad]
+    torch.testing.assert_close(
+        torch.autograd.grad(given, [x, *parameters], directions),
+        torch.autograd.grad(expected, [x, *parameters], directions),
+        rtol=1e-13,
+        atol=1e-14,
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(project(x, linears, [1, 2], apart), expected, rtol=0, atol=0)
+
+
+def test_gradients_of_maps_apart_keep_autocasts_type() -> None:
+    linear, apart = nn.Linear(8, 8), nn.Linear(8, 4, bias=False)
+    x = torch.randn(3, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = project(x, [linear], apart=[apart])
+    assert [output.dtype for output in outputs] == [torch.bfloat16] * 2
+    torch.cat(outputs, -1).sum().backward()
+    columns = x.detach().bfloat16().sum(0).float()
+    torch.testing.assert_close(apart.weight.grad, columns.expand(4, -1), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(x.grad, linear.weight.bfloat16().sum(0).float().expand(3, -1), rtol=0.02, atol=0.02)
+
+
 def test_products_keep_autocasts_type() -> None:
     linears = [nn.Linear(8, 8, bias=False), nn.Linear(8, 4)]
     with torch.autocast("cpu", torch.bfloat16):

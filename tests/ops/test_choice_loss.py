@@ -7,7 +7,7 @@ import torch
 
 from trifocal import ops
 from trifocal.ops import Documents, Geometry, choice_loss, reference
-from trifocal.ops.choice_loss import Sample, free_places, num_free, sample_queries, stretch_keys
+from trifocal.ops.choice_loss import Sample, free_places, num_free, sample_queries
 from trifocal.testing import oracle
 
 GEOMETRY = Geometry(4, 2, 8, 5, 1, 2, 8)
@@ -41,8 +41,8 @@ def test_loss_and_gradient_are_the_oracle_s(student, borders, parts, monkeypatch
     q, k = drawn(batch, TOKENS, HEADS, DIM).requires_grad_(), drawn(batch, TOKENS, GROUPS, DIM).requires_grad_()
     documents = Documents.from_cu_seqlens(torch.tensor(borders), TOKENS) if packed else None
     positions = documents.positions if packed else torch.arange(TOKENS)
-    keys = stretch_keys(torch.arange(batch * TOKENS).view(batch, TOKENS), TOKENS, 6)
-    sample = sample_queries(keys, positions, 7, 2, GEOMETRY, TOKENS, 6)[1]
+    tokens = torch.arange(batch * TOKENS).view(batch, TOKENS)
+    sample = Sample(*(field[1] for field in sample_queries(tokens, positions, 7, 2, GEOMETRY, TOKENS, 6)))
     assert 4 <= sample.eligible.sum() < sample.eligible.numel()
     if student == "index":
         parameters = {"q_idx": drawn(batch, TOKENS, GROUPS, DIM, seed=1), "k_idx": drawn(batch, TOKENS, DIM, seed=1)}
@@ -85,7 +85,7 @@ def test_last_queries_alone(borders):
             choice_loss.choice_loss(q[:, 77:], k, last, GEOMETRY, documents, **cut),
         ]
         expected = choice_loss.choice_loss(q, k, whole, GEOMETRY, documents, **student)
-        torch.testing.assert_close(torch.tensor(parts).sum(0), torch.tensor(expected), rtol=1e-12, atol=0)
+        torch.testing.assert_close(torch.stack(parts).sum(0), expected, rtol=1e-12, atol=0)
 
 
 def test_sample_does_not_depend_on_the_batch():
@@ -95,9 +95,10 @@ def test_sample_does_not_depend_on_the_batch():
     tokens[1] = tokens[0].roll(1)
 
     def draw(rows, step=5, layer=2, packed=False):
-        keys = stretch_keys(rows.view(1, -1) if packed else rows, length, stretch)
-        positions = torch.arange(length).repeat(len(rows) if packed else 1)
-        return sample_queries(keys, positions, step, layer + 1, GEOMETRY, length, stretch)[layer]
+        rows = rows.view(1, -1) if packed else rows
+        positions = torch.arange(length).repeat(rows.numel() // length if packed else 1)
+        drawn = sample_queries(rows, positions, step, layer + 1, GEOMETRY, length, stretch)
+        return Sample(*(field[layer] for field in drawn))
 
     whole = draw(tokens)
     alone = [draw(row[None]) for row in tokens]

@@ -121,14 +121,18 @@ def test_loss_and_gradients_of_an_index(case: Case, device: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True)), "two runs differ"
 
 
-def test_lines_of_a_program_change_no_bit(device: str) -> None:
-    case = CASES[3]
+@pytest.mark.parametrize("number", [0, 1])
+def test_pieces_of_a_program_change_no_bit(number: int, device: str) -> None:
+    from trifocal.ops.triton import index_scoring
+
+    case, sizes = CASES[3], index_scoring.PIECES_OF_PROGRAM
     documents, sample, inputs = draw(case, device)
     single = [x.float() for x in inputs]
-    with mock.patch("trifocal.ops.triton.index_scoring.ENOUGH_PROGRAMS", 0):
-        many = taught(case, "triton", documents, sample, *single)
-    few = taught(case, "triton", documents, sample, *single)
-    assert all(torch.equal(one, other) for one, other in zip(many, few, strict=True))
+    with mock.patch.object(index_scoring, "PIECES_OF_PROGRAM", sizes[number : number + 1]):
+        large = taught(case, "triton", documents, sample, *single)
+    with mock.patch.object(index_scoring, "PIECES_OF_PROGRAM", sizes[-1:]):
+        small = taught(case, "triton", documents, sample, *single)
+    assert all(torch.equal(one, other) for one, other in zip(large, small, strict=True))
 
 
 def test_loss_of_an_index_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,9 +97,8 @@ def calls():
         q, k, q_idx = (empty(1, length, *sizes) for sizes in ((heads, dim), (groups, dim), (groups, 64)))
         teacher_masses_forward(q, k, tokens, tokens, Geometry(), blocks, documents)
         eligible, rules = empty(1, 256, dtype=torch.bool), (Geometry(), blocks, 1e-6, 1e-9, documents)
-        *_, d_products, places = index_loss_forward(q_idx, k_idx, q, k, tokens, tokens, eligible, *rules)
-        d_loss = empty(dtype=torch.float32)
-        index_loss_backward(d_loss, d_products, places, q_idx, k_idx, tokens, tokens, Geometry())
+        figures, d_products, places = index_loss_forward(q_idx, k_idx, q, k, tokens, tokens, eligible, *rules)
+        index_loss_backward(figures, d_products, places, q_idx, k_idx, tokens, tokens, Geometry())
 
     def compression(dim, dtype=torch.bfloat16, packed=False, geometry=None):
         geometry, length = geometry or Geometry(), 1024

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from trifocal.checks.measurement import Measurement, Skipped
 from trifocal.nn import NSAttention, rotary_tables, rotate
 from trifocal.ops import Documents, compressed_attention, nsa_attention, select_blocks
-from trifocal.ops.choice_loss import choice_loss, sample_queries, stretch_keys
+from trifocal.ops.choice_loss import Sample, choice_loss, sample_queries
 from trifocal.testing import oracle
 from trifocal.testing.inputs import attention_inputs
 from trifocal.testing.small_models import MINIMAL, SMALL, small_config
@@ -90,7 +90,7 @@ def backend_parity(device: torch.device, *, attention: Attention = nsa_attention
     return Measurement(worst, allowed(dtype, device), "error", tuple(details))
 
 
-def taught_choice(device: torch.device, *, loss: Callable[..., tuple[Tensor, Tensor]] = choice_loss) -> Measurement:
+def taught_choice(device: torch.device, *, loss: Callable[..., Tensor] = choice_loss) -> Measurement:
     """The loss of the choice and its gradient are the oracle's, in float64, and reach the chooser alone."""
     worst, details = 0.0, []
     for lengths in ((97,), (3, 50, 3, 41)):
@@ -100,8 +100,8 @@ def taught_choice(device: torch.device, *, loss: Callable[..., tuple[Tensor, Ten
             boundaries = torch.tensor([0, *lengths]).cumsum(0)
             documents = Documents.from_cu_seqlens(boundaries, length).to(device)
         positions = torch.arange(length, device=device) if documents is None else documents.positions
-        keys = stretch_keys(torch.arange(length, device=device)[None], length, 4)
-        sample = sample_queries(keys, positions, 1, 1, SMALL, length, 4)[0]
+        tokens = torch.arange(length, device=device)[None]
+        sample = Sample(*(field[0] for field in sample_queries(tokens, positions, 1, 1, SMALL, length, 4)))
         slots = SMALL.num_compressed_blocks(length) if documents is None else length // SMALL.compression_stride
         shapes = {"k_cmp": (1, slots, groups, dim), "q_idx": (1, length, groups, dim), "k_idx": (1, length, dim)}
         generator = torch.Generator().manual_seed(0)

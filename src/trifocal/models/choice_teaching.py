@@ -1,5 +1,6 @@
 """The loss of the choice in a training step of a whole model: what is drawn, how it is scaled, where it is added."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn.attention_base import Lesson
 from trifocal.nn.context import Chunk, OwnTokens
-from trifocal.ops.choice_loss import Sample, sample_queries, stretch_keys
+from trifocal.ops.choice_loss import Sample, sample_queries
 
 
 class ChoiceTeaching(NamedTuple):
@@ -38,6 +39,7 @@ class Lessons:
         tokens: [B, T].
         positions: Position of each token in its document, [T].
         own: The tokens among them that this process has; None for all.
+        draw: `sample_queries`, or compiled from it.
     """
 
     def __init__(
@@ -47,18 +49,17 @@ class Lessons:
         tokens: Tensor,
         positions: Tensor,
         own: OwnTokens | None = None,
+        draw: Callable[..., Sample] = sample_queries,
     ) -> None:
         self._teaching, self._own = teaching, own
         row = teaching.row_length, teaching.stretch
-        keys = stretch_keys(tokens, *row)
-        self._samples = sample_queries(keys, positions, teaching.step, config.num_layers, config.geometry, *row)
+        self._samples = draw(tokens, positions, teaching.step, config.num_layers, config.geometry, *row)
         self._figures: dict[int, Tensor] = {}
 
     def of_layer(self, layer: int) -> Lesson:
         """The lesson of a layer."""
-        sample = self._samples[layer]
-        samples = (sample,) if self._own is None else tuple(self._of_chunk(sample, chunk) for chunk in self._own.chunks)
-        return Lesson(samples, self._teaching.scales[layer])
+        sample = Sample(*(field[layer] for field in self._samples))
+        return (sample,) if self._own is None else tuple(self._of_chunk(sample, chunk) for chunk in self._own.chunks)
 
     def _of_chunk(self, sample: Sample, chunk: Chunk) -> Sample:
         """The queries of the stretches that a chunk touches; those that lie outside of it teach nothing."""
@@ -71,7 +72,7 @@ class Lessons:
         return Sample(inside, starts.minimum(inside), eligible & (inside == tokens))
 
     def add(self, layer: int, figures: Tensor) -> None:
-        """Take the scaled loss and recall of a layer, [2]."""
+        """Take the loss and recall of a layer, [2]."""
         self._figures[layer] = figures
 
     def attach_to(self, loss: Tensor) -> Tensor:
@@ -81,6 +82,7 @@ class Lessons:
         totals = self._teaching.totals
         untaught = torch.zeros_like(totals[0])
         figures = torch.stack([self._figures.get(layer, untaught) for layer in range(len(totals))])
+        figures = figures * self._teaching.scales[:, None]
         totals.add_(figures.detach())
         return _attach(loss, figures[:, 0].sum())
 
@@ -102,10 +104,10 @@ def eligible_queries(
     if cu_seqlens is not None:
         boundaries, all_tokens = cu_seqlens.long(), torch.arange(tokens.numel())
         positions = all_tokens - boundaries[torch.searchsorted(boundaries[1:], all_tokens, right=True)]
-    keys = stretch_keys(tokens, row_length, stretch)
-    samples = sample_queries(keys, positions, step, config.num_layers, config.geometry, row_length, stretch)
+    sample = sample_queries(tokens, positions, step, config.num_layers, config.geometry, row_length, stretch)
     chooses = [kind in ("nsa", "selected") for kind in config.attention_of_layers]
-    return [int(sample.eligible.sum()) if chosen else 0 for sample, chosen in zip(samples, chooses, strict=True)]
+    counts = sample.eligible.sum((1, 2)).tolist()
+    return [count if chosen else 0 for count, chosen in zip(counts, chooses, strict=True)]
 
 
 class _Attach(torch.autograd.Function):

@@ -13,6 +13,7 @@ from trifocal.nn import RMSNorm
 from trifocal.nn.attention_base import AttentionBase
 from trifocal.nn.context import ContextShard, OwnTokens
 from trifocal.ops import Documents
+from trifocal.ops.choice_loss import Sample, sample_queries
 from trifocal.ops.validation import check_rank
 
 IGNORED_TARGET = -100
@@ -49,7 +50,7 @@ class DecoderLM(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # Compiled code is neither copied nor pickled: a copy compiles its own when it first runs. Nor does a copy share
         # its sequences with other processes.
-        left = ("_run_block", "_run_end")
+        left = ("_run_block", "_run_end", "_draw")
         return {name: value for name, value in super().__getstate__().items() if name not in left} | {"context": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -58,12 +59,14 @@ class DecoderLM(nn.Module):
         self._wrap()
 
     def _compile(self) -> None:
-        """Compile one function for all blocks, and one for the loss, where asked for."""
+        """Compile one function for all blocks, one for the loss and one for the draw of a lesson, where asked for."""
         self._run_block: Callable[..., Tensor] = run_block
         self._run_end: Callable[..., Tensor] = run_end
+        self._draw: Callable[..., Sample] = sample_queries
         if self._compiles:
             self._run_block = torch.compile(run_block, fullgraph=True, dynamic=False)
             self._run_end = torch.compile(run_end, fullgraph=True, dynamic=False)
+            self._draw = torch.compile(sample_queries, fullgraph=True, dynamic=False)
 
     def _wrap(self) -> None:
         wrap_blocks(self.blocks, self._checkpointed_layers, self._run_block)
@@ -136,7 +139,7 @@ class DecoderLM(nn.Module):
         lessons = None
         if teaching is not None:
             positions = torch.arange(num_tokens, device=tokens.device) if documents is None else documents.positions
-            lessons = Lessons(teaching, self.config, taught_tokens, positions, own)
+            lessons = Lessons(teaching, self.config, taught_tokens, positions, own, self._draw)
         x = self._last_residual(tokens, documents, lessons, own)
         end = self._run_end if torch.is_grad_enabled() else run_end
         loss = end(self.norm, self._output_weight(), x, targets, counted.clamp(min=1))

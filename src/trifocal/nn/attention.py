@@ -16,7 +16,7 @@ from trifocal.nn.attention_base import (
     check_input,
     documents_and_positions,
 )
-from trifocal.nn.chooser import ChoosingAttention
+from trifocal.nn.chooser import ChoosingAttention, split_heads
 from trifocal.nn.compressor import MeanCompressor, MLPCompressor
 from trifocal.nn.context import Chunk, OwnTokens, chunks_of, joined
 from trifocal.nn.gate import NUM_BRANCHES, SigmoidGate
@@ -91,29 +91,30 @@ class NSAttention(ChoosingAttention):
             selected_blocks: Blocks to read instead of the most important ones, [B, T, G, N]; see `nsa_attention`.
             dropped: Queries whose selected branch adds nothing, [B, T], True where dropped; see `selected_dropout`.
             cache: Holds earlier tokens, which give these their positions; the other arguments are ignored with it.
-            lesson: What the choice learns in a training step.
+            lesson: What teaches the choice in a training step.
             own: Where processes share each sequence, the tokens of x. Then documents and the rotary tables' compressed
                 blocks are those of the whole sequence.
 
         Returns:
-            [B, T, E]; with a lesson, and the scaled loss and recall of the choice, [2].
+            [B, T, E]; with a lesson, and the loss and recall of the choice, summed over queries and groups, [2].
 
         Raises:
             ValueError: If the boundaries do not fit.
         """
         check_input(x, self.q_proj.in_features)
         documents, _ = documents_and_positions(x, cu_seqlens, own)
-        q, keys, values, [logits] = self._project(x, self.gate.proj)
+        q, keys, values, [logits], heads = self._project_all(x, lesson, self.gate.proj)
         gates = self.gate(x, logits)
         if cache is not None:
-            return self.o_proj(cache.attend(self, q, keys, values, gates, self._unrotated_index(x)).flatten(2))
+            index = None if heads is None else split_heads(heads)
+            return self.o_proj(cache.attend(self, q, keys, values, gates, index).flatten(2))
         if dropped is not None:
             # Of three branches, the second.
             gates = gates.masked_fill(nn.functional.pad(dropped[..., None, None], (1, 1)), 0.0)
         rotary = rotary or self.rotary_tables(x, documents, own)
         # Compressed keys are made of unrotated ones. Shared keys are rotated once.
         q, *rotated = (rotate(states, rotary.cos, rotary.sin) for states in (q, *keys[-2:]))
-        (raw, *gathered), index, taught = self._gathered(x, [keys[0], *rotated, *values], rotary, lesson, own)
+        (raw, *gathered), index, taught = self._gathered(x, [keys[0], *rotated, *values], heads, rotary, lesson, own)
         rotated, values = gathered[: len(rotated)], gathered[len(rotated) :]
         v_cmp, v_slc, v_win = values * (NUM_BRANCHES // self.branches)
         k_slc, k_win = rotated[0], rotated[-1]

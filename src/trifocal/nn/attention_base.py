@@ -4,6 +4,7 @@ Shape letters as in DESIGN.md: B batch, T tokens, E model dim, H query heads, G 
 blocks.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -39,16 +40,9 @@ class RotaryTables(NamedTuple):
     sin_idx: Tensor | None = None
 
 
-class Lesson(NamedTuple):
-    """What a layer's choice of blocks learns in a training step; see `trifocal.ops.choice_loss`.
-
-    Attributes:
-        samples: Queries of this layer in each chunk of its tokens; one chunk where all tokens are here.
-        scale: Factor on the sums of their losses and recalls, a scalar.
-    """
-
-    samples: tuple[Sample, ...]
-    scale: Tensor
+Lesson = tuple[Sample, ...]
+"""What teaches a layer's choice of blocks in a training step: queries of each chunk of its tokens; one chunk where all
+tokens are here. See `trifocal.ops.choice_loss`."""
 
 
 class KVCache(Protocol):
@@ -182,14 +176,17 @@ class AttentionBase(nn.Module):
             cos, sin = tables(layout.starts, self.head_dim, of_blocks)
         return found._replace(cos_cmp=cos, sin_cmp=sin)
 
-    def _project(self, x: Tensor, *others: nn.Linear) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+    def _project(
+        self, x: Tensor, *others: nn.Linear, apart: Sequence[nn.Linear] = ()
+    ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
         """Queries, and keys and values of each branch, normed and not rotated; and other maps of the same input.
 
         Returns:
-            q [B, T, H, D]; keys [B, T, G, D] and values [B, T, G, V] of each branch; the others' outputs.
+            q [B, T, H, D]; keys [B, T, G, D] and values [B, T, G, V] of each branch; the outputs of the others and of
+            maps `apart`, as `project` gives them.
         """
         linears = [self.q_proj, self.k_proj, self.v_proj, *others]
-        q, *parts = project(x, linears, [1, self.branches, self.branches, *[1] * len(others)])
+        q, *parts = project(x, linears, [1, self.branches, self.branches, *[1] * len(others)], apart)
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         heads = [part.unflatten(-1, (self.num_kv_heads, -1)) for part in parts[: 2 * self.branches]]
         keys, values = heads[: self.branches], heads[self.branches :]

@@ -9,6 +9,7 @@
 The loss, `trifocal.ops.choice_loss`, changes the parameters of the chooser alone: its input is detached.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -40,19 +41,13 @@ class IndexHeads(nn.Module):
 
     def __init__(self, dim: int, num_kv_heads: int) -> None:
         super().__init__()
-        self.num_kv_heads = num_kv_heads
         self.query_proj = nn.Linear(dim, num_kv_heads * INDEX_DIM, bias=False)
         self.key_proj = nn.Linear(dim, INDEX_DIM, bias=False)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Index queries [B, T, G, Di] and keys [B, T, Di] of the layer's input, which gets no gradient; not rotated."""
-        q_idx, k_idx = project(x.detach(), (self.query_proj, self.key_proj))
-        return q_idx.unflatten(-1, (self.num_kv_heads, INDEX_DIM)), k_idx
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """As `project`, rotated."""
-        q_idx, k_idx = self.project(x)
-        return rotate(q_idx, cos, sin), rotate(k_idx[:, :, None], cos, sin)[:, :, 0]
+    @property
+    def maps(self) -> tuple[nn.Linear, nn.Linear]:
+        """Maps of the layer's input, which gets no gradient from them, to queries and key."""
+        return self.query_proj, self.key_proj
 
 
 class ChoosingAttention(AttentionBase):
@@ -79,16 +74,29 @@ class ChoosingAttention(AttentionBase):
             raise ValueError(f"chooser must be 'compressed', 'index' or 'exact', got {chooser!r}")
         self.chooser = chooser
         self.watcher: Callable[[Tensor, Tensor], None] | None = None
-        self.index = IndexHeads(self.q_proj.in_features, self.num_kv_heads) if chooser == "index" else None
+        self.index: IndexHeads | None = (
+            IndexHeads(self.q_proj.in_features, self.num_kv_heads) if chooser == "index" else None
+        )
 
-    def _unrotated_index(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Index queries and keys for a cache; None without an index."""
-        return self.index.project(x) if self.index is not None else None  # type: ignore[operator]
+    def _project_all(
+        self, x: Tensor, lesson: Lesson | None, *others: nn.Linear
+    ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor], Tensor | None]:
+        """As `_project`, and unrotated index heads, [B, T, G + 1, Di]; None without an index."""
+        if self.index is None:
+            return *self._project(x, *others), None
+        if lesson is None:
+            # Nothing teaches the index: it gets no gradient, not even zeros, by which a weight would decay.
+            with torch.no_grad():
+                [heads] = project(x, (), apart=self.index.maps)
+            return *self._project(x, *others), heads.unflatten(-1, (-1, INDEX_DIM))
+        q, keys, values, [*outputs, heads] = self._project(x, *others, apart=self.index.maps)
+        return q, keys, values, outputs, heads.unflatten(-1, (-1, INDEX_DIM))
 
     def _gathered(
         self,
         x: Tensor,
         keys_and_values: list[Tensor],
+        heads: Tensor | None,
         rotary: RotaryTables,
         lesson: Lesson | None,
         own: OwnTokens | None,
@@ -98,6 +106,7 @@ class ChoosingAttention(AttentionBase):
         Args:
             x: The layer's input.
             keys_and_values: Those of the branches, each [B, T, G, *].
+            heads: Unrotated index heads of x, or None.
             rotary: Rotary tables.
             lesson: What the choice learns, or None.
             own: The tokens of x, or None.
@@ -106,7 +115,10 @@ class ChoosingAttention(AttentionBase):
             The keys and values of all tokens; rotated index queries of x and keys of all tokens, None without an index;
             and unrotated keys to be taught, None unless compressed keys are.
         """
-        index = None if self.index is None else self.index(x, rotary.cos_idx, rotary.sin_idx)
+        index = None
+        if heads is not None:
+            assert rotary.cos_idx is not None and rotary.sin_idx is not None
+            index = split_heads(rotate(heads, rotary.cos_idx, rotary.sin_idx))
         taught = self._taught_keys(x.detach()) if lesson is not None and index is None else None
         if own is None:
             return keys_and_values, index, taught
@@ -154,20 +166,21 @@ class ChoosingAttention(AttentionBase):
         rotary: RotaryTables,
         own: OwnTokens | None,
     ) -> Tensor:
-        """The loss of the layer's queries, whose gradient reaches the chooser alone, and their recall, scaled: [2].
+        """The loss of the layer's queries, whose gradient reaches the chooser alone, and their recall, summed: [2].
 
         Of `index` and `taught`, from `_gathered`, one is None.
         """
         k_cmp = None if taught is None else self._compressed_keys(taught, documents, rotary)
         figures = []
-        for chunk, sample in zip(chunks_of(q, documents, own), lesson.samples, strict=True):
+        for chunk, sample in zip(chunks_of(q, documents, own), lesson, strict=True):
             student = {"k_cmp": chunk.keys(k_cmp, self._num_compressed(chunk))} if k_cmp is not None else {}
             if index is not None:
                 student = {"q_idx": chunk.queries(index[0]), "k_idx": chunk.keys(index[1])}
             q_rows, keys = chunk.queries(q), chunk.keys(k)
-            found = choice_loss(q_rows, keys, sample, self.geometry, chunk.documents, backend=self.backend, **student)
-            figures.append(torch.stack(found))
-        return lesson.scale * torch.stack(figures).sum(0)
+            figures.append(
+                choice_loss(q_rows, keys, sample, self.geometry, chunk.documents, backend=self.backend, **student)
+            )
+        return functools.reduce(torch.add, figures)
 
     def _taught_keys(self, x: Tensor) -> Tensor:
         """Keys to be compressed, made again so that their gradient reaches the projection alone, where it is theirs."""
@@ -190,6 +203,11 @@ class ChoosingAttention(AttentionBase):
         """Compress unrotated keys [B, S, G, D], and rotate the result by the first tokens of the blocks."""
         assert rotary.cos_cmp is not None and rotary.sin_cmp is not None
         return rotate(self.k_compressor(raw, documents), rotary.cos_cmp, rotary.sin_cmp)
+
+
+def split_heads(heads: Tensor) -> tuple[Tensor, Tensor]:
+    """Index heads [B, T, G + 1, Di] as queries [B, T, G, Di] and keys [B, T, Di]."""
+    return heads[:, :, :-1], heads[:, :, -1]
 
 
 def tokens_as_blocks(geometry: Geometry) -> Geometry:

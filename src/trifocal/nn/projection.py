@@ -1,6 +1,7 @@
 """Several linear maps of one input as one product."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,38 +10,67 @@ from torch import Tensor, nn
 ALIGNMENT = 64
 
 
-def project(x: Tensor, linears: Sequence[nn.Linear], parts: Sequence[int] | None = None) -> list[Tensor]:
+def project(
+    x: Tensor, linears: Sequence[nn.Linear], parts: Sequence[int] | None = None, apart: Sequence[nn.Linear] = ()
+) -> list[Tensor]:
     """Apply linear maps to the same input.
 
     In training they are one product: it reads x once, and x has one gradient from it instead of a sum of several, each
     of them written and read again. The outputs are then columns of one tensor. Without gradients each map is applied
     by itself, because decoding would copy the weights for every token; and so is each if one of them is not PyTorch's
-    own `Linear`: an adapter around it computes more than a product with its weight.
+    own `Linear`: an adapter around it computes more than a product with its weight. Beside maps `apart`, frozen ones
+    are too: as columns of a product with a gradient they would ask for one.
 
     Args:
         x: [..., inputs].
         linears: Maps of `inputs` to any numbers of outputs.
         parts: Into how many equal parts the outputs of each map are cut; 1 where not given.
+        apart: Maps without biases, from whose outputs x gets no gradient.
 
     Returns:
-        The outputs' parts, map after map, [..., outputs / parts] each.
+        The outputs' parts, map after map, [..., outputs / parts] each; then, if there are any, the outputs of the maps
+        `apart`, side by side as one.
     """
     parts = parts or [1] * len(linears)
-    if not torch.is_grad_enabled() or any(type(linear) is not nn.Linear for linear in linears):
-        return [part for linear, count in zip(linears, parts, strict=True) for part in linear(x).chunk(count, dim=-1)]
+    plain = all(type(linear) is nn.Linear for linear in (*linears, *apart))
+    frozen = not all(linear.weight.requires_grad for linear in linears)
+    if not torch.is_grad_enabled() or not plain or (apart and frozen):
+        found = [part for linear, count in zip(linears, parts, strict=True) for part in linear(x).chunk(count, dim=-1)]
+        return [*found, torch.cat([linear(x.detach()) for linear in apart], dim=-1)] if apart else found
     sizes = [linear.out_features // count for linear, count in zip(linears, parts, strict=True) for _ in range(count)]
-    # Autocast would do the same, after the copy.
-    weights = [linear.weight.to(x.dtype) for linear in linears]
     padding = -sum(sizes) % ALIGNMENT if x.is_cuda else 0
-    if padding:
-        weights.append(x.new_zeros(padding, x.shape[-1]))
-    outputs = nn.functional.linear(x, torch.cat(weights)).split([*sizes, padding] if padding else sizes, dim=-1)
+    # Autocast would do the same, after the copy.
+    weights = [linear.weight.to(x.dtype) for linear in (*linears, *apart)]
+    weights.insert(len(linears), x.new_zeros(padding, x.shape[-1]))
+    if apart:
+        joint = _PartlyDetached.apply(x, torch.cat(weights), sum(sizes) + padding)  # type: ignore[no-untyped-call]
+    else:
+        joint = nn.functional.linear(x, torch.cat(weights))
+    *outputs, _, last = joint.split([*sizes, padding, sum(linear.out_features for linear in apart)], dim=-1)
     biases = [
         bias
         for linear, count in zip(linears, parts, strict=True)
         for bias in ([None] * count if linear.bias is None else linear.bias.chunk(count))
     ]
-    return [
-        output if bias is None else output + bias.to(output.dtype)
-        for output, bias in zip(outputs, biases, strict=False)
+    found = [
+        output if bias is None else output + bias.to(output.dtype) for output, bias in zip(outputs, biases, strict=True)
     ]
+    return [*found, last] if apart else found
+
+
+class _PartlyDetached(torch.autograd.Function):
+    """A linear map; its input gets the gradient of the first columns of the output alone, its weight that of all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, columns: int) -> Tensor:  # type: ignore[override]
+        y = nn.functional.linear(x, weight)
+        # Under autocast the product's own types.
+        ctx.save_for_backward(x.to(y.dtype), weight.to(y.dtype))
+        ctx.columns = columns
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        d_x = d_y[..., : ctx.columns] @ weight[: ctx.columns]
+        return d_x, d_y.flatten(0, -2).T @ x.flatten(0, -2), None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trifocal.nn.attention_base import KVCache, Lesson, RotaryTables, check_input, documents_and_positions
-from trifocal.nn.chooser import ChoosingAttention, choose_blocks
+from trifocal.nn.chooser import ChoosingAttention, choose_blocks, split_heads
 from trifocal.nn.compressor import MeanCompressor
 from trifocal.nn.context import Chunk, OwnTokens, chunks_of, joined
 from trifocal.nn.rope import rotate
@@ -57,13 +57,14 @@ class SelectedAttention(ChoosingAttention):
         """Attend; arguments and result as in `NSAttention.forward`."""
         check_input(x, self.q_proj.in_features)
         documents, _ = documents_and_positions(x, cu_seqlens, own)
-        q, [k], [v], _ = self._project(x)
+        q, [k], [v], _, heads = self._project_all(x, lesson)
         if cache is not None:
-            return self.o_proj(cache.attend(self, q, [k], [v], index=self._unrotated_index(x)).flatten(2))
+            index = None if heads is None else split_heads(heads)
+            return self.o_proj(cache.attend(self, q, [k], [v], index=index).flatten(2))
         raw = [k.detach()] if selected_blocks is None and self.chooser == "compressed" else []
         rotary = rotary or self.rotary_tables(x, documents, own)
         q, k = (rotate(states, rotary.cos, rotary.sin) for states in (q, k))
-        (k, v, *raw), index, taught = self._gathered(x, [k, v, *raw], rotary, lesson, own)
+        (k, v, *raw), index, taught = self._gathered(x, [k, v, *raw], heads, rotary, lesson, own)
         k_cmp = None
         if raw:
             with torch.no_grad():

@@ -37,10 +37,12 @@ _MOST_NUMBERS = 2**28
 _TENSORS_OF_BLOCKS = 8
 _TENSORS_OF_AN_INDEX = 2
 _MASK = 2**32 - 1
+# 2**32 over the golden ratio, as a signed number of 32 bits: the compiler multiplies places by it in no more.
+_GOLDEN = 0x9E3779B9 - 2**32
 
 
 class Sample(NamedTuple):
-    """Sampled queries of a layer.
+    """Sampled queries of a layer; from `sample_queries` those of all, with one dimension more in front.
 
     Attributes:
         tokens: Their tokens, [B, M], int64, ascending; no two eligible ones are the same.
@@ -70,14 +72,21 @@ def stretch_keys(tokens: Tensor, row_length: int, stretch: int) -> Tensor:
 
 
 def sample_queries(
-    keys: Tensor, positions: Tensor, step: Tensor | int, layers: int, geometry: Geometry, row_length: int, stretch: int
-) -> list[Sample]:
+    tokens: Tensor,
+    positions: Tensor,
+    step: Tensor | int,
+    layers: int,
+    geometry: Geometry,
+    row_length: int,
+    stretch: int,
+) -> Sample:
     """Draw one query of each stretch for every layer: by a hash of the stretch, the training step and the layer.
 
-    All layers at once, since the tensors are small: what a layer draws does not depend on how many there are.
+    All layers at once, since the tensors are small: what a layer draws does not depend on how many there are. Some 50
+    operations: in training they are compiled to two kernels.
 
     Args:
-        keys: From `stretch_keys`.
+        tokens: [B, T]; whole rows, side by side if they are packed into one.
         positions: Position of each token in its document, [T], the same for all rows; or of all rows, laid end to end.
         step: Number of the training step; a scalar on the device, so that recorded graphs draw anew in each.
         layers: Number of layers.
@@ -86,11 +95,13 @@ def sample_queries(
         stretch: Tokens of a stretch.
 
     Returns:
-        The queries of each layer, [rows, stretches]; or, if positions are those of several rows, [1, rows * stretches].
+        The queries of the layers, [layers, rows, stretches]; or, if positions are those of several rows,
+        [layers, 1, rows * stretches].
     """
+    keys = stretch_keys(tokens, row_length, stretch)
     first = torch.arange(0, row_length, stretch, device=keys.device)
     layer = torch.arange(1, layers + 1, device=keys.device)[:, None, None]
-    drawn = hash_numbers(keys + hash_numbers(layer * 0x9E3779B9) + hash_numbers(first[:1] + step))
+    drawn = hash_numbers(keys + hash_numbers(layer * _GOLDEN) + hash_numbers(first[:1] + step))
     place = first + drawn % stretch
     exists = place < row_length
     place = place.clamp(max=row_length - 1)
@@ -100,7 +111,7 @@ def sample_queries(
     position = positions.long()[place]
     own = position // geometry.selection_block_size
     eligible = exists & (num_free(own, geometry) > free_places(geometry))
-    return [Sample(*fields) for fields in zip(place, place - position, eligible, strict=True)]
+    return Sample(place, place - position, eligible)
 
 
 def num_free(own_block: Tensor, geometry: Geometry) -> Tensor:
@@ -124,7 +135,7 @@ def choice_loss(
     q_idx: Tensor | None = None,
     k_idx: Tensor | None = None,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """The loss and the recall of the choice, each summed over eligible sampled queries and groups.
 
     Args:
@@ -138,9 +149,9 @@ def choice_loss(
         backend: `"auto"`, `"reference"` or `"triton"`.
 
     Returns:
-        Two scalars, fp32 (fp64 for fp64). The gradient of the loss reaches `k_cmp`, or `q_idx` and `k_idx`, and nothing
+        Both, [2], fp32 (fp64 for fp64). The gradient of the loss reaches `k_cmp`, or `q_idx` and `k_idx`, and nothing
         else. The recall of a query is the mass of the free blocks that the student would choose, as a share of what
-        the teacher would choose; it has no gradient.
+        the teacher would choose; its gradient is zero.
     """
     q, k = q.detach(), k.detach()
     batch, num_queries = sample.tokens.shape
@@ -160,8 +171,7 @@ def choice_loss(
     cut = zip(*(field.chunk(parts, dim=1) for field in sample), strict=True)
     # What backward needs is made again there, so that it exists for one part at a time.
     figures = [checkpoint(_loss_of, Sample(*part), *args, use_reentrant=False) for part in cut]
-    losses, recalls = zip(*figures, strict=True)
-    return torch.stack(losses).sum(), torch.stack(recalls).sum()
+    return torch.stack(figures).sum(0)
 
 
 def _loss_of(
@@ -174,11 +184,11 @@ def _loss_of(
     k_cmp: Tensor | None,
     q_idx: Tensor | None,
     k_idx: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     blocks = num_blocks(k.shape[1], geometry, documents)
     if kernels and k_cmp is None:
         rules = (geometry, blocks, FLOOR, LEAST_MASS, documents)
-        return operators.index_loss(q_idx, k_idx, q, k, *sample, *rules)[:2]
+        return operators.index_loss(q_idx, k_idx, q, k, *sample, *rules)[0].sum((1, 2, 3))
     with full_precision(q):
         free = free_blocks(sample, geometry, blocks)
         if kernels:
@@ -193,7 +203,7 @@ def _loss_of(
             # A share of the free candidates: what lies in forced blocks is not the index's to find.
             student = scores.masked_fill(~free[:, :, None], torch.finfo(scores.dtype).min).softmax(-1)
         loss = divergence(mass, student, free, sample.eligible)
-        return loss, recall(mass, student.detach(), free, sample.eligible, geometry)
+        return torch.stack((loss, recall(mass, student.detach(), free, sample.eligible, geometry)))
 
 
 def divergence(mass: Tensor, student: Tensor, free: Tensor, eligible: Tensor) -> Tensor:

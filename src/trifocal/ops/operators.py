@@ -173,11 +173,12 @@ def _num_selected(sizes: list[int]) -> int:
     return Geometry(*sizes).num_selected_blocks
 
 
-def _index_loss_results(q_idx: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _index_loss_results(q_idx: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     tokens, num_blocks = rest[3], rest[7]
-    shape = (*tokens.shape, q_idx.shape[2], -(-num_blocks // 16) * 16)
-    loss, recall, d_products = (q_idx.new_empty(size, dtype=torch.float32) for size in ((), (), shape))
-    return loss, recall, d_products, q_idx.new_empty(shape, dtype=torch.int32)
+    rows = (*tokens.shape, q_idx.shape[2])
+    shape = (*rows, -(-num_blocks // 16) * 16)
+    figures, d_products = (q_idx.new_empty(size, dtype=torch.float32) for size in ((2, *rows), shape))
+    return figures, d_products, q_idx.new_empty(shape, dtype=torch.int32)
 
 
 mean_compress: Operator[Tensor] = Operator(
@@ -222,24 +223,25 @@ teacher_masses: Operator[Tensor] = Operator(
     lambda q, k, tokens, _, __, blocks, *___: q.new_empty((*tokens.shape, k.shape[2], blocks), dtype=torch.float32),
 )
 """Attention of sampled queries over the whole past by block, [B, M, G, J]; see `trifocal.ops.choice_loss`."""
-index_loss: Operator[tuple[Tensor, Tensor, Tensor, Tensor]] = Operator(
+index_loss: Operator[tuple[Tensor, Tensor, Tensor]] = Operator(
     "index_loss",
     "Tensor q_idx, Tensor k_idx, Tensor q, Tensor k, Tensor tokens, Tensor starts, Tensor eligible, "
     f"SymInt[] geometry, SymInt num_blocks, float share_floor, float least_mass, {DOCUMENTS}",
-    "(Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor, Tensor, Tensor)",
     _kernels("choice_loss", "index_loss_forward"),
     _index_loss_results,
 )
-"""Loss, differentiable by the index, and recall of an index; see `trifocal.ops.choice_loss`. More is for backward."""
+"""Loss, differentiable by the index, and recall of an index by query and group, [2, B, M, G], for
+`trifocal.ops.choice_loss`. More is for backward."""
 index_loss_backward: Operator[tuple[Tensor, Tensor]] = Operator(
     "index_loss_backward",
-    "Tensor d_loss, Tensor d_products, Tensor places, Tensor q_idx, Tensor k_idx, Tensor tokens, Tensor starts, "
+    "Tensor d_figures, Tensor d_products, Tensor places, Tensor q_idx, Tensor k_idx, Tensor tokens, Tensor starts, "
     "SymInt[] geometry",
     "(Tensor, Tensor)",
     _kernels("choice_loss", "index_loss_backward"),
-    lambda d_loss, d_products, places, q_idx, k_idx, *_: _empty(q_idx, k_idx),
+    lambda d_figures, d_products, places, q_idx, k_idx, *_: _empty(q_idx, k_idx),
 )
-index_loss.differentiate(index_loss_backward, lambda x, outputs: (*outputs[2:], *x[:2], *x[4:6], x[7]))
+index_loss.differentiate(index_loss_backward, lambda x, outputs: (*outputs[1:], *x[:2], *x[4:6], x[7]))
 
 _QKV = "Tensor q, Tensor k, Tensor v"
 _RULES = {

@@ -15,8 +15,8 @@ carries that to queries and keys: a block's product is that of one token, which 
 |---|---|---|---|
 | masses | all blocks of some rows (query, group) | heads of the group | 4 a row, head, block in; 4 a row, block out |
 | loss | the same | these heads; halvings of a threshold, as in `scoring` | the same in; 4 in, 8 out a row, block |
-| d_q | d_q of a row | blocks: the gradient times the key of its token | a key, 8 bytes a row and block |
-| d_k | d_k of a tile of keys | rows: their gradients at their tokens, a matrix, times q | q, 8 bytes a row and block |
+| gradients | d_q of a row | blocks: the gradient times the key of its token | a key, 8 bytes a row and block |
+| | or d_k of a tile of keys | rows: their gradients at their tokens, a matrix, times q | q, 8 bytes a row and block |
 
 The registers of a multiprocessor hold a row of up to 16,384 blocks, 1,048,576 tokens in blocks of 64; a longer row is
 spilled to memory, which is right but slow. Queries are read where they lie, at their tokens. Rows are added in their
@@ -38,10 +38,11 @@ from trifocal.ops.triton.index_scoring import as_importance, launch_block_scores
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.scoring import LINE, Chunk, most_important, query_chunks
 
-# Blocks that d_q takes at a time.
+# Blocks that d_q takes at a time, and tokens that it fills with zeros.
 BLOCKS = 64
-# Blocks that a program of the masses or the loss has at least, those of several rows if need be; and each warp.
-LEAST_BLOCKS = 256
+# Blocks that a program of the masses or the loss has at least, those of several rows if need be, so few since a small
+# call takes the time of one program; and those of each warp.
+LEAST_BLOCKS = 64
 BLOCKS_OF_WARP = 256
 MOST_WARPS = 16
 # Keys and rows of a tile of d_k.
@@ -158,66 +159,72 @@ def index_loss_kernel(
     tl.store(places + out, tl.zeros([ROWS, BLOCKS], tl.int32), mask=inside & (free == 0))
 
 
-@Kernel
-@triton.jit(do_not_specialize=["num_tokens", "query_shift", "num_blocks"])
-def index_d_q_kernel(
-    d_loss, d_products, places, k, d_q, sampled, starts, k_batch_stride, k_time_stride,
-    num_queries, num_tokens, query_shift, num_blocks,
+@triton.jit
+def d_q_of_row(
+    d_losses, d_products, places, k, d_q, sampled, starts, d_query_stride, d_group_stride, k_time_stride,
+    row, num_queries, num_tokens, query_shift, num_blocks,
     GROUPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SELECTION: tl.constexpr, BLOCKS: tl.constexpr,
 ):
-    """d_q of one row (batch, query, group), which is zeros before.
+    """d_q of the token of one row (query, group) of a batch entry; and zeros up to the next query's token.
 
-    A row that is taught nothing writes nothing: its token may be that of a query which is.
+    The first one of queries with the same token writes the sum of all.
     """
-    row = tl.program_id(0).to(tl.int64)
     query = row // GROUPS
-    batch = query // num_queries
-    start = tl.load(starts + query)
-    token_of_query = tl.load(sampled + query)
-    position = token_of_query - start
-    k += batch * k_batch_stride
     column = tl.arange(0, D_PAD)
+    d_q += row % GROUPS * D + column
+    token_of_query = tl.load(sampled + query)
+    first = tl.where(query > 0, token_of_query, query_shift)
+    end = tl.load(sampled + query + 1, mask=query + 1 < num_queries, other=num_tokens + query_shift)
+    for first_token in range(first, end, BLOCKS):
+        token = first_token + tl.arange(0, BLOCKS)
+        tl.store(
+            d_q + (token - query_shift)[:, None] * (GROUPS * D), tl.zeros([BLOCKS, D_PAD], d_q.dtype.element_ty),
+            mask=((token < end) & (token != token_of_query))[:, None] & (column < D)[None, :])
+
+    is_first = tl.load(sampled + query - 1, mask=query > 0, other=-1) != token_of_query
+    end_query = tl.where(is_first, query + 1, query)
+    while tl.load(sampled + end_query, mask=is_first & (end_query < num_queries), other=-1) == token_of_query:
+        end_query += 1
     total = tl.zeros([D_PAD], tl.float32)
-    num_taught = 0
-    for first_block in range(0, num_blocks, BLOCKS):
-        block = first_block + tl.arange(0, BLOCKS)
-        in_past = (block < num_blocks) & (block * SELECTION <= position)
-        d_product = tl.load(d_products + row * num_blocks + block, mask=in_past, other=0.0)
-        taught = d_product != 0
-        num_taught += tl.sum(taught.to(tl.int32), 0)
-        token = start + block * SELECTION + tl.load(places + row * num_blocks + block, mask=taught, other=0)
-        keys = tl.load(
-            k + token[:, None] * k_time_stride + column[None, :], mask=taught[:, None] & (column < D)[None, :],
-            other=0.0)
-        total += tl.sum(d_product[:, None] * keys.to(tl.float32), 0)
-    total *= tl.load(d_loss)
-    d_q += ((batch * num_tokens + token_of_query - query_shift) * GROUPS + row % GROUPS) * D
-    tl.store(d_q + column, total.to(d_q.dtype.element_ty), mask=(column < D) & (num_taught > 0))
+    for same_query in range(query, end_query):
+        start = tl.load(starts + same_query)
+        of_query = same_query * GROUPS + row % GROUPS
+        sum_of_query = tl.zeros([D_PAD], tl.float32)
+        for first_block in range(0, num_blocks, BLOCKS):
+            block = first_block + tl.arange(0, BLOCKS)
+            in_past = (block < num_blocks) & (block * SELECTION <= token_of_query - start)
+            d_product = tl.load(d_products + of_query * num_blocks + block, mask=in_past, other=0.0)
+            taught = d_product != 0
+            token = start + block * SELECTION + tl.load(
+                places + of_query * num_blocks + block, mask=taught, other=0)
+            keys = tl.load(
+                k + token[:, None] * k_time_stride + column[None, :], mask=taught[:, None] & (column < D)[None, :],
+                other=0.0)
+            sum_of_query += tl.sum(d_product[:, None] * keys.to(tl.float32), 0)
+        total += sum_of_query * tl.load(d_losses + same_query * d_query_stride + row % GROUPS * d_group_stride)
+    tl.store(
+        d_q + (token_of_query - query_shift) * (GROUPS * D), total.to(d_q.dtype.element_ty),
+        mask=(column < D) & is_first)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "query_shift", "num_blocks"])
-def index_d_k_kernel(
-    d_loss, d_products, places, q, d_k, sampled, starts, q_batch_stride, q_time_stride, q_head_stride,
-    num_queries, num_keys, query_shift, num_blocks,
+@triton.jit
+def d_k_of_tile(
+    d_losses, d_products, places, q, d_k, sampled, starts,
+    d_query_stride, d_group_stride, q_time_stride, q_head_stride,
+    first_key, num_queries, num_keys, query_shift, num_blocks,
     GROUPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SELECTION: tl.constexpr, KEYS: tl.constexpr,
     ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """d_k of a tile of keys. A tile overlaps `KEYS // SELECTION + 2` blocks of a document at most."""
-    first_key = tl.program_id(0) * KEYS
-    batch = tl.program_id(1).to(tl.int64)
+    """d_k of a tile of keys of a batch entry. It overlaps `KEYS // SELECTION + 2` blocks of a document at most."""
     key = tl.arange(0, KEYS)
     column = tl.arange(0, D_PAD)
-    q += batch * q_batch_stride
-    d_products += batch * num_queries * GROUPS * num_blocks
-    places += batch * num_queries * GROUPS * num_blocks
     total = tl.zeros([KEYS, D_PAD], tl.float32)
     for first_row in range(0, num_queries * GROUPS, ROWS):
         row = first_row + tl.arange(0, ROWS)
         query = row // GROUPS
         exists = query < num_queries
-        start = tl.load(starts + batch * num_queries + query, mask=exists, other=0).to(tl.int32)
-        token = tl.load(sampled + batch * num_queries + query, mask=exists, other=-1).to(tl.int32)
+        start = tl.load(starts + query, mask=exists, other=0).to(tl.int32)
+        token = tl.load(sampled + query, mask=exists, other=-1).to(tl.int32)
         if (tl.max(token) >= first_key) & (tl.min(start) < first_key + KEYS):
             weights = tl.zeros([KEYS, ROWS], tl.float32)
             for number in tl.static_range((KEYS + SELECTION - 2) // SELECTION + 1):
@@ -229,16 +236,46 @@ def index_d_k_kernel(
                 d_product = tl.load(d_products + place, mask=there, other=0.0)
                 best = start + block * SELECTION + tl.load(places + place, mask=there & (d_product != 0), other=0)
                 weights += tl.where((best - first_key)[None, :] == key[:, None], d_product[None, :], 0.0)
+            d_loss = tl.load(d_losses + query * d_query_stride + row % GROUPS * d_group_stride, mask=exists, other=0.0)
             rows = tl.load(
                 q + ((token - query_shift).to(tl.int64) * q_time_stride + (row % GROUPS) * q_head_stride)[:, None]
                 + column[None, :],
                 mask=exists[:, None] & (column < D)[None, :], other=0.0)
-            total = tl.dot(weights, rows.to(tl.float32), total, input_precision=PRECISION)
-    total *= tl.load(d_loss)
-    out = d_k + (batch * num_keys + first_key + key)[:, None] * D + column[None, :]
+            total = tl.dot(weights * d_loss[None, :], rows.to(tl.float32), total, input_precision=PRECISION)
     tl.store(
-        out, total.to(d_k.dtype.element_ty),
+        d_k + (first_key + key)[:, None] * D + column[None, :], total.to(d_k.dtype.element_ty),
         mask=(key < num_keys - first_key)[:, None] & (column < D)[None, :])
+
+
+@Kernel
+@triton.jit(do_not_specialize=["num_queries", "num_tokens", "num_keys", "num_blocks"])
+def index_gradients_kernel(
+    d_losses, d_products, places, q, k, d_q, d_k, sampled, starts,
+    d_batch_stride, d_query_stride, d_group_stride, q_batch_stride, q_time_stride, q_head_stride,
+    k_batch_stride, k_time_stride, num_queries, num_tokens, num_keys, num_blocks,
+    GROUPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SELECTION: tl.constexpr, BLOCKS: tl.constexpr,
+    KEYS: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """d_k of a tile of keys, by the first programs of a batch entry, or d_q of a row."""
+    batch = tl.program_id(1).to(tl.int64)
+    d_losses += batch * d_batch_stride
+    d_products += batch * num_queries * GROUPS * num_blocks
+    places += batch * num_queries * GROUPS * num_blocks
+    sampled += batch * num_queries
+    starts += batch * num_queries
+    tiles = tl.cdiv(num_keys, KEYS)
+    if tl.program_id(0) < tiles:
+        d_k_of_tile(
+            d_losses, d_products, places, q + batch * q_batch_stride, d_k + batch * num_keys * D, sampled, starts,
+            d_query_stride, d_group_stride, q_time_stride, q_head_stride,
+            tl.program_id(0) * KEYS, num_queries, num_keys, num_keys - num_tokens, num_blocks,
+            GROUPS, D, D_PAD, SELECTION, KEYS, ROWS, PRECISION)
+    else:
+        d_q_of_row(
+            d_losses, d_products, places, k + batch * k_batch_stride, d_q + batch * num_tokens * (GROUPS * D),
+            sampled, starts, d_query_stride, d_group_stride, k_time_stride,
+            (tl.program_id(0) - tiles).to(tl.int64), num_queries, num_tokens, num_keys - num_tokens, num_blocks,
+            GROUPS, D, D_PAD, SELECTION, BLOCKS)
 
 # fmt: on
 
@@ -268,7 +305,7 @@ def teacher_masses_forward(
     """
     masses = q.new_empty(*sampled.shape, k.shape[2], num_blocks, dtype=torch.float32)
     sampled, starts = sampled.contiguous(), starts.contiguous()
-    for log_sums, grid, numbers, constants in _teacher_chunks(q, k, sampled, geometry, num_blocks, documents):
+    for log_sums, grid, numbers, constants in _score_chunks(q, k, sampled, geometry, num_blocks, documents):
         block_masses_kernel[grid](log_sums, masses, sampled, starts, *numbers, num_blocks, **constants)
     return masses
 
@@ -286,8 +323,8 @@ def index_loss_forward(
     share_floor: float,
     least_mass: float,
     documents: Documents | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss and recall of an index, each summed over eligible queries and groups, and what backward needs.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss and recall of an index, and what backward needs.
 
     Args:
         q_idx: Index queries, [B, T, G, Di]; the last T of S tokens.
@@ -300,31 +337,38 @@ def index_loss_forward(
         least_mass: With less mass on its free blocks a query teaches nothing.
 
     Returns:
-        Loss and recall, scalars, fp32. The gradient of the loss by the largest product of each block, fp32, and the
-        place in its block of the first token that has it, int32, both [B, M, G, whole lines of 16 blocks]; 0 where a
-        block is not free or a query not eligible.
+        Loss and recall of each query and group, [2, B, M, G], fp32. The gradient of the loss by the largest product of
+        each block, fp32, and the place in its block of the first token that has it, int32, both [B, M, G, whole lines
+        of 16 blocks]. All are 0 where a query is not eligible, the latter two where a block is not free.
     """
     q_idx, keys = unit_stride(q_idx), unit_stride(k_idx[:, :, None])
     sampled, starts, eligible = sampled.contiguous(), starts.contiguous(), eligible.contiguous()
     groups, block_lines = k.shape[2], cdiv(num_blocks, LINE.value)
     products = q.new_empty(*sampled.shape, groups, block_lines * LINE.value, dtype=torch.float32)
     places = torch.empty_like(products, dtype=torch.int32)
-    losses, recalls = (q.new_empty(*sampled.shape, groups, dtype=torch.float32) for _ in range(2))
-    whole = Chunk(0, sampled.shape[1], k.shape[1] - q.shape[1], num_blocks, block_lines)
-    launch_block_scores(q_idx, keys, products, places, sampled, geometry, documents, whole, 1.0, "student")
-    for log_sums, grid, numbers, constants in _teacher_chunks(q, k, sampled, geometry, num_blocks, documents):
+    figures = q.new_empty(2, *sampled.shape, groups, dtype=torch.float32)
+    student = q_idx, keys, products, places
+    for log_sums, grid, numbers, constants in _score_chunks(q, k, sampled, geometry, num_blocks, documents, student):
         index_loss_kernel[grid](
-            log_sums, products, places, losses, recalls, sampled, starts, eligible, *numbers,
+            log_sums, products, places, *figures, sampled, starts, eligible, *numbers,
             q_idx.shape[-1] ** -0.5, share_floor, least_mass,
             **constants, INITIAL=geometry.num_initial_blocks, LOCAL=geometry.num_local_blocks,
         )  # fmt: skip
-    return losses.sum(), recalls.sum(), products, places
+    return figures, products, places
 
 
-def _teacher_chunks(
-    q: Tensor, k: Tensor, sampled: Tensor, geometry: Geometry, num_blocks: int, documents: Documents | None
+def _score_chunks(
+    q: Tensor,
+    k: Tensor,
+    sampled: Tensor,
+    geometry: Geometry,
+    num_blocks: int,
+    documents: Documents | None,
+    student: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> Iterator[tuple[Tensor, tuple[int], tuple[int, ...], dict[str, int]]]:
     """Make the teacher's block sums of some queries at a time, and say how a kernel over rows of them is launched.
+
+    With a student, as `launch_block_scores` takes it, its scores of these queries are made too.
 
     Yields:
         The sums, [B, queries of the chunk, H, whole lines of 16 blocks], until the next are asked for; the grid; the
@@ -341,18 +385,18 @@ def _teacher_chunks(
     constants = {
         "GROUPS": groups, "Q_PER_KV": num_heads // groups, "SELECTION": geometry.selection_block_size,
         "NUM_SELECTED": geometry.num_selected_blocks, "ROWS": rows, "BLOCKS": blocks,
-        "num_warps": min(MOST_WARPS, rows * blocks // BLOCKS_OF_WARP),
+        "num_warps": max(1, min(MOST_WARPS, rows * blocks // BLOCKS_OF_WARP)),
     }  # fmt: skip
     for first_query, end_query in chunks:
         chunk = Chunk(first_query, end_query, k.shape[1] - q.shape[1], num_blocks, block_lines)
         scale = q.shape[3] ** -0.5 * LOG2_E
-        launch_block_scores(q, k, log_sums, log_sums, sampled, geometry, documents, chunk, scale, "teacher")
+        launch_block_scores(q, k, log_sums, sampled, geometry, documents, chunk, scale, student)
         num_rows = batch * (end_query - first_query) * groups
         yield log_sums, (cdiv(num_rows, rows),), (first_query, end_query, num_queries, num_rows, block_lines), constants
 
 
 def index_loss_backward(
-    d_loss: Tensor,
+    d_figures: Tensor,
     d_products: Tensor,
     places: Tensor,
     q_idx: Tensor,
@@ -364,24 +408,21 @@ def index_loss_backward(
     """Gradients of the index queries and keys of `index_loss_forward`.
 
     Args:
-        d_loss: Gradient of the loss, a scalar, fp32.
+        d_figures: Gradient of loss and recall, [2, B, M, G], fp32; the recall's is not read.
         d_products, places: From forward.
         q_idx, k_idx, sampled, starts, geometry: As given to forward.
     """
     q_idx, k_idx = unit_stride(q_idx), unit_stride(k_idx[:, :, None])[:, :, 0]
     sampled, starts = sampled.contiguous(), starts.contiguous()
     batch, num_tokens, groups, dim = q_idx.shape
-    num_keys = k_idx.shape[1]
+    num_keys, d_losses = k_idx.shape[1], d_figures[0]
     num_queries, num_blocks = d_products.shape[1], d_products.shape[3]
-    d_q, d_k = q_idx.new_zeros(q_idx.shape), k_idx.new_empty(k_idx.shape)
-    sizes = {"GROUPS": groups, "D": dim, "D_PAD": max(16, next_power_of_2(dim))}
-    index_d_q_kernel[(batch * num_queries * groups,)](
-        d_loss, d_products, places, k_idx, d_q, sampled, starts, *k_idx.stride()[:2], num_queries, num_tokens,
-        num_keys - num_tokens, num_blocks, **sizes, SELECTION=geometry.selection_block_size, BLOCKS=BLOCKS,
-    )  # fmt: skip
-    index_d_k_kernel[cdiv(num_keys, KEYS), batch](
-        d_loss, d_products, places, q_idx, d_k, sampled, starts, *strides(q_idx), num_queries, num_keys,
-        num_keys - num_tokens, num_blocks, **sizes, SELECTION=geometry.selection_block_size, KEYS=KEYS, ROWS=ROWS,
+    d_q, d_k = q_idx.new_empty(q_idx.shape), k_idx.new_empty(k_idx.shape)
+    index_gradients_kernel[cdiv(num_keys, KEYS) + num_queries * groups, batch](
+        d_losses, d_products, places, q_idx, k_idx, d_q, d_k, sampled, starts,
+        *d_losses.stride(), *strides(q_idx), *k_idx.stride()[:2], num_queries, num_tokens, num_keys, num_blocks,
+        GROUPS=groups, D=dim, D_PAD=max(16, next_power_of_2(dim)), SELECTION=geometry.selection_block_size,
+        BLOCKS=BLOCKS, KEYS=KEYS, ROWS=ROWS,
         # 16-bit numbers are exact in TF32, and gradients keep their range.
         PRECISION="ieee" if q_idx.dtype == torch.float32 else "tf32",
     )  # fmt: skip

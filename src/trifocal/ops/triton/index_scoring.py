@@ -4,11 +4,11 @@ query and the block's visible keys.
 | purpose | rows | number |
 |---|---|---|
 | choice | every query; one index query a group, one index key a token for all groups | the largest product |
-| student | the sampled queries of the choice's loss, the same heads | the largest product, and which token has it |
-| teacher | the sampled queries; the selected branch's own heads and keys | log2 of the sum of exponentials |
+| teacher | the loss's sampled queries; the selected branch's own heads and keys | log2 of the sum of exponentials |
+| student | the same queries, in the same launch; heads of the choice | the largest product, and which token has it |
 
 A tile's rows are (query, head) pairs that share keys, so a tile of keys is loaded once for all of them. A program holds
-a tile of rows and goes through lines of 16 blocks, a block at a time: one product, one reduction over the block's
+a tile of rows and goes through pieces of 16 or 4 blocks, a block at a time: one product, one reduction over the block's
 tokens, and nothing of the size of a score is written. Blocks wholly in the past of all rows need no mask; they come
 first. Blocks do not depend on one another, so a long past is many programs' work.
 
@@ -17,6 +17,7 @@ choice from these scores is that of `scoring`; the loss is that of `choice_loss`
 """
 
 import dataclasses
+import math
 
 import triton
 import triton.language as tl
@@ -31,10 +32,11 @@ from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.scoring import LINE, Chunk, choose_in_chunks
 from trifocal.ops.triton.selected.block_csr import default_documents
 
-# Lines of blocks that a program goes through: enough that its start is small beside it. Of sampled queries, where that
-# makes fewer programs than two for each multiprocessor of a Hopper GPU, one line.
-LINES_OF_PROGRAM = 4
-ENOUGH_PROGRAMS = 256
+# Pieces that a program goes through, and blocks of a piece. The first are enough that a program's start is small beside
+# it; the others are for calls in which that makes fewer programs than four for each multiprocessor of a Hopper GPU:
+# what such a call takes is the time of one program.
+PIECES_OF_PROGRAM = ((4, 16), (1, 16), (1, 4))
+ENOUGH_PROGRAMS = 512
 
 # fmt: off
 
@@ -95,15 +97,15 @@ def score_block(
 
 
 @triton.jit
-def score_line(
+def score_piece(
     q_1, q_2, k, first_token, blocks, row_end, out, places, keep, k_time_stride, score_scale,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, SELECTION: tl.constexpr, KEYS: tl.constexpr,
-    MASKED: tl.constexpr, PURPOSE: tl.constexpr,
+    PIECE: tl.constexpr, MASKED: tl.constexpr, PURPOSE: tl.constexpr,
 ):
-    """Write the scores of a line of blocks, of which `blocks` exist."""
-    column = tl.arange(0, LINE)[None, :]
-    scores = tl.full([q_1.shape[0], LINE], float("-inf"), tl.float32)
-    best = tl.zeros([q_1.shape[0], LINE], tl.int32)
+    """Write the scores of a piece, of which `blocks` exist."""
+    column = tl.arange(0, PIECE)[None, :]
+    scores = tl.full([q_1.shape[0], PIECE], float("-inf"), tl.float32)
+    best = tl.zeros([q_1.shape[0], PIECE], tl.int32)
     for number in range(blocks):
         of_block, place = score_block(
             q_1, q_2, k, first_token + number * SELECTION, row_end, k_time_stride, score_scale,
@@ -118,35 +120,35 @@ def score_line(
         tl.store(places, best, mask=keep[:, None])
 
 
-@Kernel
-@triton.jit(do_not_specialize=["first_query", "end_query", "num_queries", "query_shift", "block_lines"])
-def block_scores_kernel(
+@triton.jit
+def score_tile(
     q, k, scores, places, sampled, ids, positions, cu_seqlens,
     q_batch_stride, q_time_stride, q_head_stride, k_batch_stride, k_time_stride, k_head_stride,
-    first_query, end_query, num_queries, query_shift, block_lines, score_scale,
+    first_query, end_query, num_queries, query_shift, block_lines, score_scale, entry_and_group,
     GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
     SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr, PACKED: tl.constexpr, PURPOSE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, LINES: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
 ):
-    """Scores [B, queries of the chunk, heads, num_blocks] of some lines of blocks, for one tile of rows.
+    """Scores of some pieces of blocks, for one tile of rows: [B, queries of the chunk, heads, num_blocks].
 
     The purpose is "choice", or "teacher" or "student": then the queries are those of the tokens `sampled`, [B, M],
-    ascending, and M is `num_queries`.
-    Queries that may take all their candidates need no scores; tiles of such queries do nothing.
+    ascending, and M is `num_queries`. The student's scores are those of all M queries, since backward needs them.
+    Queries that may take all their candidates need no scores; tiles of such queries, or of none, do nothing.
     """
     # The longest past first.
     first_row = first_query * Q_PER_KV + (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     row = first_row + tl.arange(0, ROWS)
     query = row // Q_PER_KV
     exists = query < end_query
-    batch = (tl.program_id(2) // GROUPS).to(tl.int64)
-    group = tl.program_id(2) % GROUPS
+    batch = (entry_and_group // GROUPS).to(tl.int64)
+    group = entry_and_group % GROUPS
     token = query + query_shift
     first_token = first_row // Q_PER_KV + query_shift
     if PURPOSE != "choice":
         sampled += batch * num_queries
         token = tl.load(sampled + query, mask=exists, other=0).to(tl.int32)
-        first_token = tl.load(sampled + first_row // Q_PER_KV).to(tl.int32)
+        first_token = tl.load(sampled + first_row // Q_PER_KV, mask=first_row // Q_PER_KV < end_query, other=0)
+        first_token = first_token.to(tl.int32)
     position = token
     first_document = 0
     last_document = 0
@@ -164,7 +166,9 @@ def block_scores_kernel(
     k += batch * k_batch_stride + group * k_head_stride
     # Rows [B, queries of the chunk, G, heads of a group].
     out_row = (batch * (end_query - first_query) + query - first_query) * GROUPS + group
-    place = (out_row * Q_PER_KV + row % Q_PER_KV)[:, None] * (block_lines * LINE) + tl.arange(0, LINE)[None, :]
+    if PURPOSE == "student":
+        out_row = (batch * num_queries + query) * GROUPS + group
+    place = (out_row * Q_PER_KV + row % Q_PER_KV)[:, None] * (block_lines * LINE) + tl.arange(0, PIECE)[None, :]
 
     for document in range(first_document, last_document + 1):
         in_document = exists
@@ -176,20 +180,67 @@ def block_scores_kernel(
         candidates = tl.max(tl.where(in_document, position // SELECTION + 1, 0))
         # Blocks that all rows see whole.
         whole = tl.min(tl.where(in_document, position + 1, 2147483647)) // SELECTION
-        first_line = tl.program_id(1) * LINES
-        end_line = tl.minimum(first_line + LINES, tl.cdiv(candidates, LINE))
-        end_line = tl.where(candidates > NUM_SELECTED, end_line, first_line)
-        whole_line = tl.maximum(tl.minimum(whole // LINE, end_line), first_line)
-        for line in range(first_line, whole_line):
-            score_line(
-                q_1, q_2, k, start + line * LINE * SELECTION, LINE, row_end, scores + place + line * LINE,
-                places + place + line * LINE, in_document, k_time_stride, score_scale,
-                D, D_1, D_2, SELECTION, KEYS, False, PURPOSE)
-        for line in range(whole_line, end_line):
-            score_line(
-                q_1, q_2, k, start + line * LINE * SELECTION, tl.minimum(candidates - line * LINE, LINE), row_end,
-                scores + place + line * LINE, places + place + line * LINE, in_document, k_time_stride, score_scale,
-                D, D_1, D_2, SELECTION, KEYS, True, PURPOSE)
+        first_piece = tl.program_id(1) * PIECES
+        end_piece = tl.minimum(first_piece + PIECES, tl.cdiv(candidates, PIECE))
+        end_piece = tl.where(candidates > NUM_SELECTED, end_piece, first_piece)
+        whole_piece = tl.maximum(tl.minimum(whole // PIECE, end_piece), first_piece)
+        for piece in range(first_piece, whole_piece):
+            score_piece(
+                q_1, q_2, k, start + piece * PIECE * SELECTION, PIECE, row_end, scores + place + piece * PIECE,
+                places + place + piece * PIECE, in_document, k_time_stride, score_scale,
+                D, D_1, D_2, SELECTION, KEYS, PIECE, False, PURPOSE)
+        for piece in range(whole_piece, end_piece):
+            score_piece(
+                q_1, q_2, k, start + piece * PIECE * SELECTION, tl.minimum(candidates - piece * PIECE, PIECE),
+                row_end, scores + place + piece * PIECE, places + place + piece * PIECE, in_document, k_time_stride,
+                score_scale, D, D_1, D_2, SELECTION, KEYS, PIECE, True, PURPOSE)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["first_query", "end_query", "num_queries", "query_shift", "block_lines"])
+def block_scores_kernel(
+    q, k, scores, sampled, ids, positions, cu_seqlens,
+    q_batch_stride, q_time_stride, q_head_stride, k_batch_stride, k_time_stride, k_head_stride,
+    first_query, end_query, num_queries, query_shift, block_lines, score_scale,
+    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
+    PURPOSE: tl.constexpr, SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr, PACKED: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+):
+    """Scores for the choice or of the teacher."""
+    score_tile(
+        q, k, scores, scores, sampled, ids, positions, cu_seqlens,
+        q_batch_stride, q_time_stride, q_head_stride, k_batch_stride, k_time_stride, k_head_stride,
+        first_query, end_query, num_queries, query_shift, block_lines, score_scale, tl.program_id(2),
+        GROUPS, Q_PER_KV, D, D_1, D_2, SELECTION, NUM_SELECTED, PACKED, PURPOSE, ROWS, KEYS, PIECE, PIECES)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["first_query", "end_query", "num_queries", "query_shift", "block_lines"])
+def loss_scores_kernel(
+    q, k, log_sums, q_idx, k_idx, products, places, sampled, ids, positions, cu_seqlens,
+    q_batch_stride, q_time_stride, q_head_stride, k_batch_stride, k_time_stride, k_head_stride,
+    q_idx_batch_stride, q_idx_time_stride, q_idx_head_stride, k_idx_batch_stride, k_idx_time_stride,
+    first_query, end_query, num_queries, query_shift, block_lines, score_scale,
+    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
+    INDEX_D: tl.constexpr, INDEX_D_1: tl.constexpr, INDEX_D_2: tl.constexpr,
+    SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr, PACKED: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+):
+    """Scores of the teacher, by the first programs, and of the student, whose heads share all keys."""
+    teachers = tl.num_programs(2) // (GROUPS + 1) * GROUPS
+    if tl.program_id(2) < teachers:
+        score_tile(
+            q, k, log_sums, log_sums, sampled, ids, positions, cu_seqlens,
+            q_batch_stride, q_time_stride, q_head_stride, k_batch_stride, k_time_stride, k_head_stride,
+            first_query, end_query, num_queries, query_shift, block_lines, score_scale, tl.program_id(2),
+            GROUPS, Q_PER_KV, D, D_1, D_2, SELECTION, NUM_SELECTED, PACKED, "teacher", ROWS, KEYS, PIECE, PIECES)
+    else:
+        score_tile(
+            q_idx, k_idx, products, places, sampled, ids, positions, cu_seqlens,
+            q_idx_batch_stride, q_idx_time_stride, q_idx_head_stride, k_idx_batch_stride, k_idx_time_stride, 0,
+            first_query, end_query, num_queries, query_shift, block_lines, 1.0, tl.program_id(2) - teachers,
+            1, GROUPS, INDEX_D, INDEX_D_1, INDEX_D_2, SELECTION, NUM_SELECTED, PACKED, "student",
+            ROWS, KEYS, PIECE, PIECES)
 
 # fmt: on
 
@@ -198,43 +249,55 @@ def launch_block_scores(
     q: Tensor,
     k: Tensor,
     scores: Tensor,
-    places: Tensor,
     sampled: Tensor,
     geometry: Geometry,
     documents: Documents | None,
     chunk: Chunk,
-    scale: float,
-    purpose: str,
+    scale: float = 1.0,
+    student: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    *,
+    purpose: str = "teacher",
 ) -> None:
     """Write the scores of a chunk of queries, [B, queries of the chunk, H, lines of 16 blocks].
 
     Args:
         q: Queries, [B, T, H, D]; the last T tokens.
         k: Keys, [B, S, G, D]; H/G heads share one.
-        scores, places: Buffers that hold a chunk; `places`, the block's token of each score, for the student alone.
+        scores: A buffer that holds a chunk.
         sampled: The queries' tokens, [B, M], int64, ascending; not read for the choice, which takes every query.
         geometry: Block sizes, in tokens.
         documents: Packed documents; None for one sequence a batch entry.
         chunk: Queries and blocks.
-        scale: Factor on the products, in base 2; for the teacher alone.
-        purpose: `"choice"`, `"teacher"` or `"student"`.
+        scale: Factor on the products, in base 2; for the teacher.
+        student: Beside the teacher: index queries [B, T, G, Di] and keys [B, S, 1, Di], and the buffers of all sampled
+            queries for their scores and for the block's token of each, [B, M, G, lines of 16 blocks].
+        purpose: `"choice"` or `"teacher"`.
     """
     widths, tile = split_width(q.shape[3]), dispatch.index_tile(q)
     groups, q_per_kv = k.shape[2], q.shape[2] // k.shape[2]
-    ids, positions, cu_seqlens = default_documents(documents, sampled)
-    tiles = cdiv((chunk.end_query - chunk.first_query) * q_per_kv, tile.BLOCK_M)
-    num_tiles, lines = tiles * q.shape[0] * groups, cdiv(chunk.reachable, LINE.value)
-    many = purpose == "choice" or num_tiles * cdiv(lines, LINES_OF_PROGRAM) >= ENOUGH_PROGRAMS
-    lines_of_program = LINES_OF_PROGRAM if many else 1
-    grid = tiles, cdiv(lines, lines_of_program), q.shape[0] * groups
-    block_scores_kernel[grid](
-        q, k, scores, places, sampled, ids, positions, cu_seqlens, *strides(q), *strides(k),
-        chunk.first_query, chunk.end_query, sampled.shape[-1], chunk.query_shift, chunk.block_lines, scale,
-        GROUPS=groups, Q_PER_KV=q_per_kv, D=widths.size, D_1=widths.part_1, D_2=widths.part_2,
-        SELECTION=geometry.selection_block_size, NUM_SELECTED=geometry.num_selected_blocks,
-        PACKED=documents is not None, PURPOSE=purpose, ROWS=tile.BLOCK_M,
-        KEYS=min(tile.BLOCK_N, next_power_of_2(geometry.selection_block_size)), LINES=lines_of_program,
-        num_warps=tile.warps, num_stages=tile.stages,
+    heads, sharing = (q_per_kv, groups) if student is None else (max(q_per_kv, groups), groups + 1)
+    tiles = cdiv((chunk.end_query - chunk.first_query) * heads, tile.BLOCK_M)
+    for pieces, piece in PIECES_OF_PROGRAM:
+        grid = tiles, cdiv(chunk.reachable, pieces * piece), q.shape[0] * sharing
+        if math.prod(grid) >= ENOUGH_PROGRAMS:
+            break
+    where = sampled, *default_documents(documents, sampled), *strides(q), *strides(k)
+    numbers = chunk.first_query, chunk.end_query, sampled.shape[-1], chunk.query_shift, chunk.block_lines, scale
+    constants = {
+        "GROUPS": groups, "Q_PER_KV": q_per_kv, "D": widths.size, "D_1": widths.part_1, "D_2": widths.part_2,
+        "SELECTION": geometry.selection_block_size, "NUM_SELECTED": geometry.num_selected_blocks,
+        "PACKED": documents is not None, "ROWS": tile.BLOCK_M,
+        "KEYS": min(tile.BLOCK_N, next_power_of_2(geometry.selection_block_size)), "PIECE": piece, "PIECES": pieces,
+        "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
+    if student is None:
+        block_scores_kernel[grid](q, k, scores, *where, *numbers, PURPOSE=purpose, **constants)
+        return
+    q_idx, k_idx, products, places = student
+    index = split_width(q_idx.shape[3])
+    loss_scores_kernel[grid](
+        q, k, scores, q_idx, k_idx, products, places, *where, *strides(q_idx), *strides(k_idx)[:2], *numbers,
+        INDEX_D=index.size, INDEX_D_1=index.part_1, INDEX_D_2=index.part_2, **constants,
     )  # fmt: skip
 
 
@@ -256,7 +319,7 @@ def select_blocks_by_index_forward(
     q_idx, k_idx = unit_stride(q_idx), unit_stride(k_idx[:, :, None])
 
     def score(chunk: Chunk, scores: Tensor) -> None:
-        launch_block_scores(q_idx, k_idx, scores, scores, scores, geometry, documents, chunk, 1.0, "choice")
+        launch_block_scores(q_idx, k_idx, scores, scores, geometry, documents, chunk, purpose="choice")
 
     # No block reaches over into the next: the choice reads one part of the importance.
     geometry = dataclasses.replace(geometry, compression_block_size=geometry.compression_stride)
