@@ -28,7 +28,7 @@ CHOICE = "choice"
 _SCRIPTS = {CHOICE: "choice_learning"}
 _REGION = "<!-- {0} -->\n{1}<!-- end of {0} -->"
 _CAPTIONS = {
-    "production": "validation loss of the production model and its baselines, and by position above the dense one",
+    "production": "validation loss of the production model over the run, and above the dense one by step",
     "seeds": "validation loss of a small model and its baselines over the run, and by position above the dense one",
     "long": "validation loss on 32,768 tokens over the run, and by position above the dense one",
     "recall": "share of values recalled by the distance of their key, for each attention",
@@ -154,19 +154,31 @@ def _draw_losses(result: dict[str, Any]) -> Figure:
             label = variant if number == 0 else None
             left.plot(*zip(*curve, strict=True), color=COLOURS[variant], linewidth=1.2, alpha=0.8, label=label)
     left.set(xlabel="step", ylabel="nats per byte", title="validation loss")
+    _draw_above_dense(right, result)
+    right.axhline(0, color=DENSE, linewidth=1)
+    return _finished(figure, left, right)
+
+
+def _draw_above_dense(axes: Axes, result: dict[str, Any]) -> None:
+    """Loss above the dense model's: by position, or where that was not measured, by step."""
     # Older results have one row for all seeds.
     table = result["loss_by_position"]
     dense = {row.get("seed"): row for row in table if row["variant"] == "dense"}
-    places = [name for name in next(iter(dense.values()), {}) if re.match(r"\d", name)]
+    if not dense:
+        for row in result["above_dense_by_step"]:
+            names = [name for name in row if name.startswith("step ")][1:]
+            steps = [int(name[5:].replace(",", "")) for name in names]
+            axes.plot(steps, [row[name] for name in names], color=COLOURS[row["variant"]], label=row["variant"])
+        axes.set(xlabel="step", ylabel="nats above dense", title="each seed")
+        return
+    places = [name for name in next(iter(dense.values())) if re.match(r"\d", name)]
     for variant in _variants(table):
         own = [row for row in table if row["variant"] == variant and row.get("seed") in dense]
         if variant != "dense" and own:
             apart = np.mean([[row[name] - dense[row.get("seed")][name] for name in places] for row in own], axis=0)
-            right.plot(range(len(places)), apart, color=COLOURS[variant], marker="o", markersize=3, label=variant)
-    right.axhline(0, color=DENSE, linewidth=1)
-    right.set_xticks(range(len(places)), [name.rpartition("-")[0] for name in places], rotation=60)
-    right.set(xlabel="position, from", ylabel="nats above dense", title="by position")
-    return _finished(figure, left, right)
+            axes.plot(range(len(places)), apart, color=COLOURS[variant], marker="o", markersize=3, label=variant)
+    axes.set_xticks(range(len(places)), [name.rpartition("-")[0] for name in places], rotation=60)
+    axes.set(xlabel="position, from", ylabel="nats above dense", title="by position")
 
 
 def _draw_recall(result: dict[str, Any]) -> Figure:
