@@ -212,6 +212,7 @@ def write_picture(directory: Path, step: int, layers: int) -> None:
         importance[:, t, :, : own + 1] = round(255 * (1 / (own + 1)) ** 0.5)
         dense[:, t, :, 0] = 255
     gates = np.full((*shape, 3), 128, dtype=np.uint8)
+    gates[1:2] = 0, 255, 0  # a layer of selected attention alone
     layers = list(range(len(gates)))
     picture = AttentionPicture(
         step, GEOMETRY, texts, layers, positions, documents, queries, selected, importance, dense, gates

@@ -127,6 +127,7 @@ def test_layer_group_and_step_of_the_picture_can_be_chosen(opened: Browser) -> N
     })()"""
     assert opened.evaluate(script) == ["200", TEXT[3] if TEXT[3].strip() else "\N{MIDDLE DOT}"]
     assert "hold 100 %" in opened.evaluate("document.querySelector('.reader-head').textContent")
+    assert opened.evaluate("document.querySelectorAll('.text .win').length") == 0, "the layer has no window"
     assert opened.problems == []
 
 

@@ -121,7 +121,7 @@ def test_a_chat_of_two_turns_and_stop(browser: Browser, tmp_path: Path) -> None:
         browser.call("Input.insertText", text="More")
         browser.press("Enter", "\r")
         browser.wait_for("document.querySelector('.turn.error') !== null")
-        assert "together 4,000 fit" in text_of(browser, ".turn.error")
+        assert "of the 4,000 tokens that fit" in text_of(browser, ".turn.error")
 
 
 def test_the_picture_has_a_window_for_the_layers_that_have_one() -> None:

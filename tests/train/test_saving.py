@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -145,9 +146,16 @@ def test_steps_are_saved_before_a_run_ends_by_its_data(
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("look", ["evaluate", "sample"])
+@pytest.mark.parametrize(
+    ("look", "remedy"),
+    [
+        ("evaluate", "--train.activation_checkpointing all"),
+        ("sample", "try --log.sample_tokens with a smaller number, or --log.sample_interval_steps 0"),
+        ("measure_attention", "try --log.telemetry_interval_steps 0"),
+    ],
+)
 def test_steps_are_saved_before_a_look_at_the_model_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: str, remedy: str
 ) -> None:
     """A GPU may have memory for a step, and none for more."""
 
@@ -156,7 +164,8 @@ def test_steps_are_saved_before_a_look_at_the_model_ends_the_run(
 
     monkeypatch.setattr(Evaluator, look, too_much)
     flags = ("--evaluate.interval_steps", "3", "--log.sample_interval_steps", "3", "--checkpoint.interval_steps", "2")
-    with pytest.raises(torch.OutOfMemoryError) as caught:
+    flags += ("--log.telemetry_interval_steps", "3")
+    with pytest.raises(torch.OutOfMemoryError, match=re.escape(remedy)) as caught:
         train(make_config(tmp_path, *flags))
     assert caught.value.__notes__ == ["step 3 is saved"]
     monkeypatch.undo()

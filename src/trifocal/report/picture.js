@@ -27,7 +27,13 @@ const makePicture = (box) => {
   };
   // Relative to an even spread over the blocks so far: half strength at the even share, full at four times it.
   const strength = (value, row) => Math.min(1, Math.sqrt(value * (ownBlock(row) + 1)) / 2);
-  const windowStart = (row) => queries[row] - Math.min(positions[queries[row]], geometry.window_size - 1);
+  // A layer whose window gate is zero for all queries and heads has no window.
+  const hasWindow = () => {
+    const cells = rows * groups, first = state.layer * cells, gates = frames[state.frame].gates;
+    return gates.subarray(3 * first, 3 * (first + cells)).some((gate, index) => index % 3 === 2 && gate > 0);
+  };
+  const windowStart = (row) => hasWindow()
+    ? queries[row] - Math.min(positions[queries[row]], geometry.window_size - 1) : total + bin;
   const mapsOf = () => {
     const maps = { cmp: [], slc: [], win: [], dense: [] };
     for (let row = 0; row < rows; row++) {

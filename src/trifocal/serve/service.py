@@ -151,9 +151,9 @@ class Service:
     def _request(self, prompt: list[int], count: int | None, values: dict[str, Any], **options: Any) -> Request:
         room = self.max_length - len(prompt)
         if room < max(1, count or 1):
-            new = "" if count is None else f" and {max(1, count):,} new ones"
+            new = "" if count is None else f", and {max(1, count):,} new ones were asked for"
             raise ApiError(
-                400, f"{len(prompt):,} tokens of prompt{new} were asked for; together {self.max_length:,} fit",
+                400, f"the prompt takes {len(prompt):,} of the {self.max_length:,} tokens that fit{new}",
                 code="context_length_exceeded",
             )  # fmt: skip
         seed = values.get("seed", secrets.randbelow(_MOST_SEED))

@@ -16,7 +16,7 @@ from trifocal.train.checkpoint.folders import set_aside_later_checkpoints
 from trifocal.train.coordinator import StepCoordinator, StepData
 from trifocal.train.evaluator import Evaluator
 from trifocal.train.nonfinite import FiniteGuard
-from trifocal.train.out_of_memory import remedies_on_out_of_memory
+from trifocal.train.out_of_memory import memory_remedies, remedies_on_out_of_memory
 from trifocal.train.run_folder import save_config
 from trifocal.train.run_logger import RunLogger, open_logger
 from trifocal.train.saving import Saver
@@ -26,6 +26,9 @@ from trifocal.train.step.schedule import is_due, learning_rate_of
 from trifocal.train.step.step import StepResult, TrainStep
 from trifocal.train.stop import StoppedBeforeFirstStep, StopSignals
 from trifocal.train.validation_loss import Evaluation
+
+_NO_TELEMETRY = "--log.telemetry_interval_steps 0"
+_FEWER_SAMPLES = ("--log.sample_tokens with a smaller number", "--log.sample_interval_steps 0")
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ def run_training(setup: TrainSetup, notes: list[str], checkpoint: Path | None) -
         StoppedBeforeFirstStep: If a signal comes before the first step has ended in all processes.
     """
     with ExitStack() as stack:
-        stack.enter_context(remedies_on_out_of_memory(setup.config, setup.processes.size))
+        stack.enter_context(remedies_on_out_of_memory(*memory_remedies(setup.config, setup.processes.size)))
         stack.callback(setup.loader.close)
         stack.enter_context(deterministic_operations(setup.config.run.deterministic))
         if checkpoint is not None:
@@ -303,15 +306,15 @@ class Trainer:
                 self.evaluation = evaluator.evaluate()
                 log.log_evaluation(self.evaluation)
             if evaluator.has_telemetry and config.log.telemetry_interval_steps:
-                with log.pause("telemetry"):
+                with log.pause("telemetry"), remedies_on_out_of_memory(_NO_TELEMETRY):
                     evaluator.picture_attention(step)
         if evaluator.has_telemetry and is_due(step, config.log.telemetry_interval_steps, last):
             self.guard.check_step()
-            with log.pause("telemetry"):
+            with log.pause("telemetry"), remedies_on_out_of_memory(_NO_TELEMETRY):
                 evaluator.measure_attention(step, result.batches[0])
         if is_due(step, config.log.sample_interval_steps, last):
             self.guard.check_step()
-            with log.pause("sample"):
+            with log.pause("sample"), remedies_on_out_of_memory(*_FEWER_SAMPLES):
                 self.sample = evaluator.sample(step)
 
     def _commit_start(self) -> None:

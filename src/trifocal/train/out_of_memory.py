@@ -44,20 +44,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+class OutOfMemory(torch.OutOfMemoryError):
+    """An allocation failed, and the message says what to lower."""
+
+
 @contextmanager
-def remedies_on_out_of_memory(config: RunConfig, num_devices: int) -> Iterator[None]:
-    """Name the remedies where an allocation fails.
+def remedies_on_out_of_memory(*remedies: str) -> Iterator[None]:
+    """Name the remedies where an allocation fails; those of the innermost block count.
 
     Raises:
-        torch.OutOfMemoryError: With the remedies in its one line and the notes of the allocator's error, in its place.
+        OutOfMemory: With the remedies in its one line and the notes of the allocator's error, in its place.
     """
     try:
         yield
     except RuntimeError as error:
-        if not is_out_of_memory(error):
+        if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
             raise
-        remedies = ", or ".join(memory_remedies(config, num_devices))
-        named = torch.OutOfMemoryError(f"out of memory ({one_line(error, 160)}); try {remedies}")
+        named = OutOfMemory(f"out of memory ({one_line(error, 160)}); try {', or '.join(remedies)}")
         for note in getattr(error, "__notes__", ()):
             named.add_note(note)
         raise named from error
