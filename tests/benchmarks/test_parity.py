@@ -83,5 +83,5 @@ def test_a_wrong_loss_of_the_choice_is_refused(faulty, monkeypatch):
     with pytest.raises(Refused, match=f"the {faulty}.* is off by"):
         choice_problem.check_choice_parity(SHAPE, GEOMETRY, CPU, torch.float32)
     parity.check_model_parity(MODEL, CPU, torch.float32)
-    with pytest.raises(Refused, match="the loss|the gradient of [qk]_idx"):
+    with pytest.raises(Refused, match=r"the loss|the gradient of [qk]_idx"):
         parity.check_model_parity(replace(MODEL, chooser="index"), CPU, torch.float32)
