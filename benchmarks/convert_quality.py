@@ -55,7 +55,7 @@ Flags = dict[str, str]
 TAUGHT = {"train.choice_loss_weight": "1", "optimizer.index_lr_factor": "3"}
 ALONE = {
     "train.only": "chooser", "train.choice_loss_weight": "1", "train.choice_loss_sample": "1",
-    "optimizer.learning_rate": "1e-3",
+    "optimizer.learning_rate": "1e-3", "optimizer.index_lr_factor": "1",
 }  # fmt: skip
 
 

@@ -17,12 +17,13 @@ from lib.decode_engine import DecodeOptions, DecodingBench
 from lib.decode_layer import LayerShape, bench_layers, check_memory, check_step
 from lib.plain_decoder import PlainDecoder
 from lib.recorder import OK, Recorder
-from lib.script import Benchmark, parse_size
+from lib.script import MODEL_NOTE, Benchmark, parse_size
 from lib.shapes import DTYPES
 from lib.timing import Timing, peak_gib, recorded
 from trifocal.inference import CachedModel, CachedSequence, Engine, Request, Sampling
 from trifocal.inference.paged_cache import cache_bytes
 from trifocal.models import ModelConfig, parameter_count
+from trifocal.nn.attention_base import INDEX_DIM
 from trifocal.ops.decode.int8 import WeightType
 
 # The first step compiles, the second is recorded, and the host reads a step behind.
@@ -31,10 +32,12 @@ _WARMUP_STEPS = 5
 NOTES = (
     "Random weights. nsa and dense run through the engine of trifocal generate: paged caches, recorded steps, draws at "
     "temperature 0.8, host included.",
+    MODEL_NOTE,
     "model: token_ms is the median time of a step that adds a token to every sequence; p20 and p80 are the spread. "
     "Caches are filled with random numbers instead of a prompt. keys_per_step is by formula: keys of all branches "
-    "that one query reads in one layer and KV head; cache_mib is what a step reads of all caches, weights_mib of the "
-    "weights, gflop its products. weights int8: linear layers in 8 bits, with a scale for each output.",
+    "that one query reads in one layer and KV head, index keys apart; cache_mib is what a step reads of all caches, "
+    "weights_mib of the weights, gflop its products. weights int8: linear layers in 8 bits, with a scale for each "
+    "output.",
     "dense plain: PyTorch alone, one compiled and recorded step, SDPA without a mask over a cache as long as the past, "
     "the likeliest token; the host is not waited for.",
     *decode_engine.PREFILL_NOTES,
@@ -185,8 +188,9 @@ def work_per_step(
     """Keys, bytes and operations of one step of all sequences behind so many tokens, by formula."""
     keys = config.geometry.keys_read_per_step(past) if config.attention == "nsa" else past + 1
     width = config.head_dim + config.value_dim
-    cache = sequences * config.num_layers * keys * config.num_kv_heads * width * dtype.itemsize
-    attention = 2 * config.num_layers * config.num_heads * width * keys
+    index = INDEX_DIM * (past + 1) if config.has_index else 0
+    cache = sequences * config.num_layers * (keys * config.num_kv_heads * width + index) * dtype.itemsize
+    attention = 2 * config.num_layers * (config.num_heads * width * keys + config.num_kv_heads * index)
     # Every weight multiplies once, but for the look-up in the embedding.
     count = parameter_count(config) - (0 if config.tie_embeddings else config.vocab_size * config.dim)
     return {

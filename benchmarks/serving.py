@@ -24,7 +24,7 @@ import torch
 
 from lib.parity import check_model_parity
 from lib.recorder import OK, Recorder, Unavailable
-from lib.script import Benchmark, ModelOptions
+from lib.script import MODEL_NOTE, Benchmark, ModelOptions
 from lib.shapes import DTYPES
 from trifocal.data import make_tokenizer
 from trifocal.errors import UserError
@@ -35,6 +35,7 @@ from trifocal.train.checkpoint.pretrained import DEMO
 NOTES = (
     "Random weights, served by trifocal serve in a process of its own on the same machine, asked over HTTP; prompts "
     "are random tokens, and every answer has all of its tokens.",
+    MODEL_NOTE,
     "load: so many clients, each of which sends its next request when it has the answer to the last. The time between "
     "tokens is that between events of one stream. A first request of each length is not counted.",
     "turns: a prompt, then the same prompt with the answer and 50 more tokens; medians of the time to the first token. "

@@ -20,7 +20,7 @@ from typing import IO, Any, Literal
 
 from lib.parity import check_model_parity
 from lib.recorder import OK, Recorder, Refused, child_environment, failure
-from lib.script import Benchmark, ModelOptions, parse_size
+from lib.script import MODEL_NOTE, Benchmark, ModelOptions, parse_size
 from lib.shapes import DTYPES
 from lib.training_worker import TrainCase
 from trifocal.errors import UserError
@@ -43,6 +43,7 @@ NOTES = (
     "The second step is recorded.",
     "kernels and gaps: of --profiled-steps, as means of a step. gpu_busy_share is the share of those steps in which a "
     "kernel ran.",
+    MODEL_NOTE,
     "A model whose chooser is an index takes the loss of the choice as well, of one query in 64.",
     "production: 4x2048, as in configs/m7c_125m.toml.",
 )

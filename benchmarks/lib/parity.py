@@ -2,6 +2,7 @@
 
 import torch
 
+from lib.choice_problem import check_choice_parity
 from lib.recorder import Refused
 from lib.shapes import AttentionShape
 from trifocal.models import ModelConfig
@@ -63,9 +64,10 @@ def check_parity(
 
 
 def check_model_parity(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> float:
-    """Do what `check_parity` does, for the attention of a model."""
-    sizes = (config.num_heads, config.num_kv_heads, config.head_dim, config.value_dim)
-    return check_parity(AttentionShape("model", 1, 1, *sizes), config.geometry, device, dtype, config.backend)
+    """Do what `check_parity` does, for the attention of a model, and for the loss of its index if it has one."""
+    shape = AttentionShape("model", 1, 1, config.num_heads, config.num_kv_heads, config.head_dim, config.value_dim)
+    checks = (check_parity, check_choice_parity) if config.has_index else (check_parity,)
+    return max(check(shape, config.geometry, device, dtype, config.backend) for check in checks)
 
 
 def _mean_and_gradient(k: torch.Tensor, geometry: Geometry, backend: str) -> tuple[torch.Tensor, torch.Tensor]:

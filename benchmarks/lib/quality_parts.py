@@ -4,12 +4,14 @@ from dataclasses import dataclass, field
 
 from trifocal.ops import Geometry
 
+# The preset has an index and a learned compressor.
+_SPARSE = {"model.chooser": "compressed", "model.compressor": "mean"}
 _TAUGHT = {"train.choice_loss_weight": "1"}
-_INDEX = _TAUGHT | {"model.chooser": "index", "optimizer.index_lr_factor": "3"}
+_INDEX = {"model.chooser": "index"}
 _LEARNED = {"model.compressor": "mlp"}
 # How each model differs from the sparse one; "window" also gets its size, and "hybrid" its layers, which depend on the
 # part.
-VARIANTS: dict[str, dict[str, str]] = {
+_CHANGES: dict[str, dict[str, str]] = {
     "sparse": {},
     "dense": {"model.attention": "dense"},
     "window": {"model.attention": "window"},
@@ -30,6 +32,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "shared-dropout": {"model.shared_kv": "true", "model.selected_dropout": "0.2"},
     "shared-random": {"model.shared_kv": "true", "model.selection": "random"},
 }
+VARIANTS = {name: _SPARSE | changes for name, changes in _CHANGES.items()}
 HELD_OUT = 0.1
 """Share of the packages that the part `long` holds out."""
 CONTROLS = ("sparse", "dense", "window", "random", "dropout")

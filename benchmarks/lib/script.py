@@ -17,7 +17,13 @@ from lib.results import ResultFile, by_part, cell, cpu_name
 from trifocal.cli.output import unwinding_signals
 from trifocal.errors import UserError
 from trifocal.models import ModelConfig
+from trifocal.train import load_config
 
+PRESET = "m7c_125m"
+MODEL_NOTE = (
+    f"Without flags of a model it is that of the preset {PRESET}, with an index and a learned compressor. Results up "
+    "to 2026-11-25 are of --model.chooser compressed --model.compressor mean."
+)
 # Columns of the screen's tables where it is no screen.
 _FILE_WIDTH = 160
 
@@ -69,8 +75,8 @@ class ModelOptions(BenchOptions):
 
     attention: tuple[Literal["nsa", "dense"], ...] = ("nsa", "dense")
     """The models to measure."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-    """The sparse model; the dense baseline differs in the attention alone."""
+    model: ModelConfig = field(default_factory=lambda: load_config(PRESET).model)
+    """The sparse model, by default the production preset's; the dense baseline differs in the attention alone."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """Type of the matrix products, and of the caches of decoding."""
 

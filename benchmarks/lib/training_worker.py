@@ -128,8 +128,6 @@ class TrainBench:
             activation_checkpointing=case.checkpointing,
             compile=case.compile,
             cuda_graphs=case.cuda_graphs,
-            # An index learns from this loss alone.
-            choice_loss_weight=float(self.config.has_index),
         )
         model = DecoderLM(self.config)
         model.init_weights(0)

@@ -4,6 +4,7 @@ import dataclasses
 import keyword
 import math
 import reprlib
+import types
 import typing
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
@@ -72,7 +73,7 @@ def from_table(cls: type[T], table: Mapping[str, Any], source: str = "", *, sect
     """Build a dataclass from a nested table of values, as TOML and JSON give them.
 
     Args:
-        cls: The dataclass; fields may be dataclasses, int, float, bool, str, a Literal of str, or a tuple of these.
+        cls: The dataclass; fields may be dataclasses, or of the types of `checked`.
         table: The values. Missing keys take their defaults.
         source: Their origin, such as the name of a file; messages begin with it.
         section: Name of the dataclass in messages.
@@ -112,11 +113,16 @@ def _build(cls: type[T], table: Mapping[str, Any], source: str, prefix: str, kno
         raise UserError(f"{source}{error}") from error
 
 
+def number_of(kind: Any) -> Any:
+    """The number of a field that is a number or a word, like `float | Literal["auto"]`; None for any other."""
+    return typing.get_args(kind)[0] if typing.get_origin(kind) in (typing.Union, types.UnionType) else None
+
+
 def checked(kind: Any, value: Any, name: str) -> Any:
     """A value, converted to the type of its field.
 
     Args:
-        kind: int, float, bool, str, a Literal of str, or a tuple of these.
+        kind: int, float, bool, str, a Literal of str, a number or a Literal of str, or a tuple of these.
         value: The value given.
         name: Name of the field, for messages.
 
@@ -125,6 +131,14 @@ def checked(kind: Any, value: Any, name: str) -> Any:
     """
     if typing.get_origin(kind) is tuple and isinstance(value, tuple | list):
         return tuple(checked(typing.get_args(kind)[0], part, name) for part in value)
+    if number := number_of(kind):
+        words = typing.get_args(typing.get_args(kind)[1])
+        if value in words:
+            return value
+        if type(value) is str:
+            expected = f"{_NAMES[number]} or {' or '.join(map(repr, words))}"
+            raise UserError(f"{name} must be {expected}, got {_SHOWN.repr(value)}")
+        kind = number
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         if value not in choices:

@@ -110,6 +110,12 @@ def test_work_is_counted():
     weights = 2 * layer + 16 + 16 * 32
     assert work["weights_mib"] * 2**20 == weights * 4
     assert work["gflop"] * 1e9 == 2 * (2 * weights + 2 * 2 * 4 * 16 * 41)
+    means, index = (
+        decoding.work_per_step(replace(MODEL, chooser=chooser), 2, 40, DTYPES["fp32"])
+        for chooser in ("compressed", "index")
+    )
+    # An index key of each token, in both layers of both sequences.
+    assert (index["cache_mib"] - means["cache_mib"]) * 2**20 == 2 * 2 * 41 * 64 * 4
 
 
 def test_wrong_results_are_not_timed(monkeypatch):

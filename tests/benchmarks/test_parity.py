@@ -1,11 +1,14 @@
 """The gate before timing passes a right attention and refuses faults."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from lib import choice_problem, parity
 from lib.recorder import Refused
 from lib.shapes import AttentionShape
+from tests.benchmarks.tiny import MODEL
 from trifocal.ops import Geometry, nsa_attention, select_blocks
 from trifocal.ops.api import compress_by_mean
 
@@ -70,8 +73,8 @@ def test_a_wrong_loss_of_the_choice_is_refused(faulty, monkeypatch):
     def loss(*args, backend, **student):
         if faulty == "gradient" and backend != "reference":
             student["q_idx"] = student["q_idx"].detach() + 1.05 * (student["q_idx"] - student["q_idx"].detach())
-        loss, recall = right(*args, backend="reference", **student)
-        return (1.01 * loss if faulty == "loss" and backend != "reference" else loss), recall
+        figures = right(*args, backend="reference", **student)
+        return figures * torch.tensor([1.01, 1.0]) if faulty == "loss" and backend != "reference" else figures
 
     monkeypatch.setattr(choice_problem, "choice_loss", loss)
     if faulty is None:
@@ -79,3 +82,6 @@ def test_a_wrong_loss_of_the_choice_is_refused(faulty, monkeypatch):
         return
     with pytest.raises(Refused, match=f"the {faulty}.* is off by"):
         choice_problem.check_choice_parity(SHAPE, GEOMETRY, CPU, torch.float32)
+    parity.check_model_parity(MODEL, CPU, torch.float32)
+    with pytest.raises(Refused, match=r"the loss|the gradient of [qk]_idx"):
+        parity.check_model_parity(replace(MODEL, chooser="index"), CPU, torch.float32)

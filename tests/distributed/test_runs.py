@@ -87,7 +87,6 @@ def test_gradients_of_recorded_graphs_are_the_same(runs: dict[str, Path], tmp_pa
 def test_a_taught_choice_is_that_of_one_process(tmp_path: Path) -> None:
     """The queries, their loss and its scale: two processes, and two sharded and recorded ones."""
     flags = ("--model.chooser", "index", "--train.choice_loss_weight", "0.5", "--train.choice_loss_sample", "0.5")
-    flags += ("--optimizer.index_lr_factor", "3")
     flags = (*flags, "--log.sample_interval_steps", "0")
     small = ("--train.micro_batch_size", "1", "--evaluate.batches", "4")
     found = [

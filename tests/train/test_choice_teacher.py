@@ -16,6 +16,7 @@ from trifocal.models import DecoderLM
 from trifocal.runlog import Heartbeat, read_metrics
 from trifocal.train import resume, train
 from trifocal.train.choice_teacher import ChoiceTeacher
+from trifocal.train.config.check import preflight
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.step.optimizer import make_optimizer
 from trifocal.train.step.step import StepResult, TrainStep
@@ -42,7 +43,7 @@ def take_step(
     model = DecoderLM(config.model)
     model.init_weights(5)
     model.set_activation_checkpointing(*config.train.checkpointed_layers(config.model.num_layers))
-    teacher = ChoiceTeacher(model, config.train, CPU) if config.train.choice_loss_weight else None
+    teacher = ChoiceTeacher(model, config.train, CPU) if config.train.choice_weight(config.model) else None
     function = model if teacher is None else partial(model, teaching=teacher.teaching)
     optimizer = make_optimizer(model, config.optimizer)
     train_step = TrainStep(function, optimizer, CPU, config.train, teacher=teacher)
@@ -107,7 +108,7 @@ def test_how_a_batch_is_cut_does_not_matter(tmp_path: Path, heartbeat: Heartbeat
 
 def test_an_index_has_a_learning_rate_of_its_own(tmp_path: Path, heartbeat: Heartbeat) -> None:
     """The first step of Adam without decay moves each parameter by its learning rate."""
-    config = make_config(tmp_path, *INDEX, *TAUGHT, "--optimizer.weight_decay", "0")
+    config = make_config(tmp_path, *INDEX, *TAUGHT, "--optimizer.weight_decay", "0", "--optimizer.index_lr_factor", "1")
     batches = read_batches(config, 2, 2)
     faster = replace(config, optimizer=replace(config.optimizer, index_lr_factor=3.0))
     _, gradients, plain = take_step(config, batches, heartbeat)
@@ -133,8 +134,27 @@ def test_no_eligible_query_is_no_loss(tmp_path: Path, heartbeat: Heartbeat) -> N
     assert not any(gradient.any() for name, gradient in gradients.items() if ".index." in name)
 
 
+@pytest.mark.parametrize(
+    ("model", "weight"),
+    [
+        ((), 0),
+        (INDEX, 1),
+        ((*INDEX, "--model.attention", "selected"), 1),
+        ((*INDEX, "--model.attention", "dense"), 0),
+        ((*INDEX, "--model.selection", "random"), 0),
+        ((*INDEX, *TAUGHT), 0.5),
+        (TAUGHT, 0.5),
+        ((*INDEX, *TAUGHT, "--train.choice_loss_weight", "auto"), 1),
+    ],
+)
+def test_the_weight_follows_the_model_unless_it_is_given(tmp_path: Path, model: tuple[str, ...], weight: float) -> None:
+    config = make_config(tmp_path, *model)
+    assert config.train.choice_weight(config.model) == weight
+    preflight(config, CPU)
+
+
 def test_a_run_writes_the_loss_of_its_choice(tmp_path: Path) -> None:
-    config = make_config(tmp_path, *INDEX, *TAUGHT, "--log.sample_interval_steps", "0")
+    config = make_config(tmp_path, *INDEX, "--train.choice_loss_sample", "0.5", "--log.sample_interval_steps", "0")
     train(config)
     rows = list(read_metrics(Path(config.run.directory) / "metrics.jsonl", "train"))
     assert len(rows) == 6 and all(row["choice_loss"] > 0 for row in rows)
@@ -143,10 +163,9 @@ def test_a_run_writes_the_loss_of_its_choice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("only", ["all", "chooser"])
 def test_a_resumed_run_teaches_the_same(tmp_path: Path, only: str) -> None:
-    rate = ("--optimizer.index_lr_factor", "3")
     # Traces and telemetry find nothing of what is frozen.
     seen = ("--trace.what", "gradients,modules,memory", "--trace.steps", "2:3", "--log.telemetry_interval_steps", "2")
-    config = make_config(tmp_path, *INDEX, *TAUGHT, *rate, *seen, "--train.only", only)
+    config = make_config(tmp_path, *INDEX, *TAUGHT, *seen, "--train.only", only)
     train(config)
     run = Path(config.run.directory)
     whole = read_checkpoint(run / "checkpoints" / "step_00000006")
@@ -157,6 +176,21 @@ def test_a_resumed_run_teaches_the_same(tmp_path: Path, only: str) -> None:
     assert [row["choice_recall"] for row in read_metrics(run / "metrics.jsonl", "train")] == recalls
 
 
+@pytest.mark.parametrize(("model", "weight"), [((), "0.0"), (INDEX, "1.0")])
+def test_a_run_that_was_saved_with_numbers_goes_on(tmp_path: Path, model: tuple[str, ...], weight: str) -> None:
+    """Earlier versions saved the weight itself, and a factor of 1."""
+    train(make_config(tmp_path, *model, "--train.choice_loss_sample", "0.5", "--optimizer.index_lr_factor", "1"))
+    run = tmp_path / "run"
+    whole = read_checkpoint(run / "checkpoints" / "step_00000006")
+    file, key = run / "config.toml", "choice_loss_weight = "
+    text = file.read_text()
+    assert f'{key}"auto"' in text
+    file.write_text(text.replace(f'{key}"auto"', f"{key}{weight}"))
+    assert resume(run, checkpoint="step_00000004").finished
+    for name, value in read_checkpoint(run / "checkpoints" / "step_00000006").items():
+        assert torch.equal(value, whole[name]), name
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -164,9 +198,8 @@ def test_a_resumed_run_teaches_the_same(tmp_path: Path, only: str) -> None:
         (("--model.selection", "random", *TAUGHT), 'selection "random" learns nothing'),
         (("--model.shared_kv", "true", *TAUGHT), "compressed keys have no parameters of their own"),
         (("--model.attention", "selected", *TAUGHT), 'set model.chooser to "index"'),
-        (INDEX, "set train.choice_loss_weight above 0"),
+        ((*INDEX, "--train.choice_loss_weight", "0"), "set train.choice_loss_weight above 0"),
         (("--train.only", "chooser", *TAUGHT), "trains the index alone, and the model has none; set model.chooser"),
-        (("--optimizer.index_lr_factor", "3"), "but the model has no index; set it to 1, or model.chooser"),
         (("--optimizer.index_lr_factor", "0"), "optimizer.index_lr_factor must be positive, got 0"),
         (("--train.choice_loss_sample", "0"), r"train.choice_loss_sample must lie in \(0, 1\], got 0"),
     ],

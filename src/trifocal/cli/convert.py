@@ -137,10 +137,9 @@ def _summary(config: ModelConfig, output: Path, note: str) -> str:
     if config.has_index:
         lines += [
             "  teach the index, with everything else frozen:",
-            f"    trifocal train --model.from {path} --train.only chooser --train.choice_loss_weight 1 "
-            "--train.choice_loss_sample 1 --optimizer.learning_rate 1e-3 --data.source text:PATH "
-            "--run.directory runs/index",
+            f"    trifocal train --model.from {path} --train.only chooser --train.choice_loss_sample 1 "
+            "--data.source text:PATH --run.directory runs/index",
         ]
-        path = "runs/index --train.choice_loss_weight 1"
+        path = "runs/index"
     lines += ["  train on:", f"    trifocal train --model.from {path} --data.source text:PATH"]
     return "\n".join(lines)

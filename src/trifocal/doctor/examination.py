@@ -8,7 +8,7 @@ from typing import Any
 from trifocal._version import __version__
 from trifocal.doctor import machine, probes
 from trifocal.doctor.machine import Finding
-from trifocal.doctor.measured import REFERENCE_CARD, REFERENCES, Need, need_of
+from trifocal.doctor.measured import REFERENCE_CARD, REFERENCE_MODEL, REFERENCES, Need, need_of
 from trifocal.train.config.sections import RunConfig
 
 
@@ -54,7 +54,7 @@ class Examination:
             yield from _need(need)
         if not any(need.device and need.device != "CPU" for need in self.needs):
             first = "No GPU was measured here. " if self.needs else ""
-            yield f"{first}The model of the preset m7c_125m on {REFERENCE_CARD}, measured:"
+            yield f"{first}The model of the preset m7c_125m, {REFERENCE_MODEL}, on {REFERENCE_CARD}, measured:"
             for row in REFERENCES:
                 speed = f"{row.step_ms} ms a step, {row.tokens_per_second:,} tokens/s"
                 yield f"  {row.what}: {row.peak_gib} GiB a GPU, {speed}"

@@ -199,6 +199,7 @@ class Reference(NamedTuple):
 
 
 REFERENCE_CARD = "NVIDIA H200"
+REFERENCE_MODEL = "with --model.chooser compressed --model.compressor mean"
 _TRAIN, _SCALE = "train_h200_2026-11-22", "scale_4_500_h200_2026-11-21"
 REFERENCES = (
     Reference(_TRAIN, "4 x 2048 tokens, two at a time, checkpointing all", 1.92, 27.3, 300_436),

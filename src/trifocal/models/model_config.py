@@ -27,7 +27,7 @@ _UNROTATED = RopeScaling(rope_type="proportional", partial_rotary_factor=1e-9)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes and choices of a `DecoderLM`. The defaults are those of the production preset, m7c, on bytes.
+    """Sizes and choices of a `DecoderLM`. The default sizes are those of the production preset, m7c, on bytes.
 
     Args:
         from_: Folder of weights, run or checkpoint that training begins with, `from` in files and flags; empty: random

@@ -17,7 +17,7 @@ class ChoiceTeacher:
     """Teaches the choice of a model's layers in each step.
 
     The loss is the mean over the eligible sampled queries of the whole global batch, however it is cut, summed over
-    layers, times `train.choice_loss_weight`.
+    layers, times `TrainSection.choice_weight`.
 
     Args:
         model: The model.
@@ -32,7 +32,7 @@ class ChoiceTeacher:
 
     def __init__(self, model: DecoderLM, config: TrainSection, device: torch.device, gradient_factor: int = 1) -> None:
         self._model_config, self._device = model.config, device
-        self._factor = config.choice_loss_weight * gradient_factor
+        self._factor = config.choice_weight(model.config) * gradient_factor
         self.teaching = ChoiceTeaching(
             step=torch.zeros((), dtype=torch.int64, device=device),
             scales=torch.zeros(model.config.num_layers, device=device),

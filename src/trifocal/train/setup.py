@@ -136,7 +136,7 @@ class TrainSetup:
         factor = self.parallel.size if self.parallel.flat_gradients is None else 1
         self.teacher: ChoiceTeacher | None = None
         self.loss_function: LossFunction = self.parallel.module
-        if config.train.choice_loss_weight:
+        if config.train.choice_weight(config.model):
             self.teacher = ChoiceTeacher(self.model, config.train, self.device, factor)
             self.loss_function = partial(self.parallel.module, teaching=self.teacher.teaching)
         self.graphs, graphs_note = make_graphs(self.parallel, self.model, config.train, self.device, self.loss_function)

@@ -35,6 +35,7 @@ class Everything:
     real: float
     truth: bool
     choice: Literal["a", "b"] = "a"
+    either: float | Literal["auto"] = "auto"
     inner: Inner = dataclasses.field(default_factory=Inner)
 
 
@@ -44,9 +45,12 @@ class Everything:
     number=st.integers(-(2**63), 2**63 - 1),
     real=st.floats(allow_nan=False, allow_infinity=False),
     truth=st.booleans(),
+    either=st.floats(allow_nan=False, allow_infinity=False) | st.just("auto"),
 )
-def test_what_is_written_loads_back_equal(text: str, number: int, real: float, truth: bool) -> None:
-    value = Everything(text, number, real, truth, inner=Inner(number, text))
+def test_what_is_written_loads_back_equal(
+    text: str, number: int, real: float, truth: bool, either: float | Literal["auto"]
+) -> None:
+    value = Everything(text, number, real, truth, either=either, inner=Inner(number, text))
     table = tomllib.loads(to_toml(value))
     loaded = from_table(Everything, table, "test")
     assert loaded == value
@@ -170,6 +174,9 @@ def test_a_file_that_is_not_text_or_not_there_is_refused(tmp_path: Path) -> None
         (["--train.steps"], "--train.steps needs a value"),
         (["--train.steps", "five"], "--train.steps must be an integer, got 'five'"),
         (["--optimizer.learning_rate", "fast"], "--optimizer.learning_rate must be a finite number, got 'fast'"),
+        (["--train.choice_loss_weight", "fast"], "_weight must be a finite number or 'auto', got 'fast'"),
+        (["--train.choice_loss_weight", "nan"], "_weight must be a finite number, got nan"),
+        (["--train.choice_loss_weight", "-1"], "train.choice_loss_weight must be at least 0, got -1.0"),
         (["--log.heartbeat_seconds", "nan"], "--log.heartbeat_seconds must be a finite number, got nan"),
         (["--optimizer.learning_rate=-Inf"], "--optimizer.learning_rate must be a finite number, got -inf"),
         (["--train.precision", "fp8"], "--train.precision must be one of 'fp32', 'bf16', got 'fp8'"),

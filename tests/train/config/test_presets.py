@@ -4,14 +4,18 @@ import re
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
 import pytest
+import torch
 
 from trifocal.cli import main
 from trifocal.fields import dotted_fields
+from trifocal.models import DecoderLM
 from trifocal.train import RunConfig, load_config
+from trifocal.train.config import check
 from trifocal.train.config.load import presets, summary
 
 ROOT = Path(__file__).parents[3]
@@ -85,6 +89,23 @@ def test_an_unknown_preset_is_refused_with_the_nearest(capsys: pytest.CaptureFix
     assert capsys.readouterr().err == 'trifocal: unknown preset "m7c_125"; the nearest valid one is "m7c_125m"\n'
     assert main(["train", "showcas"]) == 2
     assert capsys.readouterr().err.endswith('preset "showcas"; the nearest valid one is "showcase"\n')
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_attention_is_one_key_away(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "disk_bytes", lambda config: 0)
+    preset = load_config(name)
+    production = name.startswith(("m7c", "wide"))
+    assert preset.model.has_index == (production or name == "python")
+    for key, value in (("chooser", "compressed"), ("attention", "dense"), ("attention", "window")):
+        # This machine need not have bf16 or a compiler.
+        here = ["--train.precision", "fp32", "--train.compile", "false"]
+        config = load_config(name, [f"--model.{key}", value, *here])
+        assert config.train.choice_weight(config.model) == 0 and not config.model.has_index
+        assert replace(config.model, **{key: getattr(preset.model, key)}) == preset.model
+        check.preflight(config, torch.device("cpu"))
+        with torch.device("meta"):
+            DecoderLM(config.model)
 
 
 def test_the_demo_selects_a_part_of_what_it_sees() -> None:

@@ -138,17 +138,13 @@ def _check_text(config: RunConfig, tokenizer: Tokenizer) -> None:
 
 
 def _check_choice_loss(config: RunConfig) -> None:
-    weight, model = config.train.choice_loss_weight, config.model
+    model = config.model
+    weight = config.train.choice_weight(model)
     if weight and model.untaught_choice:
         raise UserError(f"train.choice_loss_weight is {weight:g}, but {model.untaught_choice}; set it to 0")
     if config.train.only == "chooser" and not model.has_index:
         raise UserError(
             'train.only "chooser" trains the index alone, and the model has none; set model.chooser to "index"'
-        )
-    if config.optimizer.index_lr_factor != 1 and not model.has_index:
-        raise UserError(
-            f"optimizer.index_lr_factor is {config.optimizer.index_lr_factor:g}, but the model has no index; set it to "
-            '1, or model.chooser to "index"'
         )
     if model.has_index and not weight:
         raise UserError(

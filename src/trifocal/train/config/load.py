@@ -11,7 +11,7 @@ import tyro
 
 from trifocal.data import has_text
 from trifocal.errors import UserError, unknown
-from trifocal.fields import checked, dotted_fields, from_table, value_of
+from trifocal.fields import checked, dotted_fields, from_table, number_of, value_of
 from trifocal.paths import user_path
 from trifocal.train.checkpoint.pretrained import pretrained_values
 from trifocal.train.config.sections import RunConfig
@@ -220,9 +220,10 @@ def _meaning(kind: Any, text: str) -> Any:
     """Parse a text as a value of this type; a text that is none is returned as it is, and the check refuses it."""
     if kind is bool:
         return {"true": True, "false": False}.get(text.lower(), text)
-    if kind in (int, float):
+    number = number_of(kind) or kind
+    if number in (int, float):
         try:
-            return kind(text)
+            return number(text)
         except ValueError:
             pass
     return text

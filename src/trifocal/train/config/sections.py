@@ -79,9 +79,10 @@ class TrainSection:
     not during it; under fsdp and hsdp, with every micro-batch."""
     gradient_clip_norm: float = 1.0
     """Largest norm of the whole gradient; longer ones are scaled down to it. 0 turns clipping off."""
-    choice_loss_weight: float = 0.0
+    choice_loss_weight: float | Literal["auto"] = "auto"
     """Weight of the loss that teaches the choice of blocks to follow the selected branch's attention over the whole
-    past; it reaches what chooses, and nothing else. 0 turns it off."""
+    past; it reaches what chooses, and nothing else. 0 turns it off; "auto" is 1 where an index chooses, which learns
+    from nothing else, and 0 elsewhere."""
     choice_loss_sample: float = 0.015625
     """Share of the queries that this loss looks at, new ones in each step."""
     only: Literal["all", "chooser"] = "all"
@@ -91,13 +92,19 @@ class TrainSection:
     def __post_init__(self) -> None:
         check_types(self, "train")
         check_at_least(self, "train", steps=1, sequence_length=1, global_batch_size=1, micro_batch_size=1)
-        check_at_least(self, "train", gradient_clip_norm=0, choice_loss_weight=0)
+        check_at_least(self, "train", gradient_clip_norm=0)
+        if self.choice_loss_weight != "auto":
+            check_at_least(self, "train", choice_loss_weight=0)
         _require(
             0 < self.choice_loss_sample <= 1,
             f"train.choice_loss_sample must lie in (0, 1], got {self.choice_loss_sample}; to teach nothing, set "
             "train.choice_loss_weight to 0",
         )
         self.checkpointed_layers(0)
+
+    def choice_weight(self, model: ModelConfig) -> float:
+        """The weight of the choice's loss for a model, `choice_loss_weight` with "auto" resolved."""
+        return float(model.has_index) if self.choice_loss_weight == "auto" else self.choice_loss_weight
 
     @property
     def choice_loss_stretch(self) -> int:
@@ -184,8 +191,8 @@ class OptimizerSection:
     """Added to the root of that square."""
     weight_decay: float = 0.01
     """Decoupled weight decay, times the learning rate, on matrices only."""
-    index_lr_factor: float = 1.0
-    """Learning rate of the index heads, as a multiple of that of everything else; for model.chooser "index"."""
+    index_lr_factor: float = 3.0
+    """Learning rate of the index heads, as a multiple of that of everything else; without an index it has no effect."""
 
     def __post_init__(self) -> None:
         check_types(self, "optimizer")
