@@ -105,11 +105,19 @@ def test_compiling_and_recording_err_no_more_than_eager_passes(model, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    "options", [{"attention": "nsa"}, {"attention": "nsa", "chooser": "index"}, {"attention": "dense"}], ids=str
+    ("options", "checkpointing", "micro_batch"),
+    [
+        ({"attention": "nsa"}, "none", 2),
+        ({"attention": "nsa", "chooser": "index"}, "none", 2),
+        ({"attention": "nsa", "chooser": "index", "compressor": "mlp"}, "all", 1),
+        ({"attention": "dense"}, "none", 2),
+    ],
+    ids=str,
 )
-def test_the_bench_times_the_same_steps_recorded(model, options):
-    """Whole steps as one micro-batch, nothing checkpointed, the fewest steps of warm-up; at a length where the kernels
-    take the block-major order. A graph's memory is part of the peak: at least that of the same step without one."""
+def test_the_bench_times_the_same_steps_recorded(model, options, checkpointing, micro_batch):
+    """The fewest steps of warm-up, at a length where the kernels take the block-major order; what the production preset
+    takes in two checkpointed micro-batches. A graph's memory is part of the peak: at least that of the same step
+    without one."""
     figures = []
     for cuda_graphs in (False, True):
         torch._dynamo.reset()
@@ -117,9 +125,9 @@ def test_the_bench_times_the_same_steps_recorded(model, options):
             size="2x4096",
             model=replace(model.config, **options).to_dict(),
             sequences=2,
-            micro_batch=2,
+            micro_batch=micro_batch,
             tokens=4096,
-            checkpointing="none",
+            checkpointing=checkpointing,
             compile=True,
             cuda_graphs=cuda_graphs,
             precision="bf16",
