@@ -10,7 +10,7 @@ from trifocal.nn.norm import RMSNorm, product_dtype
 from trifocal.ops import Documents
 
 MOST_TOKENS = 65536
-"""Tokens of a sequence that pass an MLP together: its backward has six tensors of `hidden_dim` a token."""
+"""Tokens of a sequence that pass an MLP together in training: backward has six tensors of `hidden_dim` a token."""
 
 
 class SwiGLU(nn.Module):
@@ -29,8 +29,9 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(hidden_dim, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., E] -> [..., E]."""
-        parts = x.split(MOST_TOKENS, dim=-2)
+        """[..., T, E] -> [..., T, E]."""
+        # Without gradients nothing is split, so that an exported graph takes any length.
+        parts = x.split(MOST_TOKENS, dim=-2) if torch.is_grad_enabled() else (x,)
         return self._of(x) if len(parts) == 1 else torch.cat([self._of(part) for part in parts], dim=-2)
 
     def _of(self, x: Tensor) -> Tensor:
