@@ -1,5 +1,6 @@
 """Norm, SwiGLU, gates and the residual stream."""
 
+import pytest
 import torch
 
 from trifocal.nn import Block, DenseAttention, RMSNorm, SigmoidGate, SwiGLU
@@ -55,3 +56,22 @@ def test_gates_of_each_head_and_branch_start_half_open() -> None:
             torch.testing.assert_close(gates[:, :, head, branch], expected, rtol=0, atol=1e-6)
     with torch.autocast("cpu", torch.bfloat16):
         assert gate(x).dtype == torch.float32
+
+
+def test_swiglu_of_a_long_sequence_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    mlp = SwiGLU(6, 10, bias=True).double()
+    x = torch.randn(2, 9, 6, dtype=torch.float64, requires_grad=True)
+    d_y = torch.randn(2, 9, 6, dtype=torch.float64)
+
+    def results() -> list[torch.Tensor]:
+        y = mlp(x)
+        return [y, *torch.autograd.grad(y, [x, *mlp.parameters()], d_y)]
+
+    whole, counts = results(), []
+    mlp.up_proj.register_forward_pre_hook(lambda _, args: counts.append(args[0].shape[1]))
+    monkeypatch.setattr("trifocal.nn.block.MOST_TOKENS", 4)
+    parts = results()
+    assert counts == [4, 4, 1]
+    for one, other in zip(parts, whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-13)

@@ -134,3 +134,9 @@ def test_refusals_of_the_index():
         ops.select_blocks_by_index(q, k, GEOMETRY, num_keys=21)
     with pytest.raises(ValueError, match="must share B and D"):
         ops.select_blocks_by_index(q, drawn(1, 20, DIM + 1), GEOMETRY)
+
+
+def test_blocks_of_a_document_that_was_cut_short() -> None:
+    """So many numbers of each sampled query are kept for backward."""
+    documents = Documents.from_cu_seqlens(torch.tensor([0, 3 * TOKENS]), 3 * TOKENS).first(TOKENS)
+    assert choice_loss.num_blocks(TOKENS, GEOMETRY, documents) == GEOMETRY.num_selection_blocks(TOKENS)

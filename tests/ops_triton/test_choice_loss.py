@@ -57,6 +57,7 @@ CASES = (
     Case("a row of more blocks than a program has at least", 4120, 900),
     Case("nothing to choose beside the forced blocks", 133, geometry=geometry(8, 4, 16, 2, 1, 1, 11)),
     Case("blocks of more keys than a product", 700, 30, 3, 3, geometry=geometry(4, 1, 128, 2, 1, 0, 11)),
+    Case("blocks of more keys than a byte numbers", 1600, 190, geometry=geometry(16, 16, 512, 2, 1, 0, 11)),
 )  # fmt: skip
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])
 

@@ -135,8 +135,8 @@ def run_block(checkpointed: bool, forward: Callable[..., Tensor], x: Tensor, **g
 
 # Non-reentrant checkpointing that keeps the results of some operators. The choice, because one made again costs as
 # much as the first and in another precision might turn out otherwise: 4 bytes a slot. For the same reason the loss of
-# an index: 8 bytes a block and group of a sampled query, so by the square of the length: with one query in 64, blocks
-# of 64 and 12/2 heads of 64 as much as the outputs below at 1.2 million tokens. The branches' outputs and
+# an index: 5 bytes a block and group of a sampled query, so by the square of the length: with one query in 64, blocks
+# of 64 and 12/2 heads of 64 as much as the outputs below at 1.9 million tokens. The branches' outputs and
 # log-sum-exps, where the kernels make them: 2V + 4 bytes a head each, together 1.5 times the layer's input at H*V = E.
 # They give back the most time for their bytes. At 65,536 tokens and 64/4 heads of 128, an H200 saves for each KiB kept
 # about 380 ns with the choice, 14 with the selected, 8 with the compressed branch (in proportion to the length) and 3

@@ -2,11 +2,15 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trifocal.nn.attention_base import RotaryTables
 from trifocal.nn.norm import RMSNorm, product_dtype
 from trifocal.ops import Documents
+
+MOST_TOKENS = 65536
+"""Tokens of a sequence that pass an MLP together in training: backward has six tensors of `hidden_dim` a token."""
 
 
 class SwiGLU(nn.Module):
@@ -25,7 +29,12 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(hidden_dim, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., E] -> [..., E]."""
+        """[..., T, E] -> [..., T, E]."""
+        # Without gradients nothing is split, so that an exported graph takes any length.
+        parts = x.split(MOST_TOKENS, dim=-2) if torch.is_grad_enabled() else (x,)
+        return self._of(x) if len(parts) == 1 else torch.cat([self._of(part) for part in parts], dim=-2)
+
+    def _of(self, x: Tensor) -> Tensor:
         # Not one product like the attention's projections: joining the two gradients of this width costs more than
         # it saves.
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -319,7 +319,8 @@ def compressed_importance(
 
 
 def _longest(num_tokens: int, documents: Documents | None) -> int:
-    return num_tokens if documents is None or documents.max_length is None else documents.max_length
+    # Documents may have been cut: then none is as long as it was.
+    return num_tokens if documents is None or documents.max_length is None else min(num_tokens, documents.max_length)
 
 
 def _sampled(q: Tensor, num_tokens: int, sample: Sample) -> Tensor:

@@ -13,6 +13,11 @@ _TOKENS_OF_DOCUMENT = 256
 _FEWEST_DOCUMENTS = 16
 
 
+def place_type(block_size: int) -> torch.dtype:
+    """The narrowest type that holds the place of a token in a block of so many tokens, of those that kernels store."""
+    return torch.uint8 if block_size <= 256 else torch.int32
+
+
 class Documents(NamedTuple):
     """Packed documents, checked once and then passed to every layer.
 

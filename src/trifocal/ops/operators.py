@@ -22,7 +22,7 @@ from torch import Tensor
 
 from trifocal.ops import reference
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.layout import Documents
+from trifocal.ops.layout import Documents, place_type
 
 DOCUMENTS = "Tensor? cu_seqlens, Tensor? ids, Tensor? positions"
 """The three arguments of documents in a schema."""
@@ -174,11 +174,11 @@ def _num_selected(sizes: list[int]) -> int:
 
 
 def _index_loss_results(q_idx: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, num_blocks = rest[3], rest[7]
+    tokens, geometry, num_blocks = rest[3], Geometry(*rest[6]), rest[7]
     rows = (*tokens.shape, q_idx.shape[2])
     shape = (*rows, -(-num_blocks // 16) * 16)
     figures, d_products = (q_idx.new_empty(size, dtype=torch.float32) for size in ((2, *rows), shape))
-    return figures, d_products, q_idx.new_empty(shape, dtype=torch.int32)
+    return figures, d_products, q_idx.new_empty(shape, dtype=place_type(geometry.selection_block_size))
 
 
 mean_compress: Operator[Tensor] = Operator(

@@ -14,9 +14,9 @@ carries that to queries and keys: a block's product is that of one token, which 
 | kernel | a program holds | it loops over | in and out of memory, bytes |
 |---|---|---|---|
 | masses | all blocks of some rows (query, group) | heads of the group | 4 a row, head, block in; 4 a row, block out |
-| loss | the same | these heads; halvings of a threshold, as in `scoring` | the same in; 4 in, 8 out a row, block |
-| gradients | d_q of a row | blocks: the gradient times the key of its token | a key, 8 bytes a row and block |
-| | or d_k of a tile of keys | rows: their gradients at their tokens, a matrix, times q | q, 8 bytes a row and block |
+| loss | the same | these heads; halvings of a threshold, as in `scoring` | the same in; 4 in, 5 out a row, block |
+| gradients | d_q of a row | blocks: the gradient times the key of its token | a key, 5 bytes a row and block |
+| | or d_k of a tile of keys | rows: their gradients at their tokens, a matrix, times q | q, 5 bytes a row and block |
 
 The registers of a multiprocessor hold a row of up to 16,384 blocks, 1,048,576 tokens in blocks of 64; a longer row is
 spilled to memory, which is right but slow. Queries are read where they lie, at their tokens. Rows are added in their
@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.layout import Documents
+from trifocal.ops.layout import Documents, place_type
 from trifocal.ops.tiles import cdiv, next_power_of_2
 from trifocal.ops.triton.common import LOG2_E, LOG2_E_KERNEL, LOWEST, strides, unit_stride
 from trifocal.ops.triton.index_scoring import as_importance, launch_block_scores
@@ -338,14 +338,14 @@ def index_loss_forward(
 
     Returns:
         Loss and recall of each query and group, [2, B, M, G], fp32. The gradient of the loss by the largest product of
-        each block, fp32, and the place in its block of the first token that has it, int32, both [B, M, G, whole lines
-        of 16 blocks]. All are 0 where a query is not eligible, the latter two where a block is not free.
+        each block, fp32, and the place in its block of the first token that has it, `place_type`, both [B, M, G, whole
+        lines of 16 blocks]. All are 0 where a query is not eligible, the latter two where a block is not free.
     """
     q_idx, keys = unit_stride(q_idx), unit_stride(k_idx[:, :, None])
     sampled, starts, eligible = sampled.contiguous(), starts.contiguous(), eligible.contiguous()
     groups, block_lines = k.shape[2], cdiv(num_blocks, LINE.value)
     products = q.new_empty(*sampled.shape, groups, block_lines * LINE.value, dtype=torch.float32)
-    places = torch.empty_like(products, dtype=torch.int32)
+    places = torch.empty_like(products, dtype=place_type(geometry.selection_block_size))
     figures = q.new_empty(2, *sampled.shape, groups, dtype=torch.float32)
     student = q_idx, keys, products, places
     for log_sums, grid, numbers, constants in _score_chunks(q, k, sampled, geometry, num_blocks, documents, student):
