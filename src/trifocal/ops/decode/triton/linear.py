@@ -52,8 +52,10 @@ _ENOUGH_PROGRAMS = 264
 # Bytes of weights that a program holds at a time: 64 registers of a thread of eight warps.
 _MOST_BYTES = 65536
 _MOST_WARPS = 8
-# Numbers of a sum that a warp takes at a time, at least: those of a matrix instruction, with weights of 8 bits of two.
+# Numbers of a sum that a warp takes at a time, at least: those of a matrix instruction.
 _FEWEST = 16
+_DIRECT = False
+_MOST_REGISTERS = 128
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -65,6 +67,86 @@ def load_depth(pointers, inside, MASKED: tl.constexpr):
     else:
         tile = tl.load(pointers)
     return tile
+
+
+@triton.jit
+def beside(a, b):
+    """[T, A] and [T, A] as [T, 2 * A]: both of a row stay in the registers of one thread."""
+    return tl.reshape(tl.permute(tl.join(a, b), 0, 2, 1), a.shape[0], 2 * a.shape[1])
+
+
+@triton.jit
+def load_lanes(pointers, k, COUNT: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr):
+    """COUNT numbers along K from each thread's pointer on, which is at k: [T, COUNT]."""
+    number = tl.arange(0, COUNT)[None, :]
+    return load_depth(pointers[:, None] + number, k[:, None] + number < K, MASKED)
+
+
+@triton.jit
+def lanes_of_columns(weight, column, other_column, k, LANE: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr):
+    """LANE numbers of each thread's two columns of W at k: [T, 2 * LANE]."""
+    first = load_lanes(weight + column + k, k, LANE, K, MASKED)
+    return first, load_lanes(weight + other_column + k, k, LANE, K, MASKED)
+
+
+@triton.jit
+def lanes_of_row(
+    x, norm_weight, k, LANE: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr, NORM: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """LANE numbers of each thread's row of x, in loads of 16 bytes, times the norm's weight: [T, LANE] of `dtype`."""
+    COUNT: tl.constexpr = min(LANE, 128 // x.dtype.element_ty.primitive_bitwidth)
+    parts = ()
+    for first in tl.static_range(0, LANE, COUNT):
+        part = load_lanes(x + first, k + first, COUNT, K, MASKED)
+        if NORM:
+            part *= load_lanes(norm_weight + k + first, k + first, COUNT, K, MASKED).to(tl.float32)
+        parts = parts + (part.to(dtype),)
+    if LANE == 4 * COUNT:
+        tile = beside(beside(parts[0], parts[1]), beside(parts[2], parts[3]))
+    elif LANE == 2 * COUNT:
+        tile = beside(parts[0], parts[1])
+    else:
+        tile = parts[0]
+    return tile
+
+
+@triton.jit
+def lanes_of_rows(
+    x, norm_weight, k, row, num_rows, x_stride, ROWS: tl.constexpr, LANE: tl.constexpr, K: tl.constexpr,
+    MASKED: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """As `lanes_of_row` for every eighth row of ROWS: [T, ROWS / 8 * LANE]."""
+    parts = ()
+    for first in tl.static_range(0, ROWS, 8):
+        known_row = tl.minimum(row + first, num_rows - 1).to(tl.int64)
+        parts = parts + (lanes_of_row(x + known_row * x_stride + k, norm_weight, k, LANE, K, MASKED, NORM, dtype),)
+    if ROWS == 32:
+        tile = beside(beside(parts[0], parts[1]), beside(parts[2], parts[3]))
+    elif ROWS == 16:
+        tile = beside(parts[0], parts[1])
+    else:
+        tile = parts[0]
+    return tile
+
+
+@triton.jit
+def columns_of_operand(tiles, SPLIT: tl.constexpr, LANE: tl.constexpr, dtype: tl.constexpr):
+    """The first operand [SPLIT, 16, 4 * LANE] of what threads hold, [T, 2 * LANE], without moving a number.
+
+    Of a matrix instruction's operand a thread holds LANE / 4 neighbours of K, then its three neighbours do. So a sum
+    takes a thread's numbers in four parts; `rows_of_operand` orders those of x alike.
+    """
+    tile = beside(tiles[0].to(dtype), tiles[1].to(dtype))
+    tile = tl.reshape(tile, SPLIT, 8, 4, 2, 2, LANE // 2)
+    return tl.reshape(tl.permute(tile, 0, 3, 1, 4, 2, 5), SPLIT, 16, 4 * LANE)
+
+
+@triton.jit
+def rows_of_operand(tile, SPLIT: tl.constexpr, LANE: tl.constexpr, ROWS: tl.constexpr):
+    """The second operand, [SPLIT, 4 * LANE, ROWS], of what threads hold; see `columns_of_operand`."""
+    tile = tl.reshape(tile, SPLIT, 8, 4, ROWS // 8, 2, LANE // 2)
+    return tl.reshape(tl.permute(tile, 0, 4, 2, 5, 3, 1), SPLIT, 4 * LANE, ROWS)
 
 
 @triton.jit
@@ -147,7 +229,8 @@ def decode_linear_kernel(
     x, squares, norm_weight, weight, scales, bias, residual, out, sigmoids, out_squares, x_stride, num_rows, eps,
     K: tl.constexpr, N: tl.constexpr, SIGMOIDS_FROM: tl.constexpr, SQUARES: tl.constexpr, SQUARES_LEVELS: tl.constexpr,
     NORM: tl.constexpr, BIAS: tl.constexpr, SWIGLU: tl.constexpr, RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr,
-    ROWS: tl.constexpr, LEVELS: tl.constexpr, SPLIT: tl.constexpr, STEP: tl.constexpr, dtype: tl.constexpr,
+    ROWS: tl.constexpr, LEVELS: tl.constexpr, SPLIT: tl.constexpr, STEP: tl.constexpr, TURN: tl.constexpr,
+    dtype: tl.constexpr,
 ):  # fmt: skip
     """2**LEVELS columns of `x W^T`, with SWIGLU of both halves of W, for every so many-th tile of ROWS rows.
 
@@ -157,9 +240,8 @@ def decode_linear_kernel(
     COLUMNS: tl.constexpr = 2**LEVELS
     BLOCK: tl.constexpr = SPLIT * STEP
     INT8: tl.constexpr = weight.dtype.element_ty == tl.int8
-    # Tiles in 8 bits are asked for by twos: as many bytes at a time as of those in 16, multiplied one after the other.
-    TWO: tl.constexpr = INT8 and K > BLOCK
-    STRIDE: tl.constexpr = BLOCK * 2 if TWO else BLOCK
+    DIRECT: tl.constexpr = TURN > 0
+    STRIDE: tl.constexpr = BLOCK * TURN if DIRECT else BLOCK
     MASKED: tl.constexpr = K % STRIDE > 0
     UP: tl.constexpr = N * K if SWIGLU else 0
     release_next(DEPENDENT)
@@ -167,14 +249,28 @@ def decode_linear_kernel(
     column_exists = column < N
     # Short code starts sooner: what does not exist reads a neighbour instead of being masked, and is not stored.
     known_column = tl.minimum(column, N - 1)
-    first_k = tl.arange(0, SPLIT)[:, None] * STEP + tl.arange(0, STEP)[None, :]
-    weights = weight + known_column.to(tl.int64)[None, :, None] * K + first_k[:, None, :]
-    first_weights, first_up = load_weights(weights, first_k, K, MASKED, UP)
-    if TWO:
-        second_weights, second_up = load_weights(weights + BLOCK, BLOCK + first_k, K, MASKED, UP)
-    first_scale = first_k
-    if NORM:
-        first_scale = load_depth(norm_weight + first_k, first_k < K, MASKED).to(tl.float32)
+    if DIRECT:
+        LANE: tl.constexpr = STEP // 4
+        thread = tl.arange(0, SPLIT * 32)
+        thread_k = thread // 32 * STEP + thread % 4 * LANE
+        thread_row = thread // 4 % 8
+        thread_column = tl.program_id(1) * COLUMNS + thread_row
+        other_columns = tl.minimum(thread_column + 8, N - 1).to(tl.int64) * K
+        thread_column = tl.minimum(thread_column, N - 1).to(tl.int64) * K
+        tiles = ()
+        ups = ()
+        for part in tl.static_range(TURN):
+            k = part * BLOCK + thread_k
+            tiles = tiles + (lanes_of_columns(weight, thread_column, other_columns, k, LANE, K, (part + 1) * BLOCK > K),)
+            if SWIGLU:
+                ups = ups + (lanes_of_columns(weight + UP, thread_column, other_columns, k, LANE, K, (part + 1) * BLOCK > K),)
+    else:
+        first_k = tl.arange(0, SPLIT)[:, None] * STEP + tl.arange(0, STEP)[None, :]
+        weights = weight + known_column.to(tl.int64)[None, :, None] * K + first_k[:, None, :]
+        first_weights, first_up = load_weights(weights, first_k, K, MASKED, UP)
+        first_scale = first_k
+        if NORM:
+            first_scale = load_depth(norm_weight + first_k, first_k < K, MASKED).to(tl.float32)
     if INT8:
         scale_of_column = tl.load(scales + known_column)[:, None]
         if SWIGLU:
@@ -188,10 +284,11 @@ def decode_linear_kernel(
         row = row_tile * ROWS + tl.arange(0, ROWS)
         row_exists = row < num_rows
         known_row = tl.minimum(row, num_rows - 1)
-        x_rows = known_row.to(tl.int64) * x_stride
         keep_out = column_exists[:, None] & row_exists[None, :]
         place = row.to(tl.int64)[None, :] * N + column[:, None]
-        tile = normed_rows(x, first_k, x_rows, first_scale, MASKED, K, NORM, dtype)
+        if not DIRECT:
+            x_rows = known_row.to(tl.int64) * x_stride
+            tile = normed_rows(x, first_k, x_rows, first_scale, MASKED, K, NORM, dtype)
         if NORM and not SQUARES_LATER:
             parts = load_squares(squares, known_row, SQUARES, SQUARES_LEVELS)
         if RESIDUAL:
@@ -200,26 +297,40 @@ def decode_linear_kernel(
         total_up = total
         lost = nothing_lost(total, tl.zeros([1], dtype))
         lost_up = lost
-        total, lost, total_up, lost_up = add_products(total, lost, total_up, lost_up, first_weights, first_up, tile, UP)
-        if TWO:
-            tile = rows_at(x, BLOCK + first_k, x_rows, norm_weight, MASKED, K, NORM, dtype)
+        if DIRECT:
+            first_row = row_tile * ROWS + thread_row
+            for part in tl.static_range(TURN):
+                k = part * BLOCK + thread_k
+                tile = lanes_of_rows(x, norm_weight, k, first_row, num_rows, x_stride, ROWS, LANE, K, (part + 1) * BLOCK > K, NORM, dtype)
+                tile = rows_of_operand(tile, SPLIT, LANE, ROWS)
+                next_weights = columns_of_operand(tiles[part], SPLIT, LANE, dtype)
+                total, lost = add_product(total, lost, next_weights, tile)
+                if SWIGLU:
+                    next_up = columns_of_operand(ups[part], SPLIT, LANE, dtype)
+                    total_up, lost_up = add_product(total_up, lost_up, next_up, tile)
+            for first in tl.range(STRIDE, K, STRIDE):
+                next_tiles = ()
+                next_ups = ()
+                for part in tl.static_range(TURN):
+                    k = first + part * BLOCK + thread_k
+                    next_tiles = next_tiles + (lanes_of_columns(weight, thread_column, other_columns, k, LANE, K, MASKED),)
+                    if SWIGLU:
+                        next_ups = next_ups + (lanes_of_columns(weight + UP, thread_column, other_columns, k, LANE, K, MASKED),)
+                for part in tl.static_range(TURN):
+                    k = first + part * BLOCK + thread_k
+                    tile = lanes_of_rows(x, norm_weight, k, first_row, num_rows, x_stride, ROWS, LANE, K, MASKED, NORM, dtype)
+                    tile = rows_of_operand(tile, SPLIT, LANE, ROWS)
+                    next_weights = columns_of_operand(next_tiles[part], SPLIT, LANE, dtype)
+                    total, lost = add_product(total, lost, next_weights, tile)
+                    if SWIGLU:
+                        next_up = columns_of_operand(next_ups[part], SPLIT, LANE, dtype)
+                        total_up, lost_up = add_product(total_up, lost_up, next_up, tile)
+        else:
             total, lost, total_up, lost_up = add_products(
-                total, lost, total_up, lost_up, second_weights, second_up, tile, UP
+                total, lost, total_up, lost_up, first_weights, first_up, tile, UP
             )
-        for first in tl.range(STRIDE, K, STRIDE):
-            k = first + first_k
-            if TWO:
-                next_weights, next_up = load_weights(weights + first, k, K, MASKED, UP)
-                last_weights, last_up = load_weights(weights + first + BLOCK, BLOCK + k, K, MASKED, UP)
-                tile = rows_at(x, k, x_rows, norm_weight, MASKED, K, NORM, dtype)
-                total, lost, total_up, lost_up = add_products(
-                    total, lost, total_up, lost_up, next_weights, next_up, tile, UP
-                )
-                tile = rows_at(x, BLOCK + k, x_rows, norm_weight, MASKED, K, NORM, dtype)
-                total, lost, total_up, lost_up = add_products(
-                    total, lost, total_up, lost_up, last_weights, last_up, tile, UP
-                )
-            else:
+            for first in tl.range(STRIDE, K, STRIDE):
+                k = first + first_k
                 tile = rows_at(x, k, x_rows, norm_weight, MASKED, K, NORM, dtype)
                 next_weights = load_depth(weights + first, (k < K)[:, None, :], MASKED)
                 total, lost = add_product(total, lost, next_weights.to(dtype), tile)
@@ -339,12 +450,15 @@ def linear(
     parts = 1
     if norm:
         parts, squares = squares.shape[1], squares.contiguous()
-    # Beside a norm's rows, which are in fp32, there is room for half of the weights.
-    most_bytes = _MOST_BYTES // (2 if norm and not swiglu else 1)
-    if devices.architecture(x.device) == "small":
-        most_bytes //= 2
-    fewest = _FEWEST * (1 if scales is None else 2)
-    split, step = _parts_of_sum(depth, weight.dtype.itemsize, _COLUMNS * (2 if swiglu else 1), most_bytes, fewest)
+    turn = 0
+    if scales is not None or _DIRECT:
+        split, step, turn = _turns_of_sum(depth, weight.dtype.itemsize, values.itemsize, 2 if swiglu else 1)
+    else:
+        # Beside a norm's rows, which are in fp32, there is room for half of the weights.
+        most_bytes = _MOST_BYTES // (2 if norm and not swiglu else 1)
+        if devices.architecture(x.device) == "small":
+            most_bytes //= 2
+        split, step = _parts_of_sum(depth, weight.dtype.itemsize, _COLUMNS * (2 if swiglu else 1), most_bytes)
     decode_linear_kernel[min(row_tiles, max(1, _ENOUGH_PROGRAMS // tiles)), tiles](
         x, squares, x if norm_weight is None else norm_weight, values,
         values if scales is None else scales, values if bias is None else bias,
@@ -352,8 +466,8 @@ def linear(
         out, out if extra is None else extra, out if extra is None else extra, x.stride(0), rows, eps,
         K=depth, N=width, SIGMOIDS_FROM=width - num_sigmoids, SQUARES=parts, SQUARES_LEVELS=_log2(parts),
         NORM=norm is not None, BIAS=bias is not None, SWIGLU=swiglu, RESIDUAL=residual is not None,
-        ROWS=tile_rows, LEVELS=_log2(_COLUMNS), SPLIT=split, STEP=step, dtype=_TYPES[weight.dtype],
-        num_warps=split, num_stages=1, enable_fp_fusion=weight.dtype.itemsize == 4, **dependent_launch(x.device),
+        ROWS=tile_rows, LEVELS=_log2(_COLUMNS), SPLIT=split, STEP=step, TURN=turn, dtype=_TYPES[weight.dtype],
+        num_warps=split, num_stages=1, **({"maxnreg": _MOST_REGISTERS} if turn else {}), enable_fp_fusion=weight.dtype.itemsize == 4, **dependent_launch(x.device),
     )  # fmt: skip
     return out, extra
 
@@ -378,10 +492,20 @@ def _log2(number: int) -> int:
     return (number - 1).bit_length()
 
 
-def _parts_of_sum(depth: int, element_size: int, columns: int, most_bytes: int, fewest: int) -> tuple[int, int]:
+def _parts_of_sum(depth: int, element_size: int, columns: int, most_bytes: int) -> tuple[int, int]:
     """Warps that split a sum, and numbers that each takes at a time: never by the number of rows."""
     # In fp32 a product has all of its operands in registers.
     most = 256 if element_size == 4 else most_bytes // (columns * element_size)
-    block = min(most, next_power_of_2(max(depth, fewest)))
-    warps = min(_MOST_WARPS, block // fewest)
+    block = min(most, next_power_of_2(max(depth, _FEWEST)))
+    warps = min(_MOST_WARPS, block // _FEWEST)
     return warps, block // warps
+
+
+def _turns_of_sum(depth: int, element_size: int, weight_size: int, products: int) -> tuple[int, int, int]:
+    """Warps that split a sum, numbers that each takes at a time, and how many times before it waits for more."""
+    # A thread's load of 16 bytes, in fp32 of 8 numbers.
+    step = 4 * (8 if element_size == 4 else 16 // weight_size)
+    split = min(_MOST_WARPS, next_power_of_2(cdiv(depth, step)))
+    parts = cdiv(depth, split * step)
+    most = 1 if element_size == 4 else max(1, _MOST_BYTES // (_COLUMNS * products * split * step * weight_size))
+    return split, step, cdiv(parts, cdiv(parts, most))
