@@ -19,17 +19,23 @@ A decode step is a chain of short kernels, so each of them takes its neighbours 
 
 | call | reads | before the product | after it |
 |---|---|---|---|
-| `normed_linear` | the residual stream | RMS norm | bias; the last columns through a sigmoid, in fp32 |
-| `normed_swiglu` | the residual stream | RMS norm | `silu(gate) * up` of two products |
-| `residual_linear` | a branch's output | | bias, sum with the residual stream, sums of squares |
-
-Weights may have 8 bits (see `ops.decode.int8`). They are read as such, two tiles at a time, and become numbers of the
-products' type in registers, which holds each of them exactly; an output's scale multiplies its sum. Weights in 16 bits
-keep their own loop, whose loads are in another order: in this one they would take more shared memory.
+| `normed_linear` | the residual stream | | root of the norm; bias; the last columns through a sigmoid, in fp32 |
+| `normed_swiglu` | the residual stream | | root of the norm; `silu(gate) * up` of two products |
+| `residual_linear` | a branch's output | | bias, sum with the residual stream; what the next norm's product reads |
 
 A norm needs the mean square of a whole row, which no tile of columns has. So the kernel that writes the residual stream
 also writes the sum of squares of each of its tiles, and the next one adds them up, in order. It scales the product by
-the root, not the row before the product, which does not wait for it.
+the root, not the row before the product, which does not wait for it. The norm's weight multiplies the residual stream
+where that is written: the next kernel's programs read rows in the products' type, in half of the registers.
+
+Weights may have 8 bits (see `ops.decode.int8`). They become numbers of the products' type in registers, which holds
+each of them exactly, and an output's scale multiplies its sum. They go from memory to matrix instructions without
+shared memory: each thread loads 16 neighbours along K of the two columns and of the row that it has in an instruction,
+and sums take K in that order (`columns_of_operand`). Weights in 16 bits are loaded as they lie, and pass through it.
+
+Two programs fit a multiprocessor where each has at most 128 registers a thread; then the next kernel's weights are on
+their way while this one ends. A loop over rows makes the compiler widen all weights of 8 bits before it, so there is
+none where a program has one tile of rows.
 """
 
 import torch
@@ -49,13 +55,17 @@ _MOST_ROWS = 32
 _COLUMNS = 16
 # Programs share the rows up to this number of programs: two for each multiprocessor of the largest devices.
 _ENOUGH_PROGRAMS = 264
-# Bytes of weights that a program holds at a time: 64 registers of a thread of eight warps.
+# Bytes of weights that a program holds at a time: 64 registers of a thread of eight warps; 88 of weights in 8 bits
+# that need no room for a second product.
 _MOST_BYTES = 65536
+_MOST_BYTES_OF_ONE = 90112
+# Two programs a multiprocessor.
+_MOST_REGISTERS = 128
 _MOST_WARPS = 8
 # Numbers of a sum that a warp takes at a time, at least: those of a matrix instruction.
 _FEWEST = 16
-_DIRECT = False
-_MOST_REGISTERS = 128
+# A norm's weight, [N], and the type of the products behind it.
+NextNorm = tuple[Tensor, torch.dtype]
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -83,44 +93,25 @@ def load_lanes(pointers, k, COUNT: tl.constexpr, K: tl.constexpr, MASKED: tl.con
 
 
 @triton.jit
-def lanes_of_columns(weight, column, other_column, k, LANE: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr):
-    """LANE numbers of each thread's two columns of W at k: [T, 2 * LANE]."""
-    first = load_lanes(weight + column + k, k, LANE, K, MASKED)
-    return first, load_lanes(weight + other_column + k, k, LANE, K, MASKED)
-
-
-@triton.jit
-def lanes_of_row(
-    x, norm_weight, k, LANE: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr, NORM: tl.constexpr,
-    dtype: tl.constexpr,
-):  # fmt: skip
-    """LANE numbers of each thread's row of x, in loads of 16 bytes, times the norm's weight: [T, LANE] of `dtype`."""
+def lanes_of_row(x, k, LANE: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr):
+    """LANE numbers of each thread's row of x, in loads of 16 bytes: [T, LANE]."""
     COUNT: tl.constexpr = min(LANE, 128 // x.dtype.element_ty.primitive_bitwidth)
-    parts = ()
-    for first in tl.static_range(0, LANE, COUNT):
-        part = load_lanes(x + first, k + first, COUNT, K, MASKED)
-        if NORM:
-            part *= load_lanes(norm_weight + k + first, k + first, COUNT, K, MASKED).to(tl.float32)
-        parts = parts + (part.to(dtype),)
-    if LANE == 4 * COUNT:
-        tile = beside(beside(parts[0], parts[1]), beside(parts[2], parts[3]))
-    elif LANE == 2 * COUNT:
-        tile = beside(parts[0], parts[1])
-    else:
-        tile = parts[0]
+    tile = load_lanes(x, k, COUNT, K, MASKED)
+    if LANE > COUNT:
+        tile = beside(tile, load_lanes(x + COUNT, k + COUNT, COUNT, K, MASKED))
+    tl.static_assert(LANE <= 2 * COUNT)
     return tile
 
 
 @triton.jit
 def lanes_of_rows(
-    x, norm_weight, k, row, num_rows, x_stride, ROWS: tl.constexpr, LANE: tl.constexpr, K: tl.constexpr,
-    MASKED: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """As `lanes_of_row` for every eighth row of ROWS: [T, ROWS / 8 * LANE]."""
+    x, k, row, num_rows, x_stride, ROWS: tl.constexpr, LANE: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr
+):
+    """As `lanes_of_row` of every eighth row of ROWS: [T, ROWS / 8 * LANE]."""
     parts = ()
     for first in tl.static_range(0, ROWS, 8):
         known_row = tl.minimum(row + first, num_rows - 1).to(tl.int64)
-        parts = parts + (lanes_of_row(x + known_row * x_stride + k, norm_weight, k, LANE, K, MASKED, NORM, dtype),)
+        parts += (lanes_of_row(x + known_row * x_stride + k, k, LANE, K, MASKED),)
     if ROWS == 32:
         tile = beside(beside(parts[0], parts[1]), beside(parts[2], parts[3]))
     elif ROWS == 16:
@@ -134,8 +125,8 @@ def lanes_of_rows(
 def columns_of_operand(tiles, SPLIT: tl.constexpr, LANE: tl.constexpr, dtype: tl.constexpr):
     """The first operand [SPLIT, 16, 4 * LANE] of what threads hold, [T, 2 * LANE], without moving a number.
 
-    Of a matrix instruction's operand a thread holds LANE / 4 neighbours of K, then its three neighbours do. So a sum
-    takes a thread's numbers in four parts; `rows_of_operand` orders those of x alike.
+    Of an operand a thread holds LANE / 2 neighbours of K, its three neighbours the next ones, and so twice. So a sum
+    takes a thread's LANE numbers in two parts; `rows_of_operand` orders those of x alike.
     """
     tile = beside(tiles[0].to(dtype), tiles[1].to(dtype))
     tile = tl.reshape(tile, SPLIT, 8, 4, 2, 2, LANE // 2)
@@ -150,42 +141,42 @@ def rows_of_operand(tile, SPLIT: tl.constexpr, LANE: tl.constexpr, ROWS: tl.cons
 
 
 @triton.jit
-def load_weights(weights, k, K: tl.constexpr, MASKED: tl.constexpr, UP: tl.constexpr):
-    """A tile of W at k, and the tile UP numbers behind it where there is one."""
-    tile = load_depth(weights, (k < K)[:, None, :], MASKED)
-    up = tile
-    if UP > 0:
-        up = load_depth(weights + UP, (k < K)[:, None, :], MASKED)
-    return tile, up
+def load_turn(
+    weight, column, other_column, k, TURN: tl.constexpr, BLOCK: tl.constexpr, INSIDE: tl.constexpr,
+    LANE: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """A turn's parts of W, pairs of [T, LANE]: every thread's two columns; the first INSIDE parts need no mask."""
+    tiles = ()
+    for part in tl.static_range(TURN):
+        at = k + part * BLOCK
+        first = load_lanes(weight + column + at, at, LANE, K, part >= INSIDE)
+        tiles += ((first, load_lanes(weight + other_column + at, at, LANE, K, part >= INSIDE)),)
+    return tiles
 
 
 @triton.jit
-def add_products(total, lost, total_up, lost_up, tile, up, rows, UP: tl.constexpr):
-    """The sums with the products of a tile of W and rows of x, and of the tile behind it where there is one."""
-    total, lost = add_product(total, lost, tile.to(rows.dtype), rows)
-    if UP > 0:
-        total_up, lost_up = add_product(total_up, lost_up, up.to(rows.dtype), rows)
+def add_turn(
+    total, lost, total_up, lost_up, tiles, ups, x, k, row, num_rows, x_stride, BLOCK: tl.constexpr,
+    INSIDE: tl.constexpr, LANE: tl.constexpr, K: tl.constexpr, UP: tl.constexpr,
+):  # fmt: skip
+    """The sums with the products of a turn's parts of W and rows of x, and with those of its second half."""
+    SPLIT: tl.constexpr = total.shape[0]
+    ROWS: tl.constexpr = total.shape[2]
+    for part in tl.static_range(len(tiles)):
+        rows = lanes_of_rows(x, k + part * BLOCK, row, num_rows, x_stride, ROWS, LANE, K, part >= INSIDE)
+        rows = rows_of_operand(rows, SPLIT, LANE, ROWS)
+        total, lost = add_product(total, lost, columns_of_operand(tiles[part], SPLIT, LANE, rows.dtype), rows)
+        if UP > 0:
+            up = columns_of_operand(ups[part], SPLIT, LANE, rows.dtype)
+            total_up, lost_up = add_product(total_up, lost_up, up, rows)
     return total, lost, total_up, lost_up
 
 
 @triton.jit
-def normed_rows(
-    x, k, x_rows, norm_scale, MASKED: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr
-):
-    """Rows of x at k, [SPLIT, STEP, ROWS], times the norm's weight, in the type of the products."""
+def rows_at(x, k, x_rows, MASKED: tl.constexpr, K: tl.constexpr):
+    """Rows of x at k, [SPLIT, STEP, ROWS]."""
     tile = load_depth(x + x_rows[None, :, None] + k[:, None, :], (k < K)[:, None, :], MASKED)
-    if NORM:
-        tile = (tile.to(tl.float32) * norm_scale[:, None, :]).to(dtype)
     return tl.permute(tile, 0, 2, 1)
-
-
-@triton.jit
-def rows_at(x, k, x_rows, norm_weight, MASKED: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr):
-    """As `normed_rows`, with the norm's weight loaded."""
-    scale = k
-    if NORM:
-        scale = load_depth(norm_weight + k, k < K, MASKED).to(tl.float32)
-    return normed_rows(x, k, x_rows, scale, MASKED, K, NORM, dtype)
 
 
 @triton.jit
@@ -226,16 +217,16 @@ def sum_of_pairs(x, LEVELS: tl.constexpr):
 @Kernel
 @triton.jit(do_not_specialize=["num_rows"])
 def decode_linear_kernel(
-    x, squares, norm_weight, weight, scales, bias, residual, out, sigmoids, out_squares, x_stride, num_rows, eps,
+    x, squares, weight, scales, bias, residual, next_norm, out, normed, sigmoids, out_squares, x_stride, num_rows, eps,
     K: tl.constexpr, N: tl.constexpr, SIGMOIDS_FROM: tl.constexpr, SQUARES: tl.constexpr, SQUARES_LEVELS: tl.constexpr,
-    NORM: tl.constexpr, BIAS: tl.constexpr, SWIGLU: tl.constexpr, RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr,
-    ROWS: tl.constexpr, LEVELS: tl.constexpr, SPLIT: tl.constexpr, STEP: tl.constexpr, TURN: tl.constexpr,
-    dtype: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, SWIGLU: tl.constexpr, RESIDUAL: tl.constexpr, NEXT_NORM: tl.constexpr,
+    DEPENDENT: tl.constexpr, LOOPS: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, SPLIT: tl.constexpr,
+    STEP: tl.constexpr, TURN: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """2**LEVELS columns of `x W^T`, with SWIGLU of both halves of W, for every so many-th tile of ROWS rows.
 
     Products are in `dtype`; W may be in 8 bits, with scales. Tiles of W and x are [SPLIT, columns or ROWS, STEP]: warp
-    s of SPLIT adds up its own part of K.
+    s of SPLIT adds up its own part of K. With TURN, so many tiles are asked for at a time, each thread for its own.
     """
     COLUMNS: tl.constexpr = 2**LEVELS
     BLOCK: tl.constexpr = SPLIT * STEP
@@ -257,30 +248,34 @@ def decode_linear_kernel(
         thread_column = tl.program_id(1) * COLUMNS + thread_row
         other_columns = tl.minimum(thread_column + 8, N - 1).to(tl.int64) * K
         thread_column = tl.minimum(thread_column, N - 1).to(tl.int64) * K
-        tiles = ()
-        ups = ()
-        for part in tl.static_range(TURN):
-            k = part * BLOCK + thread_k
-            tiles = tiles + (lanes_of_columns(weight, thread_column, other_columns, k, LANE, K, (part + 1) * BLOCK > K),)
-            if SWIGLU:
-                ups = ups + (lanes_of_columns(weight + UP, thread_column, other_columns, k, LANE, K, (part + 1) * BLOCK > K),)
+        INSIDE: tl.constexpr = 0 if MASKED else TURN
+        tiles = load_turn(weight, thread_column, other_columns, thread_k, TURN, BLOCK, K // BLOCK, LANE, K)
+        ups = tiles
+        if SWIGLU:
+            ups = load_turn(weight + UP, thread_column, other_columns, thread_k, TURN, BLOCK, K // BLOCK, LANE, K)
     else:
         first_k = tl.arange(0, SPLIT)[:, None] * STEP + tl.arange(0, STEP)[None, :]
         weights = weight + known_column.to(tl.int64)[None, :, None] * K + first_k[:, None, :]
-        first_weights, first_up = load_weights(weights, first_k, K, MASKED, UP)
-        first_scale = first_k
-        if NORM:
-            first_scale = load_depth(norm_weight + first_k, first_k < K, MASKED).to(tl.float32)
+        first_weights = load_depth(weights, (first_k < K)[:, None, :], MASKED)
+        if SWIGLU:
+            first_up = load_depth(weights + UP, (first_k < K)[:, None, :], MASKED)
     if INT8:
         scale_of_column = tl.load(scales + known_column)[:, None]
         if SWIGLU:
             scale_of_up = tl.load(scales + N + known_column)[:, None]
     if BIAS:
         added = tl.load(bias + known_column).to(tl.float32)
+    if NEXT_NORM:
+        next_scale = tl.load(next_norm + known_column).to(tl.float32)[:, None]
     wait_for_inputs(DEPENDENT)
     # So many numbers would be in the way during the product; else they are asked for with the rows.
     SQUARES_LATER: tl.constexpr = ROWS * 2**SQUARES_LEVELS > 2048
-    for row_tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=1):
+    # A loop of one turn is none: what does not depend on the row stays where it is needed, in fewer registers.
+    turns = 1
+    if LOOPS:
+        turns = tl.cdiv(tl.cdiv(num_rows, ROWS) - tl.program_id(0), tl.num_programs(0))
+    for turn in tl.range(0, turns, num_stages=1):
+        row_tile = tl.program_id(0) + turn * tl.num_programs(0)
         row = row_tile * ROWS + tl.arange(0, ROWS)
         row_exists = row < num_rows
         known_row = tl.minimum(row, num_rows - 1)
@@ -288,7 +283,7 @@ def decode_linear_kernel(
         place = row.to(tl.int64)[None, :] * N + column[:, None]
         if not DIRECT:
             x_rows = known_row.to(tl.int64) * x_stride
-            tile = normed_rows(x, first_k, x_rows, first_scale, MASKED, K, NORM, dtype)
+            tile = rows_at(x, first_k, x_rows, MASKED, K)
         if NORM and not SQUARES_LATER:
             parts = load_squares(squares, known_row, SQUARES, SQUARES_LEVELS)
         if RESIDUAL:
@@ -298,40 +293,28 @@ def decode_linear_kernel(
         lost = nothing_lost(total, tl.zeros([1], dtype))
         lost_up = lost
         if DIRECT:
-            first_row = row_tile * ROWS + thread_row
-            for part in tl.static_range(TURN):
-                k = part * BLOCK + thread_k
-                tile = lanes_of_rows(x, norm_weight, k, first_row, num_rows, x_stride, ROWS, LANE, K, (part + 1) * BLOCK > K, NORM, dtype)
-                tile = rows_of_operand(tile, SPLIT, LANE, ROWS)
-                next_weights = columns_of_operand(tiles[part], SPLIT, LANE, dtype)
-                total, lost = add_product(total, lost, next_weights, tile)
-                if SWIGLU:
-                    next_up = columns_of_operand(ups[part], SPLIT, LANE, dtype)
-                    total_up, lost_up = add_product(total_up, lost_up, next_up, tile)
+            own_row = row_tile * ROWS + thread_row
+            total, lost, total_up, lost_up = add_turn(
+                total, lost, total_up, lost_up, tiles, ups, x, thread_k, own_row, num_rows, x_stride,
+                BLOCK, K // BLOCK, LANE, K, UP,
+            )  # fmt: skip
             for first in tl.range(STRIDE, K, STRIDE):
-                next_tiles = ()
-                next_ups = ()
-                for part in tl.static_range(TURN):
-                    k = first + part * BLOCK + thread_k
-                    next_tiles = next_tiles + (lanes_of_columns(weight, thread_column, other_columns, k, LANE, K, MASKED),)
-                    if SWIGLU:
-                        next_ups = next_ups + (lanes_of_columns(weight + UP, thread_column, other_columns, k, LANE, K, MASKED),)
-                for part in tl.static_range(TURN):
-                    k = first + part * BLOCK + thread_k
-                    tile = lanes_of_rows(x, norm_weight, k, first_row, num_rows, x_stride, ROWS, LANE, K, MASKED, NORM, dtype)
-                    tile = rows_of_operand(tile, SPLIT, LANE, ROWS)
-                    next_weights = columns_of_operand(next_tiles[part], SPLIT, LANE, dtype)
-                    total, lost = add_product(total, lost, next_weights, tile)
-                    if SWIGLU:
-                        next_up = columns_of_operand(next_ups[part], SPLIT, LANE, dtype)
-                        total_up, lost_up = add_product(total_up, lost_up, next_up, tile)
+                k = first + thread_k
+                next_tiles = load_turn(weight, thread_column, other_columns, k, TURN, BLOCK, INSIDE, LANE, K)
+                next_ups = next_tiles
+                if SWIGLU:
+                    next_ups = load_turn(weight + UP, thread_column, other_columns, k, TURN, BLOCK, INSIDE, LANE, K)
+                total, lost, total_up, lost_up = add_turn(
+                    total, lost, total_up, lost_up, next_tiles, next_ups, x, k, own_row, num_rows, x_stride,
+                    BLOCK, INSIDE, LANE, K, UP,
+                )  # fmt: skip
         else:
-            total, lost, total_up, lost_up = add_products(
-                total, lost, total_up, lost_up, first_weights, first_up, tile, UP
-            )
+            total, lost = add_product(total, lost, first_weights.to(dtype), tile)
+            if SWIGLU:
+                total_up, lost_up = add_product(total_up, lost_up, first_up.to(dtype), tile)
             for first in tl.range(STRIDE, K, STRIDE):
                 k = first + first_k
-                tile = rows_at(x, k, x_rows, norm_weight, MASKED, K, NORM, dtype)
+                tile = rows_at(x, k, x_rows, MASKED, K)
                 next_weights = load_depth(weights + first, (k < K)[:, None, :], MASKED)
                 total, lost = add_product(total, lost, next_weights.to(dtype), tile)
                 if SWIGLU:
@@ -357,6 +340,8 @@ def decode_linear_kernel(
             product = gated * (up * root).to(dtype).to(tl.float32)
         if RESIDUAL:
             product += before
+            if NEXT_NORM:
+                tl.store(normed + place, (product * next_scale).to(dtype), mask=keep_out)
             tile_squares = sum_of_pairs(tl.trans(tl.where(keep_out, product * product, 0.0)), LEVELS)
             tl.store(out_squares + row * tl.num_programs(1) + tl.program_id(1), tile_squares, mask=row_exists)
         if SIGMOIDS_FROM < N:
@@ -371,11 +356,14 @@ def decode_linear_kernel(
 @Kernel
 @triton.jit
 def decode_embedding_kernel(
-    tokens, table, out, out_squares, vocab_size, E: tl.constexpr, E_PAD: tl.constexpr, DEPENDENT: tl.constexpr
-):
-    """One token's embedding in the residual stream's type, and its sum of squares."""
+    tokens, table, next_norm, out, normed, out_squares, vocab_size, E: tl.constexpr, E_PAD: tl.constexpr,
+    NEXT_NORM: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One token's embedding in the residual stream's type, its sum of squares, and itself times a norm's weight."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, E_PAD)
+    if NEXT_NORM:
+        next_scale = tl.load(next_norm + column, mask=column < E, other=0.0).to(tl.float32)
     wait_for_inputs(DEPENDENT)
     token = tl.load(tokens + row).to(tl.int64)
     # A token outside of the table would read beyond it; the caller sees NaN instead.
@@ -383,21 +371,25 @@ def decode_embedding_kernel(
     x = tl.load(table + token * E + column, mask=exists & (column < E), other=float("nan")).to(tl.float32)
     x = tl.where(column < E, x, 0.0)
     tl.store(out + row * E + column, x, mask=column < E)
+    if NEXT_NORM:
+        tl.store(normed + row * E + column, (x * next_scale).to(normed.dtype.element_ty), mask=column < E)
     tl.store(out_squares + row, tl.sum(x * x, 0))
 
 
-def embedding(tokens: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Embeddings [M, E] of tokens [M] in fp32, and their sums of squares [M, 1]; see `ops.decode.linear`."""
+def embedding(tokens: Tensor, table: Tensor, next_norm: NextNorm | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Embeddings [M, E] of tokens [M] in fp32, and what `linear` gives with them; see `ops.decode.linear`."""
     rows, width = tokens.shape[0], table.shape[1]
-    _check_weights(table=table)
     out = torch.empty(rows, width, dtype=torch.float32, device=table.device)
     squares = torch.empty(rows, 1, dtype=torch.float32, device=table.device)
+    next_weight, normed = _of_next_norm(next_norm, out)
+    _check_weights(table=table, next_norm=next_weight)
     # A column of a batch's tokens has a stride.
     decode_embedding_kernel[(rows,)](
-        tokens.contiguous(), table, out, squares, table.shape[0],
-        E=width, E_PAD=next_power_of_2(width), num_warps=4, **dependent_launch(table.device),
+        tokens.contiguous(), table, table if next_weight is None else next_weight, out,
+        out if normed is None else normed, squares, table.shape[0], E=width, E_PAD=next_power_of_2(width),
+        NEXT_NORM=normed is not None, num_warps=4, **dependent_launch(table.device),
     )  # fmt: skip
-    return out, squares
+    return out, squares, normed
 
 
 def linear(
@@ -405,35 +397,36 @@ def linear(
     weight: Weight,
     bias: Tensor | None,
     *,
-    norm: tuple[Tensor, Tensor, float] | None = None,
+    norm: tuple[Tensor, float] | None = None,
     residual: Tensor | None = None,
+    next_norm: NextNorm | None = None,
     num_sigmoids: int = 0,
     swiglu: bool = False,
     out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`x W^T` and what goes with it; see the table above.
 
     Args:
-        x: [M, K].
+        x: [M, K], in the type of the products.
         weight: [N, K], also in 8 bits; with `swiglu` [2 N, K], the gate's rows first.
         bias: [N], or None.
-        norm: The norm's weight [K], the sums of squares [M, parts] of x, and epsilon.
+        norm: Sums of squares [M, parts] of the rows that x is of, and epsilon: x is these rows times the norm's weight.
         residual: [M, N], fp32; the result is added to it.
+        next_norm: The norm that reads the sum with the residual stream next.
         num_sigmoids: Last columns that go through a sigmoid.
         swiglu: Whether to multiply two products.
         out_dtype: Type of the result; that of the products unless given, fp32 with `residual`.
 
     Returns:
-        The result, [M, N - num_sigmoids]; then the sigmoids
-        [M, num_sigmoids] or the sums of squares [M, tiles] in fp32, or None.
+        The result, [M, N - num_sigmoids]; the sigmoids [M, num_sigmoids] or the sums of squares [M, tiles] in fp32, or
+        None; and the result times the next norm's weight, [M, N] in the norm's type, or None.
 
     Raises:
-        ValueError: If the weight, the bias or the norm's weight is not contiguous.
+        ValueError: If the weight, the bias or the next norm's weight is not contiguous.
     """
     x = unit_stride(x)
-    norm_weight, squares, eps = norm or (None, x, 0.0)
+    squares, eps = norm or (x, 0.0)
     values, scales = (weight.values, weight.scale) if isinstance(weight, Int8Weight) else (weight, None)
-    _check_weights(weight=values, scale=scales, bias=bias, norm_weight=norm_weight)
     rows, depth = x.shape
     width = values.shape[0] // (2 if swiglu else 1)
     # Beside as many weights as without a norm, which become wider, there are registers for half of the rows.
@@ -447,29 +440,43 @@ def linear(
         extra = torch.empty(rows, tiles, dtype=torch.float32, device=x.device)
     elif num_sigmoids:
         extra = torch.empty(rows, num_sigmoids, dtype=torch.float32, device=x.device)
+    next_weight, normed = _of_next_norm(next_norm, out)
+    _check_weights(weight=values, scale=scales, bias=bias, next_norm=next_weight)
     parts = 1
     if norm:
         parts, squares = squares.shape[1], squares.contiguous()
-    turn = 0
-    if scales is not None or _DIRECT:
-        split, step, turn = _turns_of_sum(depth, weight.dtype.itemsize, values.itemsize, 2 if swiglu else 1)
-    else:
-        # Beside a norm's rows, which are in fp32, there is room for half of the weights.
+    if scales is None:
+        # Half as much with a norm, since rows in fp32 were beside it: where a sum is cut decides its bits.
         most_bytes = _MOST_BYTES // (2 if norm and not swiglu else 1)
         if devices.architecture(x.device) == "small":
             most_bytes //= 2
         split, step = _parts_of_sum(depth, weight.dtype.itemsize, _COLUMNS * (2 if swiglu else 1), most_bytes)
-    decode_linear_kernel[min(row_tiles, max(1, _ENOUGH_PROGRAMS // tiles)), tiles](
-        x, squares, x if norm_weight is None else norm_weight, values,
-        values if scales is None else scales, values if bias is None else bias,
-        x if residual is None else residual.contiguous(),
-        out, out if extra is None else extra, out if extra is None else extra, x.stride(0), rows, eps,
+        turn = 0
+    else:
+        split, step, turn = _turns_of_sum(depth, weight.dtype.itemsize, 2 if swiglu else 1)
+    programs = min(row_tiles, max(1, _ENOUGH_PROGRAMS // tiles))
+    few_rows = scales is not None and tile_rows == _FEWEST_ROWS and programs == row_tiles
+    most_registers = {"maxnreg": _MOST_REGISTERS} if few_rows else {}
+    decode_linear_kernel[programs, tiles](
+        x, squares, values, values if scales is None else scales, values if bias is None else bias,
+        x if residual is None else residual.contiguous(), values if next_weight is None else next_weight,
+        out, out if normed is None else normed, out if extra is None else extra, out if extra is None else extra,
+        x.stride(0), rows, eps,
         K=depth, N=width, SIGMOIDS_FROM=width - num_sigmoids, SQUARES=parts, SQUARES_LEVELS=_log2(parts),
         NORM=norm is not None, BIAS=bias is not None, SWIGLU=swiglu, RESIDUAL=residual is not None,
-        ROWS=tile_rows, LEVELS=_log2(_COLUMNS), SPLIT=split, STEP=step, TURN=turn, dtype=_TYPES[weight.dtype],
-        num_warps=split, num_stages=1, **({"maxnreg": _MOST_REGISTERS} if turn else {}), enable_fp_fusion=weight.dtype.itemsize == 4, **dependent_launch(x.device),
+        NEXT_NORM=normed is not None, LOOPS=programs < row_tiles, ROWS=tile_rows, LEVELS=_log2(_COLUMNS), SPLIT=split,
+        STEP=step, TURN=turn, dtype=_TYPES[weight.dtype], num_warps=split, num_stages=1,
+        **most_registers, enable_fp_fusion=weight.dtype.itemsize == 4, **dependent_launch(x.device),
     )  # fmt: skip
-    return out, extra
+    return out, extra, normed
+
+
+def _of_next_norm(next_norm: NextNorm | None, out: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The next norm's weight, and memory for what it multiplies; None without one."""
+    if next_norm is None:
+        return None, None
+    weight, dtype = next_norm
+    return weight, torch.empty_like(out, dtype=dtype)
 
 
 def _check_weights(**weights: Tensor | None) -> None:
@@ -501,11 +508,13 @@ def _parts_of_sum(depth: int, element_size: int, columns: int, most_bytes: int) 
     return warps, block // warps
 
 
-def _turns_of_sum(depth: int, element_size: int, weight_size: int, products: int) -> tuple[int, int, int]:
-    """Warps that split a sum, numbers that each takes at a time, and how many times before it waits for more."""
-    # A thread's load of 16 bytes, in fp32 of 8 numbers.
-    step = 4 * (8 if element_size == 4 else 16 // weight_size)
+def _turns_of_sum(depth: int, element_size: int, products: int) -> tuple[int, int, int]:
+    """Warps that split a sum with weights in 8 bits, numbers that each takes at a time, and how often before a wait."""
+    # A thread's load has 16 numbers; operands in fp32 take more registers.
+    step = 4 * (8 if element_size == 4 else 16)
     split = min(_MOST_WARPS, next_power_of_2(cdiv(depth, step)))
+    most_bytes = _MOST_BYTES_OF_ONE if products == 1 else _MOST_BYTES
+    most = 1 if element_size == 4 else max(1, most_bytes // (_COLUMNS * products * split * step))
     parts = cdiv(depth, split * step)
-    most = 1 if element_size == 4 else max(1, _MOST_BYTES // (_COLUMNS * products * split * step * weight_size))
+    # Turns of equal length: the last one's masked parts cost as much as others.
     return split, step, cdiv(parts, cdiv(parts, most))
