@@ -291,8 +291,9 @@ def test_weights_in_8_bits_go_from_memory_to_matrix_instructions(compiled):
     found = [row for row in compiled if row["call"].startswith("products with 8 bits")]
     for row in found:
         assert row["shared_bytes"] <= 16 * 1024, row
-    for few in (row for number, row in enumerate(found) if number % 6 < 3):
-        assert few["shared_bytes"] == 4096 and few["registers"] <= 128 and few["spill_bytes"] == 0, few
+    for one_row in (row for number, row in enumerate(found) if number % 6 < 3):
+        assert one_row["shared_bytes"] == 4096 and one_row["registers"] <= 128, one_row
+        assert one_row["spill_bytes"] <= (0 if one_row["architecture"] == "hopper" else 8), one_row
 
 
 def test_the_sum_of_many_parts_compiles_in_seconds(compiled):
