@@ -116,14 +116,15 @@ def calls():
         )  # fmt: skip
 
     def decoding(dim, hidden):
-        residual, squares = embedding(empty(3, dtype=torch.int64), empty(257, dim))
-        norm = (empty(dim), squares, 1e-6)
-        linear(residual, empty(2 * dim, dim), empty(2 * dim), norm=norm, num_sigmoids=36)
-        linear(residual, empty(257, dim), None, norm=norm, out_dtype=torch.float32)
-        gated, _ = linear(residual, empty(2 * hidden, dim), None, norm=norm, swiglu=True)
-        linear(gated, empty(dim, hidden), None, residual=residual)
-        many, squares = empty(64, dim, dtype=torch.float32), empty(64, dim // 16, dtype=torch.float32)
-        linear(many, empty(2 * hidden, dim), None, norm=(empty(dim), squares, 1e-6), swiglu=True)
+        next_norm = empty(dim, dtype=torch.float32), torch.bfloat16
+        residual, squares, x = embedding(empty(3, dtype=torch.int64), empty(257, dim), next_norm)
+        norm = (squares, 1e-6)
+        linear(x, empty(2 * dim, dim), empty(2 * dim), norm=norm, num_sigmoids=36)
+        linear(x, empty(257, dim), None, norm=norm, out_dtype=torch.float32)
+        gated = linear(x, empty(2 * hidden, dim), None, norm=norm, swiglu=True)[0]
+        linear(gated, empty(dim, hidden), None, residual=residual, next_norm=next_norm)
+        squares = empty(64, dim // 16, dtype=torch.float32)
+        linear(empty(64, dim), empty(2 * hidden, dim), None, norm=(squares, 1e-6), swiglu=True)
         drawing(257)
 
     def decoding_int8(dim, hidden):
@@ -132,11 +133,12 @@ def calls():
             return Int8Weight(values, scale, torch.bfloat16)
 
         for rows in (1, 64):
-            x, squares = empty(rows, dim, dtype=torch.float32), empty(rows, dim // 16, dtype=torch.float32)
-            norm = (empty(dim), squares, 1e-6)
+            x, residual = empty(rows, dim), empty(rows, dim, dtype=torch.float32)
+            norm = (empty(rows, dim // 16, dtype=torch.float32), 1e-6)
             linear(x, weight(2596, dim), None, norm=norm, num_sigmoids=96)
             linear(x, weight(2 * hidden, dim), None, norm=norm, swiglu=True)
-            linear(empty(rows, hidden), weight(dim, hidden), None, residual=x)
+            next_norm = empty(dim, dtype=torch.float32), torch.bfloat16
+            linear(empty(rows, hidden), weight(dim, hidden), None, residual=residual, next_norm=next_norm)
 
     def combination():
         o = [empty(2, 64, 12, 128) for _ in range(4)]
@@ -282,6 +284,16 @@ def test_a_row_of_the_choice_s_loss_stays_in_registers(compiled):
 def test_weights_in_8_bits_are_added_up_alike_for_any_number_of_rows(compiled):
     found = [row["operand_widths"] for row in compiled if row["call"].startswith("products with 8 bits")]
     assert len(found) == 2 * 2 * 6 and all(widths == found[0] and len(widths) == 1 for widths in found), found
+
+
+def test_weights_in_8_bits_go_from_memory_to_matrix_instructions(compiled):
+    """Shared memory is for sums of warps alone, 4 KB for 8 rows; with one row two programs fit a multiprocessor."""
+    found = [row for row in compiled if row["call"].startswith("products with 8 bits")]
+    for row in found:
+        assert row["shared_bytes"] <= 16 * 1024, row
+    for one_row in (row for number, row in enumerate(found) if number % 6 < 3):
+        assert one_row["shared_bytes"] == 4096 and one_row["registers"] <= 128, one_row
+        assert one_row["spill_bytes"] <= (0 if one_row["architecture"] == "hopper" else 8), one_row
 
 
 def test_the_sum_of_many_parts_compiles_in_seconds(compiled):

@@ -6,11 +6,17 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests.models.conftest import make_config, make_model
 from tests.ops_triton.problems import FACTOR
+from trifocal.inference.cached_model import CachedModel
+from trifocal.nn import RMSNorm
 from trifocal.ops import devices
+from trifocal.ops.decode import linear as decode_linear
 from trifocal.ops.decode.int8 import quantize
 from trifocal.ops.decode.linear import Norm, Residual, embedding, linear, normed_linear, normed_swiglu, residual_linear
 from trifocal.testing.tolerances import error
+
+__all__ = ["make_config", "make_model"]
 
 EPS = 1e-6
 # A product of 70 or 135 numbers in fp32; both sides round.
@@ -27,9 +33,14 @@ def draw(*shape: int, seed: int = 0, dtype=torch.float32, scale: float = 1.0) ->
 
 
 def stream(rows: int, parts: int = 3) -> Residual:
+    """Without what a norm's product reads, so that it is made on the way."""
     x = draw(rows, WIDTH)
     squares = torch.stack([part.square().sum(-1) for part in x.chunk(parts, dim=1)], dim=1)
     return Residual(x, squares)
+
+
+def tensors(*residuals: Residual) -> tuple[torch.Tensor, ...]:
+    return tuple(part for residual in residuals for part in residual if part is not None)
 
 
 def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -130,20 +141,43 @@ def gaps(x: torch.Tensor) -> torch.Tensor:
 def test_the_kernels_take_rows_with_gaps():
     norm, weight, down, found = Norm(draw(WIDTH, seed=1), EPS), draw(50, WIDTH, seed=2), draw(WIDTH, 70, seed=3), []
     for layout in (torch.clone, gaps, lambda x: gaps(x.T).T):
-        residual = Residual(*map(layout, stream(3)))
+        residual = Residual(*map(layout, tensors(stream(3))))
         out, gates = normed_linear(residual, norm, weight, num_sigmoids=9, backend="triton")
         added = residual_linear(layout(draw(3, 70)), down, residual, backend="triton")
-        found.append((out, gates, normed_swiglu(residual, norm, weight, "triton"), *added))
+        found.append((out, gates, normed_swiglu(residual, norm, weight, "triton"), *tensors(added)))
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(other, found[0], strict=True))
 
 
-@pytest.mark.parametrize("name", ["weight", "bias", "norm_weight", "table"])
+def test_the_kernels_write_what_the_next_norm_s_product_reads():
+    """With it the product has the bits of one that makes it itself, in the type that was asked for."""
+    norm, table, weight = Norm(draw(WIDTH, seed=1), EPS), draw(11, WIDTH), draw(50, WIDTH, seed=2)
+    tokens, down, residual, x = torch.tensor([3, 0, 10], device=DEVICE), draw(WIDTH, 70, seed=3), stream(3), draw(3, 70)
+    for told, untold in (
+        (embedding(tokens, table, "triton", next_norm=norm), embedding(tokens, table, "triton")),
+        (
+            residual_linear(x, down, residual, next_norm=norm, backend="triton"),
+            residual_linear(x, down, residual, backend="triton"),
+        ),
+    ):
+        assert untold.scaled is None
+        assert torch.equal(told.scaled, told.x * norm.weight)
+        assert all(map(torch.equal, told[:2], untold[:2]))
+        found = [normed_linear(residual, norm, weight, backend="triton")[0] for residual in (told, untold)]
+        assert torch.equal(*found)
+        # It is what is read.
+        other, _ = normed_linear(told._replace(scaled=2 * told.scaled), norm, weight, backend="triton")
+        assert error(other, 2 * found[0].double()) < BOUND
+    half = embedding(tokens, table, "triton", next_norm=norm, dtype=torch.float16)
+    assert torch.equal(half.scaled, (half.x * norm.weight).half())
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "next_norm", "table"])
 def test_the_kernels_refuse_weights_with_gaps(name):
-    given = {"weight": draw(8, WIDTH), "bias": draw(8), "norm_weight": draw(WIDTH), "table": draw(8, WIDTH)}
+    given = {"weight": draw(8, WIDTH), "bias": draw(8), "next_norm": draw(WIDTH), "table": draw(8, WIDTH)}
     given[name] = gaps(given[name])
-    norm = Norm(given["norm_weight"], EPS)
+    norm = Norm(draw(WIDTH), EPS)
     with pytest.raises(ValueError, match=f"{name} must be contiguous, got strides of"):
-        embedding(torch.tensor([3], device=DEVICE), given["table"], "triton")
+        embedding(torch.tensor([3], device=DEVICE), given["table"], "triton", next_norm=Norm(given["next_norm"], EPS))
         normed_linear(stream(1), norm, given["weight"], given["bias"], backend="triton")
 
 
@@ -163,7 +197,7 @@ def test_equal_bits_whatever_else_is_in_the_batch(backend, prepared):
         return (
             out,
             normed_swiglu(residual, norm, gate_up, backend),
-            *residual_linear(out, down, residual, backend=backend),
+            *tensors(residual_linear(out, down, residual, backend=backend)),
         )
 
     everyone = stream(19)
@@ -173,23 +207,53 @@ def test_equal_bits_whatever_else_is_in_the_batch(backend, prepared):
         assert all(torch.equal(a, t[rows]) for a, t in zip(alone, together, strict=True))
 
 
-def test_wider_tiles_of_many_rows():
+@pytest.mark.parametrize("prepared", [torch.clone, lambda weight: quantize(weight, weight.dtype)], ids=["fp16", "int8"])
+def test_wider_tiles_of_many_rows(prepared):
     """In half precision 33 rows are taken 32 at a time, 17 by 16, one by 8; on a CPU their sums have any order."""
-    norm, gate_up, down = Norm(draw(WIDTH, seed=1), EPS), draw(2 * 20, WIDTH, seed=3).half(), draw(WIDTH, 20, seed=4)
-    everyone = stream(33)
+    norm, everyone = Norm(draw(WIDTH, seed=1), EPS), stream(33)
+    gate_up, down = prepared(draw(2 * 20, WIDTH, seed=3).half()), prepared(draw(WIDTH, 20, seed=4).half())
 
     def step(rows):
         residual = Residual(everyone.x[:rows], everyone.sum_of_squares[:rows])
         hidden = normed_swiglu(residual, norm, gate_up, "triton")
-        return hidden, *residual_linear(hidden, down.half(), residual, backend="triton")
+        return hidden, *tensors(residual_linear(hidden, down, residual, backend="triton"))
 
     alone = step(1)
     for rows in (17, 33):
         together = step(rows)
         assert all(error(t[:1], a) < 1e-3 for t, a in zip(together, alone, strict=True))
-    reference = residual_linear(together[0], down.half(), everyone, backend="reference")
+    expected = normed_swiglu(everyone, norm, gate_up, "reference")
+    # Half of a unit of each weight, which the reference rounds to half precision with its scale.
+    assert error(together[0], expected) < 2e-3
+    reference = residual_linear(together[0], down, everyone, backend="reference")
     assert error(together[1], reference.x) < 1e-3
     assert error(together[2].sum(1), reference.sum_of_squares.sum(1)) < 1e-3
+
+
+@pytest.mark.parametrize("options", [{}, {"attention": "dense", "norm_after": True}], ids=str)
+def test_a_model_s_kernels_know_the_next_norm(monkeypatch, make_model, options):
+    """No product behind a norm makes what it reads; with the wrong norm's weight logits would be others."""
+    model, tokens = make_model(**options).float(), [[3], [4], [5]]
+    norms = [module.weight for module in model.modules() if isinstance(module, RMSNorm)]
+    for number, weight in enumerate(norms):
+        weight.data += draw(len(weight), seed=number).to(weight.device)
+
+    def logits():
+        cached = CachedModel(model, max_sequences=3, max_length=4)
+        return cached.decode([cached.admit() for _ in tokens], tokens)
+
+    expected = logits()
+    made = []
+
+    def scaled(residual, norm, dtype):
+        made.append(norm is not None and residual.scaled is None)
+        return scale(residual, norm, dtype)
+
+    scale = decode_linear._scaled
+    monkeypatch.setattr(decode_linear, "_runs_kernels", lambda weight, backend: True)
+    monkeypatch.setattr(decode_linear, "_scaled", scaled)
+    assert error(logits(), expected) < 1e-4
+    assert len(made) == 2 * model.config.num_layers + 1 and not any(made)
 
 
 def on_a_gpu(test):
@@ -212,14 +276,19 @@ def layer(sizes, dtype):
     }
 
 
+def embedded(tokens, table, weights):
+    """As the first layer of a model gets it."""
+    return embedding(tokens, table, "triton", next_norm=Norm(weights["norm"], EPS), dtype=table.dtype)
+
+
 def run(residual, weights):
     norm = Norm(weights["norm"], EPS)
     out, gates = normed_linear(residual, norm, weights["qkv"], weights["bias"], num_sigmoids=36, backend="triton")
     hidden = normed_swiglu(residual, norm, weights["gate_up"], backend="triton")
-    after = residual_linear(hidden, weights["down"], residual, backend="triton")
+    after = residual_linear(hidden, weights["down"], residual, next_norm=norm, backend="triton")
     unnormed, _ = normed_linear(residual, None, weights["qkv"], weights["bias"], num_sigmoids=36, backend="triton")
     found = {"out": out, "gates": gates, "hidden": hidden, "unnormed": unnormed}
-    return found | {"after": after.x, "squares": after.sum_of_squares}
+    return found | {"after": after.x, "squares": after.sum_of_squares, "scaled": after.scaled}
 
 
 def in_8_bits(weights):
@@ -250,13 +319,14 @@ sizes_and_types = pytest.mark.parametrize(
 @sizes_and_types
 def test_values_at_real_sizes(sizes, dtype):
     weights = layer(sizes, dtype)
-    residual = embedding(torch.arange(70, device=DEVICE), draw(70, sizes[0], dtype=dtype, seed=5), "triton")
+    residual = embedded(torch.arange(70, device=DEVICE), draw(70, sizes[0], dtype=dtype, seed=5), weights)
     got = run(residual, weights)
     plain = torchs(residual.x, weights, dtype)
     exact = torchs(residual.x.double(), weights, torch.float64)
     for name, value in plain.items():
         assert error(got[name], exact[name]) <= FACTOR * max(error(value, exact[name]), torch.finfo(dtype).eps), name
     assert error(got["squares"].sum(1), got["after"].square().sum(1)) < 1e-5
+    assert torch.equal(got["scaled"], (got["after"] * weights["norm"]).to(dtype))
 
 
 @on_a_gpu
@@ -264,7 +334,7 @@ def test_values_at_real_sizes(sizes, dtype):
 def test_weights_in_8_bits_at_real_sizes(sizes, dtype):
     """Beside PyTorch's products of the dequantized weights, rounded to the type; the exact ones are not rounded."""
     quantized = in_8_bits(layer(sizes, dtype))
-    residual = embedding(torch.arange(70, device=DEVICE), draw(70, sizes[0], dtype=dtype, seed=5), "triton")
+    residual = embedded(torch.arange(70, device=DEVICE), draw(70, sizes[0], dtype=dtype, seed=5), quantized)
     got = run(residual, quantized)
     pairs = [(name, quantized[name]) for name in ("qkv", "gate_up", "down")]
     plain = torchs(residual.x, quantized | {name: weight.dequantized() for name, weight in pairs}, dtype)
@@ -273,6 +343,7 @@ def test_weights_in_8_bits_at_real_sizes(sizes, dtype):
     for name, value in plain.items():
         assert error(got[name], exact[name]) <= FACTOR * max(error(value, exact[name]), torch.finfo(dtype).eps), name
     assert error(got["squares"].sum(1), got["after"].square().sum(1)) < 1e-5
+    assert torch.equal(got["scaled"], (got["after"] * quantized["norm"]).to(dtype))
 
 
 @on_a_gpu
@@ -282,11 +353,11 @@ def test_weights_in_8_bits_at_real_sizes(sizes, dtype):
 def test_equal_bits_for_any_number_of_rows(sizes, dtype, prepared):
     weights = prepared(layer(sizes, dtype))
     table = draw(600, sizes[0], dtype=dtype, seed=5)
-    together = run(embedding(torch.arange(600, device=DEVICE), table, "triton"), weights)
+    together = run(embedded(torch.arange(600, device=DEVICE), table, weights), weights)
     # Tiles of 8, 16 and 32 rows, full and cut.
     for first, rows in ((0, 1), (3, 8), (40, 9), (8, 16), (60, 17), (7, 33), (100, 64), (5, 200)):
         last = first + rows
-        residual = embedding(torch.arange(first, last, device=DEVICE), table, "triton")
+        residual = embedded(torch.arange(first, last, device=DEVICE), table, weights)
         alone = run(Residual(*(part.contiguous() for part in residual)), weights)
         for name, value in alone.items():
             assert torch.equal(value, together[name][first:last]), (name, first, last)
@@ -297,11 +368,11 @@ def chain(weights, table, tokens, layers):
 
     Then the memory of a result is soon that of another one, which must not be written while it is still read.
     """
-    residual = embedding(tokens, table, "triton")
+    residual = embedded(tokens, table, weights)
     results = []
     for _ in range(layers):
         result = run(residual, weights)
-        residual = Residual(result["after"], result["squares"])
+        residual = Residual(*(result[name] for name in ("after", "squares", "scaled")))
         results = [*(results if layers == 2 else []), *result.values()]
     return results
 

@@ -38,7 +38,13 @@ class CachedLayer:
         dtype: Type of the products and of keys and values.
         tables: Rotary tables of the layer.
         weights: How the weights of the linear layers are held; those of a learned φ have the type of the products.
+
+    Attributes:
+        norm: The norm in front of the block; None where norms stand behind.
+        next_norm: The one that reads the block's result, to be set where there is one.
     """
+
+    next_norm: Norm | None = None
 
     def __init__(
         self, block: nn.Module, geometry: Geometry, dtype: torch.dtype, tables: LayerTables, weights: WeightType
@@ -50,7 +56,7 @@ class CachedLayer:
         self._num_heads, self._num_kv_heads = attention.num_heads, attention.num_kv_heads
         self._branches = attention.branches
         norms = [_prepared_norm(norm) for norm in (block.attention_norm, block.mlp_norm)]
-        self._norm, self._mlp_norm = (None if block.norm_after else norm for norm in norms)
+        self.norm, self._mlp_norm = (None if block.norm_after else norm for norm in norms)
         self._out_norm, self._down_norm = (norm if block.norm_after else None for norm in norms)
         self._q_norm, self._k_norm = (
             None if norm is None else _prepared_norm(norm) for norm in (attention.q_norm, attention.k_norm)
@@ -79,7 +85,7 @@ class CachedLayer:
     def prefill(self, residual: Residual, cache: Any, chunk: Chunk) -> Residual:
         """The residual stream of a chunk's T tokens."""
         projected, gates = pytorch_products.normed_linear(
-            residual, self._norm, self._in, self._in_bias, num_sigmoids=self._num_gates, padding=self._padding
+            residual, self.norm, self._in, self._in_bias, num_sigmoids=self._num_gates, padding=self._padding
         )
         new = self._split(projected[None], gates, pytorch_products)
         return self._end(residual, self._rule.prefill(new, cache, chunk), pytorch_products)
@@ -88,7 +94,7 @@ class CachedLayer:
         """The residual stream of B * T new tokens."""
         bias = None if self._in_bias is None else self._in_bias[: self._num_inner]
         projected, gates = decode_products.normed_linear(
-            residual, self._norm, self._in[: self._num_inner], bias, num_sigmoids=self._num_gates
+            residual, self.norm, self._in[: self._num_inner], bias, num_sigmoids=self._num_gates
         )
         new = self._split(projected.unflatten(0, (len(batch.rows), -1)), gates, decode_products)
         return self._end(residual, self._rule.decode(new, cache, batch), decode_products)
@@ -110,22 +116,28 @@ class CachedLayer:
     def _end(self, residual: Residual, o: Tensor, products: ModuleType) -> Residual:
         """The residual stream after the block, from that before it and the attention's heads [B, T, H, V]."""
         o = o.flatten(0, 1).flatten(1)
-        residual = _added(o, self._out, residual, self._out_bias, self._out_norm, products)
+        residual = _added(o, self._out, residual, self._out_bias, self._out_norm, self._mlp_norm, products)
         if self._gate_up_bias is None and self._mlp_norm is not None:
             hidden = products.normed_swiglu(residual, self._mlp_norm, self._gate_up)
         else:
             both, _ = products.normed_linear(residual, self._mlp_norm, self._gate_up, self._gate_up_bias)
             gate, up = both.chunk(2, dim=-1)
             hidden = products.by_row(functional.silu, gate) * up
-        return _added(hidden, self._down, residual, self._down_bias, self._down_norm, products)
+        return _added(hidden, self._down, residual, self._down_bias, self._down_norm, self.next_norm, products)
 
 
 def _added(
-    x: Tensor, weight: Weight, residual: Residual, bias: Tensor | None, norm: Norm | None, products: ModuleType
+    x: Tensor,
+    weight: Weight,
+    residual: Residual,
+    bias: Tensor | None,
+    norm: Norm | None,
+    next_norm: Norm | None,
+    products: ModuleType,
 ) -> Residual:
     """The residual stream plus `norm(x W^T + bias)`; without sums of squares where there is a norm."""
     if norm is None:
-        return products.residual_linear(x, weight, residual, bias)  # type: ignore[no-any-return]
+        return products.residual_linear(x, weight, residual, bias, next_norm=next_norm)  # type: ignore[no-any-return]
     out = residual.x + normed(products.linear(x, weight, bias), norm, products)
     return Residual(out, out[:, :0])
 

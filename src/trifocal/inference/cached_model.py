@@ -10,6 +10,7 @@ logits = cached.decode([sequence], [[4]])
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import ModuleType
 
 import torch
@@ -160,6 +161,9 @@ class CachedModel:
             for block, own in zip(model.blocks, tables, strict=True)
         ]
         self._norm = Norm(copied(model.norm.weight, exact), model.norm.eps)
+        for layer, following in pairwise(self._layers):
+            layer.next_norm = following.norm
+        self._layers[-1].next_norm = None if config.norm_after else self._norm
         output = model.embedding if model.head is None else model.head
         self._output = prepared_weight(output.weight, self.dtype, weights)
 
@@ -250,7 +254,7 @@ class CachedModel:
             for layer, cache in zip(self._layers, self.cache.layers, strict=True):
                 residual = layer.prefill(residual, cache, chunk)
             if not all_logits:
-                residual = Residual(*(part[-1:] for part in residual))
+                residual = Residual(residual.x[-1:], residual.sum_of_squares[-1:])
             logits = self._logits(residual, products)
             chunk.write_rings()
         except BaseException:
@@ -313,7 +317,8 @@ class CachedModel:
         """
         # Kernels run on the current device, which need not be the model's.
         with torch.cuda.device_of(self._embedding):
-            residual = decode_products.embedding(tokens.flatten(), self._embedding)
+            first = self._layers[0].norm
+            residual = decode_products.embedding(tokens.flatten(), self._embedding, next_norm=first, dtype=self.dtype)
             for layer, cache in zip(self._layers, self.cache.layers, strict=True):
                 residual = layer.decode(residual, cache, batch)
             return self._logits(residual, decode_products).unflatten(0, tokens.shape)

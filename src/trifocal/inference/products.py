@@ -45,8 +45,10 @@ def normed_swiglu(residual: Residual, norm: Norm, weight: Weight) -> Tensor:
     return functional.silu(gate) * up
 
 
-def residual_linear(x: Tensor, weight: Weight, residual: Residual, bias: Tensor | None = None) -> Residual:
-    """See `trifocal.ops.decode.linear.residual_linear`."""
+def residual_linear(
+    x: Tensor, weight: Weight, residual: Residual, bias: Tensor | None = None, *, next_norm: Norm | None = None
+) -> Residual:
+    """See `trifocal.ops.decode.linear.residual_linear`; the next norm waits for its own product."""
     return _residual(residual.x + functional.linear(x, dequantized(weight), bias))
 
 

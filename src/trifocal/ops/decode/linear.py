@@ -22,10 +22,12 @@ class Residual(NamedTuple):
     Attributes:
         x: [M, E], fp32 (fp64 on the reference for fp64 weights).
         sum_of_squares: The sum of squares of each row, in parts that the next norm adds up, [M, parts].
+        scaled: x times the next norm's weight in the type of the products, [M, E], where a kernel was told that norm.
     """
 
     x: Tensor
     sum_of_squares: Tensor
+    scaled: Tensor | None = None
 
 
 class Norm(NamedTuple):
@@ -40,13 +42,23 @@ class Norm(NamedTuple):
     eps: float
 
 
-def embedding(tokens: Tensor, table: Tensor, backend: dispatch.Backend = "auto") -> Residual:
+def embedding(
+    tokens: Tensor,
+    table: Tensor,
+    backend: dispatch.Backend = "auto",
+    *,
+    next_norm: Norm | None = None,
+    dtype: torch.dtype | None = None,
+) -> Residual:
     """The residual stream of tokens [M] from an embedding table [vocab, E].
+
+    The kernel also writes what the next norm's product reads, as in `residual_linear`, in `dtype`: the table's unless
+    given.
 
     A token outside of the table gives a row of NaN on the kernels and an IndexError on the reference.
     """
     if _runs_kernels(table, backend):
-        return Residual(*_kernels().embedding(tokens, table))
+        return Residual(*_kernels().embedding(tokens, table, next_norm and (next_norm.weight, dtype or table.dtype)))
     x = functional.embedding(tokens, table).to(_exact(table.dtype))
     return Residual(x, _squares(x))
 
@@ -76,14 +88,14 @@ def normed_linear(
         [M, N - num_sigmoids], and the gates [M, num_sigmoids] in fp32, or None.
     """
     if _runs_kernels(weight, backend):
-        x, norm_inputs = residual.x, None
-        if norm is None:
-            x = x.to(weight.dtype)
-        else:
-            norm_inputs = norm.weight, residual.sum_of_squares, norm.eps
         return _kernels().linear(  # type: ignore[no-any-return]
-            x, weight, bias, norm=norm_inputs, num_sigmoids=num_sigmoids, out_dtype=out_dtype
-        )
+            _scaled(residual, norm, weight.dtype),
+            weight,
+            bias,
+            norm=norm and (residual.sum_of_squares, norm.eps),
+            num_sigmoids=num_sigmoids,
+            out_dtype=out_dtype,
+        )[:2]
     out = _linear(_normed(residual, norm, weight.dtype), weight, bias)
     gates = None
     if num_sigmoids:
@@ -96,18 +108,32 @@ def normed_swiglu(residual: Residual, norm: Norm, weight: Weight, backend: dispa
     """`silu(norm(x) W_gate^T) * norm(x) W_up^T`: weight [2 * hidden, E], the gate's rows first -> [M, hidden]."""
     if _runs_kernels(weight, backend):
         return _kernels().linear(
-            residual.x, weight, None, norm=(norm.weight, residual.sum_of_squares, norm.eps), swiglu=True
+            _scaled(residual, norm, weight.dtype),
+            weight,
+            None,
+            norm=(residual.sum_of_squares, norm.eps),
+            swiglu=True,
         )[0]  # type: ignore[no-any-return]
     gate, up = _linear(_normed(residual, norm, weight.dtype), weight, None).chunk(2, dim=-1)
     return by_row(functional.silu, gate) * up
 
 
 def residual_linear(
-    x: Tensor, weight: Weight, residual: Residual, bias: Tensor | None = None, backend: dispatch.Backend = "auto"
+    x: Tensor,
+    weight: Weight,
+    residual: Residual,
+    bias: Tensor | None = None,
+    *,
+    next_norm: Norm | None = None,
+    backend: dispatch.Backend = "auto",
 ) -> Residual:
-    """The residual stream plus `x W^T + bias`: x [M, K], weight [E, K]."""
+    """The residual stream plus `x W^T + bias`: x [M, K], weight [E, K].
+
+    The kernel also writes the rows that the norm's product reads, if it is told which norm comes next.
+    """
     if _runs_kernels(weight, backend):
-        return Residual(*_kernels().linear(x, weight, bias, residual=residual.x))
+        scale = next_norm and (next_norm.weight, weight.dtype)
+        return Residual(*_kernels().linear(x, weight, bias, residual=residual.x, next_norm=scale))
     out = residual.x + _linear(x, weight, bias)
     return Residual(out, _squares(out))
 
@@ -142,6 +168,13 @@ def _kernels():  # type: ignore[no-untyped-def]
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+def _scaled(residual: Residual, norm: Norm | None, dtype: torch.dtype) -> Tensor:
+    """What the kernel of a product behind a norm reads; it multiplies by the root of the mean square itself."""
+    if norm is None:
+        return residual.x.to(dtype)
+    return (residual.x * norm.weight).to(dtype) if residual.scaled is None else residual.scaled
 
 
 def _squares(x: Tensor) -> Tensor:

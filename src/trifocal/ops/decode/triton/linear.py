@@ -19,17 +19,23 @@ A decode step is a chain of short kernels, so each of them takes its neighbours 
 
 | call | reads | before the product | after it |
 |---|---|---|---|
-| `normed_linear` | the residual stream | RMS norm | bias; the last columns through a sigmoid, in fp32 |
-| `normed_swiglu` | the residual stream | RMS norm | `silu(gate) * up` of two products |
-| `residual_linear` | a branch's output | | bias, sum with the residual stream, sums of squares |
-
-Weights may have 8 bits (see `ops.decode.int8`). They are read as such, two tiles at a time, and become numbers of the
-products' type in registers, which holds each of them exactly; an output's scale multiplies its sum. Weights in 16 bits
-keep their own loop, whose loads are in another order: in this one they would take more shared memory.
+| `normed_linear` | the residual stream | | root of the norm; bias; the last columns through a sigmoid, in fp32 |
+| `normed_swiglu` | the residual stream | | root of the norm; `silu(gate) * up` of two products |
+| `residual_linear` | a branch's output | | bias, sum with the residual stream; what the next norm's product reads |
 
 A norm needs the mean square of a whole row, which no tile of columns has. So the kernel that writes the residual stream
 also writes the sum of squares of each of its tiles, and the next one adds them up, in order. It scales the product by
-the root, not the row before the product, which does not wait for it.
+the root, not the row before the product, which does not wait for it. The norm's weight multiplies the residual stream
+where that is written: the next kernel's programs read rows in the products' type, in half of the registers.
+
+Weights may have 8 bits (see `ops.decode.int8`). They become numbers of the products' type in registers, which holds
+each of them exactly, and an output's scale multiplies its sum. They go from memory to matrix instructions without
+shared memory: each thread loads 16 neighbours along K of the two columns and of the row that it has in an instruction,
+and sums take K in that order (`columns_of_operand`). Weights in 16 bits are loaded as they lie, and pass through it.
+
+Two programs fit a multiprocessor where each has at most 128 registers a thread; then the next kernel's weights are on
+their way while this one ends. A loop over rows makes the compiler widen all weights of 8 bits before it, so there is
+none where a program has one tile of rows.
 """
 
 import torch
@@ -49,11 +55,17 @@ _MOST_ROWS = 32
 _COLUMNS = 16
 # Programs share the rows up to this number of programs: two for each multiprocessor of the largest devices.
 _ENOUGH_PROGRAMS = 264
-# Bytes of weights that a program holds at a time: 64 registers of a thread of eight warps.
+# Bytes of weights that a program holds at a time: 64 registers of a thread of eight warps; 88 of weights in 8 bits
+# that need no room for a second product.
 _MOST_BYTES = 65536
+_MOST_BYTES_OF_ONE = 90112
+# Two programs a multiprocessor.
+_MOST_REGISTERS = 128
 _MOST_WARPS = 8
-# Numbers of a sum that a warp takes at a time, at least: those of a matrix instruction, with weights of 8 bits of two.
+# Numbers of a sum that a warp takes at a time, at least: those of a matrix instruction.
 _FEWEST = 16
+# A norm's weight, [N], and the type of the products behind it.
+NextNorm = tuple[Tensor, torch.dtype]
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -68,42 +80,103 @@ def load_depth(pointers, inside, MASKED: tl.constexpr):
 
 
 @triton.jit
-def load_weights(weights, k, K: tl.constexpr, MASKED: tl.constexpr, UP: tl.constexpr):
-    """A tile of W at k, and the tile UP numbers behind it where there is one."""
-    tile = load_depth(weights, (k < K)[:, None, :], MASKED)
-    up = tile
-    if UP > 0:
-        up = load_depth(weights + UP, (k < K)[:, None, :], MASKED)
-    return tile, up
+def beside(a, b):
+    """[T, A] and [T, A] as [T, 2 * A]: both of a row stay in the registers of one thread."""
+    return tl.reshape(tl.permute(tl.join(a, b), 0, 2, 1), a.shape[0], 2 * a.shape[1])
 
 
 @triton.jit
-def add_products(total, lost, total_up, lost_up, tile, up, rows, UP: tl.constexpr):
-    """The sums with the products of a tile of W and rows of x, and of the tile behind it where there is one."""
-    total, lost = add_product(total, lost, tile.to(rows.dtype), rows)
-    if UP > 0:
-        total_up, lost_up = add_product(total_up, lost_up, up.to(rows.dtype), rows)
+def load_lanes(pointers, k, COUNT: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr):
+    """COUNT numbers along K from each thread's pointer on, which is at k: [T, COUNT]."""
+    number = tl.arange(0, COUNT)[None, :]
+    return load_depth(pointers[:, None] + number, k[:, None] + number < K, MASKED)
+
+
+@triton.jit
+def lanes_of_row(x, k, LANE: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr):
+    """LANE numbers of each thread's row of x, in loads of 16 bytes: [T, LANE]."""
+    COUNT: tl.constexpr = min(LANE, 128 // x.dtype.element_ty.primitive_bitwidth)
+    tile = load_lanes(x, k, COUNT, K, MASKED)
+    if LANE > COUNT:
+        tile = beside(tile, load_lanes(x + COUNT, k + COUNT, COUNT, K, MASKED))
+    tl.static_assert(LANE <= 2 * COUNT)
+    return tile
+
+
+@triton.jit
+def lanes_of_rows(
+    x, k, row, num_rows, x_stride, ROWS: tl.constexpr, LANE: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr
+):
+    """As `lanes_of_row` of every eighth row of ROWS: [T, ROWS / 8 * LANE]."""
+    parts = ()
+    for first in tl.static_range(0, ROWS, 8):
+        known_row = tl.minimum(row + first, num_rows - 1).to(tl.int64)
+        parts += (lanes_of_row(x + known_row * x_stride + k, k, LANE, K, MASKED),)
+    if ROWS == 32:
+        tile = beside(beside(parts[0], parts[1]), beside(parts[2], parts[3]))
+    elif ROWS == 16:
+        tile = beside(parts[0], parts[1])
+    else:
+        tile = parts[0]
+    return tile
+
+
+@triton.jit
+def columns_of_operand(tiles, SPLIT: tl.constexpr, LANE: tl.constexpr, dtype: tl.constexpr):
+    """The first operand [SPLIT, 16, 4 * LANE] of what threads hold, [T, 2 * LANE], without moving a number.
+
+    Of an operand a thread holds LANE / 2 neighbours of K, its three neighbours the next ones, and so twice. So a sum
+    takes a thread's LANE numbers in two parts; `rows_of_operand` orders those of x alike.
+    """
+    tile = beside(tiles[0].to(dtype), tiles[1].to(dtype))
+    tile = tl.reshape(tile, SPLIT, 8, 4, 2, 2, LANE // 2)
+    return tl.reshape(tl.permute(tile, 0, 3, 1, 4, 2, 5), SPLIT, 16, 4 * LANE)
+
+
+@triton.jit
+def rows_of_operand(tile, SPLIT: tl.constexpr, LANE: tl.constexpr, ROWS: tl.constexpr):
+    """The second operand, [SPLIT, 4 * LANE, ROWS], of what threads hold; see `columns_of_operand`."""
+    tile = tl.reshape(tile, SPLIT, 8, 4, ROWS // 8, 2, LANE // 2)
+    return tl.reshape(tl.permute(tile, 0, 4, 2, 5, 3, 1), SPLIT, 4 * LANE, ROWS)
+
+
+@triton.jit
+def load_turn(
+    weight, column, other_column, k, TURN: tl.constexpr, BLOCK: tl.constexpr, INSIDE: tl.constexpr,
+    LANE: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """A turn's parts of W, pairs of [T, LANE]: every thread's two columns; the first INSIDE parts need no mask."""
+    tiles = ()
+    for part in tl.static_range(TURN):
+        at = k + part * BLOCK
+        first = load_lanes(weight + column + at, at, LANE, K, part >= INSIDE)
+        tiles += ((first, load_lanes(weight + other_column + at, at, LANE, K, part >= INSIDE)),)
+    return tiles
+
+
+@triton.jit
+def add_turn(
+    total, lost, total_up, lost_up, tiles, ups, x, k, row, num_rows, x_stride, BLOCK: tl.constexpr,
+    INSIDE: tl.constexpr, LANE: tl.constexpr, K: tl.constexpr, UP: tl.constexpr,
+):  # fmt: skip
+    """The sums with the products of a turn's parts of W and rows of x, and with those of its second half."""
+    SPLIT: tl.constexpr = total.shape[0]
+    ROWS: tl.constexpr = total.shape[2]
+    for part in tl.static_range(len(tiles)):
+        rows = lanes_of_rows(x, k + part * BLOCK, row, num_rows, x_stride, ROWS, LANE, K, part >= INSIDE)
+        rows = rows_of_operand(rows, SPLIT, LANE, ROWS)
+        total, lost = add_product(total, lost, columns_of_operand(tiles[part], SPLIT, LANE, rows.dtype), rows)
+        if UP > 0:
+            up = columns_of_operand(ups[part], SPLIT, LANE, rows.dtype)
+            total_up, lost_up = add_product(total_up, lost_up, up, rows)
     return total, lost, total_up, lost_up
 
 
 @triton.jit
-def normed_rows(
-    x, k, x_rows, norm_scale, MASKED: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr
-):
-    """Rows of x at k, [SPLIT, STEP, ROWS], times the norm's weight, in the type of the products."""
+def rows_at(x, k, x_rows, MASKED: tl.constexpr, K: tl.constexpr):
+    """Rows of x at k, [SPLIT, STEP, ROWS]."""
     tile = load_depth(x + x_rows[None, :, None] + k[:, None, :], (k < K)[:, None, :], MASKED)
-    if NORM:
-        tile = (tile.to(tl.float32) * norm_scale[:, None, :]).to(dtype)
     return tl.permute(tile, 0, 2, 1)
-
-
-@triton.jit
-def rows_at(x, k, x_rows, norm_weight, MASKED: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr):
-    """As `normed_rows`, with the norm's weight loaded."""
-    scale = k
-    if NORM:
-        scale = load_depth(norm_weight + k, k < K, MASKED).to(tl.float32)
-    return normed_rows(x, k, x_rows, scale, MASKED, K, NORM, dtype)
 
 
 @triton.jit
@@ -144,22 +217,22 @@ def sum_of_pairs(x, LEVELS: tl.constexpr):
 @Kernel
 @triton.jit(do_not_specialize=["num_rows"])
 def decode_linear_kernel(
-    x, squares, norm_weight, weight, scales, bias, residual, out, sigmoids, out_squares, x_stride, num_rows, eps,
+    x, squares, weight, scales, bias, residual, next_norm, out, normed, sigmoids, out_squares, x_stride, num_rows, eps,
     K: tl.constexpr, N: tl.constexpr, SIGMOIDS_FROM: tl.constexpr, SQUARES: tl.constexpr, SQUARES_LEVELS: tl.constexpr,
-    NORM: tl.constexpr, BIAS: tl.constexpr, SWIGLU: tl.constexpr, RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr,
-    ROWS: tl.constexpr, LEVELS: tl.constexpr, SPLIT: tl.constexpr, STEP: tl.constexpr, dtype: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, SWIGLU: tl.constexpr, RESIDUAL: tl.constexpr, NEXT_NORM: tl.constexpr,
+    DEPENDENT: tl.constexpr, LOOPS: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, SPLIT: tl.constexpr,
+    STEP: tl.constexpr, TURN: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """2**LEVELS columns of `x W^T`, with SWIGLU of both halves of W, for every so many-th tile of ROWS rows.
 
     Products are in `dtype`; W may be in 8 bits, with scales. Tiles of W and x are [SPLIT, columns or ROWS, STEP]: warp
-    s of SPLIT adds up its own part of K.
+    s of SPLIT adds up its own part of K. With TURN, so many tiles are asked for at a time, each thread for its own.
     """
     COLUMNS: tl.constexpr = 2**LEVELS
     BLOCK: tl.constexpr = SPLIT * STEP
     INT8: tl.constexpr = weight.dtype.element_ty == tl.int8
-    # Tiles in 8 bits are asked for by twos: as many bytes at a time as of those in 16, multiplied one after the other.
-    TWO: tl.constexpr = INT8 and K > BLOCK
-    STRIDE: tl.constexpr = BLOCK * 2 if TWO else BLOCK
+    DIRECT: tl.constexpr = TURN > 0
+    STRIDE: tl.constexpr = BLOCK * TURN if DIRECT else BLOCK
     MASKED: tl.constexpr = K % STRIDE > 0
     UP: tl.constexpr = N * K if SWIGLU else 0
     release_next(DEPENDENT)
@@ -167,31 +240,50 @@ def decode_linear_kernel(
     column_exists = column < N
     # Short code starts sooner: what does not exist reads a neighbour instead of being masked, and is not stored.
     known_column = tl.minimum(column, N - 1)
-    first_k = tl.arange(0, SPLIT)[:, None] * STEP + tl.arange(0, STEP)[None, :]
-    weights = weight + known_column.to(tl.int64)[None, :, None] * K + first_k[:, None, :]
-    first_weights, first_up = load_weights(weights, first_k, K, MASKED, UP)
-    if TWO:
-        second_weights, second_up = load_weights(weights + BLOCK, BLOCK + first_k, K, MASKED, UP)
-    first_scale = first_k
-    if NORM:
-        first_scale = load_depth(norm_weight + first_k, first_k < K, MASKED).to(tl.float32)
+    if DIRECT:
+        LANE: tl.constexpr = STEP // 4
+        thread = tl.arange(0, SPLIT * 32)
+        thread_k = thread // 32 * STEP + thread % 4 * LANE
+        thread_row = thread // 4 % 8
+        thread_column = tl.program_id(1) * COLUMNS + thread_row
+        other_columns = tl.minimum(thread_column + 8, N - 1).to(tl.int64) * K
+        thread_column = tl.minimum(thread_column, N - 1).to(tl.int64) * K
+        INSIDE: tl.constexpr = 0 if MASKED else TURN
+        tiles = load_turn(weight, thread_column, other_columns, thread_k, TURN, BLOCK, K // BLOCK, LANE, K)
+        ups = tiles
+        if SWIGLU:
+            ups = load_turn(weight + UP, thread_column, other_columns, thread_k, TURN, BLOCK, K // BLOCK, LANE, K)
+    else:
+        first_k = tl.arange(0, SPLIT)[:, None] * STEP + tl.arange(0, STEP)[None, :]
+        weights = weight + known_column.to(tl.int64)[None, :, None] * K + first_k[:, None, :]
+        first_weights = load_depth(weights, (first_k < K)[:, None, :], MASKED)
+        if SWIGLU:
+            first_up = load_depth(weights + UP, (first_k < K)[:, None, :], MASKED)
     if INT8:
         scale_of_column = tl.load(scales + known_column)[:, None]
         if SWIGLU:
             scale_of_up = tl.load(scales + N + known_column)[:, None]
     if BIAS:
         added = tl.load(bias + known_column).to(tl.float32)
+    if NEXT_NORM:
+        next_scale = tl.load(next_norm + known_column).to(tl.float32)[:, None]
     wait_for_inputs(DEPENDENT)
     # So many numbers would be in the way during the product; else they are asked for with the rows.
     SQUARES_LATER: tl.constexpr = ROWS * 2**SQUARES_LEVELS > 2048
-    for row_tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=1):
+    # A loop of one turn is none: what does not depend on the row stays where it is needed, in fewer registers.
+    turns = 1
+    if LOOPS:
+        turns = tl.cdiv(tl.cdiv(num_rows, ROWS) - tl.program_id(0), tl.num_programs(0))
+    for turn in tl.range(0, turns, num_stages=1):
+        row_tile = tl.program_id(0) + turn * tl.num_programs(0)
         row = row_tile * ROWS + tl.arange(0, ROWS)
         row_exists = row < num_rows
         known_row = tl.minimum(row, num_rows - 1)
-        x_rows = known_row.to(tl.int64) * x_stride
         keep_out = column_exists[:, None] & row_exists[None, :]
         place = row.to(tl.int64)[None, :] * N + column[:, None]
-        tile = normed_rows(x, first_k, x_rows, first_scale, MASKED, K, NORM, dtype)
+        if not DIRECT:
+            x_rows = known_row.to(tl.int64) * x_stride
+            tile = rows_at(x, first_k, x_rows, MASKED, K)
         if NORM and not SQUARES_LATER:
             parts = load_squares(squares, known_row, SQUARES, SQUARES_LEVELS)
         if RESIDUAL:
@@ -200,27 +292,29 @@ def decode_linear_kernel(
         total_up = total
         lost = nothing_lost(total, tl.zeros([1], dtype))
         lost_up = lost
-        total, lost, total_up, lost_up = add_products(total, lost, total_up, lost_up, first_weights, first_up, tile, UP)
-        if TWO:
-            tile = rows_at(x, BLOCK + first_k, x_rows, norm_weight, MASKED, K, NORM, dtype)
-            total, lost, total_up, lost_up = add_products(
-                total, lost, total_up, lost_up, second_weights, second_up, tile, UP
-            )
-        for first in tl.range(STRIDE, K, STRIDE):
-            k = first + first_k
-            if TWO:
-                next_weights, next_up = load_weights(weights + first, k, K, MASKED, UP)
-                last_weights, last_up = load_weights(weights + first + BLOCK, BLOCK + k, K, MASKED, UP)
-                tile = rows_at(x, k, x_rows, norm_weight, MASKED, K, NORM, dtype)
-                total, lost, total_up, lost_up = add_products(
-                    total, lost, total_up, lost_up, next_weights, next_up, tile, UP
-                )
-                tile = rows_at(x, BLOCK + k, x_rows, norm_weight, MASKED, K, NORM, dtype)
-                total, lost, total_up, lost_up = add_products(
-                    total, lost, total_up, lost_up, last_weights, last_up, tile, UP
-                )
-            else:
-                tile = rows_at(x, k, x_rows, norm_weight, MASKED, K, NORM, dtype)
+        if DIRECT:
+            own_row = row_tile * ROWS + thread_row
+            total, lost, total_up, lost_up = add_turn(
+                total, lost, total_up, lost_up, tiles, ups, x, thread_k, own_row, num_rows, x_stride,
+                BLOCK, K // BLOCK, LANE, K, UP,
+            )  # fmt: skip
+            for first in tl.range(STRIDE, K, STRIDE):
+                k = first + thread_k
+                next_tiles = load_turn(weight, thread_column, other_columns, k, TURN, BLOCK, INSIDE, LANE, K)
+                next_ups = next_tiles
+                if SWIGLU:
+                    next_ups = load_turn(weight + UP, thread_column, other_columns, k, TURN, BLOCK, INSIDE, LANE, K)
+                total, lost, total_up, lost_up = add_turn(
+                    total, lost, total_up, lost_up, next_tiles, next_ups, x, k, own_row, num_rows, x_stride,
+                    BLOCK, INSIDE, LANE, K, UP,
+                )  # fmt: skip
+        else:
+            total, lost = add_product(total, lost, first_weights.to(dtype), tile)
+            if SWIGLU:
+                total_up, lost_up = add_product(total_up, lost_up, first_up.to(dtype), tile)
+            for first in tl.range(STRIDE, K, STRIDE):
+                k = first + first_k
+                tile = rows_at(x, k, x_rows, MASKED, K)
                 next_weights = load_depth(weights + first, (k < K)[:, None, :], MASKED)
                 total, lost = add_product(total, lost, next_weights.to(dtype), tile)
                 if SWIGLU:
@@ -246,6 +340,8 @@ def decode_linear_kernel(
             product = gated * (up * root).to(dtype).to(tl.float32)
         if RESIDUAL:
             product += before
+            if NEXT_NORM:
+                tl.store(normed + place, (product * next_scale).to(dtype), mask=keep_out)
             tile_squares = sum_of_pairs(tl.trans(tl.where(keep_out, product * product, 0.0)), LEVELS)
             tl.store(out_squares + row * tl.num_programs(1) + tl.program_id(1), tile_squares, mask=row_exists)
         if SIGMOIDS_FROM < N:
@@ -260,11 +356,14 @@ def decode_linear_kernel(
 @Kernel
 @triton.jit
 def decode_embedding_kernel(
-    tokens, table, out, out_squares, vocab_size, E: tl.constexpr, E_PAD: tl.constexpr, DEPENDENT: tl.constexpr
-):
-    """One token's embedding in the residual stream's type, and its sum of squares."""
+    tokens, table, next_norm, out, normed, out_squares, vocab_size, E: tl.constexpr, E_PAD: tl.constexpr,
+    NEXT_NORM: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One token's embedding in the residual stream's type, its sum of squares, and itself times a norm's weight."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, E_PAD)
+    if NEXT_NORM:
+        next_scale = tl.load(next_norm + column, mask=column < E, other=0.0).to(tl.float32)
     wait_for_inputs(DEPENDENT)
     token = tl.load(tokens + row).to(tl.int64)
     # A token outside of the table would read beyond it; the caller sees NaN instead.
@@ -272,21 +371,25 @@ def decode_embedding_kernel(
     x = tl.load(table + token * E + column, mask=exists & (column < E), other=float("nan")).to(tl.float32)
     x = tl.where(column < E, x, 0.0)
     tl.store(out + row * E + column, x, mask=column < E)
+    if NEXT_NORM:
+        tl.store(normed + row * E + column, (x * next_scale).to(normed.dtype.element_ty), mask=column < E)
     tl.store(out_squares + row, tl.sum(x * x, 0))
 
 
-def embedding(tokens: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Embeddings [M, E] of tokens [M] in fp32, and their sums of squares [M, 1]; see `ops.decode.linear`."""
+def embedding(tokens: Tensor, table: Tensor, next_norm: NextNorm | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Embeddings [M, E] of tokens [M] in fp32, and what `linear` gives with them; see `ops.decode.linear`."""
     rows, width = tokens.shape[0], table.shape[1]
-    _check_weights(table=table)
     out = torch.empty(rows, width, dtype=torch.float32, device=table.device)
     squares = torch.empty(rows, 1, dtype=torch.float32, device=table.device)
+    next_weight, normed = _of_next_norm(next_norm, out)
+    _check_weights(table=table, next_norm=next_weight)
     # A column of a batch's tokens has a stride.
     decode_embedding_kernel[(rows,)](
-        tokens.contiguous(), table, out, squares, table.shape[0],
-        E=width, E_PAD=next_power_of_2(width), num_warps=4, **dependent_launch(table.device),
+        tokens.contiguous(), table, table if next_weight is None else next_weight, out,
+        out if normed is None else normed, squares, table.shape[0], E=width, E_PAD=next_power_of_2(width),
+        NEXT_NORM=normed is not None, num_warps=4, **dependent_launch(table.device),
     )  # fmt: skip
-    return out, squares
+    return out, squares, normed
 
 
 def linear(
@@ -294,35 +397,36 @@ def linear(
     weight: Weight,
     bias: Tensor | None,
     *,
-    norm: tuple[Tensor, Tensor, float] | None = None,
+    norm: tuple[Tensor, float] | None = None,
     residual: Tensor | None = None,
+    next_norm: NextNorm | None = None,
     num_sigmoids: int = 0,
     swiglu: bool = False,
     out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`x W^T` and what goes with it; see the table above.
 
     Args:
-        x: [M, K].
+        x: [M, K], in the type of the products.
         weight: [N, K], also in 8 bits; with `swiglu` [2 N, K], the gate's rows first.
         bias: [N], or None.
-        norm: The norm's weight [K], the sums of squares [M, parts] of x, and epsilon.
+        norm: Sums of squares [M, parts] of the rows that x is of, and epsilon: x is these rows times the norm's weight.
         residual: [M, N], fp32; the result is added to it.
+        next_norm: The norm that reads the sum with the residual stream next.
         num_sigmoids: Last columns that go through a sigmoid.
         swiglu: Whether to multiply two products.
         out_dtype: Type of the result; that of the products unless given, fp32 with `residual`.
 
     Returns:
-        The result, [M, N - num_sigmoids]; then the sigmoids
-        [M, num_sigmoids] or the sums of squares [M, tiles] in fp32, or None.
+        The result, [M, N - num_sigmoids]; the sigmoids [M, num_sigmoids] or the sums of squares [M, tiles] in fp32, or
+        None; and the result times the next norm's weight, [M, N] in the norm's type, or None.
 
     Raises:
-        ValueError: If the weight, the bias or the norm's weight is not contiguous.
+        ValueError: If the weight, the bias or the next norm's weight is not contiguous.
     """
     x = unit_stride(x)
-    norm_weight, squares, eps = norm or (None, x, 0.0)
+    squares, eps = norm or (x, 0.0)
     values, scales = (weight.values, weight.scale) if isinstance(weight, Int8Weight) else (weight, None)
-    _check_weights(weight=values, scale=scales, bias=bias, norm_weight=norm_weight)
     rows, depth = x.shape
     width = values.shape[0] // (2 if swiglu else 1)
     # Beside as many weights as without a norm, which become wider, there are registers for half of the rows.
@@ -336,26 +440,43 @@ def linear(
         extra = torch.empty(rows, tiles, dtype=torch.float32, device=x.device)
     elif num_sigmoids:
         extra = torch.empty(rows, num_sigmoids, dtype=torch.float32, device=x.device)
+    next_weight, normed = _of_next_norm(next_norm, out)
+    _check_weights(weight=values, scale=scales, bias=bias, next_norm=next_weight)
     parts = 1
     if norm:
         parts, squares = squares.shape[1], squares.contiguous()
-    # Beside a norm's rows, which are in fp32, there is room for half of the weights.
-    most_bytes = _MOST_BYTES // (2 if norm and not swiglu else 1)
-    if devices.architecture(x.device) == "small":
-        most_bytes //= 2
-    fewest = _FEWEST * (1 if scales is None else 2)
-    split, step = _parts_of_sum(depth, weight.dtype.itemsize, _COLUMNS * (2 if swiglu else 1), most_bytes, fewest)
-    decode_linear_kernel[min(row_tiles, max(1, _ENOUGH_PROGRAMS // tiles)), tiles](
-        x, squares, x if norm_weight is None else norm_weight, values,
-        values if scales is None else scales, values if bias is None else bias,
-        x if residual is None else residual.contiguous(),
-        out, out if extra is None else extra, out if extra is None else extra, x.stride(0), rows, eps,
+    if scales is None:
+        # Half as much with a norm, since rows in fp32 were beside it: where a sum is cut decides its bits.
+        most_bytes = _MOST_BYTES // (2 if norm and not swiglu else 1)
+        if devices.architecture(x.device) == "small":
+            most_bytes //= 2
+        split, step = _parts_of_sum(depth, weight.dtype.itemsize, _COLUMNS * (2 if swiglu else 1), most_bytes)
+        turn = 0
+    else:
+        split, step, turn = _turns_of_sum(depth, weight.dtype.itemsize, 2 if swiglu else 1)
+    programs = min(row_tiles, max(1, _ENOUGH_PROGRAMS // tiles))
+    few_rows = scales is not None and tile_rows == _FEWEST_ROWS and programs == row_tiles
+    most_registers = {"maxnreg": _MOST_REGISTERS} if few_rows else {}
+    decode_linear_kernel[programs, tiles](
+        x, squares, values, values if scales is None else scales, values if bias is None else bias,
+        x if residual is None else residual.contiguous(), values if next_weight is None else next_weight,
+        out, out if normed is None else normed, out if extra is None else extra, out if extra is None else extra,
+        x.stride(0), rows, eps,
         K=depth, N=width, SIGMOIDS_FROM=width - num_sigmoids, SQUARES=parts, SQUARES_LEVELS=_log2(parts),
         NORM=norm is not None, BIAS=bias is not None, SWIGLU=swiglu, RESIDUAL=residual is not None,
-        ROWS=tile_rows, LEVELS=_log2(_COLUMNS), SPLIT=split, STEP=step, dtype=_TYPES[weight.dtype],
-        num_warps=split, num_stages=1, enable_fp_fusion=weight.dtype.itemsize == 4, **dependent_launch(x.device),
+        NEXT_NORM=normed is not None, LOOPS=programs < row_tiles, ROWS=tile_rows, LEVELS=_log2(_COLUMNS), SPLIT=split,
+        STEP=step, TURN=turn, dtype=_TYPES[weight.dtype], num_warps=split, num_stages=1,
+        **most_registers, enable_fp_fusion=weight.dtype.itemsize == 4, **dependent_launch(x.device),
     )  # fmt: skip
-    return out, extra
+    return out, extra, normed
+
+
+def _of_next_norm(next_norm: NextNorm | None, out: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The next norm's weight, and memory for what it multiplies; None without one."""
+    if next_norm is None:
+        return None, None
+    weight, dtype = next_norm
+    return weight, torch.empty_like(out, dtype=dtype)
 
 
 def _check_weights(**weights: Tensor | None) -> None:
@@ -378,10 +499,22 @@ def _log2(number: int) -> int:
     return (number - 1).bit_length()
 
 
-def _parts_of_sum(depth: int, element_size: int, columns: int, most_bytes: int, fewest: int) -> tuple[int, int]:
+def _parts_of_sum(depth: int, element_size: int, columns: int, most_bytes: int) -> tuple[int, int]:
     """Warps that split a sum, and numbers that each takes at a time: never by the number of rows."""
     # In fp32 a product has all of its operands in registers.
     most = 256 if element_size == 4 else most_bytes // (columns * element_size)
-    block = min(most, next_power_of_2(max(depth, fewest)))
-    warps = min(_MOST_WARPS, block // fewest)
+    block = min(most, next_power_of_2(max(depth, _FEWEST)))
+    warps = min(_MOST_WARPS, block // _FEWEST)
     return warps, block // warps
+
+
+def _turns_of_sum(depth: int, element_size: int, products: int) -> tuple[int, int, int]:
+    """Warps that split a sum with weights in 8 bits, numbers that each takes at a time, and how often before a wait."""
+    # A thread's load has 16 numbers; operands in fp32 take more registers.
+    step = 4 * (8 if element_size == 4 else 16)
+    split = min(_MOST_WARPS, next_power_of_2(cdiv(depth, step)))
+    most_bytes = _MOST_BYTES_OF_ONE if products == 1 else _MOST_BYTES
+    most = 1 if element_size == 4 else max(1, most_bytes // (_COLUMNS * products * split * step))
+    parts = cdiv(depth, split * step)
+    # Turns of equal length: the last one's masked parts cost as much as others.
+    return split, step, cdiv(parts, cdiv(parts, most))
