@@ -14,7 +14,7 @@ from trifocal.inference.cached_layers import round_to_int8
 from trifocal.inference.cached_model import CachedModel, CachedSequence, OutOfRows
 from trifocal.inference.paged_cache import cache_bytes, memory_for_caches
 from trifocal.inference.pages import OutOfPages
-from trifocal.inference.prefill import Chunk
+from trifocal.inference.prefill import Chunk, Place
 from trifocal.models import DecoderLM, parameter_count
 from trifocal.nn import RopeScaling
 from trifocal.nn.rope import rotary_tables, rotate
@@ -195,7 +195,7 @@ def test_prefill_gives_attention_rows_that_a_copy_engine_reads(
 def test_a_chunk_rotates_as_the_model_does(dtype: torch.dtype) -> None:
     exact = torch.promote_types(dtype, torch.float32)
     tables = rotary_tables(torch.arange(40), 8, 10000.0, exact)
-    chunk = Chunk(torch.zeros(1, dtype=torch.int64), 0, 7, 10)
+    chunk = Chunk(Place(*torch.zeros(3, 1, dtype=torch.int64)), 7, 10)
     # Columns of a wider tensor, as of a joined projection.
     x = torch.randn(1, 10, 3, 12, generator=torch.Generator().manual_seed(0)).to(dtype)[..., 2:10]
     # Of bf16, the last bit: 1 / 256 of numbers under 4.
