@@ -337,7 +337,8 @@ class Engine:
         if copies:
             self._model.cache.copy_pages(copies)
             before -= 1
-        self._runner.set_pages(state.place, table.pages, before)
+        if before < len(table.pages):
+            self._runner.set_pages(state.place, table.pages, before)
 
     def _leave_batch_if_launched(self, state: RequestState) -> None:
         """A sequence whose last token is queued takes part in no further step."""

@@ -24,13 +24,13 @@ class Place(NamedTuple):
 
     Attributes:
         row: Its row of the rings, [1], int64.
-        count: Tokens of the chunk without padding, [1], int64.
+        num_new: Tokens of the chunk without padding, [1], int64.
         pages: Its pages, [pages], int64; they hold its past and the chunk. Padding may lie in any page that nobody
             reads.
     """
 
     row: Tensor
-    count: Tensor
+    num_new: Tensor
     pages: Tensor
 
 
@@ -53,7 +53,8 @@ class Chunk:
 
     def __init__(self, place: Place, first: int, length: int) -> None:
         self._place, self.first, self.stop = place, first, first + length
-        self._rings: list[tuple[Tensor, Tensor]] = []
+        # Each ring, its row as it was, and what the row gets of the chunk.
+        self._rings: list[tuple[Tensor, Tensor, Tensor]] = []
         # Indices that all layers share.
         self._in_pages: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
         self._past_in_ring: dict[tuple[int, int], Tensor] = {}
@@ -97,12 +98,13 @@ class Chunk:
 
         The ring gets the chunk with `write_rings`.
         """
+        old = ring.index_select(0, self._place.row)
         # Copied: a view would keep the whole chunk of every layer alive.
-        self._rings.append((ring, x[0].index_select(0, self._ring_places(ring.shape[2]).source)))
+        self._rings.append((ring, old, x[0].index_select(0, self._ring_places(ring.shape[2]).source)))
         if not past:
             return x
-        old = ring.index_select(0, self._place.row)[0].index_select(1, self._past_places(ring.shape[2], past))
-        return torch.cat((old.transpose(0, 1)[None], x), dim=1)
+        last = old[0].index_select(1, self._past_places(ring.shape[2], past))
+        return torch.cat((last.transpose(0, 1)[None], x), dim=1)
 
     def _past_places(self, size: int, past: int) -> Tensor:
         """Where the last tokens before the chunk lie in a ring of a size, [past]."""
@@ -114,21 +116,20 @@ class Chunk:
     def _ring_places(self, size: int) -> _RingPlaces:
         if size not in self._in_ring:
             # A place holds the last token whose position leaves it as the remainder.
-            last = self._place.count + (self.first - 1)
+            last = self._place.num_new + (self.first - 1)
             token = last - (last - torch.arange(size, device=last.device)) % size - self.first
             self._in_ring[size] = _RingPlaces(token >= 0, token.clamp(min=0))
         return self._in_ring[size]
 
     def last(self, x: Tensor) -> Tensor:
         """The row of the chunk's last token that is no padding, [T, *] -> [1, *]."""
-        return x.index_select(0, self._place.count - 1)
+        return x.index_select(0, self._place.num_new - 1)
 
     def write_rings(self) -> None:
         """Write what `join_ring` has put aside, once every layer has seen the chunk."""
-        for ring, x in self._rings:
+        for ring, old, x in self._rings:
             fresh = self._ring_places(ring.shape[2]).fresh[:, None]
-            row = torch.where(fresh, x.transpose(0, 1), ring.index_select(0, self._place.row))
-            ring.index_copy_(0, self._place.row, row)
+            ring.index_copy_(0, self._place.row, torch.where(fresh, x.transpose(0, 1), old))
         self._rings.clear()
 
 

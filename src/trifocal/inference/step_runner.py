@@ -167,7 +167,9 @@ class StepRunner:
         rows = [drafts.get(place, ()) for place in range(size)]
         padded = torch.tensor([[*row, *[0] * (NEW - len(row))] for row in rows])
         self._drafts[:size].copy_(send(padded, self._device))
-        self._draft_lengths[:size].copy_(send(torch.tensor([len(row) for row in rows], dtype=torch.int32), self._device))
+        self._draft_lengths[:size].copy_(
+            send(torch.tensor([len(row) for row in rows], dtype=torch.int32), self._device)
+        )
         values = self._host_values(size * NEW, needs)
         self._record((size, *needs, True), lambda: self._step_of_drafts(size, needs))
         found = self._fetch(values, self._draft_drawn[: size * NEW], self._draft_likeliest[: size * NEW]).read()
