@@ -7,6 +7,7 @@ import torch
 
 from trifocal.inference import CachedModel, Engine, Request, Sampling
 from trifocal.inference.cached_layers import round_to_int8
+from trifocal.inference.recorded_work import RecordedWork
 from trifocal.models import DecoderLM, ModelConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -41,6 +42,16 @@ def test_steps_of_every_kind_draw_the_same() -> None:
     assert engine.reused_tokens >= 3 * 1024 and engine.guessed_tokens > 0
     # The likeliest token is the drawn one.
     assert all(score.likeliest[0][1] == score.log_probability for score in scores if score.likeliest)
+
+
+def test_work_beyond_the_limit_runs_unrecorded() -> None:
+    work, x = RecordedWork(torch.device("cuda"), most=1), torch.zeros(2, device="cuda")
+    calls = []
+    for _ in range(4):
+        for key in range(2):
+            work.run(key, lambda key=key: calls.append(key) or x[key].add_(1))  # type: ignore[func-returns-value, misc]
+    # Of the first key, the second call records.
+    assert calls.count(0) == 2 and calls.count(1) == 4 and x.tolist() == [4, 4]
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
