@@ -257,8 +257,9 @@ class CachedModel:
         try:
             self.cache.copy_pages(copies)
             numbers = torch.tensor([sequence.row, count, *sequence.table.pages], dtype=torch.int64)
-            # Elsewhere nearly every chunk would be the first of its kind.
-            if self._recorded is None or all_logits or first % self.prefill_chunk_size:
+            most = self.prefill_chunk_size
+            # At other places nearly every chunk would be the first of its kind.
+            if self._recorded is None or all_logits or first % most or count > most:
                 numbers = send(numbers, self.device)
                 chunk = Chunk(Place(numbers[:1], numbers[1:2], numbers[2:]), first, count)
                 return self._pass(send(tokens, self.device), chunk, all_logits=all_logits)
@@ -279,7 +280,7 @@ class CachedModel:
         sizes, size = [], self.prefill_chunk_size
         while size > min(_FEWEST_RECORDED_TOKENS, self.prefill_chunk_size) // 2:
             sizes.append(size)
-            size = 1 << ((size - 1).bit_length() - 1)
+            size = (1 << (size - 1).bit_length()) // 2
         kinds = dict.fromkeys((first, self._padded(first, size)) for size in sizes for first in starts)
         for first, length in itertools.islice(kinds, _MOST_RECORDED_CHUNKS):
             for _ in range(2):
