@@ -1,10 +1,13 @@
 """The engine's recorded steps on a GPU: likeliest tokens, kept prefixes, guessed tokens, weights in 8 bits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from trifocal.inference import CachedModel, Engine, Request, Sampling
 from trifocal.inference.cached_layers import round_to_int8
+from trifocal.inference.recorded_work import RecordedWork
 from trifocal.models import DecoderLM, ModelConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -39,6 +42,54 @@ def test_steps_of_every_kind_draw_the_same() -> None:
     assert engine.reused_tokens >= 3 * 1024 and engine.guessed_tokens > 0
     # The likeliest token is the drawn one.
     assert all(score.likeliest[0][1] == score.log_probability for score in scores if score.likeliest)
+
+
+def test_work_beyond_the_limit_runs_unrecorded() -> None:
+    work, x = RecordedWork(torch.device("cuda"), most=1), torch.zeros(2, device="cuda")
+    calls = []
+    for _ in range(4):
+        for key in range(2):
+            work.run(key, lambda key=key: calls.append(key) or x[key].add_(1))  # type: ignore[func-returns-value, misc]
+    # Of the first key, the second call records.
+    assert calls.count(0) == 2 and calls.count(1) == 4 and x.tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_recorded_chunks_give_equal_bits(dtype: torch.dtype, attention: str) -> None:
+    """Unrecorded, while it is recorded, replayed, behind a kept past; and in fp32 what unpadded chunks give."""
+    model = DecoderLM(replace(CONFIG, attention=attention))
+    model.init_weights(0)
+    model.to("cuda").eval()
+    sizes = {"max_sequences": 3, "max_length": 1400, "prefill_chunk_size": 512, "dtype": dtype}
+    plain, recorded = CachedModel(model, **sizes), CachedModel(model, record_chunks=True, **sizes)
+    tokens = torch.randint(257, (1400,), generator=torch.Generator().manual_seed(0))
+    for length in (1, 256, 300, 512, 700, 1024, 1399):
+        found = []
+        for _ in range(4):
+            sequence, other = recorded.admit(), recorded.admit()
+            logits = [recorded.prefill(sequence, tokens[:length])]
+            # Another prompt of the same chunks, before the first one goes on.
+            recorded.prefill(other, tokens.flip(0)[:length])
+            logits += [recorded.decode([sequence], tokens[None, length : length + 1])[0, 0]]
+            found.append(torch.stack(logits))
+            recorded.free(sequence)
+            recorded.free(other)
+        assert all(torch.equal(each, found[0]) for each in found[1:]), length
+        whole = length - length % 512
+        if 0 < whole < length:
+            past = recorded.admit()
+            recorded.prefill(past, tokens[:whole])
+            fork = recorded.fork(past)
+            assert torch.equal(recorded.prefill(fork, tokens[whole:length]), found[0][0]), length
+            recorded.free(past)
+            recorded.free(fork)
+        if dtype == torch.float32:
+            alone = plain.admit()
+            expected = [plain.prefill(alone, tokens[:length])]
+            expected += [plain.decode([alone], tokens[None, length : length + 1])[0, 0]]
+            plain.free(alone)
+            torch.testing.assert_close(found[0], torch.stack(expected), rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

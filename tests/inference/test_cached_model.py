@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from trifocal.errors import UserError
-from trifocal.inference import cached_attention
+from trifocal.inference import cached_attention, cached_model
 from trifocal.inference.cached_layers import round_to_int8
 from trifocal.inference.cached_model import CachedModel, CachedSequence, OutOfRows
 from trifocal.inference.paged_cache import cache_bytes, memory_for_caches
 from trifocal.inference.pages import OutOfPages
-from trifocal.inference.prefill import Chunk
+from trifocal.inference.prefill import Chunk, Place
 from trifocal.models import DecoderLM, parameter_count
 from trifocal.nn import RopeScaling
 from trifocal.nn.rope import rotary_tables, rotate
@@ -125,6 +125,61 @@ def test_the_first_chunk_gathers_nothing(
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_padding_of_recorded_chunks_reaches_nobody(
+    make_model: Make, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of every length, chunks and their padding of several; neighbours in the caches keep their bits."""
+    monkeypatch.setattr(cached_model, "_FEWEST_RECORDED_TOKENS", 4)
+    model, tokens = make_model(**options), draw_tokens(45)
+    with torch.no_grad():
+        expected = model(tokens[None])[0]
+    decoder = cached(model, 2, 45, prefill_chunk_size=16, record_chunks=True)
+    kinds: set[tuple[int, int]] = set()
+    healthy = Chunk.__init__
+
+    def watched(chunk: Chunk, place: Place, first: int, length: int) -> None:
+        kinds.add((first, length))
+        healthy(chunk, place, first, length)
+
+    monkeypatch.setattr(Chunk, "__init__", watched)
+    neighbour = decoder.admit()
+    decoder.prefill(neighbour, tokens[:21])
+    pages = neighbour.table.pages
+    kept = [x[pages].clone() for x in decoder.cache._pages] + [x[neighbour.row].clone() for x in decoder.cache._rings]
+    for length in (1, 4, 5, 13, 16, 17, 20, 24, 32, 33, 38, 43):
+        sequence = decoder.admit()
+        given = decoder.prefill(sequence, tokens[:length])
+        torch.testing.assert_close(given, expected[length - 1], rtol=0, atol=1e-11)
+        more = in_pieces(decoder, sequence, tokens[length : length + 2], [1, 1])
+        torch.testing.assert_close(more, expected[length : length + 2], rtol=0, atol=1e-11)
+        decoder.free(sequence)
+    # Of the longest sequence, 45 tokens, 13 are behind the second chunk.
+    assert kinds == {(first, length) for first in (0, 16, 32) for length in (4, 8, 16)} - {(32, 16)} | {(32, 13)}
+    now = [x[pages] for x in decoder.cache._pages] + [x[neighbour.row] for x in decoder.cache._rings]
+    torch.testing.assert_close(now, kept, rtol=0, atol=0, equal_nan=True)
+    assert decoder.cache._pages[0].shape[0] == decoder.pages.num_pages + 1
+
+
+def test_every_chunk_is_recorded_before_prompts_come(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice each, long ones first; the caches are as before. Chunks may have one token."""
+    cached(make_model(), 1, 3, prefill_chunk_size=1, record_chunks=True).warm_up_chunks()
+    decoder = cached(make_model(), 1, 1000, prefill_chunk_size=600, record_chunks=True)
+    ran: list[Any] = []
+    assert decoder._recorded is not None
+    monkeypatch.setattr(decoder._recorded.graphs, "run", lambda key, work: ran.append(key))
+    decoder.warm_up_chunks()
+    kinds = [(0, 600), (600, 400), (0, 512), (0, 256), (600, 256)]
+    assert ran == [kind for kind in kinds for _ in range(2)]
+    assert decoder.num_free_rows == 1 and decoder.pages.num_free == decoder.pages.num_pages
+    ran.clear()
+    sequence = decoder.admit()
+    for count in (600, 257, 1, 3):
+        decoder.prefill(sequence, [1] * count)
+    # The last two begin where no chunk does.
+    assert ran == [(0, 600), (600, 400)]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_later_changes_of_the_model_are_not_seen(make_model: Make, options: dict[str, Any]) -> None:
     """Also where weights have the type of the products already, and a conversion would copy nothing."""
     model, tokens = make_model(**options), draw_tokens(20)
@@ -195,7 +250,7 @@ def test_prefill_gives_attention_rows_that_a_copy_engine_reads(
 def test_a_chunk_rotates_as_the_model_does(dtype: torch.dtype) -> None:
     exact = torch.promote_types(dtype, torch.float32)
     tables = rotary_tables(torch.arange(40), 8, 10000.0, exact)
-    chunk = Chunk(torch.zeros(1, dtype=torch.int64), 0, 7, 10)
+    chunk = Chunk(Place(*torch.zeros(3, 1, dtype=torch.int64)), 7, 10)
     # Columns of a wider tensor, as of a joined projection.
     x = torch.randn(1, 10, 3, 12, generator=torch.Generator().manual_seed(0)).to(dtype)[..., 2:10]
     # Of bf16, the last bit: 1 / 256 of numbers under 4.

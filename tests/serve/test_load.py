@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -9,7 +10,9 @@ import pytest
 
 from tests.serve.servers import MAX_LENGTH, SEQUENCES, serving
 from tests.serve.soak import soak
+from trifocal.inference import Completion, Request, TokenScore, Update
 from trifocal.models import DecoderLM
+from trifocal.serve.worker import Worker
 
 
 def wait_until(condition: Any) -> None:
@@ -48,6 +51,33 @@ def test_who_leaves_frees_its_pages_within_a_step(decoder: DecoderLM) -> None:
             served.client(timeout=0.3).completions.create(**options)
         assert served.all_free() and len(steps) < 3000
         assert 'trifocal_requests_total{end="cancelled"} 2' in served.worker.metrics.text({})
+
+
+def test_tokens_come_together_while_the_event_loop_is_busy() -> None:
+    """Those of the first step at once, all others when the loop has had its rest, or when nothing runs any more."""
+    request, score = Request(prompt=[1], max_new_tokens=10), TokenScore(-1.0, [])
+    done = Completion(request, 0, [*range(10)], [-1.0] * 10, "", "length")
+
+    class Steps:
+        idle, left = True, 10
+
+        def submit(self, *_: Request) -> None:
+            self.idle = False
+
+        def step(self) -> list[Update]:
+            self.left -= 1
+            self.idle = not self.left
+            return [Update(request, 0, 9 - self.left, score, "", done if self.idle else None, [])]
+
+    engine: Any = Steps()
+    worker, posts = Worker(engine, engine, max_open=1), list[Any]()
+    worker._loop = SimpleNamespace(call_soon_threadsafe=lambda function, *given: posts.append(given))  # type: ignore[assignment]
+    worker._thread.start()
+    worker._inbox.put(("submit", [request]))
+    wait_until(lambda: len(posts) == 2)
+    worker.stop()
+    assert [[update.token for update in updates] for updates, _ in posts] == [[0], [*range(1, 10)]]
+    assert [ended for _, ended in posts] == [[], [request]]
 
 
 def test_a_full_queue_refuses(decoder: DecoderLM) -> None:

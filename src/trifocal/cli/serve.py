@@ -129,7 +129,8 @@ def _load(found: Pretrained, options: ServeArguments) -> tuple[DecoderLM, Cached
     length = options.max_length or found.sequence_length() or _UNKNOWN_LENGTH
     with memory_errors(device):
         free = memory_for_caches(config, dtype, device, weights=options.weights)
-        free -= options.prefixes * cache_bytes(config, dtype, length).row
+        weight, records = cache_bytes(config, dtype, length), device.type == "cuda"
+        free -= options.prefixes * weight.row + records * weight.page
         wanted = options.max_sequences or _MOST_SEQUENCES[device.type]
         plan = plan_cache(config, dtype, length, free_bytes=free, sequences=wanted)
         if plan is None:
@@ -144,6 +145,7 @@ def _load(found: Pretrained, options: ServeArguments) -> tuple[DecoderLM, Cached
             dtype=dtype,
             prefill_chunk_size=options.prefill_chunk_size or _CHUNK_TOKENS[device.type],
             spare_rows=options.prefixes,
+            record_chunks=records,
             weights=options.weights,
         )
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trifocal.hf.layer_cache import TrifocalLayer
 from trifocal.inference.cached_attention import LayerTables, Projected, attention_rule
-from trifocal.inference.prefill import Chunk
+from trifocal.inference.prefill import Chunk, Place
 from trifocal.models.model_config import Attention, ModelConfig
 from trifocal.nn.attention_base import AttentionBase
 from trifocal.ops import DecodeBatch
@@ -35,8 +35,9 @@ class NewTokens:
         batch = len(counts)
         self.counts, self.num_pages, self.page_size = counts, num_pages, page_size
         table = torch.arange(batch * num_pages, device=device).view(batch, num_pages)
+        own = torch.tensor([*enumerate(counts)], dtype=torch.int64).to(device)
         self.chunks = [
-            Chunk(table[row], row, length, count)
+            Chunk(Place(own[row, :1], own[row, 1:], table[row]), length, count)
             for row, (length, count) in enumerate(zip(lengths, counts, strict=True))
             if count
         ]

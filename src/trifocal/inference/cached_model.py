@@ -8,6 +8,7 @@ logits = cached.decode([sequence], [[4]])
 ```
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,7 +23,8 @@ from trifocal.inference.cached_attention import tables_of_layers
 from trifocal.inference.cached_layers import CachedLayer, copied, normed, prepared_weight
 from trifocal.inference.paged_cache import HostCopy, PagedCache, decode_geometry, page_size_of
 from trifocal.inference.pages import OutOfPages, PageAllocator, PageTable
-from trifocal.inference.prefill import Chunk
+from trifocal.inference.prefill import Chunk, Place
+from trifocal.inference.recorded_work import RecordedWork
 from trifocal.inference.request import token_tensor
 from trifocal.models.decoder import DecoderLM
 from trifocal.models.model_config import ModelConfig
@@ -35,6 +37,10 @@ from trifocal.ops.decode.linear import Norm, Residual
 _MOST_PREFILL_TOKENS = {"cuda": 65536, "cpu": 8192}
 # Of the widest activations of a chunk.
 _PREFILL_BYTES = 2**30
+# Tokens of the shortest chunk that is recorded: starting its kernels takes as long as running them.
+_FEWEST_RECORDED_TOKENS = 256
+# Chunks that are recorded at most; a graph takes a few MB.
+_MOST_RECORDED_CHUNKS = 128
 
 
 def default_prefill_chunk(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
@@ -94,6 +100,8 @@ class CachedModel:
         dtype: Type of the products and of the caches; autocast's where it is on, else that of the weights.
         prefill_chunk_size: Tokens of a prompt that go through the model at a time; 0: as `default_prefill_chunk`.
         spare_rows: Rows of the rings beyond those of the sequences, for pasts of prompts that an engine keeps.
+        record_chunks: Whether chunks of prompts are recorded as CUDA graphs, each place and length for itself. Lengths
+            are padded to powers of two from 256, up to the chunk size, on every device; the padding takes one page.
         weights: `"float"`: linear layers have weights of the products' type; `"int8"`: of 8 bits, with a scale for each
             output, which are read in half of the time and err by up to 1/254 of the output's largest weight.
 
@@ -119,6 +127,7 @@ class CachedModel:
         dtype: torch.dtype | None = None,
         prefill_chunk_size: int = 0,
         spare_rows: int = 0,
+        record_chunks: bool = False,
         weights: WeightType = "float",
     ) -> None:
         for name, value in (
@@ -145,7 +154,8 @@ class CachedModel:
         self._rows = list(range(num_rows - 1, -1, -1))
         self.cache = PagedCache(
             config,
-            num_pages=self.pages.num_pages,
+            # Padding lies in one behind the others.
+            num_pages=self.pages.num_pages + record_chunks,
             num_rows=num_rows,
             page_size=page_size,
             max_length=max_length,
@@ -166,6 +176,7 @@ class CachedModel:
         self._layers[-1].next_norm = None if config.norm_after else self._norm
         output = model.embedding if model.head is None else model.head
         self._output = prepared_weight(output.weight, self.dtype, weights)
+        self._recorded = _ChunkBuffers(self, exact) if record_chunks else None
 
     @property
     def num_free_rows(self) -> int:
@@ -229,7 +240,8 @@ class CachedModel:
             ValueError: If there is no token, too many for `max_length` or one outside of the vocabulary, or the
                 sequence is gone.
         """
-        tokens = token_tensor("tokens", tokens, "[T]", self.config.vocab_size).to(self.device)
+        tokens = token_tensor("tokens", tokens, "[T]", self.config.vocab_size)
+        tokens = tokens if tokens.device == self.device else tokens.cpu()
         self._check(sequence, len(tokens))
         missing = sequence.table.missing(len(tokens))
         if missing > self.pages.num_free:
@@ -240,26 +252,67 @@ class CachedModel:
 
     @torch.inference_mode()
     def prefill_chunk(self, sequence: CachedSequence, tokens: Tensor, *, all_logits: bool = False) -> Tensor:
-        """Append tokens of one sequence, [T] on the device, in one pass; logits of the last one, [1, vocab_size].
+        """Append tokens of one sequence, [T], in one pass; logits of the last one, [1, vocab_size].
 
-        If it fails, the sequence is as before.
+        Tokens may be on the host; then it does not wait for the device. If it fails, the sequence is as before.
         """
-        first = sequence.length
-        copies = sequence.table.grow(len(tokens))
+        first, count = sequence.length, len(tokens)
+        copies = sequence.table.grow(count)
         try:
             self.cache.copy_pages(copies)
-            pages = torch.tensor(sequence.table.pages, dtype=torch.int64).to(self.device)
-            chunk = Chunk(pages, sequence.row, first, len(tokens))
-            residual = products.embedding(tokens, self._embedding)
-            for layer, cache in zip(self._layers, self.cache.layers, strict=True):
-                residual = layer.prefill(residual, cache, chunk)
-            if not all_logits:
-                residual = Residual(residual.x[-1:], residual.sum_of_squares[-1:])
-            logits = self._logits(residual, products)
-            chunk.write_rings()
+            numbers = torch.tensor([sequence.row, count, *sequence.table.pages], dtype=torch.int64)
+            most = self.prefill_chunk_size
+            # At other places nearly every chunk would be the first of its kind.
+            if self._recorded is None or all_logits or first % most or count > most:
+                numbers = send(numbers, self.device)
+                chunk = Chunk(Place(numbers[:1], numbers[1:2], numbers[2:]), first, count)
+                return self._pass(send(tokens, self.device), chunk, all_logits=all_logits)
+            self._recorded.fill(tokens, numbers)
+            return self._run_recorded(self._recorded, first, self._padded(first, count))
         except BaseException:
-            sequence.table.shrink(len(tokens))
+            sequence.table.shrink(count)
             raise
+
+    @torch.inference_mode()
+    def warm_up_chunks(self) -> None:
+        """Run chunks of all places and lengths that are recorded, long ones first, so that a GPU has recorded them."""
+        if self._recorded is None:
+            return
+        sequence = self.admit()
+        self._recorded.fill(torch.zeros(1, dtype=torch.int64), torch.tensor([sequence.row, 1]))
+        starts = range(0, self.max_length, self.prefill_chunk_size)
+        sizes, size = [], self.prefill_chunk_size
+        while size > min(_FEWEST_RECORDED_TOKENS, self.prefill_chunk_size) // 2:
+            sizes.append(size)
+            size = (1 << (size - 1).bit_length()) // 2
+        kinds = dict.fromkeys((first, self._padded(first, size)) for size in sizes for first in starts)
+        for first, length in itertools.islice(kinds, _MOST_RECORDED_CHUNKS):
+            for _ in range(2):
+                self._run_recorded(self._recorded, first, length)
+        self.free(sequence)
+
+    def _padded(self, first: int, count: int) -> int:
+        """Tokens of a recorded chunk that begins at `first`."""
+        length = max(1 << (count - 1).bit_length(), _FEWEST_RECORDED_TOKENS)
+        return min(length, self.prefill_chunk_size, self.max_length - first)
+
+    def _run_recorded(self, buffers: "_ChunkBuffers", first: int, length: int) -> Tensor:
+        def work() -> None:
+            chunk = Chunk(buffers.place, first, length)
+            buffers.logits.copy_(self._pass(buffers.tokens[:length], chunk, all_logits=False))
+
+        buffers.graphs.run((first, length), work)
+        return buffers.logits.clone()
+
+    def _pass(self, tokens: Tensor, chunk: Chunk, *, all_logits: bool) -> Tensor:
+        """A chunk through the model, with everything on the device."""
+        residual = products.embedding(tokens, self._embedding)
+        for layer, cache in zip(self._layers, self.cache.layers, strict=True):
+            residual = layer.prefill(residual, cache, chunk)
+        if not all_logits:
+            residual = Residual(chunk.last(residual.x), chunk.last(residual.sum_of_squares))
+        logits = self._logits(residual, products)
+        chunk.write_rings()
         return logits
 
     @torch.inference_mode()
@@ -361,6 +414,34 @@ class CachedModel:
             raise ValueError("this sequence was freed or swapped out; it has no place in the caches")
         if sequence.length + num_new > self.max_length:
             raise ValueError(f"a sequence may have {self.max_length} tokens, got {sequence.length} and {num_new} more")
+
+
+class _ChunkBuffers:
+    """What recorded chunks read and write: tokens, place and logits; a chunk's are filled in before it runs."""
+
+    def __init__(self, model: CachedModel, exact: torch.dtype) -> None:
+        size, device = model.prefill_chunk_size, model.device
+        numbers = torch.zeros(size + 2 + model.most_pages, dtype=torch.int64, device=device)
+        self._padding_page = model.pages.num_pages
+        self._numbers = numbers
+        self.tokens = numbers[:size]
+        self.place = Place(numbers[size : size + 1], numbers[size + 1 : size + 2], numbers[size + 2 :])
+        self.logits = torch.zeros(1, model.config.vocab_size, dtype=exact, device=device)
+        self.graphs = RecordedWork(device, most=_MOST_RECORDED_CHUNKS)
+
+    def fill(self, tokens: Tensor, numbers: Tensor) -> None:
+        """Set tokens [n], row, count and pages [2 + pages] of the next chunk; padding lies in the page for it."""
+        filled = torch.zeros(self._numbers.shape, dtype=torch.int64)
+        size = len(self.tokens)
+        filled[: len(tokens)] = tokens
+        filled[size : size + len(numbers)] = numbers
+        filled[size + len(numbers) :] = self._padding_page
+        self._numbers.copy_(send(filled, self._numbers.device))
+
+
+def send(x: Tensor, device: torch.device) -> Tensor:
+    """Copy to a device without waiting for it."""
+    return x if device.type == "cpu" or x.is_cuda else x.pin_memory().to(device, non_blocking=True)
 
 
 def product_type(model: DecoderLM) -> torch.dtype:

@@ -153,7 +153,8 @@ class Engine:
         return sorted(found, key=lambda completion: (order[id(completion.request)], completion.sample))
 
     def warm_up(self) -> None:
-        """Run the steps of every batch size, so that a GPU has compiled and recorded them before requests come."""
+        """Run chunks of prompts and the steps of every batch size, so that a GPU has compiled and recorded them."""
+        self._model.warm_up_chunks()
         most, count = self._model.max_sequences, 1
         while count < 2 * most:
             # One token comes from the prompt. The first step compiles, the second is recorded.
@@ -208,7 +209,7 @@ class Engine:
         scored = state.request.score_prompt
         if scored:
             size = min(size, max(1, _SCORED_LOGITS // self._model.config.vocab_size))
-        piece = torch.as_tensor(prompt[begin : begin + size], dtype=torch.int64).to(self._model.device)
+        piece = torch.tensor(prompt[begin : begin + size], dtype=torch.int64)
         if state.logits is None:
             logits = self._model.prefill_chunk(state.cached, piece, all_logits=scored)
             if scored:
@@ -336,7 +337,8 @@ class Engine:
         if copies:
             self._model.cache.copy_pages(copies)
             before -= 1
-        self._runner.set_pages(state.place, table.pages, before)
+        if before < len(table.pages):
+            self._runner.set_pages(state.place, table.pages, before)
 
     def _leave_batch_if_launched(self, state: RequestState) -> None:
         """A sequence whose last token is queued takes part in no further step."""

@@ -247,13 +247,11 @@ class PagedCache:
     def copy_pages(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole pages, each (from, to)."""
         for source, target in copies:
-            for x in self._pages:
-                x[target].copy_(x[source])
+            _copy_within(self._pages, source, target)
 
     def copy_row(self, source: int, target: int) -> None:
         """Copy a row of all rings."""
-        for x in self._rings:
-            x[target].copy_(x[source])
+        _copy_within(self._rings, source, target)
 
     def to_host(self, pages: list[int], row: int) -> HostCopy:
         """Copy a sequence's pages and rings to the host; what is queued later may overwrite them."""
@@ -276,3 +274,9 @@ class PagedCache:
         # Pinned: the copy is queued like a kernel, and so is whatever reads or overwrites either side.
         kept = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
         return kept.copy_(x, non_blocking=True)
+
+
+def _copy_within(tensors: list[Tensor], source: int, target: int) -> None:
+    """Copy one place of each tensor to another, on a GPU in few launches."""
+    if tensors:
+        torch._foreach_copy_([x[target] for x in tensors], [x[source] for x in tensors])

@@ -112,9 +112,10 @@ class PageTable:
         Raises:
             OutOfPages: If too few are free; the table is as before.
         """
-        shared = self.shared_page(num_new)
-        taken = self._allocator.take(self.missing(num_new))
-        copies = []
+        shared, copies = self.shared_page(num_new), []
+        count = self._allocator.pages_of(self.length + num_new) - len(self.pages) + (shared is not None)
+        # Most tokens of decoding need no page.
+        taken = self._allocator.take(count) if count else []
         if shared is not None:
             copies = [(shared, taken[0])]
             self._allocator.release([shared])
@@ -153,7 +154,9 @@ def pages_for_one_more(allocator: PageAllocator, tables: Iterable[PageTable]) ->
     """Pages that are taken when each of these grows by one token, one after another."""
     needed, writers = 0, Counter[int]()
     for table in tables:
-        needed += table.missing(1)
-        writers.update([] if (page := table.shared_page(1)) is None else [page])
+        needed += allocator.pages_of(table.length + 1) - len(table.pages)
+        if (page := table.shared_page(1)) is not None:
+            needed += 1
+            writers[page] += 1
     # If all owners of a page copy it, the last of them is the only one left, and does not.
     return needed - sum(count == allocator.owners(page) for page, count in writers.items())

@@ -3,6 +3,10 @@
 The first chunk sees itself alone: its keys and values go into attention as they are, as in training. The rings keep
 their tokens until a chunk has gone through every layer: one that fails half-way leaves a sequence as it was, since
 pages are never read behind its length.
+
+What depends on the sequence is on the device, and shapes depend on where the chunk begins and on its length alone, so
+that a chunk can be recorded as a CUDA graph. Its last tokens may be padding: no token in front of them sees them, and
+they reach no ring.
 """
 
 from typing import NamedTuple
@@ -15,22 +19,46 @@ from trifocal.ops import Geometry, SparseCache
 from trifocal.ops.decode.caches import Compress, Rotary
 
 
-class Chunk:
-    """Where a chunk of tokens lies.
+class Place(NamedTuple):
+    """Where a sequence lies, on the device.
 
-    Args:
-        pages: The sequence's pages, [pages], int64, on the device; they hold its past and the chunk.
-        row: Its row of the rings.
-        first: Position of the chunk's first token.
-        length: Tokens of the chunk.
+    Attributes:
+        row: Its row of the rings, [1], int64.
+        num_new: Tokens of the chunk without padding, [1], int64.
+        pages: Its pages, [pages], int64; they hold its past and the chunk. Padding may lie in any page that nobody
+            reads.
     """
 
-    def __init__(self, pages: Tensor, row: int, first: int, length: int) -> None:
-        self.pages, self.row, self.first, self.stop = pages, row, first, first + length
+    row: Tensor
+    num_new: Tensor
+    pages: Tensor
+
+
+class _RingPlaces(NamedTuple):
+    """What the places of a ring of R tokens hold once a chunk is over: `fresh`, [R], whether a token of the chunk, and
+    `source`, [R], which."""
+
+    fresh: Tensor
+    source: Tensor
+
+
+class Chunk:
+    """A chunk of tokens of one sequence.
+
+    Args:
+        place: Where the sequence lies.
+        first: Position of the chunk's first token.
+        length: Tokens of the chunk, padding included.
+    """
+
+    def __init__(self, place: Place, first: int, length: int) -> None:
+        self._place, self.first, self.stop = place, first, first + length
+        # Each ring, its row as it was, and what the row gets of the chunk.
         self._rings: list[tuple[Tensor, Tensor, Tensor]] = []
         # Indices that all layers share.
         self._in_pages: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
-        self._in_rings: dict[tuple[int, int, int], Tensor] = {}
+        self._past_in_ring: dict[tuple[int, int], Tensor] = {}
+        self._in_ring: dict[int, _RingPlaces] = {}
 
     def rotate(self, x: Tensor, rotary: Rotary, first: int | None = None, stride: int = 1) -> Tensor:
         """Rotate queries or keys [1, T, heads, D] at positions `first`, `first + stride`, …; the chunk's if not given.
@@ -51,7 +79,7 @@ class Chunk:
         page_rows, key = tensor.shape[2], (tensor.shape[2], first, x.shape[1])
         if key not in self._in_pages:
             row = torch.arange(first, first + x.shape[1], device=tensor.device)
-            self._in_pages[key] = self.pages[row // page_rows], row % page_rows
+            self._in_pages[key] = self._place.pages[row // page_rows], row % page_rows
         page, row = self._in_pages[key]
         tensor[page, :, row] = x[0]
 
@@ -62,7 +90,7 @@ class Chunk:
 
     def gather(self, tensor: Tensor, stop: int, first: int = 0) -> Tensor:
         """Rows `first` up to `stop` of the sequence's pages [pages, G, rows, *], as [1, stop - first, G, *]."""
-        used = self.pages[: -(-stop // tensor.shape[2])]
+        used = self._place.pages[: -(-stop // tensor.shape[2])]
         return tensor.transpose(1, 2).index_select(0, used).flatten(0, 1)[None, first:stop]
 
     def join_ring(self, ring: Tensor, x: Tensor, past: int) -> Tensor:
@@ -70,28 +98,38 @@ class Chunk:
 
         The ring gets the chunk with `write_rings`.
         """
-        size = ring.shape[2]
-        last = x[0, -size:]
-        # Cloned: a view would keep the whole chunk of every layer alive.
-        self._rings.append(
-            (ring, self._ring_index(size, self.stop - len(last), len(last)), last.transpose(0, 1).clone())
-        )
+        old = ring.index_select(0, self._place.row)
+        # Copied: a view would keep the whole chunk of every layer alive.
+        self._rings.append((ring, old, x[0].index_select(0, self._ring_places(ring.shape[2]).source)))
         if not past:
             return x
-        old = ring[self.row].index_select(1, self._ring_index(size, self.first - past, past))
-        return torch.cat((old.transpose(0, 1)[None], x), dim=1)
+        last = old[0].index_select(1, self._past_places(ring.shape[2], past))
+        return torch.cat((last.transpose(0, 1)[None], x), dim=1)
 
-    def _ring_index(self, size: int, first: int, count: int) -> Tensor:
-        """Where the tokens from `first` on lie in a ring, [count]."""
-        key = (size, first, count)
-        if key not in self._in_rings:
-            self._in_rings[key] = torch.arange(first, first + count, device=self.pages.device) % size
-        return self._in_rings[key]
+    def _past_places(self, size: int, past: int) -> Tensor:
+        """Where the last tokens before the chunk lie in a ring of a size, [past]."""
+        if (size, past) not in self._past_in_ring:
+            tokens = torch.arange(self.first - past, self.first, device=self._place.pages.device)
+            self._past_in_ring[size, past] = tokens % size
+        return self._past_in_ring[size, past]
+
+    def _ring_places(self, size: int) -> _RingPlaces:
+        if size not in self._in_ring:
+            # A place holds the last token whose position leaves it as the remainder.
+            last = self._place.num_new + (self.first - 1)
+            token = last - (last - torch.arange(size, device=last.device)) % size - self.first
+            self._in_ring[size] = _RingPlaces(token >= 0, token.clamp(min=0))
+        return self._in_ring[size]
+
+    def last(self, x: Tensor) -> Tensor:
+        """The row of the chunk's last token that is no padding, [T, *] -> [1, *]."""
+        return x.index_select(0, self._place.num_new - 1)
 
     def write_rings(self) -> None:
         """Write what `join_ring` has put aside, once every layer has seen the chunk."""
-        for ring, places, x in self._rings:
-            ring[self.row].index_copy_(1, places, x)
+        for ring, old, x in self._rings:
+            fresh = self._ring_places(ring.shape[2]).fresh[:, None]
+            ring.index_copy_(0, self._place.row, torch.where(fresh, x.transpose(0, 1), old))
         self._rings.clear()
 
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trifocal.inference.cached_model import CachedModel, CachedSequence
+from trifocal.inference.cached_model import CachedModel, CachedSequence, send
+from trifocal.inference.recorded_work import RecordedWork
 from trifocal.inference.request import MOST_LIKELIEST, TokenScore
 from trifocal.inference.sampler import Sampling, SamplingTensors, draw_step
 from trifocal.ops import DecodeBatch
@@ -73,7 +74,7 @@ class StepRunner:
         self._draft_likeliest = numbers(MOST_DRAFTS * NEW, *self._likeliest.shape[1:], dtype=torch.float64)
         # What the draw of each place needs: the filters, the likeliest tokens.
         self._needs: dict[int, tuple[bool, bool]] = {}
-        self._graphs = _Graphs(model.device) if record and model.device.type == "cuda" else None
+        self._graphs = RecordedWork(model.device) if record else None
 
     @torch.inference_mode()
     def place(
@@ -92,11 +93,11 @@ class StepRunner:
         self._rows[place : place + 1].fill_(sequence.row)
         self._lengths[place : place + 1].fill_(sequence.length)
         self._num_new[place : place + 1].fill_(1)
-        self._block_table[place, : len(pages)].copy_(self._send(torch.tensor(pages, dtype=torch.int32)))
+        self._block_table[place, : len(pages)].copy_(send(torch.tensor(pages, dtype=torch.int32), self._device))
         self._tokens[place : place + 1].fill_(tokens[-1])
         seen = None
         if sampling.repetition_penalty != 1:
-            seen = self._send(torch.tensor(tokens, dtype=torch.int64))
+            seen = send(torch.tensor(tokens, dtype=torch.int64), self._device)
         self._settings.set_row(place, sampling, seen)
         # Last: a place that cannot be prepared stays free.
         self._free.remove(place)
@@ -165,8 +166,10 @@ class StepRunner:
         size, needs = self._size(max(drafts) + 1), self._needs_of(drafts)
         rows = [drafts.get(place, ()) for place in range(size)]
         padded = torch.tensor([[*row, *[0] * (NEW - len(row))] for row in rows])
-        self._drafts[:size].copy_(self._send(padded))
-        self._draft_lengths[:size].copy_(self._send(torch.tensor([len(row) for row in rows], dtype=torch.int32)))
+        self._drafts[:size].copy_(send(padded, self._device))
+        self._draft_lengths[:size].copy_(
+            send(torch.tensor([len(row) for row in rows], dtype=torch.int32), self._device)
+        )
         values = self._host_values(size * NEW, needs)
         self._record((size, *needs, True), lambda: self._step_of_drafts(size, needs))
         found = self._fetch(values, self._draft_drawn[: size * NEW], self._draft_likeliest[: size * NEW]).read()
@@ -231,10 +234,6 @@ class StepRunner:
         """The batch size of a step for so many places."""
         return min(1 << (count - 1).bit_length(), self._model.max_sequences)
 
-    def _send(self, x: Tensor) -> Tensor:
-        """Copy to the device without waiting for it."""
-        return x if self._device.type == "cpu" else x.pin_memory().to(self._device, non_blocking=True)
-
 
 def _draw(
     logits: Tensor,
@@ -255,26 +254,3 @@ def _draw(
         # Relative to the drawn token, so that it has the same log-probability in both.
         log_p = (best.values - logits.gather(1, tokens[:, None])).double() + drawn[:, 1:]
         torch.stack((best.indices.double(), log_p), dim=-1, out=likeliest)
-
-
-class _Graphs:
-    """Work by key as CUDA graphs, which share one pool of memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._graphs: dict[tuple[int, bool, bool, bool], torch.cuda.CUDAGraph | None] = {}
-        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-
-    def run(self, key: tuple[int, bool, bool, bool], work: Callable[[], None]) -> None:
-        """Do work: unrecorded the first time, then recorded."""
-        if key not in self._graphs:
-            self._graphs[key] = None
-            work()
-            return
-        graph = self._graphs[key]
-        if graph is None:
-            graph = torch.cuda.CUDAGraph()
-            # Threads that pin memory for other tensors must not spoil the recording.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                work()
-            self._graphs[key] = graph
-        graph.replay()

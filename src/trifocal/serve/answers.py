@@ -9,6 +9,8 @@ from typing import Any
 from trifocal.inference import TokenScore, Update
 from trifocal.serve.service import Call, Service
 
+_JSON = json.JSONEncoder(ensure_ascii=False)
+
 
 class Answer:
     """The answer to a call, as a whole or as the events of a stream.
@@ -29,6 +31,10 @@ class Answer:
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self._lengths: dict[int, int] = defaultdict(int)
         self._reused = dict.fromkeys(call.requests, 0)
+        self._texts: dict[int, str] = {}
+        # Written once: a stream has an event for every token.
+        usage = ', "usage": null' if call.include_usage else ""
+        self._event = f'data: {_JSON.encode(self._head("chat.completion.chunk"))[:-1]}, "choices": [', f"]{usage}}}\n\n"
 
     @property
     def first_prompt(self) -> list[int]:
@@ -65,14 +71,14 @@ class Answer:
             text = choice.pop("text")
             delta = {"role": "assistant", "content": ""} if begins else {"content": text} if text else {}
             choice = {**choice, "delta": delta}
-        usage = {"usage": None} if self._call.include_usage else {}
-        return _event(self._head("chat.completion.chunk") | {"choices": [choice]} | usage)
+        return _JSON.encode(choice).join(self._event)
 
     def last_events(self) -> str:
         """The end of a stream."""
         usage = ""
         if self._call.include_usage:
-            usage = _event(self._head("chat.completion.chunk") | {"choices": [], "usage": self.usage()})
+            last = self._head("chat.completion.chunk") | {"choices": [], "usage": self.usage()}
+            usage = f"data: {_JSON.encode(last)}\n\n"
         return usage + "data: [DONE]\n\n"
 
     def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -108,9 +114,11 @@ class Answer:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._service.name}
 
     def _text(self, token: int) -> str:
-        text = self._service.tokenizer.decode([token])
-        # A special token, or a part of a character.
-        return text if text and "\ufffd" not in text else f"token_id:{token}"
+        if token not in self._texts:
+            text = self._service.tokenizer.decode([token])
+            # A special token, or a part of a character.
+            self._texts[token] = text if text and "\ufffd" not in text else f"token_id:{token}"
+        return self._texts[token]
 
     def _logprobs(self, index: int, scores: list[tuple[int, TokenScore | None]]) -> dict[str, Any]:
         texts, own, likeliest, offsets = [], [], [], []
@@ -139,7 +147,3 @@ class Answer:
             top = [entry(*pair) for pair in score.likeliest]
             content.append(entry(token, score.log_probability) | {"top_logprobs": top})
         return {"content": content}
-
-
-def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"

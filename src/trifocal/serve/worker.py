@@ -1,6 +1,7 @@
 """The engine in a thread of its own: requests go in through a queue, updates come out on the event loop."""
 
 import asyncio
+import math
 import queue
 import sys
 import threading
@@ -26,13 +27,15 @@ class Updates:
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.requests = requests
-        self._queue: asyncio.Queue[Update | ApiError] = asyncio.Queue()
+        self._items: list[Update | ApiError] = []
+        self._came = asyncio.Event()
         self._began = time.monotonic()
         self._last: dict[tuple[Request, int], float] = {}
 
     def put(self, item: Update | ApiError) -> None:
         """Add one."""
-        self._queue.put_nowait(item)
+        self._items.append(item)
+        self._came.set()
 
     async def get(self) -> list[Update]:
         """All that have come since the last call, at least one.
@@ -40,17 +43,17 @@ class Updates:
         Raises:
             ApiError: If the engine failed.
         """
-        items = [await self._queue.get()]
-        while not self._queue.empty():
-            items.append(self._queue.get_nowait())
+        await self._came.wait()
+        self._came.clear()
+        items, self._items = self._items, []
         for item in items:
             if isinstance(item, ApiError):
                 raise item
         return [item for item in items if isinstance(item, Update)]
 
-    def observe(self, update: Update, metrics: Metrics) -> None:
-        """Count an update that comes now."""
-        key, now = (update.request, update.sample), time.monotonic()
+    def observe(self, update: Update, metrics: Metrics, now: float) -> None:
+        """Count an update that comes now, a time of `time.monotonic`."""
+        key = update.request, update.sample
         if key in self._last:
             metrics.between_tokens.observe(now - self._last[key])
         else:
@@ -82,6 +85,8 @@ class Worker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._failures = 0
+        # Until then the event loop has no new updates, a time of `time.monotonic`.
+        self._rest_until = 0.0
         self.metrics = Metrics()
 
     def start(self) -> None:
@@ -142,15 +147,27 @@ class Worker:
                 self._inbox.put(("cancel", left))
 
     def _deliver(self, updates: Sequence[Update], ended: Sequence[Request]) -> None:
-        """Hand updates to their calls, on the event loop."""
+        """Hand updates to their calls, on the event loop; it has as much rest afterwards as their answers take.
+
+        Python runs one thread at a time. Without rest the loop would send every token by itself and keep the engine
+        from starting the next step; so tokens come together where there are many.
+        """
+        assert self._loop is not None
+        begin = time.monotonic()
         for name in ("reused_tokens", "guessed_tokens", "right_tokens"):
             setattr(self.metrics, name, getattr(self._engine, name))
         for update in updates:
             if (call := self._calls.get(update.request)) is not None:
-                call.observe(update, self.metrics)
+                call.observe(update, self.metrics, begin)
                 call.put(update)
         for request in ended:
             self._calls.pop(request, None)
+        # Behind the tasks that have been woken.
+        self._loop.call_soon(self._rest, begin)
+
+    def _rest(self, begin: float) -> None:
+        now = time.monotonic()
+        self._rest_until = now + (now - begin)
 
     def _fail(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -162,6 +179,9 @@ class Worker:
         assert self._loop is not None
         # Sequences of each request that have not ended.
         left: dict[Request, int] = {}
+        # Not delivered yet.
+        updates: list[Update] = []
+        ended: list[Request] = []
         while True:
             try:
                 for command, requests in self._commands():
@@ -172,7 +192,12 @@ class Worker:
                         self._engine.submit(*requests)
                     else:
                         self._cancel(requests, left)
-                updates = self._engine.step()
+                for update in self._engine.step():
+                    updates.append(update)
+                    left[update.request] -= update.completion is not None
+                    if not left[update.request]:
+                        del left[update.request]
+                        ended.append(update.request)
                 self._failures = 0
             except Exception as error:
                 traceback.print_exc(file=sys.stderr)
@@ -185,14 +210,11 @@ class Worker:
                     self._cancel(failed, left)
                 finally:
                     self._loop.call_soon_threadsafe(self._fail, failed)
-                continue
-            for update in updates:
-                left[update.request] -= update.completion is not None
-            ended = [request for request, count in left.items() if not count]
-            for request in ended:
-                del left[request]
-            if updates:
+            if updates and (self._engine.idle or time.monotonic() >= self._rest_until):
+                # No more until these are delivered.
+                self._rest_until = math.inf
                 self._loop.call_soon_threadsafe(self._deliver, updates, ended)
+                updates, ended = [], []
 
     def _cancel(self, requests: Sequence[Request], left: dict[Request, int]) -> None:
         for request in requests:
