@@ -1,6 +1,7 @@
 """OpenAI's own client against the server: completions, chats, errors."""
 
 import asyncio
+import copy
 import json
 import urllib.error
 import urllib.request
@@ -108,12 +109,16 @@ def test_scores_are_those_of_the_model(served: Served) -> None:
     tokens = [*PROMPT.encode(), *(ord(t) if len(t) == 1 else int(t[9:]) for t in whole.logprobs.tokens[len(PROMPT) :])]
     assert len(tokens) == len(PROMPT) + 4
     with torch.no_grad():
-        log_p = served.decoder(torch.tensor([tokens]))[0].log_softmax(-1)
+        log_p = copy.deepcopy(served.decoder).double()(torch.tensor([tokens]))[0].log_softmax(-1)
+        plain = served.decoder(torch.tensor([tokens]))[0].log_softmax(-1)
+    # Logits of this model are up to 20 and ill conditioned: a plain pass in float32 errs by about 1e-4.
+    error = 4 * float((plain - log_p).abs().max())
+    assert error < 1e-3
     assert whole.logprobs.token_logprobs[0] is None and whole.logprobs.top_logprobs[0] is None
     for i, (own, top) in enumerate(zip(whole.logprobs.token_logprobs, whole.logprobs.top_logprobs, strict=True)):
         if i:
-            assert own == pytest.approx(float(log_p[i - 1, tokens[i]]), abs=1e-4)
-            assert sorted(top.values())[-3:] == pytest.approx(sorted(log_p[i - 1].topk(3).values.tolist()), abs=1e-4)
+            assert own == pytest.approx(float(log_p[i - 1, tokens[i]]), abs=error)
+            assert sorted(top.values())[-3:] == pytest.approx(sorted(log_p[i - 1].topk(3).values.tolist()), abs=error)
             assert own in top.values()
     lengths = [len(text) for text in whole.logprobs.tokens]
     assert whole.logprobs.text_offset == [sum(lengths[:i]) for i in range(len(lengths))] and max(lengths) > 1
