@@ -205,6 +205,29 @@ class ChoosingAttention(AttentionBase):
         return rotate(self.k_compressor(raw, documents), rotary.cos_cmp, rotary.sin_cmp)
 
 
+def first_index(q: Tensor, k: Tensor, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """The weights with which an index begins, so that it asks and answers as the attention that it is to follow.
+
+    Each index query is the mean of its group's heads, and the index key that of all groups. Where heads have another
+    width, the index takes the dimensions whose rotary frequencies are nearest to its own, and scores keep their size.
+
+    Args:
+        q: Weight of the queries, [H * D, E].
+        k: Weight of one branch's keys, [G * D, E].
+        num_kv_heads: G.
+        head_dim: D.
+
+    Returns:
+        Weights of the index queries, [G * Di, E], and of the index key, [Di, E].
+    """
+    pairs = torch.arange(INDEX_DIM // 2, device=q.device) * head_dim // INDEX_DIM
+    columns = torch.cat((pairs, pairs + head_dim // 2))
+    factor = (head_dim / INDEX_DIM) ** 0.25
+    queries = q.unflatten(0, (num_kv_heads, -1, head_dim)).mean(1) * factor
+    key = k.unflatten(0, (num_kv_heads, head_dim)).mean(0) * factor
+    return queries[:, columns].flatten(0, 1), key[columns]
+
+
 def split_heads(heads: Tensor) -> tuple[Tensor, Tensor]:
     """Index heads [B, T, G + 1, Di] as queries [B, T, G, Di] and keys [B, T, Di]."""
     return heads[:, :, :-1], heads[:, :, -1]
