@@ -78,6 +78,16 @@ class ChoosingAttention(AttentionBase):
             IndexHeads(self.q_proj.in_features, self.num_kv_heads) if chooser == "index" else None
         )
 
+    @torch.no_grad()
+    def begin_index(self) -> None:
+        """Give the index its first weights, by `first_index`. Where queries and keys are normed, its own stay."""
+        if self.index is None or self.q_norm is not None:
+            return
+        keys = self.k_proj.weight[: self.num_kv_heads * self.head_dim]
+        begun = first_index(self.q_proj.weight, keys, self.num_kv_heads, self.head_dim)
+        for linear, weight in zip(self.index.maps, begun, strict=True):
+            linear.weight.copy_(weight)
+
     def _project_all(
         self, x: Tensor, lesson: Lesson | None, *others: nn.Linear
     ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor], Tensor | None]:
