@@ -115,6 +115,6 @@ def _first_index(
         draw_weights(drawn, name, config, generator)
         return drawn
     layer, part = name.split("index.")
-    weights = [tensors[f"{layer}{projection}.weight"].float() for projection in ("q_proj", "k_proj")]
-    queries, key = first_index(*weights, config.num_kv_heads, config.head_dim)
+    q, k = (tensors[f"{layer}{projection}.weight"].float() for projection in ("q_proj", "k_proj"))
+    queries, key = first_index(q, k, config.num_kv_heads, config.head_dim)
     return queries if part == "query_proj.weight" else key
