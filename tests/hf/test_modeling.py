@@ -16,6 +16,7 @@ from trifocal.errors import UserError
 from trifocal.hf import TrifocalConfig, TrifocalForCausalLM, TrifocalForSequenceClassification, TrifocalModel
 from trifocal.models import DecoderLM, save_weights
 from trifocal.nn import RopeScaling
+from trifocal.nn.chooser import first_index
 from trifocal.testing.small_models import make_model, random_tokens, small_config
 
 CPU = torch.device("cpu")
@@ -129,6 +130,14 @@ def test_new_weights_are_drawn_as_ours() -> None:
         # Seven times the error of a deviation that is estimated twice from so many numbers.
         assert float(weight.std()) == pytest.approx(float(expected.std()), rel=7 * weight.numel() ** -0.5), name
         assert float(weight.mean()) == pytest.approx(1.0 if name.endswith("norm.weight") else 0.0, abs=0.05), name
+
+
+def test_a_new_index_starts_as_ours() -> None:
+    model = TrifocalForCausalLM(TrifocalConfig.from_model_config(small_config(chooser="index")))
+    layer = model.model.blocks[1].attention
+    keys = layer.k_proj.weight[: layer.num_kv_heads * layer.head_dim]
+    begun = first_index(layer.q_proj.weight, keys, layer.num_kv_heads, layer.head_dim)
+    assert all(torch.equal(one.weight, first) for one, first in zip(layer.index.maps, begun, strict=True))
 
 
 def test_padding_and_packing_change_nothing(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:

@@ -14,6 +14,7 @@ from trifocal.errors import UserError
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.models.conversion import convert_tensors, converted_config
 from trifocal.models.hf_reader import read_hf_config, read_hf_model
+from trifocal.nn.chooser import first_index
 from trifocal.ops import Geometry
 
 transformers = pytest.importorskip("transformers")
@@ -172,6 +173,24 @@ def test_nsa_has_the_dense_keys_and_values_in_open_branches(tmp_path: Path, kind
     converted(tokens, tokens).backward()
     for name, parameter in converted.named_parameters():
         assert parameter.grad is not None and parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+def test_an_index_begins_as_the_layers_attention(tmp_path: Path, kind: str) -> None:
+    theirs(kind, tmp_path)
+    config, tensors = read_hf_model(tmp_path)
+    wanted = converted_config(config, "nsa", COVERING, chooser="index")
+    converted, again = convert_tensors(tensors, wanted), convert_tensors(tensors, wanted)
+    for layer in range(3):
+        attention = f"blocks.{layer}.attention"
+        q, k = (tensors[f"{attention}.{name}.weight"] for name in ("q_proj", "k_proj"))
+        begun = first_index(q, k, config.num_kv_heads, config.head_dim)
+        for name, expected in zip(("query_proj", "key_proj"), begun, strict=True):
+            weight = converted[f"{attention}.index.{name}.weight"]
+            # Queries and keys with norms are not what their maps give.
+            assert torch.equal(weight, expected) == (not config.qk_norm) and weight.shape == expected.shape
+            assert torch.equal(weight, again[f"{attention}.index.{name}.weight"]) and weight.any()
+    assert config.qk_norm == (kind == "Qwen3")
 
 
 def test_layers_with_a_sliding_window_keep_it(tmp_path: Path) -> None:

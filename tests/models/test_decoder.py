@@ -9,6 +9,7 @@ import torch
 
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.nn import RopeScaling
+from trifocal.nn.chooser import first_index
 
 LONGROPE = RopeScaling(
     rope_type="longrope",
@@ -112,6 +113,22 @@ def test_initial_weights(make_config: Callable[..., ModelConfig]) -> None:
     assert not torch.equal(*attention.v_proj.weight.chunk(3)[:2])
     again.init_weights(4)
     assert not torch.equal(model.embedding.weight, again.embedding.weight)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_an_index_starts_as_the_keys_and_the_mean_of_the_queries(
+    make_config: Callable[..., ModelConfig], qk_norm: bool
+) -> None:
+    layers = ("nsa", "selected", "dense")
+    model = DecoderLM(make_config(num_layers=3, layer_types=layers, chooser="index", qk_norm=qk_norm))
+    model.init_weights(3)
+    for layer in model.attention_layers()[:2]:
+        keys = layer.k_proj.weight.chunk(layer.branches)[0]
+        begun = first_index(layer.q_proj.weight, keys, layer.num_kv_heads, layer.head_dim)
+        # With norms, queries and keys are not what their maps give.
+        assert all(
+            torch.equal(one.weight, first) != qk_norm for one, first in zip(layer.index.maps, begun, strict=True)
+        )
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from trifocal.nn import NSAttention, SelectedAttention
+from trifocal.nn.chooser import first_index
+from trifocal.nn.rope import rotary_tables, rotate
 from trifocal.ops import Geometry
 from trifocal.ops.choice_loss import Sample
 
@@ -54,3 +56,28 @@ def test_an_index_is_taught_alone_and_by_its_lesson_alone(kind: type[NSAttention
     assert all(one.grad is None for one in layer.index.parameters())
     alone = [x.grad, *(one.grad for name, one in layer.named_parameters() if name not in index)]
     torch.testing.assert_close(with_lesson, alone, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("head_dim", "positions"), [(64, [0, 3, 40, 1000]), (32, [0, 0]), (16, [0, 0])])
+def test_an_index_begins_with_the_scores_of_its_attention(head_dim: int, positions: list[int]) -> None:
+    """Exactly, with one head a group: where heads are narrower, but for their rotation."""
+    torch.manual_seed(0)
+    x = torch.randn(1, len(positions), 24, dtype=torch.float64)
+    q, k = torch.randn(head_dim, 24, dtype=torch.float64), torch.randn(head_dim, 24, dtype=torch.float64)
+
+    def scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        tables = rotary_tables(torch.tensor(positions), len(q), 10000.0, torch.float64)
+        asked, answered = (rotate((x @ weight.T)[:, :, None], *tables)[0, :, 0] for weight in (q, k))
+        return asked @ answered.T * len(q) ** -0.5
+
+    torch.testing.assert_close(scores(*first_index(q, k, 1, head_dim)), scores(q, k), rtol=1e-12, atol=1e-12)
+
+
+def test_an_index_begins_with_the_mean_of_heads() -> None:
+    """Heads of 128: every second pair of dimensions turns like one of the index."""
+    torch.manual_seed(0)
+    q, k = torch.randn(3, 2, 128, 24), torch.randn(3, 128, 24)
+    queries, key = first_index(q.flatten(0, 2), k.flatten(0, 1), 3, 128)
+    columns = [*range(0, 64, 2), *range(64, 128, 2)]
+    torch.testing.assert_close(queries.view(3, 64, 24), q.mean(1)[:, columns] * 2**0.25)
+    torch.testing.assert_close(key, k.mean(0)[columns] * 2**0.25)

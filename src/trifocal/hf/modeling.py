@@ -23,6 +23,7 @@ from trifocal.models.io import exported_name
 from trifocal.models.layers import draw_weights, make_blocks, run_block, run_blocks, wrap_blocks
 from trifocal.nn import RMSNorm
 from trifocal.nn.attention_base import KVCache
+from trifocal.nn.chooser import ChoosingAttention
 
 # Collators for FlashAttention add these; they say no more than position_ids.
 _PACKING = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
@@ -53,6 +54,11 @@ class TrifocalPreTrainedModel(PreTrainedModel):
         for name, parameter in self.named_parameters():
             if not parameter.is_meta and not getattr(parameter, "_is_hf_initialized", False):
                 draw_weights(parameter, name.removeprefix("model."), config, None)
+        for module in self.modules():
+            if isinstance(module, ChoosingAttention) and module.index is not None:
+                index = [*module.index.parameters()]
+                if not any(one.is_meta or getattr(one, "_is_hf_initialized", False) for one in index):
+                    module.begin_index()
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, every_n_layers: int = 1

@@ -11,6 +11,7 @@ from trifocal.errors import UserError
 from trifocal.models.decoder import DecoderLM
 from trifocal.models.layers import draw_weights
 from trifocal.models.model_config import Chooser, ModelConfig
+from trifocal.nn.chooser import first_index
 from trifocal.nn.gate import NUM_BRANCHES
 from trifocal.ops import Geometry
 
@@ -36,7 +37,8 @@ def converted_config(
         geometry: Block sizes of the sparse attention, in tokens.
         dense_layers: Layers that stay dense.
         shared_kv: With `"nsa"`: one projection of keys and values for all branches, instead of a copy for each.
-        chooser: What scores the blocks. An index is new, and must be taught before it chooses well.
+        chooser: What scores the blocks. An index is new, and must be taught before it chooses well; where it begins:
+            `convert_tensors`.
 
     Raises:
         UserError: If a layer is sparse already, a layer that stays dense does not exist, no layer is left to convert,
@@ -78,7 +80,9 @@ def convert_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[
     """The tensors of a converted model.
 
     Queries, outputs, norms, MLPs and embeddings stay. Each branch of an NSA layer gets the dense keys and values, or
-    all share them; its gates begin at FIRST_GATE for every input. An index is drawn, the same for every call.
+    all share them; its gates begin at FIRST_GATE for every input. An index begins as the layer's own queries and keys
+    (`trifocal.nn.chooser.first_index`); where these are normed, which an index is not, it is drawn, the same for every
+    call.
 
     Args:
         tensors: Tensors of the dense model, by name.
@@ -91,9 +95,7 @@ def convert_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[
     like, generator = tensors["embedding.weight"], torch.Generator().manual_seed(0)
     for name, parameter in expected.items():
         if ".attention.index." in name:
-            drawn = torch.empty(parameter.shape)
-            draw_weights(drawn, name, config, generator)
-            converted[name] = drawn.to(like.dtype)
+            converted[name] = _first_index(tensors, name, parameter.shape, config, generator).to(like.dtype)
         elif ".attention.gate." in name:
             value = torch.logit(torch.tensor(FIRST_GATE)).item() if name.endswith(".bias") else 0.0
             converted[name] = torch.full(parameter.shape, value, dtype=like.dtype)
@@ -102,3 +104,17 @@ def convert_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[
             copies = parameter.shape[0] // converted[name].shape[0]
             converted[name] = converted[name].repeat(copies, *[1] * (parameter.ndim - 1))
     return converted
+
+
+def _first_index(
+    tensors: Mapping[str, Tensor], name: str, shape: torch.Size, config: ModelConfig, generator: torch.Generator
+) -> Tensor:
+    """The first weights of one map of an index, fp32."""
+    if config.qk_norm:
+        drawn = torch.empty(shape)
+        draw_weights(drawn, name, config, generator)
+        return drawn
+    layer, part = name.split("index.")
+    q, k = (tensors[f"{layer}{projection}.weight"].float() for projection in ("q_proj", "k_proj"))
+    queries, key = first_index(q, k, config.num_kv_heads, config.head_dim)
+    return queries if part == "query_proj.weight" else key

@@ -11,6 +11,7 @@ from trifocal.models.layers import draw_weights, make_blocks, run_block, run_blo
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn import RMSNorm
 from trifocal.nn.attention_base import AttentionBase
+from trifocal.nn.chooser import ChoosingAttention
 from trifocal.nn.context import ContextShard, OwnTokens
 from trifocal.ops import Documents
 from trifocal.ops.choice_loss import Sample, sample_queries
@@ -81,7 +82,8 @@ class DecoderLM(nn.Module):
         and the output of a learned compressor, which starts as the mean. Norms start at 1, biases at 0.
 
         The branches of sparse attention start with the same keys, which become different as they learn. So from the
-        first step on, a block is chosen by the keys that are then read in it.
+        first step on, a block is chosen by the keys that are then read in it. An index starts as the mean of these keys
+        and of each group's queries; where they are normed it is drawn.
 
         Args:
             seed: A number, which gives the same weights on every device; or a generator; or None for PyTorch's
@@ -96,6 +98,9 @@ class DecoderLM(nn.Module):
             draw_weights(drawn, name, self.config, generator)
             with torch.no_grad():
                 parameter.copy_(drawn)
+        for layer in self.attention_layers():
+            if isinstance(layer, ChoosingAttention):
+                layer.begin_index()
 
     def forward(
         self,

@@ -78,6 +78,16 @@ class ChoosingAttention(AttentionBase):
             IndexHeads(self.q_proj.in_features, self.num_kv_heads) if chooser == "index" else None
         )
 
+    @torch.no_grad()
+    def begin_index(self) -> None:
+        """Give the index its first weights, by `first_index`. Where queries and keys are normed, its own stay."""
+        if self.index is None or self.q_norm is not None:
+            return
+        keys = self.k_proj.weight[: self.num_kv_heads * self.head_dim]
+        begun = first_index(self.q_proj.weight, keys, self.num_kv_heads, self.head_dim)
+        for linear, weight in zip(self.index.maps, begun, strict=True):
+            linear.weight.copy_(weight)
+
     def _project_all(
         self, x: Tensor, lesson: Lesson | None, *others: nn.Linear
     ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor], Tensor | None]:
@@ -203,6 +213,29 @@ class ChoosingAttention(AttentionBase):
         """Compress unrotated keys [B, S, G, D], and rotate the result by the first tokens of the blocks."""
         assert rotary.cos_cmp is not None and rotary.sin_cmp is not None
         return rotate(self.k_compressor(raw, documents), rotary.cos_cmp, rotary.sin_cmp)
+
+
+def first_index(q: Tensor, k: Tensor, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """The weights with which an index begins, so that it asks and answers as the attention that it is to follow.
+
+    Each index query is the mean of its group's heads, and the index key that of all groups. Where heads have another
+    width, the index takes the dimensions whose rotary frequencies are nearest to its own, and scores keep their size.
+
+    Args:
+        q: Weight of the queries, [H * D, E].
+        k: Weight of one branch's keys, [G * D, E].
+        num_kv_heads: G.
+        head_dim: D.
+
+    Returns:
+        Weights of the index queries, [G * Di, E], and of the index key, [Di, E].
+    """
+    pairs = torch.arange(INDEX_DIM // 2, device=q.device) * head_dim // INDEX_DIM
+    columns = torch.cat((pairs, pairs + head_dim // 2))
+    factor = (head_dim / INDEX_DIM) ** 0.25
+    queries = q.unflatten(0, (num_kv_heads, -1, head_dim)).mean(1) * factor
+    key = k.unflatten(0, (num_kv_heads, head_dim)).mean(0) * factor
+    return queries[:, columns].flatten(0, 1), key[columns]
 
 
 def split_heads(heads: Tensor) -> tuple[Tensor, Tensor]:
