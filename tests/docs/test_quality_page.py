@@ -43,5 +43,5 @@ def test_the_page_names_the_parts_of_the_script(quality: ModuleType) -> None:
 
 def test_every_variant_has_a_colour(quality: ModuleType) -> None:
     script = (ROOT / "benchmarks" / "lib" / "quality_parts.py").read_text(encoding="utf-8")
-    (names,) = re.findall(r"^VARIANTS: [^\n]* = \{\n(.*?)^\}", script, re.MULTILINE | re.DOTALL)
+    (names,) = re.findall(r"^_CHANGES: [^\n]* = \{\n(.*?)^\}", script, re.MULTILINE | re.DOTALL)
     assert list(quality.COLOURS) == re.findall(r'^    "([\w-]+)":', names, re.MULTILINE)
