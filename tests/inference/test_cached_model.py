@@ -14,11 +14,12 @@ from trifocal.inference.cached_layers import round_to_int8
 from trifocal.inference.cached_model import CachedModel, CachedSequence, OutOfRows
 from trifocal.inference.paged_cache import cache_bytes, memory_for_caches
 from trifocal.inference.pages import OutOfPages
-from trifocal.inference.prefill import Chunk, Place
+from trifocal.inference.prefill import Chunk
 from trifocal.models import DecoderLM, parameter_count
 from trifocal.nn import RopeScaling
 from trifocal.nn.rope import rotary_tables, rotate
 from trifocal.ops import Geometry, nsa_attention
+from trifocal.ops.decode.caches import Place
 from trifocal.ops.decode.int8 import Int8Weight, WeightType
 
 OPTIONS: list[dict[str, Any]] = [

@@ -5,8 +5,9 @@ pages of each sequence, the same for all layers. A compressed block lies with it
 `[i*d, i*d + l)`, is slot `i + l/d - 1` of `d` tokens each. So a page is finished when its tokens are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +41,41 @@ class DecodeBatch:
     lengths: Tensor
     num_new: Tensor
     block_table: Tensor
+
+
+class Place(NamedTuple):
+    """Where a sequence lies for a chunk of its prompt, on the device.
+
+    Attributes:
+        row: Its row of the rings, [1], int64.
+        num_new: Tokens of the chunk without padding, [1], int64.
+        pages: Its pages, [pages], int64, contiguous; they hold its past and the chunk. Padding may lie in any page that
+            nobody reads.
+    """
+
+    row: Tensor
+    num_new: Tensor
+    pages: Tensor
+
+
+class NewRows(NamedTuple):
+    """Rows of a chunk, of queries, keys or values: how they are rotated, where they are kept, what is read with them.
+
+    Attributes:
+        x: [1, n, heads, width], not rotated yet.
+        begin: The first row of the sequence that attention reads with them.
+        rotary: Tables of all positions; None: they are not rotated.
+        pages: Where they are kept, [pages, heads, rows, width], contiguous; None for queries and rings.
+        ring: Where their last ones are kept, [rows, heads, R, width], each row contiguous; only read here.
+        ring_end: Gets what the ring's row is to hold once the chunk is over, [1, heads, R, width], contiguous.
+    """
+
+    x: Tensor
+    begin: int
+    rotary: Rotary | None = None
+    pages: Tensor | None = None
+    ring: Tensor | None = None
+    ring_end: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -188,6 +224,32 @@ def check_index(index: Index | None, k_idx: Tensor | None, expected: tuple[int, 
             f"an index must be {[*expected, k_idx.shape[3]]} of {k_idx.dtype}, got {list(x.shape)} of {x.dtype}"
         )
     check_rotary(rotary, x)
+
+
+_CHUNK_ROWS = ("q", "k", "v", "k_win", "v_win", "k_raw", "v_raw", "q_idx", "k_idx")
+
+
+def check_chunk(rows: Mapping[str, NewRows], first: int) -> None:
+    """Raise ValueError unless a chunk's rows have known names, and fit their tables, pages and rings."""
+    if unknown := [name for name in rows if name not in _CHUNK_ROWS]:
+        raise ValueError(f"a chunk's rows must be among {', '.join(_CHUNK_ROWS)}, got {', '.join(unknown)}")
+    for name, new in rows.items():
+        x, held = new.x, new.pages if new.ring is None else new.ring
+        if x.ndim != 4 or x.shape[0] != 1:
+            raise ValueError(f"{name} must have the shape [1, n, heads, width], got {list(x.shape)}")
+        if not 0 <= new.begin <= first or (held is None and new.begin < first):
+            raise ValueError(f"{name} must begin at 0 to {first}, at {first} without a cache, got {new.begin}")
+        if new.rotary is not None:
+            check_rotary(new.rotary, x)
+        for kept in (held, new.ring_end):
+            expected = (x.shape[2], x.shape[3])
+            if kept is not None and ((kept.shape[1], kept.shape[3]) != expected or kept.dtype != x.dtype):
+                raise ValueError(
+                    f"the cache of {name} must be [*, heads, rows, width] = {['*', expected[0], '*', expected[1]]} of "
+                    f"{x.dtype}, got {list(kept.shape)} of {kept.dtype}"
+                )
+            if kept is not None and not kept[:1].is_contiguous():
+                raise ValueError(f"a page or row of the cache of {name} must be contiguous, got {list(kept.stride())}")
 
 
 def check_queries(q: Tensor, keys: Tensor) -> None:
