@@ -194,9 +194,7 @@ def append_chunk_kernel(
                 )  # fmt: skip
 
 
-def append_chunk(
-    rows: Mapping[str, NewRows], place: Place, first: int, zero: int, stride: int
-) -> dict[str, Tensor]:
+def append_chunk(rows: Mapping[str, NewRows], place: Place, first: int, zero: int, stride: int) -> dict[str, Tensor]:
     """See `trifocal.ops.append_chunk`."""
     some = rows["k"]
     assert some.pages is not None and some.rotary is not None
