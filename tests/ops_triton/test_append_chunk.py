@@ -13,10 +13,10 @@ PAGES, PAGE_ROWS, GROUPS, LONGEST = 9, 8, 2, 60
 WIDTHS = {"k": 12, "v": 7, "q_idx": 6, "k_idx": 6}
 
 
-def draw(device, *shape):
+def draw(device, *shape, dtype=torch.float32):
     numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
     # Few bits: products are exact, so that it does not matter whether they are rounded before they are added.
-    return (numbers * 64).round().div(64).to(device)
+    return (numbers * 64).round().div(64).to(device, dtype)
 
 
 def tables(device, width):
@@ -24,27 +24,32 @@ def tables(device, width):
     return tuple((table * 1024).round().div(1024).to(device) for table in rotary)
 
 
-def rows_of(device, first, length, branches, pasts):
+def rows_of(device, first, length, branches, pasts, dtype=torch.float32):
     """Rows of a layer: in wider tensors as of a joined projection, caches full of NaN where nothing was written."""
     rotary, rotary_index = tables(device, WIDTHS["k"]), tables(device, WIDTHS["k_idx"])
     made = {}
     for name in branches:
         width = WIDTHS.get(name, WIDTHS["v" if name[0] == "v" else "k"])
         heads = {"q": 6, "q_idx": 3, "k_idx": 1}.get(name, GROUPS)
-        x = draw(device, 1, length, heads * width + 5)[..., 2:-3].unflatten(-1, (heads, width))
+        x = draw(device, 1, length, heads * width + 5, dtype=dtype)[..., 2:-3].unflatten(-1, (heads, width))
         tables_of = rotary_index if name.endswith("idx") else None if name[0] == "v" or "raw" in name else rotary
         if name in ("q", "q_idx"):
             made[name] = NewRows(x, first, tables_of)
         elif name in ("k", "v", "k_idx"):
-            made[name] = NewRows(x, 0, tables_of, draw(device, PAGES, heads, PAGE_ROWS, width))
+            made[name] = NewRows(x, 0, tables_of, draw(device, PAGES, heads, PAGE_ROWS, width, dtype=dtype))
         else:
             size = {"win": 11, "raw": 5}[name[2:]]
-            both = draw(device, 3, 4 + heads * size * width)
-            ring, end = both[:, 4:].unflatten(1, (heads, size, width)), torch.full((1, heads, size, width), torch.nan)
+            both = draw(device, 3, 4 + heads * size * width, dtype=dtype)
+            ring, end = (
+                both[:, 4:].unflatten(1, (heads, size, width)),
+                torch.full((1, heads, size, width), torch.nan, dtype=dtype),
+            )
             made[name] = NewRows(x, first - pasts[name[2:]], tables_of, ring=ring, ring_end=end.to(device))
     return made
 
 
+# The interpreter has no bf16.
+TYPES = (torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else []))
 ALL = ("q", "k", "v", "k_win", "v_win", "k_raw", "v_raw", "q_idx", "k_idx")
 
 
@@ -61,11 +66,12 @@ ALL = ("q", "k", "v", "k_win", "v_win", "k_raw", "v_raw", "q_idx", "k_idx")
     ],
     ids=["first", "past", "padding", "one token", "dense", "keys choose", "index alone"],
 )
-def test_a_chunk_has_the_bits_of_the_reference(first, length, num_new, branches, pasts, device):
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_chunk_has_the_bits_of_the_reference(first, length, num_new, branches, pasts, dtype, device):
     numbers = torch.tensor([1, num_new, 4, 0, 8, 2, 6, 1, 3, 5], device=device)
     place, found = Place(numbers[:1], numbers[1:2], numbers[2:]), []
     for backend in ("triton", "reference"):
-        rows = rows_of(device, first, length, branches, pasts)
+        rows = rows_of(device, first, length, branches, pasts, dtype)
         before = {name: new.ring.clone() for name, new in rows.items() if new.ring is not None}
         seen = append_chunk(rows, place, first, backend=backend)
         for name, ring in before.items():
@@ -110,7 +116,13 @@ def test_what_does_not_fit_is_refused(device):
             {"v": rows["v"]._replace(pages=rows["k"].pages)},
             r"cache of v must be .*, 2, '\*', 7\] .* got \[9, 2, 8, 12\]",
         ),
-        ({"v": rows["v"]._replace(pages=rows["v"].pages.transpose(0, 2))}, "cache of v must be contiguous"),
+        ({"v": rows["v"]._replace(rotary=rows["k"].rotary)}, "v must have pages, and nothing else"),
+        ({"k": rows["k"]._replace(rotary=None)}, "k must have pages and tables, and nothing else"),
+        ({"v_win": rows["v"]}, "must have k_win too"),
+        ({"q_idx": rows["q"]}, "must have k_idx too"),
+        ({"v": rows["v"]._replace(x=rows["v"].x[:, 1:])}, r"v must have .* = \(4, 0, 8\), got \(3, 0, 8\)"),
+        ({"q": rows["q"]._replace(rotary=tables(device, 12))}, "q must have the same tables"),
+        ({"v": rows["v"]._replace(pages=rows["v"].pages.mT.contiguous().mT)}, "cache of v must be contiguous"),
     ):
         with pytest.raises(ValueError, match=message):
             append_chunk(rows | changed, place, 0)

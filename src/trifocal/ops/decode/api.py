@@ -121,8 +121,8 @@ def append_chunk(
     Shapes depend on `first` and on the number of rows alone, and nothing looks at the device's data.
 
     Args:
-        rows: By name, as a layer has them: q; k and v, in pages; k_win, v_win, k_raw and v_raw, in rings; q_idx and
-            k_idx, in pages. k is rotated; so are k_win, q_idx and k_idx, by their own tables.
+        rows: By name, as a layer has them, k always: q; k and v, in pages; k_win, v_win, k_raw and v_raw, in rings;
+            q_idx, and k_idx in pages. q, k and k_win are rotated by the same tables, q_idx and k_idx by others.
         place: Where the sequence lies.
         first: Number of the first new row in the sequence.
         zero: Number of the row at position 0.

@@ -44,26 +44,28 @@ def append_rows(
     GATHERS: whether there are old ones. HELD_ROWS: those of a page or a ring; 0 without a cache. Rows that are neither
     rotated nor joined are not copied.
     """
-    row = begin + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    exists = row < first + num_rows
-    is_new = exists & (row >= first)
-    source = (row - first).to(tl.int64) * x_time
-    part_1, part_2 = load_new(
-        x + head * SIZE, source, is_new, (row - ZERO) * STRIDE, cos, sin, SIZE, COLUMNS, ROTATED
-    )  # fmt: skip
-    if HELD_ROWS > 0:
-        places = head * (HELD_ROWS * SIZE) + (row % HELD_ROWS).to(tl.int64) * SIZE
-        if PAGED:
-            places += tl.load(pages + row // HELD_ROWS, mask=exists, other=0) * (HEADS * HELD_ROWS * SIZE)
-        if GATHERS:
-            old_1, old_2 = load_halves(held, places, exists & (row < first), SIZE, COLUMNS)
-            part_1 = tl.where(is_new[:, None], part_1, old_1)
-            part_2 = tl.where(is_new[:, None], part_2, old_2)
-        if PAGED:
-            store_rows(part_1, part_2, held, places, is_new, SIZE, COLUMNS)
-    if ROTATED or GATHERS:
-        target = ((row - begin).to(tl.int64) * HEADS + head) * SIZE
-        store_rows(part_1, part_2, out, target, exists, SIZE, COLUMNS)
+    tile = begin + tl.program_id(0) * ROWS
+    if tile < first + num_rows:
+        row = tile + tl.arange(0, ROWS)
+        exists = row < first + num_rows
+        is_new = exists & (row >= first)
+        source = (row - first).to(tl.int64) * x_time
+        part_1, part_2 = load_new(
+            x + head * SIZE, source, is_new, (row - ZERO) * STRIDE, cos, sin, SIZE, COLUMNS, ROTATED
+        )  # fmt: skip
+        if HELD_ROWS > 0:
+            places = head * (HELD_ROWS * SIZE) + (row % HELD_ROWS).to(tl.int64) * SIZE
+            if PAGED:
+                places += tl.load(pages + row // HELD_ROWS, mask=exists, other=0) * (HEADS * HELD_ROWS * SIZE)
+            if GATHERS:
+                old_1, old_2 = load_halves(held, places, exists & (row < first), SIZE, COLUMNS)
+                part_1 = tl.where(is_new[:, None], part_1, old_1)
+                part_2 = tl.where(is_new[:, None], part_2, old_2)
+            if PAGED:
+                store_rows(part_1, part_2, held, places, is_new, SIZE, COLUMNS)
+        if ROTATED or GATHERS:
+            target = ((row - begin).to(tl.int64) * HEADS + head) * SIZE
+            store_rows(part_1, part_2, out, target, exists, SIZE, COLUMNS)
 
 
 @triton.jit
@@ -72,24 +74,23 @@ def end_ring(
     SIZE: tl.constexpr, COLUMNS: tl.constexpr, RING: tl.constexpr, ROTATED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """A tile of what a ring's row is to hold once the chunk is over."""
-    place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    exists = place < RING
-    # A place holds the last token whose position leaves it as the remainder.
-    last = first + num_new - 1
-    token = last - (last + RING - place) % RING
-    is_new = exists & (token >= first)
-    source = (token - first).to(tl.int64) * x_time
-    new_1, new_2 = load_new(x + group * SIZE, source, is_new, token, cos, sin, SIZE, COLUMNS, ROTATED)
-    places = (group * RING + place) * SIZE
-    old_1, old_2 = load_halves(ring, places, exists & (token < first), SIZE, COLUMNS)
-    part_1, part_2 = tl.where(is_new[:, None], new_1, old_1), tl.where(is_new[:, None], new_2, old_2)
-    store_rows(part_1, part_2, end, places, exists, SIZE, COLUMNS)
+    if tl.program_id(0) * ROWS < RING:
+        place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        exists = place < RING
+        # A place holds the last token whose position leaves it as the remainder.
+        last = first + num_new - 1
+        token = last - (last + RING - place) % RING
+        is_new = exists & (token >= first)
+        source = (token - first).to(tl.int64) * x_time
+        new_1, new_2 = load_new(x + group * SIZE, source, is_new, token, cos, sin, SIZE, COLUMNS, ROTATED)
+        places = (group * RING + place) * SIZE
+        old_1, old_2 = load_halves(ring, places, exists & (token < first), SIZE, COLUMNS)
+        part_1, part_2 = tl.where(is_new[:, None], new_1, old_1), tl.where(is_new[:, None], new_2, old_2)
+        store_rows(part_1, part_2, end, places, exists, SIZE, COLUMNS)
 
 
 @Kernel
-@triton.jit(
-    do_not_specialize=["first", "page_begin", "win_begin", "raw_begin", "num_rows"],
-)
+@triton.jit(do_not_specialize=["first", "page_begin", "win_begin", "raw_begin", "num_rows"])
 def append_chunk_kernel(
     q, k, v, k_win, v_win, k_raw, v_raw, q_idx, k_idx,
     q_time, k_time, v_time, k_win_time, v_win_time, k_raw_time, v_raw_time, q_idx_time, k_idx_time,
@@ -202,7 +203,6 @@ def append_chunk(rows: Mapping[str, NewRows], place: Place, first: int, zero: in
     sources = {name: _side_by_side(rows.get(name, some).x) for name in _NAMES}
     found = {name: _space(new, sources[name], first) for name, new in rows.items()}
     begins = {name: new.begin for name, new in rows.items()}
-    assert begins.get("k_idx", some.begin) == begins.get("v", some.begin) == some.begin
     num_rows, groups = some.x.shape[1:3]
     rings = {name: rows[name].ring if name in rows else None for name in _RINGS}
     window, raw = (0 if rings[name] is None else rings[name].shape[2] for name in ("k_win", "k_raw"))
