@@ -1,4 +1,4 @@
-"""One step of decoding on the meta device, for the compile tests."""
+"""One step of decoding and one chunk of a prompt on the meta device, for the compile tests."""
 
 import torch
 
@@ -40,3 +40,32 @@ def decode_step(
     append.append_dense(dense, sequences, *tokens[:2], rotary)
     for window in (None, 300):
         attention.decode_dense_attention(q, dense, sequences, rotary, window, 0.1)
+
+
+def prompt_chunk(heads, groups, dim, value_dim, length=1024, dtype=torch.bfloat16):
+    """Append a chunk with a past and one without, of all branches and an index, and compressed blocks."""
+    from trifocal.ops.decode.caches import NewRows, Place
+    from trifocal.ops.decode.triton import append_chunk as kernels
+
+    def empty(*shape, dtype=dtype):
+        return torch.empty(shape, device="meta", dtype=dtype)
+
+    def rotary(width):
+        return (empty(4096, width // 2, dtype=torch.float32),) * 2
+
+    place = Place(*(empty(size, dtype=torch.int64) for size in (1, 1, 16)))
+    for first in (0, length):
+        rows = {"q": NewRows(empty(1, length, heads, dim), first, rotary(dim))}
+        blocks = {}
+        for letter, width, tables in (("k", dim, rotary(dim)), ("v", value_dim, None)):
+            x = empty(1, length, groups, width)
+            rows[letter] = NewRows(x, 0, tables, empty(16, groups, 256, width))
+            blocks[letter] = NewRows(x[:, :64], 1, tables, empty(16, groups, 16, width))
+            for name, size in (("win", 519), ("raw", 39)):
+                ring = empty(64, groups, size, width)
+                used = tables if name == "win" else None
+                rows[f"{letter}_{name}"] = NewRows(x, max(0, first - 16), used, ring=ring, ring_end=ring[:1])
+        rows["q_idx"] = NewRows(empty(1, length, groups, 64), first, rotary(64))
+        rows["k_idx"] = NewRows(empty(1, length, 1, 64), 0, rotary(64), empty(16, 1, 256, 64))
+        kernels.append_chunk(rows, place, first, 0, 1)
+        kernels.append_chunk(blocks, place, first // 16 + 1, 1, 16)

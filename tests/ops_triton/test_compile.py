@@ -24,7 +24,7 @@ def calls():
     For Hopper the shapes of production (64 wide) and of the paper (192 wide); for Ampere, which has less memory and
     never runs the GPU tests, every benchmarked shape and fp32. Other calls are there for the choice of kernels.
     """
-    from tests.ops_triton.decode_calls import decode_step
+    from tests.ops_triton.decode_calls import decode_step, prompt_chunk
     from tests.ops_triton.forced import order_rule
     from trifocal.ops import dispatch
     from trifocal.ops.decode.int8 import Int8Weight
@@ -175,6 +175,7 @@ def calls():
         ),
         Call("teaching 128", "hopper", lambda: teaching(64, 4, 128), every_kernel=True),
         Call("decoding 192/128", "hopper", lambda: decode_step(64, 4, 192, 128), every_kernel=True),
+        Call("chunk 64", "hopper", lambda: prompt_chunk(12, 2, 64, 64), every_kernel=True),
     ]  # fmt: skip
     # Every portable kernel at the shapes of the benchmarks, packed, which takes most registers.
     ampere = []
@@ -189,6 +190,7 @@ def calls():
             "scoring": partial(scoring, heads, groups, dim, packed=True),
             "teaching": partial(teaching, heads, groups, dim, packed=True),
             "decoding": partial(decode_step, *sizes),
+            "chunk": partial(prompt_chunk, *sizes),
         }.items():
             ampere.append(Call(f"{name} {dim}", "ampere", call, every_kernel=True))
     ampere += [

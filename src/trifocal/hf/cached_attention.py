@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from trifocal.hf.layer_cache import TrifocalLayer
 from trifocal.inference.cached_attention import LayerTables, Projected, attention_rule
-from trifocal.inference.prefill import Chunk, Place
+from trifocal.inference.prefill import Chunk
 from trifocal.models.model_config import Attention, ModelConfig
 from trifocal.nn.attention_base import AttentionBase
 from trifocal.ops import DecodeBatch
-from trifocal.ops.decode.caches import MOST_NEW_TOKENS
+from trifocal.ops.decode.caches import MOST_NEW_TOKENS, Place
 
 
 class NewTokens:

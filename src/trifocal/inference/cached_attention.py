@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trifocal.inference.prefill import Chunk, causal_attention, extend_sparse
+from trifocal.inference.prefill import Chunk, append_dense_chunk, append_sparse_chunk, causal_attention
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn import MeanCompressor, NSAttention
 from trifocal.nn.attention_base import INDEX_DIM, AttentionBase
@@ -103,21 +103,20 @@ class AttentionRule:
     def prefill(self, new: Projected, cache: SparseCache | DenseCache, chunk: Chunk) -> Tensor:
         """Append a chunk of one sequence to the layer's caches and attend, [1, T, ...] -> [1, T, H, V]."""
         rotary, geometry, backend = self.tables.tokens, self.geometry, self.backend
-        q = chunk.rotate(new.q, rotary)
         if isinstance(cache, DenseCache):
-            k = chunk.extend(cache.k, chunk.rotate(new.keys[0], rotary))
-            v = chunk.extend(cache.v, new.values[0])
+            pages = cache.k, cache.v
+            q, k, v = append_dense_chunk(new.q, new.keys[0], new.values[0], pages, chunk, rotary, backend)
             if self.window_size is None:
                 return causal_attention(q, k, v)
             return window_attention(q, k, v, self.window_size, backend=backend)
         assert self.compress is not None
-        seen = extend_sparse(cache, chunk, *_branches(new, cache), geometry, self.compress, rotary)
-        chosen = None
-        if new.index is not None and self.tables.index is not None and cache.k_idx is not None:
-            q_idx, k_idx = new.index[0], new.index[1][:, :, None]
-            k_idx = chunk.extend(cache.k_idx, chunk.rotate(k_idx, self.tables.index))[:, :, 0]
-            q_idx = chunk.rotate(q_idx, self.tables.index)
-            chosen = select_blocks_by_index(q_idx, k_idx, geometry, backend=backend)
+        index = None
+        if new.index is not None and self.tables.index is not None:
+            index = (new.index[0], self.tables.index), (new.index[1], self.tables.index)
+        q, seen, index_seen = append_sparse_chunk(
+            new.q, cache, chunk, *_branches(new, cache), geometry, self.compress, rotary, index, backend
+        )
+        chosen = None if index_seen is None else select_blocks_by_index(*index_seen, geometry, backend=backend)
         if new.gates is not None:
             return nsa_attention(q, *seen, new.gates, geometry, selected_blocks=chosen, backend=backend)  # type: ignore[arg-type]
         if chosen is None:

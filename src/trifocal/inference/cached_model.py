@@ -23,14 +23,14 @@ from trifocal.inference.cached_attention import tables_of_layers
 from trifocal.inference.cached_layers import CachedLayer, copied, normed, prepared_weight
 from trifocal.inference.paged_cache import HostCopy, PagedCache, decode_geometry, page_size_of
 from trifocal.inference.pages import OutOfPages, PageAllocator, PageTable
-from trifocal.inference.prefill import Chunk, Place
+from trifocal.inference.prefill import Chunk
 from trifocal.inference.recorded_work import RecordedWork
 from trifocal.inference.request import token_tensor
 from trifocal.models.decoder import DecoderLM
 from trifocal.models.model_config import ModelConfig
 from trifocal.ops import DecodeBatch
 from trifocal.ops.decode import linear as decode_products
-from trifocal.ops.decode.caches import MOST_NEW_TOKENS
+from trifocal.ops.decode.caches import MOST_NEW_TOKENS, Place
 from trifocal.ops.decode.int8 import WeightType, check_weights
 from trifocal.ops.decode.linear import Norm, Residual
 

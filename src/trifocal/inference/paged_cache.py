@@ -4,6 +4,7 @@ A page number is the same in all layers, so is a row of the rings. Moving a sequ
 page or a row for a fork, copies bytes and computes nothing.
 """
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -225,18 +226,24 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        kinds = config.attention_of_layers
+        shapes = [layer_shapes(config, kind, page_size, max_length) for kind in kinds]
+        # All rings of a sequence lie side by side: a chunk of a prompt writes them at once.
+        width = sum(math.prod(shape) for layer in shapes for shape in layer.rings.values())
+        rings, offset = torch.zeros(num_rows, width, dtype=dtype, device=device), 0
+        self._rings = [rings] if width else []
         self._pages: list[Tensor] = []
-        self._rings: list[Tensor] = []
         self.layers: list[SparseCache | DenseCache] = []
-        for kind in config.attention_of_layers:
-            shapes = layer_shapes(config, kind, page_size, max_length)
-            pages, rings = (
-                {name: torch.zeros(count, *shape, dtype=dtype, device=device) for name, shape in tensors.items()}
-                for count, tensors in ((num_pages, shapes.pages), (num_rows, shapes.rings))
-            )
-            self._pages += pages.values()
-            self._rings += rings.values()
-            self.layers.append(layer_cache(pages | rings))
+        for layer in shapes:
+            tensors = {}
+            for name, shape in layer.pages.items():
+                tensors[name] = torch.zeros(num_pages, *shape, dtype=dtype, device=device)
+            self._pages += tensors.values()
+            for name, (heads, tokens, size) in layer.rings.items():
+                strides = width, tokens * size, size, 1
+                tensors[name] = rings.as_strided((num_rows, heads, tokens, size), strides, offset)
+                offset += heads * tokens * size
+            self.layers.append(layer_cache(tensors))
         self._device = device
 
     @property

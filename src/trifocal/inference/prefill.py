@@ -9,37 +9,15 @@ that a chunk can be recorded as a CUDA graph. Its last tokens may be padding: no
 they reach no ring.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trifocal.ops import Geometry, SparseCache
-from trifocal.ops.decode.caches import Compress, Rotary
-
-
-class Place(NamedTuple):
-    """Where a sequence lies, on the device.
-
-    Attributes:
-        row: Its row of the rings, [1], int64.
-        num_new: Tokens of the chunk without padding, [1], int64.
-        pages: Its pages, [pages], int64; they hold its past and the chunk. Padding may lie in any page that nobody
-            reads.
-    """
-
-    row: Tensor
-    num_new: Tensor
-    pages: Tensor
-
-
-class _RingPlaces(NamedTuple):
-    """What the places of a ring of R tokens hold once a chunk is over: `fresh`, [R], whether a token of the chunk, and
-    `source`, [R], which."""
-
-    fresh: Tensor
-    source: Tensor
+from trifocal.ops import Geometry, SparseCache, append_chunk
+from trifocal.ops.decode.caches import Compress, Index, NewRows, Place, Rotary
 
 
 class Chunk:
@@ -53,84 +31,45 @@ class Chunk:
 
     def __init__(self, place: Place, first: int, length: int) -> None:
         self._place, self.first, self.stop = place, first, first + length
-        # Each ring, its row as it was, and what the row gets of the chunk.
-        self._rings: list[tuple[Tensor, Tensor, Tensor]] = []
-        # Indices that all layers share.
-        self._in_pages: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
-        self._past_in_ring: dict[tuple[int, int], Tensor] = {}
-        self._in_ring: dict[int, _RingPlaces] = {}
+        # Of each memory of rings: all its rows, [rows, *], and what the sequence's row gets of the chunk, [1, *].
+        self._ends: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    def rotate(self, x: Tensor, rotary: Rotary, first: int | None = None, stride: int = 1) -> Tensor:
-        """Rotate queries or keys [1, T, heads, D] at positions `first`, `first + stride`, …; the chunk's if not given.
-
-        The result of `trifocal.nn.rope.rotate` by tables of all positions, in four passes instead of eight and without
-        copies in fp32, which only a compiler or gradients would need.
-        """
+    def append(
+        self,
+        rows: Mapping[str, NewRows],
+        backend: str,
+        *,
+        first: int | None = None,
+        zero: int = 0,
+        stride: int = 1,
+    ) -> dict[str, Tensor]:
+        """`trifocal.ops.append_chunk` of tokens, or of other rows from `first` on."""
         first = self.first if first is None else first
-        cos, sin = (table[first : first + x.shape[1] * stride : stride, None] for table in rotary)
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        (a, b), (out_a, out_b) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
-        torch.addcmul(a * cos, b, sin, value=-1, out=out_a)
-        torch.addcmul(b * cos, a, sin, out=out_b)
-        return out
+        return append_chunk(rows, self._place, first, zero=zero, stride=stride, backend=backend)
 
-    def write(self, tensor: Tensor, x: Tensor, first: int) -> None:
-        """Write x [1, n, G, *] into pages [pages, G, rows, *], as rows `first` to `first + n` of the sequence."""
-        page_rows, key = tensor.shape[2], (tensor.shape[2], first, x.shape[1])
-        if key not in self._in_pages:
-            row = torch.arange(first, first + x.shape[1], device=tensor.device)
-            self._in_pages[key] = self._place.pages[row // page_rows], row % page_rows
-        page, row = self._in_pages[key]
-        tensor[page, :, row] = x[0]
+    def in_ring(self, x: Tensor, ring: Tensor, past: int, rotary: Rotary | None = None) -> NewRows:
+        """The chunk's rows of a ring [rows, G, R, *], which are read with the last `past` ones before them.
 
-    def extend(self, tensor: Tensor, x: Tensor) -> Tensor:
-        """Write the chunk's keys or values, [1, T, G, *], into pages; those of all tokens so far, [1, S, G, *]."""
-        self.write(tensor, x, self.first)
-        return self.gather(tensor, self.stop) if self.first else x
-
-    def gather(self, tensor: Tensor, stop: int, first: int = 0) -> Tensor:
-        """Rows `first` up to `stop` of the sequence's pages [pages, G, rows, *], as [1, stop - first, G, *]."""
-        used = self._place.pages[: -(-stop // tensor.shape[2])]
-        return tensor.transpose(1, 2).index_select(0, used).flatten(0, 1)[None, first:stop]
-
-    def join_ring(self, ring: Tensor, x: Tensor, past: int) -> Tensor:
-        """The last `past` tokens of a ring [rows, G, R, *], then the chunk's, [1, past + T, G, *].
-
-        The ring gets the chunk with `write_rings`.
+        The ring gets them with `write_rings`.
         """
-        old = ring.index_select(0, self._place.row)
-        # Copied: a view would keep the whole chunk of every layer alive.
-        self._rings.append((ring, old, x[0].index_select(0, self._ring_places(ring.shape[2]).source)))
-        if not past:
-            return x
-        last = old[0].index_select(1, self._past_places(ring.shape[2], past))
-        return torch.cat((last.transpose(0, 1)[None], x), dim=1)
-
-    def _past_places(self, size: int, past: int) -> Tensor:
-        """Where the last tokens before the chunk lie in a ring of a size, [past]."""
-        if (size, past) not in self._past_in_ring:
-            tokens = torch.arange(self.first - past, self.first, device=self._place.pages.device)
-            self._past_in_ring[size, past] = tokens % size
-        return self._past_in_ring[size, past]
-
-    def _ring_places(self, size: int) -> _RingPlaces:
-        if size not in self._in_ring:
-            # A place holds the last token whose position leaves it as the remainder.
-            last = self._place.num_new + (self.first - 1)
-            token = last - (last - torch.arange(size, device=last.device)) % size - self.first
-            self._in_ring[size] = _RingPlaces(token >= 0, token.clamp(min=0))
-        return self._in_ring[size]
+        # Rings whose rows lie side by side in one memory are written together.
+        width, offset = ring.stride(0), ring.storage_offset()
+        key = ring.untyped_storage().data_ptr(), offset // width
+        if key not in self._ends:
+            whole = ring.as_strided((ring.shape[0], width), (width, 1), offset // width * width)
+            self._ends[key] = whole, torch.empty_like(whole[:1])
+        end = self._ends[key][1].as_strided((1, *ring.shape[1:]), ring.stride(), offset % width)
+        return NewRows(x, self.first - past, rotary, ring=ring, ring_end=end)
 
     def last(self, x: Tensor) -> Tensor:
         """The row of the chunk's last token that is no padding, [T, *] -> [1, *]."""
         return x.index_select(0, self._place.num_new - 1)
 
     def write_rings(self) -> None:
-        """Write what `join_ring` has put aside, once every layer has seen the chunk."""
-        for ring, old, x in self._rings:
-            fresh = self._ring_places(ring.shape[2]).fresh[:, None]
-            ring.index_copy_(0, self._place.row, torch.where(fresh, x.transpose(0, 1), old))
-        self._rings.clear()
+        """Write what `append` has put aside, once every layer has seen the chunk."""
+        for rings, end in self._ends.values():
+            rings.index_copy_(0, self._place.row, end)
+        self._ends.clear()
 
 
 class Seen(NamedTuple):
@@ -144,7 +83,29 @@ class Seen(NamedTuple):
     v_win: Tensor
 
 
-def extend_sparse(
+def append_dense_chunk(
+    q: Tensor, k: Tensor, v: Tensor, pages: tuple[Tensor, Tensor], chunk: Chunk, rotary: Rotary, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Append a chunk to keys and values of a dense layer; rotated queries, and keys and values of all tokens so far.
+
+    Args:
+        q, k, v: Those of the chunk, [1, T, heads, *], not rotated yet.
+        pages: Where keys and values are kept.
+        chunk: Where the tokens lie.
+        rotary: Tables of all positions.
+        backend: As in `trifocal.ops.append_chunk`.
+    """
+    rows = {
+        "q": NewRows(q, chunk.first, rotary),
+        "k": NewRows(k, 0, rotary, pages[0]),
+        "v": NewRows(v, 0, None, pages[1]),
+    }
+    seen = chunk.append(rows, backend)
+    return seen["q"], seen["k"], seen["v"]
+
+
+def append_sparse_chunk(
+    q: Tensor,
     cache: SparseCache,
     chunk: Chunk,
     raw: tuple[Tensor | None, Tensor | None],
@@ -153,10 +114,13 @@ def extend_sparse(
     geometry: Geometry,
     compress: tuple[Compress, Compress],
     rotary: Rotary,
-) -> Seen:
+    index: tuple[Index, Index] | None,
+    backend: str,
+) -> tuple[Tensor, Seen, tuple[Tensor, Tensor] | None]:
     """Append a chunk to a sparse layer's caches.
 
     Args:
+        q: Queries, [1, T, H, D], not rotated yet.
         cache: The layer's caches.
         chunk: Where the tokens lie.
         raw: Keys and values of the compressed branch, [1, T, G, D] and [1, T, G, V]; None where the cache has none. No
@@ -166,37 +130,49 @@ def extend_sparse(
         geometry: Block sizes, in tokens.
         compress: φ of keys and of values, [1, S, G, *] -> [1, C, G, *].
         rotary: Tables of all positions.
+        index: Queries [1, T, G, Di] and keys [1, T, Di] of the index, each with its tables; None without one.
+        backend: As in `trifocal.ops.append_chunk`.
+
+    Returns:
+        Rotated queries; what they see; and of an index its rotated queries, and its keys of all tokens so far.
     """
-    length, stride = geometry.compression_block_size, geometry.compression_stride
+    stride = geometry.compression_stride
     before, after = geometry.num_compressed_blocks(chunk.first), geometry.num_compressed_blocks(chunk.stop)
-    slot_of_first = length // stride - 1
-
-    def compressed(
-        ring: Tensor | None, tensor: Tensor | None, x: Tensor | None, phi: Compress, *, rotates: bool
-    ) -> Tensor | None:
-        """All compressed keys or values so far, [1, C, G, *]."""
-        if ring is None or tensor is None or x is None:
-            return None
-        # From the start of the first block that is not compressed yet.
-        stretch = chunk.join_ring(ring, x, chunk.first - before * stride)
-        blocks = x[:, :0]
-        if after > before:
-            blocks = phi(stretch)
-            if rotates:
-                blocks = chunk.rotate(blocks, rotary, before * stride, stride)
-            chunk.write(tensor, blocks, before + slot_of_first)
-        return chunk.gather(tensor, after + slot_of_first, slot_of_first) if before else blocks
-
-    k_cmp = compressed(cache.k_raw, cache.k_cmp, raw[0], compress[0], rotates=True)
-    v_cmp = compressed(cache.v_raw, cache.v_cmp, raw[1], compress[1], rotates=False)
-    k_slc = chunk.extend(cache.k_slc, chunk.rotate(selected[0], rotary))
-    v_slc = chunk.extend(cache.v_slc, selected[1])
     past = min(chunk.first, geometry.window_size - 1)
-    k_win, v_win = (x[:, chunk.first - past :] for x in (k_slc, v_slc))
-    if cache.k_win is not None and cache.v_win is not None and window[0] is not None and window[1] is not None:
-        k_win = chunk.join_ring(cache.k_win, chunk.rotate(window[0], rotary), past)
-        v_win = chunk.join_ring(cache.v_win, window[1], past)
-    return Seen(k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
+    rows = {
+        "q": NewRows(q, chunk.first, rotary),
+        "k": NewRows(selected[0], 0, rotary, cache.k_slc),
+        "v": NewRows(selected[1], 0, None, cache.v_slc),
+    }
+    rings = (
+        ("k_win", window[0], cache.k_win, past, rotary),
+        ("v_win", window[1], cache.v_win, past, None),
+        # From the start of the first block that is not compressed yet.
+        ("k_raw", raw[0], cache.k_raw, chunk.first - before * stride, None),
+        ("v_raw", raw[1], cache.v_raw, chunk.first - before * stride, None),
+    )
+    for name, x, ring, reach, tables in rings:
+        if x is not None and ring is not None:
+            rows[name] = chunk.in_ring(x, ring, reach, tables)
+    if index is not None and cache.k_idx is not None:
+        (q_idx, q_rotary), (k_idx, k_rotary) = index
+        rows["q_idx"] = NewRows(q_idx, chunk.first, q_rotary)
+        rows["k_idx"] = NewRows(k_idx[:, :, None], 0, k_rotary, cache.k_idx)
+    seen = chunk.append(rows, backend)
+
+    slot_of_first, blocks = geometry.compression_block_size // stride - 1, {}
+    compressed = (("k", cache.k_cmp, compress[0], rotary), ("v", cache.v_cmp, compress[1], None))
+    for name, pages, phi, tables in compressed:
+        if pages is not None:
+            stretch = seen[f"{name}_raw"]
+            new = phi(stretch) if after > before else stretch[:, :0]
+            blocks[name] = NewRows(new, slot_of_first, tables, pages)
+    blocks_seen: dict[str, Tensor] = {}
+    if blocks:
+        blocks_seen = chunk.append(blocks, backend, first=before + slot_of_first, zero=slot_of_first, stride=stride)
+    k_win, v_win = (seen.get(f"{name}_win", seen[name][:, chunk.first - past :]) for name in "kv")
+    found = Seen(blocks_seen.get("k"), blocks_seen.get("v"), seen["k"], seen["v"], k_win, v_win)
+    return seen["q"], found, (seen["q_idx"], seen["k_idx"][:, :, 0]) if "q_idx" in seen else None
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -10,7 +10,13 @@ from trifocal.ops.api import (
     selected_attention,
     window_attention,
 )
-from trifocal.ops.decode.api import append_dense, append_sparse, decode_attention, decode_dense_attention
+from trifocal.ops.decode.api import (
+    append_chunk,
+    append_dense,
+    append_sparse,
+    decode_attention,
+    decode_dense_attention,
+)
 from trifocal.ops.decode.caches import DecodeBatch, DenseCache, SparseCache
 from trifocal.ops.dispatch import backend_choices
 from trifocal.ops.geometry import Geometry
@@ -22,6 +28,7 @@ __all__ = [
     "Documents",
     "Geometry",
     "SparseCache",
+    "append_chunk",
     "append_dense",
     "append_sparse",
     "backend_choices",

@@ -5,6 +5,8 @@ shapes do not depend on it, so that a whole step can be recorded once and replay
 a sequence does not depend on the others of its batch.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -14,10 +16,13 @@ from trifocal.ops.decode.caches import (
     DecodeBatch,
     DenseCache,
     Index,
+    NewRows,
+    Place,
     Rotary,
     SparseCache,
     check_batch,
     check_cache,
+    check_chunk,
     check_index,
     check_new,
     check_new_tokens,
@@ -105,6 +110,41 @@ def append_dense(
             kernels.append_dense(cache, batch, k, v, rotary)
     else:
         reference.append_dense(cache, batch, k, v, rotary)
+
+
+def append_chunk(
+    rows: Mapping[str, NewRows], place: Place, first: int, *, zero: int = 0, stride: int = 1, backend: str = "auto"
+) -> dict[str, Tensor]:
+    """Rotate the rows of a prompt's chunk, write them into pages, and join what is read of the past with them.
+
+    Rings are left as they are until every layer has seen the chunk: what they are to hold then goes into `ring_end`.
+    Shapes depend on `first` and on the number of rows alone, and nothing looks at the device's data.
+
+    Args:
+        rows: By name, as a layer has them, k always: q; k and v, in pages; k_win, v_win, k_raw and v_raw, in rings;
+            q_idx, and k_idx in pages. q, k and k_win are rotated by the same tables, q_idx and k_idx by others.
+        place: Where the sequence lies.
+        first: Number of the first new row in the sequence.
+        zero: Number of the row at position 0.
+        stride: Positions from one row to the next.
+        backend: `"auto"`, `"reference"` or `"triton"`.
+
+    Returns:
+        Rows `begin` up to the last new one, by the same names, [1, S, heads, width].
+
+    Raises:
+        ValueError: If the shapes do not fit, or the backend cannot run; the message says which.
+
+    Not differentiable.
+    """
+    check_chunk(rows, first)
+    x = rows["k"].x
+    if _resolve("append_chunk", backend, x, rows["v"].x if "v" in rows else x, None) == "triton":
+        from trifocal.ops.decode.triton import append_chunk as kernels
+
+        with torch.cuda.device_of(x):
+            return kernels.append_chunk(rows, place, first, zero, stride)
+    return {name: reference.append_rows(new, place, first, zero, stride) for name, new in rows.items()}
 
 
 def decode_attention(

@@ -5,8 +5,9 @@ pages of each sequence, the same for all layers. A compressed block lies with it
 `[i*d, i*d + l)`, is slot `i + l/d - 1` of `d` tokens each. So a page is finished when its tokens are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +41,41 @@ class DecodeBatch:
     lengths: Tensor
     num_new: Tensor
     block_table: Tensor
+
+
+class Place(NamedTuple):
+    """Where a sequence lies for a chunk of its prompt, on the device.
+
+    Attributes:
+        row: Its row of the rings, [1], int64.
+        num_new: Tokens of the chunk without padding, [1], int64.
+        pages: Its pages, [pages], int64, contiguous; they hold its past and the chunk. Padding may lie in any page that
+            nobody reads.
+    """
+
+    row: Tensor
+    num_new: Tensor
+    pages: Tensor
+
+
+class NewRows(NamedTuple):
+    """Rows of a chunk, of queries, keys or values: how they are rotated, where they are kept, what is read with them.
+
+    Attributes:
+        x: [1, n, heads, width], not rotated yet.
+        begin: The first row of the sequence that attention reads with them.
+        rotary: Tables of all positions; None: they are not rotated.
+        pages: Where they are kept, [pages, heads, rows, width], contiguous; None for queries and rings.
+        ring: Where their last ones are kept, [rows, heads, R, width], each row contiguous; only read here.
+        ring_end: Gets what the ring's row is to hold once the chunk is over, [1, heads, R, width], contiguous.
+    """
+
+    x: Tensor
+    begin: int
+    rotary: Rotary | None = None
+    pages: Tensor | None = None
+    ring: Tensor | None = None
+    ring_end: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -188,6 +224,57 @@ def check_index(index: Index | None, k_idx: Tensor | None, expected: tuple[int, 
             f"an index must be {[*expected, k_idx.shape[3]]} of {k_idx.dtype}, got {list(x.shape)} of {x.dtype}"
         )
     check_rotary(rotary, x)
+
+
+# Names of a chunk's rows: whether they have pages, a ring, tables; and the rows that they lie beside.
+_CHUNK_ROWS = {
+    "q": (False, False, True, "q"), "k": (True, False, True, "k"), "v": (True, False, False, "k"),
+    "k_win": (False, True, True, "k_win"), "v_win": (False, True, False, "k_win"),
+    "k_raw": (False, True, False, "k_raw"), "v_raw": (False, True, False, "k_raw"),
+    "q_idx": (False, False, True, "q_idx"), "k_idx": (True, False, True, "k"),
+}  # fmt: skip
+
+
+def check_chunk(rows: Mapping[str, NewRows], first: int) -> None:
+    """Raise ValueError unless a chunk's rows have known names, k among them, and fit their tables, pages and rings."""
+    if unknown := [name for name in rows if name not in _CHUNK_ROWS]:
+        raise ValueError(f"a chunk's rows must be among {', '.join(_CHUNK_ROWS)}, got {', '.join(unknown)}")
+    needed = {"k", *(_CHUNK_ROWS[name][3] for name in rows)}
+    if "q_idx" in rows or "k_idx" in rows:
+        needed |= {"q_idx", "k_idx"}
+    if missing := needed - {*rows}:
+        raise ValueError(f"a chunk with {', '.join(rows)} must have {', '.join(sorted(missing))} too")
+    for name, new in rows.items():
+        x, held, beside = new.x, new.pages if new.ring is None else new.ring, rows[_CHUNK_ROWS[name][3]]
+        given = new.pages is not None, new.ring is not None, new.rotary is not None
+        if given != _CHUNK_ROWS[name][:3] or (new.ring is None) != (new.ring_end is None):
+            wanted = [part for part, has in zip(("pages", "a ring", "tables"), _CHUNK_ROWS[name], strict=False) if has]
+            raise ValueError(f"{name} must have {' and '.join(wanted)}, and nothing else; see NewRows")
+        if x.ndim != 4 or x.shape[0] != 1:
+            raise ValueError(f"{name} must have the shape [1, n, heads, width], got {list(x.shape)}")
+        if not 0 <= new.begin <= first or (held is None and new.begin < first):
+            raise ValueError(f"{name} must begin at 0 to {first}, at {first} without a cache, got {new.begin}")
+        held_beside = beside.pages if beside.ring is None else beside.ring
+        sizes = x.shape[1], new.begin, None if held is None else held.shape[2]
+        expected_sizes = rows["k"].x.shape[1], beside.begin, None if held_beside is None else held_beside.shape[2]
+        if sizes != expected_sizes:
+            raise ValueError(
+                f"{name} must have (new rows, first row read, rows of a page or ring) = {expected_sizes}, got {sizes}"
+            )
+        if new.rotary is not None:
+            check_rotary(new.rotary, x)
+            tables = rows["k_idx" if name.endswith("idx") else "k"].rotary
+            if tables is not None and any(a is not b for a, b in zip(new.rotary, tables, strict=True)):
+                raise ValueError(f"{name} must have the same tables as the keys that it meets, got others")
+        for kept in (held, new.ring_end):
+            expected = (x.shape[2], x.shape[3])
+            if kept is not None and ((kept.shape[1], kept.shape[3]) != expected or kept.dtype != x.dtype):
+                raise ValueError(
+                    f"the cache of {name} must be [*, heads, rows, width] = {['*', expected[0], '*', expected[1]]} of "
+                    f"{x.dtype}, got {list(kept.shape)} of {kept.dtype}"
+                )
+            if kept is not None and not kept[:1].is_contiguous():
+                raise ValueError(f"a page or row of the cache of {name} must be contiguous, got {list(kept.stride())}")
 
 
 def check_queries(q: Tensor, keys: Tensor) -> None:

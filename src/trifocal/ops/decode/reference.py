@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trifocal.ops.decode.caches import Compress, DecodeBatch, DenseCache, Index, Rotary, SparseCache
+from trifocal.ops.decode.caches import Compress, DecodeBatch, DenseCache, Index, NewRows, Place, Rotary, SparseCache
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.reference import accumulator, choose_blocks, chosen_mask, full_precision, importance
 
@@ -64,6 +64,31 @@ def append_dense(cache: DenseCache, batch: DecodeBatch, k: Tensor, v: Tensor, ro
     page_BT, place_BT = _in_pages(batch, position_BT, cache.k.shape[2])
     _write(cache.k, page_BT, place_BT, _rotate(k, rotary, position_BT), exists_BT)
     _write(cache.v, page_BT, place_BT, v, exists_BT)
+
+
+def append_rows(new: NewRows, place: Place, first: int, zero: int, stride: int) -> Tensor:
+    """See `trifocal.ops.append_chunk`, for the rows of one name."""
+    x, num_rows, device = new.x, new.x.shape[1], new.x.device
+    if new.rotary is not None:
+        x = _rotate_rows(x, new.rotary, (first - zero) * stride, stride)
+    if new.pages is not None:
+        row, page_rows = torch.arange(first, first + num_rows, device=device), new.pages.shape[2]
+        new.pages[place.pages[row // page_rows], :, row % page_rows] = x[0]
+        if new.begin < first:
+            used = place.pages[: -(-(first + num_rows) // page_rows)]
+            held = new.pages.transpose(1, 2).index_select(0, used).flatten(0, 1)
+            return held[None, new.begin : first + num_rows]
+    if new.ring is not None and new.ring_end is not None:
+        size, old = new.ring.shape[2], new.ring.index_select(0, place.row)
+        # A place holds the last token whose position leaves it as the remainder.
+        last = place.num_new + (first - 1)
+        token = last - (last - torch.arange(size, device=device)) % size - first
+        fresh = x[0].index_select(0, token.clamp(min=0)).transpose(0, 1)
+        new.ring_end.copy_(torch.where((token >= 0)[:, None], fresh, old))
+        if new.begin < first:
+            past = old[0].index_select(1, torch.arange(new.begin, first, device=device) % size)
+            return torch.cat((past.transpose(0, 1)[None], x), dim=1)
+    return x
 
 
 def decode_attention(
@@ -158,6 +183,20 @@ def _rotate(x: Tensor, rotary: Rotary, position_BT: Tensor) -> Tensor:
     cos, sin = (table[position_BT][:, :, None] for table in rotary)
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+def _rotate_rows(x: Tensor, rotary: Rotary, first: int, stride: int) -> Tensor:
+    """Rotate x [1, n, heads, D] at positions `first`, `first + stride`, …
+
+    The result of `trifocal.nn.rope.rotate` by tables of all positions, in four passes instead of eight and without
+    copies in fp32, which only a compiler or gradients would need.
+    """
+    cos, sin = (table[first : first + x.shape[1] * stride : stride, None] for table in rotary)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    (a, b), (out_a, out_b) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    torch.addcmul(a * cos, b, sin, value=-1, out=out_a)
+    torch.addcmul(b * cos, a, sin, out=out_b)
+    return out
 
 
 def _in_pages(batch: DecodeBatch, index: Tensor, page_rows: int) -> tuple[Tensor, Tensor]:
