@@ -70,7 +70,7 @@ class Projected:
         q: Queries, [B, T, H, D].
         keys, values: Those of each branch, [B, T, G, *]: one for all, or cmp, slc and win.
         gates: [B, T, H, 3]; None in a layer without gates.
-        index: Queries [B, T, G, Di] and keys [B, T, Di] of the index; None without one.
+        index: Queries [B, T, G * Q, Di] and keys [B, T, Di] of the index; None without one.
     """
 
     q: Tensor
@@ -117,7 +117,8 @@ class AttentionRule:
             q_idx, k_idx = new.index[0], new.index[1][:, :, None]
             k_idx = chunk.extend(cache.k_idx, chunk.rotate(k_idx, self.tables.index))[:, :, 0]
             q_idx = chunk.rotate(q_idx, self.tables.index)
-            chosen = select_blocks_by_index(q_idx, k_idx, geometry, backend=backend)
+            groups = cache.k_slc.shape[1]
+            chosen = select_blocks_by_index(q_idx, k_idx, geometry, num_groups=groups, backend=backend)
         if new.gates is not None:
             return nsa_attention(q, *seen, new.gates, geometry, selected_blocks=chosen, backend=backend)  # type: ignore[arg-type]
         if chosen is None:
