@@ -178,7 +178,7 @@ def calls():
         Call("index scoring, three queries", "hopper", lambda: index_scoring(queries=3), every_kernel=True),
         Call("teaching 128", "hopper", lambda: teaching(64, 4, 128), every_kernel=True),
         Call("teaching, three queries", "hopper", lambda: teaching(12, 2, 64, queries=3), every_kernel=True),
-        Call("decoding 192/128", "hopper", lambda: decode_step(64, 4, 192, 128), every_kernel=True),
+        Call("decoding 192/128", "hopper", lambda: decode_step(64, 4, 192, 128, index_queries=4), every_kernel=True),
     ]  # fmt: skip
     # Every portable kernel at the shapes of the benchmarks, packed, which takes most registers.
     ampere = []

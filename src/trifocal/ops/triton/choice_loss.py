@@ -198,12 +198,13 @@ def d_q_of_row(
             in_past = (block < num_blocks) & (block * SELECTION <= token_of_query - start)
             d_product = tl.load(d_products + of_query * num_blocks + block, mask=in_past, other=0.0)
             taught = d_product != 0
+            token = start + block * SELECTION
             place = tl.load(places + of_query * num_blocks + block, mask=taught, other=0)
             if QUERIES > 1:
                 taught = taught & (place % QUERIES == row % QUERIES)
                 d_product = tl.where(taught, d_product, 0.0)
                 place = place // QUERIES
-            token = start + block * SELECTION + place
+            token += place
             keys = tl.load(
                 k + token[:, None] * k_time_stride + column[None, :], mask=taught[:, None] & (column < D)[None, :],
                 other=0.0)
@@ -242,11 +243,12 @@ def d_k_of_tile(
                     start + block * SELECTION <= tl.minimum(token, first_key + KEYS - 1))
                 at = (row // QUERIES).to(tl.int64) * num_blocks + block
                 d_product = tl.load(d_products + at, mask=there, other=0.0)
+                best = start + block * SELECTION
                 place = tl.load(places + at, mask=there & (d_product != 0), other=0)
                 if QUERIES > 1:
                     d_product = tl.where(place % QUERIES == row % QUERIES, d_product, 0.0)
                     place = place // QUERIES
-                best = start + block * SELECTION + place
+                best += place
                 weights += tl.where((best - first_key)[None, :] == key[:, None], d_product[None, :], 0.0)
             d_loss = tl.load(
                 d_losses + query * d_query_stride + row % HEADS // QUERIES * d_group_stride,

@@ -311,8 +311,9 @@ def launch_block_scores(
         purpose: `"choice"` or `"teacher"`.
         index_queries: Heads of q, side by side, of which the largest product counts; for the choice.
     """
-    widths, tile = split_width(q.shape[3]), dispatch.index_tile(q)
     groups, q_per_kv = k.shape[2], q.shape[2] // k.shape[2] // index_queries
+    queries = index_queries if student is None else student[0].shape[2] // groups
+    widths, tile = split_width(q.shape[3]), dispatch.index_tile(q, queries)
     heads, sharing = (q_per_kv, groups) if student is None else (max(q_per_kv, groups), groups + 1)
     tiles = cdiv((chunk.end_query - chunk.first_query) * heads, tile.BLOCK_M)
     for pieces, piece in PIECES_OF_PROGRAM:
@@ -326,17 +327,16 @@ def launch_block_scores(
         "SELECTION": geometry.selection_block_size, "NUM_SELECTED": geometry.num_selected_blocks,
         "PACKED": documents is not None, "ROWS": tile.BLOCK_M,
         "KEYS": min(tile.BLOCK_N, next_power_of_2(geometry.selection_block_size)), "PIECE": piece, "PIECES": pieces,
-        "num_warps": tile.warps, "num_stages": tile.stages,
+        "QUERIES": queries, "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
     if student is None:
-        block_scores_kernel[grid](q, k, scores, *where, *numbers, PURPOSE=purpose, QUERIES=index_queries, **constants)
+        block_scores_kernel[grid](q, k, scores, *where, *numbers, PURPOSE=purpose, **constants)
         return
     q_idx, k_idx, products, places = student
     index = split_width(q_idx.shape[3])
     loss_scores_kernel[grid](
         q, k, scores, q_idx, k_idx, products, places, *where, *strides(q_idx), *strides(k_idx)[:2], *numbers,
-        INDEX_D=index.size, INDEX_D_1=index.part_1, INDEX_D_2=index.part_2, QUERIES=q_idx.shape[2] // groups,
-        **constants,
+        INDEX_D=index.size, INDEX_D_1=index.part_1, INDEX_D_2=index.part_2, **constants,
     )  # fmt: skip
 
 
