@@ -91,16 +91,15 @@ def score_block(
         if MASKED:
             keep = keep & (token < tl.max(row_end))
         offsets = token.to(tl.int64) * k_time_stride
-        SHORT: tl.constexpr = (part + 1) * KEYS > SELECTION
-        k_1 = load_tile(k, offsets, keep, 0, D_1, D, MASKED or SHORT)
+        k_1 = load_tile(k, offsets, keep, 0, D_1, D, MASKED or (part + 1) * KEYS > SELECTION)
         k_2 = k_1
         if D_2 > 0:
-            k_2 = load_tile(k, offsets, keep, D_1, D_2, D, MASKED or SHORT)
+            k_2 = load_tile(k, offsets, keep, D_1, D_2, D, MASKED or (part + 1) * KEYS > SELECTION)
         scores = products(q_1[0], q_2[0], k_1, k_2, D_2)
         if PURPOSE == "choice":
             for other in tl.static_range(1, QUERIES):
                 scores = tl.maximum(scores, products(q_1[other], q_2[other], k_1, k_2, D_2))
-        scores = visible(scores, keep, token, row_end, MASKED, SHORT)
+        scores = visible(scores, keep, token, row_end, MASKED, (part + 1) * KEYS > SELECTION)
         if PURPOSE == "teacher":
             new_max = tl.maximum(largest, tl.max(scores, 1) * score_scale)
             p = tl.exp2(scores * score_scale - new_max[:, None])
@@ -112,7 +111,7 @@ def score_block(
             largest = tl.maximum(largest, of_part)
             for other in tl.static_range(1, QUERIES):
                 scores = products(q_1[other], q_2[other], k_1, k_2, D_2)
-                scores = visible(scores, keep, token, row_end, MASKED, SHORT)
+                scores = visible(scores, keep, token, row_end, MASKED, (part + 1) * KEYS > SELECTION)
                 of_part, first = tl.max(scores, 1, return_indices=True)
                 pair = (part * KEYS + first) * QUERIES + other
                 earlier = (of_part == largest) & (pair < place)
