@@ -94,5 +94,5 @@ def test_several_queries_begin_with_the_means_of_neighbouring_heads() -> None:
 
 def test_queries_of_an_index_divide_the_heads_of_a_group() -> None:
     sizes = {"dim": 16, "num_heads": 12, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8}
-    with pytest.raises(ValueError, match="index_queries must divide the heads of a KV head, got 4 for 6 heads"):
+    with pytest.raises(ValueError, match="index_queries must divide the query heads of a KV head, got 4 and 6"):
         NSAttention(geometry=Geometry(4, 2, 8, 3, 1, 1, 8), chooser="index", index_queries=4, **sizes)

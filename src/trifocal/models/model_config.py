@@ -123,9 +123,11 @@ class ModelConfig:
                 "model.num_heads must be a multiple of model.num_kv_heads, "
                 f"got {self.num_heads} and {self.num_kv_heads}"
             )
-        heads = self.num_heads // self.num_kv_heads
-        if heads % self.index_queries:
-            raise UserError(f"model.index_queries must divide the {heads} heads of a KV head, got {self.index_queries}")
+        if self.num_heads // self.num_kv_heads % self.index_queries:
+            raise UserError(
+                "model.index_queries must divide the query heads of a KV head, "
+                f"got {self.index_queries} and {self.num_heads // self.num_kv_heads}"
+            )
         if self.index_queries > 1 and self.chooser != "index":
             raise UserError(
                 f'model.index_queries {self.index_queries} needs model.chooser "index", got "{self.chooser}"'

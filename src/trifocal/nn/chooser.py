@@ -75,8 +75,8 @@ class ChoosingAttention(AttentionBase):
             raise ValueError(f"chooser must be 'compressed', 'index' or 'exact', got {chooser!r}")
         if index_queries < 1 or self.num_heads // self.num_kv_heads % index_queries:
             raise ValueError(
-                "index_queries must divide the heads of a KV head, "
-                f"got {index_queries} for {self.num_heads // self.num_kv_heads} heads"
+                "index_queries must divide the query heads of a KV head, "
+                f"got {index_queries} and {self.num_heads // self.num_kv_heads}"
             )
         self.chooser, self.index_queries = chooser, index_queries
         self.watcher: Callable[[Tensor, Tensor], None] | None = None
