@@ -26,17 +26,22 @@ class ChoiceProblem(NamedTuple):
 
     @classmethod
     def draw(
-        cls, shape: AttentionShape, geometry: Geometry, device: torch.device, dtype: torch.dtype, stretch: int
+        cls,
+        shape: AttentionShape,
+        geometry: Geometry,
+        device: torch.device,
+        dtype: torch.dtype,
+        stretch: int,
+        index_queries: int = 1,
     ) -> ChoiceProblem:
-        """Draw one, with one query of each `stretch` tokens."""
+        """Draw one, with one query of each `stretch` tokens, and so many queries of the index for each group."""
         generator = torch.Generator(device).manual_seed(0)
         rows = (shape.batch, shape.tokens)
+        own, index = (shape.groups, shape.head_dim), (shape.groups * index_queries, INDEX_DIM)
         q, k, q_idx, k_idx = (
             torch.randn(*rows, *heads, generator=generator, device=device).to(dtype)
-            for heads in (
-                (shape.heads, shape.head_dim), (shape.groups, shape.head_dim), (shape.groups, INDEX_DIM), (INDEX_DIM,)
-            )
-        )  # fmt: skip
+            for heads in ((shape.heads, shape.head_dim), own, index, (INDEX_DIM,))
+        )
         tokens = torch.randint(256, rows, generator=generator, device=device)
         positions = torch.arange(shape.tokens, device=device)
         samples = sample_queries(tokens, positions, 0, 1, geometry, shape.tokens, stretch)
@@ -45,7 +50,7 @@ class ChoiceProblem(NamedTuple):
 
     def choose(self) -> Tensor:
         """The choice of every query."""
-        return select_blocks_by_index(*self.index, self.geometry)
+        return select_blocks_by_index(*self.index, self.geometry, num_groups=self.k.shape[2])
 
     def loss(self, backend: str = "auto") -> tuple[Tensor, Tensor]:
         """The mean loss and recall of an eligible query and group."""

@@ -25,7 +25,10 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+INDEX: dict[str, Any] = {"chooser": "index", "index_queries": 2, "layer_types": ("nsa", "selected")}
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, INDEX], ids=str)
 def test_parameter_count(make_config: Callable[..., ModelConfig], options: dict[str, Any]) -> None:
     config = make_config(**options)
     assert parameter_count(config) == sum(parameter.numel() for parameter in DecoderLM(config).parameters())

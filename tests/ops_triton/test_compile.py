@@ -86,15 +86,17 @@ def calls():
         q, k = empty(1, length, heads, dim), empty(1, size, groups, dim)
         select_blocks_forward(q, k, empty(1, length, heads, dtype=torch.float32), geometry, length, 0.1, documents)
 
-    def index_scoring(packed=False, geometry=None):
+    def index_scoring(packed=False, geometry=None, queries=1):
         documents, geometry, length = documents_of(16384, packed), geometry or Geometry(), 16384
-        select_blocks_by_index_forward(empty(1, length, 4, 64), empty(1, length, 64), geometry, length, documents)
+        q_idx, k_idx = empty(1, length, 4 * queries, 64), empty(1, length, 64)
+        select_blocks_by_index_forward(q_idx, k_idx, geometry, 4, documents)
 
-    def teaching(heads, groups, dim, packed=False, blocks=256):
+    def teaching(heads, groups, dim, packed=False, blocks=256, queries=1):
         length = 64 * blocks
         documents = documents_of(length, packed)
         tokens, k_idx = empty(1, 256, dtype=torch.int64), empty(1, length, 64)
-        q, k, q_idx = (empty(1, length, *sizes) for sizes in ((heads, dim), (groups, dim), (groups, 64)))
+        sizes = (heads, dim), (groups, dim), (groups * queries, 64)
+        q, k, q_idx = (empty(1, length, *size) for size in sizes)
         teacher_masses_forward(q, k, tokens, tokens, Geometry(), blocks, documents)
         eligible, rules = empty(1, 256, dtype=torch.bool), (Geometry(), blocks, 1e-6, 1e-9, documents)
         figures, d_products, places = index_loss_forward(q_idx, k_idx, q, k, tokens, tokens, eligible, *rules)
@@ -173,8 +175,10 @@ def calls():
             "index scoring, blocks of 144", "hopper",
             lambda: index_scoring(geometry=Geometry(32, 16, 144)), every_kernel=True,
         ),
+        Call("index scoring, three queries", "hopper", lambda: index_scoring(queries=3), every_kernel=True),
         Call("teaching 128", "hopper", lambda: teaching(64, 4, 128), every_kernel=True),
-        Call("decoding 192/128", "hopper", lambda: decode_step(64, 4, 192, 128), every_kernel=True),
+        Call("teaching, three queries", "hopper", lambda: teaching(12, 2, 64, queries=3), every_kernel=True),
+        Call("decoding 192/128", "hopper", lambda: decode_step(64, 4, 192, 128, index_queries=4), every_kernel=True),
         Call("chunk 64", "hopper", lambda: prompt_chunk(12, 2, 64, 64), every_kernel=True),
     ]  # fmt: skip
     # Every portable kernel at the shapes of the benchmarks, packed, which takes most registers.
@@ -196,6 +200,7 @@ def calls():
     ampere += [
         Call("scoring, four heads a group", "ampere", lambda: scoring(32, 8, 128, packed=True), every_kernel=True),
         Call("index scoring packed", "ampere", lambda: index_scoring(packed=True), every_kernel=True),
+        Call("index scoring, two queries", "ampere", lambda: index_scoring(packed=True, queries=2), every_kernel=True),
         Call("win fp32", "ampere", lambda: attention(8, 2, 64, 64, "win", torch.float32), every_kernel=True),
         Call("slc fp32", "ampere", lambda: selected(8, 2, 64, 64, "block_major", torch.float32), every_kernel=True),
         Call(
