@@ -13,9 +13,10 @@ from tests import warm
 from tests.children import environment
 from tests.train.tiny import write_config
 from trifocal.runlog import read_metrics
-from trifocal.train import stop
+from trifocal.train import load_config, stop, train
 from trifocal.train.checkpoint.folders import list_checkpoints
 from trifocal.train.checkpoint.manifest import is_intact
+from trifocal.train.step.step import TrainStep
 from trifocal.train.stop import StoppedBeforeFirstStep, StopSignals
 
 
@@ -76,6 +77,27 @@ def test_before_the_first_step_a_wait_ends_at_once() -> None:
         threading.Event().wait(20)
     assert stopped.value.status == 128 + signal.SIGTERM
     assert time.monotonic() - begin < 10
+
+
+def test_an_error_that_a_library_makes_of_a_signal_is_the_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def traced(*_: object, **__: object) -> None:
+        try:
+            kill(signal.SIGTERM)
+        except KeyboardInterrupt as interruption:
+            raise RuntimeError("a function of autograd could not be traced") from interruption
+
+    monkeypatch.setattr(TrainStep, "run", traced)
+    with pytest.raises(StoppedBeforeFirstStep, match="SIGTERM"):
+        train(load_config(write_config(tmp_path)))
+
+
+def test_an_error_of_a_step_stays_after_a_signal_that_saves() -> None:
+    with pytest.raises(RuntimeError, match="a failure"), StopSignals() as signals, signals.undisguised():
+        signals.something_to_save = True
+        kill(signal.SIGTERM)
+        raise RuntimeError("a failure")
 
 
 # A step waits for PyTorch's own pool of compiling processes, which has a job that takes its time.

@@ -32,12 +32,12 @@ const makePicture = (box) => {
     const cells = rows * groups, first = state.layer * cells, gates = frames[state.frame].gates;
     return gates.subarray(3 * first, 3 * (first + cells)).some((gate, index) => index % 3 === 2 && gate > 0);
   };
-  const windowStart = (row) => hasWindow()
+  const windowStart = (row, windowed = hasWindow()) => windowed
     ? queries[row] - Math.min(positions[queries[row]], geometry.window_size - 1) : total + bin;
   const mapsOf = () => {
-    const maps = { cmp: [], slc: [], win: [], dense: [] };
+    const maps = { cmp: [], slc: [], win: [], dense: [] }, windowed = hasWindow();
     for (let row = 0; row < rows; row++) {
-      const query = queries[row], chosen = choiceOf(row), start = windowStart(row);
+      const query = queries[row], chosen = choiceOf(row), start = windowStart(row, windowed);
       const line = { cmp: [], slc: [], win: [], dense: [] };
       for (let column = 0; column < columns; column++) {
         const key = column * bin, seen = key <= query && documents[key] === documents[query];

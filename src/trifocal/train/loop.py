@@ -139,7 +139,8 @@ def run_training(setup: TrainSetup, notes: list[str], checkpoint: Path | None) -
         silence = setup.config.parallel.silence_seconds
         stack.enter_context(coordinator.watched(log.heartbeat, setup.directory, silence, log.event))
         try:
-            return Trainer(setup, log, coordinator, signals, checkpoint).run(notes)
+            with signals.undisguised():
+                return Trainer(setup, log, coordinator, signals, checkpoint).run(notes)
         except StoppedBeforeFirstStep:
             setup.state.step = setup.state.resume_step or 0
             log.heartbeat.close("stopped")

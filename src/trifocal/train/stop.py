@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Self
 
@@ -87,6 +88,21 @@ class StopSignals:
         # In the main thread, which alone sets `something_to_save`.
         if self._number and not self.something_to_save and not self._closed.is_set():
             raise StoppedBeforeFirstStep(self._number)
+
+    @contextlib.contextmanager
+    def undisguised(self) -> Iterator[None]:
+        """Around what a signal may interrupt before the first step has ended.
+
+        Raises:
+            StoppedBeforeFirstStep: Also where a library has made an error of its own of it, as Dynamo does while it
+                traces a function of autograd.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self._number and not self.something_to_save:
+                raise StoppedBeforeFirstStep(self._number) from error
+            raise
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
