@@ -80,6 +80,56 @@ def test_tokens_come_together_while_the_event_loop_is_busy() -> None:
     assert [ended for _, ended in posts] == [[], [request]]
 
 
+@pytest.mark.parametrize("ends", ["by a cancelled request", "by a failure for good"])
+def test_an_answer_that_is_held_back_does_not_wait_for_the_end_of_another(
+    ends: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loop has had no rest since the first token when the other request, the only one left, comes to its end."""
+    mine, other = (Request(prompt=[1], max_new_tokens=2) for _ in range(2))
+    done = Completion(mine, 0, [5, 6], [-1.0] * 2, "", "length")
+
+    class Steps:
+        idle, count, broken = True, 0, False
+
+        def check(self) -> None:
+            if self.broken:
+                raise RuntimeError("it is broken")
+
+        def submit(self, *_: Request) -> None:
+            self.idle = False
+
+        def cancel(self, _: Request) -> None:
+            self.check()
+            self.idle = True
+
+        def step(self) -> list[Update]:
+            self.check()
+            self.count += 1
+            score, completion = TokenScore(-1.0, []), done if self.count == 2 else None
+            return [Update(mine, 0, 4 + self.count, score, "", completion, [])] if self.count <= 2 else []
+
+    engine: Any = Steps()
+    worker, posts = Worker(engine, engine, max_open=2), list[Any]()
+    worker._loop = SimpleNamespace(call_soon_threadsafe=lambda *call: posts.append(call))  # type: ignore[assignment]
+    if ends == "by a failure for good":
+        worker._thread = threading.Thread(target=lambda: pytest.raises(RuntimeError, worker._work))
+    worker._thread.start()
+    worker._inbox.put(("submit", [mine, other]))
+    wait_until(lambda: engine.count > 2)
+    assert len(posts) == 1
+    if ends == "by a failure for good":
+        engine.broken = True
+    else:
+        worker._inbox.put(("cancel", [other]))
+    wait_until(lambda: len(posts) > 1)
+    assert posts[1][0] == worker._deliver and posts[1][1][0].completion is done and posts[1][2] == [mine]
+    if ends == "by a failure for good":
+        wait_until(lambda: not worker._thread.is_alive())
+        assert "it is broken" in capsys.readouterr().err
+    else:
+        worker.stop()
+
+
 def test_a_full_queue_refuses(decoder: DecoderLM) -> None:
     with serving(decoder, max_length=5000, max_waiting=1) as served:
         options: Any = {"model": "tiny", "prompt": "x", "max_tokens": 4000, "extra_body": {"ignore_eos": True}}

@@ -184,7 +184,8 @@ class Worker:
         ended: list[Request] = []
         while True:
             try:
-                for command, requests in self._commands():
+                # Updates that are not delivered yet must not wait for a command.
+                for command, requests in self._commands(wait=not updates):
                     if command == "stop":
                         return
                     if command == "submit":
@@ -209,7 +210,9 @@ class Worker:
                 try:
                     self._cancel(failed, left)
                 finally:
+                    self._loop.call_soon_threadsafe(self._deliver, updates, ended)
                     self._loop.call_soon_threadsafe(self._fail, failed)
+                    updates, ended = [], []
             if updates and (self._engine.idle or time.monotonic() >= self._rest_until):
                 # No more until these are delivered.
                 self._rest_until = math.inf
@@ -221,10 +224,10 @@ class Worker:
             left.pop(request, None)
             self._engine.cancel(request)
 
-    def _commands(self) -> Iterator[tuple[str, Sequence[Request]]]:
-        """Commands that have come; waits for one while there is nothing else to do."""
+    def _commands(self, *, wait: bool) -> Iterator[tuple[str, Sequence[Request]]]:
+        """Commands that have come; may wait for one while the engine has nothing to do."""
         while True:
             try:
-                yield self._inbox.get(block=self._engine.idle)
+                yield self._inbox.get(block=wait and self._engine.idle)
             except queue.Empty:
                 return
