@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.nn import RopeScaling
@@ -130,6 +131,20 @@ def test_an_index_starts_as_the_keys_and_the_mean_of_the_queries(
         assert all(
             torch.equal(one.weight, first) != qk_norm for one, first in zip(layer.index.maps, begun, strict=True)
         )
+
+
+def test_a_model_without_weights_computes_nothing(make_config: Callable[..., ModelConfig]) -> None:
+    """On the meta device many operations import PyTorch's compiler, for seconds."""
+    computed: set[str] = set()
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            computed.add(func.overloadpacket.__name__)
+            return func(*args, **kwargs or {})
+
+    with torch.device("meta"), Watched():
+        DecoderLM(make_config(chooser="index", layer_types=("nsa", "selected")))
+    assert computed == {"empty", "ones", "uniform_", "zero_"}
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -87,10 +87,12 @@ class ChoosingAttention(AttentionBase):
     @torch.no_grad()
     def begin_index(self) -> None:
         """Give the index its first weights, by `first_index`. Where queries and keys are normed, its own stay."""
-        if self.index is None or self.q_norm is not None:
+        # On the meta device, which has no weights, the mean would import PyTorch's compiler, for seconds.
+        if self.index is None or self.q_norm is not None or self.q_proj.weight.is_meta:
             return
-        keys = self.k_proj.weight[: self.num_kv_heads * self.head_dim]
-        begun = first_index(self.q_proj.weight, keys, self.num_kv_heads, self.head_dim, self.index_queries)
+        # On the CPU, so that every device gets the same bits.
+        queries, keys = self.q_proj.weight.cpu(), self.k_proj.weight[: self.num_kv_heads * self.head_dim].cpu()
+        begun = first_index(queries, keys, self.num_kv_heads, self.head_dim, self.index_queries)
         for linear, weight in zip(self.index.maps, begun, strict=True):
             linear.weight.copy_(weight)
 
