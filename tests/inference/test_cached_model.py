@@ -144,10 +144,10 @@ def test_padding_of_recorded_chunks_reaches_nobody(
 ) -> None:
     """Prompts of every length, chunks and their padding of several; neighbours in the caches keep their bits."""
     monkeypatch.setattr(cached_model, "_FEWEST_RECORDED_TOKENS", 4)
-    model, tokens = make_model(**options), draw_tokens(45)
+    model, tokens = make_model(**options), draw_tokens(77)
     with torch.no_grad():
         expected = model(tokens[None])[0]
-    decoder = cached(model, 2, 45, prefill_chunk_size=16, record_chunks=True)
+    decoder = cached(model, 2, 77, prefill_chunk_size=32, record_chunks=True)
     kinds: set[tuple[int, int]] = set()
     healthy = Chunk.__init__
 
@@ -160,15 +160,17 @@ def test_padding_of_recorded_chunks_reaches_nobody(
     decoder.prefill(neighbour, tokens[:21])
     pages = neighbour.table.pages
     kept = [x[pages].clone() for x in decoder.cache._pages] + [x[neighbour.row].clone() for x in decoder.cache._rings]
-    for length in (1, 4, 5, 13, 16, 17, 20, 24, 32, 33, 38, 43):
+    # Padding ends in the last page of the prompt, in that of the padding, and with the chunk.
+    for length in (1, 4, 5, 13, 17, 24, 32, 33, 38, 44, 49, 64, 65, 70, 75):
         sequence = decoder.admit()
         given = decoder.prefill(sequence, tokens[:length])
         torch.testing.assert_close(given, expected[length - 1], rtol=0, atol=1e-11)
         more = in_pieces(decoder, sequence, tokens[length : length + 2], [1, 1])
         torch.testing.assert_close(more, expected[length : length + 2], rtol=0, atol=1e-11)
         decoder.free(sequence)
-    # Of the longest sequence, 45 tokens, 13 are behind the second chunk.
-    assert kinds == {(first, length) for first in (0, 16, 32) for length in (4, 8, 16)} - {(32, 16)} | {(32, 13)}
+    # Of the longest sequence, 77 tokens, 13 are behind the second chunk.
+    expected_kinds = {(first, length) for first in (0, 32) for length in (4, 8, 16, 32)}
+    assert kinds == expected_kinds | {(64, 4), (64, 8), (64, 13)}
     now = [x[pages] for x in decoder.cache._pages] + [x[neighbour.row] for x in decoder.cache._rings]
     torch.testing.assert_close(now, kept, rtol=0, atol=0, equal_nan=True)
     assert decoder.cache._pages[0].shape[0] == decoder.pages.num_pages + 1

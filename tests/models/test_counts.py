@@ -131,3 +131,15 @@ def test_sparse_attention_needs_less_at_length() -> None:
     short, long = flops_per_token(config, 512), flops_per_token(config, 65536)
     assert short.executed_forward > short.dense_equivalent_forward
     assert long.executed_forward < long.dense_equivalent_forward / 3
+
+
+def test_each_query_of_an_index_is_counted(make_config: Callable[..., ModelConfig]) -> None:
+    """Its weights, and its product with the keys of all tokens up to each, which no gradient goes back through."""
+    length, one = 99, make_config(**INDEX | {"index_queries": 1})
+    two = make_config(**INDEX)
+    pairs = length * (length + 1) // 2
+    queries = one.num_layers * one.num_kv_heads
+    weights, scores = queries * 2 * one.dim * 64, queries * 2 * 64 * pairs / length
+    before, after = flops_per_token(one, length), flops_per_token(two, length)
+    assert after.executed_forward - before.executed_forward == pytest.approx(weights + scores, rel=1e-12)
+    assert after.executed_training - before.executed_training == pytest.approx(3 * weights + scores, rel=1e-12)
