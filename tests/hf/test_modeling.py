@@ -132,12 +132,21 @@ def test_new_weights_are_drawn_as_ours() -> None:
         assert float(weight.mean()) == pytest.approx(1.0 if name.endswith("norm.weight") else 0.0, abs=0.05), name
 
 
-def test_a_new_index_starts_as_ours() -> None:
-    model = TrifocalForCausalLM(TrifocalConfig.from_model_config(small_config(chooser="index")))
-    layer = model.model.blocks[1].attention
-    keys = layer.k_proj.weight[: layer.num_kv_heads * layer.head_dim]
-    begun = first_index(layer.q_proj.weight, keys, layer.num_kv_heads, layer.head_dim)
-    assert all(torch.equal(one.weight, first) for one, first in zip(layer.index.maps, begun, strict=True))
+def test_a_new_index_starts_as_ours(tmp_path: Path) -> None:
+    """Of new weights, and of loaded ones: there by the keys that are read in the blocks it chooses."""
+
+    def check(layer: Any, branch: int) -> None:
+        keys = layer.k_proj.weight.chunk(layer.branches)[branch]
+        begun = first_index(layer.q_proj.weight, keys, layer.num_kv_heads, layer.head_dim)
+        assert all(torch.equal(one.weight, first) for one, first in zip(layer.index.maps, begun, strict=True))
+
+    config = TrifocalConfig.from_model_config(small_config(chooser="index"))
+    check(TrifocalForCausalLM(config).model.blocks[1].attention, 0)
+    trained = TrifocalForCausalLM(TrifocalConfig.from_model_config(small_config()))
+    with torch.no_grad():
+        trained.model.blocks[1].attention.k_proj.weight.normal_()
+    trained.save_pretrained(tmp_path)
+    check(TrifocalForCausalLM.from_pretrained(tmp_path, config=config).model.blocks[1].attention, 1)
 
 
 def test_padding_and_packing_change_nothing(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:

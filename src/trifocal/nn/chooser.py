@@ -90,9 +90,9 @@ class ChoosingAttention(AttentionBase):
         # On the meta device, which has no weights, the mean would import PyTorch's compiler, for seconds.
         if self.index is None or self.q_norm is not None or self.q_proj.weight.is_meta:
             return
-        # On the CPU, so that every device gets the same bits.
-        queries, keys = self.q_proj.weight.cpu(), self.k_proj.weight[: self.num_kv_heads * self.head_dim].cpu()
-        begun = first_index(queries, keys, self.num_kv_heads, self.head_dim, self.index_queries)
+        # On the CPU, so that every device gets the same bits; the keys of the selected branch, which teaches the index.
+        keys = self.k_proj.weight.cpu().chunk(self.branches)[self.branches // 2]
+        begun = first_index(self.q_proj.weight.cpu(), keys, self.num_kv_heads, self.head_dim, self.index_queries)
         for linear, weight in zip(self.index.maps, begun, strict=True):
             linear.weight.copy_(weight)
 
