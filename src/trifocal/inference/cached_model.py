@@ -280,11 +280,10 @@ class CachedModel:
             return
         sequence = self.admit()
         self._recorded.fill(torch.zeros(1, dtype=torch.int64), torch.tensor([sequence.row, 1]))
-        starts = range(0, self.max_length, self.prefill_chunk_size)
-        sizes, size = [], self.prefill_chunk_size
-        while size > min(_FEWEST_RECORDED_TOKENS, self.prefill_chunk_size) // 2:
-            sizes.append(size)
-            size = (1 << (size - 1).bit_length()) // 2
+        most = self.prefill_chunk_size
+        starts = range(0, self.max_length, most)
+        shorter = (1 << exponent for exponent in reversed(range(most.bit_length())))
+        sizes = [most, *(size for size in shorter if _FEWEST_RECORDED_TOKENS <= size < most)]
         kinds = dict.fromkeys((first, self._padded(first, size)) for size in sizes for first in starts)
         for first, length in itertools.islice(kinds, _MOST_RECORDED_CHUNKS):
             for _ in range(2):

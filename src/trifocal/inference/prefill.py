@@ -31,7 +31,7 @@ class Chunk:
 
     def __init__(self, place: Place, first: int, length: int) -> None:
         self._place, self.first, self.stop = place, first, first + length
-        # Of each memory of rings: all its rows, [rows, *], and what the sequence's row gets of the chunk, [1, *].
+        # By memory of rings: all its rows, [rows, *], and what the sequence's row gets from the chunk, [1, *].
         self._ends: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def append(
@@ -130,11 +130,11 @@ def append_sparse_chunk(
         geometry: Block sizes, in tokens.
         compress: φ of keys and of values, [1, S, G, *] -> [1, C, G, *].
         rotary: Tables of all positions.
-        index: Queries [1, T, G, Di] and keys [1, T, Di] of the index, each with its tables; None without one.
+        index: Queries [1, T, G * Q, Di] and keys [1, T, Di] of the index, each with its tables; None without one.
         backend: As in `trifocal.ops.append_chunk`.
 
     Returns:
-        Rotated queries; what they see; and of an index its rotated queries, and its keys of all tokens so far.
+        Rotated queries; what they see; and rotated queries of an index with its keys of all tokens so far, or None.
     """
     stride = geometry.compression_stride
     before, after = geometry.num_compressed_blocks(chunk.first), geometry.num_compressed_blocks(chunk.stop)
