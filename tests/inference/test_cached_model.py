@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from trifocal.errors import UserError
 from trifocal.inference import cached_attention, cached_model
@@ -174,6 +176,63 @@ def test_padding_of_recorded_chunks_reaches_nobody(
     now = [x[pages] for x in decoder.cache._pages] + [x[neighbour.row] for x in decoder.cache._rings]
     torch.testing.assert_close(now, kept, rtol=0, atol=0, equal_nan=True)
     assert decoder.cache._pages[0].shape[0] == decoder.pages.num_pages + 1
+
+
+class Replays:
+    """In place of `RecordedWork`: from the second time on, the operations of the first run on the same tensors."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.graphs: dict[Any, list[tuple[Any, ...]]] = {}
+        self.count = 0
+
+    def run(self, key: Any, work: Callable[[], None]) -> None:
+        """Do work."""
+        if key not in self.graphs:
+            operations = self.graphs[key] = []
+
+            class Recorder(TorchDispatchMode):
+                def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                    assert func is not torch.ops.aten._local_scalar_dense.default, "a look at the device"
+                    out = func(*args, **kwargs or {})
+                    operations.append((func, args, kwargs or {}, out))
+                    return out
+
+            with Recorder():
+                work()
+            return
+        self.count += 1
+        for func, args, kwargs, out in self.graphs[key]:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                # Neither views nor what was changed in place, nor memory that nobody has written yet.
+                fresh = isinstance(old, Tensor) and old.data_ptr() != new.data_ptr()
+                if fresh and not func.overloadpacket.__name__.startswith("empty"):
+                    old.copy_(new)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_recorded_chunk_is_that_of_any_sequence(
+    make_model: Make, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was recorded for one prompt, row and pages runs again for others, as a CUDA graph does."""
+    monkeypatch.setattr(cached_model, "_FEWEST_RECORDED_TOKENS", 4)
+    monkeypatch.setattr(cached_model, "RecordedWork", Replays)
+    model = make_model(**options)
+    decoder = cached(model, 4, 45, prefill_chunk_size=16, record_chunks=True)
+    for number, length in enumerate((45, 29, 38, 45, 30, 7)):
+        tokens = draw_tokens(6, 45)[number]
+        with torch.no_grad():
+            expected = model(tokens[None])[0]
+        sequence = decoder.admit()
+        given = decoder.prefill(sequence, tokens[: length - 1])
+        torch.testing.assert_close(given, expected[length - 2], rtol=0, atol=1e-11)
+        given = decoder.decode([sequence], tokens[None, length - 1 : length])[0, 0]
+        torch.testing.assert_close(given, expected[length - 1], rtol=0, atol=1e-11)
+        if number in (1, 4):
+            # The next one gets another row and other pages.
+            decoder.free(sequence)
+    assert decoder._recorded is not None and isinstance(decoder._recorded.graphs, Replays)
+    assert decoder._recorded.graphs.count == 9
 
 
 def test_every_chunk_is_recorded_before_prompts_come(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:

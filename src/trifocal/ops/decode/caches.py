@@ -23,7 +23,7 @@ Compress = Callable[[Tensor], Tensor]
 """A learned φ: the tokens of blocks, [N, l, G, *], to one key or value each, [N, G, *]."""
 
 Index = tuple[Tensor, Rotary]
-"""New index queries [B, T, G, Di] or keys [B, T, Di], not rotated yet, and rotary tables of their width."""
+"""New index queries [B, T, G * Q, Di] or keys [B, T, Di], not rotated yet, and rotary tables of their width."""
 
 
 @dataclass(frozen=True)
