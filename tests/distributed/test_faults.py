@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -220,7 +221,9 @@ def test_a_frozen_rank_is_named_and_the_others_stop(case: Case) -> None:
     workers.send(signal.SIGSTOP, 1)
     (end,) = workers.join(30, ranks=[0])
     assert end.status == 1
-    assert "has been silent for" in end.error, end.error
+    silent = re.search(r"has been silent for (\d+) s", end.error)
+    # Three and the watch's interval, on a machine that may be busy.
+    assert silent is not None and 3 <= int(silent[1]) < 15, end.error
     assert "last seen in" in end.error and "at step 2" in end.error
     dump = case.run / "dumps" / "lost_step_00000002"
     # It cannot write its stacks: the place where it was last seen is in its last note to the others.
