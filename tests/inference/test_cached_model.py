@@ -236,15 +236,19 @@ def test_a_recorded_chunk_is_that_of_any_sequence(
 
 
 def test_every_chunk_is_recorded_before_prompts_come(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice each, long ones first; the caches are as before. Chunks may have one token."""
+    """Twice each, those of most memory first; the caches are as before. Chunks may have one token."""
     cached(make_model(), 1, 3, prefill_chunk_size=1, record_chunks=True).warm_up_chunks()
     decoder = cached(make_model(), 1, 1000, prefill_chunk_size=600, record_chunks=True)
     ran: list[Any] = []
     assert decoder._recorded is not None
     monkeypatch.setattr(decoder._recorded.graphs, "run", lambda key, work: ran.append(key))
     decoder.warm_up_chunks()
-    kinds = [(0, 600), (600, 400), (0, 512), (0, 256), (600, 256)]
+    kinds = [(600, 400), (600, 256), (0, 600), (0, 512), (0, 256)]
     assert ran == [kind for kind in kinds for _ in range(2)]
+    ran.clear()
+    monkeypatch.setattr(cached_model, "_MOST_RECORDED_CHUNKS", 3)
+    decoder.warm_up_chunks()
+    assert ran[::2] == [(600, 400), (0, 600), (0, 512)]
     assert decoder.num_free_rows == 1 and decoder.pages.num_free == decoder.pages.num_pages
     ran.clear()
     sequence = decoder.admit()

@@ -275,7 +275,10 @@ class CachedModel:
 
     @torch.inference_mode()
     def warm_up_chunks(self) -> None:
-        """Run chunks of all places and lengths that are recorded, long ones first, so that a GPU has recorded them."""
+        """Run chunks of all places and lengths that are recorded, so that a GPU has recorded them.
+
+        Where there are too many, those of full length come before others, and near places before far ones.
+        """
         if self._recorded is None:
             return
         sequence = self.admit()
@@ -285,7 +288,9 @@ class CachedModel:
         shorter = (1 << exponent for exponent in reversed(range(most.bit_length())))
         sizes = [most, *(size for size in shorter if _FEWEST_RECORDED_TOKENS <= size < most)]
         kinds = dict.fromkeys((first, self._padded(first, size)) for size in sizes for first in starts)
-        for first, length in itertools.islice(kinds, _MOST_RECORDED_CHUNKS):
+        chosen = itertools.islice(kinds, _MOST_RECORDED_CHUNKS)
+        # Those that see the most first: graphs keep their memory, and a later one finds room only in larger pieces.
+        for first, length in sorted(chosen, key=sum, reverse=True):
             for _ in range(2):
                 self._run_recorded(self._recorded, first, length)
         self.free(sequence)
