@@ -67,8 +67,8 @@ class Served:
 
 
 def caches(decoder: DecoderLM, max_sequences: int, **options: int) -> CachedModel:
-    """Small caches, in which prompts go in several pieces."""
-    options = {"max_length": MAX_LENGTH, "page_size": 8, "prefill_chunk_size": 16} | options
+    """Small caches, in which prompts go in several pieces, padded as on a GPU."""
+    options = {"max_length": MAX_LENGTH, "page_size": 8, "prefill_chunk_size": 16, "record_chunks": True} | options
     return CachedModel(decoder, max_sequences=max_sequences, **options)
 
 

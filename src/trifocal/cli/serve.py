@@ -106,7 +106,8 @@ def run(args: Sequence[str]) -> int:
         pictures = Pictures(decoder, tokenizer, model.dtype)
         engine = Engine(model, tokenizer, speculate=options.speculate)
         if model.device.type == "cuda":
-            engine.warm_up()
+            with memory_errors(model.device):
+                engine.warm_up()
         worker = Worker(engine, model, max_open=service.max_answers)
         host, port = listener.getsockname()[:2]
         if why_no_chats:
