@@ -135,12 +135,13 @@ def test_what_does_not_fit_is_refused(device):
     ):
         with pytest.raises(ValueError, match=message):
             append_chunk(rows | changed, place, 0)
-    short = tuple(table[:3] for table in rows["k"].rotary)
+    cut = tuple(table[:3] for table in rows["k"].rotary)
+    short = {name: row._replace(rotary=row.rotary and cut) for name, row in rows.items()}
     tokens = rows_of(device, 0, 9, ("k", "v"), {})
     for given, where, message in (
-        ({name: row._replace(rotary=row.rotary and short) for name, row in rows.items()}, place, "to position 3, got 3"),
+        (short, place, "the tables of q must reach to position 3, got 3"),
         (tokens, place, "the pages of k must hold 9 rows, got 1"),
-        (rows, place._replace(row=place.row.int()), "row of a place must be .* int64, .* got torch.int32"),
+        (rows, place._replace(row=place.row.int()), "row of a place must be .* int64 and contiguous, got torch.int32"),
     ):
         with pytest.raises(ValueError, match=message):
             append_chunk(given, where, 0)
@@ -159,6 +160,7 @@ def test_every_row_has_the_position_of_the_chunk(device):
     for backend in ("triton", "reference"):
         rows = rows_of(device, 9, 7, ALL, {"win": 4, "raw": 1})
         seen = append_chunk(rows, place, 9, zero=1, stride=2, backend=backend)
-        found.append([*seen.values(), *(x for row in rows.values() for x in (row.pages, row.ring_end) if x is not None)])
+        kept = [x for row in rows.values() for x in (row.pages, row.ring_end) if x is not None]
+        found.append([*seen.values(), *kept])
     for given, expected in zip(*found, strict=True):
         assert torch.equal(given, expected)

@@ -246,11 +246,11 @@ _CHUNK_ROWS = {
 def check_chunk(rows: Mapping[str, NewRows], place: Place, first: int, zero: int, stride: int) -> None:
     """Raise ValueError unless a chunk's rows have known names, k among them, and fit their tables, pages and rings.
 
-    Nothing looks at the device: pages and rows that do not exist are not found.
+    Nothing looks at the device: a page or a row that does not exist is not noticed.
     """
     for part, numbers in place._asdict().items():
         if numbers.dtype != torch.int64 or numbers.ndim != 1 or not numbers.is_contiguous():
-            raise ValueError(f"{part} of a place must be [*], int64, contiguous, got {numbers.dtype} {[*numbers.shape]}")
+            raise ValueError(f"{part} of a place must be [*], int64 and contiguous, got {numbers.dtype}")
     if unknown := [name for name in rows if name not in _CHUNK_ROWS]:
         raise ValueError(f"a chunk's rows must be among {', '.join(_CHUNK_ROWS)}, got {', '.join(unknown)}")
     needed = {"k", *(_CHUNK_ROWS[name][3] for name in rows)}
@@ -278,7 +278,7 @@ def check_chunk(rows: Mapping[str, NewRows], place: Place, first: int, zero: int
             raise ValueError(
                 f"{name} must have (new rows, first row read, rows of a page or ring) = {expected_sizes}, got {sizes}"
             )
-        # One program has the width of all keys or of all values.
+        # The kernel knows one number of groups, and one width of keys, of values and of an index.
         like = rows["k_idx" if name.endswith("idx") else "v" if name[0] == "v" else "k"].x
         heads = x.shape[2] if name[0] == "q" else 1 if name == "k_idx" else rows["k"].x.shape[2]
         if (expected := [1, x.shape[1], heads, like.shape[-1]]) != [*x.shape]:
