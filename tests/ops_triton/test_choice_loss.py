@@ -85,6 +85,8 @@ def draw(case: Case, device: str):
     index = (case.groups * case.index_queries, case.dim)
     shapes = ((case.heads, case.dim), (case.groups, case.dim), index, (case.dim,))
     drawn = [torch.randn(case.batch, case.keys, *shape, generator=generator) for shape in shapes]
+    # Products of an index are exact, so that what ties does so in any order of their sums.
+    drawn[2:] = [x.mul(16).round().div(16) for x in drawn[2:]]
     # Neighbours and the halves of a block of 128 tie.
     token, size = torch.arange(case.keys), case.geometry.selection_block_size
     drawn[3] = drawn[3][:, token - token % size + token % size % 64 // 2 * 2]

@@ -213,6 +213,8 @@ def calls():
         result += [
             Call("teaching, 1024 blocks", architecture, lambda: teaching(64, 4, 128, blocks=1024), every_kernel=True),
             Call("teaching, 16384 blocks", architecture, lambda: teaching(64, 4, 128, blocks=16384), every_kernel=True),
+            Call("index scoring, 16 queries", architecture, lambda: index_scoring(packed=True, queries=16), True),
+            Call("teaching, 16 queries", architecture, lambda: teaching(64, 4, 128, packed=True, queries=16), True),
             Call("combination", architecture, combination),
             Call("decoding, learned compressor", architecture, lambda: decode_step(12, 2, 64, 64, learned=True)),
             Call("products of a decode step", architecture, lambda: decoding(768, 2048), every_kernel=True),

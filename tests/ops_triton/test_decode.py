@@ -146,6 +146,19 @@ def test_a_step_is_the_reference_and_the_whole_sequence(step, device):
         assert not o[row, new:].any()
 
 
+def test_another_default_type_changes_no_bit(device):
+    """As a model has it that was loaded in 16 bits."""
+    step, default = STEPS[-1], torch.get_default_dtype()
+    tokens = tokens_of(step, device)
+    expected, _ = run(step, "triton", tokens)
+    torch.set_default_dtype(torch.float16)
+    try:
+        o, _ = run(step, "triton", tokens)
+    finally:
+        torch.set_default_dtype(default)
+    assert torch.equal(o, expected)
+
+
 @pytest.mark.parametrize("learned", [False, True], ids=["mean", "learned"])
 def test_caches_after_every_length(learned, device):
     """Around every border; the windows of blocks that are not due hold NaN."""

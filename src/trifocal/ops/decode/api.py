@@ -137,7 +137,7 @@ def append_chunk(
 
     Not differentiable.
     """
-    check_chunk(rows, first)
+    check_chunk(rows, place, first, zero, stride)
     x = rows["k"].x
     if _resolve("append_chunk", backend, x, rows["v"].x if "v" in rows else x, None) == "triton":
         from trifocal.ops.decode.triton import append_chunk as kernels

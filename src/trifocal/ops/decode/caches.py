@@ -243,13 +243,21 @@ _CHUNK_ROWS = {
 }  # fmt: skip
 
 
-def check_chunk(rows: Mapping[str, NewRows], first: int) -> None:
-    """Raise ValueError unless a chunk's rows have known names, k among them, and fit their tables, pages and rings."""
+def check_chunk(rows: Mapping[str, NewRows], place: Place, first: int, zero: int, stride: int) -> None:
+    """Raise ValueError unless a chunk's rows have known names, k among them, and fit their tables, pages and rings.
+
+    Nothing looks at the device: a page or a row that does not exist is not noticed.
+    """
+    for part, numbers in place._asdict().items():
+        if numbers.dtype != torch.int64 or numbers.ndim != 1 or not numbers.is_contiguous():
+            raise ValueError(f"{part} of a place must be [*], int64 and contiguous, got {numbers.dtype}")
     if unknown := [name for name in rows if name not in _CHUNK_ROWS]:
         raise ValueError(f"a chunk's rows must be among {', '.join(_CHUNK_ROWS)}, got {', '.join(unknown)}")
     needed = {"k", *(_CHUNK_ROWS[name][3] for name in rows)}
     if "q_idx" in rows or "k_idx" in rows:
         needed |= {"q_idx", "k_idx"}
+    if any(name[0] == "v" for name in rows):
+        needed.add("v")
     if missing := needed - {*rows}:
         raise ValueError(f"a chunk with {', '.join(rows)} must have {', '.join(sorted(missing))} too")
     for name, new in rows.items():
@@ -260,8 +268,9 @@ def check_chunk(rows: Mapping[str, NewRows], first: int) -> None:
             raise ValueError(f"{name} must have {' and '.join(wanted)}, and nothing else; see NewRows")
         if x.ndim != 4 or x.shape[0] != 1:
             raise ValueError(f"{name} must have the shape [1, n, heads, width], got {list(x.shape)}")
-        if not 0 <= new.begin <= first or (held is None and new.begin < first):
-            raise ValueError(f"{name} must begin at 0 to {first}, at {first} without a cache, got {new.begin}")
+        least = first if held is None else 0 if new.ring is None else max(0, first - held.shape[2])
+        if not least <= new.begin <= first:
+            raise ValueError(f"{name} must begin at {least} to {first}, as its cache reaches, got {new.begin}")
         held_beside = beside.pages if beside.ring is None else beside.ring
         sizes = x.shape[1], new.begin, None if held is None else held.shape[2]
         expected_sizes = rows["k"].x.shape[1], beside.begin, None if held_beside is None else held_beside.shape[2]
@@ -269,20 +278,36 @@ def check_chunk(rows: Mapping[str, NewRows], first: int) -> None:
             raise ValueError(
                 f"{name} must have (new rows, first row read, rows of a page or ring) = {expected_sizes}, got {sizes}"
             )
+        # The kernel knows one number of groups, and one width of keys, of values and of an index.
+        like = rows["k_idx" if name.endswith("idx") else "v" if name[0] == "v" else "k"].x
+        heads = x.shape[2] if name[0] == "q" else 1 if name == "k_idx" else rows["k"].x.shape[2]
+        if (expected := [1, x.shape[1], heads, like.shape[-1]]) != [*x.shape]:
+            raise ValueError(f"{name} must have the shape [1, n, heads, width] = {expected}, got {list(x.shape)}")
+        last = first + x.shape[1] - 1
         if new.rotary is not None:
             check_rotary(new.rotary, x)
             tables = rows["k_idx" if name.endswith("idx") else "k"].rotary
             if tables is not None and any(a is not b for a, b in zip(new.rotary, tables, strict=True)):
                 raise ValueError(f"{name} must have the same tables as the keys that it meets, got others")
-        for kept in (held, new.ring_end):
-            expected = (x.shape[2], x.shape[3])
-            if kept is not None and ((kept.shape[1], kept.shape[3]) != expected or kept.dtype != x.dtype):
+            if (last - zero) * stride >= len(new.rotary[0]):
                 raise ValueError(
-                    f"the cache of {name} must be [*, heads, rows, width] = {['*', expected[0], '*', expected[1]]} of "
-                    f"{x.dtype}, got {list(kept.shape)} of {kept.dtype}"
+                    f"the tables of {name} must reach to position {(last - zero) * stride}, got {len(new.rotary[0])}"
                 )
-            if kept is not None and not kept[:1].is_contiguous():
-                raise ValueError(f"a page or row of the cache of {name} must be contiguous, got {list(kept.stride())}")
+        if new.pages is not None and last >= place.pages.shape[0] * new.pages.shape[2]:
+            raise ValueError(f"the pages of {name} must hold {last + 1} rows, got {place.pages.shape[0]} pages")
+        for kept in (held, new.ring_end):
+            if held is None or kept is None:
+                continue
+            shape = heads, held.shape[2], x.shape[3]
+            if kept.shape[1:] != shape or kept.dtype != x.dtype:
+                raise ValueError(
+                    f"the cache of {name} must be [*, heads, rows, width] = {['*', *shape]} of {x.dtype}, "
+                    f"got {list(kept.shape)} of {kept.dtype}"
+                )
+            if not (kept if kept is new.pages else kept[:1]).is_contiguous():
+                raise ValueError(
+                    f"the cache of {name} must be contiguous, a ring in each of its rows, got {list(kept.stride())}"
+                )
 
 
 def check_queries(q: Tensor, keys: Tensor) -> None:

@@ -312,8 +312,13 @@ def launch_block_scores(
     """
     groups, q_per_kv = k.shape[2], q.shape[2] // k.shape[2] // index_queries
     queries = index_queries if student is None else student[0].shape[2] // groups
-    widths, tile = split_width(q.shape[3]), dispatch.index_tile(q, queries)
-    heads, sharing = (q_per_kv, groups) if student is None else (max(q_per_kv, groups), groups + 1)
+    widths, tile = split_width(q.shape[3]), dispatch.index_tile(q, index_queries)
+    heads, sharing = q_per_kv, groups
+    if student is not None:
+        # One launch: the teacher's tile and the student's, whichever takes less shared memory and more warps.
+        heads, sharing, other = max(q_per_kv, groups), groups + 1, dispatch.index_tile(student[0], queries)
+        rows, stages = min(tile.BLOCK_M, other.BLOCK_M), min(tile.stages, other.stages)
+        tile = tile._replace(BLOCK_M=rows, warps=max(tile.warps, other.warps), stages=stages)
     tiles = cdiv((chunk.end_query - chunk.first_query) * heads, tile.BLOCK_M)
     for pieces, piece in PIECES_OF_PROGRAM:
         grid = tiles, cdiv(chunk.reachable, pieces * piece), q.shape[0] * sharing
@@ -362,5 +367,5 @@ def select_blocks_by_index_forward(
 
     # No block reaches over into the next: the choice reads one part of the importance.
     geometry = dataclasses.replace(geometry, compression_block_size=geometry.compression_stride)
-    shape, tile = (*q_idx.shape[:2], num_groups), dispatch.index_tile(q_idx)
+    shape, tile = (*q_idx.shape[:2], num_groups), dispatch.index_tile(q_idx, q_idx.shape[2] // num_groups)
     return choose_in_chunks(score, 1, shape, k_idx.shape[1], geometry, documents, tile.BLOCK_M, q_idx.device)

@@ -71,7 +71,8 @@ def append_rows(
 @triton.jit
 def end_ring(
     x, x_time, ring, end, first, num_new, cos, sin, group,
-    SIZE: tl.constexpr, COLUMNS: tl.constexpr, RING: tl.constexpr, ROTATED: tl.constexpr, ROWS: tl.constexpr,
+    SIZE: tl.constexpr, COLUMNS: tl.constexpr, RING: tl.constexpr, ROTATED: tl.constexpr, ZERO: tl.constexpr,
+    STRIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """A tile of what a ring's row is to hold once the chunk is over."""
     if tl.program_id(0) * ROWS < RING:
@@ -82,7 +83,9 @@ def end_ring(
         token = last - (last + RING - place) % RING
         is_new = exists & (token >= first)
         source = (token - first).to(tl.int64) * x_time
-        new_1, new_2 = load_new(x + group * SIZE, source, is_new, token, cos, sin, SIZE, COLUMNS, ROTATED)
+        new_1, new_2 = load_new(
+            x + group * SIZE, source, is_new, (token - ZERO) * STRIDE, cos, sin, SIZE, COLUMNS, ROTATED
+        )  # fmt: skip
         places = (group * RING + place) * SIZE
         old_1, old_2 = load_halves(ring, places, exists & (token < first), SIZE, COLUMNS)
         part_1, part_2 = tl.where(is_new[:, None], new_1, old_1), tl.where(is_new[:, None], new_2, old_2)
@@ -137,22 +140,22 @@ def append_chunk_kernel(
             if job < WINDOW + GROUPS:
                 append_rows(
                     k_win, k_win_time, k_win_ring, k_win_out, pages, win_begin, first, num_rows, cos, sin, job - WINDOW,
-                    GROUPS, D, COLUMNS, WINDOW_RING, False, GATHERS_WINDOW, True, 0, 1, ROWS,
+                    GROUPS, D, COLUMNS, WINDOW_RING, False, GATHERS_WINDOW, True, ZERO, STRIDE, ROWS,
                 )  # fmt: skip
                 if GATHERS_WINDOW:
                     append_rows(
                         v_win, v_win_time, v_win_ring, v_win_out, pages, win_begin, first, num_rows, cos, sin,
-                        job - WINDOW, GROUPS, V, COLUMNS, WINDOW_RING, False, True, False, 0, 1, ROWS,
+                        job - WINDOW, GROUPS, V, COLUMNS, WINDOW_RING, False, True, False, ZERO, STRIDE, ROWS,
                     )  # fmt: skip
             else:
                 new, group = tl.load(sequence_new), job - WINDOW - GROUPS
                 end_ring(
                     k_win, k_win_time, k_win_ring, k_win_end, first, new, cos, sin, group,
-                    D, COLUMNS, WINDOW_RING, True, ROWS,
+                    D, COLUMNS, WINDOW_RING, True, ZERO, STRIDE, ROWS,
                 )  # fmt: skip
                 end_ring(
                     v_win, v_win_time, v_win_ring, v_win_end, first, new, cos, sin, group,
-                    V, COLUMNS, WINDOW_RING, False, ROWS,
+                    V, COLUMNS, WINDOW_RING, False, ZERO, STRIDE, ROWS,
                 )  # fmt: skip
     if RAW_RING > 0:  # noqa: SIM102
         if (job >= RAW) & (job < OF_INDEX):
@@ -163,35 +166,35 @@ def append_chunk_kernel(
                 if GATHERS_RAW:
                     append_rows(
                         k_raw, k_raw_time, k_raw_ring, k_raw_out, pages, raw_begin, first, num_rows, cos, sin,
-                        job - RAW, GROUPS, D, COLUMNS, RAW_RING, False, True, False, 0, 1, ROWS,
+                        job - RAW, GROUPS, D, COLUMNS, RAW_RING, False, True, False, ZERO, STRIDE, ROWS,
                     )  # fmt: skip
                     if HAS_V_RAW:
                         append_rows(
                             v_raw, v_raw_time, v_raw_ring, v_raw_out, pages, raw_begin, first, num_rows, cos, sin,
-                            job - RAW, GROUPS, V, COLUMNS, RAW_RING, False, True, False, 0, 1, ROWS,
+                            job - RAW, GROUPS, V, COLUMNS, RAW_RING, False, True, False, ZERO, STRIDE, ROWS,
                         )  # fmt: skip
             else:
                 new, group = tl.load(sequence_new), job - RAW - GROUPS
                 end_ring(
                     k_raw, k_raw_time, k_raw_ring, k_raw_end, first, new, cos, sin, group,
-                    D, COLUMNS, RAW_RING, False, ROWS,
+                    D, COLUMNS, RAW_RING, False, ZERO, STRIDE, ROWS,
                 )  # fmt: skip
                 if HAS_V_RAW:
                     end_ring(
                         v_raw, v_raw_time, v_raw_ring, v_raw_end, first, new, cos, sin, group,
-                        V, COLUMNS, RAW_RING, False, ROWS,
+                        V, COLUMNS, RAW_RING, False, ZERO, STRIDE, ROWS,
                     )  # fmt: skip
     if INDEX > 0:  # noqa: SIM102
         if job >= OF_INDEX:
             if job < OF_INDEX + INDEX_HEADS:
                 append_rows(
                     q_idx, q_idx_time, q_idx, q_idx_out, pages, first, first, num_rows, cos_idx, sin_idx,
-                    job - OF_INDEX, INDEX_HEADS, INDEX, COLUMNS, 0, False, False, True, 0, 1, ROWS,
+                    job - OF_INDEX, INDEX_HEADS, INDEX, COLUMNS, 0, False, False, True, ZERO, STRIDE, ROWS,
                 )  # fmt: skip
             else:
                 append_rows(
                     k_idx, k_idx_time, k_idx_pages, k_idx_out, pages, page_begin, first, num_rows, cos_idx, sin_idx,
-                    job - OF_INDEX - INDEX_HEADS, 1, INDEX, COLUMNS, PAGE_ROWS, True, GATHERS, True, 0, 1, ROWS,
+                    job - OF_INDEX - INDEX_HEADS, 1, INDEX, COLUMNS, PAGE_ROWS, True, GATHERS, True, ZERO, STRIDE, ROWS,
                 )  # fmt: skip
 
 

@@ -156,7 +156,8 @@ def _index_scores(index: Index, cache: SparseCache, batch: DecodeBatch, geometry
     blocks = tile.BLOCK_N // taps
     num_tiles = cdiv(table.shape[1] * page_size // block, blocks)
     block_lines = cdiv(num_tiles * blocks, LINE.value)
-    scores = torch.empty(num_sequences * new * groups, block_lines * LINE.value, device=q_idx.device)
+    shape = num_sequences * new * groups, block_lines * LINE.value
+    scores = torch.empty(shape, dtype=torch.float32, device=q_idx.device)
     row_tiles = cdiv(new * groups, tile.BLOCK_M)
     grid = dispatch.decode_programs(num_sequences * row_tiles, num_tiles, q_idx.device)
     decode_index_kernel[grid, row_tiles, num_sequences](
