@@ -16,6 +16,7 @@ import torch
 
 from trifocal.cli import main
 from trifocal.data.sources.text import TextSource
+from trifocal.distributed import peers
 from trifocal.nn.block import SwiGLU
 from trifocal.train import run_logger
 from trifocal.train import setup as train_setup
@@ -96,6 +97,12 @@ def hang():
             pass
 
     at_step(loop)
+
+
+def hang_with_a_short_pause():
+    """The same; a rank that knows of it ends a second later, if its exchange has not failed by then."""
+    peers._PAUSE_SECONDS = 1.0
+    hang()
 
 
 def _die():

@@ -214,7 +214,7 @@ def test_a_killed_rank_0_is_named_though_it_kept_the_store(case: Case) -> None:
 
 
 def test_a_frozen_rank_is_named_and_the_others_stop(case: Case) -> None:
-    workers = case.start("hang", "--parallel.silence_seconds", "3")
+    workers = case.start("hang_with_a_short_pause", "--parallel.silence_seconds", "3")
     workers.wait_for(case.fault_file)
     time.sleep(1.5)
     workers.send(signal.SIGSTOP, 1)
@@ -241,7 +241,8 @@ def test_a_frozen_rank_is_named_and_the_others_stop(case: Case) -> None:
 
 def test_an_endless_loop_ends_in_bounded_time_with_the_rank_named(case: Case) -> None:
     """The other rank is alive all the while: the exchange times out, and names the phase of that rank."""
-    workers = case.start("hang", "--parallel.timeout_seconds", "6", "--parallel.silence_seconds", "2")
+    limits = ("--parallel.timeout_seconds", "4", "--parallel.silence_seconds", "2")
+    workers = case.start("hang_with_a_short_pause", *limits)
     ended = workers.join(60)
     assert [end.status for end in ended] == [1, 1], ended
     assert "rank 1: other for" in ended[0].error and "at step 2" in ended[0].error, ended[0].error
