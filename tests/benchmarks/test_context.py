@@ -1,6 +1,7 @@
 """`benchmarks/context.py`: a layer in two processes, and the comparison of rows."""
 
 import argparse
+import signal
 import subprocess
 import sys
 import time
@@ -34,13 +35,15 @@ def test_rows_are_multiples_of_one_gpus():
 
 def test_sigterm_leaves_no_process(tmp_path):
     """A time limit of somebody else's, as `timeout` has it, must not leave a GPU full."""
-    command = [sys.executable, "benchmarks/context.py", "--device", "cpu", "--tiny", "--parts", "layer", "--gpus", "2"]
-    process = subprocess.Popen([*command, "--output", str(tmp_path)], cwd=ROOT, env=environment())
+    command = [sys.executable, str(ROOT / "benchmarks/context.py"), "--device", "cpu", "--tiny", "--parts", "layer"]
+    command += ["--gpus", "2", "--output", str(tmp_path)]
+    with (tmp_path / "error").open("wb") as error:
+        process = warm.popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=error)
     deadline, workers = time.monotonic() + 60, []
     while not workers:
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "error").read_text()
         workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         time.sleep(0.05)
-    process.terminate()
+    process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 143
     wait_until_gone(workers)

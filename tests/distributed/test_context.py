@@ -124,9 +124,10 @@ def test_recorded_steps_are_the_same(one: Path, tmp_path: Path) -> None:
 def test_compiled_layers_are_the_same(tmp_path: Path) -> None:
     """The exchange of keys is an operator for the compiler, and is repeated where activations are made again.
 
-    The compiler takes most of the time.
+    The compiler takes most of the time, so there is one layer.
     """
     few = ("--train.sequence_length", str(LENGTH), "--evaluate.interval_steps", "0", "--model.attention", "selected")
+    few += ("--model.num_layers", "1")
     flags = ("--parallel.context", "2", "--train.compile", "true", "--train.activation_checkpointing", "all")
     plain = finish(tmp_path / "plain", 1, *few)
     run = finish(tmp_path, 2, *few, *flags, fault="compiled", FAULT_FILE=str(tmp_path / "graphs"))
