@@ -14,7 +14,7 @@ def make_quick() -> None:
 
 
 def _check_no_overflow() -> None:
-    """Sums and products of integers would be computed again in 64 bits, for a check that is made in debug mode alone."""
+    """Sums and products of integers would be made again in 64 bits, for a check that is made in debug mode alone."""
     from triton.runtime.interpreter import interpreter_builder as builder
 
     assert not builder.options.debug
