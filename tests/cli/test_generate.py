@@ -228,6 +228,8 @@ def test_python_gives_the_text_of_the_command(run: Path, capsys: Capture) -> Non
         trifocal.generate(str(run), "x", temperature=-1)
     with pytest.raises(UserError, match="weights must be one of float, int8, got 'int9'"):
         trifocal.generate(str(run), "x", weights="int9")
+    with pytest.raises(UserError, match="seed must be an integer, got None"):
+        trifocal.generate(str(run), "x", seed=None)  # type: ignore[arg-type]
 
 
 def test_weights_in_8_bits(run: Path, capsys: Capture) -> None:
