@@ -87,7 +87,7 @@ def generate(
                 top_p=top_p,
                 min_p=min_p,
                 repetition_penalty=repetition_penalty,
-                seed=seed % 2**64,
+                seed=seed,
             )
             check_weights(weights)
             [tokens] = encode_prompts([("the prompt", prompt)], tokenizer, config)

@@ -169,6 +169,7 @@ def test_without_a_standard_output_nothing_fails(run: Path, monkeypatch: pytest.
 def test_samples_must_fit_the_number_of_sequences(run: Path, capsys: Capture) -> None:
     arguments = ("generate", str(run), "--prompt", "x", "--samples", "4", "--max-sequences", "3")
     assert "--max-sequences must be at least --samples, got 3 and 4" in refused(capsys, *arguments)
+    assert 'the nearest valid one is "--max-sequences"' in refused(capsys, *arguments, "--max-sequence", "4")
 
 
 def test_a_terminal_gets_no_control_characters(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +228,8 @@ def test_python_gives_the_text_of_the_command(run: Path, capsys: Capture) -> Non
         trifocal.generate(str(run), "x", temperature=-1)
     with pytest.raises(UserError, match="weights must be one of float, int8, got 'int9'"):
         trifocal.generate(str(run), "x", weights="int9")
+    with pytest.raises(UserError, match="seed must be an integer, got None"):
+        trifocal.generate(str(run), "x", seed=None)  # type: ignore[arg-type]
 
 
 def test_weights_in_8_bits(run: Path, capsys: Capture) -> None:

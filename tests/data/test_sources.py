@@ -6,9 +6,11 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -195,6 +197,20 @@ def test_a_file_that_goes_away(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"\(b\.txt\) cannot be read: .*No such file"):
             for _ in range(20):
                 next(loader)
+
+
+def test_a_folder_that_goes_away_while_it_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    scan = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if Path(path) == gone:
+            gone.rmdir()
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert f"data.source text:{tmp_path}: {gone} cannot be read: No such file" in first_error(f"text:{tmp_path}")
 
 
 def test_text_that_is_not_utf8(tmp_path: Path) -> None:

@@ -164,6 +164,16 @@ def test_padding_and_packing_change_nothing(model: TrifocalForCausalLM, rows: li
     boundaries = torch.tensor([0, *torch.tensor([len(row) for row in rows]).cumsum(0)], dtype=torch.int32)
     by_boundaries = states(tokens, cu_seq_lens_q=boundaries, cu_seq_lens_k=boundaries, max_length_q=41)
     assert torch.equal(by_boundaries[0], torch.cat(packed))
+    # A cache would hold them as one document, and these alone do not say where a document begins.
+    with torch.no_grad():
+        for packing in ({"cu_seq_lens_q": boundaries}, {"position_ids": positions}):
+            with pytest.raises(ValueError, match=r"packed documents .* use_cache=False"):
+                states(tokens, **packing)
+            got = states(tokens, use_cache=False, **packing)
+            torch.testing.assert_close(got, by_boundaries, rtol=1e-11, atol=1e-11)
+    for name in ("cu_seq_lens_k", "seq_idx"):
+        with pytest.raises(ValueError, match="packed documents need cu_seq_lens_q, or position_ids"):
+            states(tokens, use_cache=False, **{name: boundaries})
     for side in ("left", "right"):
         tokens, mask = padded(rows, side, more=3)
         output = model(tokens, attention_mask=mask, output_hidden_states=True, use_cache=False)

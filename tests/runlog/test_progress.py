@@ -46,12 +46,11 @@ def test_a_long_evaluation_is_no_silence() -> None:
     assert stream.getvalue().splitlines()[1:3] == ["evaluating 5/32", "evaluating 10/32"]
 
 
-def test_a_terminal_gets_a_live_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "110")
+def shown_on_a_terminal() -> str:
+    """What a run of ten steps with an evaluation shows on a pseudo-terminal."""
     parent, child = pty.openpty()
     with os.fdopen(child, "w") as stream:
-        with Progress(10, stream=stream) as progress:
+        with Progress(10, stream=stream, interval_seconds=0) as progress:
             for step in range(1, 11):
                 progress.update(step, loss=1.5, tokens_per_second=2000)
             progress.activity("evaluating", 12, 32)
@@ -61,11 +60,30 @@ def test_a_terminal_gets_a_live_bar(monkeypatch: pytest.MonkeyPatch) -> None:
         while select.select([parent], [], [], 0.2)[0]:
             shown += os.read(parent, 65536).decode()
     os.close(parent)
+    return shown
+
+
+def test_a_terminal_gets_a_live_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "110")
+    shown = shown_on_a_terminal()
     assert "\x1b[" in shown
     assert re.search(r"ETA 0:00\S* .*elapsed\S* \S*0:00:\d\d", shown), "each time says which it is"
     assert "evaluating 12/32" in shown
     assert "10/10" in shown and "loss 1.5000" in shown and "2,000 tokens/s" in shown
     assert "sample: [bold] is text" in shown
+
+
+def test_a_narrow_terminal_keeps_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "40")
+    assert re.search(r"10/10 loss 1\.", shown_on_a_terminal())
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    lines = shown_on_a_terminal().splitlines()
+    assert [line[: len("step 10/10")] for line in lines[:10]] == [f"step {step:2}/10" for step in range(1, 11)]
 
 
 def test_remaining_time_counts_from_the_step_resumed_at() -> None:

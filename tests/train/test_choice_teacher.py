@@ -200,6 +200,10 @@ def test_a_run_that_was_saved_with_numbers_goes_on(tmp_path: Path, model: tuple[
         (("--model.attention", "selected", *TAUGHT), 'set model.chooser to "index"'),
         ((*INDEX, "--train.choice_loss_weight", "0"), "set train.choice_loss_weight above 0"),
         (("--train.only", "chooser", *TAUGHT), "trains the index alone, and the model has none; set model.chooser"),
+        (
+            (*INDEX, "--train.only", "chooser", "--train.sequence_length", "24"),
+            "nothing to learn: the blocks cover all 24 tokens of .*such as --train.sequence_length 96",
+        ),
         (("--optimizer.index_lr_factor", "0"), "optimizer.index_lr_factor must be positive, got 0"),
         (("--train.choice_loss_sample", "0"), r"train.choice_loss_sample must lie in \(0, 1\], got 0"),
     ],

@@ -137,12 +137,17 @@ def _summary(config: ModelConfig, output: Path, note: str) -> str:
         )
     lines = [f"wrote {output}: {parameter_count(config):,} parameters, layers: {layers}", *filter(None, [note])]
     lines += ["", "try next:"]
+    text = "--data.source text:PATH"
+    if config.chooses_blocks:
+        # Shorter rows teach no choice: their blocks cover most of the past.
+        covered = config.geometry.num_selected_blocks * config.geometry.selection_block_size
+        text += f" --train.sequence_length {4 * covered}"
     if config.has_index:
         lines += [
             "  teach the index, with everything else frozen:",
-            f"    trifocal train --model.from {path} --train.only chooser --train.choice_loss_sample 1 "
-            "--data.source text:PATH --run.directory runs/index",
+            f"    trifocal train --model.from {path} --train.only chooser --train.choice_loss_sample 1 {text} "
+            "--run.directory runs/index",
         ]
         path = "runs/index"
-    lines += ["  train on:", f"    trifocal train --model.from {path} --data.source text:PATH"]
+    lines += ["  train on:", f"    trifocal train --model.from {path} {text}"]
     return "\n".join(lines)

@@ -116,4 +116,7 @@ def _check_positions(position_ids: Tensor | None, new: Tensor, lengths: list[int
         raise ValueError(f"position_ids must have the shape [B, T] = {list(new.shape)}, got {list(position_ids.shape)}")
     expected = new.cumsum(1) - 1 + torch.tensor(lengths)[:, None]
     if not bool((position_ids.cpu().expand(new.shape) == expected)[new].all()):
-        raise ValueError("position_ids must count on from the tokens in past_key_values, without padding")
+        raise ValueError(
+            "position_ids must count on from the tokens in past_key_values, without padding; packed documents need "
+            "use_cache=False"
+        )

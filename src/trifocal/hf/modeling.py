@@ -127,8 +127,9 @@ class TrifocalModel(TrifocalPreTrainedModel):
                 last after the norm.
             return_dict: False returns a tuple.
             cache: Newer name of `past_key_values`.
-            kwargs: Boundaries of packed documents, which collators add for FlashAttention; anything else must be None.
-                With `cu_seq_lens_q` on a GPU, `position_ids` are not read, and the host need not wait for the GPU.
+            kwargs: Boundaries of packed documents, which collators add for FlashAttention; they need `cu_seq_lens_q` or
+                `position_ids`, and `use_cache=False` without gradients. Anything else must be None. With
+                `cu_seq_lens_q` on a GPU, `position_ids` are not read, and the host need not wait for the GPU.
 
         Returns:
             The normed output of the last layer, [B, T, E]; zero at padding.
@@ -147,7 +148,12 @@ class TrifocalModel(TrifocalPreTrainedModel):
         elif isinstance(cache, NoCache):
             raise ValueError(NO_GRADIENTS)
         keep_all = bool(self.config.output_hidden_states if output_hidden_states is None else output_hidden_states)
+        boundaries = kwargs.get("cu_seq_lens_q")
+        if position_ids is None and boundaries is None and any(kwargs.get(name) is not None for name in _PACKING):
+            raise ValueError("packed documents need cu_seq_lens_q, or position_ids that restart at 0")
         if cache is not None and not isinstance(cache, NoCache):
+            if boundaries is not None:
+                raise ValueError("packed documents cannot go into past_key_values: give use_cache=False")
             with cached_tokens(cache, self._model_config, x, attention_mask, position_ids) as new:
                 states = self._run(x, new.layout, new.pasts, keep_all)
         else:

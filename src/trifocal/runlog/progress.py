@@ -7,15 +7,15 @@ from collections.abc import Callable
 from typing import Self, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
 
 class Progress:
     """Shows step, loss, tokens/s and the time left: a live bar on a terminal, plain lines elsewhere.
 
-    The plain lines (a log file, a pipe, CI) have no control characters. Besides the first and the last step, they come
-    at most every `interval_seconds`.
+    The plain lines (a log file, a pipe, CI, TERM=dumb) have no control characters. Besides the first and the last step,
+    they come at most every `interval_seconds`.
 
     Args:
         total_steps: Steps of the whole run.
@@ -43,15 +43,15 @@ class Progress:
         self._loss: float | None = None
         self._rate: float | None = None
         self._bar: RichProgress | None = None
-        if enabled and self._stream.isatty():
+        console = Console(file=self._stream)
+        if enabled and self._stream.isatty() and not console.is_dumb_terminal:
             self._bar = RichProgress(
-                TextColumn("[bold]{task.description}"),
+                # A narrow terminal cuts the end of this text, so the step comes first.
+                TextColumn("[bold]{task.description}[/] {task.completed}/{task.total} {task.fields[numbers]}"),
                 BarColumn(bar_width=None),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[numbers]}"),
                 TextColumn("elapsed"),
                 TimeElapsedColumn(),
-                console=Console(file=self._stream),
+                console=console,
                 expand=True,
             )
             self._task = self._bar.add_task("training", total=total_steps, completed=start_step, numbers="")

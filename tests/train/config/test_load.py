@@ -162,6 +162,11 @@ def test_a_file_that_is_not_text_or_not_there_is_refused(tmp_path: Path) -> None
         load_config(tmp_path)
 
 
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[train]\nsteps = 7\n", encoding="utf-8-sig")
+    assert load_config(tmp_path / "run.toml").train.steps == 7
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [

@@ -36,7 +36,7 @@ def find_files(source: str, path: str, suffixes: Sequence[str], *, compressed: b
         Path by name, sorted by name. Names are relative to the folder, so that moved data keep theirs.
 
     Raises:
-        UserError: If there is no such file, or a name is not UTF-8.
+        UserError: If there is no such file, a folder cannot be read, or a name is not UTF-8.
     """
     start = user_path(path, "data.source")
     if start.is_file():
@@ -44,13 +44,16 @@ def find_files(source: str, path: str, suffixes: Sequence[str], *, compressed: b
     elif start.is_dir():
         root = start
         ends = tuple(suffix + packed for suffix in suffixes for packed in ("", *(COMPRESSED if compressed else ())))
-        found = [
-            file
-            for file in start.rglob("*")
-            if file.name.endswith(ends)
-            and file.is_file()
-            and not any(part.startswith(".") for part in file.relative_to(root).parts)
-        ]
+        try:
+            found = [
+                file
+                for file in start.rglob("*")
+                if file.name.endswith(ends)
+                and file.is_file()
+                and not any(part.startswith(".") for part in file.relative_to(root).parts)
+            ]
+        except OSError as error:  # A folder in it went away meanwhile.
+            raise UserError(f"data.source {source}: {error.filename} cannot be read: {error.strerror}") from error
         if not found:
             raise UserError(
                 f"data.source {source}: no {' or '.join(suffixes)} file in folder {path}; a glob such as "

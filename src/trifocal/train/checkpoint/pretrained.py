@@ -71,16 +71,18 @@ class Pretrained:
         Raises:
             UserError: If it is not known, or cannot be read.
         """
-        if self.run is not None and not (self.path / TOKENIZER_FILE).is_file():
+        # A run that has ended has a copy: its data.tokenizer may be a path from another folder.
+        weights = self.path if self._exported else self.path.parent.parent / "weights"
+        if (self._exported or self.run is not None) and (weights / TOKENIZER_FILE).is_file():
+            return make_tokenizer(str(weights))
+        if self.run is not None:
             return make_tokenizer(self.run.data.tokenizer, separator=self.run.data.separator)
         if not self._exported:
             raise UserError(
                 f"{self.path} is a checkpoint without its run, which names the tokenizer; give it where it was "
                 "written, in RUN_DIR/checkpoints"
             )
-        if not (self.path / TOKENIZER_FILE).is_file():
-            raise UserError(f"{self.path} has no {TOKENIZER_FILE}: copy the files of the model's tokenizer into it")
-        return make_tokenizer(str(self.path))
+        raise UserError(f"{self.path} has no {TOKENIZER_FILE}: copy the files of the model's tokenizer into it")
 
     def model(self) -> DecoderLM:
         """The model with its weights, on the CPU.

@@ -146,6 +146,12 @@ def _check_choice_loss(config: RunConfig) -> None:
         raise UserError(
             'train.only "chooser" trains the index alone, and the model has none; set model.chooser to "index"'
         )
+    covered = model.geometry.num_selected_blocks * model.geometry.selection_block_size
+    if config.train.only == "chooser" and config.train.sequence_length <= covered:
+        raise UserError(
+            f'train.only "chooser" has nothing to learn: the blocks cover all {config.train.sequence_length} tokens of '
+            f"train.sequence_length; it needs several times {covered}, such as --train.sequence_length {4 * covered}"
+        )
     if model.has_index and not weight:
         raise UserError(
             'model.chooser "index" learns from the loss of the choice alone; set train.choice_loss_weight above 0, '

@@ -193,7 +193,8 @@ def read_flags(
         if ALIASES.get(name) in kinds:
             name = ALIASES[name]
         if name not in kinds:
-            raise unknown("flag", flag, [f"--{valid}" for valid in kinds])
+            # Keys of a section are written as in a file.
+            raise unknown("flag", flag, [f"--{key if '.' in key else key.replace('_', '-')}" for key in kinds])
         if name in switches:
             if equals:
                 raise UserError(f"{flag} takes no value, got {value!r}")

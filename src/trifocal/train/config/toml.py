@@ -27,7 +27,8 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     path = Path(checked(str, str(path), "the path of a config file"))
     text = ""
     try:
-        text = read_small_file(path, _LARGEST_BYTES).decode("utf-8")
+        # Some editors begin a file with a byte order mark.
+        text = read_small_file(path, _LARGEST_BYTES).decode("utf-8-sig")
         return tomllib.loads(text)
     except FileNotFoundError as error:
         raise UserError(f"config file {path} does not exist") from error
