@@ -20,6 +20,7 @@ from trifocal.report.attention_charts import BRANCHES
 from trifocal.runlog.jsonl import is_number
 from trifocal.runlog.run import Run
 from trifocal.runlog.stalls.verdict import judge
+from trifocal.train.config.sections import ParallelSection
 
 Mark = Literal["good", "watch", "bad", "unknown"]
 
@@ -270,7 +271,8 @@ def _speed_advice(run: Run, why: str, *, gpu: bool) -> str:
     train = run.config.get("train", {})
     missing = []
     # Processes that share rows are one group. It accumulates if its share is more than it may take at once.
-    groups = max(1, len(run.heartbeats) // int(run.setting("parallel", "context") or 1))
+    context = int(run.setting("parallel", "context") or 1)
+    groups = max(1, ParallelSection(context=context).groups(len(run.heartbeats)))
     share = (run.setting("train", "global_batch_size") or 0) // groups
     if share > (run.setting("train", "micro_batch_size") or 1):
         missing.append("a larger train.micro_batch_size")
