@@ -49,6 +49,18 @@ def test_one_look_shows_what_matters(make_run: MakeRun) -> None:
     assert "saved checkpoints/step_500" in text
 
 
+def test_an_end_has_no_eta_and_one_row_no_curve(make_run: MakeRun) -> None:
+    run = make_run(steps=500)
+    (run / "config.toml").write_text((run / "config.toml").read_text().replace("steps = 500", "steps = 900"))
+    set_last_beat(run, unix_time_seconds=time.time(), status="running", interval_seconds=600.0)
+    assert "500/900  ETA" in shown(run)
+    for status in ("stopped", "failed"):
+        set_last_beat(run, unix_time_seconds=time.time(), status=status)
+        assert "500/900" in shown(run) and "ETA" not in shown(run)
+    text = shown(make_run("one", steps=10))
+    assert " nats per token" in text and "highest" not in text
+
+
 def test_clocks_that_are_off_neither_kill_nor_revive(make_run: MakeRun) -> None:
     run, now = make_run(steps=500, ranks=2), time.time()
     healthy = {"phase_seconds": 0.0, "expected_phase_seconds": 60.0, "host": "elsewhere"}

@@ -216,10 +216,11 @@ def _with_trend(traces: list[Trace]) -> list[Trace]:
 
 
 def line(x: list[Any], y: list[float], name: str, colour: str, *, width: float = 2, dash: str = "") -> Trace:
-    """A line; the values have six significant digits."""
+    """A line, or a dot where there is one point; the values have six significant digits."""
     look: dict[str, Any] = {"color": colour, "width": width} | ({"dash": dash} if dash else {})
     values = [_significant(value) for value in y]
-    return {"type": "scatter", "mode": "lines", "x": x, "y": values, "name": name, "line": look}
+    mode = {"mode": "lines"} if len(x) > 1 else {"mode": "markers", "marker": {"color": colour, "size": 6}}
+    return {"type": "scatter", **mode, "x": x, "y": values, "name": name, "line": look}
 
 
 def heat_map(x: list[Any], y: list[Any], z: list[list[Any]], hover: str) -> Trace:
