@@ -504,3 +504,5 @@ def test_smoothing_keeps_straight_lines_and_does_not_lag() -> None:
     noisy = [float(index % 2) for index in range(300)]
     assert max(smoothed(noisy)[5:-5]) < 0.6
     assert smoothed([]) == []
+    few = [6.0, 3.9, 3.2, 3.4, 2.8]
+    assert smoothed(few) == pytest.approx(few), "no curve that few points do not have"
