@@ -129,7 +129,7 @@ def _healthy(run: Run) -> Finding:
     states = {judge(rows[-1]).state for rows in run.heartbeats.values()}
     dumps = sorted(run.directory.glob("dumps/*/summary.md"), key=lambda path: path.stat().st_mtime)
     if dumps and states & {"failed", "dead", "stalled"}:
-        changes.append(f"Read {dumps[-1]}: it names the stuck ranks.")
+        changes.append(f"Read {dumps[-1]}: it says where each rank was.")
     if states & {"failed", "dead"}:
         if list_checkpoints(run.directory / "checkpoints"):
             change = f"trifocal train --resume {folder} goes on from the last checkpoint."
