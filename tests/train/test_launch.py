@@ -195,6 +195,15 @@ def test_a_finished_run_goes_on_to_more_steps(tmp_path: Path, capsys: pytest.Cap
         resume(tmp_path / "run", config=config)
 
 
+def test_tokens_are_counted_by_the_batch_of_each_step(tmp_path: Path) -> None:
+    nothing = ("--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0", "--train.micro_batch_size", "1")
+    train(make_config(tmp_path, "--train.steps", "2", *nothing))
+    larger = make_config(tmp_path, "--train.steps", "4", "--train.global_batch_size", "6", *nothing)
+    assert resume(tmp_path / "run", config=larger).finished
+    seen = [row["tokens_seen"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "train")]
+    assert seen == [4 * 32, 8 * 32, 14 * 32, 20 * 32]
+
+
 def test_a_resumed_run_takes_the_optimizer_s_hyperparameters_from_its_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

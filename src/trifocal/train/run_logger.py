@@ -58,7 +58,8 @@ class RunLogger:
         self.metrics, self.heartbeat, self.progress = metrics, heartbeat, progress
         config = setup.config
         self._device = setup.device
-        self._tokens_per_step = config.train.global_batch_size * config.train.sequence_length
+        self._row_tokens = config.train.sequence_length
+        self._tokens_per_step = config.train.global_batch_size * self._row_tokens
         self._flops = flops_per_token(config.model, config.train.sequence_length)
         peak = peak_bf16_flops(torch.cuda.get_device_name(setup.device) if setup.device.type == "cuda" else "")
         self._peak_flops = None if peak is None else peak * setup.processes.size
@@ -133,7 +134,8 @@ class RunLogger:
             "step_seconds": step_seconds,
             "data_wait_seconds_p50": latency.p50,
             "data_wait_seconds_p95": latency.p95,
-            "tokens_seen": step * self._tokens_per_step,
+            # Not from the step: the batch may have changed at a resume.
+            "tokens_seen": self._state.data_position["sample_index"] * self._row_tokens,
             "epoch": result.batches[-1].epoch,
             "memory_allocated_bytes": memory.allocated_bytes + graph_bytes,
             "memory_reserved_bytes": memory.reserved_bytes,
