@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -217,6 +217,11 @@ def open_logger(setup: TrainSetup) -> Iterator[RunLogger]:
         is_rank0 = processes.is_rank0
         streams = stack.enter_context(FaultTolerantStreams())
         metrics = stack.enter_context(_open_metrics(setup) if is_rank0 else MetricsWriter(None))
+        # A resumed run may have fewer processes: the others' last rows would count as lost ones.
+        for path in (directory / "heartbeat").glob("rank*.jsonl") if is_rank0 else ():
+            if path.name not in {f"rank{rank}.jsonl" for rank in range(processes.size)}:
+                with suppress(OSError):
+                    path.unlink()
         heartbeat = Heartbeat(
             directory / "heartbeat",
             processes.rank,
