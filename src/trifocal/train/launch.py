@@ -198,8 +198,8 @@ def _resume(
     saved = processes.run_on_rank0(lambda: load_run(directory))
     if config.train.only != saved.train.only:
         raise UserError(
-            f'train.only is "{saved.train.only}" in {directory} and "{config.train.only}" here, but a checkpoint has the '
-            "optimizer's state of what is trained alone; begin a new run with its weights (--model.from "
+            f'train.only is "{saved.train.only}" in {directory} and "{config.train.only}" here, but a checkpoint has '
+            "the optimizer's state of what is trained alone; begin a new run with its weights (--model.from "
             f"{shell_path(directory)} --run.directory NEW)"
         )
     setup = TrainSetup(config, directory, processes, tokenizer, begins=False)
