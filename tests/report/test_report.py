@@ -481,8 +481,10 @@ def test_time_by_phase_adds_up_over_resumes(make_run: MakeRun) -> None:
     before = read_run(run).phase_seconds()
     set_last_beat(run, pid=1, status="running", total_seconds={"forward": 5.0})
     set_last_beat(run, pid=1, status="finished", total_seconds={"forward": 7.0, "data": 1.0})
+    # In a new container of the same name, with the same id.
+    set_last_beat(run, pid=1, process_start=5, total_seconds={"forward": 30.0})
     after = read_run(run).phase_seconds()
-    assert after["forward"] == before["forward"] + 7.0
+    assert after["forward"] == before["forward"] + 7.0 + 30.0
     assert after["data"] == before["data"] + 1.0
 
 

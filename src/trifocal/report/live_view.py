@@ -76,8 +76,9 @@ def verdicts(run: Run, now: float | None = None, *, silences: SilenceClock | Non
 
 
 def remaining_seconds(run: Run) -> float | None:
-    """Time left at the rate of the last training rows; None if unknown."""
-    rows = run.of_kind("train")[-_ETA_ROWS:]
+    """Time left at the rate of the last training rows since the run began or went on; None if unknown."""
+    begins = [index for index, row in enumerate(run.rows) if row.get("name") == "resumed"]
+    rows = [row for row in run.rows[begins[-1] if begins else 0 :] if row["kind"] == "train"][-_ETA_ROWS:]
     if run.total_steps is None or len(rows) < 2:
         return None
     steps = rows[-1]["step"] - rows[0]["step"]
