@@ -21,6 +21,8 @@ from trifocal.ops.validation import check_geometry, check_rank, check_whole_numb
 
 INDEX_DIM = 64
 """Di, width of an index query or key."""
+INPUT_MAPS = (".q_proj", ".k_proj", ".v_proj", ".gate.proj", ".index.query_proj", ".index.key_proj")
+"""Ends of the names of an attention's maps that are one product in training; see `trifocal.nn.projection`."""
 
 
 class RotaryTables(NamedTuple):
