@@ -178,6 +178,14 @@ class AttentionBase(nn.Module):
             cos, sin = tables(layout.starts, self.head_dim, of_blocks)
         return found._replace(cos_cmp=cos, sin_cmp=sin)
 
+    def _exact_tables(
+        self, given: RotaryTables | None, x: Tensor, documents: Documents | None, own: OwnTokens | None
+    ) -> RotaryTables:
+        """The given tables, or new ones where there are none or others are rounded, as FSDP rounds a layer's inputs."""
+        if given is None or given.cos.dtype.itemsize < torch.promote_types(x.dtype, torch.float32).itemsize:
+            return self.rotary_tables(x, documents, own)
+        return given
+
     def _project(
         self, x: Tensor, *others: nn.Linear, apart: Sequence[nn.Linear] = ()
     ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
