@@ -65,7 +65,7 @@ def row_layout(
         position_ids: Each token's position in its document, [B, T] or [1, T]; it restarts at 0 where a document
             begins. None: every row is one document.
         boundaries: First token of each document and, last, the number of tokens, [documents + 1], in a batch of one
-            row. On a GPU, and where there is no mask, they are not compared with position_ids.
+            row. On a GPU without a mask they alone are read; else they must agree with position_ids.
         longest: No document between `boundaries` has more tokens.
 
     Returns:
