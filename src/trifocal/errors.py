@@ -67,3 +67,8 @@ def one_line(error: object, most: int = 300) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     text = text if len(text) <= most else text[: most - 1] + "…"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def first_sentence(error: Exception) -> str:
+    """The first sentence of an exception's text, for libraries whose texts are paragraphs; one line."""
+    return one_line(next(iter(str(error).strip().splitlines()), "").partition(". ")[0] or type(error).__name__)

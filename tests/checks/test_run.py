@@ -121,7 +121,8 @@ def test_sigterm_leaves_neither_workers_nor_folders(name, tmp_path):
     while not [*tmp_path.glob("trifocal-check-*/error1"), *tmp_path.glob("trifocal-check-*/run/metrics.jsonl")]:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
-    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    threads = Path(f"/proc/{process.pid}/task").iterdir()
+    workers = [pid for thread in threads for pid in (thread / "children").read_text().split()]
     process.terminate()
     assert process.wait(30) in (130, 143)
     assert not list(tmp_path.glob("trifocal-check-*"))

@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -216,6 +218,32 @@ def test_what_others_write_stays_and_two_never_share_a_folder(
                 patch.setattr(Path, "replace", fail)
                 assert f"config.json: {os.strerror(number)}; {out} was not written" in refused(capsys, *command)
             assert not out.exists()
+
+
+def test_what_a_killed_process_left_is_removed(dense_run: Path, tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "out"
+    script = (
+        "import sys, time; from pathlib import Path;"
+        "from trifocal.train.checkpoint.export import new_model_folder as new\n"
+        "with new(Path(sys.argv[1])) as place: (place / 'x').touch(); print('there', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, str(out)], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"there\n"
+        for command in (["convert", str(dense_run), str(out), "--to", "nsa"], ["export", str(dense_run), str(out)]):
+            assert "exists already" in refused(capsys, *command)
+    finally:
+        process.kill()
+        process.communicate()
+    [left] = out.iterdir()
+    assert (left / "x").exists()
+    # Beside a file of somebody else it stays: the folder is refused as it is.
+    (out / "note.txt").touch()
+    assert "exists already" in refused(capsys, "export", str(dense_run), str(out))
+    assert left.exists()
+    (out / "note.txt").unlink()
+    assert main(["export", str(dense_run), str(out)]) == 0
+    assert load_model(out) and not list(out.glob(".*"))
 
 
 def test_weights_and_tokenizers_are_checked_before_anything_is_written(tmp_path: Path, capsys: Capture) -> None:

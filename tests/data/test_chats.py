@@ -119,11 +119,15 @@ def test_a_template_that_writes_answers_anew_is_refused(tmp_path: Path) -> None:
 
 
 def test_tokenizers_without_a_template(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="tokenizer bytes has no chat template"):
+    advice = r"has no chat template; set data\.tokenizer to a folder that has one, such as the model's own"
+    with pytest.raises(UserError, match=f"tokenizer bytes {advice}"):
         ByteTokenizer().encode_chat(CHATS[0])
     tokenizer = make_tokenizer(str(write_tokenizer(tmp_path, "")))
-    with pytest.raises(UserError, match=r"has no chat template; set data\.tokenizer to a folder that has one"):
+    with pytest.raises(UserError, match=advice):
         tokenizer.encode_chat(CHATS[0])
+    # A prompt is of a model whose tokenizer is given.
+    with pytest.raises(UserError, match=r"has no chat template$"):
+        tokenizer.encode_prompt(CHATS[0])
 
 
 def test_the_prompt_of_an_answer_is_that_of_transformers(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -133,7 +137,7 @@ def test_the_prompt_of_an_answer_is_that_of_transformers(tokenizer: Tokenizer, t
     for chat in CHATS[:5]:
         expected = theirs.apply_chat_template(chat[:-1], add_generation_prompt=True, return_dict=False)
         assert tokenizer.encode_prompt(chat[:-1]).tolist() == expected
-    with pytest.raises(UserError, match="tokenizer bytes has no chat template"):
+    with pytest.raises(UserError, match=r"^tokenizer bytes has no chat template$"):
         ByteTokenizer().encode_prompt(CHATS[0])
 
 

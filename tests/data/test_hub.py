@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
@@ -103,6 +104,16 @@ def test_a_split_for_validation(repository: Path) -> None:
     (repository / "sample" / "10BT" / "002.jsonl").write_text('{"text": "x"}\n')
     with pytest.raises(UserError, match=r"002\.jsonl is no parquet file; .* --data\.revision refs/convert/parquet, or"):
         open_source(source)
+
+
+def test_a_run_keeps_its_split_for_validation(repository: Path) -> None:
+    """Without it, a share of what was trained on would be held out."""
+    source = f"hf:{repository}:sample-10BT"
+    load = partial(make_loader, tokenizer=make_tokenizer("bytes"), sequence_length=64, batch_size=2, vocab_size=257)
+    with load(DataConfig(source=source, validation_split="held")) as loader:
+        state = loader.state_dict()
+    with load(DataConfig(source=source)) as loader, pytest.raises(UserError, match=r"validation_split held -> none;"):
+        loader.load_state_dict(state)
 
 
 def test_unknown_names(repository: Path, tmp_path: Path) -> None:

@@ -137,6 +137,17 @@ def test_jsonl_reads_the_field(tmp_path: Path) -> None:
     check_cursors(source)
 
 
+def test_jsonl_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('\ufeff{"text": "one"}\r\n{"text": "\ufefftwo"}\r\n'.encode())
+    source = JsonlSource(str(path), "text")
+    documents, cursors = zip(*source.read(0, None), strict=True)
+    assert documents == (Document("a.jsonl:1", "one"), Document("a.jsonl:2", "\ufefftwo"))
+    assert [document for document, _ in source.read(0, cursors[0])] == [documents[1]]
+    path.write_bytes(b"\xef\xbb\xbf\n")
+    assert not list(source.read(0, None))
+
+
 @pytest.mark.parametrize(
     ("source", "expected"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -180,5 +181,28 @@ def test_gpt2_without_a_hub_is_a_clear_error(tmp_path: Path, monkeypatch: pytest
     constants = pytest.importorskip("huggingface_hub").constants
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match=r"gpt2: there is no such file, and neither the hub nor its cache .* answers"):
+    beginning = "tokenizer gpt2: there is no such file, and "
+    with pytest.raises(
+        UserError, match=rf"^{beginning}neither the hub nor its cache .* answers \([^.]*\); use bytes, or"
+    ):
         make_tokenizer("gpt2")
+
+
+def test_a_name_that_the_hub_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+
+    def download(name: str, *, allow_patterns: list[str]) -> str:
+        # The library's text is a paragraph with an address and the number of the request.
+        raise hub.errors.RepositoryNotFoundError("404 Client Error.\n\nRepository Not Found", response=Response())
+
+    class Response:
+        headers: ClassVar[dict[str, str]] = {}
+        request = None
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    with pytest.raises(UserError) as refused:
+        make_tokenizer("gpt22")
+    assert str(refused.value) == (
+        "tokenizer gpt22: there is no such file, and the hub shows no such repository; "
+        "use bytes, or give the path of a tokenizer.json"
+    )

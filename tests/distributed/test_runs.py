@@ -144,6 +144,7 @@ def test_four_processes_save_and_two_and_one_go_on(runs: dict[str, Path], tmp_pa
         flags = ("--resume", str(run), "--checkpoint", f"step_{step:08}", "--parallel.mode", mode, *rows)
         ended = train(tmp_path, None, *flags, size=size).join(120)
         assert [end.status for end in ended] == [0] * size, ended[0].error
+        assert len(list((run / "heartbeat").iterdir())) == size, "no others count as lost"
         assert losses(run) == pytest.approx(expected, rel=LOSS_TOLERANCE)
         assert final(run)["data"] == final(source)["data"]
 

@@ -14,7 +14,7 @@ from tests.hf.test_modeling import padded
 from trifocal.data import make_tokenizer
 from trifocal.hf import TrifocalConfig, TrifocalForCausalLM
 from trifocal.nn import RopeScaling
-from trifocal.testing.small_models import make_model, small_config
+from trifocal.testing.small_models import make_model, random_tokens, small_config
 
 # transformers 5.24 has another name for it.
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
@@ -193,6 +193,22 @@ def test_rows_are_repeated_chosen_and_cut(model: TrifocalForCausalLM, rows: list
         cache.crop(-65)
     with pytest.raises(ValueError, match="crop cannot take 30 tokens of rows of 26"):
         cache.crop(-30)
+
+
+@torch.no_grad()
+def test_tokens_that_the_rings_have_lost_are_not_taken_back(model: TrifocalForCausalLM) -> None:
+    """Each crop counts, until as many tokens have come."""
+    tokens = random_tokens((1, 160), 64, torch.device("cpu"))
+    cache = model(tokens).past_key_values
+    for taken, new in ((40, 0), (24, 2), (2, 30)):
+        length = cache.get_seq_length() - taken
+        cache.crop(-taken)
+        if new:
+            got = model(tokens[:, length : length + new], past_key_values=cache).logits
+            expected = model(tokens[:, : length + new], use_cache=False).logits[:, length:]
+            torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match="crop takes a negative number of at most 30 tokens, got -31"):
+        cache.crop(-31)
 
 
 @torch.no_grad()

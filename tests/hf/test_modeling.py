@@ -22,6 +22,7 @@ from trifocal.testing.small_models import make_model, random_tokens, small_confi
 CPU = torch.device("cpu")
 # The names that transformers 5.17 has too.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+QK = ("cu_seq_lens_q", "cu_seq_lens_k")
 TOKENS = random_tokens((2, 30), 64, CPU)
 
 
@@ -293,6 +294,12 @@ def test_checkpointed_layers_give_the_same_gradients(decoder: DecoderLM, rows: l
         ({"position_ids": torch.tensor([[5, 6, 7]])}, "must count from 0 in each document, got 5 at token 0 of row 0"),
         ({"position_ids": torch.tensor([[0, 1, 3]])}, "must count from 0 in each document, got 3 at token 2 of row 0"),
         ({"position_ids": torch.arange(3)}, r"position_ids must have the shape \[B, T\] = \[1, 3\], got \[3\]"),
+        ({"cu_seq_lens_q": torch.tensor([0, 2])}, "cu_seq_lens_q must end at the number of tokens, 3, got 2"),
+        (dict(zip(QK, torch.tensor([[0, 2, 3], [0, 1, 3]]), strict=True)), "cu_seq_lens_k must be equal to cu_seq"),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 1, 3]), "position_ids": torch.tensor([[0, 1, 0]])},
+            "position_ids and cu_seq_lens_q begin documents at different tokens",
+        ),
         ({"output_attentions": True}, "output_attentions=True is not possible"),
         ({"token_type_ids": torch.zeros(1, 3)}, "do not know the argument token_type_ids"),
         ({"inputs_embeds": torch.zeros(1, 3, 32)}, "either input_ids or inputs_embeds"),
@@ -303,7 +310,7 @@ def test_what_is_not_possible_is_refused_by_name(
     model: TrifocalForCausalLM, given: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        model(torch.tensor([[2, 3, 4]]), **given)
+        model(torch.tensor([[2, 3, 4]]), use_cache=False, **given)
 
 
 def test_configurations() -> None:

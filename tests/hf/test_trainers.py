@@ -14,13 +14,19 @@ import datasets
 import transformers
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from trl import SFTConfig, SFTTrainer
 
 from tests.children import free_port
 from tests.hf.fsdp_worker import PROCESSES, tiny_model, train, train_sharded
 from trifocal import load_model
-from trifocal.hf import TrifocalConfig, TrifocalForCausalLM, TrifocalModel
+from trifocal.hf import (
+    TrifocalConfig,
+    TrifocalForCausalLM,
+    TrifocalForSequenceClassification,
+    TrifocalModel,
+)
 from trifocal.testing.small_models import make_model, small_config
 
 WORDS = 60
@@ -86,6 +92,31 @@ def test_trainer(tokenizer: Any, texts: datasets.Dataset, tmp_path: Path) -> Non
     tokens = torch.arange(20)[None]
     for loaded in (TrifocalForCausalLM.from_pretrained(folder), TrifocalForCausalLM.from_decoder(load_model(folder))):
         assert torch.equal(loaded(tokens).logits, model.eval()(tokens).logits)
+
+
+@pytest.mark.parametrize("task", ["smoothed labels", "classes of rows"])
+def test_accumulated_batches_give_the_loss_of_one_batch(tokenizer: Any, tmp_path: Path, task: str) -> None:
+    """And smoothed labels are those of the next tokens."""
+    rows = [{"input_ids": [2 + 7 * k % 50 for k in range(i, i + 9)]} for i in range(4)]
+    collator, options, model = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False), {}, fresh_model()
+    tokens = torch.tensor([row["input_ids"] for row in rows])
+    if task == "smoothed labels":
+        options = {"label_smoothing_factor": 0.1}
+        logits, labels = model(tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+        expected = 0.9 * functional.cross_entropy(logits, labels) - 0.1 * logits.log_softmax(-1).mean()
+    else:
+        model = TrifocalForSequenceClassification(TrifocalConfig(**model.config.to_dict() | {"num_labels": 3}))
+        rows = [row | {"label": place % 3} for place, row in enumerate(rows)]
+        collator = transformers.DataCollatorWithPadding(tokenizer)
+        expected = functional.cross_entropy(model(tokens).logits, torch.tensor([0, 1, 2, 0]))
+    for size in (4, 1):
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=1, per_device_train_batch_size=size, gradient_accumulation_steps=4 // size,
+            learning_rate=0.0, save_strategy="no", **options, **QUIET,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, arguments, train_dataset=rows, data_collator=collator)
+        trainer.train()
+        assert losses_of(trainer) == [pytest.approx(expected.item(), rel=1e-5)]
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["all weights", "LoRA"])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -534,6 +535,29 @@ def test_the_caches_weigh_what_the_formula_says(make_model: Make, options: dict[
 def test_random_choices_are_refused(make_model: Make) -> None:
     with pytest.raises(UserError, match=r"model\.selection .random. is a control for training and evaluation"):
         cached(make_model(selection="random"))
+
+
+def test_layers_that_compute_more_than_their_weights_are_refused(make_model: Make) -> None:
+    class Adapter(torch.nn.Module):
+        def __init__(self, base: torch.nn.Linear) -> None:
+            super().__init__()
+            self.base, self.weight = base, base.weight
+
+    model = make_model()
+    torch.nn.utils.parametrize.register_parametrization(model.blocks[0].mlp.up_proj, "weight", torch.nn.Tanh())
+    tokens = draw_tokens(20)
+    decoder = cached(model)
+    with torch.no_grad():
+        expected = model(tokens[None])[0]
+    torch.testing.assert_close(in_pieces(decoder, decoder.admit(), tokens, [12, 1, 7]), expected, rtol=0, atol=1e-11)
+    prune.l1_unstructured(model.blocks[1].mlp.down_proj, "weight", amount=4)
+    with pytest.raises(UserError, match=r"blocks.1.mlp.down_proj computes more .* merge adapters"):
+        cached(model)
+    prune.remove(model.blocks[1].mlp.down_proj, "weight")
+    cached(model)
+    model.blocks[1].attention.q_proj = Adapter(model.blocks[1].attention.q_proj)
+    with pytest.raises(UserError, match=r"blocks.1.attention.q_proj computes more"):
+        cached(model)
 
 
 def test_autocast_decides_the_type(make_model: Make) -> None:

@@ -328,6 +328,15 @@ def test_wrong_packing_is_refused() -> None:
             layer(torch.randn(1, 5, DIM, dtype=torch.float64), cu_seqlens=one)
 
 
+@pytest.mark.parametrize("attention", ["nsa", "selected", "dense"])
+def test_tables_that_were_rounded_on_the_way_are_made_again(attention: str) -> None:
+    """FSDP's mixed precision casts every tensor that a layer is called with."""
+    layer = layer_of(attention).bfloat16()
+    x = torch.randn(1, 40, SIZES["dim"], dtype=torch.bfloat16)
+    rounded = RotaryTables(*(table if table is None else table.bfloat16() for table in layer.rotary_tables(x)))
+    assert torch.equal(layer(x, rotary=rounded), layer(x))
+
+
 def test_shut_queries_get_nothing_from_the_selected_branch() -> None:
     layer = layer_of("nsa")
     x = torch.randn(2, 40, DIM, dtype=torch.float64)

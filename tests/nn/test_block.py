@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from trifocal.nn import Block, DenseAttention, RMSNorm, SigmoidGate, SwiGLU
+from trifocal.nn import Block, DenseAttention, NSAttention, RMSNorm, SigmoidGate, SwiGLU
+from trifocal.testing.small_models import SMALL
 
 
 def test_norm_formula_and_types() -> None:
@@ -75,3 +76,22 @@ def test_swiglu_of_a_long_sequence_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     assert counts == [4, 4, 1]
     for one, other in zip(parts, whole, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+
+
+def test_layers_of_the_meta_device_are_reset_as_those_of_pytorch() -> None:
+    with torch.device("meta"):
+        attention = NSAttention(
+            dim=16, num_heads=2, num_kv_heads=1, head_dim=8, value_dim=8, geometry=SMALL, compressor="mlp",
+            chooser="index", qk_norm=True,
+        )  # fmt: skip
+        block = Block(attention, 16, 32)
+    block.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.fill_(torch.nan)
+    for module in block.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    for name, parameter in block.named_parameters():
+        assert parameter.isfinite().all(), name
+        assert not name.endswith("norm.weight") or (parameter == 1).all(), name

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from trifocal.nn.projection import project
 
@@ -78,3 +79,20 @@ def test_a_map_with_an_adapter_is_applied_as_it_is() -> None:
     linears = [nn.Linear(3, 3), Adapted(3, 3)]
     x = torch.randn(2, 3)
     torch.testing.assert_close(project(x, linears), [linear(x) for linear in linears])
+
+
+def test_hooks_of_a_map_run_in_training_too() -> None:
+    """Pruning makes the weight anew in a hook at each call."""
+    linears, x = [nn.Linear(3, 4), nn.Linear(3, 2)], torch.randn(2, 3, requires_grad=True)
+    prune.l1_unstructured(linears[0], "weight", amount=4)
+    called = []
+    linears[1].register_full_backward_hook(lambda *_: called.append(1))
+    with torch.no_grad():
+        linears[0].weight_orig.mul_(2)
+        expected = project(x, linears)
+    outputs = project(x, linears)
+    torch.testing.assert_close(outputs, expected)
+    torch.cat(outputs, -1).sum().backward()
+    assert called and int((linears[0].weight_orig.grad == 0).sum()) == 4
+    linears[1].forward = lambda x: x
+    assert torch.equal(project(x, linears)[1], x)

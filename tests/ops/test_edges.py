@@ -203,3 +203,13 @@ def test_tensors_without_data():
     assert o.dtype == torch.bfloat16
     o.sum().backward()
     assert all(x.grad.shape == x.shape for x in inputs)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sizes_of_a_geometry_may_be_symbols_of_a_compiler():
+    """They are where dynamic shapes are asked for and the geometry is an argument."""
+    q, k, v = (torch.randn(1, 20, heads, 8) for heads in (4, 2, 2))
+    given = (q, k, v, torch.rand(1, 20, 4, 3), cases.USUAL)
+    torch._dynamo.reset()
+    compiled = torch.compile(ops.nsa, backend="eager", dynamic=True, fullgraph=True)
+    torch.testing.assert_close(compiled(*given), ops.nsa(*given))

@@ -16,7 +16,7 @@ from tests.written_runs import TEXT, set_last_beat, write_picture, write_run
 from trifocal.errors import UserError
 from trifocal.report import summarise, write_report
 from trifocal.report.attention_charts import attention_charts
-from trifocal.report.charts import smoothed, thin
+from trifocal.report.charts import smoothed, thin, training_charts
 from trifocal.report.picture import pictures_of
 from trifocal.runlog import MetricsWriter
 from trifocal.runlog.run import read_run
@@ -433,14 +433,28 @@ def test_a_phone_stacks_charts_and_scrolls_wide_tables_sideways(make_run: MakeRu
     assert browser.evaluate(table) == [True, True]
     broken = "[...document.querySelectorAll('#side-by-side td')].filter((cell) => cell.clientHeight > 60).length"
     assert browser.evaluate(broken) == 0, "no cell is squeezed into a column of letters"
+    with MetricsWriter(runs[0] / "metrics.jsonl") as metrics:
+        metrics.event(300, "note", f"dump in {'/a_folder' * 9}/dumps/step_00000300")
+    browser.open(write_report(runs[:1]), width=390)
+    table = (
+        "[...document.querySelectorAll('.tight')].map((table) => table.parentElement).filter((box) => box.scrollWidth"
+    )
+    assert browser.evaluate(f"{table} > box.clientWidth).length") == 0, "a long path of an event is broken"
     assert browser.problems == []
+
+
+def test_one_point_is_a_dot_and_not_an_empty_chart(make_run: MakeRun) -> None:
+    charts = training_charts([read_run(make_run(steps=10))])
+    curves = [trace for chart in charts for trace in chart.traces if trace["type"] == "scatter"]
+    assert len(curves) > 5 and all(trace["x"] == [10] and "markers" in trace["mode"] for trace in curves)
+    assert all("markers" not in t["mode"] for t in training_charts([read_run(make_run("more", steps=50))])[1].traces)
 
 
 def test_a_stopped_run_is_not_a_finished_one(make_run: MakeRun) -> None:
     run = make_run(steps=300)
     set_last_beat(run, status="stopped", step=300)
     assert marks(run)[1] == "watch" and "It was stopped at step 300" in words(run)
-    assert f"Go on to its last step: trifocal train --resume {run}." in words(run)
+    assert f"trifocal train --resume {run} goes on to its last step." in words(run)
 
 
 def test_a_dead_rank_and_waiting_for_data_are_said(make_run: MakeRun) -> None:
@@ -448,7 +462,13 @@ def test_a_dead_rank_and_waiting_for_data_are_said(make_run: MakeRun) -> None:
     totals = {"data": 500.0, "forward": 50.0, "backward": 50.0}
     set_last_beat(run, pid=2**22 + 5, unix_time_seconds=1.7e9, total_seconds=totals)
     assert marks(run)[1] == "bad" and "Rank 0 is dead" in words(run)
-    assert marks(run)[3] == "bad" and f"trifocal train --resume {run}" in words(run)
+    begin = f"Fix the cause; it has no checkpoint: trifocal train {run}/config.toml --overwrite begins again."
+    assert marks(run)[3] == "bad" and begin in words(run)
+    (run / "checkpoints" / "step_00000300").mkdir(parents=True)
+    assert f"Fix the cause; trifocal train --resume {run} goes on from the last checkpoint." in words(run)
+    set_last_beat(run, status="failed", step=300)
+    assert "Rank 0 has failed at step 300" in words(run)
+    set_last_beat(run, pid=2**22 + 5, unix_time_seconds=1.7e9, total_seconds=totals)
     assert "summary.md" not in words(run)
     (run / "dumps" / "lost_step_00000300").mkdir(parents=True)
     (run / "dumps" / "lost_step_00000300" / "summary.md").write_text("# Rank 0 stops")
@@ -461,8 +481,10 @@ def test_time_by_phase_adds_up_over_resumes(make_run: MakeRun) -> None:
     before = read_run(run).phase_seconds()
     set_last_beat(run, pid=1, status="running", total_seconds={"forward": 5.0})
     set_last_beat(run, pid=1, status="finished", total_seconds={"forward": 7.0, "data": 1.0})
+    # In a new container of the same name, with the same id.
+    set_last_beat(run, pid=1, process_start=5, total_seconds={"forward": 30.0})
     after = read_run(run).phase_seconds()
-    assert after["forward"] == before["forward"] + 7.0
+    assert after["forward"] == before["forward"] + 7.0 + 30.0
     assert after["data"] == before["data"] + 1.0
 
 
@@ -484,3 +506,5 @@ def test_smoothing_keeps_straight_lines_and_does_not_lag() -> None:
     noisy = [float(index % 2) for index in range(300)]
     assert max(smoothed(noisy)[5:-5]) < 0.6
     assert smoothed([]) == []
+    few = [6.0, 3.9, 3.2, 3.4, 2.8]
+    assert smoothed(few) == pytest.approx(few), "no curve that few points do not have"

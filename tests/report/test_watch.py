@@ -18,6 +18,7 @@ from tests.children import environment
 from tests.written_runs import set_last_beat
 from trifocal.cli import main
 from trifocal.cli.console import SafeConsole
+from trifocal.report import live_view
 from trifocal.report.live_view import SilenceClock, curve, remaining_seconds, render, verdicts
 from trifocal.runlog import MetricsWriter
 from trifocal.runlog.run import read_run
@@ -47,6 +48,20 @@ def test_one_look_shows_what_matters(make_run: MakeRun) -> None:
     ):
         assert part in text, part
     assert "saved checkpoints/step_500" in text
+
+
+def test_an_end_has_no_eta_and_one_row_no_curve(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(steps=500)
+    (run / "config.toml").write_text((run / "config.toml").read_text().replace("steps = 500", "steps = 900"))
+    # The rows were written at once.
+    monkeypatch.setattr(live_view, "remaining_seconds", lambda run: 60.0)
+    set_last_beat(run, unix_time_seconds=time.time(), status="running", interval_seconds=600.0)
+    assert "500/900  ETA" in shown(run)
+    for status in ("stopped", "failed"):
+        set_last_beat(run, unix_time_seconds=time.time(), status=status)
+        assert "500/900" in shown(run) and "ETA" not in shown(run)
+    text = shown(make_run("one", steps=10))
+    assert " nats per token" in text and "highest" not in text
 
 
 def test_clocks_that_are_off_neither_kill_nor_revive(make_run: MakeRun) -> None:
@@ -143,6 +158,11 @@ def test_the_time_left_follows_the_pace(make_run: MakeRun) -> None:
     run.heartbeats = {}
     run.rows = [{"kind": "train", "step": step, "unix_time_seconds": 1e9 + 2.0 * step} for step in range(10, 101, 10)]
     assert remaining_seconds(run) == pytest.approx(600.0)
+    # A day later it goes on, three times as fast.
+    day = 1e9 + 86400
+    run.rows.append({"kind": "event", "name": "resumed", "step": 100, "unix_time_seconds": day})
+    run.rows += [{"kind": "train", "step": 100 + n, "unix_time_seconds": day + 2 / 3 * n} for n in (1, 9)]
+    assert remaining_seconds(run) == pytest.approx((400 - 109) * 2 / 3)
     run.rows = run.rows[:1]
     assert remaining_seconds(run) is None
 

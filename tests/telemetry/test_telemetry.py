@@ -311,6 +311,29 @@ def test_alarms_are_events_once_and_end(tmp_path: Path) -> None:
     assert len(read_metrics(tmp_path / "metrics.jsonl", "telemetry")) == 12
 
 
+def test_alarms_go_on_over_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None begins twice, and a fall is one from the best of the whole run; a look without figures ends nothing."""
+    (row, *_) = AttentionTelemetry(model_of()).measure(torch.arange(LENGTH)[None] % 64)
+    closed = {"gate_mean_cmp": 0.01}
+    best, worst = ({"choice_recall": recall, "recall_by_chance": 0.1} for recall in (0.9, 0.2))
+    unknown = {"choice_recall": None, "recall_by_chance": None}
+    looks = [*[best | closed] * 5, *[worst | closed] * 4, worst, unknown]
+    names = []
+    for resumed in (False, True):
+        telemetry = AttentionTelemetry(model_of())
+        path = tmp_path / f"metrics{resumed}.jsonl"
+        with MetricsWriter(path) as metrics:
+            for step, look in enumerate(looks):
+                if resumed:
+                    telemetry = AttentionTelemetry(model_of())
+                    telemetry.go_on([{"step": 0, "layer": 0, "other": "form"}, *read_metrics(path, "telemetry")])
+                monkeypatch.setattr(telemetry, "measure", lambda *_, look=look, **__: [row | look])
+                telemetry.log(metrics, step, torch.zeros(1, 1))
+        names.append([(event["step"], event["name"]) for event in read_metrics(path, "event")])
+    assert names[0] == [(0, "gate_closed"), (7, "choice_recall_fell"), (9, "gate_closed_over")]
+    assert names[1] == names[0]
+
+
 def test_gates_that_are_no_numbers_raise_nothing(tmp_path: Path) -> None:
     """The update before the look may have been one too far; the loss tells so, the look must not end the run first."""
     telemetry = AttentionTelemetry(model_of())

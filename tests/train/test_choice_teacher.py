@@ -176,6 +176,15 @@ def test_a_resumed_run_teaches_the_same(tmp_path: Path, only: str) -> None:
     assert [row["choice_recall"] for row in read_metrics(run / "metrics.jsonl", "train")] == recalls
 
 
+def test_what_is_trained_cannot_change_within_a_run(tmp_path: Path) -> None:
+    """The moments of everything else would be lost, or lack."""
+    flags = (*INDEX, "--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0", "--train.steps", "2")
+    train(make_config(tmp_path, *flags))
+    longer = make_config(tmp_path, *flags, "--train.steps", "3", "--train.only", "chooser")
+    with pytest.raises(UserError, match=r'train\.only is "all" in .* and "chooser" here, .* \(--model\.from .* NEW\)$'):
+        resume(tmp_path / "run", config=longer)
+
+
 @pytest.mark.parametrize(("model", "weight"), [((), "0.0"), (INDEX, "1.0")])
 def test_a_run_that_was_saved_with_numbers_goes_on(tmp_path: Path, model: tuple[str, ...], weight: str) -> None:
     """Earlier versions saved the weight itself, and a factor of 1."""

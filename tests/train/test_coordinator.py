@@ -1,14 +1,19 @@
 """When processes agree: a step ahead, so that no step waits for it."""
 
+import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from trifocal.data import Batch
-from trifocal.distributed import DistributedContext
+from trifocal.distributed import DistributedContext, PeerLost
 from trifocal.errors import UserError
+from trifocal.runlog import Heartbeat
+from trifocal.train import coordinator
 from trifocal.train.coordinator import StepCoordinator
 from trifocal.train.stop import StopSignals
 
@@ -113,3 +118,38 @@ def test_data_that_fail_are_reported_before_their_own_step(events: list[str]) ->
     assert next_step(company, loader, signals).position == {"read": 1}
     with pytest.raises(UserError, match="no more"):
         next_step(company, loader, signals)
+
+
+def test_a_library_goes_on_for_sentences_and_the_line_has_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NobodyIsLost(contextlib.nullcontext[None]):
+        def __init__(self, *_: object, **__: object) -> None:
+            super().__init__()
+
+        def explain(self) -> None: ...
+
+        def notes(self) -> dict[int, Any]:
+            return {}
+
+        def table(self) -> str:
+            return "rank 1: forward for 1 s at step 7"
+
+    monkeypatch.setattr(coordinator, "PeerMonitor", NobodyIsLost)
+    company, heartbeat = StepCoordinator(DistributedContext(0, 2)), Heartbeat(Path(os.devnull))
+    sentences: list[str] = []
+    with (
+        pytest.raises(PeerLost) as lost,
+        company.watched(heartbeat, tmp_path, 1.0, lambda name, sentence, severity: sentences.append(sentence)),
+    ):
+        raise RuntimeError(
+            "[gloo/pair.cc:537] Connection reset by peer. This is typically caused by a remote worker hanging. GLHF! 🏖️"
+        )
+    assert (
+        sentences
+        == [str(lost.value)]
+        == [
+            "an exchange with the other processes failed: [gloo/pair.cc:537] Connection reset by peer; the others: "
+            "rank 1: forward for 1 s at step 7"
+        ]
+    )

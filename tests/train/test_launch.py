@@ -18,6 +18,7 @@ from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
 from trifocal.runlog.run import read_run
 from trifocal.runlog.stalls.verdict import judge
+from trifocal.telemetry import attention_telemetry
 from trifocal.train import RunConfig, load_config, resume, train
 from trifocal.train.checkpoint.manifest import describe_files, verify_checkpoint, write_manifest
 from trifocal.train.checkpoint.random_state import random_state, restore_random_state, seed_everything
@@ -193,6 +194,24 @@ def test_a_finished_run_goes_on_to_more_steps(tmp_path: Path, capsys: pytest.Cap
     assert load_config(tmp_path / "run" / "config.toml").train.steps == 8
     with pytest.raises(UserError, match=r"of step 8, past train\.steps 6"):
         resume(tmp_path / "run", config=config)
+
+
+def test_an_alarm_that_is_on_does_not_begin_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_telemetry, "CLOSED_GATE", 1.0)
+    flags = ("--log.telemetry_interval_steps", "2", "--evaluate.interval_steps", "0")
+    train(make_config(tmp_path, *flags, "--train.steps", "2"))
+    assert resume(tmp_path / "run", config=make_config(tmp_path, *flags, "--train.steps", "4")).finished
+    events = read_metrics(tmp_path / "run" / "metrics.jsonl", "event")
+    assert [row["step"] for row in events if row["name"] == "gate_closed"] == [2] * 6, "three branches, two layers"
+
+
+def test_tokens_are_counted_by_the_batch_of_each_step(tmp_path: Path) -> None:
+    nothing = ("--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0", "--train.micro_batch_size", "1")
+    train(make_config(tmp_path, "--train.steps", "2", *nothing))
+    larger = make_config(tmp_path, "--train.steps", "4", "--train.global_batch_size", "6", *nothing)
+    assert resume(tmp_path / "run", config=larger).finished
+    seen = [row["tokens_seen"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "train")]
+    assert seen == [4 * 32, 8 * 32, 14 * 32, 20 * 32]
 
 
 def test_a_resumed_run_takes_the_optimizer_s_hyperparameters_from_its_configuration(

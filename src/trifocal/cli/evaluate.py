@@ -44,10 +44,10 @@ _NO_COLUMNS = ("task", "length", "status", "source")
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 _LINE_SECONDS = 5.0
 _TITLES = {
-    "loss": "Loss on validation data",
-    "position": "Loss by position in the document",
+    "loss": "Loss on validation data, nats per token",
+    "position": "Loss by position in the document, nats per token",
     "choice": "Recall of the choice: its mass of full attention on free blocks, as a share of the exact choice's",
-    "choice_distance": "The same by distance, in tokens back",
+    "choice_distance": "The same by distance, in tokens back; above 1 where the exact choice takes less",
     "needle": "Needles found, by depth",
     "recall": "Recall of values by their key",
     "recall_distance": "Recall by distance of the key, in tokens",

@@ -11,11 +11,10 @@ from rich.live import Live
 from trifocal.cli.console import SafeConsole
 from trifocal.errors import UserError
 from trifocal.paths import user_path
-from trifocal.report.live_view import SilenceClock, render, verdicts
+from trifocal.report.live_view import OVER, SilenceClock, render, verdicts
 from trifocal.runlog.run import read_run
 from trifocal.train.config.load import parse_arguments
 
-_OVER = {"finished", "stopped", "failed", "dead"}
 _TROUBLE = {"stalled", "failed", "dead"}
 
 
@@ -55,7 +54,7 @@ def run(args: Sequence[str]) -> int:
                     picture = render(watched, width=console.width, silences=silences)
                     live.update(picture, refresh=True)
                     states = {verdict.state for verdict in verdicts(watched, silences=silences).values()}
-                    if states and states <= _OVER:
+                    if states and states <= OVER:
                         break
                     time.sleep(options.interval_seconds)
                     watched = read_run(directory, live=True)

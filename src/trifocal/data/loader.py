@@ -190,9 +190,11 @@ class Loader:
                 "of trifocal that saved the checkpoint, or start a new run"
             )
         saved = state["settings"]
-        differ = [key for key in self._settings if saved.get(key) != self._settings[key]]
+        pairs = {key: (saved.get(key, ""), value) for key, value in self._settings.items()}
+        differ = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
         if differ:
-            values = ", ".join(f"{key} {saved.get(key)} -> {self._settings[key]}" for key in differ)
+            shown = {key: ["none" if value == "" else value for value in pair] for key, pair in differ.items()}
+            values = ", ".join(f"{key} {before} -> {now}" for key, (before, now) in shown.items())
             raise UserError(
                 f"the data position belongs to {state['source']}, this run reads {self.name}: {values}; resume with "
                 "the saved values"
@@ -358,6 +360,9 @@ def make_loader(
             "data.shuffle_sequences": config.shuffle_sequences,
             "data.streams": len(streams),
         }
+        if parse_source(config.source).kind in ("hf", "fineweb-edu"):
+            # With no split of its own, validation would be on text that was trained on.
+            settings["data.validation_split"] = config.validation_split
     return Loader(
         streams,
         config,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from trifocal.data.sources.base import fingerprint
 from trifocal.data.sources.chats import Chat, render_chat, render_prompt
-from trifocal.errors import UserError, one_line
+from trifocal.errors import UserError, first_sentence, one_line
 from trifocal.paths import read_small_file, user_path
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -33,6 +33,8 @@ _MOST_BYTES = 1 << 28
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # Usual names of the token that ends a document, the most explicit first.
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "<|end_of_document|>", "<eos>", "</s>", "[SEP]", "[EOS]")
+# In training; a model that is served has the tokenizer of its training.
+_ANOTHER = "set data.tokenizer to a folder that has one, such as the model's own"
 
 
 class ChatTokens(NamedTuple):
@@ -109,13 +111,11 @@ class ByteTokenizer:
 
     def encode_chat(self, messages: Chat) -> ChatTokens:
         """Bytes have no chat template."""
-        raise UserError(
-            "tokenizer bytes has no chat template; give data.tokenizer one that has, such as the model's own"
-        )
+        raise UserError(f"{_no_template(self.name)}; {_ANOTHER}")
 
     def encode_prompt(self, messages: Chat) -> NDArray[np.int32]:
         """Bytes have no chat template."""
-        return self.encode_chat(messages).tokens
+        raise UserError(_no_template(self.name))
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of bytes, without ids above 255."""
@@ -216,6 +216,8 @@ class HuggingFaceTokenizer:
 
     def encode_chat(self, messages: Chat) -> ChatTokens:
         """The tokens of a chat, by the template."""
+        if not self._chat_template:
+            raise UserError(f"{_no_template(self.name)}; {_ANOTHER}")
         chat = render_chat(*self._template_of(messages))
         encoding = self._encode_rendered(chat.text)
         starts, ends = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
@@ -231,7 +233,7 @@ class HuggingFaceTokenizer:
 
     def _template_of(self, messages: Chat) -> tuple[str, Chat, dict[str, str], str]:
         if not self._chat_template:
-            raise UserError(f"tokenizer {self.name} has no chat template; set data.tokenizer to a folder that has one")
+            raise UserError(_no_template(self.name))
         names = {key: text for key, value in self._config.items() if (text := _text_of_token(value)) and "token" in key}
         return self._chat_template, messages, names, self.name
 
@@ -310,6 +312,10 @@ def _byte_vocabulary(separator: int) -> dict[str, Any]:
         "decoder": decoder,
         "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
     }
+
+
+def _no_template(name: str) -> str:
+    return f"tokenizer {name} has no chat template"
 
 
 def make_tokenizer(name: str, *, separator: str = "") -> Tokenizer:
@@ -403,11 +409,16 @@ def _download(name: str) -> Path:
         import huggingface_hub
     except ImportError:
         raise UserError(f"tokenizer {name} needs an extra: pip install 'trifocal[data]'") from None
+    advice = "use bytes, or give the path of a tokenizer.json"
     try:
         files = [TOKENIZER_FILE, CONFIG_FILE, TEMPLATE_FILE]
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
+    except huggingface_hub.errors.RepositoryNotFoundError as error:
+        raise UserError(
+            f"tokenizer {name}: there is no such file, and the hub shows no such repository; {advice}"
+        ) from error
     except Exception as error:  # The library raises many kinds of errors, those of the HTTP client too.
         raise UserError(
             f"tokenizer {name}: there is no such file, and neither the hub nor its cache on this machine answers "
-            f"({one_line(error)}); use bytes, or give the path of a tokenizer.json"
+            f"({first_sentence(error)}); {advice}"
         ) from error

@@ -79,8 +79,10 @@ class PeerMonitor:
         self._explaining = threading.Event()
         self._thread = threading.Thread(target=self._run, name="trifocal-peers", daemon=True)
 
-    def explain(self, error: Exception) -> PeerLost | None:
+    def explain(self) -> PeerLost | None:
         """Name the process at fault for a failed collective: wait until one is known to be lost.
+
+        The library's own error is left out: it is long, and follows from the loss.
 
         Returns:
             The error to raise instead; None if no other process is lost.
@@ -91,7 +93,7 @@ class PeerMonitor:
         deadline = time.monotonic() + self._silence_seconds + 2 * _INTERVAL_SECONDS
         while time.monotonic() < deadline:
             if sentence := self._look():
-                return PeerLost(f"{sentence}; rank {self._processes.rank} stops too ({one_line(error)})")
+                return PeerLost(f"{sentence}; rank {self._processes.rank} stops too")
             time.sleep(_INTERVAL_SECONDS / 4)
         self._explaining.clear()
         return None

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from trifocal.hf.cached_attention import LayerPast, NewTokens
-from trifocal.hf.layer_cache import NO_GRADIENTS, TrifocalLayer
+from trifocal.hf.layer_cache import NO_GRADIENTS, SLACK, TrifocalLayer
 from trifocal.hf.row_layout import RowLayout, real_tokens
 from trifocal.inference.cached_attention import tables_of_layers
 from trifocal.inference.paged_cache import PAGE_SIZE, page_size_of
@@ -79,6 +79,7 @@ def cached_tokens(
     for layer in layers:
         layer.lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
         layer.slots = slots + num_new
+        layer.spare = min(SLACK, layer.spare + min(counts))
 
 
 def _layers(cache: Any, config: ModelConfig) -> list[TrifocalLayer]:

@@ -20,7 +20,7 @@ from trifocal.ops.geometry import LARGEST_SIZE
 LAYER_TYPE = "trifocal"
 NO_GRADIENTS = "caches are for decoding without gradients: use torch.no_grad() from the first token on"
 SLACK = 64
-"""Tokens that the rings hold beyond what is read, so that as many can be taken back."""
+"""Tokens that the rings hold beyond what is read, so that as many can be taken back before others come."""
 
 
 class TrifocalLayer(DynamicLayer):
@@ -31,6 +31,7 @@ class TrifocalLayer(DynamicLayer):
     Attributes:
         lengths: Tokens of each row, without padding.
         slots: Columns of the batch that it has seen, with padding.
+        spare: Tokens that can still be taken back.
         pages, rings: [B, pages, *] and [B, *] by name; see `trifocal.inference.paged_cache.layer_shapes`.
         tables: Rotary tables of each layer, kept by the first one.
     """
@@ -44,7 +45,7 @@ class TrifocalLayer(DynamicLayer):
     def reset(self) -> None:
         """Forget everything."""
         self.lengths: list[int] = []
-        self.slots = 0
+        self.slots, self.spare = 0, SLACK
         self.pages: dict[str, Tensor] = {}
         self.rings: dict[str, Tensor] = {}
         self.tables: list[LayerTables] = []
@@ -95,17 +96,18 @@ class TrifocalLayer(DynamicLayer):
         """Nothing: the first tokens say what is kept."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens of every row; a negative number of at most 64.
+        """Take back the last tokens of every row: a negative number of at most 64, in all crops since as many came.
 
         Raises:
             ValueError: If it is another number.
         """
-        if not -SLACK <= tokens_to_remove <= 0:
-            raise ValueError(f"crop takes a negative number of at most {SLACK} tokens, got {tokens_to_remove}")
+        if not -self.spare <= tokens_to_remove <= 0:
+            raise ValueError(f"crop takes a negative number of at most {self.spare} tokens, got {tokens_to_remove}")
         if -tokens_to_remove > min(self.lengths, default=0):
             raise ValueError(f"crop cannot take {-tokens_to_remove} tokens of rows of {min(self.lengths, default=0)}")
         self.lengths = [length + tokens_to_remove for length in self.lengths]
         self.slots += tokens_to_remove
+        self.spare += tokens_to_remove
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` was."""

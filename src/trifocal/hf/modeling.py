@@ -180,13 +180,16 @@ class TrifocalModel(TrifocalPreTrainedModel):
         """Padding and documents of embedded tokens [B, T, E]; arguments as of `forward`."""
         if torch.compiler.is_exporting():
             return traced_layout(attention_mask, position_ids, x)
-        longest = packing.get("max_length_q")
+        longest, boundaries = packing.get("max_length_q"), packing.get("cu_seq_lens_q")
+        of_keys = packing.get("cu_seq_lens_k")
+        if not (boundaries is None or of_keys is None or boundaries.is_cuda or torch.equal(boundaries, of_keys)):
+            raise ValueError("cu_seq_lens_k must be equal to cu_seq_lens_q: a document's queries see its own keys")
         return row_layout(
             (x.shape[0], x.shape[1]),
             x.device,
             attention_mask,
             position_ids,
-            packing.get("cu_seq_lens_q"),
+            boundaries,
             longest if isinstance(longest, int) else None,
         )
 
@@ -353,6 +356,9 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
 
 class TrifocalForSequenceClassification(GenericForSequenceClassification, TrifocalPreTrainedModel):  # type: ignore[misc]
     """The decoder with a score for each label at the last token that is not padding: a reward model has one label."""
+
+    # Its loss is a mean over the rows: the trainer divides it by the number of accumulated batches.
+    accepts_loss_kwargs = False
 
 
 def _refuse(kwargs: dict[str, Any], **impossible: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trifocal.ops import Documents
+from trifocal.ops.layout import check_boundaries
 
 
 class RowLayout(NamedTuple):
@@ -64,14 +65,15 @@ def row_layout(
         position_ids: Each token's position in its document, [B, T] or [1, T]; it restarts at 0 where a document
             begins. None: every row is one document.
         boundaries: First token of each document and, last, the number of tokens, [documents + 1], in a batch of one
-            row; read where there are no position_ids, or on a GPU where there is no mask.
+            row. On a GPU without a mask they alone are read; else they must agree with position_ids.
         longest: No document between `boundaries` has more tokens.
 
     Returns:
         None if every row is one document without padding.
 
     Raises:
-        ValueError: If the mask has holes or a row without tokens, or positions do not count from 0 in each document.
+        ValueError: If the mask has holes or a row without tokens, or positions do not count from 0 in each document,
+            or boundaries do not fit them.
     """
     if boundaries is not None and shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q needs a batch of one row, got {shape[0]} rows")
@@ -80,10 +82,15 @@ def row_layout(
         return RowLayout(None, documents, shape)
     mask = real_tokens(attention_mask, shape)
     starts = _row_starts(mask)
-    if position_ids is not None:
-        starts = starts | _document_starts(position_ids, mask, starts)
-    elif boundaries is not None:
-        starts = starts.index_fill(1, boundaries.cpu()[:-1].long(), True) & mask
+    found = [] if position_ids is None else [starts | _document_starts(position_ids, mask, starts)]
+    if boundaries is not None:
+        boundaries = boundaries.cpu()
+        check_boundaries(boundaries, shape[1], "cu_seq_lens_q")
+        found.append(starts.index_fill(1, boundaries[:-1].long(), True) & mask)
+    if found:
+        starts = found[0]
+        if not torch.equal(starts, found[-1]):
+            raise ValueError("position_ids and cu_seq_lens_q begin documents at different tokens: give one of them")
     if bool(mask.all()) and int(starts.sum()) == shape[0]:
         return None
     places = mask.flatten().nonzero()[:, 0]

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.parametrize import is_parametrized
 
+from trifocal.errors import UserError
 from trifocal.inference import products as pytorch_products
 from trifocal.inference.cached_attention import LayerTables, Projected, attention_rule
 from trifocal.inference.prefill import Chunk
@@ -21,12 +23,15 @@ from trifocal.nn import Block, NSAttention, RMSNorm
 from trifocal.nn.attention_base import AttentionBase
 from trifocal.nn.chooser import IndexHeads
 from trifocal.nn.gate import NUM_BRANCHES
+from trifocal.nn.norm import AllHeadsRMSNorm
 from trifocal.nn.projection import ALIGNMENT
 from trifocal.ops import DecodeBatch, Geometry
 from trifocal.ops.decode import linear as decode_products
 from trifocal.ops.decode.caches import Compress
 from trifocal.ops.decode.int8 import Weight, WeightType, quantize
 from trifocal.ops.decode.linear import Norm, Residual
+
+_READ: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding, RMSNorm, AllHeadsRMSNorm)
 
 
 class CachedLayer:
@@ -166,6 +171,20 @@ def _prepared_linear(
         return weight, None
     biases = [joined.new_zeros(x.out_features) if x.bias is None else whole(x.bias) for x in linears]
     return weight, functional.pad(torch.cat(biases), (0, padding)).to(dtype)
+
+
+def check_plain(model: DecoderLM) -> None:
+    """Raise UserError unless the weights of the layers say all that they compute."""
+    for name, module in model.named_modules():
+        if not isinstance(getattr(module, "weight", None), Tensor):
+            continue
+        forwards = [kind.forward for kind in _READ if isinstance(module, kind)]
+        own = "weight" in module._parameters or is_parametrized(module, "weight")
+        if not own or "forward" in module.__dict__ or type(module).forward not in forwards:
+            raise UserError(
+                f"decoding reads weights alone, but {name} computes more than a layer with its weight: merge adapters "
+                "into the weights, and remove hooks that make these"
+            )
 
 
 def prepared_weight(weight: Tensor, dtype: torch.dtype, weights: WeightType) -> Weight:

@@ -20,7 +20,7 @@ from torch import Tensor
 from trifocal.errors import UserError
 from trifocal.inference import products
 from trifocal.inference.cached_attention import tables_of_layers
-from trifocal.inference.cached_layers import CachedLayer, copied, normed, prepared_weight
+from trifocal.inference.cached_layers import CachedLayer, check_plain, copied, normed, prepared_weight
 from trifocal.inference.paged_cache import HostCopy, PagedCache, decode_geometry, page_size_of
 from trifocal.inference.pages import OutOfPages, PageAllocator, PageTable
 from trifocal.inference.prefill import Chunk
@@ -110,7 +110,8 @@ class CachedModel:
         cache: The tensors.
 
     Raises:
-        UserError: If the model's choice of blocks is a control of training, random or exact.
+        UserError: If the model's choice of blocks is a control of training, random or exact; or a layer computes more
+            than a product with its weight, as adapters do. Other hooks of the model are not run.
         ValueError: If a number is under 1, or the weights are of no known kind.
     """
 
@@ -142,6 +143,7 @@ class CachedModel:
         config = model.config
         if config.undecodable:
             raise UserError(config.undecodable)
+        check_plain(model)
         self.config, self.max_sequences, self.max_length = config, max_sequences, max_length
         self.device = model.embedding.weight.device
         self.dtype = dtype or product_type(model)

@@ -111,7 +111,7 @@ class NSAttention(ChoosingAttention):
         if dropped is not None:
             # Of three branches, the second.
             gates = gates.masked_fill(nn.functional.pad(dropped[..., None, None], (1, 1)), 0.0)
-        rotary = rotary or self.rotary_tables(x, documents, own)
+        rotary = self._exact_tables(rotary, x, documents, own)
         # Compressed keys are made of unrotated ones. Shared keys are rotated once.
         q, *rotated = (rotate(states, rotary.cos, rotary.sin) for states in (q, *keys[-2:]))
         (raw, *gathered), index, taught = self._gathered(x, [keys[0], *rotated, *values], heads, rotary, lesson, own)
@@ -169,7 +169,7 @@ class DenseAttention(AttentionBase):
         q, [k], [v], _ = self._project(x)
         if cache is not None:
             return self.o_proj(cache.attend(self, q, [k], [v]).flatten(2))
-        rotary = rotary or self.rotary_tables(x, documents, own)
+        rotary = self._exact_tables(rotary, x, documents, own)
         q, k = (rotate(states, rotary.cos, rotary.sin) for states in (q, k))
         if own is not None:
             k, v = own.shard.gather((k, v))

@@ -21,6 +21,8 @@ from trifocal.ops.validation import check_geometry, check_rank, check_whole_numb
 
 INDEX_DIM = 64
 """Di, width of an index query or key."""
+INPUT_MAPS = (".q_proj", ".k_proj", ".v_proj", ".gate.proj", ".index.query_proj", ".index.key_proj")
+"""Ends of the names of an attention's maps that are one product in training; see `trifocal.nn.projection`."""
 
 
 class RotaryTables(NamedTuple):
@@ -175,6 +177,14 @@ class AttentionBase(nn.Module):
             of_blocks = 0 if lengths is None else lengths[layout.ids.clamp(min=0)]
             cos, sin = tables(layout.starts, self.head_dim, of_blocks)
         return found._replace(cos_cmp=cos, sin_cmp=sin)
+
+    def _exact_tables(
+        self, given: RotaryTables | None, x: Tensor, documents: Documents | None, own: OwnTokens | None
+    ) -> RotaryTables:
+        """The given tables, or new ones where there are none or others are rounded, as FSDP rounds a layer's inputs."""
+        if given is None or given.cos.dtype.itemsize < torch.promote_types(x.dtype, torch.float32).itemsize:
+            return self.rotary_tables(x, documents, own)
+        return given
 
     def _project(
         self, x: Tensor, *others: nn.Linear, apart: Sequence[nn.Linear] = ()

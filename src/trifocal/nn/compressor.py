@@ -59,6 +59,10 @@ class MLPCompressor(nn.Module):
         self.positions = nn.Parameter(torch.empty(geometry.compression_block_size, features))
         self.up_proj = nn.Linear(geometry.compression_block_size * features, hidden, bias=False)
         self.down_proj = nn.Linear(hidden, features, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the positions and W2, also where φ was made on the meta device."""
         nn.init.normal_(self.positions, std=0.02)
         nn.init.normal_(self.down_proj.weight, std=0.02)
 

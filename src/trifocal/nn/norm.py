@@ -20,6 +20,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
 
+    def reset_parameters(self) -> None:
+        """Set the weight to 1, also where the norm was made on the meta device."""
+        nn.init.ones_(self.weight)
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., dim] -> [..., dim], in autocast's type where it is on, else in the type of `x`."""
         exact = torch.promote_types(x.dtype, torch.float32)

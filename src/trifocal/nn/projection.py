@@ -17,9 +17,9 @@ def project(
 
     In training they are one product: it reads x once, and x has one gradient from it instead of a sum of several, each
     of them written and read again. The outputs are then columns of one tensor. Without gradients each map is applied
-    by itself, because decoding would copy the weights for every token; and so is each if one of them is not PyTorch's
-    own `Linear`: an adapter around it computes more than a product with its weight. Beside maps `apart`, frozen ones
-    are too: as columns of a product with a gradient they would ask for one.
+    by itself, because decoding would copy the weights for every token; and so is each if one of them computes more than
+    a product with its weight, as an adapter around it does, or a hook. Beside maps `apart`, frozen ones are too: as
+    columns of a product with a gradient they would ask for one.
 
     Args:
         x: [..., inputs].
@@ -32,7 +32,7 @@ def project(
         `apart`, side by side as one.
     """
     parts = parts or [1] * len(linears)
-    plain = all(type(linear) is nn.Linear for linear in (*linears, *apart))
+    plain = all(type(linear) is nn.Linear and is_plain(linear) for linear in (*linears, *apart))
     frozen = not all(linear.weight.requires_grad for linear in linears)
     if not torch.is_grad_enabled() or not plain or (apart and frozen):
         found = [part for linear, count in zip(linears, parts, strict=True) for part in linear(x).chunk(count, dim=-1)]
@@ -56,6 +56,17 @@ def project(
         output if bias is None else output + bias.to(output.dtype) for output, bias in zip(outputs, biases, strict=True)
     ]
     return [*found, last] if apart else found
+
+
+def is_plain(linear: nn.Module) -> bool:
+    """Whether a call of a module is the forward of its class and nothing else: no other one in its place, no hooks."""
+    hooks = (
+        linear._forward_pre_hooks,
+        linear._forward_hooks,
+        linear._backward_pre_hooks,
+        linear._backward_hooks,
+    )
+    return "forward" not in linear.__dict__ and not any(hooks)
 
 
 class _PartlyDetached(torch.autograd.Function):

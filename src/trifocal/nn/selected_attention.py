@@ -62,7 +62,7 @@ class SelectedAttention(ChoosingAttention):
             index = None if heads is None else split_heads(heads)
             return self.o_proj(cache.attend(self, q, [k], [v], index=index).flatten(2))
         raw = [k.detach()] if selected_blocks is None and self.chooser == "compressed" else []
-        rotary = rotary or self.rotary_tables(x, documents, own)
+        rotary = self._exact_tables(rotary, x, documents, own)
         q, k = (rotate(states, rotary.cos, rotary.sin) for states in (q, k))
         (k, v, *raw), index, taught = self._gathered(x, [k, v, *raw], heads, rotary, lesson, own)
         k_cmp = None

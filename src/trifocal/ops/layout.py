@@ -93,21 +93,21 @@ class Documents(NamedTuple):
         return self._replace(cu_seqlens=moved(self.cu_seqlens), ids=moved(self.ids), positions=moved(self.positions))
 
 
-def check_boundaries(cu_seqlens: Tensor, num_tokens: int) -> None:
+def check_boundaries(cu_seqlens: Tensor, num_tokens: int, name: str = "cu_seqlens") -> None:
     """Raise ValueError unless these are boundaries of documents of `num_tokens` tokens; reads them on the host."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         given = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise ValueError(f"cu_seqlens must be a tensor of int32 or int64, got {given}")
+        raise ValueError(f"{name} must be a tensor of int32 or int64, got {given}")
     if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2:
-        raise ValueError(f"cu_seqlens must have the shape [documents + 1], got {list(cu_seqlens.shape)}")
+        raise ValueError(f"{name} must have the shape [documents + 1], got {list(cu_seqlens.shape)}")
     boundaries = cu_seqlens.tolist()
     if boundaries[0] != 0:
-        raise ValueError(f"cu_seqlens must start at 0, got {boundaries[0]}")
+        raise ValueError(f"{name} must start at 0, got {boundaries[0]}")
     if boundaries[-1] != num_tokens:
-        raise ValueError(f"cu_seqlens must end at the number of tokens, {num_tokens}, got {boundaries[-1]}")
+        raise ValueError(f"{name} must end at the number of tokens, {num_tokens}, got {boundaries[-1]}")
     for document, (start, end) in enumerate(itertools.pairwise(boundaries)):
         if end <= start:
-            raise ValueError(f"cu_seqlens must increase, but document {document} goes from {start} to {end}")
+            raise ValueError(f"{name} must increase, but document {document} goes from {start} to {end}")
 
 
 def pad_boundaries(cu_seqlens: Tensor, num_tokens: int, documents: int = 0) -> Tensor:

@@ -113,6 +113,9 @@ def flat(args: tuple[Any, ...]) -> list[Any]:
     return found
 
 
+_NAMES_OF_SIZES = [field.name for field in fields(Geometry)]
+
+
 @functools.cache
 def _geometry(sizes: tuple[int, ...]) -> Geometry:
     return Geometry(*sizes)
@@ -170,7 +173,8 @@ def _attention_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor
 
 
 def _num_selected(sizes: list[int]) -> int:
-    return Geometry(*sizes).num_selected_blocks
+    # Not by a Geometry: a compiler with dynamic shapes may give symbols, which that refuses.
+    return sizes[_NAMES_OF_SIZES.index("num_selected_blocks")]
 
 
 def _index_loss_results(q_idx: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:

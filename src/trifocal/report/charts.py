@@ -105,7 +105,8 @@ def _gradient_norm(runs: list[Run]) -> Chart:
 def _throughput(runs: list[Run]) -> Chart:
     traces = _with_trend(_of_each(runs, "tokens_per_second"))
     layout = _axes("tokens/s", from_zero=True) | {"showlegend": len(runs) > 1}
-    return Chart("throughput", "Throughput", "All ranks together. Dips are pauses.", traces, layout)
+    caption = "All ranks together, in training steps alone."
+    return Chart("throughput", "Throughput", caption, traces, layout)
 
 
 def _utilisation(runs: list[Run]) -> Chart:
@@ -216,10 +217,11 @@ def _with_trend(traces: list[Trace]) -> list[Trace]:
 
 
 def line(x: list[Any], y: list[float], name: str, colour: str, *, width: float = 2, dash: str = "") -> Trace:
-    """A line; the values have six significant digits."""
+    """A line, or a dot where there is one point; the values have six significant digits."""
     look: dict[str, Any] = {"color": colour, "width": width} | ({"dash": dash} if dash else {})
     values = [_significant(value) for value in y]
-    return {"type": "scatter", "mode": "lines", "x": x, "y": values, "name": name, "line": look}
+    mode = {"mode": "lines"} if len(x) > 1 else {"mode": "markers", "marker": {"color": colour, "size": 6}}
+    return {"type": "scatter", **mode, "x": x, "y": values, "name": name, "line": look}
 
 
 def heat_map(x: list[Any], y: list[Any], z: list[list[Any]], hover: str) -> Trace:
@@ -250,11 +252,13 @@ def _axes(unit: str, *, log: bool = False, from_zero: bool = False) -> dict[str,
 def smoothed(values: list[float]) -> list[float]:
     """Moving mean centred on each point, over about a thirtieth of the curve; over fewer points near both ends.
 
+    A curve of 20 to 240 points is smoothed over three to seven of them, a shorter one not at all.
+
     Returns:
         The smoothed curve, of equal length, without lag.
     """
     count = len(values)
-    half = max(3, count // 60)
+    half = max(min(3, count // 20), count // 60)
     sums = [0.0, *itertools.accumulate(values)]
     result = []
     for index in range(count):

@@ -25,6 +25,8 @@ _COLOURS = {
     "failed": "bold red",
     "dead": "bold red",
 }
+OVER = {"finished", "stopped", "failed", "dead"}
+"""States of a rank that takes no more steps."""
 _BARS = "▁▂▃▄▅▆▇█"
 _BRAILLE_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 _CURVE_LINES = 4
@@ -74,8 +76,9 @@ def verdicts(run: Run, now: float | None = None, *, silences: SilenceClock | Non
 
 
 def remaining_seconds(run: Run) -> float | None:
-    """Time left at the rate of the last training rows; None if unknown."""
-    rows = run.of_kind("train")[-_ETA_ROWS:]
+    """Time left at the rate of the last training rows since the run began or went on; None if unknown."""
+    begins = [index for index, row in enumerate(run.rows) if row.get("name") == "resumed"]
+    rows = [row for row in run.rows[begins[-1] if begins else 0 :] if row["kind"] == "train"][-_ETA_ROWS:]
     if run.total_steps is None or len(rows) < 2:
         return None
     steps = rows[-1]["step"] - rows[0]["step"]
@@ -128,7 +131,7 @@ def render(
     Returns:
         A renderable of rich.
     """
-    parts: list[RenderableType] = [_progress(run), _ranks(run, silences), _figures(run, width)]
+    parts: list[RenderableType] = [_progress(run, silences), _ranks(run, silences), _figures(run, width)]
     events = run.of_kind("event")[-_SHOWN_EVENTS:]
     if events:
         parts.append(Padding(_events(events), (1, 0, 0, 0)))
@@ -136,9 +139,10 @@ def render(
     return Group(*parts)
 
 
-def _progress(run: Run) -> RenderableType:
+def _progress(run: Run, silences: SilenceClock | None) -> RenderableType:
     step, total = run.last_step, run.total_steps
-    left = remaining_seconds(run)
+    over = run.heartbeats and all(found.state in OVER for found in verdicts(run, silences=silences).values())
+    left = None if over else remaining_seconds(run)
     grid = Table.grid(padding=(0, 2), expand=True)
     grid.add_column(no_wrap=True)
     grid.add_column(ratio=1)
@@ -157,7 +161,8 @@ def _figures(run: Run, width: int) -> Table:
     grid.add_column(overflow="fold")
     losses = run.series("train", "loss")[1]
     if losses:
-        grid.add_row("loss", Text(f"{losses[-1]:.4f}", style="bold"))
+        grid.add_row("loss", Text.assemble((f"{losses[-1]:.4f}", "bold"), " nats per token"))
+    if len(losses) > 1:
         lines = curve(losses, max(20, min(100, width - 32)), _CURVE_LINES)
         labels = [f"{max(losses):.3f} highest", *[""] * (_CURVE_LINES - 2), f"{min(losses):.3f} lowest"]
         picture = Table.grid(padding=(0, 2))
@@ -179,7 +184,7 @@ def _figures(run: Run, width: int) -> Table:
 
 
 def _gates(run: Run) -> Text | None:
-    """The mean gate of each branch, and a bar for each layer, from 0 to 1."""
+    """The mean gate of each branch, and a bar for each layer, from 0 to 1; and the mean recall of the choice."""
     last = run.last_telemetry()
     if not last:
         return None
@@ -193,7 +198,7 @@ def _gates(run: Run) -> Text | None:
     recalls = [recall for row in last if is_number(recall := row.get("choice_recall"))]
     if recalls:
         parts.append(f"choice recall {sum(recalls) / len(recalls):.0%}  ")
-    return Text.assemble(*parts, (f"each layer, at step {last[0]['step']:,}", "dim"))
+    return Text.assemble(*parts, (f"bars: layers; at step {last[0]['step']:,}", "dim"))
 
 
 def _ranks(run: Run, silences: SilenceClock | None) -> RenderableType:

@@ -20,6 +20,8 @@ from trifocal.report.attention_charts import BRANCHES
 from trifocal.runlog.jsonl import is_number
 from trifocal.runlog.run import Run
 from trifocal.runlog.stalls.verdict import judge
+from trifocal.train.checkpoint.folders import list_checkpoints
+from trifocal.train.config.sections import ParallelSection
 
 Mark = Literal["good", "watch", "bad", "unknown"]
 
@@ -123,23 +125,28 @@ def _healthy(run: Run) -> Finding:
     worries: list[str] = []
     changes: list[str] = []
     mark: Mark = "good"
+    folder = shell_path(run.directory)
     states = {judge(rows[-1]).state for rows in run.heartbeats.values()}
     dumps = sorted(run.directory.glob("dumps/*/summary.md"), key=lambda path: path.stat().st_mtime)
     if dumps and states & {"failed", "dead", "stalled"}:
-        changes.append(f"Read {dumps[-1]}: it names the stuck ranks.")
+        changes.append(f"Read {dumps[-1]}: it says where each rank was.")
     if states & {"failed", "dead"}:
-        command = f"trifocal train --resume {shell_path(run.directory)}"
-        changes.append(f"Fix the cause and go on from the last checkpoint: {command}")
+        if list_checkpoints(run.directory / "checkpoints"):
+            change = f"trifocal train --resume {folder} goes on from the last checkpoint."
+        else:
+            config = shell_path(run.directory / "config.toml")
+            change = f"it has no checkpoint: trifocal train {config} --overwrite begins again."
+        changes.append(f"Fix the cause; {change}")
     if "stopped" in states:
         mark = "watch"
         worries.append(f"it was stopped at step {run.last_step:,}")
-        changes.append(f"Go on to its last step: trifocal train --resume {shell_path(run.directory)}.")
+        changes.append(f"trifocal train --resume {folder} goes on to its last step.")
     for rank, rows in run.heartbeats.items():
         verdict = judge(rows[-1])
         if verdict.state in ("failed", "dead", "stalled"):
             mark = "bad"
-            state = "has failed" if verdict.state == "failed" else f"is {verdict.state}"
-            worries.append(f"rank {rank} {state}: {verdict.reason}")
+            state = "has failed" if verdict.state == "failed" else f"is {verdict.state}:"
+            worries.append(f"rank {rank} {state} {verdict.reason}")
             if verdict.state == "dead" and (stacks := run.crash_stacks(rank)):
                 changes.append(f"Read {stacks}: the last stacks of rank {rank}.")
         elif verdict.state == "slow":
@@ -270,7 +277,8 @@ def _speed_advice(run: Run, why: str, *, gpu: bool) -> str:
     train = run.config.get("train", {})
     missing = []
     # Processes that share rows are one group. It accumulates if its share is more than it may take at once.
-    groups = max(1, len(run.heartbeats) // int(run.setting("parallel", "context") or 1))
+    context = int(run.setting("parallel", "context") or 1)
+    groups = max(1, ParallelSection(context=context).groups(len(run.heartbeats)))
     share = (run.setting("train", "global_batch_size") or 0) // groups
     if share > (run.setting("train", "micro_batch_size") or 1):
         missing.append("a larger train.micro_batch_size")

@@ -93,8 +93,8 @@ class Run:
         totals: dict[str, float] = {}
         rows = self.heartbeats.get(rank, [])
         for row, following in itertools.zip_longest(rows, rows[1:]):
-            # Only a process's last row counts: it has the totals of that process.
-            if following is None or following["pid"] != row["pid"] or following["host"] != row["host"]:
+            # Only a process's last row counts: it has the totals of that process. A container gives its ids again.
+            if following is None or any(following[name] != row[name] for name in ("pid", "process_start", "host")):
                 for phase, seconds in row["total_seconds"].items():
                     totals[phase] = totals.get(phase, 0.0) + seconds
         return totals

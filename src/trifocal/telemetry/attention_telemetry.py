@@ -9,9 +9,11 @@ compare with full attention are null if every query reads all its candidates. An
 and an `info` event with the suffix `_over` when it ends; docs/diagnostics.md has fields and alarms.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import NoneType
 from typing import Any, Self
 
 import numpy as np
@@ -23,7 +25,7 @@ from trifocal.models import DecoderLM
 from trifocal.nn import NSAttention
 from trifocal.nn.chooser import ChoosingAttention
 from trifocal.ops import Documents
-from trifocal.runlog.jsonl import Row
+from trifocal.runlog.jsonl import Fields, Row, has_fields
 from trifocal.runlog.metrics import MetricsWriter
 from trifocal.telemetry.attention_picture import AttentionPicture, describe_layers, picture_queries
 from trifocal.telemetry.maps import MOST_SCORES, LayerAttention, evenly_spaced
@@ -39,6 +41,15 @@ FALLEN = 0.5
 """Alarm: a layer's recall of the choice above chance, the mean of _LOOKS looks, is below this share of the best."""
 _LOOKS = 4
 _TELLING = 0.2
+_NUMBER = (int, float)
+# Figures by which alarms are judged.
+_JUDGED: Fields = {
+    **dict.fromkeys(
+        (f"gate_{name}_{branch}" for name in ("mean", "entropy") for branch in BRANCHES), (*_NUMBER, NoneType)
+    ),
+    **dict.fromkeys(("choice_recall", "recall_by_chance"), (*_NUMBER, NoneType)),
+    "free_local_share": _NUMBER,
+}
 
 Describe = Callable[[LayerAttention], dict[str, Tensor]]
 
@@ -137,21 +148,38 @@ class AttentionTelemetry:
         rows = self.measure(tokens, cu_seqlens=cu_seqlens)
         for row in rows:
             metrics.write("telemetry", step, **row)
+        before, alarms = self._active, self._take(rows)
+        for name, layer, branch in sorted(alarms.keys() - before):
+            values: Row = {"layer": layer, "branch": branch} if branch else {"layer": layer}
+            metrics.event(step, name, alarms[name, layer, branch], severity="warning", **values)
+        for name, layer, branch in sorted(before - alarms.keys()):
+            what = f"layer {layer}{', ' + branch if branch else ''}: {name} is over"
+            metrics.event(step, f"{name}_over", what, layer=layer)
+
+    def go_on(self, rows: Sequence[Row]) -> None:
+        """Take the rows that `log` wrote before a resume: alarms then begin and end as if there had been none.
+
+        Args:
+            rows: The telemetry rows of the run, in order; those of another form are left out.
+        """
+        usable = [row for row in rows if has_fields(row, _JUDGED)]
+        for _, looks in itertools.groupby(usable, key=lambda row: row["step"]):
+            self._take(list(looks))
+
+    def _take(self, rows: Sequence[Row]) -> dict[tuple[str, int, str], str]:
+        """Add the rows of one look to the past; returns the sentences of the alarms that are on."""
         alarms = {key: message for row in rows for key, message in alarms_of(row)}
         for row in rows:
             past = self._past.setdefault(row["layer"], [])
             if row["choice_recall"] is not None:
                 past.append(above_chance(row))
             if has_fallen(past):
-                sentence = f"layer {row['layer']}: the choice finds less than before, recall {row['choice_recall']:.0%}"
+                sentence = f"layer {row['layer']}: the choice finds less than before"
+                if row["choice_recall"] is not None:
+                    sentence += f", recall {row['choice_recall']:.0%}"
                 alarms["choice_recall_fell", row["layer"], ""] = sentence
-        for name, layer, branch in sorted(alarms.keys() - self._active):
-            values: Row = {"layer": layer, "branch": branch} if branch else {"layer": layer}
-            metrics.event(step, name, alarms[name, layer, branch], severity="warning", **values)
-        for name, layer, branch in sorted(self._active - alarms.keys()):
-            what = f"layer {layer}{', ' + branch if branch else ''}: {name} is over"
-            metrics.event(step, f"{name}_over", what, layer=layer)
         self._active = set(alarms)
+        return alarms
 
     @torch.no_grad()
     def _observe(self, tokens: Tensor, documents: Documents | None, describe: Describe) -> dict[str, Tensor]:

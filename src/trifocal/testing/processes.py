@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from trifocal.distributed.rendezvous import places_here
@@ -52,15 +53,22 @@ def run_processes(
     # Where this process finds the package, the others must find it too.
     path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONFAULTHANDLER": "1"}
     started: list[subprocess.Popen[bytes]] = []
-    try:
+
+    def start() -> None:
         for rank, place in enumerate(places):
             with (folder / f"error{rank}").open("wb") as error:
                 environment = os.environ | place | path
                 command = [sys.executable, *arguments]
                 started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=error, env=environment))
+
+    # A signal raises in the main thread; between a process's start and its place in the list it would be lost.
+    starter = ThreadPoolExecutor(1)
+    try:
+        starter.submit(start).result()
         # A process that fails leaves the others waiting: all are polled.
         _wait_for(started, folder, limit_seconds, until)
     finally:
+        starter.shutdown()
         for process in started:
             process.kill()
             process.wait()

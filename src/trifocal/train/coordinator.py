@@ -10,7 +10,7 @@ import torch
 
 from trifocal.data import Batch, Loader
 from trifocal.distributed import DistributedContext, PeerLost, PeerMonitor
-from trifocal.errors import UserError, one_line
+from trifocal.errors import UserError, first_sentence
 from trifocal.runlog import Heartbeat
 from trifocal.runlog.proc import process_state
 from trifocal.runlog.stalls.dump import stall_summary, write_details, write_stacks
@@ -175,9 +175,8 @@ class StepCoordinator:
             except RuntimeError as error:
                 if self._processes.size == 1 or not _is_collective_error(error):
                     raise
-                lost = peers.explain(error) or PeerLost(
-                    f"an exchange with the other processes failed: {one_line(error)}; the others: {peers.table()}"
-                )
+                what = f"an exchange with the other processes failed: {first_sentence(error)}"
+                lost = peers.explain() or PeerLost(f"{what}; the others: {peers.table()}")
                 with contextlib.suppress(OSError):
                     leave_traces(str(lost))
                 raise lost from error

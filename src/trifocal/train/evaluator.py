@@ -3,6 +3,7 @@
 import torch
 
 from trifocal.data import Batch
+from trifocal.runlog import read_metrics
 from trifocal.telemetry import AttentionTelemetry
 from trifocal.train.run_logger import RunLogger
 from trifocal.train.setup import TrainSetup
@@ -28,6 +29,9 @@ class Evaluator:
         self._takes_part = setup.processes.is_rank0 or setup.parallel.sharded
         self._setup, self._log = setup, log
         self._telemetry = AttentionTelemetry(setup.model)
+        path = setup.directory / "metrics.jsonl"
+        if setup.state.resume_step is not None and path.is_file():
+            self._telemetry.go_on(read_metrics(path, "telemetry"))
         self.has_telemetry = bool(self._telemetry.layers)
         """Whether the model has attention layers to measure."""
 

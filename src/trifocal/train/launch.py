@@ -196,6 +196,12 @@ def _resume(
     note, found = processes.run_on_rank0(prepare)
     tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))
     saved = processes.run_on_rank0(lambda: load_run(directory))
+    if config.train.only != saved.train.only:
+        raise UserError(
+            f'train.only is "{saved.train.only}" in {directory} and "{config.train.only}" here, but a checkpoint has '
+            "the optimizer's state of what is trained alone; begin a new run with its weights (--model.from "
+            f"{shell_path(directory)} --run.directory NEW)"
+        )
     setup = TrainSetup(config, directory, processes, tokenizer, begins=False)
     notes = [*resume_notes(saved, setup.config, checkpoint_step(found)), *notes, *filter(None, [note])]
     return run_training(setup, notes, found)

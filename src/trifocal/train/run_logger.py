@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -58,7 +58,8 @@ class RunLogger:
         self.metrics, self.heartbeat, self.progress = metrics, heartbeat, progress
         config = setup.config
         self._device = setup.device
-        self._tokens_per_step = config.train.global_batch_size * config.train.sequence_length
+        self._row_tokens = config.train.sequence_length
+        self._tokens_per_step = config.train.global_batch_size * self._row_tokens
         self._flops = flops_per_token(config.model, config.train.sequence_length)
         peak = peak_bf16_flops(torch.cuda.get_device_name(setup.device) if setup.device.type == "cuda" else "")
         self._peak_flops = None if peak is None else peak * setup.processes.size
@@ -133,7 +134,8 @@ class RunLogger:
             "step_seconds": step_seconds,
             "data_wait_seconds_p50": latency.p50,
             "data_wait_seconds_p95": latency.p95,
-            "tokens_seen": step * self._tokens_per_step,
+            # Not from the step: the batch may have changed at a resume.
+            "tokens_seen": self._state.data_position["sample_index"] * self._row_tokens,
             "epoch": result.batches[-1].epoch,
             "memory_allocated_bytes": memory.allocated_bytes + graph_bytes,
             "memory_reserved_bytes": memory.reserved_bytes,
@@ -215,6 +217,11 @@ def open_logger(setup: TrainSetup) -> Iterator[RunLogger]:
         is_rank0 = processes.is_rank0
         streams = stack.enter_context(FaultTolerantStreams())
         metrics = stack.enter_context(_open_metrics(setup) if is_rank0 else MetricsWriter(None))
+        # A resumed run may have fewer processes: the others' last rows would count as lost ones.
+        for path in (directory / "heartbeat").glob("rank*.jsonl") if is_rank0 else ():
+            if path.name not in {f"rank{rank}.jsonl" for rank in range(processes.size)}:
+                with suppress(OSError):
+                    path.unlink()
         heartbeat = Heartbeat(
             directory / "heartbeat",
             processes.rank,

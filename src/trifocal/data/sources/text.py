@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import json
 from collections.abc import Iterator
@@ -131,7 +132,7 @@ def _character_start(data: bytes, end: int) -> int:
 
 
 class JsonlSource:
-    """JSON lines: each line is an object, and a document.
+    """JSON lines: each line is an object, and a document. A byte order mark may begin the file.
 
     Args:
         path: File, folder (its `.jsonl` files, also compressed as .gz, .bz2 or .xz) or glob.
@@ -166,6 +167,8 @@ class JsonlSource:
                     offset, number = offset + len(line), number + 1
                     if len(line) == LONGEST_LINE:
                         raise UserError(f"{path}:{number}: the line is longer than {LONGEST_LINE:,} bytes; shorten it")
+                    if number == 1:
+                        line = line.removeprefix(codecs.BOM_UTF8)
                     if line.strip() and (document := self._document(f"{name}:{number}", line, f"{path}:{number}")):
                         yield document, (offset, number)
         except DAMAGED as error:

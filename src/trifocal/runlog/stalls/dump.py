@@ -118,7 +118,8 @@ def stall_summary(directory: Path, folder: Path, rank: int, what: str, row: Row)
     last = {other: rows[-1] for other, rows in run.heartbeats.items()} | {rank: row}
     verdicts = {other: judge(beat) for other, beat in sorted(last.items())}
     lines += ["", "## What is stuck where", ""]
-    if not any(found.state in ("slow", "stalled", "dead", "failed") for found in verdicts.values()):
+    silent = [other for other, beat in last.items() if other not in {rank, *answers} and beat["status"] == "running"]
+    if not silent and not any(found.state in ("slow", "stalled", "dead", "failed") for found in verdicts.values()):
         lines += ["Nothing is: every rank goes on.", ""]
     lines += [
         f"- {text}" for text in describe_waiting_ranks({other: said.collectives for other, said in answers.items()})
@@ -130,10 +131,16 @@ def stall_summary(directory: Path, folder: Path, rank: int, what: str, row: Row)
             usual = beat["expected_phase_seconds"]
             often = "" if usual is None else f" (usually {usual:.2g} s)"
             lines.append(f"- Rank {other} was in {beat['phase']} for {duration(beat['phase_seconds'])}{often}{place}.")
-        elif last[other]["status"] == "running":
+        elif other in silent:
             stacks = run.crash_stacks(other)
             died = "" if stacks is None else f" Its last stacks are in {stacks.name}, one folder up."
             lines.append(f"- Rank {other} has not answered: {verdict.reason}.{died}")
-    lines += ["", "## Ranks", "", "| rank | verdict | step | why |", "|---|---|---|---|"]
+    lines += [
+        "",
+        "## Ranks, by the last rows of their heartbeats",
+        "",
+        "| rank | verdict | step | why |",
+        "|---|---|---|---|",
+    ]
     lines += [f"| {other} | {it.state} | {last[other]['step']:,} | {it.reason} |" for other, it in verdicts.items()]
     return "\n".join([*lines, ""])

@@ -50,6 +50,8 @@ def judge(row: Row, now: float | None = None) -> Verdict:
     if row["status"] in ("finished", "failed"):
         return Verdict(row["status"], f"at step {row['step']:,}")
     silence = max(0.0, now - row["unix_time_seconds"])
+    # A process in a container of the same host name is not seen here either, and one that ends may be gone before its
+    # last row is read: rows must be late too.
     late = silence > LATE_INTERVALS * row["interval_seconds"]
     state = _state(row) if late and row["host"] == socket.gethostname() else "?"
     if state in _OVER:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from trifocal.nn.attention_base import INPUT_MAPS
+
 
 class Mark(NamedTuple):
     """A moment on the host, and its event in the device's queue."""
@@ -111,6 +113,8 @@ def local_shard(tensor: Tensor) -> Tensor:
 class ModuleHooks:
     """Calls back around the forward pass of every module, also when checkpointing repeats it in backward.
 
+    The input maps of an attention are left out: a hook would take them out of the product that they are together.
+
     Args:
         model: The model; its own name is `model`.
         entered: Called with a module's name and the tensors among its inputs.
@@ -126,6 +130,8 @@ class ModuleHooks:
     ) -> None:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         for path, module in model.named_modules():
+            if path.endswith(INPUT_MAPS):
+                continue
             name = path or "model"
 
             def enter(_: nn.Module, inputs: Any, options: Any, name: str = name) -> None:

@@ -1,8 +1,10 @@
 """Exporting a trained model for use: weights, configuration and tokenizer, as transformers reads them too."""
 
 import contextlib
+import fcntl
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +22,9 @@ WEIGHTS = "weights"
 """In the folder of a run: the model of the last checkpoint, for use."""
 STEP_FILE = "trainer_state.json"
 GENERATION_FILE = "generation_config.json"
+_PLACE = ".model."
+"""Prefix of the place in a new folder where its files are written."""
+_PLACE_NAME = re.compile(re.escape(_PLACE) + r"[a-z0-9_]{8}")
 
 
 def export_weights(
@@ -51,24 +56,30 @@ def new_model_folder(folder: Path) -> Iterator[Path]:
     """A place for the files of a new folder; they move there when all of them are written, `config.json` last.
 
     The place is in the folder itself, so that the folder may be a mount point, a link, or the working directory. After
-    an error, the folder has what others put there, and nothing of this.
+    an error, the folder has what others put there, and nothing of this. The process holds the system's lock on the
+    place: one that nobody holds is of a process that was killed, and is removed.
 
     Args:
-        folder: Must not exist, or be empty.
+        folder: Must not exist, be empty, or have nothing but such remains.
 
     Raises:
         UserError: If there is something in the folder, another process writes there, or a file cannot be written; the
             message names it.
     """
     absent, written = not folder.exists(), list[Path]()
+    _remove_remains(folder)
     if not absent and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists already; give a new folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=".model.", dir=folder))
+        partial = Path(tempfile.mkdtemp(prefix=_PLACE, dir=folder))
+        lock = os.open(partial, os.O_RDONLY)
     except OSError as error:
         raise UserError(f"cannot make the folder {folder}: {error.strerror}") from error
     try:
+        # A file system may have no locks: what is left on it stays.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # If two begin together, at least one sees the other here.
         if any(path != partial for path in folder.iterdir()):
             raise UserError(f"another process writes in {folder}; give a new folder")
@@ -88,9 +99,25 @@ def new_model_folder(folder: Path) -> Iterator[Path]:
         raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        os.close(lock)
         if absent:
             with contextlib.suppress(OSError):
                 folder.rmdir()
+
+
+def _remove_remains(folder: Path) -> None:
+    """Remove the places of processes that were killed, if the folder has nothing else."""
+    found = list(folder.iterdir()) if folder.is_dir() else []
+    if not all(_PLACE_NAME.fullmatch(path.name) for path in found):
+        return
+    for path in found:
+        with contextlib.suppress(OSError):
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path)
+            finally:
+                os.close(lock)
 
 
 def export_folder(model: DecoderLM, tokenizer: Tokenizer, folder: Path, *, sequence_length: int | None = None) -> None:

@@ -1,0 +1,32 @@
+"""Processes that a check starts end with it."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trifocal.testing.processes import run_processes
+
+
+def test_a_signal_while_processes_start_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    popen, started = subprocess.Popen, []
+
+    def start(*args: Any, **options: Any) -> Any:
+        started.append(popen(*args, **options))
+        if len(started) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(KeyboardInterrupt):
+        run_processes(["-c", "import time; time.sleep(60)"], 2, tmp_path, limit_seconds=50)
+    left = [process for process in started if process.poll() is None]
+    for process in left:
+        process.kill()
+        process.wait()
+    assert len(started) == 2 and not left
