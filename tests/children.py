@@ -1,5 +1,6 @@
 """Python processes and scripts that tests start."""
 
+import contextlib
 import importlib.util
 import itertools
 import os
@@ -35,6 +36,15 @@ def environment(**variables: object) -> dict[str, str]:
     """This process's variables and some more; the package and the tests come first on Python's path."""
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "PYTHONPATH": path, **{name: str(value) for name, value in variables.items()}}
+
+
+def children_of(pid: int) -> list[str]:
+    """The processes that any thread of a process has started."""
+    found = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # It has ended meanwhile.
+            found += (thread / "children").read_text().split()
+    return found
 
 
 def wait_until_gone(pids: Iterable[str], seconds: float = 20) -> None:

@@ -1,9 +1,11 @@
 """Take the pictures of a report and of the server's page: `python docs/figures/screenshot.py RUN_DIR`.
 
-Needs Chromium, and a run whose sequences are long enough that selection has a choice. The pictures on the pages are of
-`make demo`, the report's trained for 600 steps.
+Needs Chromium, and a run whose sequences are long enough that selection has a choice. The report on the page is of
+`make demo` with 600 steps; the server has the model of the package.
 """
 
+import bisect
+import inspect
 import sys
 import tempfile
 import time
@@ -15,10 +17,13 @@ sys.path.insert(0, str(ROOT))
 from tests.report.browser import Browser, find  # noqa: E402
 from tests.serve.servers import serving  # noqa: E402
 from trifocal.report import write_report  # noqa: E402
-from trifocal.train.checkpoint.pretrained import open_pretrained  # noqa: E402
+from trifocal.train.checkpoint.pretrained import DEMO_FOLDER, open_pretrained  # noqa: E402
 
 WIDTH = 1080
-_PROMPT = 'class Stack:\n    """A list of items, of which the last one leaves first."""\n\n    def __init__(self):\n'
+# Functions of a module: more tokens than the chosen blocks cover, and room for an answer.
+_SOURCE = inspect.getsource(bisect)
+_NEXT = "def bisect_left(a, x, lo=0, hi=None, *, key=None):\n"
+_PROMPT = _SOURCE[: _SOURCE.index(_NEXT)][-1400:] + _NEXT
 
 
 def shoot(run: Path, target: Path) -> None:
@@ -54,12 +59,12 @@ def shoot(run: Path, target: Path) -> None:
         browser.screenshot(target, clip=clip)
 
 
-def shoot_server(run: Path, target: Path) -> None:
-    """Serve a run, let it continue a text on the page, and save the page as PNG."""
+def shoot_server(target: Path) -> None:
+    """Serve the model of the package, let it continue a text on the page, and save the page as PNG."""
     executable = find()
     if executable is None:
         raise SystemExit("no Chromium is installed")
-    with open_pretrained(run) as found:
+    with open_pretrained(DEMO_FOLDER) as found:
         model, tokenizer, length = found.model(), found.tokenizer(), found.sequence_length()
     with (
         serving(model.eval(), tokenizer, max_length=length or 512) as served,
@@ -72,9 +77,19 @@ def shoot_server(run: Path, target: Path) -> None:
         browser.call("Input.insertText", text=_PROMPT)
         browser.press("Enter", control=True)
         browser.wait_for("document.documentElement.dataset.answers")
+        # The prompt's beginning is left out, so that the picture fits a page.
+        browser.evaluate(
+            """(() => {
+              for (const part of document.querySelectorAll('#talk > *, #read')) {
+                part.style.maxHeight = '300px';
+                part.style.overflow = 'hidden';
+                part.scrollTop = part.scrollHeight;
+              }
+            })()"""
+        )
         browser.screenshot(target)
 
 
 if __name__ == "__main__":
     shoot(Path(sys.argv[1]), ROOT / "docs/figures/report.png")
-    shoot_server(Path(sys.argv[1]), ROOT / "docs/figures/serving.png")
+    shoot_server(ROOT / "docs/figures/serving.png")

@@ -5,12 +5,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from tests import warm
-from tests.children import ROOT, environment, load_script, wait_until_gone
+from tests.children import ROOT, children_of, environment, load_script, wait_until_gone
 
 context = load_script("benchmarks/context.py")
 
@@ -42,7 +41,7 @@ def test_sigterm_leaves_no_process(tmp_path):
     deadline, workers = time.monotonic() + 60, []
     while not workers:
         assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "error").read_text()
-        workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        workers = children_of(process.pid)
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 143

@@ -4,12 +4,11 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.children import environment, wait_until_gone
+from tests.children import children_of, environment, wait_until_gone
 from trifocal import checks
 from trifocal.checks import registry
 from trifocal.cli import main
@@ -121,8 +120,7 @@ def test_sigterm_leaves_neither_workers_nor_folders(name, tmp_path):
     while not [*tmp_path.glob("trifocal-check-*/error1"), *tmp_path.glob("trifocal-check-*/run/metrics.jsonl")]:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
-    threads = Path(f"/proc/{process.pid}/task").iterdir()
-    workers = [pid for thread in threads for pid in (thread / "children").read_text().split()]
+    workers = children_of(process.pid)
     process.terminate()
     assert process.wait(30) in (130, 143)
     assert not list(tmp_path.glob("trifocal-check-*"))
