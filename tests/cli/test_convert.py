@@ -88,7 +88,7 @@ def test_an_index_is_taught_with_the_model_frozen(tmp_path: Path, to: str, capsy
         if "trifocal train" in line
     )
     small = [*TRAIN[4:], "--data.validation-fraction", "0", "--log.interval-steps", "1"]
-    fast = ["--train.steps", "40", "--schedule.warmup-steps", "0", "--lr", "0.007"]
+    fast = ["--train.steps", "80", "--schedule.warmup-steps", "0", "--lr", "0.007"]
     assert main([*teach, *small, *fast]) == 0
     before, after = load_model(out), load_model(run)
     changed = {
