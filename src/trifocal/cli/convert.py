@@ -140,8 +140,7 @@ def _summary(config: ModelConfig, output: Path, note: str) -> str:
     text = "--data.source text:PATH"
     if config.chooses_blocks:
         # Shorter rows teach no choice: their blocks cover most of the past.
-        covered = config.geometry.num_selected_blocks * config.geometry.selection_block_size
-        text += f" --train.sequence_length {4 * covered}"
+        text += f" --train.sequence_length {4 * config.geometry.selected_tokens}"
     if config.has_index:
         lines += [
             "  teach the index, with everything else frozen:",

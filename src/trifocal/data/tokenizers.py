@@ -216,9 +216,7 @@ class HuggingFaceTokenizer:
 
     def encode_chat(self, messages: Chat) -> ChatTokens:
         """The tokens of a chat, by the template."""
-        if not self._chat_template:
-            raise UserError(f"{_no_template(self.name)}; {_ANOTHER}")
-        chat = render_chat(*self._template_of(messages))
+        chat = render_chat(*self._template_of(messages, f"; {_ANOTHER}"))
         encoding = self._encode_rendered(chat.text)
         starts, ends = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         answers = np.zeros(len(starts), dtype=np.bool_)
@@ -231,9 +229,9 @@ class HuggingFaceTokenizer:
         """The tokens of a chat and of the beginning of its next answer, by the template."""
         return np.asarray(self._encode_rendered(render_prompt(*self._template_of(messages))).ids, dtype=np.int32)
 
-    def _template_of(self, messages: Chat) -> tuple[str, Chat, dict[str, str], str]:
+    def _template_of(self, messages: Chat, advice: str = "") -> tuple[str, Chat, dict[str, str], str]:
         if not self._chat_template:
-            raise UserError(_no_template(self.name))
+            raise UserError(_no_template(self.name) + advice)
         names = {key: text for key, value in self._config.items() if (text := _text_of_token(value)) and "token" in key}
         return self._chat_template, messages, names, self.name
 

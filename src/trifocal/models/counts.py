@@ -94,7 +94,7 @@ def _compressed_keys(geometry: Geometry, sequence_length: int) -> int:
 
 def _selected_keys(geometry: Geometry, sequence_length: int) -> int:
     num_keys = np.arange(1, sequence_length + 1, dtype=np.int64)
-    most = geometry.num_selected_blocks * geometry.selection_block_size
+    most = geometry.selected_tokens
     chosen = np.full_like(num_keys, most)
     if geometry.num_local_blocks:
         chosen -= -num_keys % geometry.selection_block_size

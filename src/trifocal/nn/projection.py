@@ -32,9 +32,8 @@ def project(
         `apart`, side by side as one.
     """
     parts = parts or [1] * len(linears)
-    plain = all(type(linear) is nn.Linear and is_plain(linear) for linear in (*linears, *apart))
     frozen = not all(linear.weight.requires_grad for linear in linears)
-    if not torch.is_grad_enabled() or not plain or (apart and frozen):
+    if not torch.is_grad_enabled() or (apart and frozen) or not all(_is_plain(linear) for linear in (*linears, *apart)):
         found = [part for linear, count in zip(linears, parts, strict=True) for part in linear(x).chunk(count, dim=-1)]
         return [*found, torch.cat([linear(x.detach()) for linear in apart], dim=-1)] if apart else found
     sizes = [linear.out_features // count for linear, count in zip(linears, parts, strict=True) for _ in range(count)]
@@ -58,15 +57,15 @@ def project(
     return [*found, last] if apart else found
 
 
-def is_plain(linear: nn.Module) -> bool:
-    """Whether a call of a module is the forward of its class and nothing else: no other one in its place, no hooks."""
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether a call is that of PyTorch's `Linear` and nothing else: no other forward in its place, no hooks."""
     hooks = (
         linear._forward_pre_hooks,
         linear._forward_hooks,
         linear._backward_pre_hooks,
         linear._backward_hooks,
     )
-    return "forward" not in linear.__dict__ and not any(hooks)
+    return type(linear) is nn.Linear and "forward" not in linear.__dict__ and not any(hooks)
 
 
 class _PartlyDetached(torch.autograd.Function):

@@ -65,6 +65,11 @@ class Geometry:
                 f"got {self.num_initial_blocks} + {self.num_local_blocks} of {self.num_selected_blocks}"
             )
 
+    @property
+    def selected_tokens(self) -> int:
+        """Tokens of a query's chosen blocks: a sequence no longer than this leaves no choice."""
+        return self.num_selected_blocks * self.selection_block_size
+
     def num_compressed_blocks(self, num_keys: int) -> int:
         """Compressed blocks that fit whole into `num_keys` tokens; 0 when there are fewer than one block's."""
         return max(0, (num_keys - self.compression_block_size) // self.compression_stride + 1)
@@ -104,7 +109,7 @@ class Geometry:
         if candidates <= self.num_selected_blocks:
             selected = num_keys
         else:
-            selected = self.num_selected_blocks * self.selection_block_size
+            selected = self.selected_tokens
             if self.num_local_blocks:
                 selected -= -num_keys % self.selection_block_size
         return self.num_compressed_blocks(num_keys) + selected + min(self.window_size, num_keys)

@@ -131,7 +131,8 @@ def render(
     Returns:
         A renderable of rich.
     """
-    parts: list[RenderableType] = [_progress(run, silences), _ranks(run, silences), _figures(run, width)]
+    found = verdicts(run, silences=silences)
+    parts: list[RenderableType] = [_progress(run, found), _ranks(run, found), _figures(run, width)]
     events = run.of_kind("event")[-_SHOWN_EVENTS:]
     if events:
         parts.append(Padding(_events(events), (1, 0, 0, 0)))
@@ -139,9 +140,9 @@ def render(
     return Group(*parts)
 
 
-def _progress(run: Run, silences: SilenceClock | None) -> RenderableType:
+def _progress(run: Run, found: dict[int, Verdict]) -> RenderableType:
     step, total = run.last_step, run.total_steps
-    over = run.heartbeats and all(found.state in OVER for found in verdicts(run, silences=silences).values())
+    over = found and all(verdict.state in OVER for verdict in found.values())
     left = None if over else remaining_seconds(run)
     grid = Table.grid(padding=(0, 2), expand=True)
     grid.add_column(no_wrap=True)
@@ -201,14 +202,14 @@ def _gates(run: Run) -> Text | None:
     return Text.assemble(*parts, (f"bars: layers; at step {last[0]['step']:,}", "dim"))
 
 
-def _ranks(run: Run, silences: SilenceClock | None) -> RenderableType:
+def _ranks(run: Run, found: dict[int, Verdict]) -> RenderableType:
     if not run.heartbeats:
         return Text("no rank has written a heartbeat yet", style="yellow")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
     for name in ("rank", "verdict", "step", "memory"):
         table.add_column(name, no_wrap=True, justify="left" if name == "verdict" else "right")
     table.add_column("reason", ratio=1, overflow="fold")
-    for rank, verdict in verdicts(run, silences=silences).items():
+    for rank, verdict in found.items():
         row = run.heartbeats[rank][-1]
         memory = row["memory_allocated_bytes"]
         stacks = run.crash_stacks(rank) if verdict.state == "dead" else None

@@ -30,7 +30,7 @@ class Evaluator:
         self._setup, self._log = setup, log
         self._telemetry = AttentionTelemetry(setup.model)
         path = setup.directory / "metrics.jsonl"
-        if setup.state.resume_step is not None and path.is_file():
+        if setup.processes.is_rank0 and setup.state.resume_step is not None and path.is_file():
             self._telemetry.go_on(read_metrics(path, "telemetry"))
         self.has_telemetry = bool(self._telemetry.layers)
         """Whether the model has attention layers to measure."""

@@ -218,8 +218,9 @@ def open_logger(setup: TrainSetup) -> Iterator[RunLogger]:
         streams = stack.enter_context(FaultTolerantStreams())
         metrics = stack.enter_context(_open_metrics(setup) if is_rank0 else MetricsWriter(None))
         # A resumed run may have fewer processes: the others' last rows would count as lost ones.
+        names = {f"rank{rank}.jsonl" for rank in range(processes.size)}
         for path in (directory / "heartbeat").glob("rank*.jsonl") if is_rank0 else ():
-            if path.name not in {f"rank{rank}.jsonl" for rank in range(processes.size)}:
+            if path.name not in names:
                 with suppress(OSError):
                     path.unlink()
         heartbeat = Heartbeat(

@@ -19,6 +19,7 @@ from trifocal.models.hf_reader import read_hf_settings
 from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
 from trifocal.models.io import load_weights, read_config
 from trifocal.paths import user_path
+from trifocal.train.checkpoint.export import WEIGHTS
 from trifocal.train.checkpoint.folders import list_checkpoints, open_checkpoint
 from trifocal.train.checkpoint.manifest import MANIFEST
 from trifocal.train.checkpoint.save_load import load_model_weights, model_differences, read_model_config
@@ -71,17 +72,17 @@ class Pretrained:
         Raises:
             UserError: If it is not known, or cannot be read.
         """
-        # A run that has ended has a copy: its data.tokenizer may be a path from another folder.
-        weights = self.path if self._exported else self.path.parent.parent / "weights"
-        if (self._exported or self.run is not None) and (weights / TOKENIZER_FILE).is_file():
-            return make_tokenizer(str(weights))
-        if self.run is not None:
-            return make_tokenizer(self.run.data.tokenizer, separator=self.run.data.separator)
-        if not self._exported:
+        if self.run is None and not self._exported:
             raise UserError(
                 f"{self.path} is a checkpoint without its run, which names the tokenizer; give it where it was "
                 "written, in RUN_DIR/checkpoints"
             )
+        # A run that has ended has a copy: its data.tokenizer may be a path from another folder.
+        copy = self.path if self._exported else self.path.parent.parent / WEIGHTS
+        if (copy / TOKENIZER_FILE).is_file():
+            return make_tokenizer(str(copy))
+        if self.run is not None:
+            return make_tokenizer(self.run.data.tokenizer, separator=self.run.data.separator)
         raise UserError(f"{self.path} has no {TOKENIZER_FILE}: copy the files of the model's tokenizer into it")
 
     def model(self) -> DecoderLM:

@@ -146,7 +146,7 @@ def _check_choice_loss(config: RunConfig) -> None:
         raise UserError(
             'train.only "chooser" trains the index alone, and the model has none; set model.chooser to "index"'
         )
-    covered = model.geometry.num_selected_blocks * model.geometry.selection_block_size
+    covered = model.geometry.selected_tokens
     if config.train.only == "chooser" and config.train.sequence_length <= covered:
         raise UserError(
             f'train.only "chooser" has nothing to learn: the blocks cover all {config.train.sequence_length} tokens of '
@@ -275,7 +275,7 @@ def _notes(config: RunConfig, num_groups: int) -> list[str]:
         if kind in kinds and length <= window:
             notes.append(f"train.sequence_length {length} does not exceed the window of {window}: {seen}")
     if config.model.chooses_blocks:
-        if length <= geometry.num_selected_blocks * geometry.selection_block_size:
+        if length <= geometry.selected_tokens:
             notes.append(
                 f"{geometry.num_selected_blocks} selected blocks of {geometry.selection_block_size} tokens cover the "
                 f"whole sequence of {length}: every block is selected"
