@@ -42,6 +42,8 @@ class ChoiceProblem(NamedTuple):
             torch.randn(*rows, *heads, generator=generator, device=device).to(dtype)
             for heads in ((shape.heads, shape.head_dim), own, index, (INDEX_DIM,))
         )
+        # Sums of an index's products are exact in any order: a block's largest one is the same token's in every kernel.
+        q_idx, k_idx = (x.mul(16).round().div(16) for x in (q_idx, k_idx))
         tokens = torch.randint(256, rows, generator=generator, device=device)
         positions = torch.arange(shape.tokens, device=device)
         samples = sample_queries(tokens, positions, 0, 1, geometry, shape.tokens, stretch)

@@ -81,7 +81,7 @@ def new_model_folder(folder: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # If two begin together, at least one sees the other here.
-        if any(path != partial for path in folder.iterdir()):
+        if any(path.name != partial.name for path in folder.iterdir()):
             raise UserError(f"another process writes in {folder}; give a new folder")
         yield partial
         for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_FILE):

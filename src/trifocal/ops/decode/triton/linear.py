@@ -28,10 +28,11 @@ also writes the sum of squares of each of its tiles, and the next one adds them 
 the root, not the row before the product, which does not wait for it. The norm's weight multiplies the residual stream
 where that is written: the next kernel's programs read rows in the products' type, in half of the registers.
 
+Weights and rows go from memory to matrix instructions without shared memory: each thread loads 16 bytes along K of the
+two columns and of the row that it has in an instruction, and sums take K in that order (`columns_of_operand`).
+
 Weights may have 8 bits (see `ops.decode.int8`). They become numbers of the products' type in registers, which holds
-each of them exactly, and an output's scale multiplies its sum. They go from memory to matrix instructions without
-shared memory: each thread loads 16 neighbours along K of the two columns and of the row that it has in an instruction,
-and sums take K in that order (`columns_of_operand`). Weights in 16 bits are loaded as they lie, and pass through it.
+each of them exactly, and an output's scale multiplies its sum.
 
 Two programs fit a multiprocessor where each has at most 128 registers a thread; then the next kernel's weights are on
 their way while this one ends. A loop over rows makes the compiler widen all weights of 8 bits before it, so there is
@@ -43,7 +44,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops import devices
 from trifocal.ops.decode.int8 import Int8Weight, Weight
 from trifocal.ops.tiles import cdiv, next_power_of_2
 from trifocal.ops.triton.common import add_product, nothing_lost, unit_stride
@@ -55,15 +55,12 @@ _MOST_ROWS = 32
 _COLUMNS = 16
 # Programs share the rows up to this number of programs: two for each multiprocessor of the largest devices.
 _ENOUGH_PROGRAMS = 264
-# Bytes of weights that a program holds at a time: 64 registers of a thread of eight warps; 88 of weights in 8 bits
-# that need no room for a second product.
-_MOST_BYTES = 65536
+# Bytes of weights that a program holds at a time, of one product and of two: 88, 64 registers of a thread of 8 warps.
+_MOST_BYTES_OF_TWO = {1: 65536, 2: 65536, 4: 65536}
 _MOST_BYTES_OF_ONE = 90112
 # Two programs a multiprocessor.
 _MOST_REGISTERS = 128
 _MOST_WARPS = 8
-# Numbers of a sum that a warp takes at a time, at least: those of a matrix instruction.
-_FEWEST = 16
 # A norm's weight, [N], and the type of the products behind it.
 NextNorm = tuple[Tensor, torch.dtype]
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -173,13 +170,6 @@ def add_turn(
 
 
 @triton.jit
-def rows_at(x, k, x_rows, MASKED: tl.constexpr, K: tl.constexpr):
-    """Rows of x at k, [SPLIT, STEP, ROWS]."""
-    tile = load_depth(x + x_rows[None, :, None] + k[:, None, :], (k < K)[:, None, :], MASKED)
-    return tl.permute(tile, 0, 2, 1)
-
-
-@triton.jit
 def load_squares(squares, row, SQUARES: tl.constexpr, LEVELS: tl.constexpr):
     """The sums of squares of rows, [ROWS, 2**LEVELS]."""
     part = tl.arange(0, 2**LEVELS)
@@ -226,13 +216,12 @@ def decode_linear_kernel(
     """2**LEVELS columns of `x W^T`, with SWIGLU of both halves of W, for every so many-th tile of ROWS rows.
 
     Products are in `dtype`; W may be in 8 bits, with scales. Tiles of W and x are [SPLIT, columns or ROWS, STEP]: warp
-    s of SPLIT adds up its own part of K. With TURN, so many tiles are asked for at a time, each thread for its own.
+    s of SPLIT adds up its own part of K. TURN of them are asked for at a time.
     """
     COLUMNS: tl.constexpr = 2**LEVELS
     BLOCK: tl.constexpr = SPLIT * STEP
     INT8: tl.constexpr = weight.dtype.element_ty == tl.int8
-    DIRECT: tl.constexpr = TURN > 0
-    STRIDE: tl.constexpr = BLOCK * TURN if DIRECT else BLOCK
+    STRIDE: tl.constexpr = BLOCK * TURN
     MASKED: tl.constexpr = K % STRIDE > 0
     UP: tl.constexpr = N * K if SWIGLU else 0
     release_next(DEPENDENT)
@@ -240,25 +229,18 @@ def decode_linear_kernel(
     column_exists = column < N
     # Short code starts sooner: what does not exist reads a neighbour instead of being masked, and is not stored.
     known_column = tl.minimum(column, N - 1)
-    if DIRECT:
-        LANE: tl.constexpr = STEP // 4
-        thread = tl.arange(0, SPLIT * 32)
-        thread_k = thread // 32 * STEP + thread % 4 * LANE
-        thread_row = thread // 4 % 8
-        thread_column = tl.program_id(1) * COLUMNS + thread_row
-        other_columns = tl.minimum(thread_column + 8, N - 1).to(tl.int64) * K
-        thread_column = tl.minimum(thread_column, N - 1).to(tl.int64) * K
-        INSIDE: tl.constexpr = 0 if MASKED else TURN
-        tiles = load_turn(weight, thread_column, other_columns, thread_k, TURN, BLOCK, K // BLOCK, LANE, K)
-        ups = tiles
-        if SWIGLU:
-            ups = load_turn(weight + UP, thread_column, other_columns, thread_k, TURN, BLOCK, K // BLOCK, LANE, K)
-    else:
-        first_k = tl.arange(0, SPLIT)[:, None] * STEP + tl.arange(0, STEP)[None, :]
-        weights = weight + known_column.to(tl.int64)[None, :, None] * K + first_k[:, None, :]
-        first_weights = load_depth(weights, (first_k < K)[:, None, :], MASKED)
-        if SWIGLU:
-            first_up = load_depth(weights + UP, (first_k < K)[:, None, :], MASKED)
+    LANE: tl.constexpr = STEP // 4
+    thread = tl.arange(0, SPLIT * 32)
+    thread_k = thread // 32 * STEP + thread % 4 * LANE
+    thread_row = thread // 4 % 8
+    thread_column = tl.program_id(1) * COLUMNS + thread_row
+    other_columns = tl.minimum(thread_column + 8, N - 1).to(tl.int64) * K
+    thread_column = tl.minimum(thread_column, N - 1).to(tl.int64) * K
+    INSIDE: tl.constexpr = 0 if MASKED else TURN
+    tiles = load_turn(weight, thread_column, other_columns, thread_k, TURN, BLOCK, K // BLOCK, LANE, K)
+    ups = tiles
+    if SWIGLU:
+        ups = load_turn(weight + UP, thread_column, other_columns, thread_k, TURN, BLOCK, K // BLOCK, LANE, K)
     if INT8:
         scale_of_column = tl.load(scales + known_column)[:, None]
         if SWIGLU:
@@ -281,9 +263,6 @@ def decode_linear_kernel(
         known_row = tl.minimum(row, num_rows - 1)
         keep_out = column_exists[:, None] & row_exists[None, :]
         place = row.to(tl.int64)[None, :] * N + column[:, None]
-        if not DIRECT:
-            x_rows = known_row.to(tl.int64) * x_stride
-            tile = rows_at(x, first_k, x_rows, MASKED, K)
         if NORM and not SQUARES_LATER:
             parts = load_squares(squares, known_row, SQUARES, SQUARES_LEVELS)
         if RESIDUAL:
@@ -292,34 +271,21 @@ def decode_linear_kernel(
         total_up = total
         lost = nothing_lost(total, tl.zeros([1], dtype))
         lost_up = lost
-        if DIRECT:
-            own_row = row_tile * ROWS + thread_row
-            total, lost, total_up, lost_up = add_turn(
-                total, lost, total_up, lost_up, tiles, ups, x, thread_k, own_row, num_rows, x_stride,
-                BLOCK, K // BLOCK, LANE, K, UP,
-            )  # fmt: skip
-            for first in tl.range(STRIDE, K, STRIDE):
-                k = first + thread_k
-                next_tiles = load_turn(weight, thread_column, other_columns, k, TURN, BLOCK, INSIDE, LANE, K)
-                next_ups = next_tiles
-                if SWIGLU:
-                    next_ups = load_turn(weight + UP, thread_column, other_columns, k, TURN, BLOCK, INSIDE, LANE, K)
-                total, lost, total_up, lost_up = add_turn(
-                    total, lost, total_up, lost_up, next_tiles, next_ups, x, k, own_row, num_rows, x_stride,
-                    BLOCK, INSIDE, LANE, K, UP,
-                )  # fmt: skip
-        else:
-            total, lost = add_product(total, lost, first_weights.to(dtype), tile)
+        own_row = row_tile * ROWS + thread_row
+        total, lost, total_up, lost_up = add_turn(
+            total, lost, total_up, lost_up, tiles, ups, x, thread_k, own_row, num_rows, x_stride,
+            BLOCK, K // BLOCK, LANE, K, UP,
+        )  # fmt: skip
+        for first in tl.range(STRIDE, K, STRIDE):
+            k = first + thread_k
+            next_tiles = load_turn(weight, thread_column, other_columns, k, TURN, BLOCK, INSIDE, LANE, K)
+            next_ups = next_tiles
             if SWIGLU:
-                total_up, lost_up = add_product(total_up, lost_up, first_up.to(dtype), tile)
-            for first in tl.range(STRIDE, K, STRIDE):
-                k = first + first_k
-                tile = rows_at(x, k, x_rows, MASKED, K)
-                next_weights = load_depth(weights + first, (k < K)[:, None, :], MASKED)
-                total, lost = add_product(total, lost, next_weights.to(dtype), tile)
-                if SWIGLU:
-                    next_up = load_depth(weights + first + UP, (k < K)[:, None, :], MASKED)
-                    total_up, lost_up = add_product(total_up, lost_up, next_up.to(dtype), tile)
+                next_ups = load_turn(weight + UP, thread_column, other_columns, k, TURN, BLOCK, INSIDE, LANE, K)
+            total, lost, total_up, lost_up = add_turn(
+                total, lost, total_up, lost_up, next_tiles, next_ups, x, k, own_row, num_rows, x_stride,
+                BLOCK, INSIDE, LANE, K, UP,
+            )  # fmt: skip
         sums = sum_of_warps(total)
         if INT8:
             sums *= scale_of_column
@@ -445,17 +411,9 @@ def linear(
     parts = 1
     if norm:
         parts, squares = squares.shape[1], squares.contiguous()
-    if scales is None:
-        # Half as much with a norm, since rows in fp32 were beside it: where a sum is cut decides its bits.
-        most_bytes = _MOST_BYTES // (2 if norm and not swiglu else 1)
-        if devices.architecture(x.device) == "small":
-            most_bytes //= 2
-        split, step = _parts_of_sum(depth, weight.dtype.itemsize, _COLUMNS * (2 if swiglu else 1), most_bytes)
-        turn = 0
-    else:
-        split, step, turn = _turns_of_sum(depth, weight.dtype.itemsize, 2 if swiglu else 1)
+    split, step, turn = _turns_of_sum(depth, weight.dtype.itemsize, values.itemsize, 2 if swiglu else 1)
     programs = min(row_tiles, max(1, _ENOUGH_PROGRAMS // tiles))
-    few_rows = scales is not None and tile_rows == _FEWEST_ROWS and programs == row_tiles
+    few_rows = tile_rows == _FEWEST_ROWS and programs == row_tiles
     most_registers = {"maxnreg": _MOST_REGISTERS} if few_rows else {}
     decode_linear_kernel[programs, tiles](
         x, squares, values, values if scales is None else scales, values if bias is None else bias,
@@ -499,22 +457,13 @@ def _log2(number: int) -> int:
     return (number - 1).bit_length()
 
 
-def _parts_of_sum(depth: int, element_size: int, columns: int, most_bytes: int) -> tuple[int, int]:
-    """Warps that split a sum, and numbers that each takes at a time: never by the number of rows."""
-    # In fp32 a product has all of its operands in registers.
-    most = 256 if element_size == 4 else most_bytes // (columns * element_size)
-    block = min(most, next_power_of_2(max(depth, _FEWEST)))
-    warps = min(_MOST_WARPS, block // _FEWEST)
-    return warps, block // warps
-
-
-def _turns_of_sum(depth: int, element_size: int, products: int) -> tuple[int, int, int]:
-    """Warps that split a sum with weights in 8 bits, numbers that each takes at a time, and how often before a wait."""
-    # A thread's load has 16 numbers; operands in fp32 take more registers.
-    step = 4 * (8 if element_size == 4 else 16)
+def _turns_of_sum(depth: int, element_size: int, weight_size: int, products: int) -> tuple[int, int, int]:
+    """Warps that split a sum, numbers that each takes at a time, and how often before a wait."""
+    # A thread's load has 16 bytes; operands in fp32 take more registers.
+    step = 4 * (8 if element_size == 4 else 16 // weight_size)
     split = min(_MOST_WARPS, next_power_of_2(cdiv(depth, step)))
-    most_bytes = _MOST_BYTES_OF_ONE if products == 1 else _MOST_BYTES
-    most = 1 if element_size == 4 else max(1, most_bytes // (_COLUMNS * products * split * step))
+    most_bytes = _MOST_BYTES_OF_ONE if products == 1 else _MOST_BYTES_OF_TWO[weight_size]
+    most = 1 if element_size == 4 else max(1, most_bytes // (_COLUMNS * products * split * step * weight_size))
     parts = cdiv(depth, split * step)
     # Turns of equal length: the last one's masked parts cost as much as others.
     return split, step, cdiv(parts, cdiv(parts, most))
