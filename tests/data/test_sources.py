@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import json
 import lzma
@@ -18,6 +19,7 @@ from trifocal.cli import main
 from trifocal.data import DataConfig, make_loader, make_tokenizer
 from trifocal.data.sources.base import BadDocuments, Document, Source, parse_source
 from trifocal.data.sources.builtin import BuiltinSource
+from trifocal.data.sources.local_files import find_files
 from trifocal.data.sources.text import JsonlSource, TextSource
 from trifocal.data.stream import in_validation
 from trifocal.errors import UserError
@@ -210,18 +212,24 @@ def test_a_file_that_goes_away(tmp_path: Path) -> None:
                 next(loader)
 
 
-def test_a_folder_that_goes_away_while_it_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = tmp_path / "gone"
+def test_a_folder_that_cannot_be_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that this user may not read, such as lost+found, has no files for it; one that goes away had some."""
+    gone, forbidden = tmp_path / "gone", tmp_path / "forbidden"
     gone.mkdir()
     scan = os.scandir
 
     def scandir(path: Any) -> Any:
         if Path(path) == gone:
             gone.rmdir()
+        if Path(path) == forbidden:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
     assert f"data.source text:{tmp_path}: {gone} cannot be read: No such file" in first_error(f"text:{tmp_path}")
+    forbidden.mkdir()
+    (tmp_path / "a.txt").write_text("text")
+    assert list(find_files("text", str(tmp_path), (".txt",))) == ["a.txt"]
 
 
 def test_text_that_is_not_utf8(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ def find_files(source: str, path: str, suffixes: Sequence[str], *, compressed: b
 
     Args:
         source: The whole source string, for messages.
-        path: A file; a folder, searched at every depth without hidden names; or a glob, `**` for any depth. A
-            leading `~` is the home folder.
+        path: A file; a folder, searched at every depth without hidden names and without folders in it that this user
+            may not read; or a glob, `**` for any depth. A leading `~` is the home folder.
         suffixes: Suffixes of the files to take from a folder.
         compressed: Also take these suffixes followed by .gz, .bz2 or .xz.
 
@@ -47,10 +47,9 @@ def find_files(source: str, path: str, suffixes: Sequence[str], *, compressed: b
         try:
             found = [
                 file
-                for file in start.rglob("*")
-                if file.name.endswith(ends)
-                and file.is_file()
-                and not any(part.startswith(".") for part in file.relative_to(root).parts)
+                for folder, folders, files in os.walk(start, onerror=_unless_forbidden)
+                for file in _visible(Path(folder), folders, files)
+                if file.name.endswith(ends) and file.is_file()
             ]
         except OSError as error:  # A folder in it went away meanwhile.
             raise UserError(f"data.source {source}: {error.filename} cannot be read: {error.strerror}") from error
@@ -72,6 +71,18 @@ def find_files(source: str, path: str, suffixes: Sequence[str], *, compressed: b
     for file in found:
         check_path_text(str(file), "data.source")
     return dict(sorted((file.relative_to(root).as_posix(), file) for file in found))
+
+
+def _unless_forbidden(error: OSError) -> None:
+    # Path.rglob would pass over every folder that cannot be read, from Python 3.13 on.
+    if not isinstance(error, PermissionError):
+        raise error
+
+
+def _visible(folder: Path, folders: list[str], files: list[str]) -> list[Path]:
+    """The files of a folder without hidden ones; hidden folders are taken out of the list, which `os.walk` follows."""
+    folders[:] = [name for name in folders if not name.startswith(".")]
+    return [folder / name for name in files if not name.startswith(".")]
 
 
 def open_file(path: Path) -> BinaryIO:
