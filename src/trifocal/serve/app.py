@@ -67,9 +67,9 @@ def make_app(service: Service, worker: Worker, pictures: Pictures, *, api_key: s
 
     def answers(*, chat: bool) -> Callable[[Request], Awaitable[Response]]:
         async def respond(request: Request) -> Response:
-            body = await _read_object(request)
-            # Tokenizers and templates take their time with long texts.
             try:
+                body = await _read_object(request)
+                # Tokenizers and templates take their time with long texts.
                 call = await run_in_threadpool(service.read, body, chat=chat)
             except RecursionError as error:
                 raise ApiError(400, "the body is nested too deeply") from error
@@ -189,7 +189,7 @@ async def _read_object(request: Request) -> dict[str, Any]:
             raise ApiError(413, f"the body may have {MOST_BODY_BYTES:,} bytes", headers={"Connection": "close"})
     try:
         body = json.loads(content, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ApiError(400, "the body is no JSON") from error
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
