@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,12 @@ from trifocal.testing.processes import run_processes
 
 def test_a_signal_while_processes_start_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     popen, started = subprocess.Popen, []
+    begin = threading.Thread.start
+
+    def slowly(thread: threading.Thread) -> None:
+        # On a busy machine, a thread does much before the one that started it goes on.
+        begin(thread)
+        time.sleep(0.5)
 
     def start(*args: Any, **options: Any) -> Any:
         started.append(popen(*args, **options))
@@ -23,6 +30,7 @@ def test_a_signal_while_processes_start_leaves_none(tmp_path: Path, monkeypatch:
         return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(threading.Thread, "start", slowly)
     with pytest.raises(KeyboardInterrupt):
         run_processes(["-c", "import time; time.sleep(60)"], 2, tmp_path, limit_seconds=50)
     left = [process for process in started if process.poll() is None]

@@ -63,6 +63,8 @@ def run_processes(
 
     # A signal raises in the main thread; between a process's start and its place in the list it would be lost.
     starter = ThreadPoolExecutor(1)
+    # `shutdown` waits for the threads that `submit` has returned from starting: this one, before it starts processes.
+    starter.submit(bool).result()
     try:
         starter.submit(start).result()
         # A process that fails leaves the others waiting: all are polled.
