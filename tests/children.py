@@ -33,9 +33,13 @@ def free_port() -> int:
 
 
 def environment(**variables: object) -> dict[str, str]:
-    """This process's variables and some more; the package and the tests come first on Python's path."""
+    """This process's variables and some more; the package and the tests come first on Python's path.
+
+    PyTorch's compiler warns about Python 3.13.0, which has nothing to do with the tests.
+    """
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "PYTHONPATH": path, **{name: str(value) for name, value in variables.items()}}
+    quiet = {"PYTHONWARNINGS": "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning"}
+    return {**quiet, **os.environ, "PYTHONPATH": path, **{name: str(value) for name, value in variables.items()}}
 
 
 def children_of(pid: int) -> list[str]:

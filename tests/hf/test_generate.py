@@ -221,7 +221,10 @@ def test_what_a_cache_cannot_is_refused_by_name(model: TrifocalForCausalLM, rows
         refused(f"the cache_implementation '{name}' is not possible", cache_implementation=name)
     with pytest.raises(ValueError, match="static caches are not possible"):
         StaticCache(config=model.config, max_cache_len=64)
-    refused("an offloaded cache is not possible", past_key_values=DynamicCache(config=model.config, offloading=True))
+    # With the argument of that name, transformers asks PyTorch for a stream, which a GPU build has on a GPU alone.
+    offloaded = DynamicCache(config=model.config)
+    offloaded.offloading = True
+    refused("an offloaded cache is not possible", past_key_values=offloaded)
     with pytest.raises(ValueError, match=r"continuous batching .* is not possible"):
         model.generate_batch([[2, 3, 4]])
     refused(

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,7 +53,7 @@ def test_a_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFix
     run = tmp_path / "run"
     assert (result.finished, result.step, result.directory) == (True, 40, run)
     assert load_config(run / "config.toml") == config
-    assert json.loads((run / "env.json").read_text())["packages"]["torch"] == torch.__version__
+    assert json.loads((run / "env.json").read_text())["packages"]["numpy"] == np.__version__
 
     rows = read_metrics(run / "metrics.jsonl", "train")
     assert [row["step"] for row in rows] == [1, 10, 20, 30, 40]
