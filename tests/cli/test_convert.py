@@ -167,7 +167,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(dense_run: Path, tmp_path: Pat
 def test_a_relative_folder(dense_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From Python 3.12 on, `mkdtemp` answers with an absolute path for a relative folder."""
     make = tempfile.mkdtemp
-    monkeypatch.setattr(tempfile, "mkdtemp", lambda **where: os.path.abspath(make(**where)))
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **where: str(Path(make(**where)).absolute()))
     monkeypatch.chdir(tmp_path)
     assert main(["export", str(dense_run), "out"]) == 0
     assert load_model(tmp_path / "out") and not list((tmp_path / "out").glob(".*"))
