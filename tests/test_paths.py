@@ -1,13 +1,15 @@
 """Paths as people give them, and as they paste them."""
 
+import errno
 import os
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trifocal.errors import UserError
-from trifocal.paths import read_small_file, shell_path, user_path
+from trifocal.paths import expand_path, read_small_file, shell_path, user_path
 
 
 def test_home_is_expanded_at_the_beginning_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,6 +34,28 @@ def test_home_is_expanded_at_the_beginning_alone(monkeypatch: pytest.MonkeyPatch
 def test_what_no_path_can_be_is_refused(given: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         user_path(given, "--to")
+
+
+def test_what_cannot_be_looked_at_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From Python 3.14 on, pathlib takes it for absent."""
+    with pytest.raises(UserError, match=r"^--to x{300}: File name too long$"):
+        user_path("x" * 300, "--to")
+    file = tmp_path / "a"
+    for path in (tmp_path, file, file / "in a file"):
+        assert user_path(path) == path
+        file.touch()
+    stat = os.stat
+
+    def denied(path: Any, **options: Any) -> Any:
+        if str(path).startswith(f"{tmp_path}/"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", denied)
+    for path in (tmp_path, file):
+        with pytest.raises(UserError, match=f"^--to {path}: Permission denied$"):
+            user_path(path, "--to")
+        assert expand_path(path) == path
 
 
 @pytest.mark.parametrize("path", ["-x", "a b", "$HOME", "it's", "plain", "--run"])

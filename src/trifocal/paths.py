@@ -27,7 +27,24 @@ def check_path_text(text: str, name: str = "the path") -> None:
 
 
 def user_path(text: str | os.PathLike[str], name: str = "the path") -> Path:
-    """The path that the user means: a leading `~` is a home folder.
+    """The path that the user means, of something that is to be read or written now; see `expand_path`.
+
+    Raises:
+        UserError: If the system does not tell what is there, for want of permission for example; or see `expand_path`.
+    """
+    path = expand_path(text, name)
+    # From Python 3.14 on, `exists`, `is_file` and `is_dir` say no in that case. The dot asks for access to a folder.
+    try:
+        os.stat(os.path.join(path, "."))  # noqa: PTH116, PTH118 (pathlib drops the dot)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise UserError(f"{name} {os.fspath(text)}: {error.strerror}") from error
+    return path
+
+
+def expand_path(text: str | os.PathLike[str], name: str = "the path") -> Path:
+    """The path that the user means: a leading `~` is a home folder. Nothing is looked up on the disk.
 
     Args:
         text: The path given.

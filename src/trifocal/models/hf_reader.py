@@ -15,7 +15,6 @@ becomes a layer of type `"window"`. OLMo's norms stand behind attention and MLP,
 for its window layers. Models, and options of models, that a `DecoderLM` lacks are refused by name.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -66,12 +65,7 @@ def is_hf_folder(folder: Path) -> bool:
         UserError: If the file cannot be read.
     """
     path = folder / CONFIG_FILE
-    # A folder that may not be read is refused when it is.
-    with contextlib.suppress(PermissionError):
-        return (
-            path.exists() and read_json(path, "the model's configuration").get("model_type", MODEL_TYPE) != MODEL_TYPE
-        )
-    return False
+    return path.exists() and read_json(path, "the model's configuration").get("model_type", MODEL_TYPE) != MODEL_TYPE
 
 
 def read_hf_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:

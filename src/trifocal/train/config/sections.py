@@ -10,7 +10,7 @@ from typing import Literal
 from trifocal.data import DataConfig
 from trifocal.fields import check_at_least, check_seconds, check_types
 from trifocal.models import ModelConfig
-from trifocal.paths import user_path
+from trifocal.paths import expand_path
 from trifocal.runlog import SINKS
 from trifocal.runlog.traces import TRACES
 
@@ -50,7 +50,7 @@ class RunSection:
     def __post_init__(self) -> None:
         check_types(self, "run")
         _require(bool(self.directory.strip()), "run.directory must name a folder, got an empty string")
-        object.__setattr__(self, "directory", str(user_path(self.directory, "run.directory")))
+        object.__setattr__(self, "directory", str(expand_path(self.directory, "run.directory")))
         _require(0 <= self.seed < 2**63, f"run.seed must lie in [0, 2^63), got {self.seed}")
 
 
