@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trifocal.testing.processes import run_processes
+from trifocal.testing.processes import ProcessesFailed, run_processes
 
 
 def test_a_signal_while_processes_start_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,3 +38,12 @@ def test_a_signal_while_processes_start_leaves_none(tmp_path: Path, monkeypatch:
         process.kill()
         process.wait()
     assert len(started) == 2 and not left
+
+
+def test_errors_are_quoted_without_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python 3.13 and newer would write them in a service of CI."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with pytest.raises(ProcessesFailed, match=r"\nRuntimeError: 0$"):
+        run_processes(
+            ["-c", "import os; raise RuntimeError(os.environ['PYTHON_COLORS'])"], 1, tmp_path, limit_seconds=50
+        )

@@ -50,8 +50,9 @@ def run_processes(
         ProcessesFailed: If a process fails, or they do not end in time.
     """
     _store, places = places_here(size)
-    # Where this process finds the package, the others must find it too.
-    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONFAULTHANDLER": "1"}
+    # Where this process finds the package, the others must find it too. Messages quote errors, which Python 3.13 writes
+    # in colours where FORCE_COLOR is set.
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONFAULTHANDLER": "1", "PYTHON_COLORS": "0"}
     started: list[subprocess.Popen[bytes]] = []
 
     def start() -> None:
