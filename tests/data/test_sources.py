@@ -8,6 +8,7 @@ import gzip
 import json
 import lzma
 import os
+import platform
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +67,23 @@ def test_builtin_is_the_standard_library_without_its_tests() -> None:
     assert (again.shards, again.fingerprint) == (source.shards, source.fingerprint)
     ((_, cursor),) = source.read(0, None)
     assert list(source.read(0, cursor)) == []
+
+
+def test_builtin_of_another_python_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    states = []
+    for version in ("3.11.7", "3.13.0"):
+        (tmp_path / f"{version}.py").write_text("x = 1\n" * 20)
+        monkeypatch.setattr(sysconfig, "get_paths", lambda: dict.fromkeys(("stdlib", "purelib"), str(tmp_path)))
+        monkeypatch.setattr(platform, "python_version", lambda version=version: version)
+        settings = DataConfig(source="builtin", validation_fraction=0.0)
+        tokenizer, sizes = make_tokenizer("bytes"), {"sequence_length": 16, "batch_size": 1, "vocab_size": 257}
+        with make_loader(settings, tokenizer=tokenizer, **sizes) as loader:
+            states.append(loader.state_dict())
+            loader.load_state_dict(states[-1])
+            if len(states) == 2:
+                named = r"belongs to builtin of Python 3\.11\.7, this run reads builtin of Python 3\.13\.0: the files"
+                with pytest.raises(UserError, match=named):
+                    loader.load_state_dict(states[0])
 
 
 def test_builtin_leaves_out_what_is_not_utf8(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

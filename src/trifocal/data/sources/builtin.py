@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,8 @@ class BuiltinSource:
         roots = [Path(paths["stdlib"])]
         if include_site_packages:
             roots += sorted({Path(paths["purelib"]), Path(paths["platlib"])})
-        self.name = "builtin"
+        # Other versions have other files.
+        self.name = f"builtin of Python {platform.python_version()}"
         self.bad = bad or BadDocuments()
         self._files: dict[str, Path] = {}
         sizes = []
