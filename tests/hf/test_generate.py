@@ -27,7 +27,7 @@ KINDS: list[dict[str, Any]] = [
     },
     {"layer_types": ("window", "selected"), "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
     {"layer_types": ("dense", "nsa"), "unrotated_layers": (1,)},
-    {"chooser": "index", "index_queries": 2, "layer_types": ("selected", "nsa"), "unrotated_layers": (1,)},
+    {"chooser": "index", "layer_types": ("selected", "nsa"), "unrotated_layers": (1,)},
     {"layer_types": ("dense", "nsa"), "norm_after": True, "qk_norm": True, "qk_norm_all_heads": True},
 ]
 NEW = 12

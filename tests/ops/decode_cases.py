@@ -34,7 +34,6 @@ class Case:
     """One set of shapes; `why` says what only it covers.
 
     `window`: "own" keys, "shared" ones, or none. `index`: width of an index that chooses; 0: compressed keys do.
-    `index_queries`: its queries a group.
     """
 
     why: str
@@ -48,7 +47,6 @@ class Case:
     selected_only: bool = False
     learned: bool = False
     index: int = 0
-    index_queries: int = 1
 
     @property
     def compresses(self) -> bool:
@@ -69,7 +67,6 @@ CASES = (
     Case("learned compression", USUAL, 4, 2, 8, 6, learned=True),
     Case("an index for three branches", ODD, 6, 3, 6, 10, learned=True, index=12),
     Case("an index alone", USUAL, 4, 2, 8, 6, page_blocks=3, window="none", selected_only=True, index=8),
-    Case("an index of three queries a group", USUAL, 6, 2, 8, 6, index=8, index_queries=3),
     Case("a compressed block at every token", STRIDE_ONE, 2, 1, page_blocks=2),
     Case("l = d = l', a window of one key", ONE_SIZE, 8, 1),
     Case("blocks of four strides", FOUR_A_BLOCK, 4, 2),
@@ -103,7 +100,7 @@ def draw(case: Case, batch: int, length: int, dtype: torch.dtype, device: str = 
     k, v = (case.groups, case.dim), (case.groups, case.value_dim)
     tokens = Tokens(
         normal(case.heads, case.dim), normal(case.heads, 3).sigmoid(), *(normal(*size) for size in (k, v, k, v, k, v)),
-        normal(case.groups * case.index_queries, case.index), normal(1, case.index),
+        normal(case.groups, case.index), normal(1, case.index),
     )  # fmt: skip
     return tokens._replace(k_win=tokens.k_slc, v_win=tokens.v_slc) if case.window == "shared" else tokens
 
@@ -143,7 +140,7 @@ def whole(case: Case, tokens: Tokens) -> Tensor:
     chosen = None
     if case.index:
         q_idx, k_idx = (rotate(x, *tables(case, length, x, case.index)) for x in (tokens.q_idx, tokens.k_idx))
-        chosen = select_blocks_by_index(q_idx, k_idx[:, :, 0], rules, num_groups=case.groups, backend="reference")
+        chosen = select_blocks_by_index(q_idx, k_idx[:, :, 0], rules, backend="reference")
     if case.window != "none":
         inputs = (q, k_cmp, v_cmp, k_slc, tokens.v_slc, k_win, tokens.v_win, tokens.gates)
         return nsa_attention(*inputs, rules, selected_blocks=chosen, backend="reference")

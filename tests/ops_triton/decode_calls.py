@@ -6,9 +6,8 @@ from trifocal.ops import DecodeBatch, DenseCache, Geometry, SparseCache
 
 
 def decode_step(
-    heads, groups, dim, value_dim, new=1, dtype=torch.bfloat16, batch=64, pages=16, learned=False, selected=16,
-    index_queries=1,
-):  # fmt: skip
+    heads, groups, dim, value_dim, new=1, dtype=torch.bfloat16, batch=64, pages=16, learned=False, selected=16
+):
     """Launch every kernel: of layers of three branches, with an index alone, dense, and with a window alone."""
     from trifocal.ops.decode.triton import append, attention
 
@@ -35,7 +34,7 @@ def decode_step(
     indexed = SparseCache(k_slc, v_slc, *[None] * 6, k_idx=empty(batch * pages, 1, size, 64))
     keys = empty(batch, new, 64), index_rotary
     append.append_sparse(indexed, sequences, (None, None, *tokens[2:4], None, None), geometry, rotary, None, keys)
-    queries = empty(batch, new, groups * index_queries, 64), index_rotary
+    queries = empty(batch, new, groups, 64), index_rotary
     attention.decode_attention(q, None, indexed, sequences, geometry, rotary, False, 0.1, queries)
     dense = DenseCache(k_slc, v_slc)
     append.append_dense(dense, sequences, *tokens[:2], rotary)

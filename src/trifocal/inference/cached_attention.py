@@ -70,7 +70,7 @@ class Projected:
         q: Queries, [B, T, H, D].
         keys, values: Those of each branch, [B, T, G, *]: one for all, or cmp, slc and win.
         gates: [B, T, H, 3]; None in a layer without gates.
-        index: Queries [B, T, G * Q, Di] and keys [B, T, Di] of the index; None without one.
+        index: Queries [B, T, G, Di] and keys [B, T, Di] of the index; None without one.
     """
 
     q: Tensor
@@ -116,10 +116,7 @@ class AttentionRule:
         q, seen, index_seen = append_sparse_chunk(
             new.q, cache, chunk, *_branches(new, cache), geometry, self.compress, rotary, index, backend
         )
-        chosen = None
-        if index_seen is not None:
-            groups = cache.k_slc.shape[1]
-            chosen = select_blocks_by_index(*index_seen, geometry, num_groups=groups, backend=backend)
+        chosen = None if index_seen is None else select_blocks_by_index(*index_seen, geometry, backend=backend)
         if new.gates is not None:
             return nsa_attention(q, *seen, new.gates, geometry, selected_blocks=chosen, backend=backend)  # type: ignore[arg-type]
         if chosen is None:

@@ -113,7 +113,7 @@ class CachedLayer:
         index = None
         if self._has_index:
             q_idx, k_idx = parts[2 * self._branches :]
-            index = q_idx.unflatten(-1, (-1, k_idx.shape[-1])), k_idx
+            index = q_idx.unflatten(-1, (self._num_kv_heads, -1)), k_idx
         if gates is not None:
             gates = gates.view(*projected.shape[:2], self._num_heads, NUM_BRANCHES)
         return Projected(q, keys, heads[self._branches :], gates, index)

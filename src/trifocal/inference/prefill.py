@@ -130,7 +130,7 @@ def append_sparse_chunk(
         geometry: Block sizes, in tokens.
         compress: φ of keys and of values, [1, S, G, *] -> [1, C, G, *].
         rotary: Tables of all positions.
-        index: Queries [1, T, G * Q, Di] and keys [1, T, Di] of the index, each with its tables; None without one.
+        index: Queries [1, T, G, Di] and keys [1, T, Di] of the index, each with its tables; None without one.
         backend: As in `trifocal.ops.append_chunk`.
 
     Returns:

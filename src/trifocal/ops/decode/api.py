@@ -172,7 +172,7 @@ def decode_attention(
         window: Whether there is a window branch.
         scale: Factor on the scores; 1/sqrt(D) when not given.
         backend: `"auto"`, `"reference"` or `"triton"`.
-        index: Queries of the index, [B, T, G * Q, Di], and their tables; None where the cache has no index keys.
+        index: Queries of the index, [B, T, G, Di], and their tables; None where the cache has no index keys.
 
     Returns:
         o, [B, T, H, V], in the type of q; zero where a sequence has no such token.
@@ -188,7 +188,7 @@ def decode_attention(
     check_cache(cache, geometry, q.shape[1])
     check_queries(q, cache.k_slc)
     check_rotary(rotary, q)
-    check_index(index, cache.k_idx, q.shape[:2], cache.k_slc.shape[1])
+    check_index(index, cache.k_idx, (*q.shape[:2], cache.k_slc.shape[1]))
     if gates is None and window:
         raise ValueError("a window branch needs gates")
     if gates is not None and cache.v_cmp is None:

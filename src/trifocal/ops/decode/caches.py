@@ -23,7 +23,7 @@ Compress = Callable[[Tensor], Tensor]
 """A learned φ: the tokens of blocks, [N, l, G, *], to one key or value each, [N, G, *]."""
 
 Index = tuple[Tensor, Rotary]
-"""New index queries [B, T, G * Q, Di] or keys [B, T, Di], not rotated yet, and rotary tables of their width."""
+"""New index queries [B, T, G, Di] or keys [B, T, Di], not rotated yet, and rotary tables of their width."""
 
 
 @dataclass(frozen=True)
@@ -212,21 +212,13 @@ def check_new(first: Tensor, k_held: Tensor, v_held: Tensor, **new: Tensor | Non
             raise ValueError(f"{name} must have the shape [B, T, G, width] = {list(expected)}, got {list(x.shape)}")
 
 
-def check_index(index: Index | None, k_idx: Tensor | None, expected: tuple[int, ...], groups: int = 0) -> None:
-    """Raise ValueError unless there is an index where the cache has its keys, of this shape but for Di.
-
-    With `groups`, queries: some for each of so many groups, in a dimension behind those of `expected`.
-    """
+def check_index(index: Index | None, k_idx: Tensor | None, expected: tuple[int, ...]) -> None:
+    """Raise ValueError unless there is an index where the cache has its keys, of this shape but for Di."""
     if (index is None) != (k_idx is None):
         raise ValueError("an index must be given where the cache has k_idx, and only there")
     if index is None or k_idx is None:
         return
     x, rotary = index
-    if groups:
-        heads = x.shape[2] if x.ndim == 4 else groups
-        if heads % groups:
-            raise ValueError(f"the queries of an index must be a multiple of the {groups} groups, got {heads}")
-        expected = (*expected, heads)
     if x.shape != (*expected, k_idx.shape[3]) or x.dtype != k_idx.dtype:
         raise ValueError(
             f"an index must be {[*expected, k_idx.shape[3]]} of {k_idx.dtype}, got {list(x.shape)} of {x.dtype}"

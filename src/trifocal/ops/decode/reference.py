@@ -120,9 +120,8 @@ def decode_attention(
     num_blocks = geometry.num_selection_blocks(len(token_S))
     if index is not None and cache.k_idx is not None:
         sees_BTS = token_S <= position_BT1
-        scores_BHTS = _index_scores(_rotate(*index, position_BT), _gather_pages(cache.k_idx, batch), sees_BTS)
-        scores_BGQTS = scores_BHTS.unflatten(1, (k_slc_BGSD.shape[1], -1))
-        importance_BGTJ = scores_BGQTS.unflatten(-1, (num_blocks, -1)).amax((2, -1))
+        scores_BGTS = _index_scores(_rotate(*index, position_BT), _gather_pages(cache.k_idx, batch), sees_BTS)
+        importance_BGTJ = scores_BGTS.unflatten(-1, (num_blocks, -1)).amax(-1)
     else:
         # Heads side by side in memory, so that those of every block are added in the same order.
         importance_BGTJ = importance(p_BGTRC.transpose(3, 4).contiguous().sum(-1), geometry, num_blocks)
@@ -265,13 +264,13 @@ def _probabilities(q_BGTRD: Tensor, k_BGSD: Tensor, sees: Tensor) -> Tensor:
     return scores_BGTRS.softmax(-1).masked_fill(hidden, 0.0)
 
 
-def _index_scores(q_BTHD: Tensor, k_B1SD: Tensor, sees_BTS: Tensor) -> Tensor:
-    """Scores of the tokens that each query sees, [B, H, T, S], H of an index; -inf of the others."""
-    rows_B1XD = q_BTHD.transpose(1, 2).flatten(1, 2)[:, None].to(accumulator(q_BTHD))
-    with full_precision(q_BTHD):
+def _index_scores(q_BTGD: Tensor, k_B1SD: Tensor, sees_BTS: Tensor) -> Tensor:
+    """Scores of the tokens that each query sees, [B, G, T, S]; -inf of the others."""
+    rows_B1XD = q_BTGD.transpose(1, 2).flatten(1, 2)[:, None].to(accumulator(q_BTGD))
+    with full_precision(q_BTGD):
         scores_B1XS = _aligned(rows_B1XD) @ _aligned(k_B1SD.to(rows_B1XD.dtype)).transpose(-1, -2)
-    scores_BHTS = scores_B1XS[:, 0].unflatten(1, (q_BTHD.shape[2], -1))
-    return scores_BHTS.masked_fill(~sees_BTS[:, None], -torch.inf)
+    scores_BGTS = scores_B1XS[:, 0].unflatten(1, (q_BTGD.shape[2], -1))
+    return scores_BGTS.masked_fill(~sees_BTS[:, None], -torch.inf)
 
 
 def _weighted(p_BGTRS: Tensor, v_BGSV: Tensor, sees: Tensor) -> Tensor:
