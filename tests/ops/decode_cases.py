@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tests.ops.cases import ODD, ONE_SIZE, STRIDE_ONE, USUAL, geometry
 from trifocal import Geometry, nsa_attention
@@ -25,6 +26,7 @@ from trifocal.ops import (
     selected_attention,
     window_attention,
 )
+from trifocal.ops.decode.caches import LearnedCompressor
 
 FOUR_A_BLOCK = geometry(16, 4, 16, 3, 1, 1, 21)
 
@@ -111,11 +113,15 @@ def tables(case: Case, length: int, like: Tensor, dim: int = 0) -> tuple[Tensor,
 
 
 def compressor(width: int, geometry: Geometry, like: Tensor):
-    """A learned φ: a fixed weight for each token of a block and feature, the same for every number of blocks."""
+    """A learned φ; its hidden units are no multiple of what a program of the kernels makes."""
     generator = torch.Generator().manual_seed(width)
-    weight = torch.rand(geometry.compression_block_size, 1, width, generator=generator, dtype=torch.float64)
-    weight = weight.to(like.device, like.dtype)
-    return lambda windows: (windows * weight).mean(1)
+    length, hidden = geometry.compression_block_size, 2 * width + 3
+
+    def draw(*shape):
+        x = torch.randn(shape, generator=generator, dtype=torch.float64) * shape[-1] ** -0.5
+        return x.to(like.device, like.dtype)
+
+    return LearnedCompressor(draw(length, width), draw(hidden, length * width), draw(width, hidden))
 
 
 def compressed(case: Case, x: Tensor) -> Tensor:
@@ -124,9 +130,12 @@ def compressed(case: Case, x: Tensor) -> Tensor:
     if x.shape[1] < rules.compression_block_size:
         return x[:, :0]
     windows = x[0].unfold(0, rules.compression_block_size, rules.compression_stride).movedim(-1, 1)
-    if case.learned:
-        return compressor(x.shape[-1], rules, x)(windows)[None]
-    return windows.mean(1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)[None]
+    mean = windows.mean(1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)[None]
+    if not case.learned:
+        return mean
+    positions, up, down = compressor(x.shape[-1], rules, x)
+    placed = (windows + positions[:, None]).transpose(1, 2).flatten(2)
+    return mean + functional.silu(placed @ up.T) @ down.T
 
 
 def whole(case: Case, tokens: Tokens) -> Tensor:

@@ -9,6 +9,7 @@ def decode_step(
     heads, groups, dim, value_dim, new=1, dtype=torch.bfloat16, batch=64, pages=16, learned=False, selected=16
 ):
     """Launch every kernel: of layers of three branches, with an index alone, dense, and with a window alone."""
+    from trifocal.ops.decode.caches import LearnedCompressor
     from trifocal.ops.decode.triton import append, attention
 
     geometry, size = Geometry(num_selected_blocks=selected), 256
@@ -27,7 +28,12 @@ def decode_step(
     rotary = (empty(4096, dim // 2, dtype=torch.float32),) * 2
     tokens = [x for _ in range(3) for x in both(batch, new, groups)]
     q, gates = empty(batch, new, heads, dim), empty(batch, new, heads, 3, dtype=torch.float32)
-    phi = (lambda windows: windows[:, 0],) * 2 if learned else None
+    length = geometry.compression_block_size
+    phi = tuple(
+        LearnedCompressor(empty(length, width), empty(2 * width, length * width), empty(width, 2 * width))
+        for width in (dim, value_dim)
+    )
+    phi = phi if learned else None
     append.append_sparse(cache, sequences, tuple(tokens), geometry, rotary, phi, None)
     attention.decode_attention(q, gates, cache, sequences, geometry, rotary, True, 0.1, None)
     index_rotary = (empty(4096, 32, dtype=torch.float32),) * 2

@@ -58,7 +58,7 @@ STEPS = (
     Step(shapes("no window", window="none"), (75,), (1,)),
     Step(shapes("blocks of four strides", geometry(16, 4, 16, 3, 1, 1, 21)), (62,), (2,)),
     Step(shapes("three strides a block, no block forced first", geometry(16, 16, 48, 2, 0, 1, 5)), (190,), (1,)),
-    Step(shapes("D in two parts, V wider", dim=130, value_dim=132), (41,), (1,)),
+    Step(shapes("D in two parts, V wider", dim=130, value_dim=132, learned=True), (41,), (3,)),
     Step(shapes("rows are two tiles", heads=20), (30,), (4,)),
     Step(shapes("an index, rows are two tiles", heads=3, groups=3, index=8, learned=True), (5, 79), (6, 7)),
     Step(
@@ -288,8 +288,8 @@ def of_model(why, heads, groups, dim, value_dim, **others):
 # Shapes of large models, the production model, and heads that fill no tile; two of them with an index.
 MODELS = (
     of_model("64 heads of 128", 64, 4, 128, 128),
-    of_model("production, with an index", 12, 2, 64, 64, index=64),
-    of_model("the paper's", 16, 2, 192, 128),
+    of_model("production, with an index", 12, 2, 64, 64, index=64, learned=True),
+    of_model("the paper's", 16, 2, 192, 128, learned=True),
     of_model("an index alone", 16, 2, 128, 128, index=64, window="none", selected_only=True),
     of_model("one head a group", 3, 3, 64, 64),
     of_model("7 heads", 7, 1, 128, 64),

@@ -9,7 +9,7 @@ that a chunk can be recorded as a CUDA graph. Its last tokens may be padding: no
 they reach no ring.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from trifocal.ops import Geometry, SparseCache, append_chunk
-from trifocal.ops.decode.caches import Compress, Index, NewRows, Place, Rotary
+from trifocal.ops.decode.caches import Index, NewRows, Place, Rotary
+
+Compress = Callable[[Tensor], Tensor]
+"""φ of the keys or values of a sequence, [1, S, G, *] -> [1, C, G, *]."""
 
 
 class Chunk:

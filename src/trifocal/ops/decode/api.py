@@ -12,10 +12,10 @@ from torch import Tensor
 
 from trifocal.ops.decode import reference
 from trifocal.ops.decode.caches import (
-    Compress,
     DecodeBatch,
     DenseCache,
     Index,
+    LearnedCompressor,
     NewRows,
     Place,
     Rotary,
@@ -23,6 +23,7 @@ from trifocal.ops.decode.caches import (
     check_batch,
     check_cache,
     check_chunk,
+    check_compressors,
     check_index,
     check_new,
     check_new_tokens,
@@ -45,7 +46,7 @@ def append_sparse(
     v_win: Tensor | None,
     geometry: Geometry,
     rotary: Rotary,
-    compress: tuple[Compress, Compress | None] | None = None,
+    compress: tuple[LearnedCompressor, LearnedCompressor | None] | None = None,
     backend: str = "auto",
     index: Index | None = None,
 ) -> None:
@@ -60,7 +61,8 @@ def append_sparse(
         k_win, v_win: Keys and values of the window; None where the cache has no rings for it.
         geometry: Block sizes, in tokens.
         rotary: Tables of all positions. Compressed keys are rotated by the position of their first token.
-        compress: The learned φ of keys and of values; the mean where not given.
+        compress: The learned φ of keys and of values, None for values that the cache does not compress; the mean of
+            both where not given.
         backend: `"auto"`, `"reference"` or `"triton"`.
         index: Keys of the index, [B, T, Di], and their tables; None where the cache has none.
 
@@ -82,6 +84,7 @@ def append_sparse(
         k_raw=k_raw, v_raw=v_raw, k_slc=k_slc, v_slc=v_slc, k_win=k_win, v_win=v_win,
     )  # fmt: skip
     check_index(index, cache.k_idx, k_slc.shape[:2])
+    check_compressors(compress, cache, geometry)
     new = (k_raw, v_raw, k_slc, v_slc, k_win, v_win)
     if _resolve("append_sparse", backend, k_slc, v_slc, geometry) == "triton":
         from trifocal.ops.decode.triton import append as kernels
