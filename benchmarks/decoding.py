@@ -190,9 +190,7 @@ def work_per_step(
     width = config.head_dim + config.value_dim
     index = INDEX_DIM * (past + 1) if config.has_index else 0
     cache = sequences * config.num_layers * (keys * config.num_kv_heads * width + index) * dtype.itemsize
-    attention = (
-        2 * config.num_layers * (config.num_heads * width * keys + config.num_kv_heads * config.index_queries * index)
-    )
+    attention = 2 * config.num_layers * (config.num_heads * width * keys + config.num_kv_heads * index)
     # Every weight multiplies once, but for the look-up in the embedding.
     count = parameter_count(config) - (0 if config.tie_embeddings else config.vocab_size * config.dim)
     return {

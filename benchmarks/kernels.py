@@ -45,8 +45,6 @@ class KernelsOptions(BenchOptions):
     """Kernels to list for each shape and direction; the rest is one row."""
     teaching: int = 0
     """Also time the choice by an index and the loss that teaches it, of one query in so many; 0: neither."""
-    index_queries: int = 1
-    """Queries of that index for each group; see `model.index_queries`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,8 +105,7 @@ def _choice_calls(
     options: KernelsOptions, shape: AttentionShape, device: torch.device
 ) -> dict[str, Callable[[], object]]:
     """The choice by an index, and forward and backward of the loss that teaches it."""
-    dtype = DTYPES[options.dtype]
-    problem = ChoiceProblem.draw(shape, options.geometry, device, dtype, options.teaching, options.index_queries)
+    problem = ChoiceProblem.draw(shape, options.geometry, device, DTYPES[options.dtype], options.teaching)
     loss, _ = problem.loss()
     return {
         "index choice": problem.choose,

@@ -26,22 +26,17 @@ class ChoiceProblem(NamedTuple):
 
     @classmethod
     def draw(
-        cls,
-        shape: AttentionShape,
-        geometry: Geometry,
-        device: torch.device,
-        dtype: torch.dtype,
-        stretch: int,
-        index_queries: int = 1,
+        cls, shape: AttentionShape, geometry: Geometry, device: torch.device, dtype: torch.dtype, stretch: int
     ) -> ChoiceProblem:
-        """Draw one, with one query of each `stretch` tokens, and so many queries of the index for each group."""
+        """Draw one, with one query of each `stretch` tokens."""
         generator = torch.Generator(device).manual_seed(0)
         rows = (shape.batch, shape.tokens)
-        own, index = (shape.groups, shape.head_dim), (shape.groups * index_queries, INDEX_DIM)
         q, k, q_idx, k_idx = (
             torch.randn(*rows, *heads, generator=generator, device=device).to(dtype)
-            for heads in ((shape.heads, shape.head_dim), own, index, (INDEX_DIM,))
-        )
+            for heads in (
+                (shape.heads, shape.head_dim), (shape.groups, shape.head_dim), (shape.groups, INDEX_DIM), (INDEX_DIM,)
+            )
+        )  # fmt: skip
         # Sums of an index's products are exact in any order: a block's largest one is the same token's in every kernel.
         q_idx, k_idx = (x.mul(16).round().div(16) for x in (q_idx, k_idx))
         tokens = torch.randint(256, rows, generator=generator, device=device)
@@ -52,7 +47,7 @@ class ChoiceProblem(NamedTuple):
 
     def choose(self) -> Tensor:
         """The choice of every query."""
-        return select_blocks_by_index(*self.index, self.geometry, num_groups=self.k.shape[2])
+        return select_blocks_by_index(*self.index, self.geometry)
 
     def loss(self, backend: str = "auto") -> tuple[Tensor, Tensor]:
         """The mean loss and recall of an eligible query and group."""

@@ -25,8 +25,6 @@ _CHANGES: dict[str, dict[str, str]] = {
     "learned-taught": _LEARNED | _TAUGHT,
     "index": _LEARNED | _INDEX,
     "index-mean": _INDEX,
-    "index-q2": _LEARNED | _INDEX | {"model.index_queries": "2"},
-    "index-q3": _LEARNED | _INDEX | {"model.index_queries": "3"},
     "index-s256": _LEARNED | _INDEX | {"train.choice_loss_sample": str(1 / 256)},
     "index-l1": _LEARNED | _INDEX | {"optimizer.index_lr_factor": "1"},
     "selected-index": {"model.attention": "selected"} | _INDEX,

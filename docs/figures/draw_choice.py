@@ -47,7 +47,7 @@ def draw_choice(geometry: Geometry, x: Tensor, q: Tensor, k: Tensor, position: i
 
     @torch.no_grad()
     def student() -> tuple[Tensor, float]:
-        shares = index_scores(*index(), sample, geometry, None, 1).masked_fill(~free[:, :, None], -1e9).softmax(-1)
+        shares = index_scores(*index(), sample, geometry, None).masked_fill(~free[:, :, None], -1e9).softmax(-1)
         found = recall(mass, shares, free, eligible, geometry) / eligible.sum()
         return shares[0, position, 0], found.item()
 

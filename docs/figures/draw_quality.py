@@ -18,8 +18,7 @@ PAGE = Path(__file__).parents[1] / "quality.md"
 COLOURS = {
     "sparse": WINDOW, "dense": DENSE, "window": COMPRESSED, "hybrid": "#16a085", "random": SELECTED, "dropout": INK,
     "learned": "#2980b9", "exact": "#1b1b1b", "learned-exact": "#5d6d7e", "taught": "#b8860b",
-    "learned-taught": "#20639b", "index": "#6c3483", "index-mean": "#d35400", "index-q2": "#7d3c98",
-    "index-q3": "#4a235a", "index-s256": "#a569bd",
+    "learned-taught": "#20639b", "index": "#6c3483", "index-mean": "#d35400", "index-s256": "#a569bd",
     "index-l1": "#d2b4de", "selected-index": "#117a65",
     "shared": "#8e44ad", "shared-dropout": "#c0392b", "shared-random": "#e67e22",
 }  # fmt: skip

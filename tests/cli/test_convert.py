@@ -104,15 +104,6 @@ def test_an_index_is_taught_with_the_model_frozen(tmp_path: Path, to: str, capsy
     assert main(["generate", str(tmp_path / "on"), "--prompt", "the dog", "--max-new-tokens", "4"]) == 0
 
 
-def test_an_index_of_two_queries_goes_into_the_folder(dense_run: Path, tmp_path: Path) -> None:
-    index = ["--chooser", "index", "--index-queries", "2"]
-    assert main(["convert", str(dense_run), str(tmp_path / "out"), "--to", "nsa", *index, *SMALL]) == 0
-    model = load_model(tmp_path / "out")
-    assert model.config.index_queries == 2
-    assert model.blocks[0].attention.index.query_proj.out_features == 64 * 2 * model.config.num_kv_heads
-    assert main(["generate", str(tmp_path / "out"), "--prompt", "the dog", "--max-new-tokens", "4"]) == 0
-
-
 @pytest.mark.parametrize("part", ["", "checkpoints/step_00000002", "weights"])
 def test_a_dense_run_of_ours_becomes_sparse(
     dense_run: Path, tmp_path: Path, part: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch

@@ -27,7 +27,7 @@ KINDS: list[dict[str, Any]] = [
     },
     {"layer_types": ("window", "selected"), "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
     {"layer_types": ("dense", "nsa"), "unrotated_layers": (1,)},
-    {"chooser": "index", "index_queries": 2, "layer_types": ("selected", "nsa"), "unrotated_layers": (1,)},
+    {"chooser": "index", "layer_types": ("selected", "nsa"), "unrotated_layers": (1,)},
     {"layer_types": ("dense", "nsa"), "norm_after": True, "qk_norm": True, "qk_norm_all_heads": True},
 ]
 NEW = 12
@@ -71,6 +71,17 @@ def test_a_cache_changes_nothing(options: dict[str, Any], rows: list[Tensor]) ->
         first = stop
         assert cache.get_seq_length() == stop
     torch.testing.assert_close(torch.cat(logits, dim=1)[mask.bool()], expected[mask.bool()], rtol=1e-9, atol=1e-9)
+
+
+@torch.no_grad()
+def test_a_cache_sees_what_a_hook_makes_of_a_learned_compressor(rows: list[Tensor]) -> None:
+    """Decoding reads φ's weights, so it does not run where they are not all that φ computes."""
+    model = model_of(compressor="mlp")
+    new, tokens = generate(model, rows[0][None]), rows[0][None]
+    layer = model.get_submodule("model.blocks.0.attention")
+    layer.k_compressor.down_proj.register_forward_hook(lambda module, args, output: 50 * output + 1)
+    hooked = generate(model, tokens)
+    assert torch.equal(hooked, generate(model, tokens, use_cache=False)) and not torch.equal(hooked, new)
 
 
 @pytest.mark.parametrize("options", KINDS, ids=lambda options: " ".join(options) or "plain")

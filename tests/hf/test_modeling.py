@@ -48,7 +48,7 @@ def padded(rows: Sequence[Tensor], side: str, more: int = 0) -> tuple[Tensor, Te
             **dict.fromkeys(("norm_after", "qk_norm", "qk_norm_all_heads"), True),
         },
         {"compressor": "mlp", "shared_kv": True, "selection": "random"},
-        {"chooser": "index", "index_queries": 2, "layer_types": ("nsa", "selected")},
+        {"chooser": "index", "layer_types": ("nsa", "selected")},
         {"layer_types": ("window", "selected"), "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
     ],
     ids=lambda options: " ".join(options) or "plain",

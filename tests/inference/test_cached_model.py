@@ -32,7 +32,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"shared_kv": True},
     {"attention": "dense"},
     {"chooser": "index", "compressor": "mlp"},
-    {"chooser": "index", "index_queries": 2, "attention": "selected", "unrotated_layers": (1,)},
+    {"chooser": "index", "attention": "selected", "unrotated_layers": (1,)},
     {
         "layer_types": ("window", "selected"),
         "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True, "unrotated_layers": (1,),

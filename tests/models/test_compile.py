@@ -131,7 +131,7 @@ def test_other_lengths_do_not_compile_anew(make_model: Callable[..., DecoderLM])
     [
         ({"chooser": "index"}, "aot_eager"),
         ({"compressor": "mlp"}, "eager"),
-        ({"chooser": "index", "index_queries": 2, "attention": "selected"}, "eager"),
+        ({"chooser": "index", "attention": "selected"}, "eager"),
     ],
     ids=str,
 )

@@ -35,9 +35,6 @@ def test_from_toml() -> None:
     ("changes", "message"),
     [
         ({"num_heads": 6, "num_kv_heads": 4}, "num_heads must be a multiple of model.num_kv_heads, got 6 and 4"),
-        ({"num_heads": 12, "index_queries": 4}, "index_queries must divide the query heads of a KV head, got 4 and 6"),
-        ({"index_queries": 0}, "model.index_queries must be at least 1, got 0"),
-        ({"index_queries": 2}, 'model.index_queries 2 needs model.chooser "index", got "compressed"'),
         ({"head_dim": 5}, "head_dim must be even for rotary positions, got 5"),
         ({"vocab_size": 0}, "model.vocab_size must be at least 1, got 0"),
         ({"dim": 12.5}, "model.dim must be an integer, got 12.5"),

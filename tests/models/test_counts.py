@@ -25,10 +25,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-INDEX: dict[str, Any] = {"chooser": "index", "index_queries": 2, "layer_types": ("nsa", "selected")}
-
-
-@pytest.mark.parametrize("options", [*OPTIONS, INDEX], ids=str)
+@pytest.mark.parametrize("options", [*OPTIONS, {"chooser": "index", "layer_types": ("nsa", "selected")}], ids=str)
 def test_parameter_count(make_config: Callable[..., ModelConfig], options: dict[str, Any]) -> None:
     config = make_config(**options)
     assert parameter_count(config) == sum(parameter.numel() for parameter in DecoderLM(config).parameters())
@@ -133,13 +130,12 @@ def test_sparse_attention_needs_less_at_length() -> None:
     assert long.executed_forward < long.dense_equivalent_forward / 3
 
 
-def test_each_query_of_an_index_is_counted(make_config: Callable[..., ModelConfig]) -> None:
-    """Its weights, and its product with the keys of all tokens up to each, which no gradient goes back through."""
-    length, one = 99, make_config(**INDEX | {"index_queries": 1})
-    two = make_config(**INDEX)
+def test_an_index_is_counted(make_config: Callable[..., ModelConfig]) -> None:
+    """Its weights, and its products with the keys of all tokens up to each, which no gradient goes back through."""
+    length, without, index = 99, make_config(), make_config(chooser="index")
     pairs = length * (length + 1) // 2
-    queries = one.num_layers * one.num_kv_heads
-    weights, scores = queries * 2 * one.dim * 64, queries * 2 * 64 * pairs / length
-    before, after = flops_per_token(one, length), flops_per_token(two, length)
+    heads = index.num_layers * index.num_kv_heads
+    weights, scores = (heads + index.num_layers) * 2 * index.dim * 64, heads * 2 * 64 * pairs / length
+    before, after = flops_per_token(without, length), flops_per_token(index, length)
     assert after.executed_forward - before.executed_forward == pytest.approx(weights + scores, rel=1e-12)
     assert after.executed_training - before.executed_training == pytest.approx(3 * weights + scores, rel=1e-12)

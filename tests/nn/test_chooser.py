@@ -33,14 +33,11 @@ def test_compressed_keys_teach_what_is_theirs(shared_kv: bool) -> None:
         assert first.any() and not any(other.any() for other in others)
 
 
-@pytest.mark.parametrize("queries", [1, 2])
 @pytest.mark.parametrize("kind", [NSAttention, SelectedAttention])
-def test_an_index_is_taught_alone_and_by_its_lesson_alone(
-    kind: type[NSAttention] | type[SelectedAttention], queries: int
-) -> None:
+def test_an_index_is_taught_alone_and_by_its_lesson_alone(kind: type[NSAttention] | type[SelectedAttention]) -> None:
     torch.manual_seed(0)
     layer = kind(
-        geometry=Geometry(4, 2, 8, 3, 1, 1, 8), chooser="index", index_queries=queries, backend="reference", dim=16,
+        geometry=Geometry(4, 2, 8, 3, 1, 1, 8), chooser="index", backend="reference", dim=16,
         num_heads=4, num_kv_heads=2, head_dim=8, value_dim=8,
     ).double()  # fmt: skip
     tokens = torch.arange(33, 64, 5)[None]
@@ -84,15 +81,3 @@ def test_an_index_begins_with_the_mean_of_heads() -> None:
     columns = [*range(0, 64, 2), *range(64, 128, 2)]
     torch.testing.assert_close(queries.view(3, 64, 24), q.mean(1)[:, columns] * 2**0.25)
     torch.testing.assert_close(key, k.mean(0)[columns] * 2**0.25)
-
-
-def test_several_queries_begin_with_the_means_of_neighbouring_heads() -> None:
-    q, k = torch.randn(2, 6, 64, 24), torch.randn(2 * 64, 24)
-    queries, _ = first_index(q.flatten(0, 2), k, 2, 64, 3)
-    torch.testing.assert_close(queries.view(2, 3, 64, 24), (q[:, ::2] + q[:, 1::2]) / 2)
-
-
-def test_queries_of_an_index_divide_the_heads_of_a_group() -> None:
-    sizes = {"dim": 16, "num_heads": 12, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8}
-    with pytest.raises(ValueError, match="index_queries must divide the query heads of a KV head, got 4 and 6"):
-        NSAttention(geometry=Geometry(4, 2, 8, 3, 1, 1, 8), chooser="index", index_queries=4, **sizes)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tests.ops.cases import ODD, ONE_SIZE, STRIDE_ONE, USUAL, geometry
 from trifocal import Geometry, nsa_attention
@@ -25,6 +26,7 @@ from trifocal.ops import (
     selected_attention,
     window_attention,
 )
+from trifocal.ops.decode.caches import LearnedCompressor
 
 FOUR_A_BLOCK = geometry(16, 4, 16, 3, 1, 1, 21)
 
@@ -34,7 +36,6 @@ class Case:
     """One set of shapes; `why` says what only it covers.
 
     `window`: "own" keys, "shared" ones, or none. `index`: width of an index that chooses; 0: compressed keys do.
-    `index_queries`: its queries a group.
     """
 
     why: str
@@ -48,7 +49,6 @@ class Case:
     selected_only: bool = False
     learned: bool = False
     index: int = 0
-    index_queries: int = 1
 
     @property
     def compresses(self) -> bool:
@@ -69,7 +69,6 @@ CASES = (
     Case("learned compression", USUAL, 4, 2, 8, 6, learned=True),
     Case("an index for three branches", ODD, 6, 3, 6, 10, learned=True, index=12),
     Case("an index alone", USUAL, 4, 2, 8, 6, page_blocks=3, window="none", selected_only=True, index=8),
-    Case("an index of three queries a group", USUAL, 6, 2, 8, 6, index=8, index_queries=3),
     Case("a compressed block at every token", STRIDE_ONE, 2, 1, page_blocks=2),
     Case("l = d = l', a window of one key", ONE_SIZE, 8, 1),
     Case("blocks of four strides", FOUR_A_BLOCK, 4, 2),
@@ -103,7 +102,7 @@ def draw(case: Case, batch: int, length: int, dtype: torch.dtype, device: str = 
     k, v = (case.groups, case.dim), (case.groups, case.value_dim)
     tokens = Tokens(
         normal(case.heads, case.dim), normal(case.heads, 3).sigmoid(), *(normal(*size) for size in (k, v, k, v, k, v)),
-        normal(case.groups * case.index_queries, case.index), normal(1, case.index),
+        normal(case.groups, case.index), normal(1, case.index),
     )  # fmt: skip
     return tokens._replace(k_win=tokens.k_slc, v_win=tokens.v_slc) if case.window == "shared" else tokens
 
@@ -114,11 +113,15 @@ def tables(case: Case, length: int, like: Tensor, dim: int = 0) -> tuple[Tensor,
 
 
 def compressor(width: int, geometry: Geometry, like: Tensor):
-    """A learned φ: a fixed weight for each token of a block and feature, the same for every number of blocks."""
+    """A learned φ; its hidden units are no multiple of what a program of the kernels makes."""
     generator = torch.Generator().manual_seed(width)
-    weight = torch.rand(geometry.compression_block_size, 1, width, generator=generator, dtype=torch.float64)
-    weight = weight.to(like.device, like.dtype)
-    return lambda windows: (windows * weight).mean(1)
+    length, hidden = geometry.compression_block_size, 2 * width + 3
+
+    def draw(*shape):
+        x = torch.randn(shape, generator=generator, dtype=torch.float64) * shape[-1] ** -0.5
+        return x.to(like.device, like.dtype)
+
+    return LearnedCompressor(draw(length, width), draw(hidden, length * width), draw(width, hidden))
 
 
 def compressed(case: Case, x: Tensor) -> Tensor:
@@ -127,9 +130,12 @@ def compressed(case: Case, x: Tensor) -> Tensor:
     if x.shape[1] < rules.compression_block_size:
         return x[:, :0]
     windows = x[0].unfold(0, rules.compression_block_size, rules.compression_stride).movedim(-1, 1)
-    if case.learned:
-        return compressor(x.shape[-1], rules, x)(windows)[None]
-    return windows.mean(1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)[None]
+    mean = windows.mean(1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)[None]
+    if not case.learned:
+        return mean
+    positions, up, down = compressor(x.shape[-1], rules, x)
+    placed = (windows + positions[:, None]).transpose(1, 2).flatten(2)
+    return mean + functional.silu(placed @ up.T) @ down.T
 
 
 def whole(case: Case, tokens: Tokens) -> Tensor:
@@ -143,7 +149,7 @@ def whole(case: Case, tokens: Tokens) -> Tensor:
     chosen = None
     if case.index:
         q_idx, k_idx = (rotate(x, *tables(case, length, x, case.index)) for x in (tokens.q_idx, tokens.k_idx))
-        chosen = select_blocks_by_index(q_idx, k_idx[:, :, 0], rules, num_groups=case.groups, backend="reference")
+        chosen = select_blocks_by_index(q_idx, k_idx[:, :, 0], rules, backend="reference")
     if case.window != "none":
         inputs = (q, k_cmp, v_cmp, k_slc, tokens.v_slc, k_win, tokens.v_win, tokens.gates)
         return nsa_attention(*inputs, rules, selected_blocks=chosen, backend="reference")

@@ -7,6 +7,7 @@ import torch
 
 from tests.ops.decode_cases import CASES, Decoder, draw, whole, whole_dense
 from trifocal.ops import DecodeBatch, DenseCache, append_sparse, decode_attention, decode_dense_attention
+from trifocal.ops.decode.caches import LearnedCompressor
 from trifocal.testing.tolerances import error
 
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])
@@ -100,6 +101,14 @@ def test_rejected_tokens_are_written_over():
         ({"rotary": lambda x: x.T.contiguous().T}, r"cosines must be contiguous, got strides of \[1, 20\]"),
         ({"new": {"k_cmp": slice(1)}}, r"k_raw must have the shape \[B, T, G, width\] = \[2, 2, 2, 8\], got"),
         ({"index": (torch.zeros(2, 2, 8), ())}, "an index must be given where the cache has k_idx, and only there"),
+        (
+            {"compress": (LearnedCompressor(torch.zeros(3, 8), torch.zeros(5, 24), torch.zeros(8, 5)), None)},
+            r"positions of the φ of keys must be contiguous, of shape \[8, 8\], got \[3, 8\]",
+        ),
+        (
+            {"compress": (LearnedCompressor(torch.zeros(8, 8), torch.zeros(5, 64), torch.zeros(8, 5)), None)},
+            "a learned φ of values must be given where the cache compresses them, and only there",
+        ),
         ({"new": {"v_win": slice(1)}}, r"v_win must have the shape \[B, T, G, width\] = \[2, 2, 2, 6\], got"),
     ],
 )
@@ -126,7 +135,8 @@ def test_what_does_not_fit_is_refused(change, message):
         if "gates" in change:
             decode_attention(new.q, None, decoder.cache, batch, case.geometry, decoder.rotary, window=True)
         else:
-            append_sparse(decoder.cache, batch, *new[2:8], case.geometry, decoder.rotary, index=change.get("index"))
+            optional = {name: change.get(name) for name in ("index", "compress")}
+            append_sparse(decoder.cache, batch, *new[2:8], case.geometry, decoder.rotary, **optional)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from trifocal.ops import DecodeBatch, DenseCache, Geometry, SparseCache
 
 
 def decode_step(
-    heads, groups, dim, value_dim, new=1, dtype=torch.bfloat16, batch=64, pages=16, learned=False, selected=16,
-    index_queries=1,
-):  # fmt: skip
+    heads, groups, dim, value_dim, new=1, dtype=torch.bfloat16, batch=64, pages=16, learned=False, selected=16
+):
     """Launch every kernel: of layers of three branches, with an index alone, dense, and with a window alone."""
+    from trifocal.ops.decode.caches import LearnedCompressor
     from trifocal.ops.decode.triton import append, attention
 
     geometry, size = Geometry(num_selected_blocks=selected), 256
@@ -28,14 +28,19 @@ def decode_step(
     rotary = (empty(4096, dim // 2, dtype=torch.float32),) * 2
     tokens = [x for _ in range(3) for x in both(batch, new, groups)]
     q, gates = empty(batch, new, heads, dim), empty(batch, new, heads, 3, dtype=torch.float32)
-    phi = (lambda windows: windows[:, 0],) * 2 if learned else None
+    length = geometry.compression_block_size
+    phi = tuple(
+        LearnedCompressor(empty(length, width), empty(2 * width, length * width), empty(width, 2 * width))
+        for width in (dim, value_dim)
+    )
+    phi = phi if learned else None
     append.append_sparse(cache, sequences, tuple(tokens), geometry, rotary, phi, None)
     attention.decode_attention(q, gates, cache, sequences, geometry, rotary, True, 0.1, None)
     index_rotary = (empty(4096, 32, dtype=torch.float32),) * 2
     indexed = SparseCache(k_slc, v_slc, *[None] * 6, k_idx=empty(batch * pages, 1, size, 64))
     keys = empty(batch, new, 64), index_rotary
     append.append_sparse(indexed, sequences, (None, None, *tokens[2:4], None, None), geometry, rotary, None, keys)
-    queries = empty(batch, new, groups * index_queries, 64), index_rotary
+    queries = empty(batch, new, groups, 64), index_rotary
     attention.decode_attention(q, None, indexed, sequences, geometry, rotary, False, 0.1, queries)
     dense = DenseCache(k_slc, v_slc)
     append.append_dense(dense, sequences, *tokens[:2], rotary)

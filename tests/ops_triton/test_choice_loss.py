@@ -44,7 +44,6 @@ class Case:
     geometry: Geometry = SMALL
     lengths: tuple[int, ...] | None = None
     buffer_bytes: int = 2**28
-    index_queries: int = 1
 
 
 CASES = (
@@ -59,10 +58,6 @@ CASES = (
     Case("nothing to choose beside the forced blocks", 133, geometry=geometry(8, 4, 16, 2, 1, 1, 11)),
     Case("blocks of more keys than a product", 700, 30, 3, 3, geometry=geometry(4, 1, 128, 2, 1, 0, 11)),
     Case("blocks of more keys than a byte numbers", 1600, 190, geometry=geometry(16, 16, 512, 2, 1, 0, 11)),
-    Case("three index queries a group, dim in two parts, batch", 133, 7, 6, 2, 24, batch=2, index_queries=3),
-    Case("two index queries a group, packed", 250, 4, 4, 2, lengths=(17, 1, 90, 5, 42, 95), index_queries=2),
-    Case("four index queries, more pairs than a byte numbers, keys in two parts", 700, 30, 4, 1,
-         geometry=geometry(4, 1, 128, 2, 1, 0, 11), index_queries=4),
 )  # fmt: skip
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])
 
@@ -82,17 +77,13 @@ def draw(case: Case, device: str):
     free = num_free(positions[tokens] // case.geometry.selection_block_size, case.geometry)
     sample = Sample(tokens, tokens - positions[tokens], free > free_places(case.geometry))
     assert 0 < sample.eligible.sum() < sample.eligible.numel()
-    index = (case.groups * case.index_queries, case.dim)
-    shapes = ((case.heads, case.dim), (case.groups, case.dim), index, (case.dim,))
+    shapes = ((case.heads, case.dim), (case.groups, case.dim), (case.groups, case.dim), (case.dim,))
     drawn = [torch.randn(case.batch, case.keys, *shape, generator=generator) for shape in shapes]
     # Products of an index are exact, so that what ties does so in any order of their sums.
     drawn[2:] = [x.mul(16).round().div(16) for x in drawn[2:]]
     # Neighbours and the halves of a block of 128 tie.
     token, size = torch.arange(case.keys), case.geometry.selection_block_size
     drawn[3] = drawn[3][:, token - token % size + token % size % 64 // 2 * 2]
-    if case.index_queries > 1:
-        # So do two of a group's queries, of every second token.
-        drawn[2][:, ::2, 1] = drawn[2][:, ::2, 0]
     drawn.append(torch.randn(case.batch, slots, case.groups, case.dim, generator=generator))
     return documents, Sample(*(x.to(device) for x in sample)), [x.double().to(device) for x in drawn]
 

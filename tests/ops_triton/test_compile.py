@@ -86,17 +86,15 @@ def calls():
         q, k = empty(1, length, heads, dim), empty(1, size, groups, dim)
         select_blocks_forward(q, k, empty(1, length, heads, dtype=torch.float32), geometry, length, 0.1, documents)
 
-    def index_scoring(packed=False, geometry=None, queries=1):
+    def index_scoring(packed=False, geometry=None):
         documents, geometry, length = documents_of(16384, packed), geometry or Geometry(), 16384
-        q_idx, k_idx = empty(1, length, 4 * queries, 64), empty(1, length, 64)
-        select_blocks_by_index_forward(q_idx, k_idx, geometry, 4, documents)
+        select_blocks_by_index_forward(empty(1, length, 4, 64), empty(1, length, 64), geometry, documents)
 
-    def teaching(heads, groups, dim, packed=False, blocks=256, queries=1):
+    def teaching(heads, groups, dim, packed=False, blocks=256):
         length = 64 * blocks
         documents = documents_of(length, packed)
         tokens, k_idx = empty(1, 256, dtype=torch.int64), empty(1, length, 64)
-        sizes = (heads, dim), (groups, dim), (groups * queries, 64)
-        q, k, q_idx = (empty(1, length, *size) for size in sizes)
+        q, k, q_idx = (empty(1, length, *sizes) for sizes in ((heads, dim), (groups, dim), (groups, 64)))
         teacher_masses_forward(q, k, tokens, tokens, Geometry(), blocks, documents)
         eligible, rules = empty(1, 256, dtype=torch.bool), (Geometry(), blocks, 1e-6, 1e-9, documents)
         figures, d_products, places = index_loss_forward(q_idx, k_idx, q, k, tokens, tokens, eligible, *rules)
@@ -175,10 +173,8 @@ def calls():
             "index scoring, blocks of 144", "hopper",
             lambda: index_scoring(geometry=Geometry(32, 16, 144)), every_kernel=True,
         ),
-        Call("index scoring, three queries", "hopper", lambda: index_scoring(queries=3), every_kernel=True),
         Call("teaching 128", "hopper", lambda: teaching(64, 4, 128), every_kernel=True),
-        Call("teaching, three queries", "hopper", lambda: teaching(12, 2, 64, queries=3), every_kernel=True),
-        Call("decoding 192/128", "hopper", lambda: decode_step(64, 4, 192, 128, index_queries=4), every_kernel=True),
+        Call("decoding 192/128", "hopper", lambda: decode_step(64, 4, 192, 128), every_kernel=True),
         Call("chunk 64", "hopper", lambda: prompt_chunk(12, 2, 64, 64), every_kernel=True),
     ]  # fmt: skip
     # Every portable kernel at the shapes of the benchmarks, packed, which takes most registers.
@@ -200,7 +196,6 @@ def calls():
     ampere += [
         Call("scoring, four heads a group", "ampere", lambda: scoring(32, 8, 128, packed=True), every_kernel=True),
         Call("index scoring packed", "ampere", lambda: index_scoring(packed=True), every_kernel=True),
-        Call("index scoring, two queries", "ampere", lambda: index_scoring(packed=True, queries=2), every_kernel=True),
         Call("win fp32", "ampere", lambda: attention(8, 2, 64, 64, "win", torch.float32), every_kernel=True),
         Call("slc fp32", "ampere", lambda: selected(8, 2, 64, 64, "block_major", torch.float32), every_kernel=True),
         Call(
@@ -213,8 +208,6 @@ def calls():
         result += [
             Call("teaching, 1024 blocks", architecture, lambda: teaching(64, 4, 128, blocks=1024), every_kernel=True),
             Call("teaching, 16384 blocks", architecture, lambda: teaching(64, 4, 128, blocks=16384), every_kernel=True),
-            Call("index scoring, 16 queries", architecture, lambda: index_scoring(packed=True, queries=16), True),
-            Call("teaching, 16 queries", architecture, lambda: teaching(64, 4, 128, packed=True, queries=16), True),
             Call("combination", architecture, combination),
             Call("decoding, learned compressor", architecture, lambda: decode_step(12, 2, 64, 64, learned=True)),
             Call("products of a decode step", architecture, lambda: decoding(768, 2048), every_kernel=True),

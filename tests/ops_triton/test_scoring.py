@@ -35,7 +35,6 @@ class Case:
     lengths: tuple[int, ...] | None = None
     buffer_bytes: int = 2**28
     sign: int = 1
-    index_queries: int = 1
 
     @property
     def documents(self) -> list[int] | None:
@@ -64,12 +63,6 @@ CASES = (
     Case("index: packed: the last queries", 64, 190, 0, 2, lengths=(17, 150, 1, 22)),
     Case("index: blocks of 48 tokens, no initial block", 90, 400, 0, geometry=geometry(16, 8, 48, 2, 0, 1, 11)),
     Case("index: blocks of more keys than a product", 20, 700, 0, geometry=geometry(4, 1, 128, 2, 1, 0, 11)),
-    Case(
-        "index: three queries a group, two batch entries, dim in two parts", 97, 97, 0, 2, 24, batch=2, index_queries=3
-    ),
-    Case(
-        "index: two queries a group, packed: the last queries", 64, 190, 0, 2, lengths=(17, 150, 1, 22), index_queries=2
-    ),
     Case("index: chunks of queries", 100, 100, 0, 2, buffer_bytes=1),
     Case("index: nothing to choose", 40, 40, 0),
     Case("index: negative scores, own block free", 60, 60, 0, 8, geometry=geometry(4, 4, 16, 2, 1, 0, 11), sign=-1),
@@ -79,8 +72,7 @@ CASES = (
 def draw(case: Case):
     """The arguments of the choice in fp32: q, k_cmp and the log-sum-exp, or index queries and keys."""
     generator = torch.Generator().manual_seed(0)
-    heads = case.heads or case.groups * case.index_queries
-    q = torch.randn(case.batch, case.queries, heads, case.dim, generator=generator)
+    q = torch.randn(case.batch, case.queries, case.heads or case.groups, case.dim, generator=generator)
     if not case.heads:
         k = torch.randn(case.batch, case.keys, case.dim, generator=generator)
         return (q, k) if case.sign > 0 else (q.abs(), -k.abs())
@@ -99,8 +91,6 @@ def run(case: Case, device: str, inputs):
     documents = None if boundaries is None else Documents.from_cu_seqlens(boundaries, case.keys)
     choose = select_blocks if case.heads else select_blocks_by_index
     rules = {"num_keys": case.keys, "cu_seqlens": documents, "backend": "triton"}
-    if not case.heads:
-        rules["num_groups"] = case.groups
     with mock.patch.object(dispatch, "IMPORTANCE_BUFFER_BYTES", case.buffer_bytes):
         return choose(*(x.to(device) for x in inputs), case.geometry, **rules).cpu()
 
@@ -114,8 +104,7 @@ def exact_scores(case: Case, inputs) -> list[list[list[list[float]]]]:
     def scores(b: int, t: int, g: int) -> list[float]:
         position = case.keys - case.queries + t
         start = oracle.document_at(position, case.keys, case.documents).start
-        products = k[b, start : position + 1] @ q[b, t].chunk(case.groups)[g].T
-        return [float(block.max()) for block in products.split(size)]
+        return [float(block.max()) for block in (k[b, start : position + 1] @ q[b, t, g]).split(size)]
 
     return [[[scores(b, t, g) for g in range(case.groups)] for t in range(case.queries)] for b in range(case.batch)]
 

@@ -51,8 +51,8 @@ def layer_of(borders: list[int] | None, *, by_index: bool = False) -> LayerAtten
     cu_seqlens = None if borders is None else torch.tensor(borders)
     chooser: tuple[torch.Tensor, ...]
     if by_index:
-        chooser = (torch.randn(1, LENGTH, 4, 4, generator=generator), torch.randn(1, LENGTH, 4, generator=generator))
-        selected = select_blocks_by_index(*chooser, GEOMETRY, num_groups=2, cu_seqlens=cu_seqlens)
+        chooser = (torch.randn(1, LENGTH, 2, 4, generator=generator), torch.randn(1, LENGTH, 4, generator=generator))
+        selected = select_blocks_by_index(*chooser, GEOMETRY, cu_seqlens=cu_seqlens)
     else:
         chooser = (mean_compress(k, GEOMETRY, cu_seqlens=cu_seqlens),)
         _, lse = compressed_attention(q, *chooser, *chooser, GEOMETRY, cu_seqlens=cu_seqlens)

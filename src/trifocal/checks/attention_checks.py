@@ -91,10 +91,7 @@ def backend_parity(device: torch.device, *, attention: Attention = nsa_attention
 
 
 def taught_choice(device: torch.device, *, loss: Callable[..., Tensor] = choice_loss) -> Measurement:
-    """The loss of the choice and its gradient are the oracle's, in float64, and reach the chooser alone.
-
-    The index has two queries a KV head.
-    """
+    """The loss of the choice and its gradient are the oracle's, in float64, and reach the chooser alone."""
     worst, details = 0.0, []
     for lengths in ((97,), (3, 50, 3, 41)):
         length, heads, groups, dim = sum(lengths), 4, 2, 16
@@ -106,7 +103,7 @@ def taught_choice(device: torch.device, *, loss: Callable[..., Tensor] = choice_
         tokens = torch.arange(length, device=device)[None]
         sample = Sample(*(field[0] for field in sample_queries(tokens, positions, 1, 1, SMALL, length, 4)))
         slots = SMALL.num_compressed_blocks(length) if documents is None else length // SMALL.compression_stride
-        shapes = {"k_cmp": (1, slots, groups, dim), "q_idx": (1, length, 2 * groups, dim), "k_idx": (1, length, dim)}
+        shapes = {"k_cmp": (1, slots, groups, dim), "q_idx": (1, length, groups, dim), "k_idx": (1, length, dim)}
         generator = torch.Generator().manual_seed(0)
         q, k, *drawn = (
             torch.randn(shape, generator=generator, dtype=torch.float64).to(device).requires_grad_()

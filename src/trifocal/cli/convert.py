@@ -44,8 +44,6 @@ class ConvertArguments:
     """With "nsa": one projection of keys and values for all branches."""
     chooser: Chooser = "compressed"
     """What scores the blocks: "compressed" keys; or an "index", which a short training of its own teaches first."""
-    index_queries: int = 1
-    """Queries of an index for each KV head: see `model.index_queries`."""
     geometry: Geometry = field(default_factory=Geometry)
     """Block sizes of the sparse attention."""
 
@@ -72,7 +70,6 @@ def run(args: Sequence[str]) -> int:
             dense_layers=dense_layers,
             shared_kv=options.shared_kv,
             chooser=options.chooser,
-            index_queries=options.index_queries,
         )
         with torch.device("meta"):
             model = DecoderLM(wanted)

@@ -95,7 +95,7 @@ class LayerPast:
                 None if index is None else (function(index[0]), function(index[1])),
             )
 
-        if new.decode_batch is not None:
+        if new.decode_batch is not None and rule.plain:
             return new.pack(rule.decode(each(new.align), cache, new.decode_batch))
         outputs, first = [], 0
         for chunk in new.chunks:

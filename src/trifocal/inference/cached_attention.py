@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trifocal.inference.prefill import Chunk, append_dense_chunk, append_sparse_chunk, causal_attention
+from trifocal.inference.prefill import Chunk, Compress, append_dense_chunk, append_sparse_chunk, causal_attention
 from trifocal.models.model_config import ModelConfig
-from trifocal.nn import MeanCompressor, NSAttention
+from trifocal.nn import MLPCompressor, NSAttention
 from trifocal.nn.attention_base import INDEX_DIM, AttentionBase
 from trifocal.nn.chooser import ChoosingAttention, choose_blocks
+from trifocal.nn.projection import is_plain
 from trifocal.nn.rope import rotary_tables
 from trifocal.ops import (
     DecodeBatch,
@@ -30,7 +31,7 @@ from trifocal.ops import (
     selected_attention,
     window_attention,
 )
-from trifocal.ops.decode.caches import Compress, Rotary
+from trifocal.ops.decode.caches import LearnedCompressor, Rotary
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Projected:
         q: Queries, [B, T, H, D].
         keys, values: Those of each branch, [B, T, G, *]: one for all, or cmp, slc and win.
         gates: [B, T, H, 3]; None in a layer without gates.
-        index: Queries [B, T, G * Q, Di] and keys [B, T, Di] of the index; None without one.
+        index: Queries [B, T, G, Di] and keys [B, T, Di] of the index; None without one.
     """
 
     q: Tensor
@@ -90,7 +91,8 @@ class AttentionRule:
         backend: `"auto"`, `"reference"` or `"triton"`.
         window_size: Keys that a query of a window layer sees; None in other layers.
         compress: φ of keys and of values of a sequence, [1, S, G, *] -> [1, C, G, *]; None in layers without.
-        compress_blocks: The learned φ of keys and of values of single blocks, for decoding; None: the mean.
+        learned: The weights of a learned φ of keys and of values, which decoding reads; None: the mean.
+        plain: Whether these weights say all that φ computes; where an adapter computes more, `decode` must not run.
     """
 
     tables: LayerTables
@@ -98,7 +100,8 @@ class AttentionRule:
     backend: str
     window_size: int | None = None
     compress: tuple[Compress, Compress] | None = None
-    compress_blocks: tuple[Compress, Compress] | None = None
+    learned: tuple[LearnedCompressor, LearnedCompressor] | None = None
+    plain: bool = True
 
     def prefill(self, new: Projected, cache: SparseCache | DenseCache, chunk: Chunk) -> Tensor:
         """Append a chunk of one sequence to the layer's caches and attend, [1, T, ...] -> [1, T, H, V]."""
@@ -116,10 +119,7 @@ class AttentionRule:
         q, seen, index_seen = append_sparse_chunk(
             new.q, cache, chunk, *_branches(new, cache), geometry, self.compress, rotary, index, backend
         )
-        chosen = None
-        if index_seen is not None:
-            groups = cache.k_slc.shape[1]
-            chosen = select_blocks_by_index(*index_seen, geometry, num_groups=groups, backend=backend)
+        chosen = None if index_seen is None else select_blocks_by_index(*index_seen, geometry, backend=backend)
         if new.gates is not None:
             return nsa_attention(q, *seen, new.gates, geometry, selected_blocks=chosen, backend=backend)  # type: ignore[arg-type]
         if chosen is None:
@@ -137,9 +137,7 @@ class AttentionRule:
         if new.index is not None and self.tables.index is not None:
             q_idx, k_idx = ((x, self.tables.index) for x in new.index)
         raw, selected, window = _branches(new, cache)
-        append_sparse(
-            cache, batch, *raw, *selected, *window, geometry, rotary, self.compress_blocks, backend, index=k_idx
-        )
+        append_sparse(cache, batch, *raw, *selected, *window, geometry, rotary, self.learned, backend, index=k_idx)
         return decode_attention(
             new.q, new.gates, cache, batch, geometry, rotary, window=new.gates is not None, backend=backend, index=q_idx
         )
@@ -150,7 +148,6 @@ def attention_rule(
     geometry: Geometry,
     tables: LayerTables,
     prepared: Callable[[nn.Module], nn.Module] = lambda phi: phi,
-    of_blocks: Callable[[nn.Module], Compress] = lambda phi: lambda blocks: phi(blocks)[:, 0],
 ) -> AttentionRule:
     """The rule of a layer.
 
@@ -159,23 +156,30 @@ def attention_rule(
         geometry: Block sizes, in tokens.
         tables: Rotary tables of the layer.
         prepared: Copies a learned φ in the type of the products; the layer's own unless given.
-        of_blocks: Makes of φ what `AttentionRule.compress_blocks` is.
     """
-    compress = compress_blocks = None
+    compress = learned = None
+    plain = True
     if isinstance(attention, ChoosingAttention):
         phi_k = prepared(attention.k_compressor)
         phi_v = prepared(attention.v_compressor) if isinstance(attention, NSAttention) else phi_k
         compress = phi_k, phi_v
-        if not isinstance(phi_k, MeanCompressor):
-            compress_blocks = of_blocks(phi_k), of_blocks(phi_v)
+        if isinstance(phi_k, MLPCompressor) and isinstance(phi_v, MLPCompressor):
+            learned = _weights_of(phi_k), _weights_of(phi_v)
+            plain = all(is_plain(linear) for phi in (phi_k, phi_v) for linear in (phi.up_proj, phi.down_proj))
     return AttentionRule(
         tables=tables,
         geometry=geometry,
         backend=getattr(attention, "backend", "auto"),
         window_size=getattr(attention, "window_size", None),
         compress=compress,
-        compress_blocks=compress_blocks,
+        learned=learned,
+        plain=plain,
     )
+
+
+def _weights_of(phi: MLPCompressor) -> LearnedCompressor:
+    weights = phi.positions, phi.up_proj.weight, phi.down_proj.weight
+    return LearnedCompressor(*(weight.detach().contiguous() for weight in weights))
 
 
 Branches = tuple[tuple[Tensor | None, Tensor | None], tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]

@@ -27,7 +27,6 @@ from trifocal.nn.norm import AllHeadsRMSNorm
 from trifocal.nn.projection import ALIGNMENT
 from trifocal.ops import DecodeBatch, Geometry
 from trifocal.ops.decode import linear as decode_products
-from trifocal.ops.decode.caches import Compress
 from trifocal.ops.decode.int8 import Weight, WeightType, quantize
 from trifocal.ops.decode.linear import Norm, Residual
 
@@ -57,7 +56,7 @@ class CachedLayer:
         assert isinstance(block, Block)
         attention, mlp = block.attention, block.mlp
         assert isinstance(attention, AttentionBase)
-        self._rule = attention_rule(attention, geometry, tables, lambda phi: _prepared(phi, dtype), _of_blocks)
+        self._rule = attention_rule(attention, geometry, tables, lambda phi: _prepared(phi, dtype))
         self._num_heads, self._num_kv_heads = attention.num_heads, attention.num_kv_heads
         self._branches = attention.branches
         norms = [_prepared_norm(norm) for norm in (block.attention_norm, block.mlp_norm)]
@@ -113,7 +112,7 @@ class CachedLayer:
         index = None
         if self._has_index:
             q_idx, k_idx = parts[2 * self._branches :]
-            index = q_idx.unflatten(-1, (-1, k_idx.shape[-1])), k_idx
+            index = q_idx.unflatten(-1, (self._num_kv_heads, -1)), k_idx
         if gates is not None:
             gates = gates.view(*projected.shape[:2], self._num_heads, NUM_BRANCHES)
         return Projected(q, keys, heads[self._branches :], gates, index)
@@ -145,17 +144,6 @@ def _added(
         return products.residual_linear(x, weight, residual, bias, next_norm=next_norm)  # type: ignore[no-any-return]
     out = residual.x + normed(products.linear(x, weight, bias), norm, products)
     return Residual(out, out[:, :0])
-
-
-class _Product(nn.Module):
-    """A linear map by decoding's products, in the place of `nn.Linear`."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self._weight = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return decode_products.linear(x.flatten(0, -2), self._weight).unflatten(0, x.shape[:-1])
 
 
 def _prepared_linear(
@@ -238,15 +226,6 @@ def _prepared(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     }
     other._modules = {name: _prepared(child, dtype) for name, child in module.named_children()}
     return other
-
-
-def _of_blocks(phi: nn.Module) -> Compress:
-    """φ of the tokens of blocks, [N, l, G, *] -> [N, G, *], where a block's result does not depend on the others."""
-    other = copy.copy(phi)
-    other._modules = {
-        name: _Product(child.weight) if isinstance(child, nn.Linear) else child for name, child in phi.named_children()
-    }
-    return lambda blocks: decode_products.by_row(lambda rows: other(rows)[:, 0], blocks)
 
 
 def whole(parameter: Tensor) -> Tensor:

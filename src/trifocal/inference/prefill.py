@@ -9,7 +9,7 @@ that a chunk can be recorded as a CUDA graph. Its last tokens may be padding: no
 they reach no ring.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from trifocal.ops import Geometry, SparseCache, append_chunk
-from trifocal.ops.decode.caches import Compress, Index, NewRows, Place, Rotary
+from trifocal.ops.decode.caches import Index, NewRows, Place, Rotary
+
+Compress = Callable[[Tensor], Tensor]
+"""φ of the keys or values of a sequence, [1, S, G, *] -> [1, C, G, *]."""
 
 
 class Chunk:
@@ -130,7 +133,7 @@ def append_sparse_chunk(
         geometry: Block sizes, in tokens.
         compress: φ of keys and of values, [1, S, G, *] -> [1, C, G, *].
         rotary: Tables of all positions.
-        index: Queries [1, T, G * Q, Di] and keys [1, T, Di] of the index, each with its tables; None without one.
+        index: Queries [1, T, G, Di] and keys [1, T, Di] of the index, each with its tables; None without one.
         backend: As in `trifocal.ops.append_chunk`.
 
     Returns:

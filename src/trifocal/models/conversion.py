@@ -28,7 +28,6 @@ def converted_config(
     dense_layers: Collection[int] = (),
     shared_kv: bool = False,
     chooser: Chooser = "compressed",
-    index_queries: int = 1,
 ) -> ModelConfig:
     """The configuration of a converted model.
 
@@ -40,7 +39,6 @@ def converted_config(
         shared_kv: With `"nsa"`: one projection of keys and values for all branches, instead of a copy for each.
         chooser: What scores the blocks. An index is new, and must be taught before it chooses well; where it begins:
             `convert_tensors`.
-        index_queries: Queries of an index for each KV head.
 
     Raises:
         UserError: If a layer is sparse already, a layer that stays dense does not exist, no layer is left to convert,
@@ -74,7 +72,6 @@ def converted_config(
         geometry=geometry,
         compressor="mean",
         chooser=chooser,
-        index_queries=index_queries,
         shared_kv=shared_kv,
     )
 
@@ -119,5 +116,5 @@ def _first_index(
         return drawn
     layer, part = name.split("index.")
     q, k = (tensors[f"{layer}{projection}.weight"].float() for projection in ("q_proj", "k_proj"))
-    queries, key = first_index(q, k, config.num_kv_heads, config.head_dim, config.index_queries)
+    queries, key = first_index(q, k, config.num_kv_heads, config.head_dim)
     return queries if part == "query_proj.weight" else key

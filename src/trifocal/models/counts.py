@@ -124,7 +124,7 @@ def _forward_flops(config: ModelConfig, sequence_length: int) -> tuple[float, fl
         total += _matrix_flops(config, kind, sequence_length)
         total += 2 * config.num_heads * (config.head_dim + config.value_dim) * keys
         if kind in ("nsa", "selected") and config.has_index:
-            choosing += config.num_kv_heads * config.index_queries * INDEX_DIM * (sequence_length + 1)
+            choosing += config.num_kv_heads * INDEX_DIM * (sequence_length + 1)
         elif kind == "selected":
             compressed = _compressed_keys(config.geometry, sequence_length) / sequence_length
             choosing += 2 * config.num_heads * config.head_dim * compressed
@@ -153,7 +153,7 @@ def _projection_weights(config: ModelConfig, kind: Attention) -> int:
     columns = config.num_heads * (config.head_dim + config.value_dim) + _key_value_columns(config, kind)
     weights = config.dim * columns + 3 * config.dim * config.mlp_dim
     if kind in ("nsa", "selected") and config.has_index:
-        weights += config.dim * (config.num_kv_heads * config.index_queries + 1) * INDEX_DIM
+        weights += config.dim * (config.num_kv_heads + 1) * INDEX_DIM
     if kind != "nsa":
         return weights
     return weights + config.dim * config.num_heads * NUM_BRANCHES

@@ -174,7 +174,6 @@ def _attention(config: ModelConfig, kind: str, rope_scaling: RopeScaling) -> Att
     if kind == "window":
         window = config.sliding_window or config.geometry.window_size
         return WindowAttention(window_size=window, backend=config.backend, **sizes)
-    sizes["index_queries"] = config.index_queries
     sizes["chooser"] = "exact" if config.selection == "exact" else "index" if config.has_index else "compressed"
     if kind == "selected":
         return SelectedAttention(geometry=config.geometry, backend=config.backend, **sizes)

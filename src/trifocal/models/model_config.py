@@ -47,8 +47,6 @@ class ModelConfig:
         sliding_window: Keys that a query of a window layer sees; 0 takes `geometry.window_size`.
         chooser: What scores the blocks: `"compressed"`, the keys of the compressed branch; or `"index"`, small queries
             and keys that do nothing else. Each can be taught: `train.choice_loss_weight`.
-        index_queries: Queries of an index for each KV head; a block's score is the largest of theirs. More find more,
-            at as many times the cost of the choice. Divides the heads of a KV head.
         selection: `"importance"`, by the chooser's scores; or a control: `"exact"`, by the attention of the selected
             branch itself over the whole past; `"random"`, which draws the blocks that are not forced.
         compressor: Compressor of the keys and values of a block, `"mean"` or `"mlp"`.
@@ -87,7 +85,6 @@ class ModelConfig:
     layer_types: tuple[Attention, ...] = ()
     sliding_window: int = 0
     chooser: Chooser = "compressed"
-    index_queries: int = 1
     selection: Selection = "importance"
     compressor: Compressor = "mean"
     shared_kv: bool = False
@@ -109,7 +106,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_types(self, "model")
         check_at_least(self, "model", vocab_size=1, dim=1, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1)
-        check_at_least(self, "model", value_dim=1, mlp_dim=1, index_queries=1, sliding_window=0, selected_dropout=0)
+        check_at_least(self, "model", value_dim=1, mlp_dim=1, sliding_window=0, selected_dropout=0)
         for name, most in (("num_layers", MOST_LAYERS), ("sliding_window", LARGEST_SIZE)):
             if getattr(self, name) > most:
                 raise UserError(f"model.{name} must be at most {most}, got {getattr(self, name)}")
@@ -122,15 +119,6 @@ class ModelConfig:
             raise UserError(
                 "model.num_heads must be a multiple of model.num_kv_heads, "
                 f"got {self.num_heads} and {self.num_kv_heads}"
-            )
-        if self.num_heads // self.num_kv_heads % self.index_queries:
-            raise UserError(
-                "model.index_queries must divide the query heads of a KV head, "
-                f"got {self.index_queries} and {self.num_heads // self.num_kv_heads}"
-            )
-        if self.index_queries > 1 and self.chooser != "index":
-            raise UserError(
-                f'model.index_queries {self.index_queries} needs model.chooser "index", got "{self.chooser}"'
             )
         if self.head_dim % 2:
             raise UserError(f"model.head_dim must be even for rotary positions, got {self.head_dim}")

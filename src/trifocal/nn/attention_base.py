@@ -66,7 +66,7 @@ class KVCache(Protocol):
             q: Queries, [1, N, H, D]. Neither they nor the keys are rotated yet.
             keys, values: Keys and values of each branch, [1, N, G, *].
             gates: [1, N, H, 3]; None in a layer without gates.
-            index: Queries and keys of the index, [1, N, G * Q, Di] and [1, N, Di], not rotated; None without one.
+            index: Queries and keys of the index, [1, N, G, Di] and [1, N, Di], not rotated; None without one.
 
         Returns:
             [1, N, H, V].

@@ -3,7 +3,7 @@
 | chooser | score of a block | learned |
 |---|---|---|
 | compressed | the compressed attention's probability in it | the projection of compressed keys, and φ |
-| index | the largest product of a group's index queries and the index keys in it | the index |
+| index | the largest product of an index query and an index key in it | the index |
 | exact | the selected branch's own attention over the whole past in it | nothing: a control, slower than dense |
 
 The loss, `trifocal.ops.choice_loss`, changes the parameters of the chooser alone: its input is detached.
@@ -32,16 +32,16 @@ VALUE_COLUMNS = 16
 
 
 class IndexHeads(nn.Module):
-    """Some index queries for each KV head, and one index key that all share.
+    """One index query for each KV head, and one index key that they share.
 
     Args:
         dim: E, width of the layer's input.
-        num_queries: G * Q, those of a KV head side by side.
+        num_kv_heads: G.
     """
 
-    def __init__(self, dim: int, num_queries: int) -> None:
+    def __init__(self, dim: int, num_kv_heads: int) -> None:
         super().__init__()
-        self.query_proj = nn.Linear(dim, num_queries * INDEX_DIM, bias=False)
+        self.query_proj = nn.Linear(dim, num_kv_heads * INDEX_DIM, bias=False)
         self.key_proj = nn.Linear(dim, INDEX_DIM, bias=False)
 
     @property
@@ -55,7 +55,6 @@ class ChoosingAttention(AttentionBase):
 
     Args:
         chooser: `"compressed"`, `"index"` or `"exact"`.
-        index_queries: Q, queries of an index for each KV head.
         **sizes: Those of `AttentionBase`, with a geometry.
 
     Attributes:
@@ -69,19 +68,14 @@ class ChoosingAttention(AttentionBase):
     backend: str
     k_compressor: MeanCompressor | MLPCompressor
 
-    def __init__(self, *, chooser: Chooser = "compressed", index_queries: int = 1, **sizes: object) -> None:
+    def __init__(self, *, chooser: Chooser = "compressed", **sizes: object) -> None:
         super().__init__(**sizes)  # type: ignore[arg-type]
         if chooser not in ("compressed", "index", "exact"):
             raise ValueError(f"chooser must be 'compressed', 'index' or 'exact', got {chooser!r}")
-        if index_queries < 1 or self.num_heads // self.num_kv_heads % index_queries:
-            raise ValueError(
-                "index_queries must divide the query heads of a KV head, "
-                f"got {index_queries} and {self.num_heads // self.num_kv_heads}"
-            )
-        self.chooser, self.index_queries = chooser, index_queries
+        self.chooser = chooser
         self.watcher: Callable[[Tensor, Tensor], None] | None = None
         self.index: IndexHeads | None = (
-            IndexHeads(self.q_proj.in_features, self.num_kv_heads * index_queries) if chooser == "index" else None
+            IndexHeads(self.q_proj.in_features, self.num_kv_heads) if chooser == "index" else None
         )
 
     @torch.no_grad()
@@ -92,14 +86,14 @@ class ChoosingAttention(AttentionBase):
             return
         # On the CPU, so that every device gets the same bits; the keys of the selected branch, which teaches the index.
         keys = self.k_proj.weight.cpu().chunk(self.branches)[self.branches // 2]
-        begun = first_index(self.q_proj.weight.cpu(), keys, self.num_kv_heads, self.head_dim, self.index_queries)
+        begun = first_index(self.q_proj.weight.cpu(), keys, self.num_kv_heads, self.head_dim)
         for linear, weight in zip(self.index.maps, begun, strict=True):
             linear.weight.copy_(weight)
 
     def _project_all(
         self, x: Tensor, lesson: Lesson | None, *others: nn.Linear
     ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor], Tensor | None]:
-        """As `_project`, and unrotated index heads, [B, T, G * Q + 1, Di]; None without an index."""
+        """As `_project`, and unrotated index heads, [B, T, G + 1, Di]; None without an index."""
         if self.index is None:
             return *self._project(x, *others), None
         if lesson is None:
@@ -168,14 +162,7 @@ class ChoosingAttention(AttentionBase):
             self.watcher(q, k)
         if index is not None:
             q_idx, k_idx = chunk.queries(index[0]), chunk.keys(index[1])
-            return select_blocks_by_index(
-                q_idx,
-                k_idx,
-                self.geometry,
-                num_groups=self.num_kv_heads,
-                cu_seqlens=chunk.documents,
-                backend=self.backend,
-            )
+            return select_blocks_by_index(q_idx, k_idx, self.geometry, cu_seqlens=chunk.documents, backend=self.backend)
         if self.chooser == "exact":
             return choose_blocks(q, k, k.shape[1], tokens_as_blocks(self.geometry), chunk.documents, self.backend)
         return None
@@ -230,35 +217,31 @@ class ChoosingAttention(AttentionBase):
         return rotate(self.k_compressor(raw, documents), rotary.cos_cmp, rotary.sin_cmp)
 
 
-def first_index(
-    q: Tensor, k: Tensor, num_kv_heads: int, head_dim: int, index_queries: int = 1
-) -> tuple[Tensor, Tensor]:
+def first_index(q: Tensor, k: Tensor, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
     """The weights with which an index begins, so that it asks and answers as the attention that it is to follow.
 
-    Each index query is the mean of its share of the group's heads, neighbours, and the index key that of all groups.
-    Where heads have another width, the index takes the dimensions whose rotary frequencies are nearest to its own, and
-    scores keep their size.
+    Each index query is the mean of its group's heads, and the index key that of all groups. Where heads have another
+    width, the index takes the dimensions whose rotary frequencies are nearest to its own, and scores keep their size.
 
     Args:
         q: Weight of the queries, [H * D, E].
         k: Weight of one branch's keys, [G * D, E].
         num_kv_heads: G.
         head_dim: D.
-        index_queries: Q, queries of a group; they divide its heads.
 
     Returns:
-        Weights of the index queries, [G * Q * Di, E], and of the index key, [Di, E].
+        Weights of the index queries, [G * Di, E], and of the index key, [Di, E].
     """
     pairs = torch.arange(INDEX_DIM // 2, device=q.device) * head_dim // INDEX_DIM
     columns = torch.cat((pairs, pairs + head_dim // 2))
     factor = (head_dim / INDEX_DIM) ** 0.25
-    queries = q.unflatten(0, (num_kv_heads * index_queries, -1, head_dim)).mean(1) * factor
+    queries = q.unflatten(0, (num_kv_heads, -1, head_dim)).mean(1) * factor
     key = k.unflatten(0, (num_kv_heads, head_dim)).mean(0) * factor
     return queries[:, columns].flatten(0, 1), key[columns]
 
 
 def split_heads(heads: Tensor) -> tuple[Tensor, Tensor]:
-    """Index heads [B, T, G * Q + 1, Di] as queries [B, T, G * Q, Di] and keys [B, T, Di]."""
+    """Index heads [B, T, G + 1, Di] as queries [B, T, G, Di] and keys [B, T, Di]."""
     return heads[:, :, :-1], heads[:, :, -1]
 
 

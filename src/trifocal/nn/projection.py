@@ -33,7 +33,7 @@ def project(
     """
     parts = parts or [1] * len(linears)
     frozen = not all(linear.weight.requires_grad for linear in linears)
-    if not torch.is_grad_enabled() or (apart and frozen) or not all(_is_plain(linear) for linear in (*linears, *apart)):
+    if not torch.is_grad_enabled() or (apart and frozen) or not all(is_plain(linear) for linear in (*linears, *apart)):
         found = [part for linear, count in zip(linears, parts, strict=True) for part in linear(x).chunk(count, dim=-1)]
         return [*found, torch.cat([linear(x.detach()) for linear in apart], dim=-1)] if apart else found
     sizes = [linear.out_features // count for linear, count in zip(linears, parts, strict=True) for _ in range(count)]
@@ -57,7 +57,7 @@ def project(
     return [*found, last] if apart else found
 
 
-def _is_plain(linear: nn.Module) -> bool:
+def is_plain(linear: nn.Module) -> bool:
     """Whether a call is that of PyTorch's `Linear` and nothing else: no other forward in its place, no hooks."""
     hooks = (
         linear._forward_pre_hooks,

@@ -159,21 +159,18 @@ def select_blocks_by_index(
     geometry: Geometry,
     *,
     num_keys: int | None = None,
-    num_groups: int | None = None,
     cu_seqlens: Tensor | Documents | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Choose selection blocks by an index: small queries and keys that only choose.
 
-    The importance of a block is the largest `q_idx . k_idx` of a group's queries and the block's tokens up to the
-    query's own.
+    The importance of a block is the largest `q_idx . k_idx` of its tokens up to the query's own.
 
     Args:
-        q_idx: Index queries, [B, T, G * Q, Di], those of a group side by side; the last T positions of the S keys.
+        q_idx: One index query a group, [B, T, G, Di]; the last T positions of the S keys.
         k_idx: One index key a token, for all groups, [B, S, Di].
         geometry: Block sizes, in tokens.
         num_keys: S; the number of index keys when not given.
-        num_groups: G; with one query a group when not given.
         cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1.
         backend: `"auto"`, `"reference"` or `"triton"`.
 
@@ -190,14 +187,9 @@ def select_blocks_by_index(
     check_queries_and_keys(q_idx, k_idx[:, :, None], name="k_idx", keys="S")
     if num_keys is not None and num_keys != k_idx.shape[1]:
         raise ValueError(f"k_idx [B, S, Di] must have num_keys = {num_keys} keys, got {list(k_idx.shape)}")
-    num_groups = q_idx.shape[2] if num_groups is None else num_groups
-    if num_groups < 1 or q_idx.shape[2] % num_groups:
-        raise ValueError(
-            f"the heads of q_idx must be a multiple of num_groups, got {q_idx.shape[2]} heads and {num_groups} groups"
-        )
     documents = resolve_documents(cu_seqlens, q_idx.shape[0], q_idx.shape[1], k_idx.shape[1], q_idx.device)
     chosen = resolve("select_blocks_by_index", backend, q_idx, k_idx[:, :, None], geometry)
-    return operators.select_blocks_by_index(q_idx.detach(), k_idx.detach(), geometry, num_groups, documents, chosen)
+    return operators.select_blocks_by_index(q_idx.detach(), k_idx.detach(), geometry, documents, chosen)
 
 
 def selected_attention(

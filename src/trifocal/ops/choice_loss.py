@@ -145,7 +145,7 @@ def choice_loss(
         geometry: Block sizes, in tokens.
         documents: Packed documents, with B == 1.
         k_cmp: The student, if it is the compressed attention: rotated compressed keys, [B, C, G, D].
-        q_idx, k_idx: The student, if it is an index: [B, T, G * Q, Di], those of a group side by side, and [B, S, Di].
+        q_idx, k_idx: The student, if it is an index: [B, T, G, Di] and [B, S, Di].
         backend: `"auto"`, `"reference"` or `"triton"`.
 
     Returns:
@@ -199,7 +199,7 @@ def _loss_of(
             student = compressed_importance(q, k_cmp, sample, geometry, documents, k.shape[1])
         else:
             assert q_idx is not None and k_idx is not None
-            scores = index_scores(q_idx, k_idx, sample, geometry, documents, k.shape[2])
+            scores = index_scores(q_idx, k_idx, sample, geometry, documents)
             # A share of the free candidates: what lies in forced blocks is not the index's to find.
             student = scores.masked_fill(~free[:, :, None], torch.finfo(scores.dtype).min).softmax(-1)
         loss = divergence(mass, student, free, sample.eligible)
@@ -288,16 +288,12 @@ def teacher_masses(q: Tensor, k: Tensor, sample: Sample, geometry: Geometry, doc
 
 
 def index_scores(
-    q_idx: Tensor, k_idx: Tensor, sample: Sample, geometry: Geometry, documents: Documents | None, num_groups: int
+    q_idx: Tensor, k_idx: Tensor, sample: Sample, geometry: Geometry, documents: Documents | None
 ) -> Tensor:
-    """The largest scaled score of each block by the queries of a group and the block's tokens, [B, M, G, J].
-
-    The first token with that score, and of its queries the first, get the gradient.
-    """
-    k = k_idx[:, :, None].expand(-1, -1, num_groups, -1)
-    q = _sampled(q_idx, k_idx.shape[1], sample).unflatten(2, (num_groups, -1))
-    pairs = _token_scores(q, k, sample, geometry, documents).movedim(2, -1).flatten(-2)
-    return _own_blocks(pairs.max(-1).values.transpose(1, 2), sample, geometry, documents, k.shape[1])
+    """The largest scaled token score of each block, [B, M, G, J]; the first such token gets the gradient."""
+    k = k_idx[:, :, None].expand(-1, -1, q_idx.shape[2], -1)
+    scores = _token_scores(_sampled(q_idx, k_idx.shape[1], sample)[:, :, :, None], k, sample, geometry, documents)
+    return _own_blocks(scores[:, :, 0].max(-1).values.transpose(1, 2), sample, geometry, documents, k.shape[1])
 
 
 def compressed_importance(

@@ -233,9 +233,9 @@ def importance_tile(q: Tensor, q_per_kv: int) -> tiles.Tile:
     return tiles.importance_tile(q.dtype, q_per_kv, max(_columns(q, q)), devices.architecture(q.device))
 
 
-def index_tile(q_idx: Tensor, queries: int = 1) -> tiles.Tile:
-    """The tile of the index scores; `BLOCK_M` counts rows, a query and group each, with some index queries."""
-    return tiles.index_tile(q_idx.dtype, tiles.split_width(q_idx.shape[-1]).padded, queries)
+def index_tile(q_idx: Tensor) -> tiles.Tile:
+    """The tile of the index scores; `BLOCK_M` counts rows, a query and group each."""
+    return tiles.index_tile(q_idx.dtype, tiles.split_width(q_idx.shape[-1]).padded)
 
 
 def choice_on_hopper(q: Tensor, blocks: int, *, packed: bool) -> bool:

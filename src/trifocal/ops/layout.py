@@ -13,9 +13,9 @@ _TOKENS_OF_DOCUMENT = 256
 _FEWEST_DOCUMENTS = 16
 
 
-def place_type(count: int) -> torch.dtype:
-    """The narrowest type that numbers so many places, of those that kernels store."""
-    return torch.uint8 if count <= 256 else torch.int32
+def place_type(block_size: int) -> torch.dtype:
+    """The narrowest type that holds the place of a token in a block of so many tokens, of those that kernels store."""
+    return torch.uint8 if block_size <= 256 else torch.int32
 
 
 class Documents(NamedTuple):

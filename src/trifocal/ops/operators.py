@@ -148,13 +148,13 @@ def _select_blocks(
 
 
 def _select_blocks_by_index(
-    q_idx: Tensor, k_idx: Tensor, geometry: Geometry, num_groups: int, documents: Documents | None, backend: str
+    q_idx: Tensor, k_idx: Tensor, geometry: Geometry, documents: Documents | None, backend: str
 ) -> Tensor:
     if backend == "reference":
-        return reference.select_blocks_by_index(q_idx, k_idx, geometry, num_groups, documents)
+        return reference.select_blocks_by_index(q_idx, k_idx, geometry, documents)
     from trifocal.ops.triton.index_scoring import select_blocks_by_index_forward
 
-    return select_blocks_by_index_forward(q_idx, k_idx, geometry, num_groups, documents)
+    return select_blocks_by_index_forward(q_idx, k_idx, geometry, documents)
 
 
 def _compressed_backward(d_o: Tensor | None, d_lse: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
@@ -179,11 +179,10 @@ def _num_selected(sizes: list[int]) -> int:
 
 def _index_loss_results(q_idx: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     tokens, geometry, num_blocks = rest[3], Geometry(*rest[6]), rest[7]
-    rows = (*tokens.shape, rest[2].shape[2])
+    rows = (*tokens.shape, q_idx.shape[2])
     shape = (*rows, -(-num_blocks // 16) * 16)
     figures, d_products = (q_idx.new_empty(size, dtype=torch.float32) for size in ((2, *rows), shape))
-    pairs = geometry.selection_block_size * (q_idx.shape[2] // rows[2])
-    return figures, d_products, q_idx.new_empty(shape, dtype=place_type(pairs))
+    return figures, d_products, q_idx.new_empty(shape, dtype=place_type(geometry.selection_block_size))
 
 
 mean_compress: Operator[Tensor] = Operator(
@@ -213,10 +212,10 @@ select_blocks: Operator[Tensor] = Operator(
 """The choice of blocks, [B, T, G, N]; see `trifocal.ops.select_blocks`."""
 select_blocks_by_index: Operator[Tensor] = Operator(
     "select_blocks_by_index",
-    f"Tensor q_idx, Tensor k_idx, SymInt[] geometry, SymInt num_groups, {DOCUMENTS}, str backend",
+    f"Tensor q_idx, Tensor k_idx, SymInt[] geometry, {DOCUMENTS}, str backend",
     "Tensor",
     _select_blocks_by_index,
-    lambda q, _, sizes, groups, *__: q.new_empty((*q.shape[:2], groups, _num_selected(sizes)), dtype=torch.int32),
+    lambda q, _, sizes, *__: q.new_empty((*q.shape[:3], _num_selected(sizes)), dtype=torch.int32),
 )
 """The choice of blocks, [B, T, G, N]; see `trifocal.ops.select_blocks_by_index`."""
 

@@ -167,18 +167,16 @@ def select_blocks(
 _MOST_INDEX_SCORES = 2**27
 
 
-def select_blocks_by_index(
-    q_idx: Tensor, k_idx: Tensor, geometry: Geometry, num_groups: int, documents: Documents | None
-) -> Tensor:
+def select_blocks_by_index(q_idx: Tensor, k_idx: Tensor, geometry: Geometry, documents: Documents | None) -> Tensor:
     """The choice by the largest token score of each block; see `trifocal.ops.select_blocks_by_index`."""
-    batch, num_queries, num_heads, _ = q_idx.shape
+    batch, num_queries, num_groups, _ = q_idx.shape
     num_keys = k_idx.shape[1]
     _, query_positions, _, _ = _token_positions(q_idx, num_keys, documents)
     query_tokens = torch.arange(num_keys - num_queries, num_keys, device=q_idx.device)
     grid = block_grid(num_keys, geometry.selection_block_size, documents, q_idx.device)
     keys_BDK = k_idx[:, grid.tokens.flatten()].transpose(1, 2)
     num_blocks = geometry.num_selection_blocks(num_keys)
-    chunk = max(1, _MOST_INDEX_SCORES // (batch * num_heads * keys_BDK.shape[2]))
+    chunk = max(1, _MOST_INDEX_SCORES // (batch * num_groups * keys_BDK.shape[2]))
     chosen = []
     for first in range(0, num_queries, chunk):
         q, position_T, token_T = (
@@ -192,12 +190,10 @@ def select_blocks_by_index(
                 scores_BXK = torch.bmm(rows_BXD, keys_BDK, out_dtype=torch.float32)
             else:
                 scores_BXK = rows_BXD.to(accumulator(q)) @ keys_BDK.to(accumulator(q))
-        scores_BGQTJL = scores_BXK.unflatten(1, (num_groups, num_heads // num_groups, -1)).unflatten(
-            -1, grid.tokens.shape
-        )
+        scores_BGTJL = scores_BXK.unflatten(1, (num_groups, -1)).unflatten(-1, grid.tokens.shape)
         first_T11 = (token_T - position_T)[:, None, None]
         seen_TJL = grid.filled & (grid.tokens >= first_T11) & (grid.tokens <= token_T[:, None, None])
-        best_BGTJ = scores_BGQTJL.masked_fill_(~seen_TJL, -torch.inf).amax((2, -1))
+        best_BGTJ = scores_BGTJL.masked_fill_(~seen_TJL, -torch.inf).amax(-1)
         if documents is not None:
             # From blocks of all documents to those of the query's own.
             slots_TJ = grid.first_blocks[documents.ids[token_T]][:, None] + torch.arange(num_blocks, device=q.device)

@@ -199,13 +199,11 @@ def importance_tile(dtype: torch.dtype, q_per_kv: int, dim: int, architecture: s
     return Tile(64, 128 if q_per_kv > 2 else 64, warps=4, stages=3 if q_per_kv > 4 else 2)
 
 
-def index_tile(dtype: torch.dtype, columns: int, queries: int = 1) -> Tile:
-    """The tile of the index scores; `BLOCK_M` counts rows, each with some index queries."""
+def index_tile(dtype: torch.dtype, columns: int) -> Tile:
+    """The tile of the index scores; `BLOCK_M` counts rows."""
     if dtype == torch.float32:
         return Tile(32, 64, warps=8, stages=1)
-    # Queries lie in shared memory, in 64 KiB at most. Four warps would spill the products of two.
-    rows = min(128, 2**15 // (columns * next_power_of_2(queries)))
-    return Tile(rows, 64, warps=4 if columns <= 64 and queries == 1 else 8, stages=3 if columns <= 128 else 2)
+    return Tile(128, 64, warps=4 if columns <= 64 else 8, stages=3 if columns <= 128 else 2)
 
 
 # As `_TILES`, for decoding: rows are few, and what counts is how many keys are on their way from memory. `stages` less

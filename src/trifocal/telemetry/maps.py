@@ -36,8 +36,8 @@ class LayerAttention:
         q: Rotated queries, [L, T, H, D].
         k_slc: Rotated keys of the selected branch, [L, T, G, D].
         selected: Selected blocks, [L, T, G, N], -1 pads, counted from the start of the query's document.
-        chooser: What chose them: compressed keys, [L, C, G, D]; or index queries and keys, [L, T, G * Q, Di]
-            and [L, T, Di]; or nothing: by exact mass.
+        chooser: What chose them: compressed keys, [L, C, G, D]; or index queries and keys, [L, T, G, Di] and
+            [L, T, Di]; or nothing: by exact mass.
         geometry: Block sizes, in tokens.
         documents: Packed documents, if there are several.
     """
@@ -106,7 +106,7 @@ def choosing_shares(layer: LayerAttention, queries: Tensor) -> Tensor:
     if not layer.chooser:
         return full_attention_shares(layer, queries)
     q_idx, k_idx = layer.chooser
-    scores = index_scores(q_idx, k_idx, sample, geometry, layer.documents, layer.k_slc.shape[2])
+    scores = index_scores(q_idx, k_idx, sample, geometry, layer.documents)
     block = torch.arange(scores.shape[-1], device=scores.device)
     return scores.masked_fill(block > position // geometry.selection_block_size, -torch.inf).softmax(-1)
 

@@ -216,11 +216,8 @@ def select_blocks(
     return selected
 
 
-def select_blocks_by_index(
-    q_idx: Tensor, k_idx: Tensor, geometry: Geometry, *, num_groups: int, lengths: Lengths = None
-) -> Tensor:
-    batch, num_queries, num_heads, _ = q_idx.shape
-    per_group = num_heads // num_groups
+def select_blocks_by_index(q_idx: Tensor, k_idx: Tensor, geometry: Geometry, *, lengths: Lengths = None) -> Tensor:
+    batch, num_queries, num_groups, _ = q_idx.shape
     num_keys, size = k_idx.shape[1], geometry.selection_block_size
     selected = torch.full((batch, num_queries, num_groups, geometry.num_selected_blocks), -1, dtype=torch.int32)
     for b in range(batch):
@@ -229,7 +226,7 @@ def select_blocks_by_index(
             document = document_at(position, num_keys, lengths)
             for g in range(num_groups):
                 scores = [
-                    max(float(q_idx[b, t, g * per_group + i].double() @ k_idx[b, s].double()) for i in range(per_group))
+                    float(q_idx[b, t, g].double() @ k_idx[b, s].double())
                     for s in document.tokens[: position - document.start + 1]
                 ]
                 best = [max(scores[first : first + size]) for first in range(0, len(scores), size)]
@@ -271,8 +268,7 @@ def choice_loss(
                 )
                 if k_cmp is None:
                     assert q_idx is not None and k_idx is not None
-                    asked = q_idx[b, t].chunk(k.shape[2])[g]
-                    best = [(k_idx[b, list(blocks[j])] @ asked.T).max() * q_idx.shape[-1] ** -0.5 for j in free]
+                    best = [(k_idx[b, list(blocks[j])] @ q_idx[b, t, g]).max() * q_idx.shape[-1] ** -0.5 for j in free]
                     i = torch.stack(best).softmax(0)
                 else:
                     seen = [

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from trifocal.ops.decode import reference
 from trifocal.ops.decode.caches import (
-    Compress,
     DecodeBatch,
     DenseCache,
     Index,
+    LearnedCompressor,
     NewRows,
     Place,
     Rotary,
@@ -23,6 +23,7 @@ from trifocal.ops.decode.caches import (
     check_batch,
     check_cache,
     check_chunk,
+    check_compressors,
     check_index,
     check_new,
     check_new_tokens,
@@ -45,7 +46,7 @@ def append_sparse(
     v_win: Tensor | None,
     geometry: Geometry,
     rotary: Rotary,
-    compress: tuple[Compress, Compress | None] | None = None,
+    compress: tuple[LearnedCompressor, LearnedCompressor | None] | None = None,
     backend: str = "auto",
     index: Index | None = None,
 ) -> None:
@@ -60,7 +61,8 @@ def append_sparse(
         k_win, v_win: Keys and values of the window; None where the cache has no rings for it.
         geometry: Block sizes, in tokens.
         rotary: Tables of all positions. Compressed keys are rotated by the position of their first token.
-        compress: The learned φ of keys and of values; the mean where not given.
+        compress: The learned φ of keys and of values, None for values that the cache does not compress; the mean of
+            both where not given.
         backend: `"auto"`, `"reference"` or `"triton"`.
         index: Keys of the index, [B, T, Di], and their tables; None where the cache has none.
 
@@ -82,6 +84,7 @@ def append_sparse(
         k_raw=k_raw, v_raw=v_raw, k_slc=k_slc, v_slc=v_slc, k_win=k_win, v_win=v_win,
     )  # fmt: skip
     check_index(index, cache.k_idx, k_slc.shape[:2])
+    check_compressors(compress, cache, geometry)
     new = (k_raw, v_raw, k_slc, v_slc, k_win, v_win)
     if _resolve("append_sparse", backend, k_slc, v_slc, geometry) == "triton":
         from trifocal.ops.decode.triton import append as kernels
@@ -172,7 +175,7 @@ def decode_attention(
         window: Whether there is a window branch.
         scale: Factor on the scores; 1/sqrt(D) when not given.
         backend: `"auto"`, `"reference"` or `"triton"`.
-        index: Queries of the index, [B, T, G * Q, Di], and their tables; None where the cache has no index keys.
+        index: Queries of the index, [B, T, G, Di], and their tables; None where the cache has no index keys.
 
     Returns:
         o, [B, T, H, V], in the type of q; zero where a sequence has no such token.
@@ -188,7 +191,7 @@ def decode_attention(
     check_cache(cache, geometry, q.shape[1])
     check_queries(q, cache.k_slc)
     check_rotary(rotary, q)
-    check_index(index, cache.k_idx, q.shape[:2], cache.k_slc.shape[1])
+    check_index(index, cache.k_idx, (*q.shape[:2], cache.k_slc.shape[1]))
     if gates is None and window:
         raise ValueError("a window branch needs gates")
     if gates is not None and cache.v_cmp is None:

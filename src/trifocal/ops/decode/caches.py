@@ -5,7 +5,7 @@ pages of each sequence, the same for all layers. A compressed block lies with it
 `[i*d, i*d + l)`, is slot `i + l/d - 1` of `d` tokens each. So a page is finished when its tokens are.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,11 +19,9 @@ MOST_NEW_TOKENS = 8
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines of all positions, [max_len, D/2] each, contiguous, in the type of the rotation's arithmetic."""
 
-Compress = Callable[[Tensor], Tensor]
-"""A learned φ: the tokens of blocks, [N, l, G, *], to one key or value each, [N, G, *]."""
 
 Index = tuple[Tensor, Rotary]
-"""New index queries [B, T, G * Q, Di] or keys [B, T, Di], not rotated yet, and rotary tables of their width."""
+"""New index queries [B, T, G, Di] or keys [B, T, Di], not rotated yet, and rotary tables of their width."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,22 @@ class DecodeBatch:
     lengths: Tensor
     num_new: Tensor
     block_table: Tensor
+
+
+class LearnedCompressor(NamedTuple):
+    """The weights of a learned φ, `mean(x) + W2 silu(W1 concat(x + positions))`; see `nn.MLPCompressor`.
+
+    They are read in the type of the keys or values that they compress.
+
+    Attributes:
+        positions: [l, D] or [l, V], contiguous; for values V stands for D below.
+        up: W1, [hidden, l * D], contiguous.
+        down: W2, [D, hidden], contiguous.
+    """
+
+    positions: Tensor
+    up: Tensor
+    down: Tensor
 
 
 class Place(NamedTuple):
@@ -212,21 +226,13 @@ def check_new(first: Tensor, k_held: Tensor, v_held: Tensor, **new: Tensor | Non
             raise ValueError(f"{name} must have the shape [B, T, G, width] = {list(expected)}, got {list(x.shape)}")
 
 
-def check_index(index: Index | None, k_idx: Tensor | None, expected: tuple[int, ...], groups: int = 0) -> None:
-    """Raise ValueError unless there is an index where the cache has its keys, of this shape but for Di.
-
-    With `groups`, queries: some for each of so many groups, in a dimension behind those of `expected`.
-    """
+def check_index(index: Index | None, k_idx: Tensor | None, expected: tuple[int, ...]) -> None:
+    """Raise ValueError unless there is an index where the cache has its keys, of this shape but for Di."""
     if (index is None) != (k_idx is None):
         raise ValueError("an index must be given where the cache has k_idx, and only there")
     if index is None or k_idx is None:
         return
     x, rotary = index
-    if groups:
-        heads = x.shape[2] if x.ndim == 4 else groups
-        if heads % groups:
-            raise ValueError(f"the queries of an index must be a multiple of the {groups} groups, got {heads}")
-        expected = (*expected, heads)
     if x.shape != (*expected, k_idx.shape[3]) or x.dtype != k_idx.dtype:
         raise ValueError(
             f"an index must be {[*expected, k_idx.shape[3]]} of {k_idx.dtype}, got {list(x.shape)} of {x.dtype}"
@@ -307,6 +313,29 @@ def check_chunk(rows: Mapping[str, NewRows], place: Place, first: int, zero: int
             if not (kept if kept is new.pages else kept[:1]).is_contiguous():
                 raise ValueError(
                     f"the cache of {name} must be contiguous, a ring in each of its rows, got {list(kept.stride())}"
+                )
+
+
+def check_compressors(
+    compress: tuple[LearnedCompressor, LearnedCompressor | None] | None, cache: SparseCache, geometry: Geometry
+) -> None:
+    """Raise ValueError unless a learned φ fits the keys and the values that the cache compresses."""
+    if compress is None:
+        return
+    for name, phi, ring in zip(("keys", "values"), compress, (cache.k_raw, cache.v_raw), strict=True):
+        if (phi is None) != (ring is None):
+            raise ValueError(f"a learned φ of {name} must be given where the cache compresses them, and only there")
+        if phi is None or ring is None:
+            continue
+        length, width = geometry.compression_block_size, ring.shape[3]
+        hidden = phi.up.shape[0]
+        expected = {"positions": (length, width), "up": (hidden, length * width), "down": (width, hidden)}
+        for part, shape in expected.items():
+            weight = getattr(phi, part)
+            if weight.shape != shape or not weight.is_contiguous():
+                raise ValueError(
+                    f"{part} of the φ of {name} must be contiguous, of shape {list(shape)}, "
+                    f"got {list(weight.shape)} with strides {list(weight.stride())}"
                 )
 
 

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trifocal.ops.decode.caches import Compress, DecodeBatch, DenseCache, Index, NewRows, Place, Rotary, SparseCache
+from trifocal.ops.decode.caches import (
+    DecodeBatch,
+    DenseCache,
+    Index,
+    LearnedCompressor,
+    NewRows,
+    Place,
+    Rotary,
+    SparseCache,
+)
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.reference import accumulator, choose_blocks, chosen_mask, full_precision, importance
 
@@ -22,7 +31,7 @@ def append_sparse(
     new: NewTokens,
     geometry: Geometry,
     rotary: Rotary,
-    compress: tuple[Compress, Compress | None] | None,
+    compress: tuple[LearnedCompressor, LearnedCompressor | None] | None,
     index: Index | None,
 ) -> None:
     """See `trifocal.ops.append_sparse`; `new`: keys and values of cmp, slc and win."""
@@ -51,11 +60,11 @@ def append_sparse(
     block_BC = before_B[:, None] + torch.arange(most, device=before_B.device)
     due_BC = block_BC < after_B[:, None]
     page_BC, place_BC = _in_pages(batch, block_BC + (length // stride - 1), cache.k_cmp.shape[2])
-    compress_k, compress_v = (_mean, _mean) if compress is None else compress
-    k_cmp_BCGD = _compress(cache.k_raw, batch, block_BC, geometry, compress_k)
+    phi_k, phi_v = compress or (None, None)
+    k_cmp_BCGD = _compress(cache.k_raw, batch, block_BC, geometry, phi_k)
     _write(cache.k_cmp, page_BC, place_BC, _rotate(k_cmp_BCGD, rotary, block_BC * stride), due_BC)
-    if cache.v_cmp is not None and cache.v_raw is not None and compress_v is not None:
-        _write(cache.v_cmp, page_BC, place_BC, _compress(cache.v_raw, batch, block_BC, geometry, compress_v), due_BC)
+    if cache.v_cmp is not None and cache.v_raw is not None:
+        _write(cache.v_cmp, page_BC, place_BC, _compress(cache.v_raw, batch, block_BC, geometry, phi_v), due_BC)
 
 
 def append_dense(cache: DenseCache, batch: DecodeBatch, k: Tensor, v: Tensor, rotary: Rotary) -> None:
@@ -120,9 +129,8 @@ def decode_attention(
     num_blocks = geometry.num_selection_blocks(len(token_S))
     if index is not None and cache.k_idx is not None:
         sees_BTS = token_S <= position_BT1
-        scores_BHTS = _index_scores(_rotate(*index, position_BT), _gather_pages(cache.k_idx, batch), sees_BTS)
-        scores_BGQTS = scores_BHTS.unflatten(1, (k_slc_BGSD.shape[1], -1))
-        importance_BGTJ = scores_BGQTS.unflatten(-1, (num_blocks, -1)).amax((2, -1))
+        scores_BGTS = _index_scores(_rotate(*index, position_BT), _gather_pages(cache.k_idx, batch), sees_BTS)
+        importance_BGTJ = scores_BGTS.unflatten(-1, (num_blocks, -1)).amax(-1)
     else:
         # Heads side by side in memory, so that those of every block are added in the same order.
         importance_BGTJ = importance(p_BGTRC.transpose(3, 4).contiguous().sum(-1), geometry, num_blocks)
@@ -222,16 +230,26 @@ def _write(cache: Tensor, first: Tensor, row: Tensor, x: Tensor, exists: Tensor)
     )
 
 
-def _compress(ring: Tensor, batch: DecodeBatch, block_BC: Tensor, geometry: Geometry, compress: Compress) -> Tensor:
+def _compress(
+    ring: Tensor, batch: DecodeBatch, block_BC: Tensor, geometry: Geometry, phi: LearnedCompressor | None
+) -> Tensor:
     """Compressed keys or values of blocks whose tokens lie in a ring, [B, C, G, *]."""
     tokens_L = torch.arange(geometry.compression_block_size, device=ring.device)
     token_BCL = block_BC[..., None] * geometry.compression_stride + tokens_L
     windows = ring.transpose(1, 2)[batch.rows[:, None, None], token_BCL % ring.shape[2]]
-    return compress(windows.flatten(0, 1)).unflatten(0, block_BC.shape)
+    windows = windows.flatten(0, 1)
+    blocks = windows.mean(1, dtype=accumulator(windows)).to(windows.dtype)
+    if phi is not None:
+        # Block by block: the order of a sum in a library depends on the number of rows.
+        blocks = blocks + torch.cat([_learned(window, phi) for window in windows.split(1)])
+    return blocks.unflatten(0, block_BC.shape)
 
 
-def _mean(windows: Tensor) -> Tensor:
-    return windows.mean(1, dtype=accumulator(windows)).to(windows.dtype)
+def _learned(windows: Tensor, phi: LearnedCompressor) -> Tensor:
+    """What a learned φ adds to the mean: [N, l, G, D] -> [N, G, D]."""
+    positions, up, down = (weight.to(windows.dtype) for weight in phi)
+    placed = (windows + positions[:, None]).transpose(1, 2).flatten(2)
+    return functional.linear(functional.silu(functional.linear(placed, up)), down)
 
 
 def _gather_pages(pages: Tensor, batch: DecodeBatch) -> Tensor:
@@ -265,13 +283,13 @@ def _probabilities(q_BGTRD: Tensor, k_BGSD: Tensor, sees: Tensor) -> Tensor:
     return scores_BGTRS.softmax(-1).masked_fill(hidden, 0.0)
 
 
-def _index_scores(q_BTHD: Tensor, k_B1SD: Tensor, sees_BTS: Tensor) -> Tensor:
-    """Scores of the tokens that each query sees, [B, H, T, S], H of an index; -inf of the others."""
-    rows_B1XD = q_BTHD.transpose(1, 2).flatten(1, 2)[:, None].to(accumulator(q_BTHD))
-    with full_precision(q_BTHD):
+def _index_scores(q_BTGD: Tensor, k_B1SD: Tensor, sees_BTS: Tensor) -> Tensor:
+    """Scores of the tokens that each query sees, [B, G, T, S]; -inf of the others."""
+    rows_B1XD = q_BTGD.transpose(1, 2).flatten(1, 2)[:, None].to(accumulator(q_BTGD))
+    with full_precision(q_BTGD):
         scores_B1XS = _aligned(rows_B1XD) @ _aligned(k_B1SD.to(rows_B1XD.dtype)).transpose(-1, -2)
-    scores_BHTS = scores_B1XS[:, 0].unflatten(1, (q_BTHD.shape[2], -1))
-    return scores_BHTS.masked_fill(~sees_BTS[:, None], -torch.inf)
+    scores_BGTS = scores_B1XS[:, 0].unflatten(1, (q_BTGD.shape[2], -1))
+    return scores_BGTS.masked_fill(~sees_BTS[:, None], -torch.inf)
 
 
 def _weighted(p_BGTRS: Tensor, v_BGSV: Tensor, sees: Tensor) -> Tensor:

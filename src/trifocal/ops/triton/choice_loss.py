@@ -9,13 +9,13 @@ time.
 
 Student with an index. One kernel has all blocks of a row in registers: it makes the masses, the student's softmax, the
 loss, both choices and their recall, and the loss's gradient by the products, which it writes over them. Backward only
-carries that to queries and keys: a block's product is that of one pair of query and token, which forward kept.
+carries that to queries and keys: a block's product is that of one token, which forward kept.
 
 | kernel | a program holds | it loops over | in and out of memory, bytes |
 |---|---|---|---|
 | masses | all blocks of some rows (query, group) | heads of the group | 4 a row, head, block in; 4 a row, block out |
 | loss | the same | these heads; halvings of a threshold, as in `scoring` | the same in; 4 in, 5 out a row, block |
-| gradients | d_q of a row's query | blocks: the gradient times the key of its token | a key, 5 bytes a row and block |
+| gradients | d_q of a row | blocks: the gradient times the key of its token | a key, 5 bytes a row and block |
 | | or d_k of a tile of keys | rows: their gradients at their tokens, a matrix, times q | q, 5 bytes a row and block |
 
 The registers of a multiprocessor hold a row of up to 16,384 blocks, 1,048,576 tokens in blocks of 64; a longer row is
@@ -163,25 +163,22 @@ def index_loss_kernel(
 def d_q_of_row(
     d_losses, d_products, places, k, d_q, sampled, starts, d_query_stride, d_group_stride, k_time_stride,
     row, num_queries, num_tokens, query_shift, num_blocks,
-    GROUPS: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SELECTION: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    GROUPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SELECTION: tl.constexpr, BLOCKS: tl.constexpr,
 ):
-    """d_q of the token of one row (query, head of the index) of a batch entry; and zeros up to the next query's token.
+    """d_q of the token of one row (query, group) of a batch entry; and zeros up to the next query's token.
 
     The first one of queries with the same token writes the sum of all.
     """
-    HEADS: tl.constexpr = GROUPS * QUERIES
-    query = row // HEADS
-    group = row % HEADS // QUERIES
+    query = row // GROUPS
     column = tl.arange(0, D_PAD)
-    d_q += row % HEADS * D + column
+    d_q += row % GROUPS * D + column
     token_of_query = tl.load(sampled + query)
     first = tl.where(query > 0, token_of_query, query_shift)
     end = tl.load(sampled + query + 1, mask=query + 1 < num_queries, other=num_tokens + query_shift)
     for first_token in range(first, end, BLOCKS):
         token = first_token + tl.arange(0, BLOCKS)
         tl.store(
-            d_q + (token - query_shift)[:, None] * (HEADS * D), tl.zeros([BLOCKS, D_PAD], d_q.dtype.element_ty),
+            d_q + (token - query_shift)[:, None] * (GROUPS * D), tl.zeros([BLOCKS, D_PAD], d_q.dtype.element_ty),
             mask=((token < end) & (token != token_of_query))[:, None] & (column < D)[None, :])
 
     is_first = tl.load(sampled + query - 1, mask=query > 0, other=-1) != token_of_query
@@ -191,27 +188,22 @@ def d_q_of_row(
     total = tl.zeros([D_PAD], tl.float32)
     for same_query in range(query, end_query):
         start = tl.load(starts + same_query)
-        of_query = same_query * GROUPS + group
+        of_query = same_query * GROUPS + row % GROUPS
         sum_of_query = tl.zeros([D_PAD], tl.float32)
         for first_block in range(0, num_blocks, BLOCKS):
             block = first_block + tl.arange(0, BLOCKS)
             in_past = (block < num_blocks) & (block * SELECTION <= token_of_query - start)
             d_product = tl.load(d_products + of_query * num_blocks + block, mask=in_past, other=0.0)
             taught = d_product != 0
-            token = start + block * SELECTION
-            place = tl.load(places + of_query * num_blocks + block, mask=taught, other=0)
-            if QUERIES > 1:
-                taught = taught & (place % QUERIES == row % QUERIES)
-                d_product = tl.where(taught, d_product, 0.0)
-                place = place // QUERIES
-            token += place
+            token = start + block * SELECTION + tl.load(
+                places + of_query * num_blocks + block, mask=taught, other=0)
             keys = tl.load(
                 k + token[:, None] * k_time_stride + column[None, :], mask=taught[:, None] & (column < D)[None, :],
                 other=0.0)
             sum_of_query += tl.sum(d_product[:, None] * keys.to(tl.float32), 0)
-        total += sum_of_query * tl.load(d_losses + same_query * d_query_stride + group * d_group_stride)
+        total += sum_of_query * tl.load(d_losses + same_query * d_query_stride + row % GROUPS * d_group_stride)
     tl.store(
-        d_q + (token_of_query - query_shift) * (HEADS * D), total.to(d_q.dtype.element_ty),
+        d_q + (token_of_query - query_shift) * (GROUPS * D), total.to(d_q.dtype.element_ty),
         mask=(column < D) & is_first)
 
 
@@ -220,17 +212,16 @@ def d_k_of_tile(
     d_losses, d_products, places, q, d_k, sampled, starts,
     d_query_stride, d_group_stride, q_time_stride, q_head_stride,
     first_key, num_queries, num_keys, query_shift, num_blocks,
-    GROUPS: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SELECTION: tl.constexpr,
-    KEYS: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    GROUPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SELECTION: tl.constexpr, KEYS: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """d_k of a tile of keys of a batch entry. It overlaps `KEYS // SELECTION + 2` blocks of a document at most."""
-    HEADS: tl.constexpr = GROUPS * QUERIES
     key = tl.arange(0, KEYS)
     column = tl.arange(0, D_PAD)
     total = tl.zeros([KEYS, D_PAD], tl.float32)
-    for first_row in range(0, num_queries * HEADS, ROWS):
+    for first_row in range(0, num_queries * GROUPS, ROWS):
         row = first_row + tl.arange(0, ROWS)
-        query = row // HEADS
+        query = row // GROUPS
         exists = query < num_queries
         start = tl.load(starts + query, mask=exists, other=0).to(tl.int32)
         token = tl.load(sampled + query, mask=exists, other=-1).to(tl.int32)
@@ -241,20 +232,13 @@ def d_k_of_tile(
                 block = tl.maximum(first_key - start, 0) // SELECTION + number
                 there = exists & (block < num_blocks) & (
                     start + block * SELECTION <= tl.minimum(token, first_key + KEYS - 1))
-                at = (row // QUERIES).to(tl.int64) * num_blocks + block
-                d_product = tl.load(d_products + at, mask=there, other=0.0)
-                best = start + block * SELECTION
-                place = tl.load(places + at, mask=there & (d_product != 0), other=0)
-                if QUERIES > 1:
-                    d_product = tl.where(place % QUERIES == row % QUERIES, d_product, 0.0)
-                    place = place // QUERIES
-                best += place
+                place = row.to(tl.int64) * num_blocks + block
+                d_product = tl.load(d_products + place, mask=there, other=0.0)
+                best = start + block * SELECTION + tl.load(places + place, mask=there & (d_product != 0), other=0)
                 weights += tl.where((best - first_key)[None, :] == key[:, None], d_product[None, :], 0.0)
-            d_loss = tl.load(
-                d_losses + query * d_query_stride + row % HEADS // QUERIES * d_group_stride,
-                mask=exists, other=0.0)
+            d_loss = tl.load(d_losses + query * d_query_stride + row % GROUPS * d_group_stride, mask=exists, other=0.0)
             rows = tl.load(
-                q + ((token - query_shift).to(tl.int64) * q_time_stride + (row % HEADS) * q_head_stride)[:, None]
+                q + ((token - query_shift).to(tl.int64) * q_time_stride + (row % GROUPS) * q_head_stride)[:, None]
                 + column[None, :],
                 mask=exists[:, None] & (column < D)[None, :], other=0.0)
             total = tl.dot(weights * d_loss[None, :], rows.to(tl.float32), total, input_precision=PRECISION)
@@ -269,8 +253,8 @@ def index_gradients_kernel(
     d_losses, d_products, places, q, k, d_q, d_k, sampled, starts,
     d_batch_stride, d_query_stride, d_group_stride, q_batch_stride, q_time_stride, q_head_stride,
     k_batch_stride, k_time_stride, num_queries, num_tokens, num_keys, num_blocks,
-    GROUPS: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SELECTION: tl.constexpr,
-    BLOCKS: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    GROUPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SELECTION: tl.constexpr, BLOCKS: tl.constexpr,
+    KEYS: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """d_k of a tile of keys, by the first programs of a batch entry, or d_q of a row."""
     batch = tl.program_id(1).to(tl.int64)
@@ -285,14 +269,13 @@ def index_gradients_kernel(
             d_losses, d_products, places, q + batch * q_batch_stride, d_k + batch * num_keys * D, sampled, starts,
             d_query_stride, d_group_stride, q_time_stride, q_head_stride,
             tl.program_id(0) * KEYS, num_queries, num_keys, num_keys - num_tokens, num_blocks,
-            GROUPS, QUERIES, D, D_PAD, SELECTION, KEYS, ROWS, PRECISION)
+            GROUPS, D, D_PAD, SELECTION, KEYS, ROWS, PRECISION)
     else:
         d_q_of_row(
-            d_losses, d_products, places, k + batch * k_batch_stride,
-            d_q + batch * num_tokens * (GROUPS * QUERIES * D),
+            d_losses, d_products, places, k + batch * k_batch_stride, d_q + batch * num_tokens * (GROUPS * D),
             sampled, starts, d_query_stride, d_group_stride, k_time_stride,
             (tl.program_id(0) - tiles).to(tl.int64), num_queries, num_tokens, num_keys - num_tokens, num_blocks,
-            GROUPS, QUERIES, D, D_PAD, SELECTION, BLOCKS)
+            GROUPS, D, D_PAD, SELECTION, BLOCKS)
 
 # fmt: on
 
@@ -344,7 +327,7 @@ def index_loss_forward(
     """Loss and recall of an index, and what backward needs.
 
     Args:
-        q_idx: Index queries, [B, T, G * Q, Di]; the last T of S tokens.
+        q_idx: Index queries, [B, T, G, Di]; the last T of S tokens.
         k_idx: Index keys, [B, S, Di].
         q, k: Queries and keys of the teacher, [B, T, H, D] and [B, S, G, D].
         sampled, starts: As in `teacher_masses_forward`.
@@ -355,15 +338,14 @@ def index_loss_forward(
 
     Returns:
         Loss and recall of each query and group, [2, B, M, G], fp32. The gradient of the loss by the largest product of
-        each block, fp32, and the first pair that has it, `token of the block * Q + query`, `place_type`, both [B, M, G,
-        whole lines of 16 blocks]. All are 0 where a query is not eligible, the latter two where a block is not free.
+        each block, fp32, and the place in its block of the first token that has it, `place_type`, both [B, M, G, whole
+        lines of 16 blocks]. All are 0 where a query is not eligible, the latter two where a block is not free.
     """
     q_idx, keys = unit_stride(q_idx), unit_stride(k_idx[:, :, None])
     sampled, starts, eligible = sampled.contiguous(), starts.contiguous(), eligible.contiguous()
     groups, block_lines = k.shape[2], cdiv(num_blocks, LINE.value)
     products = q.new_empty(*sampled.shape, groups, block_lines * LINE.value, dtype=torch.float32)
-    pairs = geometry.selection_block_size * (q_idx.shape[2] // groups)
-    places = torch.empty_like(products, dtype=place_type(pairs))
+    places = torch.empty_like(products, dtype=place_type(geometry.selection_block_size))
     figures = q.new_empty(2, *sampled.shape, groups, dtype=torch.float32)
     student = q_idx, keys, products, places
     for log_sums, grid, numbers, constants in _score_chunks(q, k, sampled, geometry, num_blocks, documents, student):
@@ -432,15 +414,15 @@ def index_loss_backward(
     """
     q_idx, k_idx = unit_stride(q_idx), unit_stride(k_idx[:, :, None])[:, :, 0]
     sampled, starts = sampled.contiguous(), starts.contiguous()
-    batch, num_tokens, heads, dim = q_idx.shape
+    batch, num_tokens, groups, dim = q_idx.shape
     num_keys, d_losses = k_idx.shape[1], d_figures[0]
-    num_queries, groups, num_blocks = d_products.shape[1:]
+    num_queries, num_blocks = d_products.shape[1], d_products.shape[3]
     d_q, d_k = q_idx.new_empty(q_idx.shape), k_idx.new_empty(k_idx.shape)
-    index_gradients_kernel[cdiv(num_keys, KEYS) + num_queries * heads, batch](
+    index_gradients_kernel[cdiv(num_keys, KEYS) + num_queries * groups, batch](
         d_losses, d_products, places, q_idx, k_idx, d_q, d_k, sampled, starts,
         *d_losses.stride(), *strides(q_idx), *k_idx.stride()[:2], num_queries, num_tokens, num_keys, num_blocks,
-        GROUPS=groups, QUERIES=heads // groups, D=dim, D_PAD=max(16, next_power_of_2(dim)),
-        SELECTION=geometry.selection_block_size, BLOCKS=BLOCKS, KEYS=KEYS, ROWS=ROWS,
+        GROUPS=groups, D=dim, D_PAD=max(16, next_power_of_2(dim)), SELECTION=geometry.selection_block_size,
+        BLOCKS=BLOCKS, KEYS=KEYS, ROWS=ROWS,
         # 16-bit numbers are exact in TF32, and gradients keep their range.
         PRECISION="ieee" if q_idx.dtype == torch.float32 else "tf32",
     )  # fmt: skip

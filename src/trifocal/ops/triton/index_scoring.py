@@ -3,18 +3,17 @@ query and the block's visible keys.
 
 | purpose | rows | number |
 |---|---|---|
-| choice | every query; a group's index queries, one index key a token for all groups | the largest product |
+| choice | every query; one index query a group, one index key a token for all groups | the largest product |
 | teacher | the loss's sampled queries; the selected branch's own heads and keys | log2 of the sum of exponentials |
-| student | the same queries, in the same launch; heads of the choice | the largest product, and which pair has it |
+| student | the same queries, in the same launch; heads of the choice | the largest product, and which token has it |
 
 A tile's rows are (query, head) pairs that share keys, so a tile of keys is loaded once for all of them. A program holds
 a tile of rows and goes through pieces of 16 or 4 blocks, a block at a time: one product, one reduction over the block's
-tokens, and nothing of the size of a score is written. Where an index has several queries a group, a program holds a
-tile of each, and the largest of their products counts. Blocks wholly in the past of all rows need no mask; they come
+tokens, and nothing of the size of a score is written. Blocks wholly in the past of all rows need no mask; they come
 first. Blocks do not depend on one another, so a long past is many programs' work.
 
-FLOPs: `2 * D` for every row, or each of its index queries, and visible key. From memory, per program: its keys once;
-4 bytes a row and block out. The choice from these scores is that of `scoring`; the loss is that of `choice_loss`.
+FLOPs: `2 * D` for every row and visible key. From memory, per program: its keys once; 4 bytes a row and block out. The
+choice from these scores is that of `scoring`; the loss is that of `choice_loss`.
 """
 
 import dataclasses
@@ -53,37 +52,18 @@ def as_importance(score):
 
 
 @triton.jit
-def products(q_1, q_2, k_1, k_2, D_2: tl.constexpr):
-    """Products of a tile of rows and a tile of keys, whose columns lie in one or two parts."""
-    scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
-    if D_2 > 0:
-        scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
-    return scores
-
-
-@triton.jit
-def visible(scores, keep, token, row_end, MASKED: tl.constexpr, SHORT: tl.constexpr):
-    """Scores with -inf in the place of tokens that are not kept, and, MASKED, of those from `row_end` on."""
-    if MASKED:
-        scores = tl.where(keep[None, :] & (token[None, :] < row_end[:, None]), scores, float("-inf"))
-    elif SHORT:
-        scores = tl.where(keep[None, :], scores, float("-inf"))
-    return scores
-
-
-@triton.jit
 def score_block(
     q_1, q_2, k, first_token, row_end, k_time_stride, score_scale,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, SELECTION: tl.constexpr, KEYS: tl.constexpr,
-    QUERIES: tl.constexpr, MASKED: tl.constexpr, PURPOSE: tl.constexpr,
+    MASKED: tl.constexpr, PURPOSE: tl.constexpr,
 ):
-    """The score of one block for each row, and the first pair that has it, `token of the block * QUERIES + query`;
-    MASKED: of the tokens before `row_end`. `q_1` and `q_2` are tuples of the rows' QUERIES queries."""
-    largest = tl.full([q_1[0].shape[0]], float("-inf"), tl.float32)
+    """The score of one block for each row, and the place of the block's first token that has it; MASKED: of the tokens
+    before `row_end`."""
+    largest = tl.full([q_1.shape[0]], float("-inf"), tl.float32)
     if PURPOSE == "teacher":
-        largest = tl.full([q_1[0].shape[0]], LOWEST, tl.float32)
-    total = tl.zeros([q_1[0].shape[0]], tl.float32)
-    place = tl.zeros([q_1[0].shape[0]], tl.int32)
+        largest = tl.full([q_1.shape[0]], LOWEST, tl.float32)
+    total = tl.zeros([q_1.shape[0]], tl.float32)
+    place = tl.zeros([q_1.shape[0]], tl.int32)
     for part in tl.static_range((SELECTION + KEYS - 1) // KEYS):
         in_block = part * KEYS + tl.arange(0, KEYS)
         token = first_token + in_block
@@ -92,14 +72,14 @@ def score_block(
             keep = keep & (token < tl.max(row_end))
         offsets = token.to(tl.int64) * k_time_stride
         k_1 = load_tile(k, offsets, keep, 0, D_1, D, MASKED or (part + 1) * KEYS > SELECTION)
-        k_2 = k_1
+        scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
         if D_2 > 0:
             k_2 = load_tile(k, offsets, keep, D_1, D_2, D, MASKED or (part + 1) * KEYS > SELECTION)
-        scores = products(q_1[0], q_2[0], k_1, k_2, D_2)
-        if PURPOSE == "choice":
-            for other in tl.static_range(1, QUERIES):
-                scores = tl.maximum(scores, products(q_1[other], q_2[other], k_1, k_2, D_2))
-        scores = visible(scores, keep, token, row_end, MASKED, (part + 1) * KEYS > SELECTION)
+            scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
+        if MASKED:
+            scores = tl.where(keep[None, :] & (token[None, :] < row_end[:, None]), scores, float("-inf"))
+        elif (part + 1) * KEYS > SELECTION:
+            scores = tl.where(keep[None, :], scores, float("-inf"))
         if PURPOSE == "teacher":
             new_max = tl.maximum(largest, tl.max(scores, 1) * score_scale)
             p = tl.exp2(scores * score_scale - new_max[:, None])
@@ -107,16 +87,8 @@ def score_block(
             largest = new_max
         elif PURPOSE == "student":
             of_part, first = tl.max(scores, 1, return_indices=True)
-            place = tl.where(of_part > largest, (part * KEYS + first) * QUERIES, place)
+            place = tl.where(of_part > largest, part * KEYS + first, place)
             largest = tl.maximum(largest, of_part)
-            for other in tl.static_range(1, QUERIES):
-                scores = products(q_1[other], q_2[other], k_1, k_2, D_2)
-                scores = visible(scores, keep, token, row_end, MASKED, (part + 1) * KEYS > SELECTION)
-                of_part, first = tl.max(scores, 1, return_indices=True)
-                pair = (part * KEYS + first) * QUERIES + other
-                earlier = (of_part == largest) & (pair < place)
-                place = tl.where((of_part > largest) | earlier, pair, place)
-                largest = tl.maximum(largest, of_part)
         else:
             largest = tl.maximum(largest, tl.max(scores, 1))
     if PURPOSE == "teacher":
@@ -128,16 +100,16 @@ def score_block(
 def score_piece(
     q_1, q_2, k, first_token, blocks, row_end, out, places, keep, k_time_stride, score_scale,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, SELECTION: tl.constexpr, KEYS: tl.constexpr,
-    PIECE: tl.constexpr, QUERIES: tl.constexpr, MASKED: tl.constexpr, PURPOSE: tl.constexpr,
+    PIECE: tl.constexpr, MASKED: tl.constexpr, PURPOSE: tl.constexpr,
 ):
     """Write the scores of a piece, of which `blocks` exist."""
     column = tl.arange(0, PIECE)[None, :]
-    scores = tl.full([q_1[0].shape[0], PIECE], float("-inf"), tl.float32)
-    best = tl.zeros([q_1[0].shape[0], PIECE], tl.int32)
+    scores = tl.full([q_1.shape[0], PIECE], float("-inf"), tl.float32)
+    best = tl.zeros([q_1.shape[0], PIECE], tl.int32)
     for number in range(blocks):
         of_block, place = score_block(
             q_1, q_2, k, first_token + number * SELECTION, row_end, k_time_stride, score_scale,
-            D, D_1, D_2, SELECTION, KEYS, QUERIES, MASKED, PURPOSE)
+            D, D_1, D_2, SELECTION, KEYS, MASKED, PURPOSE)
         scores = tl.where(column == number, of_block[:, None], scores)
         if PURPOSE == "student":
             best = tl.where(column == number, place[:, None], best)
@@ -155,11 +127,9 @@ def score_tile(
     first_query, end_query, num_queries, query_shift, block_lines, score_scale, entry_and_group,
     GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
     SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr, PACKED: tl.constexpr, PURPOSE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, QUERIES: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
 ):
     """Scores of some pieces of blocks, for one tile of rows: [B, queries of the chunk, heads, num_blocks].
-
-    Every row has QUERIES heads of q, side by side.
 
     The purpose is "choice", or "teacher" or "student": then the queries are those of the tokens `sampled`, [B, M],
     ascending, and M is `num_queries`. The student's scores are those of all M queries, since backward needs them.
@@ -187,16 +157,12 @@ def score_tile(
         document_of_row = tl.load(ids + token, mask=exists, other=-1)
         first_document = tl.load(ids + first_token)
         last_document = tl.max(document_of_row)
-    q += batch * q_batch_stride + group * (Q_PER_KV * QUERIES) * q_head_stride
-    q_offsets = (token - query_shift).to(tl.int64) * q_time_stride + (row % Q_PER_KV) * QUERIES * q_head_stride
-    q_1 = ()
-    q_2 = ()
-    for number in tl.static_range(QUERIES):
-        q_1 += (load_tile(q + number * q_head_stride, q_offsets, exists, 0, D_1, D, True),)
-        if D_2 > 0:
-            q_2 += (load_tile(q + number * q_head_stride, q_offsets, exists, D_1, D_2, D, True),)
-    if D_2 == 0:
-        q_2 = q_1
+    q += batch * q_batch_stride + group * Q_PER_KV * q_head_stride
+    q_offsets = (token - query_shift).to(tl.int64) * q_time_stride + (row % Q_PER_KV) * q_head_stride
+    q_1 = load_tile(q, q_offsets, exists, 0, D_1, D, True)
+    q_2 = q_1
+    if D_2 > 0:
+        q_2 = load_tile(q, q_offsets, exists, D_1, D_2, D, True)
     k += batch * k_batch_stride + group * k_head_stride
     # Rows [B, queries of the chunk, G, heads of a group].
     out_row = (batch * (end_query - first_query) + query - first_query) * GROUPS + group
@@ -222,12 +188,12 @@ def score_tile(
             score_piece(
                 q_1, q_2, k, start + piece * PIECE * SELECTION, PIECE, row_end, scores + place + piece * PIECE,
                 places + place + piece * PIECE, in_document, k_time_stride, score_scale,
-                D, D_1, D_2, SELECTION, KEYS, PIECE, QUERIES, False, PURPOSE)
+                D, D_1, D_2, SELECTION, KEYS, PIECE, False, PURPOSE)
         for piece in range(whole_piece, end_piece):
             score_piece(
                 q_1, q_2, k, start + piece * PIECE * SELECTION, tl.minimum(candidates - piece * PIECE, PIECE),
                 row_end, scores + place + piece * PIECE, places + place + piece * PIECE, in_document, k_time_stride,
-                score_scale, D, D_1, D_2, SELECTION, KEYS, PIECE, QUERIES, True, PURPOSE)
+                score_scale, D, D_1, D_2, SELECTION, KEYS, PIECE, True, PURPOSE)
 
 
 @Kernel
@@ -238,15 +204,14 @@ def block_scores_kernel(
     first_query, end_query, num_queries, query_shift, block_lines, score_scale,
     GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
     PURPOSE: tl.constexpr, SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr, PACKED: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, QUERIES: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
 ):
     """Scores for the choice or of the teacher."""
     score_tile(
         q, k, scores, scores, sampled, ids, positions, cu_seqlens,
         q_batch_stride, q_time_stride, q_head_stride, k_batch_stride, k_time_stride, k_head_stride,
         first_query, end_query, num_queries, query_shift, block_lines, score_scale, tl.program_id(2),
-        GROUPS, Q_PER_KV, D, D_1, D_2, SELECTION, NUM_SELECTED, PACKED, PURPOSE, ROWS, KEYS, PIECE, PIECES,
-        QUERIES)
+        GROUPS, Q_PER_KV, D, D_1, D_2, SELECTION, NUM_SELECTED, PACKED, PURPOSE, ROWS, KEYS, PIECE, PIECES)
 
 
 @Kernel
@@ -259,7 +224,7 @@ def loss_scores_kernel(
     GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
     INDEX_D: tl.constexpr, INDEX_D_1: tl.constexpr, INDEX_D_2: tl.constexpr,
     SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr, PACKED: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, QUERIES: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
 ):
     """Scores of the teacher, by the first programs, and of the student, whose heads share all keys."""
     teachers = tl.num_programs(2) // (GROUPS + 1) * GROUPS
@@ -268,14 +233,14 @@ def loss_scores_kernel(
             q, k, log_sums, log_sums, sampled, ids, positions, cu_seqlens,
             q_batch_stride, q_time_stride, q_head_stride, k_batch_stride, k_time_stride, k_head_stride,
             first_query, end_query, num_queries, query_shift, block_lines, score_scale, tl.program_id(2),
-            GROUPS, Q_PER_KV, D, D_1, D_2, SELECTION, NUM_SELECTED, PACKED, "teacher", ROWS, KEYS, PIECE, PIECES, 1)
+            GROUPS, Q_PER_KV, D, D_1, D_2, SELECTION, NUM_SELECTED, PACKED, "teacher", ROWS, KEYS, PIECE, PIECES)
     else:
         score_tile(
             q_idx, k_idx, products, places, sampled, ids, positions, cu_seqlens,
             q_idx_batch_stride, q_idx_time_stride, q_idx_head_stride, k_idx_batch_stride, k_idx_time_stride, 0,
             first_query, end_query, num_queries, query_shift, block_lines, 1.0, tl.program_id(2) - teachers,
             1, GROUPS, INDEX_D, INDEX_D_1, INDEX_D_2, SELECTION, NUM_SELECTED, PACKED, "student",
-            ROWS, KEYS, PIECE, PIECES, QUERIES)
+            ROWS, KEYS, PIECE, PIECES)
 
 # fmt: on
 
@@ -292,9 +257,8 @@ def launch_block_scores(
     student: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
     *,
     purpose: str = "teacher",
-    index_queries: int = 1,
 ) -> None:
-    """Write the scores of a chunk of queries, [B, queries of the chunk, H / index_queries, lines of 16 blocks].
+    """Write the scores of a chunk of queries, [B, queries of the chunk, H, lines of 16 blocks].
 
     Args:
         q: Queries, [B, T, H, D]; the last T tokens.
@@ -305,20 +269,13 @@ def launch_block_scores(
         documents: Packed documents; None for one sequence a batch entry.
         chunk: Queries and blocks.
         scale: Factor on the products, in base 2; for the teacher.
-        student: Beside the teacher: index queries [B, T, G * Q, Di] and keys [B, S, 1, Di], and the buffers of all
-            sampled queries for their scores and for the block's pair of each, [B, M, G, lines of 16 blocks].
+        student: Beside the teacher: index queries [B, T, G, Di] and keys [B, S, 1, Di], and the buffers of all sampled
+            queries for their scores and for the block's token of each, [B, M, G, lines of 16 blocks].
         purpose: `"choice"` or `"teacher"`.
-        index_queries: Heads of q, side by side, of which the largest product counts; for the choice.
     """
-    groups, q_per_kv = k.shape[2], q.shape[2] // k.shape[2] // index_queries
-    queries = index_queries if student is None else student[0].shape[2] // groups
-    widths, tile = split_width(q.shape[3]), dispatch.index_tile(q, index_queries)
-    heads, sharing = q_per_kv, groups
-    if student is not None:
-        # One launch: the teacher's tile and the student's, whichever takes less shared memory and more warps.
-        heads, sharing, other = max(q_per_kv, groups), groups + 1, dispatch.index_tile(student[0], queries)
-        rows, stages = min(tile.BLOCK_M, other.BLOCK_M), min(tile.stages, other.stages)
-        tile = tile._replace(BLOCK_M=rows, warps=max(tile.warps, other.warps), stages=stages)
+    widths, tile = split_width(q.shape[3]), dispatch.index_tile(q)
+    groups, q_per_kv = k.shape[2], q.shape[2] // k.shape[2]
+    heads, sharing = (q_per_kv, groups) if student is None else (max(q_per_kv, groups), groups + 1)
     tiles = cdiv((chunk.end_query - chunk.first_query) * heads, tile.BLOCK_M)
     for pieces, piece in PIECES_OF_PROGRAM:
         grid = tiles, cdiv(chunk.reachable, pieces * piece), q.shape[0] * sharing
@@ -331,7 +288,7 @@ def launch_block_scores(
         "SELECTION": geometry.selection_block_size, "NUM_SELECTED": geometry.num_selected_blocks,
         "PACKED": documents is not None, "ROWS": tile.BLOCK_M,
         "KEYS": min(tile.BLOCK_N, next_power_of_2(geometry.selection_block_size)), "PIECE": piece, "PIECES": pieces,
-        "QUERIES": queries, "num_warps": tile.warps, "num_stages": tile.stages,
+        "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
     if student is None:
         block_scores_kernel[grid](q, k, scores, *where, *numbers, PURPOSE=purpose, **constants)
@@ -345,15 +302,14 @@ def launch_block_scores(
 
 
 def select_blocks_by_index_forward(
-    q_idx: Tensor, k_idx: Tensor, geometry: Geometry, num_groups: int, documents: Documents | None
+    q_idx: Tensor, k_idx: Tensor, geometry: Geometry, documents: Documents | None
 ) -> Tensor:
     """Choose the selection blocks of every query and group by the largest index score of their tokens.
 
     Args:
-        q_idx: Index queries, [B, T, G * Q, Di]; the last T positions of S tokens.
+        q_idx: Index queries, [B, T, G, Di]; the last T positions of S tokens.
         k_idx: Index keys, [B, S, Di].
         geometry: Block sizes, in tokens.
-        num_groups: G.
         documents: Packed documents; None for one sequence a batch entry.
 
     Returns:
@@ -362,10 +318,9 @@ def select_blocks_by_index_forward(
     q_idx, k_idx = unit_stride(q_idx), unit_stride(k_idx[:, :, None])
 
     def score(chunk: Chunk, scores: Tensor) -> None:
-        rules = {"purpose": "choice", "index_queries": q_idx.shape[2] // num_groups}
-        launch_block_scores(q_idx, k_idx, scores, scores, geometry, documents, chunk, **rules)
+        launch_block_scores(q_idx, k_idx, scores, scores, geometry, documents, chunk, purpose="choice")
 
     # No block reaches over into the next: the choice reads one part of the importance.
     geometry = dataclasses.replace(geometry, compression_block_size=geometry.compression_stride)
-    shape, tile = (*q_idx.shape[:2], num_groups), dispatch.index_tile(q_idx, q_idx.shape[2] // num_groups)
+    shape, tile = (*q_idx.shape[:3],), dispatch.index_tile(q_idx)
     return choose_in_chunks(score, 1, shape, k_idx.shape[1], geometry, documents, tile.BLOCK_M, q_idx.device)

@@ -2,17 +2,16 @@
 
 A program of `append_kernel` has one job for one sequence and group: to rotate and write the new tokens, or to make the
 mean of one compressed block that may be due, from the ring and from the new tokens themselves. The keys of an index
-count as a group of their own. A learned φ takes two
-more kernels: `compression_windows_kernel` copies the tokens of blocks out of a ring, and `write_compressed_kernel`
-writes what φ made of them, where a block is due.
+count as a group of their own. A learned φ takes two more kernels, as its sums over all numbers of a block are shared
+by several programs: `learned_hidden_kernel` makes its hidden units, and `learned_blocks_kernel` what is written. Where
+no block is due, as in 15 of 16 steps of a sequence, their programs end at once.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops.decode.caches import Compress, DecodeBatch, DenseCache, Index, Rotary, SparseCache
+from trifocal.ops.decode.caches import DecodeBatch, DenseCache, Index, LearnedCompressor, Rotary, SparseCache
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.tiles import cdiv, next_power_of_2
 from trifocal.ops.triton.common import unit_stride
@@ -21,6 +20,11 @@ from trifocal.ops.triton.launch import Kernel
 
 # Tokens of a block that are added up at a time.
 MOST_ROWS = 32
+# Hidden units of a learned φ that a program makes, bytes of a block's numbers that it takes at a time, and hidden units
+# that are added up at a time.
+UNITS = 16
+DEPTH_BYTES = 1024
+UNITS_OF_SUM = 64
 
 
 @triton.jit
@@ -227,51 +231,143 @@ def append_kernel(
                 store_halves(v_1, v_2, v_cmp + group * v_cmp_head, place, start, cos, sin, V, V_HALF, False)
 
 
+@triton.jit
+def hidden_of_block(
+    ring, positions, up, hidden, start, first, ring_head, ring_time,
+    GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr, SIZE: tl.constexpr, HIDDEN: tl.constexpr, RING: tl.constexpr,
+    BLOCK: tl.constexpr, UNITS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """UNITS hidden units of φ, from `first` on, of all groups of a block: hidden [GROUPS, HIDDEN]."""
+    DEPTH: tl.constexpr = BLOCK * SIZE
+    dtype: tl.constexpr = ring.dtype.element_ty
+    group, unit = tl.arange(0, GROUPS_PAD), first + tl.arange(0, UNITS)
+    is_group, is_unit = group < GROUPS, unit < HIDDEN
+    total = tl.zeros([GROUPS_PAD, UNITS], tl.float32)
+    for begin in range(0, DEPTH, CHUNK):
+        # Columns of a token side by side, token after token.
+        number = begin + tl.arange(0, CHUNK)
+        inside = number < DEPTH
+        place = (start + number // SIZE) % RING * ring_time + number % SIZE
+        x = tl.load(
+            ring + group.to(tl.int64)[:, None] * ring_head + place[None, :],
+            mask=is_group[:, None] & inside[None, :], other=0.0,
+        )  # fmt: skip
+        position = tl.load(positions + number, mask=inside, other=0.0).to(dtype)
+        weight = tl.load(
+            up + unit[None, :] * DEPTH + number[:, None], mask=is_unit[None, :] & inside[:, None], other=0.0
+        )
+        placed = (x.to(tl.float32) + position.to(tl.float32)[None, :]).to(dtype)
+        total = tl.dot(placed, weight.to(dtype), total, input_precision="ieee")
+    # Rounded where PyTorch rounds.
+    total = total.to(dtype).to(tl.float32)
+    tl.store(
+        hidden + group[:, None] * HIDDEN + unit[None, :], (total / (1.0 + tl.exp(-total))).to(dtype),
+        mask=is_group[:, None] & is_unit[None, :],
+    )  # fmt: skip
+
+
 @Kernel
 @triton.jit
-def compression_windows_kernel(
-    ring, windows, rows, lengths, ring_row_stride, ring_head_stride, ring_time_stride,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, MOST: tl.constexpr, RING: tl.constexpr,
-    BLOCK: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
+def learned_hidden_kernel(
+    k_ring, v_ring, k_positions, v_positions, k_up, v_up, k_hidden, v_hidden, rows, lengths, num_new,
+    k_ring_row, k_ring_head, k_ring_time, v_ring_row, v_ring_head, v_ring_time,
+    GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr, D: tl.constexpr, V: tl.constexpr, K_HIDDEN: tl.constexpr,
+    V_HIDDEN: tl.constexpr, RING: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
+    UNITS: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of the tokens of one block that may be due, [B * MOST, BLOCK, GROUPS, SIZE]."""
+    """Some hidden units of φ of a block that is due, first those of keys: [B * MOST, GROUPS, HIDDEN] each."""
     wait_for_inputs(DEPENDENT)
+    K_TILES: tl.constexpr = (K_HIDDEN + UNITS - 1) // UNITS
     batch, number = tl.program_id(1) // MOST, tl.program_id(1) % MOST
-    block, _ = due_block(tl.load(lengths + batch), 1, number, BLOCK, STRIDE)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    exists = row < BLOCK * GROUPS
-    place = (block * STRIDE + row // GROUPS) % RING
-    column = tl.arange(0, COLUMNS)
-    inside = exists[:, None] & (column < SIZE)[None, :]
-    ring += tl.load(rows + batch).to(tl.int64) * ring_row_stride
-    source = row % GROUPS * ring_head_stride + place * ring_time_stride
-    x = tl.load(ring + source[:, None] + column[None, :], mask=inside, other=0.0)
-    out = windows + tl.program_id(1).to(tl.int64) * (BLOCK * GROUPS * SIZE)
-    tl.store(out + row[:, None] * SIZE + column[None, :], x, mask=inside)
+    block, is_due = due_block(tl.load(lengths + batch), tl.load(num_new + batch), number, BLOCK, STRIDE)
+    if is_due:
+        row, out, tile = tl.load(rows + batch).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(0)
+        if tile < K_TILES:
+            hidden_of_block(
+                k_ring + row * k_ring_row, k_positions, k_up, k_hidden + out * (GROUPS * K_HIDDEN), block * STRIDE,
+                tile * UNITS, k_ring_head, k_ring_time, GROUPS, GROUPS_PAD, D, K_HIDDEN, RING, BLOCK, UNITS, CHUNK,
+            )  # fmt: skip
+        else:
+            hidden_of_block(
+                v_ring + row * v_ring_row, v_positions, v_up, v_hidden + out * (GROUPS * V_HIDDEN), block * STRIDE,
+                (tile - K_TILES) * UNITS, v_ring_head, v_ring_time, GROUPS, GROUPS_PAD, V, V_HIDDEN, RING, BLOCK,
+                UNITS, CHUNK,
+            )  # fmt: skip
+
+
+@triton.jit
+def half_of_block(
+    ring, down, hidden, start, ring_time, dtype: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    COLUMNS: tl.constexpr, HIDDEN: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+):  # fmt: skip
+    """Columns FIRST to LAST of φ of a block, [1, COLUMNS], in the type of the cache."""
+    column = FIRST + tl.arange(0, COLUMNS)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for begin in range(0, HIDDEN, UNITS):
+        unit = begin + tl.arange(0, UNITS)
+        weight = tl.load(
+            down + column[:, None] * HIDDEN + unit[None, :],
+            mask=(column < LAST)[:, None] & (unit < HIDDEN)[None, :], other=0.0,
+        )  # fmt: skip
+        x = tl.load(hidden + unit, mask=unit < HIDDEN, other=0.0)
+        total += tl.sum(weight.to(dtype).to(tl.float32) * x.to(tl.float32)[None, :], 1)
+    # Every token of a block that is due lies in the ring.
+    mean = mean_of_columns(
+        ring, ring_time, ring, ring_time, start, start + BLOCK, FIRST, LAST, COLUMNS, BLOCK, RING, ROWS
+    )
+    return (mean.to(dtype).to(tl.float32) + total.to(dtype).to(tl.float32)).to(dtype)[None, :]
+
+
+@triton.jit
+def write_learned_block(
+    ring, down, hidden, cache, start, ring_time, place, cos, sin,
+    SIZE: tl.constexpr, COLUMNS: tl.constexpr, HIDDEN: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, UNITS: tl.constexpr, ROTATED: tl.constexpr,
+):  # fmt: skip
+    """Write φ of one block and group."""
+    HALF: tl.constexpr = (SIZE + 1) // 2
+    dtype: tl.constexpr = cache.dtype.element_ty
+    first = half_of_block(
+        ring, down, hidden, start, ring_time, dtype, 0, HALF, COLUMNS, HIDDEN, RING, BLOCK, ROWS, UNITS
+    )
+    second = half_of_block(
+        ring, down, hidden, start, ring_time, dtype, HALF, SIZE, COLUMNS, HIDDEN, RING, BLOCK, ROWS, UNITS
+    )
+    store_halves(first, second, cache, place, start, cos, sin, SIZE, COLUMNS, ROTATED)
 
 
 @Kernel
 @triton.jit(do_not_specialize=["table_columns"])
-def write_compressed_kernel(
-    x, cache, cos, sin, lengths, num_new, block_table, page_stride, head_stride, time_stride, table_columns,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, MOST: tl.constexpr, PAGE_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, STRIDE: tl.constexpr, ROTATED: tl.constexpr, DEPENDENT: tl.constexpr,
+def learned_blocks_kernel(
+    k_ring, v_ring, k_down, v_down, k_hidden, v_hidden, k_cmp, v_cmp, cos, sin, rows, lengths, num_new, block_table,
+    k_ring_row, k_ring_head, k_ring_time, v_ring_row, v_ring_head, v_ring_time,
+    k_page, k_head, k_time, v_page, v_head, v_time, table_columns,
+    GROUPS: tl.constexpr, D: tl.constexpr, D_HALF: tl.constexpr, V: tl.constexpr, V_HALF: tl.constexpr,
+    K_HIDDEN: tl.constexpr, V_HIDDEN: tl.constexpr, RING: tl.constexpr, MOST: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Write one group of φ's result for one block, x [B * MOST, GROUPS, SIZE], if the block is due."""
+    """Write φ of one block that is due, of one group's keys, or by the programs behind them of its values."""
     wait_for_inputs(DEPENDENT)
-    HALF: tl.constexpr = (SIZE + 1) // 2
     batch, number = tl.program_id(1) // MOST, tl.program_id(1) % MOST
-    group = tl.program_id(0).to(tl.int64)
+    group = (tl.program_id(0) % GROUPS).to(tl.int64)
     block, is_due = due_block(tl.load(lengths + batch), tl.load(num_new + batch), number, BLOCK, STRIDE)
     if is_due:
+        row, of_group = tl.load(rows + batch).to(tl.int64), tl.program_id(1).to(tl.int64) * GROUPS + group
         slot = block + (BLOCK // STRIDE - 1)
         page = tl.load(block_table + batch.to(tl.int64) * table_columns + slot // PAGE_ROWS).to(tl.int64)
-        column = tl.arange(0, COLUMNS)[None, :]
-        source = x + (tl.program_id(1).to(tl.int64) * GROUPS + group) * SIZE + column
-        first = tl.load(source, mask=column < HALF, other=0.0)
-        second = tl.load(source + HALF, mask=HALF + column < SIZE, other=0.0)
-        place = page * page_stride + group * head_stride + slot % PAGE_ROWS * time_stride
-        store_halves(first, second, cache, place, block * STRIDE, cos, sin, SIZE, COLUMNS, ROTATED)
+        if tl.program_id(0) < GROUPS:
+            write_learned_block(
+                k_ring + row * k_ring_row + group * k_ring_head, k_down, k_hidden + of_group * K_HIDDEN,
+                k_cmp + group * k_head, block * STRIDE, k_ring_time, page * k_page + slot % PAGE_ROWS * k_time,
+                cos, sin, D, D_HALF, K_HIDDEN, RING, BLOCK, ROWS, UNITS, True,
+            )  # fmt: skip
+        else:
+            write_learned_block(
+                v_ring + row * v_ring_row + group * v_ring_head, v_down, v_hidden + of_group * V_HIDDEN,
+                v_cmp + group * v_head, block * STRIDE, v_ring_time, page * v_page + slot % PAGE_ROWS * v_time,
+                cos, sin, V, V_HALF, V_HIDDEN, RING, BLOCK, ROWS, UNITS, False,
+            )  # fmt: skip
 
 
 def append_sparse(
@@ -280,7 +376,7 @@ def append_sparse(
     new: tuple[Tensor | None, ...],
     geometry: Geometry,
     rotary: Rotary,
-    compress: tuple[Compress, Compress | None] | None,
+    compress: tuple[LearnedCompressor, LearnedCompressor | None] | None,
     index: Index | None,
 ) -> None:
     """See `trifocal.ops.append_sparse`; `new`: keys and values of cmp, slc and win."""
@@ -309,10 +405,8 @@ def append_sparse(
         CHUNK=min(MOST_ROWS, next_power_of_2(geometry.compression_block_size)), num_warps=2,
         **dependent_launch(k.device),
     )  # fmt: skip
-    if compress and cache.k_raw is not None and cache.k_cmp is not None:
-        _append_learned(cache.k_raw, cache.k_cmp, compress[0], batch, geometry, rotary, most_due, rotated=True)
-        if cache.v_raw is not None and cache.v_cmp is not None and compress[1] is not None:
-            _append_learned(cache.v_raw, cache.v_cmp, compress[1], batch, geometry, rotary, most_due, rotated=False)
+    if compress:
+        _append_learned(cache, compress, batch, geometry, rotary, most_due)
 
 
 def append_dense(cache: DenseCache, batch: DecodeBatch, k: Tensor, v: Tensor, rotary: Rotary) -> None:
@@ -329,32 +423,43 @@ def append_dense(cache: DenseCache, batch: DecodeBatch, k: Tensor, v: Tensor, ro
 
 
 def _append_learned(
-    ring: Tensor,
-    cache: Tensor,
-    compress: Compress,
+    cache: SparseCache,
+    compress: tuple[LearnedCompressor, LearnedCompressor | None],
     batch: DecodeBatch,
     geometry: Geometry,
     rotary: Rotary,
     most_due: int,
-    *,
-    rotated: bool,
 ) -> None:
-    groups, size = ring.shape[1], ring.shape[3]
-    block, stride = geometry.compression_block_size, geometry.compression_stride
-    sizes = {"GROUPS": groups, "SIZE": size, "MOST": most_due, "BLOCK": block, "STRIDE": stride}
-    columns = next_power_of_2(size)
-    rows = max(1, 4096 // columns)
-    num_blocks = batch.lengths.shape[0] * most_due
-    windows = torch.empty(num_blocks, block, groups, size, dtype=ring.dtype, device=ring.device)
-    compression_windows_kernel[cdiv(block * groups, rows), num_blocks](
-        ring, windows, batch.rows, batch.lengths, *ring.stride()[:3],
-        **sizes, COLUMNS=columns, RING=ring.shape[2], ROWS=rows, **dependent_launch(ring.device),
+    """Write φ of the blocks that are due, from the rings, which hold the new tokens."""
+    k_ring, k_cmp, phi_k = cache.k_raw, cache.k_cmp, compress[0]
+    assert k_ring is not None and k_cmp is not None
+    # Values that are not compressed have no programs: the keys' tensors stand for theirs.
+    v_ring, v_cmp, phi_v = k_ring, k_cmp, phi_k
+    has_values = compress[1] is not None and cache.v_raw is not None and cache.v_cmp is not None
+    if has_values:
+        v_ring, v_cmp, phi_v = cache.v_raw, cache.v_cmp, compress[1]
+    groups, num_blocks = k_ring.shape[1], batch.lengths.shape[0] * most_due
+    hidden = [k_ring.new_empty(num_blocks, groups, phi.up.shape[0]) for phi in (phi_k, phi_v)]
+    sizes = {
+        "GROUPS": groups, "D": k_ring.shape[3], "V": v_ring.shape[3], "K_HIDDEN": phi_k.up.shape[0],
+        "V_HIDDEN": phi_v.up.shape[0], "RING": k_ring.shape[2], "MOST": most_due,
+        "BLOCK": geometry.compression_block_size, "STRIDE": geometry.compression_stride,
+        **dependent_launch(k_ring.device),
+    }  # fmt: skip
+    rings = *k_ring.stride()[:3], *v_ring.stride()[:3]
+    tiles = cdiv(phi_k.up.shape[0], UNITS) + has_values * cdiv(phi_v.up.shape[0], UNITS)
+    learned_hidden_kernel[tiles, num_blocks](
+        k_ring, v_ring, phi_k.positions, phi_v.positions, phi_k.up, phi_v.up, *hidden,
+        batch.rows, batch.lengths, batch.num_new, *rings, **sizes,
+        GROUPS_PAD=max(16, next_power_of_2(groups)), UNITS=UNITS,
+        CHUNK=DEPTH_BYTES // k_ring.itemsize, num_stages=2,
     )  # fmt: skip
-    write_compressed_kernel[groups, num_blocks](
-        compress(windows).contiguous(), cache, *rotary, batch.lengths, batch.num_new, batch.block_table,
-        *cache.stride()[:3], batch.block_table.stride(0),
-        **sizes, COLUMNS=next_power_of_2((size + 1) // 2), PAGE_ROWS=cache.shape[2], ROTATED=rotated, num_warps=1,
-        **dependent_launch(ring.device),
+    learned_blocks_kernel[groups * (1 + has_values), num_blocks](
+        k_ring, v_ring, phi_k.down, phi_v.down, *hidden, k_cmp, v_cmp, *rotary,
+        batch.rows, batch.lengths, batch.num_new, batch.block_table, *rings, *k_cmp.stride()[:3], *v_cmp.stride()[:3],
+        batch.block_table.stride(0), **sizes, D_HALF=next_power_of_2((k_ring.shape[3] + 1) // 2),
+        V_HALF=next_power_of_2((v_ring.shape[3] + 1) // 2), PAGE_ROWS=k_cmp.shape[2],
+        ROWS=min(MOST_ROWS, next_power_of_2(geometry.compression_block_size)), UNITS=UNITS_OF_SUM,
     )  # fmt: skip
 
 

@@ -148,8 +148,7 @@ def _index_scores(index: Index, cache: SparseCache, batch: DecodeBatch, geometry
     """Importance of all blocks for each new token and group, [B, T, G, lines of blocks], and the lines of a row."""
     q_idx, k_idx, table = unit_stride(index[0]), cache.k_idx, batch.block_table
     assert k_idx is not None
-    num_sequences, new, heads, dim = q_idx.shape
-    groups = cache.k_slc.shape[1]
+    num_sequences, new, groups, dim = q_idx.shape
     block, page_size = geometry.selection_block_size, k_idx.shape[2]
     tile, widths = dispatch.decode_tile(q_idx, k_idx, new * groups, "scores"), split_width(dim)
     taps = min(tile.BLOCK_N, next_power_of_2(block))
@@ -163,8 +162,8 @@ def _index_scores(index: Index, cache: SparseCache, batch: DecodeBatch, geometry
     decode_index_kernel[grid, row_tiles, num_sequences](
         q_idx, k_idx, *index[1], batch.lengths, batch.num_new, table, scores,
         *q_idx.stride()[:3], k_idx.stride(0), k_idx.stride(2), table.stride(0), block_lines,
-        NEW=new, GROUPS=groups, QUERIES=heads // groups, D=widths.size, D_1=widths.part_1, D_2=widths.part_2,
-        SELECTION=block, NUM_SELECTED=geometry.num_selected_blocks, PAGE_ROWS=page_size, BLOCKS=blocks, TAPS=taps,
+        NEW=new, GROUPS=groups, D=widths.size, D_1=widths.part_1, D_2=widths.part_2, SELECTION=block,
+        NUM_SELECTED=geometry.num_selected_blocks, PAGE_ROWS=page_size, BLOCKS=blocks, TAPS=taps,
         **_options(q_idx, tile),
     )  # fmt: skip
     return scores, block_lines

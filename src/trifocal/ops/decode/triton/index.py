@@ -1,7 +1,6 @@
 """Decoding's scores of an index: for each new token and group, the largest score of a block's visible tokens.
 
-The rows of a program are (token, group) pairs of one sequence, which share the index keys; a program holds a tile of
-each of the index's queries, and the largest of their products counts. A tile of keys holds whole
+The rows of a program are (token, group) pairs of one sequence, which share the index keys. A tile of keys holds whole
 selection blocks, each padded to a power of two, or is a part of a larger one. A maximum has the same bits in any order,
 so that tiles go to programs as it suits. The choice from these scores is that of `choice`.
 """
@@ -11,7 +10,7 @@ import triton.language as tl
 
 from trifocal.ops.decode.triton.common import load_once, load_rotated_parts, place_rows
 from trifocal.ops.triton.dependent_launch import wait_for_inputs
-from trifocal.ops.triton.index_scoring import as_importance, products
+from trifocal.ops.triton.index_scoring import as_importance
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.scoring import LINE
 
@@ -21,9 +20,9 @@ from trifocal.ops.triton.scoring import LINE
 def decode_index_kernel(
     q_idx, k_idx, cos, sin, lengths, num_new, block_table, scores,
     q_batch_stride, q_time_stride, q_head_stride, k_page_stride, k_row_stride, table_columns, block_lines,
-    NEW: tl.constexpr, GROUPS: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr,
-    D_2: tl.constexpr, SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr, PAGE_ROWS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, TAPS: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    NEW: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
+    SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr, PAGE_ROWS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr, TAPS: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Scores [B, T, G, blocks] of some tiles of BLOCKS blocks; none where all candidates are taken."""
     wait_for_inputs(DEPENDENT)
@@ -32,11 +31,8 @@ def decode_index_kernel(
     token, group, position, exists = place_rows(tl.program_id(1) * ROWS, length, new, GROUPS, ROWS)
     num_keys = tl.where(new > 0, length + new, 0)
     blocks = tl.cdiv(num_keys, SELECTION)
-    offsets = batch * q_batch_stride + token.to(tl.int64) * q_time_stride + group * QUERIES * q_head_stride
-    queries = ()
-    for number in tl.static_range(QUERIES):
-        q = q_idx + number * q_head_stride
-        queries += (load_rotated_parts(q, offsets, position, exists, cos, sin, D, D_1, D_2),)
+    offsets = batch * q_batch_stride + token.to(tl.int64) * q_time_stride + group * q_head_stride
+    q_1, q_2 = load_rotated_parts(q_idx, offsets, position, exists, cos, sin, D, D_1, D_2)
     block_table += batch * table_columns
     out = scores + ((batch * NEW + token) * GROUPS + group)[:, None] * (block_lines * LINE)
     column = tl.arange(0, BLOCKS * TAPS)
@@ -49,13 +45,10 @@ def decode_index_kernel(
             is_key = (in_block < SELECTION) & (key < num_keys)
             page = tl.load(block_table + key // PAGE_ROWS, mask=is_key, other=0).to(tl.int64)
             k_offsets = page * k_page_stride + key % PAGE_ROWS * k_row_stride
-            k_1 = load_once(k_idx, k_offsets, is_key, 0, D_1, D)
-            k_2 = k_1
+            found = tl.dot(q_1, tl.trans(load_once(k_idx, k_offsets, is_key, 0, D_1, D)), input_precision="ieee")
             if D_2 > 0:
                 k_2 = load_once(k_idx, k_offsets, is_key, D_1, D_2, D)
-            found = products(queries[0][0], queries[0][1], k_1, k_2, D_2)
-            for other in tl.static_range(1, QUERIES):
-                found = tl.maximum(found, products(queries[other][0], queries[other][1], k_1, k_2, D_2))
+                found = tl.dot(q_2, tl.trans(k_2), found, input_precision="ieee")
             found = tl.where(is_key[None, :] & (key[None, :] <= position[:, None]), found, float("-inf"))
             largest = tl.maximum(largest, tl.max(tl.reshape(found, [ROWS, BLOCKS, TAPS]), 2))
         places = out + (tile * BLOCKS + tl.arange(0, BLOCKS))[None, :]
