@@ -7,16 +7,16 @@
 
 | part | what runs |
 |---|---|
-| `layer` | one layer with its projections, forward and with backward (`ms`), 1 x 262,144 tokens, 64/4 heads of 128, bf16 |
+| `layer` | one layer with its projections, forward and with backward (`ms`), 1 x 262,144 tokens, 64/4 heads of 128 |
 | `model` | `trifocal train` on rows of 1,048,576 random tokens, 12 layers of width 768, a row a step |
-| `losses` | ten steps of that model on packed text, two rows of 65,536 tokens a step: one GPU, and all that share each row |
+| `losses` | ten steps of that model on packed text, two rows of 65,536 tokens a step, each shared by all GPUs |
 
 Before a layer is timed, its gradients in fp64 are compared with one process's on a short sequence. `exposed share` is
 the part of its time that goes away when each process computes on copies of its own keys in place of the others'. A
 layer that a GPU's memory does not hold is left out.
 
-The noise that `losses` are judged by is that of one GPU which takes both rows of a step in one pass: the same sums,
-rounded to bf16 in other places. The shared run may differ from one GPU's by three times as much.
+`losses` are compared with one GPU's. The noise that they are judged by is that of one GPU which takes both rows of a
+step in one pass: the same sums, rounded to bf16 in other places. A shared run may differ by three times as much.
 """
 
 import argparse

@@ -44,9 +44,9 @@ GIB = 2**30
 OWN_PHASES = ("data", "forward", "backward", "optimizer")
 PARTS = ("one", "speed", "text", "wide")
 COLUMNS = (
-    "part", "mode", "gpus", "checkpointing", "graphs", "steps", "tokens_per_second", "times_one_gpu", "efficiency", "step_ms",
-    "host_ms", "wait_ms", "peak_gib_a_gpu", "executed_mfu", "checkpoint_blocked_seconds",
-    "checkpoint_share", "first_loss", "last_loss", "warnings", "wall_seconds", "outcome",
+    "part", "mode", "gpus", "checkpointing", "graphs", "steps", "tokens_per_second", "times_one_gpu", "efficiency",
+    "step_ms", "host_ms", "wait_ms", "peak_gib_a_gpu", "executed_mfu", "checkpoint_blocked_seconds", "checkpoint_share",
+    "first_loss", "last_loss", "warnings", "wall_seconds", "outcome",
 )  # fmt: skip
 # The least time to begin a row.
 LEAST_SECONDS = 30.0
