@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     notes = [
         "Layer: times of the slowest process and memory of the fullest GPU, the projections of a layer included; `ms` "
         "is forward and backward.",
-        "SFNSA: published for 8 H800, the attention alone, mean compression. It keeps no outputs of the branches, so its "
+        "SFNSA: published for 8 H800, the attention alone, mean compression. It keeps no outputs of branches, so its "
         "backward time holds another forward pass; a training call there is the sum of both, 2,085 ms.",
         "Losses: the second row takes both rows of a step in one pass; its difference from the first is bf16's noise, "
         "and the shared run may have three times as much.",
