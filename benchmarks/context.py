@@ -1,16 +1,22 @@
 """One long sequence on one GPU, and shared by several: an attention layer, and training steps of a model.
 
     python benchmarks/context.py                                  # both parts on one GPU and on two
-    python benchmarks/context.py --gpus 1 2 4 8 --parts layer --tokens 1048576
+    python benchmarks/context.py --gpus 1 2 4 8 --parts layer --tokens 1048576 --calls 3
+    python benchmarks/context.py --gpus 4 --parts losses          # does the sharing change what is learned?
     python benchmarks/context.py --device cpu --tiny              # does the script work? Short sequences, small sizes
 
 | part | what runs |
 |---|---|
-| `layer` | forward and backward of one layer, 1 x 262,144 tokens, 64 query and 4 KV heads of 128, bf16 |
+| `layer` | one layer with its projections, forward and with backward (`ms`), 1 x 262,144 tokens, 64/4 heads of 128 |
 | `model` | `trifocal train` on rows of 1,048,576 random tokens, 12 layers of width 768, a row a step |
+| `losses` | ten steps of that model on packed text, two rows of 65,536 tokens a step, each shared by all GPUs |
 
 Before a layer is timed, its gradients in fp64 are compared with one process's on a short sequence. `exposed share` is
-the part of its time that goes away when each process computes on copies of its own keys in place of the others'.
+the part of its time that goes away when each process computes on copies of its own keys in place of the others'. A
+layer that a GPU's memory does not hold is left out.
+
+`losses` are compared with one GPU's. The noise that they are judged by is that of one GPU which takes both rows of a
+step in one pass: the same sums, rounded to bf16 in other places. A shared run may differ by three times as much.
 """
 
 import argparse
@@ -18,9 +24,12 @@ import dataclasses
 import json
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import torch
 
 from lib.context_layer import LayerProblem
 from lib.processes import train
@@ -31,10 +40,13 @@ from trifocal.runlog import read_metrics
 from trifocal.testing.processes import run_processes
 
 CONFIG = Path(__file__).parent.parent / "configs" / "m7c_long.toml"
-PARTS = ("layer", "model")
+PARTS = ("layer", "model", "losses")
 GIB = 2**30
+# Of a layer, forward and backward: 40.6 GiB at 262,144 tokens, and 20.5 at half of them.
+LAYER_BYTES_A_TOKEN = 168_000
 LAYER = LayerProblem(262144, 2048, 64, 4, 128, tuple(vars(Geometry()).values()), calls=7)
 TINY_LAYER = LayerProblem(208, 32, 4, 2, 8, (4, 2, 8, 3, 1, 1, 8), calls=2)
+LOSS_STEPS, TIMES_NOISE = 10, 3.0
 TINY_MODEL = {"model.num_layers": 2, "model.dim": 64, "model.mlp_dim": 128, "train.precision": "fp32",
               "train.compile": False}  # fmt: skip
 
@@ -42,39 +54,55 @@ TINY_MODEL = {"model.num_layers": 2, "model.dim": 64, "model.mlp_dim": 128, "tra
 def layer_row(size: int, options: argparse.Namespace) -> dict[str, Any]:
     """The layer in so many processes."""
     problem = TINY_LAYER if options.tiny else LAYER
-    if options.tokens:
-        problem = dataclasses.replace(problem, tokens=options.tokens)
+    problem = dataclasses.replace(
+        problem, tokens=options.tokens or problem.tokens, calls=options.calls or problem.calls
+    )
+    head = {"part": "layer", "gpus": size, "tokens": problem.tokens}
+    needed = problem.tokens / size * LAYER_BYTES_A_TOKEN
+    if options.device == "cuda" and needed > torch.cuda.get_device_properties(0).total_memory:
+        return {**head, "status": f"left out: needs {needed / GIB:.0f} GiB a GPU"}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "row.json"
         arguments = f"{options.device!r}, {dataclasses.asdict(problem)!r}, {str(path)!r}"
         code = f"from lib.context_layer import main; main({arguments})"
         run_processes(["-c", code], size, Path(folder), limit_seconds=options.limit)
-        return {"part": "layer", "gpus": size, "tokens": problem.tokens, **json.loads(path.read_text())}
+        return {**head, **json.loads(path.read_text())}
 
 
-def model_row(size: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Steps of the model in so many processes."""
-    tokens = options.tokens or (208 if options.tiny else 2**20)
-    flags: dict[str, Any] = {
-        "run.device": options.device, "data.source": "synthetic", "parallel.context": size,
-        "train.sequence_length": tokens, "train.global_batch_size": 1, "train.steps": options.steps,
-        "train.cuda_graphs": False, "schedule.warmup_steps": 1, "evaluate.interval_steps": 0,
-        "checkpoint.interval_steps": 0, "log.interval_steps": 1, "log.sample_interval_steps": 0,
-        "log.telemetry_interval_steps": 0, **(TINY_MODEL if options.tiny else {}),
+def trained(
+    size: int, steps: int, tokens: int, flags: Mapping[str, Any], options: argparse.Namespace
+) -> tuple[list[dict[str, Any]], str]:
+    """The rows of metrics of the model, trained in so many processes, and whether all steps are there."""
+    flags = {
+        "run.device": options.device, "parallel.context": size, "train.sequence_length": tokens,
+        "train.steps": steps, "train.cuda_graphs": False, "schedule.warmup_steps": 1,
+        "evaluate.interval_steps": 0, "checkpoint.interval_steps": 0, "log.interval_steps": 1,
+        "log.sample_interval_steps": 0, "log.telemetry_interval_steps": 0,
+        **(TINY_MODEL if options.tiny else {}), **flags,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         output = train(CONFIG, run, flags, size, options.limit)
         rows = read_metrics(run / "metrics.jsonl", "train") if (run / "metrics.jsonl").exists() else []
-    head = {"part": "model", "gpus": size, "tokens": tokens}
-    if len(rows) < options.steps:
-        print(output[-4000:], flush=True)
-        return {**head, "status": f"failed after {len(rows)} of {options.steps} steps"}
+    if len(rows) == steps:
+        return rows, "ok"
+    print(output[-4000:], flush=True)
+    return rows, f"failed after {len(rows)} of {steps} steps"
+
+
+def model_row(size: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Steps of the model in so many processes."""
+    tokens = options.tokens or (208 if options.tiny else 2**20)
+    rows, status = trained(
+        size, options.steps, tokens, {"data.source": "synthetic", "train.global_batch_size": 1}, options
+    )
+    head = {"part": "model", "gpus": size, "tokens": tokens, "status": status}
+    if status != "ok":
+        return head
     # The first steps compile.
     steady = rows[len(rows) // 2 :]
     return {
         **head,
-        "status": "ok",
         "ms": 1000 * median(row["step_seconds"] for row in steady),
         "tokens_per_second": median(row["tokens_per_second"] for row in steady),
         "peak_gib": max(row["memory_peak_bytes"] for row in rows) / GIB,
@@ -82,18 +110,51 @@ def model_row(size: int, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def losses_row(size: int, options: argparse.Namespace, *, at_a_time: int = 1) -> dict[str, Any]:
+    """The losses of ten steps; not compiled, so that most of the time is theirs."""
+    tokens = options.tokens or (208 if options.tiny else 2**16)
+    flags = {"data.source": "builtin", "train.global_batch_size": 2, "train.micro_batch_size": at_a_time}
+    rows, status = trained(size, LOSS_STEPS, tokens, flags | {"train.compile": False}, options)
+    head = {"part": "losses", "gpus": size, "tokens": tokens, "rows_at_a_time": at_a_time, "status": status}
+    return {**head, "losses": [row["loss"] for row in rows]}
+
+
+def judged(one: dict[str, Any], other_order: dict[str, Any], shared: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of `losses` with their largest difference from the first."""
+    if any(row["status"] != "ok" for row in (one, other_order, shared)):
+        return [one, other_order, shared]
+    noise, found = (
+        max(abs(a - b) for a, b in zip(row["losses"], one["losses"], strict=True)) for row in (other_order, shared)
+    )
+    # At least a few roundings of the loss itself, which is in fp32.
+    bound = max(TIMES_NOISE * noise, 1e-6 * one["losses"][0])
+    status = "ok" if found <= bound else f"failed: differs by more than {bound:.3g}"
+    return [
+        one,
+        other_order | {"largest_difference": noise},
+        shared | {"largest_difference": found, "times_noise": found / noise if noise else None, "status": status},
+    ]
+
+
 def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows in multiples of the first of their part, which is one GPU's."""
-    first = {row["part"]: row for row in reversed(rows)}
+    """The rows in multiples of that with the fewest GPUs of their part and length."""
     found = []
     for row in rows:
-        one = first[row["part"]]
-        if row["status"] == one["status"] == "ok" and row["gpus"] > 1:
-            row = row | {"times_one_gpu": one["ms"] / row["ms"]}
+        ended = [
+            base
+            for base in rows
+            if (base["part"], base["tokens"], base["status"]) == (row["part"], row["tokens"], "ok") and "ms" in base
+        ]
+        one = min(ended, key=lambda base: base["gpus"], default=row)
+        if row["status"] == "ok" and row["gpus"] > one["gpus"]:
+            times = one["ms"] / row["ms"]
+            row = row | {
+                "base_gpus": one["gpus"], "times_base": times, "efficiency": times * one["gpus"] / row["gpus"],
+            }  # fmt: skip
             if row["peak_gib"]:
-                row["memory_of_one_gpu"] = row["peak_gib"] / one["peak_gib"]
-            if "without_exchange_ms" in row:
-                row["exposed_share"] = 1 - row["without_exchange_ms"] / row["ms"]
+                row["memory_of_base"] = row["peak_gib"] / one["peak_gib"]
+        if "without_exchange_ms" in row:
+            row = row | {"exposed_share": 1 - row["without_exchange_ms"] / row["ms"]}
         found.append(row)
     return found
 
@@ -102,9 +163,10 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> int:
     """Measure every row; the exit status is 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2], help="in this order; the first is the base")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2], help="in this order")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["layer", "model"])
     parser.add_argument("--tokens", type=int, default=0, help="of the sequence, in place of the parts' own")
+    parser.add_argument("--calls", type=int, default=0, help="that are timed of a layer, in place of its own number")
     parser.add_argument("--steps", type=int, default=8, help="of the model")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="short sequences, small sizes")
@@ -114,15 +176,25 @@ def main() -> int:
     options = parser.parse_args()
     title = "One sequence on one GPU, and shared by several"
     file = ResultFile("context", title, folder=options.output, commit=options.commit)
-    measures = {"layer": layer_row, "model": model_row}
     rows: list[dict[str, Any]] = []
+
+    def keep(row: dict[str, Any]) -> None:
+        rows.append(row)
+        if [each["part"] for each in rows[-3:]] == ["losses"] * 3:
+            rows[-3:] = judged(*rows[-3:])
+        file.write(compared(rows), notes=["Times of the slowest process, memory of the fullest GPU."])
+        print(json.dumps(compared(rows)[-1]), flush=True)
+
     for part in options.parts:
+        if part == "losses":
+            keep(losses_row(1, options))
+            keep(losses_row(1, options, at_a_time=2))
+            keep(losses_row(max(options.gpus), options))
+            continue
         for size in options.gpus:
-            rows.append(measures[part](size, options))
-            file.write(compared(rows), notes=["Times of the slowest process, memory of the fullest GPU."])
-            print(json.dumps(compared(rows)[-1]), flush=True)
+            keep((layer_row if part == "layer" else model_row)(size, options))
     print(file.page.read_text())
-    return int(any(row["status"] != "ok" for row in rows))
+    return int(any(row["status"] != "ok" and not row["status"].startswith("left out") for row in rows))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Train the production model on one GPU and on several, under DDP and FSDP2, and compare the speeds.
+"""Train the production model on one GPU and on several, under DDP, FSDP2 and HSDP, and compare the speeds.
 
     python benchmarks/scale.py                                   # every part on all of this machine's GPUs
     python benchmarks/scale.py --gpus 4 --parts one speed wide --checkpointing all --budget 330
@@ -44,9 +44,9 @@ GIB = 2**30
 OWN_PHASES = ("data", "forward", "backward", "optimizer")
 PARTS = ("one", "speed", "text", "wide")
 COLUMNS = (
-    "part", "mode", "gpus", "checkpointing", "graphs", "steps", "tokens_per_second", "times_one_gpu", "step_ms",
-    "host_ms", "wait_ms", "peak_gib_a_gpu", "executed_mfu", "checkpoint_blocked_seconds",
-    "checkpoint_share", "first_loss", "last_loss", "warnings", "wall_seconds", "outcome",
+    "part", "mode", "gpus", "checkpointing", "graphs", "steps", "tokens_per_second", "times_one_gpu", "efficiency",
+    "step_ms", "host_ms", "wait_ms", "peak_gib_a_gpu", "executed_mfu", "checkpoint_blocked_seconds", "checkpoint_share",
+    "first_loss", "last_loss", "warnings", "wall_seconds", "outcome",
 )  # fmt: skip
 # The least time to begin a row.
 LEAST_SECONDS = 30.0
@@ -87,8 +87,8 @@ def rows(options: argparse.Namespace) -> list[Row]:
         "log.heartbeat_seconds": 1.0,
         "train.compile": options.compile,
         **(TINY if options.tiny else {}),
-        **dict(pair.split("=", 1) for pair in options.set),
     }
+    given = dict(pair.split("=", 1) for pair in options.set)
     found = []
     for kind, part in itertools.product(options.checkpointing, options.parts):
         if part == "wide" and kind != options.checkpointing[0]:
@@ -99,7 +99,10 @@ def rows(options: argparse.Namespace) -> list[Row]:
         shown = "all" if part == "wide" else kind
         for graphs, mode in itertools.product(options.graphs, modes):
             named = {"train.activation_checkpointing": shown, "parallel.mode": mode, "train.cuda_graphs": graphs}
-            found.append(Row(part, mode, size, shown, graphs, config, {**common, **own, **named}))
+            if mode == "hsdp":
+                # Two copies, where each can still be shared.
+                named["parallel.shards"] = max(2, size // 2)
+            found.append(Row(part, mode, size, shown, graphs, config, {**common, **own, **named, **given}))
     return found
 
 
@@ -180,7 +183,8 @@ def compared(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in found:
         base = one.get((row["checkpointing"], row["graphs"]))
         if base and row in ended and row["part"] in ("one", "speed"):
-            row = row | {"times_one_gpu": row["tokens_per_second"] / base["tokens_per_second"]}
+            times = row["tokens_per_second"] / base["tokens_per_second"]
+            row = row | {"times_one_gpu": times, "efficiency": times / row["gpus"]}
         out.append(row)
     return out
 

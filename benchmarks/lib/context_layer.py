@@ -88,11 +88,16 @@ def measure(problem: LayerProblem, processes: DistributedContext) -> dict[str, A
     )
     x.requires_grad_()
 
-    def timed(given: ContextShard | None) -> float:
+    def timed(given: ContextShard | None, *, backward: bool = True) -> float:
         own = None if given is None else OwnTokens.of(given, x, None)
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return layer(x) if own is None else layer(x, own=own)
+
         # As often in every process: a call waits for the others.
         once = time_call(
-            lambda: step(layer, x, upstream, own),
+            (lambda: step(layer, x, upstream, own)) if backward else forward,
             device,
             budget_seconds=1.0,
             minimum_calls=problem.calls,
@@ -100,7 +105,8 @@ def measure(problem: LayerProblem, processes: DistributedContext) -> dict[str, A
         )
         return once.median_ms
 
-    row: dict[str, Any] = {"status": "ok", "ms": timed(shard), "peak_gib": peak_gib(device)}
+    row: dict[str, Any] = {"status": "ok", "forward_ms": timed(shard, backward=False), "ms": timed(shard)}
+    row["peak_gib"] = peak_gib(device)
     if shard is not None:
         # The same work on the same shapes, on copies of this process's own keys.
         alone = ContextShard(shard.rank, shard.size, lambda xs: [x.repeat(1, shard.size, 1, 1) for x in xs])

@@ -142,9 +142,11 @@ def _table(rows: Sequence[Row], columns: Sequence[str] = ()) -> list[str]:
 
 
 def cell(value: Any) -> str:
-    """A value as tables show it: numbers with four digits, "-" for nothing."""
+    """A value as tables show it: numbers with four digits, "-" for nothing, the values of a list side by side."""
     if value is None:
         return "-"
+    if isinstance(value, list):
+        return " ".join(map(cell, value))
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return str(value)

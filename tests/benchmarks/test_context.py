@@ -16,20 +16,45 @@ context = load_script("benchmarks/context.py")
 
 def test_a_layer_is_compared_and_timed(monkeypatch):
     warm.take_the_place_of_subprocess(monkeypatch, "trifocal.testing.processes")
-    options = argparse.Namespace(device="cpu", tiny=True, tokens=0, limit=60.0)
+    options = argparse.Namespace(device="cpu", tiny=True, tokens=0, calls=0, limit=60.0)
     row = context.layer_row(2, options)
-    assert row["status"] == "ok" and row["ms"] > 0 and row["without_exchange_ms"] > 0, row
+    assert row["status"] == "ok" and row["ms"] > row["forward_ms"] > 0 and row["without_exchange_ms"] > 0, row
     assert row["peak_gib"] is None
 
 
-def test_rows_are_multiples_of_one_gpus():
-    one = {"part": "layer", "gpus": 1, "status": "ok", "ms": 100.0, "peak_gib": 10.0}
+def test_rows_are_multiples_of_the_fewest_gpus() -> None:
+    one = {"part": "layer", "gpus": 1, "tokens": 8, "status": "ok", "ms": 100.0, "peak_gib": 10.0}
     two = {**one, "gpus": 2, "ms": 50.0, "peak_gib": 6.0, "without_exchange_ms": 48.0}
-    failed = {"part": "model", "gpus": 2, "status": "failed after 0 of 8 steps"}
-    found = context.compared([one, two, {**failed, "gpus": 1}, failed])
-    assert found[0] == one and found[3] == failed
-    assert (found[1]["times_one_gpu"], found[1]["memory_of_one_gpu"]) == (2.0, 0.6)
-    assert found[1]["exposed_share"] == pytest.approx(0.04)
+    failed = {"part": "model", "gpus": 2, "tokens": 8, "status": "failed after 0 of 8 steps"}
+    # Of a longer row one GPU holds nothing.
+    longer = [{**two, "tokens": 16, "ms": 150.0}, {**two, "tokens": 16, "gpus": 8, "ms": 50.0}]
+    found = context.compared([two, one, {**failed, "gpus": 1}, failed, *longer])
+    assert found[1] == one and found[3] == failed
+    assert (found[0]["base_gpus"], found[0]["times_base"], found[0]["memory_of_base"]) == (1, 2.0, 0.6)
+    assert found[0]["exposed_share"] == pytest.approx(0.04)
+    assert "base_gpus" not in found[4]
+    assert (found[5]["base_gpus"], found[5]["times_base"], found[5]["efficiency"]) == (2, 3.0, 0.75)
+
+
+def test_a_layer_that_no_gpu_holds_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row of a million tokens asks for more than the 80 GB of each of two GPUs."""
+    monkeypatch.setattr(
+        context.torch.cuda, "get_device_properties", lambda number: argparse.Namespace(total_memory=79.1 * 2**30)
+    )
+    options = argparse.Namespace(device="cuda", tiny=False, tokens=2**20, calls=3, limit=1.0)
+    assert context.layer_row(2, options)["status"] == "left out: needs 82 GiB a GPU"
+
+
+def test_losses_are_judged_by_those_of_another_order() -> None:
+    one = {"part": "losses", "status": "ok", "losses": [5.0, 4.0]}
+    other = {**one, "losses": [5.0, 4.01]}
+    for value, ok in ((4.029, True), (3.971, True), (4.04, False)):
+        found = context.judged(one, other, {**one, "losses": [5.0, value]})
+        assert found[0] == one and found[1]["largest_difference"] == pytest.approx(0.01)
+        assert found[2]["largest_difference"] == pytest.approx(abs(value - 4.0))
+        assert (found[2]["status"] == "ok") == ok
+    failed = {**one, "status": "failed after 3 of 10 steps", "losses": [5.0]}
+    assert context.judged(one, failed, one) == [one, failed, one]
 
 
 def test_sigterm_leaves_no_process(tmp_path):

@@ -28,6 +28,8 @@ def test_a_run_without_a_checkpoint_has_failed(tmp_path: Path) -> None:
 
 def test_speeds_are_multiples_of_one_gpus() -> None:
     head = {"checkpointing": "all", "graphs": "false", "step_ms": 1.0}
-    one, two = ({**head, "part": part, "tokens_per_second": speed} for part, speed in (("one", 10.0), ("speed", 19.0)))
+    one = {**head, "part": "one", "gpus": 1, "tokens_per_second": 10.0}
+    two = {**head, "part": "speed", "gpus": 2, "tokens_per_second": 19.0}
     failed = {"part": "speed", "checkpointing": "all", "graphs": "false", "outcome": "failed"}
     assert [found.get("times_one_gpu") for found in scale.compared([one, two, failed])] == [1.0, 1.9, None]
+    assert [found.get("efficiency") for found in scale.compared([one, two, failed])] == [1.0, 0.95, None]

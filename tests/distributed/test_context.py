@@ -138,10 +138,11 @@ def test_compiled_layers_are_the_same(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_with_any_number(one: Path, tmp_path: Path) -> None:
-    """One process, then two that share rows, then four, two by two, then one."""
+    """One process, then two that share rows, then four, two by two and with two copies of the weights, then one."""
     run = tmp_path / "run"
     shutil.copytree(one, run)
     for step, size, context, mode in ((2, 2, 2, "ddp"), (4, 4, 2, "hsdp"), (4, 1, 1, "auto")):
         flags = ("--resume", str(run), "--checkpoint", f"step_{step:08}", "--parallel.mode", mode)
-        finish(tmp_path, size, *flags, "--parallel.context", str(context), config=False)
+        flags = (*flags, "--parallel.context", str(context), "--parallel.shards", "2")
+        finish(tmp_path, size, *flags, config=False)
         same(run, one)

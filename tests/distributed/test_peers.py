@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import subprocess
 import time
 from typing import Any
 
@@ -112,6 +113,26 @@ def test_who_went_without_a_word_comes_before_those_who_failed_because_of_it(sto
         lost = peers.explain()
     assert isinstance(lost, PeerLost)
     assert "rank 3" in str(lost) and "is gone" in str(lost)
+
+
+def test_who_went_first_is_named_when_others_have_followed(store: dist.Store, sleeper: Any) -> None:
+    """The others end because of it, the lower ranks among them before this one."""
+    follower = subprocess.Popen(["sleep", "600"])
+    try:
+        note(store, 1, 1, pid=follower.pid)
+        note(store, 2, 1, pid=sleeper.pid)
+        peers, _, _ = watched(store, size=3, seconds=60)
+        with peers:
+            for process in (sleeper, follower):
+                process.kill()
+                wait_for(lambda process=process: process_state(process.pid) == "Z")
+                assert str(peers.explain()).startswith(f"rank 2 (process {sleeper.pid}) is gone")
+            # It had ended well, and its last note comes late.
+            note(store, 2, 2, status="finished")
+            assert str(peers.explain()).startswith(f"rank 1 (process {follower.pid}) is gone")
+    finally:
+        follower.kill()
+        follower.wait()
 
 
 def test_nobody_is_blamed_while_all_are_well(store: dist.Store) -> None:

@@ -1,4 +1,4 @@
-"""Several GPUs over NCCL: gradients, whole runs, and a rank that is lost. Needs two; one test needs four."""
+"""Several GPUs over NCCL: gradients, whole runs, and a rank that is lost. Needs two, some tests need four."""
 
 import json
 import os
@@ -91,32 +91,41 @@ def test_a_run_crosses_modes_and_numbers(tmp_path):
         assert losses(run) == pytest.approx(expected, rel=1e-3)
 
 
-def goes_on_bit_for_bit(tmp_path, mode, size, *flags):
-    """A resumed run has the losses and the weights of the one before it."""
-    run = finish(tmp_path, mode, size, *BF16, "--run.deterministic", "true", *flags)
-    expected, weights = losses(run), read_checkpoint(run / "checkpoints" / "step_00000006")
-    flags = ("--resume", str(run), "--checkpoint", "step_00000004", "--parallel.mode", mode)
-    ended = train(tmp_path, None, *flags, size=size).join(120)
+def results(run):
+    """Losses, and all tensors of the last checkpoint."""
+    return losses(run), read_checkpoint(run / "checkpoints" / "step_00000006")
+
+
+def goes_on_bit_for_bit(run, expected, mode, size, *flags):
+    """A resumed run has the losses and the weights of an uninterrupted one."""
+    ended = train(run.parent, None, "--resume", str(run), "--parallel.mode", mode, *flags, size=size).join(120)
     assert [end.status for end in ended] == [0] * size, ended[0].error
-    assert losses(run) == expected
-    again = read_checkpoint(run / "checkpoints" / "step_00000006")
-    assert weights.keys() == again.keys()
+    (values, weights), (again, weights_again) = expected, results(run)
+    assert values == again and weights.keys() == weights_again.keys()
     for name in weights:
-        assert torch.equal(weights[name], again[name]), name
+        assert torch.equal(weights[name], weights_again[name]), name
+
+
+EXACT = (*BF16, "--run.deterministic", "true")
+FOURTH = ("--checkpoint", "step_00000004")
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_the_same_number_goes_on_bit_for_bit(tmp_path, mode):
-    goes_on_bit_for_bit(tmp_path, mode, 2)
+    run = finish(tmp_path, mode, 2, *EXACT)
+    goes_on_bit_for_bit(run, results(run), mode, 2, *FOURTH)
 
 
 @pytest.mark.skipif(COUNT < 4, reason="needs four CUDA devices")
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "hsdp"])
 def test_four_go_on_bit_for_bit(tmp_path, monkeypatch, mode):
     """Sums of more than two depend on their order. Two micro-batches a step, and DDP is told of a static graph."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(VISIBLE[:4]))
     flags = ("--train.global_batch_size", "8", "--train.micro_batch_size", "1", "--parallel.static_graph", "true")
-    goes_on_bit_for_bit(tmp_path, mode, 4, *flags)
+    # Two copies, each in two processes.
+    flags += ("--parallel.shards", "2") if mode == "hsdp" else ()
+    run = finish(tmp_path, mode, 4, *EXACT, *flags)
+    goes_on_bit_for_bit(run, results(run), mode, 4, *FOURTH)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
@@ -128,23 +137,30 @@ def test_nan_in_one_rank_is_named(tmp_path, mode):
     assert all("step 3: from rank 1: gradient norm nan" in end.error for end in ended), ended[0].error
 
 
-def test_a_killed_rank_stops_the_other_within_30_seconds(tmp_path):
-    """The other one waits in a kernel of NCCL's, where no exception reaches it."""
+def test_a_killed_rank_stops_all_others_and_the_run_goes_on_bit_for_bit(tmp_path, monkeypatch):
+    """On all GPUs. The others wait in a kernel of NCCL's, where no exception reaches them."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(VISIBLE))
+    # Two micro-batches a step.
+    flags = (*EXACT, "--train.global_batch_size", str(2 * COUNT), "--train.micro_batch_size", "1")
+    expected = results(finish(tmp_path / "whole", "fsdp", COUNT, *flags))
     config = write_config(tmp_path)
-    flags = ("--run.device", "cuda", "--parallel.mode", "fsdp", "--evaluate.interval_steps", "0")
-    workers = train(tmp_path, config, *flags, fault="hang", FAULT_FILE=str(tmp_path / "fault"))
+    flags = ("--run.device", "cuda", "--parallel.mode", "fsdp", *flags)
+    workers = train(tmp_path, config, *flags, size=COUNT, fault="hang", FAULT_FILE=str(tmp_path / "fault"))
     try:
         workers.wait_for(tmp_path / "fault", 120)
         begin = time.monotonic()
         workers.send(signal.SIGKILL, 1)
-        (end,) = workers.join(30, ranks=[0])
+        ended = workers.join(30, ranks=[rank for rank in range(COUNT) if rank != 1])
         assert time.monotonic() - begin < 30
-        assert end.status == 1
-        assert f"rank 1 (process {workers.processes[1].pid}) is gone" in end.error, end.error
-        for path in list_checkpoints(tmp_path / "run" / "checkpoints"):
-            verify_checkpoint(path)
+        for end in ended:
+            assert end.status == 1
+            assert f"rank 1 (process {workers.processes[1].pid}) is gone" in end.error, end.error
     finally:
         workers.kill()
+    checkpoints = list_checkpoints(tmp_path / "run" / "checkpoints")
+    assert [path.name for path in checkpoints] == ["step_00000002"]
+    verify_checkpoint(checkpoints[0])
+    goes_on_bit_for_bit(tmp_path / "run", expected, "fsdp", COUNT)
 
 
 def test_torchrun_starts_again_from_the_last_checkpoint(tmp_path):

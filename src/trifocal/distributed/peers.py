@@ -74,6 +74,7 @@ class PeerMonitor:
         self._beat = 0
         self._exchanged = time.monotonic()
         self._seen: dict[int, _Seen] = {}
+        self._first_gone: int | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._explaining = threading.Event()
@@ -154,12 +155,16 @@ class PeerMonitor:
                 self._seen[rank] = _Seen(note, now, existed=seen is not None and seen.existed)
 
     def _gone(self) -> str | None:
-        """Find a process of this machine that has ended without a last note."""
+        """Find a process of this machine that has ended without a last note; of several, the one found first.
+
+        Others may end because of it, without a note where they wait in a collective.
+        """
         host = socket.gethostname()
-        for rank, seen in sorted(self._seen.items()):
+        for rank, seen in sorted(self._seen.items(), key=lambda item: (item[0] != self._first_gone, item[0])):
             if seen.note["status"] == "running" and seen.note["host"] == host:
                 exists = self._exists(seen.note["pid"])
                 if seen.existed and not exists:
+                    self._first_gone = rank
                     return f"rank {rank} (process {seen.note['pid']}) is gone, {_last_seen(seen.note)}"
                 seen.existed |= exists
         return None
