@@ -135,7 +135,7 @@ def trainings(
         if name == "long":
             flags["data.source"] = f"parquet:{directory / ('short' if last else 'long')}.parquet#text"
         if variant == "window":
-            keys = geometry.window_size + geometry.num_selected_blocks * geometry.selection_block_size
+            keys = geometry.window_size + geometry.selected_tokens
             flags["model.sliding_window"] = str(keys)
         if variant == "hybrid":
             layers = int((flags | extra).get("model.num_layers", load_config(PRESET).model.num_layers))

@@ -174,7 +174,7 @@ def check_step(attention: str, shape: LayerShape, geometry: Geometry, device: to
     Raises:
         Refused: If it is further off than one attention in this type may be.
     """
-    tokens = min(shape.tokens, geometry.num_selected_blocks * geometry.selection_block_size - 1)
+    tokens = min(shape.tokens, geometry.selected_tokens - 1)
     small = shape._replace(sequences=2, tokens=tokens)
     o, expected = (_step(attention, small, geometry, device, dtype, backend)() for backend in ("auto", "reference"))
     found, bound = error(o, expected), allowed(dtype, device)

@@ -105,6 +105,15 @@ def test_weights_without_a_run_need_to_be_told_the_data(run: Path, tmp_path: Pat
     weights = str(shutil.copytree(run / "weights", tmp_path / "weights"))
     assert "the data of its training are not known; name some with --source" in refused(capsys, "evaluate", weights)
     source = ("--source", "synthetic")
+    # The folder tells the length of its training's rows.
+    text = evaluated(capsys, weights, *source, "--only", "loss", "--sequences", "2")
+    assert f"of {load_config(run / 'config.toml').train.sequence_length} tokens" in text
+    longer = evaluated(capsys, weights, *source, "--only", "loss", "--sequences", "2", "--sequence-length", "99")
+    assert "more are new to it" in longer and "more are new to it" not in text
+    path = Path(weights) / "config.json"
+    content = json.loads(path.read_text())
+    del content["max_position_embeddings"]
+    path.write_text(json.dumps(content))
     assert "give --sequence-length" in refused(capsys, "evaluate", weights, *source)
     sizes = ("--sequence-length", "16", "--sequences", "3", "--only", "loss")
     text = evaluated(capsys, weights, *source, *sizes)

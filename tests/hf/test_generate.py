@@ -202,8 +202,26 @@ def test_rows_are_repeated_chosen_and_cut(model: TrifocalForCausalLM, rows: list
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
     with pytest.raises(ValueError, match="crop takes a negative number of at most 64 tokens, got -65"):
         cache.crop(-65)
-    with pytest.raises(ValueError, match="crop cannot take 30 tokens of rows of 26"):
-        cache.crop(-30)
+    cache.crop(-40)
+    assert cache.get_seq_length() == 1
+    with pytest.raises(ValueError, match="crop cannot take 2 tokens of 1"):
+        cache.crop(-2)
+
+
+@torch.no_grad()
+def test_padding_on_the_right_is_cut_before_tokens(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:
+    rows = [rows[0], rows[3]]
+    tokens, mask = padded(rows, "right")
+    cache = model(tokens, attention_mask=mask).past_key_values
+    # The first crop takes padding alone of the second row.
+    cache.crop(-9)
+    cache.crop(-11)
+    kept = tokens.shape[1] - 20
+    more = torch.tensor([[5, 6], [7, 8]])
+    logits = model(more, past_key_values=cache).logits
+    for row, new, got in zip(rows, more, logits, strict=True):
+        expected = model(torch.cat((row[:kept], new))[None]).logits[0, -2:]
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
 @torch.no_grad()

@@ -44,6 +44,13 @@ def test_damaged_lines_are_left_out_and_counted(make_run: MakeRun) -> None:
     assert sentence in write_report(run).read_text() and sentence in shown(run)
 
 
+def test_a_byte_order_mark_is_no_part_of_the_configuration(make_run: MakeRun) -> None:
+    run = make_run(steps=2)
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text, encoding="utf-8-sig")
+    assert read_run(run).config_text == text and read_run(run).config
+
+
 @pytest.mark.parametrize(
     ("file", "content", "said"),
     [

@@ -205,7 +205,7 @@ def _subject(found: Pretrained, options: EvaluateArguments) -> Subject:
     )
     if options.weights == "int8":
         round_to_int8(model)
-    return Subject(model, found.tokenizer(), data, found.run, device, precision)
+    return Subject(model, found.tokenizer(), data, found.run, device, precision, found.sequence_length())
 
 
 def _plan(subject: Subject, options: EvaluateArguments) -> Plan:

@@ -31,6 +31,7 @@ class Subject:
         run: Configuration of its training; None where it is not known.
         device: Where it runs.
         precision: That of the products: "fp32" or "bf16", as in training, or that of weights of another type.
+        trained_length: Tokens of a training sequence; None where it is not known.
     """
 
     model: DecoderLM
@@ -39,11 +40,7 @@ class Subject:
     run: RunConfig | None
     device: torch.device
     precision: str
-
-    @property
-    def trained_length(self) -> int | None:
-        """Tokens of a training sequence, if the run is known."""
-        return None if self.run is None else self.run.train.sequence_length
+    trained_length: int | None = None
 
     def rows_at_once(self, length: int) -> int:
         """Rows of this length to run together."""

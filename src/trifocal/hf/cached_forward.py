@@ -46,14 +46,15 @@ def cached_tokens(
     """
     layers = _layers(cache, config)
     batch, num_new = x.shape[:2]
-    lengths, slots = layers[0].lengths or [0] * batch, layers[0].slots
-    if len(lengths) != batch:
-        raise ValueError(f"past_key_values are of {len(lengths)} rows, the tokens of {batch}")
-    mask = real_tokens(attention_mask, (batch, slots + num_new), may_be_empty=True)
-    if attention_mask is not None and mask[:, :slots].sum(1).tolist() != lengths:
+    before = layers[0].columns if len(layers[0].columns) else torch.zeros(batch, 0, dtype=torch.bool)
+    if len(before) != batch:
+        raise ValueError(f"past_key_values are of {len(before)} rows, the tokens of {batch}")
+    earlier, new = real_tokens(attention_mask, (batch, before.shape[1] + num_new), may_be_empty=True).split(
+        [before.shape[1], num_new], dim=1
+    )
+    if attention_mask is not None and not torch.equal(earlier, before):
         raise ValueError("attention_mask must hide the same earlier tokens as when they went into past_key_values")
-    new = mask[:, slots:]
-    counts = new.sum(1).tolist()
+    lengths, counts = before.sum(1).tolist(), new.sum(1).tolist()
     if not any(counts):
         raise ValueError("attention_mask hides every new token")
     _check_positions(position_ids, new, lengths)
@@ -68,7 +69,7 @@ def cached_tokens(
     tokens = NewTokens(lengths, counts, num_pages, page_size, x.device)
     places = None if bool(new.all()) else new.flatten().nonzero()[:, 0].to(x.device)
     for layer in layers:
-        layer.lengths = lengths
+        layer.columns = before
     pasts = [
         LayerPast(layer, tokens, own, config, kind)
         for layer, own, kind in zip(layers, tables, config.attention_of_layers, strict=True)
@@ -76,9 +77,9 @@ def cached_tokens(
     yield CachedTokens(RowLayout(places, None, (batch, num_new)), pasts)
     for chunk in tokens.chunks:
         chunk.write_rings()
+    columns = torch.cat((before, new), dim=1)
     for layer in layers:
-        layer.lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
-        layer.slots = slots + num_new
+        layer.columns = columns
         layer.spare = min(SLACK, layer.spare + min(counts))
 
 

@@ -29,8 +29,7 @@ class TrifocalLayer(DynamicLayer):
     The pages of a row lie one behind the other, and none is shared: a beam that splits is copied.
 
     Attributes:
-        lengths: Tokens of each row, without padding.
-        slots: Columns of the batch that it has seen, with padding.
+        columns: Which columns of the batch it has tokens of, without padding, [B, columns], bool, on the host.
         spare: Tokens that can still be taken back.
         pages, rings: [B, pages, *] and [B, *] by name; see `trifocal.inference.paged_cache.layer_shapes`.
         tables: Rotary tables of each layer, kept by the first one.
@@ -44,8 +43,8 @@ class TrifocalLayer(DynamicLayer):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.lengths: list[int] = []
-        self.slots, self.spare = 0, SLACK
+        self.columns = torch.zeros(0, 0, dtype=torch.bool)
+        self.spare = SLACK
         self.pages: dict[str, Tensor] = {}
         self.rings: dict[str, Tensor] = {}
         self.tables: list[LayerTables] = []
@@ -68,7 +67,7 @@ class TrifocalLayer(DynamicLayer):
             page_size: Tokens of a page.
             like: Gives type and device.
         """
-        shapes, rows = layer_shapes(config, kind, page_size, LARGEST_SIZE, SLACK), len(self.lengths)
+        shapes, rows = layer_shapes(config, kind, page_size, LARGEST_SIZE, SLACK), len(self.columns)
         if num_pages > self.num_pages:
             before, self.pages = self.pages, {}
             for name, shape in shapes.pages.items():
@@ -82,11 +81,11 @@ class TrifocalLayer(DynamicLayer):
 
     def get_seq_length(self) -> int:
         """Columns of the batch so far, with padding."""
-        return self.slots
+        return self.columns.shape[1]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of a mask of all columns."""
-        return self.slots + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Not for this layer: a model of Trifocal appends to it."""
@@ -96,17 +95,17 @@ class TrifocalLayer(DynamicLayer):
         """Nothing: the first tokens say what is kept."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens of every row: a negative number of at most 64, in all crops since as many came.
+        """Take back the last columns, padding too: a negative number of at most 64, in all crops since as many came.
 
         Raises:
             ValueError: If it is another number.
         """
         if not -self.spare <= tokens_to_remove <= 0:
             raise ValueError(f"crop takes a negative number of at most {self.spare} tokens, got {tokens_to_remove}")
-        if -tokens_to_remove > min(self.lengths, default=0):
-            raise ValueError(f"crop cannot take {-tokens_to_remove} tokens of rows of {min(self.lengths, default=0)}")
-        self.lengths = [length + tokens_to_remove for length in self.lengths]
-        self.slots += tokens_to_remove
+        length = self.get_seq_length() + tokens_to_remove
+        if length < 0:
+            raise ValueError(f"crop cannot take {-tokens_to_remove} tokens of {self.get_seq_length()}")
+        self.columns = self.columns[:, :length]
         self.spare += tokens_to_remove
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -117,14 +116,14 @@ class TrifocalLayer(DynamicLayer):
         """Keep these rows, in this order; one may occur several times."""
         if not self.is_initialized:
             return
-        self.lengths = [self.lengths[row] for row in indices.tolist()]
+        self.columns = self.columns[indices.cpu()]
         for tensors in (self.pages, self.rings):
             for name, x in tensors.items():
                 tensors[name] = x.index_select(0, indices.to(x.device))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row several times, one behind the other."""
-        self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(len(self.columns)).repeat_interleave(repeats))
 
 
 class NoCache(DynamicCache):

@@ -123,7 +123,8 @@ def read_run(directory: str | Path, *, live: bool = False) -> Run:
     run = Run(directory, directory.resolve().name, rows, left_out=Counter({metrics.name: rows.skipped}))
     if config.is_file():
         try:
-            run.config_text = read_small_file(config, _CONFIG_BYTES).decode()
+            # Some editors begin a file with a byte order mark.
+            run.config_text = read_small_file(config, _CONFIG_BYTES).decode("utf-8-sig")
             content = tomllib.loads(run.config_text)
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
             reason = "it is nested too deeply" if isinstance(error, RecursionError) else one_line(error)

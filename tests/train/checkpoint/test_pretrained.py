@@ -110,6 +110,25 @@ def test_a_folder_without_a_tokenizer_is_refused(model_folder: Path, chats: Path
         load_tokenizer(bare)
 
 
+@pytest.mark.parametrize("part", ["", "weights", "checkpoints/step_00000001"])
+def test_the_tokenizer_that_lies_with_the_weights_wins(tmp_path: Path, part: str) -> None:
+    named = write_tokenizer(tmp_path / "tokenizer")
+    first = make_tokenizer(str(named)).fingerprint
+    overrides = {"data.tokenizer": str(named), "model.vocab_size": 300, "train.steps": 1, "schedule.warmup_steps": 0}
+    train(load_config(write_config(tmp_path), overrides))
+    shutil.rmtree(named)
+    write_tokenizer(named, merges=(("a", "b"),))
+    config = load_config(None, {"model.from": str(tmp_path / "run" / part), "data.source": "builtin"})
+    assert config.data.tokenizer == str(tmp_path / "run" / "weights")
+    tokenizer = make_tokenizer(config.data.tokenizer, separator=config.data.separator)
+    assert tokenizer.fingerprint == load_tokenizer(tmp_path / "run" / part).fingerprint == first
+    # A run without a copy has the one that it names.
+    shutil.rmtree(tmp_path / "run" / "weights")
+    if part != "weights":
+        config = load_config(None, {"model.from": str(tmp_path / "run" / part), "data.source": "builtin"})
+        assert (config.data.tokenizer, config.data.separator) == (str(named), "<|endoftext|>")
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of two steps, whose model is not that of the tiny configuration."""

@@ -72,18 +72,22 @@ class Pretrained:
         Raises:
             UserError: If it is not known, or cannot be read.
         """
-        if self.run is None and not self._exported:
-            raise UserError(
-                f"{self.path} is a checkpoint without its run, which names the tokenizer; give it where it was "
-                "written, in RUN_DIR/checkpoints"
-            )
+        if place := self.tokenizer_place():
+            return make_tokenizer(place[0], separator=place[1])
+        if self._exported:
+            raise UserError(f"{self.path} has no {TOKENIZER_FILE}: copy the files of the model's tokenizer into it")
+        raise UserError(
+            f"{self.path} is a checkpoint without its run, which names the tokenizer; give it where it was "
+            "written, in RUN_DIR/checkpoints"
+        )
+
+    def tokenizer_place(self) -> tuple[str, str] | None:
+        """What `make_tokenizer` takes: the name of the tokenizer, and its separator; None: not known."""
         # A run that has ended has a copy: its data.tokenizer may be a path from another folder.
         copy = self.path if self._exported else self.path.parent.parent / WEIGHTS
-        if (copy / TOKENIZER_FILE).is_file():
-            return make_tokenizer(str(copy))
-        if self.run is not None:
-            return make_tokenizer(self.run.data.tokenizer, separator=self.run.data.separator)
-        raise UserError(f"{self.path} has no {TOKENIZER_FILE}: copy the files of the model's tokenizer into it")
+        if (self._exported or self.run is not None) and (copy / TOKENIZER_FILE).is_file():
+            return str(copy), ""
+        return None if self.run is None else (self.run.data.tokenizer, self.run.data.separator)
 
     def model(self) -> DecoderLM:
         """The model with its weights, on the CPU.
@@ -149,14 +153,10 @@ def pretrained_values(folder: str, *, tokenizer: bool = True) -> dict[str, Any]:
     with open_pretrained(user_path(folder, "model.from")) as found:
         config = found.config()
         values = {f"model.{name}": value_of(config, name) for name in dotted_fields(ModelConfig) if name != "from"}
-        if not tokenizer:
-            return values
-        if (found.path / TOKENIZER_FILE).is_file():
-            loaded = make_tokenizer(str(found.path))
-            name = "bytes" if isinstance(loaded, ByteTokenizer) else str(found.path)
-            return values | {"data.tokenizer": name, "data.separator": loaded.separator_token}
-        if found.run is not None:
-            return values | {"data.tokenizer": found.run.data.tokenizer, "data.separator": found.run.data.separator}
+        if tokenizer and (place := found.tokenizer_place()):
+            loaded = make_tokenizer(place[0], separator=place[1])
+            name = ByteTokenizer.name if isinstance(loaded, ByteTokenizer) else place[0]
+            values |= {"data.tokenizer": name, "data.separator": loaded.separator_token}
     return values
 
 

@@ -70,7 +70,7 @@ def decode_attention(
     cmp_units = dispatch.decode_units_of_part(programs, cdiv(num_tiles, unit_tiles), q.device)
     cmp_parts = cdiv(num_tiles, unit_tiles * cmp_units) if gates is not None else 0
 
-    chosen_units = cdiv(g.num_selected_blocks * g.selection_block_size, tiles.DECODE_UNIT)
+    chosen_units = cdiv(g.selected_tokens, tiles.DECODE_UNIT)
     units = dispatch.decode_units_of_part(num_sequences * groups * new, chosen_units, q.device)
     chosen_parts = cdiv(chosen_units, units)
     window_parts = cdiv(min(g.window_size, most_tokens), tiles.DECODE_UNIT * units) if window else 0
