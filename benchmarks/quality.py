@@ -207,6 +207,8 @@ def run_all(commands: Sequence[tuple[list[str], Path]], *, gpus: int, jobs: int,
     Returns:
         Their exit statuses; those that did not begin have `_NOT_BEGUN`.
     """
+    # Those that this process may see, as PyTorch counts them.
+    devices = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))).split(",")
     places: SimpleQueue[int] = SimpleQueue()
     running: set[subprocess.Popen[bytes]] = set()
     interrupted = threading.Event()
@@ -221,7 +223,7 @@ def run_all(commands: Sequence[tuple[list[str], Path]], *, gpus: int, jobs: int,
             threads = str(max(1, (os.cpu_count() or 1) // (max(gpus, 1) * jobs)))
             environment = os.environ | {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
             if gpus:
-                environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
+                environment["CUDA_VISIBLE_DEVICES"] = devices[gpu]
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("a") as output:
                 process = subprocess.Popen(

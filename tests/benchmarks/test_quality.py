@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -180,3 +181,24 @@ def test_sigterm_ends_the_trainings(tmp_path: Path) -> None:
     assert process.wait(40) == 143
     assert "which is saved" in (tmp_path / "recall" / "sparse-1337.log").read_text()
     assert not (tmp_path / "recall" / "dense-1337").exists()
+
+
+@pytest.mark.parametrize(("visible", "expected"), [("", {"0", "1"}), ("2,5", {"2", "5"})])
+def test_trainings_stay_on_the_gpus_that_are_visible(
+    script: ModuleType, visible: str, expected: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, both = [], threading.Barrier(2)
+
+    class Ended:
+        def __init__(self, arguments: Any, *, env: dict[str, str], **others: Any) -> None:
+            seen.append(env["CUDA_VISIBLE_DEVICES"])
+
+        def wait(self, seconds: float) -> int:
+            both.wait(10)
+            return 0
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(script.subprocess, "Popen", Ended)
+    commands = [([], tmp_path / f"{number}.txt") for number in range(2)]
+    assert script.run_all(commands, gpus=2, jobs=1, deadline=time.monotonic() + 60) == [0, 0]
+    assert {*seen} == expected
