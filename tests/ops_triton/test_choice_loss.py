@@ -235,3 +235,20 @@ def test_operators_pass_pytorch_s_own_check_and_compile_whole() -> None:
     with mock.patch(f"{__name__}.choice_loss", torch.compile(choice_loss, fullgraph=True, backend="aot_eager")):
         compiled = taught(case, "triton", documents, sample, *single)
     assert all(torch.equal(one, other) for one, other in zip(compiled, eager, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the same on any device")
+@pytest.mark.filterwarnings("ignore")
+def test_sizes_of_a_geometry_may_be_symbols_of_a_compiler() -> None:
+    """They are where dynamic shapes are asked for and the geometry is an argument."""
+    case = CASES[4]
+    documents, sample, inputs = draw(case, "cpu")
+    q, k, *index, _ = (x.float() for x in inputs)
+
+    def figures(*index_and_rules):
+        *index, rules = index_and_rules
+        return operators.index_loss(*index, q, k, *sample, rules, 7, FLOOR, LEAST_MASS, documents)[0]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(figures, backend="eager", dynamic=True, fullgraph=True)
+    assert torch.equal(compiled(*index, case.geometry), figures(*index, case.geometry))

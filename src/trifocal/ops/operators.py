@@ -172,17 +172,17 @@ def _attention_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _num_selected(sizes: list[int]) -> int:
+def _size(sizes: list[int], name: str) -> int:
     # Not by a Geometry: a compiler with dynamic shapes may give symbols, which that refuses.
-    return sizes[_NAMES_OF_SIZES.index("num_selected_blocks")]
+    return sizes[_NAMES_OF_SIZES.index(name)]
 
 
 def _index_loss_results(q_idx: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, geometry, num_blocks = rest[3], Geometry(*rest[6]), rest[7]
+    tokens, sizes, num_blocks = rest[3], rest[6], rest[7]
     rows = (*tokens.shape, q_idx.shape[2])
     shape = (*rows, -(-num_blocks // 16) * 16)
     figures, d_products = (q_idx.new_empty(size, dtype=torch.float32) for size in ((2, *rows), shape))
-    return figures, d_products, q_idx.new_empty(shape, dtype=place_type(geometry.selection_block_size))
+    return figures, d_products, q_idx.new_empty(shape, dtype=place_type(_size(sizes, "selection_block_size")))
 
 
 mean_compress: Operator[Tensor] = Operator(
@@ -207,7 +207,9 @@ select_blocks: Operator[Tensor] = Operator(
     f"Tensor q, Tensor k_cmp, Tensor lse, SymInt[] geometry, SymInt num_keys, float scale, {DOCUMENTS}, str backend",
     "Tensor",
     _select_blocks,
-    lambda q, k, _, sizes, *__: q.new_empty((*q.shape[:2], k.shape[2], _num_selected(sizes)), dtype=torch.int32),
+    lambda q, k, _, sizes, *__: q.new_empty(
+        (*q.shape[:2], k.shape[2], _size(sizes, "num_selected_blocks")), dtype=torch.int32
+    ),
 )
 """The choice of blocks, [B, T, G, N]; see `trifocal.ops.select_blocks`."""
 select_blocks_by_index: Operator[Tensor] = Operator(
@@ -215,7 +217,7 @@ select_blocks_by_index: Operator[Tensor] = Operator(
     f"Tensor q_idx, Tensor k_idx, SymInt[] geometry, {DOCUMENTS}, str backend",
     "Tensor",
     _select_blocks_by_index,
-    lambda q, _, sizes, *__: q.new_empty((*q.shape[:3], _num_selected(sizes)), dtype=torch.int32),
+    lambda q, _, sizes, *__: q.new_empty((*q.shape[:3], _size(sizes, "num_selected_blocks")), dtype=torch.int32),
 )
 """The choice of blocks, [B, T, G, N]; see `trifocal.ops.select_blocks_by_index`."""
 
