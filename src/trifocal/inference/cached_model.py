@@ -8,10 +8,9 @@ logits = cached.decode([sequence], [[4]])
 ```
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from types import ModuleType
 
 import torch
@@ -290,7 +289,7 @@ class CachedModel:
         shorter = (1 << exponent for exponent in reversed(range(most.bit_length())))
         sizes = [most, *(size for size in shorter if _FEWEST_RECORDED_TOKENS <= size < most)]
         kinds = dict.fromkeys((first, self._padded(first, size)) for size in sizes for first in starts)
-        chosen = itertools.islice(kinds, _MOST_RECORDED_CHUNKS)
+        chosen = islice(kinds, _MOST_RECORDED_CHUNKS)
         # Those that see the most first: graphs keep their memory, and a later one finds room only in larger pieces.
         for first, length in sorted(chosen, key=sum, reverse=True):
             for _ in range(2):

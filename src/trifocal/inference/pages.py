@@ -100,8 +100,11 @@ class PageTable:
 
     def missing(self, num_new: int) -> int:
         """Pages that `grow` would take."""
-        copies = self.shared_page(num_new) is not None
-        return self._allocator.pages_of(self.length + num_new) - len(self.pages) + copies
+        return self._taken(num_new, self.shared_page(num_new))
+
+    def _taken(self, num_new: int, shared: int | None) -> int:
+        """Pages for new tokens, with one for the copy of a shared page that they would be written into."""
+        return self._allocator.pages_of(self.length + num_new) - len(self.pages) + (shared is not None)
 
     def grow(self, num_new: int) -> list[tuple[int, int]]:
         """Make room for new tokens.
@@ -113,7 +116,7 @@ class PageTable:
             OutOfPages: If too few are free; the table is as before.
         """
         shared, copies = self.shared_page(num_new), []
-        count = self._allocator.pages_of(self.length + num_new) - len(self.pages) + (shared is not None)
+        count = self._taken(num_new, shared)
         # Most tokens of decoding need no page.
         taken = self._allocator.take(count) if count else []
         if shared is not None:
@@ -154,9 +157,9 @@ def pages_for_one_more(allocator: PageAllocator, tables: Iterable[PageTable]) ->
     """Pages that are taken when each of these grows by one token, one after another."""
     needed, writers = 0, Counter[int]()
     for table in tables:
-        needed += allocator.pages_of(table.length + 1) - len(table.pages)
-        if (page := table.shared_page(1)) is not None:
-            needed += 1
+        page = table.shared_page(1)
+        needed += table._taken(1, page)
+        if page is not None:
             writers[page] += 1
     # If all owners of a page copy it, the last of them is the only one left, and does not.
     return needed - sum(count == allocator.owners(page) for page, count in writers.items())

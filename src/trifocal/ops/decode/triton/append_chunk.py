@@ -92,6 +92,39 @@ def end_ring(
         store_rows(part_1, part_2, end, places, exists, SIZE, COLUMNS)
 
 
+@triton.jit
+def append_ring(
+    k, k_time, k_ring, k_row, k_out, k_end, v, v_time, v_ring, v_row, v_out, v_end,
+    sequence_row, sequence_new, pages, begin, first, num_rows, cos, sin, job,
+    GROUPS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, RING: tl.constexpr,
+    HAS_V: tl.constexpr, GATHERS: tl.constexpr, ROTATED: tl.constexpr, ZERO: tl.constexpr, STRIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Keys and values in rings: rows that attention reads, by one job a group, then what the rings are to hold.
+
+    ROTATED: whether keys are.
+    """
+    row = tl.load(sequence_row)
+    k_ring += row * k_row
+    v_ring += row * v_row
+    if job < GROUPS:
+        if ROTATED or GATHERS:
+            append_rows(
+                k, k_time, k_ring, k_out, pages, begin, first, num_rows, cos, sin, job,
+                GROUPS, D, COLUMNS, RING, False, GATHERS, ROTATED, ZERO, STRIDE, ROWS,
+            )  # fmt: skip
+        if HAS_V and GATHERS:
+            append_rows(
+                v, v_time, v_ring, v_out, pages, begin, first, num_rows, cos, sin, job,
+                GROUPS, V, COLUMNS, RING, False, True, False, ZERO, STRIDE, ROWS,
+            )  # fmt: skip
+    else:
+        new, group = tl.load(sequence_new), job - GROUPS
+        end_ring(k, k_time, k_ring, k_end, first, new, cos, sin, group, D, COLUMNS, RING, ROTATED, ZERO, STRIDE, ROWS)
+        if HAS_V:
+            end_ring(v, v_time, v_ring, v_end, first, new, cos, sin, group, V, COLUMNS, RING, False, ZERO, STRIDE, ROWS)
+
+
 @Kernel
 @triton.jit(do_not_specialize=["first", "page_begin", "win_begin", "raw_begin", "num_rows"])
 def append_chunk_kernel(
@@ -134,56 +167,20 @@ def append_chunk_kernel(
             )  # fmt: skip
     if WINDOW_RING > 0:  # noqa: SIM102
         if (job >= WINDOW) & (job < RAW):
-            row = tl.load(sequence_row)
-            k_win_ring += row * k_win_row
-            v_win_ring += row * v_win_row
-            if job < WINDOW + GROUPS:
-                append_rows(
-                    k_win, k_win_time, k_win_ring, k_win_out, pages, win_begin, first, num_rows, cos, sin, job - WINDOW,
-                    GROUPS, D, COLUMNS, WINDOW_RING, False, GATHERS_WINDOW, True, ZERO, STRIDE, ROWS,
-                )  # fmt: skip
-                if GATHERS_WINDOW:
-                    append_rows(
-                        v_win, v_win_time, v_win_ring, v_win_out, pages, win_begin, first, num_rows, cos, sin,
-                        job - WINDOW, GROUPS, V, COLUMNS, WINDOW_RING, False, True, False, ZERO, STRIDE, ROWS,
-                    )  # fmt: skip
-            else:
-                new, group = tl.load(sequence_new), job - WINDOW - GROUPS
-                end_ring(
-                    k_win, k_win_time, k_win_ring, k_win_end, first, new, cos, sin, group,
-                    D, COLUMNS, WINDOW_RING, True, ZERO, STRIDE, ROWS,
-                )  # fmt: skip
-                end_ring(
-                    v_win, v_win_time, v_win_ring, v_win_end, first, new, cos, sin, group,
-                    V, COLUMNS, WINDOW_RING, False, ZERO, STRIDE, ROWS,
-                )  # fmt: skip
+            append_ring(
+                k_win, k_win_time, k_win_ring, k_win_row, k_win_out, k_win_end,
+                v_win, v_win_time, v_win_ring, v_win_row, v_win_out, v_win_end,
+                sequence_row, sequence_new, pages, win_begin, first, num_rows, cos, sin, job - WINDOW,
+                GROUPS, D, V, COLUMNS, WINDOW_RING, True, GATHERS_WINDOW, True, ZERO, STRIDE, ROWS,
+            )  # fmt: skip
     if RAW_RING > 0:  # noqa: SIM102
         if (job >= RAW) & (job < OF_INDEX):
-            row = tl.load(sequence_row)
-            k_raw_ring += row * k_raw_row
-            v_raw_ring += row * v_raw_row
-            if job < RAW + GROUPS:
-                if GATHERS_RAW:
-                    append_rows(
-                        k_raw, k_raw_time, k_raw_ring, k_raw_out, pages, raw_begin, first, num_rows, cos, sin,
-                        job - RAW, GROUPS, D, COLUMNS, RAW_RING, False, True, False, ZERO, STRIDE, ROWS,
-                    )  # fmt: skip
-                    if HAS_V_RAW:
-                        append_rows(
-                            v_raw, v_raw_time, v_raw_ring, v_raw_out, pages, raw_begin, first, num_rows, cos, sin,
-                            job - RAW, GROUPS, V, COLUMNS, RAW_RING, False, True, False, ZERO, STRIDE, ROWS,
-                        )  # fmt: skip
-            else:
-                new, group = tl.load(sequence_new), job - RAW - GROUPS
-                end_ring(
-                    k_raw, k_raw_time, k_raw_ring, k_raw_end, first, new, cos, sin, group,
-                    D, COLUMNS, RAW_RING, False, ZERO, STRIDE, ROWS,
-                )  # fmt: skip
-                if HAS_V_RAW:
-                    end_ring(
-                        v_raw, v_raw_time, v_raw_ring, v_raw_end, first, new, cos, sin, group,
-                        V, COLUMNS, RAW_RING, False, ZERO, STRIDE, ROWS,
-                    )  # fmt: skip
+            append_ring(
+                k_raw, k_raw_time, k_raw_ring, k_raw_row, k_raw_out, k_raw_end,
+                v_raw, v_raw_time, v_raw_ring, v_raw_row, v_raw_out, v_raw_end,
+                sequence_row, sequence_new, pages, raw_begin, first, num_rows, cos, sin, job - RAW,
+                GROUPS, D, V, COLUMNS, RAW_RING, HAS_V_RAW, GATHERS_RAW, False, ZERO, STRIDE, ROWS,
+            )  # fmt: skip
     if INDEX > 0:  # noqa: SIM102
         if job >= OF_INDEX:
             if job < OF_INDEX + INDEX_HEADS:
