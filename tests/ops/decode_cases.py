@@ -198,6 +198,9 @@ class Decoder:
         self.table = table.to(device, torch.int32)
         self.rows = torch.randperm(rows, generator=generator)[:batch].to(device, torch.int32)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        # Made once: a recorded step may not copy from the host.
+        widths = (case.dim, case.value_dim) if case.learned else ()
+        self.phi = tuple(compressor(width, rules, tokens.q) for width in widths) or None
 
         def empty(first: int, size: int, width: int, groups: int = case.groups) -> Tensor:
             return torch.full((first, groups, size, width), torch.nan, device=device, dtype=dtype)
@@ -281,11 +284,10 @@ class Decoder:
     def append_tokens(self, new: Tokens, batch: DecodeBatch) -> None:
         case = self.case
         own, values = case.window == "own", not case.selected_only
-        phi = (compressor(w, case.geometry, new.q) for w in (case.dim, case.value_dim))
         append_sparse(
             self.cache, batch, new.k_cmp if case.compresses else None, new.v_cmp if values else None,
             new.k_slc, new.v_slc, new.k_win if own else None, new.v_win if own else None, case.geometry, self.rotary,
-            compress=tuple(phi) if case.learned else None, backend=self.backend,
+            compress=self.phi, backend=self.backend,
             index=self.index(new.k_idx[:, :, 0]),
         )  # fmt: skip
 
