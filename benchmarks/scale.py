@@ -154,6 +154,7 @@ def figures(case: Row, run: Path) -> dict[str, Any]:
         "wait_ms": 1000 * beat.get("wait", 0.0) / steps,
         "data_wait_ms_p95": 1000 * steady[-1]["data_wait_seconds_p95"],
         "phase_seconds": beat,
+        "rows_step_ms": [1000 * row["step_seconds"] for row in rows],
         "peak_gib_a_gpu": max(row["memory_peak_bytes"] for row in rows) / GIB,
         "checkpoint_seconds": [row["save_seconds"] for row in saved],
         "checkpoint_blocked_seconds": blocked,
