@@ -121,12 +121,10 @@ def losses_row(size: int, precision: str, options: argparse.Namespace) -> dict[s
 
 
 def judged(exact: dict[str, Any], one: dict[str, Any], shared: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of `losses`: one GPU in fp32, one in bf16 and all, the last two with their largest difference from it."""
+    """The rows of `losses`: one GPU in fp32, one in bf16, and all of them; the last two with their largest error."""
     if any(row["status"] != "ok" for row in (exact, one, shared)):
         return [exact, one, shared]
-    own, found = (
-        max(abs(a - b) for a, b in zip(row["losses"], exact["losses"], strict=True)) for row in (one, shared)
-    )
+    own, found = (max(abs(a - b) for a, b in zip(row["losses"], exact["losses"], strict=True)) for row in (one, shared))
     status = "ok" if found <= TIMES_ONE_GPU * own else f"failed: errs by more than {TIMES_ONE_GPU * own:.3g}"
     return [
         exact,

@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "is forward and backward.",
         "SFNSA: published for 8 H800, the attention alone, mean compression. It keeps no outputs of branches, so its "
         "backward time holds another forward pass; a training call there is the sum of both, 2,085 ms.",
-        "Losses: differences are from one GPU in fp32; shared by all GPUs, rows may err twice as much as on one in bf16.",
+        "Losses: differences are from one GPU in fp32; rows that all share may err twice as much as on one in bf16.",
         "Text: one is a single GPU; 8 sequences a GPU, documents of 1,500 characters, recorded steps, no activation "
         "checkpointing.",
     ]

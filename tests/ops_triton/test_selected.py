@@ -13,7 +13,7 @@ from tests.ops_triton import problems
 from tests.ops_triton.forced import order_rule, selected_tile_rule
 from tests.ops_triton.problems import LARGE, PAPER, large, needs_gpu
 from trifocal import ops
-from trifocal.ops import Documents, dispatch
+from trifocal.ops import Documents, dispatch, selected_attention
 from trifocal.ops.tiles import SelectedTile
 from trifocal.ops.triton.selected.backward import selected_backward
 from trifocal.ops.triton.selected.forward import selected_forward
@@ -48,6 +48,7 @@ CASES = (
     Case("fewer queries than keys, dims of two parts", 21, 60, 4, 1, 48, 16),
     Case("packed: long, 1 token, exactly a block, a block and one", 53, 53, 4, 2, lengths=(19, 1, 16, 17)),
     Case("packed: the last queries", 27, 61, 4, 2, lengths=(9, 33, 2, 17)),
+    Case("packed: more blocks than a word of bits, but of no document", 90, 607, lengths=(300, 17, 290)),
     Case("blocks larger than a tile", 40, 140, 2, 2, geometry=TWO_TILES, num_selected=2),
     Case("blocks of no power of two, one head a group", 30, 100, 2, 2, geometry=NO_POWER, num_selected=2),
     Case("more may be selected than there are blocks", 20, 20, num_selected=5),
@@ -181,6 +182,30 @@ def test_order_follows_from_the_shape() -> None:
         assert dispatch.selected_order(length, length, 16, 64, backward=True, packed=True) == forward
     for backward in (False, True):
         assert dispatch.selected_order(4097, 4097, 16, 64, backward=backward, packed=True) == "block_major"
+
+
+def test_of_packed_documents_the_longest_counts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In both passes, behind the operator."""
+    found, rule = [], dispatch.selected_order
+
+    def order(num_queries: int, longest: int, *others: int, **options: bool) -> str:
+        found.append(longest)
+        return rule(num_queries, longest, *others, **options)
+
+    monkeypatch.setattr(dispatch, "selected_order", order)
+    case = Case("rows", 64, 64, lengths=(11, 5, 16, 16, 9, 7))
+    q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
+    boundaries = torch.tensor([0, *case.lengths], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+    for documents, longest in (
+        (Documents.from_checked(boundaries, 64, row_length=16), 16), (Documents.from_checked(boundaries, 64), 64),
+    ):  # fmt: skip
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        o = selected_attention(*leaves, chosen, case.geometry, cu_seqlens=documents, backend="triton")
+        got = [o, *torch.autograd.grad(o, leaves, d_o)]
+        for name, actual, wanted in zip(("o", "d_q", "d_k", "d_v"), got, exact(case, *draw(case)), strict=True):
+            assert_close(name, actual, wanted, torch.float32)
+        assert found == [longest] * 2
+        found.clear()
 
 
 def test_programs_are_cut_where_there_are_few() -> None:

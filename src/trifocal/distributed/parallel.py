@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 # The default collectives, which classes below extend, are in a private module.
@@ -354,14 +354,17 @@ def _to_fp32(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
     return output.float()
 
 
-def _mesh(processes: DistributedContext, mode: Mode, shards: int) -> dist.DeviceMesh:
+def _mesh(processes: DistributedContext, mode: Mode, shards: int) -> DeviceMesh:
     kind, size = processes.device.type, processes.size
     if mode == "fsdp":
         return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
     shards = shards or processes.local_size
     if size % shards:
         raise UserError(f"parallel.shards {shards} does not divide the {size} processes")
-    return init_device_mesh(kind, (size // shards, shards), mesh_dim_names=("replicate", "shard"))
+    # `init_device_mesh` would split the NCCL communicator, and PyTorch then warns about options that Gloo does not know.
+    ranks = torch.arange(size).view(-1, shards)
+    groups = [dist.new_subgroups_by_enumeration(places.tolist())[0] for places in (ranks.T, ranks)]
+    return DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def gather_full_model(model: DecoderLM, processes: DistributedContext) -> DecoderLM | None:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from trifocal.ops import operators
 from trifocal.ops.dispatch import resolve
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.layout import Documents, compressed_layout
+from trifocal.ops.layout import Documents, compressed_layout, longest_document
 from trifocal.ops.reference import accumulator, block_grid, chosen_mask, full_precision, importance
 
 FLOOR = 1e-6
@@ -268,7 +268,7 @@ def choice_shares(
 
 def num_blocks(num_tokens: int, geometry: Geometry, documents: Documents | None) -> int:
     """Selection blocks that a document can have."""
-    return geometry.num_selection_blocks(_longest(num_tokens, documents))
+    return geometry.num_selection_blocks(longest_document(num_tokens, documents))
 
 
 def free_blocks(sample: Sample, geometry: Geometry, blocks: int) -> Tensor:
@@ -313,14 +313,9 @@ def compressed_importance(
     # A finite number: a query that sees no block is not eligible, and its gradient must not be NaN.
     p = scores.masked_fill(unseen[:, None, None], torch.finfo(exact).min).softmax(-1).mean(2)
     if documents is not None:
-        own = torch.arange(geometry.num_compressed_blocks(_longest(num_tokens, documents)), device=q.device)
+        own = torch.arange(geometry.num_compressed_blocks(longest_document(num_tokens, documents)), device=q.device)
         p = _gather(p, layout.first_blocks[ids][..., None] + own, 0.0)
     return importance(p, geometry, num_blocks(num_tokens, geometry, documents)).transpose(1, 2)
-
-
-def _longest(num_tokens: int, documents: Documents | None) -> int:
-    # Documents may have been cut: then none is as long as it was.
-    return num_tokens if documents is None or documents.max_length is None else min(num_tokens, documents.max_length)
 
 
 def _sampled(q: Tensor, num_tokens: int, sample: Sample) -> Tensor:

@@ -33,7 +33,7 @@ BACKENDS: tuple[Backend, ...] = ("auto", "reference", "triton")
 SELECTED_BUFFER_BYTES = 2**31
 IMPORTANCE_BUFFER_BYTES = 2**28
 # Up to this many times the blocks of a choice, going through all of them is cheaper than sorting out the chosen; in
-# backward only up to fewer, but for packed documents, whose blocks are mostly other documents' and cost nothing.
+# backward only up to fewer, but for packed documents, most of which are shorter than the longest.
 MASKED_UP_TO = 4
 MASKED_BACKWARD_UP_TO = 2
 # With fewer queries than this for a block, on average, there is nothing to gain from holding the block.
@@ -244,7 +244,7 @@ def choice_on_hopper(q: Tensor, blocks: int, *, packed: bool) -> bool:
 
 
 def selected_order(
-    num_queries: int, num_keys: int, num_selected: int, block_size: int, *, backward: bool = False, packed: bool = False
+    num_queries: int, longest: int, num_selected: int, block_size: int, *, backward: bool = False, packed: bool = False
 ) -> str:
     """The loop order of selected attention: `"masked"`, `"query_major"` or `"block_major"`.
 
@@ -252,8 +252,16 @@ def selected_order(
     µs: forward 0.65 against 1.6, backward 2.6 against 2.5), but there are more of them: at length T, in blocks,
     (T + 1) / 2 a query instead of at most n. So forward changes at 4 n blocks or so, backward at n or 2 n, the later
     because the index has its own cost. The number of programs does not matter: both orders cut long ones.
+
+    Args:
+        num_queries: Queries of a batch entry.
+        longest: Keys of a batch entry or, in packed documents, of the longest document.
+        num_selected: Blocks that a query may choose.
+        block_size: Tokens of a block.
+        backward: Whether the order is backward's.
+        packed: Whether documents are packed.
     """
-    num_blocks = cdiv(num_keys, block_size)
+    num_blocks = cdiv(longest, block_size)
     queries_per_block = num_queries * min(num_selected, num_blocks) / num_blocks
     if queries_per_block < FEWEST_QUERIES_PER_BLOCK:
         return "query_major"

@@ -93,6 +93,14 @@ class Documents(NamedTuple):
         return self._replace(cu_seqlens=moved(self.cu_seqlens), ids=moved(self.ids), positions=moved(self.positions))
 
 
+def longest_document(num_tokens: int, documents: Documents | None) -> int:
+    """Tokens that no document exceeds."""
+    if documents is None or documents.max_length is None:
+        return num_tokens
+    # Documents may have been cut: then none is as long as it was.
+    return min(num_tokens, documents.max_length)
+
+
 def check_boundaries(cu_seqlens: Tensor, num_tokens: int, name: str = "cu_seqlens") -> None:
     """Raise ValueError unless these are boundaries of documents of `num_tokens` tokens; reads them on the host."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):

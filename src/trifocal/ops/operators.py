@@ -8,7 +8,7 @@ backward and are watched by telemetry, are operators for both backends.
 The stages of the whole attention are these operators too, called without gradients, in front of one boundary of
 autograd: `trifocal.ops.pipeline`.
 
-Geometry travels as a list of its sizes, documents as their three tensors or three times None.
+Geometry travels as a list of its sizes, documents as their three tensors and the longest length, or four times None.
 """
 
 import functools
@@ -24,8 +24,8 @@ from trifocal.ops import reference
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, place_type
 
-DOCUMENTS = "Tensor? cu_seqlens, Tensor? ids, Tensor? positions"
-"""The three arguments of documents in a schema."""
+DOCUMENTS = "Tensor? cu_seqlens, Tensor? ids, Tensor? positions, SymInt? max_length"
+"""The four arguments of documents in a schema."""
 Result = TypeVar("Result")
 
 
@@ -62,8 +62,8 @@ class Operator(Generic[Result]):
         args = list(flat_args)
         if "cu_seqlens" in self._names:
             first = self._names.index("cu_seqlens")
-            cu_seqlens, ids, positions = args[first : first + 3]
-            args[first : first + 3] = [None if cu_seqlens is None else Documents(cu_seqlens, ids, positions)]
+            of_documents = args[first : first + 4]
+            args[first : first + 4] = [None if of_documents[0] is None else Documents(*of_documents)]
         if "geometry" in self._names:
             place = self._names.index("geometry")
             args[place] = _geometry(tuple(args[place]))
@@ -107,7 +107,7 @@ def flat(args: tuple[Any, ...]) -> list[Any]:
             # Not `astuple`, which deep-copies every number: slow, and PyTorch 2.11 cannot compile it on Python 3.11.
             found.append([getattr(x, field.name) for field in fields(x)])
         elif x is None or isinstance(x, Documents):
-            found += (None, None, None) if x is None else x[:3]
+            found += (None, None, None, None) if x is None else x[:4]
         else:
             found.append(x)
     return found

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from trifocal.ops import operators
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.layout import Documents
+from trifocal.ops.layout import Documents, longest_document
 
 
 class Branches(NamedTuple):
@@ -172,7 +172,7 @@ def precompile_kernels(
     """
     from trifocal.ops.triton.precompile import precompile
 
-    lengths = (*q.shape[:2], inputs[2].shape[1])
+    lengths = (*q.shape[:2], inputs[2].shape[1], longest_document(inputs[2].shape[1], documents))
     num_selected = None if selected_blocks is None else selected_blocks.shape[-1]
     widths = (*q.shape[2:], *inputs[2].shape[2:], inputs[3].shape[3])
     kind = (q.dtype, gates.dtype, widths, geometry, documents is None, num_selected, backward)

@@ -23,7 +23,7 @@ def precompile(
     Args:
         run: Launches the kernels, with the arguments `given`.
         device: A CUDA device, the current one.
-        lengths: Batch entries, queries and keys.
+        lengths: Batch entries, queries, keys, and keys of the longest document.
         kind: Everything else that the kernels depend on.
         given: Tensors, tuples of them, documents and None.
     """
@@ -40,5 +40,5 @@ def _meta(x: Any) -> Any:
     if isinstance(x, Tensor):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     if isinstance(x, Documents):
-        return Documents(*map(_meta, x[:3]))
+        return Documents(*map(_meta, x[:3]), *x[3:])
     return tuple(map(_meta, x)) if isinstance(x, tuple) else x

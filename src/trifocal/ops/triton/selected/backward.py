@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trifocal.ops import dispatch
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.layout import Documents
+from trifocal.ops.layout import Documents, longest_document
 from trifocal.ops.triton.combine import row_sums
 from trifocal.ops.triton.common import unit_stride
 from trifocal.ops.triton.selected.backward_block_major import block_major_backward
@@ -66,8 +66,9 @@ def selected_backward(
     selected_blocks, block_size = split_blocks(selected_blocks, geometry.selection_block_size, largest)
     if selected_blocks.shape[-1] == 0:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    longest = longest_document(k.shape[1], documents)
     order = dispatch.selected_order(
-        q.shape[1], k.shape[1], selected_blocks.shape[-1], block_size, backward=True, packed=documents is not None
+        q.shape[1], longest, selected_blocks.shape[-1], block_size, backward=True, packed=documents is not None
     )
     problem = SelectedProblem(
         d_o, q, k, v,

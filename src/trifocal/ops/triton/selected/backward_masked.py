@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trifocal.ops import devices, dispatch
+from trifocal.ops.layout import longest_document
 from trifocal.ops.tiles import cdiv, next_power_of_2
 from trifocal.ops.triton.common import add_product, load_tile, nothing_lost, store_tile
 from trifocal.ops.triton.launch import Kernel
@@ -293,9 +294,12 @@ def _launch_dkdv(problem: SelectedProblem, bits: Tensor) -> tuple[Tensor, Tensor
         first_blocks = cu_seqlens[:-1] // p.block_size + every_document
         every_block = torch.arange(num_blocks, dtype=torch.int32, device=p.q.device)
         block_documents = torch.searchsorted(first_blocks, every_block, right=True, out_int32=True) - 1
-    part_queries = dispatch.masked_part_queries(
-        num_queries, q_per_kv, batch * groups * num_blocks, devices.multiprocessors(p.q.device)
-    )
+    part_queries = num_queries
+    # Parts are cut at the same queries for all blocks: of several documents they would cut few.
+    if longest_document(num_keys, p.documents) == num_keys:
+        part_queries = dispatch.masked_part_queries(
+            num_queries, q_per_kv, batch * groups * num_blocks, devices.multiprocessors(p.q.device)
+        )
     parts = cdiv(num_queries, part_queries)
     d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (p.k, p.v))
     sums = d_k, d_v

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops.layout import Documents
+from trifocal.ops.layout import Documents, longest_document
 from trifocal.ops.tiles import cdiv
 from trifocal.ops.triton.launch import Kernel
 
@@ -311,7 +311,7 @@ def _choice_bits_kernel(
 def choice_bits(selected_blocks: Tensor, block_size: int, num_keys: int, documents: Documents | None) -> Tensor:
     """The choice as bits, [B, G, words, T], int32: bit `j % 32` of word `j // 32` is set if block j is chosen."""
     batch, num_queries, groups, num_selected = selected_blocks.shape
-    num_words = cdiv(num_keys, 32 * block_size)
+    num_words = cdiv(longest_document(num_keys, documents), 32 * block_size)
     bits = torch.empty(batch, groups, num_words, num_queries, dtype=torch.int32, device=selected_blocks.device)
     queries = 128
     _, positions, _ = default_documents(documents, bits)

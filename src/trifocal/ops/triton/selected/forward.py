@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trifocal.ops import dispatch, tiles
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.layout import Documents
+from trifocal.ops.layout import Documents, longest_document
 from trifocal.ops.tiles import cdiv, next_power_of_2, split_width
 from trifocal.ops.triton.common import LN_2, LOG2_E, LOWEST, load_tile, store_tile, strides, unit_stride
 from trifocal.ops.triton.launch import Kernel
@@ -459,7 +459,7 @@ def selected_forward(
     if num_selected == 0:
         o = q.new_zeros(batch, num_queries, num_heads, value_dim)
         return o, q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-    order = dispatch.selected_order(num_queries, num_keys, num_selected, block_size)
+    order = dispatch.selected_order(num_queries, longest_document(num_keys, documents), num_selected, block_size)
     q_per_kv = num_heads // groups
     widths, value_widths = split_width(q.shape[-1]), split_width(value_dim)
     o = torch.empty(batch, num_queries, num_heads, value_dim, dtype=q.dtype, device=q.device)
