@@ -26,7 +26,9 @@ def test_a_part_runs_and_its_rows_are_kept(tmp_path: Path, monkeypatch: pytest.M
     assert many_gpus.main([*flags, "--parts", "layer"]) == 0, list(tmp_path.iterdir())
     found = results(tmp_path)
     (row,) = found["rows"]
-    assert (row["part"], row["gpus"], row["status"]) == ("layer", 2, "ok") and row["ms"] > row["forward_ms"] > 0
+    assert (row["part"], row["gpus"], row["status"]) == ("layer", 2, "ok")
+    # Two calls of a tiny layer on a busy CPU: either may be the longer.
+    assert row["ms"] > 0 and row["forward_ms"] > 0
     assert [(part["name"], part["status"]) for part in found["parts"]] == [("layer", "ok")]
 
 

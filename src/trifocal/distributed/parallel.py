@@ -361,7 +361,7 @@ def _mesh(processes: DistributedContext, mode: Mode, shards: int) -> DeviceMesh:
     shards = shards or processes.local_size
     if size % shards:
         raise UserError(f"parallel.shards {shards} does not divide the {size} processes")
-    # `init_device_mesh` would split the NCCL communicator, and PyTorch then warns about options that Gloo does not know.
+    # `init_device_mesh` would split the NCCL communicator, and PyTorch would warn of options that Gloo does not know.
     ranks = torch.arange(size).view(-1, shards)
     groups = [dist.new_subgroups_by_enumeration(places.tolist())[0] for places in (ranks.T, ranks)]
     return DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=("replicate", "shard"))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -102,8 +103,9 @@ def eligible_queries(
     row_length = tokens.shape[1]
     positions = torch.arange(row_length)
     if cu_seqlens is not None:
-        boundaries, all_tokens = cu_seqlens.long(), torch.arange(tokens.numel())
-        positions = all_tokens - boundaries[torch.searchsorted(boundaries[1:], all_tokens, right=True)]
+        # NumPy, in one thread: PyTorch shares these few numbers among all cores, and waits where others use them.
+        starts = cu_seqlens.numpy()
+        positions = torch.from_numpy(np.arange(tokens.numel()) - np.repeat(starts[:-1], np.diff(starts)))
     sample = sample_queries(tokens, positions, step, config.num_layers, config.geometry, row_length, stretch)
     chooses = [kind in ("nsa", "selected") for kind in config.attention_of_layers]
     counts = sample.eligible.sum((1, 2)).tolist()

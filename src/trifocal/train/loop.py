@@ -2,13 +2,14 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from trifocal.data import has_text
 from trifocal.runlog import write_backends
 from trifocal.runlog.traces import Tracer
 from trifocal.train.checkpoint.export import WEIGHTS
@@ -176,7 +177,6 @@ class Trainer:
         self.sample: str | None = None
         train = self.config.train
         self.generates_code = train.compile or setup.graphs is not None
-        self.compiled_kinds: set[bool] = set()
         groups = self.config.parallel.groups(setup.processes.size)
         self.accumulation = train.global_batch_size // (train.sequences_at_once(groups) * groups)
         self.train_step = TrainStep(
@@ -246,9 +246,12 @@ class Trainer:
     def _update(self, step: int, data: StepData) -> StepResult:
         """Forward, backward and update."""
         set_learning_rate(self.setup.optimizer, learning_rate_of(self.config, step))
-        # Code for a kind of micro-batch is made in all processes at once: each waits for the slowest anyway.
-        documents = data.documents if self.generates_code else [batch.packed_documents for batch in data.batches]
-        with self._compile_notes(step, documents) as forward_phase, self.tracer.step(step) as phases:
+        documents = [batch.packed_documents for batch in data.batches]
+        if self.generates_code:
+            # Code is made for one kind of micro-batch: text is packed even where no document ends inside of a row. A
+            # second kind would be compiled at some later step, beside the first one's memory.
+            documents = [max(number, int(has_text(self.config.data.source))) for number in data.documents]
+        with self._compile_notes(step) as forward_phase, self.tracer.step(step) as phases:
             return self.train_step.run(
                 step,
                 data.batches,
@@ -260,20 +263,17 @@ class Trainer:
             )
 
     @contextmanager
-    def _compile_notes(self, step: int, documents: Sequence[int]) -> Iterator[str]:
-        """Around a step: note in the log when it compiles code for a new kind of micro-batch, which is slow.
+    def _compile_notes(self, step: int) -> Iterator[str]:
+        """Around a step: note in the log that the first one compiles code, which is slow.
 
         Yields:
             The name of the step's forward phase, "compile" or "forward".
         """
-        new = {number > 0 for number in documents} - self.compiled_kinds if self.generates_code else set()
-        if not new:
+        if not self.generates_code or self.state.steps_here:
             yield "forward"
             return
-        self.compiled_kinds |= new
-        kinds = " and ".join("packed documents" if packed else "whole rows" for packed in sorted(new))
         takes = "about half a minute, less once its caches are filled"
-        self.log.log_event("compiling", f"step {step} compiles the model for {kinds}, which takes {takes}")
+        self.log.log_event("compiling", f"step {step} compiles the model, which takes {takes}")
         begin = time.perf_counter()
         yield "compile"
         self.log.log_event("compiled", f"step {step} compiled in {time.perf_counter() - begin:.0f} s")

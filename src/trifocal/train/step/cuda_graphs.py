@@ -4,8 +4,8 @@ Small micro-batches are bound by the host: a layer's forward and backward are ab
 Python some 10 to 50 µs to start, however short it is on the device. A graph starts all of them at once.
 
 A graph reads and writes fixed memory. So inputs are copied into tensors of its own, gradients are collected in buffers
-that stay, and each kind of micro-batch (plain rows, packed documents) has a graph of its own. Document boundaries are
-padded to a fixed number, with empty documents behind the last one.
+that stay. Document boundaries are padded to a fixed number, with empty documents behind the last one; where there are
+more, there is a second graph.
 
 Under bf16 a graph reads bf16 copies of the matrices, which are made once a step, and leaves their gradients as the
 products give them, in bf16. Plain passes cast each matrix and each of its gradients in every micro-batch, by kernels
