@@ -9,7 +9,7 @@
 |---|---|
 | `layer` | one layer with its projections, forward and with backward (`ms`), 1 x 262,144 tokens, 64/4 heads of 128 |
 | `model` | `trifocal train` on rows of 1,048,576 random tokens, 12 layers of width 768, a row a step |
-| `losses` | ten steps of that model on packed text, two rows of 32,768 tokens a step, each shared by all GPUs |
+| `losses` | ten steps of that model on packed text, two rows of 16,384 tokens a step, each shared by all GPUs |
 
 Before a layer is timed, its gradients in fp64 are compared with one process's on a short sequence. `exposed share` is
 the part of its time that goes away when each process computes on copies of its own keys in place of the others'. A
@@ -112,7 +112,7 @@ def model_row(size: int, options: argparse.Namespace) -> dict[str, Any]:
 
 def losses_row(size: int, precision: str, options: argparse.Namespace) -> dict[str, Any]:
     """The losses of ten steps; not compiled, so that most of the time is theirs."""
-    tokens = options.tokens or (208 if options.tiny else 2**15)
+    tokens = options.tokens or (208 if options.tiny else 2**14)
     flags = {"data.source": "builtin", "train.global_batch_size": 2, "train.micro_batch_size": 1}
     flags |= {"train.precision": precision, "train.compile": False}
     rows, status = trained(size, LOSS_STEPS, tokens, flags, options)

@@ -66,7 +66,7 @@ def test_every_part_is_a_command_of_its_script(tmp_path: Path, monkeypatch: pyte
     def run(arguments: list[str], log: Path, seconds: float) -> str:
         log.write_text("= 17 passed =\n")
         if arguments[0] == "-m":
-            assert all(Path(path).exists() for path in many_gpus.TESTS) and "8" in arguments
+            assert all(Path(path).exists() for path in many_gpus.TESTS) and "16" in arguments
             return "ok"
         with monkeypatch.context() as patch:
             patch.setattr(sys, "argv", arguments)
