@@ -175,11 +175,6 @@ def compressed_layout(documents: Documents, num_blocks: int, geometry: Geometry)
     return CompressedLayout(torch.where(filled, ids, -1), torch.where(filled, starts, 0), first_blocks, counts)
 
 
-def first_compressed_blocks(documents: Documents, geometry: Geometry) -> Tensor:
-    """The first compressed block of each document, [documents], int32."""
-    return _first_blocks(documents, geometry)[0]
-
-
 def _first_blocks(documents: Documents, geometry: Geometry) -> tuple[Tensor, Tensor]:
     """First block and number of blocks of each document."""
     block, stride = geometry.compression_block_size, geometry.compression_stride

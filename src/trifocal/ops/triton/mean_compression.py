@@ -21,9 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.layout import Documents, first_compressed_blocks
+from trifocal.ops.layout import Documents
 from trifocal.ops.tiles import cdiv, next_power_of_2
-from trifocal.ops.triton.interval.compressed import place_slots
+from trifocal.ops.triton.documents import first_compressed_blocks, place_slots
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.selected.block_csr import default_documents
 

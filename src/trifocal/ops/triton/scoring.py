@@ -30,7 +30,7 @@ from torch import Tensor
 
 from trifocal.ops import dispatch
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.layout import Documents, first_compressed_blocks
+from trifocal.ops.layout import Documents
 from trifocal.ops.tiles import cdiv, next_power_of_2, split_width
 from trifocal.ops.triton.common import (
     LOG2_E,
@@ -39,6 +39,7 @@ from trifocal.ops.triton.common import (
     strides,
     unit_stride,
 )
+from trifocal.ops.triton.documents import first_compressed_blocks
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.selected.block_csr import default_documents
 

@@ -5,18 +5,15 @@ nearly every tile of keys is full. FLOPs: forward `T * C * H * (D + V)` (half of
 2.5 times as many, 7/5 of that executed.
 """
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.layout import Documents, first_compressed_blocks
-from trifocal.ops.tiles import cdiv
+from trifocal.ops.layout import Documents
 from trifocal.ops.triton.combine import row_sums
+from trifocal.ops.triton.documents import first_compressed_blocks, place_slots
 from trifocal.ops.triton.interval.common import Branch, IntervalProblem
 from trifocal.ops.triton.interval.dkdv import launch_backward
 from trifocal.ops.triton.interval.forward import launch_forward
-from trifocal.ops.triton.launch import Kernel
 
 
 def compressed_forward(
@@ -100,45 +97,3 @@ def _branch(
         return branch
     query_begin, query_end = place_slots(first_blocks, documents.cu_seqlens, k_cmp.shape[1], num_keys, geometry)
     return branch._replace(query_begin=query_begin, query_end=query_end)
-
-
-@Kernel
-@triton.jit(do_not_specialize=["num_documents", "num_slots", "num_keys", "steps"])
-def place_slots_kernel(
-    first_blocks, cu_seqlens, query_begin, query_end, num_documents, num_slots, num_keys, steps, BLOCK: tl.constexpr,
-    STRIDE: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    """The queries of compressed slots, first and end: found by halving which document a slot belongs to."""
-    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
-    exists = slot < num_slots
-    # Invariant: `low` starts at or before the slot, `high` behind it. Of documents that start at one slot, only the
-    # last has any.
-    low = tl.zeros([SLOTS], tl.int32)
-    high = low + num_documents
-    for _ in tl.range(0, steps):
-        middle = (low + high) // 2
-        before = tl.load(first_blocks + middle) <= slot
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
-    in_document = slot - tl.load(first_blocks + low)
-    last_token = tl.load(cu_seqlens + low) + in_document * STRIDE + (BLOCK - 1)
-    end = tl.load(cu_seqlens + low + 1)
-    # A slot that no document fills is seen from the end of the last document on: by nobody.
-    filled = last_token < end
-    tl.store(query_begin + slot, tl.where(filled, last_token, num_keys), mask=exists)
-    tl.store(query_end + slot, tl.where(filled, end, num_keys), mask=exists)
-
-
-def place_slots(
-    first_blocks: Tensor, cu_seqlens: Tensor, num_slots: int, num_keys: int, geometry: Geometry
-) -> tuple[Tensor, Tensor]:
-    """The range of tokens, begin and end, at which queries see each compressed slot, [slots], int32."""
-    query_begin, query_end = (first_blocks.new_empty(num_slots) for _ in range(2))
-    num_documents, slots_of_program = first_blocks.shape[0], 256
-    if num_slots:
-        place_slots_kernel[(cdiv(num_slots, slots_of_program),)](
-            first_blocks, cu_seqlens, query_begin, query_end, num_documents, num_slots, num_keys,
-            max(1, num_documents.bit_length()), BLOCK=geometry.compression_block_size,
-            STRIDE=geometry.compression_stride, SLOTS=slots_of_program,
-        )  # fmt: skip
-    return query_begin, query_end

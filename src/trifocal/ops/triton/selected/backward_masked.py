@@ -14,6 +14,7 @@ from trifocal.ops import devices, dispatch
 from trifocal.ops.layout import longest_document
 from trifocal.ops.tiles import cdiv, next_power_of_2
 from trifocal.ops.triton.common import add_product, load_tile, nothing_lost, store_tile
+from trifocal.ops.triton.documents import documents_of_blocks
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.selected.block_csr import block_of_program, choice_bits
 from trifocal.ops.triton.selected.forward import blocks_of_document, blocks_of_word, hopper_sizes, place_tile
@@ -288,12 +289,8 @@ def _launch_dkdv(problem: SelectedProblem, bits: Tensor) -> tuple[Tensor, Tensor
     ids, _, cu_seqlens = p.documents_or_lse()
     num_blocks, block_documents = cdiv(num_keys, p.block_size), p.lse
     if p.documents is not None:
-        num_documents = cu_seqlens.shape[0] - 1
-        num_blocks = num_keys // p.block_size + num_documents
-        every_document = torch.arange(num_documents, dtype=torch.int32, device=p.q.device)
-        first_blocks = cu_seqlens[:-1] // p.block_size + every_document
-        every_block = torch.arange(num_blocks, dtype=torch.int32, device=p.q.device)
-        block_documents = torch.searchsorted(first_blocks, every_block, right=True, out_int32=True) - 1
+        num_blocks = num_keys // p.block_size + cu_seqlens.shape[0] - 1
+        block_documents = documents_of_blocks(cu_seqlens, num_blocks, p.block_size)
     part_queries = num_queries
     # Parts are cut at the same queries for all blocks: of several documents they would cut few.
     if longest_document(num_keys, p.documents) == num_keys:

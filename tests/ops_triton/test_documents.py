@@ -1,0 +1,55 @@
+"""Where the blocks of packed documents lie: the kernels against PyTorch's own operations."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.cases import geometry
+from trifocal.ops import Documents
+from trifocal.ops.layout import compressed_layout, pad_boundaries
+from trifocal.ops.triton.documents import documents_of_blocks, first_compressed_blocks, place_slots
+
+RULES = geometry(8, 4, 16, 3, 1, 1, 11)
+LENGTHS = {
+    "one": [37],
+    "shorter than a block, exactly one, a token more": [7, 8, 9, 1, 16, 17],
+    "more documents than a program holds": [1 + number * 7 % 23 for number in range(300)],
+}
+
+
+@pytest.fixture(params=[False, True], ids=["", "padded"])
+def padded(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def boundaries(lengths: list[int], device: str, *, padded: bool) -> Tensor:
+    found = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return (pad_boundaries(found, int(found[-1])) if padded else found).to(device)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_compressed_blocks(lengths: list[int], device: str, *, padded: bool) -> None:
+    documents = Documents.from_checked(boundaries(lengths, device, padded=padded), sum(lengths))
+    slots = sum(lengths) // RULES.compression_stride
+    layout = compressed_layout(documents, slots, RULES)
+    first_blocks = first_compressed_blocks(documents, RULES)
+    assert torch.equal(first_blocks, layout.first_blocks)
+    begin, end = place_slots(first_blocks, documents.cu_seqlens, slots, sum(lengths), RULES)
+    filled = layout.ids >= 0
+    starts = documents.cu_seqlens[layout.ids.clamp(min=0)]
+    last_tokens = starts + layout.starts + (RULES.compression_block_size - 1)
+    assert torch.equal(begin, torch.where(filled, last_tokens, sum(lengths)).int())
+    ends = documents.cu_seqlens[layout.ids.clamp(min=0) + 1]
+    assert torch.equal(end, torch.where(filled, ends, sum(lengths)).int())
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_selection_blocks(lengths: list[int], device: str, *, padded: bool) -> None:
+    """Every token's block names its document."""
+    cu_seqlens = boundaries(lengths, device, padded=padded)
+    documents, size = Documents.from_checked(cu_seqlens, sum(lengths)), RULES.selection_block_size
+    found = documents_of_blocks(cu_seqlens, sum(lengths) // size + len(cu_seqlens) - 1, size)
+    ids = documents.ids.long()
+    blocks = cu_seqlens[ids] // size + ids + documents.positions // size
+    assert torch.equal(found[blocks], documents.ids)
+    assert (found.diff() >= 0).all()
