@@ -86,14 +86,18 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.M
     assert [line[: len("step 10/10")] for line in lines[:10]] == [f"step {step:2}/10" for step in range(1, 11)]
 
 
-def test_remaining_time_counts_from_the_step_resumed_at() -> None:
+def test_remaining_time_counts_without_the_first_step() -> None:
+    """It compiles, and half a minute times all steps is no time left."""
     stream = io.StringIO()
     clock = Clock()
     progress = Progress(110, start_step=100, stream=stream, clock=clock)
-    assert progress.remaining_seconds() is None
-    clock.pass_seconds(2.0)
+    clock.pass_seconds(40.0)
     progress.update(101)
-    assert progress.remaining_seconds() == pytest.approx(18.0)
+    assert progress.remaining_seconds() is None
+    assert stream.getvalue() == "step 101/110  \n"
+    clock.pass_seconds(2.0)
+    progress.update(102)
+    assert progress.remaining_seconds() == pytest.approx(16.0)
 
 
 @pytest.mark.parametrize(

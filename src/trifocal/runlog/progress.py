@@ -38,7 +38,9 @@ class Progress:
     ) -> None:
         self._clock, self._total_steps = clock, total_steps
         self._stream, self._interval_seconds, self._enabled = stream or sys.stdout, interval_seconds, enabled
-        self._history: deque[tuple[float, int]] = deque([(clock(), start_step)], maxlen=200)
+        # From the end of the first step on, which loads and compiles what later ones have.
+        self._history: deque[tuple[float, int]] = deque(maxlen=200)
+        self._last_step = start_step
         self._last_line = float("-inf")
         self._loss: float | None = None
         self._rate: float | None = None
@@ -64,8 +66,9 @@ class Progress:
             loss: Nats per token; None keeps the last one.
             tokens_per_second: Rate of the whole run; None keeps the last one.
         """
-        if step == self._history[-1][1]:
+        if step == self._last_step:
             return
+        self._last_step = step
         self._history.append((self._clock(), step))
         self._loss = self._loss if loss is None else loss
         self._rate = self._rate if tokens_per_second is None else tokens_per_second
@@ -97,10 +100,10 @@ class Progress:
             self.message(text)
 
     def remaining_seconds(self) -> float | None:
-        """Time left at the rate of the recent steps; None before the first one."""
-        (first_time, first_step), (last_time, last_step) = self._history[0], self._history[-1]
-        if last_step <= first_step:
+        """Time left at the rate of the recent steps; None before the second one."""
+        if len(self._history) < 2:
             return None
+        (first_time, first_step), (last_time, last_step) = self._history[0], self._history[-1]
         return (self._total_steps - last_step) * (last_time - first_time) / (last_step - first_step)
 
     def _numbers(self) -> str:
