@@ -208,6 +208,22 @@ def test_of_packed_documents_the_longest_counts(device: str, monkeypatch: pytest
         found.clear()
 
 
+def test_blocks_behind_a_longest_length_that_is_too_small_are_left_out(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of documents on a GPU the length is trusted; a wrong one must not read memory that is no choice's."""
+    monkeypatch.setattr(dispatch, "selected_order", order_rule("masked"))
+    case = Case("too long", 40, 600, lengths=(600,))
+    q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
+    chosen[..., 0], chosen[..., 1] = 5, 35
+    documents = Documents.from_checked(torch.tensor([0, 600], device=device), 600)._replace(max_length=512)
+    o, lse = selected_forward(q, k, v, chosen, case.geometry, 0.25, documents)
+    expected = exact(case, *(x.cpu() for x in (q, k, v, d_o, chosen.masked_fill(chosen >= 32, -1))))
+    assert_close("o", o, expected[0], torch.float32)
+    d_q, *_ = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, documents)
+    assert_close("d_q", d_q, expected[1], torch.float32)
+
+
 def test_programs_are_cut_where_there_are_few() -> None:
     # 16 sequences of 2,048 tokens, 12/2 heads: 1,024 blocks are enough for 132 multiprocessors.
     assert dispatch.masked_part_queries(2048, 6, 16 * 2 * 32, 132) == 2048

@@ -80,7 +80,8 @@ def masked_dkdv_hopper_kernel(
         total_k = gl.zeros([BLOCK, D], gl.float32, of_d)
         total_v = gl.zeros([BLOCK, V], gl.float32, of_v)
         key_token = first_token + gl.arange(0, BLOCK, gl.SliceLayout(0, of_scores))
-        words = bits + (gl.program_id(0).to(gl.int64) * num_words + block // 32) * num_queries
+        word_of_block = gl.minimum(block // 32, num_words - 1)
+        words = bits + (gl.program_id(0).to(gl.int64) * num_words + word_of_block) * num_queries
         first_place = batch * num_queries * (GROUPS * Q_PER_KV) + group * Q_PER_KV
         row = gl.minimum(begin_query * Q_PER_KV + row_s, last)
         word = gl.load(words + row // Q_PER_KV)

@@ -103,7 +103,7 @@ def masked_d_q_kernel(
         in_document, document_start, document_end, first_masked, end_block = blocks_of_document(
             document, exists, document_of_row, position, num_keys, cu_seqlens, PACKED, BLOCK, KEYS
         )
-        for word in range((end_block + 31) // 32):
+        for word in range(tl.minimum((end_block + 31) // 32, num_words)):
             word_place = (batch_group.to(tl.int64) * num_words + word) * num_queries
             chosen_bits = tl.load(bits + word_place + query, mask=in_document, other=0)
             tile_bits, first, middle, end = blocks_of_word(word, chosen_bits, first_masked, end_block)
@@ -171,7 +171,7 @@ def masked_dkdv_kernel(
             d_v_2 = tl.zeros([KEYS, V_2], tl.float32)
         lost_k_1, lost_k_2 = nothing_lost(d_k_1, k_1), nothing_lost(d_k_2, k_1)
         lost_v_1, lost_v_2 = nothing_lost(d_v_1, v_1), nothing_lost(d_v_2, v_1)
-        word_place = (tl.program_id(0).to(tl.int64) * num_words + block // 32) * num_queries
+        word_place = (tl.program_id(0).to(tl.int64) * num_words + tl.minimum(block // 32, num_words - 1)) * num_queries
         end_row = end_query * Q_PER_KV
         for first_row in tl.range(begin_query * Q_PER_KV, end_row, ROWS):
             row = first_row + tl.arange(0, ROWS)

@@ -309,7 +309,11 @@ def _choice_bits_kernel(
 
 
 def choice_bits(selected_blocks: Tensor, block_size: int, num_keys: int, documents: Documents | None) -> Tensor:
-    """The choice as bits, [B, G, words, T], int32: bit `j % 32` of word `j // 32` is set if block j is chosen."""
+    """The choice as bits, [B, G, words, T], int32: bit `j % 32` of word `j // 32` is set if block j is chosen.
+
+    There are words for the blocks of the longest document. Where its length was given too small, later blocks have
+    none: they are not attended to, and nothing is read behind the words.
+    """
     batch, num_queries, groups, num_selected = selected_blocks.shape
     num_words = cdiv(longest_document(num_keys, documents), 32 * block_size)
     bits = torch.empty(batch, groups, num_words, num_queries, dtype=torch.int32, device=selected_blocks.device)

@@ -326,7 +326,7 @@ def masked_forward_kernel(
         in_document, document_start, document_end, first_masked, end_block = blocks_of_document(
             document, exists, document_of_row, position, num_keys, cu_seqlens, PACKED, BLOCK, KEYS
         )
-        for word in range((end_block + 31) // 32):
+        for word in range(tl.minimum((end_block + 31) // 32, num_words)):
             word_place = (batch_group.to(tl.int64) * num_words + word) * num_queries
             chosen_bits = tl.load(bits + word_place + query, mask=in_document, other=0)
             tile_bits, first, middle, end = blocks_of_word(word, chosen_bits, first_masked, end_block)
