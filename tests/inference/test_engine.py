@@ -558,7 +558,8 @@ def test_updates_make_up_the_completion(make_model: Make) -> None:
     ("options", "message"),
     [
         ({"prompt": []}, "at least one token"),
-        ({"prompt": [1.5]}, r"a prompt must be whole numbers, got torch\.float32"),
+        ({"prompt": [1.5]}, r"a prompt must be whole numbers, got torch\.float64"),
+        ({"prompt": [2**70]}, "a prompt must be whole numbers, got object"),
         ({"prompt": [[1]]}, r"a prompt must be \[T\] with at least one token, got \[1, 1\]"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
         ({"samples": 0}, "samples must be at least 1, got 0"),
