@@ -86,6 +86,8 @@ class ServingOptions(ModelOptions):
     """Tokens of the first turn."""
     repeats: int = 5
     """Chats that are timed."""
+    prefill_chunk_size: int = 0
+    """The server's flag of that name; 0: the server's default."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,7 +131,8 @@ def server(options: ServingOptions, path: str, *flags: str) -> Iterator[tuple[st
     """
     command = [
         sys.executable, "-m", "trifocal", "serve", path, "--port", "0", "--device", options.device,
-        "--precision", options.precision, "--max-waiting", str(max(options.clients)), *flags,
+        "--precision", options.precision, "--max-waiting", str(max(options.clients)),
+        "--prefill-chunk-size", str(options.prefill_chunk_size), *flags,
     ]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:

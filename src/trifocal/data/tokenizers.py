@@ -119,7 +119,12 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of bytes, without ids above 255."""
-        return bytes(i for i in map(int, ids) if 0 <= i < 256).decode("utf-8", errors="replace")
+        numbers = list(map(int, ids))
+        try:
+            text = bytes(numbers)
+        except ValueError:
+            text = bytes(number for number in numbers if 0 <= number < 256)
+        return text.decode("utf-8", errors="replace")
 
     def count_bytes(self, ids: Any) -> int:
         """Number of ids that are bytes."""

@@ -362,7 +362,8 @@ class Engine:
     def _take(self, state: RequestState, token: int, score: TokenScore) -> Update:
         """Count a token in, and end the sequence if it is its last."""
         request = state.request
-        score = TokenScore(score.log_probability, score.likeliest[: request.likeliest])
+        if len(score.likeliest) > request.likeliest:
+            score = TokenScore(score.log_probability, score.likeliest[: request.likeliest])
         prompt_scores, state.prompt_scores = state.prompt_scores, []
         if token == NO_TOKEN:
             text = state.stream.end() if state.stream is not None else ""

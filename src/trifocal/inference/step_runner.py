@@ -37,13 +37,12 @@ class SampledTokens(NamedTuple):
         """Token and score of each place, waited for."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        return [
-            (
-                int(row[0]),
-                TokenScore(row[1], [(int(token), log_p) for token, log_p in zip(row[2::2], row[3::2], strict=True)]),
-            )
-            for row in self.values.tolist()
-        ]
+        found = []
+        # Every token of every sequence passes here: most have no likeliest ones.
+        for token, log_probability, *likeliest in self.values.tolist():
+            pairs = zip(map(int, likeliest[::2]), likeliest[1::2], strict=True) if likeliest else ()
+            found.append((int(token), TokenScore(log_probability, list(pairs))))
+        return found
 
 
 class StepRunner:
