@@ -26,7 +26,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Sequence
@@ -55,23 +54,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def write_documents(path: Path) -> None:
-    """The standard library's own files as JSON Lines, cut where a line passes 1,500 characters.
-
-    Every row of 2,048 bytes then holds the end of a document. Plain rows are computed otherwise, and faster: where some
-    micro-batches of one GPU are plain, but hardly any of four, the two are not comparable.
-    """
-    with path.open("w") as file:
-        for source in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-            piece = ""
-            for line in source.read_text(errors="replace").splitlines(keepends=True):
-                piece += line
-                if len(piece) > 1500:
-                    file.write(json.dumps({"text": piece}) + "\n")
-                    piece = ""
-
-
-def command(part: str, seconds: float, scratch: Path, options: argparse.Namespace) -> list[str]:
+def command(part: str, seconds: float, options: argparse.Namespace) -> list[str]:
     """What a part runs, without Python's name; a script is given its folder of results later."""
     size, tiny = options.gpus, ["--tiny"] if options.tiny else []
     if part == "tests":
@@ -79,13 +62,12 @@ def command(part: str, seconds: float, scratch: Path, options: argparse.Namespac
         return ["-m", "pytest", "-v", "-p", "no:cacheprovider", *TESTS, *workers]
     common = ["--device", options.device, *tiny, "--commit", options.commit]
     if part == "text":
-        write_documents(scratch / "documents.jsonl")
         return [
             str(HERE / "scale.py"), *common, "--gpus", str(size), "--parts", "one", "speed",
             "--modes", "ddp", "fsdp", "hsdp", "--checkpointing", "none", "--graphs", "true",
             "--compile", "false" if options.tiny else "true", "--steps", "8" if options.tiny else "100",
             "--budget", str(seconds), "--limit", "100",
-            "--set", f"data.source=jsonl:{scratch / 'documents.jsonl'}", f"data.streams={size}",
+            "--set", "data.source=builtin", f"data.streams={size}",
         ]  # fmt: skip
     script = [str(HERE / "context.py"), *common, "--limit", str(seconds)]
     if part == "losses":
@@ -151,8 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "SFNSA: published for 8 H800, the attention alone, mean compression. It keeps no outputs of branches, so its "
         "backward time holds another forward pass; a training call there is the sum of both, 2,085 ms.",
         "Losses: differences are from one GPU in fp32; rows that all share may err twice as much as on one in bf16.",
-        "Text: one is a single GPU; 8 sequences a GPU, documents of 1,500 characters, recorded steps, no activation "
-        "checkpointing.",
+        "Text: one is a single GPU; 8 sequences a GPU, recorded steps, no activation checkpointing.",
     ]
     options.output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
@@ -166,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if seconds < LEAST_SECONDS:
                 parts.append({"name": part, "status": "left out: no time", "seconds": 0.0})
             else:
-                given = command(part, seconds, Path(scratch), options)
+                given = command(part, seconds, options)
                 status = run(given if part == "tests" else [*given, "--output", str(folder)], log, seconds)
                 rows += [row for path in sorted(folder.glob("*.json")) for row in json.loads(path.read_text())["rows"]]
                 parts.append({"name": part, "status": status, "seconds": time.monotonic() - begin})
