@@ -21,7 +21,7 @@ serving = load_script("benchmarks/serving.py")
 
 OPTIONS = serving.ServingOptions(
     attention=("nsa",), clients=(3,), requests=2, prompt_tokens=20, new_tokens=12, turn_tokens=600, repeats=1,
-    model=MODEL, precision="fp32", device="cpu",
+    prefill_chunk_size=512, model=MODEL, precision="fp32", device="cpu",
 )  # fmt: skip
 
 

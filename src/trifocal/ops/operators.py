@@ -25,7 +25,8 @@ from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, place_type
 
 DOCUMENTS = "Tensor? cu_seqlens, Tensor? ids, Tensor? positions, SymInt? max_length"
-"""The four arguments of documents in a schema."""
+"""The arguments of documents in a schema: the first fields of `Documents`."""
+_NUM_OF_DOCUMENTS = DOCUMENTS.count(",") + 1
 Result = TypeVar("Result")
 
 
@@ -62,8 +63,8 @@ class Operator(Generic[Result]):
         args = list(flat_args)
         if "cu_seqlens" in self._names:
             first = self._names.index("cu_seqlens")
-            of_documents = args[first : first + 4]
-            args[first : first + 4] = [None if of_documents[0] is None else Documents(*of_documents)]
+            here = slice(first, first + _NUM_OF_DOCUMENTS)
+            args[here] = [None if args[first] is None else Documents(*args[here])]
         if "geometry" in self._names:
             place = self._names.index("geometry")
             args[place] = _geometry(tuple(args[place]))
@@ -107,7 +108,7 @@ def flat(args: tuple[Any, ...]) -> list[Any]:
             # Not `astuple`, which deep-copies every number: slow, and PyTorch 2.11 cannot compile it on Python 3.11.
             found.append([getattr(x, field.name) for field in fields(x)])
         elif x is None or isinstance(x, Documents):
-            found += (None, None, None, None) if x is None else x[:4]
+            found += (None,) * _NUM_OF_DOCUMENTS if x is None else x[:_NUM_OF_DOCUMENTS]
         else:
             found.append(x)
     return found

@@ -177,6 +177,9 @@ class Trainer:
         self.sample: str | None = None
         train = self.config.train
         self.generates_code = train.compile or setup.graphs is not None
+        # Code is made for one kind of micro-batch: text is packed even where no document ends inside of a row. A second
+        # kind would be compiled at some later step, beside the first one's memory.
+        self.fewest_documents = int(has_text(self.config.data.source))
         groups = self.config.parallel.groups(setup.processes.size)
         self.accumulation = train.global_batch_size // (train.sequences_at_once(groups) * groups)
         self.train_step = TrainStep(
@@ -246,11 +249,10 @@ class Trainer:
     def _update(self, step: int, data: StepData) -> StepResult:
         """Forward, backward and update."""
         set_learning_rate(self.setup.optimizer, learning_rate_of(self.config, step))
-        documents = [batch.packed_documents for batch in data.batches]
         if self.generates_code:
-            # Code is made for one kind of micro-batch: text is packed even where no document ends inside of a row. A
-            # second kind would be compiled at some later step, beside the first one's memory.
-            documents = [max(number, int(has_text(self.config.data.source))) for number in data.documents]
+            documents = [max(number, self.fewest_documents) for number in data.documents]
+        else:
+            documents = [batch.packed_documents for batch in data.batches]
         with self._compile_notes(step) as forward_phase, self.tracer.step(step) as phases:
             return self.train_step.run(
                 step,

@@ -44,27 +44,39 @@ def first_compressed_blocks(documents: Documents, geometry: Geometry) -> Tensor:
     return first_blocks
 
 
+@triton.jit
+def find_document(first_places, place, num_documents, steps, SIZE: tl.constexpr, APART: tl.constexpr):
+    """The last document that begins at or before a place, by halving; document j begins at first_places[j] // SIZE.
+
+    APART: at one place more for each document before it.
+    """
+    # Invariant: `low` begins at or before the place, `high` behind it. Of documents that begin at one place, only the
+    # last has any.
+    low = place * 0
+    high = low + num_documents
+    for _ in tl.range(0, steps):
+        middle = (low + high) // 2
+        begin = tl.load(first_places + middle) // SIZE
+        if APART:
+            begin += middle
+        low = tl.where(begin <= place, middle, low)
+        high = tl.where(begin <= place, high, middle)
+    return low
+
+
 @Kernel
 @triton.jit(do_not_specialize=["num_documents", "num_slots", "num_keys", "steps"])
 def place_slots_kernel(
     first_blocks, cu_seqlens, query_begin, query_end, num_documents, num_slots, num_keys, steps, BLOCK: tl.constexpr,
     STRIDE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """The queries of compressed slots, first and end: found by halving which document a slot belongs to."""
+    """The queries of compressed slots, first and end."""
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     exists = slot < num_slots
-    # Invariant: `low` starts at or before the slot, `high` behind it. Of documents that start at one slot, only the
-    # last has any.
-    low = tl.zeros([SLOTS], tl.int32)
-    high = low + num_documents
-    for _ in tl.range(0, steps):
-        middle = (low + high) // 2
-        before = tl.load(first_blocks + middle) <= slot
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
-    in_document = slot - tl.load(first_blocks + low)
-    last_token = tl.load(cu_seqlens + low) + in_document * STRIDE + (BLOCK - 1)
-    end = tl.load(cu_seqlens + low + 1)
+    document = find_document(first_blocks, slot, num_documents, steps, 1, False)
+    in_document = slot - tl.load(first_blocks + document)
+    last_token = tl.load(cu_seqlens + document) + in_document * STRIDE + (BLOCK - 1)
+    end = tl.load(cu_seqlens + document + 1)
     # A slot that no document fills is seen from the end of the last document on: by nobody.
     filled = last_token < end
     tl.store(query_begin + slot, tl.where(filled, last_token, num_keys), mask=exists)
@@ -91,16 +103,10 @@ def place_slots(
 def documents_of_blocks_kernel(
     cu_seqlens, block_documents, num_documents, num_blocks, steps, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """Found by halving, as in `place_slots_kernel`: document j begins at block `cu_seqlens[j] // BLOCK + j`."""
+    """The document of each selection block."""
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    low = tl.zeros([BLOCKS], tl.int32)
-    high = low + num_documents
-    for _ in tl.range(0, steps):
-        middle = (low + high) // 2
-        before = tl.load(cu_seqlens + middle) // BLOCK + middle <= block
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
-    tl.store(block_documents + block, low, mask=block < num_blocks)
+    document = find_document(cu_seqlens, block, num_documents, steps, BLOCK, True)
+    tl.store(block_documents + block, document, mask=block < num_blocks)
 
 
 def documents_of_blocks(cu_seqlens: Tensor, num_blocks: int, block_size: int) -> Tensor:
