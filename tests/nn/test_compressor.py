@@ -61,6 +61,17 @@ def test_keys_and_gradients_are_those_of_the_loop(kind: str, lengths: list[int])
     torch.testing.assert_close(given, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["mean", "mlp"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_keys_without_a_gradient_are_the_same_bits(kind: str, dtype: torch.dtype) -> None:
+    """Where no gradient is asked for, blocks are not copied together."""
+    compressor = make(kind).to(dtype)
+    rows = torch.randn(2, 33, 4 * FEATURES, dtype=dtype).chunk(2, dim=-1)[1].unflatten(-1, (2, -1))
+    expected = compressor(rows.detach().requires_grad_())
+    with torch.no_grad():
+        assert torch.equal(compressor(rows), expected)
+
+
 @pytest.mark.parametrize("length", [1, 7])
 def test_no_block_gives_no_row_and_a_zero_gradient(length: int) -> None:
     compressor = make("mlp")

@@ -66,6 +66,9 @@ def compression_windows(x: Tensor, geometry: Geometry, documents: Documents | No
     block, stride, num_tokens = geometry.compression_block_size, geometry.compression_stride, x.shape[1]
     if num_blocks == 0:
         return x[:, :0, None].expand(-1, -1, block, -1, -1)
+    if documents is None and not x.requires_grad:
+        # A view: there is no gradient whose terms need an order.
+        return x.unfold(1, block, stride).movedim(-1, 2)
     if documents is None:
         start_C = torch.arange(num_blocks, device=x.device, dtype=torch.int32) * stride
         position_S = torch.arange(num_tokens, device=x.device, dtype=torch.int32)

@@ -188,10 +188,11 @@ def build_block_csr(
         SLOTS=slots_of_program,
     )  # fmt: skip
     sorted_keys, slots = torch.sort(keys, stable=True)
-    every_key = torch.arange(num_of_keys + 1, dtype=key_type, device=device)
+    # From a key before the first on, which has no slots: so the sums of pieces begin with zero.
+    every_key = torch.arange(-1, num_of_keys + 1, dtype=key_type, device=device)
     starts = torch.searchsorted(sorted_keys, every_key, out_int32=True)
     pieces = (starts.diff() + (piece_slots - 1)) // piece_slots
-    first_pieces = torch.nn.functional.pad(pieces.cumsum(0, dtype=torch.int32), (1, 0))
+    first_pieces = pieces.cumsum(0, dtype=torch.int32)
     pieces_per_chunk = (
         min(keys_per_chunk, chunk_rows * groups * num_selected) + chunk_rows * groups * num_selected // piece_slots
     )
@@ -199,7 +200,7 @@ def build_block_csr(
     every_piece = torch.arange(min(num_chunks * pieces_per_chunk, num_slots), dtype=torch.int32, device=device)
     piece_keys = torch.searchsorted(first_pieces[1:], every_piece, right=True, out_int32=True)
     return BlockCSR(
-        keys, slots, starts, first_pieces, piece_keys,
+        keys, slots, starts[1:], first_pieces, piece_keys,
         num_chunks, chunk_rows, num_blocks, keys_per_chunk, pieces_per_chunk, piece_slots,
     )  # fmt: skip
 
