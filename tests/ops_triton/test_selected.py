@@ -240,6 +240,7 @@ PARTED = (
     Case("fewer queries than keys", 37, 90, 4, 1, 48, 16),
     Case("many batch entries and groups", 20, 20, 3, 3, batch=3),
     Case("packed: long, 1 token, exactly a block, a block and one", 54, 54, 4, 2, lengths=(20, 1, 16, 17)),
+    Case("packed: fewer queries than keys, a document without any", 40, 60, 4, 2, lengths=(15, 9, 36)),
     Case("blocks of no power of two, one head a group", 50, 100, 2, 2, geometry=NO_POWER, num_selected=2),
 )
 
@@ -268,6 +269,20 @@ def test_parts_of_a_block_are_added(
     monkeypatch.setattr(torch, "empty", poisoned)
     got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, scale, documents, gate=gate)
     for name, actual, wanted in zip(("d_q", "d_k", "d_v"), got, expected, strict=True):
+        assert_close(name, actual, wanted, torch.float32)
+
+
+def test_the_last_part_holds_what_a_longest_length_that_is_too_small_leaves(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case("too long", 40, 40, lengths=(31, 9))
+    q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
+    documents, scale = documents_of(case, device)._replace(max_length=16), case.dim**-0.5
+    monkeypatch.setattr(dispatch, "selected_order", order_rule("masked"))
+    monkeypatch.setattr(dispatch, "masked_part_queries", lambda *sizes: 7)
+    o, lse = selected_forward(q, k, v, chosen, case.geometry, scale, documents)
+    got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, scale, documents)
+    for name, actual, wanted in zip(("d_q", "d_k", "d_v"), got, exact(case, *draw(case))[1:], strict=True):
         assert_close(name, actual, wanted, torch.float32)
 
 

@@ -337,7 +337,7 @@ def masked_part_queries(num_queries: int, q_per_kv: int, blocks: int, multiproce
     that the first block, which all queries may choose, is not the work of one.
 
     Args:
-        num_queries: T.
+        num_queries: T, or those of the longest document.
         q_per_kv: Query heads of a group.
         blocks: Blocks of all batch entries and groups.
         multiprocessors: Number of multiprocessors.

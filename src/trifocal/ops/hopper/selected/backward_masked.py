@@ -44,7 +44,7 @@ def masked_dkdv_hopper_kernel(
     shared_v: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, V], TYPE)
     shared_p: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK], TYPE)
 
-    block, first_token, document_end, begin_query, end_query = block_of_program(
+    block, first_token, document_end, part, begin_query, end_query = block_of_program(
         num_blocks, part_queries, num_keys, query_shift, block_documents, cu_seqlens, BLOCK, PACKED, SPLIT
     )
     batch = (gl.program_id(0) // GROUPS).to(gl.int64)
@@ -137,7 +137,7 @@ def masked_dkdv_hopper_kernel(
         async_copy.wait_group(0)
         # d_k and d_v are contiguous, [B, S, G, *] or, split, [parts, B, S, G, *].
         if SPLIT:
-            batch += (begin_query // part_queries).to(gl.int64) * (gl.num_programs(0) // GROUPS)
+            batch += part.to(gl.int64) * (gl.num_programs(0) // GROUPS)
         key_k = gl.arange(0, BLOCK, gl.SliceLayout(1, of_d))
         key_v = gl.arange(0, BLOCK, gl.SliceLayout(1, of_v))
         first_key = batch * num_keys + first_token

@@ -143,7 +143,7 @@ def masked_dkdv_kernel(
 
     With SPLIT over those of one part alone: into [parts, B, S, G, D] and [.., V], nothing where a part has no rows.
     """
-    block, first_token, document_end, begin_query, end_query = block_of_program(
+    block, first_token, document_end, part, begin_query, end_query = block_of_program(
         num_blocks, part_queries, num_keys, query_shift, block_documents, cu_seqlens, BLOCK, PACKED, SPLIT
     )
     batch = (tl.program_id(0) // GROUPS).to(tl.int64)
@@ -209,7 +209,7 @@ def masked_dkdv_kernel(
                 d_k_2, lost_k_2 = add_product(d_k_2, lost_k_2, d_scores, q_2)
         # d_k and d_v are contiguous, [B, S, G, *] or, split, [parts, B, S, G, *].
         if SPLIT:
-            batch += (begin_query // part_queries).to(tl.int64) * (tl.num_programs(0) // GROUPS)
+            batch += part.to(tl.int64) * (tl.num_programs(0) // GROUPS)
         key_place = (batch * num_keys + first_token + in_block) * GROUPS + group
         store_tile(d_k, key_place * D, key_exists, d_k_1 * scale, 0, D_1, D)
         store_tile(d_v, key_place * V, key_exists, d_v_1, 0, V_1, V)
@@ -236,9 +236,9 @@ def _sum_parts_of_rows(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "part_queries", "count"])
+@triton.jit(do_not_specialize=["query_shift", "num_keys", "part_queries", "parts", "count"])
 def sum_parts_of_blocks_kernel(
-    d_k_parts, d_v_parts, d_k, d_v, ids, cu_seqlens, num_queries, query_shift, num_keys, part_queries, count,
+    d_k_parts, d_v_parts, d_k, d_v, ids, cu_seqlens, query_shift, num_keys, part_queries, parts, count,
     GROUPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr,
     BLOCK: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -253,8 +253,9 @@ def sum_parts_of_blocks_kernel(
         document_start = tl.load(cu_seqlens + document)
         document_end = tl.load(cu_seqlens + document + 1)
     block_start = token - (token - document_start) % BLOCK
-    begin = tl.maximum(block_start - query_shift, 0) // part_queries
-    end = tl.cdiv(tl.maximum(document_end - query_shift, 0), part_queries)
+    first_query = tl.maximum(document_start - query_shift, 0)
+    begin = tl.minimum((tl.maximum(block_start - query_shift, 0) - first_query) // part_queries, parts - 1)
+    end = tl.minimum(tl.cdiv(tl.maximum(document_end - query_shift, 0) - first_query, part_queries), parts)
     if tl.program_id(1) == 0:
         _sum_parts_of_rows(d_k_parts, d_k, row, exists, begin, end, count, ROWS, D, D_PAD)
     else:
@@ -291,13 +292,11 @@ def _launch_dkdv(problem: SelectedProblem, bits: Tensor) -> tuple[Tensor, Tensor
     if p.documents is not None:
         num_blocks = num_keys // p.block_size + cu_seqlens.shape[0] - 1
         block_documents = documents_of_blocks(cu_seqlens, num_blocks, p.block_size)
-    part_queries = num_queries
-    # Parts are cut at the same queries for all blocks: of several documents they would cut few.
-    if longest_document(num_keys, p.documents) == num_keys:
-        part_queries = dispatch.masked_part_queries(
-            num_queries, q_per_kv, batch * groups * num_blocks, devices.multiprocessors(p.q.device)
-        )
-    parts = cdiv(num_queries, part_queries)
+    most_queries = min(num_queries, longest_document(num_keys, p.documents))
+    part_queries = dispatch.masked_part_queries(
+        most_queries, q_per_kv, batch * groups * num_blocks, devices.multiprocessors(p.q.device)
+    )
+    parts = cdiv(most_queries, part_queries)
     d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (p.k, p.v))
     sums = d_k, d_v
     if parts > 1:
@@ -318,7 +317,7 @@ def _launch_dkdv(problem: SelectedProblem, bits: Tensor) -> tuple[Tensor, Tensor
         columns = [next_power_of_2(width) for width in (dim, value_dim)]
         rows = max(1, 1024 // max(columns))
         sum_parts_of_blocks_kernel[(cdiv(count, rows), 2)](
-            *sums, d_k, d_v, ids, cu_seqlens, num_queries, num_keys - num_queries, num_keys, part_queries, count,
+            *sums, d_k, d_v, ids, cu_seqlens, num_keys - num_queries, num_keys, part_queries, parts, count,
             GROUPS=groups, D=dim, D_PAD=columns[0], V=value_dim, V_PAD=columns[1],
             BLOCK=p.block_size, PACKED=p.documents is not None, ROWS=rows,
         )  # fmt: skip

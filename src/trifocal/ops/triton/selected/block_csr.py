@@ -259,17 +259,14 @@ def block_of_program(
     num_blocks, part_queries, num_keys, query_shift, block_documents, cu_seqlens,
     BLOCK: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """This program's block in its document, its first token, the document's end, and the range of its part's queries.
+    """This program's block in its document, its first token, the document's end, its part, and that part's queries.
 
-    With SPLIT each block has parts; the last one, which all blocks have, starts first.
+    With SPLIT each block has parts, cut at multiples of `part_queries` from its document's first query; the last part,
+    which all blocks of a longest document have, starts first and holds all queries that are left.
     """
     block = tl.program_id(1)
-    begin_query = 0
-    end_query = 2**31 - 1
-    if SPLIT:
-        begin_query = (tl.num_programs(1) // num_blocks - 1 - block // num_blocks) * part_queries
-        end_query = begin_query + part_queries
-        block = block % num_blocks
+    part = block // num_blocks
+    block = block % num_blocks
     document_start = 0 * block
     document_end = document_start + num_keys
     if PACKED:
@@ -279,9 +276,15 @@ def block_of_program(
         document_end = tl.load(cu_seqlens + document + 1)
         block = block - document_start // BLOCK - document
     first_token = document_start + block * BLOCK
-    begin_query = tl.maximum(tl.maximum(first_token - query_shift, 0), begin_query)
-    end_query = tl.minimum(document_end - query_shift, end_query)
-    return block, first_token, document_end, begin_query, end_query
+    begin_query = tl.maximum(first_token - query_shift, 0)
+    end_query = document_end - query_shift
+    if SPLIT:
+        last_part = tl.num_programs(1) // num_blocks - 1
+        part = last_part - part
+        begin_part = tl.maximum(document_start - query_shift, 0) + part * part_queries
+        begin_query = tl.maximum(begin_query, begin_part)
+        end_query = tl.where(part == last_part, end_query, tl.minimum(end_query, begin_part + part_queries))
+    return block, first_token, document_end, part, begin_query, end_query
 
 
 @Kernel
