@@ -8,9 +8,12 @@ is written under another name, flushed to the disk and then renamed, so a crash 
 checkpoint or none. Every file is verified before anything of it is used.
 """
 
+import contextlib
+import gc
 import json
 import shutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +41,10 @@ from trifocal.train.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from trifocal.train.checkpoint.tensor_files import TensorFileWriter
 from trifocal.train.run_folder import PARTIAL, flush_folder, remove_folder
 
-# safetensors makes a file in memory before it is written.
+# Threads hash the files at the same time.
 _FILE_BYTES = 2**30
 
 
@@ -234,9 +238,9 @@ def _file_numbers(tensors: dict[str, Tensor]) -> dict[str, int]:
 
 def _save_weights(state: dict[str, Any], folder: Path, processes: DistributedContext) -> None:
     tensors = _tensors(state)
-    writer = dcp.HuggingFaceStorageWriter(str(folder), _file_numbers(tensors), save_distributed=True)
+    writer = TensorFileWriter(folder, _file_numbers(tensors), processes.rank)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _garbage_left():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save(tensors, storage_writer=writer, process_group=processes.group, no_dist=processes.size == 1)
     except CheckpointException as error:
@@ -247,6 +251,22 @@ def _save_weights(state: dict[str, Any], folder: Path, processes: DistributedCon
                 raise cause from None
         why = "; ".join(str(cause) for cause in causes)
         raise OSError(f"PyTorch could not write to {folder}; its disk may be full: {why}") from error
+
+
+@contextlib.contextmanager
+def _garbage_left() -> Iterator[None]:
+    """Inside, Python looks for no garbage.
+
+    The plans of `dcp.save` are so many objects that it would look through all that there are. That takes a fifth of a
+    second and more, and training, in another thread, would stand still.
+    """
+    searched = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if searched:
+            gc.enable()
 
 
 def _read(tensors: dict[str, Tensor], folder: Path) -> None:
