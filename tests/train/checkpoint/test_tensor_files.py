@@ -63,14 +63,14 @@ def test_a_full_disk_says_so() -> None:
     assert caught.value.errno == errno.ENOSPC
 
 
-@pytest.mark.parametrize("searched", [True, False])
-def test_the_search_for_garbage_is_as_it_was(searched: bool) -> None:
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
     try:
-        if not searched:
+        if not enabled:
             gc.disable()
-        with pytest.raises(OSError), save_load._garbage_left():
+        with pytest.raises(OSError), save_load._without_collector():
             assert not gc.isenabled()
             raise OSError
-        assert gc.isenabled() == searched
+        assert gc.isenabled() == enabled
     finally:
         gc.enable()

@@ -240,7 +240,7 @@ def _save_weights(state: dict[str, Any], folder: Path, processes: DistributedCon
     tensors = _tensors(state)
     writer = TensorFileWriter(folder, _file_numbers(tensors), processes.rank)
     try:
-        with warnings.catch_warnings(), _garbage_left():
+        with warnings.catch_warnings(), _without_collector():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save(tensors, storage_writer=writer, process_group=processes.group, no_dist=processes.size == 1)
     except CheckpointException as error:
@@ -254,18 +254,18 @@ def _save_weights(state: dict[str, Any], folder: Path, processes: DistributedCon
 
 
 @contextlib.contextmanager
-def _garbage_left() -> Iterator[None]:
-    """Inside, Python looks for no garbage.
+def _without_collector() -> Iterator[None]:
+    """Turn the garbage collector off inside.
 
-    The plans of `dcp.save` are so many objects that it would look through all that there are. That takes a fifth of a
-    second and more, and training, in another thread, would stand still.
+    The plans of `dcp.save` are so many objects that a full collection would run: a fifth of a second and more, in which
+    training, in another thread, would stand still.
     """
-    searched = gc.isenabled()
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if searched:
+        if enabled:
             gc.enable()
 
 

@@ -25,7 +25,7 @@ _DTYPES = {
 class TensorFileWriter(HuggingFaceStorageWriter):
     """PyTorch's writer of safetensors files, but each tensor is written from its own memory.
 
-    PyTorch's makes every file in memory first, and holds Python's lock while it copies: all other threads stand still.
+    PyTorch's makes every file in memory first, and holds Python's lock (GIL) meanwhile: all other threads stand still.
     It also waits for the work of a GPU.
 
     Args:
