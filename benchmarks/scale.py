@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from lib.processes import STOP_SECONDS, train
+from lib.recorder import failure
 from lib.results import ResultFile
 from trifocal.cli.output import unwinding_signals
 from trifocal.runlog import read_metrics
@@ -45,9 +46,18 @@ OWN_PHASES = ("data", "forward", "backward", "optimizer")
 PARTS = ("one", "speed", "text", "wide")
 COLUMNS = (
     "part", "mode", "gpus", "checkpointing", "graphs", "steps", "tokens_per_second", "times_one_gpu", "efficiency",
-    "step_ms", "host_ms", "wait_ms", "peak_gib_a_gpu", "executed_mfu", "checkpoint_blocked_seconds", "checkpoint_share",
-    "first_loss", "last_loss", "warnings", "wall_seconds", "outcome",
+    "step_ms", "host_ms", "wait_ms", "peak_gib_a_gpu", "executed_mfu", "checkpoint_ms", "checkpoint_blocked_seconds",
+    "checkpoint_share", "first_loss", "last_loss", "warnings", "wall_seconds", "outcome",
 )  # fmt: skip
+NOTES = [
+    "step ms: the median over rows of metrics beside which no checkpoint was written, without the first two; "
+    "tokens/s and efficiency follow from it. Memory of rank 0's GPU.",
+    "checkpoint ms: what a checkpoint costs. Training stands still for checkpoint blocked seconds; what all steps "
+    "then take above the median, until it is written, is added.",
+    "host ms: a step's time in data, forward, backward and optimizer on rank 0's host, wait ms: for the others.",
+    "checkpoint share: seconds that training waited for a checkpoint, over the time between two of them in the "
+    "production run's configuration, or in that of 1.3 billion parameters.",
+]
 # The least time to begin a row.
 LEAST_SECONDS = 30.0
 TINY = {"model.num_layers": 2, "model.dim": 64, "model.mlp_dim": 128, "train.sequence_length": 128,
@@ -108,7 +118,7 @@ def rows(options: argparse.Namespace) -> list[Row]:
 
 def part_settings(part: str, size: int, options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """The configuration of a part, and the flags that differ from it."""
-    steps = {"one": min(options.steps, 60), "text": options.text_steps, "wide": options.wide_steps}.get(
+    steps = {"one": min(options.steps, 100), "text": options.text_steps, "wide": options.wide_steps}.get(
         part, options.steps
     )
     flags: dict[str, Any] = {
@@ -128,27 +138,38 @@ def part_settings(part: str, size: int, options: argparse.Namespace) -> tuple[st
     return "m7c_shake.toml", flags | {"train.micro_batch_size": count, "train.global_batch_size": count * size}
 
 
+def rows_beside(save: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with a step that a checkpoint was written beside: from its own step until its end is noted."""
+    begin = int(save["message"].split()[0].removeprefix("step_"))
+    return [row for row in rows if row["step"] > begin and row["step"] - row["steps"] < save["step"]]
+
+
 def figures(case: Row, run: Path) -> dict[str, Any]:
     """The figures of the run's own files; of a run without a checkpoint, its outcome alone."""
     metrics = read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
     rows = [row for row in metrics if row["kind"] == "train"]
+    # A row is the mean of the steps since the last one.
+    for before, row in zip([{"step": 0}, *rows], rows, strict=False):
+        row["steps"] = row["step"] - before["step"]
     saved = [row for row in metrics if row.get("name") == "checkpoint_saved"]
     if not rows or not saved:
         return {"outcome": "failed"}
     config, steps = load_run(run), saved[-1]["step"]
-    # The first half includes compilation and the first exchanges.
-    steady = rows[len(rows) // 2 :]
+    slowed = [rows_beside(save, rows) for save in saved]
+    # The first two rows compile and record; without any others, the second half.
+    steady = [row for row in rows[2:] if not any(row in each for each in slowed)] or rows[len(rows) // 2 :]
     step_seconds = median(row["step_seconds"] for row in steady)
     # The first checkpoint warms files and buffers up; the last is never written in the background.
-    typical = saved[:-1] if config.checkpoint.asynchronous and len(saved) > 1 else saved
-    blocked = typical[-1]["blocked_seconds"]
+    typical = -2 if config.checkpoint.asynchronous and len(saved) > 1 else -1
+    blocked = saved[typical]["blocked_seconds"]
+    more = sum(row["steps"] * (row["step_seconds"] - step_seconds) for row in slowed[typical])
     interval = load_config(CONFIGS / case.checkpoint_config).checkpoint.interval_steps
     beat = json.loads((run / "heartbeat" / "rank0.jsonl").read_text().splitlines()[-1])["total_seconds"]
     wanted = config.train.steps
     return {
         "steps": steps,
         "compiled": config.train.compile,
-        "tokens_per_second": median(row["tokens_per_second"] for row in steady),
+        "tokens_per_second": config.train.global_batch_size * config.train.sequence_length / step_seconds,
         "step_ms": 1000 * step_seconds,
         "host_ms": 1000 * sum(beat.get(phase, 0.0) for phase in OWN_PHASES) / steps,
         "wait_ms": 1000 * beat.get("wait", 0.0) / steps,
@@ -157,9 +178,10 @@ def figures(case: Row, run: Path) -> dict[str, Any]:
         "rows_step_ms": [1000 * row["step_seconds"] for row in rows],
         "peak_gib_a_gpu": max(row["memory_peak_bytes"] for row in rows) / GIB,
         "checkpoint_seconds": [row["save_seconds"] for row in saved],
+        "checkpoint_ms": 1000 * (blocked + more),
         "checkpoint_blocked_seconds": blocked,
         "checkpoint_share": blocked / (interval * step_seconds),
-        "executed_mfu": steady[-1].get("executed_mfu"),
+        "executed_mfu": median(row["executed_mfu"] for row in steady) if "executed_mfu" in steady[0] else None,
         "first_loss": rows[0]["loss"],
         "last_loss": rows[-1]["loss"],
         "outcome": "ended" if steps == wanted else f"stopped at step {steps} of {wanted}",
@@ -170,7 +192,13 @@ def measure(case: Row, folder: Path, seconds: float) -> tuple[dict[str, Any], st
     """Train a row, and delete its files; returns its figures and its output."""
     run, begin = folder / case.label, time.monotonic()
     output = train(CONFIGS / case.config, run, case.flags, case.gpus, seconds)
-    found = {"wall_seconds": time.monotonic() - begin, **figures(case, run)}
+    found: dict[str, Any] = {"wall_seconds": time.monotonic() - begin}
+    try:
+        found |= figures(case, run)
+    except Exception as error:
+        found["outcome"] = failure(error)
+    if found["wall_seconds"] > seconds and "step_ms" not in found:
+        found["outcome"] = f"stopped after {seconds:.0f} s, before a checkpoint"
     # Its checkpoints may fill the disk.
     shutil.rmtree(run, ignore_errors=True)
     return found, output
@@ -218,12 +246,6 @@ def main() -> int:
         f"The production model on one GPU and on {options.gpus}, {options.sequences} sequences a GPU",
         folder=options.output, commit=options.commit,
     )  # fmt: skip
-    notes = [
-        "Medians over the second half of each run's rows of metrics; memory of rank 0's GPU.",
-        "host ms: a step's time in data, forward, backward and optimizer on rank 0's host, wait ms: for the others.",
-        "checkpoint share: seconds that training waited for a checkpoint, over the time between two of them in the "
-        "production run's configuration, or in that of 1.3 billion parameters.",
-    ]
     changed = [f"In every row: {' '.join(options.set)}."] if options.set else []
     found: list[dict[str, Any]] = []
 
@@ -231,7 +253,7 @@ def main() -> int:
         head = {name: getattr(case, name) for name in ("part", "mode", "gpus", "checkpointing", "graphs", "config")}
         warned = [line for line in output.splitlines() if "warning" in line.lower()]
         found.append({**head, **row, "warnings": len(warned)})
-        file.write(compared(found), notes=notes + changed, columns=COLUMNS)
+        file.write(compared(found), notes=NOTES + changed, columns=COLUMNS)
         print(json.dumps(compared(found)[-1]), flush=True)
         print("\n".join(warned)[:2000] if row["outcome"] == "ended" else output[-6000:], flush=True)
 
