@@ -2,14 +2,14 @@
 
     python benchmarks/context.py                                  # both parts on one GPU and on two
     python benchmarks/context.py --gpus 1 2 4 8 --parts layer --tokens 1048576 --calls 3
-    python benchmarks/context.py --gpus 4 --parts losses          # does the sharing change what is learned?
+    python benchmarks/context.py --gpus 1 4 --parts losses        # does the sharing change what is learned?
     python benchmarks/context.py --device cpu --tiny              # does the script work? Short sequences, small sizes
 
 | part | what runs |
 |---|---|
 | `layer` | one layer with its projections, forward and with backward (`ms`), 1 x 262,144 tokens, 64/4 heads of 128 |
 | `model` | `trifocal train` on rows of 1,048,576 random tokens, 12 layers of width 768, a row a step |
-| `losses` | ten steps of that model on packed text, two rows of 16,384 tokens a step, each shared by all GPUs |
+| `losses` | ten steps of that model on packed text, two rows of 16,384 tokens a step; one GPU in fp32 too |
 
 Before a layer is timed, its gradients in fp64 are compared with one process's on a short sequence. `exposed share` is
 the part of its time that goes away when each process computes on copies of its own keys in place of the others'. A
@@ -33,6 +33,7 @@ import torch
 
 from lib.context_layer import LayerProblem
 from lib.processes import train
+from lib.recorder import failure
 from lib.results import ResultFile
 from trifocal.cli.output import unwinding_signals
 from trifocal.ops import Geometry
@@ -120,23 +121,45 @@ def losses_row(size: int, precision: str, options: argparse.Namespace) -> dict[s
     return {**head, "losses": [row["loss"] for row in rows]}
 
 
-def judged(exact: dict[str, Any], one: dict[str, Any], shared: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of `losses`: one GPU in fp32, one in bf16, and all of them; the last two with their largest error."""
-    if any(row["status"] != "ok" for row in (exact, one, shared)):
-        return [exact, one, shared]
-    own, found = (max(abs(a - b) for a, b in zip(row["losses"], exact["losses"], strict=True)) for row in (one, shared))
-    status = "ok" if found <= TIMES_ONE_GPU * own else f"failed: errs by more than {TIMES_ONE_GPU * own:.3g}"
-    return [
-        exact,
-        one | {"largest_difference": own},
-        shared | {"largest_difference": found, "times_one_gpu": found / own if own else None, "status": status},
-    ]
+def measured(part: str, size: int, precision: str, options: argparse.Namespace) -> dict[str, Any]:
+    """A row of any part; if it fails, the next one goes on."""
+    try:
+        if part == "losses":
+            return losses_row(size, precision, options)
+        return (layer_row if part == "layer" else model_row)(size, options)
+    except Exception as error:
+        print(str(error), flush=True)
+        head = {"part": part, "gpus": size, "tokens": options.tokens or None, "status": failure(error)}
+        return head | ({"precision": precision} if precision else {})
+
+
+def judged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of `losses`, those in bf16 with their largest error; several GPUs' may be twice as large as one's."""
+    ended = {(row["gpus"], row["precision"]): row["losses"] for row in rows if row["status"] == "ok"}
+    exact = ended.get((1, "fp32"))
+
+    def error(losses: list[float]) -> float:
+        return max(abs(a - b) for a, b in zip(losses, exact or (), strict=True))
+
+    found = []
+    for row in rows:
+        if exact and row["status"] == "ok" and row["precision"] == "bf16":
+            row = row | {"largest_difference": error(row["losses"])}
+            if row["gpus"] > 1 and (1, "bf16") in ended:
+                own = error(ended[1, "bf16"])
+                row["times_one_gpu"] = row["largest_difference"] / own if own else None
+                if row["largest_difference"] > TIMES_ONE_GPU * own:
+                    row["status"] = f"failed: errs by more than {TIMES_ONE_GPU * own:.3g}"
+        found.append(row)
+    return found
 
 
 def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows in multiples of that with the fewest GPUs of their part and length."""
+    """The rows in multiples of that with the fewest GPUs of their part and length; `losses`, the last, are judged."""
     found = []
     for row in rows:
+        if row["part"] == "losses":
+            continue
         ended = [
             base
             for base in rows
@@ -153,7 +176,7 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if "without_exchange_ms" in row:
             row = row | {"exposed_share": 1 - row["without_exchange_ms"] / row["ms"]}
         found.append(row)
-    return found
+    return found + judged([row for row in rows if row["part"] == "losses"])
 
 
 @unwinding_signals()
@@ -165,6 +188,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=0, help="of the sequence, in place of the parts' own")
     parser.add_argument("--calls", type=int, default=0, help="that are timed of a layer, in place of its own number")
     parser.add_argument("--steps", type=int, default=8, help="of the model")
+    parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"],
+                        help="of one GPU's losses")  # fmt: skip
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="short sequences, small sizes")
     parser.add_argument("--limit", type=float, default=200.0, help="seconds for a row")
@@ -175,23 +200,15 @@ def main() -> int:
     file = ResultFile("context", title, folder=options.output, commit=options.commit)
     rows: list[dict[str, Any]] = []
 
-    def keep(row: dict[str, Any]) -> None:
-        rows.append(row)
-        if [each["part"] for each in rows[-3:]] == ["losses"] * 3:
-            rows[-3:] = judged(*rows[-3:])
-        file.write(compared(rows), notes=["Times of the slowest process, memory of the fullest GPU."])
-        print(json.dumps(compared(rows)[-1]), flush=True)
-
     for part in options.parts:
-        if part == "losses":
-            keep(losses_row(1, "fp32", options))
-            keep(losses_row(1, "bf16", options))
-            keep(losses_row(max(options.gpus), "bf16", options))
-            continue
         for size in options.gpus:
-            keep((layer_row if part == "layer" else model_row)(size, options))
+            precisions = (options.precisions if size == 1 else ["bf16"]) if part == "losses" else [""]
+            for precision in precisions:
+                rows.append(measured(part, size, precision, options))
+                file.write(compared(rows), notes=["Times of the slowest process, memory of the fullest GPU."])
+                print(json.dumps(rows[-1]), flush=True)
     print(file.page.read_text())
-    return int(any(row["status"] != "ok" and not row["status"].startswith("left out") for row in rows))
+    return int(any(row["status"] != "ok" and not row["status"].startswith("left out") for row in compared(rows)))
 
 
 if __name__ == "__main__":

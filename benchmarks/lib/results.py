@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from trifocal.runlog import environment
+from trifocal.runlog.whole_files import write_whole
 
 Row = Mapping[str, Any]
 
@@ -93,7 +94,7 @@ class ResultFile:
         """
         content = {**self._head, "notes": list(notes), "rows": list(rows), **{k: list(v) for k, v in tables.items()}}
         self.json.parent.mkdir(parents=True, exist_ok=True)
-        self.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_whole(self.json, json.dumps(content, indent=1) + "\n")
         head = self._head
         versions = f"torch {head['torch']}" + (f", Triton {head['triton']}" if head["triton"] else "")
         lines = [
@@ -111,7 +112,7 @@ class ResultFile:
             if table:
                 lines += ["", f"## {name.replace('_', ' ').capitalize()}", "", *_table(table)]
         lines += ["", *(f"- {note}" for note in notes)]
-        self.page.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+        write_whole(self.page, "\n".join(lines).rstrip() + "\n")
         return self.page
 
 

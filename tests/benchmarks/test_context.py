@@ -1,10 +1,12 @@
 """`benchmarks/context.py`: a layer in two processes, and the comparison of rows."""
 
 import argparse
+import json
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -46,15 +48,36 @@ def test_a_layer_that_no_gpu_holds_is_left_out(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_losses_are_judged_by_the_errors_of_one_gpu() -> None:
-    one = {"part": "losses", "status": "ok", "losses": [5.0, 4.0]}
-    other = {**one, "losses": [5.0, 4.01]}
+    exact = {"part": "losses", "tokens": 8, "status": "ok", "gpus": 1, "precision": "fp32", "losses": [5.0, 4.0]}
+    one = {**exact, "precision": "bf16", "losses": [5.0, 4.01]}
     for value, ok in ((4.019, True), (3.981, True), (4.03, False)):
-        found = context.judged(one, other, {**one, "losses": [5.0, value]})
-        assert found[0] == one and found[1]["largest_difference"] == pytest.approx(0.01)
+        four = {**one, "gpus": 4, "losses": [5.0, value]}
+        found = context.compared([exact, one, four])
+        assert found[0] == exact and found[1]["largest_difference"] == pytest.approx(0.01)
         assert found[2]["largest_difference"] == pytest.approx(abs(value - 4.0))
         assert (found[2]["status"] == "ok") == ok
     failed = {**one, "status": "failed after 3 of 10 steps", "losses": [5.0]}
-    assert context.judged(one, failed, one) == [one, failed, one]
+    assert context.compared([exact, failed, four]) == [
+        exact,
+        failed,
+        four | {"largest_difference": pytest.approx(0.03)},
+    ]
+    assert context.compared([one, four]) == [one, four]
+
+
+def test_a_row_that_fails_does_not_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def layer(size: int, options: argparse.Namespace) -> dict[str, object]:
+        if size == 2:
+            raise RuntimeError("process 1 ended with status 1")
+        return {"part": "layer", "gpus": size, "tokens": options.tokens, "status": "ok", "ms": 1.0, "peak_gib": None}
+
+    monkeypatch.setattr(context, "layer_row", layer)
+    flags = ["--parts", "layer", "--gpus", "2", "1", "--tokens", "208", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["context.py", *flags])
+    assert context.main() == 1
+    (file,) = tmp_path.glob("*.json")
+    statuses = [row["status"] for row in json.loads(file.read_text())["rows"]]
+    assert statuses == ["failed: RuntimeError: process 1 ended with status 1", "ok"]
 
 
 def test_sigterm_leaves_no_process(tmp_path):

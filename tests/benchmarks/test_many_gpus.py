@@ -33,11 +33,27 @@ def test_a_part_runs_and_its_rows_are_kept(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_part_that_takes_too_long_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two at the same time, and one after them: each has its own end, and sees its own GPU."""
     warm.take_the_place_of_subprocess(monkeypatch, many_gpus.__name__)
-    code = "import time; print('begun', flush=True); time.sleep(600)"
-    assert many_gpus.run(["-c", code], tmp_path / "log", 1.0) == "stopped after 1 s"
-    assert (tmp_path / "log").read_text() == "begun\n"
-    assert many_gpus.run(["-c", "raise SystemExit(3)"], tmp_path / "log", 60.0) == "failed: exit status 3"
+    sleeps = "import time; print('begun', flush=True); time.sleep(600)"
+    fails = "import os; print(os.environ['CUDA_VISIBLE_DEVICES']); raise SystemExit(3)"
+    slow, bad = (
+        many_gpus.Part(*given) for given in (("slow", 1.0, tmp_path / "slow"), ("bad", 60, tmp_path / "bad", "5"))
+    )
+    many_gpus.run([(slow, ["-c", sleeps]), (bad, ["-c", fails])])
+    assert (slow.status, bad.status) == ("stopped after 1 s", "failed: exit status 3")
+    assert 1 <= slow.took < 10 and (slow.log.read_text(), bad.log.read_text()) == ("begun\n", "5\n")
+    done = many_gpus.Part("done", 60.0, tmp_path / "done")
+    many_gpus.run([(done, ["-c", ""])])
+    assert done.summary() == {"name": "done", "status": "ok", "seconds": done.took}
+
+
+def test_parts_on_one_gpu_run_side_by_side() -> None:
+    one, parts = list(many_gpus.ON_ONE), list(many_gpus.SECONDS)
+    alone = [[name] for name in parts if name not in one]
+    assert list(many_gpus.groups(parts, 4)) == [["layer"], one, *alone[1:]]
+    assert list(many_gpus.groups(parts, 2)) == [["layer"], one[:2], one[2:], *alone[1:]]
+    assert list(many_gpus.groups(["tests"], 8)) == [["tests"]]
 
 
 def test_every_part_is_a_command_of_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,23 +78,26 @@ def test_every_part_is_a_command_of_its_script(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(SCRIPTS["context"], "trained", trained)
     monkeypatch.setattr(SCRIPTS["scale"], "measure", measure)
 
-    def run(arguments: list[str], log: Path, seconds: float) -> str:
-        log.write_text("= 17 passed =\n")
-        if arguments[0] == "-m":
-            assert all(Path(path).exists() for path in many_gpus.TESTS) and "16" in arguments
-            return "ok"
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "argv", arguments)
-            status = SCRIPTS[Path(arguments[0]).stem].main()
-        return f"failed: exit status {status}" if status else "ok"
+    def run(group: list[tuple[Any, list[str]]]) -> None:
+        for number, (part, arguments) in enumerate(group):
+            part.log.write_text("= 17 passed =\n")
+            assert part.gpu == (visible[number] if part.name in many_gpus.ON_ONE else None)
+            if arguments[0] == "-m":
+                assert all(Path(path).exists() for path in many_gpus.TESTS) and "16" in arguments
+                part.status = "ok"
+                continue
+            with monkeypatch.context() as patch:
+                patch.setattr(sys, "argv", arguments)
+                status = SCRIPTS[Path(arguments[0]).stem].main()
+            part.status = f"failed: exit status {status}" if status else "ok"
 
+    visible = ["7", "6", "5", "4", "3", "2", "1", "0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(visible))
     monkeypatch.setattr(many_gpus, "run", run)
+    # Losses of eight GPUs that err by too much.
     assert many_gpus.main(["--gpus", "8", "--output", str(tmp_path), "--commit", "abc"]) == 1
     found = results(tmp_path)
-    assert {part["name"]: part["status"] for part in found["parts"]} == {
-        **dict.fromkeys(many_gpus.SECONDS, "ok"), "losses": "failed: exit status 1",
-    }  # fmt: skip
-    assert (tmp_path / "many_gpus_losses.log").exists()
+    assert {part["name"]: part["status"] for part in found["parts"]} == dict.fromkeys(many_gpus.SECONDS, "ok")
     assert [part.get("output") for part in found["parts"] if part["name"] == "tests"] == ["17 passed"]
     layers = {(row["tokens"], row["gpus"]): row for row in found["rows"] if row["part"] == "layer"}
     longest = layers[many_gpus.LONG, 8]
@@ -89,6 +108,40 @@ def test_every_part_is_a_command_of_its_script(tmp_path: Path, monkeypatch: pyte
     assert speeds_found == [(mode, 0.95) for mode in ("ddp", "fsdp", "hsdp")]
     losses = [row for row in found["rows"] if row["part"] == "losses"]
     assert losses[2]["status"].startswith("failed: errs") and losses[1]["status"] == "ok"
+
+
+def test_whatever_fails_is_in_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of every kind that have no figures, a part that leaves nothing, and a signal in the middle of another."""
+    failed = {"status": "failed: why", "tokens": None}
+    written = {
+        "layer": [{"part": "layer", "gpus": 8, **failed}],
+        "text_one": [{"part": "one", "mode": "none", "gpus": 1, "checkpointing": "none", "graphs": "true"}],
+        "losses_fp32": [{"part": "losses", "gpus": 1, "precision": "fp32", **failed}],
+        "losses_bf16": [{"part": "losses", "gpus": 1, "precision": "bf16", **failed}],
+    }
+    written["text_one"][0]["outcome"] = "left out: no time"
+    fails = "raise SystemExit(1)"
+    signals = "import os, signal, time; print('x PASSED'); os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+
+    def command(part: Any, options: Any) -> list[str]:
+        if part.name in written:
+            many_gpus.ResultFile("what", "A title", folder=part.folder).write(written[part.name])
+        return ["-u", "-c", signals if part.name == "tests" else fails]
+
+    monkeypatch.setattr(many_gpus, "command", command)
+    with pytest.raises(SystemExit):
+        many_gpus.main(["--gpus", "8", "--output", str(tmp_path), "--parts", *written, "short_one", "tests", "fewer"])
+    found = results(tmp_path)
+    assert len(found["rows"]) == 4
+    assert {part["name"]: part["status"] for part in found["parts"]} == {
+        **dict.fromkeys((*written, "short_one"), "failed: exit status 1"),
+        "text_one": "cut by time: 1 of 1 rows",
+        "tests": "interrupted",
+    }
+    assert found["parts"][-1]["output"] == "1 passed, 0 failed by then"
+    assert (tmp_path / "many_gpus_tests.log").read_text() == "x PASSED\n"
+    (page,) = tmp_path.glob("*.md")
+    assert "failed: why" in page.read_text() and "cut by time" in page.read_text()
 
 
 def test_parts_without_time_are_left_out(tmp_path: Path) -> None:

@@ -50,24 +50,41 @@ def losses(run):
     return [row["loss"] for row in read_metrics(run / "metrics.jsonl", "train")]
 
 
-def finish(folder, mode, size, *flags):
-    """A run in both of its halves: it ends, without a warning."""
+def start(folder, mode, size, *flags):
+    """The processes of a run in both of its halves, and its folder."""
     folder.mkdir(exist_ok=True)
     config = write_config(folder, f"{mode}{size}")
     flags = ("--run.device", "cuda", "--parallel.mode", mode, *flags)
-    ended = train(folder, config, *flags, size=size).join(120)
-    assert [end.status for end in ended] == [0] * size, ended[0].error + ended[-1].error
+    return train(folder, config, *flags, size=size), folder / f"{mode}{size}"
+
+
+def finished(workers, run):
+    """Its folder when it has ended, without a warning."""
+    ended = workers.join(120)
+    assert all(end.status == 0 for end in ended), ended[0].error + ended[-1].error
     assert all("warning" not in end.error.lower() for end in ended), ended[0].error
-    return folder / f"{mode}{size}"
+    return run
+
+
+def finish(*arguments):
+    """A run from its start to its end."""
+    return finished(*start(*arguments))
 
 
 @pytest.mark.parametrize("precision", [(), BF16, GRAPHS])
 def test_losses_are_those_of_one_gpu(tmp_path, precision):
-    """Rounding of fp32, or of bf16, passed on by six steps of AdamW at 1e-2."""
-    one = losses(finish(tmp_path / "one", "none", 1, *precision))
-    for mode, flags in (("ddp", ()), ("fsdp", ()), ("ddp", CONTEXT), ("fsdp", CONTEXT)):
-        run = finish(tmp_path / f"{mode}{len(flags)}", mode, 2, *precision, *flags)
-        assert losses(run) == pytest.approx(one, rel=0.02 if precision else 1e-3)
+    """Rounding of fp32, or of bf16, passed on by six steps of AdamW at 1e-2. All train at the same time."""
+    runs = [start(tmp_path / "one", "none", 1, *precision)]
+    try:
+        for mode, flags in (("ddp", ()), ("fsdp", ()), ("ddp", CONTEXT), ("fsdp", CONTEXT)):
+            runs.append(start(tmp_path / f"{mode}{len(flags)}", mode, 2, *precision, *flags))
+        one, *others = (losses(finished(*run)) for run in runs)
+    finally:
+        for workers, _ in runs:
+            workers.kill()
+    assert len(others) == 4
+    for found in others:
+        assert found == pytest.approx(one, rel=0.02 if precision else 1e-3)
 
 
 def test_a_shared_sequence_costs_what_bf16_costs(tmp_path):
@@ -142,7 +159,7 @@ def test_a_killed_rank_stops_all_others_and_the_run_goes_on_bit_for_bit(tmp_path
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(VISIBLE))
     # Two micro-batches a step.
     flags = (*EXACT, "--train.global_batch_size", str(2 * COUNT), "--train.micro_batch_size", "1")
-    expected = results(finish(tmp_path / "whole", "fsdp", COUNT, *flags))
+    whole = start(tmp_path / "whole", "fsdp", COUNT, *flags)
     config = write_config(tmp_path)
     flags = ("--run.device", "cuda", "--parallel.mode", "fsdp", *flags)
     workers = train(tmp_path, config, *flags, size=COUNT, fault="hang", FAULT_FILE=str(tmp_path / "fault"))
@@ -155,8 +172,10 @@ def test_a_killed_rank_stops_all_others_and_the_run_goes_on_bit_for_bit(tmp_path
         for end in ended:
             assert end.status == 1
             assert f"rank 1 (process {workers.processes[1].pid}) is gone" in end.error, end.error
+        expected = results(finished(*whole))
     finally:
         workers.kill()
+        whole[0].kill()
     checkpoints = list_checkpoints(tmp_path / "run" / "checkpoints")
     assert [path.name for path in checkpoints] == ["step_00000002"]
     verify_checkpoint(checkpoints[0])
