@@ -48,13 +48,13 @@ from trifocal.cli.output import unwinding_signals
 
 HERE = Path(__file__).parent
 TESTS = [str(HERE.parent / "tests" / "gpu" / f"test_{name}.py") for name in ("distributed", "dumps")]
-# The most that each part may take. On four GPUs all together are expected to take 500.
+# The most that each part may take. All are expected to take 510 on four GPUs, or 545 where nothing is compiled yet.
 SECONDS = {
-    "layer": 150.0, "text_one": 120.0, "short_one": 120.0, "losses_fp32": 120.0, "losses_bf16": 120.0, "text": 260.0,
+    "layer": 150.0, "text_one": 160.0, "short_one": 120.0, "losses_fp32": 120.0, "losses_bf16": 120.0, "text": 260.0,
     "losses": 100.0, "short": 60.0, "tests": 200.0, "fewer": 120.0,
 }  # fmt: skip
 ON_ONE = ("text_one", "short_one", "losses_fp32", "losses_bf16")
-LEAST_SECONDS = 20.0
+LEAST_SECONDS = 10.0
 # More workers than half of the tests: no worker has two of the long ones.
 WORKERS = 16
 LONG, SHORT = 2**20, 2**18

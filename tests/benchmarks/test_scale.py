@@ -19,7 +19,8 @@ def test_the_figures_of_a_run_are_those_of_its_files(tmp_path: Path) -> None:
     found = scale.figures(ROW, tmp_path / "run")
     assert found["outcome"] == "ended" and found["steps"] == 6
     assert found["tokens_per_second"] == pytest.approx(4 * 32 / found["step_ms"] * 1000)
-    assert found["host_ms"] > 0 and found["wait_ms"] == 0 and len(found["checkpoint_seconds"]) == 3
+    # There is nobody to wait for; but a busy machine may be elsewhere just then.
+    assert found["host_ms"] > 0 and found["wait_ms"] < 20 and len(found["checkpoint_seconds"]) == 3
     # The production run saves every so many steps; this one waited for each of its checkpoints.
     assert 0 < found["checkpoint_share"] < 1
     assert found["checkpoint_ms"] == pytest.approx(1000 * found["checkpoint_blocked_seconds"])
