@@ -1,5 +1,7 @@
 """The dense twin on packed documents, on a GPU: FlashAttention's kernel, compiled, recorded, and at a batch's cost."""
 
+import itertools
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -111,15 +113,16 @@ def test_recorded_and_replayed_with_other_documents():
 
 
 def milliseconds(call, repeats=20):
+    """The least of some calls: other tests may use the GPU at the same time."""
     for _ in range(3):
         call()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(repeats):
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
         call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / repeats
+        mark.record()
+    marks[-1].synchronize()
+    return min(begin.elapsed_time(end) for begin, end in itertools.pairwise(marks))
 
 
 def test_costs_no_more_than_a_batch():
