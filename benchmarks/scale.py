@@ -54,8 +54,8 @@ NOTES = [
     "tokens/s and efficiency follow from it. Memory of rank 0's GPU.",
     "checkpoint ms: what a checkpoint costs. Training stands still for checkpoint blocked seconds; what all steps "
     "then take above the median, until it is written, is added.",
-    "host ms: a step's time in data, forward, backward and optimizer on rank 0's host, wait ms: for the others; means of "
-    "the whole run, the first steps' compilation included.",
+    "host ms: a step's time in data, forward, backward and optimizer on rank 0's host, wait ms: for the others; means "
+    "of the whole run, the first steps' compilation included.",
     "checkpoint share: seconds that training waited for a checkpoint, over the time between two of them in the "
     "production run's configuration, or in that of 1.3 billion parameters.",
 ]
