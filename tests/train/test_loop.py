@@ -8,6 +8,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from tests.train.tiny import WORDS, before_step, make_config, read_checkpoint
+from tests.written_runs import Clock
 from trifocal import load_model
 from trifocal.cli.train import _summary
 from trifocal.data import DataConfig, Loader, make_loader, make_tokenizer, prefetch
@@ -202,20 +204,22 @@ def test_the_picture_of_a_row_with_boundaries_knows_them(tmp_path: Path) -> None
 
 
 def test_samples_share_a_seed_and_pauses_are_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds, original = [], DecoderLM.generate
+    seeds, original, clock = [], DecoderLM.generate, Clock()
 
     def slow(self: DecoderLM, *args: Any, **kwargs: Any) -> torch.Tensor:
         seeds.append(kwargs["seed"])
-        time.sleep(2.0)
+        clock.pass_seconds(20.0)
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(DecoderLM, "generate", slow)
+    monkeypatch.setattr("trifocal.train.run_logger.time", SimpleNamespace(perf_counter=clock))
+    before_step(monkeypatch, lambda step, parts: clock.pass_seconds(step))
     flags = ("--train.steps", "4", "--log.sample_interval_steps", "2", "--log.sample_tokens", "2")
     train(make_config(tmp_path, *flags, "--log.interval_steps", "4", "--evaluate.interval_steps", "0"))
     assert seeds == [7, 7]
-    [_, row] = read_metrics(tmp_path / "run" / "metrics.jsonl", "train")
-    # The sample of step 2 took two seconds of three steps.
-    assert row["step_seconds"] < 0.6
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl", "train")
+    # The sample of step 2 is within the second row, whose steps took two, three and four seconds.
+    assert [(row["step"], row["step_seconds"]) for row in rows] == [(1, 1.0), (4, 3.0)]
 
 
 def test_an_existing_run_is_safe(tmp_path: Path) -> None:
