@@ -59,6 +59,8 @@ CASES = (
     Case("blocks of more keys than a product", 700, 30, 3, 3, geometry=geometry(4, 1, 128, 2, 1, 0, 11)),
     Case("blocks of more keys than a byte numbers", 1600, 190, geometry=geometry(16, 16, 512, 2, 1, 0, 11)),
 )  # fmt: skip
+# For what does not depend on sizes.
+PACKED = Case("packed: short, 1 token, long enough to choose", 108, 4, 4, 2, lengths=(17, 1, 90))
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])
 
 
@@ -220,7 +222,7 @@ def test_loss_and_gradient_of_compressed_keys_in_parts(device: str, monkeypatch:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the same on any device")
 def test_operators_pass_pytorch_s_own_check_and_compile_whole() -> None:
     """Schema, fake tensors and autograd, judged by PyTorch's own tool; and one graph with eager's bits."""
-    case = CASES[4]
+    case = PACKED
     documents, sample, inputs = draw(case, "cpu")
     q, k, q_idx, k_idx, _ = (x.float() for x in inputs)
     where = (case.geometry, 7)
@@ -241,7 +243,7 @@ def test_operators_pass_pytorch_s_own_check_and_compile_whole() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_sizes_of_a_geometry_may_be_symbols_of_a_compiler() -> None:
     """They are where dynamic shapes are asked for and the geometry is an argument."""
-    case = CASES[4]
+    case = PACKED
     documents, sample, inputs = draw(case, "cpu")
     q, k, *index, _ = (x.float() for x in inputs)
 
