@@ -55,11 +55,8 @@ def test_no_tensors(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_says_so() -> None:
-    full = Path("/dev/full")
-    if not full.exists():
-        pytest.skip("there is no /dev/full")
     with pytest.raises(OSError) as caught:
-        write_tensors(full, {"x": torch.zeros(100_000)}, {})
+        write_tensors(Path("/dev/full"), {"x": torch.zeros(100_000)}, {})
     assert caught.value.errno == errno.ENOSPC
 
 
