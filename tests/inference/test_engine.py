@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -570,3 +571,13 @@ def test_updates_make_up_the_completion(make_model: Make) -> None:
 def test_bad_requests_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Request(**{"prompt": [1], "max_new_tokens": 1, **options})
+
+
+@pytest.mark.parametrize("kind", [list, np.array])
+def test_a_prompt_may_change_once_the_request_is_made(model: DecoderLM, kind: Callable[[Any], Any]) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 4, "sampling": Sampling(temperature=0, repetition_penalty=2)}
+    expected = make_engine(model)[0].complete([Request(prompt=[1, 2, 3] * 7, **options)])[0].tokens
+    prompt = kind([1, 2, 3] * 7)
+    request = Request(prompt=prompt, **options)
+    prompt[:] = [30] * 21
+    assert make_engine(model)[0].complete([request])[0].tokens == expected

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from trifocal.inference import CachedModel, Engine, Request
 from trifocal.inference.cached_model import CachedSequence
@@ -24,17 +25,21 @@ def make_cache(model: DecoderLM, *, page_size: int = 8, **options: Any) -> tuple
     return PrefixCache(cached), cached
 
 
+def keys(cache: PrefixCache, prompt: list[int]) -> list[bytes]:
+    return cache.keys(torch.tensor(prompt))
+
+
 def keep(cache: PrefixCache, cached: CachedModel, prompt: list[int]) -> None:
     """Keep the past of a whole prompt."""
     sequence = cached.admit()
     cached.prefill(sequence, prompt)
-    cache.keep(cache.keys(prompt), sequence)
+    cache.keep(keys(cache, prompt), sequence)
     cached.free(sequence)
 
 
 def lengths(cache: PrefixCache, prompts: list[list[int]]) -> list[int]:
     """Tokens found of each prompt."""
-    found: list[CachedSequence | None] = [cache.find(cache.keys(prompt), len(prompt)) for prompt in prompts]
+    found: list[CachedSequence | None] = [cache.find(keys(cache, prompt), len(prompt)) for prompt in prompts]
     return [0 if past is None else past.length for past in found]
 
 
@@ -49,8 +54,8 @@ def test_the_least_recently_used_goes_first(model: DecoderLM) -> None:
 
 def test_tokens_are_told_apart_at_any_size(model: DecoderLM) -> None:
     cache, _ = make_cache(model)
-    keys = [cache.keys([token] * 8)[0] for token in (1, 1 + 2**8, 1 + 2**16, 1 + 2**31)]
-    assert len(set(keys)) == 4
+    found = [keys(cache, [token] * 8)[0] for token in (1, 1 + 2**8, 1 + 2**16, 1 + 2**31)]
+    assert len(set(found)) == 4
 
 
 @pytest.mark.parametrize(
@@ -79,7 +84,7 @@ def test_a_past_that_is_kept_is_not_kept_again(model: DecoderLM) -> None:
 def test_the_past_that_is_about_to_be_forked_is_not_given_up(model: DecoderLM) -> None:
     cache, cached = make_cache(model)
     keep(cache, cached, PROMPTS[0][:8])
-    past = cache.find(cache.keys(PROMPTS[0]), 8)
+    past = cache.find(keys(cache, PROMPTS[0]), 8)
     assert past is not None and not cache.drop(but=past)
     keep(cache, cached, PROMPTS[1][:8])
     assert cache.drop(but=past) and lengths(cache, PROMPTS[:2]) == [8, 0]

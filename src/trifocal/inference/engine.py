@@ -113,7 +113,7 @@ class Engine:
         self._updates = [update for update in self._updates if update.request is not request]
 
     def _check(self, request: Request) -> None:
-        token_tensor(request.name or "the prompt", request.prompt, "[T]", self._model.config.vocab_size)
+        token_tensor(request.name or "the prompt", request.prompt_tensor, "[T]", self._model.config.vocab_size)
         # The last drawn token is never read, and needs no place.
         fits = min(self._model.max_length, self._model.pages.num_pages * self._model.pages.page_size)
         if request.longest > fits:
@@ -166,7 +166,7 @@ class Engine:
         seed = (request.sampling.seed + sample) % 2**64
         stream = None
         if self._tokenizer is not None:
-            stream = TextStream(self._tokenizer, list(request.prompt[-_NEIGHBOURS:]), request.stop)
+            stream = TextStream(self._tokenizer, request.prompt_tensor[-_NEIGHBOURS:].tolist(), request.stop)
         return RequestState(request, next(self._ages), replace(request.sampling, seed=seed), sample, stream=stream)
 
     def _enter(self) -> None:
@@ -181,7 +181,7 @@ class Engine:
                 cached = self._model.admit()
             if state.launched:
                 try:
-                    state.place = self._place(cached, state, [*state.request.prompt, *state.tokens])
+                    state.place = self._place(cached, state)
                 except BaseException:
                     self._model.free(cached)
                     raise
@@ -191,7 +191,11 @@ class Engine:
             else:
                 self._scheduler.prefill(state)
 
-    def _place(self, cached: CachedSequence, state: RequestState, tokens: Sequence[int]) -> int:
+    def _place(self, cached: CachedSequence, state: RequestState) -> int:
+        prompt = state.request.prompt_tensor
+        # A long list takes its time, and without a penalty only the last token is read.
+        read = prompt[-1:] if state.sampling.repetition_penalty == 1 else prompt
+        tokens = [*read.tolist(), *state.tokens]
         return self._runner.place(cached, state.sampling, tokens, likeliest=state.request.likeliest > 0)
 
     def _prefill(self) -> bool:
@@ -205,11 +209,11 @@ class Engine:
     def _prefill_piece(self, state: RequestState) -> int:
         """One piece of a prompt; after the last one, draw the first token of every sample. Returns its tokens."""
         assert state.cached is not None
-        prompt, begin, size = state.request.prompt, state.cached.length, self._model.prefill_chunk_size
+        prompt, begin, size = state.request.prompt_tensor, state.cached.length, self._model.prefill_chunk_size
         scored = state.request.score_prompt
         if scored:
             size = min(size, max(1, _SCORED_LOGITS // self._model.config.vocab_size))
-        piece = torch.tensor(prompt[begin : begin + size], dtype=torch.int64)
+        piece = prompt[begin : begin + size]
         if state.logits is None:
             logits = self._model.prefill_chunk(state.cached, piece, all_logits=scored)
             if scored:
@@ -229,7 +233,7 @@ class Engine:
                 states[-1].reused_tokens = state.reused_tokens
             for each in states:
                 assert each.cached is not None
-                each.place = self._place(each.cached, each, prompt)
+                each.place = self._place(each.cached, each)
                 drawn.append((self._runner.draw_first(each.place, state.logits), [(0, each)]))
         except BaseException:
             for each in states:
@@ -299,7 +303,7 @@ class Engine:
             return state.tokens[-1:] or [0]
         assert state.cached is not None
         if state.lookup is None:
-            state.lookup = PromptLookup([*state.request.prompt, *state.tokens])
+            state.lookup = PromptLookup([*state.request.prompt_tensor.tolist(), *state.tokens])
         length, pages = state.cached.length, self._model.pages
         room = pages.pages_of(length + 1) * pages.page_size - length
         left = state.request.max_new_tokens - state.launched
@@ -408,10 +412,10 @@ class Engine:
             state.cached = None
 
 
-def _scores(logits: Tensor, tokens: Sequence[int], likeliest: int) -> list[TokenScore]:
+def _scores(logits: Tensor, tokens: Tensor, likeliest: int) -> list[TokenScore]:
     """Scores of the tokens behind the first places of a prompt's piece; logits [T, vocab_size], at most T tokens."""
     log_p = logits[: len(tokens)].log_softmax(-1)
-    own = log_p.gather(1, torch.tensor(tokens, dtype=torch.int64, device=log_p.device)[:, None])[:, 0].tolist()
+    own = log_p.gather(1, tokens.to(log_p.device)[:, None])[:, 0].tolist()
     best = log_p.topk(min(likeliest, log_p.shape[1]))
     pairs = (list(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True))
     return [TokenScore(*score) for score in zip(own, pairs, strict=True)]

@@ -9,7 +9,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 
-import numpy as np
+from torch import Tensor
 
 from trifocal.inference.cached_model import CachedModel, CachedSequence
 
@@ -26,13 +26,13 @@ class PrefixCache:
         """Rows that are free, and are not for sequences of requests."""
         return self._most - len(self._kept)
 
-    def keys(self, prompt: Sequence[int]) -> list[bytes]:
-        """Hashes of a prompt's first chunk, its first two, …; nobody finds another text with the same one."""
+    def keys(self, prompt: Tensor) -> list[bytes]:
+        """Hashes of the first chunk of a prompt [T], its first two, …; nobody finds another text with the same one."""
         if not self._most:
             return []
         size, state, keys = self._model.prefill_chunk_size, hashlib.sha256(), []
         for end in range(size, len(prompt) + 1, size):
-            state.update(np.asarray(prompt[end - size : end], dtype=np.int64).tobytes())
+            state.update(prompt[end - size : end].numpy().tobytes())
             keys.append(state.digest())
         return keys
 

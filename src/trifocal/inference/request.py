@@ -35,14 +35,22 @@ def token_tensor(name: str, tokens: Any, pattern: str, vocab_size: int = 0) -> T
         array = np.asarray(tokens)
         if array.dtype.kind not in "biufc":
             raise ValueError(f"{name} must be whole numbers, got {array.dtype}")
-        found = torch.as_tensor(array)
+        # PyTorch knows not every type without a sign; tokens from 2**63 on become negative, which no vocabulary has.
+        found = torch.as_tensor(array.astype(np.int64) if array.dtype.kind == "u" else array)
     if found.ndim != pattern.count(",") + 1 or found.numel() == 0:
         raise ValueError(f"{name} must be {pattern} with at least one token, got {list(found.shape)}")
     if found.dtype.is_floating_point or found.dtype.is_complex or found.dtype == torch.bool:
         raise ValueError(f"{name} must be whole numbers, got {found.dtype}")
-    if vocab_size and found.device.type == "cpu" and not 0 <= int(found.min()) <= int(found.max()) < vocab_size:
+    found = found.to(torch.int64)
+    if vocab_size and found.device.type == "cpu" and not in_vocabulary(found, vocab_size):
         raise ValueError(f"{name} has tokens outside the vocabulary of {vocab_size}")
-    return found.to(torch.int64)
+    return found
+
+
+def in_vocabulary(tokens: Tensor, vocab_size: int) -> bool:
+    """Whether all tokens, at least one, are from 0 to under `vocab_size`."""
+    low, high = tokens.aminmax()
+    return 0 <= int(low) <= int(high) < vocab_size
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,6 +67,7 @@ class Request:
         likeliest: Likeliest tokens to give beside each token, up to `MOST_LIKELIEST`.
         score_prompt: Whether to give the log-probabilities of the prompt's tokens too.
         name: For messages.
+        prompt_tensor: The prompt as int64, [T]. A long list takes its time, so it is read once: changes are not seen.
 
     Raises:
         ValueError: If a value is out of range.
@@ -73,12 +82,13 @@ class Request:
     likeliest: int = 0
     score_prompt: bool = False
     name: str = ""
+    prompt_tensor: Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_whole_number("max_new_tokens", self.max_new_tokens, 1)
         check_whole_number("samples", self.samples, 1)
         check_whole_number("likeliest", self.likeliest, 0, MOST_LIKELIEST)
-        token_tensor("a prompt", self.prompt, "[T]")
+        object.__setattr__(self, "prompt_tensor", token_tensor("a prompt", self.prompt, "[T]").clone())
         if isinstance(self.stop, str):
             raise ValueError(f"stop must be a sequence of strings, got {self.stop!r}")
         if "" in self.stop:
@@ -87,7 +97,7 @@ class Request:
     @property
     def longest(self) -> int:
         """Tokens that the caches hold at the end: the last drawn one is never read."""
-        return len(self.prompt) + self.max_new_tokens - 1
+        return len(self.prompt_tensor) + self.max_new_tokens - 1
 
 
 class TokenScore(NamedTuple):

@@ -67,7 +67,7 @@ class RequestState:
     def prompt_left(self) -> int:
         """Tokens of its prompt that are not in the caches."""
         assert self.cached is not None
-        return len(self.request.prompt) - self.cached.length
+        return len(self.request.prompt_tensor) - self.cached.length
 
 
 class Scheduler:
@@ -114,8 +114,9 @@ class Scheduler:
                 return
             state, past = queue[0], None
             if state.swapped is None and not state.request.score_prompt:
-                state.keys = state.keys or self._prefixes.keys(state.request.prompt)
-                past = self._prefixes.find(state.keys, len(state.request.prompt) - 1)
+                prompt = state.request.prompt_tensor
+                state.keys = state.keys or self._prefixes.keys(prompt)
+                past = self._prefixes.find(state.keys, len(prompt) - 1)
             missing = self._model.pages.pages_of(self._places(state)) - (len(past.table.pages) if past else 0)
             missing += self._pages_of_prompts() + sum(map(_needs_pages, self.running))
             while missing > self._model.pages.num_free:
@@ -186,7 +187,7 @@ class Scheduler:
         if state.launched:
             assert state.swapped is not None
             return state.swapped.length + 1
-        return len(state.request.prompt)
+        return len(state.request.prompt_tensor)
 
 
 def _insert(states: list[RequestState], state: RequestState) -> None:

@@ -9,7 +9,7 @@ from trifocal.data.sources.chats import BadChat, read_messages
 from trifocal.errors import UserError, one_line
 from trifocal.fields import checked
 from trifocal.inference import Request, Sampling
-from trifocal.inference.request import MOST_LIKELIEST
+from trifocal.inference.request import MOST_LIKELIEST, in_vocabulary
 from trifocal.serve.errors import ApiError
 
 _MOST_STOPS = 32
@@ -158,7 +158,7 @@ class Service:
             )  # fmt: skip
         seed = values.get("seed", secrets.randbelow(_MOST_SEED))
         try:
-            return Request(
+            request = Request(
                 prompt=prompt,
                 max_new_tokens=room if count is None else max(1, count),
                 sampling=Sampling(seed=seed, **{name: values[name] for name in _SAMPLING if name in values}),
@@ -167,6 +167,9 @@ class Service:
             )
         except ValueError as error:
             raise ApiError(400, str(error)) from error
+        if not in_vocabulary(request.prompt_tensor, self.vocab_size):
+            raise ApiError(400, f"tokens of a prompt must be from 0 to {self.vocab_size - 1}", param="prompt")
+        return request
 
     def _prompts(self, prompt: Any, samples: int) -> list[list[int]]:
         """The prompts of a completion, in tokens."""
@@ -183,12 +186,10 @@ class Service:
         for part in prompt:
             if isinstance(part, str):
                 part = self._encode(_checked(str, part, "prompt"))
-            if not isinstance(part, list) or not all(type(token) is int for token in part):
+            elif not isinstance(part, list) or {*map(type, part)} - {int}:
                 raise ApiError(400, "prompt must be a text, a list of tokens, or a list of them", param="prompt")
             if not part:
                 raise ApiError(400, "the prompt is empty; give the model something to continue", param="prompt")
-            if not 0 <= min(part) <= max(part) < self.vocab_size:
-                raise ApiError(400, f"tokens of a prompt must be from 0 to {self.vocab_size - 1}", param="prompt")
             prompts.append(part)
         return prompts
 
