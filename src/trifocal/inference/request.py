@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trifocal.inference.sampler import Sampling
@@ -73,7 +74,7 @@ class Request:
         ValueError: If a value is out of range.
     """
 
-    prompt: Sequence[int]
+    prompt: Sequence[int] | NDArray[np.integer[Any]]
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     samples: int = 1

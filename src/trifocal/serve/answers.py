@@ -39,7 +39,7 @@ class Answer:
     @property
     def first_prompt(self) -> list[int]:
         """Tokens of the first prompt."""
-        return list(self._call.requests[0].prompt)
+        return self._call.requests[0].prompt_tensor.tolist()  # type: ignore[no-any-return]
 
     def choice(self, update: Update) -> dict[str, Any]:
         """What an update adds to a choice: its `index`, `text`, `logprobs` and `finish_reason`."""
@@ -58,7 +58,7 @@ class Answer:
         if begins and call.echo:
             text = call.texts[index // request.samples] + text
             prompt: list[TokenScore | None] = [None, *update.prompt_scores]
-            scores = [*zip(request.prompt, prompt, strict=False), *scores]
+            scores = [*zip(request.prompt_tensor.tolist(), prompt, strict=False), *scores]
         self.open -= reason is not None
         logprobs = None
         if call.logprobs:

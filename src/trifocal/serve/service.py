@@ -4,6 +4,9 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from trifocal.data import Tokenizer
 from trifocal.data.sources.chats import BadChat, read_messages
 from trifocal.errors import UserError, one_line
@@ -12,6 +15,7 @@ from trifocal.inference import Request, Sampling
 from trifocal.inference.request import MOST_LIKELIEST, in_vocabulary
 from trifocal.serve.errors import ApiError
 
+_Prompt = list[int] | NDArray[np.int32]
 _MOST_STOPS = 32
 _MOST_SEED = 2**63 - 1
 _DEFAULT_TOKENS = 16
@@ -148,7 +152,7 @@ class Service:
             drops_token=drops_token,
         )
 
-    def _request(self, prompt: list[int], count: int | None, values: dict[str, Any], **options: Any) -> Request:
+    def _request(self, prompt: _Prompt, count: int | None, values: dict[str, Any], **options: Any) -> Request:
         room = self.max_length - len(prompt)
         if room < max(1, count or 1):
             new = "" if count is None else f", and {max(1, count):,} new ones were asked for"
@@ -171,7 +175,7 @@ class Service:
             raise ApiError(400, f"tokens of a prompt must be from 0 to {self.vocab_size - 1}", param="prompt")
         return request
 
-    def _prompts(self, prompt: Any, samples: int) -> list[list[int]]:
+    def _prompts(self, prompt: Any, samples: int) -> list[_Prompt]:
         """The prompts of a completion, in tokens."""
         if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) is int):
             prompt = [prompt]
@@ -188,12 +192,12 @@ class Service:
                 part = self._encode(_checked(str, part, "prompt"))
             elif not isinstance(part, list) or {*map(type, part)} - {int}:
                 raise ApiError(400, "prompt must be a text, a list of tokens, or a list of them", param="prompt")
-            if not part:
+            if len(part) == 0:
                 raise ApiError(400, "the prompt is empty; give the model something to continue", param="prompt")
             prompts.append(part)
         return prompts
 
-    def _chat_prompt(self, messages: Any) -> list[int]:
+    def _chat_prompt(self, messages: Any) -> NDArray[np.int32]:
         """The prompt of a chat, in tokens."""
         if not self.chats:
             raise ApiError(400, f"{self.name} has no chat template; use /v1/completions")
@@ -202,7 +206,7 @@ class Service:
         except BadChat as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
         try:
-            return self.tokenizer.encode_prompt(chat).tolist()
+            return self.tokenizer.encode_prompt(chat)
         except BadChat as error:
             # The message itself names the tokenizer, whose name may be a path.
             raise ApiError(
@@ -211,9 +215,9 @@ class Service:
         except UserError as error:
             raise _not_encodable() from error
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> NDArray[np.int32]:
         try:
-            return self.tokenizer.encode(text).tolist()
+            return self.tokenizer.encode(text)
         except UserError as error:
             raise _not_encodable() from error
 
