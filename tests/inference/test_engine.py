@@ -12,6 +12,7 @@ from trifocal.data import make_tokenizer
 from trifocal.inference import CachedModel, Completion, Engine, Request, RequestTooLong, Sampling, TokenScore, Update
 from trifocal.inference.prompt_lookup import PromptLookup
 from trifocal.models import DecoderLM
+from trifocal.ops import DecodeBatch
 
 Make = Callable[..., DecoderLM]
 VOCABULARY = 31
@@ -292,6 +293,33 @@ def test_guessed_tokens_are_those_of_one_at_a_time(
         counts.append((engine.right_tokens, engine.guessed_tokens))
     right, guessed = map(sum, zip(*counts, strict=True))
     assert 50 < right < guessed - 50
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+def test_a_step_spares_what_no_sequence_needs(
+    make_model: Make, speculate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the host says of a step's lengths is what the device has, as sequences come, go, move and are guessed."""
+    model = make_model(chooser="index").float()
+    cached = CachedModel(model, max_sequences=3, max_length=60, page_size=8, num_pages=18)
+    geometry, step, seen = cached.config.geometry, cached.step, set()
+
+    def checked(tokens: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
+        new = batch.num_new > 0
+        spans = zip(batch.lengths[new].tolist(), (batch.lengths + batch.num_new)[new].tolist(), strict=True)
+        blocks = [(geometry.num_compressed_blocks(begin), geometry.num_compressed_blocks(end)) for begin, end in spans]
+        longest = int((batch.lengths + batch.num_new)[new].max())
+        needed = longest <= geometry.selected_tokens, any(before < after for before, after in blocks)
+        # The first step of each batch size has everything in it.
+        assert (batch.takes_all, batch.ends_block) in (needed, (False, True))
+        seen.add((batch.takes_all, batch.ends_block))
+        return step(tokens, batch)
+
+    monkeypatch.setattr(cached, "step", checked)
+    engine = Engine(cached, speculate=speculate)
+    for requests in (draw_requests(8), *([request] for request in draw_requests(4, seed=1))):
+        engine.complete(requests)
+    assert len(seen) == 4
 
 
 def test_a_guess_is_what_followed_last() -> None:

@@ -173,6 +173,9 @@ class Decoder:
         spare_pages: Columns of the block table that nobody needs; their entries are no pages.
         seed: Of the order of pages and rows.
         length: Tokens of the longest sequence, where `tokens` are fewer, which follow again and again.
+
+    Attributes:
+        spared: What its batches say of themselves, `takes_all` and `ends_block`.
     """
 
     def __init__(
@@ -186,6 +189,7 @@ class Decoder:
         length: int = 0,
     ) -> None:
         self.case, self.tokens, self.most_new, self.backend = case, tokens, most_new, backend
+        self.spared: dict[str, bool] = {}
         rules, device, dtype = case.geometry, tokens.q.device, tokens.q.dtype
         batch, length = len(tokens.q), length or tokens.q.shape[1]
         self.rotary = tables(case, length, tokens.q)
@@ -265,7 +269,7 @@ class Decoder:
 
     def batch(self, num_new: list[int]) -> DecodeBatch:
         new = torch.tensor(num_new, dtype=torch.int32, device=self.lengths.device)
-        return DecodeBatch(self.rows, self.lengths.clone(), new, self.table)
+        return DecodeBatch(self.rows, self.lengths.clone(), new, self.table, **self.spared)
 
     def new_tokens(self, num_new: list[int]) -> Tokens:
         """The next T tokens of each sequence, NaN past its new ones."""

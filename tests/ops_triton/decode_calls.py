@@ -8,7 +8,7 @@ from trifocal.ops import DecodeBatch, DenseCache, Geometry, SparseCache
 def decode_step(
     heads, groups, dim, value_dim, new=1, dtype=torch.bfloat16, batch=64, pages=16, learned=False, selected=16
 ):
-    """Launch every kernel: of layers of three branches, with an index alone, dense, and with a window alone."""
+    """Launch every kernel: of layers of three branches, also with an index, with that alone, dense, and of a window."""
     from trifocal.ops.decode.caches import LearnedCompressor
     from trifocal.ops.decode.triton import append, attention
 
@@ -22,7 +22,8 @@ def decode_step(
 
     k_slc, v_slc = both(batch * pages, groups, size)
     k_cmp, v_cmp = both(batch * pages, groups, size // geometry.compression_stride)
-    cache = SparseCache(k_slc, v_slc, k_cmp, v_cmp, *both(batch, groups, 520), *both(batch, groups, 40))
+    rings = *both(batch, groups, 520), *both(batch, groups, 40)
+    cache = SparseCache(k_slc, v_slc, k_cmp, v_cmp, *rings)
     counts = (empty(batch, dtype=torch.int32) for _ in range(3))
     sequences = DecodeBatch(*counts, empty(batch, pages, dtype=torch.int32))
     rotary = (empty(4096, dim // 2, dtype=torch.float32),) * 2
@@ -42,6 +43,8 @@ def decode_step(
     append.append_sparse(indexed, sequences, (None, None, *tokens[2:4], None, None), geometry, rotary, None, keys)
     queries = empty(batch, new, groups, 64), index_rotary
     attention.decode_attention(q, None, indexed, sequences, geometry, rotary, False, 0.1, queries)
+    cache = SparseCache(k_slc, v_slc, k_cmp, v_cmp, *rings, k_idx=indexed.k_idx)
+    attention.decode_attention(q, gates, cache, sequences, geometry, rotary, True, 0.1, queries)
     dense = DenseCache(k_slc, v_slc)
     append.append_dense(dense, sequences, *tokens[:2], rotary)
     for window in (None, 300):

@@ -224,6 +224,27 @@ def test_parts_of_one_tile(window, monkeypatch, device):
     assert error(o, expected) <= BOUND
 
 
+@pytest.mark.parametrize("others", [{}, {"learned": True}, {"index": 8}, {"index": 8, "learned": True}, BITS], ids=str)
+def test_what_a_batch_spares_changes_no_bit(others, monkeypatch, device):
+    """Up to n blocks no choice is made, and where no compressed block ends none is written."""
+    from trifocal.ops.decode.triton import append, attention
+
+    step = Step(shapes("spared", geometry(8, 4, 16, 5, 1, 1, 11), 6, 2, **others), (5, 76), (2, 3))
+    tokens = tokens_of(step, device)
+    expected, decoder = run(step, "triton", tokens)
+    spared = Decoder(step.shapes, tokens, 3, "triton")
+    spared.fill(list(step.lengths))
+    spared.spared = {"takes_all": True, "ends_block": False}
+    for kernel in ("decode_choice_kernel", "decode_index_kernel"):
+        monkeypatch.setattr(attention, kernel, None)
+    for kernel in ("learned_hidden_kernel", "learned_blocks_kernel"):
+        monkeypatch.setattr(append, kernel, None)
+    assert torch.equal(spared.step(list(step.num_new)), expected)
+    for field in fields(spared.cache):
+        held, wanted = getattr(spared.cache, field.name), getattr(decoder.cache, field.name)
+        assert held is wanted is None or torch.equal(held.nan_to_num(9.0), wanted.nan_to_num(9.0))
+
+
 def choices(step, tokens, monkeypatch, rotated=True):
     """The blocks that the kernels choose for the tokens of a step, [B, T, G, N], and those of the reference."""
     from trifocal.ops.decode.triton import attention as kernels

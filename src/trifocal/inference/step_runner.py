@@ -2,7 +2,9 @@
 
 A sequence has a place in the batch, `0 <= place < max_sequences`. A step runs the first places, up to the next power of
 two; a place without a sequence is padding. Everything that a step needs and changes (lengths, last tokens, settings)
-stays on the device, so that the host can start a step before it knows the tokens of the one before.
+stays on the device, so that the host can start a step before it knows the tokens of the one before. It knows the
+lengths, and has steps recorded that leave out what no sequence needs: a choice while all blocks are chosen, the
+compression of blocks where none ends.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +19,7 @@ from trifocal.inference.request import MOST_LIKELIEST, TokenScore
 from trifocal.inference.sampler import Sampling, SamplingTensors, draw_step
 from trifocal.ops import DecodeBatch
 from trifocal.ops.decode.caches import MOST_NEW_TOKENS as NEW
+from trifocal.ops.decode.caches import SparseCache
 
 MOST_DRAFTS = 4
 """Sequences whose next tokens are guessed: with more, a step of eight tokens takes too long."""
@@ -45,13 +48,21 @@ class SampledTokens(NamedTuple):
         return found
 
 
+class Spared(NamedTuple):
+    """What a step leaves out, as `DecodeBatch` has it."""
+
+    takes_all: bool = False
+    ends_block: bool = True
+
+
 class StepRunner:
     """Runs decoding steps of a batch.
 
     Args:
         model: The model and its caches.
         record: Whether steps are recorded as CUDA graphs: the first step of each batch size runs unrecorded, which
-            compiles its kernels, the second is recorded. Without effect on a CPU.
+            compiles its kernels, and so does the first that leaves something out; the second is recorded. Without
+            effect on a CPU.
     """
 
     def __init__(self, model: CachedModel, *, record: bool = True) -> None:
@@ -74,6 +85,12 @@ class StepRunner:
         # What the draw of each place needs: the filters, the likeliest tokens.
         self._needs: dict[int, tuple[bool, bool]] = {}
         self._graphs = RecordedWork(model.device) if record else None
+        # Steps of each kind that have run with everything in them, which compiles what a later one may need.
+        self._begun: set[tuple[int, bool, bool, bool]] = set()
+        # Tokens in the caches of each place.
+        self._held: dict[int, int] = {}
+        sparse = [cache for cache in model.cache.layers if isinstance(cache, SparseCache)]
+        self._chooses, self._compresses = bool(sparse), any(cache.k_cmp is not None for cache in sparse)
 
     @torch.inference_mode()
     def place(
@@ -84,7 +101,7 @@ class StepRunner:
         Args:
             sequence: Its caches hold all tokens but the last drawn one, if one was drawn.
             sampling: Its settings.
-            tokens: All of its tokens.
+            tokens: Its tokens; the last one is enough without a repetition penalty.
             likeliest: Whether its likeliest tokens are wanted beside each drawn one.
         """
         place = min(self._free)
@@ -100,14 +117,14 @@ class StepRunner:
         self._settings.set_row(place, sampling, seen)
         # Last: a place that cannot be prepared stays free.
         self._free.remove(place)
-        self._needs[place] = sampling.filters, likeliest
+        self._needs[place], self._held[place] = (sampling.filters, likeliest), sequence.length
         return place
 
     @torch.inference_mode()
     def remove(self, place: int) -> None:
         """Give a place back."""
         self._num_new[place : place + 1].zero_()
-        del self._needs[place]
+        del self._needs[place], self._held[place]
         self._free.append(place)
 
     @torch.inference_mode()
@@ -127,7 +144,7 @@ class StepRunner:
                 x[target].copy_(x[source])
             self._settings.copy_row(source, target)
             self._free.remove(target)
-            self._needs[target] = self._needs[source]
+            self._needs[target], self._held[target] = self._needs[source], self._held[source]
             self.remove(source)
             moved[source] = target
             occupied = sorted([*occupied, target])
@@ -148,7 +165,10 @@ class StepRunner:
         needs = self._needs_of(places)
         # Before the step, so that nothing changes if there is no memory.
         values = self._host_values(size, needs)
-        self._record((size, *needs, False), lambda: self._step(size, needs))
+        spared = self._spared(dict.fromkeys(places, 1))
+        self._record((size, *needs, False), spared, lambda spared: self._step(size, needs, spared))
+        for place in places:
+            self._held[place] += 1
         return self._fetch(values, self._drawn[:size], self._likeliest[:size])
 
     @torch.inference_mode()
@@ -170,7 +190,8 @@ class StepRunner:
             send(torch.tensor([len(row) for row in rows], dtype=torch.int32), self._device)
         )
         values = self._host_values(size * NEW, needs)
-        self._record((size, *needs, True), lambda: self._step_of_drafts(size, needs))
+        spared = self._spared({place: len(draft) for place, draft in drafts.items()})
+        self._record((size, *needs, True), spared, lambda spared: self._step_of_drafts(size, needs, spared))
         found = self._fetch(values, self._draft_drawn[: size * NEW], self._draft_likeliest[: size * NEW]).read()
         return {place: found[place * NEW : place * NEW + len(draft)] for place, draft in drafts.items()}
 
@@ -179,28 +200,46 @@ class StepRunner:
         """Set how many tokens of a sequence the caches hold after drafts, and the last drawn one."""
         self._lengths[place : place + 1].fill_(length)
         self._tokens[place : place + 1].fill_(token)
+        self._held[place] = length
+
+    def _spared(self, num_new: Mapping[int, int]) -> Spared:
+        """What a step may leave out in which places get so many new tokens."""
+        geometry = self._model.config.geometry
+        spans = [(self._held[place], self._held[place] + new) for place, new in num_new.items()]
+        return Spared(
+            self._chooses and all(end <= geometry.selected_tokens for _, end in spans),
+            not self._compresses
+            or any(geometry.num_compressed_blocks(begin) < geometry.num_compressed_blocks(end) for begin, end in spans),
+        )
 
     def _needs_of(self, places: Iterable[int]) -> tuple[bool, bool]:
         filtered, likeliest = zip(*(self._needs[place] for place in places), strict=True)
         return any(filtered), any(likeliest)
 
-    def _record(self, key: tuple[int, bool, bool, bool], work: Callable[[], None]) -> None:
+    def _record(self, key: tuple[int, bool, bool, bool], spared: Spared, work: Callable[[Spared], None]) -> None:
         if self._graphs is None:
-            work()
-        else:
-            self._graphs.run(key, work)
+            work(spared)
+            return
+        if key not in self._begun:
+            spared = Spared()
+            self._begun.add(key)
+        self._graphs.run((key, spared), lambda: work(spared))
 
-    def _step(self, size: int, needs: tuple[bool, bool]) -> None:
+    def _step(self, size: int, needs: tuple[bool, bool], spared: Spared) -> None:
         """Append the last tokens, draw the next ones, grow by one; queued on the device, without a host look."""
         here = slice(size)
-        batch = DecodeBatch(self._rows[here], self._lengths[here], self._num_new[here], self._block_table[here])
+        batch = DecodeBatch(
+            self._rows[here], self._lengths[here], self._num_new[here], self._block_table[here], *spared
+        )
         logits = self._model.step(self._tokens[here, None], batch)[:, 0]
         # The lengths grow with the draw, so that a step that fails before can be run again.
         self._draw_here(here, logits, self._num_new[here], needs)
 
-    def _step_of_drafts(self, size: int, needs: tuple[bool, bool]) -> None:
+    def _step_of_drafts(self, size: int, needs: tuple[bool, bool], spared: Spared) -> None:
         here = slice(size)
-        batch = DecodeBatch(self._rows[here], self._lengths[here], self._draft_lengths[here], self._block_table[here])
+        batch = DecodeBatch(
+            self._rows[here], self._lengths[here], self._draft_lengths[here], self._block_table[here], *spared
+        )
         logits = self._model.step(self._drafts[here], batch).flatten(0, 1)
         rows = self._settings.rows(here)
         settings = SamplingTensors(**{name: x.repeat_interleave(NEW, 0) for name, x in vars(rows).items()})

@@ -33,12 +33,17 @@ class DecodeBatch:
         lengths: Tokens in the caches before this step, [B].
         num_new: New tokens of each sequence, 0 to T, [B]. 0 is a padding row: nothing is written, its output is zero.
         block_table: Page numbers, [B, most pages]. Entries past `lengths + num_new` tokens may be anything.
+        takes_all: No sequence has more than n selection blocks afterwards: all are chosen, and nothing chooses.
+        ends_block: Some new token may be the last one of a compressed block; where none is, nothing is compressed.
+            The host says both, since a recorded step cannot look at the lengths; the defaults hold for any batch.
     """
 
     rows: Tensor
     lengths: Tensor
     num_new: Tensor
     block_table: Tensor
+    takes_all: bool = False
+    ends_block: bool = True
 
 
 class LearnedCompressor(NamedTuple):

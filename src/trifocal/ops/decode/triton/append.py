@@ -4,7 +4,8 @@ A program of `append_kernel` has one job for one sequence and group: to rotate a
 mean of one compressed block that may be due, from the ring and from the new tokens themselves. The keys of an index
 count as a group of their own. A learned φ takes two more kernels, as its sums over all numbers of a block are shared
 by several programs: `learned_hidden_kernel` makes its hidden units, and `learned_blocks_kernel` what is written. Where
-no block is due, as in 15 of 16 steps of a sequence, their programs end at once.
+no block is due their programs end at once; in a step that ends no block, as 15 of 16 steps of a sequence, they are left
+out.
 """
 
 import triton
@@ -383,7 +384,7 @@ def append_sparse(
     k_raw, v_raw, k, v, k_win, v_win = (None if x is None else unit_stride(x) for x in new)
     assert k is not None and v is not None
     num_tokens, groups = k.shape[1:3]
-    most_due = cdiv(num_tokens, geometry.compression_stride) if cache.k_cmp is not None else 0
+    most_due = cdiv(num_tokens, geometry.compression_stride) if cache.k_cmp is not None and batch.ends_block else 0
     # A tensor that is not there is never read: any other stands for it.
     pairs = (
         (k_raw, cache.k_raw), (v_raw, cache.v_raw), (k, cache.k_slc), (v, cache.v_slc),
@@ -405,7 +406,7 @@ def append_sparse(
         CHUNK=min(MOST_ROWS, next_power_of_2(geometry.compression_block_size)), num_warps=2,
         **dependent_launch(k.device),
     )  # fmt: skip
-    if compress:
+    if compress and most_due:
         _append_learned(cache, compress, batch, geometry, rotary, most_due)
 
 

@@ -2,8 +2,11 @@
 
 A program of `decode_attend_kernel` holds the heads of a group for one new token, and goes through the tokens of its
 chosen blocks or of its window: both branches are parts of one launch, since both are read once and neither waits for
-the other. A program of `decode_dense_kernel` holds the rows of a group for all new tokens, which see nearly the same
-keys. What the parts are: `common`.
+the other. Where an index chooses, the compressed branch is a part of it too; otherwise `scores` has read it for the
+choice. A token that takes all of its blocks finds them in the block table, and needs no choice.
+
+A program of `decode_dense_kernel` holds the rows of a group for all new tokens, which see nearly the same keys. What
+the parts are: `common`.
 """
 
 import triton
@@ -19,6 +22,7 @@ from trifocal.ops.decode.triton.common import (
     prefetch_rows,
     store_part,
 )
+from trifocal.ops.decode.triton.scores import compressed_tile, count_compressed, count_tiles, prefetch_compressed
 from trifocal.ops.triton.dependent_launch import release_next, wait_for_inputs
 from trifocal.ops.triton.launch import Kernel
 
@@ -51,13 +55,21 @@ def dense_unit(num_keys, UNIT_KEYS: tl.constexpr):
 def load_choice(
     selected_blocks, places, tile, is_chosen, SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr, KEYS: tl.constexpr
 ):  # fmt: skip
-    """Block and place of each of a tile's keys, or of all if they are the same; where `is_chosen`."""
+    """Slot, block and place of each of a tile's keys, or of all if they are the same; where `is_chosen`."""
     if SELECTION % KEYS == 0:
         slot = tile // (SELECTION // KEYS)
     else:
         slot = (tile * KEYS + tl.arange(0, KEYS)) // SELECTION
     mask = is_chosen & (slot < NUM_SELECTED)
-    return tl.load(selected_blocks + slot, mask=mask, other=0), tl.load(places + slot, mask=mask, other=0)
+    return slot, tl.load(selected_blocks + slot, mask=mask, other=0), tl.load(places + slot, mask=mask, other=0)
+
+
+@triton.jit
+def take_all(slot, block, place, block_table, takes_all, num_slots, PAGE_BLOCKS: tl.constexpr):
+    """Block and place of a choice; of every block in turn where a token takes all of them."""
+    page = tl.load(block_table + slot // PAGE_BLOCKS, mask=takes_all & (slot < num_slots), other=0).to(tl.int64)
+    block = tl.where(takes_all, slot, block)
+    return block, tl.where(takes_all, page * PAGE_BLOCKS + slot % PAGE_BLOCKS, place)
 
 
 @triton.jit
@@ -122,22 +134,71 @@ def prefetch_part(
             prefetch_rows(v, page * v_page_stride + key % PAGE_ROWS * v_row_stride, V)
 
 
+@triton.jit
+def attend_compressed(
+    q, offsets, positions, exists, cos, sin, k_cmp, v_cmp, block_table, first_tile, end_tile, position, compressed,
+    k_page_stride, k_row_stride, v_page_stride, v_row_stride, score_scale,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
+    COMPRESSION: tl.constexpr, STRIDE: tl.constexpr, SELECTION: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, UNIT_TILES: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """Partial attention of one token to the compressed blocks of some tiles, whole units but for the last."""
+    ONE_TILE: tl.constexpr = UNITS * UNIT_TILES == 1
+    whole_maximum, whole_total, whole_1, whole_2 = nothing_yet(ROWS, V_1, V_2, True)
+    maximum, total, o_1, o_2 = nothing_yet(ROWS, V_1, V_2, True)
+    if not ONE_TILE:
+        q_1, q_2 = load_rotated_parts(q, offsets, positions, exists, cos, sin, D, D_1, D_2)
+    # Without a pipeline, whose registers the other branches need: compressed blocks are few.
+    for tile in tl.range(first_tile, end_tile, num_stages=1):
+        if UNITS > 1:  # noqa: SIM102
+            if tile % UNIT_TILES == 0:
+                whole_maximum, whole_total, whole_1, whole_2 = add_softmax(
+                    whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2, V_2, True
+                )
+                maximum, total, o_1, o_2 = nothing_yet(ROWS, V_1, V_2, True)
+        index, is_block, k_offsets, v_offsets = compressed_tile(
+            block_table, tile, compressed, k_page_stride, k_row_stride, v_page_stride, v_row_stride,
+            COMPRESSION, STRIDE, SELECTION, PAGE_ROWS, TAPS, BLOCKS,
+        )  # fmt: skip
+        k_1, k_2, v_1, v_2 = load_keys(k_cmp, v_cmp, k_offsets, v_offsets, is_block, D, D_1, D_2, V, V_1, V_2, True)
+        if ONE_TILE:
+            q_1, q_2 = load_rotated_parts(q, offsets, positions, exists, cos, sin, D, D_1, D_2)
+        visible = is_block & (index * STRIDE + (COMPRESSION - 1) <= position)
+        maximum, total, o_1, o_2, _ = attend_tile(
+            q_1, q_2, k_1, k_2, v_1, v_2, visible[None, :], score_scale, maximum, total, o_1, o_2, D_2, V_2, True
+        )
+    if UNITS > 1:
+        maximum, total, o_1, o_2 = add_softmax(
+            whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2, V_2, True
+        )
+    return maximum, total, o_1, o_2
+
+
 @Kernel
-@triton.jit(do_not_specialize=["table_columns", "num_parts", "first_part", "chosen_parts", "window_size"])
+@triton.jit(
+    do_not_specialize=["table_columns", "num_parts", "first_part", "chosen_parts", "first_compressed", "window_size"]
+)
 def decode_attend_kernel(
-    q, k, v, k_win, v_win, cos, sin, rows, lengths, num_new, block_table, selected_blocks, places,
+    q, k, v, k_win, v_win, k_cmp, v_cmp, cos, sin, rows, lengths, num_new, block_table, selected_blocks, places,
     part_maximum, part_total, part_o,
     q_batch_stride, q_time_stride, q_head_stride, k_page_stride, k_group_stride, k_row_stride,
     v_page_stride, v_group_stride, v_row_stride, k_ring_stride, k_ring_group_stride, k_ring_row_stride,
-    v_ring_stride, v_ring_group_stride, v_ring_row_stride,
-    table_columns, num_parts, first_part, chosen_parts, window_size, score_scale,
+    v_ring_stride, v_ring_group_stride, v_ring_row_stride, k_cmp_page_stride, k_cmp_group_stride, k_cmp_row_stride,
+    v_cmp_page_stride, v_cmp_group_stride, v_cmp_row_stride,
+    table_columns, num_parts, first_part, chosen_parts, first_compressed, window_size, score_scale,
     NEW: tl.constexpr, GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr, PAGE_ROWS: tl.constexpr, RING: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, UNIT_TILES: tl.constexpr, UNITS: tl.constexpr,
+    COMPRESSION: tl.constexpr, STRIDE: tl.constexpr, TAPS: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK_TILES: tl.constexpr, COMPRESSED_PAGE_ROWS: tl.constexpr,
     STAGES: tl.constexpr, WINDOW_STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One part of the chosen blocks, or of the window, of one token and group. RING: its tokens; 0: no rings."""
+    """One part of the chosen blocks, or of the window, of one token and group; or every so many compressed parts.
+
+    RING: its tokens; 0: no rings. COMPRESSION: tokens of a compressed block; 0: no program takes such blocks. Their
+    tiles are of BLOCKS selection blocks, BLOCK_TILES of them a unit.
+    """
     release_next(DEPENDENT)
     PART_TILES: tl.constexpr = UNITS * UNIT_TILES
     # See `scores`.
@@ -154,16 +215,27 @@ def decode_attend_kernel(
         window_k = k_win + group.to(tl.int64) * k_ring_group_stride
         window_v = v_win + group.to(tl.int64) * v_ring_group_stride
     in_window = part >= chosen_parts
+    is_compressed = part >= first_compressed
     first_tile = part * PART_TILES
     if in_window:
         first_tile = (part - chosen_parts) * PART_TILES
+    if COMPRESSION > 0:
+        k_cmp += group.to(tl.int64) * k_cmp_group_stride
+        v_cmp += group.to(tl.int64) * v_cmp_group_stride
     if DEPENDENT and UNITS == 1:
-        prefetch_part(
-            k, v, window_k, window_v, rows + batch, lengths + batch, block_table, token, in_window, first_tile,
-            k_page_stride, k_row_stride, v_page_stride, v_row_stride, k_ring_stride, k_ring_row_stride,
-            v_ring_stride, v_ring_row_stride, table_columns, window_size,
-            D, V, SELECTION, NUM_SELECTED, PAGE_ROWS, RING, KEYS, UNIT_TILES,
-        )  # fmt: skip
+        if is_compressed == 0:
+            prefetch_part(
+                k, v, window_k, window_v, rows + batch, lengths + batch, block_table, token, in_window, first_tile,
+                k_page_stride, k_row_stride, v_page_stride, v_row_stride, k_ring_stride, k_ring_row_stride,
+                v_ring_stride, v_ring_row_stride, table_columns, window_size,
+                D, V, SELECTION, NUM_SELECTED, PAGE_ROWS, RING, KEYS, UNIT_TILES,
+            )  # fmt: skip
+        elif COMPRESSION > 0:
+            prefetch_compressed(
+                k_cmp, v_cmp, lengths + batch, block_table, (part - first_compressed) * BLOCK_TILES,
+                k_cmp_page_stride, k_cmp_row_stride, v_cmp_page_stride, v_cmp_row_stride, D, V, True,
+                COMPRESSION, STRIDE, SELECTION // STRIDE, COMPRESSED_PAGE_ROWS, TAPS, BLOCKS, BLOCK_TILES,
+            )  # fmt: skip
     wait_for_inputs(DEPENDENT)
     length, new = tl.load(lengths + batch), tl.load(num_new + batch)
     chosen = ((batch * NEW + token) * GROUPS + group) * NUM_SELECTED
@@ -171,7 +243,9 @@ def decode_attend_kernel(
     places += chosen
     # Asked for with the length, the choice comes with it.
     if ONE_TILE:
-        block, place = load_choice(selected_blocks, places, first_tile, in_window == 0, SELECTION, NUM_SELECTED, KEYS)
+        slot, block, place = load_choice(
+            selected_blocks, places, first_tile, in_window == 0, SELECTION, NUM_SELECTED, KEYS
+        )
     if RING > 0:
         ring = tl.load(rows + batch).to(tl.int64)
         window_k += ring * k_ring_stride
@@ -180,12 +254,15 @@ def decode_attend_kernel(
     num_keys = count_chosen(position, SELECTION, NUM_SELECTED)
     if in_window:
         num_keys = count_window(position, window_size)
-    if token < new and first_tile * KEYS < num_keys:
-        head = tl.arange(0, ROWS)
-        exists = head < Q_PER_KV
-        head += group * Q_PER_KV
-        offsets = batch * q_batch_stride + token.to(tl.int64) * q_time_stride + head * q_head_stride
-        positions = position + head * 0
+    num_blocks = position // SELECTION + 1
+    takes_all = num_blocks <= NUM_SELECTED
+    head = tl.arange(0, ROWS)
+    exists = head < Q_PER_KV
+    head += group * Q_PER_KV
+    offsets = batch * q_batch_stride + token.to(tl.int64) * q_time_stride + head * q_head_stride
+    positions = position + head * 0
+    row = (batch * NEW + token) * (GROUPS * Q_PER_KV) + head
+    if (is_compressed == 0) & (token < new) & (first_tile * KEYS < num_keys):
         maximum, total, o_1, o_2 = nothing_yet(ROWS, V_1, V_2, True)
         if ONE_TILE:
             key = first_tile * KEYS + tl.arange(0, KEYS)
@@ -197,8 +274,9 @@ def decode_attend_kernel(
                     v_page_stride, v_row_stride, k_ring_row_stride, v_ring_row_stride, PAGE_ROWS, RING,
                 )  # fmt: skip
             else:
+                taken, taken_place = take_all(slot, block, place, block_table, takes_all, num_blocks, PAGE_BLOCKS)
                 k_offsets, v_offsets, is_key = chosen_offsets(
-                    block, place, key, is_key, position, k_page_stride, k_row_stride, v_page_stride, v_row_stride,
+                    taken, taken_place, key, is_key, position, k_page_stride, k_row_stride, v_page_stride, v_row_stride,
                     SELECTION, PAGE_BLOCKS,
                 )  # fmt: skip
             k_1, k_2, v_1, v_2 = load_keys(k, v, k_offsets, v_offsets, is_key, D, D_1, D_2, V, V_1, V_2, True)
@@ -240,9 +318,12 @@ def decode_attend_kernel(
                             )
                             maximum, total, o_1, o_2 = nothing_yet(ROWS, V_1, V_2, True)
                     key = tile * KEYS + tl.arange(0, KEYS)
-                    block, place = load_choice(selected_blocks, places, tile, True, SELECTION, NUM_SELECTED, KEYS)
+                    slot, block, place = load_choice(
+                        selected_blocks, places, tile, takes_all == 0, SELECTION, NUM_SELECTED, KEYS
+                    )
+                    taken, taken_place = take_all(slot, block, place, block_table, takes_all, num_blocks, PAGE_BLOCKS)
                     k_offsets, v_offsets, is_key = chosen_offsets(
-                        block, place, key, key < num_keys, position, k_page_stride, k_row_stride,
+                        taken, taken_place, key, key < num_keys, position, k_page_stride, k_row_stride,
                         v_page_stride, v_row_stride, SELECTION, PAGE_BLOCKS,
                     )  # fmt: skip
                     k_1, k_2, v_1, v_2 = load_keys(k, v, k_offsets, v_offsets, is_key, D, D_1, D_2, V, V_1, V_2, True)
@@ -254,11 +335,28 @@ def decode_attend_kernel(
                 maximum, total, o_1, o_2 = add_softmax(
                     whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2, V_2, True
                 )
-        row = (batch * NEW + token) * (GROUPS * Q_PER_KV) + head
         store_part(
             part_maximum, part_total, part_o, row * num_parts + first_part + part, exists,
             maximum, total, o_1, o_2, V, V_1, V_2,
         )  # fmt: skip
+    if COMPRESSION > 0:  # noqa: SIM102
+        if is_compressed & (token < new):
+            compressed = count_compressed(length + new, COMPRESSION, STRIDE)
+            tiles = count_tiles(length + new, COMPRESSION, STRIDE, SELECTION, BLOCKS)
+            first, step = part - first_compressed, tl.num_programs(0) - first_compressed
+            for compressed_part in range(first, tl.cdiv(tiles, UNITS * BLOCK_TILES), step):
+                begin = compressed_part * (UNITS * BLOCK_TILES)
+                maximum, total, o_1, o_2 = attend_compressed(
+                    q, offsets, positions, exists, cos, sin, k_cmp, v_cmp, block_table, begin,
+                    tl.minimum(begin + UNITS * BLOCK_TILES, tiles), position, compressed,
+                    k_cmp_page_stride, k_cmp_row_stride, v_cmp_page_stride, v_cmp_row_stride, score_scale,
+                    D, D_1, D_2, V, V_1, V_2, COMPRESSION, STRIDE, SELECTION, COMPRESSED_PAGE_ROWS, TAPS, ROWS,
+                    BLOCKS, BLOCK_TILES, UNITS,
+                )  # fmt: skip
+                store_part(
+                    part_maximum, part_total, part_o, row * num_parts + compressed_part, exists,
+                    maximum, total, o_1, o_2, V, V_1, V_2,
+                )  # fmt: skip
 
 
 @Kernel

@@ -5,8 +5,11 @@
 | scores | rows of a group | a part of the compressed blocks | compressed keys, values in; parts of o, block sums out |
 | index | rows of all groups | some tiles of the index keys | index keys in; block scores out |
 | choice | the importance of a token's blocks | the heads of its group | block sums in, choice out |
-| attend | heads of a group, of one token | a part of the chosen blocks or the window | keys, values in; parts out |
+| attend | heads of a group, of one token | a part of a branch | keys, values in; parts out |
 | combine | some heads of one token | the parts of every branch | parts in, o out |
+
+Either the scores are launched or the index; with an index, attend takes the compressed branch along. Where the batch
+says that every token takes all of its blocks, there is no index, no choice, and no block sum that anybody reads.
 
 Dense attention is a kernel like attend over the whole past, and combine. What a part is: `common`.
 """
@@ -53,8 +56,9 @@ def decode_attention(
     num_sequences, new, heads, dim = q.shape
     groups, page_size, value_dim = *cache.k_slc.shape[1:3], cache.v_slc.shape[3]
     q_per_kv, num_rows = heads // groups, num_sequences * new * heads
-    tile = dispatch.decode_tile(q, cache.v_slc, new * q_per_kv, "scores")
     head_tile = dispatch.decode_tile(q, cache.v_slc, q_per_kv, "attend")
+    # Who takes compressed blocks, scores or attend.
+    tile = head_tile if index is not None else dispatch.decode_tile(q, cache.v_slc, new * q_per_kv, "scores")
     most_tokens = batch.block_table.shape[1] * page_size
 
     # Compressed blocks: tiles hold whole selection blocks, each padded to a power of two.
@@ -67,11 +71,12 @@ def decode_attention(
     block_lines = cdiv(num_tiles * blocks + 1, LINE.value)
     row_tiles = cdiv(new * q_per_kv, tile.BLOCK_M)
     programs = num_sequences * groups * row_tiles
-    cmp_units = dispatch.decode_units_of_part(programs, cdiv(num_tiles, unit_tiles), q.device)
-    cmp_parts = cdiv(num_tiles, unit_tiles * cmp_units) if gates is not None else 0
-
     chosen_units = cdiv(g.selected_tokens, tiles.DECODE_UNIT)
     units = dispatch.decode_units_of_part(num_sequences * groups * new, chosen_units, q.device)
+    cmp_units = units
+    if index is None:
+        cmp_units = dispatch.decode_units_of_part(programs, cdiv(num_tiles, unit_tiles), q.device)
+    cmp_parts = cdiv(num_tiles, unit_tiles * cmp_units) if gates is not None else 0
     chosen_parts = cdiv(chosen_units, units)
     window_parts = cdiv(min(g.window_size, most_tokens), tiles.DECODE_UNIT * units) if window else 0
     num_parts = cmp_parts + chosen_parts + window_parts
@@ -93,39 +98,47 @@ def decode_attention(
     block_sizes = {
         "COMPRESSION": g.compression_block_size, "STRIDE": g.compression_stride, "SELECTION": g.selection_block_size,
     }  # fmt: skip
-    if index is None:
+    k_cmp = cache.k_slc if cache.k_cmp is None else cache.k_cmp
+    v_cmp = k_cmp if gates is None or cache.v_cmp is None else cache.v_cmp
+    if index is None and (gates is not None or not batch.takes_all):
         sums = empty(2, num_rows, block_lines * LINE.value)
         tile_maximum, tile_total = empty(num_rows, num_tiles), empty(num_rows, num_tiles)
-    else:
-        sums, block_lines = _index_scores(index, cache, batch, g)
-        tile_maximum = tile_total = sums
-    if cache.k_cmp is not None and (gates is not None or index is None):
-        v_cmp = cache.k_cmp if gates is None or cache.v_cmp is None else cache.v_cmp
         grid = dispatch.decode_programs(programs, cdiv(num_tiles, unit_tiles * cmp_units), q.device)
         decode_scores_kernel[grid, groups * row_tiles, num_sequences](
-            q, cache.k_cmp, v_cmp, *rotary, *where, sums, tile_maximum, tile_total, *parts,
-            *q.stride()[:3], *cache.k_cmp.stride()[:3], *v_cmp.stride()[:3],
+            q, k_cmp, v_cmp, *rotary, *where, sums, tile_maximum, tile_total, *parts,
+            *q.stride()[:3], *k_cmp.stride()[:3], *v_cmp.stride()[:3],
             columns, block_lines, num_tiles, num_parts, num_rows, scale * LOG2_E,
-            **sizes, **widths, **block_sizes, HAS_V=gates is not None, PAGE_ROWS=cache.k_cmp.shape[2], TAPS=taps,
-            BLOCKS=blocks, UNIT_TILES=unit_tiles, UNITS=cmp_units, CHOOSES=index is None, **_options(q, tile),
+            **sizes, **widths, **block_sizes, HAS_V=gates is not None, PAGE_ROWS=k_cmp.shape[2], TAPS=taps,
+            BLOCKS=blocks, UNIT_TILES=unit_tiles, UNITS=cmp_units, **_options(q, tile),
         )  # fmt: skip
-    decode_choice_kernel[groups * new, num_sequences](
-        sums, tile_maximum, tile_total, *where, selected_blocks, places, columns, block_lines, num_tiles, num_rows,
-        **sizes, **block_sizes, NUM_SELECTED=g.num_selected_blocks,
-        NUM_SELECTED_PAD=next_power_of_2(g.num_selected_blocks), INITIAL=g.num_initial_blocks,
-        LOCAL=g.num_local_blocks, PAGE_BLOCKS=page_size // g.selection_block_size, BLOCKS=blocks,
-        UNIT_TILES=unit_tiles, UNROLL=min(choice_heads, q_per_kv, _MOST_CHOICE_HEADS), COLUMNS=choice_columns,
-        INDEXED=index is not None, num_warps=choice_warps, **dependent_launch(q.device),
-    )  # fmt: skip
+    if not batch.takes_all:
+        if index is not None:
+            sums, block_lines = _index_scores(index, cache, batch, g)
+            tile_maximum = tile_total = sums
+        decode_choice_kernel[groups * new, num_sequences](
+            sums, tile_maximum, tile_total, *where, selected_blocks, places, columns, block_lines, num_tiles, num_rows,
+            **sizes, **block_sizes, NUM_SELECTED=g.num_selected_blocks,
+            NUM_SELECTED_PAD=next_power_of_2(g.num_selected_blocks), INITIAL=g.num_initial_blocks,
+            LOCAL=g.num_local_blocks, PAGE_BLOCKS=page_size // g.selection_block_size, BLOCKS=blocks,
+            UNIT_TILES=unit_tiles, UNROLL=min(choice_heads, q_per_kv, _MOST_CHOICE_HEADS), COLUMNS=choice_columns,
+            INDEXED=index is not None, num_warps=choice_warps, **dependent_launch(q.device),
+        )  # fmt: skip
     k_win, v_win, ring = cache.k_slc, cache.v_slc, 0
     if window and cache.k_win is not None and cache.v_win is not None:
         k_win, v_win, ring = cache.k_win, cache.v_win, cache.k_win.shape[2]
-    decode_attend_kernel[chosen_parts + window_parts, groups * new, num_sequences](
-        q, cache.k_slc, cache.v_slc, k_win, v_win, *rotary, batch.rows, *where, selected_blocks, places, *parts,
-        *q.stride()[:3], *(stride for x in (cache.k_slc, cache.v_slc, k_win, v_win) for stride in x.stride()[:3]),
-        columns, num_parts, cmp_parts, chosen_parts, g.window_size, scale * LOG2_E,
+    # Compressed blocks that attend takes; a long block table must not start programs that find nothing.
+    compresses = index is not None and gates is not None
+    token_parts = chosen_parts + window_parts
+    cmp_programs = dispatch.decode_programs(num_sequences * groups * new, cmp_parts, q.device) if compresses else 0
+    keys = cache.k_slc, cache.v_slc, k_win, v_win, k_cmp, v_cmp
+    decode_attend_kernel[token_parts + cmp_programs, groups * new, num_sequences](
+        q, *keys, *rotary, batch.rows, *where, selected_blocks, places, *parts,
+        *q.stride()[:3], *(stride for x in keys for stride in x.stride()[:3]),
+        columns, num_parts, cmp_parts, chosen_parts, token_parts, g.window_size, scale * LOG2_E,
         **sizes, **widths, SELECTION=g.selection_block_size, NUM_SELECTED=g.num_selected_blocks, PAGE_ROWS=page_size,
         RING=ring, KEYS=head_tile.BLOCK_N, UNIT_TILES=tiles.DECODE_UNIT // head_tile.BLOCK_N, UNITS=units,
+        COMPRESSION=g.compression_block_size if compresses else 0, STRIDE=g.compression_stride, TAPS=taps,
+        BLOCKS=blocks, BLOCK_TILES=unit_tiles, COMPRESSED_PAGE_ROWS=k_cmp.shape[2],
         WINDOW_STAGES=head_tile.stages if ring else _stages_of_pages(head_tile.stages), **_options(q, head_tile),
     )  # fmt: skip
     o = q.new_empty(num_sequences, new, heads, value_dim)
@@ -212,11 +225,13 @@ def _decode_window(
     # Nothing is chosen: the table stands in for the choice, which no program reads.
     table = batch.block_table
     decode_attend_kernel[num_parts, groups * new, num_sequences](
-        q, cache.k, cache.v, cache.k, cache.v, *rotary, batch.rows, batch.lengths, batch.num_new, table, table, table,
-        *parts, *q.stride()[:3], *strides, *strides, table.stride(0), num_parts, 0, 0, window_size, scale * LOG2_E,
+        q, *(cache.k, cache.v) * 3, *rotary, batch.rows, batch.lengths, batch.num_new, table, table, table,
+        *parts, *q.stride()[:3], *strides * 3, table.stride(0), num_parts, 0, 0, num_parts, window_size,
+        scale * LOG2_E,
         NEW=new, GROUPS=groups, Q_PER_KV=heads // groups, **_widths(dim, value_dim), SELECTION=page_size,
         NUM_SELECTED=1, PAGE_ROWS=page_size, RING=0, KEYS=tile.BLOCK_N,
         UNIT_TILES=tiles.DECODE_UNIT // tile.BLOCK_N, UNITS=units,
+        COMPRESSION=0, STRIDE=1, TAPS=1, BLOCKS=1, BLOCK_TILES=1, COMPRESSED_PAGE_ROWS=1,
         WINDOW_STAGES=_stages_of_pages(tile.stages), **_options(q, tile),
     )  # fmt: skip
     return _combine_one_branch(parts, q, batch, value_dim, num_parts, units, window_size)

@@ -1,5 +1,7 @@
 """Decoding over compressed blocks: their partial attention, and what the choice needs of their scores.
 
+Where an index chooses, `attend` does the first without the second.
+
 A program holds the rows of a group (its heads for all new tokens) and goes through compressed blocks, in tiles that
 hold whole selection blocks as in `scoring`. The keys are read once: their probabilities weigh the values, and are
 added up over the compressed blocks of each selection block. What is written for a selection block and head is two
@@ -40,7 +42,27 @@ def count_tiles(
 
 
 @triton.jit
-def prefetch_part(
+def compressed_tile(
+    block_table, tile, compressed, k_page_stride, k_row_stride, v_page_stride, v_row_stride,
+    COMPRESSION: tl.constexpr, STRIDE: tl.constexpr, SELECTION: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    TAPS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Compressed blocks of a tile: their numbers, which of them there are, and offsets of their keys and values."""
+    STEP: tl.constexpr = SELECTION // STRIDE
+    column = tl.arange(0, BLOCKS * TAPS)
+    tap = column % TAPS
+    index = (tile * BLOCKS + column // TAPS) * STEP + tap
+    exists = (tap < STEP) & (index < compressed)
+    slot = index + (COMPRESSION // STRIDE - 1)
+    page = tl.load(block_table + slot // PAGE_ROWS, mask=exists, other=0).to(tl.int64)
+    page_row = slot % PAGE_ROWS
+    return (
+        index, exists, page * k_page_stride + page_row * k_row_stride, page * v_page_stride + page_row * v_row_stride
+    )  # fmt: skip
+
+
+@triton.jit
+def prefetch_compressed(
     k_cmp, v_cmp, length, block_table, first_tile, k_page_stride, k_row_stride, v_page_stride, v_row_stride,
     D: tl.constexpr, V: tl.constexpr, HAS_V: tl.constexpr, COMPRESSION: tl.constexpr, STRIDE: tl.constexpr,
     STEP: tl.constexpr, PAGE_ROWS: tl.constexpr, TAPS: tl.constexpr, BLOCKS: tl.constexpr, TILES: tl.constexpr,
@@ -70,12 +92,9 @@ def decode_scores_kernel(
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     HAS_V: tl.constexpr, COMPRESSION: tl.constexpr, STRIDE: tl.constexpr, SELECTION: tl.constexpr,
     PAGE_ROWS: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, UNIT_TILES: tl.constexpr,
-    UNITS: tl.constexpr, CHOOSES: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    UNITS: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Every so many parts of a sequence's compressed blocks, UNITS units each, for one tile of rows.
-
-    CHOOSES: whether the choice needs block sums; an index needs none.
-    """
+    """Every so many parts of a sequence's compressed blocks, UNITS units each, for one tile of rows."""
     release_next(DEPENDENT)
     STEP: tl.constexpr = SELECTION // STRIDE
     # Then no loop is worth a pipeline, and keys are asked for before the rows are made ready.
@@ -85,10 +104,9 @@ def decode_scores_kernel(
     k_cmp += group.to(tl.int64) * k_group_stride
     v_cmp += group.to(tl.int64) * v_group_stride
     block_table += batch * table_columns
-    column = tl.arange(0, BLOCKS * TAPS)
-    tap = column % TAPS
+    tap = tl.arange(0, BLOCKS * TAPS) % TAPS
     if DEPENDENT and UNITS == 1:
-        prefetch_part(
+        prefetch_compressed(
             k_cmp, v_cmp, lengths + batch, block_table, tl.program_id(0) * UNIT_TILES,
             k_page_stride, k_row_stride, v_page_stride, v_row_stride,
             D, V, HAS_V, COMPRESSION, STRIDE, STEP, PAGE_ROWS, TAPS, BLOCKS, UNIT_TILES,
@@ -120,32 +138,29 @@ def decode_scores_kernel(
                         whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2, V_2, HAS_V
                     )
                     maximum, total, o_1, o_2 = nothing_yet(ROWS, V_1, V_2, HAS_V)
-            index = (tile * BLOCKS + column // TAPS) * STEP + tap
-            is_block = (tap < STEP) & (index < compressed)
-            slot = index + (COMPRESSION // STRIDE - 1)
-            page = tl.load(block_table + slot // PAGE_ROWS, mask=is_block, other=0).to(tl.int64)
-            page_row = slot % PAGE_ROWS
-            k_1, k_2, v_1, v_2 = load_keys(
-                k_cmp, v_cmp, page * k_page_stride + page_row * k_row_stride,
-                page * v_page_stride + page_row * v_row_stride, is_block, D, D_1, D_2, V, V_1, V_2, HAS_V,
+            index, is_block, k_offsets, v_offsets = compressed_tile(
+                block_table, tile, compressed, k_page_stride, k_row_stride, v_page_stride, v_row_stride,
+                COMPRESSION, STRIDE, SELECTION, PAGE_ROWS, TAPS, BLOCKS,
             )  # fmt: skip
+            k_1, k_2, v_1, v_2 = load_keys(
+                k_cmp, v_cmp, k_offsets, v_offsets, is_block, D, D_1, D_2, V, V_1, V_2, HAS_V
+            )
             if ONE_TILE:
                 q_1, q_2 = load_rotated_parts(q, offsets, position, exists, cos, sin, D, D_1, D_2)
             visible = is_block[None, :] & ((index * STRIDE + (COMPRESSION - 1))[None, :] <= position[:, None])
             maximum, total, o_1, o_2, p = attend_tile(
                 q_1, q_2, k_1, k_2, v_1, v_2, visible, score_scale, maximum, total, o_1, o_2, D_2, V_2, HAS_V
             )
-            if CHOOSES:
-                tl.store(tile_maximum + row * num_tiles + tile, maximum, mask=exists)
-                tl.store(tile_total + row * num_tiles + tile, total, mask=exists)
-                places = row[:, None] * (block_lines * LINE) + (tile * BLOCKS + tl.arange(0, BLOCKS))[None, :]
-                direct = tl.sum(tl.reshape(p * direct_weight[None, :], [ROWS, BLOCKS, TAPS]), 2)
-                tl.store(sums + places, direct, mask=exists[:, None])
-                if COMPRESSION > STRIDE:
-                    # The next block's, so that the choice reads both of a block at one place.
-                    overflow = tl.sum(tl.reshape(p * overflow_weight[None, :], [ROWS, BLOCKS, TAPS]), 2)
-                    places += num_rows.to(tl.int64) * (block_lines * LINE) + 1
-                    tl.store(sums + places, overflow, mask=exists[:, None])
+            tl.store(tile_maximum + row * num_tiles + tile, maximum, mask=exists)
+            tl.store(tile_total + row * num_tiles + tile, total, mask=exists)
+            places = row[:, None] * (block_lines * LINE) + (tile * BLOCKS + tl.arange(0, BLOCKS))[None, :]
+            direct = tl.sum(tl.reshape(p * direct_weight[None, :], [ROWS, BLOCKS, TAPS]), 2)
+            tl.store(sums + places, direct, mask=exists[:, None])
+            if COMPRESSION > STRIDE:
+                # The next block's, so that the choice reads both of a block at one place.
+                overflow = tl.sum(tl.reshape(p * overflow_weight[None, :], [ROWS, BLOCKS, TAPS]), 2)
+                places += num_rows.to(tl.int64) * (block_lines * LINE) + 1
+                tl.store(sums + places, overflow, mask=exists[:, None])
         if HAS_V:
             if UNITS > 1:
                 maximum, total, o_1, o_2 = add_softmax(
