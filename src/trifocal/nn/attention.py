@@ -65,7 +65,7 @@ class NSAttention(ChoosingAttention):
         self.geometry: Geometry = geometry
         self.shared_kv, self.backend = shared_kv, backend
         self.k_compressor, self.v_compressor = (
-            MLPCompressor(geometry, width, backend) if compressor == "mlp" else MeanCompressor(geometry, backend)
+            MLPCompressor(geometry, width) if compressor == "mlp" else MeanCompressor(geometry, backend)
             for width in (self.head_dim, self.value_dim)
         )
         self.gate = SigmoidGate(self.q_proj.in_features, self.num_heads)

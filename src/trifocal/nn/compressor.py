@@ -49,12 +49,11 @@ class MLPCompressor(nn.Module):
     Args:
         geometry: Block sizes, in tokens.
         features: D of keys or V of values.
-        backend: Code that runs the mean; the MLP is PyTorch's.
     """
 
-    def __init__(self, geometry: Geometry, features: int, backend: Backend = "auto") -> None:
+    def __init__(self, geometry: Geometry, features: int) -> None:
         super().__init__()
-        self.geometry, self.backend = geometry, backend
+        self.geometry = geometry
         hidden = self.hidden_features(features)
         self.positions = nn.Parameter(torch.empty(geometry.compression_block_size, features))
         self.up_proj = nn.Linear(geometry.compression_block_size * features, hidden, bias=False)
@@ -83,5 +82,4 @@ class MLPCompressor(nn.Module):
         blocks_BClGD = compression_windows(x, self.geometry, documents, num_blocks)
         placed = blocks_BClGD + self.positions.to(x.dtype)[:, None]
         hidden = nn.functional.silu(self.up_proj(placed.transpose(2, 3).flatten(3)))
-        mean = compress_by_mean(x, self.geometry, documents, self.backend)
-        return mean + self.down_proj(hidden).to(x.dtype)
+        return blocks_BClGD.mean(2) + self.down_proj(hidden).to(x.dtype)

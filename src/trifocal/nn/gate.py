@@ -27,4 +27,7 @@ class SigmoidGate(nn.Module):
         `logits` is `proj(x)`, [B, T, 3 * H], if the layer has computed it together with other projections.
         """
         logits = self.proj(x) if logits is None else logits
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid().unflatten(-1, (-1, NUM_BRANCHES))
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        # Branch by branch in memory: backward's kernels read those of one.
+        branches = logits.unflatten(-1, (-1, NUM_BRANCHES)).movedim(-1, 0)
+        return branches.to(exact, memory_format=torch.contiguous_format).sigmoid().movedim(0, -1)
