@@ -34,13 +34,31 @@ def test_compressed_blocks(lengths: list[int], device: str, *, padded: bool) -> 
     layout = compressed_layout(documents, slots, RULES)
     first_blocks = first_compressed_blocks(documents, RULES)
     assert torch.equal(first_blocks, layout.first_blocks)
-    begin, end = place_slots(first_blocks, documents.cu_seqlens, slots, sum(lengths), RULES)
+    begin, end = place_slots(first_blocks, documents, slots, sum(lengths), RULES)
     filled = layout.ids >= 0
     starts = documents.cu_seqlens[layout.ids.clamp(min=0)]
     last_tokens = starts + layout.starts + (RULES.compression_block_size - 1)
     assert torch.equal(begin, torch.where(filled, last_tokens, sum(lengths)).int())
     ends = documents.cu_seqlens[layout.ids.clamp(min=0) + 1]
     assert torch.equal(end, torch.where(filled, ends, sum(lengths)).int())
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_compressed_blocks_are_placed_once_for_all_layers(lengths: list[int], device: str, *, padded: bool) -> None:
+    """Documents keep the places of one geometry, and nobody takes them for those of another or of a part."""
+    documents = Documents.from_checked(boundaries(lengths, device, padded=padded), sum(lengths))
+    slots = sum(lengths) // RULES.compression_stride
+    placed = documents.with_blocks(RULES)
+    first_blocks = first_compressed_blocks(documents, RULES)
+    ranges = place_slots(first_blocks, documents, slots, sum(lengths), RULES)
+    assert placed.first_blocks is not None and placed.slots is not None
+    assert torch.equal(placed.first_blocks, first_blocks) and torch.equal(placed.slots, torch.stack(ranges))
+    assert first_compressed_blocks(placed, RULES) is placed.first_blocks
+    kept = place_slots(placed.first_blocks, placed, slots, sum(lengths), RULES)
+    assert [part.data_ptr() for part in kept] == [part.data_ptr() for part in placed.slots]
+    finer = geometry(4, 4, 16, 3, 1, 1, 11)
+    assert torch.equal(first_compressed_blocks(placed, finer), first_compressed_blocks(documents, finer))
+    assert placed.first(1).placed_blocks(RULES) is None
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)

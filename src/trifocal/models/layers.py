@@ -62,6 +62,8 @@ def run_blocks(
             yield x
         return
     layers: list[AttentionBase] = [block.attention for block in blocks]  # type: ignore[misc]
+    if documents is not None and own is None and any(layer.geometry is not None for layer in layers):
+        documents = documents.with_blocks(config.geometry)
     scalings = [layer.rope_scaling for layer in layers]
     rotary = {
         scaling: _shared_tables([layer for layer in layers if layer.rope_scaling == scaling], x, documents, own)

@@ -16,7 +16,7 @@ from trifocal.nn.projection import project
 from trifocal.nn.rope import UNSCALED, RopeScaling, rotary_tables
 from trifocal.ops import Documents, Geometry
 from trifocal.ops.choice_loss import Sample
-from trifocal.ops.layout import compressed_layout, max_packed_compressed_blocks
+from trifocal.ops.layout import max_packed_compressed_blocks, place_compressed_blocks
 from trifocal.ops.validation import check_geometry, check_rank, check_whole_number
 
 INDEX_DIM = 64
@@ -173,9 +173,12 @@ class AttentionBase(nn.Module):
             starts = torch.arange(geometry.num_compressed_blocks(num_tokens), device=x.device)
             cos, sin = tables(starts * geometry.compression_stride, self.head_dim)
         else:
-            layout = compressed_layout(documents, max_packed_compressed_blocks(num_tokens, geometry), geometry)
-            of_blocks = 0 if lengths is None else lengths[layout.ids.clamp(min=0)]
-            cos, sin = tables(layout.starts, self.head_dim, of_blocks)
+            num_slots = max_packed_compressed_blocks(num_tokens, geometry)
+            _, (last_tokens, _) = place_compressed_blocks(documents, num_slots, geometry)
+            # A slot that no document fills stands at the first token of all.
+            firsts = (last_tokens - (geometry.compression_block_size - 1)).where(last_tokens < num_tokens, 0)
+            of_blocks = 0 if lengths is None else lengths[documents.ids[firsts]]
+            cos, sin = tables(documents.positions[firsts], self.head_dim, of_blocks)
         return found._replace(cos_cmp=cos, sin_cmp=sin)
 
     def _exact_tables(

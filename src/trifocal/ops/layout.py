@@ -1,6 +1,7 @@
 """Where tokens and blocks lie: in one sequence, or in documents packed one behind the other."""
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,11 @@ class Documents(NamedTuple):
         ids: The document of each token, [S], int32.
         positions: The position of each token in its document, [S], int32.
         max_length: No document has more tokens; a number on the host. None: not known.
+        compression: Size and stride of the compressed blocks that are placed, from `with_blocks`; None: they are not,
+            and whoever needs their places finds them.
+        first_blocks: The first compressed block of each document, [documents], int32.
+        slots: At which tokens queries see each compressed slot, begin and end, [2, S // stride], int32; both are S for
+            a slot that no document fills.
         aligned: Whether no document crosses a multiple of `max_length`.
     """
 
@@ -33,6 +39,9 @@ class Documents(NamedTuple):
     ids: Tensor
     positions: Tensor
     max_length: int | None = None
+    compression: Sequence[int] | None = None
+    first_blocks: Tensor | None = None
+    slots: Tensor | None = None
     aligned: bool = False
 
     @classmethod
@@ -74,15 +83,28 @@ class Documents(NamedTuple):
         cu_seqlens = cu_seqlens.to(torch.int32).contiguous()
         tokens = torch.arange(num_tokens, device=cu_seqlens.device, dtype=torch.int32)
         ids = torch.searchsorted(cu_seqlens[1:], tokens, right=True, out_int32=True)
-        return cls(cu_seqlens, ids, tokens - cu_seqlens[ids], row_length, row_length is not None)
+        return cls(cu_seqlens, ids, tokens - cu_seqlens[ids], row_length, aligned=row_length is not None)
+
+    def with_blocks(self, geometry: Geometry) -> "Documents":
+        """The same with the places of their compressed blocks, found once for all layers."""
+        num_slots = max_packed_compressed_blocks(self.ids.shape[0], geometry)
+        first_blocks, slots = place_compressed_blocks(self, num_slots, geometry)
+        placed = _compression(geometry), first_blocks, slots
+        return Documents(self.cu_seqlens, self.ids, self.positions, self.max_length, *placed, self.aligned)
+
+    def placed_blocks(self, geometry: Geometry) -> tuple[Tensor, Tensor] | None:
+        """`first_blocks` and `slots`, if they are those of this geometry."""
+        if self.first_blocks is None or self.slots is None or tuple(self.compression or ()) != _compression(geometry):
+            return None
+        return self.first_blocks, self.slots
 
     def first(self, num_tokens: int) -> "Documents":
         """The first tokens alone: the document that holds the last of them ends there, and those behind are empty."""
-        cu_seqlens = self.cu_seqlens.clamp(max=num_tokens)
-        return self._replace(cu_seqlens=cu_seqlens, ids=self.ids[:num_tokens], positions=self.positions[:num_tokens])
+        cu_seqlens, ids = self.cu_seqlens.clamp(max=num_tokens), self.ids[:num_tokens]
+        return Documents(cu_seqlens, ids, self.positions[:num_tokens], self.max_length, aligned=self.aligned)
 
     def to(self, device: torch.device | str) -> "Documents":
-        """The same on another device, to which a GPU's copy starts without a wait."""
+        """The same on another device, to which a GPU's copy starts without a wait; blocks are placed anew there."""
         device = torch.device(device)
 
         def moved(part: Tensor) -> Tensor:
@@ -90,7 +112,8 @@ class Documents(NamedTuple):
                 part = part.pin_memory()
             return part.to(device, non_blocking=True)
 
-        return self._replace(cu_seqlens=moved(self.cu_seqlens), ids=moved(self.ids), positions=moved(self.positions))
+        cu_seqlens, ids, positions = moved(self.cu_seqlens), moved(self.ids), moved(self.positions)
+        return Documents(cu_seqlens, ids, positions, self.max_length, aligned=self.aligned)
 
 
 def longest_document(num_tokens: int, documents: Documents | None) -> int:
@@ -166,8 +189,9 @@ def compressed_layout(documents: Documents, num_blocks: int, geometry: Geometry)
 
     No look at the data: `num_blocks` may be any number not under the documents' own count.
     """
-    first_blocks, counts = _first_blocks(documents, geometry)
-    ends = first_blocks + counts
+    counts = compressed_counts(documents, geometry)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    first_blocks = ends - counts
     slots = torch.arange(num_blocks, device=ends.device, dtype=torch.int32)
     ids = torch.searchsorted(ends, slots, right=True, out_int32=True)
     filled = ids < counts.numel()
@@ -175,11 +199,27 @@ def compressed_layout(documents: Documents, num_blocks: int, geometry: Geometry)
     return CompressedLayout(torch.where(filled, ids, -1), torch.where(filled, starts, 0), first_blocks, counts)
 
 
-def _first_blocks(documents: Documents, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """First block and number of blocks of each document."""
-    block, stride = geometry.compression_block_size, geometry.compression_stride
-    counts = ((documents.cu_seqlens.diff() + (stride - block)) // stride).clamp(min=0)
-    return counts.cumsum(0, dtype=torch.int32) - counts, counts
+def compressed_counts(documents: Documents, geometry: Geometry) -> Tensor:
+    """Compressed blocks of each document, [documents]."""
+    block, stride = _compression(geometry)
+    return ((documents.cu_seqlens.diff() + (stride - block)) // stride).clamp(min=0)
+
+
+def place_compressed_blocks(documents: Documents, num_slots: int, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """`Documents.first_blocks` and the first so many of `Documents.slots`, made unless the documents have them."""
+    placed = documents.placed_blocks(geometry)
+    if placed is not None:
+        first_blocks, slots = placed
+        return first_blocks, slots[:, :num_slots]
+    layout = compressed_layout(documents, num_slots, geometry)
+    filled, of_slots = layout.ids >= 0, layout.ids.clamp(min=0)
+    last_tokens = documents.cu_seqlens[of_slots] + layout.starts + (geometry.compression_block_size - 1)
+    ranges = torch.stack((last_tokens, documents.cu_seqlens[of_slots + 1]))
+    return layout.first_blocks, ranges.where(filled, documents.ids.shape[0])
+
+
+def _compression(geometry: Geometry) -> tuple[int, int]:
+    return geometry.compression_block_size, geometry.compression_stride
 
 
 def num_packed_compressed_blocks(documents: Documents, geometry: Geometry) -> int:

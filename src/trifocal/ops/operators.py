@@ -8,7 +8,7 @@ backward and are watched by telemetry, are operators for both backends.
 The stages of the whole attention are these operators too, called without gradients, in front of one boundary of
 autograd: `trifocal.ops.pipeline`.
 
-Geometry travels as a list of its sizes, documents as their three tensors and the longest length, or four times None.
+Geometry travels as a list of its sizes, documents as their first fields, or as many times None.
 """
 
 import functools
@@ -24,7 +24,10 @@ from trifocal.ops import reference
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, place_type
 
-DOCUMENTS = "Tensor? cu_seqlens, Tensor? ids, Tensor? positions, SymInt? max_length"
+DOCUMENTS = (
+    "Tensor? cu_seqlens, Tensor? ids, Tensor? positions, SymInt? max_length, SymInt[]? compression, "
+    "Tensor? first_blocks, Tensor? slots"
+)
 """The arguments of documents in a schema: the first fields of `Documents`."""
 _NUM_OF_DOCUMENTS = DOCUMENTS.count(",") + 1
 Result = TypeVar("Result")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.layout import Documents, compressed_layout
+from trifocal.ops.layout import Documents, compressed_counts, compressed_layout, place_compressed_blocks
 
 ALWAYS = torch.iinfo(torch.int32).max
 
@@ -74,10 +74,10 @@ def compression_windows(x: Tensor, geometry: Geometry, documents: Documents | No
         position_S = torch.arange(num_tokens, device=x.device, dtype=torch.int32)
         first_S, count_S = torch.zeros_like(position_S), torch.full_like(position_S, num_blocks)
     else:
-        layout = compressed_layout(documents, num_blocks, geometry)
-        start_C = (documents.cu_seqlens[layout.ids.clamp(min=0)] + layout.starts).where(layout.ids >= 0, -1)
+        first_blocks, (last_C, _) = place_compressed_blocks(documents, num_blocks, geometry)
+        start_C = (last_C - (block - 1)).where(last_C < num_tokens, -1)
         position_S = documents.positions
-        first_S, count_S = layout.first_blocks[documents.ids], layout.counts[documents.ids]
+        first_S, count_S = first_blocks[documents.ids], compressed_counts(documents, geometry)[documents.ids]
     return _CompressionWindows.apply(x, start_C, position_S, first_S, count_S, block, stride)  # type: ignore[no-untyped-call, return-value]
 
 

@@ -1,5 +1,5 @@
-"""Where the blocks of packed documents lie, found by small kernels: PyTorch needs six or seven for each question, and
-every layer asks several times.
+"""Where the blocks of packed documents lie, found by small kernels: PyTorch needs six or seven for each question. The
+layers of a model need not ask for the compressed ones, see `Documents.with_blocks`.
 
 Documents that are padding have no tokens and no blocks.
 """
@@ -34,7 +34,10 @@ def first_compressed_blocks_kernel(
 
 
 def first_compressed_blocks(documents: Documents, geometry: Geometry) -> Tensor:
-    """The first compressed block of each document, [documents], int32."""
+    """The first compressed block of each document, [documents], int32; found unless the documents have them."""
+    placed = documents.placed_blocks(geometry)
+    if placed is not None:
+        return placed[0]
     num_documents = documents.cu_seqlens.shape[0] - 1
     first_blocks = documents.cu_seqlens.new_empty(num_documents)
     first_compressed_blocks_kernel[(1,)](
@@ -84,14 +87,18 @@ def place_slots_kernel(
 
 
 def place_slots(
-    first_blocks: Tensor, cu_seqlens: Tensor, num_slots: int, num_keys: int, geometry: Geometry
+    first_blocks: Tensor, documents: Documents, num_slots: int, num_keys: int, geometry: Geometry
 ) -> tuple[Tensor, Tensor]:
-    """The range of tokens, begin and end, at which queries see each compressed slot, [slots], int32."""
+    """The range of tokens, begin and end, at which queries see each compressed slot, [slots], int32; as above."""
+    placed = documents.placed_blocks(geometry)
+    if placed is not None:
+        query_begin, query_end = placed[1].unbind(0)
+        return query_begin, query_end
     query_begin, query_end = (first_blocks.new_empty(num_slots) for _ in range(2))
     num_documents = first_blocks.shape[0]
     if num_slots:
         place_slots_kernel[(cdiv(num_slots, _PLACES),)](
-            first_blocks, cu_seqlens, query_begin, query_end, num_documents, num_slots, num_keys,
+            first_blocks, documents.cu_seqlens, query_begin, query_end, num_documents, num_slots, num_keys,
             max(1, num_documents.bit_length()), BLOCK=geometry.compression_block_size,
             STRIDE=geometry.compression_stride, SLOTS=_PLACES,
         )  # fmt: skip

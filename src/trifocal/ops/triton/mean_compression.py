@@ -141,7 +141,7 @@ def mean_compress_forward(x: Tensor, geometry: Geometry, num_blocks: int, docume
     last_tokens = x_cmp
     if documents is not None:
         first_blocks = first_compressed_blocks(documents, geometry)
-        last_tokens, _ = place_slots(first_blocks, documents.cu_seqlens, num_blocks, num_tokens, geometry)
+        last_tokens, _ = place_slots(first_blocks, documents, num_blocks, num_tokens, geometry)
     constants = _constants(x_cmp, geometry, documents)
     mean_compress_kernel[(batch * groups * cdiv(num_blocks, constants["ROWS"]),)](
         x, x_cmp, last_tokens, *_strides(x), num_tokens, num_blocks, **constants,

@@ -40,5 +40,5 @@ def _meta(x: Any) -> Any:
     if isinstance(x, Tensor):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     if isinstance(x, Documents):
-        return Documents(*map(_meta, x[:3]), *x[3:])
+        return Documents(*map(_meta, x))
     return tuple(map(_meta, x)) if isinstance(x, tuple) else x

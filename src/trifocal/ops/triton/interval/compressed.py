@@ -95,5 +95,5 @@ def _branch(
     branch = branch._replace(ids=documents.ids, positions=documents.positions, first_blocks=first_blocks)
     if not backward:
         return branch
-    query_begin, query_end = place_slots(first_blocks, documents.cu_seqlens, k_cmp.shape[1], num_keys, geometry)
+    query_begin, query_end = place_slots(first_blocks, documents, k_cmp.shape[1], num_keys, geometry)
     return branch._replace(query_begin=query_begin, query_end=query_end)
