@@ -29,20 +29,21 @@ def gradients(
 
 
 @pytest.mark.parametrize(
-    ("options", "checkpointed", "kinds", "backend"),
+    ("options", "checkpointed", "kinds", "tables", "backend"),
     [
-        ({}, 3, 1, "aot_eager"),
-        # A layer reads its rotations from tables: one that is not rotated is no other graph.
+        ({}, 3, 1, 1, "aot_eager"),
+        # A layer reads its rotations from tables: one that is not rotated has other tables, but no other graph.
         (
             {"compressor": "mlp", "shared_kv": True, "selected_dropout": 0.5, "unrotated_layers": (1,)}
             | {"norm_after": True, "qk_norm": True, "qk_norm_all_heads": True},
             0,
             1,
+            2,
             "eager",
         ),
-        ({"attention": "dense", "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True}, 3, 1, "eager"),
+        ({"attention": "dense", "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True}, 3, 1, 1, "eager"),
         # Another choice in each layer is another tensor, not another graph.
-        ({"layer_types": ("window", "selected", "selected"), "selection": "random"}, 3, 2, "eager"),
+        ({"layer_types": ("window", "selected", "selected"), "selection": "random"}, 3, 2, 1, "eager"),
     ],
     ids=str,
 )
@@ -52,6 +53,7 @@ def test_layers_share_what_is_compiled(
     options: dict[str, Any],
     checkpointed: int,
     kinds: int,
+    tables: int,
     backend: str,
 ) -> None:
     """Three layers, rows and packed documents with other borders: two graphs of a kind, and eager's gradients."""
@@ -73,12 +75,12 @@ def test_layers_share_what_is_compiled(
     given = [gradients(model, *call) for call in calls]
     torch.testing.assert_close(given, expected, rtol=1e-11, atol=1e-12)
     counters = torch._dynamo.utils.counters
-    # A layer and the end of the model, for rows and for one packed row.
-    assert counters["stats"]["unique_graphs"] == 2 * kinds + 2
+    # What layers share, a layer and the end of the model, for rows and for one packed row.
+    assert counters["stats"]["unique_graphs"] == 2 * (tables + kinds + 1)
     assert not counters["graph_break"]
     with torch.no_grad():
         model(tokens[:, :7], tokens[:, :7])
-    assert counters["stats"]["unique_graphs"] == 2 * kinds + 2, "passes without gradients are eager"
+    assert counters["stats"]["unique_graphs"] == 2 * (tables + kinds + 1), "passes without gradients are eager"
 
 
 def test_a_copy_of_a_compiled_model_compiles_its_own(
@@ -96,7 +98,7 @@ def test_a_copy_of_a_compiled_model_compiles_its_own(
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         torch.testing.assert_close(gradients(copied, tokens), expected, rtol=0, atol=0)
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
@@ -138,7 +140,7 @@ def test_other_lengths_do_not_compile_anew(make_model: Callable[..., DecoderLM])
 def test_a_taught_choice_is_compiled(
     make_model: Callable[..., DecoderLM], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], backend: str
 ) -> None:
-    """Rows and packed documents, in two steps: a graph of the draw and of a layer each, and eager's gradients."""
+    """Rows and packed documents, in two steps: four graphs each, one of them of the draw, and eager's gradients."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
@@ -160,5 +162,5 @@ def test_a_taught_choice_is_compiled(
     model.compile_training()
     torch.testing.assert_close([taught(*call) for call in calls], expected, rtol=1e-6, atol=1e-9)
     counters = torch._dynamo.utils.counters
-    assert counters["stats"]["unique_graphs"] == 6
+    assert counters["stats"]["unique_graphs"] == 8
     assert not counters["graph_break"]

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from trifocal.models.choice_teaching import ChoiceTeaching, Lessons
-from trifocal.models.layers import draw_weights, make_blocks, run_block, run_blocks, wrap_blocks
+from trifocal.models.layers import draw_weights, make_blocks, run_block, run_blocks, share_places, wrap_blocks
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn import RMSNorm
-from trifocal.nn.attention_base import AttentionBase
+from trifocal.nn.attention_base import AttentionBase, RotaryTables
 from trifocal.nn.chooser import ChoosingAttention
 from trifocal.nn.context import ContextShard, OwnTokens
 from trifocal.ops import Documents
@@ -51,7 +51,7 @@ class DecoderLM(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # Compiled code is neither copied nor pickled: a copy compiles its own when it first runs. Nor does a copy share
         # its sequences with other processes.
-        left = ("_run_block", "_run_end", "_draw")
+        left = ("_run_block", "_run_end", "_draw", "_share")
         return {name: value for name, value in super().__getstate__().items() if name not in left} | {"context": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -60,14 +60,16 @@ class DecoderLM(nn.Module):
         self._wrap()
 
     def _compile(self) -> None:
-        """Compile one function for all blocks, one for the loss and one for the draw of a lesson, where asked for."""
+        """Compile one function for all blocks, and those around them, where asked for."""
         self._run_block: Callable[..., Tensor] = run_block
         self._run_end: Callable[..., Tensor] = run_end
         self._draw: Callable[..., Sample] = sample_queries
+        self._share: Callable[..., tuple[Documents | None, RotaryTables]] = share_places
         if self._compiles:
             self._run_block = torch.compile(run_block, fullgraph=True, dynamic=False)
             self._run_end = torch.compile(run_end, fullgraph=True, dynamic=False)
             self._draw = torch.compile(sample_queries, fullgraph=True, dynamic=False)
+            self._share = torch.compile(share_places, fullgraph=True, dynamic=False)
 
     def _wrap(self) -> None:
         wrap_blocks(self.blocks, self._checkpointed_layers, self._run_block)
@@ -175,8 +177,9 @@ class DecoderLM(nn.Module):
     ) -> Tensor:
         x = self.embedding(tokens)
         trained = tokens if self.training and torch.is_grad_enabled() else None
+        share = self._share if torch.is_grad_enabled() and own is None else share_places
         for residual in run_blocks(
-            self.blocks, self.config, x, documents, trained_tokens=trained, lessons=lessons, own=own
+            self.blocks, self.config, x, documents, trained_tokens=trained, lessons=lessons, own=own, share=share
         ):
             x = residual
         return x

@@ -40,6 +40,7 @@ def run_blocks(
     trained_tokens: Tensor | None = None,
     lessons: Lessons | None = None,
     own: OwnTokens | None = None,
+    share: Callable[..., tuple[Documents | None, RotaryTables]] | None = None,
 ) -> Iterator[Tensor]:
     """Run the layers of a decoder.
 
@@ -52,6 +53,7 @@ def run_blocks(
         trained_tokens: In training, the tokens, [B, T]: they draw the queries of `selected_dropout`.
         lessons: Teach the choice of the layers, and take their figures.
         own: Where processes share each sequence, the tokens of x and of `trained_tokens`; documents are of all.
+        share: Compiled from `share_places`, which is taken by default.
 
     Yields:
         The residual stream after each layer, [B, T, E].
@@ -62,13 +64,13 @@ def run_blocks(
             yield x
         return
     layers: list[AttentionBase] = [block.attention for block in blocks]  # type: ignore[misc]
-    if documents is not None and own is None and any(layer.geometry is not None for layer in layers):
-        documents = documents.with_blocks(config.geometry)
     scalings = [layer.rope_scaling for layer in layers]
-    rotary = {
-        scaling: _shared_tables([layer for layer in layers if layer.rope_scaling == scaling], x, documents, own)
-        for scaling in dict.fromkeys(scalings)
-    }
+    rotary: dict[RopeScaling, RotaryTables] = {}
+    for scaling in dict.fromkeys(scalings):
+        alike = [layer for layer in layers if layer.rope_scaling == scaling]
+        # A layer with compressed blocks has what the others need, too.
+        first = next((layer for layer in alike if layer.geometry is not None), alike[0])
+        documents, rotary[scaling] = (share or share_places)(first, x, documents, own)
     shared: dict[str, Any] = {} if own is None else {"own": own}
     for index, (block, kind) in enumerate(zip(blocks, config.attention_of_layers, strict=True)):
         given = dict(shared)
@@ -88,13 +90,13 @@ def run_blocks(
         yield x
 
 
-def _shared_tables(
-    layers: list[AttentionBase], x: Tensor, documents: Documents | None, own: OwnTokens | None
-) -> RotaryTables:
-    """Rotary tables of layers with the same scaling."""
-    # A layer with compressed blocks has the tables of the others too.
-    first = next((layer for layer in layers if layer.geometry is not None), layers[0])
-    return first.rotary_tables(x, documents, own)
+def share_places(
+    layer: AttentionBase, x: Tensor, documents: Documents | None, own: OwnTokens | None
+) -> tuple[Documents | None, RotaryTables]:
+    """What layers like this one have in common: documents with the places of their compressed blocks, rotary tables."""
+    if documents is not None and own is None and layer.geometry is not None:
+        documents = documents.with_blocks(layer.geometry)
+    return documents, layer.rotary_tables(x, documents, own)
 
 
 def wrap_blocks(blocks: nn.ModuleList, checkpointed_layers: range, run: Callable[..., Tensor]) -> None:
