@@ -47,6 +47,7 @@ CASES = (
     Case("one query", 1, 170, 4, 2),
     Case("packed: short, 1 token, longer than a choice", 150, 150, 2, lengths=(17, 1, 90, 42)),
     Case("packed: the last queries", 64, 190, 2, lengths=(17, 150, 1, 22)),
+    Case("packed: fewer lines of blocks than a row of all", 40, 600, 2, lengths=(200, 200, 200)),
     Case("paper's proportions", 40, 330, geometry=geometry(32, 16, 64, 3, 1, 1, 11)),
     Case("three taps a block, no initial block", 90, 290, geometry=geometry(32, 16, 48, 2, 0, 1, 11)),
     Case("no overlap", 100, 100, geometry=geometry(16, 16, 16, 3, 1, 2, 11)),
@@ -61,6 +62,7 @@ CASES = (
     Case("index: one query", 1, 170, 0, 2),
     Case("index: packed: short, 1 token, longer than a choice", 150, 150, 0, 2, lengths=(17, 1, 90, 42)),
     Case("index: packed: the last queries", 64, 190, 0, 2, lengths=(17, 150, 1, 22)),
+    Case("index: packed: fewer lines of blocks than a row of all", 40, 600, 0, 2, lengths=(200, 200, 200)),
     Case("index: blocks of 48 tokens, no initial block", 90, 400, 0, geometry=geometry(16, 8, 48, 2, 0, 1, 11)),
     Case("index: blocks of more keys than a product", 20, 700, 0, geometry=geometry(4, 1, 128, 2, 1, 0, 11)),
     Case("index: chunks of queries", 100, 100, 0, 2, buffer_bytes=1),
@@ -126,6 +128,26 @@ def test_choice_has_the_largest_scores(case: Case, device: str) -> None:
         bound = NEAR_TIE * max(map(abs, scores), default=0.0)
         for one, other in zip(sorted(scores[j] for j in taken), sorted(scores[j] for j in expected), strict=True):
             assert abs(one - other) <= bound, (b, t, g, row, expected)
+
+
+# Blocks of the longer document that nobody scored: their places hold any numbers.
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+@pytest.mark.parametrize("heads", [4, 0], ids=["compressed keys", "index"])
+def test_a_longest_length_that_is_too_small(heads: int, device: str) -> None:
+    """On a GPU it is trusted: shorter documents are as they were, and no block behind it is chosen."""
+    case = Case("packed", 600, 600, heads, 2, lengths=(90, 420, 90))
+    inputs = [x.to(device) for x in draw(case)]
+    boundaries = torch.tensor([0, *case.lengths], device=device).cumsum(0)
+    choose = select_blocks if heads else select_blocks_by_index
+    right, wrong = (
+        choose(*inputs, SMALL, **({"num_keys": 600} if heads else {}), cu_seqlens=documents, backend="triton")
+        for documents in (
+            Documents.from_checked(boundaries, 600), Documents.from_checked(boundaries, 600, row_length=100)
+        )
+    )  # fmt: skip
+    assert torch.equal(wrong[:, :90], right[:, :90]) and torch.equal(wrong[:, 510:], right[:, 510:])
+    assert right.max() == 420 // 16 and wrong.max() <= 15
 
 
 @pytest.mark.parametrize("sign", [1, -1], ids=["plus", "minus"])

@@ -177,7 +177,8 @@ def score_tile(
             in_document = exists & (document_of_row == document)
             start = tl.load(cu_seqlens + document)
         row_end = tl.where(in_document, start + position + 1, 0)
-        candidates = tl.max(tl.where(in_document, position // SELECTION + 1, 0))
+        # Not more than there is room for, where the longest document's length was given too small.
+        candidates = tl.minimum(tl.max(tl.where(in_document, position // SELECTION + 1, 0)), block_lines * LINE)
         # Blocks that all rows see whole.
         whole = tl.min(tl.where(in_document, position + 1, 2147483647)) // SELECTION
         first_piece = tl.program_id(1) * PIECES

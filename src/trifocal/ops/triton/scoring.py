@@ -30,7 +30,7 @@ from torch import Tensor
 
 from trifocal.ops import dispatch
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.layout import Documents
+from trifocal.ops.layout import Documents, longest_document
 from trifocal.ops.tiles import cdiv, next_power_of_2, split_width
 from trifocal.ops.triton.common import (
     LOG2_E,
@@ -195,7 +195,8 @@ def choice_kernel(
     position = query + query_shift
     if PACKED:
         position = tl.load(positions + position)
-    candidates = position // SELECTION + 1
+    # Where the longest document's length was given too small, later blocks have no scores.
+    candidates = tl.minimum(position // SELECTION + 1, num_blocks)
     block = tl.arange(0, BLOCKS)[None, :]
     is_candidate = block < candidates[:, None]
     forced = is_candidate & ((block < INITIAL) | (block >= candidates[:, None] - LOCAL))
@@ -331,7 +332,9 @@ def choose_in_chunks(
         Block indices, [B, T, G, N], int32, ascending; -1 pads.
     """
     batch, num_queries, groups = shape
-    num_selected, num_blocks = geometry.num_selected_blocks, geometry.num_selection_blocks(num_keys)
+    # No query has more candidates than the longest document has blocks.
+    longest = longest_document(num_keys, documents)
+    num_selected, num_blocks = geometry.num_selected_blocks, geometry.num_selection_blocks(longest)
     selected_blocks = torch.empty(*shape, num_selected, dtype=torch.int32, device=device)
     shift, block_lines = num_keys - num_queries, cdiv(num_blocks, LINE.value)
     numbers = batch * groups * block_lines * LINE.value
@@ -341,8 +344,7 @@ def choose_in_chunks(
     size = chunks[0][1] * numbers if num_blocks > num_selected else 1
     parts = [torch.empty(size, dtype=torch.float32, device=device) for _ in range(num_parts)]
     for first_query, end_query in chunks:
-        # A document's own count of blocks is not known here.
-        last = num_keys if documents is not None else shift + end_query
+        last = longest if documents is not None else shift + end_query
         chunk = Chunk(first_query, end_query, shift, geometry.num_selection_blocks(last), block_lines)
         if chunk.reachable > num_selected:
             score(chunk, *parts)
