@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from trifocal.nn import MeanCompressor, MLPCompressor
+from trifocal.nn.compressor import compress_keys_and_values
 from trifocal.ops import Documents, Geometry
 
 # Overlapping blocks (8 every 4), and strides that the lengths below do not divide.
@@ -95,3 +96,35 @@ def test_learned_compressor_starts_near_the_mean() -> None:
     x = torch.randn(1, 64, 2, 16)
     learned, mean = MLPCompressor(GEOMETRY, 16)(x), MeanCompressor(GEOMETRY)(x)
     assert (learned - mean).square().mean() < 0.1 * mean.square().mean()
+
+
+@pytest.mark.parametrize("lengths", [[33], [5, 1, 8, 21, 7, 13], [7]], ids=str)
+@pytest.mark.parametrize("kind", ["of one width", "of two widths", "hooked"])
+def test_keys_and_values_together_are_as_each_alone(
+    kind: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    pair = (
+        MLPCompressor(GEOMETRY, FEATURES).double(),
+        MLPCompressor(GEOMETRY, 4 if "two" in kind else FEATURES).double(),
+    )
+    total, products = sum(lengths), []
+    keys, values = (torch.randn(1, total, 2, phi.positions.shape[1], dtype=torch.float64) for phi in pair)
+    borders = torch.tensor([0, *lengths]).cumsum(0)
+    documents = Documents.from_cu_seqlens(borders, total) if len(lengths) > 1 else None
+    if kind == "hooked":
+        pair[1].down_proj.register_forward_hook(lambda module, args, output: 2 * output)
+    multiply = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *args: products.append(args) or multiply(*args))
+    inputs = [x.requires_grad_() for x in (keys, values)]
+    leaves = [*inputs, *pair[0].parameters(), *pair[1].parameters()]
+    together = compress_keys_and_values(pair, keys, values, documents)
+    assert len(products) == (2 if kind == "of one width" else 0)
+    alone = [phi(x, documents) for phi, x in zip(pair, inputs, strict=True)]
+    directions = [torch.randn_like(x) for x in alone]
+    torch.testing.assert_close(list(together), alone, rtol=0, atol=1e-13)
+    given, expected = (torch.autograd.grad(outputs, leaves, directions) for outputs in (together, alone))
+    torch.testing.assert_close(given, expected, rtol=1e-12, atol=1e-12)
+    assert all(gradient.is_contiguous() for gradient in given)
+    with torch.no_grad():
+        torch.testing.assert_close(list(compress_keys_and_values(pair, keys, values, documents)), alone, rtol=0, atol=0)

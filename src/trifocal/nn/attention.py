@@ -17,7 +17,7 @@ from trifocal.nn.attention_base import (
     documents_and_positions,
 )
 from trifocal.nn.chooser import ChoosingAttention, split_heads
-from trifocal.nn.compressor import MeanCompressor, MLPCompressor
+from trifocal.nn.compressor import MeanCompressor, MLPCompressor, compress_keys_and_values
 from trifocal.nn.context import Chunk, OwnTokens, chunks_of, joined
 from trifocal.nn.gate import NUM_BRANCHES, SigmoidGate
 from trifocal.nn.rope import rotate
@@ -118,7 +118,10 @@ class NSAttention(ChoosingAttention):
         rotated, values = gathered[: len(rotated)], gathered[len(rotated) :]
         v_cmp, v_slc, v_win = values * (NUM_BRANCHES // self.branches)
         k_slc, k_win = rotated[0], rotated[-1]
-        k_cmp, v_cmp = self._compressed_keys(raw, documents, rotary), self.v_compressor(v_cmp, documents)
+        compressors = self.k_compressor, self.v_compressor
+        k_cmp, v_cmp = compress_keys_and_values(compressors, raw, v_cmp, documents)
+        assert rotary.cos_cmp is not None and rotary.sin_cmp is not None
+        k_cmp = rotate(k_cmp, rotary.cos_cmp, rotary.sin_cmp)
 
         def attend(chunk: Chunk) -> Tensor:
             q_rows, keys, blocks = chunk.queries(q), chunk.keys(k_slc), self._num_compressed(chunk)

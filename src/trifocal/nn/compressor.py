@@ -4,9 +4,12 @@
 first token, so that scores depend on distance alone for any φ. Source: arXiv:2502.11089, Eq. 7.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from trifocal.nn.projection import is_plain
 from trifocal.ops import Documents, Geometry
 from trifocal.ops.api import compress_by_mean
 from trifocal.ops.dispatch import Backend
@@ -75,11 +78,76 @@ class MLPCompressor(nn.Module):
 
         Slots that belong to no document hold finite values and are invisible.
         """
+        blocks_BClGD = self.blocks(x, documents)
+        placed = blocks_BClGD + self.positions.to(x.dtype)[:, None]
+        hidden = nn.functional.silu(self.up_proj(placed.transpose(2, 3).flatten(3)))
+        return blocks_BClGD.mean(2) + self.down_proj(hidden).to(x.dtype)
+
+    def blocks(self, x: Tensor, documents: Documents | None) -> Tensor:
+        """The tokens of each block, [B, S, G, D] -> [B, C, l, G, D]."""
         if documents is None:
             num_blocks = self.geometry.num_compressed_blocks(x.shape[1])
         else:
             num_blocks = max_packed_compressed_blocks(x.shape[1], self.geometry)
-        blocks_BClGD = compression_windows(x, self.geometry, documents, num_blocks)
-        placed = blocks_BClGD + self.positions.to(x.dtype)[:, None]
-        hidden = nn.functional.silu(self.up_proj(placed.transpose(2, 3).flatten(3)))
-        return blocks_BClGD.mean(2) + self.down_proj(hidden).to(x.dtype)
+        return compression_windows(x, self.geometry, documents, num_blocks)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a call computes what is written here and nothing else."""
+        own = type(self) is MLPCompressor and not (self._forward_hooks or self._forward_pre_hooks)
+        return own and is_plain(self.up_proj) and is_plain(self.down_proj)
+
+
+Compressor = MeanCompressor | MLPCompressor
+
+
+def compress_keys_and_values(
+    compressors: tuple[Compressor, Compressor], keys: Tensor, values: Tensor, documents: Documents | None
+) -> tuple[Tensor, Tensor]:
+    """Compress unrotated keys and values, each by its own φ.
+
+    In training, two learned ones of one width are a batch of two: their products are short, and two at a time take
+    hardly longer than one.
+
+    Args:
+        compressors: φ of the keys and of the values.
+        keys: [B, S, G, D].
+        values: [B, S, G, V].
+        documents: Packed documents.
+
+    Returns:
+        As `MeanCompressor.forward` gives them.
+    """
+    learned = [phi for phi in compressors if isinstance(phi, MLPCompressor) and phi.is_plain]
+    inputs = keys, values
+    if len(learned) < 2 or keys.shape != values.shape or not torch.is_grad_enabled():
+        k_cmp, v_cmp = (phi(x, documents) for phi, x in zip(compressors, inputs, strict=True))
+        return k_cmp, v_cmp
+    # P: the two of them.
+    blocks_PBClGD = torch.stack([phi.blocks(x, documents) for phi, x in zip(learned, inputs, strict=True)])
+    positions = torch.stack([phi.positions for phi in learned]).to(keys.dtype)
+    placed = blocks_PBClGD + positions[:, None, None, :, None]
+    up, down = ([getattr(phi, name).weight for phi in learned] for name in ("up_proj", "down_proj"))
+    hidden = nn.functional.silu(_LinearPair.apply(placed.transpose(3, 4).flatten(4).flatten(1, 3), *up))  # type: ignore[no-untyped-call]
+    mean = blocks_PBClGD.mean(3)
+    out = _LinearPair.apply(hidden, *down).to(keys.dtype).view(mean.shape)  # type: ignore[no-untyped-call]
+    k_cmp, v_cmp = (mean + out).unbind(0)
+    return k_cmp, v_cmp
+
+
+class _LinearPair(torch.autograd.Function):
+    """Two linear maps, each of its own input: [2, M, inputs] -> [2, M, outputs]. Weights get gradients in rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, first: Tensor, second: Tensor) -> Tensor:  # type: ignore[override]
+        weights = torch.stack((first, second))
+        y = torch.bmm(x, weights.mT)
+        # Under autocast the product's own types.
+        ctx.save_for_backward(x.to(y.dtype), weights.to(y.dtype))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        x, weights = ctx.saved_tensors
+        d_first, d_second = torch.bmm(d_y.mT, x).unbind(0)
+        return torch.bmm(d_y, weights), d_first, d_second
