@@ -7,10 +7,18 @@ import torch
 from torch import Tensor, nn
 
 from trifocal.models.choice_teaching import ChoiceTeaching, Lessons
-from trifocal.models.layers import draw_weights, make_blocks, run_block, run_blocks, share_places, wrap_blocks
+from trifocal.models.layers import (
+    Shared,
+    draw_weights,
+    make_blocks,
+    run_block,
+    run_blocks,
+    share_places,
+    wrap_blocks,
+)
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn import RMSNorm
-from trifocal.nn.attention_base import AttentionBase, RotaryTables
+from trifocal.nn.attention_base import AttentionBase
 from trifocal.nn.chooser import ChoosingAttention
 from trifocal.nn.context import ContextShard, OwnTokens
 from trifocal.ops import Documents
@@ -64,7 +72,7 @@ class DecoderLM(nn.Module):
         self._run_block: Callable[..., Tensor] = run_block
         self._run_end: Callable[..., Tensor] = run_end
         self._draw: Callable[..., Sample] = sample_queries
-        self._share: Callable[..., tuple[Documents | None, RotaryTables]] = share_places
+        self._share: Callable[..., Shared] = share_places
         if self._compiles:
             self._run_block = torch.compile(run_block, fullgraph=True, dynamic=False)
             self._run_end = torch.compile(run_end, fullgraph=True, dynamic=False)

@@ -40,7 +40,7 @@ def run_blocks(
     trained_tokens: Tensor | None = None,
     lessons: Lessons | None = None,
     own: OwnTokens | None = None,
-    share: Callable[..., tuple[Documents | None, RotaryTables]] | None = None,
+    share: "Callable[..., Shared] | None" = None,
 ) -> Iterator[Tensor]:
     """Run the layers of a decoder.
 
@@ -70,7 +70,10 @@ def run_blocks(
         alike = [layer for layer in layers if layer.rope_scaling == scaling]
         # A layer with compressed blocks has what the others need, too.
         first = next((layer for layer in alike if layer.geometry is not None), alike[0])
-        documents, rotary[scaling] = (share or share_places)(first, x, documents, own)
+        places, tables = (share or share_places)(first, x, documents, own)
+        rotary[scaling] = RotaryTables(*tables)  # type: ignore[arg-type]
+        if documents is not None and first.geometry is not None and places is not None:
+            documents = documents.with_blocks(first.geometry, places)
     shared: dict[str, Any] = {} if own is None else {"own": own}
     for index, (block, kind) in enumerate(zip(blocks, config.attention_of_layers, strict=True)):
         given = dict(shared)
@@ -90,13 +93,17 @@ def run_blocks(
         yield x
 
 
-def share_places(
-    layer: AttentionBase, x: Tensor, documents: Documents | None, own: OwnTokens | None
-) -> tuple[Documents | None, RotaryTables]:
-    """What layers like this one have in common: documents with the places of their compressed blocks, rotary tables."""
+Shared = tuple[tuple[Tensor, Tensor] | None, tuple[Tensor | None, ...]]
+"""What layers have in common: the places of compressed blocks in documents, and rotary tables."""
+
+
+def share_places(layer: AttentionBase, x: Tensor, documents: Documents | None, own: OwnTokens | None) -> Shared:
+    """What layers like this one have in common, in plain tuples: PyTorch 2.11 compiles nothing that returns others."""
+    places = None
     if documents is not None and own is None and layer.geometry is not None:
         documents = documents.with_blocks(layer.geometry)
-    return documents, layer.rotary_tables(x, documents, own)
+        places = documents.placed_blocks(layer.geometry)
+    return places, tuple(layer.rotary_tables(x, documents, own))
 
 
 def wrap_blocks(blocks: nn.ModuleList, checkpointed_layers: range, run: Callable[..., Tensor]) -> None:

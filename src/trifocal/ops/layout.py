@@ -85,11 +85,12 @@ class Documents(NamedTuple):
         ids = torch.searchsorted(cu_seqlens[1:], tokens, right=True, out_int32=True)
         return cls(cu_seqlens, ids, tokens - cu_seqlens[ids], row_length, aligned=row_length is not None)
 
-    def with_blocks(self, geometry: Geometry) -> "Documents":
-        """The same with the places of their compressed blocks, found once for all layers."""
-        num_slots = max_packed_compressed_blocks(self.ids.shape[0], geometry)
-        first_blocks, slots = place_compressed_blocks(self, num_slots, geometry)
-        placed = _compression(geometry), first_blocks, slots
+    def with_blocks(self, geometry: Geometry, places: tuple[Tensor, Tensor] | None = None) -> "Documents":
+        """The same with the places of their compressed blocks, found once for all layers, unless they are given."""
+        if places is None:
+            num_slots = max_packed_compressed_blocks(self.ids.shape[0], geometry)
+            places = place_compressed_blocks(self, num_slots, geometry)
+        placed = _compression(geometry), *places
         return Documents(self.cu_seqlens, self.ids, self.positions, self.max_length, *placed, self.aligned)
 
     def placed_blocks(self, geometry: Geometry) -> tuple[Tensor, Tensor] | None:
