@@ -108,12 +108,12 @@ def test_values_and_gradients(case: Case, order: str, device: str, monkeypatch: 
     assert torch.equal(lse.cpu() == -math.inf, nothing)
 
 
+@pytest.mark.parametrize("limit", ["SELECTED_BUFFER_BYTES", "SELECTED_CACHED_BYTES"])
 @pytest.mark.parametrize("lengths", [None, (36, 17, 17)], ids=["two batch entries", "packed"])
 def test_chunks_of_rows_and_pieces_of_blocks(
-    lengths: tuple[int, ...] | None, device: str, monkeypatch: pytest.MonkeyPatch
+    lengths: tuple[int, ...] | None, limit: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A buffer of one chunk's least size and pieces of a few slots give the same sums as one of each."""
-
+    """Chunks of the least size, one or several at a time, and pieces of a few slots give the same sums as one."""
     case = Case("chunks", 70, 70, heads=2, batch=1 if lengths else 2, lengths=lengths)
     q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
     # Everybody chooses the first block, as with a forced one: many pieces.
@@ -123,7 +123,8 @@ def test_chunks_of_rows_and_pieces_of_blocks(
     tile = SelectedTile(16, warps=4, stages=1, piece_slots=16)
     monkeypatch.setattr(dispatch, "selected_order", order_rule("block_major"))
     monkeypatch.setattr(dispatch, "selected_tile", selected_tile_rule(tile))
-    monkeypatch.setattr(dispatch, "SELECTED_BUFFER_BYTES", 1)
+    monkeypatch.setattr(dispatch, limit, 1)
+    monkeypatch.setattr(dispatch, "FEWEST_SLOTS_OF_A_BLOCK", 1)
     o, lse = selected_forward(q, k, v, chosen, case.geometry, 0.25, documents)
     got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, documents)
     for name, actual, wanted in zip(("o", "d_q", "d_k", "d_v"), (o, *got), expected, strict=True):

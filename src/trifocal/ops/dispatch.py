@@ -31,6 +31,10 @@ BACKENDS: tuple[Backend, ...] = ("auto", "reference", "triton")
 
 # Bytes of partial results of selected attention that are kept at a time, and of importance.
 SELECTED_BUFFER_BYTES = 2**31
+# Bytes of one group's queries that are gathered before later ones: with its partial results they pass through the
+# second-level cache. Slots of a block among them, on average, beside which its keys and values are little.
+SELECTED_CACHED_BYTES = 2**23
+FEWEST_SLOTS_OF_A_BLOCK = 32
 IMPORTANCE_BUFFER_BYTES = 2**28
 # Up to this many times the blocks of a choice, going through all of them is cheaper than sorting out the chosen; in
 # backward only up to fewer, but for packed documents, most of which are shorter than the longest.

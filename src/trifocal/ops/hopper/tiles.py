@@ -29,7 +29,7 @@ def selected_tile(kernel: str, q_per_kv: int, columns: int) -> SelectedTile:
     """The tile of a kernel of selected attention; arguments as for `ops.tiles.selected_tile`."""
     pieces = 0
     if kernel == "block_major forward":
-        pieces = max(128, 1024 // q_per_kv)
+        pieces = max(64, 1024 // q_per_kv)
     if kernel == "block_major backward":
         # Narrow tiles take less time each, beside which a piece's own sums are to stay small.
         pieces = max(256 if columns > 64 else 512, 2048 // q_per_kv)

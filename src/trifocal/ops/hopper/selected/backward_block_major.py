@@ -50,7 +50,7 @@ def block_major_backward_hopper_kernel(
     shared_p: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK], TYPE)
 
     begin, end, batch, group, block = find_piece(
-        gl.program_id(0), chunk, starts, first_pieces, piece_keys, keys_per_chunk, num_blocks, GROUPS, PIECE
+        gl.program_id(0), chunk, 1, starts, first_pieces, piece_keys, keys_per_chunk, num_blocks, GROUPS, PIECE
     )
     if begin < end:
         first_token, first_position = block_place(

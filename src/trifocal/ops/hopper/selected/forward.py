@@ -34,7 +34,7 @@ from trifocal.ops.triton.selected.block_csr import block_place, find_piece
 @Kernel
 @gluon.jit(
     do_not_specialize=[
-        "num_queries", "query_shift", "num_keys", "chunk", "chunk_rows", "num_blocks", "keys_per_chunk"
+        "num_queries", "query_shift", "num_keys", "chunk", "num_chunks", "chunk_rows", "num_blocks", "keys_per_chunk"
     ]
 )  # fmt: skip
 def block_major_forward_hopper_kernel(
@@ -42,7 +42,7 @@ def block_major_forward_hopper_kernel(
     q_batch_stride, q_time_stride, q_head_stride,
     k_batch_stride, k_time_stride, k_head_stride,
     v_batch_stride, v_time_stride, v_head_stride,
-    num_queries, query_shift, num_keys, chunk, chunk_rows, num_blocks, keys_per_chunk, score_scale,
+    num_queries, query_shift, num_keys, chunk, num_chunks, chunk_rows, num_blocks, keys_per_chunk, score_scale,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, NUM_SELECTED: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
     BLOCK: gl.constexpr, PIECE: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
@@ -63,7 +63,7 @@ def block_major_forward_hopper_kernel(
     shared_v: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, V], TYPE)
 
     begin, end, batch, group, block = find_piece(
-        gl.program_id(0), chunk, starts, first_pieces, piece_keys, keys_per_chunk, num_blocks, GROUPS, PIECE
+        gl.program_id(0), chunk, num_chunks, starts, first_pieces, piece_keys, keys_per_chunk, num_blocks, GROUPS, PIECE
     )
     if begin < end:
         first_token, first_position = block_place(

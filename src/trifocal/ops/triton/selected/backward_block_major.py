@@ -41,7 +41,7 @@ def block_major_backward_kernel(
 ):  # fmt: skip
     """One piece: d_q of its slots and its part of d_k and d_v, all but for the factor `scale`."""
     begin, end, batch, group, block = find_piece(
-        tl.program_id(0), chunk, starts, first_pieces, piece_keys, keys_per_chunk, num_blocks, GROUPS, PIECE
+        tl.program_id(0), chunk, 1, starts, first_pieces, piece_keys, keys_per_chunk, num_blocks, GROUPS, PIECE
     )
     if begin < end:
         first_slot_of_chunk = chunk * chunk_rows * (GROUPS * NUM_SELECTED)

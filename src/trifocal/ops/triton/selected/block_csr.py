@@ -216,6 +216,7 @@ def default_documents(documents: Documents | None, placeholder: Tensor) -> tuple
 def find_piece(
     number,
     chunk,
+    num_chunks,
     starts,
     first_pieces,
     piece_keys,
@@ -224,16 +225,16 @@ def find_piece(
     GROUPS: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """The slots of a chunk's piece, begin and end (equal if there is no such piece), its batch, group and block."""
+    """The slots of a piece of these chunks, begin and end (equal if there is none), its batch, group and block."""
     first_key = chunk * keys_per_chunk
     piece = tl.load(first_pieces + first_key) + number
-    exists = piece < tl.load(first_pieces + first_key + keys_per_chunk)
+    exists = piece < tl.load(first_pieces + first_key + num_chunks * keys_per_chunk)
     key = tl.load(piece_keys + piece, mask=exists, other=first_key)
     begin = tl.load(starts + key) + (piece - tl.load(first_pieces + key)) * PIECE
     end = tl.minimum(begin + PIECE, tl.load(starts + key + 1))
     end = tl.where(exists, end, begin)
-    batch_group = (key - first_key) // num_blocks
-    block = (key - first_key) % num_blocks
+    batch_group = key % keys_per_chunk // num_blocks
+    block = key % keys_per_chunk % num_blocks
     return begin, end, batch_group // GROUPS, batch_group % GROUPS, block
 
 

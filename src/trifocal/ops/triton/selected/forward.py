@@ -46,7 +46,7 @@ def load_slots(slots, first, end, Q_PER_KV: tl.constexpr, ROWS: tl.constexpr):
 @Kernel
 @triton.jit(
     do_not_specialize=[
-        "num_queries", "query_shift", "num_keys", "chunk", "chunk_rows", "num_blocks", "keys_per_chunk"
+        "num_queries", "query_shift", "num_keys", "chunk", "num_chunks", "chunk_rows", "num_blocks", "keys_per_chunk"
     ]
 )  # fmt: skip
 def block_major_forward_kernel(
@@ -54,7 +54,7 @@ def block_major_forward_kernel(
     q_batch_stride, q_time_stride, q_head_stride,
     k_batch_stride, k_time_stride, k_head_stride,
     v_batch_stride, v_time_stride, v_head_stride,
-    num_queries, query_shift, num_keys, chunk, chunk_rows, num_blocks, keys_per_chunk, score_scale,
+    num_queries, query_shift, num_keys, chunk, num_chunks, chunk_rows, num_blocks, keys_per_chunk, score_scale,
     GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, NUM_SELECTED: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
@@ -65,7 +65,7 @@ def block_major_forward_kernel(
     two tiles ahead and must not wait for their numbers.
     """
     begin, end, batch, group, block = find_piece(
-        tl.program_id(0), chunk, starts, first_pieces, piece_keys, keys_per_chunk, num_blocks, GROUPS, PIECE
+        tl.program_id(0), chunk, num_chunks, starts, first_pieces, piece_keys, keys_per_chunk, num_blocks, GROUPS, PIECE
     )
     if begin < end:
         first_slot_of_chunk = chunk * chunk_rows * (GROUPS * NUM_SELECTED)
@@ -495,13 +495,17 @@ def selected_forward(
 
     row_slots = groups * num_selected
     rows = batch * num_queries
-    chunk_rows = rows_of_chunk(row_slots * q_per_kv * value_dim * q.element_size(), rows)
-    index = build_block_csr(
-        selected_blocks, block_size, num_keys, documents, chunk_rows=chunk_rows, piece_slots=tile.piece_slots
+    kept_rows = rows_of_chunk(row_slots * q_per_kv * value_dim * q.element_size(), rows)
+    together = chunks_in_cache(
+        kept_rows, q_per_kv * q.shape[-1] * q.element_size(), cdiv(num_keys, block_size), num_selected
     )
-    slots_of_chunk = index.chunk_rows * row_slots
-    o_slots = torch.empty(slots_of_chunk * q_per_kv, value_dim, dtype=q.dtype, device=q.device)
-    lse_slots = torch.empty(slots_of_chunk * q_per_kv, dtype=torch.float32, device=q.device)
+    index = build_block_csr(
+        selected_blocks, block_size, num_keys, documents,
+        chunk_rows=kept_rows if together == 1 else kept_rows // together // 64 * 64, piece_slots=tile.piece_slots,
+    )  # fmt: skip
+    kept_rows = together * index.chunk_rows
+    o_slots = torch.empty(kept_rows * row_slots * q_per_kv, value_dim, dtype=q.dtype, device=q.device)
+    lse_slots = torch.empty(kept_rows * row_slots * q_per_kv, dtype=torch.float32, device=q.device)
     block_major_kernel, configuration = (
         block_major_forward_kernel,
         {**shape, "ROWS": tile.BLOCK_M, "maxnreg": tile.registers},
@@ -511,15 +515,16 @@ def selected_forward(
             dispatch.hopper("selected.forward").block_major_forward_hopper_kernel,
             hopper_sizes(shape),
         )
-    for chunk in range(index.num_chunks):
-        block_major_kernel[(index.pieces_per_chunk,)](
+    for chunk in range(0, index.num_chunks, together):
+        num_chunks = min(together, index.num_chunks - chunk)
+        block_major_kernel[(num_chunks * index.pieces_per_chunk,)](
             q, k, v, o_slots, lse_slots, index.slots, index.starts, index.first_pieces, index.piece_keys,
-            ids, positions, cu_seqlens, *all_strides, *shift, chunk, index.chunk_rows, index.num_blocks,
+            ids, positions, cu_seqlens, *all_strides, *shift, chunk, num_chunks, index.chunk_rows, index.num_blocks,
             index.keys_per_chunk, score_scale, **configuration, NUM_SELECTED=num_selected, PIECE=tile.piece_slots,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         first_row = chunk * index.chunk_rows
-        end_row = min(first_row + index.chunk_rows, rows)
+        end_row = min(first_row + kept_rows, rows)
         reduce_slots(
             o_slots, lse_slots, index.keys, o, lse, first_row, end_row, index.unused, 1.0, q_per_kv, num_selected
         )
@@ -537,6 +542,19 @@ def rows_of_chunk(bytes_of_row: int, rows: int) -> int:
     )
     quarter = cdiv(rows, 4 * 64) * 64
     return min(rows, max(64, min(most, max(quarter, fewest)) // 64 * 64))
+
+
+def chunks_in_cache(rows: int, bytes_of_query: int, num_blocks: int, num_selected: int) -> int:
+    """How many chunks, sorted each by itself, one launch takes one after the other, of rows whose partials are kept.
+
+    One group's queries of a chunk, which its blocks gather one after the other, are to stay in the second-level cache;
+    but a block is to find enough of them in a chunk that loading its keys and values is little beside them.
+    """
+    most = max(
+        dispatch.SELECTED_CACHED_BYTES // bytes_of_query,
+        dispatch.FEWEST_SLOTS_OF_A_BLOCK * num_blocks // num_selected,
+    )
+    return max(1, min(cdiv(rows, most), rows // 64))
 
 
 def hopper_sizes(shape: dict[str, int]) -> dict[str, int]:
