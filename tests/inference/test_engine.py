@@ -1,7 +1,9 @@
 """The engine: tokens do not depend on what else runs; who waits, leaves, comes back, stops and fails."""
 
 import random
+from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -386,12 +388,20 @@ def test_the_first_token_comes_before_the_second_is_begun(model: DecoderLM, monk
 
 
 def test_every_batch_size_is_recorded_before_requests_come(model: DecoderLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first step of a size compiles, the second is recorded."""
-    sizes: list[int] = []
+    """The first step of a kind compiles, the second is recorded; then requests find nothing changed."""
+    steps: list[tuple[int, bool, bool]] = []
     healthy = CachedModel.step
-    monkeypatch.setattr(CachedModel, "step", lambda cached, x, batch: sizes.append(len(x)) or healthy(cached, x, batch))
-    make_engine(model, 5)[0].warm_up()
-    assert {size: min(2, sizes.count(size)) for size in sizes} == dict.fromkeys((1, 2, 4, 5), 2)
+
+    def step(cached: CachedModel, tokens: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
+        steps.append((len(tokens), batch.takes_all, batch.ends_block))
+        return healthy(cached, tokens, batch)
+
+    monkeypatch.setattr(CachedModel, "step", step)
+    engine, _ = make_engine(model, 5)
+    engine.warm_up()
+    assert Counter(steps) == {(size, *kind): 2 for size in (1, 2, 4, 5) for kind in product((False, True), repeat=2)}
+    requests = draw_requests(5)
+    assert [result(done) for done in engine.complete(requests)] == alone(model, requests)
 
 
 def test_what_never_fits_is_refused_with_the_number_that_would(model: DecoderLM) -> None:

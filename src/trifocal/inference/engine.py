@@ -155,12 +155,9 @@ class Engine:
     def warm_up(self) -> None:
         """Run chunks of prompts and the steps of every batch size, so that a GPU has compiled and recorded them."""
         self._model.warm_up_chunks()
-        most, count = self._model.max_sequences, 1
-        while count < 2 * most:
-            # One token comes from the prompt. The first step compiles, the second is recorded.
-            new = min(4, self._model.max_length)
-            self.complete([Request(prompt=[0], max_new_tokens=new, samples=min(count, most))])
-            count *= 2
+        # The one token comes from the prompt.
+        self.complete([Request(prompt=[0], max_new_tokens=1)])
+        self._runner.warm_up()
 
     def _state(self, request: Request, sample: int) -> RequestState:
         seed = (request.sampling.seed + sample) % 2**64

@@ -7,7 +7,9 @@ lengths, and has steps recorded that leave out what no sequence needs: a choice 
 compression of blocks where none ends.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -93,6 +95,16 @@ class StepRunner:
         self._chooses, self._compresses = bool(sparse), any(cache.k_cmp is not None for cache in sparse)
 
     @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run and record the steps of every batch size, and what they may leave out; no sequence has a place yet."""
+        kinds = itertools.product((False, True)[: 1 + self._chooses], (True, False)[: 1 + self._compresses])
+        sizes = {self._size(count + 1) for count in range(self._model.max_sequences)}
+        for size, spared in itertools.product(sorted(sizes), itertools.starmap(Spared, kinds)):
+            # The first compiles, the second is recorded.
+            for _ in range(2):
+                self._record((size, False, False, False), spared, partial(self._step, size, (False, False)))
+
+    @torch.inference_mode()
     def place(
         self, sequence: CachedSequence, sampling: Sampling, tokens: Sequence[int], *, likeliest: bool = False
     ) -> int:
@@ -166,7 +178,7 @@ class StepRunner:
         # Before the step, so that nothing changes if there is no memory.
         values = self._host_values(size, needs)
         spared = self._spared(dict.fromkeys(places, 1))
-        self._record((size, *needs, False), spared, lambda spared: self._step(size, needs, spared))
+        self._record((size, *needs, False), spared, partial(self._step, size, needs))
         for place in places:
             self._held[place] += 1
         return self._fetch(values, self._drawn[:size], self._likeliest[:size])
@@ -191,7 +203,7 @@ class StepRunner:
         )
         values = self._host_values(size * NEW, needs)
         spared = self._spared({place: len(draft) for place, draft in drafts.items()})
-        self._record((size, *needs, True), spared, lambda spared: self._step_of_drafts(size, needs, spared))
+        self._record((size, *needs, True), spared, partial(self._step_of_drafts, size, needs))
         found = self._fetch(values, self._draft_drawn[: size * NEW], self._draft_likeliest[: size * NEW]).read()
         return {place: found[place * NEW : place * NEW + len(draft)] for place, draft in drafts.items()}
 

@@ -177,7 +177,7 @@ def _index_scores(index: Index, cache: SparseCache, batch: DecodeBatch, geometry
         *q_idx.stride()[:3], k_idx.stride(0), k_idx.stride(2), table.stride(0), block_lines,
         NEW=new, GROUPS=groups, D=widths.size, D_1=widths.part_1, D_2=widths.part_2, SELECTION=block,
         NUM_SELECTED=geometry.num_selected_blocks, PAGE_ROWS=page_size, BLOCKS=blocks, TAPS=taps,
-        **_options(q_idx, tile),
+        ONE_TILE=grid == num_tiles and block <= taps, **_options(q_idx, tile),
     )  # fmt: skip
     return scores, block_lines
 

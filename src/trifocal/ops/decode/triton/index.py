@@ -22,11 +22,13 @@ def decode_index_kernel(
     q_batch_stride, q_time_stride, q_head_stride, k_page_stride, k_row_stride, table_columns, block_lines,
     NEW: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
     SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr, PAGE_ROWS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr, TAPS: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCKS: tl.constexpr, TAPS: tl.constexpr, ONE_TILE: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Scores [B, T, G, blocks] of some tiles of BLOCKS blocks; none where all candidates are taken."""
+    """Scores [B, T, G, blocks] of some tiles of BLOCKS blocks; none where all candidates are taken.
+
+    ONE_TILE: every program has one at most, of one part.
+    """
     release_next(DEPENDENT)
-    PARTS: tl.constexpr = (SELECTION + TAPS - 1) // TAPS
     batch = tl.program_id(2).to(tl.int64)
     block_table += batch * table_columns
     column = tl.arange(0, BLOCKS * TAPS)
@@ -43,13 +45,13 @@ def decode_index_kernel(
     num_keys = tl.where(new > 0, length + new, 0)
     blocks = tl.cdiv(num_keys, SELECTION)
     offsets = batch * q_batch_stride + token.to(tl.int64) * q_time_stride + group * q_head_stride
-    if PARTS > 1:
+    if not ONE_TILE:
         q_1, q_2 = load_rotated_parts(q_idx, offsets, position, exists, cos, sin, D, D_1, D_2)
     out = scores + ((batch * NEW + token) * GROUPS + group)[:, None] * (block_lines * LINE)
     tiles = tl.where(blocks > NUM_SELECTED, tl.cdiv(blocks, BLOCKS), 0)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         largest = tl.full([ROWS, BLOCKS], float("-inf"), tl.float32)
-        for part in tl.range(0, PARTS, num_stages=STAGES):
+        for part in tl.range(0, tl.cdiv(SELECTION, TAPS), num_stages=STAGES):
             in_block = part * TAPS + column % TAPS
             key = (tile * BLOCKS + column // TAPS) * SELECTION + in_block
             is_key = (in_block < SELECTION) & (key < num_keys)
@@ -59,7 +61,7 @@ def decode_index_kernel(
             k_2 = k_1
             if D_2 > 0:
                 k_2 = load_once(k_idx, k_offsets, is_key, D_1, D_2, D)
-            if PARTS == 1:
+            if ONE_TILE:
                 # Keys are asked for before the rows are made ready.
                 q_1, q_2 = load_rotated_parts(q_idx, offsets, position, exists, cos, sin, D, D_1, D_2)
             found = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
