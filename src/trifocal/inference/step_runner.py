@@ -50,11 +50,15 @@ class SampledTokens(NamedTuple):
         return found
 
 
-class Spared(NamedTuple):
-    """What a step leaves out, as `DecodeBatch` has it."""
+class StepKind(NamedTuple):
+    """Which launches a step needs, in the words of `DecodeBatch`."""
 
-    takes_all: bool = False
-    ends_block: bool = True
+    takes_all: bool
+    ends_block: bool
+
+
+WHOLE_STEP = StepKind(takes_all=False, ends_block=True)
+"""A step with every launch, which is right for any lengths."""
 
 
 class StepRunner:
@@ -87,7 +91,7 @@ class StepRunner:
         # What the draw of each place needs: the filters, the likeliest tokens.
         self._needs: dict[int, tuple[bool, bool]] = {}
         self._graphs = RecordedWork(model.device) if record else None
-        # Steps of each kind that have run with everything in them, which compiles what a later one may need.
+        # Keys whose first step has run, a whole one, which compiles what a later one may need.
         self._begun: set[tuple[int, bool, bool, bool]] = set()
         # Tokens in the caches of each place.
         self._held: dict[int, int] = {}
@@ -97,12 +101,13 @@ class StepRunner:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Run and record the steps of every batch size, and what they may leave out; no sequence has a place yet."""
-        kinds = itertools.product((False, True)[: 1 + self._chooses], (True, False)[: 1 + self._compresses])
-        sizes = {self._size(count + 1) for count in range(self._model.max_sequences)}
-        for size, spared in itertools.product(sorted(sizes), itertools.starmap(Spared, kinds)):
+        takes_all = (False, True) if self._chooses else (False,)
+        ends_block = (True, False) if self._compresses else (True,)
+        sizes = sorted({self._size(count + 1) for count in range(self._model.max_sequences)})
+        for size, *kind in itertools.product(sizes, takes_all, ends_block):
             # The first compiles, the second is recorded.
             for _ in range(2):
-                self._record((size, False, False, False), spared, partial(self._step, size, (False, False)))
+                self._record((size, False, False, False), StepKind(*kind), partial(self._step, size, (False, False)))
 
     @torch.inference_mode()
     def place(
@@ -177,8 +182,8 @@ class StepRunner:
         needs = self._needs_of(places)
         # Before the step, so that nothing changes if there is no memory.
         values = self._host_values(size, needs)
-        spared = self._spared(dict.fromkeys(places, 1))
-        self._record((size, *needs, False), spared, partial(self._step, size, needs))
+        kind = self._kind(dict.fromkeys(places, 1))
+        self._record((size, *needs, False), kind, partial(self._step, size, needs))
         for place in places:
             self._held[place] += 1
         return self._fetch(values, self._drawn[:size], self._likeliest[:size])
@@ -202,8 +207,8 @@ class StepRunner:
             send(torch.tensor([len(row) for row in rows], dtype=torch.int32), self._device)
         )
         values = self._host_values(size * NEW, needs)
-        spared = self._spared({place: len(draft) for place, draft in drafts.items()})
-        self._record((size, *needs, True), spared, partial(self._step_of_drafts, size, needs))
+        kind = self._kind({place: len(draft) for place, draft in drafts.items()})
+        self._record((size, *needs, True), kind, partial(self._step_of_drafts, size, needs))
         found = self._fetch(values, self._draft_drawn[: size * NEW], self._draft_likeliest[: size * NEW]).read()
         return {place: found[place * NEW : place * NEW + len(draft)] for place, draft in drafts.items()}
 
@@ -214,11 +219,11 @@ class StepRunner:
         self._tokens[place : place + 1].fill_(token)
         self._held[place] = length
 
-    def _spared(self, num_new: Mapping[int, int]) -> Spared:
-        """What a step may leave out in which places get so many new tokens."""
+    def _kind(self, num_new: Mapping[int, int]) -> StepKind:
+        """The kind of a step in which places get so many new tokens."""
         geometry = self._model.config.geometry
         spans = [(self._held[place], self._held[place] + new) for place, new in num_new.items()]
-        return Spared(
+        return StepKind(
             self._chooses and all(end <= geometry.selected_tokens for _, end in spans),
             not self._compresses
             or any(geometry.num_compressed_blocks(begin) < geometry.num_compressed_blocks(end) for begin, end in spans),
@@ -228,29 +233,27 @@ class StepRunner:
         filtered, likeliest = zip(*(self._needs[place] for place in places), strict=True)
         return any(filtered), any(likeliest)
 
-    def _record(self, key: tuple[int, bool, bool, bool], spared: Spared, work: Callable[[Spared], None]) -> None:
+    def _record(self, key: tuple[int, bool, bool, bool], kind: StepKind, work: Callable[[StepKind], None]) -> None:
         if self._graphs is None:
-            work(spared)
+            work(kind)
             return
         if key not in self._begun:
-            spared = Spared()
+            kind = WHOLE_STEP
             self._begun.add(key)
-        self._graphs.run((key, spared), lambda: work(spared))
+        self._graphs.run((key, kind), lambda: work(kind))
 
-    def _step(self, size: int, needs: tuple[bool, bool], spared: Spared) -> None:
+    def _step(self, size: int, needs: tuple[bool, bool], kind: StepKind) -> None:
         """Append the last tokens, draw the next ones, grow by one; queued on the device, without a host look."""
         here = slice(size)
-        batch = DecodeBatch(
-            self._rows[here], self._lengths[here], self._num_new[here], self._block_table[here], *spared
-        )
+        batch = DecodeBatch(self._rows[here], self._lengths[here], self._num_new[here], self._block_table[here], *kind)
         logits = self._model.step(self._tokens[here, None], batch)[:, 0]
         # The lengths grow with the draw, so that a step that fails before can be run again.
         self._draw_here(here, logits, self._num_new[here], needs)
 
-    def _step_of_drafts(self, size: int, needs: tuple[bool, bool], spared: Spared) -> None:
+    def _step_of_drafts(self, size: int, needs: tuple[bool, bool], kind: StepKind) -> None:
         here = slice(size)
         batch = DecodeBatch(
-            self._rows[here], self._lengths[here], self._draft_lengths[here], self._block_table[here], *spared
+            self._rows[here], self._lengths[here], self._draft_lengths[here], self._block_table[here], *kind
         )
         logits = self._model.step(self._drafts[here], batch).flatten(0, 1)
         rows = self._settings.rows(here)

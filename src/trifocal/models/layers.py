@@ -31,6 +31,19 @@ def make_blocks(config: ModelConfig) -> nn.ModuleList:
     )
 
 
+Shared = tuple[tuple[Tensor, Tensor] | None, tuple[Tensor | None, ...]]
+"""What layers have in common: the places of compressed blocks in documents, and rotary tables."""
+
+
+def share_places(layer: AttentionBase, x: Tensor, documents: Documents | None, own: OwnTokens | None) -> Shared:
+    """What layers like this one have in common, in plain tuples: PyTorch 2.11 compiles nothing that returns others."""
+    places = None
+    if documents is not None and own is None and layer.geometry is not None:
+        documents = documents.with_blocks(layer.geometry)
+        places = documents.placed_blocks(layer.geometry)
+    return places, tuple(layer.rotary_tables(x, documents, own))
+
+
 def run_blocks(
     blocks: nn.ModuleList,
     config: ModelConfig,
@@ -40,7 +53,7 @@ def run_blocks(
     trained_tokens: Tensor | None = None,
     lessons: Lessons | None = None,
     own: OwnTokens | None = None,
-    share: "Callable[..., Shared] | None" = None,
+    share: Callable[..., Shared] = share_places,
 ) -> Iterator[Tensor]:
     """Run the layers of a decoder.
 
@@ -53,7 +66,7 @@ def run_blocks(
         trained_tokens: In training, the tokens, [B, T]: they draw the queries of `selected_dropout`.
         lessons: Teach the choice of the layers, and take their figures.
         own: Where processes share each sequence, the tokens of x and of `trained_tokens`; documents are of all.
-        share: Compiled from `share_places`, which is taken by default.
+        share: `share_places`, or what is compiled from it.
 
     Yields:
         The residual stream after each layer, [B, T, E].
@@ -70,7 +83,7 @@ def run_blocks(
         alike = [layer for layer in layers if layer.rope_scaling == scaling]
         # A layer with compressed blocks has what the others need, too.
         first = next((layer for layer in alike if layer.geometry is not None), alike[0])
-        places, tables = (share or share_places)(first, x, documents, own)
+        places, tables = share(first, x, documents, own)
         rotary[scaling] = RotaryTables(*tables)  # type: ignore[arg-type]
         if documents is not None and first.geometry is not None and places is not None:
             documents = documents.with_blocks(first.geometry, places)
@@ -91,19 +104,6 @@ def run_blocks(
         else:
             x = block(x, cu_seqlens=documents, rotary=tables, **given)
         yield x
-
-
-Shared = tuple[tuple[Tensor, Tensor] | None, tuple[Tensor | None, ...]]
-"""What layers have in common: the places of compressed blocks in documents, and rotary tables."""
-
-
-def share_places(layer: AttentionBase, x: Tensor, documents: Documents | None, own: OwnTokens | None) -> Shared:
-    """What layers like this one have in common, in plain tuples: PyTorch 2.11 compiles nothing that returns others."""
-    places = None
-    if documents is not None and own is None and layer.geometry is not None:
-        documents = documents.with_blocks(layer.geometry)
-        places = documents.placed_blocks(layer.geometry)
-    return places, tuple(layer.rotary_tables(x, documents, own))
 
 
 def wrap_blocks(blocks: nn.ModuleList, checkpointed_layers: range, run: Callable[..., Tensor]) -> None:

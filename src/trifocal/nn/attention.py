@@ -16,7 +16,7 @@ from trifocal.nn.attention_base import (
     check_input,
     documents_and_positions,
 )
-from trifocal.nn.chooser import ChoosingAttention, split_heads
+from trifocal.nn.chooser import ChoosingAttention, rotate_blocks, split_heads
 from trifocal.nn.compressor import MeanCompressor, MLPCompressor, compress_keys_and_values
 from trifocal.nn.context import Chunk, OwnTokens, chunks_of, joined
 from trifocal.nn.gate import NUM_BRANCHES, SigmoidGate
@@ -120,8 +120,7 @@ class NSAttention(ChoosingAttention):
         k_slc, k_win = rotated[0], rotated[-1]
         compressors = self.k_compressor, self.v_compressor
         k_cmp, v_cmp = compress_keys_and_values(compressors, raw, v_cmp, documents)
-        assert rotary.cos_cmp is not None and rotary.sin_cmp is not None
-        k_cmp = rotate(k_cmp, rotary.cos_cmp, rotary.sin_cmp)
+        k_cmp = rotate_blocks(k_cmp, rotary)
 
         def attend(chunk: Chunk) -> Tensor:
             q_rows, keys, blocks = chunk.queries(q), chunk.keys(k_slc), self._num_compressed(chunk)

@@ -213,8 +213,13 @@ class ChoosingAttention(AttentionBase):
 
     def _compressed_keys(self, raw: Tensor, documents: Documents | None, rotary: RotaryTables) -> Tensor:
         """Compress unrotated keys [B, S, G, D], and rotate the result by the first tokens of the blocks."""
-        assert rotary.cos_cmp is not None and rotary.sin_cmp is not None
-        return rotate(self.k_compressor(raw, documents), rotary.cos_cmp, rotary.sin_cmp)
+        return rotate_blocks(self.k_compressor(raw, documents), rotary)
+
+
+def rotate_blocks(k_cmp: Tensor, rotary: RotaryTables) -> Tensor:
+    """Compressed keys [B, C, G, D], rotated by the first tokens of their blocks."""
+    assert rotary.cos_cmp is not None and rotary.sin_cmp is not None
+    return rotate(k_cmp, rotary.cos_cmp, rotary.sin_cmp)
 
 
 def first_index(q: Tensor, k: Tensor, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:

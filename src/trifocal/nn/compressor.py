@@ -4,6 +4,8 @@
 first token, so that scores depend on distance alone for any φ. Source: arXiv:2502.11089, Eq. 7.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,10 +80,7 @@ class MLPCompressor(nn.Module):
 
         Slots that belong to no document hold finite values and are invisible.
         """
-        blocks_BClGD = self.blocks(x, documents)
-        placed = blocks_BClGD + self.positions.to(x.dtype)[:, None]
-        hidden = nn.functional.silu(self.up_proj(placed.transpose(2, 3).flatten(3)))
-        return blocks_BClGD.mean(2) + self.down_proj(hidden).to(x.dtype)
+        return _compress(self.blocks(x, documents), self.positions, self.up_proj, self.down_proj)
 
     def blocks(self, x: Tensor, documents: Documents | None) -> Tensor:
         """The tokens of each block, [B, S, G, D] -> [B, C, l, G, D]."""
@@ -123,16 +122,25 @@ def compress_keys_and_values(
     if len(learned) < 2 or keys.shape != values.shape or not torch.is_grad_enabled():
         k_cmp, v_cmp = (phi(x, documents) for phi, x in zip(compressors, inputs, strict=True))
         return k_cmp, v_cmp
-    # P: the two of them.
-    blocks_PBClGD = torch.stack([phi.blocks(x, documents) for phi, x in zip(learned, inputs, strict=True)])
-    positions = torch.stack([phi.positions for phi in learned]).to(keys.dtype)
-    placed = blocks_PBClGD + positions[:, None, None, :, None]
+    blocks = torch.stack([phi.blocks(x, documents) for phi, x in zip(learned, inputs, strict=True)])
+    positions = torch.stack([phi.positions for phi in learned])[:, None, None]
     up, down = ([getattr(phi, name).weight for phi in learned] for name in ("up_proj", "down_proj"))
-    hidden = nn.functional.silu(_LinearPair.apply(placed.transpose(3, 4).flatten(4).flatten(1, 3), *up))  # type: ignore[no-untyped-call]
-    mean = blocks_PBClGD.mean(3)
-    out = _LinearPair.apply(hidden, *down).to(keys.dtype).view(mean.shape)  # type: ignore[no-untyped-call]
-    k_cmp, v_cmp = (mean + out).unbind(0)
+    k_cmp, v_cmp = _compress(blocks, positions, partial(_linear_pair, up), partial(_linear_pair, down)).unbind(0)
     return k_cmp, v_cmp
+
+
+def _compress(
+    blocks: Tensor, positions: Tensor, up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """φ of blocks [*, C, l, G, D], with positions [*, l, D] that are broadcast over blocks: [*, C, G, D]."""
+    placed = blocks + positions.to(blocks.dtype)[..., None, :]
+    hidden = nn.functional.silu(up(placed.transpose(-3, -2).flatten(-2)))
+    return blocks.mean(-3) + down(hidden).to(blocks.dtype)
+
+
+def _linear_pair(weights: list[Tensor], x: Tensor) -> Tensor:
+    """Two linear maps, each of its own input: [2, B, C, G, inputs] -> [2, B, C, G, outputs]."""
+    return _LinearPair.apply(x.flatten(1, 3), *weights).unflatten(1, x.shape[1:4])  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _LinearPair(torch.autograd.Function):

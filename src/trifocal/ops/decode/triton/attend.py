@@ -15,6 +15,7 @@ import triton.language as tl
 from trifocal.ops.decode.triton.common import (
     add_softmax,
     attend_tile,
+    begin_tile,
     load_keys,
     load_rotated_parts,
     nothing_yet,
@@ -150,12 +151,11 @@ def attend_compressed(
         q_1, q_2 = load_rotated_parts(q, offsets, positions, exists, cos, sin, D, D_1, D_2)
     # Without a pipeline, whose registers the other branches need: compressed blocks are few.
     for tile in tl.range(first_tile, end_tile, num_stages=1):
-        if UNITS > 1:  # noqa: SIM102
-            if tile % UNIT_TILES == 0:
-                whole_maximum, whole_total, whole_1, whole_2 = add_softmax(
-                    whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2, V_2, True
-                )
-                maximum, total, o_1, o_2 = nothing_yet(ROWS, V_1, V_2, True)
+        if UNITS > 1:
+            whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2 = begin_tile(
+                tile, UNIT_TILES, whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2,
+                ROWS, V_1, V_2, True,
+            )  # fmt: skip
         index, is_block, k_offsets, v_offsets = compressed_tile(
             block_table, tile, compressed, k_page_stride, k_row_stride, v_page_stride, v_row_stride,
             COMPRESSION, STRIDE, SELECTION, PAGE_ROWS, TAPS, BLOCKS,
@@ -290,12 +290,11 @@ def decode_attend_kernel(
             end_tile = tl.minimum(first_tile + PART_TILES, tl.cdiv(num_keys, KEYS))
             if in_window:
                 for tile in tl.range(first_tile, end_tile, num_stages=WINDOW_STAGES):
-                    if UNITS > 1:  # noqa: SIM102
-                        if tile % UNIT_TILES == 0:
-                            whole_maximum, whole_total, whole_1, whole_2 = add_softmax(
-                                whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2, V_2, True
-                            )
-                            maximum, total, o_1, o_2 = nothing_yet(ROWS, V_1, V_2, True)
+                    if UNITS > 1:
+                        whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2 = begin_tile(
+                            tile, UNIT_TILES, whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2,
+                            ROWS, V_1, V_2, True,
+                        )  # fmt: skip
                     key = tile * KEYS + tl.arange(0, KEYS)
                     is_key = key < num_keys
                     k_offsets, v_offsets = window_offsets(
@@ -311,12 +310,11 @@ def decode_attend_kernel(
                     )  # fmt: skip
             else:
                 for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
-                    if UNITS > 1:  # noqa: SIM102
-                        if tile % UNIT_TILES == 0:
-                            whole_maximum, whole_total, whole_1, whole_2 = add_softmax(
-                                whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2, V_2, True
-                            )
-                            maximum, total, o_1, o_2 = nothing_yet(ROWS, V_1, V_2, True)
+                    if UNITS > 1:
+                        whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2 = begin_tile(
+                            tile, UNIT_TILES, whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2,
+                            ROWS, V_1, V_2, True,
+                        )  # fmt: skip
                     key = tile * KEYS + tl.arange(0, KEYS)
                     slot, block, place = load_choice(
                         selected_blocks, places, tile, takes_all == 0, SELECTION, NUM_SELECTED, KEYS
@@ -391,11 +389,10 @@ def decode_dense_kernel(
         maximum, total, o_1, o_2 = nothing_yet(ROWS, V_1, V_2, True)
         first_tile = part * (UNITS * unit_tiles)
         for tile in tl.range(first_tile, tl.minimum(first_tile + UNITS * unit_tiles, tiles), num_stages=STAGES):
-            if tile % unit_tiles == 0:
-                whole_maximum, whole_total, whole_1, whole_2 = add_softmax(
-                    whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2, V_2, True
-                )
-                maximum, total, o_1, o_2 = nothing_yet(ROWS, V_1, V_2, True)
+            whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2 = begin_tile(
+                tile, unit_tiles, whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2,
+                ROWS, V_1, V_2, True,
+            )  # fmt: skip
             key = tile * KEYS + tl.arange(0, KEYS)
             is_key = key < num_keys
             if PAGE_ROWS % KEYS == 0:

@@ -158,6 +158,18 @@ def add_softmax(maximum, total, o_1, o_2, other_maximum, other_total, other_1, o
 
 
 @triton.jit
+def begin_tile(tile, UNIT_TILES, whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2,
+               ROWS: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr, HAS_V: tl.constexpr):  # fmt: skip
+    """In front of a unit's first tile: the unit before it goes into the whole, and the running softmax begins anew."""
+    if tile % UNIT_TILES == 0:
+        whole_maximum, whole_total, whole_1, whole_2 = add_softmax(
+            whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2, V_2, HAS_V
+        )
+        maximum, total, o_1, o_2 = nothing_yet(ROWS, V_1, V_2, HAS_V)
+    return whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2
+
+
+@triton.jit
 def store_part(
     part_maximum, part_total, part_o, place, keep, maximum, total, o_1, o_2,
     V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,

@@ -15,6 +15,7 @@ import triton.language as tl
 from trifocal.ops.decode.triton.common import (
     add_softmax,
     attend_tile,
+    begin_tile,
     load_keys,
     load_rotated_parts,
     nothing_yet,
@@ -132,12 +133,11 @@ def decode_scores_kernel(
         for tile in tl.range(
             first_tile, tl.minimum(first_tile + UNITS * UNIT_TILES, tiles), num_stages=1 if ONE_TILE else STAGES
         ):
-            if UNITS > 1:  # noqa: SIM102
-                if tile % UNIT_TILES == 0:
-                    whole_maximum, whole_total, whole_1, whole_2 = add_softmax(
-                        whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2, V_2, HAS_V
-                    )
-                    maximum, total, o_1, o_2 = nothing_yet(ROWS, V_1, V_2, HAS_V)
+            if UNITS > 1:
+                whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2 = begin_tile(
+                    tile, UNIT_TILES, whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2,
+                    ROWS, V_1, V_2, HAS_V,
+                )  # fmt: skip
             index, is_block, k_offsets, v_offsets = compressed_tile(
                 block_table, tile, compressed, k_page_stride, k_row_stride, v_page_stride, v_row_stride,
                 COMPRESSION, STRIDE, SELECTION, PAGE_ROWS, TAPS, BLOCKS,
