@@ -1,10 +1,12 @@
 """`trifocal serve` as a process."""
 
+import contextlib
 import re
 import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +31,30 @@ def folder(decoder: DecoderLM, tmp_path: Path) -> Path:
     return tmp_path / "tiny"
 
 
-def test_a_folder_is_served_until_a_signal(folder: Path, tmp_path: Path) -> None:
-    output, errors = tmp_path / "output", tmp_path / "errors"
-    arguments = ["serve", str(folder), "--port", "0", "--device", "cpu", "--max-length", "3000", "--weights", "int8"]
+@contextlib.contextmanager
+def serve(folder: Path, *flags: str) -> Iterator[tuple[warm.Popen, str, Path]]:
+    """A server as a process, its address, and what it writes to standard error."""
+    output, errors = folder.parent / "output", folder.parent / "errors"
     with output.open("w") as out, errors.open("w") as err:
         process = warm.popen(
-            [sys.executable, "-c", SERVE, *arguments], stdout=out, stderr=err,
-            env=environment(OMP_NUM_THREADS=1, TRIFOCAL_API_KEY="sesame"),
+            [sys.executable, "-c", SERVE, "serve", str(folder), "--port", "0", "--device", "cpu", *flags],
+            stdout=out, stderr=err, env=environment(OMP_NUM_THREADS=1, TRIFOCAL_API_KEY="sesame"),
         )  # fmt: skip
     try:
         while not (found := re.search(r"^tiny is served on (http://127\.0\.0\.1:\d+)\n", output.read_text())):
             assert process.poll() is None, errors.read_text()
             time.sleep(0.05)
+        yield process, found[1], errors
+    finally:
+        process.kill()
+    assert "Traceback" not in errors.read_text()
+
+
+def test_a_folder_is_served_until_a_signal(folder: Path) -> None:
+    with serve(folder, "--max-length", "3000", "--weights", "int8") as (process, url, errors):
         # Whoever serves has no data.tokenizer to set.
         assert "completions alone, no chats: tokenizer bytes has no chat template\n" in errors.read_text()
-        client = OpenAI(base_url=f"{found[1]}/v1", api_key="sesame")
+        client = OpenAI(base_url=f"{url}/v1", api_key="sesame")
         [model] = client.models.list()
         assert model.id == "tiny" and model.max_model_len == 3000  # type: ignore[attr-defined]
         options: Any = {"prompt": "x", "max_tokens": 80, "stream": True, "extra_body": {"ignore_eos": True}}
@@ -52,9 +63,22 @@ def test_a_folder_is_served_until_a_signal(folder: Path, tmp_path: Path) -> None
         process.send_signal(signal.SIGTERM)
         assert [event.choices[0].finish_reason for event in events][-1] == "length"
         assert process.wait(30) == 0
-    finally:
-        process.kill()
-    assert "Traceback" not in errors.read_text()
+
+
+def test_a_second_interrupt_ends_a_server_that_is_at_work(folder: Path) -> None:
+    with serve(folder, "--max-length", "30000") as (process, url, errors):
+        client = OpenAI(base_url=f"{url}/v1", api_key="sesame", max_retries=0)
+        options: Any = {"prompt": "x", "max_tokens": 29_000, "stream": True, "extra_body": {"ignore_eos": True}}
+        events = iter(client.completions.create(model="tiny", **options))
+        next(events)
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):
+            # The first one is in effect when nobody new is taken.
+            while True:
+                socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))).close()
+        next(events)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130 and errors.read_text().count("\n") == 1
 
 
 def test_the_model_of_the_package_has_its_name(

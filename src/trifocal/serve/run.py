@@ -1,7 +1,9 @@
 """Serving an application until a signal."""
 
+import os
 import signal
 import socket
+from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
@@ -25,6 +27,15 @@ def listen(host: str, port: int) -> socket.socket:
         raise UserError(f"cannot listen on {host} port {port}: {reason}; choose another --host or --port") from error
 
 
+class _Server(uvicorn.Server):
+    """Ends the process at once at a second Ctrl-C: Python cannot end while the engine's thread is inside of PyTorch."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit and sig == signal.SIGINT:
+            os._exit(128 + sig)
+        super().handle_exit(sig, frame)
+
+
 def make_server(app: Starlette, *, drain_seconds: int) -> uvicorn.Server:
     """A server that has not begun; arguments as of `run_server`."""
     config = uvicorn.Config(
@@ -38,7 +49,7 @@ def make_server(app: Starlette, *, drain_seconds: int) -> uvicorn.Server:
         h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
         timeout_graceful_shutdown=drain_seconds,
     )
-    return uvicorn.Server(config)
+    return _Server(config)
 
 
 def run_server(app: Starlette, listener: socket.socket, *, drain_seconds: int) -> None:
@@ -47,7 +58,8 @@ def run_server(app: Starlette, listener: socket.socket, *, drain_seconds: int) -
     Args:
         app: The application.
         listener: Where clients come.
-        drain_seconds: Requests that take longer than this after the signal are cut off; a second SIGINT cuts all off.
+        drain_seconds: Requests that take longer than this after the signal are cut off; a second SIGINT ends the
+            process with status 130.
     """
     # The server raises the signal again at its end, which must not end the process a second time.
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
