@@ -23,13 +23,17 @@ from trifocal.testing.small_models import make_model, small_config
 PROMPT = "def main():"
 
 
+def open_request(served: Served, body: Any, path: str, **headers: str) -> Any:
+    """The answer to a request, to read."""
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", **{name.replace("_", "-"): text for name, text in headers.items()}}
+    return urllib.request.urlopen(urllib.request.Request(served.url + path, data, headers), timeout=30)
+
+
 def ask(served: Served, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, Any]:
     """Status and content of a request without a client's help."""
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json", **{name.replace("_", "-"): text for name, text in headers.items()}}
-    request = urllib.request.Request(served.url + path, data, headers)
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with open_request(served, body, path, **headers) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         with error:
@@ -99,6 +103,16 @@ def test_stop_strings_and_the_end_of_a_document(served: Served) -> None:
     choice = served.client().completions.create(stop=["never in it", stop], **options).choices[0]
     assert choice.text == free[: free.index(stop)] and choice.finish_reason == "stop"
     assert served.client().completions.create(**options).choices[0].finish_reason == "length"
+
+
+def test_a_stream_is_ascii_whatever_its_text(served: Served) -> None:
+    """Some clients take U+2028 for the end of a line, and some know no charset."""
+    body = {"prompt": "x", "max_tokens": 80, "stream": True, "ignore_eos": True}
+    with open_request(served, body, "/v1/completions") as answer:
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        content = answer.read()
+    # Random bytes are rarely characters.
+    assert content.isascii() and b"\\ufffd" in content
 
 
 def test_scores_are_those_of_the_model(served: Served) -> None:

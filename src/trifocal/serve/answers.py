@@ -9,8 +9,6 @@ from typing import Any
 from trifocal.inference import TokenScore, Update
 from trifocal.serve.service import Call, Service
 
-_JSON = json.JSONEncoder(ensure_ascii=False)
-
 
 class Answer:
     """The answer to a call, as a whole or as the events of a stream.
@@ -32,9 +30,10 @@ class Answer:
         self._lengths: dict[int, int] = defaultdict(int)
         self._reused = dict.fromkeys(call.requests, 0)
         self._texts: dict[int, str] = {}
-        # Written once: a stream has an event for every token.
+        # Written once: a stream has an event for every token. All of it is ASCII: clients take U+0085, U+2028 and U+2029
+        # for ends of lines, and some read a stream without a look at its charset.
         usage = ', "usage": null' if call.include_usage else ""
-        self._event = f'data: {_JSON.encode(self._head("chat.completion.chunk"))[:-1]}, "choices": [', f"]{usage}}}\n\n"
+        self._event = f'data: {json.dumps(self._head("chat.completion.chunk"))[:-1]}, "choices": [', f"]{usage}}}\n\n"
 
     @property
     def first_prompt(self) -> list[int]:
@@ -71,14 +70,14 @@ class Answer:
             text = choice.pop("text")
             delta = {"role": "assistant", "content": ""} if begins else {"content": text} if text else {}
             choice = {**choice, "delta": delta}
-        return _JSON.encode(choice).join(self._event)
+        return json.dumps(choice).join(self._event)
 
     def last_events(self) -> str:
         """The end of a stream."""
         usage = ""
         if self._call.include_usage:
             last = self._head("chat.completion.chunk") | {"choices": [], "usage": self.usage()}
-            usage = f"data: {_JSON.encode(last)}\n\n"
+            usage = f"data: {json.dumps(last)}\n\n"
         return usage + "data: [DONE]\n\n"
 
     def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

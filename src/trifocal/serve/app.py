@@ -26,7 +26,11 @@ from trifocal.serve.worker import Updates, Worker
 
 MOST_BODY_BYTES = 2**23
 _PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-_EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
+_EVENTS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+]
 
 
 def _hash_of(tag: str) -> str:
