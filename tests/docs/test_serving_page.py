@@ -23,4 +23,4 @@ def test_the_client_of_the_page_gets_an_answer() -> None:
         exec(compile(block.replace("http://127.0.0.1:8000", served.url), "serving.md", "exec"), {})
         assert printed.getvalue()
         for route in served.server.config.app.routes:  # type: ignore[union-attr]
-            assert f"`{route.path}`" in text_of(PAGE) or route.path == "/attention/{name}"
+            assert f"`{route.path_format}`" in text_of(PAGE) or route.path == "/attention/{name}"

@@ -56,6 +56,7 @@ def drawn(logits: Tensor, position: int = 0, **options: Any) -> int:
         ({"top_p": 0.7}, [1, 3]),
         ({"top_p": 0.9}, [1, 2, 3]),
         ({"top_p": 1e-9}, [1]),
+        ({"top_p": 0.0}, [1]),
         # Of the three that top-k keeps, two reach 0.8 together.
         ({"top_k": 3, "top_p": 0.8}, [1, 3]),
         ({"min_p": 0.3}, [1, 3]),
@@ -211,8 +212,8 @@ def test_rows_are_moved_whole() -> None:
         ({"top_k": -1}, "top_k must be at least 0, got -1"),
         ({"temperature": -0.5}, "temperature must be at least 0, got -0.5"),
         ({"temperature": float("nan")}, "temperature must be at least 0, got nan"),
-        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
-        ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
+        ({"top_p": -0.1}, "top_p must be from 0 to 1, got -0.1"),
+        ({"top_p": 1.5}, "top_p must be from 0 to 1, got 1.5"),
         ({"min_p": -0.1}, "min_p must be from 0 to 1, got -0.1"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be from 1e-06 to 1,000,000, got 0.0"),
         ({"repetition_penalty": 1e-50}, "repetition_penalty must be from"),

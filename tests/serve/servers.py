@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import uvicorn
@@ -79,6 +79,7 @@ def serving(
     *,
     max_waiting: int = 500,
     api_key: str = "",
+    allowed_origins: Sequence[str] = (),
     chats: bool = False,
     max_sequences: int = SEQUENCES,
     **options: int,
@@ -90,8 +91,10 @@ def serving(
     service = Service("tiny", tokenizer, decoder.config.vocab_size, model.max_length, max_sequences, most, chats)
     worker = Worker(Engine(model, tokenizer), model, max_open=most)
     pictures = Pictures(decoder, tokenizer, model.dtype)
-    with listen("127.0.0.1", 0) as listener:
-        server = make_server(make_app(service, worker, pictures, api_key=api_key), drain_seconds=20)
+    app = make_app(service, worker, pictures, api_key=api_key, allowed_origins=allowed_origins)
+    [listener] = listen("127.0.0.1", 0)
+    with listener:
+        server = make_server(app, drain_seconds=20, keep_alive_seconds=75)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:

@@ -17,6 +17,7 @@ from tests.serve.servers import MAX_LENGTH, Served, serving
 from trifocal.data import make_tokenizer
 from trifocal.inference import Sampling
 from trifocal.models import DecoderLM
+from trifocal.serve.errors import ApiError
 from trifocal.serve.service import Service
 from trifocal.testing.small_models import make_model, small_config
 
@@ -242,20 +243,59 @@ def test_a_prompt_and_its_answer_may_fill_the_caches(served: Served) -> None:
     assert ask(served, {"prompt": "x", "max_tokens": MAX_LENGTH - 1})[0] == 200
 
 
+def service(*, chats: bool = False) -> Service:
+    return Service("tiny", make_tokenizer("bytes"), 257, MAX_LENGTH, 4, 4, chats)
+
+
 def test_what_asks_for_nothing_is_taken(served: Served) -> None:
     body = {"prompt": "x", "max_tokens": 1, "presence_penalty": 0, "suffix": None, "user": "me", "logit_bias": {}}
+    body |= {"n": 2, "best_of": 2, "service_tier": "auto", "stop_token_ids": [], "skip_special_tokens": True}
+    body |= {"functions": [], "modalities": ["text"], "top_k": -1, "stream_options": {"include_obfuscation": False}}
     assert ask(served, body)[0] == 200
 
 
+def test_limits_by_their_other_names() -> None:
+    (request,) = (
+        service().read({"prompt": "x", "max_completion_tokens": 7, "top_p": 0, "top_k": -1}, chat=False).requests
+    )
+    assert (request.max_new_tokens, request.sampling.top_p, request.sampling.top_k) == (7, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"best_of": 2}, "best_of"),
+        ({"n": 2, "best_of": 1}, "best_of"),
+        ({"service_tier": "flex"}, "service_tier"),
+        ({"stop_token_ids": [5]}, "stop_token_ids"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"seed": -(2**63), "temperature": -1}, "temperature"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"stream_options": {"include_usage": 1}}, "include_usage"),
+        ({"prompt": [2**70]}, "prompt"),
+    ],
+)
+def test_what_is_refused_is_named(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        service().read({"prompt": "x", **body}, chat=False)
+    assert (caught.value.status, caught.value.body["error"]["param"]) == (400, param)
+
+
 def test_the_end_of_a_document_may_be_ignored() -> None:
-    service = Service("tiny", make_tokenizer("bytes"), 257, MAX_LENGTH, 4, 4, False)
     for body, stop_tokens in (({}, (256,)), ({"ignore_eos": False}, (256,)), ({"ignore_eos": True}, ())):
-        (request,) = service.read({"prompt": "x", **body}, chat=False).requests
+        (request,) = service().read({"prompt": "x", **body}, chat=False).requests
         assert request.stop_tokens == stop_tokens
 
 
 def test_routes_without_a_model(served: Served) -> None:
     assert [model.id for model in served.client().models.list()] == ["tiny"]
+    assert served.client().models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="there is no model org/other; tiny is served"):
+        served.client().models.retrieve("org/other")
     assert ask(served, {"messages": []}, "/v1/chat/completions")[1]["error"]["message"] == (
         "tiny has no chat template; use /v1/completions"
     )
@@ -279,7 +319,31 @@ def test_a_key(decoder: DecoderLM) -> None:
         assert served.client(api_key="sesame").completions.create(model="tiny", prompt="x", max_tokens=1).choices
         with pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong"):
             served.client(api_key="other").models.list()
-        assert ask(served, {"prompt": "x"})[0] == 401
+        with pytest.raises(urllib.error.HTTPError, match="401") as caught:
+            open_request(served, {"prompt": "x"}, "/v1/completions")
+        assert caught.value.headers["WWW-Authenticate"] == "Bearer"
+        caught.value.close()
+        body = {"prompt": "x", "max_tokens": 1}
+        for given, status in (("bearer sesame", 200), ("BEARER  sesame", 200), ("Basic sesame", 401), ("sesame", 401)):
+            assert ask(served, body, Authorization=given)[0] == status, given
+
+
+def test_pages_of_allowed_origins_may_ask(decoder: DecoderLM) -> None:
+    """With a key and the headers that OpenAI's client adds; what the server refuses can be read too."""
+    allowed = "https://chat.example.org"
+    wanted = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-stainless-os"}
+    with serving(decoder, api_key="sesame", allowed_origins=[allowed]) as served:
+        for origin, status, shown in ((allowed, 200, allowed), ("https://other.example.org", 400, None)):
+            for method, headers, expected in (("OPTIONS", wanted, status), ("POST", {}, 401)):
+                request = urllib.request.Request(
+                    f"{served.url}/v1/completions", b"", headers | {"Origin": origin}, method=method
+                )
+                try:
+                    answer = urllib.request.urlopen(request)
+                except urllib.error.HTTPError as error:
+                    answer = error
+                with answer:
+                    assert (answer.status, answer.headers["Access-Control-Allow-Origin"]) == (expected, shown)
 
 
 def test_a_failure_is_told_without_its_reason(decoder: DecoderLM, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """`trifocal serve` as a process."""
 
 import contextlib
+import errno
 import re
 import signal
 import socket
@@ -12,11 +13,13 @@ from typing import Any
 
 import pytest
 from openai import OpenAI
+from starlette.applications import Starlette
 
 from tests import warm
 from tests.children import environment
 from trifocal.cli import main
 from trifocal.data import make_tokenizer
+from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.serve import run as server
 from trifocal.train.checkpoint import pretrained
@@ -86,10 +89,47 @@ def test_the_model_of_the_package_has_its_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pretrained, "DEMO_FOLDER", folder)
-    monkeypatch.setattr(server, "run_server", lambda app, listener, drain_seconds: None)
+    seconds: list[dict[str, int]] = []
+    monkeypatch.setattr(server, "run_server", lambda app, listeners, **options: seconds.append(options))
     for options, name in (([], "demo"), (["--name", "tiny"], "tiny")):
         assert main(["serve", "demo", "--port", "0", "--device", "cpu", *options]) == 0
         assert capsys.readouterr().out.startswith(f"{name} is served on http://127.0.0.1:")
+    # Proxies keep idle connections for 60 seconds, and must not send into one that is being closed.
+    assert seconds == [{"drain_seconds": 60, "keep_alive_seconds": 75}] * 2
+    assert server.make_server(Starlette(), **seconds[0]).config.timeout_keep_alive == 75
+
+
+@pytest.mark.parametrize(
+    ("host", "reached"), [("localhost", "127.0.0.1 ::1"), ("::", "127.0.0.1 ::1"), ("0.0.0.0", "127.0.0.1")]
+)
+def test_both_families_reach_the_port(host: str, reached: str) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    listeners = server.listen(host, 0)
+    with contextlib.ExitStack() as opened:
+        for listener in listeners:
+            opened.enter_context(listener)
+        port = listeners[0].getsockname()[1]
+        for address in reached.split():
+            socket.create_connection((address, port), timeout=10).close()
+
+
+def test_a_machine_without_ipv6_has_a_localhost(monkeypatch: pytest.MonkeyPatch) -> None:
+    healthy = socket.create_server
+
+    def create_server(address: tuple[str, int], **options: Any) -> socket.socket:
+        if ":" in address[0]:
+            raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+        return healthy(address, **options)
+
+    monkeypatch.setattr(socket, "create_server", create_server)
+    [listener] = server.listen("localhost", 0)
+    listener.close()
+    for host in ("::1", "x" * 300):
+        with pytest.raises(UserError, match="choose another --host or --port"):
+            server.listen(host, 0)
 
 
 def test_what_cannot_be_served_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """`trifocal serve`: a trained model behind the interface of OpenAI's completions."""
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -38,11 +39,13 @@ class ServeArguments:
     name: str = ""
     """Name of the model for clients; by default that of the folder."""
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 lets other machines in."""
+    """Address to listen on; 0.0.0.0 lets other machines in, :: those of IPv6 too."""
     port: int = 8000
     """Port to listen on; 0: any that is free."""
     api_key: str = ""
     """Key that clients must send; by default the variable TRIFOCAL_API_KEY, which lists of processes do not show."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages that may use the server from a browser, such as https://chat.example.org; "*": any page."""
     max_length: int = 0
     """Tokens of the longest sequence, prompt and answer together; 0: as in training."""
     max_sequences: int = 0
@@ -58,6 +61,8 @@ class ServeArguments:
     repeats itself, such as code; a step of several tokens rounds in another way."""
     drain_seconds: int = 60
     """Seconds for what has begun, after SIGTERM."""
+    keep_alive_seconds: int = 75
+    """Seconds after which an idle connection is closed; longer than those of a proxy in front."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Type of the products and caches; "auto": as in training, fp32 where that is not known."""
     weights: Literal["float", "int8"] = "float"
@@ -66,9 +71,9 @@ class ServeArguments:
     """Where to run; "auto" takes a GPU if there is one."""
 
     def __post_init__(self) -> None:
-        for name in ("max_length", "max_sequences", "max_waiting", "prefill_chunk_size", "prefixes", "drain_seconds"):
-            if getattr(self, name) < 0:
-                raise UserError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(self, name)}")
+        for name, value in vars(self).items():
+            if isinstance(value, int) and value < 0:
+                raise UserError(f"--{name.replace('_', '-')} must be at least 0, got {value}")
 
 
 def run(args: Sequence[str]) -> int:
@@ -88,8 +93,10 @@ def run(args: Sequence[str]) -> int:
         raise UserError("serving needs an extra: pip install 'trifocal[serve]'") from error
     path = pretrained_path(options.path, "RUN_DIR")
     api_key = options.api_key or os.environ.get(_KEY, "")
-    listener = listen(options.host, options.port)
-    with listener:
+    listeners = listen(options.host, options.port)
+    with contextlib.ExitStack() as opened:
+        for listener in listeners:
+            opened.enter_context(listener)
         with open_pretrained(path, options.checkpoint) as found:
             tokenizer = found.tokenizer()
             decoder, model = _load(found, options)
@@ -109,14 +116,14 @@ def run(args: Sequence[str]) -> int:
             with memory_errors(model.device):
                 engine.warm_up()
         worker = Worker(engine, model, max_open=service.max_answers)
-        host, port = listener.getsockname()[:2]
+        host, port = options.host, listeners[0].getsockname()[1]
         if why_no_chats:
             print(f"completions alone, no chats: {why_no_chats}", file=sys.stderr)
-        if options.host not in ("127.0.0.1", "::1", "localhost") and not api_key:
+        if host not in ("127.0.0.1", "::1", "localhost") and not api_key:
             print(f"note: everybody who reaches {host} may use the model; {_KEY} sets a key", file=sys.stderr)
         print(f"{service.name} is served on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
-        app = make_app(service, worker, pictures, api_key=api_key)
-        run_server(app, listener, drain_seconds=options.drain_seconds)
+        app = make_app(service, worker, pictures, api_key=api_key, allowed_origins=options.allowed_origins)
+        run_server(app, listeners, drain_seconds=options.drain_seconds, keep_alive_seconds=options.keep_alive_seconds)
     return 0
 
 

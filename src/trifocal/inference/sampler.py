@@ -31,7 +31,7 @@ class Sampling:
     Attributes:
         temperature: Divides the logits; 0 takes the most likely token, of equal ones the first.
         top_k: Draw from the k most likely tokens, of equal ones those of lower index; 0 from all.
-        top_p: Draw from the fewest most likely tokens whose probabilities reach p together; 1 from all.
+        top_p: Draw from the fewest most likely tokens whose probabilities reach p together, at least one; 1 from all.
         min_p: Draw from tokens with at least this share of the most likely one's probability; 0 from all.
         repetition_penalty: Divides positive logits of tokens that the sequence has, and multiplies negative ones.
         seed: With the position it decides the draw, 64 bits.
@@ -52,8 +52,8 @@ class Sampling:
         check_whole_number("seed", self.seed, -(2**63), 2**64 - 1)
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be at least 0, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if not 0 <= self.top_p <= 1:
+            raise ValueError(f"top_p must be from 0 to 1, got {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be from 0 to 1, got {self.min_p}")
         lowest, highest = _PENALTIES

@@ -30,8 +30,8 @@ class Answer:
         self._lengths: dict[int, int] = defaultdict(int)
         self._reused = dict.fromkeys(call.requests, 0)
         self._texts: dict[int, str] = {}
-        # Written once: a stream has an event for every token. All of it is ASCII: clients take U+0085, U+2028 and U+2029
-        # for ends of lines, and some read a stream without a look at its charset.
+        # Written once: a stream has an event for every token. ASCII, because clients take U+0085, U+2028 and U+2029 for
+        # ends of lines, and some read a stream without a look at its charset.
         usage = ', "usage": null' if call.include_usage else ""
         self._event = f'data: {json.dumps(self._head("chat.completion.chunk"))[:-1]}, "choices": [', f"]{usage}}}\n\n"
 

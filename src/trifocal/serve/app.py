@@ -5,7 +5,7 @@ import base64
 import hashlib
 import hmac
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -45,7 +47,9 @@ _POLICY = (
 )
 
 
-def make_app(service: Service, worker: Worker, pictures: Pictures, *, api_key: str = "") -> Starlette:
+def make_app(
+    service: Service, worker: Worker, pictures: Pictures, *, api_key: str = "", allowed_origins: Sequence[str] = ()
+) -> Starlette:
     """The server's application.
 
     Args:
@@ -53,21 +57,31 @@ def make_app(service: Service, worker: Worker, pictures: Pictures, *, api_key: s
         worker: Runs it; it is started and stopped with the application.
         pictures: Remembers answers for the page.
         api_key: Every request to the model must have it as its bearer token; empty: none.
+        allowed_origins: Origins whose pages may use the server from a browser; "*": all.
     """
 
     def guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def checked(request: Request) -> Response:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            given = given.strip() if scheme.lower() == "bearer" else ""
             if api_key and not hmac.compare_digest(given.encode(), api_key.encode()):
-                raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+                raise ApiError(
+                    401, "the API key is missing or wrong", code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )  # fmt: skip
             return await handler(request)
 
         return checked
 
+    described = {"id": service.name, "object": "model", "created": 0, "owned_by": "trifocal"}
+    described |= {"max_model_len": service.max_length, "chats": service.chats}
+
     async def models(request: Request) -> Response:
-        model = {"id": service.name, "object": "model", "created": 0, "owned_by": "trifocal"}
-        model |= {"max_model_len": service.max_length, "chats": service.chats}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [described]})
+
+    async def model(request: Request) -> Response:
+        service.check_name(request.path_params["name"])
+        return JSONResponse(described)
 
     def answers(*, chat: bool) -> Callable[[Request], Awaitable[Response]]:
         async def respond(request: Request) -> Response:
@@ -99,9 +113,11 @@ def make_app(service: Service, worker: Worker, pictures: Pictures, *, api_key: s
         yield
         worker.stop()
 
+    cors = Middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     return Starlette(
         routes=[
             Route("/v1/models", guarded(models)),
+            Route("/v1/models/{name:path}", guarded(model)),
             Route("/v1/completions", answers(chat=False), methods=["POST"]),
             Route("/v1/chat/completions", answers(chat=True), methods=["POST"]),
             Route("/", page),
@@ -115,6 +131,7 @@ def make_app(service: Service, worker: Worker, pictures: Pictures, *, api_key: s
             ClientDisconnect: _gone,
             Exception: _internal_error,
         },
+        middleware=[cors] if allowed_origins else [],
         lifespan=lifespan,
     )
 

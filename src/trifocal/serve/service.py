@@ -26,30 +26,44 @@ _COMMON: dict[str, type] = {
     "n": int,
     "seed": int,
     "max_tokens": int,
+    "max_completion_tokens": int,
     "ignore_eos": bool,
     **dict.fromkeys(_SAMPLING, float),
     "top_k": int,
 }
 _OWN: dict[bool, dict[str, type]] = {
     False: {"logprobs": int, "echo": bool},
-    True: {"logprobs": bool, "top_logprobs": int, "max_completion_tokens": int},
+    True: {"logprobs": bool, "top_logprobs": int},
 }
 # Checked where they are read, for they have several types.
 _OTHERS = ("prompt", "messages", "stop", "stream_options")
 # Names for the books of the client.
 _WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key")
-# Parameters of OpenAI that are not supported, with values that ask for nothing.
+# Parameters of OpenAI and of vLLM that are not supported, with values that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
-    "best_of": (1,),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
     "store": (False,),
+    "echo": (False,),
+    "stop_token_ids": ([],),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "min_tokens": (0,),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
 }
 
 
@@ -100,6 +114,16 @@ class Service:
     max_answers: int
     chats: bool
 
+    def check_name(self, name: str) -> None:
+        """Refuse the name of another model.
+
+        Raises:
+            ApiError: If it is another's.
+        """
+        if name != self.name:
+            message = f"there is no model {one_line(name, 80)}; {self.name} is served"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
     def read(self, body: dict[str, Any], *, chat: bool) -> Call:
         """Check the body of a request.
 
@@ -107,28 +131,31 @@ class Service:
             ApiError: If something is wrong, or is not supported; names it.
         """
         known = _COMMON | _OWN[chat]
+        neutral = _NEUTRAL | {"best_of": (body.get("n") or 1,)}
         values: dict[str, Any] = {}
         for name, value in body.items():
-            if value is None or name in _WITHOUT_EFFECT or value in _NEUTRAL.get(name, ()):
+            if value is None or name in _WITHOUT_EFFECT or value in neutral.get(name, ()):
                 continue
             if name in known:
                 values[name] = _checked(known[name], value, name)
             elif name not in _OTHERS:
                 name = one_line(name, 80)
                 raise ApiError(400, f"the parameter {name} is not supported; leave it out", param=name)
-        if values.get("model", self.name) != self.name:
-            message = f"there is no model {one_line(values['model'], 80)}; {self.name} is served"
-            raise ApiError(404, message, param="model", code="model_not_found")
+        self.check_name(values.get("model", self.name))
+        if values.get("top_k") == -1:
+            # From all, for vLLM.
+            values["top_k"] = 0
         samples = values.get("n", 1)
         if not 1 <= samples <= self.max_sequences:
             raise ApiError(400, f"n must be from 1 to {self.max_sequences}, got {samples}", param="n")
         prompts = [self._chat_prompt(body.get("messages"))] if chat else self._prompts(body.get("prompt"), samples)
         logprobs, likeliest = _logprobs(values, chat)
         echo = values.get("echo", False)
-        count = values.get("max_completion_tokens", values.get("max_tokens", None if chat else _DEFAULT_TOKENS))
+        limit = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
+        count = values.get(limit, None if chat else _DEFAULT_TOKENS)
         drops_token = echo and count == 0
         if count is not None and count < 1 and not drops_token:
-            raise ApiError(400, f"max_tokens must be at least 1, got {count}", param="max_tokens")
+            raise ApiError(400, f"{limit} must be at least 1, got {count}", param=limit)
         requests = [
             self._request(
                 prompt,
@@ -170,7 +197,8 @@ class Service:
                 **options,
             )
         except ValueError as error:
-            raise ApiError(400, str(error)) from error
+            name = str(error).partition(" ")[0]
+            raise ApiError(400, str(error), param=name if name in values else "prompt") from error
         if not in_vocabulary(request.prompt_tensor, self.vocab_size):
             raise ApiError(400, f"tokens of a prompt must be from 0 to {self.vocab_size - 1}", param="prompt")
         return request
@@ -264,6 +292,11 @@ def _logprobs(values: dict[str, Any], chat: bool) -> tuple[bool, int]:
 def _include_usage(options: Any) -> bool:
     if options is None:
         return False
-    if not isinstance(options, dict) or not all(name == "include_usage" for name in options):
-        raise ApiError(400, "stream_options may have include_usage alone", param="stream_options")
-    return bool(_checked(bool, options.get("include_usage", False), "include_usage"))
+    if not isinstance(options, dict):
+        raise ApiError(400, "stream_options must be an object", param="stream_options")
+    for name, value in options.items():
+        # False asks for nothing.
+        if name != "include_usage" and value not in (None, False):
+            name = f"stream_options.{one_line(name, 80)}"
+            raise ApiError(400, f"the parameter {name} is not supported; leave it out", param=name)
+    return bool(_checked(bool, options.get("include_usage") or False, "include_usage"))
