@@ -154,9 +154,9 @@ def test_train_refuses_bad_input(
     [
         (["generate", "/nowhere", "--prompt", "x"], "there is no run at /nowhere"),
         (["generate", "--prompt", "x"], "missing argument: RUN_DIR"),
-        (["generate", "RUN"], "give the text to continue as --prompt TEXT, or a file of texts as --prompts FILE.jsonl"),
+        (["generate", "RUN"], "give the text to continue as --prompt TEXT, or a file of texts as --prompts FILE"),
         (["generate", "RUN", "--prompt", "x", "--prompts", "y"], "give the text to continue as --prompt TEXT"),
-        (["generate", "RUN", "--prompts", "y"], "--prompts FILE.jsonl and --output OUT.jsonl go together"),
+        (["generate", "RUN", "--prompts", "y"], "--prompts FILE and --output OUT.jsonl go together"),
         (["generate", "RUN", "--prompts", "/nowhere", "--output", "y"], "cannot read the prompts /nowhere"),
         (["generate", "RUN", "--prompt", "\udcff"], "--prompt is not UTF-8 text"),
         (
@@ -164,7 +164,7 @@ def test_train_refuses_bad_input(
             "the prompt and its new tokens make 10,000,000,001, which do not fit into the memory of cpu",
         ),
         (["generate", "RUN", "--prompt", "x", "--samples", str(10**10)], "lower --samples or --max-new-tokens"),
-        (["generate", "RUN", "--prompt", "x", "--top-p", "0"], "--top-p must be above 0 and at most 1, got 0.0"),
+        (["generate", "RUN", "--prompt", "x", "--top-p", "1.5"], "--top-p must be from 0 to 1, got 1.5"),
         (["generate", "RUN", "--prompt", "x", "--stop", ""], "--stop must not be empty"),
         (["generate", "RUN", "--prompt", "x", "--seed", str(2**64)], f"--seed must fit 64 bits, got {2**64}"),
         (["generate", "RUN", "--prompt", "x", "--checkpoint", "last"], "has no checkpoint 'last'"),

@@ -1,6 +1,7 @@
-"""`trifocal generate --prompts`: the order of the prompts, going on after an interruption, and bad files."""
+"""`trifocal generate --prompts`: lines with the index of their prompt, an output that is continued, and bad files."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from tests.cli.test_commands import Capture, refused, run
 from tests.cli.test_generate import generated
 from trifocal.cli import generate_file as command
 from trifocal.cli import main
+from trifocal.cli.generate_file import read_prompts, read_written, write_line
 from trifocal.errors import UserError
-from trifocal.inference import CachedModel, Completion, Request
-from trifocal.inference.prompt_file import OrderedWriter, count_written, open_output, read_prompts
+from trifocal.inference import CachedModel, Request
 
 __all__ = ["run"]
 PROMPTS = ["the dog", "☃ jumps over\n", "x", "seven lazy wizards jump", "quick"]
@@ -35,15 +36,15 @@ def prompts(tmp_path: Path) -> Path:
     return write(tmp_path / "prompts.jsonl", [{"prompt": prompt, "id": i} for i, prompt in enumerate(PROMPTS)])
 
 
-def test_lines_come_in_the_order_of_the_prompts(run: Path, prompts: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_line_has_the_index_of_its_prompt(run: Path, prompts: Path, tmp_path: Path, capsys: Capture) -> None:
     output = tmp_path / "made" / "out.jsonl"
     arguments = ["generate", str(run), "--prompts", str(prompts), "--output", str(output), *FLAGS, "--logprobs"]
     assert main([*arguments, "--max-sequences", "2"]) == 0
     assert "5 of 5 sequences, 45 tokens, " in capsys.readouterr().err
-    lines = read(output)
-    assert [line["prompt"] for line in lines] == PROMPTS and [line["id"] for line in lines] == list(range(5))
+    lines = sorted(read(output), key=lambda line: int(line["index"]))
+    assert [(line["index"], line["prompt"], line["id"]) for line in lines] == [(i, PROMPTS[i], i) for i in range(5)]
     for number, line in enumerate(lines):
-        assert line.keys() == {"prompt", "id", "text", "tokens", "finish_reason", "log_probabilities"}
+        assert line.keys() == {"index", "prompt", "id", "text", "tokens", "finish_reason", "log_probabilities"}
         assert line["finish_reason"] == "length" and len(line["tokens"]) == len(line["log_probabilities"]) == 9
         # As each gives alone, with the seed of its place.
         alone = generated(capsys, str(run), "--prompt", line["prompt"], *FLAGS, "--seed", str(number))
@@ -51,7 +52,7 @@ def test_lines_come_in_the_order_of_the_prompts(run: Path, prompts: Path, tmp_pa
     # Everything is there: nothing is loaded and nothing changes.
     before = output.read_bytes()
     assert main([*arguments, "--append"]) == 0
-    assert "exists; add --append to go on with it, or choose another --output" in refused(capsys, *arguments)
+    assert "exists; add --append to continue it, or choose another --output" in refused(capsys, *arguments)
     assert output.read_bytes() == before
 
 
@@ -69,29 +70,33 @@ def test_prompts_share_their_beginnings(
     flags = [*FLAGS, "--prefill-chunk-size", "256", "--max-sequences", "1"]
     assert main(["generate", str(run), "--prompts", str(prompts), "--output", str(tmp_path / "out"), *flags]) == 0
     assert pieces == [256, 3, 3, 5]
-    for number, line in enumerate(read(tmp_path / "out")):
-        alone = generated(capsys, str(run), "--prompt", line["prompt"], *flags, "--seed", str(number))
+    for line in read(tmp_path / "out"):
+        alone = generated(capsys, str(run), "--prompt", line["prompt"], *flags, "--seed", str(line["index"]))
         assert alone == line["prompt"] + line["text"] + "\n"
 
 
-@pytest.mark.parametrize("samples", [1, 2])
-def test_an_interrupted_output_goes_on_where_it_stopped(
-    run: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, samples: int
+@pytest.mark.parametrize(("samples", "cut"), [(1, 20), (2, 3)])
+def test_an_interrupted_output_is_continued(
+    run: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, samples: int, cut: int
 ) -> None:
     output, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    # Equal prompts, and keys in front of the prompt.
+    write(prompts, [{"id": i, "index": "mine", "prompt": PROMPTS[max(i, 1)]} for i in range(5)])
     arguments = ["generate", str(run), "--prompts", str(prompts), *FLAGS, "--samples", str(samples), "--output"]
     assert main([*arguments, str(whole)]) == 0
     lines = whole.read_bytes().splitlines(keepends=True)
     assert len(lines) == 5 * samples
-    # Killed in the middle of its fourth line.
-    output.write_bytes(b"".join(lines[:3]) + lines[3][:20])
+    # The disk was full in the middle of its fourth line.
+    output.write_bytes(b"".join(lines[:3]) + lines[3][:cut])
     submitted = []
     healthy = Request.__post_init__
     monkeypatch.setattr(Request, "__post_init__", lambda self: submitted.append(self.name) or healthy(self))
     assert main([*arguments, str(output), "--append"]) == 0
-    assert f"out.jsonl has the texts of {3 // samples} prompts" in capsys.readouterr().err
-    assert output.read_bytes() == whole.read_bytes()
-    assert len(submitted) == 5 - 3 // samples
+    assert sorted(output.read_bytes().splitlines()) == sorted(whole.read_bytes().splitlines())
+    counts = Counter(json.loads(line)["index"] for line in lines[:3])
+    there = sum(count == samples for count in counts.values())
+    assert there == 0 or f"out.jsonl has the texts of {there} prompts" in capsys.readouterr().err
+    assert len(submitted) == 5 - there
 
 
 def test_broken_logits_end_a_line_and_the_command_says_so(
@@ -107,8 +112,8 @@ def test_broken_logits_end_a_line_and_the_command_says_so(
     output = tmp_path / "out.jsonl"
     assert main(["generate", str(run), "--prompts", str(prompts), "--output", str(output), *FLAGS]) == 1
     assert f"{prompts} line 3: the model's output is not finite" in capsys.readouterr().err
-    lines = read(output)
-    assert [line["finish_reason"] for line in lines] == ["length", "length", "error", "length", "length"]
+    lines = {line["index"]: line for line in read(output)}
+    assert {index for index, line in lines.items() if line["finish_reason"] == "error"} == {2} and len(lines) == 5
     assert lines[2]["tokens"] == [] and lines[2]["text"] == ""
 
 
@@ -149,9 +154,18 @@ def test_a_broken_line_is_named(run: Path, tmp_path: Path, capsys: Capture, line
 def test_other_files_are_not_touched(run: Path, prompts: Path, tmp_path: Path, capsys: Capture) -> None:
     output = tmp_path / "out.jsonl"
     arguments = ("generate", str(run), "--prompts", str(prompts), "--output", str(output), *FLAGS)
-    for other in (b"not JSON\n", b"a diary without an end of line", b'{"prompt": "a"}\n[]\n'):
+    whole = b'{"index": 0, "prompt": "the dog"}\n'
+    for other, message in (
+        (b"not JSON\n", "line 1 is not JSON"),
+        (b"a diary without an end of line", "line 1 is not JSON"),
+        (whole + b"[]\n", "line 2 must hold a JSON object"),
+        (whole + b'{"prompt": "x"}\n', "line 2 continues none of the prompts"),
+        (whole + b'{"index": 5, "prompt": "x"}\n', "line 2 continues none of the prompts"),
+        (whole + b'{"index": [2], "prompt": "x"}\n', "line 2 continues none of the prompts"),
+        (whole + b'{"index": 2, "prompt": "another"}\n', "line 2 continues none of the prompts"),
+    ):
         output.write_bytes(other)
-        assert " is not JSON" in (said := refused(capsys, *arguments, "--append")) or "must hold a JSON" in said
+        assert message in refused(capsys, *arguments, "--append")
         assert output.read_bytes() == other
     output.unlink()
     # Nothing is left where the start fails.
@@ -167,23 +181,10 @@ def test_other_files_are_not_touched(run: Path, prompts: Path, tmp_path: Path, c
     assert prompts.read_bytes() == before
 
 
-@pytest.mark.parametrize("flags", [[], ["--append"]])
-def test_an_output_has_one_writer(run: Path, prompts: Path, tmp_path: Path, capsys: Capture, flags: list[str]) -> None:
-    output = tmp_path / "out.jsonl"
-    with open_output(output, append=False):
-        message = refused(capsys, "generate", str(run), "--prompts", str(prompts), "--output", str(output), *flags)
-    assert ("is being written by another process" if flags else "exists; add --append") in message
-
-
-def test_a_full_disk_is_named(
-    run: Path, prompts: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output = tmp_path / "out.jsonl"
-    healthy = OrderedWriter.__init__
-    with open("/dev/full", "wb", buffering=0) as full:  # noqa: PTH123
-        monkeypatch.setattr(OrderedWriter, "__init__", lambda self, _, *args, **kw: healthy(self, full, *args, **kw))
-        message = refused(capsys, "generate", str(run), "--prompts", str(prompts), "--output", str(output), *FLAGS)
-    assert f"cannot write {output}: No space left on device; --append goes on with it" in message
+def test_a_full_disk_is_named() -> None:
+    message = "cannot write out.jsonl: No space left on device; --append continues it"
+    with open("/dev/full", "wb", buffering=0) as full, pytest.raises(UserError, match=message):  # noqa: PTH123
+        write_line(full, Path("out.jsonl"), {"index": 0})
 
 
 def test_files_of_other_systems_are_read(tmp_path: Path) -> None:
@@ -192,30 +193,27 @@ def test_files_of_other_systems_are_read(tmp_path: Path) -> None:
     assert [line.prompt for line in read_prompts(path)] == ["a ☃", "b"]
     for content in (b"", b"\n", b"\xef\xbb\xbf\r\n"):
         path.write_bytes(content)
-        with pytest.raises(UserError, match="is empty; a line for each prompt is expected"):
+        with pytest.raises(UserError, match="is empty; expected a line for each prompt"):
             read_prompts(path)
 
 
-def test_lines_wait_for_those_before_them(tmp_path: Path) -> None:
-    path = write(tmp_path / "prompts.jsonl", [{"prompt": str(i)} for i in range(4)])
-    prompts, output = read_prompts(path), tmp_path / "out.jsonl"
-    request = Request(prompt=[1], max_new_tokens=1)
-    with open_output(output, append=False) as file:
-        writer = OrderedWriter(file, output, prompts, 1, [0, 0, 0, 0], log_probabilities=False)
-        lengths = []
-        for number in (2, 1, 0, 3):
-            writer.add(number, Completion(request, 0, [number], [0.0], "", "stop"))
-            lengths.append(len(read(output)))
-    assert lengths == [0, 0, 3, 4]
-    assert [line["tokens"] for line in read(output)] == [[0], [1], [2], [3]]
+def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.TXT"
+    path.write_bytes('\ufeffa ☃ \r\n\n{"prompt": 1}\u2028b\n \n'.encode())
+    assert [(line.prompt, line.name) for line in read_prompts(path)] == [
+        ("a ☃ ", f"{path} line 1"),
+        ('{"prompt": 1}\u2028b', f"{path} line 3"),
+    ]
+    for content, message in ((b"\n", "is empty; expected a prompt a line"), (b"a\n\xff", "line 2 is not UTF-8 text")):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            read_prompts(path)
 
 
-def test_equal_prompts_and_samples_are_counted(tmp_path: Path) -> None:
-    lines = [{"prompt": prompt} for prompt in ("a", "a", "b", "c")]
-    prompts, output = read_prompts(write(tmp_path / "prompts.jsonl", lines)), tmp_path / "out.jsonl"
-    write(output, [{"prompt": prompt, "text": ""} for prompt in ("a", "a", "a", "another", "c")])
-    assert count_written(output, prompts, 2) == [2, 1, 0, 1]
-    # An end that was torn goes; one that lacks its line end alone too.
+def test_lines_that_are_there_are_read_and_a_torn_one_is_cut_off(tmp_path: Path) -> None:
+    prompts = read_prompts(write(tmp_path / "prompts.jsonl", [{"prompt": "a"}] * 3))
+    output = write(tmp_path / "out", [{"index": 2, "prompt": "a", "sample": 1}, {"index": 0, "prompt": "a"}])
     whole = output.read_bytes()
-    output.write_bytes(whole + b'{"prompt": "b", "te')
-    assert count_written(output, prompts, 2) == [2, 1, 0, 1] and output.read_bytes() == whole
+    for torn in (b"", b"{", b'{"index": 1, "prompt": "a\xe2'):
+        output.write_bytes(whole + torn)
+        assert read_written(output, prompts) == {(2, 1), (0, 0)} and output.read_bytes() == whole

@@ -26,11 +26,12 @@ class GenerateArguments:
     prompt: str = ""
     """The text to continue; "-" reads it from standard input, as it is."""
     prompts: str = ""
-    """Instead of --prompt: a file with a JSON object a line, {"prompt": TEXT}; other keys are kept."""
+    """Instead of --prompt: a file with a JSON object a line, {"prompt": TEXT}, other keys are kept; or a .txt with a
+    prompt a line."""
     output: str = ""
-    """With --prompts: the new file to write, in the order of the prompts."""
+    """With --prompts: the new file to write, a JSON object with the index of its prompt a line, as they end."""
     append: bool = False
-    """Write behind an --output that exists, and skip the prompts whose texts it has."""
+    """Continue an --output that exists: the prompts whose texts it has are skipped."""
     checkpoint: str = ""
     """A checkpoint of the run, like step_00000500; the newest by default."""
     max_new_tokens: int = 256
@@ -78,11 +79,11 @@ class GenerateArguments:
         if "" in self.stop:
             raise UserError("--stop must not be empty")
         if bool(self.prompt) == bool(self.prompts):
-            raise UserError("give the text to continue as --prompt TEXT, or a file of texts as --prompts FILE.jsonl")
+            raise UserError("give the text to continue as --prompt TEXT, or a file of texts as --prompts FILE")
         if bool(self.prompts) != bool(self.output):
-            raise UserError("--prompts FILE.jsonl and --output OUT.jsonl go together")
+            raise UserError("--prompts FILE and --output OUT.jsonl go together")
         if self.append and not self.output:
-            raise UserError("--append goes on with --output OUT.jsonl; give it with --prompts FILE.jsonl")
+            raise UserError("--append continues --output OUT.jsonl; give it with --prompts FILE")
 
     def sampling(self, number: int = 0) -> Sampling:
         """Settings of prompt `number`: its samples have the seeds behind each other."""
