@@ -277,6 +277,8 @@ def test_limits_by_their_other_names() -> None:
         ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
         ({"stream_options": {"include_usage": 1}}, "include_usage"),
         ({"prompt": [2**70]}, "prompt"),
+        ({"stop": "x" * 100_000}, "stop"),
+        ({"stop": ["x" * 600, "y" * 600]}, "stop"),
     ],
 )
 def test_what_is_refused_is_named(body: dict[str, Any], param: str) -> None:

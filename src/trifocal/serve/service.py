@@ -16,7 +16,8 @@ from trifocal.inference.request import MOST_LIKELIEST, in_vocabulary
 from trifocal.serve.errors import ApiError
 
 _Prompt = list[int] | NDArray[np.int32]
-_MOST_STOPS = 32
+# Every token of the answer is searched for them.
+_MAX_STOPS, _MAX_STOP_CHARACTERS = 32, 1024
 _MOST_SEED = 2**63 - 1
 _DEFAULT_TOKENS = 16
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -273,8 +274,12 @@ def _with_text(message: Any) -> Any:
 
 def _stops(stop: Any) -> tuple[str, ...]:
     stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
-    if not isinstance(stops, list) or len(stops) > _MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
-        raise ApiError(400, f"stop must be a text or a list of at most {_MOST_STOPS}, none of them empty", param="stop")
+    texts = isinstance(stops, list) and all(isinstance(text, str) and text for text in stops)
+    if not texts or len(stops) > _MAX_STOPS or sum(map(len, stops)) > _MAX_STOP_CHARACTERS:
+        raise ApiError(
+            400, f"stop must be a text or a list of at most {_MAX_STOPS}, none of them empty, of together at most "
+            f"{_MAX_STOP_CHARACTERS:,} characters", param="stop",
+        )  # fmt: skip
     return tuple(stops)
 
 
