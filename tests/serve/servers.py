@@ -90,7 +90,7 @@ def serving(
     most = max_sequences + max_waiting
     service = Service("tiny", tokenizer, decoder.config.vocab_size, model.max_length, max_sequences, most, chats)
     worker = Worker(Engine(model, tokenizer), model, max_open=most)
-    pictures = Pictures(decoder, tokenizer, model.dtype)
+    pictures = Pictures(lambda: decoder, tokenizer, model.dtype)
     app = make_app(service, worker, pictures, api_key=api_key, allowed_origins=allowed_origins)
     [listener] = listen("127.0.0.1", 0)
     with listener:

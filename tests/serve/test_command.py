@@ -2,11 +2,14 @@
 
 import contextlib
 import errno
+import gc
 import re
+import shutil
 import signal
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +17,12 @@ from typing import Any
 import pytest
 from openai import OpenAI
 from starlette.applications import Starlette
+from starlette.testclient import TestClient
 
 from tests import warm
 from tests.children import environment
 from trifocal.cli import main
+from trifocal.cli import serve as command
 from trifocal.data import make_tokenizer
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
@@ -84,18 +89,46 @@ def test_a_second_interrupt_ends_a_server_that_is_at_work(folder: Path) -> None:
         assert process.wait(30) == 130 and errors.read_text().count("\n") == 1
 
 
-def test_the_model_of_the_package_has_its_name(
+def test_the_model_of_the_package_has_its_name_and_pictures(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A server without them keeps no model but that of its engine, and one with them loads it when it is asked to."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pretrained, "DEMO_FOLDER", folder)
+    package = shutil.copytree(folder, tmp_path / "package")
+    for module in (pretrained, command):
+        monkeypatch.setattr(module, "DEMO_FOLDER", package)
     seconds: list[dict[str, int]] = []
-    monkeypatch.setattr(server, "run_server", lambda app, listeners, **options: seconds.append(options))
-    for options, name in (([], "demo"), (["--name", "tiny"], "tiny")):
-        assert main(["serve", "demo", "--port", "0", "--device", "cpu", *options]) == 0
+    pictures: list[bool] = []
+    made: list[weakref.ref[DecoderLM]] = []
+    healthy = pretrained.Pretrained.model
+
+    def load(self: pretrained.Pretrained) -> DecoderLM:
+        model = healthy(self)
+        made.append(weakref.ref(model))
+        return model
+
+    def run_server(app: Starlette, listeners: list[socket.socket], **options: int) -> None:
+        seconds.append(options)
+        gc.collect()
+        assert [model() for model in made] == [None]
+        with TestClient(app) as client:
+            pictures.append(client.get("/v1/models").json()["data"][0]["pictures"])
+            answer = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 4}).json()
+            assert client.get(f"/attention/{answer['id']}").status_code == (200 if pictures[-1] else 404)
+        assert len(made) == 1 + pictures[-1]
+        made.clear()
+
+    monkeypatch.setattr(pretrained.Pretrained, "model", load)
+    monkeypatch.setattr(server, "run_server", run_server)
+    for path, options, name in (
+        ("demo", [], "demo"), ("demo", ["--name", "other"], "other"), (str(folder), [], "tiny"),
+        (str(folder), ["--pictures"], "tiny"),
+    ):  # fmt: skip
+        assert main(["serve", path, "--port", "0", "--device", "cpu", *options]) == 0
         assert capsys.readouterr().out.startswith(f"{name} is served on http://127.0.0.1:")
+    assert pictures == [True, True, False, True]
     # Proxies keep idle connections for 60 seconds, and must not send into one that is being closed.
-    assert seconds == [{"drain_seconds": 60, "keep_alive_seconds": 75}] * 2
+    assert seconds == [{"drain_seconds": 60, "keep_alive_seconds": 75}] * 4
     assert server.make_server(Starlette(), **seconds[0]).config.timeout_keep_alive == 75
 
 

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -18,7 +19,7 @@ from trifocal.inference.paged_cache import cache_bytes, longest_that_fits, memor
 from trifocal.inference.prompts import memory_errors
 from trifocal.models import DecoderLM
 from trifocal.paths import user_path
-from trifocal.train.checkpoint.pretrained import Pretrained, open_pretrained, pretrained_path
+from trifocal.train.checkpoint.pretrained import DEMO_FOLDER, Pretrained, open_pretrained, pretrained_path
 from trifocal.train.config.check import choose_device
 from trifocal.train.config.load import parse_arguments
 
@@ -59,6 +60,8 @@ class ServeArguments:
     speculate: bool = False
     """Guess the next tokens of up to four sequences from what followed the last ones before: faster for text that
     repeats itself, such as code; a step of several tokens rounds in another way."""
+    pictures: bool = False
+    """Show on the page which blocks an answer read; the whole model is loaded for the first one. Always for demo."""
     drain_seconds: int = 60
     """Seconds for what has begun, after SIGTERM."""
     keep_alive_seconds: int = 75
@@ -99,7 +102,7 @@ def run(args: Sequence[str]) -> int:
             opened.enter_context(listener)
         with open_pretrained(path, options.checkpoint) as found:
             tokenizer = found.tokenizer()
-            decoder, model = _load(found, options)
+            model = _load(found, options)
         why_no_chats = _why_no_chats(tokenizer)
         service = Service(
             name=options.name or user_path(options.path, "RUN_DIR").resolve().name,
@@ -110,7 +113,9 @@ def run(args: Sequence[str]) -> int:
             max_answers=model.max_sequences + options.max_waiting,
             chats=not why_no_chats,
         )
-        pictures = Pictures(decoder, tokenizer, model.dtype)
+        pictures = None
+        if options.pictures or path == DEMO_FOLDER:
+            pictures = Pictures(lambda: _load_decoder(found.path, model.device), tokenizer, model.dtype)
         engine = Engine(model, tokenizer, speculate=options.speculate)
         if model.device.type == "cuda":
             with memory_errors(model.device):
@@ -127,8 +132,8 @@ def run(args: Sequence[str]) -> int:
     return 0
 
 
-def _load(found: Pretrained, options: ServeArguments) -> tuple[DecoderLM, CachedModel]:
-    """The model, and with as many caches as are asked for and fit."""
+def _load(found: Pretrained, options: ServeArguments) -> CachedModel:
+    """The model with as many caches as are asked for and fit."""
     config, device = found.config(), choose_device(options.device)
     trained = "fp32" if found.run is None else found.run.train.precision
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[
@@ -144,9 +149,8 @@ def _load(found: Pretrained, options: ServeArguments) -> tuple[DecoderLM, Cached
         if plan is None:
             fits = longest_that_fits(config, dtype, free)
             raise UserError(f"a sequence of {length:,} tokens does not fit into {device}; {fits:,} do: --max-length")
-        decoder = found.model().to(device)
-        return decoder, CachedModel(
-            decoder,
+        return CachedModel(
+            found.model().to(device),
             max_sequences=plan.max_sequences,
             max_length=length,
             num_pages=plan.num_pages,
@@ -156,6 +160,11 @@ def _load(found: Pretrained, options: ServeArguments) -> tuple[DecoderLM, Cached
             record_chunks=records,
             weights=options.weights,
         )
+
+
+def _load_decoder(path: Path, device: torch.device) -> DecoderLM:
+    with open_pretrained(path) as found:
+        return found.model().to(device)
 
 
 def _why_no_chats(tokenizer: Tokenizer) -> str:

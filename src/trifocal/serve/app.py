@@ -48,14 +48,19 @@ _POLICY = (
 
 
 def make_app(
-    service: Service, worker: Worker, pictures: Pictures, *, api_key: str = "", allowed_origins: Sequence[str] = ()
+    service: Service,
+    worker: Worker,
+    pictures: Pictures | None,
+    *,
+    api_key: str = "",
+    allowed_origins: Sequence[str] = (),
 ) -> Starlette:
     """The server's application.
 
     Args:
         service: The model.
         worker: Runs it; it is started and stopped with the application.
-        pictures: Remembers answers for the page.
+        pictures: Remembers answers for the page; None: the page has no pictures.
         api_key: Every request to the model must have it as its bearer token; empty: none.
         allowed_origins: Origins whose pages may use the server from a browser; "*": all.
     """
@@ -74,7 +79,7 @@ def make_app(
         return checked
 
     described = {"id": service.name, "object": "model", "created": 0, "owned_by": "trifocal"}
-    described |= {"max_model_len": service.max_length, "chats": service.chats}
+    described |= {"max_model_len": service.max_length, "chats": service.chats, "pictures": pictures is not None}
 
     async def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [described]})
@@ -96,6 +101,8 @@ def make_app(
         return guarded(respond)
 
     async def attention(request: Request) -> Response:
+        if pictures is None:
+            raise ApiError(404, "this server makes no pictures")
         return JSONResponse(await run_in_threadpool(pictures.picture, request.path_params["name"]))
 
     async def page(request: Request) -> Response:
@@ -139,12 +146,13 @@ def make_app(
 class _AnswerResponse(Response):
     """Runs a call and sends its answer; a client that leaves ends it."""
 
-    def __init__(self, worker: Worker, pictures: Pictures, call: Call, answer: Answer) -> None:
+    def __init__(self, worker: Worker, pictures: Pictures | None, call: Call, answer: Answer) -> None:
         self._worker, self._pictures, self._call, self._answer = worker, pictures, call, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._worker.open(self._call.requests) as updates:
-            self._pictures.remember(self._answer)
+            if self._pictures is not None:
+                self._pictures.remember(self._answer)
             work = asyncio.create_task(self._stream(updates, send) if self._call.stream else self._whole(updates))
             gone = asyncio.create_task(_until_gone(receive))
             try:

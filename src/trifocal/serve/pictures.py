@@ -2,6 +2,7 @@
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,10 +23,17 @@ _MOST_CPU_TOKENS = 2048
 
 
 class Pictures:
-    """Remembers the tokens of the last answers, and computes what they read when it is asked for."""
+    """Remembers the tokens of the last answers, and computes what they read when it is asked for.
 
-    def __init__(self, model: DecoderLM, tokenizer: Tokenizer, dtype: torch.dtype) -> None:
-        self._telemetry, self._tokenizer, self._dtype = AttentionTelemetry(model.eval()), tokenizer, dtype
+    Args:
+        load: Makes the model, when a picture is first asked for.
+        tokenizer: Its tokenizer.
+        dtype: Type of its products.
+    """
+
+    def __init__(self, load: Callable[[], DecoderLM], tokenizer: Tokenizer, dtype: torch.dtype) -> None:
+        self._load, self._tokenizer, self._dtype = load, tokenizer, dtype
+        self._loaded: AttentionTelemetry | None = None
         self._answers: OrderedDict[str, Answer] = OrderedDict()
         self._one_at_a_time = threading.Lock()
 
@@ -44,23 +52,24 @@ class Pictures:
         answer = self._answers.get(name)
         if answer is None:
             raise ApiError(404, "there is no picture of this answer")
-        prompt, device = answer.first_prompt, self._telemetry.model.embedding.weight.device
+        with self._one_at_a_time:
+            self._loaded = telemetry = self._loaded or AttentionTelemetry(self._load().eval())
+        config, device = telemetry.model.config, telemetry.model.embedding.weight.device
+        prompt = answer.first_prompt
         tokens = [*prompt, *answer.tokens.get(0, [])]
-        too_long = len(tokens) * self._telemetry.model.config.vocab_size > _MOST_LOGITS
+        too_long = len(tokens) * config.vocab_size > _MOST_LOGITS
         too_long |= device.type == "cpu" and len(tokens) > _MOST_CPU_TOKENS
-        if not self._telemetry.layers or len(tokens) == len(prompt) or too_long:
+        if not telemetry.layers or len(tokens) == len(prompt) or too_long:
             return {"layers": []}
         # The last token was drawn, and read nothing.
         row = torch.tensor([tokens[:-1]], device=device)
         reading = evenly_spaced(len(tokens) - len(prompt), _MOST_QUERIES, row.device) + len(prompt) - 1
-        config = self._telemetry.model.config
-        geometry = config.geometry
         with self._one_at_a_time, torch.autocast(row.device.type, self._dtype, enabled=self._dtype == torch.bfloat16):
-            chosen = self._telemetry.choices(row, reading).tolist()
+            chosen = telemetry.choices(row, reading).tolist()
         stream = TextStream(self._tokenizer, [])
         texts = [stream.add(token) for token in tokens[:-1]]
         texts[-1] += stream.end()
-        layers = list(self._telemetry.layers)
+        layers, geometry = list(telemetry.layers), config.geometry
         # Layers of type "selected" have no window.
         windows = [geometry.window_size if config.attention_of_layers[layer] == "nsa" else 0 for layer in layers]
         return {
