@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import uvicorn
 from openai import OpenAI
 
+from trifocal.cli.serve import listen, make_server
 from trifocal.data import Tokenizer, make_tokenizer
 from trifocal.inference import CachedModel, Engine, Request
 from trifocal.models import DecoderLM
 from trifocal.serve.app import make_app
 from trifocal.serve.pictures import Pictures
-from trifocal.serve.run import listen, make_server
 from trifocal.serve.service import Service
 from trifocal.serve.worker import Worker
 

@@ -22,11 +22,10 @@ from starlette.testclient import TestClient
 from tests import warm
 from tests.children import environment
 from trifocal.cli import main
-from trifocal.cli import serve as command
+from trifocal.cli import serve as server
 from trifocal.data import make_tokenizer
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
-from trifocal.serve import run as server
 from trifocal.train.checkpoint import pretrained
 from trifocal.train.checkpoint.export import export_folder
 
@@ -95,7 +94,7 @@ def test_the_model_of_the_package_has_its_name_and_pictures(
     """A server without them keeps no model but that of its engine, and one with them loads it when it is asked to."""
     monkeypatch.chdir(tmp_path)
     package = shutil.copytree(folder, tmp_path / "package")
-    for module in (pretrained, command):
+    for module in (pretrained, server):
         monkeypatch.setattr(module, "DEMO_FOLDER", package)
     seconds: list[dict[str, int]] = []
     pictures: list[bool] = []
