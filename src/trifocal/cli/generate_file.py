@@ -27,12 +27,7 @@ _BEGIN = b'{"index": '
 
 @dataclass(frozen=True)
 class PromptLine:
-    """One line of a file of prompts.
-
-    Attributes:
-        name: File and number of the line, for messages.
-        content: Everything in it; goes into the output too.
-    """
+    """One line of a file of prompts: its place, for messages, and all its keys, which go into the output too."""
 
     name: str
     content: dict[str, Any]
@@ -44,14 +39,7 @@ class PromptLine:
 
 
 def generate_file(options: GenerateArguments, path: Path) -> int:
-    """Continue every prompt of a file.
-
-    Returns:
-        0, or 1 if sequences ended because the model's output was not finite.
-
-    Raises:
-        UserError: If a line of the prompts is broken or too long, the output exists or cannot be written, or as `load`.
-    """
+    """Continue every prompt of a file; returns 1 if sequences ended because the model's output was not finite, or 0."""
     source, output = user_path(options.prompts, "--prompts"), user_path(options.output, "--output")
     prompts = read_prompts(source)
     written: set[tuple[int, int]] = set()
@@ -110,11 +98,7 @@ def _generate(
 
 
 def read_prompts(path: Path) -> list[PromptLine]:
-    """Read a file of prompts: `{"prompt": TEXT}` a line, of which other keys are kept; or, in a `.txt`, a text a line.
-
-    Raises:
-        UserError: If the file cannot be read or has no line, or a line is broken; names it.
-    """
+    """Read a file of prompts: `{"prompt": TEXT}` a line, whose other keys are kept; or, in a `.txt`, a text a line."""
     try:
         content = read_small_file(path, _MAX_BYTES)
     except OSError as error:
@@ -142,11 +126,7 @@ def read_prompts(path: Path) -> list[PromptLine]:
 
 
 def read_written(path: Path, prompts: Sequence[PromptLine]) -> set[tuple[int, int]]:
-    """Index and sample of every line of an output. A last line without its end, of a full disk for example, is cut off.
-
-    Raises:
-        UserError: If the output cannot be read or cut, or has a line that continues none of the prompts.
-    """
+    """Index and sample of every line of an output; a last line that is not whole, after a full disk, is cut off."""
     found = set()
     texts = dict(enumerate(line.prompt for line in prompts))
     try:
@@ -179,11 +159,7 @@ def _open(path: Path, *, append: bool) -> FileIO:
 
 
 def write_line(file: FileIO, path: Path, content: dict[str, Any]) -> None:
-    """Write one line of an output.
-
-    Raises:
-        UserError: If it cannot be written.
-    """
+    """Write one line of an output."""
     # Characters that no UTF-8 has become escapes.
     left = memoryview((json.dumps(content, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
     try:

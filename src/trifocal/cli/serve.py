@@ -190,11 +190,7 @@ def _why_no_chats(tokenizer: Tokenizer) -> str:
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Sockets that wait for clients, on one port: `localhost` and `::` have both families where the machine has them.
-
-    Raises:
-        UserError: If the address is taken or not this machine's.
-    """
+    """Sockets that wait for clients, on one port; `localhost` and `::` have both families if the machine has them."""
     found: list[socket.socket] = []
     try:
         for address in ("127.0.0.1", "::1") if host == "localhost" else (host,):
@@ -217,7 +213,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 
 def make_server(app: "Starlette", *, drain_seconds: int, keep_alive_seconds: int) -> "uvicorn.Server":
-    """A server that has not begun; arguments as of `run_server`."""
+    """A server that has not begun; it closes connections that have had no request for `keep_alive_seconds`."""
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -245,15 +241,7 @@ def make_server(app: "Starlette", *, drain_seconds: int, keep_alive_seconds: int
 def run_server(
     app: "Starlette", listeners: list[socket.socket], *, drain_seconds: int, keep_alive_seconds: int
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then finish what has begun.
-
-    Args:
-        app: The application.
-        listeners: Where clients come.
-        drain_seconds: Requests that take longer than this after the signal are cut off; a second SIGINT ends the
-            process with status 130.
-        keep_alive_seconds: Connections without a request for this long are closed.
-    """
+    """Serve until SIGTERM or SIGINT, then finish what has begun, in `drain_seconds`; a second SIGINT ends at once."""
     # The server raises the signal again at its end, which must not end the process a second time.
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -23,13 +23,7 @@ _MOST_CPU_TOKENS = 2048
 
 
 class Pictures:
-    """Remembers the tokens of the last answers, and computes what they read when it is asked for.
-
-    Args:
-        load: Makes the model, when a picture is first asked for.
-        tokenizer: Its tokenizer.
-        dtype: Type of its products.
-    """
+    """Remembers the tokens of the last answers; loads the model and computes what they read when it is asked for."""
 
     def __init__(self, load: Callable[[], DecoderLM], tokenizer: Tokenizer, dtype: torch.dtype) -> None:
         self._load, self._tokenizer, self._dtype = load, tokenizer, dtype

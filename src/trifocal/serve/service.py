@@ -116,11 +116,7 @@ class Service:
     chats: bool
 
     def check_name(self, name: str) -> None:
-        """Refuse the name of another model.
-
-        Raises:
-            ApiError: If it is another's.
-        """
+        """Refuse the name of another model."""
         if name != self.name:
             message = f"there is no model {one_line(name, 80)}; {self.name} is served"
             raise ApiError(404, message, param="model", code="model_not_found")
