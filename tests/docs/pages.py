@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Pages about the past: scripts and commands that they name may be gone.
-HISTORY = ("CHANGELOG.md", "log.md")
+HISTORY = ("CHANGELOG.md", *(page.name for page in ROOT.glob("lab/*.md")))
 PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("lab/*.md"), *ROOT.glob("*.md")])
 _COMMAND = re.compile(r"(trifocal |make |pip install |python benchmarks/)\S")
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
