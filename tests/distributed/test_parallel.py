@@ -81,6 +81,55 @@ def test_a_place_to_meet_that_is_taken_or_out_of_reach_is_named(
             pass
 
 
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+
+
+def set_launched(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    """A launcher's environment variables: these, and no others."""
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "", "RANK": "", "LOCAL_RANK": ""},
+        {"RANK": "0"},
+        {"TORCHELASTIC_RUN_ID": "of a job that has ended"},
+        {"TORCHELASTIC_RUN_ID": "of a job that has ended", "WORLD_SIZE": "1", "RANK": "0"},
+    ],
+)
+def test_a_single_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    set_launched(monkeypatch, variables)
+    with processes_started(CPU) as processes:
+        assert (processes.rank, processes.size, processes.local_size, processes.restarted) == (0, 1, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but RANK, MASTER_ADDR, MASTER_PORT are not set; start the processes"),
+        ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "host"}, "but MASTER_PORT is not set"),
+        ({"WORLD_SIZE": "0"}, "RANK=, WORLD_SIZE=0: expected a RANK from 0 to WORLD_SIZE - 1"),
+        ({"RANK": "3"}, "RANK=3, WORLD_SIZE=: expected a RANK"),
+        ({"WORLD_SIZE": "two"}, "the environment variable WORLD_SIZE must be a whole number, got 'two'"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "host", "MASTER_PORT": "http"},
+            "the environment variable MASTER_PORT must be a whole number",
+        ),
+    ],
+)
+def test_what_a_launcher_left_out_is_named(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
+) -> None:
+    set_launched(monkeypatch, variables)
+    with pytest.raises(UserError, match=f"^{message}" if "=" in message else message), processes_started(CPU):
+        pass
+
+
 def fail() -> None:
     raise UserError("no")
 
@@ -93,12 +142,14 @@ with processes_started(torch.device("cpu")) as processes:
         assert each.gather(f"of rank {each.rank}") == ["of rank 0", "of rank 1", "of rank 2"]
         assert each.run_on_rank0(lambda: each.rank) == 0
     assert processes.sum([processes.rank, 1]) == [3, 3]
+    assert processes.local_size == 3
     assert processes.async_all_reduce([processes.rank, -processes.rank], "max")() == [2, 0]
 """
 
 
 def test_values_of_all_processes_come_in_the_order_of_ranks(tmp_path: Path) -> None:
-    ended = Workers([["-c", GATHER]] * 3, tmp_path).join(60)
+    # Some launchers name no place on the machine.
+    ended = Workers([["-c", GATHER]] * 3, tmp_path, LOCAL_RANK="", LOCAL_WORLD_SIZE="").join(60)
     assert [end.status for end in ended] == [0, 0, 0], [end.error for end in ended]
 
 

@@ -26,9 +26,9 @@ def start(store: dist.Store, kinds: list[str], seconds: float = 20.0) -> list[Ca
 def test_every_start_has_a_name_of_its_own() -> None:
     """Also where one process of an earlier start was the only one of it that came."""
     store = dist.HashStore()
-    first = {name() for name in start(store, ["cpu"] * 3)}
+    first = {found()[0] for found in start(store, ["cpu"] * 3)}
     dist.PrefixStore("trifocal", store).set("asks/2", "of a process that is gone")
-    second = {name() for name in start(store, ["cpu"] * 3)}
+    second = {found()[0] for found in start(store, ["cpu"] * 3)}
     assert len(first) == len(second) == 1
     assert first != second
 

@@ -1,7 +1,6 @@
 """`trifocal train`: start a run, or go on with one."""
 
 import importlib.util
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import torch
 import tyro
 
 from trifocal.cli.output import printable
-from trifocal.distributed import PeerLost, hard_exit
+from trifocal.distributed import PeerLost, hard_exit, rank_and_size
 from trifocal.errors import UserError
 from trifocal.fields import dotted_fields
 from trifocal.paths import shell_path, user_path
@@ -98,7 +97,7 @@ def _run(args: Sequence[str]) -> int:
     summary = _summary(result)
     if summary:
         print(summary)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if rank_and_size()[1] > 1:
         hard_exit(0)
     return 0
 

@@ -2,7 +2,7 @@
 
 from trifocal.distributed.parallel import Parallel, choose_mode, gather_full_model, parallelize
 from trifocal.distributed.peers import PeerLost, PeerMonitor
-from trifocal.distributed.processes import DistributedContext, hard_exit, processes_started
+from trifocal.distributed.processes import DistributedContext, hard_exit, processes_started, rank_and_size
 
 __all__ = [
     "DistributedContext",
@@ -14,4 +14,5 @@ __all__ = [
     "hard_exit",
     "parallelize",
     "processes_started",
+    "rank_and_size",
 ]

@@ -1,7 +1,8 @@
 """The processes of a run, and collectives between their hosts.
 
-`torchrun` starts them and gives each its rank in environment variables; without it there is one process, and every
-collective is immediate. Collectives of the hosts use gloo, even if tensors use NCCL, so that they never wait for a GPU.
+`torchrun`, or another launcher, starts them and gives each its rank in environment variables; without one there is one
+process, and every collective is immediate. Collectives of the hosts use gloo, even if tensors use NCCL, so that they
+never wait for a GPU.
 """
 
 import os
@@ -22,6 +23,7 @@ T = TypeVar("T")
 
 _RECORDED_COLLECTIVES = 2000
 _BEGUN = "trifocal/begun"
+_RENDEZVOUS = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -151,10 +153,41 @@ def hard_exit(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _common_store(timeout: timedelta) -> tuple[Any, int, int]:
-    """The common store of all processes, the rank of this one, and their number."""
+def rank_and_size() -> tuple[int, int]:
+    """The rank of this process and the number of processes, by the launcher's variables; 0 and 1 without a launcher.
+
+    Raises:
+        UserError: If the variables are incomplete or contradict each other.
+    """
+    size, rank = _number("WORLD_SIZE", 1), _number("RANK", 0)
+    if not 0 <= rank < size:
+        named = ", ".join(f"{name}={os.environ.get(name, '')}" for name in ("RANK", "WORLD_SIZE"))
+        raise UserError(
+            f"{named}: expected a RANK from 0 to WORLD_SIZE - 1; start the processes with torchrun, or unset both for "
+            "a single process"
+        )
+    missing = [name for name in _RENDEZVOUS if not os.environ.get(name)]
+    if size > 1 and missing:
+        raise UserError(
+            f"WORLD_SIZE is {size}, but {', '.join(missing)} {'are' if len(missing) > 1 else 'is'} not set; start the "
+            "processes with torchrun, set what is missing, or unset WORLD_SIZE for a single process"
+        )
+    return rank, size
+
+
+def _number(name: str, default: int) -> int:
+    """The whole number in an environment variable; one that is empty is not set."""
+    text = os.environ.get(name, "").strip()
+    if text and not text.isdecimal():
+        raise UserError(f"the environment variable {name} must be a whole number, got {text!r}")
+    return int(text or default)
+
+
+def _common_store(timeout: timedelta) -> Any:
+    """The common store of all processes."""
+    _number("MASTER_PORT", 0)
     try:
-        return next(dist.rendezvous("env://", timeout=timeout))
+        return next(dist.rendezvous("env://", timeout=timeout))[0]
     except dist.DistError as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         why = str(error).partition("\n")[0].rstrip(".")
@@ -176,36 +209,40 @@ def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -
         This process among them.
 
     Raises:
-        UserError: If the machine has fewer GPUs than processes, the processes' devices are not of one kind, or they
-            cannot reach each other.
+        UserError: If the launcher's variables are incomplete, the machine has fewer GPUs than processes, the
+            processes' devices are not of one kind, or they cannot reach each other.
     """
     timeout = timedelta(seconds=timeout_seconds)
-    launched = "TORCHELASTIC_RUN_ID" in os.environ
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        launcher_store = next(dist.rendezvous("env://", timeout=timeout))[0] if launched else None
+    rank, size = rank_and_size()
+    # Left over from another program, it comes without the rest.
+    launched = all(os.environ.get(name) for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE", *_RENDEZVOUS))
+    if size == 1:
+        launcher_store = _common_store(timeout) if launched else None
         yield DistributedContext(
             device=device,
             restarted=launcher_store is not None and launcher_store.check([_BEGUN]),
             launcher_store=launcher_store,
         )
         return
-    place = {name: int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    if device.type == "cuda":
-        if place["LOCAL_RANK"] >= torch.cuda.device_count():
-            raise UserError(
-                f"{place['LOCAL_WORLD_SIZE']} processes were started on this machine, and PyTorch sees "
-                f"{torch.cuda.device_count()} GPUs here; lower --nproc-per-node, or take --run.device cpu"
-            )
-        device = torch.device("cuda", place["LOCAL_RANK"])
-        torch.cuda.set_device(device)
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
         # PyTorch's record of the last collectives, which a stall's dump reads, under the newer of its names.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_RECORDED_COLLECTIVES))
     # Collectives in a graph must use the same buffers as others: a process may replay a micro-batch of a sharded model
     # while another computes the first one of its kind.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    store, rank, size = _common_store(timeout)
-    start = rendezvous(store, rank, size, device=device.type, timeout_seconds=timeout_seconds)
+    store = _common_store(timeout)
+    start, hosts = rendezvous(store, rank, size, device=device.type, timeout_seconds=timeout_seconds)
+    # Launchers of one process a machine name neither.
+    local_rank = _number("LOCAL_RANK", hosts[:rank].count(hosts[rank]))
+    local_size = _number("LOCAL_WORLD_SIZE", hosts.count(hosts[rank]))
+    if device.type == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"{local_size} processes were started on this machine, and PyTorch sees {torch.cuda.device_count()} "
+                "GPUs here; lower --nproc-per-node, or take --run.device cpu"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
     restarted = launched and store.check([_BEGUN])
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -220,9 +257,7 @@ def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -
     notes = dist.PrefixStore(f"{start}/notes", store.clone())
     launcher_store = store if launched else None
     try:
-        yield DistributedContext(
-            rank, size, place["LOCAL_WORLD_SIZE"], device, restarted, notes, launcher_store=launcher_store
-        )
+        yield DistributedContext(rank, size, local_size, device, restarted, notes, launcher_store=launcher_store)
     except Exception as error:
         # After an error of this process alone, NCCL would wait for the others. The process ends anyway.
         if isinstance(error, UserError) or getattr(error, "agreed", False):

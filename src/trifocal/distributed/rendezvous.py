@@ -30,7 +30,9 @@ def places_here(size: int) -> tuple[dist.TCPStore, list[dict[str, str]]]:
     return store, [{name: str(value) for name, value in place.items()} for place in places]
 
 
-def rendezvous(store: dist.Store, rank: int, size: int, *, device: str, timeout_seconds: float) -> str:
+def rendezvous(
+    store: dist.Store, rank: int, size: int, *, device: str, timeout_seconds: float
+) -> tuple[str, list[str]]:
     """Wait until all processes of this start have arrived.
 
     Args:
@@ -41,7 +43,7 @@ def rendezvous(store: dist.Store, rank: int, size: int, *, device: str, timeout_
         timeout_seconds: The longest wait.
 
     Returns:
-        A name for this start, the same in all processes and new.
+        A name for this start, the same in all processes and new; and the host of each rank.
 
     Raises:
         UserError: In every process, if the kinds of device differ: NCCL and gloo cannot be mixed.
@@ -61,7 +63,7 @@ def rendezvous(store: dist.Store, rank: int, size: int, *, device: str, timeout_
                 f"rank {other} on {host} would train on {kind}, and rank 0 on {found[0][1]} on {found[0][0]}; look at "
                 f"that machine with trifocal doctor, or name the device for all with --run.device"
             )
-    return name
+    return name, [host for _, host in found]
 
 
 def _name_asked(store: dist.Store, rank: int) -> str:
