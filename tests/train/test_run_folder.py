@@ -348,6 +348,16 @@ def test_a_run_that_goes_on_is_left_alone(tmp_path: Path, monkeypatch: pytest.Mo
     assert not list((tmp_path / "run/checkpoints").glob("superseded_*"))
 
 
+def test_users_who_share_a_folder_may_all_lock_it(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        with RunLock() as lock:
+            lock.acquire(tmp_path)
+    finally:
+        os.umask(before)
+    assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o664
+
+
 def test_a_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
     held = tmp_path / "held"
     command = [sys.executable, "-c", HOLD, str(tmp_path), str(held)]

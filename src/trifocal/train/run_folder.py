@@ -103,7 +103,7 @@ class RunLock:
             OSError: If the folder cannot be written, or the lock file is a link or a folder.
         """
         path, end = folder / LOCK_FILE, time.monotonic() + WAIT_SECONDS
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         self._files.append(file)
         while True:
             try:

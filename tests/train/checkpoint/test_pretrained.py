@@ -25,8 +25,9 @@ from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.runlog import read_metrics
 from trifocal.testing.small_models import small_config
-from trifocal.train import load_config, resume, train
+from trifocal.train import RunConfig, load_config, resume, train
 from trifocal.train.checkpoint.export import export_folder
+from trifocal.train.checkpoint.pretrained import open_pretrained
 from trifocal.train.run_folder import load_run
 
 SETTINGS = {
@@ -135,6 +136,22 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source")
     train(make_config(folder, "--train.steps", "2", "--model.mlp_dim", "24", "--model.rope_theta", "500.0"))
     return folder / "run"
+
+
+def test_only_a_folder_marked_as_a_run_has_the_configuration_of_its_weights(source: Path, tmp_path: Path) -> None:
+    def run_of(path: Path) -> RunConfig | None:
+        with open_pretrained(path) as found:
+            return found.run
+
+    checkpoint = "checkpoints/step_00000002"
+    for part in ("weights", checkpoint):
+        shutil.copytree(source / part, tmp_path / part)
+        assert run_of(source / part) == load_run(source)
+    shutil.copy(source / "config.toml", tmp_path)
+    assert [run_of(tmp_path / part) for part in ("weights", checkpoint)] == [None, None]
+    # Nor is it read: it may be another program's.
+    (tmp_path / "config.toml").write_text("[other program\n")
+    assert run_of(tmp_path / "weights") is None
 
 
 def begin(folder: Path, source: Path, **changes: Any) -> Any:

@@ -24,7 +24,7 @@ from trifocal.train.checkpoint.folders import list_checkpoints, open_checkpoint
 from trifocal.train.checkpoint.manifest import MANIFEST
 from trifocal.train.checkpoint.save_load import load_model_weights, model_differences, read_model_config
 from trifocal.train.config.sections import RunConfig
-from trifocal.train.run_folder import CONFIG_FILE, load_run
+from trifocal.train.run_folder import CONFIG_FILE, is_run, load_run
 
 DEMO = "demo"
 """Name of the model that comes with the package."""
@@ -178,6 +178,11 @@ def load_pretrained_weights(model: DecoderLM, folder: str) -> None:
     model.load_state_dict(weights)
 
 
+def _run_of(folder: Path) -> RunConfig | None:
+    """The configuration in a folder that is marked as a run's; any other program may have a `config.toml` too."""
+    return load_run(folder) if is_run(folder) and (folder / CONFIG_FILE).is_file() else None
+
+
 @contextlib.contextmanager
 def open_pretrained(path: Path, checkpoint: str = "") -> Iterator[Pretrained]:
     """Find a trained model. If a run that still trains deletes it while the context lasts, an error says so.
@@ -192,18 +197,15 @@ def open_pretrained(path: Path, checkpoint: str = "") -> Iterator[Pretrained]:
     if (path / MODEL_CONFIG_FILE).is_file():
         if checkpoint:
             raise UserError(f"{path} holds weights and no checkpoints; leave --checkpoint out, or give the run")
-        # The run's configuration gives the length of its rows and its precision.
-        run = path.parent
-        yield Pretrained(path, load_run(run) if (run / CONFIG_FILE).is_file() else None)
+        # The run's configuration gives the length of its rows and its precision. The path may be `.`.
+        yield Pretrained(path, _run_of(path.resolve().parent))
     elif (path / MANIFEST).exists():
         if checkpoint:
             raise UserError(f"{path} is a checkpoint itself; leave --checkpoint {checkpoint} out")
         # The path may be `.`.
         path = path.resolve()
-        run = path.parent.parent
         with open_checkpoint(path.parent, path.name) as found:
-            config = load_run(run) if (run / CONFIG_FILE).is_file() else None
-            yield Pretrained(found, config)
+            yield Pretrained(found, _run_of(path.parent.parent))
     else:
         config = load_run(path)
         if not checkpoint and not list_checkpoints(path / "checkpoints") and (path / "weights").is_dir():
