@@ -39,9 +39,9 @@ import torch
 
 from lib.results import ResultFile
 from trifocal import load_model
-from trifocal.data import Batch
+from trifocal.data import Batch, read_validation
 from trifocal.evaluation import Subject
-from trifocal.evaluation.position_loss import measure_loss, read_batches
+from trifocal.evaluation.position_loss import measure_loss
 from trifocal.models import DecoderLM
 from trifocal.models.conversion import Target, convert_tensors, converted_config
 from trifocal.ops import Geometry
@@ -113,10 +113,11 @@ class Text:
         """The row of `trifocal evaluate` for all targets of sequences of this length."""
         config = self._config
         if length not in self._batches:
-            self._batches[length] = read_batches(
-                config.data, replace(config.evaluate, batches=4 * config.evaluate.batches),
-                tokenizer=self._subject.tokenizer, vocab_size=config.model.vocab_size,
-                trained=(config.train.sequence_length, config.train.evaluated_at_once), length=length, sequences=0,
+            ratio = config.train.sequence_length / length
+            self._batches[length] = read_validation(
+                config.data, tokenizer=self._subject.tokenizer, sequence_length=length,
+                sequences=max(1, int(4 * config.evaluate.sequences * ratio)),
+                at_once=max(1, int(config.train.evaluated_at_once * ratio)), vocab_size=config.model.vocab_size,
             )  # fmt: skip
         subject = replace(self._subject, model=model.to(self._subject.device).eval())
         [whole, *_] = measure_loss(subject, self._batches[length], lambda done: None)

@@ -18,7 +18,7 @@ from trifocal.cli import main
 from trifocal.train import load_config, train
 
 SMALL = "--train.sequence_length 128 --train.global_batch_size 4 --train.micro_batch_size 4 --run.device cpu"
-SMALL += " --evaluate.batches 1 --log.sample_interval_steps 0 --log.telemetry_interval_steps 0"
+SMALL += " --evaluate.sequences 8 --log.sample_interval_steps 0 --log.telemetry_interval_steps 0"
 SIZES = "--model.dim 64 --model.num_layers 2 --model.num_heads 4 --model.num_kv_heads 2 --model.head_dim 16"
 SIZES += " --model.value_dim 16 --model.mlp_dim 128 --model.geometry.window_size 32"
 SIZES += " --run.directory runs/tiny --data.source builtin --train.steps 8"

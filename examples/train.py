@@ -16,7 +16,7 @@ overrides = {
     "model.dim": 64, "model.num_layers": 2, "model.num_heads": 4, "model.num_kv_heads": 2, "model.head_dim": 16,
     "model.value_dim": 16, "model.mlp_dim": 128, "model.geometry.window_size": 32, "train.steps": 10,
     "train.sequence_length": 128, "train.global_batch_size": 4, "train.micro_batch_size": 4, "train.precision": "fp32",
-    "evaluate.batches": 2, "schedule.warmup_steps": 2, "log.interval_steps": 1, "log.sample_interval_steps": 0,
+    "evaluate.sequences": 4, "schedule.warmup_steps": 2, "log.interval_steps": 1, "log.sample_interval_steps": 0,
 }  # fmt: skip
 result = train(load_config(None, overrides))
 assert result.finished and result.evaluation is not None

@@ -31,7 +31,7 @@ SMALL = {
     "train.global_batch_size": 2,
     "train.micro_batch_size": 2,
     "train.compile": False,
-    "evaluate.batches": 1,
+    "evaluate.sequences": 4,
     "log.sample_tokens": 1,
 }
 

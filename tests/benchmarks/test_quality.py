@@ -75,7 +75,7 @@ TINY = {
     "model.num_layers": 1, "model.dim": 16, "model.num_heads": 2, "model.head_dim": 8, "model.value_dim": 8,
     "model.mlp_dim": 16, "model.vocab_size": 32, "data.source": "recall:4", "train.sequence_length": 32,
     "train.global_batch_size": 2, "train.micro_batch_size": 2, "train.steps": 2, "train.precision": "fp32",
-    "train.cuda_graphs": "false", "train.compile": "false", "run.device": "cpu", "evaluate.batches": 1,
+    "train.cuda_graphs": "false", "train.compile": "false", "run.device": "cpu", "evaluate.sequences": 4,
     "log.telemetry_interval_steps": 0, "checkpoint.interval_steps": 2, "evaluate.interval_steps": 2,
 }  # fmt: skip
 

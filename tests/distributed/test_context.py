@@ -59,13 +59,13 @@ def test_every_layer_is_one_process(tmp_path: Path) -> None:
 LENGTH = 36
 FLAGS = (
     *("--train.sequence_length", str(LENGTH), "--data.streams", "2", "--train.micro_batch_size", "1"),
-    *("--evaluate.batches", "6", "--model.chooser", "index", "--train.choice_loss_weight", "0.5"),
+    *("--evaluate.sequences", "6", "--model.chooser", "index", "--train.choice_loss_weight", "0.5"),
     *("--train.choice_loss_sample", "0.2", "--checkpoint.keep_last", "4", "--log.sample_interval_steps", "3"),
     *("--log.sample_tokens", "4", "--log.telemetry_interval_steps", "6"),
 )
 
 # The same rows, two at a time. Two groups share three batches of an evaluation: one takes the last one again.
-TWO_ROWS = ("--train.micro_batch_size", "2", "--evaluate.batches", "3")
+TWO_ROWS = ("--train.micro_batch_size", "2")
 
 
 def figures(run: Path) -> dict[str, list[float]]:

@@ -52,7 +52,7 @@ def go_on(run: Path, target: Path, mode: str, size: int) -> Path:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A run of one process and of two in each mode; under ddp, each has fewer sequences than a micro-batch may have."""
     folder = tmp_path_factory.mktemp("runs")
-    whole = ("--train.micro_batch_size", "4", "--evaluate.batches", "1")
+    whole = ("--train.micro_batch_size", "4")
     return {
         "none": finish(folder / "none", "auto", 1),
         "ddp": finish(folder / "ddp", "ddp", 2, *whole),
@@ -79,7 +79,7 @@ def test_losses_do_not_depend_on_the_number_of_processes(runs: dict[str, Path], 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_gradients_of_recorded_graphs_are_the_same(runs: dict[str, Path], tmp_path: Path, mode: str) -> None:
     """Exchanged after backward, or with every micro-batch; two of them a step, plain rows and packed documents."""
-    flags = ("--train.micro_batch_size", "1", "--evaluate.batches", "4")
+    flags = ("--train.micro_batch_size", "1")
     run = finish(tmp_path / "graphs", mode, 2, *flags, fault="graphs")
     assert losses(run) == pytest.approx(losses(runs["ddp"]), rel=LOSS_TOLERANCE)
 
@@ -88,7 +88,7 @@ def test_a_taught_choice_is_that_of_one_process(tmp_path: Path) -> None:
     """The queries, their loss and its scale: two processes, and two sharded and recorded ones."""
     flags = ("--model.chooser", "index", "--train.choice_loss_weight", "0.5", "--train.choice_loss_sample", "0.5")
     flags = (*flags, "--log.sample_interval_steps", "0")
-    small = ("--train.micro_batch_size", "1", "--evaluate.batches", "4")
+    small = ("--train.micro_batch_size", "1")
     found = [
         finish(tmp_path / "none", "auto", 1, *flags),
         finish(tmp_path / "ddp", "ddp", 2, *flags),
@@ -137,7 +137,7 @@ def test_four_processes_save_and_two_and_one_go_on(runs: dict[str, Path], tmp_pa
     """And back: four go on from the checkpoint of one, two from that of four, one from that of two."""
     expected = losses(runs["none"])
     # The same rows in each evaluation, though a micro-batch of four processes has one.
-    rows = ("--train.micro_batch_size", "1", "--evaluate.batches", "4")
+    rows = ("--train.micro_batch_size", "1")
     run, source = tmp_path / "run", runs["none"]
     shutil.copytree(source, run)
     for step, mode, size in ((2, "fsdp", 4), (4, "hsdp", 2), (4, "auto", 1)):

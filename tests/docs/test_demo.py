@@ -7,7 +7,7 @@ from trifocal.cli import main
 def test_five_lines_say_what_is_trained_before_the_first_step(tmp_path, capsys) -> None:
     run = tmp_path / "demo run"
     flags = ["--train.steps", "2", "--train.sequence_length", "256", "--data.shuffle_sequences", "4"]
-    flags += ["--log.sample_tokens", "2", "--evaluate.batches", "1", "--schedule.warmup_steps", "1"]
+    flags += ["--log.sample_tokens", "2", "--evaluate.sequences", "2", "--schedule.warmup_steps", "1"]
     command = ["train", str(ROOT / "configs/demo.toml"), "--run.directory", str(run), "--run.device", "cpu", *flags]
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()

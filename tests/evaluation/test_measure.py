@@ -13,11 +13,11 @@ from torch import Tensor
 
 from tests.train.tiny import make_config
 from tests.written_runs import Clock
-from trifocal.data import DataConfig, make_tokenizer
-from trifocal.evaluation import Plan, Subject, evaluate_model, not_possible, subject
+from trifocal.data import Batch, DataConfig, make_tokenizer
+from trifocal.evaluation import Plan, Subject, evaluate_model, measure, not_possible, subject
 from trifocal.evaluation.measure import TimeLeft, planned_tokens
 from trifocal.evaluation.needles import Haystacks, measure_needles
-from trifocal.evaluation.position_loss import PositionLosses, measure_loss, position_edges, read_batches
+from trifocal.evaluation.position_loss import PositionLosses, measure_loss, position_edges
 from trifocal.evaluation.recall import measure_recall
 from trifocal.models import DecoderLM
 from trifocal.testing.small_models import small_config
@@ -105,16 +105,60 @@ def test_recall_by_distance_shows_where_a_window_ends() -> None:
     assert near[0] == 1.0 and near[64] < 0.2 and near[128] < 0.2
 
 
-def test_no_more_sequences_are_evaluated_at_once_than_a_step_has(tmp_path: Any) -> None:
-    """By a training and by `trifocal evaluate` alike: `train.micro_batch_size` is a bound."""
-    run = make_config(tmp_path, "--train.micro_batch_size", "64", "--train.global_batch_size", "3")
-    assert [batch.tokens.shape for batch in read_validation_batches(run, TOKENIZER)] == [(3, 32), (3, 32)]
-    plan = Plan(tasks=("loss",), sequence_length=32)
+def rows_of(batches: list[Batch]) -> Tensor:
+    return torch.cat([batch.tokens for batch in batches])
+
+
+def test_settings_of_training_do_not_decide_which_sequences_are_evaluated(tmp_path: Any) -> None:
+    """Nor does a batch have more than a step; one takes the largest number that divides the sequences."""
+    text = make_config(tmp_path).data.source
+    shapes, rows = [], []
+    for changes in (
+        ("--train.micro_batch_size", "64", "--train.global_batch_size", "4"),
+        ("--train.micro_batch_size", "2", "--data.shuffle_sequences", "5", "--data.seed", "3"),
+        ("--train.micro_batch_size", "1", "--data.shuffle_documents", "2", "--data.streams", "2"),
+    ):
+        run = make_config(tmp_path, "--data.source", text, "--evaluate.sequences", "6", *changes)
+        batches = read_validation_batches(run, TOKENIZER)
+        shapes.append([batch.tokens.shape[0] for batch in batches])
+        rows.append(rows_of(batches))
+    assert shapes == [[3, 3], [2, 2, 2], [1] * 6]
+    assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0], rows[2])
+    assert len({tuple(row) for row in rows[0].tolist()}) == 6
+
+
+def test_weights_and_their_run_are_measured_on_the_same_sequences(tmp_path: Any) -> None:
+    """At any length; a line says which they are. The choice is measured on some of them, one at a time."""
+    run = make_config(tmp_path, "--data.shuffle_sequences", "5")
+    model = DecoderLM(run.model)
+    model.init_weights(3)
+    data = DataConfig(source=run.data.source, validation_fraction=run.data.validation_fraction)
     said: list[str] = []
-    subject = Subject(DecoderLM(run.model), TOKENIZER, run.data, run, CPU, "fp32")
-    assert planned_tokens(subject, plan) == 2 * 3 * 32
-    list(evaluate_model(subject, plan, lambda text, now="": said.append(text)))
-    assert said[0] == "loss: 2 batches of 3 sequences of 32 tokens"
+    for length, sequences in ((32, 5), (64, 3)):
+        plan = Plan(tasks=("loss", "choice"), sequence_length=length, sequences=sequences)
+        figures = []
+        for own, settings in ((run, run.data), (None, data)):
+            measured = Subject(model, TOKENIZER, settings, own, CPU, "fp32")
+            assert planned_tokens(measured, plan) == sequences * length
+            rows = evaluate_model(measured, plan, lambda text, now="": said.append(text))
+            figures.append([(row.get("targets", 0), row.get("loss", 0.0), row.get("recall", 0.0)) for row in rows])
+        assert figures[0][0][0] > 0
+        for one, other in zip(*figures, strict=True):
+            assert one == pytest.approx(other, rel=1e-6)
+        assert f"loss: {sequences} sequences of {length} tokens of {data.source}, 0.3 of it held out" in said
+
+
+def test_the_mean_does_not_depend_on_the_batches(tmp_path: Any) -> None:
+    run = make_config(tmp_path)
+    model = DecoderLM(run.model)
+    model.init_weights(3)
+    losses = []
+    for at_once in ("1", "2", "4"):
+        run = make_config(tmp_path, "--data.source", run.data.source, "--train.micro_batch_size", at_once)
+        batches = read_validation_batches(run, TOKENIZER)
+        measured = evaluate(model, batches, tokenizer=TOKENIZER, data=run.data, device=CPU, precision="fp32")
+        losses.append((measured.validation_loss, measured.bits_per_byte))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6) and losses[2] == pytest.approx(losses[0], rel=1e-6)
 
 
 def test_losses_are_those_of_training_and_add_up_by_position(tmp_path: Any) -> None:
@@ -122,11 +166,7 @@ def test_losses_are_those_of_training_and_add_up_by_position(tmp_path: Any) -> N
     run = make_config(tmp_path)
     model = DecoderLM(run.model)
     model.init_weights(3)
-    batches = read_batches(
-        run.data, run.evaluate, tokenizer=TOKENIZER, vocab_size=257, trained=(32, 2), length=32, sequences=0
-    )
-    known = read_validation_batches(run, TOKENIZER)
-    assert all(torch.equal(one.tokens, two.tokens) for one, two in zip(batches, known, strict=True))
+    batches = known = read_validation_batches(run, TOKENIZER)
     whole, *positions = measure_loss(Subject(model, TOKENIZER, run.data, run, CPU, "fp32"), batches, lambda done: None)
     done: list[int] = []
     settings = {"tokenizer": TOKENIZER, "data": run.data, "device": CPU, "precision": "fp32"}
@@ -183,14 +223,18 @@ def test_logits_of_large_vocabularies_are_made_in_parts(monkeypatch: pytest.Monk
     assert torch.equal(whole.counts, parts.counts) and whole.counts.tolist() == [16, 16]
 
 
-@pytest.mark.parametrize("length, size, batches, rows", [(32, 2, 2, 2), (64, 1, 2, 1), (16, 4, 2, 4), (128, 1, 1, 1)])
-def test_other_lengths_read_as_many_tokens(text: str, length: int, size: int, batches: int, rows: int) -> None:
-    run = SimpleNamespace(batches=2)
-    found = read_batches(
-        DataConfig(source=text, validation_fraction=0.3), run, tokenizer=TOKENIZER, vocab_size=257,  # type: ignore[arg-type]
-        trained=(32, 2), length=length, sequences=0,
-    )  # fmt: skip
-    assert len(found) == batches and found[0].tokens.shape == (rows, length)
+@pytest.mark.parametrize(("length", "batches", "rows"), [(32, 2, 2), (64, 2, 1), (16, 2, 4), (128, 1, 1), (256, 1, 1)])
+def test_other_lengths_read_as_many_tokens(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, length: int, batches: int, rows: int
+) -> None:
+    run = make_config(tmp_path)
+    found: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        measure, "measure_loss", lambda subject, batches, on_batch: found.extend(b.tokens.shape for b in batches) or []
+    )
+    subject = Subject(DecoderLM(run.model), TOKENIZER, run.data, run, CPU, "fp32")
+    list(evaluate_model(subject, Plan(tasks=("loss",), sequence_length=length), lambda text, now="": None))
+    assert found == [(rows, length)] * batches
 
 
 def test_what_makes_no_sense_or_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch, text: str) -> None:

@@ -20,7 +20,7 @@ from trifocal.train import TrainResult, resume, train
 
 QUICK = ("--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0", "--checkpoint.interval_steps", "0")
 # Forward passes between the steps, which are none of a trace's business.
-BUSY = ("--evaluate.interval_steps", "1", "--evaluate.batches", "1", "--log.telemetry_interval_steps", "1")
+BUSY = ("--evaluate.interval_steps", "1", "--evaluate.sequences", "2", "--log.telemetry_interval_steps", "1")
 
 
 def traced(folder: Path, what: str, *flags: str, steps: str = "2:4") -> Path:

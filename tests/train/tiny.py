@@ -62,7 +62,7 @@ keep_last = 2
 
 [evaluate]
 interval_steps = 3
-batches = 2
+sequences = 4
 
 [log]
 interval_steps = 1

@@ -72,7 +72,7 @@ class EvaluateArguments:
     sequence_length: int = 0
     """Tokens of a sequence of loss, position and recall, also longer than in training; 0: as in training."""
     sequences: int = 0
-    """Sequences of loss and position; 0: as many tokens as in the run's own evaluations."""
+    """Sequences of loss and position; 0: as many tokens as in the run's own evaluations, 16 sequences without a run."""
     lengths: tuple[int, ...] = ()
     """Tokens of the haystacks, like 4096,16384; by default an eighth, a quarter, a half and all of sequence_length."""
     depths: int = 5

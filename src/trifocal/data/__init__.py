@@ -1,7 +1,7 @@
 """Text as batches of tokens: sources, tokenizers, packing, a loader whose state is exact."""
 
 from trifocal.data.data_config import DataConfig
-from trifocal.data.loader import Batch, Latency, Loader, make_loader, merge_states
+from trifocal.data.loader import Batch, Latency, Loader, make_loader, merge_states, read_validation
 from trifocal.data.sources.base import has_text, is_local
 from trifocal.data.tokenizers import Tokenizer, make_tokenizer
 
@@ -16,4 +16,5 @@ __all__ = [
     "make_loader",
     "make_tokenizer",
     "merge_states",
+    "read_validation",
 ]

@@ -29,6 +29,8 @@ from trifocal.errors import UserError
 
 POSITION_VERSION = 4
 _LATENCIES_KEPT = 1000
+# Held-out rows are drawn from eight times as many, and from half a million tokens at most.
+_VALIDATION_POOL, _VALIDATION_TOKENS = 8, 1 << 19
 _CLOSING_SECONDS = 1.0
 
 _log = logging.getLogger("trifocal.data")
@@ -376,6 +378,43 @@ def make_loader(
         on_stall=on_stall,
         own=own,
     )
+
+
+def read_validation(
+    config: DataConfig,
+    *,
+    tokenizer: Tokenizer,
+    sequence_length: int,
+    sequences: int,
+    at_once: int,
+    vocab_size: int,
+    own: Callable[[Tensor], Tensor] | None = None,
+) -> list[Batch]:
+    """Read rows of the validation split, the same ones for any seed, shuffling and batch size of the training.
+
+    Args:
+        config, tokenizer, sequence_length, vocab_size, own: See `make_loader`.
+        sequences: Rows in all.
+        at_once: Rows of a batch, at most: the largest number up to it that divides `sequences`.
+
+    Raises:
+        UserError: If the split is empty, or cannot be read.
+    """
+    size = next(size for size in range(min(sequences, at_once), 0, -1) if sequences % size == 0)
+    order = DataConfig(
+        shuffle_sequences=max(1, min(_VALIDATION_POOL * sequences, _VALIDATION_TOKENS // sequence_length))
+    )
+    fixed = {name: getattr(order, name) for name in ("seed", "shuffle_documents", "shuffle_sequences")}
+    with make_loader(
+        replace(config, **fixed),
+        tokenizer=tokenizer,
+        sequence_length=sequence_length,
+        batch_size=size,
+        vocab_size=vocab_size,
+        split="validation",
+        own=own,
+    ) as loader:
+        return [next(loader) for _ in range(sequences // size)]
 
 
 def make_source(config: DataConfig, activity: Activity, split: str) -> tuple[Source, DataConfig]:

@@ -16,7 +16,7 @@ def measure_choice(subject: Subject, batches: Sequence[Batch]) -> list[dict[str,
 
     Args:
         subject: The model, with layers that choose blocks.
-        batches: From `read_batches`.
+        batches: From `read_validation`.
 
     Returns:
         A row of the task `choice` for each layer, then one of `choice_distance` for each distance at which the exact

@@ -9,22 +9,23 @@ from typing import Any, Protocol
 
 import torch
 
-from trifocal.data import Batch, has_text
+from trifocal.data import Batch, has_text, read_validation
 from trifocal.data.sources.base import parse_source
 from trifocal.data.sources.synthetic import check_recall, task_size
 from trifocal.evaluation.choice import measure_choice
 from trifocal.evaluation.needles import measure_needles
-from trifocal.evaluation.position_loss import measure_loss, read_batches
+from trifocal.evaluation.position_loss import measure_loss
 from trifocal.evaluation.recall import measure_recall
 from trifocal.evaluation.subject import Subject, TooShort
 from trifocal.models import ModelConfig
 from trifocal.runlog.progress import duration
-from trifocal.train.config.sections import EvaluateSection
 
 TASKS = ("loss", "position", "choice", "needle", "recall")
 OK = "ok"
 _SHORTEST_NEEDLE = 64
-_CHOICE_BATCHES = 16
+_CHOICE_SEQUENCES = 16
+# Without a run, whose evaluations have a number.
+_SEQUENCES = 16
 
 
 class Say(Protocol):
@@ -41,7 +42,8 @@ class Plan:
     Attributes:
         tasks: Some of `TASKS`.
         sequence_length: Tokens of a sequence for loss and position.
-        sequences: Sequences for loss and position; 0: as many tokens as the run's own evaluations.
+        sequences: Sequences for loss and position; 0: as many tokens as the run's own evaluations, 16 sequences
+            without a run.
         lengths: Tokens of a haystack; empty: from an eighth of `sequence_length` to all of it.
         depths: Places of the needle, evenly from the beginning to the end.
         samples: Haystacks of a depth, and rows of recall.
@@ -118,7 +120,7 @@ def evaluate_model(subject: Subject, plan: Plan, say: Say) -> Iterator[dict[str,
         yield from _guarded(subject, "loss", plan.sequence_length, partial(_loss_rows, subject, plan, say, left))
     if "choice" in plan.tasks:
         say("choice: its recall, by layer and by distance")
-        batches = _batches(subject, plan)[:_CHOICE_BATCHES]
+        batches = _batches(subject, plan, at_once=1)[:_CHOICE_SEQUENCES]
         yield from _guarded(subject, "choice", plan.sequence_length, partial(measure_choice, subject, batches))
     if "needle" in plan.tasks:
         for length in plan.needle_lengths():
@@ -164,23 +166,30 @@ class TimeLeft:
 def planned_tokens(subject: Subject, plan: Plan) -> int:
     """Tokens of everything that is planned."""
     assert subject.data is not None
-    length, run = plan.sequence_length, subject.run
-    section, (own, size) = EvaluateSection() if run is None else run.evaluate, _trained(subject, plan)
-    of_loss = plan.sequences * length or section.batches * size * own
+    length = plan.sequence_length
+    of_loss = _sequences(subject, plan) * length
     of_needles = plan.depths * plan.samples * sum(plan.needle_lengths())
     of_recall = plan.samples * length * len(plan.recall_pairs(subject.data.source)) if "recall" in plan.tasks else 0
     return of_loss * bool({"loss", "position"} & set(plan.tasks)) + of_needles * ("needle" in plan.tasks) + of_recall
 
 
-def _trained(subject: Subject, plan: Plan) -> tuple[int, int]:
-    """Tokens of a sequence and sequences of a batch in the evaluations of training."""
+def _sequences(subject: Subject, plan: Plan) -> int:
+    """Sequences for loss and position."""
     run = subject.run
-    return (plan.sequence_length, 1) if run is None else (run.train.sequence_length, run.train.evaluated_at_once)
+    own = _SEQUENCES if run is None else run.evaluate.sequences * run.train.sequence_length // plan.sequence_length
+    return plan.sequences or max(1, own)
 
 
 def _loss_rows(subject: Subject, plan: Plan, say: Say, left: TimeLeft) -> Iterator[dict[str, Any]]:
-    batches = _batches(subject, plan)
-    text = f"loss: {len(batches)} batches of {batches[0].tokens.shape[0]} sequences of {plan.sequence_length:,} tokens"
+    assert subject.data is not None
+    run, held_out = subject.run, ""
+    # As many tokens at once as in training.
+    at_once = 1 if run is None else run.train.evaluated_at_once * run.train.sequence_length // plan.sequence_length
+    batches = _batches(subject, plan, at_once=at_once)
+    if has_text(subject.data.source) and not subject.data.validation_split:
+        held_out = f", {subject.data.validation_fraction:.3g} of it held out"
+    number = _sequences(subject, plan)
+    text = f"loss: {number} sequences of {plan.sequence_length:,} tokens of {subject.data.source}{held_out}"
     say(text)
 
     def on_batch(done: int) -> None:
@@ -191,16 +200,15 @@ def _loss_rows(subject: Subject, plan: Plan, say: Say, left: TimeLeft) -> Iterat
     yield from (row for row in rows if row["task"] in plan.tasks)
 
 
-def _batches(subject: Subject, plan: Plan) -> list[Batch]:
+def _batches(subject: Subject, plan: Plan, *, at_once: int) -> list[Batch]:
     assert subject.data is not None
-    return read_batches(
+    return read_validation(
         subject.data,
-        EvaluateSection() if subject.run is None else subject.run.evaluate,
         tokenizer=subject.tokenizer,
+        sequence_length=plan.sequence_length,
+        sequences=_sequences(subject, plan),
+        at_once=max(1, at_once),
         vocab_size=subject.model.config.vocab_size,
-        trained=_trained(subject, plan),
-        length=plan.sequence_length,
-        sequences=plan.sequences,
     )
 
 

@@ -2,17 +2,15 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trifocal.data import Batch, DataConfig, Tokenizer, has_text, make_loader
+from trifocal.data import Batch, has_text
 from trifocal.evaluation.subject import Subject
 from trifocal.models import DecoderLM
 from trifocal.ops import Documents
-from trifocal.train.config.sections import EvaluateSection
 from trifocal.train.step.micro_batch import autocast
 from trifocal.train.step.step import batch_loss
 
@@ -68,48 +66,13 @@ class PositionLosses:
         return losses.sum() / valid.sum().clamp(min=1)
 
 
-def read_batches(
-    data: DataConfig, section: EvaluateSection, *, tokenizer: Tokenizer, vocab_size: int, trained: tuple[int, int],
-    length: int, sequences: int,
-) -> list[Batch]:  # fmt: skip
-    """The validation batches of this length: those of training at its own length, else as many tokens.
-
-    Args:
-        data: The text or the task.
-        section: Its number of batches.
-        tokenizer: Tokenizer of the model.
-        vocab_size: Vocabulary size of the model.
-        trained: Tokens of a sequence and sequences of a batch in the evaluations of training.
-        length: Tokens of a sequence.
-        sequences: Sequences in all; 0: as many tokens as in training.
-
-    Raises:
-        UserError: If there is no validation data.
-    """
-    own, size = trained
-    total = sequences or max(1, section.batches * size * own // length)
-    size = min(total, max(1, size * own // length))
-    if length != own:
-        # The same amount of text is shuffled: one long row is much of the little text that is held out.
-        data = replace(data, shuffle_sequences=max(1, data.shuffle_sequences * own // length))
-    with make_loader(
-        data,
-        tokenizer=tokenizer,
-        sequence_length=length,
-        batch_size=size,
-        vocab_size=vocab_size,
-        split="validation",
-    ) as loader:
-        return [next(loader) for _ in range(-(-total // size))]
-
-
 @torch.no_grad()
 def measure_loss(subject: Subject, batches: Sequence[Batch], on_batch: Callable[[int], None]) -> list[dict[str, Any]]:
     """The loss of a model on batches, in all and by position.
 
     Args:
         subject: The model.
-        batches: From `read_batches`.
+        batches: From `read_validation`.
         on_batch: Called after each, with the number of those that are done.
 
     Returns:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trifocal.data import Batch, DataConfig, Tokenizer, has_text, make_loader
+from trifocal.data import Batch, DataConfig, Tokenizer, has_text, read_validation
 from trifocal.distributed import DistributedContext
 from trifocal.models import DecoderLM
 from trifocal.train.config.sections import RunConfig
@@ -33,26 +33,16 @@ class Evaluation:
 def read_validation_batches(
     config: RunConfig, tokenizer: Tokenizer, own: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> list[Batch]:
-    """The first batches of the validation split: the same in every evaluation, also of a resumed run.
-
-    Args:
-        config: The run.
-        tokenizer: Its tokenizer.
-        own: See `make_loader`.
-
-    Raises:
-        UserError: If the split is empty, or cannot be read.
-    """
-    with make_loader(
+    """The batches of a run's evaluations; see `read_validation`."""
+    return read_validation(
         config.data,
         tokenizer=tokenizer,
         sequence_length=config.train.sequence_length,
-        batch_size=config.train.evaluated_at_once,
+        sequences=config.evaluate.sequences,
+        at_once=config.train.evaluated_at_once,
         vocab_size=config.model.vocab_size,
-        split="validation",
         own=own,
-    ) as loader:
-        return [next(loader) for _ in range(config.evaluate.batches)]
+    )
 
 
 @torch.no_grad()

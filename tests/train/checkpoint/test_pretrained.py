@@ -40,7 +40,7 @@ SETTINGS = {
     "optimizer.learning_rate": 1e-2,
     "checkpoint.interval_steps": 4,
     "evaluate.interval_steps": 4,
-    "evaluate.batches": 2,
+    "evaluate.sequences": 4,
     "log.interval_steps": 1,
     "log.sample_interval_steps": 0,
     "log.telemetry_interval_steps": 0,

@@ -122,7 +122,7 @@ class TrainSection:
 
     @property
     def evaluated_at_once(self) -> int:
-        """Sequences in a batch of an evaluation: the same for any number of processes, and no more than a step has."""
+        """Sequences in a batch of an evaluation, at most: what one process would take of a step."""
         return min(self.micro_batch_size, self.global_batch_size)
 
     def checkpointed_layers(self, num_layers: int) -> tuple[int, int]:
@@ -247,13 +247,13 @@ class EvaluateSection:
 
     interval_steps: int = 500
     """Steps between evaluations; 0 turns them off. The last step always evaluates otherwise."""
-    batches: int = 16
-    """Batches of `train.micro_batch_size` sequences, or of the global batch if it has fewer, in one evaluation; always
-    the same ones."""
+    sequences: int = 128
+    """Sequences in one evaluation: always the same ones, whatever the seeds, the batch sizes and the number of
+    processes."""
 
     def __post_init__(self) -> None:
         check_types(self, "evaluate")
-        check_at_least(self, "evaluate", interval_steps=0, batches=1)
+        check_at_least(self, "evaluate", interval_steps=0, sequences=1)
 
 
 @dataclass(frozen=True, kw_only=True)
