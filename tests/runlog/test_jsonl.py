@@ -8,7 +8,7 @@ import pytest
 
 from trifocal.errors import UserError
 from trifocal.runlog import jsonl
-from trifocal.runlog.jsonl import JsonLinesWriter, read_lines
+from trifocal.runlog.jsonl import JsonLinesWriter, lines_from_the_end, read_lines
 
 
 def test_rows_come_back_in_order_and_a_second_writer_appends(tmp_path: Path) -> None:
@@ -36,14 +36,14 @@ def test_a_torn_line_longer_than_a_read_block_is_found(tmp_path: Path) -> None:
     assert path.read_text() == '{"a":1}\n'
 
 
-def test_a_broken_line_in_the_middle_is_skipped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_line_in_the_middle_is_skipped_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a":1}\nnonsense\n{"a":2}\n[]\n')
     rows = read_lines(path)
     assert rows == [{"a": 1}, {"a": 2}] and rows.skipped == 2
-    monkeypatch.setattr(jsonl, "MOST_BYTES", 10)
-    with pytest.raises(UserError, match="expected at most 10 bytes, got 28"):
-        read_lines(path)
+    assert read_lines(path, fields={"b"}).skipped == 4
+    path.write_text('{"a":1}\n' + "x" * (2 * jsonl.LONGEST_LINE + 5) + '\n{"a":2}\n')
+    assert read_lines(path) == [{"a": 1}, {"a": 2}]
     with pytest.raises(UserError, match="cannot read"):
         read_lines(tmp_path / "missing.jsonl")
 
@@ -54,6 +54,17 @@ def test_reading_the_end_gives_whole_lines_of_it(tmp_path: Path) -> None:
     rows = read_lines(path, last_bytes=100)
     assert [row["a"] for row in rows] == list(range(1000 - len(rows), 1000))
     assert 5 <= len(rows) <= 11
+
+
+def test_lines_come_from_the_end_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines = [b"%d\n" % 10**power for power in (0, 1, 12, 30, 5, 0)]
+    path.write_bytes(b"".join(lines))
+    for size in (1, 7, 8, 1000):
+        monkeypatch.setattr(jsonl, "LONGEST_LINE", size)
+        found = [*lines_from_the_end(path)]
+        assert [line for _, line in reversed(found)] == lines
+        assert all(path.read_bytes()[offset:].startswith(line) for offset, line in found)
 
 
 def test_a_full_disk_warns_once_and_loses_rows_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,7 +21,7 @@ from trifocal.ops.layout import pad_boundaries
 from trifocal.runlog import MetricsWriter, read_metrics
 from trifocal.telemetry import attention_telemetry as telemetry_module
 from trifocal.telemetry.attention_picture import read_picture
-from trifocal.telemetry.attention_telemetry import AttentionTelemetry, alarms_of, has_fallen
+from trifocal.telemetry.attention_telemetry import AttentionTelemetry, RecallPast, alarms_of
 from trifocal.telemetry.maps import LayerAttention, full_attention_shares
 from trifocal.telemetry.statistics import (
     attention_statistics,
@@ -348,8 +348,11 @@ def test_gates_that_are_no_numbers_raise_nothing(tmp_path: Path) -> None:
 
 def test_a_choice_that_finds_less_than_before_is_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one that is no better than chance from the start, nor a single bad look, nor a fall with chance itself."""
-    assert not has_fallen([0.1, 0.05, 0.1, 0.1, 0.0, 0.0, 0.0, 0.0])
-    assert not has_fallen([0.6, 0.5, 0.6, 0.6, 0.1, 0.6])
+    for looks in ([0.1, 0.05, 0.1, 0.1, 0.0, 0.0, 0.0, 0.0], [0.6, 0.5, 0.6, 0.6, 0.1, 0.6]):
+        past = RecallPast()
+        for look in looks:
+            past.add(look)
+            assert not past.has_fallen
     telemetry = AttentionTelemetry(model_of())
     (row, *_) = telemetry.measure(torch.arange(LENGTH)[None] % 64)
     with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:

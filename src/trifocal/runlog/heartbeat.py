@@ -19,7 +19,7 @@ from typing import Protocol, Self
 
 import torch
 
-from trifocal.runlog.jsonl import Fields, JsonLinesWriter, Row, has_fields, logger
+from trifocal.runlog.jsonl import JsonLinesWriter, Row, logger
 from trifocal.runlog.memory_statistics import MemoryStatistics, memory_statistics
 from trifocal.runlog.proc import process_start
 
@@ -32,16 +32,13 @@ _UNLIMITED = ("start", "compile", "wait")
 STALL_FACTOR = 10.0
 _TYPICAL_TIMES = 200
 _COMPILER_FILES = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py", "/triton/compiler/")
-_NUMBER, _OR_NULL = (int, float), (int, float, type(None))
-_FIELDS: Fields = {
-    **dict.fromkeys(("host", "status", "phase", "where"), str),
-    **dict.fromkeys(("pid", "step"), int),
-    **dict.fromkeys(("unix_time_seconds", "interval_seconds", "phase_seconds"), _NUMBER),
-    **dict.fromkeys(("process_start", "expected_phase_seconds", "stall_limit_seconds", "loss"), _OR_NULL),
-    **dict.fromkeys(("memory_allocated_bytes", "memory_reserved_bytes", "tokens_per_second"), _OR_NULL),
-    "total_seconds": dict,
-    "compiling": bool,
-}
+HEARTBEAT_FIELDS = frozenset(
+    (
+        *("unix_time_seconds", "host", "pid", "process_start", "interval_seconds", "status", "phase", "phase_seconds"),
+        *("expected_phase_seconds", "stall_limit_seconds", "total_seconds", "compiling", "where", "step"),
+        "memory_allocated_bytes",
+    )
+)
 
 
 class Phases(Protocol):
@@ -258,11 +255,6 @@ class Heartbeat:
 
 def _rounded(seconds: float) -> float:
     return round(seconds, 4)
-
-
-def is_heartbeat_row(row: Row) -> bool:
-    """Whether a row has every field, each of its type."""
-    return has_fields(row, _FIELDS)
 
 
 def running_threads() -> frozenset[int]:

@@ -3,8 +3,9 @@
 import json
 import logging
 import os
+import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from io import FileIO
 from pathlib import Path
 from typing import Any, Self, TypeGuard
@@ -12,11 +13,8 @@ from typing import Any, Self, TypeGuard
 from trifocal.errors import UserError
 
 Row = dict[str, Any]
-Fields = Mapping[str, type | tuple[type, ...]]
 
-MOST_BYTES = 2**30
-"""A larger file is not read whole: a run of a million steps writes less."""
-_LONGEST_LINE = 2**20
+LONGEST_LINE = 2**20
 
 logger = logging.getLogger("trifocal")
 
@@ -41,8 +39,8 @@ class JsonLinesWriter:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = FileIO(self.path, "a+")
             end = self._file.seek(0, os.SEEK_END)
-            start = self._file.seek(max(0, end - _LONGEST_LINE))
-            self.truncate(start + self._file.read(_LONGEST_LINE).rfind(b"\n") + 1)
+            start = self._file.seek(max(0, end - LONGEST_LINE))
+            self.truncate(start + self._file.read(LONGEST_LINE).rfind(b"\n") + 1)
         except OSError as error:
             self._warn(error)
 
@@ -109,52 +107,102 @@ def read_lines(
     path: str | os.PathLike[str],
     *,
     last_bytes: int | None = None,
-    usable: Callable[[Row], bool] = lambda row: True,
+    fields: Set[str] = frozenset(),
+    parsed: Callable[[bytes], bool] = lambda line: True,
+    kept: Callable[[Row], bool] = lambda row: True,
 ) -> Rows:
-    """Read the rows of a JSON-lines file that may still be growing.
+    """Read the rows of a JSON-lines file that may still be growing, a line at a time.
 
     Args:
         path: The file.
         last_bytes: Read only the whole lines in about this many bytes at the end; None reads everything.
-        usable: Whether a row has the fields that every reader needs.
+        fields: A row without one of these is damaged.
+        parsed: Whether to look at a line at all.
+        kept: Whether to keep a row.
 
     Returns:
-        The usable rows in order. A torn last line (no newline yet) is left out; any other line is skipped and counted.
+        Rows in order. A torn last line (no newline yet) is left out; any other that is no row is skipped and counted.
 
     Raises:
-        UserError: If the file is missing, no regular file, or larger than MOST_BYTES.
+        UserError: If the file is missing or no regular file.
     """
-    path = Path(path)
+    path, rows = Path(path), Rows()
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise UserError(f"cannot read {path}: it is no regular file")
         with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            start = 0 if last_bytes is None else max(0, size - last_bytes)
-            if size - start > MOST_BYTES:
-                raise UserError(f"cannot read {path}: expected at most {MOST_BYTES:,} bytes, got {size:,}")
+            start = 0 if last_bytes is None else max(0, file.seek(0, os.SEEK_END) - last_bytes)
             file.seek(start)
-            content = file.read(size - start)
+            if start > 0:
+                file.readline()
+            while line := file.readline(LONGEST_LINE):
+                if not line.endswith(b"\n") and len(line) < LONGEST_LINE:
+                    break
+                if not parsed(line):
+                    continue
+                row = parse_row(line)
+                if row is None or not fields <= row.keys():
+                    rows.skipped += 1
+                elif kept(row):
+                    rows.append(row)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    if start > 0:
-        content = content[content.find(b"\n") + 1 :]
-    rows = Rows()
-    for line in content[: content.rfind(b"\n") + 1].splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict) and usable(row):
-            rows.append(row)
-        else:
-            rows.skipped += 1
     return rows
 
 
-def has_fields(row: Row, fields: Fields) -> bool:
-    """Whether a row has all fields, each of its type."""
-    return all(name in row and isinstance(row[name], kind) for name, kind in fields.items())
+def lines_from_the_end(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Each line of a file and the offset of its first byte, the last line first; reads a part of the file at a time."""
+    with path.open("rb") as file:
+        start, rest = file.seek(0, os.SEEK_END), b""
+        while start > 0:
+            end, start = start, max(0, start - LONGEST_LINE)
+            file.seek(start)
+            lines = (file.read(end - start) + rest).splitlines(keepends=True)
+            offset = end + len(rest)
+            rest = lines[0] if start > 0 else b""
+            for line in reversed(lines[start > 0 :]):
+                offset -= len(line)
+                yield offset, line
+
+
+def parse_row(line: bytes) -> Row | None:
+    """The row of a line; None of a damaged one."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+class ThinOut:
+    """Chooses lines of a file by whose rows its readers can do without the others: at most about `MAX_BYTES` of them.
+
+    A smaller file is read whole. Of a larger one, every n-th step is chosen of the rows that fill it, and everything
+    else: lines that are rare, and the end.
+
+    Args:
+        path: The file.
+        pattern: Matches the beginning of a line of a kind that fills the file; its groups are the kind and the step.
+    """
+
+    MAX_BYTES, END_BYTES = 2**25, 2**20
+
+    def __init__(self, path: Path, pattern: str) -> None:
+        size = path.stat().st_size if path.exists() else 0
+        self._before_the_end = size - self.END_BYTES
+        self._every = -(-size // self.MAX_BYTES)
+        self._pattern = re.compile(pattern.encode())
+        self._steps: dict[bytes, tuple[bytes, int]] = {}
+
+    def __call__(self, line: bytes) -> bool:
+        self._before_the_end -= len(line)
+        if self._every <= 1 or self._before_the_end < 0 or not (match := self._pattern.match(line)):
+            return True
+        kind, step = match.groups()
+        last, number = self._steps.get(kind, (b"", -1))
+        number += step != last
+        self._steps[kind] = step, number
+        return number % self._every == 0
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

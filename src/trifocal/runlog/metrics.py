@@ -6,7 +6,6 @@ is not finite is written as NaN or Infinity, which Python's json reads. A value 
 on a CPU) is null or left out.
 """
 
-import json
 import os
 import threading
 import time
@@ -15,14 +14,10 @@ from functools import partial
 from typing import Any, Self
 
 from trifocal.errors import one_line
-from trifocal.runlog.jsonl import Fields, JsonLinesWriter, Row, has_fields, logger, read_lines
+from trifocal.runlog.jsonl import JsonLinesWriter, Row, lines_from_the_end, logger, parse_row, read_lines
 from trifocal.runlog.sinks import Sink
 
-_FIELDS: Fields = {"kind": str, "step": int, "unix_time_seconds": (int, float)}
-_FIELDS_OF_KIND: dict[str, Fields] = {
-    "telemetry": {"layer": int},
-    "event": {"name": str, "severity": str, "message": str},
-}
+METRICS_FIELDS = frozenset({"kind", "step", "unix_time_seconds"})
 
 
 class MetricsWriter:
@@ -104,10 +99,16 @@ class MetricsWriter:
     def _drop_after(self, step: int) -> int:
         if self._file is None or not self._file.path.exists():
             return 0
-        lines = self._file.path.read_bytes().splitlines(keepends=True)
-        keep = next((index for index, line in enumerate(lines) if _step_of(line) > step), len(lines))
-        self._file.truncate(sum(map(len, lines[:keep])))
-        return len(lines) - keep
+        size, dropped = None, 0
+        for number, (offset, line) in enumerate(lines_from_the_end(self._file.path), start=1):
+            row = parse_row(line)
+            if row is not None and isinstance(row.get("step"), int):
+                if row["step"] <= step:
+                    break
+                size, dropped = offset, number
+        if size is not None:
+            self._file.truncate(size)
+        return dropped
 
     def __enter__(self) -> Self:
         return self
@@ -116,12 +117,13 @@ class MetricsWriter:
         self.close()
 
 
-def read_metrics(path: str | os.PathLike[str], kind: str | None = None) -> list[Row]:
+def read_metrics(path: str | os.PathLike[str], kind: str | None = None, *, last_bytes: int | None = None) -> list[Row]:
     """Read the metric rows of a finished or running run.
 
     Args:
         path: The `metrics.jsonl`.
         kind: Only rows of this kind; None for all.
+        last_bytes: Read only about this many bytes at the end; None reads everything.
 
     Returns:
         The rows in the order written, without damaged ones.
@@ -129,19 +131,5 @@ def read_metrics(path: str | os.PathLike[str], kind: str | None = None) -> list[
     Raises:
         UserError: If the file is missing or no regular file.
     """
-    rows = read_lines(path, usable=is_metrics_row)
-    return rows if kind is None else [row for row in rows if row["kind"] == kind]
-
-
-def is_metrics_row(row: Row) -> bool:
-    """Whether a row has kind, step and time, and the fields that its kind needs."""
-    return has_fields(row, _FIELDS) and has_fields(row, _FIELDS_OF_KIND.get(row["kind"], {}))
-
-
-def _step_of(line: bytes) -> int:
-    """Step of a line; -1 of a damaged one."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return -1
-    return row["step"] if isinstance(row, dict) and is_metrics_row(row) else -1
+    kept = (lambda row: True) if kind is None else (lambda row: row["kind"] == kind)
+    return read_lines(path, last_bytes=last_bytes, fields=METRICS_FIELDS, kept=kept)

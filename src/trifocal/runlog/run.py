@@ -11,15 +11,17 @@ from typing import Any, TypeGuard
 
 from trifocal.errors import UserError, one_line
 from trifocal.paths import read_small_file
-from trifocal.runlog.heartbeat import is_heartbeat_row
-from trifocal.runlog.jsonl import Fields, Row, Rows, has_fields, is_number, read_lines
-from trifocal.runlog.metrics import is_metrics_row
+from trifocal.runlog.heartbeat import HEARTBEAT_FIELDS
+from trifocal.runlog.jsonl import Row, Rows, ThinOut, is_number, read_lines
+from trifocal.runlog.metrics import METRICS_FIELDS
 
 # A heartbeat row is well under 2 KiB, so this much of the end has the last row.
 _TAIL_BYTES = 65536
+# A live view is drawn every two seconds: of metrics, it has some ten thousand rows.
+_LIVE_BYTES = 2**23
+_METRICS, _HEARTBEATS = r'\{"kind":"(train|telemetry)","step":(\d+)', r'(\{)"unix_time_seconds":([\d.]+)'
 # What is no figure in a row of an evaluation.
 _TEXTS = ("task", "status", "source")
-_SPEED: Fields = {"device": str, "matmul_flops": (int, float)}
 _CONFIG_BYTES, _SAMPLE_BYTES, _JSON_BYTES = 2**20, 2**20, 2**26
 
 
@@ -105,10 +107,11 @@ def read_run(directory: str | Path, *, live: bool = False) -> Run:
 
     Args:
         directory: The run directory.
-        live: Read only what a live view needs: metrics, config and the last heartbeat row of every rank.
+        live: Read only what a live view needs: the end of the metrics, config and the last heartbeat row of every rank.
 
     Returns:
-        The run. Parts that do not exist are empty; damaged entries are left out and counted.
+        The run. Parts that do not exist are empty; damaged entries are left out and counted. Large files are thinned
+        out; see `ThinOut`.
 
     Raises:
         UserError: If there is no run, or its metrics or its config cannot be read.
@@ -119,7 +122,9 @@ def read_run(directory: str | Path, *, live: bool = False) -> Run:
     metrics, heartbeat, config = (directory / name for name in ("metrics.jsonl", "heartbeat", "config.toml"))
     if not metrics.exists() and not heartbeat.is_dir():
         raise UserError(f"{directory} is not a run: it has neither metrics.jsonl nor heartbeat/")
-    rows = read_lines(metrics, usable=is_metrics_row) if metrics.is_file() else Rows()
+    rows = Rows()
+    if metrics.is_file():
+        rows = _read_rows(metrics, METRICS_FIELDS, _METRICS, _LIVE_BYTES if live else None)
     run = Run(directory, directory.resolve().name, rows, left_out=Counter({metrics.name: rows.skipped}))
     if config.is_file():
         try:
@@ -132,7 +137,7 @@ def read_run(directory: str | Path, *, live: bool = False) -> Run:
         run.config = {name: section for name, section in content.items() if isinstance(section, dict)}
     for path in _files(heartbeat, "rank*.jsonl"):
         if match := re.fullmatch(r"rank(\d+)\.jsonl", path.name):
-            beats = read_lines(path, last_bytes=_TAIL_BYTES if live else None, usable=is_heartbeat_row)
+            beats = _read_rows(path, HEARTBEAT_FIELDS, _HEARTBEATS, _TAIL_BYTES if live else None)
             run.left_out[f"heartbeat/{path.name}"] = beats.skipped
             if beats:
                 run.heartbeats[int(match[1])] = beats[-1:] if live else beats
@@ -142,6 +147,13 @@ def read_run(directory: str | Path, *, live: bool = False) -> Run:
     # Without the files that are whole.
     run.left_out = +run.left_out
     return run
+
+
+def _read_rows(path: Path, fields: frozenset[str], pattern: str, last_bytes: int | None) -> Rows:
+    """The last rows of a file, or rows of all of it."""
+    if last_bytes is not None:
+        return read_lines(path, last_bytes=last_bytes, fields=fields)
+    return read_lines(path, fields=fields, parsed=ThinOut(path, pattern))
 
 
 def _read_the_rest(run: Run) -> None:
@@ -195,7 +207,8 @@ def _is_environment(content: Any) -> TypeGuard[dict[str, Any]]:
         all(isinstance(content.get(name, {}), dict) for name in ("trifocal", "cpu", "variables"))
         and isinstance(gpus, list)
         and all(isinstance(gpu, dict) and "name" in gpu for gpu in gpus)
-        and (speed is None or (isinstance(speed, dict) and has_fields(speed, _SPEED) and speed["matmul_flops"] > 0))
+        and (speed is None or (isinstance(speed, dict) and isinstance(speed.get("device"), str)))
+        and (speed is None or (is_number(flops := speed.get("matmul_flops")) and flops > 0))
     )
 
 

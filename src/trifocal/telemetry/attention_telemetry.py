@@ -11,9 +11,9 @@ and an `info` event with the suffix `_over` when it ends; docs/diagnostics.md ha
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import NoneType
 from typing import Any, Self
 
 import numpy as np
@@ -25,7 +25,7 @@ from trifocal.models import DecoderLM
 from trifocal.nn import NSAttention
 from trifocal.nn.chooser import ChoosingAttention
 from trifocal.ops import Documents
-from trifocal.runlog.jsonl import Fields, Row, has_fields
+from trifocal.runlog.jsonl import Row
 from trifocal.runlog.metrics import MetricsWriter
 from trifocal.telemetry.attention_picture import AttentionPicture, describe_layers, picture_queries
 from trifocal.telemetry.maps import MOST_SCORES, LayerAttention, evenly_spaced
@@ -41,15 +41,9 @@ FALLEN = 0.5
 """Alarm: a layer's recall of the choice above chance, the mean of _LOOKS looks, is below this share of the best."""
 _LOOKS = 4
 _TELLING = 0.2
-_NUMBER = (int, float)
 # Figures by which alarms are judged.
-_JUDGED: Fields = {
-    **dict.fromkeys(
-        (f"gate_{name}_{branch}" for name in ("mean", "entropy") for branch in BRANCHES), (*_NUMBER, NoneType)
-    ),
-    **dict.fromkeys(("choice_recall", "recall_by_chance"), (*_NUMBER, NoneType)),
-    "free_local_share": _NUMBER,
-}
+_JUDGED = {f"gate_{name}_{branch}" for name in ("mean", "entropy") for branch in BRANCHES}
+_JUDGED |= {"choice_recall", "recall_by_chance", "free_local_share"}
 
 Describe = Callable[[LayerAttention], dict[str, Tensor]]
 
@@ -72,7 +66,7 @@ class AttentionTelemetry:
             if isinstance(layer, ChoosingAttention) and model.config.selection != "random"
         }
         self._active: set[tuple[str, int, str]] = set()
-        self._past: dict[int, list[float]] = {}
+        self._past: dict[int, RecallPast] = {}
 
     def measure(self, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> list[Row]:
         """Run the first sequence of a batch through the model and describe its attention.
@@ -162,7 +156,7 @@ class AttentionTelemetry:
         Args:
             rows: The telemetry rows of the run, in order; those of another form are left out.
         """
-        usable = [row for row in rows if has_fields(row, _JUDGED)]
+        usable = [row for row in rows if row.keys() >= _JUDGED]
         for _, looks in itertools.groupby(usable, key=lambda row: row["step"]):
             self._take(list(looks))
 
@@ -170,10 +164,10 @@ class AttentionTelemetry:
         """Add the rows of one look to the past; returns the sentences of the alarms that are on."""
         alarms = {key: message for row in rows for key, message in alarms_of(row)}
         for row in rows:
-            past = self._past.setdefault(row["layer"], [])
+            past = self._past.setdefault(row["layer"], RecallPast())
             if row["choice_recall"] is not None:
-                past.append(above_chance(row))
-            if has_fallen(past):
+                past.add(above_chance(row))
+            if past.has_fallen:
                 sentence = f"layer {row['layer']}: the choice finds less than before"
                 if row["choice_recall"] is not None:
                     sentence += f", recall {row['choice_recall']:.0%}"
@@ -310,7 +304,22 @@ def above_chance(row: Row) -> float:
     return float((recall - chance) / max(1 - chance, 1e-3))
 
 
-def has_fallen(past: Sequence[float]) -> bool:
-    """Whether a layer's recall above chance has fallen, by its own past: means of a few looks, as each is noisy."""
-    means = [sum(past[end - _LOOKS : end]) / _LOOKS for end in range(_LOOKS, len(past) + 1)]
-    return bool(means) and max(means) >= _TELLING and means[-1] < FALLEN * max(means)
+class RecallPast:
+    """A layer's recall above chance so far, in means of a few looks, as each is noisy.
+
+    Attributes:
+        has_fallen: Whether the last mean is far below the best one.
+    """
+
+    def __init__(self) -> None:
+        self._looks: deque[float] = deque(maxlen=_LOOKS)
+        self._best = 0.0
+        self.has_fallen = False
+
+    def add(self, recall: float) -> None:
+        """Take a look."""
+        self._looks.append(recall)
+        if len(self._looks) == _LOOKS:
+            mean = sum(self._looks) / _LOOKS
+            self._best = max(self._best, mean)
+            self.has_fallen = self._best >= _TELLING and mean < FALLEN * self._best

@@ -11,6 +11,8 @@ from trifocal.train.step.micro_batch import autocast
 from trifocal.train.validation_loss import Evaluation, evaluate
 
 SAMPLE_TEMPERATURE = 0.8
+# A resumed run judges its telemetry by what the end of a long log remembers.
+_PAST_BYTES = 2**23
 
 
 class Evaluator:
@@ -31,7 +33,7 @@ class Evaluator:
         self._telemetry = AttentionTelemetry(setup.model)
         path = setup.directory / "metrics.jsonl"
         if setup.processes.is_rank0 and setup.state.resume_step is not None and path.is_file():
-            self._telemetry.go_on(read_metrics(path, "telemetry"))
+            self._telemetry.go_on(read_metrics(path, "telemetry", last_bytes=_PAST_BYTES))
         self.has_telemetry = bool(self._telemetry.layers)
         """Whether the model has attention layers to measure."""
 
