@@ -19,6 +19,7 @@ from tests import warm
 from tests.children import ROOT, environment, free_port
 from tests.distributed.workers import Workers, train
 from tests.train.tiny import write_config
+from tests.written_runs import wait_for
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
 from trifocal.runlog.jsonl import read_lines
@@ -107,6 +108,29 @@ def test_sigterm_to_all_in_a_checkpoint(case: Case) -> None:
     assert [end.status for end in ended] == [0, 0], ended
     assert case.checkpoints()[-1] == "step_00000003"
     case.resumed_to_the_end()
+
+
+def test_a_signal_to_one_ends_the_evaluation_of_all(case: Case) -> None:
+    """A sharded model needs all for each batch."""
+    workers = case.start("endless_evaluation", "--evaluate.interval_steps", "3", mode="fsdp")
+    workers.wait_for(case.fault_file)
+    workers.send(signal.SIGTERM, 1)
+    ended = workers.join()
+    assert [end.status for end in ended] == [0, 0], ended
+    assert case.checkpoints()[-1] == "step_00000003"
+    assert not read_metrics(case.run / "metrics.jsonl", "evaluation")
+
+
+def test_a_signal_to_one_ends_the_wait_of_another_for_its_data(case: Case) -> None:
+    flags = ("--data.prefetch_batches", "1", "--log.heartbeat_seconds", "0.2", "--train.steps", "60")
+    workers = case.start("stalled_data", *flags)
+    workers.wait_for(case.run / "heartbeat" / "rank1.jsonl")
+    wait_for(lambda: (beat := last_beat(case.run, 1))["phase"] == "data" and beat["step"] and beat["phase_seconds"] > 1)
+    workers.send(signal.SIGTERM, 0)
+    ended = workers.join(30)
+    assert [end.status for end in ended] == [0, 0], ended
+    steps = [row["step"] for row in read_metrics(case.run / "metrics.jsonl", "train")]
+    assert case.checkpoints()[-1] == f"step_{steps[-1]:08}"
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])

@@ -135,6 +135,21 @@ def test_who_went_first_is_named_when_others_have_followed(store: dist.Store, sl
         follower.wait()
 
 
+def test_a_request_to_another_process_to_stop_is_known_here(store: dist.Store) -> None:
+    asked: list[str] = []
+    peers = PeerMonitor(
+        DistributedContext(0, 2, store=store),
+        lambda: WHAT | {"stop": True},
+        exists,
+        on_stop=lambda: asked.append("stop"),
+    )
+    for stop in (False, True):
+        assert not asked
+        note(store, 1, 1, stop=stop)
+        peers._look()
+    assert asked == ["stop"] and json.loads(store.get("rank0"))["stop"]
+
+
 def test_nobody_is_blamed_while_all_are_well(store: dist.Store) -> None:
     note(store, 1, 1)
     peers, _, statuses = watched(store, seconds=0.4)

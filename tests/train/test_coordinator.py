@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from trifocal.data import Batch
+from trifocal.data.prefetch import Stopped
 from trifocal.distributed import DistributedContext, PeerLost
 from trifocal.errors import UserError
 from trifocal.runlog import Heartbeat
@@ -24,9 +25,11 @@ class FakeLoader:
     """Batches of four targets, one of them ignored; the position is how many were read."""
 
     def __init__(self, events: list[str], fail_at: int = 0) -> None:
-        self.events, self.fail_at, self.read = events, fail_at, 0
+        self.events, self.fail_at, self.read, self.stopped = events, fail_at, 0, False
 
     def __next__(self) -> Batch:
+        if self.stopped:
+            raise Stopped
         self.read += 1
         if self.read == self.fail_at:
             raise UserError("no more")
@@ -77,14 +80,20 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield found
 
 
-def next_step(company: StepCoordinator, loader: FakeLoader, signals: StopSignals, *, last: bool = False) -> Any:
-    return company.next_step(loader, 1, signals, FakeHeartbeat(), last=last)  # type: ignore[arg-type]
+def next_step(company: StepCoordinator, loader: FakeLoader, *, last: bool = False) -> Any:
+    return company.next_step(loader, 1, FakeHeartbeat(), last=last)  # type: ignore[arg-type]
+
+
+def make_company(size: int = 2) -> tuple[StepCoordinator, StopSignals]:
+    """The coordinator of one of two processes, and its signals."""
+    signals = StopSignals()
+    return StepCoordinator(DistributedContext(0, size), signals), signals
 
 
 def test_the_exchange_of_the_next_step_is_under_way_while_a_step_runs(events: list[str]) -> None:
-    company, loader, signals = StepCoordinator(DistributedContext(0, 2)), FakeLoader(events), StopSignals()
+    (company, _), loader = make_company(), FakeLoader(events)
     for step in (1, 2, 3):
-        data = next_step(company, loader, signals, last=step == 3)
+        data = next_step(company, loader, last=step == 3)
         events.append(f"step {step}")
         assert (data.total_targets, data.documents, data.batches[0].sample_index) == (6, [2], step)
         # A checkpoint after this step must not skip the batches that were read ahead.
@@ -96,28 +105,56 @@ def test_the_exchange_of_the_next_step_is_under_way_while_a_step_runs(events: li
 
 
 def test_a_signal_ends_the_run_after_the_step_that_was_agreed_on(events: list[str]) -> None:
-    company, loader, signals = StepCoordinator(DistributedContext(0, 2)), FakeLoader(events), StopSignals()
-    assert next_step(company, loader, signals) is not None
+    (company, signals), loader = make_company(), FakeLoader(events)
+    assert next_step(company, loader) is not None
     # Step 1 is running, and the exchange for step 2 is on its way.
     signals.received = "SIGTERM"
-    assert next_step(company, loader, signals).position == {"read": 2}
-    assert next_step(company, loader, signals) is None
+    assert next_step(company, loader).position == {"read": 2}
+    assert next_step(company, loader) is None
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_signal_before_the_first_step_waits_for_it(events: list[str], size: int) -> None:
     """A run that is stopped has a step to save."""
-    company, loader, signals = StepCoordinator(DistributedContext(0, size)), FakeLoader(events), StopSignals()
+    (company, signals), loader = make_company(size), FakeLoader(events)
     signals.received = "SIGTERM"
-    assert next_step(company, loader, signals) is not None
-    assert next_step(company, loader, signals) is None
+    assert next_step(company, loader) is not None
+    assert next_step(company, loader) is None
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_wait_for_data_ends_with_the_steps_that_have_them(events: list[str], size: int) -> None:
+    (company, signals), loader = make_company(size), FakeLoader(events)
+    assert next_step(company, loader) is not None
+    signals.received, signals.something_to_save = "SIGTERM", True
+    loader.stopped = True
+    # Of two processes each has read the second step's data before the signal.
+    if size == 2:
+        assert next_step(company, loader).position == {"read": 2}
+    assert next_step(company, loader) is None
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_all_agree_to_stop_once_there_is_a_step_to_save(
+    events: list[str], monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    """The one that did not get the signal takes no further step either."""
+    (company, signals), loader = make_company(), FakeLoader(events)
+    assert next_step(company, loader) is not None
+    monkeypatch.setattr(DistributedContext, "sum", lambda self, values: [values[0] + elsewhere])
+    if not elsewhere:
+        signals.received = "SIGTERM"
+        assert not company.stop_requested() and not company.agree_to_stop()
+    signals.something_to_save = True
+    assert company.stop_requested() is not elsewhere and company.agree_to_stop()
+    assert next_step(company, loader) is None
 
 
 def test_data_that_fail_are_reported_before_their_own_step(events: list[str]) -> None:
-    company, loader, signals = StepCoordinator(DistributedContext(0, 2)), FakeLoader(events, fail_at=2), StopSignals()
-    assert next_step(company, loader, signals).position == {"read": 1}
+    (company, _), loader = make_company(), FakeLoader(events, fail_at=2)
+    assert next_step(company, loader).position == {"read": 1}
     with pytest.raises(UserError, match="no more"):
-        next_step(company, loader, signals)
+        next_step(company, loader)
 
 
 def test_a_library_goes_on_for_sentences_and_the_line_has_the_first(
@@ -136,7 +173,7 @@ def test_a_library_goes_on_for_sentences_and_the_line_has_the_first(
             return "rank 1: forward for 1 s at step 7"
 
     monkeypatch.setattr(coordinator, "PeerMonitor", NobodyIsLost)
-    company, heartbeat = StepCoordinator(DistributedContext(0, 2)), Heartbeat(Path(os.devnull))
+    (company, _), heartbeat = make_company(), Heartbeat(Path(os.devnull))
     sentences: list[str] = []
     with (
         pytest.raises(PeerLost) as lost,

@@ -1,23 +1,31 @@
 """The first signal asks, its echo is the same request, a later one insists; compilers outlive a signal to the group."""
 
+import itertools
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests import warm
 from tests.children import environment
 from tests.train.tiny import write_config
+from trifocal.data import make_tokenizer
+from trifocal.data.sources.text import TextSource
 from trifocal.runlog import read_metrics
-from trifocal.train import load_config, stop, train
+from trifocal.train import evaluator, load_config, loop, setup, stop, train, validation_loss
 from trifocal.train.checkpoint.folders import list_checkpoints
 from trifocal.train.checkpoint.manifest import is_intact
+from trifocal.train.setup import TrainSetup
 from trifocal.train.step.step import TrainStep
 from trifocal.train.stop import StoppedBeforeFirstStep, StopSignals
+from trifocal.train.validation_loss import read_validation_batches
 
 
 def kill(*numbers: signal.Signals) -> None:
@@ -100,6 +108,54 @@ def test_an_error_of_a_step_stays_after_a_signal_that_saves() -> None:
         raise RuntimeError("a failure")
 
 
+@pytest.mark.parametrize("work", ["evaluation", "validation data", "sample", "training data"])
+def test_work_beside_steps_ends_when_a_signal_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str) -> None:
+    """Each would never end here. The step is saved, and the work leaves nothing."""
+    overrides = {"evaluate.interval_steps": 3, "log.sample_interval_steps": 3, "data.prefetch_batches": 1}
+    if work == "training data":
+        overrides |= {"evaluate.interval_steps": 0, "log.sample_interval_steps": 0, "train.steps": 30}
+    config = load_config(write_config(tmp_path), overrides)
+    made: list[StopSignals] = []
+
+    class Signals(StopSignals):
+        def __enter__(self) -> StopSignals:
+            made.append(self)
+            return super().__enter__()
+
+    def ask(*_: object) -> None:
+        made[0].received = "SIGTERM"
+
+    def for_ever(*_: object, **__: object) -> Any:
+        ask()
+        threading.Event().wait()
+
+    def blocking_read(self: TextSource, *args: Any) -> Iterator[Any]:
+        if made and made[0].something_to_save:
+            for_ever()
+        yield from read(self, *args)
+
+    read = TextSource.read
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "StopSignals", Signals)
+        if work == "evaluation":
+            patch.setattr(validation_loss, "batch_loss", lambda *_: ask() or torch.zeros(()))
+            batches = read_validation_batches(config, make_tokenizer("bytes"))
+            patch.setattr(TrainSetup, "validation_batches", lambda self: batches * 10_000)
+        elif work == "validation data":
+            patch.setattr(TrainSetup, "validation_batches", lambda self: self._read_validation_batches())
+            patch.setattr(setup, "read_validation_batches", lambda *_: for_ever() if made else [])
+        elif work == "sample":
+            patch.setattr(evaluator, "stream", lambda *_, **__: (ask() or 1 for _ in itertools.count()))
+        else:
+            patch.setattr(TextSource, "read", blocking_read)
+        result = train(config)
+    assert not result.finished and made[0].something_to_save
+    step = result.step if work == "training data" else 3
+    assert [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")][-1] == f"step_{step:08}"
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl", "evaluation")) == (work == "sample")
+    assert result.sample is None and not (tmp_path / "run" / "samples").exists()
+
+
 # A step waits for PyTorch's own pool of compiling processes, which has a job that takes its time.
 COMPILING = """
 import os, sys, time
@@ -107,6 +163,7 @@ from pathlib import Path
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
 from trifocal.cli import main
+from trifocal.train.setup import TrainSetup
 from trifocal.train.step.step import TrainStep
 
 os.setpgid(0, 0)

@@ -114,6 +114,7 @@ class Loader:
         world_size: int,
         activity: Activity,
         on_stall: Callable[[float, str], None],
+        interrupted: Callable[[], bool],
         own: Callable[[Tensor], Tensor] | None,
     ) -> None:
         self._num_streams = len(streams)
@@ -130,7 +131,7 @@ class Loader:
         self._rank = rank
         self._world_size = world_size
         self._activity = activity
-        self._on_stall = on_stall
+        self._on_stall, self._interrupted = on_stall, interrupted
         self._own = own
         self._prefetcher: Prefetcher[tuple[Batch, dict[str, Any]]] | None = None
         self._next_sample = 0
@@ -148,6 +149,7 @@ class Loader:
 
         Raises:
             UserError: If the data are bad, the source gave up, or no batch comes within half an hour.
+            Stopped: If the wait was interrupted; see `make_loader`.
         """
         if self._closed:
             raise ValueError("the loader is closed; make another to read on")
@@ -157,6 +159,7 @@ class Loader:
                 depth=self.config.prefetch_batches,
                 activity=self._activity,
                 on_stall=self._on_stall,
+                interrupted=self._interrupted,
             )
         begin = time.perf_counter()
         batch, state = self._prefetcher.get()
@@ -309,6 +312,7 @@ def make_loader(
     rank: int = 0,
     world_size: int = 1,
     on_stall: Callable[[float, str], None] = _log_stall,
+    interrupted: Callable[[], bool] = lambda: False,
     own: Callable[[Tensor], Tensor] | None = None,
 ) -> Loader:
     """A loader of a split.
@@ -324,6 +328,7 @@ def make_loader(
         world_size: Number of processes; the global batch has `world_size * batch_size` rows.
         on_stall: Called while a batch is late, with the seconds so far and the activity of the data thread; by default
             a warning is logged.
+        interrupted: Called while a batch is late: whether to wait no longer.
         own: Where processes share rows, takes this one's part of tokens [1, B * S]: a `ContextShard.own`. All that
             share rows have the same `rank`.
 
@@ -376,6 +381,7 @@ def make_loader(
         world_size=world_size,
         activity=activity,
         on_stall=on_stall,
+        interrupted=interrupted,
         own=own,
     )
 

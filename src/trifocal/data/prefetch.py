@@ -13,6 +13,8 @@ from trifocal.errors import UserError
 
 Item = TypeVar("Item")
 
+LOOK_SECONDS = 0.5
+"""A wait looks this often whether it is to stop."""
 STALL_SECONDS = 30.0
 """Waiting this long for a batch is reported, and again each time as much has passed."""
 STALL_LIMIT_SECONDS = 1800.0
@@ -20,7 +22,7 @@ STALL_LIMIT_SECONDS = 1800.0
 
 
 class Stopped(Exception):
-    """The loader is being closed; raised in its thread."""
+    """The loader is being closed; raised in its thread. Or a wait for a batch is to stop; raised in the consumer."""
 
 
 class Activity:
@@ -52,6 +54,7 @@ class Prefetcher(Generic[Item]):
         depth: Items kept ready, at most; one more may be in the making.
         activity: The thread's activity; its `stop` ends the thread.
         on_stall: Gets the seconds of the wait so far, and the thread's activity.
+        interrupted: Whether to wait no longer.
     """
 
     def __init__(
@@ -61,10 +64,12 @@ class Prefetcher(Generic[Item]):
         depth: int,
         activity: Activity,
         on_stall: Callable[[float, str], None],
+        interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         self._produce = produce
         self._activity = activity
         self._on_stall = on_stall
+        self._interrupted = interrupted
         self._queue: queue.Queue[Item | _Failure] = queue.Queue(maxsize=depth)
         self._failure: _Failure | None = None
         self._thread = threading.Thread(target=self._run, name="trifocal-data", daemon=True)
@@ -77,6 +82,7 @@ class Prefetcher(Generic[Item]):
             UserError: If the thread raised one (bad input, or a source that gave up), whose cause is the original; or
                 if no item came within the limit.
             RuntimeError: If the thread raised any other exception; its cause is the original.
+            Stopped: If the wait for the item was interrupted.
         """
         if self._failure is None:
             item = self._wait()
@@ -114,9 +120,10 @@ class Prefetcher(Generic[Item]):
                 self._on_stall(age, self._activity.text)
                 report_at += STALL_SECONDS
             try:
-                return self._queue.get(timeout=min(report_at, STALL_LIMIT_SECONDS) - age)
+                return self._queue.get(timeout=min(report_at - age, STALL_LIMIT_SECONDS - age, LOOK_SECONDS))
             except queue.Empty:
-                continue
+                if self._interrupted():
+                    raise Stopped from None
 
     def _run(self) -> None:
         item: Item | _Failure

@@ -48,11 +48,12 @@ class PeerMonitor:
 
     Args:
         processes: This process among them; a single process has nothing to watch.
-        describe: Returns the state of this process: `step`, `phase`, `phase_seconds` and
-            `where` in the code.
+        describe: Returns the state of this process: `step`, `phase`, `phase_seconds`, `where` in the code, and `stop`,
+            whether it is asked to stop: the others then know though they wait for data, not for this process.
         exists: Whether there is a process with this id on this machine; one that waits for its parent is gone.
         silence_seconds: A process that writes no note for this long is lost.
         on_lost: Called in the watching thread with a sentence, before this process is ended.
+        on_stop: Called in the watching thread when the note of another process has `stop`.
         leave: Ends this process.
     """
 
@@ -64,12 +65,13 @@ class PeerMonitor:
         *,
         silence_seconds: float = 20.0,
         on_lost: Callable[[str], None] = lambda sentence: None,
+        on_stop: Callable[[], None] = lambda: None,
         leave: Callable[[int], None] = os._exit,
     ) -> None:
         self._processes = processes
         self._describe, self._exists = describe, exists
         self._silence_seconds = silence_seconds
-        self._on_lost = on_lost
+        self._on_lost, self._on_stop = on_lost, on_stop
         self._leave = leave
         self._beat = 0
         self._exchanged = time.monotonic()
@@ -149,6 +151,8 @@ class PeerMonitor:
         assert store is not None
         others = [rank for rank in range(self._processes.size) if rank != self._processes.rank]
         notes = [json.loads(text) for text in store.multi_get([f"rank{rank}" for rank in others])]
+        if any(note.get("stop") for note in notes):
+            self._on_stop()
         for rank, note in zip(others, notes, strict=True):
             seen = self._seen.get(rank)
             if seen is None or seen.note["beat"] != note["beat"] or seen.note["status"] != note["status"]:
@@ -194,6 +198,7 @@ class PeerMonitor:
             "time": time.time(),
             **{name: what[name] for name in ("step", "phase", "phase_seconds")},
             "where": what.get("where", ""),
+            "stop": what.get("stop", False),
         }
         store = self._processes.store
         assert store is not None

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trifocal.data import Batch, Loader
+from trifocal.data.prefetch import Stopped
 from trifocal.distributed import DistributedContext, PeerLost, PeerMonitor
 from trifocal.errors import UserError, first_sentence
 from trifocal.runlog import Heartbeat
@@ -54,17 +55,36 @@ class StepCoordinator:
 
     Args:
         processes: This process among those of the run.
+        signals: Holds the signal that asks this process to stop.
         teacher: Counts the queries that teach the choice, if it is taught.
         context: Processes that share each sequence: all of them have, and count, the same rows.
     """
 
-    def __init__(self, processes: DistributedContext, teacher: ChoiceTeacher | None = None, context: int = 1) -> None:
-        self._processes, self._teacher, self._context = processes, teacher, context
+    def __init__(
+        self,
+        processes: DistributedContext,
+        signals: StopSignals,
+        teacher: ChoiceTeacher | None = None,
+        context: int = 1,
+    ) -> None:
+        self._processes, self._signals, self._teacher, self._context = processes, signals, teacher, context
         self._ahead: _NextStep | None = None
-        self._begun = False
+        self._begun = self._stop_elsewhere = self._stop_agreed = False
+
+    def stop_requested(self) -> bool:
+        """Whether a process is asked to stop and there is a step to save: this one, or another one seconds ago."""
+        return self._signals.something_to_save and (self._signals.received is not None or self._stop_elsewhere)
+
+    def agree_to_stop(self) -> bool:
+        """Whether any process is asked to stop: all processes call this at the same place, and get the same answer.
+
+        They then leave what they do together, and take no further step.
+        """
+        self._stop_agreed = self._stop_agreed or self._processes.sum([self.stop_requested()])[0] > 0
+        return self._stop_agreed
 
     def next_step(
-        self, loader: Loader, count: int, signals: StopSignals, heartbeat: Heartbeat, *, step: int = 0, last: bool
+        self, loader: Loader, count: int, heartbeat: Heartbeat, *, step: int = 0, last: bool
     ) -> StepData | None:
         """The next step's micro-batches, agreed on with the other processes: the number of targets, a stop, a failure.
 
@@ -75,35 +95,38 @@ class StepCoordinator:
         Args:
             loader: Loader of this process.
             count: Micro-batches of a step.
-            signals: Holds the signal that asks this process to stop.
             heartbeat: Gets the phases.
             step: Number of the step.
             last: No step follows this one.
 
         Returns:
-            The step's data; None if all processes are to stop before it, but never before the first step.
+            The step's data; None if all processes are to stop before it, but never before the first step. A wait for
+            data ends when a stop is requested.
 
         Raises:
             UserError: If the data failed anywhere; names the rank.
         """
         if self._processes.size == 1:
-            if signals.received is not None and self._begun:
+            if self._begun and (self._stop_agreed or self._signals.received is not None):
                 return None
             self._begun = True
-            with heartbeat.phase("data"):
-                batches = [next(loader) for _ in range(count)]
-                targets, packed = sum(b.valid_targets for b in batches), [b.packed_documents for b in batches]
+            try:
+                with heartbeat.phase("data"):
+                    batches = [next(loader) for _ in range(count)]
+            except Stopped:
+                return None
+            targets, packed = sum(b.valid_targets for b in batches), [b.packed_documents for b in batches]
             return StepData(batches, loader.state_dict(), targets, packed, self._eligible(batches, step))
-        current = self._ahead or self._read_ahead(loader, count, signals, heartbeat, step)
+        current = self._ahead or self._read_ahead(loader, count, heartbeat, step)
         with heartbeat.phase("wait"):
             summed, stop, failed, *counts = current.answer()
             documents = current.documents()
             if failed:
                 self._processes.raise_on_all(current.error)
-        if stop and self._begun:
+        if self._begun and (stop or self._stop_agreed):
             return None
         self._begun = True
-        self._ahead = None if last else self._read_ahead(loader, count, signals, heartbeat, step + 1)
+        self._ahead = None if last else self._read_ahead(loader, count, heartbeat, step + 1)
         most = [int(number) for number in documents]
         eligible = [count / self._context for count in counts]
         return StepData(current.batches, current.position, int(summed) // self._context, most, eligible or None)
@@ -111,21 +134,22 @@ class StepCoordinator:
     def _eligible(self, batches: list[Batch], step: int) -> list[float] | None:
         return None if self._teacher is None else [*map(float, self._teacher.eligible(batches, step))]
 
-    def _read_ahead(
-        self, loader: Loader, count: int, signals: StopSignals, heartbeat: Heartbeat, step: int
-    ) -> _NextStep:
+    def _read_ahead(self, loader: Loader, count: int, heartbeat: Heartbeat, step: int) -> _NextStep:
         batches: list[Batch] = []
         error: Exception | None = None
         with heartbeat.phase("data"):
             try:
                 batches = [next(loader) for _ in range(count)]
+            except Stopped:  # The step is not taken: all learn of the request below.
+                pass
             except Exception as caught:  # Raised by `next_step` in all processes, so that none waits for this one.
                 error = caught
         targets = sum(batch.valid_targets for batch in batches)
-        # Every process sends as many numbers, even if its data failed.
-        eligible = self._eligible([] if error else batches, step) or []
-        answer = self._processes.async_all_reduce([targets, signals.received is not None, error is not None, *eligible])
-        documents = [0] * count if error else [batch.packed_documents for batch in batches]
+        # Every process sends as many numbers, even if it has no data.
+        eligible = self._eligible(batches, step) or []
+        stop = self._signals.received is not None or self._stop_elsewhere
+        answer = self._processes.async_all_reduce([targets, stop, error is not None, *eligible])
+        documents = [batch.packed_documents for batch in batches] or [0] * count
         largest = self._processes.async_all_reduce(documents, "max")
         return _NextStep(batches, loader.state_dict(), error, answer, largest)
 
@@ -168,7 +192,17 @@ class StepCoordinator:
                 # This process is ended now: it has failed, and is not dead without a word.
                 heartbeat.close("failed")
 
-        peers = PeerMonitor(self._processes, heartbeat.snapshot, _exists, silence_seconds=silence_seconds, on_lost=end)
+        def note_stop() -> None:
+            self._stop_elsewhere = True
+
+        peers = PeerMonitor(
+            self._processes,
+            lambda: heartbeat.snapshot() | {"stop": self.stop_requested()},
+            _exists,
+            silence_seconds=silence_seconds,
+            on_lost=end,
+            on_stop=note_stop,
+        )
         with peers:
             try:
                 yield

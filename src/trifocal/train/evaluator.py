@@ -1,10 +1,15 @@
 """Measurements beside training: the loss on held-out text, the attention, samples of generated text."""
 
+from contextlib import suppress
+
 import torch
 
 from trifocal.data import Batch
+from trifocal.data.prefetch import Stopped
+from trifocal.inference import stream
 from trifocal.runlog import read_metrics
 from trifocal.telemetry import AttentionTelemetry
+from trifocal.train.coordinator import StepCoordinator
 from trifocal.train.run_logger import RunLogger
 from trifocal.train.setup import TrainSetup
 from trifocal.train.step.micro_batch import autocast
@@ -23,13 +28,14 @@ class Evaluator:
     Args:
         setup: The run.
         log: Its `write_optional` writes pictures and samples.
+        coordinator: Knows whether the run is to stop.
     """
 
-    def __init__(self, setup: TrainSetup, log: RunLogger) -> None:
+    def __init__(self, setup: TrainSetup, log: RunLogger, coordinator: StepCoordinator) -> None:
         self._config, self._directory, self._tokenizer = setup.config, setup.directory, setup.tokenizer
         self._processes, self._device, self._model = setup.processes, setup.device, setup.model
         self._takes_part = setup.processes.is_rank0 or setup.parallel.sharded
-        self._setup, self._log = setup, log
+        self._setup, self._log, self._coordinator = setup, log, coordinator
         self._telemetry = AttentionTelemetry(setup.model)
         path = setup.directory / "metrics.jsonl"
         if setup.processes.is_rank0 and setup.state.resume_step is not None and path.is_file():
@@ -37,23 +43,36 @@ class Evaluator:
         self.has_telemetry = bool(self._telemetry.layers)
         """Whether the model has attention layers to measure."""
 
-    def evaluate(self) -> Evaluation:
+    def evaluate(self) -> Evaluation | None:
         """Compute the loss on the validation batches; all processes call this.
+
+        Returns:
+            The loss; None if the run is to stop, which all processes find after the same batch.
 
         Raises:
             UserError: In every process, if the data fail in any.
         """
-        batches, progress = self._setup.validation_batches(), self._log.progress
-        return evaluate(
-            self._model,
-            batches,
-            tokenizer=self._tokenizer,
-            data=self._config.data,
-            device=self._device,
-            precision=self._config.train.precision,
-            processes=self._processes,
-            on_batch=lambda done: progress.activity("evaluating", done, len(batches)),
-        )
+        batches = self._setup.validation_batches()
+
+        def on_batch(done: int) -> None:
+            self._log.progress.activity("evaluating", done, len(batches))
+            if self._coordinator.agree_to_stop():
+                raise Stopped
+
+        if self._coordinator.agree_to_stop():
+            return None
+        with suppress(Stopped):
+            return evaluate(
+                self._model,
+                batches,
+                tokenizer=self._tokenizer,
+                data=self._config.data,
+                device=self._device,
+                precision=self._config.train.precision,
+                processes=self._processes,
+                on_batch=on_batch,
+            )
+        return None
 
     def measure_attention(self, step: int, batch: Batch) -> None:
         """Write gates and chosen blocks of the first sequence of a batch as rows of the metrics."""
@@ -90,21 +109,27 @@ class Evaluator:
         """Continue the configured prompt, and write the text into `samples/`. Every step of a run has the same seed.
 
         Returns:
-            The text; None in a process that takes no part.
+            The text; None in a process that takes no part, or if the run is to stop.
         """
         if not self._takes_part:
             return None
         config, tokenizer = self._config, self._tokenizer
         prompt = torch.from_numpy(tokenizer.encode(config.log.sample_prompt)).long()[None].to(self._device)
+        stop = self._coordinator.agree_to_stop if self._setup.parallel.sharded else self._coordinator.stop_requested
+        tokens: list[int] = []
         with autocast(self._device, config.train.precision):
-            tokens = self._model.generate(
+            for token in stream(
+                self._model,
                 prompt,
                 config.log.sample_tokens,
                 temperature=SAMPLE_TEMPERATURE,
                 seed=config.run.seed,
                 stop_token=tokenizer.separator,
-            )
-        text = config.log.sample_prompt + tokenizer.decode(tokens[0, prompt.shape[1] :].tolist())
+            ):
+                tokens.append(int(token))
+                if stop():
+                    return None
+        text = config.log.sample_prompt + tokenizer.decode(tokens)
         folder = self._directory / "samples"
 
         def write() -> None:

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,7 +136,8 @@ def run_training(setup: TrainSetup, notes: list[str], checkpoint: Path | None) -
         signals = stack.enter_context(StopSignals())
         if setup.graphs is not None:
             stack.callback(setup.graphs.release)
-        coordinator = StepCoordinator(setup.processes, setup.teacher, setup.config.parallel.context)
+        coordinator = StepCoordinator(setup.processes, signals, setup.teacher, setup.config.parallel.context)
+        setup.interrupted = coordinator.stop_requested
         silence = setup.config.parallel.silence_seconds
         stack.enter_context(coordinator.watched(log.heartbeat, setup.directory, silence, log.event))
         try:
@@ -172,7 +173,7 @@ class Trainer:
         self.checkpoint = checkpoint
         self.guard = FiniteGuard(setup, log)
         self.saver = Saver(setup, log, self.guard)
-        self.evaluator = Evaluator(setup, log)
+        self.evaluator = Evaluator(setup, log, coordinator)
         self.evaluation: Evaluation | None = None
         self.sample: str | None = None
         train = self.config.train
@@ -232,9 +233,7 @@ class Trainer:
             # All processes stop before this step; `Saver.check_directory` gives the reason.
             self.signals.received = "the run's folder is gone"
         with self.saver.ended_on_error():
-            data = self.coordinator.next_step(
-                setup.loader, self.accumulation, self.signals, self.log.heartbeat, step=step, last=last
-            )
+            data = self.coordinator.next_step(setup.loader, self.accumulation, self.log.heartbeat, step=step, last=last)
         if data is None:
             return False
         if self.state.steps_here == 0:
@@ -301,24 +300,35 @@ class Trainer:
             self.saver.save(must_succeed=last)
 
     def _evaluate(self, result: StepResult, *, last: bool) -> None:
-        """Evaluate, measure the attention and sample, where due."""
-        config, step, log, evaluator = self.config, self.state.step, self.log, self.evaluator
-        if is_due(step, config.evaluate.interval_steps, last):
-            self.guard.check_step()
-            with log.pause("evaluate"):
-                self.evaluation = evaluator.evaluate()
-                log.log_evaluation(self.evaluation)
-            if evaluator.has_telemetry and config.log.telemetry_interval_steps:
-                with log.pause("telemetry"), remedies_on_out_of_memory(_NO_TELEMETRY):
-                    evaluator.picture_attention(step)
-        if evaluator.has_telemetry and is_due(step, config.log.telemetry_interval_steps, last):
-            self.guard.check_step()
-            with log.pause("telemetry"), remedies_on_out_of_memory(_NO_TELEMETRY):
-                evaluator.measure_attention(step, result.batches[0])
-        if is_due(step, config.log.sample_interval_steps, last):
-            self.guard.check_step()
-            with log.pause("sample"), remedies_on_out_of_memory(*_FEWER_SAMPLES):
-                self.sample = evaluator.sample(step)
+        """Evaluate, measure the attention and sample, where due and as long as no process is to stop.
+
+        Each ends soon after a stop is requested: evaluations and samples look after each batch and token, and the rest
+        takes no longer than a step.
+        """
+        config, step, evaluator = self.config, self.state.step, self.evaluator
+        evaluates = is_due(step, config.evaluate.interval_steps, last)
+        pictures = evaluates and evaluator.has_telemetry and config.log.telemetry_interval_steps
+        measures = evaluator.has_telemetry and is_due(step, config.log.telemetry_interval_steps, last)
+        samples = is_due(step, config.log.sample_interval_steps, last)
+
+        def evaluate() -> None:
+            self.evaluation = evaluator.evaluate()
+            if self.evaluation is not None:
+                self.log.log_evaluation(self.evaluation)
+
+        def sample() -> None:
+            self.sample = evaluator.sample(step)
+
+        for due, phase, remedies, work in (
+            (evaluates, "evaluate", (), evaluate),
+            (pictures, "telemetry", (_NO_TELEMETRY,), lambda: evaluator.picture_attention(step)),
+            (measures, "telemetry", (_NO_TELEMETRY,), lambda: evaluator.measure_attention(step, result.batches[0])),
+            (samples, "sample", _FEWER_SAMPLES, sample),
+        ):
+            if due and not self.coordinator.agree_to_stop():
+                self.guard.check_step()
+                with self.log.pause(phase), remedies_on_out_of_memory(*remedies) if remedies else nullcontext():
+                    work()
 
     def _commit_start(self) -> None:
         """Note that the first step has ended in all processes: from now on a signal saves.

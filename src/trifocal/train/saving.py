@@ -1,8 +1,7 @@
 """Saving a run: checkpoints at once or in the background, and the exported weights at its end."""
 
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from trifocal.train.checkpoint.random_state import random_state
 from trifocal.train.checkpoint.save_load import collect_state, write_checkpoint
 from trifocal.train.nonfinite import FiniteGuard, NonFiniteError
 from trifocal.train.run_logger import RunLogger
-from trifocal.train.setup import TrainSetup
+from trifocal.train.setup import TrainSetup, in_thread
 
 
 class _Written(NamedTuple):
@@ -179,7 +178,7 @@ class Saver:
         if group is None:
             self._report(write(), must_succeed=must_succeed)
         else:
-            self._writing = _in_thread(write)
+            self._writing = in_thread(write, "checkpoint")
 
     def _report(self, written: _Written, *, must_succeed: bool) -> None:
         if written.path is None:
@@ -203,17 +202,3 @@ class Saver:
                 prune_checkpoints(written.path.parent, keep_last=keep_last, keep_every_steps=keep_every)
             except OSError as error:
                 self._log.log_event("not_deleted", f"an old checkpoint could not be deleted: {error}", "warning")
-
-
-def _in_thread(work: Callable[[], _Written]) -> "Future[_Written]":
-    """Work in a thread that ends with the process."""
-    future: Future[_Written] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # Raised by `result`.
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="trifocal-checkpoint", daemon=True).start()
-    return future

@@ -1,14 +1,17 @@
 """The parts of a run that exist before its folder: model, optimizer, data."""
 
+import threading
 from collections.abc import Callable
+from concurrent import futures
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from trifocal.data import Batch, Loader, Tokenizer, is_local, make_loader
+from trifocal.data.prefetch import LOOK_SECONDS
 from trifocal.data.sources.base import parse_source
 from trifocal.distributed import DistributedContext, Parallel, choose_mode, parallelize
 from trifocal.errors import UserError, one_line
@@ -22,6 +25,8 @@ from trifocal.train.step.cuda_graphs import make_graphs
 from trifocal.train.step.micro_batch import LossFunction
 from trifocal.train.step.optimizer import index_parameters, make_optimizer
 from trifocal.train.validation_loss import read_validation_batches
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -44,6 +49,20 @@ class TrainState:
     def steps_here(self) -> int:
         """Steps that this process has taken."""
         return self.step - (self.resume_step or 0)
+
+
+def in_thread(work: Callable[[], T], name: str) -> "futures.Future[T]":
+    """Work in a thread that ends with the process."""
+    future: futures.Future[T] = futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # Raised by `result`.
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=f"trifocal-{name}", daemon=True).start()
+    return future
 
 
 def parallelize_model(model: DecoderLM, config: RunConfig, processes: DistributedContext) -> tuple[Parallel, str]:
@@ -97,6 +116,7 @@ class TrainSetup:
         parallel: The model as it is trained.
         notes: Sentences for the log.
         on_data_stall: Called while no batch comes, with the seconds so far and the activity of the data thread.
+        interrupted: Called while data are late: whether to wait no longer.
 
     Raises:
         UserError: In every process, if the data fail in any, or the weights of `model.from`.
@@ -115,6 +135,7 @@ class TrainSetup:
         self.processes, self.device = processes, processes.device
         self.state = TrainState()
         self.on_data_stall: Callable[[float, str], None] = lambda seconds, activity: None
+        self.interrupted: Callable[[], bool] = lambda: False
         seed_everything(config.run.seed)
         # On the meta device, the modules draw no weights of their own: for a billion, that takes many seconds.
         with torch.device("meta"):
@@ -155,6 +176,7 @@ class TrainSetup:
                 rank=group,
                 world_size=groups,
                 on_stall=lambda seconds, activity: self.on_data_stall(seconds, activity),
+                interrupted=lambda: self.interrupted(),
                 own=self.own_tokens,
             )
         )
@@ -162,7 +184,7 @@ class TrainSetup:
         self.config = replace(config, data=self.loader.config)
         if parse_source(config.data.source).kind in ("hf", "fineweb-edu"):
             self.notes.append(f"reads {self.loader.name} (fingerprint {self.loader.fingerprint})")
-        self._validation_batches: list[Batch] | None = None
+        self._validation_batches: list[Batch] = []
         if config.evaluate.interval_steps and (is_local(config.data.source) or not config.data.validation_fraction):
             # Data without validation text are refused now, not after hours of training.
             self.validation_batches()
@@ -210,10 +232,20 @@ class TrainSetup:
         Raises:
             UserError: In every process, if the data fail in any.
         """
-        if self._validation_batches is None:
-            read = partial(read_validation_batches, self.config, self.tokenizer, self.own_tokens)
-            self._validation_batches = self.processes.run_on_all(read)
+        if not self._validation_batches:
+            self._validation_batches = self.processes.run_on_all(self._read_validation_batches)
         return self._validation_batches
+
+    def _read_validation_batches(self) -> list[Batch]:
+        """The batches; none if the wait for them is interrupted. A source may also be slow to open."""
+        reading = in_thread(
+            partial(read_validation_batches, self.config, self.tokenizer, self.own_tokens), "validation"
+        )
+        while not reading.done():
+            if self.interrupted():
+                return []
+            futures.wait([reading], LOOK_SECONDS)
+        return reading.result()
 
     def restore_random_state(self) -> None:
         """Restore the random generators of the checkpoint, right before the first step: the start draws from them."""
