@@ -39,7 +39,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def open_loader(source: str, *, length: int = 48, batch_size: int = 2, **settings) -> Loader:
-    names = ("rank", "world_size", "split", "on_stall", "own")
+    names = ("rank", "world_size", "split", "on_stall", "interrupted", "own")
     arguments = {name: settings.pop(name) for name in names if name in settings}
     config = DataConfig(source=source, **DEFAULTS | settings)
     return make_loader(
@@ -323,6 +323,20 @@ def test_a_stall_past_the_limit_is_an_error(
             next(loader)
         blocked.release.set()
     assert "data stall: no batch for" in caplog.text
+
+
+def test_a_wait_can_be_interrupted_and_loses_nothing(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_loader(source) as loader:
+        expected = next(loader)
+    blocked = Blocked(monkeypatch)
+    with open_loader(source, interrupted=lambda: True) as loader:
+        with pytest.raises(prefetch.Stopped):
+            next(loader)
+        blocked.release.set()
+        while loader._prefetcher._queue.empty():
+            time.sleep(0.01)
+        # Nor is a batch that is there held back.
+        assert same(next(loader), expected)
 
 
 def test_closing_ends_the_thread_and_the_loader(source: str) -> None:
