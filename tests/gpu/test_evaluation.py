@@ -5,12 +5,11 @@ import math
 import pytest
 import torch
 
-from trifocal.data import DataConfig, make_tokenizer
+from trifocal.data import DataConfig, make_tokenizer, read_validation
 from trifocal.evaluation import Subject
 from trifocal.evaluation.needles import measure_needles
-from trifocal.evaluation.position_loss import measure_loss, read_batches
+from trifocal.evaluation.position_loss import measure_loss
 from trifocal.models import DecoderLM, ModelConfig
-from trifocal.train.config.sections import EvaluateSection
 from trifocal.train.validation_loss import evaluate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -34,10 +33,9 @@ def test_the_loss_is_that_of_the_trainer(source: str, changes: dict[str, object]
     """In packed rows of 4,096 tokens; both round to bf16, and add in another order."""
     model = subject(source, **changes)
     assert model.data is not None
-    batches = read_batches(
-        model.data, EvaluateSection(batches=2), tokenizer=TOKENIZER, vocab_size=257, trained=(4096, 2), length=4096,
-        sequences=0,
-    )  # fmt: skip
+    batches = read_validation(
+        model.data, tokenizer=TOKENIZER, vocab_size=257, sequence_length=4096, sequences=4, at_once=2
+    )
     whole, *positions = measure_loss(model, batches, lambda done: None)
     known = evaluate(model.model, batches, tokenizer=TOKENIZER, data=model.data, device=CUDA, precision="bf16")
     assert whole["loss"] == pytest.approx(known.validation_loss, rel=1e-3)
