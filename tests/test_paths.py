@@ -3,13 +3,14 @@
 import errno
 import os
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trifocal.errors import UserError
-from trifocal.paths import expand_path, read_small_file, shell_path, user_path
+from trifocal.paths import expand_path, read_file, read_json, read_text, read_toml, shell_path, user_path
 
 
 def test_home_is_expanded_at_the_beginning_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,15 +65,50 @@ def test_a_path_in_a_command_is_one_argument_and_no_flag(path: str) -> None:
     assert Path(argument) == Path(path) and not argument.startswith("-")
 
 
-def test_a_small_file_is_read_whole_and_anything_else_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_read_whole_is_regular_and_bounded(tmp_path: Path) -> None:
     path, pipe = tmp_path / "a.json", tmp_path / "pipe"
     path.write_bytes(b"12345678")
-    assert read_small_file(path, 8) == read_small_file(str(path), 100) == b"12345678"
+    assert read_file(path, 8) == read_file(str(path)) == b"12345678"
     with pytest.raises(UserError, match=r"a\.json is too large: expected at most 7 bytes$"):
-        read_small_file(path, 7)
+        read_file(path, 7)
     os.mkfifo(pipe)
     for other in (pipe, tmp_path, Path("/dev/zero")):
         with pytest.raises(UserError, match=f"^{other} is no regular file$"):
-            read_small_file(other, 8)
-    with pytest.raises(FileNotFoundError):
-        read_small_file(tmp_path / "missing", 8)
+            read_file(other, 8)
+    with pytest.raises(UserError, match=f"^cannot read {tmp_path}/missing: No such file or directory$"):
+        read_file(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("read", "content", "says"),
+    [
+        (read_text, b"caf\xe9", r"is not UTF-8 text \(byte 3\)"),
+        (read_json, b"{", "is not valid JSON: Expecting"),
+        (read_json, b"[" * 100_000, "is not valid JSON: it is nested too deeply"),
+        (read_json, b"9" * 5000, "is not valid JSON: Exceeds the limit"),
+        (read_json, b"[]", "must hold one JSON object, got list"),
+        (read_toml, b"seed = ", "is not valid TOML: Invalid value"),
+        (read_toml, b"a = " + b"[" * 9000, "is not valid TOML: it is nested too deeply"),
+        (read_toml, b"a = " + b"9" * 5000, "is not valid TOML: Exceeds the limit"),
+        (read_toml, b"#" * 2**16 + b"\n", "is too large"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused_in_a_line(
+    tmp_path: Path, read: Callable[[Path], object], content: bytes, says: str
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=f"^{path} {says}") as caught:
+        read(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for read, content, value in (
+        (read_text, "é", "é"),
+        (read_json, '{"a": "é"}', {"a": "é"}),
+        (read_toml, "a = 1\n", {"a": 1}),
+    ):
+        path.write_text(content, encoding="utf-8-sig")
+        assert read(path) == value

@@ -1,11 +1,20 @@
-"""Paths that the user gives, and paths in commands that the user types."""
+"""Paths that the user gives, paths in commands that the user types, and files that are read whole."""
 
+import errno
+import json
 import os
 import shlex
 import stat
+import tomllib
 from pathlib import Path
+from typing import Any
 
-from trifocal.errors import UserError
+from trifocal.errors import UserError, one_line
+
+MAX_FILE_BYTES = 2**28
+"""Largest file that is read whole: the vocabularies of the largest tokenizers have a tenth of it."""
+_MAX_TOML_BYTES = 2**16
+"""Python's parser takes time that grows with the square of a key's length."""
 
 
 def check_path_text(text: str, name: str = "the path") -> None:
@@ -70,25 +79,69 @@ def shell_path(path: str | os.PathLike[str]) -> str:
     return shlex.quote(f"./{text}" if text.startswith("-") else text)
 
 
-def read_small_file(path: str | os.PathLike[str], limit_bytes: int) -> bytes:
-    """The whole content of a regular file that must be small, such as a config or a vocabulary.
+def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """The content of a regular file that is read whole, such as a config or a vocabulary.
 
-    A named pipe or a device is refused without waiting for it, and a file of any size costs at most `limit_bytes` of
+    A named pipe or a device is refused without waiting for it, and a file of any size costs at most `max_bytes` of
     memory.
 
     Args:
         path: The file; a link is followed.
-        limit_bytes: Largest size.
+        max_bytes: Largest size.
 
     Raises:
-        UserError: If it is no regular file, or larger than the limit.
-        OSError: If it cannot be opened or read.
+        UserError: If it cannot be read, is no regular file, or is too large; names it.
     """
     file = Path(path)
-    if not stat.S_ISREG(file.stat().st_mode):
-        raise UserError(f"{file} is no regular file")
-    with file.open("rb") as opened:
-        content = opened.read(limit_bytes + 1)
-    if len(content) > limit_bytes:
-        raise UserError(f"{file} is too large: expected at most {limit_bytes:,} bytes")
+    try:
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise UserError(f"{file} is no regular file")
+        with file.open("rb") as opened:
+            content = opened.read(max_bytes + 1)
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {os.strerror(error.errno or errno.EIO)}") from error
+    if len(content) > max_bytes:
+        raise UserError(f"{file} is too large: expected at most {max_bytes:,} bytes")
     return content
+
+
+def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> str:
+    """The text of a file in UTF-8, without a byte order mark; as `read_file`, and refuses what is not UTF-8."""
+    try:
+        # Some editors begin a file with a byte order mark.
+        return read_file(path, max_bytes).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{os.fspath(path)} is not UTF-8 text (byte {error.start})") from error
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text in UTF-8; raises ValueError for every text that Python cannot read."""
+    try:
+        return json.loads(text if isinstance(text, str) else text.decode("utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The JSON object in a file; as `read_text`, and refuses any other content."""
+    try:
+        values = parse_json(read_text(path))
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{os.fspath(path)} is not valid JSON: {one_line(error)}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{os.fspath(path)} must hold one JSON object, got {type(values).__name__}")
+    return values
+
+
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The content of a TOML file; as `read_text`, and refuses what is not TOML."""
+    text = read_text(path, _MAX_TOML_BYTES)
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except ValueError as error:
+        reason = one_line(error)
+    raise UserError(f"{os.fspath(path)} is not valid TOML: {reason}; trifocal new showcase prints an example")

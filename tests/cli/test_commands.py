@@ -101,7 +101,7 @@ def test_a_run_from_start_to_page(tmp_path: Path, capsys: Capture) -> None:
 
 BAD_TRAIN = [
     ([], "expected one TOML file or preset, got none"),
-    (["absent.toml"], "config file absent.toml does not exist"),
+    (["absent.toml"], "cannot read absent.toml: No such file"),
     (["CONFIG", "--train.stepz", "5"], 'unknown flag "--train.stepz"; the nearest valid one is "--train.steps"'),
     (["CONFIG", "--train.steps", "many"], "--train.steps must be an integer, got 'many'"),
     (["CONFIG", "--overwrite=yes"], "--overwrite takes no value"),
@@ -157,7 +157,7 @@ def test_train_refuses_bad_input(
         (["generate", "RUN"], "give the text to continue as --prompt TEXT, or a file of texts as --prompts FILE"),
         (["generate", "RUN", "--prompt", "x", "--prompts", "y"], "give the text to continue as --prompt TEXT"),
         (["generate", "RUN", "--prompts", "y"], "--prompts FILE and --output OUT.jsonl go together"),
-        (["generate", "RUN", "--prompts", "/nowhere", "--output", "y"], "cannot read the prompts /nowhere"),
+        (["generate", "RUN", "--prompts", "/nowhere", "--output", "y"], "cannot read /nowhere"),
         (["generate", "RUN", "--prompt", "\udcff"], "--prompt is not UTF-8 text"),
         (
             ["generate", "RUN", "--prompt", "x", "--max-new-tokens", str(10**10)],

@@ -1,7 +1,6 @@
 """`trifocal evaluate`: what a trained model can do."""
 
 import itertools
-import json
 import re
 import sys
 import time
@@ -33,7 +32,7 @@ from trifocal.evaluation import (
 from trifocal.inference.cached_layers import round_to_int8
 from trifocal.models import parameter_count
 from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
-from trifocal.paths import read_small_file, shell_path, user_path
+from trifocal.paths import read_json, shell_path, user_path
 from trifocal.train.checkpoint.export import STEP_FILE
 from trifocal.train.checkpoint.pretrained import Pretrained, open_pretrained, pretrained_path
 from trifocal.train.config.check import choose_device
@@ -278,8 +277,8 @@ def _step_of(path: Path) -> int | None:
     if match := re.fullmatch(r"step_(\d+)", path.name):
         return int(match[1])
     try:
-        step = json.loads(read_small_file(path / STEP_FILE, 2**16))["global_step"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        step = read_json(path / STEP_FILE).get("global_step")
+    except UserError:
         return None
     return step if isinstance(step, int) else None
 

@@ -17,7 +17,7 @@ from trifocal.cli.generate_model import GenerateArguments, load
 from trifocal.errors import UserError
 from trifocal.inference import Completion, Engine
 from trifocal.inference.prompts import memory_errors
-from trifocal.paths import read_small_file, user_path
+from trifocal.paths import parse_json, read_file, user_path
 
 _MAX_BYTES = 1 << 30
 # Seconds between lines of progress.
@@ -99,11 +99,7 @@ def _generate(
 
 def read_prompts(path: Path) -> list[PromptLine]:
     """Read a file of prompts: `{"prompt": TEXT}` a line, whose other keys are kept; or, in a `.txt`, a text a line."""
-    try:
-        content = read_small_file(path, _MAX_BYTES)
-    except OSError as error:
-        raise UserError(f"cannot read the prompts {path}: {error.strerror}") from error
-    content = content.removeprefix(codecs.BOM_UTF8)
+    content = read_file(path, _MAX_BYTES).removeprefix(codecs.BOM_UTF8)
     plain = path.suffix.lower() == ".txt"
     if not content.strip():
         expected = "a prompt a line" if plain else 'a line for each prompt, {"prompt": TEXT}'
@@ -190,8 +186,8 @@ def _decode(line: bytes, name: str) -> str:
 def _parse(line: bytes, name: str) -> dict[str, Any]:
     text = _decode(line, name)
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(text)
+    except ValueError as error:
         raise UserError(f"{name} is not JSON: {_short(line)}") from error
     if not isinstance(value, dict):
         raise UserError(f"{name} must hold a JSON object, got {_short(line)}")

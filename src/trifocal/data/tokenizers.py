@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from trifocal.data.sources.base import fingerprint
 from trifocal.data.sources.chats import Chat, render_chat, render_prompt
 from trifocal.errors import UserError, first_sentence, one_line
-from trifocal.paths import read_small_file, user_path
+from trifocal.paths import read_json, read_text, user_path
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -28,7 +28,6 @@ TOKENIZER_FILES = (
 """Files of a tokenizer in a folder of Hugging Face; those after the second are transformers' alone."""
 # Tables of a few bytes a token are made of a vocabulary; the largest known have a million tokens.
 _MOST_TOKENS = 1 << 24
-_MOST_BYTES = 1 << 28
 # An id of the hub.
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # Usual names of the token that ends a document, the most explicit first.
@@ -351,13 +350,13 @@ def _from_folder(folder: Path, name: str, separator: str) -> Tokenizer:
     """The tokenizer of a folder, with its end token and chat template."""
     if not (folder / TOKENIZER_FILE).is_file():
         raise UserError(f"tokenizer {name}: no such file; give the path of a tokenizer.json, or of its folder")
-    config = _read_object(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
+    config = read_json(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
     template = config.pop("chat_template", "")
     if isinstance(template, list):
         # Several, by name.
         template = {entry.get("name"): entry.get("template") for entry in template}.get("default", "")
     if (folder / TEMPLATE_FILE).is_file():
-        template = _read_text(folder / TEMPLATE_FILE)
+        template = read_text(folder / TEMPLATE_FILE)
     return _from_file(folder / TOKENIZER_FILE, name, separator, config, str(template or ""))
 
 
@@ -365,7 +364,7 @@ def _from_file(
     path: Path, name: str, separator: str, config: dict[str, Any] | None = None, template: str = ""
 ) -> Tokenizer:
     # Bytes need no library.
-    content = _read_object(path)
+    content = read_json(path)
     if not separator and not template and ByteTokenizer.wrote(content):
         return ByteTokenizer()
     try:
@@ -385,25 +384,6 @@ def _from_file(
                 f"reads it as {found:,}; added tokens must follow the vocabulary without gaps, or have its ids"
             )
     return HuggingFaceTokenizer(loaded, name, separator, config, template)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(_read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"tokenizer {path} is not a {path.name}: {one_line(error)}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"tokenizer {path} is not a {path.name}: it holds no JSON object")
-    return content
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return read_small_file(path, _MOST_BYTES).decode("utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"tokenizer {path} is not UTF-8 text: {one_line(error)}") from error
 
 
 def _download(name: str) -> Path:

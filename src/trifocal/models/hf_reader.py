@@ -24,9 +24,10 @@ from typing import Any
 from torch import Tensor
 
 from trifocal.errors import UserError
-from trifocal.models.io import CONFIG_FILE, MODEL_TYPE, Rows, model_of_folder, read_json, read_tensors
+from trifocal.models.io import CONFIG_FILE, MODEL_TYPE, Rows, model_of_folder, read_tensors
 from trifocal.models.model_config import MOST_LAYERS, Attention, ModelConfig
 from trifocal.nn import RopeScaling
+from trifocal.paths import read_json
 
 _OLMO = ("olmo2", "olmo3")
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", *_OLMO)
@@ -65,7 +66,7 @@ def is_hf_folder(folder: Path) -> bool:
         UserError: If the file cannot be read.
     """
     path = folder / CONFIG_FILE
-    return path.exists() and read_json(path, "the model's configuration").get("model_type", MODEL_TYPE) != MODEL_TYPE
+    return path.exists() and read_json(path).get("model_type", MODEL_TYPE) != MODEL_TYPE
 
 
 def read_hf_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
@@ -85,21 +86,21 @@ def read_hf_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     expected = model_of_folder(config, folder).state_dict()
     # Old files hold the frequencies too, and those of tied embeddings sometimes the same matrix twice.
     ignored = ("rotary_emb.inv_freq", *(["lm_head.weight"] if config.tie_embeddings else []))
-    joined = read_json(folder / CONFIG_FILE, "")["model_type"] == "phi3"
+    joined = read_json(folder / CONFIG_FILE)["model_type"] == "phi3"
     stored = _joined_names(config) if joined else lambda name: hf_name(name, config.norm_after)
     return config, read_tensors(folder, expected, stored, lambda name: name.endswith(ignored))
 
 
 def read_hf_settings(folder: Path) -> dict[str, Any]:
     """The longest sequence and the special tokens, which transformers uses and a `DecoderLM` does not."""
-    found = read_json(folder / CONFIG_FILE, "the model's configuration")
+    found = read_json(folder / CONFIG_FILE)
     return {name: found[name] for name in _SETTINGS if found.get(name) is not None}
 
 
 def read_hf_config(folder: Path) -> ModelConfig:
     """The configuration alone; errors as in `read_hf_model`."""
     path = folder / CONFIG_FILE
-    found = read_json(path, "the model's configuration")
+    found = read_json(path)
     kind = found.get("model_type")
     if kind not in MODEL_TYPES:
         raise UserError(

@@ -21,7 +21,7 @@ from torch import Tensor
 from trifocal.errors import UserError
 from trifocal.models.decoder import DecoderLM
 from trifocal.models.model_config import ModelConfig
-from trifocal.paths import read_small_file
+from trifocal.paths import read_json
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -40,7 +40,6 @@ AUTO_MAP = {
 """Where transformers finds the classes of a folder, by its own classes."""
 SHARD_BYTES = 5 * 10**9
 """Bytes of a shard, unless one tensor is larger."""
-_LARGEST_JSON = 1 << 27
 _MODELING = '''"""The classes of this model for transformers, with trust_remote_code: pip install 'trifocal[hf]'"""
 
 from trifocal.hf import TrifocalConfig, TrifocalForCausalLM, TrifocalForSequenceClassification, TrifocalModel
@@ -150,7 +149,7 @@ def model_of_folder(config: ModelConfig, folder: Path) -> DecoderLM:
 def read_config(folder: Path) -> ModelConfig:
     """The configuration of a folder's model; errors as in `load_weights`."""
     path = folder / CONFIG_FILE
-    values = read_json(path, "the model's configuration")
+    values = read_json(path)
     if values.get("model_type") != MODEL_TYPE:
         raise UserError(
             f'{path}: got the architecture "{values.get("model_type")}", expected "{MODEL_TYPE}"; '
@@ -174,27 +173,6 @@ def check_standard_names(values: Mapping[str, Any], model: Mapping[str, Any]) ->
             raise UserError(
                 f"{CONFIG_FILE}: got {name} = {values[name]!r}, but model.{key} = {model[key]!r}; give both one value"
             )
-
-
-def read_json(path: Path, what: str) -> dict[str, Any]:
-    """One JSON object of a file; `what` names the file in messages.
-
-    Raises:
-        UserError: If it cannot be read, or holds something else.
-    """
-    try:
-        values = json.loads(read_small_file(path, _LARGEST_JSON).decode("utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {what} {path}: {os.strerror(error.errno or 0)}") from error
-    except RecursionError as error:
-        raise UserError(f"{path} is not valid JSON: it is nested too deep") from error
-    except ValueError as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path} must hold one JSON object, got {type(values).__name__}")
-    return values
 
 
 def _shards(tensors: dict[str, Tensor], shard_bytes: int) -> dict[str, list[str]]:
@@ -299,7 +277,7 @@ def _shards_of(folder: Path) -> dict[str, Path]:
             return dict.fromkeys(file.keys(), whole)
     if not is_sharded:
         raise UserError(f"{folder} has no safetensors: neither {WEIGHTS_FILE} nor {INDEX_FILE}")
-    named = read_json(index, "the index of the weights").get("weight_map")
+    named = read_json(index).get("weight_map")
     if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
         raise UserError(f"{index} has no weight_map, which names the file of each tensor")
     for name in sorted(set(named.values())):

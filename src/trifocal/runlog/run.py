@@ -1,16 +1,14 @@
 """Reads a run directory, of a finished, running or broken run."""
 
 import itertools
-import json
 import re
-import tomllib
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from trifocal.errors import UserError, one_line
-from trifocal.paths import read_small_file
+from trifocal.errors import UserError
+from trifocal.paths import read_file, read_json, read_text, read_toml
 from trifocal.runlog.heartbeat import HEARTBEAT_FIELDS
 from trifocal.runlog.jsonl import Row, Rows, ThinOut, is_number, read_lines
 from trifocal.runlog.metrics import METRICS_FIELDS
@@ -22,7 +20,6 @@ _LIVE_BYTES = 2**23
 _METRICS, _HEARTBEATS = r'\{"kind":"(train|telemetry)","step":(\d+)', r'(\{)"unix_time_seconds":([\d.]+)'
 # What is no figure in a row of an evaluation.
 _TEXTS = ("task", "status", "source")
-_CONFIG_BYTES, _SAMPLE_BYTES, _JSON_BYTES = 2**20, 2**20, 2**26
 
 
 @dataclass
@@ -127,13 +124,7 @@ def read_run(directory: str | Path, *, live: bool = False) -> Run:
         rows = _read_rows(metrics, METRICS_FIELDS, _METRICS, _LIVE_BYTES if live else None)
     run = Run(directory, directory.resolve().name, rows, left_out=Counter({metrics.name: rows.skipped}))
     if config.is_file():
-        try:
-            # Some editors begin a file with a byte order mark.
-            run.config_text = read_small_file(config, _CONFIG_BYTES).decode("utf-8-sig")
-            content = tomllib.loads(run.config_text)
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-            reason = "it is nested too deeply" if isinstance(error, RecursionError) else one_line(error)
-            raise UserError(f"cannot read {config}: {reason}") from error
+        run.config_text, content = read_text(config), read_toml(config)
         run.config = {name: section for name, section in content.items() if isinstance(section, dict)}
     for path in _files(heartbeat, "rank*.jsonl"):
         if match := re.fullmatch(r"rank(\d+)\.jsonl", path.name):
@@ -164,9 +155,9 @@ def _read_the_rest(run: Run) -> None:
     for path in _files(run.directory / "samples", "*.txt"):
         match = re.search(r"(\d+)", path.stem)
         try:
-            text = read_small_file(path, _SAMPLE_BYTES).decode(errors="replace")
+            text = read_file(path).decode(errors="replace")
             run.samples.append((int(match[1]) if match else 0, text))
-        except (OSError, UserError):
+        except UserError:
             run.left_out[f"samples/{path.name}"] = 1
     run.samples.sort(key=lambda sample: sample[0])
     run.pictures = _files(run.directory / "attention", "step_*.npz")
@@ -215,8 +206,8 @@ def _is_environment(content: Any) -> TypeGuard[dict[str, Any]]:
 def _read_json(path: Path) -> Any:
     """The content of a JSON file; None if it cannot be read."""
     try:
-        return json.loads(read_small_file(path, _JSON_BYTES))
-    except (OSError, ValueError, RecursionError):
+        return read_json(path)
+    except UserError:
         return None
 
 

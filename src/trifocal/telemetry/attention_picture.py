@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trifocal.errors import UserError, one_line
 from trifocal.ops import Geometry
-from trifocal.paths import read_small_file
+from trifocal.paths import read_file
 from trifocal.runlog.whole_files import write_whole
 from trifocal.telemetry.maps import LayerAttention, choosing_shares, full_attention_shares
 
@@ -27,7 +27,7 @@ VERSION = 1
 _MOST_QUERIES, _FEWEST_QUERIES = 128, 32
 _MOST_CELLS = 2**20
 """Bytes of one map before compression, as far as _FEWEST_QUERIES allow."""
-_MOST_BYTES = 2**26
+_MAX_BYTES = 2**26
 """Bytes of a file, compressed and expanded."""
 # T tokens, L layers, Q queries, G groups, N slots, J blocks, 3 branches.
 _ARRAYS = {
@@ -80,11 +80,11 @@ def read_picture(path: Path) -> AttentionPicture:
         UserError: If the file is damaged or of another version; names it.
     """
     try:
-        content = io.BytesIO(read_small_file(path, _MOST_BYTES))
+        content = io.BytesIO(read_file(path, _MAX_BYTES))
         with zipfile.ZipFile(content) as archive:
             size = sum(member.file_size for member in archive.infolist())
-        if size > _MOST_BYTES:
-            raise ValueError(f"expected at most {_MOST_BYTES:,} bytes, it expands to {size:,}")
+        if size > _MAX_BYTES:
+            raise ValueError(f"expected at most {_MAX_BYTES:,} bytes, it expands to {size:,}")
         with np.load(content, allow_pickle=False) as file:
             header = json.loads(file["header"].tobytes())
             arrays = {name: file[name] for name in _ARRAYS}

@@ -15,10 +15,10 @@ from typing import Self
 
 from trifocal.errors import UserError
 from trifocal.fields import from_table
-from trifocal.paths import shell_path
+from trifocal.paths import read_toml, shell_path
 from trifocal.runlog.whole_files import is_partial, write_whole
 from trifocal.train.config.sections import RunConfig
-from trifocal.train.config.toml import read_toml, to_toml
+from trifocal.train.config.toml import to_toml
 
 CONFIG_FILE = "config.toml"
 RUN_FILE = ".trifocal_run"

@@ -57,7 +57,7 @@ class BuiltinSource:
             return
         name = self.shards[shard]
         try:
-            text = self._files[name].read_bytes().decode("utf-8")
+            text = self._files[name].read_bytes().decode("utf-8").removeprefix("\ufeff")
         except UnicodeDecodeError as error:
             self.bad.skip(f"{self._files[name]} is not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}")
             return

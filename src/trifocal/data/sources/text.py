@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,17 +18,16 @@ from trifocal.data.sources.base import (
 )
 from trifocal.data.sources.local_files import DAMAGED, find_files, open_file, sizes
 from trifocal.errors import UserError, one_line
+from trifocal.paths import MAX_FILE_BYTES, parse_json
 
 # The least number of held-out pieces to expect; text that is too short for it is cut into smaller documents.
 _HELD_OUT_PIECES = 4
 _SMALLEST_PIECE = 64
 _DOCUMENT_BYTES = 65536
-LONGEST_LINE = 1 << 28
-"""Bytes of a line of JSON: a small compressed file may hold a line of more than the memory."""
 
 
 class TextSource:
-    """UTF-8 text files: a file is a document, a long file several.
+    """UTF-8 text files: a file is a document, a long file several. A byte order mark may begin a file.
 
     A longer file is cut at line ends (or anywhere, if a line is longer than a document), so that one book can be
     shuffled and held out in part. If fewer than four documents would be held out, the text is cut into smaller ones.
@@ -111,6 +109,7 @@ class TextSource:
             )
             return None
         name, whole = self.shards[shard], offset == 0 and last
+        text = text if offset else text.removeprefix("\ufeff")
         held_out = None
         if self._marked_every and (self._all_marked or not whole):
             first = self._starts[shard] + offset
@@ -163,10 +162,11 @@ class JsonlSource:
         try:
             with open_file(path) as file:
                 file.seek(offset)
-                while line := file.readline(LONGEST_LINE):
+                # A small compressed file may hold a line of more than the memory.
+                while line := file.readline(MAX_FILE_BYTES):
                     offset, number = offset + len(line), number + 1
-                    if len(line) == LONGEST_LINE:
-                        raise UserError(f"{path}:{number}: the line is longer than {LONGEST_LINE:,} bytes; shorten it")
+                    if len(line) == MAX_FILE_BYTES:
+                        raise UserError(f"{path}:{number}: the line has over {MAX_FILE_BYTES:,} bytes; shorten it")
                     if number == 1:
                         line = line.removeprefix(codecs.BOM_UTF8)
                     if line.strip() and (document := self._document(f"{name}:{number}", line, f"{path}:{number}")):
@@ -177,7 +177,7 @@ class JsonlSource:
     def _document(self, name: str, line: bytes, where: str) -> Document | None:
         """The document of a line; None if it is empty, or bad and skipped."""
         try:
-            record = json.loads(line.decode("utf-8"))
+            record = parse_json(line)
             if not isinstance(record, dict):
                 reason = f"expected an object with {self._field!r}, got {type(record).__name__}"
             elif self._field not in record:
@@ -187,7 +187,7 @@ class JsonlSource:
                 return make_document(name, value) if value != "" else None
         except BadDocument as error:
             reason = f"field {self._field!r} {error}"
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             reason = f"not JSON that can be read: {one_line(error)}"
         self.bad.found(f"{where}: {reason}")
         return None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trifocal.errors import UserError
+from trifocal.paths import parse_json, read_file
 
 if TYPE_CHECKING:
     from trifocal.distributed import DistributedContext
@@ -45,18 +46,18 @@ def read_manifest(path: Path) -> dict[str, Any]:
         CheckpointDamaged: If it is missing or damaged.
         UserError: If the checkpoint has another format, or the manifest cannot be read.
     """
+    file = path / MANIFEST
+    if not file.exists():
+        raise CheckpointDamaged(f"{file} is missing")
+    content = read_file(file)
     try:
-        wrapped = json.loads((path / MANIFEST).read_bytes())
+        wrapped = parse_json(content)
         manifest = dict(wrapped["content"])
         intact = wrapped["sha256"] == _hash_json(manifest)
-    except FileNotFoundError:
-        raise CheckpointDamaged(f"{path / MANIFEST} is missing") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path / MANIFEST}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError):
-        raise CheckpointDamaged(f"{path / MANIFEST} is damaged") from None
+        intact = False
     if not intact:
-        raise CheckpointDamaged(f"{path / MANIFEST} is damaged")
+        raise CheckpointDamaged(f"{file} is damaged")
     if manifest["format"] != FORMAT:
         raise UserError(
             f"{path} has checkpoint format {manifest['format']}, expected {FORMAT}; take the version that wrote it"

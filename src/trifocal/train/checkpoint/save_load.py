@@ -33,6 +33,7 @@ from trifocal.distributed import DistributedContext
 from trifocal.errors import UserError
 from trifocal.fields import dotted_fields, value_of
 from trifocal.models import ModelConfig
+from trifocal.paths import read_json
 from trifocal.train.checkpoint.folders import checkpoint_path
 from trifocal.train.checkpoint.manifest import (
     FORMAT,
@@ -211,11 +212,11 @@ def _process_state(path: Path, rank: int) -> dict[str, Any]:
     saved = sum(1 for _ in path.glob("rank*.json"))
     file = path / f"rank{rank % max(saved, 1)}.json"
     try:
-        state = json.loads(file.read_bytes())
-        if not isinstance(state, dict) or not isinstance(state.get("step"), int):
-            raise ValueError("it holds no step")
-    except (OSError, ValueError) as error:
-        raise CheckpointDamaged(f"{file} cannot be read: {error}") from error
+        state = read_json(file)
+        if not isinstance(state.get("step"), int):
+            raise UserError(f"{file} holds no step")
+    except UserError as error:
+        raise CheckpointDamaged(str(error)) from error
     return state
 
 

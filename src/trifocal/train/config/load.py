@@ -12,10 +12,9 @@ import tyro
 from trifocal.data import has_text
 from trifocal.errors import UserError, unknown
 from trifocal.fields import checked, dotted_fields, from_table, number_of, value_of
-from trifocal.paths import user_path
+from trifocal.paths import read_toml, user_path
 from trifocal.train.checkpoint.pretrained import pretrained_values
 from trifocal.train.config.sections import RunConfig
-from trifocal.train.config.toml import read_toml
 
 # In a checkout a link to configs/, in a wheel the files themselves.
 _PRESETS = Path(__file__).parents[2] / "configs"

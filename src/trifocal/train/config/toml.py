@@ -1,62 +1,12 @@
-"""Reading and writing configurations as TOML."""
+"""Writing configurations as TOML."""
 
 import dataclasses
-import re
 import textwrap
-import tomllib
-from pathlib import Path
 from typing import Any
 
 import docstring_parser
 
-from trifocal.errors import UserError
-from trifocal.fields import checked, key_of
-from trifocal.paths import read_small_file
-
-_LARGEST_BYTES = 2**16
-"""Python's parser takes time that grows with the square of a key's length."""
-_YAML_LINE = re.compile(r"[\w.-]+:(\s|$)")
-
-
-def read_toml(path: str | Path) -> dict[str, Any]:
-    """Read a TOML file.
-
-    Raises:
-        UserError: If the file is missing, unreadable, not UTF-8 or not TOML; names the file and the place.
-    """
-    path = Path(checked(str, str(path), "the path of a config file"))
-    text = ""
-    try:
-        # Some editors begin a file with a byte order mark.
-        text = read_small_file(path, _LARGEST_BYTES).decode("utf-8-sig")
-        return tomllib.loads(text)
-    except FileNotFoundError as error:
-        raise UserError(f"config file {path} does not exist") from error
-    except OSError as error:
-        raise UserError(f"cannot read the config file {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"config file {path} is not UTF-8 text (byte {error.start})") from error
-    except tomllib.TOMLDecodeError as error:
-        if path.suffix in (".yaml", ".yml") or _is_yaml(text):
-            raise UserError(
-                f"config file {path} is YAML, expected TOML: write [train] for train: and steps = 100 for steps: 100; "
-                "trifocal new showcase prints an example"
-            ) from error
-        raise UserError(f"config file {path} is not valid TOML: {error}") from error
-    except UserError:
-        raise
-    except ValueError as error:
-        # Python's parser raises no other one.
-        raise UserError(f"config file {path} has a number of too many digits") from error
-    except RecursionError as error:
-        raise UserError(f"config file {path} is nested too deeply") from error
-
-
-def _is_yaml(text: str) -> bool:
-    """Whether the first line of a text that is no comment is a key with a colon."""
-    lines = (line.strip() for line in text.splitlines())
-    first = next((line for line in lines if line and line != "---" and not line.startswith("#")), "")
-    return _YAML_LINE.match(first) is not None
+from trifocal.fields import key_of
 
 
 def to_toml(config: Any, *, comments: bool = False) -> str:
