@@ -20,6 +20,7 @@ from trifocal.data.loader import make_source
 from trifocal.data.prefetch import Activity
 from trifocal.data.sources.text import JsonlSource
 from trifocal.data.stream import DocumentStream, Position, in_validation
+from trifocal.data.tokenizers import ByteTokenizer
 from trifocal.errors import UserError
 from trifocal.nn.context import ContextShard
 
@@ -310,6 +311,36 @@ def test_a_stall_is_reported_while_it_lasts_and_then_passes(source: str, monkeyp
         assert age >= 0.05 * number
         assert activity.startswith("reading jsonl:")
     assert loader.latency().p95 >= 0.15
+
+
+def test_the_activity_is_that_of_the_work_at_hand(tmp_path: Path) -> None:
+    """Reading, not the wait for the trainer before it; and tokenizing, which may take longer."""
+    activity, seen = Activity(), []
+
+    def produce() -> int:
+        seen.append(activity.text)
+        activity.text = f"reading {len(seen)}"
+        return len(seen)
+
+    prefetcher = prefetch.Prefetcher(produce, depth=1, activity=activity, on_stall=lambda *_: None)
+    assert [prefetcher.get() for _ in range(3)] == [1, 2, 3]
+    prefetcher.close()
+    assert seen[:3] == ["starting", "reading 1", "reading 2"]
+
+    class Tokenizer(ByteTokenizer):
+        def encode_batch(self, texts: Any) -> Any:
+            seen.append(activity.text)
+            return super().encode_batch(texts)
+
+    (tmp_path / "a.txt").write_text("text")
+    activity = Activity()
+    opened, _ = make_source(DataConfig(source=f"text:{tmp_path}"), activity, "train")
+    documents = DocumentStream(
+        opened, Tokenizer(), longest_chat=1, validation=False, validation_fraction=0.0, seed=3, block_documents=1,
+        activity=activity,
+    )  # fmt: skip
+    next(documents.read(Position()))
+    assert seen[-1] == f"tokenizing text:{tmp_path} (a.txt)"
 
 
 def test_a_stall_past_the_limit_is_an_error(

@@ -9,6 +9,7 @@ import json
 import lzma
 import os
 import platform
+import re
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,6 @@ from trifocal.cli import main
 from trifocal.data import DataConfig, make_loader, make_tokenizer
 from trifocal.data.sources.base import BadDocuments, Document, Source, parse_source
 from trifocal.data.sources.builtin import BuiltinSource
-from trifocal.data.sources.local_files import find_files
 from trifocal.data.sources.text import JsonlSource, TextSource
 from trifocal.data.stream import in_validation
 from trifocal.errors import UserError
@@ -207,7 +207,7 @@ def test_source_names(source: str, expected: tuple[str, str, str]) -> None:
         ("parquet:/no/such/folder", "no such file or folder: /no/such/folder"),
         ("fineweb-edu:/no/such/folder", "no such file or folder: /no/such/folder"),
         ("text:/dev/zero", "/dev/zero is no regular file"),
-        ("text:tests/data", "no .txt or .md file in folder tests/data; a glob such as tests/data/**/*.* reads"),
+        ("text:tests/data", ".py); a glob such as tests/data/**/*.* reads"),
     ],
 )
 def test_bad_sources(source: str, message: str) -> None:
@@ -238,24 +238,61 @@ def test_a_file_that_goes_away(tmp_path: Path) -> None:
                 next(loader)
 
 
-def test_a_folder_that_cannot_be_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that this user may not read, such as lost+found, has no files for it; one that goes away had some."""
-    gone, forbidden = tmp_path / "gone", tmp_path / "forbidden"
-    gone.mkdir()
-    scan = os.scandir
+def test_what_cannot_be_read_in_a_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbidden, link = tmp_path / "forbidden", tmp_path / "link"
+    scan, access = os.scandir, os.access
 
     def scandir(path: Any) -> Any:
-        if Path(path) == gone:
-            gone.rmdir()
         if Path(path) == forbidden:
             raise PermissionError(errno.EACCES, "Permission denied", path)
         return scan(path)
 
+    def error(pattern: str = "") -> str:
+        return first_error(f"text:{tmp_path}{pattern}").partition(": ")[2]
+
     monkeypatch.setattr(os, "scandir", scandir)
-    assert f"data.source text:{tmp_path}: {gone} cannot be read: No such file" in first_error(f"text:{tmp_path}")
     forbidden.mkdir()
+    advice = "; mend it, or name the others by a glob"
+    assert error() == f"{forbidden} cannot be read (Permission denied){advice}"
+    forbidden.rmdir()
     (tmp_path / "a.txt").write_text("text")
-    assert list(find_files("text", str(tmp_path), (".txt",))) == ["a.txt"]
+    # A root may read all: what the system says is what counts.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "a.txt" and access(path, mode))
+    for pattern in ("", "/*.txt"):
+        assert error(pattern) == f"{tmp_path / 'a.txt'} cannot be read (no permission){advice}"
+    monkeypatch.undo()
+    os.mkfifo(tmp_path / "b.txt")
+    assert error() == f"{tmp_path / 'b.txt'} cannot be read (no regular file){advice}"
+    (tmp_path / "b.txt").unlink()
+    link.symlink_to("nowhere")
+    for pattern in ("", "/*"):
+        assert error(pattern) == f"{link} cannot be read (a link to nothing){advice}"
+
+
+def test_a_folder_is_read_through_links_and_says_what_it_leaves_out(tmp_path: Path) -> None:
+    folder, other = tmp_path / "folder", tmp_path / "other"
+    for name in ("a.jsonl", "b.JSONL", "c.jsonl.GZ", "d.jsonl.zst", "e.jsonl.zst", "f.json", "README", ".hidden"):
+        folder.mkdir(exist_ok=True)
+        line = b'{"text": "' + name.encode() + b'"}\n'
+        (folder / name).write_bytes(gzip.compress(line) if name.endswith("GZ") else line)
+    other.mkdir()
+    (other / "g.jsonl").write_text('{"text": "linked"}')
+    for link in ("first", "second"):
+        (folder / link).symlink_to(other)
+    # Around a circle the walk comes back to where it began.
+    (other / "back").symlink_to(folder)
+    source = JsonlSource(str(folder), "text")
+    assert source.shards == ["a.jsonl", "b.JSONL", "c.jsonl.GZ", "first/g.jsonl"]
+    assert [document.text for document in read_all(source)] == ["a.jsonl", "b.JSONL", "c.jsonl.GZ", "linked"]
+    assert source.left_out == "2 .zst, 1 .json, 1 without suffix"
+    config = DataConfig(source=f"jsonl:{folder}")
+    with make_loader(
+        config, tokenizer=make_tokenizer("bytes"), sequence_length=16, batch_size=1, vocab_size=257
+    ) as loader:
+        assert loader.describe() == (
+            f"jsonl:{folder}#text (fingerprint {loader.fingerprint}): 4 files; left out: {source.left_out}"
+        )
+    assert re.search(r"no \.parquet file in folder \S+ \(it has 3 \.jsonl, 2 \.zst", first_error(f"parquet:{folder}"))
 
 
 def test_text_that_is_not_utf8(tmp_path: Path) -> None:
@@ -305,8 +342,8 @@ def test_an_empty_validation_split(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("a single document")
 
-    def error(fraction: float) -> str:
-        config = DataConfig(source=f"text:{path}", validation_fraction=fraction)
+    def error(fraction: float, **settings: Any) -> str:
+        config = DataConfig(source=f"text:{path}", validation_fraction=fraction, **settings)
         with (
             make_loader(
                 config,
@@ -321,8 +358,10 @@ def test_an_empty_validation_split(tmp_path: Path) -> None:
             next(loader)
         return str(info.value)
 
-    for fraction in (0.0, 1e-9):
-        assert f"validation split is empty; raise data.validation_fraction, now {fraction:g}" in error(fraction)
+    # As many documents as are shuffled at a time are documents, too.
+    for fraction, shuffle in ((0.0, 1024), (1e-9, 1024), (0.0, 1)):
+        empty = "validation split is empty (1 document read, all for training); raise data.validation_fraction, now"
+        assert f"{empty} {fraction:g}" in error(fraction, shuffle_documents=shuffle)
     path.write_text("")
     assert error(0.05) == f"text:{path} has no document; give it text"
 

@@ -178,6 +178,14 @@ class Loader:
         """
         return dict(self._state)
 
+    def describe(self) -> str:
+        """The data in words: source, fingerprint, number of files, and what was left out; empty without text."""
+        if self._source is None:
+            return ""
+        number, others = len(self._source.shards), self._source.left_out
+        left_out = f"; left out: {others}" if others else ""
+        return f"{self.name} (fingerprint {self.fingerprint}): {number:,} file{'s'[: number != 1]}{left_out}"
+
     @property
     def bad_documents(self) -> BadDocuments:
         """The documents that this process has skipped so far; some may be in batches that are still to come."""

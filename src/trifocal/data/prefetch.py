@@ -134,7 +134,7 @@ class Prefetcher(Generic[Item]):
                 return
             except BaseException as error:  # `get` raises it in the consumer.
                 item = _Failure(error)
-            self._activity.text = "waiting for the trainer"
+            working, self._activity.text = self._activity.text, "waiting for the trainer"
             while not self._activity.stop.is_set():
                 try:
                     self._queue.put(item, timeout=0.1)
@@ -143,3 +143,5 @@ class Prefetcher(Generic[Item]):
                     continue
             if isinstance(item, _Failure):
                 return
+            # It continues in the middle of this.
+            self._activity.text = working

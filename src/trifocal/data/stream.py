@@ -131,7 +131,7 @@ class DocumentStream:
         self.separator = tokenizer.separator
         self._validation = validation
         self._fraction = validation_fraction
-        self._no_documents = True
+        self._documents = 0
         self._seed = seed
         self._block_documents = block_documents
         self._activity = activity
@@ -153,7 +153,7 @@ class DocumentStream:
         empty_epochs = 0
         while True:
             whole = first_shard == 0 and cursor is None and index == 0
-            found = False
+            found, self._documents = False, 0
             order = shuffled(num_shards, "shards", self._seed, epoch)
             for done in range(first_shard, num_shards):
                 if done % self._shard_parts != self._shard_part:
@@ -181,16 +181,16 @@ class DocumentStream:
             self._activity.check()
             self._activity.text = f"reading {name}"
             for document, after in self._source.read(shard, start):
-                self._activity.text = f"reading {name}"
                 documents.append(document)
+                self._documents += 1
                 characters += len(document.text)
                 if len(documents) == self._block_documents or characters >= _BLOCK_CHARACTERS:
                     yield start, documents
                     documents, characters, start = [], 0, after
+                    self._activity.text = f"reading {name}"
         except OSError as error:
             raise UserError(f"{name} cannot be read: {one_line(error)}") from error
         if documents:
-            self._no_documents = False
             yield start, documents
 
     def _read_block(self, shard: int, start: Position, documents: list[Document]) -> Iterator[TokenDocument]:
@@ -206,6 +206,7 @@ class DocumentStream:
         for first in range(0, len(chosen), _ENCODED_TOGETHER):
             group = chosen[first : first + _ENCODED_TOGETHER]
             self._activity.check()
+            self._activity.text = f"tokenizing {self._source.name} ({group[0][1].id})"
             for (index, document), (tokens, learned) in zip(group, self._encode(group), strict=True):
                 if len(tokens):
                     position = Position(start.epoch, start.shard, start.block, index)
@@ -215,6 +216,7 @@ class DocumentStream:
         """The tokens of some documents; none of a document that is left out."""
         texts = iter(self._tokenizer.encode_batch([document.text for _, document in group if not document.messages]))
         for _, document in group:
+            self._source.bad.note_kind(document)
             if document.messages:
                 yield self._encode_chat(document, document.messages)
             else:
@@ -242,11 +244,15 @@ class DocumentStream:
     def _empty_message(self) -> str:
         bad = self._source.bad
         skipped = f" ({len(bad.skipped)} bad documents were skipped; the first: {bad.first})" if bad.skipped else ""
-        name = self._source.name + skipped
-        if self._no_documents and self._parts == 1:
+        name, number = self._source.name + skipped, self._documents
+        if not number and self._parts == 1:
             return f"{name} has no document; give it text"
+        of_all = f"{number:,} document{'s'[: number != 1]} read, all "
         if not self._validation:
             fewer = " or data.streams" if self._parts > 1 else ""
-            return f"{name} has no document to train on; give it text, or lower data.validation_fraction{fewer}"
+            return (
+                f"{name} has no document to train on ({of_all}held out or without tokens); give it text, or lower "
+                f"data.validation_fraction{fewer}"
+            )
         fraction = f"raise data.validation_fraction, now {self._fraction:g}"
-        return f"{name}: the validation split is empty; {fraction}, or give more documents"
+        return f"{name}: the validation split is empty ({of_all}for training); {fraction}, or give more documents"

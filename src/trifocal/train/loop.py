@@ -237,7 +237,7 @@ class Trainer:
         if data is None:
             return False
         if self.state.steps_here == 0:
-            self.log.log_event("first_batch", f"the first batch came after {setup.loader.first_wait:.1f} s")
+            self.log.log_first_batch()
         result = self._update(step, data)
         self.guard.add(result)
         self.state.step, self.state.data_position = step, data.position

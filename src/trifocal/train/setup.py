@@ -12,7 +12,6 @@ import torch
 
 from trifocal.data import Batch, Loader, Tokenizer, is_local, make_loader
 from trifocal.data.prefetch import LOOK_SECONDS
-from trifocal.data.sources.base import parse_source
 from trifocal.distributed import DistributedContext, Parallel, choose_mode, parallelize
 from trifocal.errors import UserError, one_line
 from trifocal.models import DecoderLM
@@ -182,8 +181,8 @@ class TrainSetup:
         )
         self.state.data_position = self.loader.state_dict()
         self.config = replace(config, data=self.loader.config)
-        if parse_source(config.data.source).kind in ("hf", "fineweb-edu"):
-            self.notes.append(f"reads {self.loader.name} (fingerprint {self.loader.fingerprint})")
+        if data := self.loader.describe():
+            self.notes.append(f"reads {data}")
         self._validation_batches: list[Batch] = []
         if config.evaluate.interval_steps and (is_local(config.data.source) or not config.data.validation_fraction):
             # Data without validation text are refused now, not after hours of training.

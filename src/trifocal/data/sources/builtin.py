@@ -48,7 +48,7 @@ class BuiltinSource:
             raise UserError(
                 f"data.source builtin: no Python files under {paths['stdlib']}; use text:PATH with a text of your own"
             )
-        self.shards = list(self._files)
+        self.shards, self.left_out = list(self._files), ""
         self.fingerprint = fingerprint("builtin", sizes)
 
     def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:

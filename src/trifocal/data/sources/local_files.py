@@ -8,6 +8,7 @@ import gzip
 import lzma
 import os
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -17,50 +18,54 @@ from trifocal.paths import check_path_text, user_path
 
 COMPRESSED: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 """Function that opens a compressed file, by suffix."""
-OTHER_COMPRESSED = {".zst", ".zip", ".lz4", ".7z", ".br", ".Z", ".tar", ".tgz"}
+OTHER_COMPRESSED = {".zst", ".zip", ".lz4", ".7z", ".br", ".z", ".tar", ".tgz"}
 DAMAGED = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
 """Errors of damaged compressed files (bz2 raises OSError)."""
+_KINDS_NAMED = 5
 
 
-def find_files(source: str, path: str, suffixes: Sequence[str], *, compressed: bool = False) -> dict[str, Path]:
+class Files(dict[str, Path]):
+    """Files by name, and a list of what else is in their folder, such as `2 .zst, 1 .json`."""
+
+    left_out = ""
+
+
+def find_files(source: str, path: str, suffixes: Sequence[str], *, compressed: bool = False) -> Files:
     """The files of a path, a folder or a glob.
 
     Args:
         source: The whole source string, for messages.
-        path: A file; a folder, searched at every depth without hidden names and without folders in it that this user
-            may not read; or a glob, `**` for any depth. A leading `~` is the home folder.
-        suffixes: Suffixes of the files to take from a folder.
+        path: A file; a folder, searched at every depth and through links, without hidden names; or a glob, `**` for
+            any depth. A leading `~` is the home folder.
+        suffixes: Suffixes of the files to take from a folder, in lower case; a name may have them in any case.
         compressed: Also take these suffixes followed by .gz, .bz2 or .xz.
 
     Returns:
         Path by name, sorted by name. Names are relative to the folder, so that moved data keep theirs.
 
     Raises:
-        UserError: If there is no such file, a folder cannot be read, or a name is not UTF-8.
+        UserError: If there is no such file, a file or a folder cannot be read, or a name is not UTF-8.
     """
-    start = user_path(path, "data.source")
+    start, left_out = user_path(path, "data.source"), ""
     if start.is_file():
         root, found = start.parent, [start]
     elif start.is_dir():
         root = start
         ends = tuple(suffix + packed for suffix in suffixes for packed in ("", *(COMPRESSED if compressed else ())))
-        try:
-            found = [
-                file
-                for folder, folders, files in os.walk(start, onerror=_unless_forbidden)
-                for file in _visible(Path(folder), folders, files)
-                if file.name.endswith(ends) and file.is_file()
-            ]
-        except OSError as error:  # A folder in it went away meanwhile.
-            raise UserError(f"data.source {source}: {error.filename} cannot be read: {error.strerror}") from error
+        files = _files_under(source, start)
+        # A link to nothing may have been a folder of such files: it is refused below.
+        found = [file for file in files if file.name.lower().endswith(ends) or not file.exists()]
+        others = Counter(sorted(file.suffix.lower() or "without suffix" for file in set(files).difference(found)))
+        left_out = ", ".join(f"{count:,} {kind}" for kind, count in others.most_common(_KINDS_NAMED))
+        left_out += ", …" if len(others) > _KINDS_NAMED else ""
         if not found:
             raise UserError(
-                f"data.source {source}: no {' or '.join(suffixes)} file in folder {path}; a glob such as "
-                f"{path.rstrip('/')}/**/*.* reads other names"
+                f"data.source {source}: no {' or '.join(suffixes)} file in folder {path} (it has "
+                f"{left_out or 'none'}); a glob such as {path.rstrip('/')}/**/*.* reads other names"
             )
     elif glob.has_magic(path):
         # Path.glob takes no absolute pattern.
-        found = [Path(name) for name in glob.glob(str(start), recursive=True) if Path(name).is_file()]  # noqa: PTH207
+        found = [Path(name) for name in glob.glob(str(start), recursive=True) if not Path(name).is_dir()]  # noqa: PTH207
         if not found:
             raise UserError(f"data.source {source}: no file matches {path}")
         root = Path(os.path.commonpath([file.parent for file in found]))
@@ -70,19 +75,36 @@ def find_files(source: str, path: str, suffixes: Sequence[str], *, compressed: b
         raise UserError(f"data.source {source}: no such file or folder: {path}")
     for file in found:
         check_path_text(str(file), "data.source")
-    return dict(sorted((file.relative_to(root).as_posix(), file) for file in found))
+        if not file.exists():
+            raise _cannot_read(source, str(file), "a link to nothing")
+        if not file.is_file():
+            raise _cannot_read(source, str(file), "no regular file")
+        if not os.access(file, os.R_OK):
+            raise _cannot_read(source, str(file), "no permission")
+    named = Files(sorted((file.relative_to(root).as_posix(), file) for file in found))
+    named.left_out = left_out
+    return named
 
 
-def _unless_forbidden(error: OSError) -> None:
+def _cannot_read(source: str, path: str, reason: str | None) -> UserError:
+    return UserError(f"data.source {source}: {path} cannot be read ({reason}); mend it, or name the others by a glob")
+
+
+def _files_under(source: str, start: Path) -> list[Path]:
+    """The files at every depth, without hidden names; a folder with several links to it is read once."""
+
+    def refuse(error: OSError) -> None:
+        raise _cannot_read(source, error.filename, error.strerror) from error
+
+    found, seen = [], set()
     # Path.rglob would pass over every folder that cannot be read, from Python 3.13 on.
-    if not isinstance(error, PermissionError):
-        raise error
-
-
-def _visible(folder: Path, folders: list[str], files: list[str]) -> list[Path]:
-    """The files of a folder without hidden ones; hidden folders are taken out of the list, which `os.walk` follows."""
-    folders[:] = [name for name in folders if not name.startswith(".")]
-    return [folder / name for name in files if not name.startswith(".")]
+    for folder, folders, files in os.walk(start, onerror=refuse, followlinks=True):
+        real = os.path.realpath(folder)
+        # Sorted, so that every machine finds the folder under the same name.
+        folders[:] = [] if real in seen else sorted(name for name in folders if not name.startswith("."))
+        found += [] if real in seen else [Path(folder, name) for name in files if not name.startswith(".")]
+        seen.add(real)
+    return found
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -91,10 +113,11 @@ def open_file(path: Path) -> BinaryIO:
     Raises:
         UserError: If it is compressed in another way.
     """
-    if path.suffix in OTHER_COMPRESSED:
-        raise UserError(f"{path}: {path.suffix} files are not read; unpack it, or compress it as .gz, .bz2 or .xz")
-    if path.suffix in COMPRESSED:
-        return cast(BinaryIO, COMPRESSED[path.suffix](path))
+    suffix = path.suffix.lower()
+    if suffix in OTHER_COMPRESSED:
+        raise UserError(f"{path}: {suffix} files are not read; unpack it, or compress it as .gz, .bz2 or .xz")
+    if suffix in COMPRESSED:
+        return cast(BinaryIO, COMPRESSED[suffix](path))
     return path.open("rb")
 
 

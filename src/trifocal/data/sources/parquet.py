@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class ParquetSource:
     def __init__(
         self,
         name: str,
-        files: dict[str, Path | str],
+        files: Mapping[str, Path | str],
         field: str,
         fingerprint: str,
         bad: BadDocuments | None = None,
@@ -45,7 +45,7 @@ class ParquetSource:
         self.name = name
         self.bad = bad or BadDocuments()
         self._held_out = held_out
-        self.shards = list(files)
+        self.shards, self.left_out = list(files), getattr(files, "left_out", "")
         self.fingerprint = fingerprint
         self._paths = list(files.values())
         self._field = field
@@ -68,7 +68,7 @@ class ParquetSource:
             UserError: If there is no such file.
         """
         found = find_files(name, path, (".parquet",))
-        return cls(name, dict(found), field, fingerprint("parquet", sizes(found), field), bad)
+        return cls(name, found, field, fingerprint("parquet", sizes(found), field), bad)
 
     def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
         """The documents of a file; a cursor is a row group and a row in it.

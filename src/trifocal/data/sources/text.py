@@ -56,7 +56,7 @@ class TextSource:
         self.name = f"text:{path}"
         self.bad = bad or BadDocuments()
         self._files = find_files(self.name, path, (".txt", ".md"), compressed=True)
-        self.shards = list(self._files)
+        self.shards, self.left_out = list(self._files), self._files.left_out
         found = sizes(self._files)
         self._starts = [0, *itertools.accumulate(size for _, size in found)]
         self._document_bytes, self._marked_every = document_bytes, 0
@@ -147,7 +147,7 @@ class JsonlSource:
         self.bad = bad or BadDocuments()
         self._files = find_files(self.name, path, (".jsonl",), compressed=True)
         self._field = field
-        self.shards = list(self._files)
+        self.shards, self.left_out = list(self._files), self._files.left_out
         self.fingerprint = fingerprint("jsonl", sizes(self._files), field)
 
     def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
