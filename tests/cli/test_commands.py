@@ -1,6 +1,7 @@
 """The commands as a person types them: output, exit status, and one clear line for bad input."""
 
 import errno
+import io
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from tests.train.tiny import TOML, before_step, write_config, write_documents
 from tests.written_runs import wait_for
 from trifocal._version import __version__
 from trifocal.cli import COMMANDS, main
+from trifocal.cli.console import SafeConsole
 from trifocal.runlog import read_metrics
 from trifocal.train import run_logger
 from trifocal.train.stop import SAME_REQUEST_SECONDS
@@ -38,11 +41,13 @@ def refused(capsys: Capture, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("flag", ["--help", "--version"])
-def test_a_closed_pipe_is_no_error(flag: str) -> None:
+def test_a_closed_pipe_is_no_error(flag: str, tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
+    # Names in the working directory, such as a folder named wandb, are no packages, as for the command `trifocal`.
+    (tmp_path / "difflib.py").write_text("raise SystemExit('shadowed')")
     command = [sys.executable, "-m", "trifocal", flag]
-    done = subprocess.run(command, env=ENVIRONMENT, stdout=writer, stderr=subprocess.PIPE, timeout=120)
+    done = subprocess.run(command, env=ENVIRONMENT, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, timeout=120)
     os.close(writer)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
@@ -53,6 +58,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     assert main(["train", str(write_config(folder))]) == 0
     return folder / "run"
+
+
+def test_no_folder_for_temporary_files_is_said_in_a_line(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
+    for command in ("train", "watch", "doctor"):
+        assert "no folder for temporary files can be written; free space in /tmp" in refused(capsys, command)
+
+
+def test_a_console_of_no_columns_is_80_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns, width in (("0", 80), ("7", 7)):
+        monkeypatch.setenv("COLUMNS", columns)
+        console = SafeConsole(file=io.StringIO())
+        console.print("text")
+        assert (console.width, console.file.getvalue()) == (width, "text\n")  # type: ignore[attr-defined]
 
 
 def test_help_and_version(capsys: Capture) -> None:

@@ -82,6 +82,14 @@ def test_two_fields_of_one_name(tmp_path: Path) -> None:
     assert error_of(tmp_path / "a.parquet") == f"{tmp_path}/a.parquet has 2 fields 'text'; rename all but one"
 
 
+def test_a_field_beside_one_of_the_same_path(tmp_path: Path) -> None:
+    """Parquet selects columns by their path: both come, in the file's order."""
+    table = pyarrow.table({"meta": [{"text": "inside", "n": 1}], "meta.text": ["beside"]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    source = ParquetSource.from_path("parquet", str(tmp_path), "meta.text")
+    assert [document.text for document, _ in source.read(0, None)] == ["beside"]
+
+
 def test_files_that_are_broken(write_parquet: Write, texts: Callable[..., list[str]], tmp_path: Path) -> None:
     assert f"no .parquet file in folder {tmp_path}" in error_of(tmp_path)
     path = write_parquet("a.parquet", texts(100))

@@ -83,6 +83,20 @@ def test_a_tokenizer_file_there_and_back(tokenizer_file: Path) -> None:
     assert make_tokenizer(str(tokenizer_file.parent)).encode(TEXT).tolist() == ids.tolist()
 
 
+def test_added_tokens_have_the_bytes_of_their_text(tokenizer_file: Path) -> None:
+    content = json.loads(tokenizer_file.read_text())
+    first = max(content["model"]["vocab"].values()) + 1
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    content["added_tokens"] += [
+        {"id": first + number, "content": text, **plain} for number, text in enumerate(("naïve", "☃☃", "  "))
+    ]
+    tokenizer_file.write_text(json.dumps(content))
+    tokenizer = make_tokenizer(str(tokenizer_file))
+    ids = tokenizer.encode("a☃☃  naïve ☃")
+    assert {first, first + 1, first + 2} <= set(ids.tolist())
+    assert tokenizer.count_bytes(ids) == len("a☃☃  naïve ☃".encode())
+
+
 def test_a_separator_spelled_in_a_text_does_not_end_it(tokenizer_file: Path) -> None:
     tokenizer = make_tokenizer(str(tokenizer_file))
     assert tokenizer.separator not in tokenizer.encode("before <|endoftext|> after")

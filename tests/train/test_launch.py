@@ -192,7 +192,7 @@ def test_a_finished_run_goes_on_to_more_steps(tmp_path: Path, capsys: pytest.Cap
     taken = {row["step"]: row["learning_rate"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "train")}
     assert (taken[6], taken[7]) == pytest.approx((0.001, 0.0016), rel=0.01)
     assert load_config(tmp_path / "run" / "config.toml").train.steps == 8
-    with pytest.raises(UserError, match=r"of step 8, past train\.steps 6"):
+    with pytest.raises(UserError, match=r"of step 8, past train\.steps 6; raise --train\.steps, or .* --checkpoint"):
         resume(tmp_path / "run", config=config)
 
 

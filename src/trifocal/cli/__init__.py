@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 
 from trifocal._version import __version__
@@ -55,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if args[0] not in COMMANDS:
             raise unknown("command", args[0], COMMANDS)
+        _check_temporary_folder()
         return int(importlib.import_module(f"trifocal.cli.{args[0]}").run(args[1:]))
     except UserError as error:
         return _fail(str(error), 2)
@@ -72,6 +74,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as error:
         # From `--help` of a command.
         return error.code if isinstance(error.code, int) else 0
+
+
+def _check_temporary_folder() -> None:
+    # PyTorch and Triton need one, at their import already.
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise UserError(
+            "no folder for temporary files can be written; free space in /tmp, or name another folder in TMPDIR"
+        ) from error
 
 
 def _fail(message: str, status: int) -> int:

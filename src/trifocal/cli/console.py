@@ -1,6 +1,7 @@
 """A console whose texts cannot control the terminal."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -10,6 +11,12 @@ from trifocal.cli.output import printable
 
 class SafeConsole(Console):
     """A rich console that passes every text through `printable`; colours and cursor movements are rich's alone."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if not self.width:
+            # COLUMNS=0, as some batch systems and editors set it.
+            self.width = 80
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """The segments of the output."""

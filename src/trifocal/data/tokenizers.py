@@ -274,10 +274,14 @@ class HuggingFaceTokenizer:
         decoder = json.dumps(json.loads(self._tokenizer.to_str()).get("decoder"))
         byte_level = '"ByteLevel"' in decoder
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
+        added = self._tokenizer.get_added_tokens_decoder()
         for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
             if i in self._special:
                 continue
-            if byte_level:
+            if i in added:
+                # Found in the text as they are written.
+                lengths[i] = len(token.encode("utf-8"))
+            elif byte_level:
                 # Byte-level vocabularies write each byte as one character.
                 lengths[i] = len(token)
             elif re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):

@@ -209,7 +209,10 @@ class TrainSetup:
         )
         step, last = saved["step"], self.config.train.steps
         if step > last:
-            raise UserError(f"{checkpoint} is of step {step}, past train.steps {last}")
+            raise UserError(
+                f"{checkpoint} is of step {step}, past train.steps {last}; raise --train.steps, or take an earlier one "
+                "with --checkpoint"
+            )
         try:
             self.loader.load_state_dict(saved["data"])
             self.state = TrainState(step, step, saved["loss"], saved["data"])

@@ -127,7 +127,7 @@ class ParquetSource:
             rows = max(1, min(_MOST_ROWS_DECODED, _BYTES_DECODED // size))
             for batch in parquet.iter_batches(rows, row_groups=[group], columns=[self._field], use_threads=False):
                 skipped = min(max(first_row - row, 0), len(batch))
-                for number, value in enumerate(_values(batch.column(0).slice(skipped)), start=row + skipped):
+                for number, value in enumerate(_values(batch.column(self._field).slice(skipped)), start=row + skipped):
                     if value == "":
                         continue
                     try:

@@ -214,7 +214,7 @@ def _process_state(path: Path, rank: int) -> dict[str, Any]:
     try:
         state = read_json(file)
         if not isinstance(state.get("step"), int):
-            raise UserError(f"{file} holds no step")
+            raise UserError(f"{file} cannot be read: it holds no step")
     except UserError as error:
         raise CheckpointDamaged(str(error)) from error
     return state
