@@ -81,7 +81,7 @@ def test_json_takes_figures_that_are_not_finite(monkeypatch):
 
 @pytest.mark.usefixtures("four_checks")
 def test_command(capsys, tmp_path):
-    assert main(["check", "--device", "cpu", "--only", "skipping", "passing", "--json", str(tmp_path / "c.json")]) == 0
+    assert main(["check", "--device", "cpu", "--only", "skipping,passing", "--json", str(tmp_path / "c.json")]) == 0
     out = capsys.readouterr().out
     assert "[1/2] passing: is for a test (guards 1, 8)" in out
     assert "  passed in 0.0 s: 0.5 s, at most 1\n    fine" in out

@@ -171,7 +171,10 @@ def test_weights_in_8_bits_have_a_loss_of_their_own(run: Path, tmp_path: Path, c
     "arguments, message",
     [
         (("--weights", "int8"), "give a file of its own: --output FILE.json"),
-        (("--only", "needles"), 'unknown task "needles"; the nearest valid one is "needle"'),
+        (
+            ("--only", "needles"),
+            "one of 'loss', 'position', 'choice', 'needle', 'recall', got 'needles'",
+        ),
         (("--depths", "0"), "--depths must be at least 1, got 0"),
         (("--lengths", "8", "0"), "--lengths must be above 0, got 0"),
         (("--only", "recall"), "has no keys and values to recall"),

@@ -19,7 +19,8 @@ import pytest
 
 from trifocal.cli import main
 from trifocal.data import DataConfig, make_loader, make_tokenizer
-from trifocal.data.sources.base import BadDocuments, Document, Source, parse_source
+from trifocal.data.data_config import parse_source
+from trifocal.data.sources.base import BadDocuments, Document, Source
 from trifocal.data.sources.builtin import BuiltinSource
 from trifocal.data.sources.text import JsonlSource, TextSource
 from trifocal.data.stream import in_validation
@@ -155,6 +156,24 @@ def test_jsonl_reads_the_field(tmp_path: Path) -> None:
         Document("a.jsonl:6", "last"),
     ]
     check_cursors(source)
+
+
+def test_a_nested_field_of_jsonl(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    records = [{"a": {"b": {"text": "deep"}}}, {"a.b.text": "flat", "a": {"b": {"text": "deep"}}}, {"a": {"b": "x"}}]
+    path.write_text("\n".join(map(json.dumps, records)))
+    bad = BadDocuments("skip")
+    documents = read_all(JsonlSource(str(path), "a.b.text", bad=bad))
+    assert [document.text for document in documents] == ["deep", "flat"]
+    assert bad.first == f"{path}:3: no field 'a.b.text'; it has 'a'"
+
+
+def test_a_name_may_have_a_number_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert parse_source("jsonl:c#.jsonl") == ("jsonl", "c", ".jsonl")
+    (tmp_path / "c#.jsonl").touch()
+    assert parse_source("jsonl:c#.jsonl") == ("jsonl", "c#.jsonl", "text")
+    assert parse_source("jsonl:c#.jsonl#body") == ("jsonl", "c#.jsonl", "body")
 
 
 def test_a_text_may_begin_with_a_byte_order_mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ def test_what_makes_no_sense_or_does_not_fit_is_said(monkeypatch: pytest.MonkeyP
         ("needle", "text:a", dense, ""),
         ("recall", "recall:8", dense, ""),
     ):
-        assert not_possible(task, source, config) == reason
+        assert not_possible(task, DataConfig(source=source) if source else None, config) == reason
 
     said: list[str] = []
     plan = Plan(tasks=("needle",), sequence_length=64, lengths=(40, 100), depths=1, samples=1)

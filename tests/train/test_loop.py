@@ -225,7 +225,8 @@ def test_an_existing_run_is_safe(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     train(config)
     weights = (tmp_path / "run" / "weights" / "model.safetensors").read_bytes()
-    with pytest.raises(UserError, match=r"holds a run already.*--resume \S+/run.*--overwrite"):
+    (tmp_path / "run-2").mkdir()
+    with pytest.raises(UserError, match=r"holds a run already.*--resume \S+/run\).*--overwrite.*ory \S+/run-3\)$"):
         train(config)
     assert (tmp_path / "run" / "weights" / "model.safetensors").read_bytes() == weights
 

@@ -53,7 +53,8 @@ def run(args: Sequence[str]) -> int:
             console.print(f"    {line}", style="dim")
 
     with unwinding_signals():
-        report = checks.run(device=options.device, only=options.only, on_start=on_start, on_result=on_result)
+        only = [name for text in options.only for name in text.split(",")]
+        report = checks.run(device=options.device, only=only, on_start=on_start, on_result=on_result)
     if options.json:
         write_file(options.json, report.to_json())
     console.print(f"\n{report.summary()}")

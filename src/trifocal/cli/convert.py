@@ -38,7 +38,7 @@ class ConvertArguments:
     to: Target
     """"selected": one softmax over first, local and selected blocks, keys and values as they are; "nsa": compressed,
     selected and window branches with gates, each with a copy of the keys and values."""
-    dense_layers: str = ""
+    dense_layers: tuple[int, ...] = ()
     """Layers that stay dense, by number, like 0,1,2."""
     shared_kv: bool = False
     """With "nsa": one projection of keys and values for all branches."""
@@ -60,14 +60,13 @@ def run(args: Sequence[str]) -> int:
         raise UserError(
             f"{source}: no such folder; a model of the hub is downloaded first: hf download OWNER/NAME --local-dir DIR"
         )
-    dense_layers = _numbers(options.dense_layers)
     with new_model_folder(output) as partial:
         config, tensors, settings = _read(source, partial)
         wanted = converted_config(
             config,
             options.to,
             options.geometry,
-            dense_layers=dense_layers,
+            dense_layers=options.dense_layers,
             shared_kv=options.shared_kv,
             chooser=options.chooser,
         )
@@ -115,13 +114,6 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> str:
     if tokenizer.vocab_size > vocab_size:
         return f"the tokenizer has ids up to {tokenizer.vocab_size - 1:,}, the model {vocab_size:,} tokens; {advice}"
     return ""
-
-
-def _numbers(text: str) -> list[int]:
-    words = [word.strip() for word in text.split(",")] if text.strip() else []
-    if not all(word.isdecimal() for word in words):
-        raise UserError(f'--dense-layers must be numbers of layers like 0,1,2, got "{text}"')
-    return [int(word) for word in words]
 
 
 def _summary(config: ModelConfig, output: Path, note: str) -> str:

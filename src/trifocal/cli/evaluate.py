@@ -17,13 +17,14 @@ from trifocal._version import __version__
 from trifocal.cli.console import SafeConsole
 from trifocal.cli.output import check_output, printable, write_file
 from trifocal.data import DataConfig
-from trifocal.errors import UserError, unknown
+from trifocal.errors import UserError
 from trifocal.evaluation import (
     TASKS,
     Evaluated,
     Plan,
     Say,
     Subject,
+    Task,
     evaluate_model,
     not_possible,
     to_json,
@@ -38,7 +39,6 @@ from trifocal.train.checkpoint.pretrained import Pretrained, open_pretrained, pr
 from trifocal.train.config.check import choose_device
 from trifocal.train.config.load import parse_arguments
 
-_LISTS = ("--only", "--lengths", "--pairs")
 _NO_COLUMNS = ("task", "length", "status", "source")
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 _LINE_SECONDS = 5.0
@@ -62,7 +62,7 @@ class EvaluateArguments:
 
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
     """The run, also while it goes on; one of its checkpoints; a folder of weights; or demo, that of the package."""
-    only: tuple[str, ...] = ()
+    only: tuple[Task, ...] = ()
     """Some of loss, position, choice, needle, recall; by default those that make sense for the model."""
     checkpoint: str = ""
     """A checkpoint of the run, like step_00000500; the newest by default."""
@@ -88,9 +88,6 @@ class EvaluateArguments:
     """Another file for the figures, as JSON; needed for weights without a run."""
 
     def __post_init__(self) -> None:
-        for name in self.only:
-            if name not in TASKS:
-                raise unknown("task", name, TASKS)
         for name, lowest in (("sequence_length", 0), ("sequences", 0), ("depths", 1), ("samples", 1)):
             if getattr(self, name) < lowest:
                 raise UserError(f"--{name.replace('_', '-')} must be at least {lowest}, got {getattr(self, name)}")
@@ -110,7 +107,7 @@ def run(args: Sequence[str]) -> int:
     Raises:
         UserError: If there is no model, its weights are broken, there are no data, or none of the tasks makes sense.
     """
-    options: EvaluateArguments = parse_arguments(EvaluateArguments, _split_lists(args), prog="trifocal evaluate")
+    options: EvaluateArguments = parse_arguments(EvaluateArguments, args, prog="trifocal evaluate")
     check_output(options.output)
     path = pretrained_path(options.path, "RUN_DIR")
     with open_pretrained(path, options.checkpoint) as found:
@@ -147,20 +144,6 @@ def _check_place(found: Pretrained, options: EvaluateArguments) -> None:
             f"--weights {options.weights} measures another model than the run's, and {own} has the run's figures; "
             "give --output a file elsewhere"
         )
-
-
-def _split_lists(args: Sequence[str]) -> list[str]:
-    """The arguments, with the values of lists also taken with commas: `--lengths 4096,16384`."""
-    result: list[str] = []
-    in_list = False
-    for argument in args:
-        if argument.startswith("--"):
-            name, equals, values = argument.partition("=")
-            in_list = name in _LISTS
-            result += [name, *values.split(",")] if in_list and equals else [argument]
-        else:
-            result += [part for part in argument.split(",") if part] if in_list else [argument]
-    return result
 
 
 def _note_on_needles(rows: Sequence[dict[str, Any]], subject: Subject, step: int | None) -> str:
@@ -213,8 +196,7 @@ def _plan(subject: Subject, options: EvaluateArguments) -> Plan:
     Raises:
         UserError: If none does, or a length is not known.
     """
-    source = "" if subject.data is None else subject.data.source
-    reasons = {task: not_possible(task, source, subject.model.config) for task in options.only or TASKS}
+    reasons = {task: not_possible(task, subject.data, subject.model.config) for task in options.only or TASKS}
     tasks = tuple(task for task, reason in reasons.items() if not reason)
     if not tasks:
         raise UserError(f"nothing to measure: {'; '.join(dict.fromkeys(reasons.values()))}")

@@ -21,7 +21,7 @@ class ReportArguments:
     run_directories: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR ...")]
     """The run, or several to compare."""
     output: str = ""
-    """Where to write; report.html in the first run by default."""
+    """Where to write; by default report.html in the run, of several runs comparison.html in the first."""
 
     def __post_init__(self) -> None:
         if not self.run_directories:

@@ -2,7 +2,6 @@
 
 from trifocal.data.data_config import DataConfig
 from trifocal.data.loader import Batch, Latency, Loader, make_loader, merge_states, read_validation
-from trifocal.data.sources.base import has_text, is_local
 from trifocal.data.tokenizers import Tokenizer, make_tokenizer
 
 __all__ = [
@@ -11,8 +10,6 @@ __all__ = [
     "Latency",
     "Loader",
     "Tokenizer",
-    "has_text",
-    "is_local",
     "make_loader",
     "make_tokenizer",
     "merge_states",

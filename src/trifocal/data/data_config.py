@@ -1,17 +1,99 @@
-"""The settings of the data, and their valid values."""
+"""The settings of the data, and the parts of a source string."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Literal, NamedTuple
 
+from trifocal.errors import UserError, nearest
 from trifocal.fields import check_at_least, check_types
+from trifocal.paths import check_path_text, user_path
 
 SYNTHETIC = ("synthetic", "recall", "needle")
 """Kinds of source without text: their tokens are drawn."""
 
 SOURCES = (*SYNTHETIC, "builtin", "text", "jsonl", "parquet", "hf", "fineweb-edu")
 """Kinds of source; the part of `DataConfig.source` before the first colon."""
+_WITH_FIELD = ("jsonl", "parquet", "hf", "fineweb-edu")
+
+
+class SourceName(NamedTuple):
+    """The parts of a source string `kind:path#field`."""
+
+    kind: str
+    path: str
+    field: str
+
+    @property
+    def has_text(self) -> bool:
+        """Whether it gives text; the tokens of the others are drawn."""
+        return self.kind not in SYNTHETIC
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it can be read without a network."""
+        if self.kind == "hf":
+            return dataset_name(self.path)[0].is_dir()
+        return self.kind != "fineweb-edu" or bool(self.path)
+
+
+def parse_source(source: str) -> SourceName:
+    """Split a source string into its parts.
+
+    Args:
+        source: A string like `builtin`, `text:book.txt`, `parquet:folder#text`, `hf:owner/name:config#messages`.
+
+    Returns:
+        Kind, path (empty where none is given; the number of `recall` and `needle`; name and configuration of `hf`) and
+        field (`text` where none is given).
+
+    Raises:
+        UserError: If the kind is unknown (names the nearest), lacks its path, or takes none; if it is a URL.
+    """
+    kind, _, rest = source.partition(":")
+    check_path_text(source, "data.source")
+    if "://" in source:
+        # Not repeated in the message: it may hold a password.
+        raise UserError(
+            "data.source is an address with ://; expected local files or hf:OWNER/NAME: download the files first, and "
+            "give a login in the environment (HF_TOKEN), not in the address"
+        )
+    if kind not in SOURCES:
+        hint = f"the nearest is {nearest(kind, SOURCES)}"
+        if user_path(source, "data.source").exists() or "/" in kind or Path(kind).suffix:
+            hint = f"for this path write {_kind_of_path(source)}:{source}"
+        raise UserError(f"unknown data.source {source!r}; {hint} (known: {', '.join(SOURCES)})")
+    path, field = rest, "text"
+    # A name may have a # in it.
+    if kind in _WITH_FIELD and "#" in rest and not user_path(rest, "data.source").exists():
+        path, _, field = rest.rpartition("#")
+    if kind in ("text", "jsonl", "parquet", "hf") and not path:
+        raise UserError(f"data.source {source!r} lacks its path; write {kind}:{'NAME' if kind == 'hf' else 'PATH'}")
+    if kind in ("synthetic", "builtin") and path:
+        raise UserError(f"data.source {source!r}: {kind} takes no path; write {kind}, or text:{path} to read it")
+    if kind in ("recall", "needle") and path and not (path.isdecimal() and len(path) < 10 and int(path)):
+        raise UserError(f"data.source {source!r}: {kind} takes a whole number above 0, such as {kind}:8")
+    if not field:
+        raise UserError(f"data.source {source!r} has an empty field after #; write #text, for instance")
+    return SourceName(kind, path, field)
+
+
+def dataset_name(path: str) -> tuple[Path, str]:
+    """Name and configuration of an `hf` source; the name is a folder's path or the hub's `OWNER/NAME`.
+
+    Args:
+        path: `NAME` or `NAME:CONFIG`. A folder with a colon in its name is found, too.
+    """
+    whole = user_path(path, "data.source")
+    name, _, config = path.rpartition(":")
+    return (whole, "") if not name or whole.is_dir() else (user_path(name, "data.source"), config)
+
+
+def _kind_of_path(path: str) -> str:
+    name = path.removesuffix(".gz")
+    return {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}.get(Path(name).suffix, "text")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +108,8 @@ class DataConfig:
     builtin (text of Python's standard library), text:PATH, jsonl:PATH#field, parquet:PATH#field (file, folder or glob),
     hf:NAME#field or hf:NAME:CONFIG#field (a data set of the Hugging Face hub, or a folder that load_dataset takes),
     fineweb-edu (hf:HuggingFaceFW/fineweb-edu:sample-10BT), fineweb-edu:PATH (a folder of its parquet files). The field
-    is text unless given. A field of strings gives texts, a field of lists of messages gives chats."""
+    is text unless given; in JSON lines it may be nested, like a.text. A field of strings gives texts, a field of lists
+    of messages gives chats."""
 
     split: str = "train"
     """hf, fineweb-edu: the split to train on."""
@@ -82,3 +165,10 @@ class DataConfig:
         check_at_least(self, "data", shuffle_documents=1, shuffle_sequences=1, streams=1, prefetch_batches=1)
         if self.validation_fraction >= 1:
             raise ValueError(f"data.validation_fraction must be below 1, got {self.validation_fraction}")
+        # A source that is no such string is refused where the config is read.
+        _ = self.parsed
+
+    @functools.cached_property
+    def parsed(self) -> SourceName:
+        """The parts of `source`."""
+        return parse_source(self.source)

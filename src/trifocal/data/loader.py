@@ -17,7 +17,7 @@ from torch import Tensor
 from trifocal.data.data_config import DataConfig
 from trifocal.data.packing import IGNORED, PackedStream, Row, RowStream, ShuffledStream
 from trifocal.data.prefetch import Activity, Prefetcher
-from trifocal.data.sources.base import BadDocuments, Source, has_text, parse_source
+from trifocal.data.sources.base import BadDocuments, Source
 from trifocal.data.sources.builtin import BuiltinSource
 from trifocal.data.sources.hub import open_dataset
 from trifocal.data.sources.parquet import ParquetSource
@@ -347,7 +347,7 @@ def make_loader(
     # The settings that decide the rows: a position is valid only for the same ones.
     settings: dict[str, Any] = {"split": split, "data.seed": config.seed, "train.sequence_length": sequence_length}
     source: Source | None = None
-    if not has_text(config.source):
+    if not config.parsed.has_text:
         # One stream; every process makes only its own rows.
         streams: list[RowStream] = [
             synthetic_stream(
@@ -375,7 +375,7 @@ def make_loader(
             "data.shuffle_sequences": config.shuffle_sequences,
             "data.streams": len(streams),
         }
-        if parse_source(config.source).kind in ("hf", "fineweb-edu"):
+        if config.parsed.kind in ("hf", "fineweb-edu"):
             # With no split of its own, validation would be on text that was trained on.
             settings["data.validation_split"] = config.validation_split
     return Loader(
@@ -445,7 +445,7 @@ def make_source(config: DataConfig, activity: Activity, split: str) -> tuple[Sou
     Raises:
         UserError: If the source is unknown, its data are missing or empty, or the hub does not answer.
     """
-    kind, path, field = parse_source(config.source)
+    kind, path, field = config.parsed
     bad = BadDocuments(config.on_bad_document)
     if kind == "builtin":
         return BuiltinSource(include_site_packages=config.include_site_packages, bad=bad), config

@@ -1,6 +1,6 @@
 """What a trained model can do: loss by position, its choice, needles, recall (`trifocal evaluate`)."""
 
-from trifocal.evaluation.measure import TASKS, Plan, Say, evaluate_model, not_possible
+from trifocal.evaluation.measure import TASKS, Plan, Say, Task, evaluate_model, not_possible
 from trifocal.evaluation.record import Evaluated, merge_rows, to_json, write_evaluation
 from trifocal.evaluation.subject import Subject
 
@@ -10,6 +10,7 @@ __all__ = [
     "Plan",
     "Say",
     "Subject",
+    "Task",
     "evaluate_model",
     "merge_rows",
     "not_possible",

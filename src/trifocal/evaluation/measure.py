@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 
-from trifocal.data import Batch, has_text, read_validation
-from trifocal.data.sources.base import parse_source
+from trifocal.data import Batch, DataConfig, read_validation
+from trifocal.data.data_config import SourceName
 from trifocal.data.sources.synthetic import check_recall, task_size
 from trifocal.evaluation.choice import measure_choice
 from trifocal.evaluation.needles import measure_needles
@@ -20,7 +20,8 @@ from trifocal.evaluation.subject import Subject, TooShort
 from trifocal.models import ModelConfig
 from trifocal.runlog.progress import duration
 
-TASKS = ("loss", "position", "choice", "needle", "recall")
+Task = Literal["loss", "position", "choice", "needle", "recall"]
+TASKS: tuple[Task, ...] = get_args(Task)
 OK = "ok"
 _SHORTEST_NEEDLE = 64
 _CHOICE_SEQUENCES = 16
@@ -68,29 +69,28 @@ class Plan:
         """Depths of needles."""
         return [index / max(self.depths - 1, 1) for index in range(self.depths)]
 
-    def recall_pairs(self, source: str) -> list[int]:
+    def recall_pairs(self, source: SourceName) -> list[int]:
         """Numbers of pairs, the smallest first."""
         own = task_size(source, self.sequence_length)
         return sorted(set(self.pairs) or {max(own // 4, 1), max(own // 2, 1), own})
 
 
-def not_possible(task: str, source: str, config: ModelConfig) -> str:
+def not_possible(task: str, data: DataConfig | None, config: ModelConfig) -> str:
     """Why a task makes no sense with these data and this model; empty if it does.
 
     Args:
         task: One of `TASKS`.
-        source: `data.source` of its training, or another; empty if none is known.
+        data: Those of its training, or others; None if none are known.
         config: Configuration of the model.
     """
     if task == "choice" and (config.selection == "random" or not {"nsa", "selected"} & set(config.attention_of_layers)):
         return "no layer chooses blocks"
-    if not source:
+    if data is None:
         return "the data of its training are not known; name some with --source"
-    kind = parse_source(source).kind
-    if task == "recall" and kind != "recall":
-        return f'data.source "{source}" has no keys and values to recall'
-    if task == "needle" and not has_text(source) and kind != "needle":
-        return f'data.source "{source}" has neither text nor needles'
+    if task == "recall" and data.parsed.kind != "recall":
+        return f'data.source "{data.source}" has no keys and values to recall'
+    if task == "needle" and not data.parsed.has_text and data.parsed.kind != "needle":
+        return f'data.source "{data.source}" has neither text nor needles'
     return ""
 
 
@@ -110,7 +110,7 @@ def evaluate_model(subject: Subject, plan: Plan, say: Say) -> Iterator[dict[str,
         FloatingPointError: If the model's output is not finite.
     """
     assert subject.data is not None
-    source = subject.data.source
+    source = subject.data.parsed
     left = TimeLeft(planned_tokens(subject, plan))
     if "recall" in plan.tasks:
         # Before the hours of the others.
@@ -169,7 +169,7 @@ def planned_tokens(subject: Subject, plan: Plan) -> int:
     length = plan.sequence_length
     of_loss = _sequences(subject, plan) * length
     of_needles = plan.depths * plan.samples * sum(plan.needle_lengths())
-    of_recall = plan.samples * length * len(plan.recall_pairs(subject.data.source)) if "recall" in plan.tasks else 0
+    of_recall = plan.samples * length * len(plan.recall_pairs(subject.data.parsed)) if "recall" in plan.tasks else 0
     return of_loss * bool({"loss", "position"} & set(plan.tasks)) + of_needles * ("needle" in plan.tasks) + of_recall
 
 

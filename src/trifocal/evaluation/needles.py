@@ -9,7 +9,6 @@ import torch
 from numpy.typing import NDArray
 
 from trifocal.data import make_loader
-from trifocal.data.sources.base import parse_source
 from trifocal.data.sources.synthetic import VALUE_TOKENS, haystack, task_size
 from trifocal.data.stream import random_words
 from trifocal.evaluation.subject import Subject, TooShort
@@ -40,8 +39,8 @@ class Haystacks:
         assert subject.data is not None
         self._data, self._tokenizer = subject.data, subject.tokenizer
         self._vocab_size = subject.model.config.vocab_size
-        self.is_task = parse_source(self._data.source).kind == "needle"
-        self.needles = task_size(self._data.source, 0) if self.is_task else 1
+        self.is_task = self._data.parsed.kind == "needle"
+        self.needles = task_size(self._data.parsed, 0) if self.is_task else 1
 
     def prompts(self, length: int, depths: Sequence[float], samples: int) -> Iterator[tuple[float, list[Prompt]]]:
         """For each depth, the prompts of all samples; a sample has the same haystack at every depth.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trifocal.data import Batch, has_text
+from trifocal.data import Batch
 from trifocal.evaluation.subject import Subject
 from trifocal.models import DecoderLM
 from trifocal.ops import Documents
@@ -100,7 +100,7 @@ def measure_loss(subject: Subject, batches: Sequence[Batch], on_batch: Callable[
         "loss": loss,
         "perplexity": math.exp(loss) if loss < 700 else math.inf,
         "bits_per_token": loss / math.log(2),
-        "bits_per_byte": total / math.log(2) / text_bytes if has_text(subject.data.source) and text_bytes else None,
+        "bits_per_byte": total / math.log(2) / text_bytes if subject.data.parsed.has_text and text_bytes else None,
     }
     return [
         whole,

@@ -23,7 +23,8 @@ def write_report(
 
     Args:
         run_dirs: The run directory, or several.
-        output: The file to write; `report.html` in the first run directory by default.
+        output: The file to write; by default `report.html` in the run directory, of several runs `comparison.html` in
+            the first.
 
     Returns:
         The file written.
@@ -42,7 +43,8 @@ def write_report(
         if names.count(run.name) > 1:
             run.name = str(run.directory)
     page = build_page(runs, plotly)
-    path = Path(output) if output is not None else runs[0].directory / "report.html"
+    name = "report.html" if len(runs) == 1 else "comparison.html"
+    path = Path(output) if output is not None else runs[0].directory / name
     try:
         if output is None:
             # Others may write to this folder: do not follow a link of that name.

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from trifocal.data import has_text
 from trifocal.runlog import write_backends
 from trifocal.runlog.traces import Tracer
 from trifocal.train.checkpoint.export import WEIGHTS
@@ -180,7 +179,7 @@ class Trainer:
         self.generates_code = train.compile or setup.graphs is not None
         # Code is made for one kind of micro-batch: text is packed even where no document ends inside of a row. A second
         # kind would be compiled at some later step, beside the first one's memory.
-        self.fewest_documents = int(has_text(self.config.data.source))
+        self.fewest_documents = int(self.config.data.parsed.has_text)
         groups = self.config.parallel.groups(setup.processes.size)
         self.accumulation = train.global_batch_size // (train.sequences_at_once(groups) * groups)
         self.train_step = TrainStep(

@@ -193,9 +193,12 @@ def _check_replaceable(folder: Path, *, overwrite: bool) -> bool:
     if not (folder / CONFIG_FILE).is_file():
         raise UserError(f"{folder} exists and is not a run; choose another --run.directory")
     if not overwrite:
+        number = 2
+        while os.path.lexists(free := folder.with_name(f"{folder.name}-{number}")):
+            number += 1
         raise UserError(
             f"{folder} holds a run already; go on with it (trifocal train --resume {shell_path(folder)}), replace it "
-            "(--overwrite), or choose another --run.directory"
+            f"(--overwrite), or begin another (--run.directory {shell_path(free)})"
         )
     if not is_run(folder):
         raise UserError(

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from trifocal.data import Batch, Loader, Tokenizer, is_local, make_loader
+from trifocal.data import Batch, Loader, Tokenizer, make_loader
 from trifocal.data.prefetch import LOOK_SECONDS
 from trifocal.distributed import DistributedContext, Parallel, choose_mode, parallelize
 from trifocal.errors import UserError, one_line
@@ -184,7 +184,7 @@ class TrainSetup:
         if data := self.loader.describe():
             self.notes.append(f"reads {data}")
         self._validation_batches: list[Batch] = []
-        if config.evaluate.interval_steps and (is_local(config.data.source) or not config.data.validation_fraction):
+        if config.evaluate.interval_steps and (config.data.parsed.is_local or not config.data.validation_fraction):
             # Data without validation text are refused now, not after hours of training.
             self.validation_batches()
         self._random_state: dict[str, object] | None = None

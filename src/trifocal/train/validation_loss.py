@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trifocal.data import Batch, DataConfig, Tokenizer, has_text, read_validation
+from trifocal.data import Batch, DataConfig, Tokenizer, read_validation
 from trifocal.distributed import DistributedContext
 from trifocal.models import DecoderLM
 from trifocal.train.config.sections import RunConfig
@@ -93,5 +93,5 @@ def evaluate(
     for index, count in enumerate(counts):
         nats += count * losses[index]
     loss = nats / max(sum(counts), 1)
-    bits_per_byte = nats / math.log(2) / text_bytes if has_text(data.source) and text_bytes else None
+    bits_per_byte = nats / math.log(2) / text_bytes if data.parsed.has_text and text_bytes else None
     return Evaluation(loss, math.exp(loss) if loss < 700 else math.inf, bits_per_byte)

@@ -30,7 +30,6 @@ CPU = torch.device("cpu")
         (("--log.sample_interval_steps", "1", "--model.selection", "random"), "there is nothing to sample"),
         (("--run.directory", __file__ + "/run"), r"run\.directory .*\.py is not a folder"),
         (("--data.source", "text:/nowhere/at/all"), "nowhere"),
-        (("--data.source", "bultin"), "nearest is builtin"),
     ],
 )
 def test_a_run_that_cannot_end_well_is_refused_before_any_work(

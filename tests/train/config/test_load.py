@@ -14,7 +14,7 @@ from tests.train.tiny import TOML, write_config
 from trifocal.errors import UserError, nearest
 from trifocal.fields import dotted_fields, from_table
 from trifocal.train import RunConfig, load_config
-from trifocal.train.config.load import ALIASES, override
+from trifocal.train.config.load import ALIASES, override, read_flags
 from trifocal.train.config.toml import to_toml
 
 ROOT = Path(__file__).parents[3]
@@ -156,6 +156,7 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, edit: tuple[str, str], ex
         (["--optimizer.learning_rate", "-1"], "optimizer.learning_rate must be positive, got -1.0"),
         (["--train.activation_checkpointing", "some"], 'a range of layers like "0:6", got "some"'),
         (["--log.sample_prompt", "\udcff"], "--log.sample_prompt is not UTF-8 text"),
+        (["--data.source", "bultin"], "unknown data.source 'bultin'; the nearest is builtin"),
         (["steps", "5"], "expected a flag like --train.steps, got 'steps'"),
     ],
 )
@@ -164,6 +165,21 @@ def test_bad_flags_are_refused_in_one_line(tmp_path: Path, flags: list[str], exp
     with pytest.raises(UserError, match=re.escape(expected)) as caught:
         load_config(path, flags)
     assert "\n" not in str(caught.value) and "─" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "words", [["dense", "window"], ["dense,window"], ["dense,", "window"], ['["dense", "window"]'], ["=dense,window"]]
+)
+def test_lists_are_words_or_between_commas_or_json(words: list[str]) -> None:
+    flag = "--model.layer_types"
+    flags = [flag + words[0]] if words[0].startswith("=") else [flag, *words]
+    given = ["--model.num_layers", "2", "--model.unscaled_layers", "0", *flags]
+    assert override(RunConfig(), given).model.layer_types == ("dense", "window")
+    for wrong, got in (('["dense", 1]', "1"), ("[dense]", "'[dense]'"), ("", "''")):
+        with pytest.raises(UserError, match=f"^--model.layer_types must be one of .*, got {re.escape(got)}$"):
+            override(RunConfig(), [flag, wrong])
+    # A text may have commas and brackets.
+    assert read_flags({"stop": tuple[str, ...]}, ["--stop", "[a], b", "c"]) == ([], {"stop": ("[a], b", "c")})
 
 
 def test_the_nearest_name_is_of_the_same_leaf_or_alike() -> None:

@@ -67,6 +67,7 @@ def test_new_prints_every_key_with_a_comment_and_trains_as_the_preset_does(
     keys = [index for index, line in enumerate(lines) if re.match(r"\w+ = ", line)]
     assert len(keys) == len(dotted_fields(RunConfig))
     assert all(lines[index - 1].startswith("# ") for index in keys)
+    assert not [line for line in lines[lines.index("") :] if "  " in line]
     (tmp_path / "my.toml").write_text(text)
     monkeypatch.chdir(tmp_path)
     config = load_config(name)

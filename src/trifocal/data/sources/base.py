@@ -1,17 +1,15 @@
-"""The protocol of a source of documents, and the names of sources."""
+"""The protocol of a source of documents."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Collection, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from trifocal.data.data_config import SOURCES, SYNTHETIC
 from trifocal.data.sources.chats import BadChat, Chat, read_chat, read_messages
-from trifocal.errors import UserError, nearest
-from trifocal.paths import check_path_text, parse_json, user_path
+from trifocal.errors import UserError
+from trifocal.paths import parse_json
 
 Cursor = tuple[int, ...]
 """A position between two documents of a shard, in the units of the source: bytes, lines or rows."""
@@ -174,81 +172,6 @@ class Source(Protocol):
             Each document with the cursor after it.
         """
         ...
-
-
-class SourceName(NamedTuple):
-    """The parts of a source string `kind:path#field`."""
-
-    kind: str
-    path: str
-    field: str
-
-
-def parse_source(source: str) -> SourceName:
-    """Split a source string into its parts.
-
-    Args:
-        source: A string like `builtin`, `text:book.txt`, `parquet:folder#text`, `hf:owner/name:config#messages`.
-
-    Returns:
-        Kind, path (empty where none is given; the number of `recall` and `needle`; name and configuration of `hf`) and
-        field (`text` where none is given).
-
-    Raises:
-        UserError: If the kind is unknown (names the nearest), lacks its path, or takes none; if it is a URL.
-    """
-    kind, _, rest = source.partition(":")
-    check_path_text(source, "data.source")
-    if "://" in source:
-        # Not repeated in the message: it may hold a password.
-        raise UserError(
-            "data.source is an address with ://; expected local files or hf:OWNER/NAME: download the files first, and "
-            "give a login in the environment (HF_TOKEN), not in the address"
-        )
-    if kind not in SOURCES:
-        hint = f"the nearest is {nearest(kind, SOURCES)}"
-        if user_path(source, "data.source").exists() or "/" in kind or Path(kind).suffix:
-            hint = f"for this path write {_kind_of_path(source)}:{source}"
-        raise UserError(f"unknown data.source {source!r}; {hint} (known: {', '.join(SOURCES)})")
-    path, field = rest, "text"
-    if kind in ("jsonl", "parquet", "hf", "fineweb-edu") and "#" in rest:
-        path, _, field = rest.rpartition("#")
-    if kind in ("text", "jsonl", "parquet", "hf") and not path:
-        raise UserError(f"data.source {source!r} lacks its path; write {kind}:{'NAME' if kind == 'hf' else 'PATH'}")
-    if kind in ("synthetic", "builtin") and path:
-        raise UserError(f"data.source {source!r}: {kind} takes no path; write {kind}, or text:{path} to read it")
-    if kind in ("recall", "needle") and path and not (path.isdecimal() and len(path) < 10 and int(path)):
-        raise UserError(f"data.source {source!r}: {kind} takes a whole number above 0, such as {kind}:8")
-    if not field:
-        raise UserError(f"data.source {source!r} has an empty field after #; write #text, for instance")
-    return SourceName(kind, path, field)
-
-
-def has_text(source: str) -> bool:
-    """Whether a source gives text; the tokens of the others are drawn."""
-    return parse_source(source).kind not in SYNTHETIC
-
-
-def is_local(source: str) -> bool:
-    """Whether a source can be read without a network."""
-    kind, path, _ = parse_source(source)
-    return dataset_name(path)[0].is_dir() if kind == "hf" else kind != "fineweb-edu" or bool(path)
-
-
-def dataset_name(path: str) -> tuple[Path, str]:
-    """Name and configuration of an `hf` source; the name is a folder's path or the hub's `OWNER/NAME`.
-
-    Args:
-        path: `NAME` or `NAME:CONFIG`. A folder with a colon in its name is found, too.
-    """
-    whole = user_path(path, "data.source")
-    name, _, config = path.rpartition(":")
-    return (whole, "") if not name or whole.is_dir() else (user_path(name, "data.source"), config)
-
-
-def _kind_of_path(path: str) -> str:
-    name = path.removesuffix(".gz")
-    return {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}.get(Path(name).suffix, "text")
 
 
 def fingerprint(*parts: object) -> str:

@@ -7,14 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from trifocal.data.data_config import DataConfig
+from trifocal.data.data_config import DataConfig, dataset_name
 from trifocal.data.prefetch import Activity
 from trifocal.data.sources.base import (
     BadDocuments,
     Source,
-    dataset_name,
     fingerprint,
-    parse_source,
 )
 from trifocal.data.sources.local_files import sizes
 from trifocal.data.sources.parquet import ParquetSource
@@ -43,7 +41,7 @@ def open_dataset(config: DataConfig, split: str, activity: Activity, bad: BadDoc
     Raises:
         UserError: If there is no such data set, configuration or split, or the hub is switched off or does not answer.
     """
-    _, path, field = parse_source(config.source)
+    _, path, field = config.parsed
     folder, name = dataset_name(path or _FINEWEB)
     repository = str(folder)
     asked = f"hf:{repository}" + (f":{name}" if name else "")

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trifocal.data.data_config import DataConfig
+from trifocal.data.data_config import DataConfig, SourceName
 from trifocal.data.packing import IGNORED, Row
-from trifocal.data.sources.base import parse_source
 from trifocal.data.stream import random_words
 from trifocal.errors import UserError
 
@@ -71,7 +70,7 @@ def synthetic_stream(config: DataConfig, *, vocab_size: int, sequence_length: in
     Raises:
         UserError: If the rows or the vocabulary are too small for the task; names what fits.
     """
-    kind, count = parse_source(config.source).kind, task_size(config.source, sequence_length)
+    kind, count = config.parsed.kind, task_size(config.parsed, sequence_length)
     most = 1
     if kind == "recall":
         check_recall(count, vocab_size=vocab_size, sequence_length=sequence_length)
@@ -103,14 +102,14 @@ def synthetic_stream(config: DataConfig, *, vocab_size: int, sequence_length: in
     return SyntheticStream(make_row)
 
 
-def task_size(source: str, sequence_length: int) -> int:
+def task_size(source: SourceName, sequence_length: int) -> int:
     """Pairs of a `recall` source, needles of a `needle` source, 0 for others.
 
     Args:
-        source: A source string; the number after its colon counts.
+        source: Its path is the number, if it has one.
         sequence_length: Tokens of a row: without a number, `recall` has a pair for 8 of them. `needle` has one needle.
     """
-    kind, number, _ = parse_source(source)
+    kind, number, _ = source
     if kind == "recall":
         return int(number) if number else max(1, sequence_length // _PAIRS_PER_TOKEN)
     return int(number or 1) if kind == "needle" else 0

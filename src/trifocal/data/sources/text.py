@@ -6,6 +6,7 @@ import codecs
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from trifocal.data.sources.base import (
     BadDocument,
@@ -24,6 +25,7 @@ from trifocal.paths import MAX_FILE_BYTES, parse_json
 _HELD_OUT_PIECES = 4
 _SMALLEST_PIECE = 64
 _DOCUMENT_BYTES = 65536
+_ABSENT = object()
 
 
 class TextSource:
@@ -133,6 +135,8 @@ def _character_start(data: bytes, end: int) -> int:
 class JsonlSource:
     """JSON lines: each line is an object, and a document. A byte order mark may begin the file.
 
+    A field with dots, such as `a.text`, is the key of that name, or else the key `text` of the object at `a`.
+
     Args:
         path: File, folder (its `.jsonl` files, also compressed as .gz, .bz2 or .xz) or glob.
         field: The object's key for the text, or for the list of messages of a chat.
@@ -180,10 +184,9 @@ class JsonlSource:
             record = parse_json(line)
             if not isinstance(record, dict):
                 reason = f"expected an object with {self._field!r}, got {type(record).__name__}"
-            elif self._field not in record:
+            elif (value := self._value(record)) is _ABSENT:
                 reason = no_field(self._field, record)
             else:
-                value = record[self._field]
                 return make_document(name, value) if value != "" else None
         except BadDocument as error:
             reason = f"field {self._field!r} {error}"
@@ -191,3 +194,11 @@ class JsonlSource:
             reason = f"not JSON that can be read: {one_line(error)}"
         self.bad.found(f"{where}: {reason}")
         return None
+
+    def _value(self, record: dict[str, Any]) -> Any:
+        if self._field in record:
+            return record[self._field]
+        value: Any = record
+        for key in self._field.split("."):
+            value = value.get(key, _ABSENT) if isinstance(value, dict) else _ABSENT
+        return value

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from trifocal.data import Tokenizer, has_text, make_tokenizer
-from trifocal.data.sources.base import parse_source
+from trifocal.data import Tokenizer, make_tokenizer
 from trifocal.errors import UserError
 from trifocal.models import parameter_count
 from trifocal.ops.dispatch import resolve
@@ -111,7 +110,7 @@ def _check_saving(config: RunConfig) -> None:
 
 
 def _check_text(config: RunConfig, tokenizer: Tokenizer) -> None:
-    if not has_text(config.data.source):
+    if not config.data.parsed.has_text:
         if config.log.sample_interval_steps:
             raise UserError(
                 f'data.source is "{config.data.source}": there is no text to sample; set log.sample_interval_steps to 0'
@@ -123,7 +122,7 @@ def _check_text(config: RunConfig, tokenizer: Tokenizer) -> None:
             f'data.tokenizer "{config.data.tokenizer}"; set it to at least {tokenizer.vocab_size}'
         )
     # A data set may have a split for it.
-    has_splits = parse_source(config.data.source).kind == "hf"
+    has_splits = config.data.parsed.kind == "hf"
     if config.evaluate.interval_steps and config.data.validation_fraction == 0 and not has_splits:
         raise UserError(
             "data.validation_fraction is 0, so there is nothing to evaluate on; raise it, or set "
@@ -293,7 +292,7 @@ def _notes(config: RunConfig, num_groups: int) -> list[str]:
             f"train.micro_batch_size {most} does not divide the {share} sequences that a {group} has of the global "
             f"batch: it takes {at_once} at a time"
         )
-    if config.data.streams % num_groups and has_text(config.data.source):
+    if config.data.streams % num_groups and config.data.parsed.has_text:
         notes.append(
             f"data.streams {config.data.streams} is not a multiple of {num_groups} {groups}: each "
             "reads the data of others too; set it before the first step of a run, it decides the order of the rows"

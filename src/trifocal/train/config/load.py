@@ -1,5 +1,6 @@
 """Command-line flags into typed dataclasses, by the rule of files (`trifocal.fields`); tyro writes the help."""
 
+import contextlib
 import dataclasses
 import itertools
 import typing
@@ -9,10 +10,9 @@ from typing import Any, NoReturn
 
 import tyro
 
-from trifocal.data import has_text
 from trifocal.errors import UserError, unknown
 from trifocal.fields import checked, dotted_fields, from_table, number_of, value_of
-from trifocal.paths import read_toml, user_path
+from trifocal.paths import parse_json, read_toml, user_path
 from trifocal.train.checkpoint.pretrained import pretrained_values
 from trifocal.train.config.sections import RunConfig
 
@@ -59,7 +59,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
             raise
         raise UserError(f"{path}: model.from: {error}") from error
     config = override(config, found | {"model.from": source} | given)
-    if path is None and "data.tokenizer" not in found | given and has_text(config.data.source):
+    if path is None and "data.tokenizer" not in found | given and config.data.parsed.has_text:
         raise UserError(f"{source} has no tokenizer; name one with --data.tokenizer")
     return config
 
@@ -169,8 +169,9 @@ def read_flags(
     Args:
         kinds: The names of the flags, without dashes, and their types.
         args: The arguments: `--flag value`, `--flag=value` (a value may begin with a dash), or words. Dashes and
-            underscores in a flag's name are the same. A tuple takes all that follows up to the next flag; a truth
-            value in front of the next flag, or at the end, is true.
+            underscores in a flag's name are the same. A list takes all words up to the next flag; numbers and names
+            may also be separated by commas, or be a list in JSON. A truth value in front of the next flag, or at the
+            end, is true.
         switches: Flags that take no value; they are True.
 
     Returns:
@@ -210,10 +211,21 @@ def read_flags(
             values = [value]
             while rest and not rest[0].startswith("--"):
                 values.append(rest.pop(0))
-            given[name] = checked(kind, [_meaning(typing.get_args(kind)[0], text) for text in values], flag)
+            element = typing.get_args(kind)[0]
+            given[name] = checked(kind, [part for text in values for part in _elements(element, text)], flag)
         else:
             given[name] = checked(kind, _meaning(kind, value), flag)
     return words, given
+
+
+def _elements(kind: Any, text: str) -> list[Any]:
+    """The elements of a list in a word: those between commas, or those of a JSON list; a free text is one."""
+    if kind is str:
+        return [text]
+    if text.startswith("["):
+        with contextlib.suppress(ValueError):
+            return list(parse_json(text))
+    return [_meaning(kind, part.strip()) for part in text.split(",") if part.strip()] or [text]
 
 
 def _meaning(kind: Any, text: str) -> Any:

@@ -24,13 +24,15 @@ def to_toml(config: Any, *, comments: bool = False) -> str:
 def _write(config: Any, prefix: str, lines: list[str], comments: bool) -> None:
     tables = []
     described = docstring_parser.parse_from_object(type(config)).params if comments else []
-    texts = {param.arg_name: param.description or "" for param in described}
+    texts = {param.arg_name: " ".join((param.description or "").split()) for param in described}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             tables.append((prefix + field.name, value))
         else:
-            lines += textwrap.wrap(texts.get(field.name, ""), 116, initial_indent="# ", subsequent_indent="# ")
+            lines += textwrap.wrap(
+                " ".join(texts.get(field.name, "").split()), 116, initial_indent="# ", subsequent_indent="# "
+            )
             lines.append(f"{key_of(field.name)} = {to_literal(value)}")
     for name, value in tables:
         lines.extend(["", f"[{name}]"])
