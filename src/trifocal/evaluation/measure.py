@@ -186,7 +186,7 @@ def _loss_rows(subject: Subject, plan: Plan, say: Say, left: TimeLeft) -> Iterat
     # As many tokens at once as in training.
     at_once = 1 if run is None else run.train.evaluated_at_once * run.train.sequence_length // plan.sequence_length
     batches = _batches(subject, plan, at_once=at_once)
-    if has_text(subject.data.source) and not subject.data.validation_split:
+    if subject.data.parsed.has_text and not subject.data.validation_split:
         held_out = f", {subject.data.validation_fraction:.3g} of it held out"
     number = _sequences(subject, plan)
     text = f"loss: {number} sequences of {plan.sequence_length:,} tokens of {subject.data.source}{held_out}"
