@@ -268,7 +268,7 @@ def test_the_weights_come_with_their_tokenizer(tmp_path: Path) -> None:
     loaded = make_tokenizer(str(weights))
     assert (loaded.encode("a quick fox").tolist(), loaded.separator, loaded.vocab_size) == ([2, 3, 1], 0, 4)
     (weights / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(UserError, match=r"tokenizer_config\.json: it holds no JSON object"):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json must hold one JSON object"):
         make_tokenizer(str(weights))
     train(make_config(tmp_path, "--train.steps", "1", name="bytes"))
     assert make_tokenizer(str(tmp_path / "bytes" / "weights")).decode([65, 256]) == "A"

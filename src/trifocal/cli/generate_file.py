@@ -19,7 +19,6 @@ from trifocal.inference import Completion, Engine
 from trifocal.inference.prompts import memory_errors
 from trifocal.paths import parse_json, read_file, user_path
 
-_MAX_BYTES = 1 << 30
 # Seconds between lines of progress.
 _INTERVAL_SECONDS = 10.0
 _BEGIN = b'{"index": '
@@ -99,7 +98,7 @@ def _generate(
 
 def read_prompts(path: Path) -> list[PromptLine]:
     """Read a file of prompts: `{"prompt": TEXT}` a line, whose other keys are kept; or, in a `.txt`, a text a line."""
-    content = read_file(path, _MAX_BYTES).removeprefix(codecs.BOM_UTF8)
+    content = read_file(path).removeprefix(codecs.BOM_UTF8)
     plain = path.suffix.lower() == ".txt"
     if not content.strip():
         expected = "a prompt a line" if plain else 'a line for each prompt, {"prompt": TEXT}'
