@@ -343,5 +343,5 @@ def silent_fallback(measure, _):
             return operation_checks.first_batch(DataConfig(source="synthetic"))
 
     found = measure(CPU, first_batch=fall_back)
-    assert found.figure == 8
+    assert found.figure == 7
     return found

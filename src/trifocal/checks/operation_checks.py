@@ -131,7 +131,6 @@ def failing_source(_device: torch.device, *, first_batch: Callable[[DataConfig],
             f"jsonl:{folder / 'broken.jsonl'}#text",
             f"jsonl:{folder / 'field.jsonl'}#text",
             f"fineweb-edu:{folder / 'missing'}",
-            "fineweb",
         )
         for source in sources:
             try:
