@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self, TypeGuard
 
 from trifocal.errors import UserError
+from trifocal.paths import parse_json
 
 Row = dict[str, Any]
 
@@ -168,8 +169,8 @@ def lines_from_the_end(path: Path) -> Iterator[tuple[int, bytes]]:
 def parse_row(line: bytes) -> Row | None:
     """The row of a line; None of a damaged one."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parse_json(line)
+    except ValueError:
         return None
     return row if isinstance(row, dict) else None
 
