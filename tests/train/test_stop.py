@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,30 @@ def test_before_the_first_step_a_wait_ends_at_once() -> None:
         threading.Event().wait(20)
     assert stopped.value.status == 128 + signal.SIGTERM
     assert time.monotonic() - begin < 10
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_counts_though_its_exception_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python drops what is raised in a weak reference's callback; PyTorch's compiler has many of them."""
+
+    def dropped(_: object) -> None:
+        kill(signal.SIGTERM)
+
+    monkeypatch.setattr(stop, "_AGAIN_SECONDS", 0.1)
+    thing = threading.Event()
+    reference = weakref.ref(thing, dropped)
+    with pytest.raises(StoppedBeforeFirstStep, match="SIGTERM"), StopSignals() as signals, signals.undisguised():
+        del thing
+        assert reference() is None and signals.received
+        threading.Event().wait(20)
+
+
+def test_the_way_out_is_not_interrupted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop, "_AGAIN_SECONDS", 0.01)
+    with StopSignals() as signals:
+        with pytest.raises(StoppedBeforeFirstStep), signals.undisguised():
+            kill(signal.SIGTERM)
+        threading.Event().wait(0.1)
 
 
 def test_an_error_that_a_library_makes_of_a_signal_is_the_signal(

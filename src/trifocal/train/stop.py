@@ -7,6 +7,7 @@ it starts inherits, and a thread of its own takes them. That thread also answers
 
 import contextlib
 import os
+import select
 import signal
 import threading
 import time
@@ -19,6 +20,9 @@ _INTERRUPT = signal.SIGURG
 """Wakes the training thread; ignored by default, and not among the blocked ones."""
 SAME_REQUEST_SECONDS = 2.0
 """One request may come twice: a scheduler signals every process, and torchrun forwards its own signal too."""
+_AGAIN_SECONDS = 1.0
+"""Longer than the way out of the first step takes. An exception may be lost: Python drops one in a weak reference's
+callback, of which PyTorch's compiler has many, and a signal just before a system call does not end its wait."""
 
 
 class StoppedBeforeFirstStep(KeyboardInterrupt):
@@ -50,7 +54,7 @@ class StopSignals:
         """Whether a step has ended since the start; the trainer sets it."""
         self._number = 0
         self._received_at = 0.0
-        self._closed = threading.Event()
+        self._ending = False
         self._before: dict[signal.Signals, Any] = {}
         self._blocked_before: set[signal.Signals] = set()
         self._pipe = (-1, -1)
@@ -59,8 +63,13 @@ class StopSignals:
 
     def _listen(self) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        while numbers := os.read(self._pipe[0], 1):
-            number = numbers[0]
+        poll = select.poll()
+        poll.register(self._pipe[0], select.POLLIN)
+        while True:
+            if not poll.poll(_AGAIN_SECONDS * 1000 if self._ends_at_once() else None):
+                self._interrupt()
+                continue
+            number = os.read(self._pipe[0], 1)[0]
             if number == 0:
                 return
             if number in self._before and number != _INTERRUPT:
@@ -81,12 +90,18 @@ class StopSignals:
         )
         with contextlib.suppress(OSError):  # The terminal may be gone.
             os.write(2, f"\n{name}: {what}\n".encode())
-        if not self.something_to_save:
+        self._interrupt()
+
+    def _ends_at_once(self) -> bool:
+        return bool(self._number) and not (self.something_to_save or self._ending)
+
+    def _interrupt(self) -> None:
+        if self._ends_at_once():
             signal.pthread_kill(threading.main_thread().ident or 0, _INTERRUPT)
 
     def _raise(self, _number: int, _frame: FrameType | None) -> None:
         # In the main thread, which alone sets `something_to_save`.
-        if self._number and not self.something_to_save and not self._closed.is_set():
+        if self._ends_at_once():
             raise StoppedBeforeFirstStep(self._number)
 
     @contextlib.contextmanager
@@ -99,10 +114,11 @@ class StopSignals:
         """
         try:
             yield
-        except Exception as error:
-            if self._number and not self.something_to_save:
-                raise StoppedBeforeFirstStep(self._number) from error
-            raise
+        except (Exception, StoppedBeforeFirstStep) as error:
+            if not self._ends_at_once():
+                raise
+            self._ending = True
+            raise StoppedBeforeFirstStep(self._number) from error
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -121,7 +137,7 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         if not self._before:
             return
-        self._closed.set()
+        self._ending = True
         os.write(self._pipe[1], b"\0")
         self._thread.join()
         signal.set_wakeup_fd(self._wakeup_before)
