@@ -4,12 +4,17 @@ import contextlib
 import importlib.util
 import itertools
 import os
+import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from trifocal.runlog.proc import process_state
 
 ROOT = Path(__file__).parents[1]
 # Under those that systems give to connections, which could take a port between the look at it and its use.
@@ -35,11 +40,15 @@ def free_port() -> int:
 def environment(**variables: object) -> dict[str, str]:
     """This process's variables and some more; the package and the tests come first on Python's path.
 
-    PyTorch's compiler warns about Python 3.13.0, which has nothing to do with the tests.
+    PyTorch's compiler warns about Python 3.13.0, which has nothing to do with the tests. A fault or `abort_with_stacks`
+    leaves Python's stacks.
     """
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    quiet = {"PYTHONWARNINGS": "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning"}
-    return {**quiet, **os.environ, "PYTHONPATH": path, **{name: str(value) for name, value in variables.items()}}
+    always = {
+        "PYTHONWARNINGS": "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning",
+        "PYTHONFAULTHANDLER": "1",
+    }
+    return {**always, **os.environ, "PYTHONPATH": path, **{name: str(value) for name, value in variables.items()}}
 
 
 def children_of(pid: int) -> list[str]:
@@ -51,12 +60,48 @@ def children_of(pid: int) -> list[str]:
     return found
 
 
+def wait_for_end(process: Any, seconds: float) -> int:
+    """The status of a process; if it does not end in this time, fail with its stacks and those of its children."""
+    try:
+        return int(process.wait(seconds))
+    except subprocess.TimeoutExpired:
+        stacks = abort_with_stacks([process.pid])
+        raise AssertionError(f"process {process.pid} did not end in {seconds} s\n{stacks}") from None
+
+
 def wait_until_gone(pids: Iterable[str], seconds: float = 20) -> None:
-    """Fail unless processes end, and are collected, in this time: on a busy machine that takes a moment."""
+    """Fail, with stacks, unless processes end, and are collected, in this time."""
     deadline = time.monotonic() + seconds
     while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < deadline, left
+        assert time.monotonic() < deadline, abort_with_stacks(map(int, left))
         time.sleep(0.05)
+
+
+def abort_with_stacks(pids: Iterable[int]) -> str:
+    """End processes and all that they have started by SIGABRT, and return the ends of what they wrote then.
+
+    Python writes its stacks to standard error if `environment` is a process's; a run writes them to its `dumps`.
+    """
+    found = list(map(str, pids))
+    for pid in found:  # It grows meanwhile.
+        with contextlib.suppress(OSError):
+            found += children_of(int(pid))
+    lines, files = [], {}
+    for pid in found:
+        with contextlib.suppress(OSError):
+            lines.append(f"{pid}: {Path(f'/proc/{pid}/cmdline').read_text().replace(chr(0), ' ')[:200]}")
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                path = descriptor.readlink()
+                if path.is_file() and (descriptor.name == "2" or path.name.startswith("stacks_rank")):
+                    files[path] = None
+    # The outermost first, before it sees what it waits for end.
+    for pid in found:
+        with contextlib.suppress(OSError):
+            os.kill(int(pid), signal.SIGABRT)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and any(process_state(int(pid)) not in "XZ" for pid in found):
+        time.sleep(0.05)
+    return "\n".join([*lines, *(f"{path}:\n{path.read_text(errors='replace')[-8000:]}" for path in files)])
 
 
 def load_script(path: str) -> ModuleType:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.children import ROOT, children_of, environment, load_script, wait_until_gone
+from tests.children import ROOT, children_of, environment, load_script, wait_for_end, wait_until_gone
 
 context = load_script("benchmarks/context.py")
 
@@ -92,5 +92,5 @@ def test_sigterm_leaves_no_process(tmp_path):
         workers = children_of(process.pid)
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 143
+    assert wait_for_end(process, 30) == 143
     wait_until_gone(workers)

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from tests import warm
-from tests.children import ROOT, environment, load_script
+from tests.children import ROOT, environment, load_script, wait_for_end
 
 SCRIPT = ROOT / "benchmarks" / "diagnostics_overhead.py"
 
@@ -25,7 +25,7 @@ def test_the_script_writes_its_table(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--pairs", "8", "--steps", "2", "--output", str(tmp_path), *tiny]
     with (tmp_path / "error").open("wb") as error:
         process = warm.popen(command, env=environment(OMP_NUM_THREADS=1), stdout=subprocess.DEVNULL, stderr=error)
-    assert process.wait(120) == 0, (tmp_path / "error").read_text()
+    assert wait_for_end(process, 120) == 0, (tmp_path / "error").read_text()
     (file,) = tmp_path.glob("diagnostics_overhead_showcase_cpu_*.json")
     rows = {(row["what"], row["by"]): row for row in json.loads(file.read_text())["rows"]}
     whole = rows["all but the rare", "processor time"]

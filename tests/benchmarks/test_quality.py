@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests import warm
-from tests.children import ROOT, environment, load_script
+from tests.children import ROOT, environment, load_script, wait_for_end
 from trifocal.cli import main
 from trifocal.train import RunConfig, load_config
 
@@ -178,7 +178,7 @@ def test_sigterm_ends_the_trainings(tmp_path: Path) -> None:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(40) == 143
+    assert wait_for_end(process, 40) == 143
     assert "which is saved" in (tmp_path / "recall" / "sparse-1337.log").read_text()
     assert not (tmp_path / "recall" / "dense-1337").exists()
 

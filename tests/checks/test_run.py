@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.children import children_of, environment, wait_until_gone
+from tests.children import children_of, environment, wait_for_end, wait_until_gone
 from trifocal import checks
 from trifocal.checks import registry
 from trifocal.cli import main
@@ -123,6 +123,6 @@ def test_sigterm_leaves_neither_workers_nor_folders(name, tmp_path):
         time.sleep(0.05)
     workers = children_of(process.pid)
     process.terminate()
-    assert process.wait(30) in (130, 143)
+    assert wait_for_end(process, 30) in (130, 143)
     assert not list(tmp_path.glob("trifocal-check-*"))
     wait_until_gone(workers)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.children import environment
+from tests.children import environment, wait_for_end
 from tests.train.tiny import TOML, before_step, write_config, write_documents
 from tests.written_runs import wait_for
 from trifocal._version import __version__
@@ -259,7 +259,8 @@ def test_a_real_process_stops_saves_and_goes_on(tmp_path: Path, capsys: Capture)
     run = tmp_path / "run"
     wait_for(lambda: process.poll() is not None or '"step":3,' in metrics_of(run), 120)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    wait_for_end(process, 60)
+    out, err = process.communicate()
     assert process.returncode == 0, err
     assert "go on with:\n  trifocal train --resume run" in out
     stopped = int(re.search(r"stopped at step (\d+)", out)[1])  # type: ignore[index]
@@ -305,7 +306,7 @@ raise SystemExit(main(["train", sys.argv[2]]))
     time.sleep(SAME_REQUEST_SECONDS + 0.5)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 128 + signal.SIGINT
+    assert wait_for_end(process, 20) == 128 + signal.SIGINT
     err = (tmp_path / "error").read_text()
     assert "SIGINT: saving at the end of this step" in err and "Traceback" not in err
 

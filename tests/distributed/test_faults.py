@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from tests import warm
-from tests.children import ROOT, environment, free_port
+from tests.children import ROOT, environment, free_port, wait_for_end
 from tests.distributed.workers import Workers, train
 from tests.train.tiny import write_config
 from tests.written_runs import wait_for
@@ -293,7 +293,7 @@ def test_torchrun_on_two_machines_starts_again_from_the_last_checkpoint(case: Ca
         # torchrun ends its workers when it gets this.
         for machine in machines:
             stack.callback(machine.send_signal, signal.SIGTERM)
-        statuses = [machine.wait(120) for machine in machines]
+        statuses = [wait_for_end(machine, 120) for machine in machines]
     said = "\n".join(Path(file.name).read_text() for file in outputs)
     assert statuses == [0, 0], said
     assert case.fault_file.exists()

@@ -1,6 +1,8 @@
 """The choice of the parallel mode, and its effect on a single process."""
 
+import runpy
 import socket
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +11,14 @@ import torch
 
 from tests.children import free_port
 from tests.distributed.workers import Workers
-from trifocal.distributed import DistributedContext, choose_mode, gather_full_model, parallelize, processes_started
+from trifocal.distributed import (
+    DistributedContext,
+    choose_mode,
+    gather_full_model,
+    parallel,
+    parallelize,
+    processes_started,
+)
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.testing.small_models import small_config
@@ -30,6 +39,13 @@ def test_several_processes_need_a_mode() -> None:
         choose_mode("none", TWO, small_config())
     assert choose_mode("hsdp", TWO, small_config()) == ("hsdp", "2 processes, hsdp")
     assert choose_mode("auto", TWO, small_config())[0] == "ddp"
+
+
+def test_a_pytorch_that_has_moved_fsdp_s_collectives_is_told_of_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp._fully_shard._fsdp_collectives", None)
+    module = runpy.run_path(str(parallel.__file__))
+    with pytest.raises(UserError, match=r'moved FSDP\'s collectives.*set parallel\.mode "ddp"'):
+        module["GradientWatch"](CPU).watch_fsdp(torch.nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize(("gib", "expected"), [(80, "ddp"), (8, "fsdp")])

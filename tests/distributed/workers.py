@@ -1,7 +1,6 @@
 """Real processes for the tests, given their places as torchrun gives them, on the CPU over gloo."""
 
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -74,11 +73,8 @@ class Workers:
         ended = []
         try:
             for rank in range(len(self.processes)) if ranks is None else ranks:
-                status = self.processes[rank].wait(max(0.1, deadline - time.monotonic()))
+                status = children.wait_for_end(self.processes[rank], max(0.1, deadline - time.monotonic()))
                 ended.append(Ended(status, self.out(rank), self.error(rank), time.monotonic() - self.begin))
-        except subprocess.TimeoutExpired:
-            stderr = "\n".join(self.error(rank)[-3000:] for rank in range(len(self.processes)))
-            raise AssertionError(f"a process did not end in {timeout} s\n{stderr}") from None
         finally:
             for process in self.processes:
                 if ranks is None and process.poll() is None:

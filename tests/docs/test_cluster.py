@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.children import ROOT, environment
+from tests.children import ROOT, environment, wait_for_end
 from tests.train.tiny import write_config
 from trifocal.runlog import read_metrics
 from trifocal.train.checkpoint.folders import list_checkpoints
@@ -52,7 +52,8 @@ def test_the_slurm_job_saves_when_its_time_is_up_and_goes_on_when_it_runs_again(
             assert time.monotonic() < deadline and first.poll() is None
             time.sleep(0.05)
         first.send_signal(signal.SIGTERM)
-        error = first.communicate(timeout=60)[1]
+        wait_for_end(first, 60)
+        error = first.communicate()[1]
     finally:
         first.terminate()
     assert "SIGTERM: saving at the end of this step" in error

@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from tests.children import environment
+from tests.children import environment, wait_for_end
 from tests.train.tiny import write_config
 from trifocal.runlog import read_metrics
 from trifocal.train.checkpoint.folders import checkpoint_step, list_checkpoints
@@ -73,7 +73,7 @@ def test_a_signal_to_the_group_ends_a_run_that_compiles(tmp_path, moment, number
         time.sleep(moment[1])
         begin = time.monotonic()
         os.killpg(process.pid, number)
-        status = process.wait(15)
+        status = wait_for_end(process, 15)
         while group_exists(process.pid) and time.monotonic() < begin + 60:
             time.sleep(0.1)
         assert not group_exists(process.pid), "a compiler is left"

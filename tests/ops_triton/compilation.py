@@ -2,19 +2,18 @@
 
 Run as a program it needs an environment without TRITON_INTERPRET: interpreted kernels cannot be compiled.
 
-    python -m tests.ops_triton.compilation MODULE
+    python -m tests.ops_triton.compilation [--record] PART …
 
-calls `MODULE.calls()`, a list of `Call`, and prints one line of JSON for each kernel that a call launches. Tensors are
-on the meta device: only shapes, strides and types matter.
+makes the calls of parts of test_compile.py, all of them by default, and prints one line of JSON for each kernel that a
+call launches; with --record it compiles none. Tensors are on the meta device: only shapes, strides and types matter.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import gc
 import inspect
 import json
-import os
 import re
 import subprocess
 import sys
@@ -26,31 +25,42 @@ from unittest import mock
 
 import torch
 
+from tests import warm
+from tests.children import environment, wait_for_end
+
 CAPABILITIES = {"hopper": 90, "ampere": 80, "small": 86}
 # Shared memory that one program may have, in bytes.
 SHARED_MEMORY = {"hopper": 227 * 1024, "ampere": 163 * 1024, "small": 99 * 1024}
 
 
 class Call(NamedTuple):
-    """A call whose kernels are compiled: those that no call before it had for the architecture, or all of them."""
+    """A call whose kernels are compiled: those that no call before it had for the architecture, and more if asked for.
+
+    Args:
+        again: A pattern: kernels that are compiled once for this call too.
+        every_launch: Whether each launch is compiled.
+    """
 
     name: str
     architecture: str
     function: Callable[[], Any]
-    every_kernel: bool = False
+    again: str = "$^"
+    every_launch: bool = False
 
 
-def compile_in_subprocess(module: str) -> list[dict[str, Any]]:
-    """Rows of the kernels that `module.calls()` launch; see `compile_launches`."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.ops_triton.compilation", module]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=480, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+def compile_in_subprocess(*parts: str, folder: Path, only_record: bool = False) -> list[dict[str, Any]]:
+    """Rows of the kernels that parts of test_compile.py launch; see `compile_launches`. Output goes to the folder."""
+    variables = environment(OMP_NUM_THREADS=1)
+    variables.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "tests.ops_triton.compilation", *["--record"] * only_record, *parts]
+    with (folder / "rows").open("wb") as rows, (folder / "error").open("wb") as error:
+        process = warm.popen(command, stdout=rows, stderr=error, env=variables)
+    assert wait_for_end(process, 240) == 0, (folder / "error").read_text()[-2000:]
+    return [json.loads(line) for line in (folder / "rows").read_text().splitlines()]
 
 
-def compile_launches(calls: Iterable[Call]) -> Iterator[dict[str, Any]]:
-    """Make calls with every launch recorded instead of made, and compile their kernels.
+def compile_launches(calls: Iterable[Call], *, only_record: bool = False) -> Iterator[dict[str, Any]]:
+    """Make calls with every launch recorded instead of made, and compile their kernels, unless `only_record`.
 
     Yields:
         call, kernel, architecture; and of a kernel that is compiled for this call, registers (a thread), spill_bytes (a
@@ -59,14 +69,18 @@ def compile_launches(calls: Iterable[Call]) -> Iterator[dict[str, Any]]:
     """
     compiled = set()
     for call in calls:
+        of_call = set()
         for kernel, arguments, options in _record(call.architecture, call.function):
             row = {"call": call.name, "kernel": kernel.__name__, "architecture": call.architecture}
-            if call.every_kernel or (kernel.__name__, call.architecture) not in compiled:
-                compiled.add((kernel.__name__, call.architecture))
+            key = kernel.__name__, call.architecture
+            again = call.every_launch or (key not in of_call and re.match(call.again, kernel.__name__))
+            if not only_record and (again or key not in compiled):
                 code = _compile(kernel, arguments, options, CAPABILITIES[call.architecture])
                 row |= {"shared_bytes": code.metadata.shared, **_usage(code.asm["cubin"])}
                 row["loads"] = code.asm.get("ttir", "").count("tt.load")
                 row["operand_widths"] = sorted(set(re.findall(r"kWidth = \d+", code.asm.get("ttgir", ""))))
+            compiled.add(key)
+            of_call.add(key)
             yield row
 
 
@@ -155,5 +169,11 @@ def _usage(cubin: bytes) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    for row in compile_launches(importlib.import_module(sys.argv[1]).calls()):
-        print(json.dumps(row), flush=True)
+    from tests.ops_triton import test_compile
+
+    parts = [part for part in sys.argv[1:] if part != "--record"] or test_compile.EACH_PART
+    # What is imported stays, and the compiler leaves little to collect: looks for it would take a tenth of the time.
+    gc.disable()
+    for part in parts:
+        for row in compile_launches(test_compile.calls(part), only_record="--record" in sys.argv):
+            print(json.dumps(row), flush=True)

@@ -18,8 +18,8 @@ MOST_SPILLED_BYTES, FEW_SPILLED_BYTES = 256, 64
 OPS = Path(ops.__file__).parent
 
 
-def calls():
-    """What to compile: each kernel once for each architecture, and all those of a call again where sizes decide.
+def calls(part):
+    """What a part compiles: each kernel once, and more than once where the width of the heads decides its tiles.
 
     For Hopper the shapes of production (64 wide) and of the paper (192 wide); for Ampere, which has less memory and
     never runs the GPU tests, every benchmarked shape and fp32. Other calls are there for the choice of kernels.
@@ -146,159 +146,172 @@ def calls():
         combine_backward(*o, torch.bfloat16)
         row_sums(o[0], o[1], empty(2, 64, 12, dtype=torch.float32))
 
-    hopper = [
-        Call("cmp 128", "hopper", lambda: attention(64, 4, 128, 128, "cmp")),
-        Call("win 64", "hopper", lambda: attention(12, 2, 64, 64, "win"), every_kernel=True),
-        Call("win 192/128 packed", "hopper", lambda: attention(64, 4, 192, 128, "win", packed=True), every_kernel=True),
-        Call("cmp 256 packed", "hopper", lambda: attention(8, 2, 256, 256, "cmp", packed=True)),
-        Call("cmp 128, one head", "hopper", lambda: attention(2, 2, 128, 128, "cmp")),
-        Call("win 128, six heads", "hopper", lambda: attention(12, 2, 128, 128, "win")),
-        Call("slc 128, block-major", "hopper", lambda: selected(64, 4, 128, 128, "block_major")),
-        Call("slc 64, block-major, six heads", "hopper", lambda: selected(12, 2, 64, 64, "block_major")),
-        Call(
-            "slc 64/128 packed", "hopper", lambda: selected(16, 2, 64, 128, "block_major", packed=True),
-            every_kernel=True,
-        ),
-        Call("slc 192/128", "hopper", lambda: selected(64, 4, 192, 128, "block_major")),
-        Call(
-            "slc 128 packed, masked, parts", "hopper",
-            lambda: selected(64, 4, 128, 128, "masked", packed=True, part_queries=192),
-        ),
-        Call("slc 128, query-major", "hopper", lambda: selected(64, 4, 128, 128, "query_major")),
-        Call("scoring 192", "hopper", lambda: scoring(64, 4, 192)),
-        Call("scoring packed", "hopper", lambda: scoring(32, 8, 128, packed=True)),
-        Call("scoring of few queries", "hopper", lambda: scoring(64, 4, 128, length=8192)),
-        Call("scoring, no overlap", "hopper", lambda: scoring(16, 1, 128, geometry=Geometry(16, 16, 32))),
-        Call(
-            "index scoring, blocks of 144", "hopper",
-            lambda: index_scoring(geometry=Geometry(32, 16, 144)), every_kernel=True,
-        ),
-        Call("teaching 128", "hopper", lambda: teaching(64, 4, 128), every_kernel=True),
-        Call("decoding 192/128", "hopper", lambda: decode_step(64, 4, 192, 128), every_kernel=True),
-        Call("chunk 64", "hopper", lambda: prompt_chunk(12, 2, 64, 64), every_kernel=True),
-    ]  # fmt: skip
-    # Every portable kernel at the shapes of the benchmarks, packed, which takes most registers.
-    ampere = []
-    for heads, groups, dim, value_dim in ((64, 4, 128, 128), (12, 2, 64, 64), (64, 4, 192, 128)):
-        sizes = (heads, groups, dim, value_dim)
-        for name, call in {
-            "cmp": partial(attention, *sizes, "cmp", packed=True),
-            "win": partial(attention, *sizes, "win", packed=True),
-            "slc block-major": partial(selected, *sizes, "block_major", packed=True),
-            "slc masked": partial(selected, *sizes, "masked", packed=True, part_queries=192),
-            "slc query-major": partial(selected, *sizes, "query_major", packed=True),
-            "scoring": partial(scoring, heads, groups, dim, packed=True),
-            "teaching": partial(teaching, heads, groups, dim, packed=True),
-            "decoding": partial(decode_step, *sizes),
-            "chunk": partial(prompt_chunk, *sizes),
-        }.items():
-            ampere.append(Call(f"{name} {dim}", "ampere", call, every_kernel=True))
-    ampere += [
-        Call("scoring, four heads a group", "ampere", lambda: scoring(32, 8, 128, packed=True), every_kernel=True),
-        Call("index scoring packed", "ampere", lambda: index_scoring(packed=True), every_kernel=True),
-        Call("win fp32", "ampere", lambda: attention(8, 2, 64, 64, "win", torch.float32), every_kernel=True),
-        Call("slc fp32", "ampere", lambda: selected(8, 2, 64, 64, "block_major", torch.float32), every_kernel=True),
-        Call(
-            "decoding 256, many blocks", "ampere",
-            lambda: decode_step(16, 2, 256, 256, new=8, pages=512, learned=True, selected=300), every_kernel=True,
-        ),
-    ]  # fmt: skip
-    result = hopper + ampere
-    for architecture in ("hopper", "ampere"):
-        result += [
-            Call("teaching, 1024 blocks", architecture, lambda: teaching(64, 4, 128, blocks=1024), every_kernel=True),
-            Call("teaching, 16384 blocks", architecture, lambda: teaching(64, 4, 128, blocks=16384), every_kernel=True),
-            Call("combination", architecture, combination),
-            Call("decoding, learned compressor", architecture, lambda: decode_step(12, 2, 64, 64, learned=True)),
-            Call("products of a decode step", architecture, lambda: decoding(768, 2048), every_kernel=True),
+    architecture, _, what = part.partition(" ")
+    wide, middle, narrow = (64, 4, 192, 128), (64, 4, 128, 128), (12, 2, 64, 64)
+    tiles = ".*_(forward|backward|d_q|dkdv)(_hopper|_warp_specialized)?_kernel"
+
+    def call(name, function, *args, again="$^", every_launch=False, **options):
+        return Call(name, architecture, partial(function, *args, **options), again, every_launch)
+
+    # Packed documents take most registers.
+    packed, every, again = {"packed": True}, {"every_launch": True}, {"again": tiles}
+    parts = {
+        "hopper interval": lambda: [
+            call("win 192/128", attention, *wide, "win", **packed),
+            call("cmp 128", attention, *middle, "cmp", **again),
+            call("win 64", attention, *narrow, "win", **again),
+            call("cmp 256", attention, 8, 2, 256, 256, "cmp", **packed),
+            call("cmp 128, one head", attention, 2, 2, 128, 128, "cmp"),
+            call("win 128, six heads", attention, 12, 2, 128, 128, "win"),
+        ],
+        "hopper selected": lambda: [
+            call("128, block-major", selected, *middle, "block_major"),
+            call("64, block-major, six heads", selected, *narrow, "block_major"),
+            call("64/128", selected, 16, 2, 64, 128, "block_major", **packed, **again),
+            call("192/128", selected, *wide, "block_major"),
+            call("128, masked, parts", selected, *middle, "masked", **packed, part_queries=192),
+            call("128, query-major", selected, *middle, "query_major"),
+        ],
+        "ampere interval": lambda: [
+            call("cmp 192/128", attention, *wide, "cmp", **packed),
+            call("win 128", attention, *middle, "win", **packed, **again),
+            call("cmp 64", attention, *narrow, "cmp", **packed, **again),
+            call("win 64 fp32", attention, 8, 2, 64, 64, "win", torch.float32, **again),
+        ],
+        "ampere selected": lambda: [
             *(
-                Call(f"products with 8 bits, {dim}", architecture, partial(decoding_int8, dim, hidden), True)
-                for dim, hidden in ((768, 2048), (2048, 5632))
+                call(f"{order} {sizes[2]}", selected, *sizes, order, **packed, **again, part_queries=queries)
+                for order, queries in (("block_major", None), ("masked", 192), ("query_major", None))
+                for sizes in (wide, middle, narrow)
             ),
-            Call("draw from a large vocabulary", architecture, lambda: drawing(32000)),
-            Call("compression 128 packed", architecture, lambda: compression(128, packed=True)),
-            Call("compression 256 fp32", architecture, lambda: compression(256, torch.float32), every_kernel=True),
-            Call("compression 192, no overlap", architecture, lambda: compression(192, geometry=Geometry(16, 16, 32))),
-        ]
-    return result
+            call("block_major 64 fp32", selected, 8, 2, 64, 64, "block_major", torch.float32, **again),
+        ],
+        "hopper scoring": lambda: [
+            call("192", scoring, 64, 4, 192),
+            call("128, packed", scoring, 32, 8, 128, **packed),
+            call("few queries", scoring, 64, 4, 128, length=8192),
+            call("no overlap", scoring, 16, 1, 128, geometry=Geometry(16, 16, 32)),
+            call("index, blocks of 144", index_scoring, geometry=Geometry(32, 16, 144), again="choice"),
+        ],
+        "ampere scoring": lambda: [
+            call("192", scoring, 64, 4, 192, **packed),
+            call("64", scoring, 12, 2, 64, **packed, again="importance"),
+            call("128, four heads a group", scoring, 32, 8, 128, **packed, again="importance"),
+            call("index", index_scoring, **packed, again="choice"),
+        ],
+        "teaching": lambda: [
+            call("192", teaching, 64, 4, 192, **packed),
+            call("64", teaching, 12, 2, 64, **packed, again="block_masses"),
+            call("128, 1024 blocks", teaching, 64, 4, 128, blocks=1024, again="index_loss|block_masses"),
+            call("128, 16384 blocks", teaching, 64, 4, 128, blocks=16384, again="index_loss|block_masses"),
+        ],
+        "hopper decoding": lambda: [
+            call("192/128", decode_step, *wide),
+            call("64, learned compressor", decode_step, *narrow, learned=True, again="decode_attend"),
+            call("chunk 64", prompt_chunk, *narrow, **every),
+        ],
+        "ampere decoding": lambda: [
+            call("192/128", decode_step, *wide, **every),
+            call("128", decode_step, *middle, again="decode_attend"),
+            call("64", decode_step, *narrow, again="decode_attend"),
+            call(
+                "256, many blocks", decode_step, 16, 2, 256, 256, new=8, pages=512, learned=True, selected=300,
+                again="decode_attend|decode_combine",
+            ),
+            call("chunk 192/128", prompt_chunk, *wide),
+        ],
+        "products": lambda: [
+            call("a decode step", decoding, 768, 2048, **every),
+            call("a large vocabulary", drawing, 32000),
+            call("combination", combination),
+            call("compression 128", compression, 128, **packed),
+            call("compression 256 fp32", compression, 256, torch.float32, **every),
+            call("compression 192, no overlap", compression, 192, geometry=Geometry(16, 16, 32)),
+        ],
+        "8 bits": lambda: [call("a decode step", decoding_int8, 2048, 5632, **every)],
+    }  # fmt: skip
+    return (parts.get(part) or parts[what])()
 
 
-@pytest.fixture(scope="module")
-def rows():
-    return compile_in_subprocess("tests.ops_triton.test_compile")
+PARTS = {
+    architecture: [
+        f"{architecture} {what}"
+        for what in ("interval", "selected", "scoring", "teaching", "decoding", "products", "8 bits")
+    ]
+    for architecture in ("hopper", "ampere")
+}
+EACH_PART = [*PARTS["hopper"], *PARTS["ampere"]]
 
 
-@pytest.fixture(scope="module")
-def compiled(rows):
-    """Those of the rows that have a compiler's figures: no kernel lacks them on either architecture."""
-    found = [row for row in rows if "shared_bytes" in row]
-    assert {(row["kernel"], row["architecture"]) for row in found} == {
-        (row["kernel"], row["architecture"]) for row in rows
-    }
-    return found
+@pytest.mark.parametrize("part", EACH_PART)
+def test_kernels_compile_fit_and_spill_little(part, tmp_path):
+    rows = [row for row in compile_in_subprocess(part, folder=tmp_path) if "shared_bytes" in row]
+    assert rows
+    for row in rows:
+        assert row["shared_bytes"] <= SHARED_MEMORY[row["architecture"]], row
+        few = row["architecture"] == "ampere" and "256" not in row["call"]
+        assert row["spill_bytes"] <= (FEW_SPILLED_BYTES if few else MOST_SPILLED_BYTES), row
+    CHECKS.get(part.partition(" ")[2], lambda rows: None)(rows)
 
 
-def test_every_kernel_is_compiled(rows, compiled):
-    """Those of ops/hopper for Hopper alone, all others for both architectures, but for one that Hopper's replaces."""
+def rows_of_the_choice_s_loss_stay_in_registers(rows):
+    """On Hopper too, and up to as many blocks as the kernel says."""
+    found = [row for row in rows if row["kernel"] in ("index_loss_kernel", "block_masses_kernel")]
+    longest = [row["kernel"] for row in found if row["call"].endswith("16384 blocks")]
+    assert len(set(longest)) == 2
+    for row in found:
+        assert row["spill_bytes"] <= FEW_SPILLED_BYTES, row
+
+
+def weights_in_8_bits_are_read_well(rows):
+    """They are added up alike for any number of rows, and go from memory to matrix instructions.
+
+    Shared memory is for sums of warps only, 4 KB for 8 rows; with one row two programs fit a multiprocessor.
+    """
+    widths = [row["operand_widths"] for row in rows]
+    assert len(widths) == 6 and len(widths[0]) == 1 and widths == widths[:1] * 6, widths
+    for row in rows:
+        assert row["shared_bytes"] <= 16 * 1024, row
+    for one_row in rows[:3]:
+        assert one_row["shared_bytes"] == 4096 and one_row["registers"] <= 128, one_row
+        assert one_row["spill_bytes"] <= (0 if one_row["architecture"] == "hopper" else 8), one_row
+
+
+def sums_of_many_parts_compile_in_seconds(rows):
+    """Triton needs time by the third power of the loads that depend on one another: half a minute for 128."""
+    loads = [row["loads"] for row in rows if row["kernel"] == "decode_combine_kernel"]
+    assert max(loads) < 100
+    if rows[0]["architecture"] == "ampere":
+        assert max(loads) >= 48
+
+
+CHECKS = {
+    "teaching": rows_of_the_choice_s_loss_stay_in_registers,
+    "8 bits": weights_in_8_bits_are_read_well,
+    "decoding": sums_of_many_parts_compile_in_seconds,
+}
+
+
+def test_every_kernel_is_compiled(tmp_path):
+    """Those of ops/hopper for Hopper only, all others for both architectures, but for one that Hopper's replaces."""
     found = {file: re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.M) for file in OPS.rglob("*.py")}
     found.pop(OPS / "triton/smoke.py")
     names = {name for file in found for name in found[file]}
     written_for_hopper = {name for file in found if "hopper" in file.parts for name in found[file]}
+    rows = compile_in_subprocess(*EACH_PART, folder=tmp_path, only_record=True)
     kernels = {
-        architecture: {row["kernel"] for row in compiled if row["architecture"] == architecture}
-        for architecture in ("hopper", "ampere")
+        architecture: {row["kernel"] for row in rows if row["architecture"] == architecture} for architecture in PARTS
     }
     assert kernels == {"hopper": names - {"masked_dkdv_kernel"}, "ampere": names - written_for_hopper}
 
     def of_call(call):
-        return {row["kernel"] for row in rows if row["call"] == call}
+        return {row["kernel"] for row in rows if row["architecture"] == "hopper" and row["call"] == call}
 
     interval = {f"interval_{part}_hopper_kernel" for part in ("forward", "d_q", "dkdv")} | {"row_numbers_kernel"}
     for call in ("cmp 128, one head", "win 128, six heads"):
         assert interval <= of_call(call)
     assert {"interval_dkdv_hopper_kernel", "row_numbers_kernel"} <= of_call("win 64")
-    assert "block_major_backward_warp_specialized_kernel" in of_call("slc 128, block-major")
+    assert "block_major_backward_warp_specialized_kernel" in of_call("128, block-major")
     six_heads = {"block_major_forward_hopper_kernel", "block_major_backward_hopper_kernel"}
-    assert six_heads <= of_call("slc 64, block-major, six heads")
-    assert of_call("scoring of few queries") == {"importance_kernel", "choice_hopper_kernel"}
-
-
-def test_shared_memory_fits(compiled):
-    for row in compiled:
-        assert row["shared_bytes"] <= SHARED_MEMORY[row["architecture"]], row
-
-
-def test_little_is_spilled(compiled):
-    for row in compiled:
-        few = row["architecture"] == "ampere" and "256" not in row["call"]
-        assert row["spill_bytes"] <= (FEW_SPILLED_BYTES if few else MOST_SPILLED_BYTES), row
-
-
-def test_a_row_of_the_choice_s_loss_stays_in_registers(compiled):
-    """On Hopper too, and up to as many blocks as the kernel says."""
-    found = [row for row in compiled if row["kernel"] in ("index_loss_kernel", "block_masses_kernel")]
-    longest = [(row["architecture"], row["kernel"]) for row in found if row["call"] == "teaching, 16384 blocks"]
-    assert len(set(longest)) == 4
-    for row in found:
-        assert row["spill_bytes"] <= FEW_SPILLED_BYTES, row
-
-
-def test_weights_in_8_bits_are_added_up_alike_for_any_number_of_rows(compiled):
-    found = [row["operand_widths"] for row in compiled if row["call"].startswith("products with 8 bits")]
-    assert len(found) == 2 * 2 * 6 and all(widths == found[0] and len(widths) == 1 for widths in found), found
-
-
-def test_weights_in_8_bits_go_from_memory_to_matrix_instructions(compiled):
-    """Shared memory is for sums of warps alone, 4 KB for 8 rows; with one row two programs fit a multiprocessor."""
-    found = [row for row in compiled if row["call"].startswith("products with 8 bits")]
-    for row in found:
-        assert row["shared_bytes"] <= 16 * 1024, row
-    for one_row in (row for number, row in enumerate(found) if number % 6 < 3):
-        assert one_row["shared_bytes"] == 4096 and one_row["registers"] <= 128, one_row
-        assert one_row["spill_bytes"] <= (0 if one_row["architecture"] == "hopper" else 8), one_row
-
-
-def test_the_sum_of_many_parts_compiles_in_seconds(compiled):
-    """Triton needs time by the third power of the loads that depend on one another: half a minute for 128."""
-    loads = [row["loads"] for row in compiled if row["kernel"] == "decode_combine_kernel"]
-    assert 48 <= max(loads) < 100
+    assert six_heads <= of_call("64, block-major, six heads")
+    assert of_call("few queries") == {"importance_kernel", "choice_hopper_kernel"}

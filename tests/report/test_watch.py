@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.children import environment
+from tests.children import environment, wait_for_end
 from tests.written_runs import set_last_beat
 from trifocal.cli import main
 from trifocal.cli.console import SafeConsole
@@ -143,7 +143,7 @@ def test_it_is_live_on_a_terminal_and_ends_with_the_run(make_run: MakeRun) -> No
             if not finished and "running" in seen:
                 finished = True
                 set_last_beat(run, 0, status="finished", step=100)
-        status = process.wait(60)
+        status = wait_for_end(process, 60)
     finally:
         process.kill()
         process.wait()

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from tests import warm
-from tests.children import environment
+from tests.children import environment, wait_for_end
 from tests.train.tiny import write_config
 from tests.written_runs import wait_for
 from trifocal.report import summarise
@@ -120,7 +120,7 @@ def test_a_fatal_signal_leaves_the_stacks_of_the_run(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FATAL_STEP, str(write_config(tmp_path))]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = warm.popen(command, env=environment(OMP_NUM_THREADS=1), **quiet)
-    assert process.wait(120) == -signal.SIGABRT
+    assert wait_for_end(process, 120) == -signal.SIGABRT
     stacks = (tmp_path / "run" / "dumps" / "stacks_rank0.txt").read_text()
     assert "Fatal Python error: Aborted" in stacks and "die_in_step_3" in stacks
     run = read_run(tmp_path / "run")

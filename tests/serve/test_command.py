@@ -20,7 +20,7 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from tests import warm
-from tests.children import environment
+from tests.children import environment, wait_for_end
 from trifocal.cli import main
 from trifocal.cli import serve as server
 from trifocal.data import make_tokenizer
@@ -69,7 +69,7 @@ def test_a_folder_is_served_until_a_signal(folder: Path) -> None:
         next(events)
         process.send_signal(signal.SIGTERM)
         assert [event.choices[0].finish_reason for event in events][-1] == "length"
-        assert process.wait(30) == 0
+        assert wait_for_end(process, 30) == 0
 
 
 def test_a_second_interrupt_ends_a_server_that_is_at_work(folder: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_second_interrupt_ends_a_server_that_is_at_work(folder: Path) -> None:
                 socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))).close()
         next(events)
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130 and errors.read_text().count("\n") == 1
+        assert wait_for_end(process, 30) == 130 and errors.read_text().count("\n") == 1
 
 
 def test_the_model_of_the_package_has_its_name_and_pictures(

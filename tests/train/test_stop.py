@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests import warm
-from tests.children import environment
+from tests.children import environment, wait_for_end
 from tests.train.tiny import write_config
 from trifocal.data import make_tokenizer
 from trifocal.data.sources.text import TextSource
@@ -223,7 +223,7 @@ def test_a_signal_to_the_group_while_a_pool_compiles(tmp_path: Path, number: sig
             time.sleep(0.05)
         assert marker.exists(), (tmp_path / "error").read_text()
         os.killpg(process.pid, number)
-        assert process.wait(15) == (128 + number if step == 1 else 0), (tmp_path / "error").read_text()
+        assert wait_for_end(process, 15) == (128 + number if step == 1 else 0), (tmp_path / "error").read_text()
     finally:
         process.kill()
     assert "Traceback" not in (tmp_path / "error").read_text()

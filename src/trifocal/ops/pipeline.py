@@ -14,16 +14,25 @@ outputs and log-sum-exps, the choice, the gates.
 """
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from trifocal.ops import operators
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, longest_document
+
+try:
+    from torch._subclasses.fake_tensor import is_fake
+except ImportError:
+    logging.getLogger(__name__).warning("torch %s has moved is_fake: kernels compile one by one", torch.__version__)
+
+    def is_fake(x: object) -> bool:
+        """Any tensor may be a fake one, whose kernels are not compiled beforehand."""
+        return True
 
 
 class Branches(NamedTuple):

@@ -1,9 +1,11 @@
 """Shared by the Hopper kernels: descriptors, tiles in shared memory and their products, shares of a group's heads."""
 
+from typing import Any
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma, warpgroup_mma
 
 from trifocal.ops.tiles import Widths
 from trifocal.ops.triton.launch import Descriptor, describe_tiles
@@ -13,14 +15,25 @@ PART_ROWS = gl.constexpr(64)
 # Made once: it takes as long as the rest of a descriptor, on the host.
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
+
+def _renamed(owner: Any, name: str, before: str) -> Any:
+    """A function that Triton 3.8 or 3.9 renamed. A release may keep the earlier name and refuse it in a kernel."""
+    return getattr(owner, name if hasattr(owner, name) else before)
+
+
+tma_load = _renamed(tma, "async_load", "async_copy_global_to_shared")
+tma_store = _renamed(tma, "async_store", "async_copy_shared_to_global")
+async_load = _renamed(async_copy, "async_load", "async_copy_global_to_shared")
+reinterpret = _renamed(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
+
 # fmt: off
 
 @gluon.jit
 def copy_tile(sources, batch, row, head, ready, tiles, place, D_1: gl.constexpr, D_2: gl.constexpr):
     """Ask for one tile of q or k, all columns: a second part, if there is one, lies in shared memory by itself."""
-    tma.async_copy_global_to_shared(sources[0], [batch, row, head, 0], ready, tiles[0].index(place))
+    tma_load(sources[0], [batch, row, head, 0], ready, tiles[0].index(place))
     if D_2 > 0:
-        tma.async_copy_global_to_shared(sources[1], [batch, row, head, D_1], ready, tiles[1].index(place))
+        tma_load(sources[1], [batch, row, head, D_1], ready, tiles[1].index(place))
 
 
 @gluon.jit

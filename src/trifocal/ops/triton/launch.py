@@ -34,6 +34,8 @@ _DESCRIPTORS = {GluonDescriptor, TensorDescriptor}
 _MOST_WORKERS = 16
 # Kinds of arguments that one kernel remembers. More come only of sizes that no two calls share.
 _MOST_KINDS = 4096
+# The default up to Triton 3.9, which warns that 3.10 has another.
+_OPTIONS = {"enable_fp_fusion": True}
 
 
 class Kernel:
@@ -56,9 +58,9 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         if devices.is_compiling():
-            return functools.partial(self.function.warmup, grid=grid)
+            return functools.partial(self.function.warmup, grid=grid, **_OPTIONS)
         if self._kinds is None or _watched():
-            return self.function[grid]  # type: ignore[no-any-return]
+            return functools.partial(self.function[grid], **_OPTIONS)
         return functools.partial(self._launch, self._kinds, grid)
 
     def _launch(self, kinds: dict[tuple[Any, ...], Any], grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -84,7 +86,7 @@ class Kernel:
             code = compiled.function, compiled.packed_metadata, None, None, None
             compiled.run(*(*grid, 1, 1)[:3], stream, *code, *values, *rest)
             return
-        compiled = self.function[grid](*args, **constants)
+        compiled = self.function[grid](*args, **_OPTIONS | constants)
         if compiled is not None:
             if len(kinds) >= _MOST_KINDS:
                 kinds.clear()

@@ -4,6 +4,7 @@ The recorder is a ring of the last collectives (2,000, or TORCH_FR_BUFFER_SIZE).
 on; see `trifocal.distributed.processes`.
 """
 
+import logging
 import pickle
 import time
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 _SHOWN = 30
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,14 @@ def recorded_collectives() -> list[Collective]:
     """The collectives in the flight recorders of this process, oldest first; empty without process groups."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return []
-    module = torch._C._distributed_c10d
+    module = getattr(torch._C, "_distributed_c10d", None)
+    dumps = [getattr(module, name, None) for name in ("_dump_nccl_trace", "_dump_fr_trace")]
+    if dumps == [None, None]:
+        logger.warning("collectives are left out: torch %s has no flight recorder where it was", torch.__version__)
     found: list[Collective] = []
-    for name in ("_dump_nccl_trace", "_dump_fr_trace"):
-        dump = getattr(module, name, None)
-        if dump is not None:
-            # Safe to unpickle: this process has just made it.
-            found += decode(pickle.loads(dump()), time.time())
+    for dump in filter(None, dumps):
+        # Safe to unpickle: this process has just made it.
+        found += decode(pickle.loads(dump()), time.time())
     return sorted(found, key=lambda collective: -collective.age_seconds)
 
 

@@ -2,9 +2,9 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from trifocal.ops.hopper.common import PART_ROWS, copy_tile
+from trifocal.ops.hopper.common import PART_ROWS, copy_tile, tma_load
 from trifocal.ops.triton.interval.common import full_tiles, visible_keys
 
 # fmt: off
@@ -104,11 +104,11 @@ def load_tiles(
                         mbarrier.expect(ready, Q_BYTES)
                     copy_tile(q_sources, batch, query, group * Q_PER_KV, ready, q_tiles, part, D_1, D_2)
                     if BACKWARD:
-                        tma.async_copy_global_to_shared(
+                        tma_load(
                             descriptors[3], [batch, query, group * Q_PER_KV, 0], ready, buffers[3].index(part))
             mbarrier.wait(v_free.index(stage), free)
             mbarrier.expect(v_ready.index(stage), v_source.block_type.nbytes)
-            tma.async_copy_global_to_shared(
+            tma_load(
                 v_source, [batch, first_key, group // SHARE, 0], v_ready.index(stage), v_tiles.index(stage))
             count += 1
         visit += 1

@@ -16,7 +16,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -27,8 +26,10 @@ from trifocal.ops.hopper.common import (
     copy_tile,
     multiply,
     part_descriptors,
+    reinterpret,
     split_heads,
     tile_descriptor,
+    tma_load,
 )
 from trifocal.ops.tiles import cdiv, split_width
 from trifocal.ops.triton.common import LOG2_E_KERNEL
@@ -116,7 +117,7 @@ def load_rows_of_keys(
     for half in gl.static_range(2):
         key = first_key + half * (KEYS // 2)
         copy_tile(k_sources, batch, key, group, keys_ready, k_tiles, half, D_1, D_2)
-        tma.async_copy_global_to_shared(v_source, [batch, key, group, 0], keys_ready, v_tiles.index(half))
+        tma_load(v_source, [batch, key, group, 0], keys_ready, v_tiles.index(half))
     tiles = gl.cdiv(row_limit - row_origin, ROWS)
     for number in range(tiles * SHARES):
         share = group * SHARES + number // tiles
@@ -129,14 +130,14 @@ def load_rows_of_keys(
         mbarrier.wait(q_free.index(stage), free)
         mbarrier.expect(ready, ROWS * COLUMN_BYTES + (2 if GATED else 1) * ROW_BYTES)
         copy_tile(q_sources, batch, query, head, ready, q_tiles, stage, D_1, D_2)
-        tma.async_copy_global_to_shared(lse_source, [batch, share, row], ready, lse_tiles.index(stage))
+        tma_load(lse_source, [batch, share, row], ready, lse_tiles.index(stage))
         if GATED:
-            tma.async_copy_global_to_shared(gate_source, [batch, share, row], ready, gate_tiles.index(stage))
+            tma_load(gate_source, [batch, share, row], ready, gate_tiles.index(stage))
         ready = d_o_ready.index(stage)
         mbarrier.wait(d_o_free.index(stage), free)
         mbarrier.expect(ready, d_o_source.block_type.nbytes + ROW_BYTES)
-        tma.async_copy_global_to_shared(d_o_source, [batch, query, head, 0], ready, d_o_tiles.index(stage))
-        tma.async_copy_global_to_shared(delta_source, [batch, share, row], ready, delta_tiles.index(stage))
+        tma_load(d_o_source, [batch, query, head, 0], ready, d_o_tiles.index(stage))
+        tma_load(delta_source, [batch, share, row], ready, delta_tiles.index(stage))
 
 
 @gluon.jit
@@ -177,19 +178,19 @@ def gather_keys(
             scores = multiply(k_tiles, HALF, q_tiles, stage, zeros, PART_ROWS, ROWS, D_1, D_2)
         mbarrier.wait(d_o_ready.index(stage), phase)
         d_p = warpgroup_mma(v_tile, d_o_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        row_lse = lse_tiles.index(stage)._reinterpret(gl.float32, [ROWS], LINE).load(ROW)
+        row_lse = reinterpret(lse_tiles.index(stage), gl.float32, [ROWS], LINE).load(ROW)
         if not AHEAD:
             scores = warpgroup_mma_wait(1, [scores])
         p = gl.exp2(scores * score_scale - row_lse[None, :])
         if GATED:
-            p = p * gate_tiles.index(stage)._reinterpret(gl.float32, [ROWS], LINE).load(ROW)[None, :]
+            p = p * reinterpret(gate_tiles.index(stage), gl.float32, [ROWS], LINE).load(ROW)[None, :]
         if MASKED:
             row = row_origin + (number - base) * ROWS + gl.arange(0, ROWS, ROW)
             visible = (row[None, :] >= (key_begin * Q_PER_KV)[:, None]) & (row[None, :] < (key_end * Q_PER_KV)[:, None])
             p = gl.where(visible, p, 0.0)
         p_operand = gl.convert_layout(p.to(d_o_tiles.dtype), gl.DotOperandLayout(0, OUTPUT_V, 2))
         d_v = warpgroup_mma(p_operand, d_o_tile, d_v, is_async=True)
-        row_delta = delta_tiles.index(stage)._reinterpret(gl.float32, [ROWS], LINE).load(ROW)
+        row_delta = reinterpret(delta_tiles.index(stage), gl.float32, [ROWS], LINE).load(ROW)
         d_p = warpgroup_mma_wait(1, [d_p])
         d_scores = p * (d_p - row_delta[None, :])
         if MASKED:

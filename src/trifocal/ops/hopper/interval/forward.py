@@ -33,6 +33,7 @@ from trifocal.ops.hopper.common import (
     part_descriptors,
     split_heads,
     tile_descriptor,
+    tma_store,
 )
 from trifocal.ops.hopper.interval.common import first_key_of, load_tiles, make_barriers, place_tile, store_rows
 from trifocal.ops.tiles import cdiv, split_width
@@ -178,7 +179,7 @@ def attend_rows(
             o_tile = o_tiles.index(PART)
             o_tile.reshape([PART_ROWS, V]).store(o.to(o_tiles.dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(o_target, [batch, first_query, group * Q_PER_KV, 0], o_tile)
+            tma_store(o_target, [batch, first_query, group * Q_PER_KV, 0], o_tile)
         visit += 1
     tma.store_wait(0)
 

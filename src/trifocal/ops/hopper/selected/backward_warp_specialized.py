@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from trifocal.ops import devices
-from trifocal.ops.hopper.common import tile_descriptor
+from trifocal.ops.hopper.common import reinterpret, tile_descriptor, tma_load, tma_store
 from trifocal.ops.triton.launch import Descriptor, Kernel, describe_tiles
 from trifocal.ops.triton.selected.block_csr import BlockCSR, block_place
 from trifocal.ops.triton.selected.problem import SelectedProblem
@@ -116,7 +116,7 @@ def place_of(table, piece):
 def boxes_of(tile, source, WIDTH: gl.constexpr):
     """A tile [64, WIDTH] as the boxes that it stacks up from: halves of 64 columns, then slots."""
     Q_PER_KV: gl.constexpr = source.block_type.shape[len(source.block_type.shape) - 2]
-    return tile._reinterpret(
+    return reinterpret(tile,
         source.dtype, [WIDTH // 64 * (ROWS // Q_PER_KV)] + source.block_type.shape, source.layout)
 
 
@@ -140,7 +140,7 @@ def ask_for_rows(
     for s in gl.static_range(STEP):
         query = numbers[s] // SLOTS_OF_ROW - batch * num_queries
         for half in gl.static_range(WIDTH // 64):
-            tma.async_copy_global_to_shared(
+            tma_load(
                 source, [batch, query, group * Q_PER_KV, half * 64], ready, boxes.index(half * STEP + s))
 
 
@@ -153,7 +153,7 @@ def send_rows(target, tile, numbers, first, end, first_slot, Q_PER_KV: gl.conste
         if first + s < end:
             place = (numbers[s] - first_slot) * Q_PER_KV
             for half in gl.static_range(WIDTH // 64):
-                tma.async_copy_shared_to_global(target, [place, half * 64], boxes.index(half * STEP + s))
+                tma_store(target, [place, half * 64], boxes.index(half * STEP + s))
 
 
 @gluon.jit
@@ -183,8 +183,8 @@ def load_rows(
         batch, group, first_token = place_of(table, piece)
         mbarrier.wait(kv_free, (visit & 1) ^ 1)
         mbarrier.expect(kv_ready, k_source.block_type.nbytes + v_source.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_source, [batch, first_token, group, 0], kv_ready, k_tiles)
-        tma.async_copy_global_to_shared(v_source, [batch, first_token, group, 0], kv_ready, v_tiles)
+        tma_load(k_source, [batch, first_token, group, 0], kv_ready, k_tiles)
+        tma_load(v_source, [batch, first_token, group, 0], kv_ready, v_tiles)
         for first in range(begin, end, STEP):
             stage = count % STAGES
             ready = rows_ready.index(stage)

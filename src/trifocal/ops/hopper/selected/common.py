@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
+from trifocal.ops.hopper.common import async_load
 from trifocal.ops.triton.common import LOG2_E_KERNEL
 
 
@@ -29,7 +30,7 @@ def load_block(x, shared, in_block, num_rows, row_stride, columns):
 def ask_for(x, query, head, shared, columns, time_stride, head_stride):
     """Start copying the heads of queries, rows of x, into shared memory."""
     offsets = query.to(gl.int64) * time_stride + head * head_stride
-    async_copy.async_copy_global_to_shared(shared, x + offsets[:, None] + columns[None, :])
+    async_load(shared, x + offsets[:, None] + columns[None, :])
     async_copy.commit_group()
 
 
