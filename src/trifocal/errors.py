@@ -24,13 +24,15 @@ def unknown(what: str, name: str, valid: Iterable[str], source: str = "") -> Use
     Args:
         what: Kind of the name: "key", "flag".
         name: The name given.
-        valid: The valid names; at least one.
+        valid: The valid names.
         source: Begins the message: the place of the name.
     """
     names = list(valid)
     name = name if len(name) <= _LONGEST else f"{name[:_LONGEST]}…"
     best = nearest(name, names)
-    if _likeness(name, best) >= _NEAR:
+    if not names:
+        hint = "there is none"
+    elif _likeness(name, best) >= _NEAR:
         hint = f'the nearest valid one is "{best}"'
     else:
         hint = f"valid are {', '.join(names)}" if len(names) <= _FEW else "no valid one is near"
@@ -38,17 +40,17 @@ def unknown(what: str, name: str, valid: Iterable[str], source: str = "") -> Use
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """The valid name that the user most likely meant.
+    """The valid name that the user most likely meant; "" if there is none.
 
     Args:
         name: The name given, possibly dotted.
-        valid: The valid names; at least one. A name with the same last part wins over one that looks alike.
+        valid: The valid names. A name with the same last part wins over one that looks alike.
     """
     names = sorted(valid)
     leaf = name.rpartition(".")[2]
     same_leaf = [candidate for candidate in names if candidate.rpartition(".")[2] == leaf]
     # Among equally similar names the last wins: "steps" may mean train.steps or trace.steps.
-    return max(same_leaf or names, key=lambda candidate: (_likeness(name, candidate), candidate))
+    return max(same_leaf or names, key=lambda candidate: (_likeness(name, candidate), candidate), default="")
 
 
 def _likeness(name: str, candidate: str) -> float:

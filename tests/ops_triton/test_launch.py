@@ -73,7 +73,8 @@ def arguments(x=MEMORY, tiles=None, stride=64, length=1000, factor=0.5):
 def test_the_second_launch_of_a_kind_goes_to_the_compiled_kernel(kernel):
     first, second = arguments(length=1000), arguments(length=1024)
     kernel[3, 2](*first, **CONSTANTS)
-    assert kernel.asked == [((3, 2), first, {**CONSTANTS})]
+    # Triton 3.9 warns of a default that it does not find here, and 3.10 has another.
+    assert kernel.asked == [((3, 2), first, {**CONSTANTS, "enable_fp_fusion": True})]
     assert kernel.launches == []
     kernel[(7,)](*second, **CONSTANTS)
     assert len(kernel.asked) == 1

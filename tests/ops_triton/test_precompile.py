@@ -2,10 +2,13 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 
 import pytest
+
+from trifocal.ops import pipeline
 
 CASES = {
     "in the mask's order": (512, False, False),
@@ -75,6 +78,14 @@ def test_all_are_compiled_and_none_is_launched(found, case):
     assert any("block_major" in name for name in names) == (case == "block-major")
     # The second call is of a kind that is ready.
     assert sum("combine_forward" in name for name in names) == 1
+
+
+def test_a_pytorch_that_has_moved_is_fake_is_told_of_in_one_line(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "torch._subclasses.fake_tensor", None)
+    module = runpy.run_path(pipeline.__file__)
+    assert module["is_fake"](None)
+    (message,) = caplog.messages
+    assert "kernels compile one by one" in message
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.train.tiny import TOML, write_config
-from trifocal.errors import UserError, nearest
+from trifocal.errors import UserError, nearest, unknown
 from trifocal.fields import dotted_fields, from_table
 from trifocal.train import RunConfig, load_config
 from trifocal.train.config.load import ALIASES, override, read_flags
@@ -186,6 +186,8 @@ def test_the_nearest_name_is_of_the_same_leaf_or_alike() -> None:
     assert nearest("train.learning_rate", FIELDS) == "optimizer.learning_rate"
     assert nearest("train.sequence_lenght", FIELDS) == "train.sequence_length"
     assert nearest("windowsize", FIELDS) == "model.geometry.window_size"
+    assert nearest("windowsize", []) == ""
+    assert str(unknown("key", "windowsize", [])) == 'unknown key "windowsize"; there is none'
 
 
 def test_an_integer_of_any_size_is_named_in_a_message(tmp_path: Path) -> None:

@@ -66,8 +66,9 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
 
 def _config_file(path: str | Path) -> Path:
     """The file at this path, or else the preset of this name."""
-    file, found = user_path(path, "config file"), presets()
+    file = user_path(path, "config file")
     if not file.suffix and file.name == str(path) and not file.exists():
+        found = presets()
         if str(path) not in found:
             raise unknown("config file or preset", str(path), found)
         return found[str(path)]
@@ -75,8 +76,15 @@ def _config_file(path: str | Path) -> Path:
 
 
 def presets() -> dict[str, Path]:
-    """The files by name."""
-    return {path.stem: path for path in sorted(_PRESETS.glob("*.toml"))}
+    """The files by name.
+
+    Raises:
+        UserError: If the package has lost them.
+    """
+    found = {path.stem: path for path in sorted(_PRESETS.glob("*.toml"))}
+    if not found:
+        raise UserError(f"no preset is in {_PRESETS}; install trifocal again, or name a TOML file of your own")
+    return found
 
 
 def comment(path: Path) -> str:
