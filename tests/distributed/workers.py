@@ -1,6 +1,7 @@
 """Real processes for the tests, given their places as torchrun gives them, on the CPU over gloo."""
 
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -73,8 +74,12 @@ class Workers:
         ended = []
         try:
             for rank in range(len(self.processes)) if ranks is None else ranks:
-                status = children.wait_for_end(self.processes[rank], max(0.1, deadline - time.monotonic()))
+                status = self.processes[rank].wait(max(0.1, deadline - time.monotonic()))
                 ended.append(Ended(status, self.out(rank), self.error(rank), time.monotonic() - self.begin))
+        except subprocess.TimeoutExpired:
+            stacks = children.abort_with_stacks(process.pid for process in self.processes if process.poll() is None)
+            stderr = "\n".join(self.error(rank)[-3000:] for rank in range(len(self.processes)))
+            raise AssertionError(f"a process did not end in {timeout} s\n{stacks}\n{stderr}") from None
         finally:
             for process in self.processes:
                 if ranks is None and process.poll() is None:

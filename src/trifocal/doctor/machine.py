@@ -72,7 +72,7 @@ def _no_gpu() -> Finding:
         return Finding("gpu", "note", "hidden by CUDA_VISIBLE_DEVICES", "unset CUDA_VISIBLE_DEVICES")
     if torch.version.cuda is None:
         text = "there is an NVIDIA GPU, but this PyTorch was built without CUDA"
-        return Finding("gpu", "broken", text, "pip install --force-reinstall 'torch>=2.11'")
+        return Finding("gpu", "broken", text, "pip install --force-reinstall 'torch>=2.11,<2.16'")
     text = "there is an NVIDIA GPU, but PyTorch sees none"
     try:
         torch.cuda.init()
