@@ -38,14 +38,14 @@ class Call(NamedTuple):
 
     Args:
         again: A pattern: kernels that are compiled once for this call too.
-        every_launch: Whether each launch is compiled.
+        each: A pattern: kernels of which each launch is compiled.
     """
 
     name: str
     architecture: str
     function: Callable[[], Any]
     again: str = "$^"
-    every_launch: bool = False
+    each: str = "$^"
 
 
 def compile_in_subprocess(*parts: str, folder: Path, only_record: bool = False) -> list[dict[str, Any]]:
@@ -73,8 +73,8 @@ def compile_launches(calls: Iterable[Call], *, only_record: bool = False) -> Ite
         for kernel, arguments, options in _record(call.architecture, call.function):
             row = {"call": call.name, "kernel": kernel.__name__, "architecture": call.architecture}
             key = kernel.__name__, call.architecture
-            again = call.every_launch or (key not in of_call and re.match(call.again, kernel.__name__))
-            if not only_record and (again or key not in compiled):
+            again = call.each if key in of_call else f"{call.again}|{call.each}"
+            if not only_record and (key not in compiled or re.match(again, kernel.__name__)):
                 code = _compile(kernel, arguments, options, CAPABILITIES[call.architecture])
                 row |= {"shared_bytes": code.metadata.shared, **_usage(code.asm["cubin"])}
                 row["loads"] = code.asm.get("ttir", "").count("tt.load")
