@@ -104,12 +104,10 @@ def load_tiles(
                         mbarrier.expect(ready, Q_BYTES)
                     copy_tile(q_sources, batch, query, group * Q_PER_KV, ready, q_tiles, part, D_1, D_2)
                     if BACKWARD:
-                        tma_load(
-                            descriptors[3], [batch, query, group * Q_PER_KV, 0], ready, buffers[3].index(part))
+                        tma_load(descriptors[3], [batch, query, group * Q_PER_KV, 0], ready, buffers[3].index(part))
             mbarrier.wait(v_free.index(stage), free)
             mbarrier.expect(v_ready.index(stage), v_source.block_type.nbytes)
-            tma_load(
-                v_source, [batch, first_key, group // SHARE, 0], v_ready.index(stage), v_tiles.index(stage))
+            tma_load(v_source, [batch, first_key, group // SHARE, 0], v_ready.index(stage), v_tiles.index(stage))
             count += 1
         visit += 1
 

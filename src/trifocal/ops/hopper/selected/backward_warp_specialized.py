@@ -116,8 +116,8 @@ def place_of(table, piece):
 def boxes_of(tile, source, WIDTH: gl.constexpr):
     """A tile [64, WIDTH] as the boxes that it stacks up from: halves of 64 columns, then slots."""
     Q_PER_KV: gl.constexpr = source.block_type.shape[len(source.block_type.shape) - 2]
-    return reinterpret(tile,
-        source.dtype, [WIDTH // 64 * (ROWS // Q_PER_KV)] + source.block_type.shape, source.layout)
+    return reinterpret(
+        tile, source.dtype, [WIDTH // 64 * (ROWS // Q_PER_KV)] + source.block_type.shape, source.layout)
 
 
 @gluon.jit
@@ -140,8 +140,7 @@ def ask_for_rows(
     for s in gl.static_range(STEP):
         query = numbers[s] // SLOTS_OF_ROW - batch * num_queries
         for half in gl.static_range(WIDTH // 64):
-            tma_load(
-                source, [batch, query, group * Q_PER_KV, half * 64], ready, boxes.index(half * STEP + s))
+            tma_load(source, [batch, query, group * Q_PER_KV, half * 64], ready, boxes.index(half * STEP + s))
 
 
 @gluon.jit
