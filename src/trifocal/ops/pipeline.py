@@ -30,7 +30,7 @@ try:
 except ImportError:
     logging.getLogger(__name__).warning("torch %s has moved is_fake: kernels compile one by one", torch.__version__)
 
-    def is_fake(x: object) -> bool:
+    def is_fake(x: object) -> bool:  # type: ignore[misc]
         """Any tensor may be a fake one, whose kernels are not compiled beforehand."""
         return True
 
