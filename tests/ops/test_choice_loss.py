@@ -128,6 +128,22 @@ def test_recall_of_a_choice():
     assert choice_loss.recall(mass, student, free, ~sample.eligible, geometry) == 0
 
 
+def test_recall_is_counted_by_the_scores_of_an_index():
+    """Scores so far apart that all shares but the largest are 0 in fp32: the choice goes by scores, and so its recall."""
+    generator = torch.Generator().manual_seed(3)
+    q, k = (torch.randn(1, TOKENS, heads, DIM, generator=generator) for heads in (HEADS, GROUPS))
+    q_idx, k_idx = torch.ones(1, TOKENS, GROUPS, DIM), torch.zeros(1, TOKENS, DIM)
+    # Block j scores 1,000 j: the last free blocks are chosen.
+    k_idx[0, :, 0] = torch.arange(TOKENS) // GEOMETRY.selection_block_size * 1000.0 * DIM**0.5
+    tokens = torch.tensor([[TOKENS - 1]])
+    sample = Sample(tokens, torch.zeros_like(tokens), torch.ones_like(tokens, dtype=torch.bool))
+    _, recall = choice_loss.choice_loss(q, k, sample, GEOMETRY, q_idx=q_idx, k_idx=k_idx)
+    mass, free = choice_loss.teacher_masses(q, k, sample, GEOMETRY, None), choice_loss.free_blocks(sample, GEOMETRY, 15)
+    chosen = ops.select_blocks_by_index(q_idx, k_idx, GEOMETRY)[:, -1:]
+    held, _ = choice_loss.choice_shares(mass, chosen, free, sample.eligible, GEOMETRY)
+    torch.testing.assert_close(recall, held.sum(), rtol=1e-6, atol=0)
+
+
 def test_equal_products_teach_the_first_token():
     q, k = drawn(1, TOKENS, HEADS, DIM), drawn(1, TOKENS, GROUPS, DIM)
     q_idx, k_idx = (torch.ones(1, TOKENS, *heads, DIM, dtype=torch.float64) for heads in ((GROUPS,), ()))

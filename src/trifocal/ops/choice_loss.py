@@ -196,14 +196,15 @@ def _loss_of(
         else:
             mass = teacher_masses(q, k, sample, geometry, documents)
         if k_cmp is not None:
-            student = compressed_importance(q, k_cmp, sample, geometry, documents, k.shape[1])
+            ranked = student = compressed_importance(q, k_cmp, sample, geometry, documents, k.shape[1])
         else:
             assert q_idx is not None and k_idx is not None
-            scores = index_scores(q_idx, k_idx, sample, geometry, documents)
+            # An index chooses by its scores: many shares may be 0, and equal.
+            ranked = index_scores(q_idx, k_idx, sample, geometry, documents)
             # A share of the free candidates: what lies in forced blocks is not the index's to find.
-            student = scores.masked_fill(~free[:, :, None], torch.finfo(scores.dtype).min).softmax(-1)
+            student = ranked.masked_fill(~free[:, :, None], torch.finfo(ranked.dtype).min).softmax(-1)
         loss = divergence(mass, student, free, sample.eligible)
-        return torch.stack((loss, recall(mass, student.detach(), free, sample.eligible, geometry)))
+        return torch.stack((loss, recall(mass, ranked.detach(), free, sample.eligible, geometry)))
 
 
 def divergence(mass: Tensor, student: Tensor, free: Tensor, eligible: Tensor) -> Tensor:
@@ -225,16 +226,17 @@ def divergence(mass: Tensor, student: Tensor, free: Tensor, eligible: Tensor) ->
     return terms.sum(-1).where(counts, 0).sum()
 
 
-def recall(mass: Tensor, student: Tensor, free: Tensor, eligible: Tensor, geometry: Geometry) -> Tensor:
+def recall(mass: Tensor, ranked: Tensor, free: Tensor, eligible: Tensor, geometry: Geometry) -> Tensor:
     """Recall of the choice that the student would make, summed over queries and groups.
 
     Args:
-        mass, student, free, eligible: As in `divergence`.
+        mass, free, eligible: As in `divergence`.
+        ranked: That by which the student chooses, its importance or scores, [B, M, G, J].
         geometry: Block sizes, in tokens.
     """
     places = min(free_places(geometry), mass.shape[-1])
     # Stable: of equal ones the lower, as the choice takes it.
-    order = student.where(free[:, :, None], -1).sort(dim=-1, descending=True, stable=True).indices
+    order = ranked.where(free[:, :, None], -torch.inf).sort(dim=-1, descending=True, stable=True).indices
     chosen = order[..., :places]
     return choice_shares(mass, chosen, free, eligible, geometry)[0].sum()
 
