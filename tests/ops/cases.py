@@ -92,6 +92,8 @@ CASES = (
     Case("exactly one selection block", USUAL, 16),
     Case("packed: 1 token, under l, exactly l, l + 1, exactly l'", USUAL, 56, lengths=(1, 5, 8, 9, 16, 1, 16), heads=4),
     Case("packed: long first, 1-token last", USUAL, 42, lengths=(40, 1, 1), heads=6, groups=2, value_dim=5),
+    Case("packed: in rows of 16, the last one short", USUAL, 61, lengths=(16, 4, 12, 9, 7, 13), heads=4, groups=2),
+    Case("packed: across rows of 8", ODD, 45, lengths=(5, 8, 3, 7, 6, 1, 8, 7), heads=3),
     Case("packed: odd sizes", ODD, 40, lengths=(17, 2, 21), heads=3),
     Case("packed: only documents under l", USUAL, 14, lengths=(7, 1, 6)),
     Case("packed: the last queries of a pack", ODD, 19, keys=58, lengths=(9, 33, 2, 14), heads=4, groups=2),

@@ -129,7 +129,7 @@ def test_recall_of_a_choice():
 
 
 def test_recall_is_counted_by_the_scores_of_an_index():
-    """Scores so far apart that all shares but the largest are 0 in fp32: the choice goes by scores, and so its recall."""
+    """Scores so far apart that all shares but the largest are 0 in fp32: the choice goes by scores, and its recall."""
     generator = torch.Generator().manual_seed(3)
     q, k = (torch.randn(1, TOKENS, heads, DIM, generator=generator) for heads in (HEADS, GROUPS))
     q_idx, k_idx = torch.ones(1, TOKENS, GROUPS, DIM), torch.zeros(1, TOKENS, DIM)

@@ -17,6 +17,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from trifocal.ops import Documents
 from trifocal.ops.dispatch import count_choice
+from trifocal.ops.layout import Rows, take
 
 OLDEST_CAPABILITY = (8, 0)
 # Up to 256, but the backward pass of wider heads than this needs the shared memory of some GPUs.
@@ -84,24 +85,13 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
 
 
 def _rows(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-    """Queries in rows of the longest document's length see keys of their own row and of the row before."""
-    num_tokens, q_per_kv = q.shape[1], q.shape[2] // k.shape[2]
-    length = min(documents.max_length or num_tokens, num_tokens)
-    num_rows = -(-num_tokens // length)
-    padding = num_rows * length - num_tokens
-
-    def cut(x: Tensor) -> Tensor:
-        """[1, T, heads, width] -> [rows, heads, length, width]."""
-        return pad(x, (0, 0, 0, 0, 0, padding)).view(num_rows, length, *x.shape[2:]).transpose(1, 2)
-
-    ids = pad(documents.ids, (0, padding), value=-1).view(num_rows, length)
-    key_ids = ids
-    # Copied for every head, because not every kernel behind SDPA shares keys between heads.
-    q, k, v = cut(q), *(cut(x).repeat_interleave(q_per_kv, dim=1) for x in (k, v))
-    if not documents.aligned and num_rows > 1:
-        k, v = (torch.cat((pad(x[:-1], (0, 0) * 3 + (1, 0)), x), dim=2) for x in (k, v))
-        key_ids = torch.cat((pad(ids[:-1], (0, 0, 1, 0), value=-2), ids), dim=1)
+    rows, q_per_kv = Rows.of(documents), q.shape[2] // k.shape[2]
+    keys = rows.keys(torch.arange(rows.num_tokens, device=q.device, dtype=torch.int32))
+    ids, positions = documents.ids[None], documents.positions[None]
     # Padding sees itself, so that every query has a key.
-    mask = (ids[:, :, None] == key_ids[:, None, :]).tril(key_ids.shape[1] - length)
-    o = scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
-    return o.transpose(1, 2).flatten(0, 1)[None, :num_tokens]
+    mask = rows.cut(ids, padding=-1)[..., None] == take(ids, keys, padding=-1)[:, None]
+    mask &= rows.cut(positions)[..., None] >= take(positions, keys, padding=0)[:, None]
+    # Copied for every head, because not every kernel behind SDPA shares keys between heads.
+    k, v = (take(x, keys).transpose(1, 2).repeat_interleave(q_per_kv, dim=1) for x in (k, v))
+    o = scaled_dot_product_attention(rows.cut(q).transpose(1, 2), k, v, attn_mask=mask[:, None])
+    return rows.join(o.transpose(1, 2))

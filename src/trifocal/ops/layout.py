@@ -117,6 +117,61 @@ class Documents(NamedTuple):
         return Documents(cu_seqlens, ids, positions, self.max_length, aligned=self.aligned)
 
 
+class Rows(NamedTuple):
+    """Packed documents cut into rows as long as the longest of them, so that cost grows with documents, not the pack.
+
+    A row's queries see keys of the row and, unless no document crosses rows, of the row before it.
+
+    Attributes:
+        length: Tokens of a row.
+        reach: Tokens whose keys a row sees: its own, or its own and those of the row before.
+        num_tokens: Tokens of the pack.
+    """
+
+    length: int
+    reach: int
+    num_tokens: int
+
+    @classmethod
+    def of(cls, documents: Documents) -> "Rows":
+        """The rows of documents; one for all if their lengths are not known on the host."""
+        num_tokens = documents.ids.shape[0]
+        length = longest_document(num_tokens, documents)
+        return cls(length, length if documents.aligned or length == num_tokens else 2 * length, num_tokens)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows; the last one may be padded."""
+        return -(-self.num_tokens // self.length)
+
+    def cut(self, x: Tensor, padding: int = 0) -> Tensor:
+        """[1, T, *] -> [rows, length, *]."""
+        missing = self.num_rows * self.length - self.num_tokens
+        if missing:
+            x = torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, missing), value=padding)
+        return x.view(self.num_rows, self.length, *x.shape[2:])
+
+    def join(self, x: Tensor) -> Tensor:
+        """[rows, length, *] -> [1, T, *]."""
+        return x.flatten(0, 1)[None, : self.num_tokens]
+
+    def keys(self, tokens: Tensor, spacing: int = 1) -> Tensor:
+        """Numbers of the keys that each row may see, [rows, keys], int64; S and above where there are no more keys.
+
+        `tokens` are those from which on keys are seen, [S], ascending, `spacing` apart at least; nobody's come last.
+        """
+        first = torch.arange(1, self.num_rows + 1, device=tokens.device, dtype=tokens.dtype) * self.length - self.reach
+        inside = torch.arange(-(-self.reach // spacing), device=tokens.device)
+        return torch.searchsorted(tokens, first)[:, None] + inside
+
+
+def take(x: Tensor, keys: Tensor, padding: int | None = None) -> Tensor:
+    """Keys of rows, [1, S, *] and [rows, keys] -> [rows, keys, *]; where there is none the last one, or the padding."""
+    size = x.shape[1]
+    taken = x[0].index_select(0, keys.clamp(max=size - 1).flatten()).view(*keys.shape, *x.shape[2:])
+    return taken if padding is None else taken.where(keys < size, padding)
+
+
 def longest_document(num_tokens: int, documents: Documents | None) -> int:
     """Tokens that no document exceeds."""
     if documents is None or documents.max_length is None:

@@ -5,7 +5,8 @@ Every branch is the same masked attention. A key is visible to the queries of it
 from their own position on in the blocks that the query chose. The number of operations does not depend on length.
 
 What is kept for backward is q, k, v, o and the log-sum-exp, linear in length; masks and probabilities are made again.
-Working memory is two tiles of scores, [B, H, T, keys] in fp32, forward and three backward.
+Working memory is two tiles of scores, [B, H, T, keys] in fp32, forward and three backward. Packed documents are cut
+into rows as long as the longest of them, a batch whose queries see keys of their own row and of the row before.
 
 Shape suffixes: B batch, T queries, S keys of any branch, G groups, R heads of a group, X rows (heads of a group ×
 queries), D and V dims, C compressed and J selection blocks, K taps. The arguments were checked by `trifocal.ops.api`.
@@ -18,19 +19,27 @@ import torch
 from torch import Tensor
 
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.layout import Documents, compressed_counts, compressed_layout, place_compressed_blocks
+from trifocal.ops.layout import (
+    Documents,
+    Rows,
+    compressed_counts,
+    compressed_layout,
+    longest_document,
+    place_compressed_blocks,
+    take,
+)
 
 ALWAYS = torch.iinfo(torch.int32).max
 
 
 class Visibility(NamedTuple):
-    """Which query sees which key; a few integers a token instead of a mask.
+    """Which query sees which key; a few integers a token instead of a mask, the same for a whole batch or for each row.
 
     Attributes:
-        query_ids, query_positions: Document of each query and position in it, [T].
-        key_ids: Document of each key, [S]; -1 is nobody's.
-        key_first, key_last: Positions from which and up to which a key is seen, [S].
-        key_blocks: Selection block of each key in its document, [S]; with `selected_blocks`.
+        query_ids, query_positions: Document of each query and position in it, [1 or B, T].
+        key_ids: Document of each key, [1 or B, S]; -1 is nobody's.
+        key_first, key_last: Positions from which and up to which a key is seen, [1 or B, S].
+        key_blocks: Selection block of each key in its document, [1 or B, S]; with `selected_blocks`.
         selected_blocks: The queries' choice, [B, T, G, N], -1 pads; None for a branch without choice.
         num_blocks: Selection blocks that a document can have.
     """
@@ -45,15 +54,31 @@ class Visibility(NamedTuple):
     num_blocks: int = 0
 
     def mask(self) -> Tensor:
-        """Make the mask, [1, 1, 1, T, S] or, with a choice, [B, G, 1, T, S]; True where a query sees a key."""
-        position_T1 = self.query_positions[:, None]
-        mask_TS = (self.query_ids[:, None] == self.key_ids) & (self.key_first <= position_T1)
-        mask_TS &= position_T1 <= self.key_last
+        """Make the mask, [1 or B, 1, 1, T, S] or, with a choice, [B, G, 1, T, S]; True where a query sees a key."""
+        position_BT1 = self.query_positions[..., None]
+        mask_BTS = (self.query_ids[..., None] == self.key_ids[:, None]) & (self.key_first[:, None] <= position_BT1)
+        mask_BTS &= position_BT1 <= self.key_last[:, None]
         if self.selected_blocks is None or self.key_blocks is None:
-            return mask_TS[None, None, None]
-        chosen_BTGJ = chosen_mask(self.selected_blocks, self.num_blocks)
-        chosen_BGTS = chosen_BTGJ.transpose(1, 2).index_select(-1, self.key_blocks)
-        return (chosen_BGTS & mask_TS)[:, :, None]
+            return mask_BTS[:, None, None]
+        chosen_BJGT = chosen_mask(self.selected_blocks, self.num_blocks).permute(0, 3, 2, 1)
+        batch, num_blocks = chosen_BJGT.shape[:2]
+        block_BS = self.key_blocks + torch.arange(batch, device=self.key_blocks.device)[:, None] * num_blocks
+        chosen_BSGT = chosen_BJGT.flatten(0, 1).index_select(0, block_BS.flatten()).unflatten(0, block_BS.shape)
+        return (chosen_BSGT.permute(0, 2, 3, 1) & mask_BTS[:, None])[:, :, None]
+
+    def cut(self, rows: Rows, keys: Tensor) -> "Visibility":
+        """The same in rows of a pack, by `keys` from `Rows.keys`."""
+        chosen, blocks = self.selected_blocks, self.key_blocks
+        return Visibility(
+            rows.cut(self.query_ids, padding=-2),
+            rows.cut(self.query_positions),
+            take(self.key_ids, keys, padding=-1),
+            take(self.key_first, keys),
+            take(self.key_last, keys),
+            None if blocks is None else take(blocks, keys),
+            None if chosen is None else rows.cut(chosen),
+            self.num_blocks,
+        )
 
 
 def mean_compress(x: Tensor, geometry: Geometry, documents: Documents | None, num_blocks: int) -> Tensor:
@@ -132,7 +157,7 @@ def compressed_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention over compressed blocks; see `trifocal.ops.compressed_attention`."""
     visibility = _compressed_visibility(q, k_cmp, geometry, num_keys, documents)
-    return _masked_attention(q, k_cmp, v_cmp, scale, visibility)
+    return _masked_attention(q, k_cmp, v_cmp, scale, visibility, documents, geometry.compression_stride)
 
 
 def select_blocks(
@@ -146,24 +171,33 @@ def select_blocks(
 ) -> Tensor:
     """The choice of selection blocks; see `trifocal.ops.select_blocks`."""
     visibility = _compressed_visibility(q, k_cmp, geometry, num_keys, documents)
+    cut = _rows(visibility, documents, geometry.compression_stride)
+    first_slot: Tensor | int = 0
+    if cut is not None:
+        rows, slots = cut
+        first_slot = slots[:, :1]
+        q, lse, k_cmp, visibility = rows.cut(q), rows.cut(lse), take(k_cmp, slots), visibility.cut(rows, slots)
     scores_BGRTC = _scores(q, k_cmp, scale, visibility.mask())
     p_BGRTC = _normalise(scores_BGRTC, _group_heads(lse, k_cmp.shape[2]))
     # Heads side by side in memory: summed across it, the last blocks' heads would be added in another order than those
     # of the blocks that fill whole vectors, and ties would break.
     p_BGTC = p_BGRTC.movedim(2, -1).contiguous().sum(-1)
     if documents is not None:
-        # From slots of the whole pack to slots of the query's own document.
-        first_block_T1 = compressed_layout(documents, 0, geometry).first_blocks[visibility.query_ids][:, None]
+        # From slots of the whole pack, or of a row of it, to slots of the query's own document.
+        first_block_BT = compressed_layout(documents, 0, geometry).first_blocks[visibility.query_ids.clamp(min=0)]
+        num_keys = longest_document(num_keys, documents)
         local_C = torch.arange(geometry.num_compressed_blocks(num_keys), device=q.device)
-        slots_TC = first_block_T1 + local_C
-        inside_TC = slots_TC < k_cmp.shape[1]
-        slots_TC = slots_TC.where(inside_TC, 0)
-        p_BGTC = p_BGTC.gather(-1, slots_TC.expand(*p_BGTC.shape[:3], -1)) if k_cmp.shape[1] else p_BGTC[..., :0]
-        p_BGTC = p_BGTC.where(inside_TC[:, : p_BGTC.shape[-1]], 0)
+        # Not under 0: padding counts as a query of the first document.
+        slots_BTC = (first_block_BT - first_slot).clamp(min=0)[..., None] + local_C
+        inside_BTC = slots_BTC < k_cmp.shape[1]
+        slots_BTC = slots_BTC.where(inside_BTC, 0)[:, None]
+        p_BGTC = p_BGTC.gather(-1, slots_BTC.expand(*p_BGTC.shape[:3], -1)) if k_cmp.shape[1] else p_BGTC[..., :0]
+        p_BGTC = p_BGTC.where(inside_BTC[:, None, :, : p_BGTC.shape[-1]], 0)
 
     importance_BGTJ = importance(p_BGTC, geometry, geometry.num_selection_blocks(num_keys))
-    own_T1 = visibility.query_positions[:, None] // geometry.selection_block_size
-    return choose_blocks(importance_BGTJ, own_T1, geometry)
+    own_B1T1 = visibility.query_positions[:, None, :, None] // geometry.selection_block_size
+    chosen = choose_blocks(importance_BGTJ, own_B1T1, geometry)
+    return chosen if cut is None else rows.join(chosen)
 
 
 # Scores of an index that exist at a time.
@@ -174,11 +208,11 @@ def select_blocks_by_index(q_idx: Tensor, k_idx: Tensor, geometry: Geometry, doc
     """The choice by the largest token score of each block; see `trifocal.ops.select_blocks_by_index`."""
     batch, num_queries, num_groups, _ = q_idx.shape
     num_keys = k_idx.shape[1]
-    _, query_positions, _, _ = _token_positions(q_idx, num_keys, documents)
+    query_positions = _token_positions(q_idx, num_keys, documents)[1][0]
     query_tokens = torch.arange(num_keys - num_queries, num_keys, device=q_idx.device)
     grid = block_grid(num_keys, geometry.selection_block_size, documents, q_idx.device)
     keys_BDK = k_idx[:, grid.tokens.flatten()].transpose(1, 2)
-    num_blocks = geometry.num_selection_blocks(num_keys)
+    num_blocks = geometry.num_selection_blocks(longest_document(num_keys, documents))
     chunk = max(1, _MOST_INDEX_SCORES // (batch * num_groups * keys_BDK.shape[2]))
     chosen = []
     for first in range(0, num_queries, chunk):
@@ -256,9 +290,9 @@ def selected_attention(
         key_last=torch.full_like(key_positions, ALWAYS),
         key_blocks=key_positions // geometry.selection_block_size,
         selected_blocks=selected_blocks,
-        num_blocks=geometry.num_selection_blocks(k.shape[1]),
+        num_blocks=geometry.num_selection_blocks(longest_document(k.shape[1], documents)),
     )
-    return _masked_attention(q, k, v, scale, visibility)[0]
+    return _masked_attention(q, k, v, scale, visibility, documents)[0]
 
 
 def window_attention(
@@ -269,7 +303,7 @@ def window_attention(
     # In 64 bits: the sum may pass what 32 hold.
     key_last = (key_positions.long() + (window_size - 1)).clamp(max=ALWAYS).int()
     visibility = Visibility(query_ids, query_positions, key_ids, key_positions, key_last)
-    return _masked_attention(q, k, v, scale, visibility)[0]
+    return _masked_attention(q, k, v, scale, visibility, documents)[0]
 
 
 def nsa_attention(
@@ -338,9 +372,38 @@ class _MaskedAttention(torch.autograd.Function):
         return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), None, *([None] * len(visibility))
 
 
-def _masked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, visibility: Visibility) -> tuple[Tensor, Tensor]:
+def _masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    visibility: Visibility,
+    documents: Documents | None,
+    spacing: int = 1,
+) -> tuple[Tensor, Tensor]:
     """Attention of q [B, T, H, D] over its visible keys: o [B, T, H, V] in q's type, lse [B, T, H] in fp32 or fp64."""
-    return _MaskedAttention.apply(q, k, v, scale, *visibility)  # type: ignore[no-untyped-call, return-value]
+    cut = _rows(visibility, documents, spacing)
+    if cut is None:
+        return _MaskedAttention.apply(q, k, v, scale, *visibility)  # type: ignore[no-untyped-call, return-value]
+    rows, keys = cut
+    q, k, v, visibility = rows.cut(q), take(k, keys), take(v, keys), visibility.cut(rows, keys)
+    o, lse = _MaskedAttention.apply(q, k, v, scale, *visibility)  # type: ignore[no-untyped-call]
+    return rows.join(o), rows.join(lse)
+
+
+def _rows(visibility: Visibility, documents: Documents | None, spacing: int) -> tuple[Rows, Tensor] | None:
+    """The rows that a pack is cut into, and the keys of each, which lie `spacing` tokens apart at least.
+
+    None where that would save nothing, and for the last queries of a pack.
+    """
+    key_ids, num_keys = visibility.key_ids[0], visibility.key_ids.shape[1]
+    rows = None if documents is None else Rows.of(documents)
+    if documents is None or rows is None or rows.reach >= rows.num_tokens or num_keys == 0:
+        return None
+    if visibility.query_ids.shape[1] < rows.num_tokens:
+        return None
+    tokens = documents.cu_seqlens[key_ids.clamp(min=0)] + visibility.key_first[0]
+    return rows, rows.keys(tokens.where(key_ids >= 0, rows.num_tokens), spacing)
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, mask: Tensor) -> Tensor:
@@ -364,25 +427,24 @@ def _compressed_visibility(
 ) -> Visibility:
     query_ids, query_positions, _, _ = _token_positions(q, num_keys, documents)
     if documents is None:
-        starts = torch.arange(k_cmp.shape[1], device=q.device, dtype=torch.int32) * geometry.compression_stride
+        starts = torch.arange(k_cmp.shape[1], device=q.device, dtype=torch.int32)[None] * geometry.compression_stride
         ids = torch.zeros_like(starts)
     else:
         layout = compressed_layout(documents, k_cmp.shape[1], geometry)
-        ids, starts = layout.ids, layout.starts
+        ids, starts = layout.ids[None], layout.starts[None]
     last_token = starts + (geometry.compression_block_size - 1)
     return Visibility(query_ids, query_positions, ids, last_token, torch.full_like(starts, ALWAYS))
 
 
 def _token_positions(q: Tensor, num_keys: int, documents: Documents | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Documents and positions of queries [T] and keys [S]; without documents the queries are the last T."""
+    """Documents and positions of queries [1, T] and keys [1, S]; without documents the queries are the last T."""
     first_query = num_keys - q.shape[1]
     if documents is not None:
-        # Views for the keys: the compiler takes no tensor twice among the inputs of one function.
-        keys = documents.ids.view(-1), documents.positions.view(-1)
-        return documents.ids[first_query:], documents.positions[first_query:], *keys
-    positions = torch.arange(num_keys, device=q.device, dtype=torch.int32)
-    ids = torch.zeros_like(positions)
-    return ids[first_query:], positions[first_query:], ids, positions
+        ids, positions = documents.ids[None], documents.positions[None]
+    else:
+        positions = torch.arange(num_keys, device=q.device, dtype=torch.int32)[None]
+        ids = torch.zeros_like(positions)
+    return ids[:, first_query:], positions[:, first_query:], ids, positions
 
 
 def choose_blocks(importance_BGTJ: Tensor, own_block: Tensor, geometry: Geometry) -> Tensor:
@@ -390,7 +452,7 @@ def choose_blocks(importance_BGTJ: Tensor, own_block: Tensor, geometry: Geometry
 
     Args:
         importance_BGTJ: Importance of every selection block.
-        own_block: The block that holds each query, [T, 1] or [B, 1, T, 1].
+        own_block: The block that holds each query, [T, 1] or [1 or B, 1, T, 1].
         geometry: Block sizes, in tokens.
     """
     num_blocks = importance_BGTJ.shape[-1]
