@@ -16,6 +16,7 @@ from rich.table import Table
 from trifocal._version import __version__
 from trifocal.cli.console import SafeConsole
 from trifocal.cli.output import check_output, printable, write_file
+from trifocal.cli.threads import Threads
 from trifocal.data import DataConfig
 from trifocal.errors import UserError
 from trifocal.evaluation import (
@@ -114,6 +115,9 @@ def run(args: Sequence[str]) -> int:
         _check_place(found, options)
         subject = _subject(found, options)
         step = _step_of(found.path)
+    threads = Threads(fixed=subject.device.type != "cpu")
+    for block in subject.model.blocks:
+        block.register_forward_pre_hook(lambda *_: threads.say())
     plan = _plan(subject, options)
     console = SafeConsole(file=sys.stdout, soft_wrap=not sys.stdout.isatty())
     rows: list[dict[str, Any]] = []

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from trifocal.cli.generate_file import generate_file
 from trifocal.cli.generate_model import GenerateArguments, LoadedModel, load
 from trifocal.cli.output import printable
+from trifocal.cli.threads import Threads
 from trifocal.errors import UserError
 from trifocal.inference import Completion, Engine
 from trifocal.inference.prompts import memory_errors
 from trifocal.train.checkpoint.pretrained import pretrained_path
+from trifocal.train.config.check import choose_device
 from trifocal.train.config.load import parse_arguments
 
 
@@ -27,10 +29,11 @@ def run(args: Sequence[str]) -> int:
     if options.prompts:
         return generate_file(options, path)
     prompt = _read_prompt(options.prompt)
+    threads = Threads(fixed=choose_device(options.device).type != "cpu")
     loaded = load(options, path, [("the prompt", prompt)])
     try:
         with memory_errors(loaded.model.device):
-            _print_continuations(loaded, options, prompt)
+            _print_continuations(loaded, options, prompt, threads)
     except FloatingPointError as error:
         raise UserError(f"{loaded.path}: {error}; choose an earlier checkpoint") from error
     return 0
@@ -50,7 +53,7 @@ def _read_prompt(text: str) -> str:
     return text
 
 
-def _print_continuations(loaded: LoadedModel, options: GenerateArguments, prompt: str) -> None:
+def _print_continuations(loaded: LoadedModel, options: GenerateArguments, prompt: str, threads: Threads) -> None:
     def show(text: str) -> None:
         # A terminal would obey what a model writes; a file gets it as it is.
         sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
@@ -68,6 +71,7 @@ def _print_continuations(loaded: LoadedModel, options: GenerateArguments, prompt
     request = loaded.request(options, 0, "the prompt")
     started = False
     completions: dict[int, Completion] = {}
+    threads.say()
     try:
         for update in Engine(loaded.model, loaded.tokenizer).run([request]):
             if update.token is None:
@@ -75,6 +79,7 @@ def _print_continuations(loaded: LoadedModel, options: GenerateArguments, prompt
             if update.sample == 0:
                 show(update.text if started else head(0) + update.text)
                 started = True
+            threads.say()
             if update.completion is not None:
                 completions[update.sample] = update.completion
     finally:

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from trifocal.cli.generate_model import GenerateArguments, load
+from trifocal.cli.threads import Threads
 from trifocal.errors import UserError
 from trifocal.inference import Completion, Engine
 from trifocal.inference.prompts import memory_errors
 from trifocal.paths import parse_json, read_file, user_path
+from trifocal.train.config.check import choose_device
 
 # Seconds between lines of progress.
 _INTERVAL_SECONDS = 10.0
@@ -65,6 +67,7 @@ def _generate(
     left: Sequence[int],
     written: Collection[tuple[int, int]],
 ) -> int:
+    threads = Threads(fixed=choose_device(options.device).type != "cpu")
     loaded = load(options, path, [(prompts[number].name, prompts[number].prompt) for number in left])
     requests = [
         loaded.request(options, index, prompts[number].name, number=number) for index, number in enumerate(left)
@@ -80,6 +83,7 @@ def _generate(
     with memory_errors(loaded.model.device), _open(output, append=options.append) as file:
         for update in Engine(loaded.model, loaded.tokenizer).run(requests):
             tokens += update.token is not None
+            threads.say()
             if (completion := update.completion) is not None:
                 done += 1
                 number = number_of[id(update.request)]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import torch
 import tyro
 
+from trifocal.cli.threads import Threads
 from trifocal.data import Tokenizer
 from trifocal.data.sources.chats import BadChat
 from trifocal.errors import UserError
@@ -130,7 +131,8 @@ def run(args: Sequence[str]) -> int:
         if model.device.type == "cuda":
             with memory_errors(model.device):
                 engine.warm_up()
-        worker = Worker(engine, model, max_open=service.max_answers)
+        threads = Threads(fixed=model.device.type != "cpu")
+        worker = Worker(engine, model, max_open=service.max_answers, before_step=threads.say)
         host, port = options.host, listeners[0].getsockname()[1]
         if why_no_chats:
             print(f"completions alone, no chats: {why_no_chats}", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,11 +11,13 @@ import torch
 import tyro
 
 from trifocal.cli.output import printable
+from trifocal.cli.threads import Threads
 from trifocal.distributed import PeerLost, hard_exit, rank_and_size
 from trifocal.errors import UserError
 from trifocal.fields import dotted_fields
 from trifocal.paths import shell_path, user_path
 from trifocal.runlog.standard_streams import FaultTolerantStreams, open_closed_descriptors
+from trifocal.train.config.check import choose_device
 from trifocal.train.config.load import HELP, load_config, override, read_flags, show_help
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.launch import resume, resume_command, train
@@ -108,7 +110,8 @@ def _train(paths: list[str], own: dict[str, Any], overrides: dict[str, Any]) -> 
         raise UserError(f"expected one TOML file or preset, {given}; try trifocal train showcase")
     if "checkpoint" in own:
         raise UserError("--checkpoint goes with --resume RUN_DIR")
-    return train(load_config(paths[0] if paths else None, overrides), overwrite="overwrite" in own)
+    config = load_config(paths[0] if paths else None, overrides)
+    return train(config, overwrite="overwrite" in own, before_step=_before_step(config))
 
 
 def _resume(paths: list[str], own: dict[str, Any], overrides: dict[str, Any]) -> TrainResult:
@@ -123,7 +126,13 @@ def _resume(paths: list[str], own: dict[str, Any], overrides: dict[str, Any]) ->
     config = override(saved, overrides)
     if config.run.directory != saved.run.directory and Path(config.run.directory).resolve() != directory.resolve():
         raise UserError(f"--resume goes on in {directory}; leave --run.directory {config.run.directory} out")
-    return resume(directory, checkpoint=own.get("checkpoint", ""), config=config)
+    return resume(directory, checkpoint=own.get("checkpoint", ""), config=config, before_step=_before_step(config))
+
+
+def _before_step(config: RunConfig) -> Callable[[], str]:
+    # Compiled code has its number of threads; another one would compile it anew.
+    fixed = config.run.deterministic or config.train.compile or choose_device(config.run.device).type != "cpu"
+    return Threads(fixed=fixed).look
 
 
 def _summary(result: TrainResult) -> str:

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -72,13 +72,17 @@ class Worker:
         engine: The engine; the worker's alone from now on.
         model: Its model.
         max_open: Sequences that may run and wait.
+        before_step: Called by its thread before each step of the engine.
 
     Attributes:
         metrics: What happened so far.
     """
 
-    def __init__(self, engine: Engine, model: CachedModel, *, max_open: int) -> None:
+    def __init__(
+        self, engine: Engine, model: CachedModel, *, max_open: int, before_step: Callable[[], None] | None = None
+    ) -> None:
         self._engine, self._model, self._most = engine, model, max_open
+        self._before_step = before_step
         self._inbox: queue.SimpleQueue[tuple[str, Sequence[Request]]] = queue.SimpleQueue()
         self._calls: dict[Request, Updates] = {}
         self._sequences = 0
@@ -193,6 +197,8 @@ class Worker:
                         self._engine.submit(*requests)
                     else:
                         self._cancel(requests, left)
+                if self._before_step is not None:
+                    self._before_step()
                 for update in self._engine.step():
                     updates.append(update)
                     left[update.request] -= update.completion is not None

@@ -18,7 +18,7 @@ from trifocal.train.checkpoint.folders import checkpoint_step, find_checkpoint, 
 from trifocal.train.config.check import choose_device, preflight
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.config.toml import to_literal
-from trifocal.train.loop import TrainResult, run_training
+from trifocal.train.loop import BeforeStep, TrainResult, run_training
 from trifocal.train.run_folder import (
     CONFIG_FILE,
     RunLock,
@@ -106,13 +106,15 @@ def resume_notes(saved: RunConfig, now: RunConfig, step: int) -> list[str]:
     return notes
 
 
-def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
+def train(config: RunConfig, *, overwrite: bool = False, before_step: BeforeStep | None = None) -> TrainResult:
     """Train a new model.
 
     Args:
         config: The configuration.
         overwrite: Rename a run that is in `config.run.directory` to `NAME.old-1`, `NAME.old-2`, …, and begin in its
             place.
+        before_step: Called by the training thread before each step. A sentence that it returns becomes an event of the
+            run, `threads`: the command chooses the number of CPU threads here.
 
     Returns:
         How it ended; after SIGINT, SIGTERM or SIGHUP the current step is completed and saved, unless it is the first:
@@ -128,7 +130,7 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
         found = processes.run_on_rank0(lambda: restarted_run(processes, directory))
         if found == "resume":
             # torchrun repeats the command of the first start.
-            return _resume(directory, "", config, processes, lock)
+            return _resume(directory, "", config, processes, lock, before_step)
         tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))
         # The data are opened before a folder is made, or a run renamed.
         setup = TrainSetup(config, directory, processes, tokenizer)
@@ -141,7 +143,7 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
 
         note = processes.run_on_rank0(create)
         try:
-            return run_training(setup, [*notes, *filter(None, [note])], None)
+            return run_training(setup, [*notes, *filter(None, [note])], None, before_step)
         except (UserError, OSError, KeyboardInterrupt):
             if setup.state.step == 0 and lock.holds(directory):
                 # Nothing is learnt yet, and the same command may be repeated.
@@ -150,13 +152,20 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
             raise
 
 
-def resume(directory: str | Path, *, checkpoint: str = "", config: RunConfig | None = None) -> TrainResult:
+def resume(
+    directory: str | Path,
+    *,
+    checkpoint: str = "",
+    config: RunConfig | None = None,
+    before_step: BeforeStep | None = None,
+) -> TrainResult:
     """Go on with a run from its last complete checkpoint; the steps are those of an uninterrupted run.
 
     Args:
         directory: The run.
         checkpoint: Name of an earlier checkpoint to go on from; later ones are set aside.
         config: Replaces the run's configuration (to train longer, for example); it must describe the same model.
+        before_step: See `train`.
 
     Returns:
         How it ended, see `train`.
@@ -173,7 +182,8 @@ def resume(directory: str | Path, *, checkpoint: str = "", config: RunConfig | N
     with _processes(config) as processes, RunLock() as lock:
         check_same_start(processes, config, checkpoint=checkpoint)
         # After a restart by torchrun the newest checkpoint counts, not the one that the first start asked for.
-        return _resume(directory, "" if processes.restarted else checkpoint, config, processes, lock)
+        newest = "" if processes.restarted else checkpoint
+        return _resume(directory, newest, config, processes, lock, before_step)
 
 
 def resume_command(directory: Path) -> str:
@@ -187,7 +197,12 @@ def _processes(config: RunConfig) -> AbstractContextManager[DistributedContext]:
 
 
 def _resume(
-    directory: Path, checkpoint: str, config: RunConfig, processes: DistributedContext, lock: RunLock
+    directory: Path,
+    checkpoint: str,
+    config: RunConfig,
+    processes: DistributedContext,
+    lock: RunLock,
+    before_step: BeforeStep | None,
 ) -> TrainResult:
     def prepare() -> tuple[str, Path]:
         note = open_run_directory(directory, lock)
@@ -204,4 +219,4 @@ def _resume(
         )
     setup = TrainSetup(config, directory, processes, tokenizer, begins=False)
     notes = [*resume_notes(saved, setup.config, checkpoint_step(found)), *notes, *filter(None, [note])]
-    return run_training(setup, notes, found)
+    return run_training(setup, notes, found, before_step)

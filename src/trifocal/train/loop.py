@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,8 @@ from trifocal.train.step.schedule import is_due, learning_rate_of
 from trifocal.train.step.step import StepResult, TrainStep
 from trifocal.train.stop import StoppedBeforeFirstStep, StopSignals
 from trifocal.train.validation_loss import Evaluation
+
+BeforeStep = Callable[[], str]
 
 _NO_TELEMETRY = "--log.telemetry_interval_steps 0"
 _FEWER_SAMPLES = ("--log.sample_tokens with a smaller number", "--log.sample_interval_steps 0")
@@ -111,13 +113,16 @@ def make_tracer(setup: TrainSetup, log: RunLogger) -> Tracer:
     )
 
 
-def run_training(setup: TrainSetup, notes: list[str], checkpoint: Path | None) -> TrainResult:
+def run_training(
+    setup: TrainSetup, notes: list[str], checkpoint: Path | None, before_step: BeforeStep | None
+) -> TrainResult:
     """Train to the last step or the first signal; closes the loader at the end.
 
     Args:
         setup: The run. Its folder exists.
         notes: Sentences for the log's beginning.
         checkpoint: The one to resume from; None for a new run.
+        before_step: See `trifocal.train.train`.
 
     Raises:
         UserError: If the data fail, the last checkpoint cannot be written, or the run's folder is moved or deleted.
@@ -141,7 +146,7 @@ def run_training(setup: TrainSetup, notes: list[str], checkpoint: Path | None) -
         stack.enter_context(coordinator.watched(log.heartbeat, setup.directory, silence, log.event))
         try:
             with signals.undisguised():
-                return Trainer(setup, log, coordinator, signals, checkpoint).run(notes)
+                return Trainer(setup, log, coordinator, signals, checkpoint, before_step).run(notes)
         except StoppedBeforeFirstStep:
             setup.state.step = setup.state.resume_step or 0
             log.heartbeat.close("stopped")
@@ -157,6 +162,7 @@ class Trainer:
         coordinator: Keeps the processes in step.
         signals: Ask the run to stop.
         checkpoint: The one to resume from; None for a new run.
+        before_step: See `trifocal.train.train`.
     """
 
     def __init__(
@@ -166,10 +172,11 @@ class Trainer:
         coordinator: StepCoordinator,
         signals: StopSignals,
         checkpoint: Path | None,
+        before_step: BeforeStep | None,
     ) -> None:
         self.setup, self.log, self.coordinator, self.signals = setup, log, coordinator, signals
         self.config, self.state, self.processes = setup.config, setup.state, setup.processes
-        self.checkpoint = checkpoint
+        self.checkpoint, self.before_step = checkpoint, before_step
         self.guard = FiniteGuard(setup, log)
         self.saver = Saver(setup, log, self.guard)
         self.evaluator = Evaluator(setup, log, coordinator)
@@ -228,6 +235,8 @@ class Trainer:
         """Take a step, and log, evaluate and save where due; False if all processes are to stop before the step."""
         step, setup = self.state.step + 1, self.setup
         last = step == self.config.train.steps
+        if self.before_step is not None and (sentence := self.before_step()):
+            self.log.log_event("threads", sentence)
         if self.processes.is_rank0 and not self.log.folder_is_there():
             # All processes stop before this step; `Saver.check_directory` gives the reason.
             self.signals.received = "the run's folder is gone"

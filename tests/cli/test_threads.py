@@ -1,0 +1,114 @@
+"""The number of threads that a command computes with follows the load, unless the user or the run fixes it."""
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import trifocal.cli.threads as module
+from trifocal.cli.threads import VARIABLES, Load, Threads, free_cores
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """A machine with some cores, on which nobody has set a number of threads."""
+    before = torch.get_num_threads()
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(module, "core_quota", lambda: float("inf"))
+
+    def make(count: int) -> None:
+        monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: set(range(count)))
+        torch.set_num_threads(count)
+
+    yield make
+    torch.set_num_threads(before)
+
+
+def following(*others: float) -> tuple[Threads, list[str]]:
+    """Threads that look at loads of other programs, in cores, one a second, and the sentences of all looks."""
+    own = iter(range(len(others) + 2))
+    busy = itertools.accumulate(others, lambda work, other: work + other + 1, initial=0.0)
+    # Clocks long past, so that each look is due.
+    loads = (Load(float(-1000 + second), work, float(next(own))) for second, work in enumerate(busy))
+    threads = Threads(read=lambda: next(loads, None))
+    return threads, [threads.look() for _ in others]
+
+
+def test_free_cores() -> None:
+    def free(others: float, cores: int = 2, quota: float = float("inf")) -> int:
+        return free_cores(Load(10.0, 100.0, 50.0), Load(12.0, 100.0 + 2 * others + 3.0, 53.0), cores, quota)
+
+    assert [free(others) for others in (0.0, 0.4, 0.6, 1.0, 2.0, 3.0)] == [2, 2, 1, 1, 1, 1]
+    # Ticks are counted coarsely: own work may come to more than all.
+    assert free(-0.2) == 2
+    assert free(5.3, cores=16) == 11
+    assert [free(10.0, cores=64, quota=quota) for quota in (2.0, 0.5, 100.0)] == [2, 1, 54]
+
+
+def test_a_busy_program_leaves_one_of_two_threads_until_it_ends(cores: Callable[[int], None]) -> None:
+    cores(2)
+    _, sentences = following(0.1, 0.9)
+    assert torch.get_num_threads() == 1
+    assert not sentences[0]
+    assert sentences[1].startswith("computes with 1 of 2 CPU threads")
+    assert "OMP_NUM_THREADS=2" in sentences[1]
+
+    cores(2)
+    # Two free looks are no end yet, three are.
+    _, sentences = following(0.9, 0.0, 0.0, 1.0, 0.0, 0.0)
+    assert torch.get_num_threads() == 1
+    cores(2)
+    _, sentences = following(0.9, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0)
+    assert torch.get_num_threads() == 1
+    cores(2)
+    _, sentences = following(0.9, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0)
+    assert torch.get_num_threads() == 2
+    # Once is enough.
+    assert [bool(sentence) for sentence in sentences] == [True, *[False] * 6]
+
+
+def test_two_that_follow_share_many_cores(cores: Callable[[int], None]) -> None:
+    """The second one finds 16 of 16 cores taken, and gets its share in some seconds."""
+    cores(16)
+    following(16.0)
+    assert torch.get_num_threads() == 8
+    cores(16)
+    following(16.0, 5.3, 5.3, 5.3)
+    assert torch.get_num_threads() == 11
+
+
+def test_looks_are_a_second_apart(cores: Callable[[int], None]) -> None:
+    cores(2)
+    now = module.time.monotonic()
+    reads = iter([Load(now, 0.0, 0.0)])
+    threads = Threads(read=lambda: next(reads))
+    assert threads.look() == ""
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("why", [*VARIABLES, "fixed", "one thread", "no readings"])
+def test_what_somebody_set_is_not_touched(
+    why: str, cores: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cores(1 if why == "one thread" else 2)
+    if why in VARIABLES:
+        monkeypatch.setenv(why, "2")
+    loads = iter([None] if why == "no readings" else [Load(-2.0, 0.0, 0.0), Load(-1.0, 9.0, 0.0)])
+    before = torch.get_num_threads()
+    threads = Threads(fixed=why == "fixed", read=lambda: next(loads))
+    assert threads.look() == ""
+    assert torch.get_num_threads() == before
+
+
+def test_load_of_this_machine_grows_with_work() -> None:
+    before = module.read_load()
+    if before is None:
+        pytest.skip("the system does not tell the load")
+    while (now := module.read_load()) is not None and now.own - before.own < 0.1:
+        pass
+    assert now is not None
+    # Ticks of 10 ms for each core and kind of work.
+    assert now.work - before.work > 0.05
+    assert free_cores(before, now, 2, float("inf")) in (1, 2)
