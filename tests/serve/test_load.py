@@ -70,7 +70,8 @@ def test_tokens_come_together_while_the_event_loop_is_busy() -> None:
             return [Update(request, 0, 9 - self.left, score, "", done if self.idle else None, [])]
 
     engine: Any = Steps()
-    worker, posts = Worker(engine, engine, max_open=1), list[Any]()
+    looks, posts = list[int](), list[Any]()
+    worker = Worker(engine, engine, max_open=1, before_step=lambda: looks.append(engine.left))
     worker._loop = SimpleNamespace(call_soon_threadsafe=lambda function, *given: posts.append(given))  # type: ignore[assignment]
     worker._thread.start()
     worker._inbox.put(("submit", [request]))
@@ -78,6 +79,7 @@ def test_tokens_come_together_while_the_event_loop_is_busy() -> None:
     worker.stop()
     assert [[update.token for update in updates] for updates, _ in posts] == [[0], [*range(1, 10)]]
     assert [ended for _, ended in posts] == [[], [request]]
+    assert looks[:10] == [*range(10, 0, -1)]
 
 
 @pytest.mark.parametrize("ends", ["by a cancelled request", "by a failure for good"])

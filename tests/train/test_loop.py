@@ -50,9 +50,13 @@ def test_a_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFix
         "--log.interval_steps", "10", "--evaluate.interval_steps", "20", "--checkpoint.interval_steps", "10",
         "--checkpoint.keep_every_steps", "20", "--checkpoint.keep_last", "1", "--log.sample_interval_steps", "20",
     )  # fmt: skip
-    result = train(config)
+    calls = iter(["", "", "computes with fewer threads", *[""] * 37])
+    result = train(config, before_step=lambda: next(calls))
     run = tmp_path / "run"
     assert (result.finished, result.step, result.directory) == (True, 40, run)
+    assert list(calls) == []
+    [event] = [row for row in read_metrics(run / "metrics.jsonl", "event") if row["name"] == "threads"]
+    assert (event["step"], event["message"]) == (2, "computes with fewer threads")
     assert load_config(run / "config.toml") == config
     assert json.loads((run / "env.json").read_text())["packages"]["numpy"] == np.__version__
 

@@ -114,7 +114,7 @@ def train(config: RunConfig, *, overwrite: bool = False, before_step: BeforeStep
         overwrite: Rename a run that is in `config.run.directory` to `NAME.old-1`, `NAME.old-2`, …, and begin in its
             place.
         before_step: Called by the training thread before each step. A sentence that it returns becomes an event of the
-            run, `threads`: the command chooses the number of CPU threads here.
+            run, `threads`: the command uses it to choose the number of CPU threads.
 
     Returns:
         How it ended; after SIGINT, SIGTERM or SIGHUP the current step is completed and saved, unless it is the first:
