@@ -91,8 +91,8 @@ class Threads:
             return ""
         self._said = True
         return (
-            f"computes with {torch.get_num_threads()} of {self._most} CPU threads, as many as cores are free, and follows "
-            f"that number; OMP_NUM_THREADS={self._most} keeps all"
+            f"computes with {torch.get_num_threads()} of {self._most} CPU threads, as many as cores are free, and "
+            f"follows that number; OMP_NUM_THREADS={self._most} keeps all"
         )
 
     def say(self) -> None:

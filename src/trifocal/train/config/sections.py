@@ -45,8 +45,8 @@ class RunSection:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; "auto" takes a GPU if there is one."""
     deterministic: bool = False
-    """Only operations that are deterministic on a GPU too: some are slower, and one without such a form raises. On a CPU:
-    a number of threads that does not follow the load."""
+    """Only operations that are deterministic on a GPU too: some are slower, and one without such a form raises. On a
+    CPU, a number of threads that does not follow the load."""
 
     def __post_init__(self) -> None:
         check_types(self, "run")
