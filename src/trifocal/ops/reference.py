@@ -394,8 +394,11 @@ def _masked_attention(
 def _rows(visibility: Visibility, documents: Documents | None, spacing: int) -> tuple[Rows, Tensor] | None:
     """The rows that a pack is cut into, and the keys of each, which lie `spacing` tokens apart at least.
 
-    None where that would save nothing, and for the last queries of a pack.
+    None where that would save nothing, and for the last queries of a pack. Compiled code has no rows, so that it fits
+    packs with any longest document.
     """
+    if torch.compiler.is_compiling():
+        return None
     key_ids, num_keys = visibility.key_ids[0], visibility.key_ids.shape[1]
     rows = None if documents is None else Rows.of(documents)
     if documents is None or rows is None or rows.reach >= rows.num_tokens or num_keys == 0:
