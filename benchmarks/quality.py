@@ -7,6 +7,8 @@
 | part | trains | measures |
 |---|---|---|
 | `production` | the production model on 2,048 tokens | loss, and by position |
+| `production_8192` | the same on 8,192 tokens inside one package | loss by position, recall of the choice |
+| `production_32768` | that model on 32,768 tokens | the same |
 | `seeds` | a small model on 2,048 tokens, three seeds | the same, and how far seeds are apart |
 | `long` | the small model on 2,048, then on 32,768 tokens inside one package | loss by position, recall of the choice |
 | `recall` | two layers on multi-query associative recall | values found, by pairs and by distance |
@@ -19,11 +21,13 @@ fifth of the queries. In `learned`, the compressor is the paper's learnable one;
 keys and values. In `exact`, blocks are chosen by exact mass: a ceiling, which costs more than dense attention. In
 `taught`, a loss teaches the choice by compressed keys. In `index`, it teaches index heads beside the learned compressor
 at three times the learning rate; with `-l1` at the same rate, with `-s256` on one query in 256 instead of 64, with
-`-mean` without the learned compressor. In `selected-index`, the selected branch is alone.
+`-mean` without the learned compressor. In `selected-index`, the selected branch is alone. In `mix`, every fourth
+layer is such a branch and the others have a window; in `mix-dense`, every fourth layer is dense.
 Each training is a process and a folder of its own, `DIRECTORY/PART/VARIANT-SEED`. Trainings of `long` and `needle`
-start from the weights of a training on short rows, in a folder with `-short` behind its name. When the time is up they
-stop as a scheduler would stop them; `--resume` goes on with those that have steps left, begins the others, and when all
-are over evaluates them. Flags of `trifocal train` are passed on, also to the trainings on short rows.
+start from the weights of a training on short rows, in a folder with `-short` behind its name, and those of
+`production_32768` from the weights of `production_8192`. When the time is up they stop as a scheduler would stop them;
+`--resume` goes on with those that have steps left, begins the others, and when all are over evaluates them. Flags of
+`trifocal train` are passed on, also to the trainings that others start from.
 """
 
 import argparse
@@ -42,7 +46,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from statistics import median
 
-from lib.quality_parts import HELD_OUT, PARTS, VARIANTS
+from lib.quality_parts import HELD_OUT, LAYERS, LONG_SHARE, PARTS, VARIANTS
 from lib.quality_tables import Row, above_dense_by_step, means, pivot
 from lib.results import ResultFile
 from trifocal.cli.output import unwinding_signals
@@ -50,6 +54,7 @@ from trifocal.data.sources.builtin import BuiltinSource
 from trifocal.data.stream import in_validation
 from trifocal.runlog import read_metrics
 from trifocal.runlog.run import read_run
+from trifocal.telemetry.statistics import NEIGHBOURS
 from trifocal.train import load_config
 
 PRESET = Path(__file__).parent.parent / "configs/m7c_125m.toml"
@@ -132,14 +137,18 @@ def trainings(
             **{f"model.geometry.{key}": str(value) for key, value in asdict(geometry).items()},
             **own,
         }
-        if name == "long":
-            flags["data.source"] = f"parquet:{directory / ('short' if last else 'long')}.parquet#text"
+        if part.packages:
+            flags["data.source"] = f"parquet:{directory / ('short' if last else part.packages)}.parquet#text"
         if variant == "window":
             keys = geometry.window_size + geometry.selected_tokens
             flags["model.sliding_window"] = str(keys)
-        if variant == "hybrid":
+        if pattern := LAYERS.get(variant):
             layers = int((flags | extra).get("model.num_layers", load_config(PRESET).model.num_layers))
-            flags[LAYER_TYPES] = " ".join("dense" if layer % 4 == 3 else "nsa" for layer in range(layers))
+            if layers < len(pattern):
+                raise SystemExit(f"{variant} repeats {len(pattern)} layers: --model.num_layers {len(pattern)}")
+            flags[LAYER_TYPES] = " ".join(pattern[layer % len(pattern)] for layer in range(layers))
+            if "window" in pattern:
+                flags["model.sliding_window"] = str(geometry.window_size)
         return Training(name, variant, seed, folder, flags | VARIANTS[variant] | last | extra)
 
     found = []
@@ -152,11 +161,13 @@ def trainings(
             one = training(variant, seed, folder, part.flags, {})
             if part.short:
                 one.short = training(variant, seed, folder.with_name(f"{folder.name}-short"), part.flags, part.short)
+            elif part.start:
+                (one.short,) = trainings(part.start, directory, [seed], [variant], extra)
             found.append(one)
     return found
 
 
-def write_packages(directory: Path, long_share: float) -> None:
+def write_packages(directory: Path) -> None:
     """Write the Python files of this machine as long documents, all files of a package's folder, one after another.
 
     Some packages are for long rows and the others for short ones, so that nothing is read twice; the same are held out
@@ -164,7 +175,6 @@ def write_packages(directory: Path, long_share: float) -> None:
 
     Args:
         directory: Gets `short.parquet` and `long.parquet`.
-        long_share: Share of the bytes for long rows.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -186,7 +196,7 @@ def write_packages(directory: Path, long_share: float) -> None:
     held_out = [text for text in texts if in_validation(text, HELD_OUT)]
     trained = [text for text in texts if not in_validation(text, HELD_OUT)]
     total, cut = sum(map(len, trained)), 0
-    while sum(map(len, trained[:cut])) < long_share * total:
+    while sum(map(len, trained[:cut])) < LONG_SHARE * total:
         cut += 1
     directory.mkdir(parents=True, exist_ok=True)
     for name, part in (("long", trained[:cut]), ("short", trained[cut:])):
@@ -265,6 +275,7 @@ def read_training(training: Training, common: int, jobs: int) -> tuple[Row, list
         "variant": training.variant,
         "seed": training.seed,
         "steps": training.done(),
+        "learning_rate": run.setting("optimizer", "learning_rate"),
         "tokens": common * training.tokens_of_step,
         "validation_loss": losses.get(common),
         "bits_per_byte": bits.get(common),
@@ -277,6 +288,15 @@ def read_training(training: Training, common: int, jobs: int) -> tuple[Row, list
     evaluated = run.evaluations[-1]["rows"] if run.evaluations else []
     head = {"variant": training.variant, "seed": training.seed, "steps": training.done()}
     return row, [head | found for found in evaluated]
+
+
+def blocks_of_neighbours(training: Training) -> list[Row]:
+    """How many blocks 4, 8 and 16 neighbours choose together, over n, in each layer at the last look of telemetry."""
+    return [
+        {"variant": training.variant, "seed": training.seed, "step": row["step"], "layer": row["layer"]}
+        | {f"{number} queries": blocks for number, blocks in zip(NEIGHBOURS, row["blocks_of_neighbours"], strict=True)}
+        for row in read_run(training.folder).last_telemetry()
+    ]
 
 
 def write_result(name: str, done: Sequence[Training], options: argparse.Namespace, statuses: Sequence[int]) -> Path:
@@ -312,20 +332,21 @@ def write_result(name: str, done: Sequence[Training], options: argparse.Namespac
     if failed := [f"{one.variant}-{one.seed}" for one, status in zip(done, statuses, strict=True) if status > 0]:
         notes.append(f"Failed: {', '.join(failed)}.")
     file = ResultFile(f"quality_{name}", part.question, folder=options.output, commit=options.commit)
-    columns = ("variant", "seed", "steps", "tokens", "validation_loss", "bits_per_byte", "tokens_per_second")
-    columns += ("short_loss",) if part.short else ()
+    columns = ("variant", "seed", "steps", "learning_rate", "tokens", "validation_loss", "bits_per_byte")
+    columns += ("tokens_per_second", *(("short_loss",) if done[0].short is not None else ()))
     return file.write(
         rows,
         notes=notes,
         columns=columns,
         means=means(rows),
-        means_on_short_rows=means(rows, "short_loss") if part.short else [],
+        means_on_short_rows=means(rows, "short_loss") if done[0].short is not None else [],
         recall=recall,
         above_dense_by_step=above_dense_by_step(rows),
         loss_by_position=pivot(evaluations, "position", "loss", "first", seeds=True),
         needles_found_by_depth=pivot(evaluations, "needle", "accuracy", "depth"),
         needles_found_by_seed=pivot(everything, "needle", "accuracy", "depth", seeds=True),
         choice_recall_by_layer=pivot(evaluations, "choice", "recall", "layer", seeds=True),
+        blocks_of_neighbours=[row for training, _, _ in found for row in blocks_of_neighbours(training)],
         choice_recall_by_distance=pivot(evaluations, "choice_distance", "recall", "first"),
         recall_by_distance=pivot(evaluations, "recall_distance", "accuracy", "first"),
     )
@@ -348,15 +369,12 @@ def run_part(name: str, options: argparse.Namespace, extra: dict[str, str], dead
     """Train, evaluate and write a part; the number of trainings that failed."""
     part, jobs = PARTS[name], options.jobs or PARTS[name].jobs
     found = trainings(name, options.directory, options.seeds, options.variants, extra, options.one_seed)
-    if name == "long" and "data.source" not in extra and not (options.directory / "long.parquet").exists():
-        one = found[0]
-        assert one.short is not None
-        tokens, short_tokens = (stage.steps * stage.tokens_of_step for stage in (one, one.short))
-        write_packages(options.directory, tokens / (tokens + short_tokens))
+    if part.packages and "data.source" not in extra and not (options.directory / "long.parquet").exists():
+        write_packages(options.directory)
     begin = partial(_train, jobs=jobs, options=options, deadline=deadline)
     short = [one.short for one in found if one.short is not None and one.done() < one.steps]
     status = begin(f"{name}, short rows", short) if short else {}
-    ready = [one for one in found if one.short is None or one.short.done() == one.short.steps]
+    ready = [one for one in found if one.short is None or one.short.done() >= one.short.steps]
     status |= dict.fromkeys((str(one.folder) for one in found), _NOT_BEGUN) | begin(name, ready)
     # Models of different steps do not compare, so a call that was cut short evaluates nothing.
     ready = [one for one in found if one.done() == one.steps and time.monotonic() < deadline]

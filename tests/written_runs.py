@@ -177,6 +177,7 @@ def telemetry_fields(done: float, layer: int, layers: int) -> dict[str, Any]:
         "held_mass_by_distance": [0.0, 0.0, *((0.4 + 0.3 * done) * share for share in (0.5, 0.3, 0.15, 0.05))],
         "free_local_share": 0.1,
         "neighbour_overlap": 0.7 + 0.1 * depth,
+        "blocks_of_neighbours": [1.2, 1.4 - 0.1 * depth, None],
         "selected_count_shares": [0.0, 0.05, 0.1, 0.1, 0.75],
         "fewer_than_n_share": 0.25,
     }

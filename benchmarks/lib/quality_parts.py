@@ -1,4 +1,4 @@
-"""The trainings of `quality.py`: five questions, each with its data, model and evaluation."""
+"""The trainings of `quality.py`: seven questions, each with its data, model and evaluation."""
 
 from dataclasses import dataclass, field
 
@@ -9,8 +9,8 @@ _SPARSE = {"model.chooser": "compressed", "model.compressor": "mean"}
 _TAUGHT = {"train.choice_loss_weight": "1"}
 _INDEX = {"model.chooser": "index"}
 _LEARNED = {"model.compressor": "mlp"}
-# How each model differs from the sparse one; "window" also gets its size, and "hybrid" its layers, which depend on the
-# part.
+# How each model differs from the sparse one; "window" also gets its size, and the models of LAYERS their layers, which
+# depend on the part.
 _CHANGES: dict[str, dict[str, str]] = {
     "sparse": {},
     "dense": {"model.attention": "dense"},
@@ -28,13 +28,23 @@ _CHANGES: dict[str, dict[str, str]] = {
     "index-s256": _LEARNED | _INDEX | {"train.choice_loss_sample": str(1 / 256)},
     "index-l1": _LEARNED | _INDEX | {"optimizer.index_lr_factor": "1"},
     "selected-index": {"model.attention": "selected"} | _INDEX,
+    "mix": _INDEX,
+    "mix-dense": {},
     "shared": {"model.shared_kv": "true"},
     "shared-dropout": {"model.shared_kv": "true", "model.selected_dropout": "0.2"},
     "shared-random": {"model.shared_kv": "true", "model.selection": "random"},
 }
 VARIANTS = {name: _SPARSE | changes for name, changes in _CHANGES.items()}
+LAYERS = {
+    "hybrid": ("nsa", "nsa", "nsa", "dense"),
+    "mix": ("window", "window", "window", "selected"),
+    "mix-dense": ("window", "window", "window", "dense"),
+}
+"""The attention of four layers, which repeats."""
 HELD_OUT = 0.1
-"""Share of the packages that the part `long` holds out."""
+"""Share of the packages that is held out."""
+LONG_SHARE = 0.2
+"""Share of the bytes of the other packages that is for rows of 32,768."""
 CONTROLS = ("sparse", "dense", "window", "random", "dropout")
 
 
@@ -52,6 +62,9 @@ class Part:
         geometry: Block sizes of the sparse attention; the size of `window` follows from them.
         short: Flags of a training on short rows that comes first, on top of `flags` and of the variant's; the other
             one starts from its weights. Empty: there is none.
+        start: Another part, whose weights the trainings start from instead.
+        packages: Whole packages as text: "long" for those of long rows, with "short" for those of `short`; "short" for
+            the others; empty for the source in `flags`.
     """
 
     question: str
@@ -62,6 +75,8 @@ class Part:
     jobs: int = 1
     geometry: Geometry = field(default_factory=Geometry)
     short: dict[str, str] = field(default_factory=dict)
+    start: str = ""
+    packages: str = ""
 
 
 def _model(layers: int, dim: int, heads: int) -> dict[str, str]:
@@ -99,6 +114,11 @@ _SMALL_BLOCKS = Geometry(
     num_local_blocks=2,
     window_size=64,
 )
+_LONG_ROWS = {
+    "train.activation_checkpointing": "none",
+    "model.rope_theta": "5e5",
+    "data.validation_fraction": str(HELD_OUT),
+}
 _HAYSTACKS = ("--only", "needle", "--lengths", "4096", "16384", "65536", "--depths", "6", "--samples", "16")
 
 PARTS = {
@@ -107,6 +127,21 @@ PARTS = {
         _TEXT | _batch(16, 2048, 1000, 6e-4) | {"train.activation_checkpointing": "none"},
         (("--only", "loss", "position"),),
         variants=("sparse", "dense", "window"),
+    ),
+    "production_8192": Part(
+        "Does the production model learn rows of 8,192 as well with sparse attention?",
+        _batch(4, 8192, 4000, 6e-4) | _LONG_ROWS,
+        (("--only", "loss", "position", "choice"),),
+        variants=("dense", "mix-dense", "mix"),
+        packages="short",
+    ),
+    "production_32768": Part(
+        "Does it learn rows of 32,768 as well, behind those of 8,192?",
+        _batch(1, 32768, 1000, 3e-4) | _LONG_ROWS | {"evaluate.batches": "48", "data.shuffle_sequences": "128"},
+        (("--only", "loss", "position", "choice"),),
+        variants=("dense", "mix-dense", "mix"),
+        start="production_8192",
+        packages="long",
     ),
     "seeds": Part(
         "How far apart are seeds, and how far the variants?",
@@ -126,6 +161,7 @@ PARTS = {
         seeds=(1337, 1338, 1339),
         variants=("sparse", "dense", "exact", "index"),
         jobs=3,
+        packages="long",
         # From long rows alone, 400 steps teach nobody more than the last few hundred bytes.
         short=_batch(32, 2048, 800, 1e-3) | {"data.shuffle_sequences": "1024", "evaluate.interval_steps": "200"},
     ),

@@ -19,16 +19,18 @@ COLOURS = {
     "sparse": WINDOW, "dense": DENSE, "window": COMPRESSED, "hybrid": "#16a085", "random": SELECTED, "dropout": INK,
     "learned": "#2980b9", "exact": "#1b1b1b", "learned-exact": "#5d6d7e", "taught": "#b8860b",
     "learned-taught": "#20639b", "index": "#6c3483", "index-mean": "#d35400", "index-s256": "#a569bd",
-    "index-l1": "#d2b4de", "selected-index": "#117a65",
+    "index-l1": "#d2b4de", "selected-index": "#117a65", "mix": "#e74c3c", "mix-dense": "#7f8c8d",
     "shared": "#8e44ad", "shared-dropout": "#c0392b", "shared-random": "#e67e22",
 }  # fmt: skip
-PARTS = ("production", "seeds", "long", "recall", "needle")
+PARTS = ("production", "production_8192", "production_32768", "seeds", "long", "recall", "needle")
 CHOICE = "choice"
 """The table of benchmarks/choice_learning.py."""
 _SCRIPTS = {CHOICE: "choice_learning"}
 _REGION = "<!-- {0} -->\n{1}<!-- end of {0} -->"
 _CAPTIONS = {
     "production": "validation loss of the production model over the run, and above the dense one by step",
+    "production_8192": "validation loss on 8,192 tokens over the run, and by position above the dense one",
+    "production_32768": "validation loss on 32,768 tokens, behind 8,192, and by position above the dense one",
     "seeds": "validation loss of a small model and its baselines over the run, and by position above the dense one",
     "long": "validation loss on 32,768 tokens over the run, and by position above the dense one",
     "recall": "share of values recalled by the distance of their key, for each attention",
@@ -38,8 +40,10 @@ _CAPTIONS = {
 
 def newest(part: str, results: Path = RESULTS) -> Path | None:
     """The newest result file of a part; None if it was not measured."""
-    pattern = f"{_SCRIPTS.get(part, f'quality_{part}')}_*.json"
-    return max(results.glob(pattern), key=lambda path: path.stem.rpartition("_")[2], default=None)
+    name = _SCRIPTS.get(part, f"quality_{part}")
+    # Device and date have no underscores: the rows of 8,192 are not those of `production`.
+    found = [path for path in results.glob(f"{name}_*.json") if path.stem.count("_") == name.count("_") + 2]
+    return max(found, key=lambda path: path.stem.rpartition("_")[2], default=None)
 
 
 def figures(results: Path = RESULTS) -> dict[str, Callable[[], Figure]]:

@@ -24,15 +24,18 @@ def script() -> ModuleType:
     return load_script("benchmarks/quality.py")
 
 
-@pytest.mark.parametrize("part", ["production", "seeds", "long", "recall", "needle"])
+PARTS = ["production", "production_8192", "production_32768", "seeds", "long", "recall", "needle"]
+
+
+@pytest.mark.parametrize("part", PARTS)
 def test_trainings_of_a_part_differ_in_the_attention_alone(script: ModuleType, part: str, tmp_path: Path) -> None:
     found = script.trainings(part, tmp_path, [], [], {})
     assert len(found) == len(script.PARTS[part].seeds) * len(script.PARTS[part].variants)
     # The weights of a training on short rows are not there.
     alone = [replace(one, short=None) for one in found]
     configs = [load_config(path, flags) for path, *flags in (one.arguments(resume=False) for one in alone)]
-    names = ("attention", "selection", "sliding_window", "selected_dropout", "shared_kv", "compressor", "chooser")
-    own = {f"model.{name}" for name in names} | {"train.choice_loss_weight", "optimizer.index_lr_factor"}
+    names = ("attention", "layer_types", "selection", "sliding_window", "selected_dropout", "shared_kv", "compressor")
+    own = {f"model.{name}" for name in (*names, "chooser")} | {"train.choice_loss_weight", "optimizer.index_lr_factor"}
     for one, config in zip(found, configs, strict=True):
         first = next(other for other in found if other.seed == one.seed)
         differ = {name for name in one.flags if one.flags[name] != first.flags.get(name)}
@@ -45,6 +48,10 @@ def test_trainings_of_a_part_differ_in_the_attention_alone(script: ModuleType, p
         assert (config.model.selected_dropout > 0) == one.variant.endswith("dropout")
         assert config.model.shared_kv == one.variant.startswith("shared")
         assert (config.model.compressor == "mlp") == (one.variant in ("learned", "index"))
+        if one.variant.startswith("mix"):
+            fourth = {"mix": "selected", "mix-dense": "dense"}[one.variant]
+            assert config.model.attention_of_layers == ("window", "window", "window", fourth) * 3
+            assert config.model.sliding_window == 512 and config.model.has_index == (one.variant == "mix")
         assert config.run.seed == config.data.seed == one.seed
         assert config.train.steps == one.steps and config.checkpoint.interval_steps < config.train.steps
 
@@ -54,13 +61,30 @@ def of_stage(training: Any) -> RunConfig:
     return load_config(path, flags)
 
 
-@pytest.mark.parametrize("part", ["long", "needle"])
+@pytest.mark.parametrize("part", ["long", "needle", "production_32768"])
 def test_short_rows_train_the_same_model(script: ModuleType, part: str, tmp_path: Path) -> None:
     for one in script.trainings(part, tmp_path, [], [], {}):
         short, long = of_stage(one.short), of_stage(replace(one, short=None))
         assert short.train.sequence_length < long.train.sequence_length
         assert replace(short.model, selected_dropout=0.0) == replace(long.model, selected_dropout=0.0)
         assert short.data.seed == long.data.seed
+
+
+def test_long_rows_start_from_another_part(script: ModuleType, tmp_path: Path) -> None:
+    """Which is trained, evaluated and written down for itself; nothing of its text is in the long rows."""
+    (one,) = script.trainings("production_32768", tmp_path, [5], ["mix"], {})
+    (first,) = script.trainings("production_8192", tmp_path, [5], ["mix"], {})
+    assert one.short == first and first.folder == tmp_path / "production_8192/mix-5"
+    texts = [stage.flags["data.source"] for stage in (first, one)]
+    assert texts == [f"parquet:{tmp_path / name}.parquet#text" for name in ("short", "long")]
+
+
+def test_a_mix_of_too_few_layers_is_refused(script: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="repeats 4 layers"):
+        script.trainings("recall", tmp_path, [5], ["mix"], {})
+    (one,) = script.trainings("recall", tmp_path, [5], ["mix"], {"model.num_layers": "4"})
+    assert of_stage(one).model.attention_of_layers == ("window", "window", "window", "selected")
+    assert of_stage(one).model.sliding_window == of_stage(one).model.geometry.window_size == 64
 
 
 def test_flags_win_over_the_part(script: ModuleType, tmp_path: Path) -> None:

@@ -73,6 +73,8 @@ def test_selection_figures_equal_counting_by_hand(borders: list[int] | None) -> 
     bins = [0.0] * distance_bins(LENGTH, GEOMETRY)
     total = forced = free = local = queries = shared = compared = 0
     counts = [0] * 5
+    # Tiles of neighbours in one document, whose first query has more than four candidates.
+    tiles: dict[int, list[int]] = {4: [], 8: [], 16: []}
     for t in range(LENGTH):
         position = t - max(start for start in starts if start <= t)
         own = position // 8
@@ -80,6 +82,10 @@ def test_selection_figures_equal_counting_by_hand(borders: list[int] | None) -> 
             chosen = [block for block in selected[t, group].tolist() if block >= 0]
             queries += 1
             counts[len(chosen)] += 1
+            for number, found in tiles.items():
+                whole = t + number <= LENGTH and not any(t < start < t + number for start in starts)
+                if t % number == 0 and whole and own + 1 > 4:
+                    found.append(len({*selected[t : t + number, group].flatten().tolist()} - {-1}))
             for block in chosen:
                 distance = own - block
                 bins[0 if distance == 0 else 1 + int(math.log2(distance))] += 1
@@ -100,6 +106,15 @@ def test_selection_figures_equal_counting_by_hand(borders: list[int] | None) -> 
     assert figures["fewer_than_n_share"].item() == pytest.approx(sum(counts[:4]) / queries)
     # Measured at 128 of the 149 pairs.
     assert figures["neighbour_overlap"].item() == pytest.approx(shared / compared, abs=0.05)
+    together = [sum(found) / len(found) / 4 for found in tiles.values()]
+    assert figures["blocks_of_neighbours"].tolist() == pytest.approx(together)
+    assert 1 < together[0] < together[1] < together[2]
+
+
+def test_no_neighbours_have_no_blocks_together() -> None:
+    selected = layer_of(None).selected[:, :5]
+    figures = selection_statistics(selected, GEOMETRY, None)["blocks_of_neighbours"]
+    assert figures.shape == (1, 3) and figures.isnan().all(), "five queries, none of which has a choice"
 
 
 @pytest.mark.parametrize("by_index", [False, True], ids=["compressed", "index"])

@@ -16,8 +16,10 @@ from trifocal.telemetry.maps import LayerAttention, evenly_spaced, full_attentio
 BRANCHES = ("cmp", "slc", "win")
 IGNORED_GATE = 0.05
 """A head with a mean gate below this ignores the branch."""
+NEIGHBOURS = (4, 8, 16)
+"""Neighbouring queries whose blocks are counted together: the tiles that a kernel may take."""
 _SAMPLED_PAIRS = 128
-"""Pairs of neighbours to compare: enough for a mean, and bounded for any length."""
+"""Pairs or tiles of neighbours to compare: enough for a mean, and bounded for any length."""
 
 
 def attention_statistics(layer: LayerAttention) -> dict[str, Tensor]:
@@ -71,7 +73,9 @@ def selection_statistics(selected: Tensor, geometry: Geometry, documents: Docume
         `selected_distance_shares` [..., bins]: share of the selected blocks that lie 0, 1, 2-3, 4-7, … blocks before
         the query's own; `selected_forced_share`: share of forced blocks; `free_local_share`: among the free blocks of
         queries with more candidates than n, the share inside the window (0 without such blocks);
-        `neighbour_overlap`: share of a query's blocks that the query before it selected too;
+        `neighbour_overlap`: share of a query's blocks that the query before it selected too; `blocks_of_neighbours`
+        [..., 3]: blocks that any of 4, 8 and 16 neighbours selected, over n, among queries with more candidates than n
+        (NaN without such neighbours);
         `selected_count_shares` [..., n + 1]: share of the queries of a group that select 0, 1, …, n blocks;
         `fewer_than_n_share`: share of those with fewer than n.
     """
@@ -104,6 +108,10 @@ def selection_statistics(selected: Tensor, geometry: Geometry, documents: Docume
         "selected_forced_share": forced.sum(every) / count,
         "free_local_share": (free & in_window).sum(every) / free.sum(every).clamp(min=1),
         "neighbour_overlap": _neighbour_overlap(selected, documents),
+        "blocks_of_neighbours": torch.stack(
+            [_blocks_of_tiles(selected, positions, has_choice[:, 0, 0], number) for number in NEIGHBOURS], dim=-1
+        )
+        / geometry.num_selected_blocks,
         "selected_count_shares": count_shares,
         "fewer_than_n_share": 1 - count_shares[..., -1],
     }
@@ -161,3 +169,17 @@ def _neighbour_overlap(selected: Tensor, documents: Documents | None) -> Tensor:
     counted = (mine >= 0) & valid[:, None, None]
     every = (-3, -2, -1)
     return (shared & counted).sum(every) / counted.sum(every).clamp(min=1)
+
+
+def _blocks_of_tiles(selected: Tensor, positions: Tensor, counted: Tensor, queries: int) -> Tensor:
+    """Mean number of blocks that any of some neighbours in one document selected; tiles begin at their multiples."""
+    tiles = selected.shape[-3] // queries
+    if not tiles:
+        return selected.new_full(selected.shape[:-3], math.nan, dtype=torch.float32)
+    first = evenly_spaced(tiles, _SAMPLED_PAIRS, selected.device) * queries
+    of_tile = selected[..., first[:, None] + torch.arange(queries, device=first.device), :, :]
+    ordered = of_tile.transpose(-3, -2).flatten(-2).sort(-1).values
+    new = (ordered[..., 1:] != ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    blocks = new.sum(-1) + (ordered[..., 0] >= 0)
+    valid = counted[first] & (positions[first + queries - 1] - positions[first] == queries - 1)
+    return (blocks * valid[:, None]).sum((-2, -1)) / (valid.sum() * blocks.shape[-1])
