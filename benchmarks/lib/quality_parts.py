@@ -137,7 +137,8 @@ PARTS = {
     ),
     "production_32768": Part(
         "Does it learn rows of 32,768 as well, behind those of 8,192?",
-        _batch(1, 32768, 1000, 3e-4) | _LONG_ROWS | {"evaluate.batches": "48", "data.shuffle_sequences": "128"},
+        _batch(1, 32768, 1000, 3e-4) | _LONG_ROWS
+        | {"evaluate.sequences": "48", "evaluate.interval_steps": "250", "data.shuffle_sequences": "128"},
         (("--only", "loss", "position", "choice"),),
         variants=("dense", "mix-dense", "mix"),
         start="production_8192",
