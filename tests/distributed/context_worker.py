@@ -28,7 +28,7 @@ ROWS, LENGTH, STRETCH = 2, 104, 5
 BORDERS = (0, 1, 4, 13, 50, 103, 104, 111, 190, 208)
 GEOMETRY = Geometry(4, 2, 8, 4, 1, 1, 19)
 # Frequencies depend on the length of each document.
-DYNAMIC = RopeScaling(rope_type="dynamic", factor=4.0, original_max_position_embeddings=16)
+YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Case:
 MODELS: dict[str, dict[str, Any]] = {
     "nsa": {},
     "nsa, learned compressor, shared keys, norms": {"compressor": "mlp", "shared_kv": True, "qk_norm": True},
-    "nsa, index": {"chooser": "index", "rope_scaling": DYNAMIC},
+    "nsa, index": {"chooser": "index", "rope_scaling": YARN},
     "nsa, exact": {"selection": "exact"},
     "nsa, random, dropped": {"selection": "random", "selected_dropout": 0.3},
     "selected": {"attention": "selected"},

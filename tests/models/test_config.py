@@ -51,14 +51,6 @@ def test_from_toml() -> None:
         ({"unscaled_layers": (-1,)}, "unscaled_layers must be layers from 0 to 1, got "),
         ({"qk_norm": "yes"}, "model.qk_norm must be true or false, got 'yes'"),
         ({"qk_norm_all_heads": True}, "model.qk_norm_all_heads needs model.qk_norm = true, got false"),
-        (
-            {
-                "rope_scaling": RopeScaling(
-                    rope_type="longrope", original_max_position_embeddings=8, short_factor=(1.0,)
-                )
-            },
-            "model.rope_scaling.short_factor must be head_dim / 2 = 4 positive numbers, got 1",
-        ),
         ({"compressor": "max"}, "model.compressor must be one of 'mean', 'mlp', got 'max'"),
         ({"backend": "cuda"}, "model.backend must be one of 'auto', 'reference', 'triton', got 'cuda'"),
         ({"shared_kv": 1}, "model.shared_kv must be true or false, got 1"),

@@ -12,13 +12,7 @@ from trifocal.models import DecoderLM, ModelConfig
 from trifocal.nn import RopeScaling
 from trifocal.nn.chooser import first_index
 
-LONGROPE = RopeScaling(
-    rope_type="longrope",
-    original_max_position_embeddings=12,
-    attention_factor=1.2,
-    short_factor=(1.0, 1.1, 1.2, 1.3),
-    long_factor=(2.0, 3.0, 4.0, 5.0),
-)
+YARN = RopeScaling(rope_type="yarn", factor=2.0, original_max_position_embeddings=12, attention_factor=1.2)
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"compressor": "mlp"},
@@ -31,9 +25,9 @@ OPTIONS: list[dict[str, Any]] = [
         "qkv_bias": True,
         "o_bias": True,
         "mlp_bias": True,
-        "rope_scaling": RopeScaling(rope_type="dynamic", factor=2.0, original_max_position_embeddings=12),
+        "rope_scaling": RopeScaling(rope_type="linear", factor=2.0),
     },
-    {"layer_types": ("nsa", "selected"), "selection": "random", "rope_scaling": LONGROPE, "unrotated_layers": (0,)},
+    {"layer_types": ("nsa", "selected"), "selection": "random", "rope_scaling": YARN, "unrotated_layers": (0,)},
     {"norm_after": True, "qk_norm": True, "qk_norm_all_heads": True},
     {"chooser": "index", "layer_types": ("nsa", "selected")},
 ]

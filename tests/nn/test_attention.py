@@ -12,7 +12,6 @@ import trifocal.nn.selected_attention as selected_module
 from trifocal.nn import (
     DenseAttention,
     NSAttention,
-    RopeScaling,
     RotaryTables,
     SelectedAttention,
     WindowAttention,
@@ -162,14 +161,6 @@ def test_a_layer_of_one_softmax_is_plain_attention(options: dict[str, Any]) -> N
     p = scores.masked_fill(~mask, -torch.inf).softmax(-1)
     expected = layer.o_proj(torch.einsum("bhts,bshv->bthv", p, v).flatten(2))
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-13)
-
-
-def test_frequencies_that_depend_on_the_length_are_those_of_each_document() -> None:
-    layer = sparse(rope_scaling=RopeScaling(rope_type="dynamic", factor=2.0, original_max_position_embeddings=8))
-    lengths = [3, 30, 1, 12]
-    x = torch.randn(1, sum(lengths), DIM, dtype=torch.float64)
-    packed = layer(x, cu_seqlens=torch.tensor([0, *lengths]).cumsum(0))
-    torch.testing.assert_close(packed, torch.cat([layer(part) for part in x.split(lengths, 1)], 1), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -29,7 +29,7 @@ from trifocal.train.config.load import parse_arguments
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertArguments:
-    """Make a sparse model of a dense one: a Llama, Mistral, Qwen, Phi-3, SmolLM3 or OLMo, or a dense run."""
+    """Make a sparse model of a dense one: a Llama, Mistral, Qwen, SmolLM3 or OLMo, or a dense run."""
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """The Hugging Face folder, with safetensors; or a run, one of its checkpoints, or a folder of weights."""

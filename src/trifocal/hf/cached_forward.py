@@ -99,16 +99,9 @@ def _layers(cache: Any, config: ModelConfig) -> list[TrifocalLayer]:
         raise ValueError("an offloaded cache is not possible for Trifocal's models")
     if len(layers) != config.num_layers:
         raise ValueError(f"past_key_values have {len(layers)} layers, the model {config.num_layers}")
-    if obstacle := cache_obstacle(config):
+    if obstacle := config.undecodable:
         raise ValueError(f"{obstacle}: leave past_key_values and use_cache out")
     return layers
-
-
-def cache_obstacle(config: ModelConfig) -> str:
-    """Why a model cannot go on with a cache; empty if it can."""
-    if config.rope_scaling.depends_on_length:
-        return f'rope_scaling "{config.rope_scaling.rope_type}" turns all keys anew when a sequence grows'
-    return config.undecodable
 
 
 def _check_positions(position_ids: Tensor | None, new: Tensor, lengths: list[int]) -> None:

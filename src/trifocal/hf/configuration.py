@@ -8,7 +8,6 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from trifocal.hf.cached_forward import cache_obstacle
 from trifocal.hf.layer_cache import LAYER_TYPE
 from trifocal.models import ModelConfig
 from trifocal.models.io import AUTO_MAP, MODEL_TYPE, STANDARD_NAMES, check_standard_names, write_modeling_file
@@ -74,7 +73,7 @@ class TrifocalConfig(PreTrainedConfig):
                 given[name] = values.pop(key)
         config = ModelConfig.from_dict(given)
         self.model = config.to_dict()
-        self.use_cache = self.use_cache and not cache_obstacle(config)
+        self.use_cache = self.use_cache and not config.undecodable
         super().__post_init__(**values)
         self.auto_map = dict(AUTO_MAP)
 

@@ -14,7 +14,7 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from trifocal.hf.cached_forward import cache_obstacle, cached_tokens
+from trifocal.hf.cached_forward import cached_tokens
 from trifocal.hf.configuration import TrifocalConfig
 from trifocal.hf.layer_cache import NO_GRADIENTS, NoCache
 from trifocal.hf.row_layout import RowLayout, row_layout, traced_layout
@@ -265,7 +265,7 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate tokens; a model that cannot keep a cache reads the whole text again for each."""
-        if cache_obstacle(self.config.to_model_config()):
+        if self.config.to_model_config().undecodable:
             kwargs["use_cache"] = False
         settings = kwargs.get("generation_config") or self.generation_config
         implementation = kwargs.get("cache_implementation") or getattr(settings, "cache_implementation", None)

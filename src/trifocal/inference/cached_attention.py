@@ -57,7 +57,7 @@ def tables_of_layers(
     scalings = [config.rope_scaling_of(layer) for layer in range(config.num_layers)]
     widths = [config.head_dim, INDEX_DIM] if config.has_index else [config.head_dim]
     tables = {
-        scaling: [rotary_tables(positions, width, config.rope_theta, exact, scaling, num_tokens) for width in widths]
+        scaling: [rotary_tables(positions, width, config.rope_theta, exact, scaling) for width in widths]
         for scaling in {*scalings}
     }
     return [LayerTables(*tables[scaling]) for scaling in scalings]

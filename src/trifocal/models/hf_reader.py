@@ -6,17 +6,16 @@
 | mistral | no | no | no | no |
 | qwen2 | yes | no | no | no |
 | qwen3 | attention_bias | attention_bias | no | yes |
-| phi3 | no | no | no | no |
 | smollm3 | attention_bias | attention_bias | mlp_bias | no |
 | olmo2, olmo3 | attention_bias | attention_bias | no | over all heads |
 
-Phi-3's files join the projections of queries, keys and values, and those of the MLP. A layer with a sliding window
-becomes a layer of type `"window"`. OLMo's norms stand behind attention and MLP, and the rope scaling of OLMo 3 is not
-for its window layers. Models, and options of models, that a `DecoderLM` lacks are refused by name.
+A layer with a sliding window becomes a layer of type `"window"`. OLMo's norms stand behind attention and MLP, and the
+rope scaling of OLMo 3 is not for its window layers. Models, and options of models, that a `DecoderLM` lacks are refused
+by name.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -24,17 +23,16 @@ from typing import Any
 from torch import Tensor
 
 from trifocal.errors import UserError
-from trifocal.models.io import CONFIG_FILE, MODEL_TYPE, Rows, model_of_folder, read_tensors
+from trifocal.models.io import CONFIG_FILE, MODEL_TYPE, model_of_folder, read_tensors
 from trifocal.models.model_config import MOST_LAYERS, Attention, ModelConfig
 from trifocal.nn import RopeScaling
 from trifocal.paths import read_json
 
 _OLMO = ("olmo2", "olmo3")
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", *_OLMO)
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", *_OLMO)
 # Defaults of transformers' configurations.
 _HEAD_DIM = {"qwen3": 128}
-_LONGEST = {"llama": 2048, "mistral": 131072, "phi3": 4096, "olmo2": 2048, "olmo3": 2048}
-_ORIGINAL = {"phi3": 4096}
+_LONGEST = {"llama": 2048, "mistral": 131072, "olmo2": 2048, "olmo3": 2048}
 _THETA = {"smollm3": 2e6, "olmo3": 5e5}
 _KV_HEADS = {"smollm3": 4}
 _SLIDING_WINDOW = 4096
@@ -44,7 +42,6 @@ _ROPE_KEYS = {"type", "rope_theta", "mscale", "mscale_all_dim", *(field.name for
 # Parameters without which transformers does not load a type. It infers the others.
 _ROPE_NEEDS = {
     "linear": ("factor",),
-    "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 _SETTINGS = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -86,9 +83,9 @@ def read_hf_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     expected = model_of_folder(config, folder).state_dict()
     # Old files hold the frequencies too, and those of tied embeddings sometimes the same matrix twice.
     ignored = ("rotary_emb.inv_freq", *(["lm_head.weight"] if config.tie_embeddings else []))
-    joined = read_json(folder / CONFIG_FILE)["model_type"] == "phi3"
-    stored = _joined_names(config) if joined else lambda name: hf_name(name, config.norm_after)
-    return config, read_tensors(folder, expected, stored, lambda name: name.endswith(ignored))
+    return config, read_tensors(
+        folder, expected, lambda name: hf_name(name, config.norm_after), lambda name: name.endswith(ignored)
+    )
 
 
 def read_hf_settings(folder: Path) -> dict[str, Any]:
@@ -135,7 +132,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
             qkv_bias=attention_bias or kind == "qwen2",
             o_bias=attention_bias,
             mlp_bias=bool(found.get("mlp_bias", False)) and kind in ("llama", "smollm3"),
-            norm_eps=float(found.get("rms_norm_eps", 1e-5 if kind in ("phi3", *_OLMO) else 1e-6)),
+            norm_eps=float(found.get("rms_norm_eps", 1e-5 if kind in _OLMO else 1e-6)),
             tie_embeddings=bool(found.get("tie_word_embeddings", kind == "smollm3")),
             unrotated_layers=_unrotated(found, len(layers)) if kind == "smollm3" else (),
             unscaled_layers=tuple(i for i, layer in enumerate(layers) if layer == "window" and kind == "olmo3"),
@@ -153,7 +150,7 @@ def _layers(found: Mapping[str, Any], kind: str) -> tuple[tuple[Attention, ...],
     count = int(found["num_hidden_layers"])
     if not 1 <= count <= MOST_LAYERS:
         raise ValueError(f"num_hidden_layers must be from 1 to {MOST_LAYERS:,}, got {count:,}")
-    window = found.get("sliding_window", None if kind == "phi3" else _SLIDING_WINDOW)
+    window = found.get("sliding_window", _SLIDING_WINDOW)
     switched_off = kind in ("qwen2", "qwen3", "smollm3") and not found.get("use_sliding_window", False)
     if switched_off or kind in ("llama", "olmo2"):
         window = None
@@ -163,8 +160,8 @@ def _layers(found: Mapping[str, Any], kind: str) -> tuple[tuple[Attention, ...],
         named = ["sliding_attention" if index in unrotated else "full_attention" for index in range(count)]
     if named is None and kind == "olmo3":
         named = ["full_attention" if index % 4 == 3 else "sliding_attention" for index in range(count)]
-    if named is None or kind in ("llama", "mistral", "phi3", "olmo2"):
-        first = {"mistral": 0, "phi3": 0}.get(kind, found.get("max_window_layers", 28)) if window else count
+    if named is None or kind in ("llama", "mistral", "olmo2"):
+        first = (0 if kind == "mistral" else found.get("max_window_layers", 28)) if window else count
         named = ["full_attention"] * min(first, count) + ["sliding_attention"] * max(0, count - first)
     unknown = [name for name in named if name not in _LAYER_TYPES]
     if unknown:
@@ -196,40 +193,30 @@ def _rope(found: Mapping[str, Any], kind: str, head_dim: int) -> dict[str, Any]:
     if unknown:
         raise ValueError(f"the rope parameter {unknown[0]!r} is not supported")
     rope_type = given.get("rope_type") or given.get("type") or "default"
-    if kind == "phi3" and rope_type in ("su", "yarn"):
-        # Older names.
-        rope_type = "longrope"
     missing = [name for name in _ROPE_NEEDS.get(rope_type, ()) if given.get(name) is None]
     if missing:
         raise ValueError(f"the rope type {rope_type!r} needs the parameter {missing[0]!r}")
     theta = float(given.get("rope_theta") or found.get("rope_theta") or _THETA.get(kind, 10000.0))
     partial = given.get("partial_rotary_factor") or found.get("partial_rotary_factor") or 1.0
-    if partial != 1.0 and rope_type != "proportional":
-        raise ValueError(f"the partial_rotary_factor {partial} is not supported with the rope type {rope_type!r}")
+    if partial != 1.0:
+        raise ValueError(f"the partial_rotary_factor {partial} is not supported")
     longest = found.get("max_position_embeddings") or _LONGEST.get(kind, 32768)
-    original = (
-        found.get("original_max_position_embeddings")
-        or given.get("original_max_position_embeddings")
-        or _ORIGINAL.get(kind, longest)
-    )
+    original = found.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or longest
     factor = given.get("factor")
-    if factor is None and rope_type in ("yarn", "longrope"):
+    if factor is None and rope_type == "yarn":
         factor = longest / original
     values: dict[str, Any] = {
         "factor": factor,
-        "original_max_position_embeddings": longest if rope_type == "dynamic" else original,
+        "original_max_position_embeddings": original,
         "attention_factor": _attention_factor(given, rope_type, factor),
-        "partial_rotary_factor": partial,
     }
     for name in ("beta_fast", "beta_slow", "truncate", "low_freq_factor", "high_freq_factor"):
         values[name] = given.get(name)
-    for name in ("short_factor", "long_factor"):
-        values[name] = tuple(map(float, given.get(name) or ()))
     if rope_type == "default":
         return {"rope_theta": theta}
     read = RopeScaling.fields_of(rope_type)
     chosen = {name: value for name, value in values.items() if name in read and value is not None}
-    for name in chosen.keys() - {"short_factor", "long_factor", "truncate", "original_max_position_embeddings"}:
+    for name in chosen.keys() - {"truncate", "original_max_position_embeddings"}:
         chosen[name] = float(chosen[name])
     # The type is known: `fields_of` refuses others.
     return {"rope_theta": theta, "rope_scaling": RopeScaling(rope_type=rope_type, **chosen)}  # type: ignore[arg-type]
@@ -255,27 +242,6 @@ def _attention_factor(given: Mapping[str, Any], rope_type: str, factor: float | 
         return None
     above, below = (0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0 for scale in scales)  # type: ignore[operator]
     return above / below
-
-
-def _joined_names(config: ModelConfig) -> Callable[[str], str | Rows]:
-    """Where the tensors of a Phi-3 are: as `hf_name`, or rows of a tensor that joins several."""
-    keys = config.num_kv_heads * config.head_dim
-    parts = {
-        "qkv_proj": {"q_proj": config.num_heads * config.head_dim, "k_proj": keys, "v_proj": keys},
-        "gate_up_proj": {"gate_proj": config.mlp_dim, "up_proj": config.mlp_dim},
-    }
-
-    def stored(name: str) -> str | Rows:
-        theirs, first = hf_name(name), 0
-        for joined, sizes in parts.items():
-            for part, size in sizes.items():
-                if f".{part}." in theirs:
-                    return Rows(theirs.replace(part, joined), first, sum(sizes.values()))
-                first += size
-            first = 0
-        return theirs
-
-    return stored
 
 
 def hf_name(name: str, norm_after: bool = False) -> str:

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -200,24 +200,10 @@ def _save_shard(tensors: dict[str, Tensor], path: Path) -> None:
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
-class Rows(NamedTuple):
-    """A tensor that is a part of one in the files.
-
-    Attributes:
-        name: Name of the whole.
-        first: First row of the part.
-        total: Rows of the whole.
-    """
-
-    name: str
-    first: int
-    total: int
-
-
 def read_tensors(
     folder: Path,
     expected: Mapping[str, Tensor],
-    stored_name: Callable[[str], str | Rows],
+    stored_name: Callable[[str], str],
     is_ignored: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, Tensor]:
     """The tensors of `model.safetensors`, or of the shards that the index names, in their own types.
@@ -225,15 +211,14 @@ def read_tensors(
     Args:
         folder: With these files.
         expected: Tensors by name, of the shapes that they must have.
-        stored_name: Gives the name of a tensor in the files, or the rows of one that are it.
+        stored_name: Gives the name of a tensor in the files.
         is_ignored: Whether a name in the files need not be expected.
 
     Raises:
         UserError: If a file or a tensor is missing, unknown or broken, or does not fit; the message names it.
     """
     shards = _shards_of(folder)
-    places = {name: stored_name(name) for name in expected}
-    names = {name: place.name if isinstance(place, Rows) else place for name, place in places.items()}
+    names = {name: stored_name(name) for name in expected}
     unknown = [name for name in shards.keys() - set(names.values()) if not is_ignored(name)]
     if unknown:
         raise UserError(f"{folder} has a tensor that {CONFIG_FILE} does not know: {min(unknown)}")
@@ -241,21 +226,18 @@ def read_tensors(
     with contextlib.ExitStack() as stack:
         opened = {path: stack.enter_context(_opened(path)) for path in dict.fromkeys(shards.values())}
         for name, parameter in expected.items():
-            file_name, place, shape = names[name], places[name], list(parameter.shape)
+            file_name, shape = names[name], list(parameter.shape)
             if file_name not in shards:
                 raise UserError(f"{folder} lacks the tensor {file_name}")
             path = shards[file_name]
             try:
                 stored = opened[path].get_slice(file_name)
-                rows: slice = slice(None)
-                if isinstance(place, Rows):
-                    rows, shape[0] = slice(place.first, place.first + shape[0]), place.total
                 if stored.get_shape() != shape:
                     raise UserError(
                         f"{path}: the tensor {file_name} has the shape {stored.get_shape()}, but {CONFIG_FILE} makes "
                         f"it {shape}"
                     )
-                tensor: Tensor = stored[rows]
+                tensor: Tensor = stored[:]
             except SafetensorError as error:
                 raise UserError(f"{path} lacks the tensor {file_name}, or is broken: {error}") from error
             if not tensor.is_floating_point() or tensor.element_size() < 2:

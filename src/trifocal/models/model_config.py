@@ -9,7 +9,6 @@ import tyro
 
 from trifocal.errors import UserError
 from trifocal.fields import check_at_least, check_types, from_table
-from trifocal.nn.attention_base import INDEX_DIM
 from trifocal.nn.rope import UNSCALED, RopeScaling
 from trifocal.ops import Geometry
 from trifocal.ops.geometry import LARGEST_SIZE
@@ -21,8 +20,8 @@ Selection = Literal["importance", "exact", "random"]
 Backend = Literal["auto", "reference", "triton"]
 MOST_LAYERS = 10_000
 """Each layer is an object of Python: more of them would take minutes to make."""
-# No pair turns.
-_UNROTATED = RopeScaling(rope_type="proportional", partial_rotary_factor=1e-9)
+# No pair turns: every angle is 0 in the precision of the tables.
+_UNROTATED = RopeScaling(rope_type="linear", factor=1e300)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,12 +132,6 @@ class ModelConfig:
             layers = getattr(self, name)
             if not all(0 <= layer < self.num_layers for layer in layers):
                 raise UserError(f"model.{name} must be layers from 0 to {self.num_layers - 1}, got {layers!r}")
-        try:
-            self.rope_scaling.check_head_dim(self.head_dim)
-            if self.has_index:
-                self.rope_scaling.check_head_dim(INDEX_DIM)
-        except ValueError as error:
-            raise UserError(f"model.{error}") from error
 
     @property
     def attention_of_layers(self) -> tuple[Attention, ...]:

@@ -126,7 +126,6 @@ class AttentionBase(nn.Module):
             raise ValueError(f"rope_theta must be above 0, got {rope_theta}")
         if qk_norm_all_heads and not qk_norm:
             raise ValueError("qk_norm_all_heads needs qk_norm=True, got False")
-        rope_scaling.check_head_dim(head_dim)
         if geometry is not None:
             check_geometry(geometry)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
@@ -151,17 +150,10 @@ class AttentionBase(nn.Module):
         """Tables to be shared by layers alike; x [B, T, E] gives length, device, type; `own` says which tokens."""
         documents, positions = documents_and_positions(x, cu_seqlens, own)
         num_tokens = x.shape[1] if own is None else own.num_tokens
-        exact, geometry, scales = torch.promote_types(x.dtype, torch.float32), self.geometry, self.rope_scaling
-        by_length = scales.depends_on_length
-        # Tokens of the sequence, or of each token's document.
-        length: int | Tensor = num_tokens if by_length else 0
-        lengths = None if documents is None or not by_length else documents.cu_seqlens.diff()
-        if documents is not None and lengths is not None:
-            length = lengths[documents.ids]
-            length = length if own is None else own.shard.own(length, 0)
+        exact, geometry = torch.promote_types(x.dtype, torch.float32), self.geometry
 
-        def tables(positions: Tensor, width: int, length: int | Tensor = length) -> tuple[Tensor, Tensor]:
-            return rotary_tables(positions, width, self.rope_theta, exact, scales, length)
+        def tables(positions: Tensor, width: int) -> tuple[Tensor, Tensor]:
+            return rotary_tables(positions, width, self.rope_theta, exact, self.rope_scaling)
 
         found = RotaryTables(*tables(positions, self.head_dim))
         if self.index is not None:
@@ -177,8 +169,7 @@ class AttentionBase(nn.Module):
             _, (last_tokens, _) = place_compressed_blocks(documents, num_slots, geometry)
             # A slot that no document fills stands at the first token of all.
             firsts = (last_tokens - (geometry.compression_block_size - 1)).where(last_tokens < num_tokens, 0)
-            of_blocks = 0 if lengths is None else lengths[documents.ids[firsts]]
-            cos, sin = tables(documents.positions[firsts], self.head_dim, of_blocks)
+            cos, sin = tables(documents.positions[firsts], self.head_dim)
         return found._replace(cos_cmp=cos, sin_cmp=sin)
 
     def _exact_tables(

@@ -12,17 +12,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"]
+RopeType = Literal["default", "linear", "yarn", "llama3"]
 _ORIGINAL = "original_max_position_embeddings"
 # The fields that each type reads.
 _FIELDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
-    "dynamic": ("factor", _ORIGINAL),
     "yarn": ("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "truncate"),
-    "longrope": ("factor", _ORIGINAL, "attention_factor", "short_factor", "long_factor"),
     "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
-    "proportional": ("factor", "partial_rotary_factor"),
 }
 
 
@@ -31,21 +28,15 @@ class RopeScaling:
     """Rotary frequencies for sequences longer than those of pretraining. Names and formulas are those of transformers.
 
     Args:
-        rope_type: `"default"` (not scaled), `"linear"`, `"dynamic"`, `"yarn"`, `"longrope"`, `"llama3"` or
-            `"proportional"`. `"dynamic"` and `"longrope"` depend on the length of the sequence, or of each document of
-            a pack; in decoding on the longest sequence that the caches are made for.
+        rope_type: `"default"` (not scaled), `"linear"`, `"yarn"` or `"llama3"`.
         factor: Length of the sequences, in multiples of those of pretraining.
-        original_max_position_embeddings: Tokens of a sequence in pretraining. For `"dynamic"`, transformers'
-            `max_position_embeddings`.
-        attention_factor: Factor on cosines and sines, for `"yarn"` and `"longrope"`; 0 takes the type's formula.
+        original_max_position_embeddings: Tokens of a sequence in pretraining.
+        attention_factor: Factor on cosines and sines, for `"yarn"`; 0 takes its formula.
         beta_fast: Turns in a pretraining sequence above which `"yarn"` keeps a frequency.
         beta_slow: Turns below which `"yarn"` divides it by the factor.
         truncate: Whether `"yarn"` rounds the bounds between them to whole pairs.
         low_freq_factor: Turns below which `"llama3"` divides a frequency by the factor.
         high_freq_factor: Turns above which `"llama3"` keeps it.
-        short_factor: Divisors of `"longrope"` up to the length of pretraining, one for each pair.
-        long_factor: Its divisors beyond it.
-        partial_rotary_factor: Share of the pairs that `"proportional"` turns.
 
     Raises:
         ValueError: If a field does not fit the type, or another field; the message names it.
@@ -60,9 +51,6 @@ class RopeScaling:
     truncate: bool = True
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
-    partial_rotary_factor: float = 1.0
 
     def __post_init__(self) -> None:
         kind, read = self.rope_type, ("rope_type", *self.fields_of(self.rope_type))
@@ -75,8 +63,6 @@ class RopeScaling:
                 raise ValueError(f"rope_scaling.{name} must be a positive number, got {value}")
         if not 0 <= self.attention_factor < math.inf:
             raise ValueError(f"rope_scaling.attention_factor must not be negative, got {self.attention_factor}")
-        if not 0 < self.partial_rotary_factor <= 1:
-            raise ValueError(f"rope_scaling.partial_rotary_factor must lie in (0, 1], got {self.partial_rotary_factor}")
         if _ORIGINAL in _FIELDS[kind] and self.original_max_position_embeddings < 2:
             raise ValueError(
                 f"rope_scaling.{_ORIGINAL} must be at least 2 for {kind}, got {self.original_max_position_embeddings}"
@@ -98,36 +84,12 @@ class RopeScaling:
             raise ValueError(f"rope_scaling.rope_type must be one of {', '.join(_FIELDS)}, got {rope_type!r}")
         return _FIELDS[rope_type]
 
-    @property
-    def depends_on_length(self) -> bool:
-        """Whether frequencies depend on the length of the sequence."""
-        return self.rope_type in ("dynamic", "longrope")
-
-    def check_head_dim(self, head_dim: int) -> None:
-        """Refuse a width of heads that does not fit.
-
-        Raises:
-            ValueError: If lists have not one number for each pair, or the formula needs more pairs.
-        """
-        for name in ("short_factor", "long_factor"):
-            factors = getattr(self, name)
-            if self.rope_type == "longrope" and (len(factors) != head_dim // 2 or not min(factors) > 0):
-                raise ValueError(
-                    f"rope_scaling.{name} must be head_dim / 2 = {head_dim // 2} positive numbers, got {len(factors)}"
-                )
-        if self.rope_type == "dynamic" and head_dim < 4:
-            raise ValueError(f"rope_scaling.rope_type dynamic needs a head_dim of at least 4, got {head_dim}")
-
 
 UNSCALED = RopeScaling()
 
 
 def rotary_frequencies(
-    head_dim: int,
-    theta: float,
-    scaling: RopeScaling = UNSCALED,
-    length: int | Tensor = 0,
-    device: torch.device | None = None,
+    head_dim: int, theta: float, scaling: RopeScaling = UNSCALED, device: torch.device | None = None
 ) -> tuple[Tensor, float]:
     """Radians that each pair turns from a token to the next.
 
@@ -135,24 +97,16 @@ def rotary_frequencies(
         head_dim: D, even.
         theta: Base of the frequencies.
         scaling: For sequences longer than those of pretraining.
-        length: Tokens of the sequence, its past included; or of the document of each token, [T]. Only `"dynamic"` and
-            `"longrope"` read it.
         device: Device of the result.
 
     Returns:
-        [D/2] in fp64, or [T, D/2] with a length for each token; and the factor on cosines and sines.
+        [D/2] in fp64, and the factor on cosines and sines.
     """
     kind, factor, original = scaling.rope_type, scaling.factor, scaling.original_max_position_embeddings
     pairs = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64)
-    if kind == "dynamic":
-        stretched = factor * _tokens(length, pairs).clamp(min=original) / original - (factor - 1)
-        return (theta * stretched ** (head_dim / (head_dim - 2))) ** (-pairs / head_dim), 1.0
     frequencies = theta ** (-pairs / head_dim)
     if kind == "linear":
         return frequencies / factor, 1.0
-    if kind == "proportional":
-        turning = 2 * int(scaling.partial_rotary_factor * head_dim // 2)
-        return frequencies.where(pairs < turning, 0.0) / factor, 1.0
     if kind == "llama3":
         turns = original * frequencies / (2 * math.pi)
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -169,21 +123,7 @@ def rotary_frequencies(
         divided = ((pairs / 2 - low) / (high - low or 0.001)).clamp(0, 1)
         slowed = divided * frequencies / factor + (1 - divided) * frequencies
         return slowed, scaling.attention_factor or (1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0)
-    if kind == "longrope":
-        # Number by number: a tensor of them would be copied from the host, which no CUDA graph records.
-        short, long = (
-            torch.cat([pairs.new_full((1,), factor) for factor in factors])
-            for factors in (scaling.short_factor, scaling.long_factor)
-        )
-        divisors = torch.where(_tokens(length, pairs) > original, long, short)
-        grown = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-        return frequencies / divisors, scaling.attention_factor or grown
     return frequencies, 1.0
-
-
-def _tokens(length: int | Tensor, like: Tensor) -> Tensor:
-    """Lengths as [1] or [T, 1] in the type of the frequencies."""
-    return length.to(like.dtype)[..., None] if isinstance(length, Tensor) else like.new_full((1,), length)
 
 
 def rotary_tables(
@@ -192,7 +132,6 @@ def rotary_tables(
     theta: float,
     dtype: torch.dtype,
     scaling: RopeScaling = UNSCALED,
-    length: int | Tensor = 0,
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position's angles.
 
@@ -203,12 +142,12 @@ def rotary_tables(
         head_dim: D, even.
         theta: Base of the frequencies; the slowest pair turns once in about `2 * pi * theta` tokens.
         dtype: Type of the tables.
-        scaling, length: Arguments of `rotary_frequencies`.
+        scaling: For sequences longer than those of pretraining.
 
     Returns:
         Cosine and sine, each [T, D/2], times the attention factor of the scaling.
     """
-    frequencies, factor = rotary_frequencies(head_dim, theta, scaling, length, positions.device)
+    frequencies, factor = rotary_frequencies(head_dim, theta, scaling, positions.device)
     angles = positions.to(torch.float64)[:, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
     if factor != 1.0:
