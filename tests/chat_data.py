@@ -1,5 +1,6 @@
 """A tokenizer with a chat template, and chats, made on the spot."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,30 @@ def write_tokenizer(folder: Path, template: str = MARKED, merges: tuple[tuple[st
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[0], pad_token=SPECIAL[0])
     fast.chat_template = template or None
     fast.save_pretrained(folder)
+    return folder
+
+
+def write_llama_tokenizer(folder: Path) -> Path:
+    """A vocabulary of the kind of Llama 2: words begin with a space, bytes as a fallback, <s> in front of a text."""
+    import tokenizers
+    from tokenizers import decoders, normalizers, processors
+
+    words = ["\u2581", *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,?!'\n"]
+    merges = [("t", "h"), ("th", "e"), ("\u2581", "the"), ("\u2581", "a"), ("o", "n"), ("\u2581", "on")]
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *map("".join, merges)]
+    vocabulary = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    model = tokenizers.models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    strip = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(strip)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.add_special_tokens(names[:3])
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    content = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **tokens}
+    (folder / "tokenizer_config.json").write_text(json.dumps(content))
     return folder
 
 

@@ -11,7 +11,7 @@ from trifocal.data import Tokenizer
 from trifocal.data.tokenizers import ByteTokenizer
 from trifocal.errors import UserError
 from trifocal.inference import Engine, Request, Sampling
-from trifocal.inference.prompts import cache_for_prompts, encode_prompts, memory_errors
+from trifocal.inference.prompts import DEFAULT_TEMPERATURE, cache_for_prompts, encode_prompts, memory_errors
 from trifocal.models import DecoderLM
 from trifocal.ops.decode.int8 import WeightType, check_weights
 from trifocal.train.checkpoint.pretrained import open_pretrained, pretrained_path
@@ -24,11 +24,11 @@ def generate(
     max_new_tokens: int = 200,
     *,
     tokenizer: Tokenizer | None = None,
-    temperature: float = 0.8,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
+    temperature: float | Literal["auto"] = "auto",
+    top_k: int | Literal["auto"] = "auto",
+    top_p: float | Literal["auto"] = "auto",
+    min_p: float | Literal["auto"] = "auto",
+    repetition_penalty: float | Literal["auto"] = "auto",
     seed: int = 0,
     stop: Sequence[str] = (),
     stop_at_document_end: bool = True,
@@ -46,7 +46,8 @@ def generate(
         prompt: The text to continue.
         max_new_tokens: Maximum number of new tokens.
         tokenizer: Tokenizer of a model, from `load_tokenizer`; bytes by default. A path brings its own.
-        temperature: Divides the logits; 0 takes the likeliest token.
+        temperature: Divides the logits; 0 takes the likeliest token. `"auto"`, as of the next four: as the model's
+            `generation_config.json` says, else 0.8, and no filter or penalty.
         top_k: Draw from this many likeliest tokens; 0: from all.
         top_p: Draw from the fewest likeliest tokens whose probabilities reach this together; 1: from all.
         min_p: Draw from tokens with at least this share of the likeliest one's probability; 0: from all.
@@ -78,10 +79,12 @@ def generate(
             path = pretrained_path(path_or_model, "the path of the run")
             found = stack.enter_context(open_pretrained(path, checkpoint))
             name, tokenizer, config, make = str(found.path), found.tokenizer(), found.config(), found.model
-            dtype = torch.bfloat16 if found.run and found.run.train.precision == "bf16" else torch.float32
             place = choose_device(device)
+            dtype = found.dtype(place)
         try:
-            sampling = Sampling(
+            sampling = Sampling.of(
+                tokenizer.generation,
+                default_temperature=DEFAULT_TEMPERATURE,
                 temperature=temperature,
                 top_k=top_k,
                 top_p=top_p,
@@ -91,7 +94,7 @@ def generate(
             )
             check_weights(weights)
             [tokens] = encode_prompts([("the prompt", prompt)], tokenizer, config)
-            stop_tokens = (tokenizer.separator,) if stop_at_document_end else ()
+            stop_tokens = tokenizer.ends if stop_at_document_end else ()
             request = Request(
                 prompt=tokens, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=stop_tokens, stop=stop
             )

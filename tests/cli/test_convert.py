@@ -19,8 +19,10 @@ from tests.data.test_tokenizers import tokenizer_file
 from tests.train.tiny import write_config, write_documents
 from trifocal import load_model
 from trifocal.cli import main
+from trifocal.cli.generate_model import GenerateArguments, load
 from trifocal.data import make_tokenizer
 from trifocal.models import save_weights
+from trifocal.ops.devices import computes_bf16
 from trifocal.runlog import read_metrics
 from trifocal.testing.small_models import make_model, small_config
 from trifocal.train.run_folder import load_run
@@ -51,7 +53,11 @@ def test_a_model_of_hugging_face_becomes_sparse_and_trains_on(
         vocab_size=700, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64,
     )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="30KB")
+    theirs = transformers.LlamaForCausalLM(config).bfloat16()
+    # Two tokens end an answer, as in many chat models.
+    settings = {"eos_token_id": [0, 5], "bos_token_id": 7, "do_sample": True, "temperature": 0.6, "top_p": 0.9}
+    theirs.generation_config = transformers.GenerationConfig(**settings)
+    theirs.save_pretrained(folder, max_shard_size="30KB")
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file), eos_token="<|endoftext|>")
     tokenizer.save_pretrained(folder)
     assert main(["convert", str(folder), str(out), "--to", "selected", "--dense-layers", "0", *SMALL]) == 0
@@ -59,6 +65,11 @@ def test_a_model_of_hugging_face_becomes_sparse_and_trains_on(
     assert load_model(out).config.layer_types == ("dense", "selected")
     assert main(["generate", str(out), "--prompt", "Hello", "--max-new-tokens", "4"]) == 0
     assert capsys.readouterr().out.startswith("Hello")
+    options = GenerateArguments(path=str(out), prompt="Hello", device="cpu", top_p=0.8, max_new_tokens=4)
+    loaded = load(options, out, [("the prompt", "Hello")])
+    asked = loaded.request(options, 0, "the prompt")
+    assert asked.stop_tokens == (0, 5) and (asked.sampling.temperature, asked.sampling.top_p) == (0.6, 0.8)
+    assert loaded.model.dtype == (torch.bfloat16 if computes_bf16(torch.device("cpu")) else torch.float32)
 
     run, text = tmp_path / "run", write_documents(tmp_path / "text")
     arguments = ["--model.from", str(out), "--data.source", f"text:{text}", "--run.directory", str(run), *TRAIN]
@@ -69,6 +80,15 @@ def test_a_model_of_hugging_face_becomes_sparse_and_trains_on(
     # The run needs the folder no longer: it has a copy of the tokenizer.
     out.rename(tmp_path / "elsewhere")
     assert main(["generate", str(run), "--prompt", "Hello", "--max-new-tokens", "4"]) == 0
+    # The settings beside the weights are still there, for us and for transformers.
+    assert main(["export", str(run), str(tmp_path / "exported")]) == 0
+    for place in (run / "weights", tmp_path / "exported"):
+        kept = transformers.GenerationConfig.from_pretrained(place).to_diff_dict()
+        assert settings.items() <= kept.items() and kept["pad_token_id"] == 0
+        written = json.loads((place / "config.json").read_text())
+        assert (written["eos_token_id"], written["bos_token_id"]) == ([0, 5], 7)
+        # Of the longest text too.
+        assert json.loads((place / "tokenizer_config.json").read_text())["model_max_length"] == 64
 
 
 @pytest.mark.parametrize("to", ["selected", "nsa"])

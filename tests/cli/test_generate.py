@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import trifocal
+from tests.chat_data import write_tokenizer
 from tests.children import environment
 from tests.cli.test_commands import Capture, refused, run
 from tests.data.test_tokenizers import TEXT, tokenizer_file
@@ -22,8 +23,10 @@ from trifocal.cli import main
 from trifocal.cli.output import printable
 from trifocal.data import make_tokenizer
 from trifocal.errors import UserError
-from trifocal.inference import CachedModel, TextStream
+from trifocal.inference import CachedModel, Engine, Request, Sampling, TextStream
 from trifocal.inference.cached_layers import round_to_int8
+from trifocal.testing.small_models import make_model, small_config
+from trifocal.train.checkpoint.export import export_folder
 
 __all__ = ["run", "tokenizer_file"]
 ENVIRONMENT = environment(PYTHONWARNINGS="ignore")
@@ -72,6 +75,19 @@ def test_the_prompt_is_read_from_standard_input(run: Path, capsys: Capture, monk
     assert capsys.readouterr().out.startswith("two\nlines, ☃")
     assert "standard input is not UTF-8 text" in refused(capsys, *with_input(b"\xff"))
     assert "standard input is empty" in refused(capsys, *with_input(b""))
+
+
+def test_a_message_of_a_chat_is_answered(tmp_path: Path, capsys: Capture) -> None:
+    tokenizer = make_tokenizer(str(write_tokenizer(tmp_path / "from")))
+    decoder = make_model(small_config(vocab_size=tokenizer.vocab_size), torch.device("cpu"))
+    export_folder(decoder, tokenizer, tmp_path / "model")
+    answer = generated(capsys, str(tmp_path / "model"), "--chat", "--device", "cpu", *OPTIONS)
+    prompt = tokenizer.encode_prompt([{"role": "user", "content": "the dog"}])
+    model = CachedModel(decoder, max_sequences=1, max_length=len(prompt) + 12)
+    request = Request(prompt=prompt, max_new_tokens=12, sampling=Sampling(temperature=0))
+    assert answer == Engine(model, tokenizer).complete([request])[0].text + "\n"
+    assert "bytes has no chat template" in refused(capsys, "generate", "demo", "--chat", "--prompt", "x")
+    assert "must not be empty, as --prompt TEXT" in refused(capsys, "generate", "demo", "--prompt", "")
 
 
 def test_prompts_may_be_longer_than_training(run: Path, capsys: Capture) -> None:

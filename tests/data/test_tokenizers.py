@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from tests.chat_data import write_llama_tokenizer, write_tokenizer
 from trifocal.data import make_tokenizer
 from trifocal.errors import UserError
 
@@ -95,6 +96,52 @@ def test_added_tokens_have_the_bytes_of_their_text(tokenizer_file: Path) -> None
     ids = tokenizer.encode("a☃☃  naïve ☃")
     assert {first, first + 1, first + 2} <= set(ids.tolist())
     assert tokenizer.count_bytes(ids) == len("a☃☃  naïve ☃".encode())
+
+
+CHATML = "<|im_start|>user\nWho is it?<|im_end|>\n<|endoftext|>the end"
+PROMPTS = ("the dog on a mat", " two  spaces", "\u2603 snow", "", CHATML, "a</s>b", "<s>the")
+
+
+@pytest.mark.parametrize("kind", ["Llama", "ChatML", "bytes"])
+def test_prompts_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    make = {"Llama": write_llama_tokenizer, "ChatML": write_tokenizer, "bytes": make_tokenizer("bytes").save}
+    make[kind](tmp_path)
+    tokenizer, theirs = make_tokenizer(str(tmp_path)), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in PROMPTS:
+        assert tokenizer.encode_prompt(text).tolist() == theirs(text)["input_ids"], text
+    # Documents begin as prompts do, and only the training ends them.
+    [document, empty] = tokenizer.encode_batch(["the <|endoftext|></s>", ""])
+    assert document.tolist()[:2] == tokenizer.encode_prompt("the").tolist()[:2] and len(empty) == 0
+    assert document.tolist() == [*([1] if kind == "Llama" else []), *tokenizer.encode("the <|endoftext|></s>").tolist()]
+    assert tokenizer.separator not in document
+
+
+def test_the_ends_of_an_answer_are_those_of_the_model(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    assert make_tokenizer(str(tmp_path)).ends == (256,)
+    (tmp_path / "config.json").write_text('{"eos_token_id": [258], "bos_token_id": 7, "pad_token_id": null}')
+    tokenizer = make_tokenizer(str(tmp_path))
+    assert tokenizer.ends == (256, 258) and tokenizer.generation == {"eos_token_id": [258], "bos_token_id": 7}
+    (tmp_path / "generation_config.json").write_text(
+        '{"eos_token_id": [258, 256], "temperature": 0.6, "_from_model_config": true}'
+    )
+    tokenizer = make_tokenizer(str(tmp_path))
+    assert tokenizer.ends == (256, 258) and tokenizer.generation["temperature"] == 0.6
+    assert tokenizer.generation["bos_token_id"] == 7 and "_from_model_config" not in tokenizer.generation
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "<|im_end|>"}')
+    with pytest.raises(UserError, match=r"eos_token_id in generation_config\.json must be token ids, got \['<\|im_end"):
+        make_tokenizer(str(tmp_path))
+
+
+def test_the_text_of_a_token_has_its_leading_space(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    tokenizer = make_tokenizer(str(write_llama_tokenizer(tmp_path)))
+    tokens = tokenizer.encode_prompt("the a dog on").tolist()
+    assert "".join(tokenizer.token_text(token, begins=place == 1) for place, token in enumerate(tokens)) == (
+        "<s>the a dog on"
+    )
+    assert tokenizer.token_text(tokens[1]) == " the" and "\ufffd" in tokenizer.token_text(3 + 0xE2)
 
 
 def test_a_separator_spelled_in_a_text_does_not_end_it(tokenizer_file: Path) -> None:
@@ -186,7 +233,8 @@ def test_an_id_of_the_hub(tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch)
     (tokenizer_file.parent / "tokenizer_config.json").write_text('{"eos_token": "e"}')
     (tokenizer_file.parent / "chat_template.jinja").write_text("{{ messages }}")
     found, folder = make_tokenizer("owner/name"), make_tokenizer(str(tokenizer_file.parent))
-    assert asked == [("owner/name", {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"})]
+    files = {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"}
+    assert asked == [("owner/name", files)]
     assert (found.name, found.separator_token, found.fingerprint) == ("owner/name", "e", folder.fingerprint)
     assert found.fingerprint != make_tokenizer(str(tokenizer_file), separator="e").fingerprint
 

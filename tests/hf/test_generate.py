@@ -200,9 +200,12 @@ def test_rows_are_repeated_chosen_and_cut(model: TrifocalForCausalLM, rows: list
     for row, new, got in zip((rows[0], rows[3]), more, logits, strict=True):
         expected = model(torch.cat((row[:-2], new))[None]).logits[0, -2:]
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
-    with pytest.raises(ValueError, match="crop takes a negative number of at most 64 tokens, got -65"):
+    with pytest.raises(ValueError, match="crop cannot take 65 tokens of 41"):
         cache.crop(-65)
-    cache.crop(-40)
+    # As older callers give it: so many stay.
+    cache.crop(50)
+    assert cache.get_seq_length() == 41
+    cache.crop(1)
     assert cache.get_seq_length() == 1
     with pytest.raises(ValueError, match="crop cannot take 2 tokens of 1"):
         cache.crop(-2)
@@ -236,7 +239,7 @@ def test_tokens_that_the_rings_have_lost_are_not_taken_back(model: TrifocalForCa
             got = model(tokens[:, length : length + new], past_key_values=cache).logits
             expected = model(tokens[:, : length + new], use_cache=False).logits[:, length:]
             torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
-    with pytest.raises(ValueError, match="crop takes a negative number of at most 30 tokens, got -31"):
+    with pytest.raises(ValueError, match="crop can take back 30 tokens, got 31"):
         cache.crop(-31)
 
 
@@ -263,7 +266,7 @@ def test_what_a_cache_cannot_is_refused_by_name(model: TrifocalForCausalLM, rows
     other = DynamicCache(config=TrifocalConfig.from_model_config(small_config(num_layers=3)))
     refused("past_key_values have 3 layers, the model 2", past_key_values=other)
     right, mask = padded(rows, "right")
-    with pytest.raises(ValueError, match="attention_mask has a hole in row 1"):
+    with pytest.raises(ValueError, match="of row 1: pad rows that are continued on the left"):
         generate(model, right, mask)
 
     cache = model(rows[0][None]).past_key_values
@@ -276,6 +279,14 @@ def test_what_a_cache_cannot_is_refused_by_name(model: TrifocalForCausalLM, rows
         model(one, past_key_values=cache, attention_mask=mask)
     with pytest.raises(ValueError, match="past_key_values are of 1 rows, the tokens of 2"):
         model(one.expand(2, 1), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_an_early_exit_is_refused_and_leaves_the_model_whole(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:
+    expected = generate(model, rows[0][None])
+    with pytest.raises(ValueError, match="assistant_early_exit is not possible for Trifocal's models"):
+        generate(model, rows[0][None], assistant_early_exit=1)
+    assert model.config.num_hidden_layers == 2 and torch.equal(generate(model, rows[0][None]), expected)
 
 
 @torch.no_grad()

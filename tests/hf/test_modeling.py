@@ -287,7 +287,7 @@ def test_checkpointed_layers_give_the_same_gradients(decoder: DecoderLM, rows: l
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"attention_mask": torch.tensor([[1, 0, 1]])}, "attention_mask has a hole in row 0"),
+        ({"attention_mask": torch.tensor([[1, 0, 1]])}, "attention_mask has padding between the real tokens of row 0"),
         ({"attention_mask": torch.tensor([[0, 0, 0]])}, "attention_mask hides every token of row 0"),
         ({"attention_mask": torch.tensor([[1, 2, 2]])}, "attention_mask must hold 0 and 1 alone"),
         ({"attention_mask": torch.ones(1, 1, 3, 3)}, r"must have the shape \[B, T\] = \[1, 3\], got \[1, 1, 3, 3\]"),

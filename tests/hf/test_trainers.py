@@ -11,6 +11,7 @@ pytest.importorskip("trl")
 pytest.importorskip("peft")
 
 import datasets
+import numpy as np
 import transformers
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -18,9 +19,11 @@ from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from trl import SFTConfig, SFTTrainer
 
+from tests.chat_data import make_chats, write_tokenizer
 from tests.children import free_port
 from tests.hf.fsdp_worker import PROCESSES, tiny_model, train, train_sharded
 from trifocal import load_model
+from trifocal.data import make_tokenizer
 from trifocal.hf import (
     TrifocalConfig,
     TrifocalForCausalLM,
@@ -28,6 +31,7 @@ from trifocal.hf import (
     TrifocalModel,
 )
 from trifocal.testing.small_models import make_model, small_config
+from trifocal.train.checkpoint.export import export_folder
 
 WORDS = 60
 QUIET: dict[str, Any] = {
@@ -173,6 +177,47 @@ def test_packed_fine_tuning_by_trl(
         assert isinstance(merged, TrifocalForCausalLM)
         torch.testing.assert_close(merged(tokens).logits, expected, rtol=1e-4, atol=1e-4)
         assert torch.equal(merged.head.weight, before["head.weight"])
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_trl_ends_the_texts_of_a_byte_model_with_its_separator(tmp_path: Path, packing: bool) -> None:
+    """TRL writes the end behind a text by its name."""
+    export_folder(
+        make_model(small_config(vocab_size=257), torch.device("cpu")), make_tokenizer("bytes"), tmp_path / "m"
+    )
+    model = TrifocalForCausalLM.from_pretrained(tmp_path / "m")
+    rows = {"text": ["ab", "c"]} if packing else {"prompt": ["a", ""], "completion": ["b", "c"]}
+    arguments = SFTConfig(
+        str(tmp_path), max_steps=1, per_device_train_batch_size=2, packing=packing, max_length=8, bf16=False,
+        **QUIET,
+    )  # fmt: skip
+    byte_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "m")
+    trainer = SFTTrainer(
+        model, arguments, train_dataset=datasets.Dataset.from_dict(rows), processing_class=byte_tokenizer
+    )
+    tokens = [token for row in trainer.train_dataset["input_ids"] for token in row]
+    assert sorted(tokens) == [97, 98, 99, 256, 256]
+    batch = next(iter(trainer.get_train_dataloader()))
+    # Ends are learned, though they are the tokens of padding too.
+    assert int((batch["labels"] == 256).sum()) == 2
+
+
+def test_trl_reads_chats_as_our_trainer_does(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(str(write_tokenizer(tmp_path / "from")))
+    decoder = make_model(small_config(vocab_size=tokenizer.vocab_size), torch.device("cpu"))
+    export_folder(decoder, tokenizer, tmp_path / "m")
+    chats = make_chats(4)
+    arguments = SFTConfig(
+        str(tmp_path), max_steps=1, per_device_train_batch_size=4, assistant_only_loss=True, bf16=False, **QUIET
+    )
+    trainer = SFTTrainer(
+        TrifocalForCausalLM.from_pretrained(tmp_path / "m"), arguments,
+        train_dataset=datasets.Dataset.from_dict({"messages": chats}),
+        processing_class=transformers.AutoTokenizer.from_pretrained(tmp_path / "m"),
+    )  # fmt: skip
+    for chat, row in zip(chats, trainer.train_dataset, strict=True):
+        tokens, answers = tokenizer.encode_chat(chat)
+        assert row["input_ids"] == tokens.tolist() and row["labels"] == np.where(answers, tokens, -100).tolist()
 
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")

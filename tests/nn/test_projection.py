@@ -96,3 +96,18 @@ def test_hooks_of_a_map_run_in_training_too() -> None:
     assert called and int((linears[0].weight_orig.grad == 0).sum()) == 4
     linears[1].forward = lambda x: x
     assert torch.equal(project(x, linears)[1], x)
+
+
+def test_a_map_without_a_weight_tensor_is_applied_as_it_is() -> None:
+    """As quantised modules are: dynamic int8 has a method of this name, GPTQ has none."""
+
+    class Doubled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+    x, linear = torch.randn(3, 4, requires_grad=True), nn.Linear(4, 2)
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            doubled, plain, apart = project(x, [Doubled(), linear], apart=[Doubled()])  # type: ignore[list-item]
+        assert torch.equal(doubled, 2 * x) and torch.equal(plain, linear(x)) and torch.equal(apart, 2 * x)
+        assert plain.requires_grad == grad and not apart.requires_grad

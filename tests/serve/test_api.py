@@ -135,8 +135,7 @@ def test_scores_are_those_of_the_model(served: Served) -> None:
             assert own == pytest.approx(float(log_p[i - 1, tokens[i]]), abs=error)
             assert sorted(top.values())[-3:] == pytest.approx(sorted(log_p[i - 1].topk(3).values.tolist()), abs=error)
             assert own in top.values()
-    lengths = [len(text) for text in whole.logprobs.tokens]
-    assert whole.logprobs.text_offset == [sum(lengths[:i]) for i in range(len(lengths))] and max(lengths) > 1
+    assert whole.logprobs.text_offset[: len(PROMPT) + 1] == list(range(len(PROMPT) + 1))
     # Without new tokens, several prompts, each with its own text; and as a stream.
     two = served.client().completions.create(max_tokens=0, **options | {"prompt": [PROMPT, "x"], "n": 2}).choices
     assert [choice.text for choice in two] == [PROMPT, PROMPT, "x", "x"]

@@ -11,10 +11,12 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from openai import OpenAI
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
@@ -23,8 +25,10 @@ from tests import warm
 from tests.children import environment, wait_for_end
 from trifocal.cli import main
 from trifocal.cli import serve as server
+from trifocal.cli.serve import ServeArguments
 from trifocal.data import make_tokenizer
 from trifocal.errors import UserError
+from trifocal.inference.paged_cache import cache_bytes
 from trifocal.models import DecoderLM
 from trifocal.train.checkpoint import pretrained
 from trifocal.train.checkpoint.export import export_folder
@@ -70,6 +74,17 @@ def test_a_folder_is_served_until_a_signal(folder: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert [event.choices[0].finish_reason for event in events][-1] == "length"
         assert wait_for_end(process, 30) == 0
+
+
+def test_caches_on_a_cpu_take_no_more_than_they_may(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretrained.open_pretrained(folder) as found:
+        options = ServeArguments(path=str(folder), device="cpu", max_length=1000, precision="fp32")
+        per_sequence = cache_bytes(found.config(), torch.float32, 1000).of_sequence(1000)
+        monkeypatch.setattr("trifocal.cli.serve._CPU_CACHE_BYTES", 3 * per_sequence)
+        served = server._load(found, options)
+        assert served.max_sequences > 1 and per_sequence < served.cache.nbytes <= 4 * per_sequence
+        asked = server._load(found, replace(options, max_sequences=6))
+        assert asked.max_sequences == 6 and asked.cache.nbytes > 5 * per_sequence
 
 
 def test_a_second_interrupt_ends_a_server_that_is_at_work(folder: Path) -> None:

@@ -22,7 +22,7 @@ from trifocal.models.io import exported_name
 from trifocal.models.model_config import Chooser
 from trifocal.ops import Geometry
 from trifocal.paths import shell_path, user_path
-from trifocal.train.checkpoint.export import GENERATION_FILE, new_model_folder, write_tokenizer
+from trifocal.train.checkpoint.export import new_model_folder, write_tokenizer
 from trifocal.train.checkpoint.pretrained import open_pretrained
 from trifocal.train.config.load import parse_arguments
 
@@ -83,7 +83,7 @@ def _read(source: Path, partial: Path) -> tuple[ModelConfig, dict[str, Tensor], 
     """The dense model, and further keys of its configuration; its tokenizer goes into the new folder."""
     if is_hf_folder(source):
         config, tensors = read_hf_model(source)
-        for name in (*TOKENIZER_FILES, GENERATION_FILE):
+        for name in TOKENIZER_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, partial / name)
         settings, file_name = read_hf_settings(source), lambda name: hf_name(name, config.norm_after)

@@ -33,7 +33,7 @@ def run(args: Sequence[str]) -> int:
     loaded = load(options, path, [("the prompt", prompt)])
     try:
         with memory_errors(loaded.model.device):
-            _print_continuations(loaded, options, prompt, threads)
+            _print_continuations(loaded, options, "" if options.chat else prompt, threads)
     except FloatingPointError as error:
         raise UserError(f"{loaded.path}: {error}; choose an earlier checkpoint") from error
     return 0
@@ -66,7 +66,7 @@ def _print_continuations(loaded: LoadedModel, options: GenerateArguments, prompt
         if not options.logprobs:
             return "\n"
         pairs = zip(completion.tokens, completion.log_probabilities, strict=True)
-        return "\n" + "".join(f"{log_p:9.4f} {loaded.tokenizer.decode([token])!r}\n" for token, log_p in pairs)
+        return "\n" + "".join(f"{log_p:9.4f} {loaded.tokenizer.token_text(token)!r}\n" for token, log_p in pairs)
 
     request = loaded.request(options, 0, "the prompt")
     started = False

@@ -1,18 +1,18 @@
 """The flags of `trifocal generate`, and the model that they name, with caches for the prompts."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-import torch
 import tyro
 
 from trifocal.data import Tokenizer
 from trifocal.errors import UserError
 from trifocal.inference import CachedModel, Request, Sampling
-from trifocal.inference.prompts import cache_for_prompts, encode_prompts
+from trifocal.inference.prompts import DEFAULT_TEMPERATURE, cache_for_prompts, encode_prompts
+from trifocal.inference.sampler import SETTINGS
 from trifocal.train.checkpoint.pretrained import open_pretrained
 from trifocal.train.config.check import choose_device
 
@@ -25,6 +25,8 @@ class GenerateArguments:
     """The run, also while it goes on; one of its checkpoints; a folder of weights; or demo, that of the package."""
     prompt: str = ""
     """The text to continue; "-" reads it from standard input, as it is."""
+    chat: bool = False
+    """Take each prompt as the first message of a chat, by the tokenizer's template; only the answer is printed."""
     prompts: str = ""
     """Instead of --prompt: a file with a JSON object a line, {"prompt": TEXT}, other keys are kept; or a .txt with a
     prompt a line."""
@@ -36,16 +38,17 @@ class GenerateArguments:
     """A checkpoint of the run, like step_00000500; the newest by default."""
     max_new_tokens: int = 256
     """Tokens to add at most."""
-    temperature: float = 0.8
-    """Divides the logits; 0 always takes the likeliest token."""
-    top_k: int = 0
-    """Draw from this many likeliest tokens; 0: from all."""
-    top_p: float = 1.0
-    """Draw from the fewest likeliest tokens whose probabilities reach this together; 1: from all."""
-    min_p: float = 0.0
-    """Draw from tokens with at least this share of the likeliest one's probability; 0: from all."""
-    repetition_penalty: float = 1.0
-    """Divides positive logits of tokens that the text has, and multiplies negative ones; 1: none."""
+    temperature: float | Literal["auto"] = "auto"
+    """Divides the logits; 0 always takes the likeliest token. "auto", as of the next four: as the model's
+    generation_config.json says, else 0.8."""
+    top_k: int | Literal["auto"] = "auto"
+    """Draw from this many likeliest tokens; 0, else: from all."""
+    top_p: float | Literal["auto"] = "auto"
+    """Draw from the fewest likeliest tokens whose probabilities reach this together; 1, else: from all."""
+    min_p: float | Literal["auto"] = "auto"
+    """Draw from tokens with at least this share of the likeliest one's probability; 0, else: from all."""
+    repetition_penalty: float | Literal["auto"] = "auto"
+    """Divides positive logits of tokens that the text has, and multiplies negative ones; 1, else: none."""
     seed: int = 0
     """Makes the draw repeatable; prompts and samples draw with seeds of their own that follow from it."""
     samples: int = 1
@@ -70,7 +73,7 @@ class GenerateArguments:
             if getattr(self, name) < lowest:
                 raise UserError(f"--{name.replace('_', '-')} must be at least {lowest}, got {getattr(self, name)}")
         try:
-            self.sampling()
+            self.sampling({})
         except ValueError as error:
             flag = str(error).partition(" ")[0]
             raise UserError(str(error).replace(flag, f"--{flag.replace('_', '-')}", 1)) from error
@@ -79,22 +82,20 @@ class GenerateArguments:
         if "" in self.stop:
             raise UserError("--stop must not be empty")
         if bool(self.prompt) == bool(self.prompts):
-            raise UserError("give the text to continue as --prompt TEXT, or a file of texts as --prompts FILE")
+            raise UserError(
+                "give the text to continue, which must not be empty, as --prompt TEXT, or a file of texts as --prompts "
+                "FILE"
+            )
         if bool(self.prompts) != bool(self.output):
             raise UserError("--prompts FILE and --output OUT.jsonl go together")
         if self.append and not self.output:
             raise UserError("--append continues --output OUT.jsonl; give it with --prompts FILE")
 
-    def sampling(self, number: int = 0) -> Sampling:
-        """Settings of prompt `number`: its samples have the seeds behind each other."""
-        return Sampling(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            seed=(self.seed + number * self.samples) % 2**64,
-        )
+    def sampling(self, generation: Mapping[str, Any], number: int = 0) -> Sampling:
+        """Settings of prompt `number` for a model's `generation`: its samples have the seeds behind each other."""
+        given = {name: getattr(self, name) for name in SETTINGS}
+        seed = (self.seed + number * self.samples) % 2**64
+        return Sampling.of(generation, seed=seed, default_temperature=DEFAULT_TEMPERATURE, **given)
 
 
 @dataclass(frozen=True)
@@ -118,9 +119,9 @@ class LoadedModel:
         return Request(
             prompt=self.tokens[index],
             max_new_tokens=options.max_new_tokens,
-            sampling=options.sampling(number),
+            sampling=options.sampling(self.tokenizer.generation, number),
             samples=options.samples,
-            stop_tokens=(self.tokenizer.separator,) if options.stop_at_document_end else (),
+            stop_tokens=self.tokenizer.ends if options.stop_at_document_end else (),
             stop=options.stop,
             name=name,
         )
@@ -137,16 +138,17 @@ def load(options: GenerateArguments, path: Path, prompts: Sequence[tuple[str, st
     Raises:
         UserError: If there is no model, a prompt makes no tokens or too many, or there is no memory.
     """
+    device = choose_device(options.device)
     with open_pretrained(path, options.checkpoint) as found:
         config, tokenizer = found.config(), found.tokenizer()
-        tokens = encode_prompts(prompts, tokenizer, config)
+        tokens = encode_prompts(prompts, tokenizer, config, chat=options.chat)
         model = cache_for_prompts(
             found.model,
             config,
             [(name, of_prompt) for (name, _), of_prompt in zip(prompts, tokens, strict=True)],
             options.max_new_tokens,
-            torch.bfloat16 if found.run is not None and found.run.train.precision == "bf16" else torch.float32,
-            choose_device(options.device),
+            found.dtype(device),
+            device,
             samples=options.samples,
             max_sequences=options.max_sequences,
             prefill_chunk_size=options.prefill_chunk_size,

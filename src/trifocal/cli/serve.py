@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 _KEY = "TRIFOCAL_API_KEY"
 _MOST_SEQUENCES = {"cuda": 256, "cpu": 16}
+# Of the caches, unless the user says how many sequences there are.
+_CPU_CACHE_BYTES = 2 * 2**30
 _CHUNK_TOKENS = {"cuda": 1024, "cpu": 256}
 _UNKNOWN_LENGTH = 4096
 _MAX_HEADER_BYTES = 2**16
@@ -60,7 +62,7 @@ class ServeArguments:
     max_length: int = 0
     """Tokens of the longest sequence, prompt and answer together; 0: as in training."""
     max_sequences: int = 0
-    """Sequences at a time; 0: as memory allows, up to 256."""
+    """Sequences at a time; 0: as memory allows, up to 256, on a CPU up to 16 in caches of 2 GiB."""
     max_waiting: int = 512
     """Sequences that may wait; more are refused with status 429."""
     prefill_chunk_size: int = 0
@@ -77,7 +79,8 @@ class ServeArguments:
     keep_alive_seconds: int = 75
     """Seconds after which an idle connection is closed; longer than those of a proxy in front."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Type of the products and caches; "auto": as in training, fp32 where that is not known."""
+    """Type of the products and caches; "auto": as in training, or that of the model's files; bf16 is fp32 on a CPU
+    without instructions for it."""
     weights: Literal["float", "int8"] = "float"
     """Weights of the linear layers: in the type of the products, or in 8 bits, which a GPU reads faster."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -147,16 +150,16 @@ def run(args: Sequence[str]) -> int:
 def _load(found: Pretrained, options: ServeArguments) -> CachedModel:
     """The model with as many caches as are asked for and fit."""
     config, device = found.config(), choose_device(options.device)
-    trained = "fp32" if found.run is None else found.run.train.precision
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[
-        trained if options.precision == "auto" else options.precision
-    ]
+    dtype = {"auto": found.dtype(device), "fp32": torch.float32, "bf16": torch.bfloat16}[options.precision]
     length = options.max_length or found.sequence_length() or _UNKNOWN_LENGTH
     with memory_errors(device):
         free = memory_for_caches(config, dtype, device, weights=options.weights)
         weight, records = cache_bytes(config, dtype, length), device.type == "cuda"
         free -= options.prefixes * weight.row + records * weight.page
         wanted = options.max_sequences or _MOST_SEQUENCES[device.type]
+        if device.type == "cpu" and not options.max_sequences:
+            # Programs of the user want the memory too. One sequence must fit.
+            free = min(free, max(_CPU_CACHE_BYTES, weight.of_sequence(length)))
         plan = plan_cache(config, dtype, length, free_bytes=free, sequences=wanted)
         if plan is None:
             fits = longest_that_fits(config, dtype, free)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,13 +20,20 @@ from trifocal.paths import read_json, read_text, user_path
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
+GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILES = (
     TOKENIZER_FILE,
     CONFIG_FILE,
+    GENERATION_FILE,
     *("special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE, "chat_template.json"),
     *("vocab.json", "merges.txt", "tokenizer.model"),
 )
-"""Files of a tokenizer in a folder of Hugging Face; those after the second are transformers' alone."""
+"""Files of a tokenizer in a folder of Hugging Face; only transformers reads those after the third."""
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Special tokens in a model's `config.json` and `generation_config.json`."""
+_MODEL_CONFIG_FILE = "config.json"
+# Keys of `generation_config.json` that are not kept: by the first, transformers would make the others anew.
+_UNKEPT = ("_from_model_config", "transformers_version")
 # Tables of a few bytes a token are made of a vocabulary; the largest known have a million tokens.
 _MOST_TOKENS = 1 << 24
 # An id of the hub.
@@ -49,20 +57,33 @@ class ChatTokens(NamedTuple):
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back. `separator` ends a document and never occurs inside a text."""
+    """Text to tokens and back.
+
+    Attributes:
+        name: For messages.
+        vocab_size: Tokens.
+        separator: The token that ends a document. No text of the training data contains it.
+        separator_token: Its name; empty for bytes.
+        fingerprint: Equal for tokenizers that make the same tokens.
+        generation: Settings of `generation_config.json`, which lies beside the tokenizer's files, and the special
+            tokens of the model's `config.json`. They are kept where the tokenizer is saved.
+        ends: Tokens that end an answer: the separator, and the `eos_token_id` of these settings.
+    """
 
     name: str
     vocab_size: int
     separator: int
     separator_token: str
     fingerprint: str
+    generation: dict[str, Any]
+    ends: tuple[int, ...]
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """The tokens of a text, without a separator, [n]."""
+        """The tokens of a piece of text, without special tokens around it and without separators in it, [n]."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """The tokens of each text."""
+        """The tokens of each document: as `encode`, behind the tokens with which prompts begin."""
         ...
 
     def encode_chat(self, messages: Chat) -> ChatTokens:
@@ -74,12 +95,24 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def encode_prompt(self, messages: Chat) -> NDArray[np.int32]:
-        """The tokens of a chat and of the beginning of its next answer; raises as `encode_chat`, [n]."""
+    def encode_prompt(self, prompt: str | Chat) -> NDArray[np.int32]:
+        """The tokens of a prompt, [n].
+
+        Of a text, those of `tokenizer(text)` in transformers: with the special tokens that the tokenizer puts around
+        it and that the text names. Of a chat, those of the template with the beginning of the next answer; raises as
+        `encode_chat`.
+        """
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens, without separators; invalid UTF-8 is replaced."""
+        ...
+
+    def token_text(self, token: int, *, begins: bool = False) -> str:
+        """The text that a token adds behind others, or begins a text with; the name of a special one.
+
+        A part of a character has U+FFFD in it.
+        """
         ...
 
     def count_bytes(self, ids: Any) -> int:
@@ -92,7 +125,14 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Token `i` is byte `i` of the UTF-8 text; 256 is the separator."""
+    """Token `i` is byte `i` of the UTF-8 text; 256 is the separator, whose name `<|endoftext|>` prompts may have.
+
+    Args:
+        generation: See `Tokenizer`.
+
+    Raises:
+        UserError: If it names ends that are no tokens.
+    """
 
     name = "bytes"
     vocab_size = 257
@@ -100,8 +140,12 @@ class ByteTokenizer:
     separator_token = ""
     fingerprint = "bytes"
 
+    def __init__(self, generation: Mapping[str, Any] | None = None) -> None:
+        self.generation: dict[str, Any] = dict(generation or {})
+        self.ends = _ends(self.separator, self.generation, self.name)
+
     def encode(self, text: str) -> NDArray[np.int32]:
-        """The bytes of a text, [n]."""
+        """The bytes of a text, also of the separator's name, [n]."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
@@ -112,9 +156,13 @@ class ByteTokenizer:
         """Bytes have no chat template."""
         raise UserError(f"{_no_template(self.name)}; {_ANOTHER}")
 
-    def encode_prompt(self, messages: Chat) -> NDArray[np.int32]:
-        """Bytes have no chat template."""
-        raise UserError(_no_template(self.name))
+    def encode_prompt(self, prompt: str | Chat) -> NDArray[np.int32]:
+        """The bytes of a text, with separators where it names them; bytes have no chat template, [n]."""
+        if not isinstance(prompt, str):
+            raise UserError(_no_template(self.name))
+        parts = [[*part.encode("utf-8")] for part in prompt.split(_SEPARATORS[0])]
+        joined = [token for part in parts for token in (*part, self.separator)]
+        return np.array(joined[:-1], dtype=np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of bytes, without ids above 255."""
@@ -125,6 +173,10 @@ class ByteTokenizer:
             text = bytes(number for number in numbers if 0 <= number < 256)
         return text.decode("utf-8", errors="replace")
 
+    def token_text(self, token: int, *, begins: bool = False) -> str:
+        """The character of a byte, or the separator's name."""
+        return _SEPARATORS[0] if token == self.separator else self.decode([token])
+
     def count_bytes(self, ids: Any) -> int:
         """Number of ids that are bytes."""
         array = np.asarray(ids)
@@ -133,11 +185,9 @@ class ByteTokenizer:
     def save(self, folder: Path) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json`: a vocabulary of bytes without merges."""
         (folder / TOKENIZER_FILE).write_text(json.dumps(_byte_vocabulary(self.separator)) + "\n", encoding="utf-8")
-        # A separator's name in a text is no separator.
         content = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": _SEPARATORS[0],
-            "split_special_tokens": True,
             "clean_up_tokenization_spaces": False,
         }
         (folder / CONFIG_FILE).write_text(json.dumps(content) + "\n")
@@ -168,9 +218,10 @@ class HuggingFaceTokenizer:
             the vocabulary has.
         config: Content of its `tokenizer_config.json`.
         chat_template: Writes chats, in Jinja; empty: none.
+        generation: See `Tokenizer`.
 
     Raises:
-        UserError: If there is no such separator, or an id is too large.
+        UserError: If there is no such separator, an id is too large, or `generation` names ends that are no tokens.
     """
 
     def __init__(
@@ -180,6 +231,7 @@ class HuggingFaceTokenizer:
         separator: str = "",
         config: Mapping[str, Any] | None = None,
         chat_template: str = "",
+        generation: Mapping[str, Any] | None = None,
     ) -> None:
         # A file may ask for truncation or padding to a model's length.
         tokenizer.no_truncation()
@@ -200,16 +252,23 @@ class HuggingFaceTokenizer:
         self.separator: int = vocabulary[self.separator_token]
         self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._special.add(self.separator)
-        parts = [tokenizer.to_str(), self.separator, *filter(None, [chat_template])]
+        self._before = self._tokens_before()
+        self.generation: dict[str, Any] = dict(generation or {})
+        self.ends = _ends(self.separator, self.generation, name)
+        parts = [tokenizer.to_str(), self.separator, *filter(None, [chat_template, self._before])]
         self.fingerprint = fingerprint(*parts)
         self._bytes_of_token: NDArray[np.int64] | None = None
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """The tokens of a text, without special tokens around it, [n]."""
-        return self.encode_batch([text])[0]
+        """The tokens of a text, without special tokens around it and without separators, [n]."""
+        return self._encode_texts([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """The tokens of each text, computed on several cores."""
+        """The tokens of each document, computed on several cores; none of an empty one."""
+        before = np.array(self._before, dtype=np.int32)
+        return [np.concatenate((before, array)) if len(array) else array for array in self._encode_texts(texts)]
+
+    def _encode_texts(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         try:
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # The library raises plain Exception.
@@ -221,7 +280,7 @@ class HuggingFaceTokenizer:
     def encode_chat(self, messages: Chat) -> ChatTokens:
         """The tokens of a chat, by the template."""
         chat = render_chat(*self._template_of(messages, f"; {_ANOTHER}"))
-        encoding = self._encode_rendered(chat.text)
+        encoding = self._encode_whole(chat.text, add_special_tokens=False)
         starts, ends = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         answers = np.zeros(len(starts), dtype=np.bool_)
         for first, end in chat.answers:
@@ -229,9 +288,19 @@ class HuggingFaceTokenizer:
             answers |= (ends > first) & (starts < end)
         return ChatTokens(np.asarray(encoding.ids, dtype=np.int32), answers)
 
-    def encode_prompt(self, messages: Chat) -> NDArray[np.int32]:
-        """The tokens of a chat and of the beginning of its next answer, by the template."""
-        return np.asarray(self._encode_rendered(render_prompt(*self._template_of(messages))).ids, dtype=np.int32)
+    def encode_prompt(self, prompt: str | Chat) -> NDArray[np.int32]:
+        """The tokens of a text as transformers gives them; or of a chat, with the beginning of its next answer, [n]."""
+        is_text = isinstance(prompt, str)
+        text = prompt if isinstance(prompt, str) else render_prompt(*self._template_of(prompt))
+        return np.asarray(self._encode_whole(text, add_special_tokens=is_text).ids, dtype=np.int32)
+
+    def _tokens_before(self) -> list[int]:
+        """The special tokens that the tokenizer puts in front of a text; a chat's template writes them itself."""
+        if not self._tokenizer.num_special_tokens_to_add(False):
+            return []
+        encoding = self._tokenizer.encode(self.separator_token)
+        # Such a token belongs to no text.
+        return list(encoding.ids[: encoding.sequence_ids.index(0)])
 
     def _template_of(self, messages: Chat, advice: str = "") -> tuple[str, Chat, dict[str, str], str]:
         if not self._chat_template:
@@ -239,15 +308,31 @@ class HuggingFaceTokenizer:
         names = {key: text for key, value in self._config.items() if (text := _text_of_token(value)) and "token" in key}
         return self._chat_template, messages, names, self.name
 
-    def _encode_rendered(self, text: str) -> Any:
+    def _encode_whole(self, text: str, *, add_special_tokens: bool) -> Any:
         try:
-            return self._tokenizer.encode(text, add_special_tokens=False)
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:  # As above.
             raise self._cannot_encode(error) from error
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens, without special ones."""
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
+
+    def token_text(self, token: int, *, begins: bool = False) -> str:
+        """The text that a token adds behind others, or begins a text with; the name of a special one."""
+        if token in self._special:
+            return str(self._tokenizer.id_to_token(token) or "")
+        if begins:
+            return self.decode([token])
+        # Decoders leave out a space in front of the first token.
+        letter = self._a_letter
+        return self.decode([letter, token])[len(self.decode([letter])) :]
+
+    @functools.cached_property
+    def _a_letter(self) -> int:
+        """A token of letters, behind which every other shows its text."""
+        ordinary = (token for token in range(self.vocab_size) if token not in self._special)
+        return next((token for token in ordinary if self.decode([token]).isalnum()), 0)
 
     def count_bytes(self, ids: Any) -> int:
         """UTF-8 bytes of the text of tokens; exact for byte-level and byte-fallback vocabularies."""
@@ -361,16 +446,42 @@ def _from_folder(folder: Path, name: str, separator: str) -> Tokenizer:
         template = {entry.get("name"): entry.get("template") for entry in template}.get("default", "")
     if (folder / TEMPLATE_FILE).is_file():
         template = read_text(folder / TEMPLATE_FILE)
-    return _from_file(folder / TOKENIZER_FILE, name, separator, config, str(template or ""))
+    return _from_file(folder / TOKENIZER_FILE, name, separator, config, str(template or ""), _read_generation(folder))
+
+
+def _read_generation(folder: Path) -> dict[str, Any]:
+    """The settings of `generation_config.json`, and the special tokens of the model's `config.json` that it lacks."""
+    found: dict[str, Any] = {}
+    if (folder / _MODEL_CONFIG_FILE).is_file():
+        content = read_json(folder / _MODEL_CONFIG_FILE)
+        found = {key: content[key] for key in SPECIAL_IDS if content.get(key) is not None}
+    if (folder / GENERATION_FILE).is_file():
+        content = read_json(folder / GENERATION_FILE)
+        found |= {key: value for key, value in content.items() if value is not None and key not in _UNKEPT}
+    return found
+
+
+def _ends(separator: int, generation: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """The tokens that end an answer."""
+    ends = generation.get("eos_token_id", [])
+    ends = ends if isinstance(ends, list) else [ends]
+    if not all(type(end) is int and end >= 0 for end in ends):
+        raise UserError(f"tokenizer {name}: eos_token_id in {GENERATION_FILE} must be token ids, got {ends}")
+    return tuple(dict.fromkeys((separator, *ends)))
 
 
 def _from_file(
-    path: Path, name: str, separator: str, config: dict[str, Any] | None = None, template: str = ""
+    path: Path,
+    name: str,
+    separator: str,
+    config: dict[str, Any] | None = None,
+    template: str = "",
+    generation: dict[str, Any] | None = None,
 ) -> Tokenizer:
     # Bytes need no library.
     content = read_json(path)
     if not separator and not template and ByteTokenizer.wrote(content):
-        return ByteTokenizer()
+        return ByteTokenizer(generation)
     try:
         import tokenizers
     except ImportError:
@@ -387,7 +498,7 @@ def _from_file(
                 f"tokenizer {path}: the added token {token['content']!r} has the id {token['id']:,}, but the library "
                 f"reads it as {found:,}; added tokens must follow the vocabulary without gaps, or have its ids"
             )
-    return HuggingFaceTokenizer(loaded, name, separator, config, template)
+    return HuggingFaceTokenizer(loaded, name, separator, config, template, generation)
 
 
 def _download(name: str) -> Path:
@@ -398,7 +509,7 @@ def _download(name: str) -> Path:
         raise UserError(f"tokenizer {name} needs an extra: pip install 'trifocal[data]'") from None
     advice = "use bytes, or give the path of a tokenizer.json"
     try:
-        files = [TOKENIZER_FILE, CONFIG_FILE, TEMPLATE_FILE]
+        files = [TOKENIZER_FILE, CONFIG_FILE, TEMPLATE_FILE, GENERATION_FILE]
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
     except huggingface_hub.errors.RepositoryNotFoundError as error:
         raise UserError(

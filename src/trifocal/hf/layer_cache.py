@@ -95,18 +95,22 @@ class TrifocalLayer(DynamicLayer):
         """Nothing: the first tokens say what is kept."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last columns, padding too: a negative number of at most 64, in all crops since as many came.
+        """Take back the last columns, padding too, at most 64 in all crops since as many came.
+
+        Args:
+            tokens_to_remove: Negative: so many columns go. Positive, as older callers give it: so many stay.
 
         Raises:
-            ValueError: If it is another number.
+            ValueError: If too many would go.
         """
-        if not -self.spare <= tokens_to_remove <= 0:
-            raise ValueError(f"crop takes a negative number of at most {self.spare} tokens, got {tokens_to_remove}")
-        length = self.get_seq_length() + tokens_to_remove
+        before = self.get_seq_length()
+        length = min(tokens_to_remove, before) if tokens_to_remove > 0 else before + tokens_to_remove
         if length < 0:
-            raise ValueError(f"crop cannot take {-tokens_to_remove} tokens of {self.get_seq_length()}")
+            raise ValueError(f"crop cannot take {-tokens_to_remove} tokens of {before}")
+        if before - length > self.spare:
+            raise ValueError(f"crop can take back {self.spare} tokens, got {before - length}")
         self.columns = self.columns[:, :length]
-        self.spare += tokens_to_remove
+        self.spare -= before - length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` was."""

@@ -273,6 +273,9 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"the cache_implementation {implementation!r} is not possible for Trifocal's models: leave it out"
             )
+        if kwargs.get("assistant_early_exit") or getattr(settings, "assistant_early_exit", None):
+            # transformers would shorten the model, and leave it so after an error.
+            raise ValueError("assistant_early_exit is not possible for Trifocal's models: give an assistant_model")
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:

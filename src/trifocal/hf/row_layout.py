@@ -149,7 +149,8 @@ def real_tokens(attention_mask: Tensor | None, shape: tuple[int, int], *, may_be
         if not int(counts[row]):
             raise ValueError(f"attention_mask hides every token of row {row}")
         raise ValueError(
-            f"attention_mask has a hole in row {row}: real tokens must be consecutive, with padding before or after"
+            f"attention_mask has padding between the real tokens of row {row}: pad rows that are continued on the left "
+            '(tokenizer.padding_side = "left"), and hide no token inside a row'
         )
     return mask
 

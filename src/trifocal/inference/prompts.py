@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from trifocal.data import Tokenizer
+from trifocal.data.sources.chats import BadChat
 from trifocal.errors import UserError
 from trifocal.inference.cached_model import CachedModel
 from trifocal.inference.paged_cache import cache_bytes, longest_that_fits, memory_for_caches, plan_cache
@@ -14,16 +15,24 @@ from trifocal.ops.decode.int8 import WeightType
 
 _MOST_SEQUENCES = {"cuda": 256, "cpu": 16}
 _KEPT_BEGINNINGS = 64
+DEFAULT_TEMPERATURE = 0.8
+"""Of texts that people ask for, where the model names none."""
 
 
-def encode_prompts(prompts: Sequence[tuple[str, str]], tokenizer: Tokenizer, config: ModelConfig) -> list[list[int]]:
-    """The tokens of prompts, each a name for messages and a text.
+def encode_prompts(
+    prompts: Sequence[tuple[str, str]], tokenizer: Tokenizer, config: ModelConfig, *, chat: bool = False
+) -> list[list[int]]:
+    """The tokens of prompts, each a name for messages and a text; with `chat` the text is a user's message.
 
     Raises:
-        UserError: If one makes no token, or one that the model does not know.
+        UserError: If one makes no token, or one that the model does not know, or the tokenizer has no chat template.
     """
     encoded = []
-    for (name, _), tokens in zip(prompts, tokenizer.encode_batch([text for _, text in prompts]), strict=True):
+    for name, text in prompts:
+        try:
+            tokens = tokenizer.encode_prompt([{"role": "user", "content": text}] if chat else text)
+        except BadChat as error:
+            raise UserError(f"{name}: {error}") from error
         if len(tokens) == 0:
             raise UserError(f"the tokenizer makes no token of {name}: give the model something to continue")
         if int(tokens.max()) >= config.vocab_size:

@@ -6,7 +6,9 @@ PyTorch what is drawn; `draw_step` is the end of a decode step, on a GPU one ker
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,9 @@ ONE = 2.0**34
 """The whole number that stands for the likeliest token's weight; 2**19 such numbers are exact in fp64."""
 NO_TOKEN = -1
 """Drawn from logits that are not finite."""
+
+SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""The fields of `Sampling` that `generation_config.json` may have, under the same names."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
 # Outside of these a logit could overflow.
@@ -61,6 +66,28 @@ class Sampling:
             raise ValueError(
                 f"repetition_penalty must be from {lowest} to {highest:,.0f}, got {self.repetition_penalty}"
             )
+
+    @classmethod
+    def of(
+        cls, generation: Mapping[str, Any], *, seed: int = 0, default_temperature: float = 1.0, **given: Any
+    ) -> "Sampling":
+        """Given settings; where one is absent or "auto", that of `generation_config.json`, or the default.
+
+        Args:
+            generation: Settings of the model, as `Tokenizer.generation` has them.
+            seed: See the class.
+            default_temperature: Where neither gives one.
+            given: Settings, by name.
+
+        Raises:
+            ValueError: If a value is out of range, or no number.
+        """
+        values = {name: generation[name] for name in SETTINGS if name in generation}
+        values |= {name: value for name, value in given.items() if value != "auto"}
+        try:
+            return cls(**({"temperature": default_temperature} | values), seed=seed)
+        except TypeError as error:
+            raise ValueError(f"sampling settings must be numbers, got {values}") from error
 
     @property
     def filters(self) -> bool:

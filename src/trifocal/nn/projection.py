@@ -32,8 +32,9 @@ def project(
         `apart`, side by side as one.
     """
     parts = parts or [1] * len(linears)
-    frozen = not all(linear.weight.requires_grad for linear in linears)
-    if not torch.is_grad_enabled() or (apart and frozen) or not all(is_plain(linear) for linear in (*linears, *apart)):
+    # Modules of quantised weights have no such parameter: first the look at their kind.
+    joint_product = torch.is_grad_enabled() and all(is_plain(linear) for linear in (*linears, *apart))
+    if not joint_product or (apart and not all(linear.weight.requires_grad for linear in linears)):
         found = [part for linear, count in zip(linears, parts, strict=True) for part in linear(x).chunk(count, dim=-1)]
         return [*found, torch.cat([linear(x.detach()) for linear in apart], dim=-1)] if apart else found
     sizes = [linear.out_features // count for linear, count in zip(linears, parts, strict=True) for _ in range(count)]

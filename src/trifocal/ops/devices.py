@@ -33,6 +33,12 @@ def own_device(device: torch.device) -> torch.device:
     return (_compiled_for.get() or device) if device.type == "meta" else device
 
 
+def computes_bf16(device: torch.device) -> bool:
+    """Whether a device has instructions for products in bf16; a CPU of which PyTorch does not say so counts as one."""
+    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return device.type != "cpu" or not known or any(has for name, has in known.items() if name.endswith("bf16"))
+
+
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may use on a device."""
     return _properties(own_device(device)).shared_memory_per_block_optin

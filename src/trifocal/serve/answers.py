@@ -4,10 +4,22 @@ import json
 import time
 import uuid
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
-from trifocal.inference import TokenScore, Update
+from trifocal.inference import TextStream, TokenScore, Update
 from trifocal.serve.service import Call, Service
+
+_Scored = tuple[int, TokenScore | None]
+
+
+@dataclass
+class _Place:
+    """How far the log-probabilities of a completion are: its text, and whether that has not begun yet."""
+
+    stream: TextStream
+    begins: bool
+    offset: int = 0
 
 
 class Answer:
@@ -27,9 +39,10 @@ class Answer:
         self._first = {request: number * samples for number, request in enumerate(call.requests)}
         self.open = len(call.requests) * samples
         self.tokens: dict[int, list[int]] = defaultdict(list)
-        self._lengths: dict[int, int] = defaultdict(int)
+        self._places: dict[int, _Place] = {}
         self._reused = dict.fromkeys(call.requests, 0)
-        self._texts: dict[int, str] = {}
+        self._names: dict[tuple[int, bool], str] = {}
+        self._owners: dict[tuple[str, bool], int] = {}
         # Written once: a stream has an event for every token. ASCII, because clients take U+0085, U+2028 and U+2029 for
         # ends of lines, and some read a stream without a look at its charset.
         usage = ', "usage": null' if call.include_usage else ""
@@ -49,19 +62,17 @@ class Answer:
             reason = update.completion.finish_reason
             self._reused[request] = update.completion.reused_tokens
         text = update.text
-        scores: list[tuple[int, TokenScore | None]] = [] if update.token is None else [(update.token, update.score)]
+        scores: list[_Scored] = [] if update.token is None else [(update.token, update.score)]
         if call.drops_token:
             text, scores, reason = "", [], "length"
         begins = index not in self.tokens
         self.tokens[index] += [token for token, _ in scores]
-        if begins and call.echo:
-            text = call.texts[index // request.samples] + text
-            prompt: list[TokenScore | None] = [None, *update.prompt_scores]
-            scores = [*zip(request.prompt_tensor.tolist(), prompt, strict=False), *scores]
-        self.open -= reason is not None
         logprobs = None
         if call.logprobs:
-            logprobs = self._chat_logprobs(scores) if call.chat else self._logprobs(index, scores)
+            logprobs = self._chat_logprobs(scores) if call.chat else self._logprobs(index, update, scores, begins)
+        if begins and call.echo:
+            text = call.texts[index // request.samples] + text
+        self.open -= reason is not None
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def event(self, choice: dict[str, Any], *, begins: bool = False) -> str:
@@ -112,31 +123,49 @@ class Answer:
         kind = chat_object if self._call.chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self._created, "model": self._service.name}
 
-    def _text(self, token: int) -> str:
-        if token not in self._texts:
-            text = self._service.tokenizer.decode([token])
-            # A special token, or a part of a character.
-            self._texts[token] = text if text and "\ufffd" not in text else f"token_id:{token}"
-        return self._texts[token]
+    def _name(self, token: int, begins: bool = False) -> str:
+        """The text of a token in its place, or its number: of a part of a character, or where another has this text."""
+        key = token, begins
+        if key not in self._names:
+            text = self._service.tokenizer.token_text(token, begins=begins)
+            known = bool(text) and "\ufffd" not in text and self._owners.setdefault((text, begins), token) == token
+            self._names[key] = text if known else f"token_id:{token}"
+        return self._names[key]
 
-    def _logprobs(self, index: int, scores: list[tuple[int, TokenScore | None]]) -> dict[str, Any]:
-        texts, own, likeliest, offsets = [], [], [], []
-        for token, score in scores:
-            texts.append(self._text(token))
+    def _logprobs(self, index: int, update: Update, scores: list[_Scored], begins: bool) -> dict[str, Any]:
+        """Those of a completion, with the prompt's in front of its first token if it is repeated."""
+        request, tokenizer = update.request, self._service.tokenizer
+        tokens, echoed = request.prompt_tensor.tolist() if begins else [], ""
+        if begins:
+            before = [] if self._call.echo else tokens
+            self._places[index] = _Place(TextStream(tokenizer, before), begins=not tokenizer.decode(before))
+        if begins and self._call.echo:
+            echoed = self._call.texts[index // request.samples]
+            scores = [*zip(tokens, [None, *update.prompt_scores], strict=False), *scores]
+        place, names, own, likeliest, offsets = self._places[index], list[str](), [], [], []
+        for number, (token, score) in enumerate(scores):
+            if echoed and number == len(tokens):
+                # Behind the prompt as it came, whatever its tokens say.
+                place.offset = len(echoed)
+            name = self._name(token, place.begins)
+            names.append(name)
             own.append(None if score is None else score.log_probability)
             top: dict[str, float] | None = None
             if score is not None:
                 top = {}
                 for other, log_p in [*score.likeliest, (token, score.log_probability)]:
-                    top.setdefault(self._text(other), log_p)
+                    top.setdefault(self._name(other, place.begins), log_p)
             likeliest.append(top)
-            offsets.append(self._lengths[index])
-            self._lengths[index] += len(texts[-1])
-        return {"tokens": texts, "token_logprobs": own, "top_logprobs": likeliest, "text_offset": offsets}
+            offsets.append(place.offset)
+            text = place.stream.add(token)
+            place.begins &= not text
+            # The prompt may name special tokens, which have no text.
+            place.offset += len(text) or (len(name) if echoed.startswith(name, place.offset) else 0)
+        return {"tokens": names, "token_logprobs": own, "top_logprobs": likeliest, "text_offset": offsets}
 
-    def _chat_logprobs(self, scores: list[tuple[int, TokenScore | None]]) -> dict[str, Any]:
+    def _chat_logprobs(self, scores: list[_Scored]) -> dict[str, Any]:
         def entry(token: int, log_p: float) -> dict[str, Any]:
-            text = self._text(token)
+            text = self._name(token)
             encoded = None if text.startswith("token_id:") else list(text.encode())
             return {"token": text, "logprob": log_p, "bytes": encoded}
 

@@ -13,6 +13,7 @@ from trifocal.errors import UserError, one_line
 from trifocal.fields import checked
 from trifocal.inference import Request, Sampling
 from trifocal.inference.request import MOST_LIKELIEST, in_vocabulary
+from trifocal.inference.sampler import SETTINGS
 from trifocal.serve.errors import ApiError
 
 _Prompt = list[int] | NDArray[np.int32]
@@ -20,7 +21,6 @@ _Prompt = list[int] | NDArray[np.int32]
 _MAX_STOPS, _MAX_STOP_CHARACTERS = 32, 1024
 _MOST_SEED = 2**63 - 1
 _DEFAULT_TOKENS = 16
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _COMMON: dict[str, type] = {
     "model": str,
     "stream": bool,
@@ -29,7 +29,7 @@ _COMMON: dict[str, type] = {
     "max_tokens": int,
     "max_completion_tokens": int,
     "ignore_eos": bool,
-    **dict.fromkeys(_SAMPLING, float),
+    **dict.fromkeys(SETTINGS, float),
     "top_k": int,
 }
 _OWN: dict[bool, dict[str, type]] = {
@@ -145,7 +145,8 @@ class Service:
         samples = values.get("n", 1)
         if not 1 <= samples <= self.max_sequences:
             raise ApiError(400, f"n must be from 1 to {self.max_sequences}, got {samples}", param="n")
-        prompts = [self._chat_prompt(body.get("messages"))] if chat else self._prompts(body.get("prompt"), samples)
+        given: list[Any] = [body.get("messages")] if chat else self._parts(body.get("prompt"), samples)
+        prompts = [self._chat_prompt(part) if chat else self._prompt(part) for part in given]
         logprobs, likeliest = _logprobs(values, chat)
         echo = values.get("echo", False)
         limit = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
@@ -168,7 +169,7 @@ class Service:
         return Call(
             chat=chat,
             requests=requests,
-            texts=[self.tokenizer.decode(prompt) for prompt in prompts] if echo else [],
+            texts=[part if isinstance(part, str) else self.tokenizer.decode(part) for part in given] if echo else [],
             echo=echo,
             logprobs=logprobs,
             stream=values.get("stream", False),
@@ -189,8 +190,10 @@ class Service:
             request = Request(
                 prompt=prompt,
                 max_new_tokens=room if count is None else max(1, count),
-                sampling=Sampling(seed=seed, **{name: values[name] for name in _SAMPLING if name in values}),
-                stop_tokens=() if values.get("ignore_eos") else (self.tokenizer.separator,),
+                sampling=Sampling.of(
+                    self.tokenizer.generation, seed=seed, **{name: values[name] for name in SETTINGS if name in values}
+                ),
+                stop_tokens=() if values.get("ignore_eos") else self.tokenizer.ends,
                 **options,
             )
         except ValueError as error:
@@ -200,8 +203,8 @@ class Service:
             raise ApiError(400, f"tokens of a prompt must be from 0 to {self.vocab_size - 1}", param="prompt")
         return request
 
-    def _prompts(self, prompt: Any, samples: int) -> list[_Prompt]:
-        """The prompts of a completion, in tokens."""
+    def _parts(self, prompt: Any, samples: int) -> list[Any]:
+        """The prompts of a completion, each a text or tokens, which `_prompt` checks."""
         if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) is int):
             prompt = [prompt]
         if not isinstance(prompt, list) or not prompt:
@@ -211,16 +214,20 @@ class Service:
                 400, f"{len(prompt) * samples:,} answers were asked for; at most {self.max_answers:,} may be",
                 param="prompt",
             )  # fmt: skip
-        prompts = []
-        for part in prompt:
-            if isinstance(part, str):
-                part = self._encode(_checked(str, part, "prompt"))
-            elif not isinstance(part, list) or {*map(type, part)} - {int}:
-                raise ApiError(400, "prompt must be a text, a list of tokens, or a list of them", param="prompt")
-            if len(part) == 0:
-                raise ApiError(400, "the prompt is empty; give the model something to continue", param="prompt")
-            prompts.append(part)
-        return prompts
+        return prompt
+
+    def _prompt(self, part: Any) -> _Prompt:
+        """A prompt in tokens."""
+        if isinstance(part, str):
+            try:
+                part = self.tokenizer.encode_prompt(_checked(str, part, "prompt"))
+            except UserError as error:
+                raise _not_encodable() from error
+        elif not isinstance(part, list) or {*map(type, part)} - {int}:
+            raise ApiError(400, "prompt must be a text, a list of tokens, or a list of them", param="prompt")
+        if len(part) == 0:
+            raise ApiError(400, "the prompt is empty; give the model something to continue", param="prompt")
+        return part  # type: ignore[no-any-return]
 
     def _chat_prompt(self, messages: Any) -> NDArray[np.int32]:
         """The prompt of a chat, in tokens."""
@@ -237,12 +244,6 @@ class Service:
             raise ApiError(
                 400, f"the chat template refuses the messages: {one_line(error.__cause__)}", param="messages"
             ) from error
-        except UserError as error:
-            raise _not_encodable() from error
-
-    def _encode(self, text: str) -> NDArray[np.int32]:
-        try:
-            return self.tokenizer.encode(text)
         except UserError as error:
             raise _not_encodable() from error
 

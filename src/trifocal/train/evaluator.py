@@ -114,7 +114,7 @@ class Evaluator:
         if not self._takes_part:
             return None
         config, tokenizer = self._config, self._tokenizer
-        prompt = torch.from_numpy(tokenizer.encode(config.log.sample_prompt)).long()[None].to(self._device)
+        prompt = torch.from_numpy(tokenizer.encode_prompt(config.log.sample_prompt)).long()[None].to(self._device)
         stop = self._coordinator.agree_to_stop if self._setup.parallel.sharded else self._coordinator.stop_requested
         tokens: list[int] = []
         with autocast(self._device, config.train.precision):

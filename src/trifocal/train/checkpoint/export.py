@@ -13,6 +13,7 @@ from typing import Any
 
 from trifocal.data import Tokenizer
 from trifocal.data.tokenizers import CONFIG_FILE as TOKENIZER_CONFIG_FILE
+from trifocal.data.tokenizers import GENERATION_FILE, SPECIAL_IDS
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, save_weights
 from trifocal.models.io import CONFIG_FILE
@@ -21,7 +22,6 @@ from trifocal.runlog.whole_files import write_whole
 WEIGHTS = "weights"
 """In the folder of a run: the model of the last checkpoint, for use."""
 STEP_FILE = "trainer_state.json"
-GENERATION_FILE = "generation_config.json"
 _PLACE = ".model."
 """Prefix of the place in a new folder where its files are written."""
 _PLACE_NAME = re.compile(re.escape(_PLACE) + r"[a-z0-9_]{8}")
@@ -138,7 +138,7 @@ def export_folder(model: DecoderLM, tokenizer: Tokenizer, folder: Path, *, seque
 def write_tokenizer(
     tokenizer: Tokenizer, vocab_size: int, folder: Path, sequence_length: int | None = None
 ) -> dict[str, Any]:
-    """Write a tokenizer, with a token for padding, and `generation_config.json`.
+    """Write a tokenizer, with a token for padding and the longest text, and its settings in `generation_config.json`.
 
     Args:
         tokenizer: The tokenizer of the training data.
@@ -153,19 +153,21 @@ def write_tokenizer(
         OSError: If a file cannot be written.
     """
     tokenizer.save(folder)
-    settings = {}
+    generation, settings, of_tokenizer = dict(tokenizer.generation), dict[str, Any](), dict[str, Any]()
+    path = folder / TOKENIZER_CONFIG_FILE
+    content = json.loads(path.read_text(encoding="utf-8"))
     if sequence_length is not None:
-        # Positions go on past it; tools that cut texts take it as the model's length.
-        settings["max_position_embeddings"] = sequence_length
-    tokens = {}
+        # Positions continue past it; tools that cut texts take it as the model's length.
+        settings["max_position_embeddings"] = of_tokenizer["model_max_length"] = sequence_length
     # Not where tokens are drawn: they have no end.
     if tokenizer.separator < vocab_size:
-        settings["eos_token_id"] = tokenizer.separator
+        ends = [end for end in tokenizer.ends if end < vocab_size]
+        generation["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+        settings |= {name: generation[name] for name in SPECIAL_IDS if name in generation}
         # A row that has ended is filled up with its last token.
-        tokens = {"eos_token_id": tokenizer.separator, "pad_token_id": tokenizer.separator}
-        path = folder / TOKENIZER_CONFIG_FILE
-        content = json.loads(path.read_text(encoding="utf-8"))
+        generation.setdefault("pad_token_id", tokenizer.separator)
         if not content.get("pad_token"):
-            write_whole(path, json.dumps(content | {"pad_token": content["eos_token"]}) + "\n")
-    write_whole(folder / GENERATION_FILE, json.dumps(tokens) + "\n")
+            of_tokenizer["pad_token"] = content["eos_token"]
+    write_whole(path, json.dumps(content | of_tokenizer) + "\n")
+    write_whole(folder / GENERATION_FILE, json.dumps(generation) + "\n")
     return settings

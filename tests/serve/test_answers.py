@@ -1,0 +1,73 @@
+"""Answers of a completion: the prompt as it came, and log-probabilities whose tokens are told apart."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.chat_data import write_llama_tokenizer, write_tokenizer
+from trifocal.data import Tokenizer, make_tokenizer
+from trifocal.inference import Completion, TextStream, TokenScore, Update
+from trifocal.serve.answers import Answer
+from trifocal.serve.service import Service
+
+pytest.importorskip("tokenizers")
+
+
+def answered(tokenizer: Tokenizer, body: dict[str, object], new: list[int], top: list[int]) -> dict[str, object]:
+    """The choice of an answer of these new tokens; in each place, `top` are the likeliest."""
+    service = Service("tiny", tokenizer, tokenizer.vocab_size, 96, 4, 4, False)
+    call = service.read({"max_tokens": len(new), "logprobs": 2, **body}, chat=False)
+    answer, [request] = Answer(service, call), call.requests
+    score = TokenScore(-1.0, [(token, -0.5 - place) for place, token in enumerate(top)])
+    choices, stream = [], TextStream(tokenizer, request.prompt_tensor.tolist())
+    for place, token in enumerate(new):
+        last = place == len(new) - 1
+        completion = Completion(request, 0, new, [], "", "length") if last else None
+        scores = [score] * (len(request.prompt) - 1) if place == 0 else []
+        choices.append(answer.choice(Update(request, 0, token, score, stream.add(token), completion, scores)))
+    return answer.whole(choices)["choices"][0]  # type: ignore[no-any-return]
+
+
+def test_tokens_that_begin_with_a_space_are_told_apart(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(str(write_llama_tokenizer(tmp_path)))
+    with_space, without = tokenizer.encode("the")[0], tokenizer.encode("xthe")[-1]
+    # The byte of a letter is another token than the letter.
+    letter, byte = tokenizer.encode("xa")[-1], 3 + ord("a")
+    for echo in (False, True):
+        new = [int(with_space), int(without), int(letter)]
+        choice = answered(tokenizer, {"prompt": "a dog", "echo": echo}, new, [int(letter), byte])
+        logprobs = choice["logprobs"]
+        assert logprobs["tokens"][-3:] == [" the", "the", "a"]
+        assert choice["text"] == ("a dog" if echo else "") + " thethea"
+        # Each token is where its text is.
+        for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+            assert token == "<s>" or choice["text"][offset:].startswith(token), (token, offset)
+        assert "".join(token for token in logprobs["tokens"] if token != "<s>") == choice["text"]
+        assert set(logprobs["top_logprobs"][-1]) == {"a", f"token_id:{byte}"}
+        assert set(logprobs["top_logprobs"][-3]) == {" the", "a", f"token_id:{byte}"}
+
+
+def test_a_request_gets_the_settings_of_the_model(tmp_path: Path) -> None:
+    (write_tokenizer(tmp_path) / "generation_config.json").write_text(
+        '{"eos_token_id": [258, 256], "do_sample": true, "temperature": 0.6, "top_p": 0.9, "max_length": 20}'
+    )
+    tokenizer = make_tokenizer(str(tmp_path))
+    service = Service("tiny", tokenizer, tokenizer.vocab_size, 96, 4, 4, False)
+    [request] = service.read({"prompt": "x", "top_p": 0.5}, chat=False).requests
+    assert request.stop_tokens == (256, 258) and request.max_new_tokens == 16
+    assert (request.sampling.temperature, request.sampling.top_p) == (0.6, 0.5)
+    [request] = service.read({"prompt": "x", "ignore_eos": True}, chat=False).requests
+    assert request.stop_tokens == ()
+
+
+def test_a_prompt_is_repeated_as_it_came(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(str(write_tokenizer(tmp_path)))
+    prompt = "<|im_start|>user\nHi<|im_end|>\n"
+    choice = answered(tokenizer, {"prompt": prompt, "echo": True}, tokenizer.encode("é!").tolist(), [1])
+    assert choice["text"] == prompt + "é!"
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"][0] == "<|im_start|>" and logprobs["text_offset"][:3] == [0, 12, 13]
+    # A character of two tokens, and the one behind it.
+    assert logprobs["text_offset"][-3:] == [len(prompt), len(prompt), len(prompt) + 1]
+    tokens = tokenizer.encode_prompt(prompt).tolist()
+    assert answered(tokenizer, {"prompt": tokens, "echo": True}, [0], [1])["text"].startswith("user\nHi\n")
