@@ -45,7 +45,7 @@ print(*texts, sep="\n")
 import transformers
 
 lines = [f"def add_{n}(x):\n    return x + {n}\n" for n in range(64)]
-rows = [{"input_ids": tokenizer(line)["input_ids"]} for line in lines]
+rows = [{"input_ids": tokenizer(line + tokenizer.eos_token)["input_ids"]} for line in lines]
 arguments = transformers.TrainingArguments(
     "tuned",
     max_steps=10,
