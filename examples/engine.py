@@ -22,7 +22,11 @@ tokenizer = make_tokenizer("bytes")
 engine = Engine(CachedModel(model.eval(), max_sequences=2, max_length=256), tokenizer)
 requests = [
     Request(
-        prompt=tokenizer.encode(prompt), max_new_tokens=20, sampling=Sampling(temperature=0.8, seed=seed), name=prompt
+        prompt=tokenizer.encode_prompt(prompt),
+        max_new_tokens=20,
+        sampling=Sampling(temperature=0.8, seed=seed),
+        stop_tokens=tokenizer.ends,
+        name=prompt,
     )
     for seed, prompt in enumerate(["import ", "def main(", "class "])
 ]

@@ -14,6 +14,7 @@ from trifocal.inference import Engine, Request, Sampling
 from trifocal.inference.prompts import DEFAULT_TEMPERATURE, cache_for_prompts, encode_prompts, memory_errors
 from trifocal.models import DecoderLM
 from trifocal.ops.decode.int8 import WeightType, check_weights
+from trifocal.ops.devices import computes_bf16
 from trifocal.train.checkpoint.pretrained import open_pretrained, pretrained_path
 from trifocal.train.config.check import choose_device
 
@@ -70,9 +71,10 @@ def generate(
             if checkpoint:
                 raise UserError("checkpoint goes with the path of a run, got a model")
             model, name, tokenizer = path_or_model, "the model", tokenizer or ByteTokenizer()
-            config, dtype, make = model.config, torch.float32, lambda: model
+            config, weight, make = model.config, model.embedding.weight, lambda: model
             # A model of the user's stays where it is.
-            place = model.embedding.weight.device if device == "auto" else choose_device(device)
+            place = weight.device if device == "auto" else choose_device(device)
+            dtype = torch.bfloat16 if weight.dtype.itemsize == 2 and computes_bf16(place) else torch.float32
         else:
             if tokenizer is not None:
                 raise UserError("tokenizer goes with a model, got a path, which brings its own")

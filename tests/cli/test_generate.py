@@ -87,7 +87,7 @@ def test_a_message_of_a_chat_is_answered(tmp_path: Path, capsys: Capture) -> Non
     request = Request(prompt=prompt, max_new_tokens=12, sampling=Sampling(temperature=0))
     assert answer == Engine(model, tokenizer).complete([request])[0].text + "\n"
     assert "bytes has no chat template" in refused(capsys, "generate", "demo", "--chat", "--prompt", "x")
-    assert "must not be empty, as --prompt TEXT" in refused(capsys, "generate", "demo", "--prompt", "")
+    assert "neither may be empty" in refused(capsys, "generate", "demo", "--prompt", "")
 
 
 def test_prompts_may_be_longer_than_training(run: Path, capsys: Capture) -> None:

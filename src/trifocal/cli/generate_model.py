@@ -83,8 +83,7 @@ class GenerateArguments:
             raise UserError("--stop must not be empty")
         if bool(self.prompt) == bool(self.prompts):
             raise UserError(
-                "give the text to continue, which must not be empty, as --prompt TEXT, or a file of texts as --prompts "
-                "FILE"
+                "give the text to continue as --prompt TEXT, or a file of texts as --prompts FILE; neither may be empty"
             )
         if bool(self.prompts) != bool(self.output):
             raise UserError("--prompts FILE and --output OUT.jsonl go together")

@@ -98,8 +98,8 @@ class Evaluator:
                 rows.append((batch.rows[row], inside))
         tokens, inside = min(rows, key=lambda row: len(row[1]))
         cu_seqlens = torch.tensor([0, *inside, len(tokens)], dtype=torch.int32) if inside else None
-        # A separator has no text.
-        texts = [self._tokenizer.decode([token]) or "∎" for token in tokens.tolist()]
+        end = self._tokenizer.separator
+        texts = ["∎" if token == end else self._tokenizer.token_text(token) for token in tokens.tolist()]
         with autocast(self._device, self._config.train.precision):
             picture = self._telemetry.picture(step, tokens[None].to(self._device), texts, cu_seqlens=cu_seqlens)
         path = self._directory / "attention" / f"step_{step:08d}.npz"
