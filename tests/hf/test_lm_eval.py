@@ -107,3 +107,6 @@ def log_likelihood(decoder: DecoderLM, context: str, continuation: str) -> float
 def test_a_folder_that_is_not_trusted_says_how(folder: Path) -> None:
     with pytest.raises(ValueError, match="pass the argument `trust_remote_code=True`"):
         transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    # Its tokenizer needs no code.
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    assert tokenizer("a<|endoftext|>")["input_ids"] == [97, 256] and tokenizer.model_max_length == 256
