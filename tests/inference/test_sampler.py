@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from trifocal.errors import UserError
 from trifocal.inference.sampler import (
     NO_TOKEN,
     Sampling,
@@ -80,6 +81,21 @@ def test_the_penalty_lowers_what_the_sequence_has() -> None:
     expected = torch.tensor([0.0, 1.5, 1.0, 2.0, -2.0]).softmax(-1)
     torch.testing.assert_close(probabilities(seen=(0, 1, 4), repetition_penalty=2.0), expected)
     torch.testing.assert_close(probabilities(seen=(0, 1, 4)), LOGITS.softmax(-1))
+
+
+def test_settings_are_those_given_then_the_models_then_the_default() -> None:
+    of_model = {"temperature": 0.6, "top_k": 5, "eos_token_id": [1, 2]}
+    assert Sampling.of(of_model, seed=3, top_k="auto", top_p=0.5) == Sampling(
+        temperature=0.6, top_k=5, top_p=0.5, seed=3
+    )
+    assert Sampling.of({}, default_temperature=0.8, temperature="auto") == Sampling(temperature=0.8)
+    assert Sampling.of(of_model, temperature=0).temperature == 0
+    for name, value in (("temperature", "hot"), ("top_p", 2), ("top_k", -1)):
+        with pytest.raises(UserError, match=r"^generation_config\.json of the model: .*; correct it there$"):
+            Sampling.of({name: value})
+    with pytest.raises(ValueError, match="top_p must be from 0 to 1, got 2") as refused:
+        Sampling.of({}, top_p=2)
+    assert not isinstance(refused.value, UserError)
 
 
 def test_a_drawn_token_is_penalised_from_then_on() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trifocal.errors import UserError
 from trifocal.ops import dispatch
 from trifocal.ops.validation import check_whole_number
 
@@ -80,14 +81,15 @@ class Sampling:
             given: Settings, by name.
 
         Raises:
-            ValueError: If a value is out of range, or no number.
+            ValueError: If a value is out of range; a UserError if it is one of the model's.
         """
         values = {name: generation[name] for name in SETTINGS if name in generation}
-        values |= {name: value for name, value in given.items() if value != "auto"}
         try:
-            return cls(**({"temperature": default_temperature} | values), seed=seed)
-        except TypeError as error:
-            raise ValueError(f"sampling settings must be numbers, got {values}") from error
+            cls(**values)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"generation_config.json of the model: {error}; correct it there") from error
+        values |= {name: value for name, value in given.items() if value != "auto"}
+        return cls(**({"temperature": default_temperature} | values), seed=seed)
 
     @property
     def filters(self) -> bool:
