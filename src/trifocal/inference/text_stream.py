@@ -57,11 +57,13 @@ class TextStream:
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)]
-        held = max(
-            (size for stop in self._stop for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0
-        )
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        # The longest end of the text that begins a stop string. A character is passed once, so that the strings' length
+        # does not matter.
+        begin = 0
+        while begin < len(text) and not any(stop.startswith(text[begin:]) for stop in self._stop):
+            begin += 1
+        self._held = text[begin:]
+        return text[:begin]
 
     def _pending(self) -> str:
         said = self._tokenizer.decode(self._tokens[: self._said])
