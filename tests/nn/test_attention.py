@@ -1,6 +1,7 @@
 """The attention layers: against dense attention, no future, packed documents, positions, arguments."""
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -304,6 +305,59 @@ def test_wrong_inputs_are_refused(layer: torch.nn.Module) -> None:
         layer(torch.randn(1, 5, DIM - 1))
     with pytest.raises(ValueError, match=r"x must be a tensor \[B, T, E\], got NoneType"):
         layer(None)
+    with pytest.raises(ValueError, match=r"the layer's weights, torch.float32, got torch.float64: cast one of them"):
+        layer(torch.randn(1, 5, DIM, dtype=torch.float64))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.randn(1, 5, DIM, dtype=torch.bfloat16)).isfinite().all()
+
+
+def test_the_sizes_of_nsa_are_in_its_signature() -> None:
+    own, base = (inspect.signature(kind).parameters for kind in (NSAttention, AttentionBase))
+    assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in own.values())
+    shared = {*own} & {*base}
+    assert shared == {*base} - {"branches"}
+    assert all(own[name].default == base[name].default for name in shared - {"geometry"})
+
+
+@pytest.mark.parametrize("attention", ["nsa", "selected", "window", "dense"])
+def test_padded_rows_are_as_each_row_by_itself(attention: str) -> None:
+    """Outputs and gradients of rows padded on the right, whatever stands in the padding; one row is padding only."""
+    layer, lengths = layer_of(attention), [70, 0, 1, 33, 69]
+    x = torch.randn(len(lengths), max(lengths), DIM, dtype=torch.float64)
+    padding = torch.arange(x.shape[1]) >= torch.tensor(lengths)[:, None]
+    d_o = torch.randn_like(x)
+    rows = [row[None, :length].clone().requires_grad_() for row, length in zip(x, lengths, strict=True) if length]
+    expected = [layer(row) for row in rows]
+    for o, gradient in zip(expected, [d[None, :n] for d, n in zip(d_o, lengths, strict=True) if n], strict=True):
+        o.backward(gradient)
+    of_weights = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    layer.zero_grad()
+    padded = x.masked_fill(padding[..., None], float("nan")).requires_grad_()
+    o = layer(padded, key_padding_mask=padding)
+    o.backward(d_o)
+    assert padded.grad is not None
+    for found in (o, padded.grad):
+        assert not found[padding].any()
+    torch.testing.assert_close(o[~padding], torch.cat(expected, 1)[0], rtol=0, atol=1e-12)
+    gradients = [row.grad for row in rows if row.grad is not None]
+    torch.testing.assert_close(padded.grad[~padding], torch.cat(gradients, 1)[0], rtol=0, atol=1e-11)
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(parameter.grad, of_weights[name], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "selected", "dense"])
+def test_wrong_padding_is_refused(attention: str) -> None:
+    layer, x = layer_of(attention), torch.randn(2, 5, DIM, dtype=torch.float64)
+    mask = torch.zeros(2, 5, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"must be bool, \[2, 5\], True at padding, got torch.int64, \[2, 5\]"):
+        layer(x, key_padding_mask=mask.long())
+    with pytest.raises(ValueError, match=r"got torch.bool, \[2, 4\]"):
+        layer(x, key_padding_mask=mask[:, :4])
+    mask[1, 0] = True
+    with pytest.raises(ValueError, match=r"padding before a token of row 1: pad behind the tokens"):
+        layer(x, key_padding_mask=mask)
+    with pytest.raises(ValueError, match="key_padding_mask does not go with cu_seqlens"):
+        layer(x[:1], key_padding_mask=mask[:1], cu_seqlens=torch.tensor([0, 5]))
 
 
 def test_wrong_packing_is_refused() -> None:

@@ -16,11 +16,11 @@ from trifocal.nn.attention_base import (
     check_input,
     documents_and_positions,
 )
-from trifocal.nn.chooser import ChoosingAttention, rotate_blocks, split_heads
+from trifocal.nn.chooser import Chooser, ChoosingAttention, rotate_blocks, split_heads
 from trifocal.nn.compressor import MeanCompressor, MLPCompressor, compress_keys_and_values
 from trifocal.nn.context import Chunk, OwnTokens, chunks_of, joined
 from trifocal.nn.gate import NUM_BRANCHES, SigmoidGate
-from trifocal.nn.rope import rotate
+from trifocal.nn.rope import UNSCALED, RopeScaling, rotate
 from trifocal.ops import Documents, Geometry, nsa_attention, window_attention
 from trifocal.ops.dispatch import check_backend
 from trifocal.ops.geometry import LARGEST_SIZE
@@ -34,13 +34,14 @@ class NSAttention(ChoosingAttention):
     keys by the position of their block's first token.
 
     Args:
+        dim, num_heads, num_kv_heads, head_dim, value_dim: Sizes, as of `AttentionBase`. The query heads that share a
+            KV head share its chosen blocks too.
         geometry: Block sizes, in tokens.
         compressor: φ: `"mean"`, or `"mlp"`, the paper's learnable one.
         shared_kv: One projection of keys and values for all branches instead of one each.
+        chooser: What chooses the blocks: `"compressed"` keys, an `"index"`, or the `"exact"` mass.
         backend: `"auto"`, `"reference"` or `"triton"`; see `trifocal.ops.dispatch`.
-        **sizes: `dim`, `num_heads`, `num_kv_heads`, `head_dim`, `value_dim` and the rest of `AttentionBase`; and
-            `chooser`, what chooses the blocks: `"compressed"` keys, an `"index"`, or the `"exact"` mass. The query
-            heads that share a KV head share its chosen blocks too.
+        rope_theta, rope_scaling, qk_norm, qk_norm_all_heads, norm_eps, qkv_bias, o_bias: As of `AttentionBase`.
 
     Raises:
         ValueError: If the sizes do not fit one another.
@@ -51,14 +52,42 @@ class NSAttention(ChoosingAttention):
     def __init__(
         self,
         *,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int,
         geometry: Geometry,
         compressor: Literal["mean", "mlp"] = "mean",
         shared_kv: bool = False,
+        chooser: Chooser = "compressed",
         backend: Literal["auto", "reference", "triton"] = "auto",
-        **sizes: Any,
+        rope_theta: float = 10000.0,
+        rope_scaling: RopeScaling = UNSCALED,
+        qk_norm: bool = False,
+        qk_norm_all_heads: bool = False,
+        norm_eps: float = 1e-6,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
     ) -> None:
-        # Branches in the order cmp, slc, win.
-        super().__init__(geometry=geometry, branches=1 if shared_kv else NUM_BRANCHES, **sizes)
+        super().__init__(
+            dim=dim,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            geometry=geometry,
+            # In the order cmp, slc, win.
+            branches=1 if shared_kv else NUM_BRANCHES,
+            chooser=chooser,
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            qk_norm=qk_norm,
+            qk_norm_all_heads=qk_norm_all_heads,
+            norm_eps=norm_eps,
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+        )
         if compressor not in ("mean", "mlp"):
             raise ValueError(f"compressor must be 'mean' or 'mlp', got {compressor!r}")
         check_backend(backend)
@@ -75,6 +104,7 @@ class NSAttention(ChoosingAttention):
         x: Tensor,
         *,
         cu_seqlens: Tensor | Documents | None = None,
+        key_padding_mask: Tensor | None = None,
         rotary: RotaryTables | None = None,
         selected_blocks: Tensor | None = None,
         dropped: Tensor | None = None,
@@ -87,6 +117,8 @@ class NSAttention(ChoosingAttention):
         Args:
             x: The layer's input, [B, T, E].
             cu_seqlens: Boundaries of packed documents, [documents + 1], with B == 1; or `Documents`, checked once.
+            key_padding_mask: True at padding, [B, T], as of `nn.MultiheadAttention`; a row's padding lies behind its
+                tokens. The output is zero there. With it only `rotary` and `selected_blocks` are read.
             rotary: From `rotary_tables` for these tokens, where layers share them.
             selected_blocks: Blocks to read instead of the most important ones, [B, T, G, N]; see `nsa_attention`.
             dropped: Queries whose selected branch adds nothing, [B, T], True where dropped; see `selected_dropout`.
@@ -99,9 +131,12 @@ class NSAttention(ChoosingAttention):
             [B, T, E]; with a lesson, and the loss and recall of the choice, summed over queries and groups, [2].
 
         Raises:
-            ValueError: If the boundaries do not fit.
+            ValueError: If x, the boundaries or the mask do not fit.
         """
-        check_input(x, self.q_proj.in_features)
+        check_input(x, self.q_proj)
+        if key_padding_mask is not None:
+            given = {"rotary": rotary, "selected_blocks": selected_blocks}
+            return self._on_padded_rows(x, key_padding_mask, cu_seqlens, **given)
         documents, _ = documents_and_positions(x, cu_seqlens, own)
         q, keys, values, [logits], heads = self._project_all(x, lesson, self.gate.proj)
         gates = self.gate(x, logits)
@@ -157,6 +192,7 @@ class DenseAttention(AttentionBase):
         x: Tensor,
         *,
         cu_seqlens: Tensor | Documents | None = None,
+        key_padding_mask: Tensor | None = None,
         rotary: RotaryTables | None = None,
         cache: KVCache | None = None,
         own: OwnTokens | None = None,
@@ -166,7 +202,9 @@ class DenseAttention(AttentionBase):
         How packed documents are attended to: `trifocal.nn.packed`. Queries that are the last ones of more keys attend
         as in a window of all these keys.
         """
-        check_input(x, self.q_proj.in_features)
+        check_input(x, self.q_proj)
+        if key_padding_mask is not None:
+            return self._on_padded_rows(x, key_padding_mask, cu_seqlens, rotary=rotary)
         documents, _ = documents_and_positions(x, cu_seqlens, own)
         q, [k], [v], _ = self._project(x)
         if cache is not None:

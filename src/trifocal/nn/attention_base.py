@@ -5,14 +5,14 @@ blocks.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from trifocal.nn.context import OwnTokens
-from trifocal.nn.norm import AllHeadsRMSNorm, RMSNorm
-from trifocal.nn.projection import project
+from trifocal.nn.norm import AllHeadsRMSNorm, RMSNorm, is_autocast
+from trifocal.nn.projection import is_plain, project
 from trifocal.nn.rope import UNSCALED, RopeScaling, rotary_tables
 from trifocal.ops import Documents, Geometry
 from trifocal.ops.choice_loss import Sample
@@ -180,6 +180,18 @@ class AttentionBase(nn.Module):
             return self.rotary_tables(x, documents, own)
         return given
 
+    def _on_padded_rows(
+        self, x: Tensor, key_padding_mask: Tensor, cu_seqlens: Tensor | Documents | None, **given: Any
+    ) -> Tensor:
+        """The output for x [B, T, E] padded on the right, with zeros at padding; `given` as to `forward`.
+
+        No token sees one behind it. So it is enough that padding is finite, and that its outputs get no gradient.
+        """
+        check_padding(x, key_padding_mask, cu_seqlens)
+        padding = key_padding_mask[..., None]
+        o: Tensor = self(x.masked_fill(padding, 0), **given)
+        return o.masked_fill(padding, 0)
+
     def _project(
         self, x: Tensor, *others: nn.Linear, apart: Sequence[nn.Linear] = ()
     ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
@@ -216,8 +228,30 @@ def documents_and_positions(
     return documents, documents.positions
 
 
-def check_input(x: Tensor, dim: int) -> None:
-    """Refuse a layer's input that is not [B, T, E]."""
+def check_input(x: Tensor, first_map: nn.Linear) -> None:
+    """Refuse a layer's input that is not [B, T, E], or not of its weights' type where autocast casts neither."""
     check_rank("x", x, "[B, T, E]")
+    dim = first_map.in_features
     if x.shape[2] != dim:
         raise ValueError(f"x must have the shape [B, T, E] with E = {dim}, got {list(x.shape)}")
+    # A map that is more than a product with its weight, such as a quantized one, knows its types itself.
+    if not is_autocast(x) and is_plain(first_map) and x.dtype != first_map.weight.dtype:
+        raise ValueError(
+            f"x must have the type of the layer's weights, {first_map.weight.dtype}, got {x.dtype}: cast one of them, "
+            "or use torch.autocast"
+        )
+
+
+def check_padding(x: Tensor, key_padding_mask: Tensor, cu_seqlens: Tensor | Documents | None) -> None:
+    """Refuse a padding mask of x [B, T, E] with padding in front of a row's tokens, which reads it on the host."""
+    if cu_seqlens is not None:
+        raise ValueError("key_padding_mask does not go with cu_seqlens: packed documents need no padding")
+    if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != x.shape[:2]:
+        raise ValueError(
+            f"key_padding_mask must be bool, {list(x.shape[:2])}, True at padding, got {key_padding_mask.dtype}, "
+            f"{list(key_padding_mask.shape)}; an attention_mask of transformers is its opposite: give mask == 0"
+        )
+    wrong = key_padding_mask[:, :-1] & ~key_padding_mask[:, 1:]
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0, 0])
+        raise ValueError(f"key_padding_mask has padding before a token of row {row}: pad behind the tokens (right)")

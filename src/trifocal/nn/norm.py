@@ -39,9 +39,12 @@ class AllHeadsRMSNorm(RMSNorm):
         return super().forward(x.flatten(-2)).unflatten(-1, x.shape[-2:])
 
 
+def is_autocast(x: Tensor) -> bool:
+    """Whether autocast is on for products that read x."""
+    # The meta device has no autocast to ask for.
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
 def product_dtype(x: Tensor) -> torch.dtype:
     """Type in which products read x: autocast's where it is on, else that of x."""
-    # The meta device has no autocast to ask for.
-    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
+    return torch.get_autocast_dtype(x.device.type) if is_autocast(x) else x.dtype

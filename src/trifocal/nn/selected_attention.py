@@ -48,6 +48,7 @@ class SelectedAttention(ChoosingAttention):
         x: Tensor,
         *,
         cu_seqlens: Tensor | Documents | None = None,
+        key_padding_mask: Tensor | None = None,
         rotary: RotaryTables | None = None,
         selected_blocks: Tensor | None = None,
         cache: KVCache | None = None,
@@ -55,7 +56,10 @@ class SelectedAttention(ChoosingAttention):
         own: OwnTokens | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend; arguments and result as in `NSAttention.forward`."""
-        check_input(x, self.q_proj.in_features)
+        check_input(x, self.q_proj)
+        if key_padding_mask is not None:
+            given = {"rotary": rotary, "selected_blocks": selected_blocks}
+            return self._on_padded_rows(x, key_padding_mask, cu_seqlens, **given)
         documents, _ = documents_and_positions(x, cu_seqlens, own)
         q, [k], [v], _, heads = self._project_all(x, lesson)
         if cache is not None:
