@@ -24,7 +24,6 @@ from trifocal.inference import CachedModel, CachedSequence, Engine, Request, Sam
 from trifocal.inference.paged_cache import cache_bytes
 from trifocal.models import ModelConfig, parameter_count
 from trifocal.nn.attention_base import INDEX_DIM
-from trifocal.ops.decode.int8 import WeightType
 
 # The first step compiles, the second is recorded, and the host reads a step behind.
 _WARMUP_STEPS = 5
@@ -36,8 +35,7 @@ NOTES = (
     "model: token_ms is the median time of a step that adds a token to every sequence; p20 and p80 are the spread. "
     "Caches are filled with random numbers instead of a prompt. keys_per_step is by formula: keys of all branches "
     "that one query reads in one layer and KV head, index keys apart; cache_mib is what a step reads of all caches, "
-    "weights_mib of the weights, gflop its products. weights int8: linear layers in 8 bits, with a scale for each "
-    "output.",
+    "weights_mib of the weights, gflop its products.",
     "dense plain: PyTorch alone, one compiled and recorded step, SDPA without a mask over a cache as long as the past, "
     "the likeliest token; the host is not waited for.",
     *decode_engine.PREFILL_NOTES,
@@ -57,24 +55,20 @@ def bench_decode(options: DecodeOptions, recorder: Recorder) -> None:
 
 def _bench_model(bench: DecodingBench) -> None:
     options, recorder = bench.options, bench.recorder
-    rows: list[tuple[str, WeightType, Callable[..., dict[str, Any]]]] = [
-        (name, weights, _step_figures) for name in options.attention for weights in options.weights
-    ]
+    rows: list[tuple[str, Callable[..., dict[str, Any]]]] = [(name, _step_figures) for name in options.attention]
     if options.plain:
-        rows.append(("dense plain", "float", _plain_figures))
+        rows.append(("dense plain", _plain_figures))
     for size in options.sizes:
         sequences, past = parse_size(size)
-        for name, weights, figures in rows:
-            labels = {"part": "model", "attention": name, "weights": weights, "sequences": sequences, "tokens": past}
-            row = recorder.measure(labels, partial(figures, bench, name, weights, sequences, past))
+        for name, figures in rows:
+            labels = {"part": "model", "attention": name, "sequences": sequences, "tokens": past}
+            row = recorder.measure(labels, partial(figures, bench, name, sequences, past))
             bench.release()
             figure = f"{row['token_ms']:.3g} ms a token" if row["status"] == OK else row["status"]
-            recorder.say(f"{name}, {weights} weights, {sequences} x {past}: {figure}")
+            recorder.say(f"{name}, {sequences} x {past}: {figure}")
 
 
-def _step_figures(
-    bench: DecodingBench, attention: str, weights: WeightType, sequences: int, past: int
-) -> dict[str, Any]:
+def _step_figures(bench: DecodingBench, attention: str, sequences: int, past: int) -> dict[str, Any]:
     options, device = bench.options, bench.device
     config, dtype = bench.config(attention), DTYPES[options.precision]
     length = past + _WARMUP_STEPS + options.new_tokens + 1
@@ -88,13 +82,12 @@ def _step_figures(
         max_length=length,
         dtype=dtype,
         prefill_chunk_size=past,
-        weights=weights,
     )
     times = step_times_ms(cached, past, options.new_tokens)
     return {
         **_timing(Timing.of(times)),
         "peak_gib": peak_gib(device),
-        **work_per_step(config, sequences, past, dtype, weights),
+        **work_per_step(config, sequences, past, dtype),
     }
 
 
@@ -148,7 +141,7 @@ def step_times_ms(model: CachedModel, past: int, count: int) -> list[float]:
     return times
 
 
-def _plain_figures(bench: DecodingBench, _: str, __: str, sequences: int, past: int) -> dict[str, Any]:
+def _plain_figures(bench: DecodingBench, _: str, sequences: int, past: int) -> dict[str, Any]:
     options, device = bench.options, bench.device
     config, dtype = bench.config("dense"), DTYPES[options.precision]
     check_memory(cache_bytes(config, dtype, past + 1).of_sequence(past + 1) * sequences, device)
@@ -182,9 +175,7 @@ def _timing(timing: Timing) -> dict[str, Any]:
     return {"token_ms": timing.median_ms, "token_p20_ms": timing.p20_ms, "token_p80_ms": timing.p80_ms}
 
 
-def work_per_step(
-    config: ModelConfig, sequences: int, past: int, dtype: torch.dtype, weights: WeightType = "float"
-) -> dict[str, Any]:
+def work_per_step(config: ModelConfig, sequences: int, past: int, dtype: torch.dtype) -> dict[str, Any]:
     """Keys, bytes and operations of one step of all sequences behind so many tokens, by formula."""
     keys = config.geometry.keys_read_per_step(past) if config.attention == "nsa" else past + 1
     width = config.head_dim + config.value_dim
@@ -196,7 +187,7 @@ def work_per_step(
     return {
         "keys_per_step": keys,
         "cache_mib": cache / 2**20,
-        "weights_mib": count * (1 if weights == "int8" else dtype.itemsize) / 2**20,
+        "weights_mib": count * dtype.itemsize / 2**20,
         "gflop": sequences * (attention + 2 * count) / 1e9,
     }
 
@@ -215,24 +206,22 @@ def _bench_layer(bench: DecodingBench) -> None:
 
 
 def speedups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """How many times faster the sparse model takes a token than each dense one, and in 8 bits; by size."""
+    """How many times faster the sparse model takes a token than each dense one, by size."""
     measured = {
-        (row["sequences"], row["tokens"], row["attention"], row["weights"]): row["token_ms"]
+        (row["sequences"], row["tokens"], row["attention"]): row["token_ms"]
         for row in rows
         if row.get("part") == "model" and row["status"] == OK
     }
     found = []
-    for sequences, tokens, attention, weights in measured:
-        if (attention, weights) != ("nsa", "float"):
+    for sequences, tokens, attention in measured:
+        if attention != "nsa":
             continue
-        own = measured[sequences, tokens, "nsa", "float"]
+        own = measured[sequences, tokens, "nsa"]
         ratios = {
-            f"{name.replace(' ', '_')}_ratio": measured[sequences, tokens, name, "float"] / own
+            f"{name.replace(' ', '_')}_ratio": measured[sequences, tokens, name] / own
             for name in ("dense", "dense plain")
-            if (sequences, tokens, name, "float") in measured
+            if (sequences, tokens, name) in measured
         }
-        if (sequences, tokens, "nsa", "int8") in measured:
-            ratios["int8_ratio"] = own / measured[sequences, tokens, "nsa", "int8"]
         if ratios:
             found.append({"sequences": sequences, "tokens": tokens, **ratios})
     return found
@@ -253,7 +242,7 @@ DECODING = Benchmark(
     bench_decode,
     NOTES,
     {
-        "attention": "attention", "weights": "weights", "sequences": "sequences", "tokens": "tokens",
+        "attention": "attention", "sequences": "sequences", "tokens": "tokens",
         "requests": "requests", "token_ms": "ms/token", "keys_per_step": "keys/step", "cache_mib": "cache MiB/step",
         "prefill_seconds": "prefill s", "training_forward_seconds": "training forward s",
         "prefill_ratio": "ratio", "first_token_seconds": "first token s", "layer_ms": "ms",

@@ -58,8 +58,6 @@ class DecodeOptions(ModelOptions):
     """Sequences x tokens of the past of each, like 8x8192."""
     new_tokens: int = 64
     """Tokens of a sequence that are timed at each size."""
-    weights: tuple[Literal["float", "int8"], ...] = ("float",)
-    """Weights of the linear layers in the part model: of the type of the products, in 8 bits, or both."""
     plain: bool = True
     """Time a plain dense model beside the engine's, compiled and recorded."""
     prompt_tokens: tuple[int, ...] = (8192, 65536)

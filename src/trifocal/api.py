@@ -13,7 +13,6 @@ from trifocal.errors import UserError
 from trifocal.inference import Engine, Request, Sampling
 from trifocal.inference.prompts import DEFAULT_TEMPERATURE, cache_for_prompts, encode_prompts, memory_errors
 from trifocal.models import DecoderLM
-from trifocal.ops.decode.int8 import WeightType, check_weights
 from trifocal.ops.devices import computes_bf16
 from trifocal.train.checkpoint.pretrained import open_pretrained, pretrained_path
 from trifocal.train.config.check import choose_device
@@ -34,7 +33,6 @@ def generate(
     stop: Sequence[str] = (),
     stop_at_document_end: bool = True,
     checkpoint: str = "",
-    weights: WeightType = "float",
     device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> str:
     """Continue a text with a trained model, as the command `trifocal generate` does.
@@ -57,7 +55,6 @@ def generate(
         stop: Strings that end the text before them.
         stop_at_document_end: Stop where the model ends the document.
         checkpoint: A checkpoint of the run, like `step_00000500`; the newest by default.
-        weights: `"int8"` holds the weights of the linear layers in 8 bits, which a GPU reads faster.
         device: Where to run; `"auto"` takes a GPU if there is one.
 
     Returns:
@@ -94,7 +91,6 @@ def generate(
                 repetition_penalty=repetition_penalty,
                 seed=seed,
             )
-            check_weights(weights)
             [tokens] = encode_prompts([("the prompt", prompt)], tokenizer, config)
             stop_tokens = tokenizer.ends if stop_at_document_end else ()
             request = Request(
@@ -102,9 +98,7 @@ def generate(
             )
         except ValueError as error:
             raise UserError(str(error)) from error
-        cached = cache_for_prompts(
-            make, config, [("the prompt", tokens)], max_new_tokens, dtype, place, weights=weights
-        )
+        cached = cache_for_prompts(make, config, [("the prompt", tokens)], max_new_tokens, dtype, place)
     with memory_errors(place):
         (completion,) = Engine(cached, tokenizer).complete([request])
     if completion.finish_reason == "error":

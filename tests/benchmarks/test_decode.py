@@ -21,7 +21,7 @@ bench_decode, speedups, step_times_ms = decoding.bench_decode, decoding.speedups
 OPTIONS = DecodeOptions(
     parts=("model", "prefill", "mix"), sizes=("2x5", "1x40"), new_tokens=3, prompt_tokens=(40,), prefill_chunk_size=16,
     requests=5, mix_in=(2, 6), mix_out=(1, 4), max_sequences=2, repeats=1, row_seconds=1e-3,
-    model=MODEL, precision="fp32", device="cpu", weights=("float", "int8"),
+    model=MODEL, precision="fp32", device="cpu",
 )  # fmt: skip
 
 
@@ -44,19 +44,17 @@ def rows():
 
 def test_a_tokens_time_of_every_model(rows):
     model = [row for row in rows if row["part"] == "model"]
-    names = (("nsa", "float"), ("nsa", "int8"), ("dense", "float"), ("dense", "int8"), ("dense plain", "float"))
-    assert [(row["attention"], row["weights"], row["sequences"], row["tokens"]) for row in model] == [
-        *((*name, 2, 5) for name in names), *((*name, 1, 40) for name in names),
+    names = ("nsa", "dense", "dense plain")
+    assert [(row["attention"], row["sequences"], row["tokens"]) for row in model] == [
+        *((name, 2, 5) for name in names), *((name, 1, 40) for name in names),
     ]  # fmt: skip
     for row in model:
         assert 0 < row["token_p20_ms"] <= row["token_ms"] <= row["token_p80_ms"]
     sparse = MODEL.geometry.keys_read_per_step(40)
-    assert [row["keys_per_step"] for row in model[5:]] == [sparse, sparse, 41, 41, 41]
-    assert model[0]["weights_mib"] == 4 * model[1]["weights_mib"]
+    assert [row["keys_per_step"] for row in model[3:]] == [sparse, 41, 41]
     (small, large) = speedups(rows)
     assert (large["sequences"], large["tokens"]) == (1, 40)
-    assert small["dense_plain_ratio"] == model[4]["token_ms"] / model[0]["token_ms"]
-    assert small["int8_ratio"] == model[0]["token_ms"] / model[1]["token_ms"]
+    assert small["dense_plain_ratio"] == model[2]["token_ms"] / model[0]["token_ms"]
 
 
 def test_prefill_beside_the_training_forward(rows):
@@ -126,8 +124,6 @@ def test_wrong_results_are_not_timed(monkeypatch):
 
     monkeypatch.setattr(decode_layer, "decode_attention", wrong)
     found = recorder()
-    bench_decode(
-        replace(OPTIONS, parts=("model", "layer"), sizes=("1x5",), layer_sizes=("1x20",), weights=("float",)), found
-    )
+    bench_decode(replace(OPTIONS, parts=("model", "layer"), sizes=("1x5",), layer_sizes=("1x20",)), found)
     statuses = [row["status"].partition(":")[0] for row in found.rows]
     assert statuses == ["refused", "ok", "ok", "refused", "ok"]

@@ -151,26 +151,9 @@ def test_the_type_of_the_weights_is_that_of_the_products(
         assert (json.loads(file.read_text())["precision"], seen) == (name, {dtype})
 
 
-def test_weights_in_8_bits_have_a_loss_of_their_own(run: Path, tmp_path: Path, capsys: Capture) -> None:
-    sizes, losses = ("--only", "loss", "--sequences", "4"), {}
-    for weights in ("float", "int8"):
-        file = tmp_path / f"{weights}.json"
-        evaluated(capsys, str(run), *sizes, "--weights", weights, "--output", str(file))
-        content = json.loads(file.read_text())
-        assert content["weights"] == weights
-        losses[weights] = content["rows"][0]["loss"]
-    assert losses["int8"] != losses["float"] and losses["int8"] == pytest.approx(losses["float"], rel=1e-3)
-    # The report would show them as the run's.
-    for model in (run, run / "weights", run / "checkpoints" / "step_00000006"):
-        own = str(run / "weights" / ".." / "evaluation" / "int8.json")
-        text = refused(capsys, "evaluate", str(model), *sizes, "--weights", "int8", "--output", own)
-        assert text.endswith("/evaluation has the run's figures; give --output a file elsewhere\n")
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("--weights", "int8"), "give a file of its own: --output FILE.json"),
         (
             ("--only", "needles"),
             "one of 'loss', 'position', 'choice', 'needle', 'recall', got 'needles'",

@@ -24,7 +24,6 @@ from trifocal.cli.output import printable
 from trifocal.data import make_tokenizer
 from trifocal.errors import UserError
 from trifocal.inference import CachedModel, Engine, Request, Sampling, TextStream
-from trifocal.inference.cached_layers import round_to_int8
 from trifocal.testing.small_models import make_model, small_config
 from trifocal.train.checkpoint.export import export_folder
 
@@ -242,22 +241,9 @@ def test_python_gives_the_text_of_the_command(run: Path, capsys: Capture) -> Non
         trifocal.generate(load_model(run), "x", checkpoint="step_00000006")
     with pytest.raises(UserError, match="temperature must be at least 0, got -1"):
         trifocal.generate(str(run), "x", temperature=-1)
-    with pytest.raises(UserError, match="weights must be one of float, int8, got 'int9'"):
-        trifocal.generate(str(run), "x", weights="int9")
     with pytest.raises(UserError, match="seed must be an integer, got None"):
         trifocal.generate(str(run), "x", seed=None)  # type: ignore[arg-type]
 
-
-def test_weights_in_8_bits(run: Path, capsys: Capture) -> None:
-    """The text of the model that has them as numbers of its own type."""
-    model = load_model(run)
-    round_to_int8(model)
-    expected = "the dog" + trifocal.generate(model, "the dog", 12, temperature=0, stop_at_document_end=False) + "\n"
-    assert generated(capsys, str(run), *OPTIONS, "--weights", "int8") == expected
-    given = {"temperature": 0, "stop_at_document_end": False, "device": "cpu", "weights": "int8"}
-    assert "the dog" + trifocal.generate(run, "the dog", 12, **given) + "\n" == expected
-    message = refused(capsys, "generate", str(run), *OPTIONS, "--weights", "int9")
-    assert "--weights" in message and "int8" in message
     for folder in (run, run / "checkpoints" / "step_00000006", str(run / "weights")):
         assert trifocal.load_tokenizer(folder).name == "bytes"
         assert isinstance(trifocal.load_model(folder), trifocal.DecoderLM)

@@ -1,4 +1,4 @@
-"""The engine's recorded steps on a GPU: likeliest tokens, kept prefixes, guessed tokens, weights in 8 bits."""
+"""The engine's recorded steps on a GPU: likeliest tokens, kept prefixes, guessed tokens."""
 
 from dataclasses import replace
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from trifocal.inference import CachedModel, Engine, Request, Sampling
-from trifocal.inference.cached_layers import round_to_int8
 from trifocal.inference.recorded_work import RecordedWork
 from trifocal.models import DecoderLM, ModelConfig
 
@@ -90,30 +89,3 @@ def test_recorded_chunks_give_equal_bits(dtype: torch.dtype, attention: str) -> 
             expected += [plain.decode([alone], tokens[None, length : length + 1])[0, 0]]
             plain.free(alone)
             torch.testing.assert_close(found[0], torch.stack(expected), rtol=0, atol=1e-3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_weights_in_8_bits_in_recorded_steps(dtype: torch.dtype) -> None:
-    """Equal bits alone and in company; in fp32 the log-probabilities of the rounded model's own pass."""
-    model = DecoderLM(CONFIG)
-    model.init_weights(0)
-    model.to("cuda").eval()
-    requests = [
-        Request(prompt=[*range(number, 100)], max_new_tokens=40, sampling=Sampling(seed=number)) for number in range(20)
-    ]
-
-    def complete(max_sequences: int, asked: list[Request]) -> list[tuple[list[int], list[float]]]:
-        cached = CachedModel(model, max_sequences=max_sequences, max_length=140, dtype=dtype, weights="int8")
-        return [(found.tokens, found.log_probabilities) for found in Engine(cached).complete(asked)]
-
-    together = complete(20, requests)
-    assert [complete(1, [request])[0] for request in requests[:3]] == together[:3]
-    if dtype == torch.float32:
-        round_to_int8(model)
-        for request, (tokens, scores) in zip(requests, together, strict=True):
-            with torch.no_grad():
-                logits = model(torch.tensor([[*request.prompt, *tokens]], device="cuda"))[
-                    0, len(request.prompt) - 1 : -1
-                ]
-            own = logits.log_softmax(-1).gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0]
-            assert scores == pytest.approx(own.tolist(), abs=1e-3)

@@ -14,17 +14,15 @@ from torch.utils._pytree import tree_leaves
 from trifocal.errors import UserError
 from trifocal.inference import cached_attention, cached_model
 from trifocal.inference import prefill as prefill_module
-from trifocal.inference.cached_layers import round_to_int8
 from trifocal.inference.cached_model import CachedModel, CachedSequence, OutOfRows
-from trifocal.inference.paged_cache import cache_bytes, memory_for_caches
+from trifocal.inference.paged_cache import cache_bytes
 from trifocal.inference.pages import OutOfPages
 from trifocal.inference.prefill import Chunk
-from trifocal.models import DecoderLM, parameter_count
+from trifocal.models import DecoderLM
 from trifocal.nn import RopeScaling
 from trifocal.nn.rope import rotary_tables, rotate
 from trifocal.ops import Geometry, append_chunk, nsa_attention
 from trifocal.ops.decode.caches import NewRows, Place
-from trifocal.ops.decode.int8 import Int8Weight, WeightType
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -270,36 +268,6 @@ def test_later_changes_of_the_model_are_not_seen(make_model: Make, options: dict
             parameter.fill_(torch.nan)
     given = in_pieces(decoder, decoder.admit(), tokens, [12, 1, 7])
     torch.testing.assert_close(given, expected, rtol=0, atol=1e-11)
-
-
-@pytest.mark.parametrize("options", [*OPTIONS, {"tie_embeddings": True}, {"tie_embeddings": False}], ids=str)
-def test_weights_in_8_bits_equal_one_pass_of_the_rounded_model(make_model: Make, options: dict[str, Any]) -> None:
-    model, tokens = make_model(**options), draw_tokens(45)
-    decoder = cached(model, weights="int8")
-    given = in_pieces(decoder, decoder.admit(), tokens, [30, 9, 1, 5])
-    with torch.no_grad():
-        plain = model(tokens[None])[0]
-        round_to_int8(model)
-        expected = model(tokens[None])[0]
-    torch.testing.assert_close(given, expected, rtol=0, atol=1e-11)
-    assert (plain - expected).abs().max() > 1e-4
-
-
-def test_weights_in_8_bits_take_a_quarter_of_those_in_fp32(make_model: Make) -> None:
-    model = make_model().float()
-
-    def held(weights: WeightType) -> tuple[int, int]:
-        layer = vars(cached(model, weights=weights)._layers[0])
-        quantized = [x for x in layer.values() if isinstance(x, Int8Weight)]
-        tensors = [x for x in layer.values() if isinstance(x, torch.Tensor) and x.ndim == 2]
-        return sum(x.nbytes for x in tensors), sum(x.values.nbytes for x in quantized)
-
-    assert held("int8") == (0, held("float")[0] // 4) and held("float")[0] > 0
-    config, cpu = model.config, torch.device("cpu")
-    spared = memory_for_caches(config, torch.bfloat16, cpu, 2**40, weights="int8")
-    assert spared - memory_for_caches(config, torch.bfloat16, cpu, 2**40) == parameter_count(config)
-    with pytest.raises(ValueError, match="weights must be one of float, int8, got 'int9'"):
-        cached(model, weights="int9")
 
 
 @pytest.mark.parametrize("first", [0, 20])

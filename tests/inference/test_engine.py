@@ -67,23 +67,16 @@ def alone(model: DecoderLM, requests: list[Request], **options: Any) -> list[tup
 
 
 @pytest.mark.parametrize(
-    "options, weights",
-    [
-        ({}, "float"),
-        ({}, "int8"),
-        ({"attention": "dense"}, "float"),
-        ({"attention": "selected", "chooser": "index"}, "float"),
-    ],
-    ids=str,
+    "options", [{}, {"attention": "dense"}, {"attention": "selected", "chooser": "index"}], ids=str
 )
-def test_company_changes_no_bit(make_model: Make, options: dict[str, Any], weights: str) -> None:
+def test_company_changes_no_bit(make_model: Make, options: dict[str, Any]) -> None:
     """Tokens and log-probabilities, in a batch that others enter and leave, with pages so few that some must leave."""
     model = make_model(**options).float()
     requests = draw_requests(8)
-    expected = alone(model, requests, weights=weights)
+    expected = alone(model, requests)
     # The third has as many pages as its longest sequence needs.
     for max_sequences, num_pages in ((8, 0), (3, 0), (8, 9), (8, 7)):
-        engine, cached = make_engine(model, max_sequences, num_pages=num_pages, prefill_chunk_size=30, weights=weights)
+        engine, cached = make_engine(model, max_sequences, num_pages=num_pages, prefill_chunk_size=30)
         found = engine.complete(requests)
         assert [result(completion) for completion in found] == expected
         assert engine.idle and cached.num_free_rows == max_sequences

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from trifocal.inference import CachedModel, stream
-from trifocal.inference.cached_layers import round_to_int8
 from trifocal.models import DecoderLM
 
 
@@ -43,13 +42,6 @@ def test_greedy_equals_the_model_without_a_cache(make_model: Callable[..., Decod
     for chunk in (0, 2, 3):
         given = model.generate(prompt, 20, temperature=0, prefill_chunk_size=chunk)
         assert torch.equal(given, expected)
-
-
-def test_weights_in_8_bits_generate_what_the_rounded_model_does(make_model: Callable[..., DecoderLM]) -> None:
-    model, prompt = make_model(), torch.randint(31, (3, 5), generator=torch.Generator().manual_seed(0))
-    plain, given = (model.generate(prompt, 20, temperature=0, weights=weights) for weights in ("float", "int8"))
-    round_to_int8(model)
-    assert torch.equal(given, model.generate(prompt, 20, temperature=0)) and not torch.equal(given, plain)
 
 
 def test_seed_repeats_and_leaves_the_global_generator_alone(make_model: Callable[..., DecoderLM]) -> None:
@@ -114,7 +106,6 @@ def test_result_is_an_ordinary_tensor(make_model: Callable[..., DecoderLM]) -> N
         ({"max_new_tokens": -1}, "max_new_tokens must be at least 0, got -1"),
         ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer, got 2.5"),
         ({"temperature": -0.5}, "temperature must be at least 0, got -0.5"),
-        ({"weights": "int9"}, "weights must be one of float, int8, got 'int9'"),
         ({"prefill_chunk_size": -2}, "prefill_chunk_size must be at least 0, got -2"),
         ({"tokens": torch.zeros(2, 0, dtype=torch.int64)}, r"at least one token a row, got \[2, 0\]"),
     ],

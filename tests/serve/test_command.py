@@ -62,7 +62,7 @@ def serve(folder: Path, *flags: str) -> Iterator[tuple[warm.Popen, str, Path]]:
 
 
 def test_a_folder_is_served_until_a_signal(folder: Path) -> None:
-    with serve(folder, "--max-length", "3000", "--weights", "int8") as (process, url, errors):
+    with serve(folder, "--max-length", "3000") as (process, url, errors):
         # Whoever serves has no data.tokenizer to set.
         assert "completions alone, no chats: tokenizer bytes has no chat template\n" in errors.read_text()
         client = OpenAI(base_url=f"{url}/v1", api_key="sesame")
@@ -183,7 +183,7 @@ def test_what_cannot_be_served_is_refused(folder: Path, capsys: pytest.CaptureFi
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for arguments, message in (
             (["--port", str(taken.getsockname()[1])], "choose another --host or --port"),
-            (["--weights", "int9"], "--weights"),
+            (["--precision", "int9"], "--precision"),
             (["--max-waiting", "-1"], "--max-waiting must be at least 0, got -1"),
             (["--port", "0", "--max-length", "1000000000000"], "--max-length"),
         ):

@@ -31,10 +31,9 @@ from trifocal.evaluation import (
     to_json,
     write_evaluation,
 )
-from trifocal.inference.cached_layers import round_to_int8
 from trifocal.models import parameter_count
 from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
-from trifocal.paths import read_json, shell_path, user_path
+from trifocal.paths import read_json, shell_path
 from trifocal.train.checkpoint.export import STEP_FILE
 from trifocal.train.checkpoint.pretrained import Pretrained, open_pretrained, pretrained_path
 from trifocal.train.config.check import choose_device
@@ -81,8 +80,6 @@ class EvaluateArguments:
     """Haystacks for each length and depth, and rows for each number of pairs."""
     pairs: tuple[int, ...] = ()
     """Pairs in a row of recall; by default those of the source, a half and a quarter."""
-    weights: Literal["float", "int8"] = "float"
-    """Weights of the linear layers: the model's, or those that generate and serve have with --weights int8."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; "auto" takes a GPU if there is one."""
     output: str = ""
@@ -95,11 +92,6 @@ class EvaluateArguments:
         for name in ("lengths", "pairs"):
             if any(value < 1 for value in getattr(self, name)):
                 raise UserError(f"--{name} must be above 0, got {min(getattr(self, name))}")
-        if self.weights != "float" and not self.output:
-            raise UserError(
-                f"--weights {self.weights} measures another model than the run's; "
-                "give a file of its own: --output FILE.json"
-            )
 
 
 def run(args: Sequence[str]) -> int:
@@ -112,7 +104,6 @@ def run(args: Sequence[str]) -> int:
     check_output(options.output)
     path = pretrained_path(options.path, "RUN_DIR")
     with open_pretrained(path, options.checkpoint) as found:
-        _check_place(found, options)
         subject = _subject(found, options)
         step = _step_of(found.path)
     threads = Threads(fixed=subject.device.type != "cpu")
@@ -134,20 +125,8 @@ def run(args: Sequence[str]) -> int:
                 console.print(table)
             if note := _note_on_needles(rows, subject, step):
                 console.print(note, markup=False, highlight=False)
-            _write(found, options, _head(subject, step, options.weights), rows)
+            _write(found, options, _head(subject, step), rows)
     return 0
-
-
-def _check_place(found: Pretrained, options: EvaluateArguments) -> None:
-    """Refuse figures of weights in 8 bits among the run's own, where the report would take them for the run's."""
-    if options.weights == "float" or found.run is None:
-        return
-    own = _folder_of_run(found) / "evaluation"
-    if user_path(options.output, "--output").resolve().is_relative_to(own.resolve()):
-        raise UserError(
-            f"--weights {options.weights} measures another model than the run's, and {own} has the run's figures; "
-            "give --output a file elsewhere"
-        )
 
 
 def _note_on_needles(rows: Sequence[dict[str, Any]], subject: Subject, step: int | None) -> str:
@@ -164,7 +143,7 @@ def _note_on_needles(rows: Sequence[dict[str, Any]], subject: Subject, step: int
     )
 
 
-def _head(subject: Subject, step: int | None, weights: str) -> Evaluated:
+def _head(subject: Subject, step: int | None) -> Evaluated:
     assert subject.data is not None
     return Evaluated(
         step=step,
@@ -173,7 +152,6 @@ def _head(subject: Subject, step: int | None, weights: str) -> Evaluated:
         source=subject.data.source,
         trained_length=subject.trained_length,
         precision=subject.precision,
-        weights=weights,
         device=torch.cuda.get_device_name() if subject.device.type == "cuda" else "CPU",
         version=__version__,
     )
@@ -189,8 +167,6 @@ def _subject(found: Pretrained, options: EvaluateArguments) -> Subject:
     precision = _PRECISIONS.get(model.embedding.weight.dtype) or (
         "fp32" if found.run is None else found.run.train.precision
     )
-    if options.weights == "int8":
-        round_to_int8(model)
     return Subject(model, found.tokenizer(), data, found.run, device, precision, found.sequence_length())
 
 

@@ -63,8 +63,6 @@ class GenerateArguments:
     """Tokens of a prompt that go through the model at a time, to bound memory; 0: up to 65,536, on a CPU 8,192."""
     max_sequences: int = 0
     """Sequences at a time; 0: as memory allows, up to 256."""
-    weights: Literal["float", "int8"] = "float"
-    """Weights of the linear layers: in the type of the products, or in 8 bits, which a GPU reads faster."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; "auto" takes a GPU if there is one."""
 
@@ -151,7 +149,6 @@ def load(options: GenerateArguments, path: Path, prompts: Sequence[tuple[str, st
             samples=options.samples,
             max_sequences=options.max_sequences,
             prefill_chunk_size=options.prefill_chunk_size,
-            weights=options.weights,
         )
     longest = model.max_length + 1
     if found.run is not None and longest > found.run.train.sequence_length:

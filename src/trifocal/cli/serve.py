@@ -81,8 +81,6 @@ class ServeArguments:
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Type of the products and caches; "auto": as in training, or that of the model's files; bf16 is fp32 on a CPU
     without instructions for it."""
-    weights: Literal["float", "int8"] = "float"
-    """Weights of the linear layers: in the type of the products, or in 8 bits, which a GPU reads faster."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; "auto" takes a GPU if there is one."""
 
@@ -153,7 +151,7 @@ def _load(found: Pretrained, options: ServeArguments) -> CachedModel:
     dtype = {"auto": found.dtype(device), "fp32": torch.float32, "bf16": torch.bfloat16}[options.precision]
     length = options.max_length or found.sequence_length() or _UNKNOWN_LENGTH
     with memory_errors(device):
-        free = memory_for_caches(config, dtype, device, weights=options.weights)
+        free = memory_for_caches(config, dtype, device)
         weight, records = cache_bytes(config, dtype, length), device.type == "cuda"
         free -= options.prefixes * weight.row + records * weight.page
         wanted = options.max_sequences or _MOST_SEQUENCES[device.type]
@@ -173,7 +171,6 @@ def _load(found: Pretrained, options: ServeArguments) -> CachedModel:
             prefill_chunk_size=options.prefill_chunk_size or _CHUNK_TOKENS[device.type],
             spare_rows=options.prefixes,
             record_chunks=records,
-            weights=options.weights,
         )
 
 

@@ -23,7 +23,6 @@ class Evaluated:
         source: `data.source` of the text or task.
         trained_length: Tokens of a training sequence; None where unknown.
         precision: Precision of the matrix products.
-        weights: "float", or "int8" where the weights are those of decoding with weights in 8 bits.
         device: The GPU or CPU.
         version: Version of Trifocal.
     """
@@ -34,7 +33,6 @@ class Evaluated:
     source: str
     trained_length: int | None
     precision: str
-    weights: str
     device: str
     version: str
 

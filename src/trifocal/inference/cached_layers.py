@@ -1,11 +1,10 @@
 """A decoder's layers as decoding runs them, with weights prepared once.
 
-Weights are copied in the type of the products, or in 8 bits; those that read the same input are joined. The residual
-stream, norms and gates stay in fp32 (fp64 for a model in fp64).
+Weights are copied in the type of the products; those that read the same input are joined. The residual stream, norms
+and gates stay in fp32 (fp64 for a model in fp64).
 """
 
 import copy
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -27,7 +26,6 @@ from trifocal.nn.norm import AllHeadsRMSNorm
 from trifocal.nn.projection import ALIGNMENT
 from trifocal.ops import DecodeBatch, Geometry
 from trifocal.ops.decode import linear as decode_products
-from trifocal.ops.decode.int8 import Weight, WeightType, quantize
 from trifocal.ops.decode.linear import Norm, Residual
 
 _READ: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding, RMSNorm, AllHeadsRMSNorm)
@@ -41,7 +39,6 @@ class CachedLayer:
         geometry: Block sizes, in tokens, for the longest sequence; see `decode_geometry`.
         dtype: Type of the products and of keys and values.
         tables: Rotary tables of the layer.
-        weights: How the weights of the linear layers are held; those of a learned φ have the type of the products.
 
     Attributes:
         norm: The norm in front of the block; None where norms stand behind.
@@ -50,9 +47,7 @@ class CachedLayer:
 
     next_norm: Norm | None = None
 
-    def __init__(
-        self, block: nn.Module, geometry: Geometry, dtype: torch.dtype, tables: LayerTables, weights: WeightType
-    ) -> None:
+    def __init__(self, block: nn.Module, geometry: Geometry, dtype: torch.dtype, tables: LayerTables) -> None:
         assert isinstance(block, Block)
         attention, mlp = block.attention, block.mlp
         assert isinstance(attention, AttentionBase)
@@ -81,10 +76,10 @@ class CachedLayer:
         # others. Decoding takes the front part.
         self._num_inner = sum(linear.out_features for linear in linears)
         self._padding = -self._num_inner % ALIGNMENT
-        self._in, self._in_bias = _prepared_linear(linears, dtype, weights, self._padding)
-        self._out, self._out_bias = _prepared_linear([attention.o_proj], dtype, weights)
-        self._gate_up, self._gate_up_bias = _prepared_linear([mlp.gate_proj, mlp.up_proj], dtype, weights)
-        self._down, self._down_bias = _prepared_linear([mlp.down_proj], dtype, weights)
+        self._in, self._in_bias = _prepared_linear(linears, dtype, self._padding)
+        self._out, self._out_bias = _prepared_linear([attention.o_proj], dtype)
+        self._gate_up, self._gate_up_bias = _prepared_linear([mlp.gate_proj, mlp.up_proj], dtype)
+        self._down, self._down_bias = _prepared_linear([mlp.down_proj], dtype)
 
     def prefill(self, residual: Residual, cache: Any, chunk: Chunk) -> Residual:
         """The residual stream of a chunk's T tokens."""
@@ -132,7 +127,7 @@ class CachedLayer:
 
 def _added(
     x: Tensor,
-    weight: Weight,
+    weight: Tensor,
     residual: Residual,
     bias: Tensor | None,
     norm: Norm | None,
@@ -146,15 +141,13 @@ def _added(
     return Residual(out, out[:, :0])
 
 
-def _prepared_linear(
-    linears: list[nn.Linear], dtype: torch.dtype, weights: WeightType, padding: int = 0
-) -> tuple[Weight, Tensor | None]:
+def _prepared_linear(linears: list[nn.Linear], dtype: torch.dtype, padding: int = 0) -> tuple[Tensor, Tensor | None]:
     """Weights and biases of maps that read the same input, one above the other; no bias where none has one.
 
     The last `padding` outputs are zeros.
     """
     joined = torch.cat([whole(linear.weight) for linear in linears])
-    weight = prepared_weight(functional.pad(joined, (0, 0, 0, padding)), dtype, weights)
+    weight = copied(functional.pad(joined, (0, 0, 0, padding)), dtype)
     if all(linear.bias is None for linear in linears):
         return weight, None
     biases = [joined.new_zeros(x.out_features) if x.bias is None else whole(x.bias) for x in linears]
@@ -173,32 +166,6 @@ def check_plain(model: DecoderLM) -> None:
                 f"decoding reads weights alone, but {name} computes more than a layer with its weight: merge adapters "
                 "into the weights, and remove hooks that make these"
             )
-
-
-def prepared_weight(weight: Tensor, dtype: torch.dtype, weights: WeightType) -> Weight:
-    """A linear layer's weight as the products read it, in memory of its own."""
-    return quantize(whole(weight), dtype) if weights == "int8" else copied(weight, dtype)
-
-
-@torch.no_grad()
-def round_to_int8(model: DecoderLM) -> None:
-    """Give a model the weights that decoding with weights in 8 bits multiplies by, in the type of its own.
-
-    An output projection that is the embedding becomes one of its own: tokens are still looked up in the embedding.
-    """
-    if model.head is None:
-        vocab_size, dim = model.embedding.weight.shape
-        model.head = nn.Linear(dim, vocab_size, bias=False, device="meta")
-        model.head.weight = nn.Parameter(copied(model.embedding.weight, model.embedding.weight.dtype))
-    for linear in (model.head, *(linear for block in model.blocks for linear in _linears_of(block))):
-        linear.weight.copy_(quantize(linear.weight, linear.weight.dtype).dequantized())
-
-
-def _linears_of(block: nn.Module) -> Iterator[nn.Linear]:
-    """A block's linear layers, without those of a learned φ."""
-    for name, module in block.named_modules():
-        if isinstance(module, nn.Linear) and "compressor" not in name:
-            yield module
 
 
 def _prepared_norm(norm: RMSNorm) -> Norm:

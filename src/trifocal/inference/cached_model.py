@@ -19,7 +19,7 @@ from torch import Tensor
 from trifocal.errors import UserError
 from trifocal.inference import products
 from trifocal.inference.cached_attention import tables_of_layers
-from trifocal.inference.cached_layers import CachedLayer, check_plain, copied, normed, prepared_weight
+from trifocal.inference.cached_layers import CachedLayer, check_plain, copied, normed
 from trifocal.inference.paged_cache import HostCopy, PagedCache, decode_geometry, page_size_of
 from trifocal.inference.pages import OutOfPages, PageAllocator, PageTable
 from trifocal.inference.prefill import Chunk
@@ -30,7 +30,6 @@ from trifocal.models.model_config import ModelConfig
 from trifocal.ops import DecodeBatch
 from trifocal.ops.decode import linear as decode_products
 from trifocal.ops.decode.caches import MOST_NEW_TOKENS, Place
-from trifocal.ops.decode.int8 import WeightType, check_weights
 from trifocal.ops.decode.linear import Norm, Residual
 
 _MOST_PREFILL_TOKENS = {"cuda": 65536, "cpu": 8192}
@@ -87,8 +86,8 @@ class SwappedSequence:
 class CachedModel:
     """A model with caches for several sequences.
 
-    Weights are copied in the type of the products, or in 8 bits; later changes of the model's are not seen. Results of
-    a sequence do not depend on other sequences, bit for bit.
+    Weights are copied in the type of the products; later changes of the model's are not seen. Results of a sequence do
+    not depend on other sequences, bit for bit.
 
     Args:
         model: The model; its device is that of the caches.
@@ -101,8 +100,6 @@ class CachedModel:
         spare_rows: Rows of the rings beyond those of the sequences, for pasts of prompts that an engine keeps.
         record_chunks: Whether chunks of prompts are recorded as CUDA graphs, each place and length for itself. Lengths
             are padded to powers of two from 256, up to the chunk size, on every device; the padding takes one page.
-        weights: `"float"`: linear layers have weights of the products' type; `"int8"`: of 8 bits, with a scale for each
-            output, which are read in half of the time and err by up to 1/254 of the output's largest weight.
 
     Attributes:
         pages: The allocator of pages.
@@ -111,7 +108,7 @@ class CachedModel:
     Raises:
         UserError: If the model's choice of blocks is a control of training, random or exact; or a layer computes more
             than a product with its weight, as adapters do. Other hooks of the model are not run.
-        ValueError: If a number is under 1, or the weights are of no known kind.
+        ValueError: If a number is under 1.
     """
 
     # Not inference mode, in which sharded parameters cannot be gathered.
@@ -128,7 +125,6 @@ class CachedModel:
         prefill_chunk_size: int = 0,
         spare_rows: int = 0,
         record_chunks: bool = False,
-        weights: WeightType = "float",
     ) -> None:
         for name, value in (
             ("max_sequences", max_sequences),
@@ -138,7 +134,6 @@ class CachedModel:
         ):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        check_weights(weights)
         config = model.config
         if config.undecodable:
             raise UserError(config.undecodable)
@@ -168,15 +163,14 @@ class CachedModel:
         geometry = decode_geometry(config, max_length)
         self._embedding = copied(model.embedding.weight, exact)
         self._layers = [
-            CachedLayer(block, geometry, self.dtype, own, weights)
-            for block, own in zip(model.blocks, tables, strict=True)
+            CachedLayer(block, geometry, self.dtype, own) for block, own in zip(model.blocks, tables, strict=True)
         ]
         self._norm = Norm(copied(model.norm.weight, exact), model.norm.eps)
         for layer, following in pairwise(self._layers):
             layer.next_norm = following.norm
         self._layers[-1].next_norm = None if config.norm_after else self._norm
         output = model.embedding if model.head is None else model.head
-        self._output = prepared_weight(output.weight, self.dtype, weights)
+        self._output = copied(output.weight, self.dtype)
         self._recorded = _ChunkBuffers(self, exact) if record_chunks else None
 
     @property

@@ -11,7 +11,6 @@ from trifocal.inference.engine import Engine
 from trifocal.inference.request import Request
 from trifocal.inference.sampler import Sampling
 from trifocal.models.decoder import DecoderLM
-from trifocal.ops.decode.int8 import WeightType
 from trifocal.ops.validation import check_rank, check_whole_number
 
 
@@ -49,7 +48,6 @@ def stream(
     seed: int | None = None,
     stop_token: int | None = None,
     prefill_chunk_size: int = 0,
-    weights: WeightType = "float",
     **sampling: Any,
 ) -> Iterator[Tensor]:
     """The tokens of `generate`, each yielded when it is drawn.
@@ -62,7 +60,6 @@ def stream(
         stop_token: A row that draws it is done; None never stops.
         prefill_chunk_size: Tokens of a prompt that go through the model at a time, which bounds memory; 0: up to
             65,536, on a CPU up to 8,192.
-        weights: How linear layers hold their weights, `"float"` or `"int8"`; see `CachedModel`.
         sampling: `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`; see `Sampling`.
 
     Yields:
@@ -87,7 +84,6 @@ def stream(
         max_sequences=len(tokens),
         max_length=tokens.shape[1] + max_new_tokens - 1,
         prefill_chunk_size=prefill_chunk_size,
-        weights=weights,
     )
     stop_tokens = () if stop_token is None else (stop_token,)
     requests = [

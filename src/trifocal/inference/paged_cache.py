@@ -16,7 +16,6 @@ from trifocal.models.model_config import Attention, ModelConfig
 from trifocal.nn.attention_base import INDEX_DIM
 from trifocal.ops import DenseCache, Geometry, SparseCache
 from trifocal.ops.decode.caches import MOST_NEW_TOKENS
-from trifocal.ops.decode.int8 import WeightType
 from trifocal.runlog import host_memory_bytes
 
 PAGE_SIZE = 256
@@ -161,12 +160,7 @@ def plan_cache(
 
 
 def memory_for_caches(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    free_bytes: int | None = None,
-    *,
-    weights: WeightType = "float",
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, free_bytes: int | None = None
 ) -> int:
     """Bytes for caches on a device beside the model's weights; 0 or less if there are none.
 
@@ -175,12 +169,11 @@ def memory_for_caches(
         dtype: Type of the products.
         device: Where.
         free_bytes: Free memory of the device; asked for unless given.
-        weights: How linear layers hold their weights.
     """
     if free_bytes is None:
         free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory_bytes() or 2**40
     # The weights as they are loaded, and the copy for the products.
-    weight_bytes = parameter_count(config) * (4 + (1 if weights == "int8" else dtype.itemsize))
+    weight_bytes = parameter_count(config) * (4 + dtype.itemsize)
     return int(free_bytes * _USABLE_SHARE[device.type]) - weight_bytes - _WORKING_BYTES[device.type]
 
 

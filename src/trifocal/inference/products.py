@@ -1,7 +1,7 @@
 """PyTorch's products of a layer with its weights, with the calls of `trifocal.ops.decode.linear`.
 
 They are the fastest for many rows. A prompt runs on them, whose rows belong to one sequence; decoding runs on the
-others, whose sums do not depend on the number of rows. Weights in 8 bits are dequantized for each product.
+others, whose sums do not depend on the number of rows.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trifocal.ops.decode.int8 import Weight, dequantized
 from trifocal.ops.decode.linear import Norm, Residual
 
 
@@ -22,7 +21,7 @@ def embedding(tokens: Tensor, table: Tensor) -> Residual:
 def normed_linear(
     residual: Residual,
     norm: Norm | None,
-    weight: Weight,
+    weight: Tensor,
     bias: Tensor | None = None,
     *,
     num_sigmoids: int = 0,
@@ -30,7 +29,7 @@ def normed_linear(
     padding: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """See `trifocal.ops.decode.linear.normed_linear`; the last `padding` columns are left out."""
-    out = functional.linear(_normed(residual, norm, weight.dtype), dequantized(weight), bias)
+    out = functional.linear(_normed(residual, norm, weight.dtype), weight, bias)
     out = out[:, : out.shape[1] - padding]
     gates = None
     if num_sigmoids:
@@ -39,22 +38,22 @@ def normed_linear(
     return out.to(out_dtype or out.dtype), gates
 
 
-def normed_swiglu(residual: Residual, norm: Norm, weight: Weight) -> Tensor:
+def normed_swiglu(residual: Residual, norm: Norm, weight: Tensor) -> Tensor:
     """See `trifocal.ops.decode.linear.normed_swiglu`."""
-    gate, up = functional.linear(_normed(residual, norm, weight.dtype), dequantized(weight)).chunk(2, dim=-1)
+    gate, up = functional.linear(_normed(residual, norm, weight.dtype), weight).chunk(2, dim=-1)
     return functional.silu(gate) * up
 
 
 def residual_linear(
-    x: Tensor, weight: Weight, residual: Residual, bias: Tensor | None = None, *, next_norm: Norm | None = None
+    x: Tensor, weight: Tensor, residual: Residual, bias: Tensor | None = None, *, next_norm: Norm | None = None
 ) -> Residual:
     """See `trifocal.ops.decode.linear.residual_linear`; the next norm waits for its own product."""
-    return _residual(residual.x + functional.linear(x, dequantized(weight), bias))
+    return _residual(residual.x + functional.linear(x, weight, bias))
 
 
-def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See `trifocal.ops.decode.linear.linear`."""
-    return functional.linear(x, dequantized(weight), bias)
+    return functional.linear(x, weight, bias)
 
 
 def by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

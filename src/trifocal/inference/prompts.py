@@ -11,7 +11,6 @@ from trifocal.errors import UserError
 from trifocal.inference.cached_model import CachedModel
 from trifocal.inference.paged_cache import cache_bytes, longest_that_fits, memory_for_caches, plan_cache
 from trifocal.models import DecoderLM, ModelConfig
-from trifocal.ops.decode.int8 import WeightType
 
 _MOST_SEQUENCES = {"cuda": 256, "cpu": 16}
 _KEPT_BEGINNINGS = 64
@@ -52,7 +51,6 @@ def cache_for_prompts(
     samples: int = 1,
     max_sequences: int = 0,
     prefill_chunk_size: int = 0,
-    weights: WeightType = "float",
 ) -> CachedModel:
     """A model with caches for prompts.
 
@@ -66,7 +64,6 @@ def cache_for_prompts(
         samples: Continuations of each prompt.
         max_sequences: Sequences at a time; 0: as memory allows, up to 256, on a CPU up to 16.
         prefill_chunk_size: Argument of `CachedModel`. If it is given, several prompts share their beginnings.
-        weights: Argument of `CachedModel`.
 
     Raises:
         UserError: If the memory does not suffice; names the longest sequence that would fit.
@@ -75,7 +72,7 @@ def cache_for_prompts(
     # The last token is never read.
     longest = len(prompt) + max_new_tokens - 1
     with memory_errors(device):
-        free = memory_for_caches(config, dtype, device, weights=weights)
+        free = memory_for_caches(config, dtype, device)
         # Beginnings end where chunks do, and chunks are longer than most prompts unless their size is given.
         spare_rows = _KEPT_BEGINNINGS if len(prompts) > 1 and 0 < prefill_chunk_size < len(prompt) else 0
         free -= spare_rows * cache_bytes(config, dtype, longest).row
@@ -100,7 +97,6 @@ def cache_for_prompts(
             dtype=dtype,
             prefill_chunk_size=prefill_chunk_size,
             spare_rows=spare_rows,
-            weights=weights,
         )
 
 

@@ -1,8 +1,8 @@
 """The linear layers of a decode step: a row's bits do not depend on the other rows, nor on how many there are.
 
 M rows are the new tokens of all sequences; E is the width of the residual stream. Weights have the type of the
-products, or 8 bits (see `int8`); the residual stream, norms and gates are in fp32. The kernels take what `dispatch`
-lets them; the reference takes each row by itself, and dequantizes weights in 8 bits for each product.
+products; the residual stream, norms and gates are in fp32. The kernels take what `dispatch` lets them; the reference
+takes each row by itself.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from trifocal.ops import dispatch
-from trifocal.ops.decode.int8 import Weight, dequantized
 
 
 class Residual(NamedTuple):
@@ -66,7 +65,7 @@ def embedding(
 def normed_linear(
     residual: Residual,
     norm: Norm | None,
-    weight: Weight,
+    weight: Tensor,
     bias: Tensor | None = None,
     *,
     num_sigmoids: int = 0,
@@ -104,7 +103,7 @@ def normed_linear(
     return out.to(out_dtype or out.dtype), gates
 
 
-def normed_swiglu(residual: Residual, norm: Norm, weight: Weight, backend: dispatch.Backend = "auto") -> Tensor:
+def normed_swiglu(residual: Residual, norm: Norm, weight: Tensor, backend: dispatch.Backend = "auto") -> Tensor:
     """`silu(norm(x) W_gate^T) * norm(x) W_up^T`: weight [2 * hidden, E], the gate's rows first -> [M, hidden]."""
     if _runs_kernels(weight, backend):
         return _kernels().linear(
@@ -120,7 +119,7 @@ def normed_swiglu(residual: Residual, norm: Norm, weight: Weight, backend: dispa
 
 def residual_linear(
     x: Tensor,
-    weight: Weight,
+    weight: Tensor,
     residual: Residual,
     bias: Tensor | None = None,
     *,
@@ -138,7 +137,7 @@ def residual_linear(
     return Residual(out, _squares(out))
 
 
-def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, backend: dispatch.Backend = "auto") -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: dispatch.Backend = "auto") -> Tensor:
     """`x W^T + bias` alone: x [M, K], weight [N, K] -> [M, N] in the weights' type."""
     if _runs_kernels(weight, backend):
         return _kernels().linear(x, weight, bias)[0]  # type: ignore[no-any-return]
@@ -153,10 +152,8 @@ def by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return function(x) if x.is_cuda else torch.cat([function(row) for row in x.split(1)])
 
 
-def _runs_kernels(weight: Weight, backend: dispatch.Backend) -> bool:
-    # Device and type of the products decide.
-    like = weight if isinstance(weight, Tensor) else weight.scale.new_empty(0, dtype=weight.dtype)
-    return dispatch.resolve("decode_linear", backend, like, None, None) == "triton"
+def _runs_kernels(weight: Tensor, backend: dispatch.Backend) -> bool:
+    return dispatch.resolve("decode_linear", backend, weight, None, None) == "triton"
 
 
 def _kernels():  # type: ignore[no-untyped-def]
@@ -188,9 +185,8 @@ def _normed(residual: Residual, norm: Norm | None, dtype: torch.dtype) -> Tensor
     return (residual.x * (mean + norm.eps).rsqrt() * norm.weight.to(residual.x.dtype)).to(dtype)
 
 
-def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    plain = dequantized(weight)
-    return _alone(lambda row: functional.linear(row, plain, bias), x)
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _alone(lambda row: functional.linear(row, weight, bias), x)
 
 
 def _alone(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -31,12 +31,8 @@ where that is written: the next kernel's programs read rows in the products' typ
 Weights and rows go from memory to matrix instructions without shared memory: each thread loads 16 bytes along K of the
 two columns and of the row that it has in an instruction, and sums take K in that order (`columns_of_operand`).
 
-Weights may have 8 bits (see `ops.decode.int8`). They become numbers of the products' type in registers, which holds
-each of them exactly, and an output's scale multiplies its sum.
-
 Two programs fit a multiprocessor where each has at most 128 registers a thread; then the next kernel's weights are on
-their way while this one ends. A loop over rows makes the compiler widen all weights of 8 bits before it, so there is
-none where a program has one tile of rows.
+their way while this one ends.
 """
 
 import torch
@@ -44,7 +40,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops.decode.int8 import Int8Weight, Weight
 from trifocal.ops.tiles import cdiv, next_power_of_2
 from trifocal.ops.triton.common import add_product, nothing_lost, unit_stride
 from trifocal.ops.triton.dependent_launch import dependent_launch, release_next, wait_for_inputs
@@ -55,9 +50,10 @@ _MOST_ROWS = 32
 _COLUMNS = 16
 # Programs share the rows up to this number of programs: two for each multiprocessor of the largest devices.
 _ENOUGH_PROGRAMS = 264
+# Numbers along K that a warp takes at a time: a thread's load has 16 bytes; operands in fp32 take more registers.
+_STEP = 32
 # Bytes of weights that a program holds at a time, of one product and of two: 88, 64 registers of a thread of 8 warps.
-_MOST_BYTES_OF_TWO = {1: 65536, 2: 65536, 4: 65536}
-_MOST_BYTES_OF_ONE = 90112
+_MOST_BYTES = {1: 90112, 2: 65536}
 # Two programs a multiprocessor.
 _MOST_REGISTERS = 128
 _MOST_WARPS = 8
@@ -119,13 +115,13 @@ def lanes_of_rows(
 
 
 @triton.jit
-def columns_of_operand(tiles, SPLIT: tl.constexpr, LANE: tl.constexpr, dtype: tl.constexpr):
+def columns_of_operand(tiles, SPLIT: tl.constexpr, LANE: tl.constexpr):
     """The first operand [SPLIT, 16, 4 * LANE] of what threads hold, [T, 2 * LANE], without moving a number.
 
     Of an operand a thread holds LANE / 2 neighbours of K, its three neighbours the next ones, and so twice. So a sum
     takes a thread's LANE numbers in two parts; `rows_of_operand` orders those of x alike.
     """
-    tile = beside(tiles[0].to(dtype), tiles[1].to(dtype))
+    tile = beside(tiles[0], tiles[1])
     tile = tl.reshape(tile, SPLIT, 8, 4, 2, 2, LANE // 2)
     return tl.reshape(tl.permute(tile, 0, 3, 1, 4, 2, 5), SPLIT, 16, 4 * LANE)
 
@@ -162,9 +158,9 @@ def add_turn(
     for part in tl.static_range(len(tiles)):
         rows = lanes_of_rows(x, k + part * BLOCK, row, num_rows, x_stride, ROWS, LANE, K, part >= INSIDE)
         rows = rows_of_operand(rows, SPLIT, LANE, ROWS)
-        total, lost = add_product(total, lost, columns_of_operand(tiles[part], SPLIT, LANE, rows.dtype), rows)
+        total, lost = add_product(total, lost, columns_of_operand(tiles[part], SPLIT, LANE), rows)
         if UP > 0:
-            up = columns_of_operand(ups[part], SPLIT, LANE, rows.dtype)
+            up = columns_of_operand(ups[part], SPLIT, LANE)
             total_up, lost_up = add_product(total_up, lost_up, up, rows)
     return total, lost, total_up, lost_up
 
@@ -207,7 +203,7 @@ def sum_of_pairs(x, LEVELS: tl.constexpr):
 @Kernel
 @triton.jit(do_not_specialize=["num_rows"])
 def decode_linear_kernel(
-    x, squares, weight, scales, bias, residual, next_norm, out, normed, sigmoids, out_squares, x_stride, num_rows, eps,
+    x, squares, weight, bias, residual, next_norm, out, normed, sigmoids, out_squares, x_stride, num_rows, eps,
     K: tl.constexpr, N: tl.constexpr, SIGMOIDS_FROM: tl.constexpr, SQUARES: tl.constexpr, SQUARES_LEVELS: tl.constexpr,
     NORM: tl.constexpr, BIAS: tl.constexpr, SWIGLU: tl.constexpr, RESIDUAL: tl.constexpr, NEXT_NORM: tl.constexpr,
     DEPENDENT: tl.constexpr, LOOPS: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, SPLIT: tl.constexpr,
@@ -215,12 +211,11 @@ def decode_linear_kernel(
 ):  # fmt: skip
     """2**LEVELS columns of `x W^T`, with SWIGLU of both halves of W, for every so many-th tile of ROWS rows.
 
-    Products are in `dtype`; W may be in 8 bits, with scales. Tiles of W and x are [SPLIT, columns or ROWS, STEP]: warp
-    s of SPLIT adds up its own part of K. TURN of them are asked for at a time.
+    Products are in `dtype`. Tiles of W and x are [SPLIT, columns or ROWS, STEP]: warp s of SPLIT adds up its own part
+    of K. TURN of them are asked for at a time.
     """
     COLUMNS: tl.constexpr = 2**LEVELS
     BLOCK: tl.constexpr = SPLIT * STEP
-    INT8: tl.constexpr = weight.dtype.element_ty == tl.int8
     STRIDE: tl.constexpr = BLOCK * TURN
     MASKED: tl.constexpr = K % STRIDE > 0
     UP: tl.constexpr = N * K if SWIGLU else 0
@@ -241,10 +236,6 @@ def decode_linear_kernel(
     ups = tiles
     if SWIGLU:
         ups = load_turn(weight + UP, thread_column, other_columns, thread_k, TURN, BLOCK, K // BLOCK, LANE, K)
-    if INT8:
-        scale_of_column = tl.load(scales + known_column)[:, None]
-        if SWIGLU:
-            scale_of_up = tl.load(scales + N + known_column)[:, None]
     if BIAS:
         added = tl.load(bias + known_column).to(tl.float32)
     if NEXT_NORM:
@@ -287,8 +278,6 @@ def decode_linear_kernel(
                 BLOCK, INSIDE, LANE, K, UP,
             )  # fmt: skip
         sums = sum_of_warps(total)
-        if INT8:
-            sums *= scale_of_column
         if NORM:
             if SQUARES_LATER:
                 parts = load_squares(squares, known_row, SQUARES, SQUARES_LEVELS)
@@ -301,8 +290,6 @@ def decode_linear_kernel(
         if SWIGLU:
             gated = (product / (1.0 + tl.exp(-product))).to(dtype).to(tl.float32)
             up = sum_of_warps(total_up)
-            if INT8:
-                up *= scale_of_up
             product = gated * (up * root).to(dtype).to(tl.float32)
         if RESIDUAL:
             product += before
@@ -360,7 +347,7 @@ def embedding(tokens: Tensor, table: Tensor, next_norm: NextNorm | None = None) 
 
 def linear(
     x: Tensor,
-    weight: Weight,
+    weight: Tensor,
     bias: Tensor | None,
     *,
     norm: tuple[Tensor, float] | None = None,
@@ -374,7 +361,7 @@ def linear(
 
     Args:
         x: [M, K], in the type of the products.
-        weight: [N, K], also in 8 bits; with `swiglu` [2 N, K], the gate's rows first.
+        weight: [N, K]; with `swiglu` [2 N, K], the gate's rows first.
         bias: [N], or None.
         norm: Sums of squares [M, parts] of the rows that x is of, and epsilon: x is these rows times the norm's weight.
         residual: [M, N], fp32; the result is added to it.
@@ -392,12 +379,9 @@ def linear(
     """
     x = unit_stride(x)
     squares, eps = norm or (x, 0.0)
-    values, scales = (weight.values, weight.scale) if isinstance(weight, Int8Weight) else (weight, None)
     rows, depth = x.shape
-    width = values.shape[0] // (2 if swiglu else 1)
-    # Beside as many weights as without a norm, which become wider, there are registers for half of the rows.
-    most_rows = _MOST_ROWS // (2 if scales is not None and not norm else 1)
-    tile_rows = _rows_of_tile(rows, weight.dtype.itemsize, most_rows)
+    width = weight.shape[0] // (2 if swiglu else 1)
+    tile_rows = _rows_of_tile(rows, weight.dtype.itemsize)
     tiles, row_tiles = cdiv(width, _COLUMNS), cdiv(rows, tile_rows)
     dtype = (out_dtype or weight.dtype) if residual is None else torch.float32
     out = torch.empty(rows, width - num_sigmoids, dtype=dtype, device=x.device)
@@ -407,23 +391,23 @@ def linear(
     elif num_sigmoids:
         extra = torch.empty(rows, num_sigmoids, dtype=torch.float32, device=x.device)
     next_weight, normed = _of_next_norm(next_norm, out)
-    _check_weights(weight=values, scale=scales, bias=bias, next_norm=next_weight)
+    _check_weights(weight=weight, bias=bias, next_norm=next_weight)
     parts = 1
     if norm:
         parts, squares = squares.shape[1], squares.contiguous()
-    split, step, turn = _turns_of_sum(depth, weight.dtype.itemsize, values.itemsize, 2 if swiglu else 1)
+    split, turn = _turns_of_sum(depth, weight.dtype.itemsize, 2 if swiglu else 1)
     programs = min(row_tiles, max(1, _ENOUGH_PROGRAMS // tiles))
     few_rows = tile_rows == _FEWEST_ROWS and programs == row_tiles
     most_registers = {"maxnreg": _MOST_REGISTERS} if few_rows else {}
     decode_linear_kernel[programs, tiles](
-        x, squares, values, values if scales is None else scales, values if bias is None else bias,
-        x if residual is None else residual.contiguous(), values if next_weight is None else next_weight,
+        x, squares, weight, weight if bias is None else bias,
+        x if residual is None else residual.contiguous(), weight if next_weight is None else next_weight,
         out, out if normed is None else normed, out if extra is None else extra, out if extra is None else extra,
         x.stride(0), rows, eps,
         K=depth, N=width, SIGMOIDS_FROM=width - num_sigmoids, SQUARES=parts, SQUARES_LEVELS=_log2(parts),
         NORM=norm is not None, BIAS=bias is not None, SWIGLU=swiglu, RESIDUAL=residual is not None,
         NEXT_NORM=normed is not None, LOOPS=programs < row_tiles, ROWS=tile_rows, LEVELS=_log2(_COLUMNS), SPLIT=split,
-        STEP=step, TURN=turn, dtype=_TYPES[weight.dtype], num_warps=split, num_stages=1,
+        STEP=_STEP, TURN=turn, dtype=_TYPES[weight.dtype], num_warps=split, num_stages=1,
         **most_registers, enable_fp_fusion=weight.dtype.itemsize == 4, **dependent_launch(x.device),
     )  # fmt: skip
     return out, extra, normed
@@ -444,12 +428,12 @@ def _check_weights(**weights: Tensor | None) -> None:
             raise ValueError(f"{name} must be contiguous, got strides of {list(weight.stride())}")
 
 
-def _rows_of_tile(rows: int, element_size: int, most: int) -> int:
+def _rows_of_tile(rows: int, element_size: int) -> int:
     """Rows that a program takes at a time: of many rows, those that read the same weights."""
     # The compiler makes products in fp32 of single sums, as it likes them for a tile.
     if element_size == 4:
         return _FEWEST_ROWS
-    return min(most, max(_FEWEST_ROWS, next_power_of_2(rows) // 2))
+    return min(_MOST_ROWS, max(_FEWEST_ROWS, next_power_of_2(rows) // 2))
 
 
 def _log2(number: int) -> int:
@@ -457,13 +441,11 @@ def _log2(number: int) -> int:
     return (number - 1).bit_length()
 
 
-def _turns_of_sum(depth: int, element_size: int, weight_size: int, products: int) -> tuple[int, int, int]:
-    """Warps that split a sum, numbers that each takes at a time, and how often before a wait."""
-    # A thread's load has 16 bytes; operands in fp32 take more registers.
-    step = 4 * (8 if element_size == 4 else 16 // weight_size)
-    split = min(_MOST_WARPS, next_power_of_2(cdiv(depth, step)))
-    most_bytes = _MOST_BYTES_OF_ONE if products == 1 else _MOST_BYTES_OF_TWO[weight_size]
-    most = 1 if element_size == 4 else max(1, most_bytes // (_COLUMNS * products * split * step * weight_size))
-    parts = cdiv(depth, split * step)
+def _turns_of_sum(depth: int, element_size: int, products: int) -> tuple[int, int]:
+    """Warps that split a sum, and how often each takes `_STEP` numbers before a wait."""
+    split = min(_MOST_WARPS, next_power_of_2(cdiv(depth, _STEP)))
+    part_bytes = _COLUMNS * products * split * _STEP * element_size
+    most = 1 if element_size == 4 else max(1, _MOST_BYTES[products] // part_bytes)
+    parts = cdiv(depth, split * _STEP)
     # Turns of equal length: the last one's masked parts cost as much as others.
-    return split, step, cdiv(parts, cdiv(parts, most))
+    return split, cdiv(parts, cdiv(parts, most))
