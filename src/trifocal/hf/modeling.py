@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from trifocal.hf.cached_forward import cached_tokens
 from trifocal.hf.configuration import TrifocalConfig
 from trifocal.hf.layer_cache import NO_GRADIENTS, NoCache
-from trifocal.hf.row_layout import RowLayout, row_layout, traced_layout
+from trifocal.hf.row_layout import RowLayout, row_layout
 from trifocal.models import DecoderLM
 from trifocal.models.io import exported_name
 from trifocal.models.layers import draw_weights, make_blocks, run_block, run_blocks, wrap_blocks
@@ -179,7 +179,11 @@ class TrifocalModel(TrifocalPreTrainedModel):
     ) -> RowLayout | None:
         """Padding and documents of embedded tokens [B, T, E]; arguments as of `forward`."""
         if torch.compiler.is_exporting():
-            return traced_layout(attention_mask, position_ids, x)
+            if any(given is not None for given in (attention_mask, position_ids, *packing.values())):
+                raise ValueError(
+                    "torch.export takes input_ids or inputs_embeds only: a graph has no padding, no documents"
+                )
+            return None
         longest, boundaries = packing.get("max_length_q"), packing.get("cu_seq_lens_q")
         of_keys = packing.get("cu_seq_lens_k")
         if not (boundaries is None or of_keys is None or boundaries.is_cuda or torch.equal(boundaries, of_keys)):

@@ -20,13 +20,11 @@ class RowLayout(NamedTuple):
         places: Places of the real tokens in the flattened batch, [N]; None: every token is packed.
         documents: The documents of the packed tokens; None with a cache, which knows the length of each row.
         shape: B and T.
-        mask: Real tokens, [B, T], where padding lies among the packed tokens, in documents of its own.
     """
 
     places: Tensor | None
     documents: Documents | None
     shape: tuple[int, int]
-    mask: Tensor | None = None
 
     def pack(self, x: Tensor) -> Tensor:
         """[B, T, ...] -> the real tokens, [1, N, ...]."""
@@ -36,8 +34,7 @@ class RowLayout(NamedTuple):
     def unpack(self, x: Tensor) -> Tensor:
         """[1, N, ...] -> [B, T, ...], zero at padding."""
         if self.places is None:
-            x = x.reshape(*self.shape, *x.shape[2:])
-            return x if self.mask is None else x.masked_fill(~self.mask.unflatten(1, (-1, *[1] * (x.ndim - 2))), 0)
+            return x.reshape(*self.shape, *x.shape[2:])
         batch, length = self.shape
         flat = x.new_zeros(batch * length, *x.shape[2:])
         return flat.index_copy(0, self.places, x[0]).view(batch, length, *x.shape[2:])
@@ -98,27 +95,6 @@ def row_layout(
     cu_seqlens = torch.cat((first_tokens, torch.tensor([len(places)]))).to(torch.int32)
     documents = Documents.from_cu_seqlens(cu_seqlens, len(places))
     return RowLayout(None if len(places) == mask.numel() else places.to(device), documents.to(device), shape)
-
-
-def traced_layout(attention_mask: Tensor | None, position_ids: Tensor | None, x: Tensor) -> RowLayout | None:
-    """Padding of embedded tokens [B, T, E], without a look at the mask, for `torch.export`.
-
-    The exported graph trusts its mask, and computes padding too, in documents of its own.
-
-    Raises:
-        ValueError: If there are position_ids, which may begin documents.
-    """
-    if position_ids is not None:
-        raise ValueError("position_ids cannot be exported: leave them out, they follow from attention_mask")
-    if attention_mask is None:
-        return None
-    batch, length = x.shape[:2]
-    mask = attention_mask != 0
-    counts = mask.sum(1)
-    first = mask.to(torch.uint8).argmax(1) + torch.arange(batch, device=x.device) * length
-    ends = counts.new_full((1,), batch * length)
-    boundaries = torch.cat((torch.zeros_like(ends), torch.stack((first, first + counts), dim=1).flatten(), ends))
-    return RowLayout(None, Documents.from_checked(boundaries, batch * length), (batch, length), mask)
 
 
 def real_tokens(attention_mask: Tensor | None, shape: tuple[int, int], *, may_be_empty: bool = False) -> Tensor:
