@@ -11,16 +11,16 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from palette import COMPRESSED, DENSE, INK, PAST, SELECTED, WINDOW
+from palette import COMPRESSED, DENSE, PAST, SELECTED, WINDOW
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 PAGE = Path(__file__).parents[1] / "quality.md"
 COLOURS = {
-    "sparse": WINDOW, "dense": DENSE, "window": COMPRESSED, "hybrid": "#16a085", "random": SELECTED, "dropout": INK,
+    "sparse": WINDOW, "dense": DENSE, "window": COMPRESSED, "hybrid": "#16a085", "random": SELECTED,
     "learned": "#2980b9", "exact": "#1b1b1b", "learned-exact": "#5d6d7e", "taught": "#b8860b",
     "learned-taught": "#20639b", "index": "#6c3483", "index-mean": "#d35400", "index-s256": "#a569bd",
     "index-l1": "#d2b4de", "selected-index": "#117a65", "mix": "#e74c3c", "mix-dense": "#7f8c8d",
-    "shared": "#8e44ad", "shared-dropout": "#c0392b", "shared-random": "#e67e22",
+    "shared": "#8e44ad", "shared-random": "#e67e22",
 }  # fmt: skip
 PARTS = ("production", "production_8192", "production_32768", "seeds", "long", "recall", "needle")
 CHOICE = "choice"

@@ -34,7 +34,7 @@ def test_trainings_of_a_part_differ_in_the_attention_alone(script: ModuleType, p
     # The weights of a training on short rows are not there.
     alone = [replace(one, short=None) for one in found]
     configs = [load_config(path, flags) for path, *flags in (one.arguments(resume=False) for one in alone)]
-    names = ("attention", "layer_types", "selection", "sliding_window", "selected_dropout", "shared_kv", "compressor")
+    names = ("attention", "layer_types", "selection", "sliding_window", "shared_kv", "compressor")
     own = {f"model.{name}" for name in (*names, "chooser")} | {"train.choice_loss_weight", "optimizer.index_lr_factor"}
     for one, config in zip(found, configs, strict=True):
         first = next(other for other in found if other.seed == one.seed)
@@ -45,7 +45,6 @@ def test_trainings_of_a_part_differ_in_the_attention_alone(script: ModuleType, p
             keys = geometry.window_size + geometry.num_selected_blocks * geometry.selection_block_size
             assert (config.model.attention, config.model.sliding_window) == ("window", keys)
             assert keys < config.train.sequence_length, "a window that sees all is no control"
-        assert (config.model.selected_dropout > 0) == one.variant.endswith("dropout")
         assert config.model.shared_kv == one.variant.startswith("shared")
         assert (config.model.compressor == "mlp") == (one.variant in ("learned", "index"))
         if one.variant.startswith("mix"):
@@ -66,7 +65,7 @@ def test_short_rows_train_the_same_model(script: ModuleType, part: str, tmp_path
     for one in script.trainings(part, tmp_path, [], [], {}):
         short, long = of_stage(one.short), of_stage(replace(one, short=None))
         assert short.train.sequence_length < long.train.sequence_length
-        assert replace(short.model, selected_dropout=0.0) == replace(long.model, selected_dropout=0.0)
+        assert short.model == long.model
         assert short.data.seed == long.data.seed
 
 

@@ -47,7 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "nsa, learned compressor, shared keys, norms": {"compressor": "mlp", "shared_kv": True, "qk_norm": True},
     "nsa, index": {"chooser": "index", "rope_scaling": YARN},
     "nsa, exact": {"selection": "exact"},
-    "nsa, random, dropped": {"selection": "random", "selected_dropout": 0.3},
+    "nsa, random": {"selection": "random"},
     "selected": {"attention": "selected"},
     "selected, index": {"attention": "selected", "chooser": "index"},
     "window, dense": {"layer_types": ("window", "dense"), "sliding_window": 9},

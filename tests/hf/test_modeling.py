@@ -79,20 +79,6 @@ def test_the_same_bits_there_and_back(options: dict[str, Any], tmp_path: Path) -
     assert torch.equal(base(TOKENS).last_hidden_state, decoder.hidden_states(TOKENS))
 
 
-def test_selected_dropout_trains_as_ours(rows: list[Tensor]) -> None:
-    decoder = make_model(small_config(selected_dropout=0.5), CPU).double()
-    model = TrifocalForCausalLM.from_decoder(decoder).train()
-    assert torch.equal(model(TOKENS).logits, decoder(TOKENS))
-    tokens, mask = padded(rows, "left")
-    logits = model(tokens, attention_mask=mask).logits
-    for got, real, row in zip(logits, mask.bool(), rows, strict=True):
-        torch.testing.assert_close(got[real], decoder(row[None])[0], rtol=1e-11, atol=1e-11)
-    embedded = model.model.embedding(TOKENS)
-    with pytest.raises(ValueError, match="train with input_ids"):
-        model(inputs_embeds=embedded)
-    assert torch.equal(model.eval()(inputs_embeds=embedded).logits, decoder.eval()(TOKENS))
-
-
 def test_weights_in_one_file_replace_shards(decoder: DecoderLM, tmp_path: Path) -> None:
     save_weights(decoder, tmp_path, shard_bytes=20_000)
     save_weights(decoder, tmp_path)

@@ -38,7 +38,6 @@ def gradients(
         {"attention": "selected", "qk_norm": True},
         {"attention": "window", "norm_after": True, "qk_norm": True, "qk_norm_all_heads": True},
         {"selection": "random"},
-        {"selected_dropout": 0.5},
     ],
     ids=str,
 )

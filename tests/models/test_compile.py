@@ -34,7 +34,7 @@ def gradients(
         ({}, 3, 1, 1, "aot_eager"),
         # A layer reads its rotations from tables: one that is not rotated has other tables, but no other graph.
         (
-            {"compressor": "mlp", "shared_kv": True, "selected_dropout": 0.5, "unrotated_layers": (1,)}
+            {"compressor": "mlp", "shared_kv": True, "unrotated_layers": (1,)}
             | {"norm_after": True, "qk_norm": True, "qk_norm_all_heads": True},
             0,
             1,

@@ -238,22 +238,3 @@ def test_runs_on_the_meta_device(make_config: Callable[..., ModelConfig], option
         loss.backward()
         for name, parameter in trained(model).items():
             assert parameter.grad is not None and parameter.grad.shape == parameter.shape, name
-
-
-def test_selected_dropout_is_of_training_alone(make_model: Callable[..., DecoderLM]) -> None:
-    plain, model = (make_model(selected_dropout=share) for share in (0.0, 0.5))
-    model.load_state_dict(plain.state_dict())
-    tokens = torch.randint(31, (2, 40))
-    assert not torch.allclose(model(tokens), plain(tokens))
-    assert torch.equal(model(tokens), model(tokens)), "the same batch draws the same queries"
-    with torch.no_grad():
-        assert torch.equal(model(tokens), plain(tokens))
-    assert torch.equal(model.eval()(tokens), plain(tokens))
-
-
-def test_selected_dropout_of_a_document_does_not_depend_on_the_others(make_model: Callable[..., DecoderLM]) -> None:
-    model = make_model(selected_dropout=0.5)
-    documents = [torch.randint(31, (1, length)) for length in LENGTHS]
-    packed = model(torch.cat(documents, 1), cu_seqlens=torch.tensor([0, *LENGTHS]).cumsum(0))
-    alone = torch.cat([model(document) for document in documents], 1)
-    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-12)

@@ -1,6 +1,5 @@
 """The attention layers: against dense attention, no future, packed documents, positions, arguments."""
 
-import copy
 import inspect
 from typing import Any
 
@@ -380,15 +379,3 @@ def test_tables_that_were_rounded_on_the_way_are_made_again(attention: str) -> N
     x = torch.randn(1, 40, SIZES["dim"], dtype=torch.bfloat16)
     rounded = RotaryTables(*(table if table is None else table.bfloat16() for table in layer.rotary_tables(x)))
     assert torch.equal(layer(x, rotary=rounded), layer(x))
-
-
-def test_shut_queries_get_nothing_from_the_selected_branch() -> None:
-    layer = layer_of("nsa")
-    x = torch.randn(2, 40, DIM, dtype=torch.float64)
-    dropped = torch.rand(2, 40) < 0.5
-    closed = copy.deepcopy(layer)
-    hook = closed.gate.register_forward_hook(lambda module, inputs, gates: gates * gates.new_tensor([1.0, 0.0, 1.0]))
-    open_, without, mixed = layer(x), closed(x), layer(x, dropped=dropped)
-    hook.remove()
-    assert torch.equal(mixed, without.where(dropped[..., None], open_))
-    assert not torch.isclose(open_, without).all(-1).any()

@@ -139,9 +139,6 @@ class TrifocalModel(TrifocalPreTrainedModel):
         """
         _refuse(kwargs, output_attentions=output_attentions or self.config.output_attentions)
         x = self._embed(input_ids, inputs_embeds)
-        trains = self.training and torch.is_grad_enabled()
-        if trains and input_ids is None and self._model_config.selected_dropout:
-            raise ValueError("selected_dropout draws queries by their tokens: train with input_ids, or set it to 0")
         cache = past_key_values if cache is None else cache
         if cache is None:
             cache = self._new_cache(use_cache)
@@ -158,7 +155,7 @@ class TrifocalModel(TrifocalPreTrainedModel):
                 states = self._run(x, new.layout, new.pasts, keep_all)
         else:
             layout = self._layout(x, attention_mask, position_ids, kwargs)
-            states = self._run(x, layout, [], keep_all, input_ids if trains else None)
+            states = self._run(x, layout, [], keep_all)
         output = BaseModelOutputWithPast(
             last_hidden_state=states[-1], hidden_states=tuple(states) if keep_all else None, **{_CACHE: cache}
         )
@@ -203,15 +200,13 @@ class TrifocalModel(TrifocalPreTrainedModel):
         layout: RowLayout | None,
         pasts: Sequence[KVCache],
         keep_all: bool,
-        trained: Tensor | None = None,
     ) -> list[Tensor]:
         """The normed output of the last layer, [B, T, E]; with `keep_all`, the input of each layer before it."""
         documents = None
         if layout is not None:
             x, documents = layout.pack(x), layout.documents
-            trained = None if trained is None else layout.pack(trained)
         kept = [x] if keep_all else []
-        for residual in run_blocks(self.blocks, self._model_config, x, documents, pasts, trained):
+        for residual in run_blocks(self.blocks, self._model_config, x, documents, pasts):
             x = residual
             if keep_all:
                 kept.append(x)

@@ -184,11 +184,8 @@ class DecoderLM(nn.Module):
         own: OwnTokens | None = None,
     ) -> Tensor:
         x = self.embedding(tokens)
-        trained = tokens if self.training and torch.is_grad_enabled() else None
         share = self._share if torch.is_grad_enabled() and own is None else share_places
-        for residual in run_blocks(
-            self.blocks, self.config, x, documents, trained_tokens=trained, lessons=lessons, own=own, share=share
-        ):
+        for residual in run_blocks(self.blocks, self.config, x, documents, lessons=lessons, own=own, share=share):
             x = residual
         return x
 

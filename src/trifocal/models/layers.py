@@ -15,7 +15,6 @@ from trifocal.nn.attention_base import AttentionBase, KVCache, RotaryTables, doc
 from trifocal.nn.context import OwnTokens
 from trifocal.nn.random_selection import random_blocks
 from trifocal.nn.rope import RopeScaling
-from trifocal.nn.selected_dropout import drop_selected
 from trifocal.ops import Documents
 
 SMALL_STD = 0.02
@@ -50,7 +49,6 @@ def run_blocks(
     x: Tensor,
     documents: Documents | None,
     caches: Sequence[KVCache] = (),
-    trained_tokens: Tensor | None = None,
     lessons: Lessons | None = None,
     own: OwnTokens | None = None,
     share: Callable[..., Shared] = share_places,
@@ -63,9 +61,8 @@ def run_blocks(
         x: Embedded tokens, [B, T, E].
         documents: Packed documents, with B == 1.
         caches: Earlier tokens, one for each layer, which say where these ones lie; without documents.
-        trained_tokens: In training, the tokens, [B, T]: they draw the queries of `selected_dropout`.
         lessons: Teach the choice of the layers, and take their figures.
-        own: Where processes share each sequence, the tokens of x and of `trained_tokens`; documents are of all.
+        own: Where processes share each sequence, the tokens of x; documents are of all.
         share: `share_places`, or what is compiled from it.
 
     Yields:
@@ -94,9 +91,6 @@ def run_blocks(
             positions = documents_and_positions(x, documents, own)[1]
             chosen = random_blocks(positions, config.geometry, config.num_kv_heads, index)
             given["selected_blocks"] = chosen.expand(x.shape[0], -1, -1, -1)
-        if kind == "nsa" and config.selected_dropout and trained_tokens is not None:
-            positions = documents_and_positions(x, documents, own)[1]
-            given["dropped"] = drop_selected(trained_tokens, positions, config.selected_dropout, index)
         tables = rotary[scalings[index]]
         if lessons is not None and kind in ("nsa", "selected"):
             x, figures = block(x, cu_seqlens=documents, rotary=tables, lesson=lessons.of_layer(index), **given)

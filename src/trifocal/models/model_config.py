@@ -50,8 +50,6 @@ class ModelConfig:
             branch itself over the whole past; `"random"`, which draws the blocks that are not forced.
         compressor: Compressor of the keys and values of a block, `"mean"` or `"mlp"`.
         shared_kv: One projection of keys and values for all branches instead of one each.
-        selected_dropout: Share of the queries whose selected branch is dropped in a training step, drawn for each layer
-            anew, so that the compressed branch learns to find what they ask for: its scores choose the blocks.
         qk_norm: Whether each head's query and key pass an RMSNorm before they are rotated.
         qk_norm_all_heads: Whether one such norm is over all heads of a branch, instead of each head; with `qk_norm`.
         norm_after: Whether a layer's RMSNorms are behind attention and MLP, instead of in front of them.
@@ -87,7 +85,6 @@ class ModelConfig:
     selection: Selection = "importance"
     compressor: Compressor = "mean"
     shared_kv: bool = False
-    selected_dropout: float = 0.0
     qk_norm: bool = False
     qk_norm_all_heads: bool = False
     norm_after: bool = False
@@ -105,15 +102,13 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_types(self, "model")
         check_at_least(self, "model", vocab_size=1, dim=1, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1)
-        check_at_least(self, "model", value_dim=1, mlp_dim=1, sliding_window=0, selected_dropout=0)
+        check_at_least(self, "model", value_dim=1, mlp_dim=1, sliding_window=0)
         for name, most in (("num_layers", MOST_LAYERS), ("sliding_window", LARGEST_SIZE)):
             if getattr(self, name) > most:
                 raise UserError(f"model.{name} must be at most {most}, got {getattr(self, name)}")
         for name in ("rope_theta", "norm_eps"):
             if getattr(self, name) <= 0:
                 raise UserError(f"model.{name} must be positive, got {getattr(self, name)}")
-        if self.selected_dropout >= 1:
-            raise UserError(f"model.selected_dropout must be below 1, got {self.selected_dropout}")
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 "model.num_heads must be a multiple of model.num_kv_heads, "

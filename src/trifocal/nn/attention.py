@@ -107,7 +107,6 @@ class NSAttention(ChoosingAttention):
         key_padding_mask: Tensor | None = None,
         rotary: RotaryTables | None = None,
         selected_blocks: Tensor | None = None,
-        dropped: Tensor | None = None,
         cache: KVCache | None = None,
         lesson: Lesson | None = None,
         own: OwnTokens | None = None,
@@ -121,7 +120,6 @@ class NSAttention(ChoosingAttention):
                 tokens. The output is zero there. With it only `rotary` and `selected_blocks` are read.
             rotary: From `rotary_tables` for these tokens, where layers share them.
             selected_blocks: Blocks to read instead of the most important ones, [B, T, G, N]; see `nsa_attention`.
-            dropped: Queries whose selected branch adds nothing, [B, T], True where dropped; see `selected_dropout`.
             cache: Holds earlier tokens, which give these their positions; the other arguments are ignored with it.
             lesson: What teaches the choice in a training step.
             own: Where processes share each sequence, the tokens of x. Then documents and the rotary tables' compressed
@@ -143,9 +141,6 @@ class NSAttention(ChoosingAttention):
         if cache is not None:
             index = None if heads is None else split_heads(heads)
             return self.o_proj(cache.attend(self, q, keys, values, gates, index).flatten(2))
-        if dropped is not None:
-            # Of three branches, the second.
-            gates = gates.masked_fill(nn.functional.pad(dropped[..., None, None], (1, 1)), 0.0)
         rotary = self._exact_tables(rotary, x, documents, own)
         # Compressed keys are made of unrotated ones. Shared keys are rotated once.
         q, *rotated = (rotate(states, rotary.cos, rotary.sin) for states in (q, *keys[-2:]))
