@@ -14,15 +14,14 @@
 | `recall` | two layers on multi-query associative recall | values found, by pairs and by distance |
 | `needle` | two layers on needles in haystacks up to 65,536 tokens | needles found, by length and depth |
 
-All variants see the same tokens in the same order. `window` sees as many keys a query as the sparse model reads: those
-of its window and of all selected blocks. In `hybrid`, every fourth layer is dense. `random` is the sparse model with
-blocks drawn at random: it lacks the choice. In `learned`, the compressor is the paper's learnable one; in `shared`,
-the branches share their keys and values. In `exact`, blocks are chosen by exact mass: a ceiling, which costs more
-than dense attention. In `taught`, a loss teaches the choice by compressed keys. In `index`, it teaches index heads
-beside the learned compressor at three times the learning rate; with `-l1` at the same rate, with `-s256` on one query
-in 256 instead of 64, with `-mean` without the learned compressor. In `selected-index`, the selected branch is alone.
-In `mix`, every fourth layer is such a branch and the others have a window; in `mix-dense`, every fourth layer is
-dense.
+All variants see the same tokens in the same order. `window` sees as many keys a query as the sparse model reads:
+those of its window and of all selected blocks. In `hybrid`, every fourth layer is dense. `random` is the sparse model
+with blocks drawn at random: it lacks the choice. In `learned`, the compressor is the paper's learnable one; in
+`shared`, the branches share their keys and values. In `exact`, blocks are chosen by exact mass: a ceiling, which
+costs more than dense attention. In `index`, index heads choose, which a loss teaches, beside the learned compressor
+and at three times the learning rate; with `-l1` at the same rate, with `-s256` on one query in 256 instead of 64,
+with `-mean` without the learned compressor. In `selected-index`, the selected branch is alone. In `mix`, every fourth
+layer is such a branch and the others have a window; in `mix-dense`, every fourth layer is dense.
 Each training is a process and a folder of its own, `DIRECTORY/PART/VARIANT-SEED`. Trainings of `long` and `needle`
 start from the weights of a training on short rows, in a folder with `-short` behind its name, and those of
 `production_32768` from the weights of `production_8192`. When the time is up they stop as a scheduler would stop them;

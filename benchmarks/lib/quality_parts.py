@@ -6,7 +6,6 @@ from trifocal.ops import Geometry
 
 # The preset has an index and a learned compressor.
 _SPARSE = {"model.chooser": "compressed", "model.compressor": "mean"}
-_TAUGHT = {"train.choice_loss_weight": "1"}
 _INDEX = {"model.chooser": "index"}
 _LEARNED = {"model.compressor": "mlp"}
 # How each model differs from the sparse one; "window" also gets its size, and the models of LAYERS their layers, which
@@ -20,8 +19,6 @@ _CHANGES: dict[str, dict[str, str]] = {
     "learned": _LEARNED,
     "exact": {"model.selection": "exact"},
     "learned-exact": _LEARNED | {"model.selection": "exact"},
-    "taught": _TAUGHT,
-    "learned-taught": _LEARNED | _TAUGHT,
     "index": _LEARNED | _INDEX,
     "index-mean": _INDEX,
     "index-s256": _LEARNED | _INDEX | {"train.choice_loss_sample": str(1 / 256)},

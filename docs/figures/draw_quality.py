@@ -17,8 +17,8 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 PAGE = Path(__file__).parents[1] / "quality.md"
 COLOURS = {
     "sparse": WINDOW, "dense": DENSE, "window": COMPRESSED, "hybrid": "#16a085", "random": SELECTED,
-    "learned": "#2980b9", "exact": "#1b1b1b", "learned-exact": "#5d6d7e", "taught": "#b8860b",
-    "learned-taught": "#20639b", "index": "#6c3483", "index-mean": "#d35400", "index-s256": "#a569bd",
+    "learned": "#2980b9", "exact": "#1b1b1b", "learned-exact": "#5d6d7e",
+    "index": "#6c3483", "index-mean": "#d35400", "index-s256": "#a569bd",
     "index-l1": "#d2b4de", "selected-index": "#117a65", "mix": "#e74c3c", "mix-dense": "#7f8c8d",
     "shared": "#8e44ad", "shared-random": "#e67e22",
 }  # fmt: skip

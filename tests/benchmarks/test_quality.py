@@ -35,7 +35,7 @@ def test_trainings_of_a_part_differ_in_the_attention_alone(script: ModuleType, p
     alone = [replace(one, short=None) for one in found]
     configs = [load_config(path, flags) for path, *flags in (one.arguments(resume=False) for one in alone)]
     names = ("attention", "layer_types", "selection", "sliding_window", "shared_kv", "compressor")
-    own = {f"model.{name}" for name in (*names, "chooser")} | {"train.choice_loss_weight", "optimizer.index_lr_factor"}
+    own = {f"model.{name}" for name in (*names, "chooser")} | {"optimizer.index_lr_factor"}
     for one, config in zip(found, configs, strict=True):
         first = next(other for other in found if other.seed == one.seed)
         differ = {name for name in one.flags if one.flags[name] != first.flags.get(name)}

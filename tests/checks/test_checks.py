@@ -118,8 +118,8 @@ def test_backend_parity_passes_equal_kernels():
 
 @fault("choice-loss")
 def gradient_of_the_queries(measure, _):
-    def leaking(q, *others, **student):
-        loss, recall = choice_loss(q, *others, **student)
+    def leaking(q, *others, **index):
+        loss, recall = choice_loss(q, *others, **index)
         return torch.stack((loss + 0.1 * (q.sum() - q.sum().detach()), recall))
 
     return measure(CPU, loss=leaking)

@@ -52,7 +52,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "selected, index": {"attention": "selected", "chooser": "index"},
     "window, dense": {"layer_types": ("window", "dense"), "sliding_window": 9},
 }
-TAUGHT = ("nsa", "nsa, learned compressor, shared keys, norms", "nsa, index", "selected, index")
+TAUGHT = ("nsa, index", "selected, index")
 
 
 def cases() -> list[Case]:

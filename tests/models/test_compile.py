@@ -132,7 +132,7 @@ def test_other_lengths_do_not_compile_anew(make_model: Callable[..., DecoderLM])
     ("options", "backend"),
     [
         ({"chooser": "index"}, "aot_eager"),
-        ({"compressor": "mlp"}, "eager"),
+        ({"chooser": "index", "compressor": "mlp"}, "eager"),
         ({"chooser": "index", "attention": "selected"}, "eager"),
     ],
     ids=str,

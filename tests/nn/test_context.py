@@ -79,8 +79,7 @@ def test_a_layer_has_one_exchange(kind: dict[str, Any]) -> None:
     model.context = ContextShard(0, 2, gather)
     tokens, layers = random_tokens((1, 24), 64, torch.device("cpu")), model.config.num_layers
     teaching = None
-    # What chooses by the means of other keys learns nothing.
-    if kind.get("attention", "nsa") == "nsa":
+    if model.config.has_index:
         teaching = ChoiceTeaching(torch.tensor(1), torch.ones(layers), torch.zeros(layers, 2), 48, 5)
     model(tokens, tokens, teaching=teaching).backward()
     assert len(calls) == 1 + layers

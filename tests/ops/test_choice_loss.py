@@ -1,4 +1,4 @@
-"""The choice by an index and the loss that teaches a choice, against the oracle's loops in fp64."""
+"""The choice by an index and the loss that teaches it, against the oracle's loops in fp64."""
 
 import itertools
 
@@ -32,10 +32,9 @@ def test_choice_by_index_is_the_oracle_s(borders, queries, monkeypatch):
     assert torch.equal(chosen, oracle.select_blocks_by_index(q, k, GEOMETRY, lengths=lengths))
 
 
-@pytest.mark.parametrize("student", ["index", "compressed"])
 @pytest.mark.parametrize("borders", [(0, TOKENS), BORDERS])
 @pytest.mark.parametrize("parts", [1, 3])
-def test_loss_and_gradient_are_the_oracle_s(student, borders, parts, monkeypatch):
+def test_loss_and_gradient_are_the_oracle_s(borders, parts, monkeypatch):
     packed = len(borders) > 2
     batch = 1 if packed else 2
     q, k = drawn(batch, TOKENS, HEADS, DIM).requires_grad_(), drawn(batch, TOKENS, GROUPS, DIM).requires_grad_()
@@ -44,12 +43,7 @@ def test_loss_and_gradient_are_the_oracle_s(student, borders, parts, monkeypatch
     tokens = torch.arange(batch * TOKENS).view(batch, TOKENS)
     sample = Sample(*(field[1] for field in sample_queries(tokens, positions, 7, 2, GEOMETRY, TOKENS, 6)))
     assert 4 <= sample.eligible.sum() < sample.eligible.numel()
-    if student == "index":
-        parameters = {"q_idx": drawn(batch, TOKENS, GROUPS, DIM, seed=1), "k_idx": drawn(batch, TOKENS, DIM, seed=1)}
-    else:
-        # More slots than the documents fill, which hold what nobody may read.
-        k_cmp = drawn(batch, TOKENS // 2 if packed else GEOMETRY.num_compressed_blocks(TOKENS), GROUPS, DIM, seed=1)
-        parameters = {"k_cmp": k_cmp}
+    parameters = {"q_idx": drawn(batch, TOKENS, GROUPS, DIM, seed=1), "k_idx": drawn(batch, TOKENS, DIM, seed=1)}
     for parameter in parameters.values():
         parameter.requires_grad_()
     monkeypatch.setattr(choice_loss, "_MOST_NUMBERS", batch * sample.tokens.shape[1] * HEADS * TOKENS // parts)
@@ -69,8 +63,7 @@ def test_loss_and_gradient_are_the_oracle_s(student, borders, parts, monkeypatch
 def test_last_queries_alone(borders):
     """Their loss, beside that of the queries in front of them, is the loss of all."""
     documents = Documents.from_cu_seqlens(torch.tensor(borders), TOKENS) if len(borders) > 2 else None
-    q, k, k_cmp = drawn(1, TOKENS, HEADS, DIM), drawn(1, TOKENS, GROUPS, DIM), drawn(1, TOKENS // 2, GROUPS, DIM)
-    k_cmp = k_cmp if documents else k_cmp[:, : GEOMETRY.num_compressed_blocks(TOKENS)]
+    q, k = drawn(1, TOKENS, HEADS, DIM), drawn(1, TOKENS, GROUPS, DIM)
     index = {"q_idx": drawn(1, TOKENS, GROUPS, DIM, seed=1), "k_idx": drawn(1, TOKENS, DIM, seed=1)}
     tokens = torch.arange(TOKENS)[None]
     positions = tokens if documents is None else documents.positions[None].long()
@@ -78,14 +71,13 @@ def test_last_queries_alone(borders):
     whole = Sample(tokens, tokens - positions, eligible)
     first, last = (Sample(*(field[:, part] for field in whole)) for part in (slice(None, 77), slice(77, None)))
     assert first.eligible.any() and last.eligible.any()
-    for student in ({"k_cmp": k_cmp}, index):
-        cut = {name: x[:, 77:] if name == "q_idx" else x for name, x in student.items()}
-        parts = [
-            choice_loss.choice_loss(q, k, first, GEOMETRY, documents, **student),
-            choice_loss.choice_loss(q[:, 77:], k, last, GEOMETRY, documents, **cut),
-        ]
-        expected = choice_loss.choice_loss(q, k, whole, GEOMETRY, documents, **student)
-        torch.testing.assert_close(torch.stack(parts).sum(0), expected, rtol=1e-12, atol=0)
+    cut = {"q_idx": index["q_idx"][:, 77:], "k_idx": index["k_idx"]}
+    parts = [
+        choice_loss.choice_loss(q, k, first, GEOMETRY, documents, **index),
+        choice_loss.choice_loss(q[:, 77:], k, last, GEOMETRY, documents, **cut),
+    ]
+    expected = choice_loss.choice_loss(q, k, whole, GEOMETRY, documents, **index)
+    torch.testing.assert_close(torch.stack(parts).sum(0), expected, rtol=1e-12, atol=0)
 
 
 def test_sample_does_not_depend_on_the_batch():

@@ -1,4 +1,4 @@
-"""The loss of the choice on the kernels: masses, scores and every gradient against float64."""
+"""The loss of the choice on the kernels: loss, recall and every gradient against float64."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from trifocal.ops.choice_loss import (
     LEAST_MASS,
     Sample,
     choice_loss,
-    free_blocks,
     free_places,
     num_free,
-    teacher_masses,
 )
 from trifocal.ops.layout import Documents, pad_boundaries
 
@@ -65,15 +63,13 @@ each_case = pytest.mark.parametrize("case", CASES, ids=[case.why for case in CAS
 
 
 def draw(case: Case, device: str):
-    """Documents, a sample, and q, k, q_idx, k_idx, k_cmp in float64, with many equal index scores."""
+    """Documents, a sample, and q, k, q_idx, k_idx in float64, with many equal index scores."""
     generator = torch.Generator().manual_seed(0)
     documents, positions = None, torch.arange(case.keys)
-    slots = case.geometry.num_compressed_blocks(case.keys)
     if case.lengths is not None:
         borders = pad_boundaries(torch.tensor([0, *case.lengths]).cumsum(0), case.keys)
         documents = Documents.from_checked(borders, case.keys, case.keys)
-        positions, slots = documents.positions.long(), case.keys // case.geometry.compression_stride
-        documents = documents.to(device)
+        positions, documents = documents.positions.long(), documents.to(device)
     first = torch.arange(0, case.keys, case.stretch).expand(case.batch, -1)
     tokens = (first + torch.randint(0, case.stretch, first.shape, generator=generator)).clamp(max=case.keys - 1)
     free = num_free(positions[tokens] // case.geometry.selection_block_size, case.geometry)
@@ -86,14 +82,12 @@ def draw(case: Case, device: str):
     # Neighbours and the halves of a block of 128 tie.
     token, size = torch.arange(case.keys), case.geometry.selection_block_size
     drawn[3] = drawn[3][:, token - token % size + token % size % 64 // 2 * 2]
-    drawn.append(torch.randn(case.batch, slots, case.groups, case.dim, generator=generator))
     return documents, Sample(*(x.to(device) for x in sample)), [x.double().to(device) for x in drawn]
 
 
-def taught(case, backend, documents, sample, q, k, q_idx, k_idx, k_cmp, *, compressed=False):
-    """Loss, recall and gradients of the student."""
-    names = {"k_cmp": k_cmp} if compressed else {"q_idx": q_idx, "k_idx": k_idx}
-    leaves = {name: x.detach().requires_grad_() for name, x in names.items()}
+def taught(case, backend, documents, sample, q, k, q_idx, k_idx):
+    """Loss, recall and gradients of the index."""
+    leaves = {"q_idx": q_idx.detach().requires_grad_(), "k_idx": k_idx.detach().requires_grad_()}
     with mock.patch.object(dispatch, "IMPORTANCE_BUFFER_BYTES", case.buffer_bytes):
         loss, recall = choice_loss(q, k, sample, case.geometry, documents, backend=backend, **leaves)
     return [loss, recall, *torch.autograd.grad(loss, list(leaves.values()))]
@@ -102,17 +96,6 @@ def taught(case, backend, documents, sample, q, k, q_idx, k_idx, k_cmp, *, compr
 def assert_near(actual, exact, bound: float = BOUND) -> None:
     for a, e in zip(actual, exact, strict=True):
         assert (a.double() - e).abs().max() <= bound * e.abs().max()
-
-
-@each_case
-def test_masses_of_the_teacher(case: Case, device: str) -> None:
-    documents, sample, (q, k, *_) = draw(case, device)
-    exact = teacher_masses(q, k, sample, case.geometry, documents)
-    with mock.patch.object(dispatch, "IMPORTANCE_BUFFER_BYTES", case.buffer_bytes):
-        masses = operators.teacher_masses(q.float(), k.float(), *sample[:2], case.geometry, exact.shape[-1], documents)
-    free = free_blocks(sample, case.geometry, exact.shape[-1])[:, :, None] & sample.eligible[:, :, None, None]
-    assert_near([masses.where(free, 0)], [exact.where(free, 0)])
-    assert (masses[~sample.eligible] == 0).all()
 
 
 @each_case
@@ -149,19 +132,18 @@ def test_loss_of_an_index_in_parts(device: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("compressed", [False, True])
-def test_last_queries_alone(packed: bool, compressed: bool, device: str) -> None:
+def test_last_queries_alone(packed: bool, device: str) -> None:
     """Queries that are the last ones of the keys, as a process has them that shares a sequence."""
     case, begin = CASES[4 if packed else 0], 61
-    documents, sample, (q, k, q_idx, k_idx, k_cmp) = draw(case, device)
+    documents, sample, (q, k, q_idx, k_idx) = draw(case, device)
     inside = sample.tokens.clamp(min=begin)
     eligible = sample.eligible & (sample.tokens >= begin)
     sample = Sample(inside, sample.starts.minimum(inside), eligible)
     assert eligible.any()
-    inputs = (q[:, begin:], k, q_idx[:, begin:], k_idx, k_cmp)
-    exact = taught(case, "reference", documents, sample, *inputs, compressed=compressed)
+    inputs = (q[:, begin:], k, q_idx[:, begin:], k_idx)
+    exact = taught(case, "reference", documents, sample, *inputs)
     single = [x.float() for x in inputs]
-    got = taught(case, "triton", documents, sample, *single, compressed=compressed)
+    got = taught(case, "triton", documents, sample, *single)
     assert_near(got, exact)
 
 
@@ -211,26 +193,16 @@ def test_a_teacher_without_mass_on_free_blocks_teaches_nothing(score: int, devic
     assert_near(taught(case, "triton", documents, sample, *(x.float() for x in inputs)), exact)
 
 
-def test_loss_and_gradient_of_compressed_keys_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = CASES[4]
-    documents, sample, inputs = draw(case, device)
-    exact = taught(case, "reference", documents, sample, *inputs, compressed=True)
-    monkeypatch.setattr("trifocal.ops.choice_loss._MOST_NUMBERS", 4000)
-    assert_near(taught(case, "triton", documents, sample, *(x.float() for x in inputs), compressed=True), exact)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the same on any device")
 def test_operators_pass_pytorch_s_own_check_and_compile_whole() -> None:
     """Schema, fake tensors and autograd, judged by PyTorch's own tool; and one graph with eager's bits."""
     case = PACKED
     documents, sample, inputs = draw(case, "cpu")
-    q, k, q_idx, k_idx, _ = (x.float() for x in inputs)
+    q, k, q_idx, k_idx = (x.float() for x in inputs)
     where = (case.geometry, 7)
     leaves = (q_idx.requires_grad_(), k_idx.requires_grad_())
     index_loss = operators.flat((*leaves, q, k, *sample, *where, FLOOR, LEAST_MASS, documents))
     torch.library.opcheck(torch.ops.trifocal.index_loss.default, index_loss)
-    masses = operators.flat((q, k, *sample[:2], *where, documents))
-    torch.library.opcheck(torch.ops.trifocal.teacher_masses.default, masses)
 
     single = [x.float() for x in inputs]
     eager = taught(case, "triton", documents, sample, *single)
@@ -245,7 +217,7 @@ def test_sizes_of_a_geometry_may_be_symbols_of_a_compiler() -> None:
     """They are where dynamic shapes are asked for and the geometry is an argument."""
     case = PACKED
     documents, sample, inputs = draw(case, "cpu")
-    q, k, *index, _ = (x.float() for x in inputs)
+    q, k, *index = (x.float() for x in inputs)
 
     def figures(*index_and_rules):
         *index, rules = index_and_rules

@@ -1,4 +1,4 @@
-"""The loss of the choice in a training step: it teaches the chooser alone, however a batch is cut."""
+"""The loss of the choice in a training step: it teaches the index only, however a batch is cut."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,9 +25,6 @@ CPU = torch.device("cpu")
 # Rows of 32 tokens in which the last queries of each document have more free blocks than places.
 TAUGHT = ("--train.choice_loss_weight", "0.5", "--train.choice_loss_sample", "0.5")
 INDEX = ("--model.chooser", "index")
-NORMS_AFTER = tuple(
-    word for key in ("norm_after", "qk_norm", "qk_norm_all_heads") for word in (f"--model.{key}", "true")
-)
 Gradients = dict[str, torch.Tensor]
 
 
@@ -69,24 +66,6 @@ def test_all_but_the_index_gets_the_same_update(tmp_path: Path, heartbeat: Heart
     assert len(index) == 4 and all(gradients[name].any() for name in index)
     for name, parameter in taught.named_parameters():
         assert (name in index) != torch.equal(parameter, others[name]), name
-
-
-@pytest.mark.parametrize("keys", [(), ("--model.compressor", "mlp"), NORMS_AFTER])
-def test_compressed_keys_are_taught_alone(tmp_path: Path, heartbeat: Heartbeat, keys: tuple[str, ...]) -> None:
-    config = make_config(tmp_path, *keys, *TAUGHT, "--train.gradient_clip_norm", "0")
-    batches = read_batches(config, 2, 2)
-    silent = replace(config, train=replace(config.train, choice_loss_weight=0.0))
-    _, plain, _ = take_step(silent, batches, heartbeat)
-    _, taught, _ = take_step(config, batches, heartbeat)
-    changed = {name for name in plain if not torch.equal(plain[name], taught[name])}
-    own = {name for name in plain if "k_compressor" in name}
-    assert changed == {f"blocks.{layer}.attention.k_proj.weight" for layer in range(2)} | own
-    width = config.model.num_kv_heads * config.model.head_dim
-    for layer in range(2):
-        difference = (
-            taught[f"blocks.{layer}.attention.k_proj.weight"] - plain[f"blocks.{layer}.attention.k_proj.weight"]
-        ).abs()
-        assert difference[:width].any() and not difference[width:].any()
 
 
 def test_how_a_batch_is_cut_does_not_matter(tmp_path: Path, heartbeat: Heartbeat) -> None:
@@ -143,7 +122,6 @@ def test_no_eligible_query_is_no_loss(tmp_path: Path, heartbeat: Heartbeat) -> N
         ((*INDEX, "--model.attention", "dense"), 0),
         ((*INDEX, "--model.selection", "random"), 0),
         ((*INDEX, *TAUGHT), 0.5),
-        (TAUGHT, 0.5),
         ((*INDEX, *TAUGHT, "--train.choice_loss_weight", "auto"), 1),
     ],
 )
@@ -205,10 +183,9 @@ def test_a_run_that_was_saved_with_numbers_goes_on(tmp_path: Path, model: tuple[
     [
         (("--model.attention", "dense", *TAUGHT), "no layer chooses blocks; set it to 0"),
         (("--model.selection", "random", *TAUGHT), 'selection "random" learns nothing'),
-        (("--model.shared_kv", "true", *TAUGHT), "compressed keys have no parameters of their own"),
-        (("--model.attention", "selected", *TAUGHT), 'set model.chooser to "index"'),
+        (TAUGHT, 'weight is 0.5, but model.chooser is "compressed", and the loss teaches an "index"; set it to 0'),
         ((*INDEX, "--train.choice_loss_weight", "0"), "set train.choice_loss_weight above 0"),
-        (("--train.only", "chooser", *TAUGHT), "trains the index alone, and the model has none; set model.chooser"),
+        (("--train.only", "chooser"), "trains the index alone, and the model has none; set model.chooser"),
         (
             (*INDEX, "--train.only", "chooser", "--train.sequence_length", "24"),
             "nothing to learn: the blocks cover all 24 tokens of .*such as --train.sequence_length 96",

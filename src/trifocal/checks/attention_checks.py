@@ -91,7 +91,7 @@ def backend_parity(device: torch.device, *, attention: Attention = nsa_attention
 
 
 def taught_choice(device: torch.device, *, loss: Callable[..., Tensor] = choice_loss) -> Measurement:
-    """The loss of the choice and its gradient are the oracle's, in float64, and reach the chooser alone."""
+    """The loss of the choice and its gradient are the oracle's, in float64, and reach the index only."""
     worst, details = 0.0, []
     for lengths in ((97,), (3, 50, 3, 41)):
         length, heads, groups, dim = sum(lengths), 4, 2, 16
@@ -102,25 +102,21 @@ def taught_choice(device: torch.device, *, loss: Callable[..., Tensor] = choice_
         positions = torch.arange(length, device=device) if documents is None else documents.positions
         tokens = torch.arange(length, device=device)[None]
         sample = Sample(*(field[0] for field in sample_queries(tokens, positions, 1, 1, SMALL, length, 4)))
-        slots = SMALL.num_compressed_blocks(length) if documents is None else length // SMALL.compression_stride
-        shapes = {"k_cmp": (1, slots, groups, dim), "q_idx": (1, length, groups, dim), "k_idx": (1, length, dim)}
         generator = torch.Generator().manual_seed(0)
-        q, k, *drawn = (
-            torch.randn(shape, generator=generator, dtype=torch.float64).to(device).requires_grad_()
-            for shape in ((1, length, heads, dim), (1, length, groups, dim), *shapes.values())
+        q, k, q_idx, k_idx = (
+            torch.randn(1, length, *shape, generator=generator, dtype=torch.float64).to(device).requires_grad_()
+            for shape in ((heads, dim), (groups, dim), (groups, dim), (dim,))
         )
-        inputs = dict(zip(shapes, drawn, strict=True))
-        for chooser, names in (("compressed", ("k_cmp",)), ("index", ("q_idx", "k_idx"))):
-            given = {name: inputs[name] for name in names}
-            found, _ = loss(q, k, sample, SMALL, documents, **given)
-            exact = oracle.choice_loss(q, k, [sample.tokens[sample.eligible].tolist()], SMALL, lengths=lengths, **given)
-            gradients = torch.autograd.grad(found, [*given.values(), q, k], allow_unused=True)
-            expected = torch.autograd.grad(exact, list(given.values()))
-            figures = [error(found, exact), *map(error, gradients[: len(given)], expected)]
-            if any(gradient is not None and gradient.any() for gradient in gradients[len(given) :]):
-                figures.append(float("inf"))
-            worst = max(worst, *figures)
-            details.append(f"{chooser}, {len(lengths)} documents: {max(figures):.3g}")
+        index = {"q_idx": q_idx, "k_idx": k_idx}
+        found, _ = loss(q, k, sample, SMALL, documents, **index)
+        exact = oracle.choice_loss(q, k, [sample.tokens[sample.eligible].tolist()], SMALL, lengths=lengths, **index)
+        gradients = torch.autograd.grad(found, [*index.values(), q, k], allow_unused=True)
+        expected = torch.autograd.grad(exact, list(index.values()))
+        figures = [error(found, exact), *map(error, gradients[:2], expected)]
+        if any(gradient is not None and gradient.any() for gradient in gradients[2:]):
+            figures.append(float("inf"))
+        worst = max(worst, *figures)
+        details.append(f"{len(lengths)} documents: {max(figures):.3g}")
     return Measurement(worst, FULL_COVERAGE[torch.float64], "error", tuple(details))
 
 

@@ -45,7 +45,7 @@ class ModelConfig:
         layer_types: The attention of each layer, where layers differ; empty: `attention` in all of them.
         sliding_window: Keys that a query of a window layer sees; 0 takes `geometry.window_size`.
         chooser: What scores the blocks: `"compressed"`, the keys of the compressed branch; or `"index"`, small queries
-            and keys that do nothing else. Each can be taught: `train.choice_loss_weight`.
+            and keys that do nothing else, taught by a loss: `train.choice_loss_weight`.
         selection: `"importance"`, by the chooser's scores; or a control: `"exact"`, by the attention of the selected
             branch itself over the whole past; `"random"`, which draws the blocks that are not forced.
         compressor: Compressor of the keys and values of a block, `"mean"` or `"mlp"`.
@@ -163,18 +163,7 @@ class ModelConfig:
             return "no layer chooses blocks"
         if self.selection != "importance":
             return f'model.selection "{self.selection}" learns nothing'
-        if self.chooser == "index":
-            return ""
-        if "selected" in self.attention_of_layers:
-            return (
-                'the compressed keys of "selected" layers have no parameters of their own; set model.chooser to "index"'
-            )
-        if self.shared_kv and self.compressor == "mean":
-            return (
-                "with model.shared_kv and the mean compressor, compressed keys have no parameters of their own; "
-                'set model.chooser to "index"'
-            )
-        return ""
+        return "" if self.chooser == "index" else 'model.chooser is "compressed", and the loss teaches an "index"'
 
     @property
     def all_dense(self) -> bool:

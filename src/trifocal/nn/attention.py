@@ -144,7 +144,7 @@ class NSAttention(ChoosingAttention):
         rotary = self._exact_tables(rotary, x, documents, own)
         # Compressed keys are made of unrotated ones. Shared keys are rotated once.
         q, *rotated = (rotate(states, rotary.cos, rotary.sin) for states in (q, *keys[-2:]))
-        (raw, *gathered), index, taught = self._gathered(x, [keys[0], *rotated, *values], heads, rotary, lesson, own)
+        (raw, *gathered), index = self._gathered([keys[0], *rotated, *values], heads, rotary, own)
         rotated, values = gathered[: len(rotated)], gathered[len(rotated) :]
         v_cmp, v_slc, v_win = values * (NUM_BRANCHES // self.branches)
         k_slc, k_win = rotated[0], rotated[-1]
@@ -176,7 +176,7 @@ class NSAttention(ChoosingAttention):
         o = joined([attend(chunk) for chunk in chunks_of(x, documents, own)])
         if lesson is None:
             return self.o_proj(o.flatten(2))
-        return self.o_proj(o.flatten(2)), self._taught(lesson, q, k_slc, index, taught, documents, rotary, own)
+        return self.o_proj(o.flatten(2)), self._taught(lesson, q, k_slc, index, documents, own)
 
 
 class DenseAttention(AttentionBase):

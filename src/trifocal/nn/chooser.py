@@ -2,11 +2,11 @@
 
 | chooser | score of a block | learned |
 |---|---|---|
-| compressed | the compressed attention's probability in it | the projection of compressed keys, and φ |
-| index | the largest product of an index query and an index key in it | the index |
+| compressed | the compressed attention's probability in it | nothing for the choice's sake |
+| index | the largest product of an index query and an index key in it | the index, by the loss of the choice |
 | exact | the selected branch's own attention over the whole past in it | nothing: a control, slower than dense |
 
-The loss, `trifocal.ops.choice_loss`, changes the parameters of the chooser alone: its input is detached.
+The loss, `trifocal.ops.choice_loss`, changes the parameters of the index only: its input is detached.
 """
 
 import functools
@@ -15,7 +15,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from trifocal.nn.attention_base import INDEX_DIM, AttentionBase, Lesson, RotaryTables
 from trifocal.nn.compressor import MeanCompressor, MLPCompressor
@@ -106,41 +105,33 @@ class ChoosingAttention(AttentionBase):
 
     def _gathered(
         self,
-        x: Tensor,
         keys_and_values: list[Tensor],
         heads: Tensor | None,
         rotary: RotaryTables,
-        lesson: Lesson | None,
         own: OwnTokens | None,
-    ) -> tuple[list[Tensor], tuple[Tensor, Tensor] | None, Tensor | None]:
+    ) -> tuple[list[Tensor], tuple[Tensor, Tensor] | None]:
         """What the branches and the chooser need of all tokens, in one exchange where processes share them.
 
         Args:
-            x: The layer's input.
             keys_and_values: Those of the branches, each [B, T, G, *].
-            heads: Unrotated index heads of x, or None.
+            heads: Unrotated index heads, or None.
             rotary: Rotary tables.
-            lesson: What the choice learns, or None.
-            own: The tokens of x, or None.
+            own: The tokens of this process, or None.
 
         Returns:
-            The keys and values of all tokens; rotated index queries of x and keys of all tokens, None without an index;
-            and unrotated keys to be taught, None unless compressed keys are.
+            The keys and values of all tokens; rotated index queries and the index keys of all tokens, None without an
+            index.
         """
         index = None
         if heads is not None:
             assert rotary.cos_idx is not None and rotary.sin_idx is not None
             index = split_heads(rotate(heads, rotary.cos_idx, rotary.sin_idx))
-        taught = self._taught_keys(x.detach()) if lesson is not None and index is None else None
         if own is None:
-            return keys_and_values, index, taught
-        if index is not None:
-            *keys_and_values, k_idx = own.shard.gather((*keys_and_values, index[1]))
-            return keys_and_values, (index[0], k_idx), None
-        if taught is not None:
-            *keys_and_values, taught = own.shard.gather((*keys_and_values, taught))
-            return keys_and_values, None, taught
-        return own.shard.gather(keys_and_values), None, None
+            return keys_and_values, index
+        if index is None:
+            return own.shard.gather(keys_and_values), None
+        *keys_and_values, k_idx = own.shard.gather((*keys_and_values, index[1]))
+        return keys_and_values, (index[0], k_idx)
 
     def _num_compressed(self, chunk: Chunk) -> int:
         """Compressed blocks, or slots of documents, of the tokens up to a chunk's end."""
@@ -173,43 +164,24 @@ class ChoosingAttention(AttentionBase):
         q: Tensor,
         k: Tensor,
         index: tuple[Tensor, Tensor] | None,
-        taught: Tensor | None,
         documents: Documents | None,
-        rotary: RotaryTables,
         own: OwnTokens | None,
     ) -> Tensor:
-        """The loss of the layer's queries, whose gradient reaches the chooser alone, and their recall, summed: [2].
+        """The loss of the layer's queries, whose gradient reaches the index only, and their recall, summed: [2].
 
-        Of `index` and `taught`, from `_gathered`, one is None.
+        Raises:
+            ValueError: If the layer has no index.
         """
-        k_cmp = None if taught is None else self._compressed_keys(taught, documents, rotary)
+        if index is None:
+            raise ValueError(f'a loss of the choice teaches an index, but the chooser is "{self.chooser}"')
         figures = []
         for chunk, sample in zip(chunks_of(q, documents, own), lesson, strict=True):
-            student = {"k_cmp": chunk.keys(k_cmp, self._num_compressed(chunk))} if k_cmp is not None else {}
-            if index is not None:
-                student = {"q_idx": chunk.queries(index[0]), "k_idx": chunk.keys(index[1])}
+            student = {"q_idx": chunk.queries(index[0]), "k_idx": chunk.keys(index[1])}
             q_rows, keys = chunk.queries(q), chunk.keys(k)
             figures.append(
                 choice_loss(q_rows, keys, sample, self.geometry, chunk.documents, backend=self.backend, **student)
             )
         return functools.reduce(torch.add, figures)
-
-    def _taught_keys(self, x: Tensor) -> Tensor:
-        """Keys to be compressed, made again so that their gradient reaches the projection alone, where it is theirs."""
-        width = self.num_kv_heads * self.head_dim
-        weight = self.k_proj.weight[:width]
-        bias = None if self.k_proj.bias is None else self.k_proj.bias[:width]
-        if self.branches == 1:
-            # Other branches read the same keys.
-            weight, bias = weight.detach(), None if bias is None else bias.detach()
-        raw = functional.linear(x, weight, bias)
-        if self.k_norm is not None:
-            norm, exact = self.k_norm, torch.promote_types(raw.dtype, torch.float32)
-            weight = norm.weight.detach().to(exact)
-            # Each head, or all of them.
-            parts = raw.to(exact).unflatten(-1, (-1, len(weight)))
-            raw = functional.rms_norm(parts, weight.shape, weight, norm.eps).to(raw.dtype).flatten(-2)
-        return raw.unflatten(-1, (self.num_kv_heads, self.head_dim))
 
     def _compressed_keys(self, raw: Tensor, documents: Documents | None, rotary: RotaryTables) -> Tensor:
         """Compress unrotated keys [B, S, G, D], and rotate the result by the first tokens of the blocks."""

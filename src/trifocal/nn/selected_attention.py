@@ -68,7 +68,7 @@ class SelectedAttention(ChoosingAttention):
         raw = [k.detach()] if selected_blocks is None and self.chooser == "compressed" else []
         rotary = self._exact_tables(rotary, x, documents, own)
         q, k = (rotate(states, rotary.cos, rotary.sin) for states in (q, k))
-        (k, v, *raw), index, taught = self._gathered(x, [k, v, *raw], heads, rotary, lesson, own)
+        (k, v, *raw), index = self._gathered([k, v, *raw], heads, rotary, own)
         k_cmp = None
         if raw:
             with torch.no_grad():
@@ -93,4 +93,4 @@ class SelectedAttention(ChoosingAttention):
         o = joined([attend(chunk) for chunk in chunks_of(x, documents, own)])
         if lesson is None:
             return self.o_proj(o.flatten(2))
-        return self.o_proj(o.flatten(2)), self._taught(lesson, q, k, index, taught, documents, rotary, own)
+        return self.o_proj(o.flatten(2)), self._taught(lesson, q, k, index, documents, own)

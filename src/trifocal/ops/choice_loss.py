@@ -1,15 +1,14 @@
-"""The loss that teaches the choice of blocks: it follows the selected branch's own attention over the whole past.
+"""The loss that teaches an index to choose blocks: it follows the selected branch's own attention over the whole past.
 
 The choice is not differentiable, so that the loss of the language model never reaches what makes it. On a sample of the
 queries, the teacher is the attention of the selected branch's queries and keys over every token of the past, summed by
-selection block; the student is the importance by which blocks are chosen. Both are shares of the free candidates: of
-the blocks in the past that are not forced.
+selection block; the student is the softmax over the scores by which the index chooses. Both are shares of the free
+candidates: of the blocks in the past that are not forced.
 
     KL( m / sum m  ||  (i + 1e-6) / sum (i + 1e-6) )
 
-The teacher looks everywhere, so it names blocks that were never chosen. It has no gradient. The kernels make all of the
-loss of an index, and write nothing of the size of a score; a student of compressed keys is PyTorch's on any backend: it
-has a sixteenth of the teacher's scores.
+The teacher looks everywhere, so it names blocks that were never chosen. It has no gradient. The kernels write nothing
+of the size of a score.
 
 Shape letters as in DESIGN.md, and M: sampled queries of a row.
 """
@@ -32,10 +31,8 @@ LEAST_MASS = 1e-9
 """A query with less mass on its free candidates teaches nothing."""
 # Numbers of the largest tensor that exist at a time: scores of a teacher or student, or blocks of both.
 _MOST_NUMBERS = 2**28
-# Tensors of one number a query, group and block that exist beside one another: in PyTorch's part of the loss, and of an
-# index on kernels.
-_TENSORS_OF_BLOCKS = 8
-_TENSORS_OF_AN_INDEX = 2
+# Tensors of one number a query, group and block that exist beside one another on the kernels.
+_TENSORS_OF_BLOCKS = 2
 _MASK = 2**32 - 1
 # 2**32 over the golden ratio, as a signed number of 32 bits: the compiler multiplies places by it in no more.
 _GOLDEN = 0x9E3779B9 - 2**32
@@ -131,9 +128,8 @@ def choice_loss(
     geometry: Geometry,
     documents: Documents | None = None,
     *,
-    k_cmp: Tensor | None = None,
-    q_idx: Tensor | None = None,
-    k_idx: Tensor | None = None,
+    q_idx: Tensor,
+    k_idx: Tensor,
     backend: str = "auto",
 ) -> Tensor:
     """The loss and the recall of the choice, each summed over eligible sampled queries and groups.
@@ -144,28 +140,23 @@ def choice_loss(
         sample: The queries; their tokens count from the first key.
         geometry: Block sizes, in tokens.
         documents: Packed documents, with B == 1.
-        k_cmp: The student, if it is the compressed attention: rotated compressed keys, [B, C, G, D].
-        q_idx, k_idx: The student, if it is an index: [B, T, G, Di] and [B, S, Di].
+        q_idx, k_idx: The student, an index: [B, T, G, Di] and [B, S, Di].
         backend: `"auto"`, `"reference"` or `"triton"`.
 
     Returns:
-        Both, [2], fp32 (fp64 for fp64). The gradient of the loss reaches `k_cmp`, or `q_idx` and `k_idx`, and nothing
-        else. The recall of a query is the mass of the free blocks that the student would choose, as a share of what
-        the teacher would choose; its gradient is zero.
+        Both, [2], fp32 (fp64 for fp64). The gradient of the loss reaches `q_idx` and `k_idx`, and nothing else. The
+        recall of a query is the mass of the free blocks that the student would choose, as a share of what the teacher
+        would choose; its gradient is zero.
     """
     q, k = q.detach(), k.detach()
     batch, num_queries = sample.tokens.shape
     kernels = resolve("choice_loss", backend, q, k, geometry) == "triton"
-    widest = k.shape[2] * num_blocks(k.shape[1], geometry, documents)
-    if not kernels:
-        widest = q.shape[2] * k.shape[1]
-    elif k_cmp is not None:
-        widest = max(_TENSORS_OF_BLOCKS * widest, q.shape[2] * k_cmp.shape[1])
-    else:
-        widest *= _TENSORS_OF_AN_INDEX
+    widest = q.shape[2] * k.shape[1]
+    if kernels:
+        widest = _TENSORS_OF_BLOCKS * k.shape[2] * num_blocks(k.shape[1], geometry, documents)
     parts = -(-batch * num_queries * widest // _MOST_NUMBERS)
 
-    args = (geometry, documents, kernels, q, k, k_cmp, q_idx, k_idx)
+    args = (geometry, documents, kernels, q, k, q_idx, k_idx)
     if parts == 1:
         return _loss_of(sample, *args)
     cut = zip(*(field.chunk(parts, dim=1) for field in sample), strict=True)
@@ -181,30 +172,22 @@ def _loss_of(
     kernels: bool,
     q: Tensor,
     k: Tensor,
-    k_cmp: Tensor | None,
-    q_idx: Tensor | None,
-    k_idx: Tensor | None,
+    q_idx: Tensor,
+    k_idx: Tensor,
 ) -> Tensor:
     blocks = num_blocks(k.shape[1], geometry, documents)
-    if kernels and k_cmp is None:
+    if kernels:
         rules = (geometry, blocks, FLOOR, LEAST_MASS, documents)
         return operators.index_loss(q_idx, k_idx, q, k, *sample, *rules)[0].sum((1, 2, 3))
     with full_precision(q):
         free = free_blocks(sample, geometry, blocks)
-        if kernels:
-            mass = operators.teacher_masses(q, k, *sample[:2], geometry, blocks, documents)
-        else:
-            mass = teacher_masses(q, k, sample, geometry, documents)
-        if k_cmp is not None:
-            ranked = student = compressed_importance(q, k_cmp, sample, geometry, documents, k.shape[1])
-        else:
-            assert q_idx is not None and k_idx is not None
-            # An index chooses by its scores: many shares may be 0, and equal.
-            ranked = index_scores(q_idx, k_idx, sample, geometry, documents)
-            # A share of the free candidates: what lies in forced blocks is not the index's to find.
-            student = ranked.masked_fill(~free[:, :, None], torch.finfo(ranked.dtype).min).softmax(-1)
+        mass = teacher_masses(q, k, sample, geometry, documents)
+        # An index chooses by its scores: many shares may be 0, and equal.
+        scores = index_scores(q_idx, k_idx, sample, geometry, documents)
+        # A share of the free candidates: what lies in forced blocks is not the index's to find.
+        student = scores.masked_fill(~free[:, :, None], torch.finfo(scores.dtype).min).softmax(-1)
         loss = divergence(mass, student, free, sample.eligible)
-        return torch.stack((loss, recall(mass, ranked.detach(), free, sample.eligible, geometry)))
+        return torch.stack((loss, recall(mass, scores.detach(), free, sample.eligible, geometry)))
 
 
 def divergence(mass: Tensor, student: Tensor, free: Tensor, eligible: Tensor) -> Tensor:

@@ -225,14 +225,6 @@ select_blocks_by_index: Operator[Tensor] = Operator(
 )
 """The choice of blocks, [B, T, G, N]; see `trifocal.ops.select_blocks_by_index`."""
 
-teacher_masses: Operator[Tensor] = Operator(
-    "teacher_masses",
-    f"Tensor q, Tensor k, Tensor tokens, Tensor starts, SymInt[] geometry, SymInt num_blocks, {DOCUMENTS}",
-    "Tensor",
-    _kernels("choice_loss", "teacher_masses_forward"),
-    lambda q, k, tokens, _, __, blocks, *___: q.new_empty((*tokens.shape, k.shape[2], blocks), dtype=torch.float32),
-)
-"""Attention of sampled queries over the whole past by block, [B, M, G, J]; see `trifocal.ops.choice_loss`."""
 index_loss: Operator[tuple[Tensor, Tensor, Tensor]] = Operator(
     "index_loss",
     "Tensor q_idx, Tensor k_idx, Tensor q, Tensor k, Tensor tokens, Tensor starts, Tensor eligible, "

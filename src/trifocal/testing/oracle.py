@@ -241,15 +241,13 @@ def choice_loss(
     queries: list[list[int]],
     geometry: Geometry,
     *,
-    k_cmp: Tensor | None = None,
-    q_idx: Tensor | None = None,
-    k_idx: Tensor | None = None,
+    q_idx: Tensor,
+    k_idx: Tensor,
     lengths: Lengths = None,
 ) -> Tensor:
     """The loss of the choice, summed over the queries of each row that have more free candidates than free places."""
     num_keys, size = k.shape[1], geometry.selection_block_size
     heads, scale = q.shape[2] // k.shape[2], q.shape[-1] ** -0.5
-    spans = compression_spans(geometry, num_keys, lengths)
     q, k = q.detach(), k.detach()
     loss = q.new_zeros(())
     for b, row in enumerate(queries):
@@ -266,18 +264,8 @@ def choice_loss(
                 m = torch.stack(
                     [mass[block.start - document.start : block.stop - document.start].sum() for block in blocks]
                 )
-                if k_cmp is None:
-                    assert q_idx is not None and k_idx is not None
-                    best = [(k_idx[b, list(blocks[j])] @ q_idx[b, t, g]).max() * q_idx.shape[-1] ** -0.5 for j in free]
-                    i = torch.stack(best).softmax(0)
-                else:
-                    seen = [
-                        n for n, span in enumerate(spans) if span.document == document.document and span.end - 1 <= t
-                    ]
-                    p = torch.stack([(k_cmp[b, seen, g] @ q[b, t, h] * scale).softmax(0) for h in group]).mean(0)
-                    whole = [range(document.start + j * size, document.start + (j + 1) * size) for j in free]
-                    overlaps = [[len(set(tokens) & set(spans[n].tokens)) for n in seen] for tokens in whole]
-                    i = p.new_tensor(overlaps) @ p / geometry.compression_stride
+                best = [(k_idx[b, list(blocks[j])] @ q_idx[b, t, g]).max() * q_idx.shape[-1] ** -0.5 for j in free]
+                i = torch.stack(best).softmax(0)
                 m, i = m[free] / m[free].sum(), (i + 1e-6) / (i + 1e-6).sum()
                 loss = loss + (m * (m.log() - i.log())).sum()
     return loss

@@ -13,8 +13,7 @@ carries that to queries and keys: a block's product is that of one token, which 
 
 | kernel | a program holds | it loops over | in and out of memory, bytes |
 |---|---|---|---|
-| masses | all blocks of some rows (query, group) | heads of the group | 4 a row, head, block in; 4 a row, block out |
-| loss | the same | these heads; halvings of a threshold, as in `scoring` | the same in; 4 in, 5 out a row, block |
+| loss | all blocks of some rows (query, group) | heads, halvings of a threshold | 4 a head + 4 in, 5 out a row, block |
 | gradients | d_q of a row | blocks: the gradient times the key of its token | a key, 5 bytes a row and block |
 | | or d_k of a tile of keys | rows: their gradients at their tokens, a matrix, times q | q, 5 bytes a row and block |
 
@@ -40,7 +39,7 @@ from trifocal.ops.triton.scoring import LINE, Chunk, most_important, query_chunk
 
 # Blocks that d_q takes at a time, and tokens that it fills with zeros.
 BLOCKS = 64
-# Blocks that a program of the masses or the loss has at least, those of several rows if need be, so few since a small
+# Blocks that a program of the loss has at least, those of several rows if need be, so few since a small
 # call takes the time of one program; and those of each warp.
 LEAST_BLOCKS = 64
 BLOCKS_OF_WARP = 256
@@ -87,24 +86,6 @@ def masses_of_rows(
         weight = tl.exp2(log_sum - tl.max(log_sum, 1)[:, None])
         mass += weight * (1.0 / (tl.sum(weight, 1) * Q_PER_KV))[:, None]
     return tl.where(past, mass, 0.0)
-
-
-@Kernel
-@triton.jit(
-    do_not_specialize=["first_query", "end_query", "num_queries", "num_rows", "block_lines", "num_blocks"])
-def block_masses_kernel(
-    log_sums, masses, sampled, starts, first_query, end_query, num_queries, num_rows, block_lines, num_blocks,
-    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr,
-):
-    """Masses [B, M, G, J] of some rows of a chunk; zeros if the query may take all its candidates."""
-    row, exists, query, candidates = rows_of_program(
-        sampled, starts, first_query, end_query, num_queries, num_rows, GROUPS, SELECTION, ROWS)
-    block = tl.arange(0, BLOCKS)[None, :]
-    candidates = tl.where(exists & (candidates > NUM_SELECTED), candidates, 0)
-    mass = masses_of_rows(log_sums, row, candidates, block_lines * LINE, Q_PER_KV, ROWS, BLOCKS)
-    out = masses + (query * GROUPS + row % GROUPS)[:, None] * num_blocks + block
-    tl.store(out, mass, mask=exists[:, None] & (block < num_blocks))
 
 
 @Kernel
@@ -280,36 +261,6 @@ def index_gradients_kernel(
 # fmt: on
 
 
-def teacher_masses_forward(
-    q: Tensor,
-    k: Tensor,
-    sampled: Tensor,
-    starts: Tensor,
-    geometry: Geometry,
-    num_blocks: int,
-    documents: Documents | None,
-) -> Tensor:
-    """Attention of sampled queries over their whole past by selection block, the mean over a group's heads.
-
-    Args:
-        q: Queries, [B, T, H, D]; the last T of S tokens.
-        k: Keys, [B, S, G, D].
-        sampled: The sampled queries' tokens, [B, M], int64, ascending.
-        starts: The first token of each one's document, [B, M], int64.
-        geometry: Block sizes, in tokens.
-        num_blocks: J, blocks that a document can have.
-        documents: Packed documents; None for one sequence a batch entry.
-
-    Returns:
-        [B, M, G, J], fp32; zeros for queries that may take all their candidates.
-    """
-    masses = q.new_empty(*sampled.shape, k.shape[2], num_blocks, dtype=torch.float32)
-    sampled, starts = sampled.contiguous(), starts.contiguous()
-    for log_sums, grid, numbers, constants in _score_chunks(q, k, sampled, geometry, num_blocks, documents):
-        block_masses_kernel[grid](log_sums, masses, sampled, starts, *numbers, num_blocks, **constants)
-    return masses
-
-
 def index_loss_forward(
     q_idx: Tensor,
     k_idx: Tensor,
@@ -330,9 +281,12 @@ def index_loss_forward(
         q_idx: Index queries, [B, T, G, Di]; the last T of S tokens.
         k_idx: Index keys, [B, S, Di].
         q, k: Queries and keys of the teacher, [B, T, H, D] and [B, S, G, D].
-        sampled, starts: As in `teacher_masses_forward`.
+        sampled: The sampled queries' tokens, [B, M], int64, ascending.
+        starts: The first token of each one's document, [B, M], int64.
         eligible: Whether a query teaches, [B, M], bool; no two that do have one token.
-        geometry, num_blocks, documents: As in `teacher_masses_forward`.
+        geometry: Block sizes, in tokens.
+        num_blocks: J, blocks that a document can have.
+        documents: Packed documents; None for one sequence a batch entry.
         share_floor: Added to the student's shares.
         least_mass: With less mass on its free blocks a query teaches nothing.
 
@@ -364,15 +318,15 @@ def _score_chunks(
     geometry: Geometry,
     num_blocks: int,
     documents: Documents | None,
-    student: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    student: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> Iterator[tuple[Tensor, tuple[int], tuple[int, ...], dict[str, int]]]:
     """Make the teacher's block sums of some queries at a time, and say how a kernel over rows of them is launched.
 
-    With a student, as `launch_block_scores` takes it, its scores of these queries are made too.
+    So are the scores of the student, as `launch_block_scores` takes it, by these queries.
 
     Yields:
         The sums, [B, queries of the chunk, H, whole lines of 16 blocks], until the next are asked for; the grid; the
-        first and last query, M, rows and lines; and constants. Arguments are those of `teacher_masses_forward`.
+        first and last query, M, rows and lines; and constants. Arguments are those of `index_loss_forward`.
     """
     q, k = unit_stride(q), unit_stride(k)
     batch, num_queries = sampled.shape

@@ -204,15 +204,15 @@ def block_scores_kernel(
     q_batch_stride, q_time_stride, q_head_stride, k_batch_stride, k_time_stride, k_head_stride,
     first_query, end_query, num_queries, query_shift, block_lines, score_scale,
     GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
-    PURPOSE: tl.constexpr, SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr, PACKED: tl.constexpr,
+    SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr, PACKED: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
 ):
-    """Scores for the choice or of the teacher."""
+    """Scores for the choice."""
     score_tile(
         q, k, scores, scores, sampled, ids, positions, cu_seqlens,
         q_batch_stride, q_time_stride, q_head_stride, k_batch_stride, k_time_stride, k_head_stride,
         first_query, end_query, num_queries, query_shift, block_lines, score_scale, tl.program_id(2),
-        GROUPS, Q_PER_KV, D, D_1, D_2, SELECTION, NUM_SELECTED, PACKED, PURPOSE, ROWS, KEYS, PIECE, PIECES)
+        GROUPS, Q_PER_KV, D, D_1, D_2, SELECTION, NUM_SELECTED, PACKED, "choice", ROWS, KEYS, PIECE, PIECES)
 
 
 @Kernel
@@ -256,10 +256,10 @@ def launch_block_scores(
     chunk: Chunk,
     scale: float = 1.0,
     student: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
-    *,
-    purpose: str = "teacher",
 ) -> None:
     """Write the scores of a chunk of queries, [B, queries of the chunk, H, lines of 16 blocks].
+
+    They are those of the choice, or with a student those of the loss: q and k are then the teacher's.
 
     Args:
         q: Queries, [B, T, H, D]; the last T tokens.
@@ -270,9 +270,8 @@ def launch_block_scores(
         documents: Packed documents; None for one sequence a batch entry.
         chunk: Queries and blocks.
         scale: Factor on the products, in base 2; for the teacher.
-        student: Beside the teacher: index queries [B, T, G, Di] and keys [B, S, 1, Di], and the buffers of all sampled
-            queries for their scores and for the block's token of each, [B, M, G, lines of 16 blocks].
-        purpose: `"choice"` or `"teacher"`.
+        student: Index queries [B, T, G, Di] and keys [B, S, 1, Di], and the buffers of all sampled queries for their
+            scores and for the block's token of each, [B, M, G, lines of 16 blocks].
     """
     widths, tile = split_width(q.shape[3]), dispatch.index_tile(q)
     groups, q_per_kv = k.shape[2], q.shape[2] // k.shape[2]
@@ -292,7 +291,7 @@ def launch_block_scores(
         "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
     if student is None:
-        block_scores_kernel[grid](q, k, scores, *where, *numbers, PURPOSE=purpose, **constants)
+        block_scores_kernel[grid](q, k, scores, *where, *numbers, **constants)
         return
     q_idx, k_idx, products, places = student
     index = split_width(q_idx.shape[3])
@@ -319,7 +318,7 @@ def select_blocks_by_index_forward(
     q_idx, k_idx = unit_stride(q_idx), unit_stride(k_idx[:, :, None])
 
     def score(chunk: Chunk, scores: Tensor) -> None:
-        launch_block_scores(q_idx, k_idx, scores, scores, geometry, documents, chunk, purpose="choice")
+        launch_block_scores(q_idx, k_idx, scores, scores, geometry, documents, chunk)
 
     # No block reaches over into the next: the choice reads one part of the importance.
     geometry = dataclasses.replace(geometry, compression_block_size=geometry.compression_stride)
