@@ -13,6 +13,7 @@ import transformers
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
+from trifocal import generate
 from trifocal.data import make_tokenizer
 from trifocal.hf import TrifocalConfig
 from trifocal.models import DecoderLM
@@ -91,10 +92,8 @@ def test_tasks_give_the_figures_of_our_own_model(decoder: DecoderLM, folder: Pat
         assert chosen["acc"] == (expected.index(max(expected)) == row["answer"])
         assert continued["resps"][0][0][0] == pytest.approx(expected[row["answer"]], rel=1e-6)
         # Alone, without padding.
-        prompt = torch.from_numpy(TOKENIZER.encode(row["context"])).long()[None]
         # lm-eval stops at the token that ends a text too.
-        written_alone = decoder.generate(prompt, 8, temperature=0.0, stop_token=TOKENIZER.separator)
-        assert written["resps"] == [[TOKENIZER.decode(written_alone[0, prompt.shape[1] :].tolist())]]
+        assert written["resps"] == [[generate(decoder, row["context"], 8, tokenizer=TOKENIZER, temperature=0)]]
 
 
 def log_likelihood(decoder: DecoderLM, context: str, continuation: str) -> float:

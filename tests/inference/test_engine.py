@@ -165,6 +165,38 @@ def test_scores_are_those_of_the_whole_model(model: DecoderLM) -> None:
     assert not scores
 
 
+@pytest.mark.parametrize("options", [{}, {"attention": "dense"}, {"chooser": "index", "shared_kv": True}], ids=str)
+def test_greedy_equals_the_model_without_a_cache(make_model: Make, options: dict[str, Any]) -> None:
+    model = make_model(**options)
+    expected = prompts = torch.randint(31, (3, 5), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for _ in range(20):
+            expected = torch.cat((expected, model(expected)[:, -1:].argmax(-1)), dim=1)
+    greedy = Sampling(temperature=0)
+    requests = [Request(prompt=prompt, max_new_tokens=20, sampling=greedy) for prompt in prompts.tolist()]
+    for chunk in (0, 2, 3):
+        engine, _ = make_engine(model, prefill_chunk_size=chunk)
+        assert [found.tokens for found in engine.complete(requests)] == expected[:, 5:].tolist()
+
+
+def test_nothing_is_computed_after_the_last_stop(model: DecoderLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"prompt": [1, 2, 3], "max_new_tokens": 50, "sampling": Sampling(temperature=0)}
+    first = make_engine(model)[0].complete([Request(**options)])[0].tokens[0]
+    calls = []
+    for name in ("prefill_chunk", "step"):
+        healthy = getattr(CachedModel, name)
+        monkeypatch.setattr(
+            CachedModel, name, lambda *a, healthy=healthy, name=name, **k: calls.append(name) or healthy(*a, **k)
+        )
+    [found] = make_engine(model)[0].complete([Request(**options, stop_tokens=(first,))])
+    assert (calls, found.tokens) == (["prefill_chunk"], [first])
+
+
+def test_between_updates_gradients_are_as_before(model: DecoderLM) -> None:
+    for _ in make_engine(model)[0].run([Request(prompt=[0, 0, 0], max_new_tokens=2)]):
+        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
 def test_a_long_prompt_stops_nobody(model: DecoderLM) -> None:
     """Who runs gets a token in every step, a short prompt passes the long one, and no bit changes."""
     running, long, short = (

@@ -22,9 +22,10 @@ from trifocal.cli.train import _summary
 from trifocal.data import DataConfig, Loader, make_loader, make_tokenizer, prefetch
 from trifocal.data.sources.text import TextSource
 from trifocal.errors import UserError
+from trifocal.inference import Engine, Request
 from trifocal.runlog import read_metrics
 from trifocal.telemetry.attention_picture import read_picture
-from trifocal.train import evaluator, load_config, resume, train
+from trifocal.train import load_config, resume, train
 from trifocal.train import setup as train_setup
 from trifocal.train.validation_loss import evaluate, read_validation_batches
 
@@ -207,14 +208,14 @@ def test_the_picture_of_a_row_with_boundaries_knows_them(tmp_path: Path) -> None
 
 
 def test_samples_share_a_seed_and_pauses_are_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds, original, clock = [], evaluator.stream, Clock()
+    seeds, original, clock = [], Engine.run, Clock()
 
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        seeds.append(kwargs["seed"])
+    def slow(self: Engine, requests: list[Request]) -> Any:
+        seeds.extend(request.sampling.seed for request in requests)
         clock.pass_seconds(20.0)
-        return original(*args, **kwargs)
+        return original(self, requests)
 
-    monkeypatch.setattr(evaluator, "stream", slow)
+    monkeypatch.setattr(Engine, "run", slow)
     monkeypatch.setattr("trifocal.train.run_logger.time", SimpleNamespace(perf_counter=clock))
     before_step(monkeypatch, lambda step, parts: clock.pass_seconds(step))
     flags = ("--train.steps", "4", "--log.sample_interval_steps", "2", "--log.sample_tokens", "2")

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from tests.children import environment, wait_for_end
 from tests.train.tiny import write_config
 from trifocal.data import make_tokenizer
 from trifocal.data.sources.text import TextSource
+from trifocal.inference import Engine
 from trifocal.runlog import read_metrics
-from trifocal.train import evaluator, load_config, loop, setup, stop, train, validation_loss
+from trifocal.train import load_config, loop, setup, stop, train, validation_loss
 from trifocal.train.checkpoint.folders import list_checkpoints
 from trifocal.train.checkpoint.manifest import is_intact
 from trifocal.train.setup import TrainSetup
@@ -170,7 +172,7 @@ def test_work_beside_steps_ends_when_a_signal_asks(tmp_path: Path, monkeypatch: 
             patch.setattr(TrainSetup, "validation_batches", lambda self: self._read_validation_batches())
             patch.setattr(setup, "read_validation_batches", lambda *_: for_ever() if made else [])
         elif work == "sample":
-            patch.setattr(evaluator, "stream", lambda *_, **__: (ask() or 1 for _ in itertools.count()))
+            patch.setattr(Engine, "run", lambda *_: (ask() or SimpleNamespace(token=1) for _ in itertools.count()))
         else:
             patch.setattr(TextSource, "read", blocking_read)
         result = train(config)

@@ -1,12 +1,10 @@
 """Decoding: paged caches, continuous batching, sampling on the device.
 
-`generate` and `stream` continue a batch of prompts. `Engine` runs many requests at a time. `CachedModel` is the model
-with its caches, for loops of one's own.
+`Engine` runs many requests at a time. `CachedModel` is the model with its caches, for loops of one's own.
 """
 
 from trifocal.inference.cached_model import CachedModel, CachedSequence, OutOfRows
 from trifocal.inference.engine import Engine, RequestTooLong
-from trifocal.inference.generation import generate, stream
 from trifocal.inference.pages import OutOfPages
 from trifocal.inference.request import Completion, Request, TokenScore, Update
 from trifocal.inference.sampler import Sampling
@@ -25,6 +23,4 @@ __all__ = [
     "TextStream",
     "TokenScore",
     "Update",
-    "generate",
-    "stream",
 ]

@@ -225,12 +225,6 @@ class DecoderLM(nn.Module):
         """The attention of each layer, first to last."""
         return [block.attention for block in self.blocks]  # type: ignore[misc]
 
-    def generate(self, tokens: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
-        """Continue each row of prompts [B, T]; options and errors as of `trifocal.inference.generate`."""
-        from trifocal.inference import generate
-
-        return generate(self, tokens, max_new_tokens, **options)
-
 
 def _check_tokens(tokens: Tensor, targets: Tensor | None) -> None:
     if not isinstance(tokens, Tensor):

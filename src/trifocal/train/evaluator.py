@@ -6,7 +6,7 @@ import torch
 
 from trifocal.data import Batch
 from trifocal.data.prefetch import Stopped
-from trifocal.inference import stream
+from trifocal.inference import CachedModel, Engine, Request, Sampling
 from trifocal.runlog import read_metrics
 from trifocal.telemetry import AttentionTelemetry
 from trifocal.train.coordinator import StepCoordinator
@@ -114,19 +114,20 @@ class Evaluator:
         if not self._takes_part:
             return None
         config, tokenizer = self._config, self._tokenizer
-        prompt = torch.from_numpy(tokenizer.encode_prompt(config.log.sample_prompt)).long()[None].to(self._device)
         stop = self._coordinator.agree_to_stop if self._setup.parallel.sharded else self._coordinator.stop_requested
+        request = Request(
+            prompt=tokenizer.encode_prompt(config.log.sample_prompt),
+            max_new_tokens=config.log.sample_tokens,
+            sampling=Sampling(temperature=SAMPLE_TEMPERATURE, seed=config.run.seed),
+            stop_tokens=(tokenizer.separator,),
+        )
         tokens: list[int] = []
         with autocast(self._device, config.train.precision):
-            for token in stream(
-                self._model,
-                prompt,
-                config.log.sample_tokens,
-                temperature=SAMPLE_TEMPERATURE,
-                seed=config.run.seed,
-                stop_token=tokenizer.separator,
-            ):
-                tokens.append(int(token))
+            cached = CachedModel(self._model, max_sequences=1, max_length=request.longest)
+            for update in Engine(cached).run([request]):
+                if update.token is None:
+                    raise FloatingPointError("the model's output is not finite: its weights are broken")
+                tokens.append(update.token)
                 if stop():
                     return None
         text = config.log.sample_prompt + tokenizer.decode(tokens)
