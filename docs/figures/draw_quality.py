@@ -23,9 +23,6 @@ COLOURS = {
     "shared": "#8e44ad", "shared-random": "#e67e22",
 }  # fmt: skip
 PARTS = ("production", "production_8192", "production_32768", "seeds", "long", "recall", "needle")
-CHOICE = "choice"
-"""The table of benchmarks/choice_learning.py."""
-_SCRIPTS = {CHOICE: "choice_learning"}
 _REGION = "<!-- {0} -->\n{1}<!-- end of {0} -->"
 _CAPTIONS = {
     "production": "validation loss of the production model over the run, and above the dense one by step",
@@ -40,8 +37,8 @@ _CAPTIONS = {
 
 def newest(part: str, results: Path = RESULTS) -> Path | None:
     """The newest result file of a part; None if it was not measured."""
-    name = _SCRIPTS.get(part, f"quality_{part}")
     # Device and date have no underscores: the rows of 8,192 are not those of `production`.
+    name = f"quality_{part}"
     found = [path for path in results.glob(f"{name}_*.json") if path.stem.count("_") == name.count("_") + 2]
     return max(found, key=lambda path: path.stem.rpartition("_")[2], default=None)
 
@@ -63,7 +60,7 @@ def page(text: str, results: Path = RESULTS) -> str:
         text: The page as it is.
         results: Folder of the results.
     """
-    for part in (*PARTS, CHOICE):
+    for part in PARTS:
         region = re.compile(_REGION.format(part, ".*?"), re.DOTALL)
         content = _REGION.format(part, _content(part, newest(part, results)))
         text, count = region.subn(lambda _, content=content: content, text)  # type: ignore[misc]
@@ -75,22 +72,13 @@ def _content(part: str, path: Path | None) -> str:
     if path is None:
         return "Not measured yet.\n"
     result = json.loads(path.read_text())
-    lines = [f"![{_CAPTIONS[part]}](figures/quality_{part}.svg)", ""] if part in PARTS else []
-    makers = {"recall": _recall_table, "needle": _needle_table, CHOICE: _choice_table}
+    lines = [f"![{_CAPTIONS[part]}](figures/quality_{part}.svg)", ""]
+    makers = {"recall": _recall_table, "needle": _needle_table}
     lines += makers.get(part, _loss_table)(result)
     where = f"{result['device']}, torch {result['torch']}, {result['date'][:10]}, commit `{result['commit']}`"
     link = f"[benchmarks/results/{path.stem}.md](../benchmarks/results/{path.stem}.md)"
     lines += ["", f"{where}: {link}, with the command and every seed."]
     return "\n".join(lines) + "\n"
-
-
-def _choice_table(result: dict[str, Any]) -> list[str]:
-    figures = ["recall_early", "found_early", "recall_end", "found_end", "least_recall"]
-    lines = _head(["attention", "recall, early", "found, early", "recall, end", "found, end", "its worst seed"])
-    for row in result["means"]:
-        cells = ["" if row[name] is None else f"{row[name]:.1%}" for name in figures]
-        lines.append(f"| {row['attention']} | {' | '.join(cells)} |")
-    return lines
 
 
 def _loss_table(result: dict[str, Any]) -> list[str]:
