@@ -250,14 +250,6 @@ def full():
     checkpoint_module._write = write
 
 
-def code():
-    """Another version of the code."""
-    from trifocal.train import launch
-
-    if RANK == 1:
-        launch._code_hash = lambda: "abc"
-
-
 def quick_stalls(minimum_seconds):
     """A phase may count as stalled this soon, not after minutes."""
     run_logger.Heartbeat = functools.partial(run_logger.Heartbeat, minimum_stall_seconds=minimum_seconds)

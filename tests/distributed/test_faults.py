@@ -193,19 +193,12 @@ def test_a_checkpoint_that_one_rank_cannot_write_is_loud_and_training_goes_on(ca
     assert sorted(path.name for path in (case.run / "checkpoints").iterdir()) == case.checkpoints()
 
 
-@pytest.mark.parametrize(
-    ("fault", "flags", "expected"),
-    [
-        ("", ("--train.steps", "7"), "train.steps is 6 in rank 0 and 7 in rank 1"),
-        ("code", (), "(abc)' in rank 1"),
-    ],
-)
-def test_another_config_or_other_code_is_refused(case: Case, fault: str, flags: tuple[str, ...], expected: str) -> None:
-    ended = case.start(fault, rank_flags={1: flags}).join()
+def test_another_config_is_refused(case: Case) -> None:
+    ended = case.start("", rank_flags={1: ("--train.steps", "7")}).join()
     assert [end.status for end in ended] == [2, 2], ended
     for end in ended:
         assert "the processes were started differently: " in end.error
-        assert expected in end.error
+        assert "train.steps is 6 in rank 0 and 7 in rank 1" in end.error
     assert not case.run.exists()
     assert train_here(load_config(case.config, QUICK)).finished
 

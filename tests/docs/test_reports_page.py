@@ -5,12 +5,9 @@ import json
 import re
 import shlex
 
-import pytest
-
 from tests.docs.pages import ROOT, text_of
 from tests.train.tiny import make_config
 from trifocal.runlog import read_metrics
-from trifocal.runlog.environment import EARLIER_VARIABLES, earlier_variables
 from trifocal.runlog.run import read_run
 from trifocal.train import train
 from trifocal.train.config.load import load_config, override
@@ -64,17 +61,7 @@ def test_new_flags_are_flags() -> None:
         override(tiny, shlex.split(re.sub(r"\bN\b", "20", flag)))
 
 
-def test_variables_have_the_settings_of_doctor_and_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = {there: here for there, here in ROWS if there.startswith("`NSA_")}
-    assert len(shown) == len(EARLIER_VARIABLES)
-    for there, here in shown.items():
-        name = there.strip("`").partition("=")[0]
-        monkeypatch.setenv(name, "20")
-        assert here.startswith(f"`{earlier_variables()[name].replace('20', 'N')}`"), name
-
-
-def test_a_run_writes_every_file_and_field_and_names_old_variables(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setenv("NSA_MEM_DUMP_EVERY", "100")
+def test_a_run_writes_every_file_and_field(tmp_path) -> None:
     flags = ("--trace.what", "memory,dtypes,gradients", "--trace.steps", "1:4", "--log.telemetry_interval_steps", "2")
     run = train(make_config(tmp_path, *flags)).directory
     files = [code for code in CODES if re.search(r"\.(jsonl|json|csv)$", code)]
@@ -86,10 +73,6 @@ def test_a_run_writes_every_file_and_field_and_names_old_variables(tmp_path, mon
     assert [name for name in (*row, *beat) if f"`{name}`" not in page] == ["kind"]
     fields = [code for code in CODES if re.fullmatch(r"(selected|fewer|gate|heads)_\w+", code)]
     assert len(fields) == 7 and set(fields) <= row.keys()
-    said = "NSA_MEM_DUMP_EVERY belongs to an earlier system and is not read; here: --trace.what memory"
-    assert said in capsys.readouterr().out
-    notes = [event["message"] for event in read_metrics(run / "metrics.jsonl", "event") if event["name"] == "note"]
-    assert any(note.startswith(said) and note.endswith("--trace.interval_steps 100") for note in notes)
 
 
 def test_figures_are_those_of_the_results() -> None:

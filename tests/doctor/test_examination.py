@@ -31,13 +31,11 @@ def test_what_is_printed():
     text = "\n".join(Examination((finding,), (need,)).lines())
     for part in (finding.text, finding.remedy, "1.0 M parameters", *FLAGS, "not measured", "2 things stop training"):
         assert part in text
-    # No GPU was measured. The figures are of the preset's model, not of its batches.
-    assert "The model of the preset m7c_125m, with --model.chooser compressed" in text and "300,436 tokens/s" in text
     assert "\n1 thing stops training:" in "\n".join(Examination((finding,), ()).lines())
     measured = replace(NEED, device="GPU", processes=2, peak_bytes=2**30, step_seconds=0.5, tokens_per_second=4096.0)
     text = "\n".join(Examination((), (replace(measured, memory_bytes=2**31),)).lines())
     assert "measured on 2 x GPU: 1.00 GiB of 2.00 GiB at its peak, 0.5 s a step, 4,096 tokens/s" in text
-    assert "Nothing stops training here" in text and "300,436 tokens/s" not in text
+    assert "Nothing stops training here" in text
 
 
 def test_compiler_that_a_config_needs(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Findings on machines that lack something, each with the command that mends it."""
 
-import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,8 +7,6 @@ import pytest
 import torch
 
 from trifocal.doctor import machine
-from trifocal.runlog.environment import EARLIER_VARIABLES
-from trifocal.train.config.load import load_config, override
 
 ROOT = Path(__file__).parents[2]
 
@@ -123,17 +120,3 @@ def test_memory_of_a_container_counts(monkeypatch):
     assert machine.available_memory() == 600000
     files["memory.max"] = "max\n"
     assert machine.available_memory() > 600000
-
-
-def test_variables_of_the_earlier_system_are_named_with_todays_setting(monkeypatch):
-    for name in (*EARLIER_VARIABLES, "NSA_SOMETHING"):
-        monkeypatch.setenv(name, "250")
-    found = {finding.text.split()[0]: finding for finding in machine.check_variables()}
-    assert {*EARLIER_VARIABLES, "NSA_SOMETHING"} <= found.keys()
-    assert all(finding.status == "note" for finding in found.values())
-    assert found["NSA_SOMETHING"].remedy == "unset NSA_SOMETHING"
-    tiny = load_config(ROOT / "configs" / "minimal.toml")
-    configs = {name: override(tiny, shlex.split(found[name].remedy)) for name in EARLIER_VARIABLES}
-    assert configs["NSA_DDP_SAFE_MODE"].model.backend == "reference"
-    dumps = configs["NSA_MEM_DUMP_EVERY"].trace
-    assert (dumps.what, dumps.windows(), dumps.interval_steps) == ("memory", [], 250)

@@ -1,6 +1,5 @@
 """Two measured steps of a configuration, and what helps where it does not fit."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from tests import warm
 from tests.train.tiny import before_step, make_config
 from trifocal.cli import main
 from trifocal.doctor import measured
-from trifocal.doctor.measured import REFERENCE_CARD, REFERENCES, need_of
+from trifocal.doctor.measured import need_of
 from trifocal.models import DecoderLM
 from trifocal.train.config.load import override
 from trifocal.train.launch import train
@@ -118,21 +117,3 @@ def test_training_names_the_same(tmp_path, monkeypatch, capsys, error):
     assert all(remedy in str(caught.value) for remedy in memory_remedies(config))
     assert main(["train", str(tmp_path / "run.toml"), "--run.directory", str(tmp_path / "other")]) == 1
     assert "--train.micro_batch_size 1" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("row", REFERENCES, ids=lambda row: row.what)
-def test_references_are_those_of_the_results(row):
-    result = json.loads((RESULTS / f"{row.file}.json").read_text())
-    assert result["device"] == REFERENCE_CARD
-    figures = [
-        (
-            round(found["tokens_per_second"]),
-            round(found["step_ms"], 1),
-            found.get("peak_gib", found.get("peak_gib_a_gpu")),
-        )
-        for found in result["rows"]
-    ]
-    assert any(
-        (row.tokens_per_second, row.step_ms) == found[:2] and row.peak_gib == float(f"{found[2]:.3g}")
-        for found in figures
-    )

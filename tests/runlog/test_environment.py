@@ -18,7 +18,6 @@ from trifocal.runlog.hardware import matmul_rate
 
 def test_versions_settings_and_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    monkeypatch.setenv("NSA_DDP_SAFE_MODE", "1")
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("HOME_SECRET", "x")
@@ -32,7 +31,7 @@ def test_versions_settings_and_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert description["config_sha256"].startswith("ba7816bf8f01cfea414140de5dae2223")
     assert description["variables"]["NCCL_DEBUG"] == "INFO"
     assert description["variables"]["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
-    assert description["variables"]["WORLD_SIZE"] == "2" and description["variables"]["NSA_DDP_SAFE_MODE"] == "1"
+    assert description["variables"]["WORLD_SIZE"] == "2"
     assert "HOME_SECRET" not in description["variables"]
     assert description["host"] == socket.gethostname()
     assert description["cpu"]["memory_bytes"] > 1e8

@@ -8,7 +8,7 @@ from typing import Any
 from trifocal._version import __version__
 from trifocal.doctor import machine, probes
 from trifocal.doctor.machine import Finding
-from trifocal.doctor.measured import REFERENCE_CARD, REFERENCE_MODEL, REFERENCES, Need, need_of
+from trifocal.doctor.measured import Need, need_of
 from trifocal.train.config.sections import RunConfig
 
 
@@ -52,14 +52,8 @@ class Examination:
             yield f"{finding.status:6} {finding.name}: {finding.text}{fix}"
         for need in self.needs:
             yield from _need(need)
-        if not any(need.device and need.device != "CPU" for need in self.needs):
-            first = "No GPU was measured here. " if self.needs else ""
-            yield f"{first}The model of the preset m7c_125m, {REFERENCE_MODEL}, on {REFERENCE_CARD}, measured:"
-            for row in REFERENCES:
-                speed = f"{row.step_ms} ms a step, {row.tokens_per_second:,} tokens/s"
-                yield f"  {row.what}: {row.peak_gib} GiB a GPU, {speed}"
-            if not self.needs:
-                yield "trifocal doctor CONFIG.toml measures two steps of a configuration here."
+        if not self.needs:
+            yield "trifocal doctor CONFIG.toml measures two steps of a configuration here."
         broken = self.broken
         count = "1 thing stops" if len(broken) == 1 else f"{len(broken)} things stop"
         yield f"{count} training:" if broken else "Nothing stops training here."
@@ -107,7 +101,6 @@ def examine(
         machine.check_software(),
         *machine.check_gpus(),
         machine.check_cpu(),
-        *machine.check_variables(),
         machine.check_compiler(),
     ]
     on_start("a kernel")

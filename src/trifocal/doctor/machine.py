@@ -11,7 +11,7 @@ import torch
 
 from trifocal.errors import one_line
 from trifocal.ops.support import OLDEST_CAPABILITY
-from trifocal.runlog import earlier_variables, environment
+from trifocal.runlog import environment
 from trifocal.train.config.check import compilers
 
 GIB = 2**30
@@ -143,11 +143,3 @@ def check_compiler() -> Finding:
     if torch.cuda.is_available() and installed("triton"):
         return Finding("compiler", "broken", "no C compiler: Triton cannot build its kernels", COMPILER_COMMAND)
     return Finding("compiler", "note", "no C++ compiler: train.compile cannot be used", COMPILER_COMMAND)
-
-
-def check_variables() -> list[Finding]:
-    """Environment variables that do harm, or that have no effect here."""
-    return [
-        Finding("environment", "note", f"{name} belongs to another system and is not read here", advice)
-        for name, advice in earlier_variables().items()
-    ]

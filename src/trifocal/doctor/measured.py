@@ -5,7 +5,7 @@ import signal
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -184,30 +184,3 @@ def _name(device: torch.device) -> str:
 
 def _memory(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else available_memory()
-
-
-class Reference(NamedTuple):
-    """A measured configuration of the production model (configs/m7c_125m.toml), compiled, with CUDA graphs, bf16."""
-
-    file: str
-    """The result's file in benchmarks/results."""
-    what: str
-    """Micro-batch, length, and activation checkpointing or parallel mode."""
-    peak_gib: float
-    step_ms: float
-    tokens_per_second: int
-
-
-REFERENCE_CARD = "NVIDIA H200"
-REFERENCE_MODEL = "with --model.chooser compressed --model.compressor mean"
-_TRAIN, _SCALE = "train_h200_2026-11-22", "scale_4_500_h200_2026-11-21"
-REFERENCES = (
-    Reference(_TRAIN, "4 x 2048 tokens, two at a time, checkpointing all", 1.92, 27.3, 300_436),
-    Reference(_TRAIN, "16 x 2048 tokens, checkpointing none", 13.5, 63.5, 515_921),
-    Reference(_TRAIN, "4 x 8192 tokens, checkpointing none", 14.2, 73.6, 444_960),
-    Reference(_TRAIN, "1 x 32768 tokens, checkpointing none", 14.9, 88.8, 369_197),
-    Reference(_TRAIN, "1 x 65536 tokens, checkpointing none", 26.9, 208.4, 314_408),
-    Reference(_SCALE, "4 GPUs, ddp, 8 x 2048 tokens each, checkpointing all", 3.56, 42.8, 1_530_256),
-    Reference(_SCALE, "4 GPUs, fsdp, 8 x 2048 tokens each, checkpointing all", 2.76, 44.5, 1_472_940),
-)
-"""Shown where the device that a configuration asks for is not there. A test compares them with the results."""

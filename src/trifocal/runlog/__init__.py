@@ -1,7 +1,6 @@
 """The files that a run writes: heartbeat, metrics, environment, stack dumps, traces."""
 
 from trifocal.runlog.environment import (
-    earlier_variables,
     environment,
     host_memory_bytes,
     write_backends,
@@ -22,7 +21,6 @@ __all__ = [
     "Progress",
     "Watchdog",
     "check_sinks",
-    "earlier_variables",
     "environment",
     "host_memory_bytes",
     "make_sinks",

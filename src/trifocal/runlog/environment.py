@@ -25,23 +25,12 @@ _PACKAGES = (
     *("torch", "triton", "numpy", "safetensors", "datasets", "pyarrow"),
     *("tokenizers", "transformers", "tensorboard", "wandb", "plotly"),
 )
-# Beginnings of the names of variables that are written down: libraries, networks, the ranks, the earlier system.
+# Beginnings of the names of variables that are written down: libraries, networks, the ranks.
 _VARIABLES = (
     *("NCCL_", "TORCH", "PYTORCH_", "CUDA_", "CUBLAS", "CUDNN_", "NVIDIA_", "TRITON_", "OMP_", "KMP_", "MKL_"),
-    *("GLOO_", "UCX_", "FI_", "PYTHONHASHSEED", "NSA_"),
+    *("GLOO_", "UCX_", "FI_", "PYTHONHASHSEED"),
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
 )
-# Variables of an earlier NSA training system, which are still in people's scripts, and the settings here; {} is the
-# value of the variable.
-EARLIER_VARIABLES = {
-    "NSA_DDP_SAFE_MODE": "--model.backend reference",
-    "NSA_DDP_STATIC_GRAPH": "--parallel.static_graph true",
-    "NSA_MEM_DUMP_EVERY": '--trace.what memory --trace.steps "" --trace.interval_steps {}',
-    "NSA_TRACE_DDP_BUCKETS": "--trace.what exchange --trace.steps 1:4",
-    "NSA_TRACE_GRADS": "--trace.what gradients --trace.steps 1:4",
-    "NSA_TRACE_MODULE_BWD": "--trace.what modules --trace.steps 1:4",
-    "NSA_USE_FA2": "--model.backend auto",
-}
 
 # What is masked: values of such names, as in NVIDIA_API_KEY, TORCH_HUB_TOKEN or ?X-Amz-Signature=; users in URLs.
 _MASK = "***"
@@ -87,15 +76,6 @@ def environment(config_text: str | None = None) -> dict[str, Any]:
         "gpu_driver": _gpu_driver(),
         "variables": _mask_variables({n: value for n, value in sorted(os.environ.items()) if n.startswith(_VARIABLES)}),
         "measured_speed": None,
-    }
-
-
-def earlier_variables() -> dict[str, str]:
-    """The variables of the earlier system that are set, each with the setting here, or the command that removes it."""
-    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NSA_")}
-    return {
-        name: EARLIER_VARIABLES.get(name, f"unset {name}").format(value if value.isdecimal() else 100)
-        for name, value in found.items()
     }
 
 

@@ -1,6 +1,5 @@
 """Starting a run, new or resumed, in every process of it."""
 
-import hashlib
 import platform
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -43,8 +42,7 @@ def check_same_start(processes: DistributedContext, config: RunConfig, **further
         UserError: In every process, if one differs from rank 0; names both and the first difference.
     """
     mine = {name: value_of(config, name) for name in dotted_fields(RunConfig)} | further
-    mine |= {"trifocal": f"{__version__} ({_code_hash()})", "torch": torch.__version__}
-    mine["python"] = platform.python_version()
+    mine |= {"trifocal": __version__, "torch": torch.__version__, "python": platform.python_version()}
     starts = processes.gather(mine)
     for rank, other in enumerate(starts):
         for name, value in starts[0].items():
@@ -72,14 +70,6 @@ def restarted_run(processes: DistributedContext, directory: Path) -> str:
             "where it is now, or start torchrun again for a new one"
         )
     return "resume" if list_checkpoints(directory / "checkpoints") else "overwrite"
-
-
-def _code_hash() -> str:
-    root = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def resume_notes(saved: RunConfig, now: RunConfig, step: int) -> list[str]:

@@ -19,7 +19,6 @@ from trifocal.runlog import (
     MetricsWriter,
     Progress,
     Watchdog,
-    earlier_variables,
     make_sinks,
     memory_statistics,
     peak_bf16_flops,
@@ -245,8 +244,6 @@ def open_logger(setup: TrainSetup) -> Iterator[RunLogger]:
         on_stall = functools.partial(logger.log_event, "stalled", severity="warning")
         stack.enter_context(Watchdog(heartbeat, directory, device=device, on_stall=on_stall))
         stack.enter_context(progress)
-        for name, advice in earlier_variables().items() if is_rank0 else ():
-            logger.log_event("note", f"{name} belongs to an earlier system and is not read; here: {advice}", "warning")
         setup.on_data_stall = logger.report_data_stall
         yield logger
 
