@@ -63,7 +63,7 @@ class TrainArguments(RunConfig):
     resume: str = ""
     """Go on with the run in this folder, from its newest checkpoint."""
     checkpoint_name: Annotated[str, tyro.conf.arg(name="checkpoint")] = ""
-    """With --resume: go on from this checkpoint of the run instead, like step_00000500."""
+    """With --resume: go on from this checkpoint of the run instead, like step_00000500; later ones are deleted."""
     overwrite: Annotated[bool, tyro.conf.arg(metavar="(no value)")] = False
     """Rename the run that is in run.directory to NAME.old-1, -2, …, and begin in its place."""
 

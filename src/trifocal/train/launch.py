@@ -153,7 +153,7 @@ def resume(
 
     Args:
         directory: The run.
-        checkpoint: Name of an earlier checkpoint to go on from; later ones are set aside.
+        checkpoint: Name of an earlier checkpoint to go on from; later ones are deleted after the first step.
         config: Replaces the run's configuration (to train longer, for example); it must describe the same model.
         before_step: See `train`.
 

@@ -12,7 +12,7 @@ import torch
 from trifocal.runlog import write_backends
 from trifocal.runlog.traces import Tracer
 from trifocal.train.checkpoint.export import WEIGHTS
-from trifocal.train.checkpoint.folders import set_aside_later_checkpoints
+from trifocal.train.checkpoint.folders import delete_later_checkpoints
 from trifocal.train.coordinator import StepCoordinator, StepData
 from trifocal.train.evaluator import Evaluator
 from trifocal.train.nonfinite import FiniteGuard
@@ -341,7 +341,7 @@ class Trainer:
     def _commit_start(self) -> None:
         """Note that the first step has ended in all processes: from now on a signal saves.
 
-        A resumed run saves its configuration and sets later checkpoints aside now, not before: a resume that fails
+        A resumed run saves its configuration and deletes later checkpoints now, not before: a resume that fails
         leaves the run, its configuration and its checkpoints as they were.
         """
         directory, processes, checkpoint = self.setup.directory, self.processes, self.checkpoint
@@ -354,7 +354,7 @@ class Trainer:
         def commit() -> None:
             self.saver.check_directory()
             save_config(self.config, directory)
-            set_aside_later_checkpoints(checkpoint)
+            delete_later_checkpoints(checkpoint)
 
         with self.log.pause("checkpoint"):
             processes.run_on_rank0(commit)

@@ -38,15 +38,13 @@ def prune_checkpoints(root: Path, *, keep_last: int, keep_every_steps: int) -> N
             remove_folder(path)
 
 
-def set_aside_later_checkpoints(path: Path) -> None:
-    """Make this checkpoint the newest: rename later ones to `superseded_*`, and delete unfinished ones."""
+def delete_later_checkpoints(path: Path) -> None:
+    """Make this checkpoint the newest: delete later and unfinished ones."""
     for unfinished in path.parent.glob(f"{PARTIAL}*"):
         shutil.rmtree(unfinished, ignore_errors=True)
     found = list_checkpoints(path.parent)
     for later in found[found.index(path) + 1 :]:
-        target = later.with_name(f"superseded_{later.name}")
-        shutil.rmtree(target, ignore_errors=True)
-        later.rename(target)
+        remove_folder(later)
 
 
 def find_checkpoint(root: Path, name: str = "", *, command: str = "") -> Path:
