@@ -264,30 +264,6 @@ def test_a_good_run_is_called_good(make_run: MakeRun) -> None:
     assert "1.690 nats per token" in words(run) and "of the GPU's peak (executed FLOPs): it is well used" in words(run)
 
 
-@pytest.mark.parametrize(
-    ("rate", "mark", "word"),
-    [(5e12, "good", "well used"), (1e13, "watch", "used fairly"), (1e14, "watch", "small products")],
-)
-def test_a_cpu_is_compared_with_what_its_products_reach(make_run: MakeRun, rate: float, mark: str, word: str) -> None:
-    run = make_run(steps=300)
-    config = (run / "config.toml").read_text().replace("[train]", "[train]\nsequence_length = 128")
-    (run / "config.toml").write_text(config)
-    assert marks(run)[2] == "unknown", "nothing was measured"
-    environment = json.loads((run / "env.json").read_text())
-    environment["measured_speed"] = {"device": "cpu", "precision": "fp32", "matmul_flops": rate}
-    (run / "env.json").write_text(json.dumps(environment))
-    assert marks(run)[2] == mark and word in words(run)
-    assert f"of the {rate / 1e9:,.0f} GFLOP/s that large products reach on this CPU" in words(run)
-    # A share of all processes that measured, however many wrote a heartbeat at some time.
-    before = words(run).split("of the")[0]
-    set_last_beat(run, rank=1)
-    assert words(run).split("of the")[0] == before
-    environment["variables"]["WORLD_SIZE"] = "2"
-    (run / "env.json").write_text(json.dumps(environment))
-    assert f"of the {2 * rate / 1e9:,.0f} GFLOP/s" in words(run)
-    assert not {"train.compile", "train.cuda_graphs", "profiler"} & set(re.findall(r"[\w.]+", words(run)))
-
-
 def test_a_recall_near_chance_is_too_early_to_tell(make_run: MakeRun) -> None:
     run = read_run(make_run(steps=300, gpu=True))
     for recall, said in ((0.48, "chance would find 43%: too early to tell."), (0.6, "chance would find 43%.")):

@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.written_runs import Clock
 from trifocal.runlog import memory_statistics, peak_bf16_flops, write_environment
-from trifocal.runlog.hardware import matmul_rate
 
 
 def test_versions_settings_and_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -80,26 +78,3 @@ def test_memory_follows_an_allocation() -> None:
 )
 def test_peaks_of_the_data_sheets_without_a_guess(name: str, tflops: float | None) -> None:
     assert peak_bf16_flops(name) == (tflops and pytest.approx(tflops * 1e12))
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_speed_of_products_is_measured_where_no_sheet_tells_it(tmp_path: Path, precision: str) -> None:
-    description = write_environment(tmp_path / "env.json", device=torch.device("cpu"), precision=precision)
-    found = description["measured_speed"]
-    assert found["device"] == "cpu" and found["precision"] == precision
-    assert 1e8 < found["matmul_flops"] < 1e15
-
-
-def test_the_speed_of_a_cpu_is_that_of_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others take the processor away for most of the time; that changes nothing."""
-    day, own = Clock(), Clock()
-
-    def product(*_: object) -> None:
-        day.pass_seconds(1.0)
-        own.pass_seconds(0.1)
-
-    monkeypatch.setattr("torch.Tensor.__matmul__", product)
-    monkeypatch.setattr("time.perf_counter", day)
-    monkeypatch.setattr("time.process_time", own)
-    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
-    assert matmul_rate(torch.device("cpu"), "fp32") == pytest.approx(2 * 768**3 / 0.05)

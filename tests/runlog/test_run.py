@@ -75,9 +75,6 @@ def test_a_large_log_is_thinned_out_and_its_end_is_whole(make_run: MakeRun, monk
                 '{"gpus": [1]}',
                 '{"gpus": [{}]}',
                 '{"variables": 3}',
-                '{"measured_speed": true}',
-                '{"measured_speed": {"device": {}, "matmul_flops": 1}}',
-                '{"measured_speed": {"device": "cpu", "matmul_flops": 0}}',
             )
         ),
         ("evaluation/step_1.json", '{"rows": 5}', "1 damaged entry of evaluation/step_1.json left out"),

@@ -3,10 +3,8 @@
 Every threshold is here, with a name.
 
 Speed for the hardware is the FLOPs of a token (`flops_per_token(...).executed_training`) times the median of tokens/s,
-divided by the peak of the devices. The peak of a GPU is the dense bf16 speed of its data sheet, in any precision; the
-quotient is then the median of the metrics' `executed_mfu`. For other devices it is the speed of large matrix products
-in the run's precision, measured in CPU time when the run began (`measured_speed` in env.json). So a run on a CPU that
-other programs use counts as mostly idle.
+divided by the peak of the GPUs, the dense bf16 speed of their data sheet, in any precision: the median of the metrics'
+`executed_mfu`. Of other devices no peak is known.
 """
 
 import math
@@ -14,7 +12,6 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trifocal.models import ModelConfig, flops_per_token
 from trifocal.paths import shell_path
 from trifocal.report.attention_charts import BRANCHES
 from trifocal.runlog.jsonl import is_number
@@ -35,9 +32,6 @@ SPIKE_SHARE = 0.01
 """A greater share of logged steps with a spike is reported."""
 GOOD_MFU, FAIR_MFU = 0.4, 0.2
 """Executed model FLOPs utilisation of a GPU, as a share of its data sheet's peak."""
-GOOD_SHARE, FAIR_SHARE = 0.15, 0.05
-"""The same for a device without a data sheet, such as a CPU, as a share of the measured speed of large products.
-A small model reaches little of it on a CPU, so a low share there is no fault."""
 TELLING_RECALL = 0.15
 """Recall of the choice says something if it is this share of the way from chance to all."""
 DATA_SHARE = 0.1
@@ -215,29 +209,15 @@ def _fast(run: Run) -> Finding:
     changes: list[str] = []
     mark: Mark = "good"
     executed = run.series("train", "executed_mfu")[1]
-    measured = _share_of_measured(run, rate)
     if executed:
         share = statistics.median(executed)
         mark = "good" if share >= GOOD_MFU else "watch" if share >= FAIR_MFU else "bad"
         text.append(f"{share:.1%} of the GPU's peak (executed FLOPs): it is {_USE[mark]}")
         if mark != "good":
-            changes.append(_speed_advice(run, "the GPU has room", gpu=True))
-    elif measured is not None:
-        share, flops = measured
-        mark = "good" if share >= GOOD_SHARE else "watch" if share >= FAIR_SHARE else "bad"
-        device = run.environment["measured_speed"]["device"].upper()
-        use = f"it is {_USE[mark]}"
-        if device == "CPU" and mark == "bad":
-            mark, use = "watch", "small products, or other programs, take the rest"
-        text.append(
-            f"{share:.0%} of the {flops / 1e9:,.0f} GFLOP/s that large products reach on this {device} alone "
-            f"(executed FLOPs): {use}"
-        )
-        if mark != "good" and (advice := _speed_advice(run, "the device waits or is shared", gpu=device != "CPU")):
-            changes.append(advice)
+            changes.append(_speed_advice(run))
     else:
         mark = "unknown"
-        text.append("neither a data sheet nor a measurement of this device is known, so no utilisation is claimed")
+        text.append("no data sheet of this device is known, so no utilisation is claimed")
     phases = run.phase_seconds()
     total = sum(seconds for phase, seconds in phases.items() if phase not in ("start", "compile"))
     for phase, limit, advice in (
@@ -255,25 +235,8 @@ def _fast(run: Run) -> Finding:
     return Finding(question, mark, _sentence("; ".join(text)), changes)
 
 
-def _share_of_measured(run: Run, tokens_per_second: float) -> tuple[float, float] | None:
-    """Executed FLOP/s as a share of the speed of products measured when the run began, and that speed."""
-    speed = run.environment.get("measured_speed")
-    try:
-        config = ModelConfig.from_dict(run.config.get("model", {}))
-        flops = flops_per_token(config, run.config["train"]["sequence_length"]).executed_training
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        # The configuration is incomplete, or of another version.
-        return None
-    if not speed:
-        return None
-    # Each process measured with its own share of the cores.
-    processes = str(run.environment.get("variables", {}).get("WORLD_SIZE", "1"))
-    peak = speed["matmul_flops"] * (int(processes) if processes.isdecimal() else 1)
-    return tokens_per_second * flops / peak, peak
-
-
-def _speed_advice(run: Run, why: str, *, gpu: bool) -> str:
-    """The settings for faster steps that this run does not have; empty if a CPU has none."""
+def _speed_advice(run: Run) -> str:
+    """The settings for faster steps that this run does not have."""
     train = run.config.get("train", {})
     missing = []
     # Processes that share rows are one group. It accumulates if its share is more than it may take at once.
@@ -282,14 +245,12 @@ def _speed_advice(run: Run, why: str, *, gpu: bool) -> str:
     share = (run.setting("train", "global_batch_size") or 0) // groups
     if share > (run.setting("train", "micro_batch_size") or 1):
         missing.append("a larger train.micro_batch_size")
-    if gpu and train.get("precision") != "bf16":
+    if train.get("precision") != "bf16":
         missing.append('train.precision "bf16"')
-    missing += [f"train.{name}" for name in ("compile", "cuda_graphs") if gpu and not train.get(name)]
-    if not missing and not gpu:
-        return ""
+    missing += [f"train.{name}" for name in ("compile", "cuda_graphs") if not train.get(name)]
     if not missing:
-        return f"Find what takes the time of a step with --trace.what profiler: {why}."
-    return f"Try {', '.join(missing[:-1])}{' and ' if missing[1:] else ''}{missing[-1]}: {why}."
+        return "Find what takes the time of a step with --trace.what profiler: the GPU has room."
+    return f"Try {', '.join(missing[:-1])}{' and ' if missing[1:] else ''}{missing[-1]}: the GPU has room."
 
 
 def _ends(values: list[float]) -> tuple[float, float]:

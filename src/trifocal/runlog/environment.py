@@ -18,7 +18,7 @@ import torch
 
 from trifocal._version import __version__
 from trifocal.ops import backend_choices
-from trifocal.runlog.hardware import matmul_rate, peak_bf16_flops
+from trifocal.runlog.hardware import peak_bf16_flops
 from trifocal.runlog.whole_files import write_whole
 
 _PACKAGES = (
@@ -49,7 +49,7 @@ def environment(config_text: str | None = None) -> dict[str, Any]:
 
     Returns:
         JSON types only. A value that does not exist here is null. Values with a secret's name, and users in URLs, are
-        `***`. `measured_speed` is null; see `write_environment`.
+        `***`.
     """
     commit, changed = _git_state(Path(__file__).parent)
     return {
@@ -75,30 +75,12 @@ def environment(config_text: str | None = None) -> dict[str, Any]:
         "gpus": _gpus(),
         "gpu_driver": _gpu_driver(),
         "variables": _mask_variables({n: value for n, value in sorted(os.environ.items()) if n.startswith(_VARIABLES)}),
-        "measured_speed": None,
     }
 
 
-def write_environment(
-    path: str | os.PathLike[str],
-    config_text: str | None = None,
-    *,
-    device: torch.device | None = None,
-    precision: str = "fp32",
-) -> dict[str, Any]:
-    """Write `environment(config_text)` to a file as indented JSON, and return it.
-
-    Args:
-        path: The file.
-        config_text: See `environment`.
-        device: Device of the run. Without a data sheet for it, the speed of large matrix products is measured for
-            0.05 s: `measured_speed` (device, precision, matmul_flops in FLOP/s).
-        precision: Precision of the products.
-    """
+def write_environment(path: str | os.PathLike[str], config_text: str | None = None) -> dict[str, Any]:
+    """Write `environment(config_text)` to a file as indented JSON, and return it."""
     description = environment(config_text)
-    if device is not None and (device.type != "cuda" or peak_bf16_flops(torch.cuda.get_device_name(device)) is None):
-        rate = matmul_rate(device, precision, 0.05)
-        description["measured_speed"] = {"device": device.type, "precision": precision, "matmul_flops": rate}
     write_whole(Path(path), json.dumps(description, indent=2) + "\n")
     return description
 

@@ -1,8 +1,4 @@
-"""Peak speed of devices: by data sheet for GPUs, the denominator of MFU; by measured matrix products for others."""
-
-import time
-
-import torch
+"""Peak speed of GPUs by data sheet, the denominator of MFU."""
 
 # Dense bf16 matrix products with fp32 accumulation, in TFLOP/s, from the vendors' documents; half the figure if a sheet
 # gives only the one with sparsity. The first key that is part of the device's name counts, so longer names of a family
@@ -57,36 +53,3 @@ def peak_bf16_flops(device_name: str) -> float | None:
         if all(part in words for part in parts):
             return tflops * 1e12
     return None
-
-
-def matmul_rate(device: torch.device, precision: str, seconds: float = 0.4) -> float:
-    """Speed of large matrix products, the fastest of several.
-
-    On a CPU the clock is the process's CPU time, so that other programs do not change the figure: by wall time, a busy
-    machine gave a half to a tenth of it.
-
-    Args:
-        device: The device; a CPU with PyTorch's present number of threads.
-        precision: "fp32" or "bf16".
-        seconds: Time to measure; three products at least.
-
-    Returns:
-        FLOP/s.
-    """
-    size = 4096 if device.type == "cuda" else 768
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
-    on_gpu = device.type == "cuda"
-    # A CPU's clock adds up the time of all threads.
-    shares, clock = (1, time.perf_counter) if on_gpu else (torch.get_num_threads(), time.process_time)
-    times: list[float] = []
-    left @ right
-    while len(times) < 3 or sum(times) < seconds:
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        begin = clock()
-        left @ right
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        times.append((clock() - begin) / shares)
-    return 2 * size**3 / min(times)

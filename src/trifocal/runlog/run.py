@@ -193,13 +193,11 @@ def _is_environment(content: Any) -> TypeGuard[dict[str, Any]]:
     """Whether the parts of an `env.json` that the report reads have their types, where they are there."""
     if not isinstance(content, dict):
         return False
-    gpus, speed = content.get("gpus", []), content.get("measured_speed")
+    gpus = content.get("gpus", [])
     return (
         all(isinstance(content.get(name, {}), dict) for name in ("trifocal", "cpu", "variables"))
         and isinstance(gpus, list)
         and all(isinstance(gpu, dict) and "name" in gpu for gpu in gpus)
-        and (speed is None or (isinstance(speed, dict) and isinstance(speed.get("device"), str)))
-        and (speed is None or (is_number(flops := speed.get("matmul_flops")) and flops > 0))
     )
 
 

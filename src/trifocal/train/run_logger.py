@@ -250,6 +250,6 @@ def open_logger(setup: TrainSetup) -> Iterator[RunLogger]:
 
 def _open_metrics(setup: TrainSetup) -> MetricsWriter:
     config, directory, log, resume_step = setup.config, setup.directory, setup.config.log, setup.state.resume_step
-    write_environment(directory / "env.json", to_toml(config), device=setup.device, precision=config.train.precision)
+    write_environment(directory / "env.json", to_toml(config))
     sinks = make_sinks(log.sink_names(), directory, project=log.project, config=asdict(config), resume_step=resume_step)
     return MetricsWriter(directory / "metrics.jsonl", resume_step=resume_step, sinks=sinks)
