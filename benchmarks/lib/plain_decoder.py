@@ -56,9 +56,7 @@ class PlainDecoder:
         self.tokens = torch.zeros(sequences, dtype=torch.int64, device=device)
         exact = torch.promote_types(dtype, torch.float32)
         positions = torch.arange(length, device=device)
-        self._cos, self._sin = rotary_tables(
-            positions, config.head_dim, config.rope_theta, exact, config.rope_scaling, length
-        )
+        self._cos, self._sin = rotary_tables(positions, config.head_dim, config.rope_theta, exact, config.rope_scaling)
 
         weights = model.state_dict()
 
