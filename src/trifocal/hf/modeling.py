@@ -5,6 +5,7 @@ projection.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,11 +20,13 @@ from trifocal.hf.configuration import TrifocalConfig
 from trifocal.hf.layer_cache import NO_GRADIENTS, NoCache
 from trifocal.hf.row_layout import RowLayout, row_layout
 from trifocal.models import DecoderLM
+from trifocal.models.choice_teaching import Lessons
+from trifocal.models.decoder import IGNORED_TARGET
 from trifocal.models.io import exported_name
 from trifocal.models.layers import draw_weights, make_blocks, run_block, run_blocks, wrap_blocks
 from trifocal.nn import RMSNorm
 from trifocal.nn.attention_base import KVCache
-from trifocal.nn.chooser import ChoosingAttention
+from trifocal.nn.chooser import ChoosingAttention, attach_loss
 
 # Collators for FlashAttention add these; they say no more than position_ids.
 _PACKING = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
@@ -81,6 +84,17 @@ class TrifocalPreTrainedModel(PreTrainedModel):
         """Do nothing: a saved folder imports this package, and needs no copy of this file."""
 
 
+@dataclass
+class OutputWithChoiceLoss(BaseModelOutputWithPast):
+    """The result of `TrifocalModel`.
+
+    Attributes:
+        choice_loss: The loss that teaches the indexes, a scalar, where it is not attached.
+    """
+
+    choice_loss: Tensor | None = None
+
+
 class TrifocalModel(TrifocalPreTrainedModel):
     """The decoder without its output projection."""
 
@@ -110,6 +124,7 @@ class TrifocalModel(TrifocalPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         cache: Any | None = None,
+        attach_choice_loss: bool = True,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """Compute hidden states.
@@ -127,6 +142,8 @@ class TrifocalModel(TrifocalPreTrainedModel):
                 last after the norm.
             return_dict: False returns a tuple.
             cache: Newer name of `past_key_values`.
+            attach_choice_loss: In training, attach the loss that teaches the indexes to the result; or else return it
+                as `choice_loss`.
             kwargs: Boundaries of packed documents, which collators add for FlashAttention; they need `cu_seq_lens_q` or
                 `position_ids`, and `use_cache=False` without gradients. Anything else must be None. With
                 `cu_seq_lens_q` on a GPU, `position_ids` are not read, and the host need not wait for the GPU.
@@ -139,6 +156,7 @@ class TrifocalModel(TrifocalPreTrainedModel):
         """
         _refuse(kwargs, output_attentions=output_attentions or self.config.output_attentions)
         x = self._embed(input_ids, inputs_embeds)
+        choice_loss = None
         cache = past_key_values if cache is None else cache
         if cache is None:
             cache = self._new_cache(use_cache)
@@ -155,9 +173,14 @@ class TrifocalModel(TrifocalPreTrainedModel):
                 states = self._run(x, new.layout, new.pasts, keep_all)
         else:
             layout = self._layout(x, attention_mask, position_ids, kwargs)
-            states = self._run(x, layout, [], keep_all)
-        output = BaseModelOutputWithPast(
-            last_hidden_state=states[-1], hidden_states=tuple(states) if keep_all else None, **{_CACHE: cache}
+            states, choice_loss = self._run_taught(x, layout, keep_all)
+            if choice_loss is not None and attach_choice_loss:
+                states[-1], choice_loss = attach_loss(states[-1], choice_loss), None
+        output = OutputWithChoiceLoss(
+            last_hidden_state=states[-1],
+            hidden_states=tuple(states) if keep_all else None,
+            choice_loss=choice_loss,
+            **{_CACHE: cache},
         )
         return _returned(output, self.config, return_dict)
 
@@ -194,19 +217,31 @@ class TrifocalModel(TrifocalPreTrainedModel):
             longest if isinstance(longest, int) else None,
         )
 
+    def _run_taught(
+        self, x: Tensor, layout: RowLayout | None, keep_all: bool
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """As `_run` without a past; and the loss that teaches the indexes, None where nothing does."""
+        documents = None if layout is None else layout.documents
+        positions = torch.arange(x.shape[1], device=x.device) if documents is None else documents.positions
+        layers = [block.attention for block in self.blocks]
+        lessons = Lessons.of_call(layers, positions, len(x) if documents is None else 1)  # type: ignore[arg-type]
+        states = self._run(x, layout, [], keep_all, lessons)
+        return states, None if lessons is None else lessons.call_loss()
+
     def _run(
         self,
         x: Tensor,
         layout: RowLayout | None,
         pasts: Sequence[KVCache],
         keep_all: bool,
+        lessons: Lessons | None = None,
     ) -> list[Tensor]:
         """The normed output of the last layer, [B, T, E]; with `keep_all`, the input of each layer before it."""
         documents = None
         if layout is not None:
             x, documents = layout.pack(x), layout.documents
         kept = [x] if keep_all else []
-        for residual in run_blocks(self.blocks, self._model_config, x, documents, pasts):
+        for residual in run_blocks(self.blocks, self._model_config, x, documents, pasts, lessons):
             x = residual
             if keep_all:
                 kept.append(x)
@@ -338,6 +373,7 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
             output_hidden_states=output_hidden_states,
             return_dict=True,
             cache=cache,
+            attach_choice_loss=labels is None and shift_labels is None,
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -350,6 +386,14 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
                 num_items_in_batch=num_items_in_batch,
                 shift_labels=shift_labels,
             )
+            if outputs.choice_loss is not None:
+                # As the loss itself, this call's share of all accumulated ones; scaled and divided as the loss is.
+                share = 1.0
+                if num_items_in_batch is not None:
+                    counted = labels[:, 1:] if shift_labels is None else shift_labels
+                    share = (counted != IGNORED_TARGET).sum() / num_items_in_batch
+                choice_loss = share * outputs.choice_loss
+                loss = loss + (choice_loss - choice_loss.detach())
         output = CausalLMOutputWithPast(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, **{_CACHE: getattr(outputs, _CACHE)}
         )

@@ -1,16 +1,17 @@
 """The loss of the choice in a training step of a whole model: what is drawn, how it is scaled, where it is added."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn.attention_base import Lesson
+from trifocal.nn.chooser import ChoosingAttention
 from trifocal.nn.context import Chunk, OwnTokens
-from trifocal.ops.choice_loss import Sample, sample_queries
+from trifocal.ops.choice_loss import Sample, draw_queries, sample_queries
 
 
 class ChoiceTeaching(NamedTuple):
@@ -32,60 +33,104 @@ class ChoiceTeaching(NamedTuple):
 
 
 class Lessons:
-    """Makes the lessons of the layers for one forward pass.
+    """The lessons of a model's layers in one forward pass.
 
     Args:
-        teaching: What they are taught.
-        config: Configuration of the model.
-        tokens: [B, T].
-        positions: Position of each token in its document, [T].
-        own: The tokens among them that this process has; None for all.
-        draw: `sample_queries`, or compiled from it.
+        samples: Sampled queries of all layers.
+        scales: Factor on the summed loss and recall of each layer, [layers].
+        learning: The layers that are taught, by number.
+        cut: Makes the lesson of a layer from its sample.
     """
 
     def __init__(
         self,
+        samples: Sample,
+        scales: Tensor,
+        learning: Mapping[int, ChoosingAttention],
+        cut: Callable[[Sample], Lesson] = lambda sample: (sample,),
+    ) -> None:
+        self._samples, self._scales, self._learning, self._cut = samples, scales, learning, cut
+        self._figures: dict[int, Tensor] = {}
+
+    @classmethod
+    def of_step(
+        cls,
+        layers: Sequence[nn.Module],
         teaching: ChoiceTeaching,
-        config: ModelConfig,
         tokens: Tensor,
         positions: Tensor,
         own: OwnTokens | None = None,
         draw: Callable[..., Sample] = sample_queries,
-    ) -> None:
-        self._teaching, self._own = teaching, own
-        row = teaching.row_length, teaching.stretch
-        self._samples = draw(tokens, positions, teaching.step, config.num_layers, config.geometry, *row)
-        self._figures: dict[int, Tensor] = {}
+    ) -> "Lessons":
+        """Those of a step of Trifocal's trainer, whose queries do not depend on how the step is cut.
 
-    def of_layer(self, layer: int) -> Lesson:
-        """The lesson of a layer."""
-        sample = Sample(*(field[layer] for field in self._samples))
-        return (sample,) if self._own is None else tuple(self._of_chunk(sample, chunk) for chunk in self._own.chunks)
+        Args:
+            layers: The attention of each layer.
+            teaching: What they are taught.
+            tokens: [B, T].
+            positions: Position of each token in its document, [T].
+            own: The tokens among them that this process has; None for all.
+            draw: `sample_queries`, or compiled from it.
+        """
+        learning = _choosing(layers)
+        geometry, row = next(iter(learning.values())).geometry, (teaching.row_length, teaching.stretch)
+        samples = draw(tokens, positions, teaching.step, len(layers), geometry, *row)
+        if own is None:
+            return cls(samples, teaching.scales, learning)
+        chunks = own.chunks
+        return cls(samples, teaching.scales, learning, lambda one: tuple(_of_chunk(one, part, *row) for part in chunks))
 
-    def _of_chunk(self, sample: Sample, chunk: Chunk) -> Sample:
-        """The queries of the stretches that a chunk touches; those that lie outside of it teach nothing."""
-        begin, end = chunk.first_token, chunk.num_keys
-        length, stretch = self._teaching.row_length, self._teaching.stretch
-        stretches = -(-length // stretch)
-        first, last = (token // length * stretches + token % length // stretch for token in (begin, end - 1))
-        tokens, starts, eligible = (field[:, first : last + 1] for field in sample)
-        inside = tokens.clamp(begin, end - 1)
-        return Sample(inside, starts.minimum(inside), eligible & (inside == tokens))
+    @classmethod
+    def of_call(cls, layers: Sequence[nn.Module], positions: Tensor, rows: int) -> "Lessons | None":
+        """Those of a call in another training loop, by PyTorch's generator; None if no layer learns its choice.
+
+        Args:
+            layers: The attention of each layer.
+            positions: Position of each token in its document, [T].
+            rows: B.
+        """
+        learning = {number: layer for number, layer in _choosing(layers).items() if layer.learns_choice}
+        if not learning:
+            return None
+        first = next(iter(learning.values()))
+        samples = draw_queries(positions, rows, len(layers), first.geometry, first.choice_loss_stretch)
+        return cls(samples, 1 / (samples.eligible.sum((1, 2)) * first.num_kv_heads).clamp(min=1), learning)
+
+    def of_layer(self, layer: int) -> Lesson | None:
+        """The lesson of a layer; None if it is not taught."""
+        return self._cut(Sample(*(field[layer] for field in self._samples))) if layer in self._learning else None
 
     def add(self, layer: int, figures: Tensor) -> None:
-        """Take the loss and recall of a layer, [2]."""
+        """Take the summed loss and recall of a layer, [2]."""
         self._figures[layer] = figures
 
-    def attach_to(self, loss: Tensor) -> Tensor:
-        """The model's loss, unchanged, whose backward pass is that of the choice's loss as well."""
-        if not self._figures:
-            return loss
-        totals = self._teaching.totals
-        untaught = torch.zeros_like(totals[0])
-        figures = torch.stack([self._figures.get(layer, untaught) for layer in range(len(totals))])
-        figures = figures * self._teaching.scales[:, None]
-        totals.add_(figures.detach())
-        return _attach(loss, figures[:, 0].sum())
+    def figures(self) -> Tensor:
+        """Scaled loss and recall of all layers, [layers, 2]; 0 where a layer is not taught."""
+        [some, *_] = self._figures.values()
+        untaught = torch.zeros_like(some)
+        figures = torch.stack([self._figures.get(layer, untaught) for layer in range(len(self._scales))])
+        return figures * self._scales[:, None]
+
+    def call_loss(self) -> Tensor:
+        """The loss of a call: that of its layers, times their weights. The layers keep loss and recall."""
+        figures = self.figures()
+        for number, layer in self._learning.items():
+            layer.choice_figures = figures[number].detach()
+        return torch.stack([layer.choice_loss_weight * figures[n, 0] for n, layer in self._learning.items()]).sum()
+
+
+def _choosing(layers: Sequence[nn.Module]) -> dict[int, ChoosingAttention]:
+    return {number: layer for number, layer in enumerate(layers) if isinstance(layer, ChoosingAttention)}
+
+
+def _of_chunk(sample: Sample, chunk: Chunk, length: int, stretch: int) -> Sample:
+    """The queries of the stretches that a chunk touches; those that lie outside of it teach nothing."""
+    begin, end = chunk.first_token, chunk.num_keys
+    stretches = -(-length // stretch)
+    first, last = (token // length * stretches + token % length // stretch for token in (begin, end - 1))
+    tokens, starts, eligible = (field[:, first : last + 1] for field in sample)
+    inside = tokens.clamp(begin, end - 1)
+    return Sample(inside, starts.minimum(inside), eligible & (inside == tokens))
 
 
 def eligible_queries(
@@ -110,21 +155,3 @@ def eligible_queries(
     chooses = [kind in ("nsa", "selected") for kind in config.attention_of_layers]
     counts = sample.eligible.sum((1, 2)).tolist()
     return [count if chosen else 0 for count, chosen in zip(counts, chooses, strict=True)]
-
-
-class _Attach(torch.autograd.Function):
-    """Returns the first input; in backward the second gets a gradient of 1, whatever that of the first is."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, attached: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.set_materialize_grads(False)
-        ctx.type = attached.dtype
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return d_loss, torch.ones((), dtype=ctx.type, device=d_loss.device)
-
-
-def _attach(loss: Tensor, attached: Tensor) -> Tensor:
-    return _Attach.apply(loss, attached)  # type: ignore[no-any-return, no-untyped-call]

@@ -19,7 +19,7 @@ from trifocal.models.layers import (
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn import RMSNorm
 from trifocal.nn.attention_base import AttentionBase
-from trifocal.nn.chooser import ChoosingAttention
+from trifocal.nn.chooser import ChoosingAttention, attach_loss
 from trifocal.nn.context import ContextShard, OwnTokens
 from trifocal.ops import Documents
 from trifocal.ops.choice_loss import Sample, sample_queries
@@ -141,8 +141,12 @@ class DecoderLM(nn.Module):
         context = None if targets is None else self.context
         num_tokens = tokens.shape[1] * (1 if context is None else context.size)
         documents = self._documents(tokens, num_tokens, cu_seqlens)
+        positions = torch.arange(num_tokens, device=tokens.device) if documents is None else documents.positions
+        lessons = None
+        if teaching is None and context is None:
+            lessons = Lessons.of_call(self.attention_layers(), positions, len(tokens))
         if targets is None:
-            return self.logits(self.norm(self._last_residual(tokens, documents)))
+            return self.logits(self._hidden_states(tokens, documents, lessons))
         counted = (targets != IGNORED_TARGET).sum()
         own, taught_tokens = None, tokens
         if context is not None:
@@ -151,14 +155,26 @@ class DecoderLM(nn.Module):
             wanted = (counted.expand(1, 2), *(() if teaching is None else (tokens,)))
             counts, *gathered = context.gather(wanted)
             counted, [taught_tokens] = counts.sum() // 2, gathered or [tokens]
-        lessons = None
         if teaching is not None:
-            positions = torch.arange(num_tokens, device=tokens.device) if documents is None else documents.positions
-            lessons = Lessons(teaching, self.config, taught_tokens, positions, own, self._draw)
+            lessons = Lessons.of_step(
+                self.attention_layers(), teaching, taught_tokens, positions, own, self._draw
+            )
         x = self._last_residual(tokens, documents, lessons, own)
         end = self._run_end if torch.is_grad_enabled() else run_end
         loss = end(self.norm, self._output_weight(), x, targets, counted.clamp(min=1))
-        return loss if lessons is None else lessons.attach_to(loss)
+        if lessons is None:
+            return loss
+        if teaching is None:
+            choice_loss = lessons.call_loss()
+            # Its gradient is scaled as that of the loss is.
+            return loss + (choice_loss - choice_loss.detach())
+        figures = lessons.figures()
+        teaching.totals.add_(figures.detach())
+        return attach_loss(loss, figures[:, 0].sum())
+
+    def _hidden_states(self, tokens: Tensor, documents: Documents | None, lessons: Lessons | None) -> Tensor:
+        hidden = self.norm(self._last_residual(tokens, documents, lessons))
+        return hidden if lessons is None else attach_loss(hidden, lessons.call_loss())
 
     def hidden_states(
         self,
@@ -168,7 +184,9 @@ class DecoderLM(nn.Module):
     ) -> Tensor:
         """The normed output of the last block, [B, T, E]; arguments and errors as in `forward`."""
         _check_tokens(tokens, None)
-        return self.norm(self._last_residual(tokens, self._documents(tokens, tokens.shape[1], cu_seqlens)))
+        documents = self._documents(tokens, tokens.shape[1], cu_seqlens)
+        positions = torch.arange(tokens.shape[1], device=tokens.device) if documents is None else documents.positions
+        return self._hidden_states(tokens, documents, Lessons.of_call(self.attention_layers(), positions, len(tokens)))
 
     def _documents(self, tokens: Tensor, num_tokens: int, documents: Tensor | Documents | None) -> Documents | None:
         if isinstance(documents, Tensor):

@@ -92,11 +92,12 @@ def run_blocks(
             chosen = random_blocks(positions, config.geometry, config.num_kv_heads, index)
             given["selected_blocks"] = chosen.expand(x.shape[0], -1, -1, -1)
         tables = rotary[scalings[index]]
-        if lessons is not None and kind in ("nsa", "selected"):
-            x, figures = block(x, cu_seqlens=documents, rotary=tables, lesson=lessons.of_layer(index), **given)
-            lessons.add(index, figures)
-        else:
+        lesson = None if lessons is None else lessons.of_layer(index)
+        if lessons is None or lesson is None:
             x = block(x, cu_seqlens=documents, rotary=tables, **given)
+        else:
+            x, figures = block(x, cu_seqlens=documents, rotary=tables, lesson=lesson, **given)
+            lessons.add(index, figures)
         yield x
 
 

@@ -3,6 +3,7 @@
 from trifocal.nn.attention import DenseAttention, NSAttention, WindowAttention
 from trifocal.nn.attention_base import RotaryTables
 from trifocal.nn.block import Block, SwiGLU
+from trifocal.nn.chooser import choice_recall
 from trifocal.nn.compressor import MeanCompressor, MLPCompressor
 from trifocal.nn.gate import SigmoidGate
 from trifocal.nn.norm import RMSNorm
@@ -22,6 +23,7 @@ __all__ = [
     "SigmoidGate",
     "SwiGLU",
     "WindowAttention",
+    "choice_recall",
     "rotary_frequencies",
     "rotary_tables",
     "rotate",

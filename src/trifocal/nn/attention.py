@@ -135,8 +135,9 @@ class NSAttention(ChoosingAttention):
         if key_padding_mask is not None:
             given = {"rotary": rotary, "selected_blocks": selected_blocks}
             return self._on_padded_rows(x, key_padding_mask, cu_seqlens, **given)
-        documents, _ = documents_and_positions(x, cu_seqlens, own)
-        q, keys, values, [logits], heads = self._project_all(x, lesson, self.gate.proj)
+        documents, positions = documents_and_positions(x, cu_seqlens, own)
+        drawn = self._draw(x, positions) if lesson is None and cache is None and own is None else None
+        q, keys, values, [logits], heads = self._project_all(x, lesson or drawn, self.gate.proj)
         gates = self.gate(x, logits)
         if cache is not None:
             index = None if heads is None else split_heads(heads)
@@ -173,10 +174,8 @@ class NSAttention(ChoosingAttention):
                 backend=self.backend,
             )
 
-        o = joined([attend(chunk) for chunk in chunks_of(x, documents, own)])
-        if lesson is None:
-            return self.o_proj(o.flatten(2))
-        return self.o_proj(o.flatten(2)), self._taught(lesson, q, k_slc, index, documents, own)
+        o = self.o_proj(joined([attend(chunk) for chunk in chunks_of(x, documents, own)]).flatten(2))
+        return self._result(o, lesson, drawn, q, k_slc, index, documents, own)
 
 
 class DenseAttention(AttentionBase):

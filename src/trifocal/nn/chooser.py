@@ -6,12 +6,14 @@
 | index | the largest product of an index query and an index key in it | the index, by the loss of the choice |
 | exact | the selected branch's own attention over the whole past in it | nothing: a control, slower than dense |
 
-The loss, `trifocal.ops.choice_loss`, changes the parameters of the index only: its input is detached.
+The loss, `trifocal.ops.choice_loss`, changes the parameters of the index only: its input is detached. Trifocal's trainer
+gives each layer the queries of a step. In any other training loop a model, or a layer outside of one, draws them in
+each call and attaches the loss to its result, so that `backward` teaches an index wherever it is.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ from trifocal.nn.context import Chunk, OwnTokens, chunks_of
 from trifocal.nn.projection import project
 from trifocal.nn.rope import rotate
 from trifocal.ops import Documents, Geometry, compressed_attention, select_blocks, select_blocks_by_index
-from trifocal.ops.choice_loss import choice_loss
+from trifocal.ops.choice_loss import Sample, choice_loss, draw_queries
 from trifocal.ops.layout import max_packed_compressed_blocks
 
 Chooser = Literal["compressed", "index", "exact"]
@@ -58,6 +60,10 @@ class ChoosingAttention(AttentionBase):
 
     Attributes:
         watcher: Called with the rotated queries and keys of the selected branch before each choice; for telemetry.
+        choice_loss_weight: Weight of the loss that teaches an index outside of Trifocal's trainer; 0: none.
+        choice_loss_stretch: One query of each so many tokens teaches it.
+        choice_figures: Loss and recall of the choice in the last call that taught the index outside of Trifocal's
+            trainer, means over queries and groups, [2]; None before.
 
     Raises:
         ValueError: If the sizes do not fit one another, or there is no such chooser.
@@ -73,6 +79,8 @@ class ChoosingAttention(AttentionBase):
             raise ValueError(f"chooser must be 'compressed', 'index' or 'exact', got {chooser!r}")
         self.chooser = chooser
         self.watcher: Callable[[Tensor, Tensor], None] | None = None
+        self.choice_loss_weight, self.choice_loss_stretch = 1.0, 64
+        self.choice_figures: Tensor | None = None
         self.index: IndexHeads | None = (
             IndexHeads(self.q_proj.in_features, self.num_kv_heads) if chooser == "index" else None
         )
@@ -88,6 +96,40 @@ class ChoosingAttention(AttentionBase):
         begun = first_index(self.q_proj.weight.cpu(), keys, self.num_kv_heads, self.head_dim)
         for linear, weight in zip(self.index.maps, begun, strict=True):
             linear.weight.copy_(weight)
+
+    @property
+    def learns_choice(self) -> bool:
+        """Whether a call now teaches the index: in training, unless its parameters are frozen or the weight is 0."""
+        return (
+            self.training
+            and torch.is_grad_enabled()
+            and self.index is not None
+            and self.choice_loss_weight > 0
+            and any(parameter.requires_grad for parameter in self.index.parameters())
+        )
+
+    def _draw(self, x: Tensor, positions: Tensor) -> Lesson | None:
+        """Queries that teach the index in a call outside of a model; None if nothing does."""
+        if not self.learns_choice:
+            return None
+        drawn = draw_queries(positions, len(x), 1, self.geometry, self.choice_loss_stretch)
+        return (Sample(*(field[0] for field in drawn)),)
+
+    def _result(
+        self, output: Tensor, lesson: Lesson | None, drawn: Lesson | None, *states: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The layer's output, [B, T, E]; with a lesson, and its figures; or with the loss of drawn queries attached.
+
+        `states` are the arguments of `_taught` behind the lesson.
+        """
+        if lesson is not None:
+            return output, self._taught(lesson, *states)
+        if drawn is None:
+            return output
+        figures = self._taught(drawn, *states) / (drawn[0].eligible.sum() * self.num_kv_heads).clamp(min=1)
+        if not torch.compiler.is_compiling():
+            self.choice_figures = figures.detach()
+        return attach_loss(output, self.choice_loss_weight * figures[0])
 
     def _project_all(
         self, x: Tensor, lesson: Lesson | None, *others: nn.Linear
@@ -188,6 +230,25 @@ class ChoosingAttention(AttentionBase):
         return rotate_blocks(self.k_compressor(raw, documents), rotary)
 
 
+class _Attach(torch.autograd.Function):
+    """Returns the first input; in backward the second gets a gradient of 1, whatever that of the first is."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, attached: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
+        ctx.type, ctx.device = attached.dtype, attached.device
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, d_result: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return d_result, torch.ones((), dtype=ctx.type, device=ctx.device)
+
+
+def attach_loss(result: Tensor, loss: Tensor) -> Tensor:
+    """A result, unchanged, whose backward pass is also that of a loss, with a gradient of 1."""
+    return _Attach.apply(result, loss)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def rotate_blocks(k_cmp: Tensor, rotary: RotaryTables) -> Tensor:
     """Compressed keys [B, C, G, D], rotated by the first tokens of their blocks."""
     assert rotary.cos_cmp is not None and rotary.sin_cmp is not None
@@ -215,6 +276,26 @@ def first_index(q: Tensor, k: Tensor, num_kv_heads: int, head_dim: int) -> tuple
     queries = q.unflatten(0, (num_kv_heads, -1, head_dim)).mean(1) * factor
     key = k.unflatten(0, (num_kv_heads, head_dim)).mean(0) * factor
     return queries[:, columns].flatten(0, 1), key[columns]
+
+
+def choice_recall(model: nn.Module) -> dict[str, float]:
+    """How well the indexes of a model choose, in the last training call outside of Trifocal's trainer.
+
+    Args:
+        model: A model with layers that choose by an index, or such a layer.
+
+    Returns:
+        For each layer that was taught, by its name in the model: the attention's mass in the chosen blocks, as a share
+        of what the best choice holds, from 0 to 1; the mean over the sampled queries. Forced blocks do not count.
+
+    Reads from the device, so it waits for it.
+    """
+    found = {
+        name: layer.choice_figures
+        for name, layer in model.named_modules()
+        if isinstance(layer, ChoosingAttention) and layer.choice_figures is not None
+    }
+    return dict(zip(found, torch.stack([*found.values()])[:, 1].tolist(), strict=True)) if found else {}
 
 
 def split_heads(heads: Tensor) -> tuple[Tensor, Tensor]:

@@ -60,8 +60,9 @@ class SelectedAttention(ChoosingAttention):
         if key_padding_mask is not None:
             given = {"rotary": rotary, "selected_blocks": selected_blocks}
             return self._on_padded_rows(x, key_padding_mask, cu_seqlens, **given)
-        documents, _ = documents_and_positions(x, cu_seqlens, own)
-        q, [k], [v], _, heads = self._project_all(x, lesson)
+        documents, positions = documents_and_positions(x, cu_seqlens, own)
+        drawn = self._draw(x, positions) if lesson is None and cache is None and own is None else None
+        q, [k], [v], _, heads = self._project_all(x, lesson or drawn)
         if cache is not None:
             index = None if heads is None else split_heads(heads)
             return self.o_proj(cache.attend(self, q, [k], [v], index=index).flatten(2))
@@ -90,7 +91,5 @@ class SelectedAttention(ChoosingAttention):
                 q_rows, keys, values, chosen, self.geometry, cu_seqlens=chunk.documents, backend=self.backend
             )
 
-        o = joined([attend(chunk) for chunk in chunks_of(x, documents, own)])
-        if lesson is None:
-            return self.o_proj(o.flatten(2))
-        return self.o_proj(o.flatten(2)), self._taught(lesson, q, k, index, documents, own)
+        o = self.o_proj(joined([attend(chunk) for chunk in chunks_of(x, documents, own)]).flatten(2))
+        return self._result(o, lesson, drawn, q, k, index, documents, own)

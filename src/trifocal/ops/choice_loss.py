@@ -105,6 +105,30 @@ def sample_queries(
     if positions.shape[0] != row_length:
         place = (place + row_length * torch.arange(len(keys), device=keys.device)[:, None]).view(layers, 1, -1)
         exists = exists.view(layers, 1, -1)
+    return _sample_at(place, exists, positions, geometry)
+
+
+def draw_queries(positions: Tensor, rows: int, layers: int, geometry: Geometry, stretch: int) -> Sample:
+    """Draw one query of each stretch for every layer, by PyTorch's generator.
+
+    Args:
+        positions: Position of each token in its document, [T], the same for all rows.
+        rows: B.
+        layers: Number of layers.
+        geometry: Block sizes, in tokens.
+        stretch: Tokens of a stretch; the last one of a row may be shorter.
+
+    Returns:
+        The queries of the layers, [layers, B, stretches].
+    """
+    row_length = len(positions)
+    first = torch.arange(0, row_length, stretch, device=positions.device)
+    place = first + torch.randint(stretch, (layers, rows, len(first)), device=positions.device)
+    return _sample_at(place.clamp(max=row_length - 1), place < row_length, positions, geometry)
+
+
+def _sample_at(place: Tensor, exists: Tensor, positions: Tensor, geometry: Geometry) -> Sample:
+    """The queries at places of a row, which lie at these positions in their documents."""
     position = positions.long()[place]
     own = position // geometry.selection_block_size
     eligible = exists & (num_free(own, geometry) > free_places(geometry))
