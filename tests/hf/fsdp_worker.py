@@ -9,6 +9,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
 from trifocal.hf import TrifocalForCausalLM
+from trifocal.ops import Geometry
 from trifocal.testing.small_models import make_model, random_tokens, small_config
 
 STEPS = 3
@@ -37,8 +38,12 @@ def train(model: TrifocalForCausalLM, accelerator: Accelerator | None) -> tuple[
 
 
 def tiny_model() -> TrifocalForCausalLM:
-    """The model that all begin with."""
-    return TrifocalForCausalLM.from_decoder(make_model(small_config(), torch.device("cpu"), torch.float64))
+    """The model that all begin with; every query teaches its index, so that nothing is drawn."""
+    config = small_config(chooser="index", geometry=Geometry(4, 2, 4, 3, 1, 1, 8))
+    model = TrifocalForCausalLM.from_decoder(make_model(config, torch.device("cpu"), torch.float64))
+    for block in model.model.blocks:
+        block.attention.choice_loss_stretch = 1
+    return model
 
 
 def train_sharded(rank: int, port: int, out: Path) -> None:

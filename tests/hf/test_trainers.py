@@ -25,11 +25,14 @@ from tests.hf.fsdp_worker import PROCESSES, tiny_model, train, train_sharded
 from trifocal import load_model
 from trifocal.data import make_tokenizer
 from trifocal.hf import (
+    ChoiceRecall,
     TrifocalConfig,
     TrifocalForCausalLM,
     TrifocalForSequenceClassification,
     TrifocalModel,
 )
+from trifocal.nn import SelectedAttention, choice_recall
+from trifocal.ops import Geometry
 from trifocal.testing.small_models import make_model, small_config
 from trifocal.train.checkpoint.export import export_folder
 
@@ -220,6 +223,59 @@ def test_trl_reads_chats_as_our_trainer_does(tmp_path: Path) -> None:
         assert row["input_ids"] == tokens.tolist() and row["labels"] == np.where(answers, tokens, -100).tolist()
 
 
+@pytest.mark.parametrize("way", ["transformers", "checkpointed", "TRL", "LoRA"])
+def test_an_index_learns_in_every_trainer(tokenizer: Any, tmp_path: Path, way: str) -> None:
+    """Nothing is asked of the user; a callback logs the recall."""
+    torch.manual_seed(0)
+    options = {"num_heads": 2, "attention": "selected", "chooser": "index", "geometry": Geometry(4, 2, 8, 4, 1, 1, 16)}
+    model = TrifocalForCausalLM.from_decoder(
+        make_model(small_config(**options), torch.device("cpu")), pad_token_id=60, eos_token_id=61
+    ).train()
+    generator = torch.Generator().manual_seed(0)
+    rows = [{"input_ids": torch.randint(WORDS, (64,), generator=generator).tolist()} for _ in range(64)]
+    for module in model.modules():
+        if isinstance(module, SelectedAttention):
+            module.choice_loss_stretch = 1
+            for part in module.index.parameters():
+                torch.nn.init.normal_(part, std=0.2)
+    common = {"max_steps": 24, "per_device_train_batch_size": 4, "save_strategy": "no"}
+    common |= {"learning_rate": 0.1 if way == "LoRA" else 0.03}
+    callbacks = [ChoiceRecall()]
+    if way in ("transformers", "checkpointed"):
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), gradient_checkpointing=way == "checkpointed", **common, **QUIET
+        )
+        collator = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
+        trainer = transformers.Trainer(
+            model, arguments, train_dataset=rows, data_collator=collator, callbacks=callbacks
+        )
+    else:
+        lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=8) if way == "LoRA" else None
+        arguments = SFTConfig(str(tmp_path), packing=True, max_length=64, bf16=False, **common, **QUIET)
+        trainer = SFTTrainer(
+            model, arguments, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer,
+            peft_config=lora, callbacks=callbacks,
+        )  # fmt: skip
+    trainer.train()
+    recalls = [row["choice_recall"] for row in trainer.state.log_history if "loss" in row]
+    assert len(recalls) == 24 and sum(recalls[-4:]) > sum(recalls[:4]) + 4 * (0.06 if way == "LoRA" else 0.15)
+    assert len(choice_recall(trainer.model)) == 2
+
+
+def test_the_loss_of_the_choice_is_scaled_as_that_of_the_labels() -> None:
+    """By the labels of all accumulated batches, and by what a loop does with the loss."""
+    model = tiny_model().train()
+    tokens = torch.arange(40).view(1, 40)
+    found = []
+    for items, factor in ((None, 1.0), (78, 1.0), (None, 0.5)):
+        model.zero_grad()
+        (factor * model(tokens, labels=tokens, num_items_in_batch=items).loss).backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+    for whole, *halves in zip(*found, strict=True):
+        for half in halves:
+            torch.testing.assert_close(half, whole / 2, rtol=1e-6, atol=1e-12)
+
+
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")
 def test_prompt_tuning() -> None:
     """PEFT reads the sizes of the model in its configuration, and gives embedded tokens."""
@@ -257,3 +313,6 @@ def test_two_processes_by_accelerates_fsdp(tmp_path: Path) -> None:
     assert found["losses"] == pytest.approx(losses, rel=1e-6)
     for name, weight in model.named_parameters():
         torch.testing.assert_close(found["weights"][name], weight.detach(), rtol=1e-6, atol=1e-6)
+    begun = dict(tiny_model().named_parameters())
+    for name, weight in model.named_parameters():
+        assert ".index." not in name or (weight - begun[name]).abs().max() > 1e-4

@@ -1,15 +1,20 @@
-"""The queries that teach the choice, where processes share a row: together those of one process, each once."""
+"""The loss that teaches the choice: in a loop of anybody's, and its queries where processes share a row."""
 
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
-from trifocal.models import DecoderLM
+from trifocal.models import DecoderLM, choice_teaching
 from trifocal.models.choice_teaching import ChoiceTeaching, Lessons
+from trifocal.nn import choice_recall
 from trifocal.nn.context import ContextShard, OwnTokens
 from trifocal.ops import Documents, Geometry
-from trifocal.testing.small_models import random_tokens, small_config
+from trifocal.ops.choice_loss import Sample, draw_queries
+from trifocal.testing.small_models import make_model, random_tokens, small_config
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("borders", [None, (0, 1, 30, 52, 60, 104)])
@@ -39,8 +44,89 @@ def test_chunks_share_out_the_queries(borders: tuple[int, ...] | None) -> None:
     assert sorted(found) == sorted(map(tuple, expected)) and found
 
 
-def _call(model: DecoderLM, tokens: torch.Tensor, **given: Any) -> dict[str, torch.Tensor]:
-    """The gradients of the index's parameters after a training call on these tokens."""
+STRETCH = 16
+
+
+@pytest.fixture
+def model() -> DecoderLM:
+    sizes = {"geometry": Geometry(4, 2, 8, 4, 1, 1, 16), "num_layers": 3, "chooser": "index"}
+    model = make_model(small_config(layer_types=("selected", "window", "nsa"), **sizes), CPU, torch.float64)
+    for layer in model.attention_layers():
+        layer.choice_loss_stretch = STRETCH
+    return model
+
+
+def _gradients(model: DecoderLM, loss: torch.Tensor) -> dict[str, torch.Tensor | None]:
     model.zero_grad()
-    model(tokens[:, :-1], tokens[:, 1:], **given).backward()
-    return {name: p.grad for name, p in model.named_parameters() if ".index." in name and p.grad is not None}
+    loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_any_loop_has_the_gradient_of_the_trainers_loss(
+    model: DecoderLM, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the same queries; with the loss made in the model, scaled by a loop as it likes, or outside of it."""
+    tokens = random_tokens((1 if packed else 2, 129), 64, CPU)
+    targets, tokens = tokens[:, 1:], tokens[:, :-1]
+    given = {"cu_seqlens": torch.tensor([0, 30, 128])} if packed else {}
+    drawn: list[Sample] = []
+
+    def draw(*arguments: Any) -> Sample:
+        drawn.append(draw_queries(*arguments))
+        return drawn[-1]
+
+    monkeypatch.setattr(choice_teaching, "draw_queries", draw)
+    loss = model(tokens, targets, **given)
+    found = _gradients(model, 0.25 * loss)
+    counts = drawn[0].eligible.sum((1, 2)) * model.config.num_kv_heads
+    assert counts.all()
+    teaching = ChoiceTeaching(torch.tensor(1), 0.25 / counts, torch.zeros(3, 2, dtype=torch.float64), 128, STRETCH)
+    model._draw = lambda *_: drawn[0]
+    with_lessons = model(tokens, targets, teaching=teaching, **given)
+    assert torch.equal(with_lessons, loss)
+    # The trainer's loss of the choice has its scale; that of the language model is the caller's.
+    expected = _gradients(model, 0.25 * with_lessons)
+    taught = {name for name in expected if ".index." in name}
+    assert len(taught) == 4
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-15)
+    recall = choice_recall(model)
+    assert list(recall) == ["blocks.0.attention", "blocks.2.attention"]
+    assert [*recall.values()] == pytest.approx((teaching.totals[::2, 1] / 0.25).tolist(), rel=1e-9)
+    # The loss is made from the logits: the queries are those of another draw, the scale is 1.
+    drawn.clear()
+    logits = model(tokens, **given)
+    found = _gradients(model, functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+    counts = drawn[0].eligible.sum((1, 2)) * model.config.num_kv_heads
+    teaching = teaching._replace(scales=1 / counts)
+    expected = _gradients(model, model(tokens, targets, teaching=teaching, **given))
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-14)
+
+
+def test_recomputed_layers_learn_from_the_same_queries(model: DecoderLM) -> None:
+    tokens = random_tokens((2, 65), 64, CPU)
+    found = []
+    for checkpointed in (0, 3):
+        model.set_activation_checkpointing(0, checkpointed)
+        torch.manual_seed(5)
+        found.append(_gradients(model, model(tokens[:, :-1], tokens[:, 1:])))
+    assert not [name for name, gradient in found[0].items() if not torch.equal(gradient, found[1][name])]
+
+
+@pytest.mark.parametrize("state", ["evaluation", "no gradients", "frozen", "weight 0"])
+def test_nothing_is_taught_and_nothing_drawn(model: DecoderLM, state: str) -> None:
+    tokens = random_tokens((2, 65), 64, CPU)
+    for layer in model.attention_layers():
+        if state == "frozen" and layer.index is not None:
+            layer.index.requires_grad_(False)
+        if state == "weight 0":
+            layer.choice_loss_weight = 0.0
+    before = torch.get_rng_state()
+    with torch.set_grad_enabled(state != "no gradients"):
+        loss = model.train(state != "evaluation")(tokens[:, :-1], tokens[:, 1:])
+    assert torch.equal(torch.get_rng_state(), before) and not choice_recall(model)
+    if state != "no gradients":
+        loss.backward()
+        assert all(p.grad is None for name, p in model.named_parameters() if ".index." in name)

@@ -1,9 +1,13 @@
 """What the loss of the choice teaches in a layer: the index only."""
 
+import functools
+
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from trifocal.nn import NSAttention, SelectedAttention
+from trifocal.nn import NSAttention, SelectedAttention, choice_recall
 from trifocal.nn.chooser import first_index
 from trifocal.nn.rope import rotary_tables, rotate
 from trifocal.ops import Geometry
@@ -39,10 +43,38 @@ def test_an_index_is_taught_alone_and_by_its_lesson_alone(kind: type[NSAttention
     with_lesson = [x.grad, *(one.grad for name, one in layer.named_parameters() if name not in index)]
     x.grad = None
     layer.zero_grad()
+    layer.index.requires_grad_(False)
     layer(x).sum().backward()
     assert all(one.grad is None for one in layer.index.parameters())
     alone = [x.grad, *(one.grad for name, one in layer.named_parameters() if name not in index)]
     torch.testing.assert_close(with_lesson, alone, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", [NSAttention, SelectedAttention])
+def test_a_layer_in_a_model_of_ones_own_teaches_its_index(kind: type[NSAttention] | type[SelectedAttention]) -> None:
+    """Whatever its output is used for, and checkpointed, from the same queries; its recall rises."""
+    torch.manual_seed(0)
+    layer = kind(
+        geometry=Geometry(4, 2, 8, 3, 1, 1, 8), chooser="index", backend="reference", dim=16,
+        num_heads=4, num_kv_heads=2, head_dim=8, value_dim=8,
+    ).double()  # fmt: skip
+    layer.choice_loss_stretch = 1
+    x = 3 * torch.randn(2, 64, 16, dtype=torch.float64)
+    found = []
+    for call in (layer, functools.partial(checkpoint, layer, use_reentrant=False)):
+        layer.zero_grad()
+        torch.manual_seed(1)
+        call(x).sum().backward()
+        found.append([one.grad.clone() for one in layer.index.parameters()])
+    assert all(map(torch.equal, *found)) and all(one.any() for one in found[0])
+    [first] = choice_recall(layer).values()
+    optimizer = torch.optim.AdamW(layer.index.parameters(), lr=0.03)
+    for _ in range(30):
+        optimizer.zero_grad()
+        layer(x).mean().backward()
+        optimizer.step()
+    [last] = choice_recall(nn.Sequential(layer)).values()
+    assert 0 < first < 0.9 and last > first + 0.5 * (1 - first)
 
 
 @pytest.mark.parametrize(("head_dim", "positions"), [(64, [0, 3, 40, 1000]), (32, [0, 0]), (16, [0, 0])])

@@ -7,9 +7,14 @@ except ImportError:
     raise ImportError("trifocal.hf needs an extra: pip install 'trifocal[hf]'") from None
 
 from trifocal.hf.configuration import TrifocalConfig
-from trifocal.hf.modeling import TrifocalForCausalLM, TrifocalForSequenceClassification, TrifocalModel
+from trifocal.hf.modeling import (
+    ChoiceRecall,
+    TrifocalForCausalLM,
+    TrifocalForSequenceClassification,
+    TrifocalModel,
+)
 
-__all__ = ["TrifocalConfig", "TrifocalForCausalLM", "TrifocalForSequenceClassification", "TrifocalModel"]
+__all__ = ["ChoiceRecall", "TrifocalConfig", "TrifocalForCausalLM", "TrifocalForSequenceClassification", "TrifocalModel"]
 
 # Pipelines, trainers and lm-eval find the classes through these.
 _transformers.AutoConfig.register(TrifocalConfig.model_type, TrifocalConfig, exist_ok=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel, TrainerCallback
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
@@ -26,7 +26,7 @@ from trifocal.models.io import exported_name
 from trifocal.models.layers import draw_weights, make_blocks, run_block, run_blocks, wrap_blocks
 from trifocal.nn import RMSNorm
 from trifocal.nn.attention_base import KVCache
-from trifocal.nn.chooser import ChoosingAttention, attach_loss
+from trifocal.nn.chooser import ChoosingAttention, attach_loss, choice_recall
 
 # Collators for FlashAttention add these; they say no more than position_ids.
 _PACKING = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
@@ -405,6 +405,20 @@ class TrifocalForSequenceClassification(GenericForSequenceClassification, Trifoc
 
     # Its loss is a mean over the rows: the trainer divides it by the number of accumulated batches.
     accepts_loss_kwargs = False
+
+
+class ChoiceRecall(TrainerCallback):
+    """Adds `choice_recall` to what a trainer logs: the mean over the layers of `trifocal.nn.choice_recall`.
+
+    Example:
+        `Trainer(model, ..., callbacks=[ChoiceRecall()])`
+    """
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **given: Any) -> None:
+        """Add the recall to a row of training figures, also where the trainer has kept it."""
+        recalls = choice_recall(given["model"]).values()
+        if recalls and logs is not None and "loss" in logs:
+            logs["choice_recall"] = state.log_history[-1]["choice_recall"] = sum(recalls) / len(recalls)
 
 
 def _refuse(kwargs: dict[str, Any], **impossible: Any) -> None:
