@@ -176,6 +176,16 @@ def late_binding(measure, _):
     return found
 
 
+@fault("index-in-any-loop")
+def loop_that_teaches_nothing(measure, _):
+    def step(model, tokens):
+        for layer in model.attention_layers():
+            layer.choice_loss_weight = 0.0
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+
+    return measure(CPU, train_step=step)
+
+
 @fault("parameter-gradients")
 def branch_that_is_skipped(measure, _):
     def make(*arguments):

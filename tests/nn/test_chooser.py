@@ -75,6 +75,12 @@ def test_a_layer_in_a_model_of_ones_own_teaches_its_index(kind: type[NSAttention
         optimizer.step()
     [last] = choice_recall(nn.Sequential(layer)).values()
     assert 0 < first < 0.9 and last > first + 0.5 * (1 - first)
+    # Padding teaches nothing: the loss is the mean over the tokens of both rows.
+    padding = torch.arange(64) >= torch.tensor([[64], [40]])
+    layer(x, key_padding_mask=padding)
+    padded, count = layer.choice_figures, [64 - 24, 40 - 24]
+    rows = [(layer(row[None, :length]), layer.choice_figures)[1] for row, length in zip(x, (64, 40), strict=True)]
+    torch.testing.assert_close(padded, sum(n * row for n, row in zip(count, rows, strict=True)) / sum(count))
 
 
 @pytest.mark.parametrize(("head_dim", "positions"), [(64, [0, 3, 40, 1000]), (32, [0, 0]), (16, [0, 0])])

@@ -9,6 +9,9 @@ from torch import Tensor
 from trifocal.checks.measurement import Measurement
 from trifocal.inference import CachedModel
 from trifocal.models import DecoderLM, ModelConfig
+from trifocal.models.choice_teaching import ChoiceTeaching, eligible_queries
+from trifocal.nn import choice_recall
+from trifocal.ops import Geometry
 from trifocal.testing.small_models import MINIMAL, make_model, minimal_config, random_tokens, small_config
 from trifocal.testing.tolerances import FULL_COVERAGE, error
 
@@ -50,6 +53,36 @@ def checkpointing(
     worst, name = max((_relative_difference(gradients[1][name], grad), name) for name, grad in gradients[0].items())
     bound = 8 * torch.finfo(torch.float32).eps
     return Measurement(worst, bound, "difference", (f"{len(gradients[0])} parameters; worst: {name}",))
+
+
+def _step(model: DecoderLM, tokens: Tensor) -> None:
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+
+
+def index_in_any_loop(device: torch.device, *, train_step: Callable[[DecoderLM, Tensor], None] = _step) -> Measurement:
+    """In a training loop of anybody's an index gets the gradient of the trainer's loss of the choice, in float64.
+
+    On the same queries; the rest of the model gets what it gets without that loss. Bound: as of full coverage.
+    """
+    geometry = Geometry(4, 2, 8, 4, 1, 1, 16)
+    config = small_config(layer_types=("selected", "nsa"), chooser="index", geometry=geometry)
+    tokens = random_tokens((2, 97), config.vocab_size, device)
+    model = make_model(config, device, torch.float64)
+    for layer in model.attention_layers():
+        # Every query: nothing is left to chance.
+        layer.choice_loss_stretch = 1  # type: ignore[assignment]
+    train_step(model, tokens)
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    recalls = choice_recall(model)
+    model.zero_grad()
+    counts = torch.tensor(eligible_queries(config, tokens[:, :-1], None, 1, 1), device=device) * config.num_kv_heads
+    totals = torch.zeros(config.num_layers, 2, dtype=torch.float64, device=device)
+    teaching = ChoiceTeaching(torch.ones((), dtype=torch.int64, device=device), 1 / counts, totals, 96, 1)
+    model(tokens[:, :-1], tokens[:, 1:], teaching=teaching).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    worst, name = max((_relative_difference(found[name], grad), name) for name, grad in expected.items())
+    detail = f"worst: {name}; recall of the choice: {', '.join(f'{recall:.2f}' for recall in recalls.values())}"
+    return Measurement(worst, FULL_COVERAGE[torch.float64], "difference", (detail,))
 
 
 def _relative_difference(actual: Tensor | None, exact: Tensor | None) -> float:

@@ -48,6 +48,7 @@ CHECKS: tuple[Check, ...] = (
     Check("oracle", (7, 8), "attention and gradients, in float64", attention_checks.float64_oracle),
     Check("backend-parity", (8,), "the kernels give the reference's results", attention_checks.backend_parity),
     Check("choice-loss", (), "the loss of the choice, in float64, teaches it alone", attention_checks.taught_choice),
+    Check("index-in-any-loop", (), "an index learns in any training loop", model_checks.index_in_any_loop),
     Check("rope-distance", (11,), "scores depend on distance alone", attention_checks.rope_distance),
     Check("future-leak", (7,), "no output depends on a later token", model_checks.future_leak),
     Check("decode-equals-prefill", (9, 10), "decoding gives the logits of one pass", model_checks.decode),

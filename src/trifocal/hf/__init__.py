@@ -14,7 +14,13 @@ from trifocal.hf.modeling import (
     TrifocalModel,
 )
 
-__all__ = ["ChoiceRecall", "TrifocalConfig", "TrifocalForCausalLM", "TrifocalForSequenceClassification", "TrifocalModel"]
+__all__ = [
+    "ChoiceRecall",
+    "TrifocalConfig",
+    "TrifocalForCausalLM",
+    "TrifocalForSequenceClassification",
+    "TrifocalModel",
+]
 
 # Pipelines, trainers and lm-eval find the classes through these.
 _transformers.AutoConfig.register(TrifocalConfig.model_type, TrifocalConfig, exist_ok=True)

@@ -217,9 +217,7 @@ class TrifocalModel(TrifocalPreTrainedModel):
             longest if isinstance(longest, int) else None,
         )
 
-    def _run_taught(
-        self, x: Tensor, layout: RowLayout | None, keep_all: bool
-    ) -> tuple[list[Tensor], Tensor | None]:
+    def _run_taught(self, x: Tensor, layout: RowLayout | None, keep_all: bool) -> tuple[list[Tensor], Tensor | None]:
         """As `_run` without a past; and the loss that teaches the indexes, None where nothing does."""
         documents = None if layout is None else layout.documents
         positions = torch.arange(x.shape[1], device=x.device) if documents is None else documents.positions

@@ -156,9 +156,7 @@ class DecoderLM(nn.Module):
             counts, *gathered = context.gather(wanted)
             counted, [taught_tokens] = counts.sum() // 2, gathered or [tokens]
         if teaching is not None:
-            lessons = Lessons.of_step(
-                self.attention_layers(), teaching, taught_tokens, positions, own, self._draw
-            )
+            lessons = Lessons.of_step(self.attention_layers(), teaching, taught_tokens, positions, own, self._draw)
         x = self._last_residual(tokens, documents, lessons, own)
         end = self._run_end if torch.is_grad_enabled() else run_end
         loss = end(self.norm, self._output_weight(), x, targets, counted.clamp(min=1))

@@ -189,8 +189,11 @@ class AttentionBase(nn.Module):
         """
         check_padding(x, key_padding_mask, cu_seqlens)
         padding = key_padding_mask[..., None]
-        o: Tensor = self(x.masked_fill(padding, 0), **given)
-        return o.masked_fill(padding, 0)
+        return self._on_rows(x.masked_fill(padding, 0), key_padding_mask, **given).masked_fill(padding, 0)
+
+    def _on_rows(self, x: Tensor, key_padding_mask: Tensor, **given: Any) -> Tensor:
+        o: Tensor = self(x, **given)
+        return o
 
     def _project(
         self, x: Tensor, *others: nn.Linear, apart: Sequence[nn.Linear] = ()

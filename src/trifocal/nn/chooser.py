@@ -108,12 +108,21 @@ class ChoosingAttention(AttentionBase):
             and any(parameter.requires_grad for parameter in self.index.parameters())
         )
 
-    def _draw(self, x: Tensor, positions: Tensor) -> Lesson | None:
-        """Queries that teach the index in a call outside of a model; None if nothing does."""
+    def _draw(self, x: Tensor, positions: Tensor, padding: Tensor | None = None) -> Lesson | None:
+        """Queries that teach the index in a call outside of a model, none of padding [B, T]; None if nothing does."""
         if not self.learns_choice:
             return None
-        drawn = draw_queries(positions, len(x), 1, self.geometry, self.choice_loss_stretch)
-        return (Sample(*(field[0] for field in drawn)),)
+        fields = draw_queries(positions, len(x), 1, self.geometry, self.choice_loss_stretch)
+        drawn = Sample(*(field[0] for field in fields))
+        if padding is not None:
+            drawn = drawn._replace(eligible=drawn.eligible & ~padding.gather(1, drawn.tokens))
+        return (drawn,)
+
+    def _on_rows(self, x: Tensor, key_padding_mask: Tensor, **given: Any) -> Tensor:
+        drawn = self._draw(x, torch.arange(x.shape[1], device=x.device), key_padding_mask)
+        if drawn is None:
+            return super()._on_rows(x, key_padding_mask, **given)
+        return self._attach(*self(x, lesson=drawn, **given), drawn)
 
     def _result(
         self, output: Tensor, lesson: Lesson | None, drawn: Lesson | None, *states: Any
@@ -124,9 +133,10 @@ class ChoosingAttention(AttentionBase):
         """
         if lesson is not None:
             return output, self._taught(lesson, *states)
-        if drawn is None:
-            return output
-        figures = self._taught(drawn, *states) / (drawn[0].eligible.sum() * self.num_kv_heads).clamp(min=1)
+        return output if drawn is None else self._attach(output, self._taught(drawn, *states), drawn)
+
+    def _attach(self, output: Tensor, figures: Tensor, drawn: Lesson) -> Tensor:
+        figures = figures / (drawn[0].eligible.sum() * self.num_kv_heads).clamp(min=1)
         if not torch.compiler.is_compiling():
             self.choice_figures = figures.detach()
         return attach_loss(output, self.choice_loss_weight * figures[0])
