@@ -40,7 +40,11 @@ def test_from_toml() -> None:
         ({"dim": 12.5}, "model.dim must be an integer, got 12.5"),
         ({"num_layers": True}, "model.num_layers must be an integer, got True"),
         ({"attention": "sparse"}, "model.attention must be one of 'nsa', 'selected', 'window', 'dense', got 'sparse'"),
-        ({"layer_types": ("nsa",)}, "layer_types must name the attention of each of 2 layers, got 1"),
+        (
+            {"layer_types": ("nsa", "dense", "nsa")},
+            "layer_types names the attention of each layer, or of a few that repeat: their number must divide 2 layers, "
+            "got 3",
+        ),
         (
             {"layer_types": ("nsa", "full")},
             "layer_types must be one of 'nsa', 'selected', 'window', 'dense', got 'full'",
@@ -79,3 +83,10 @@ def test_bad_values_are_named(make_config: Callable[..., ModelConfig], changes: 
 def test_bad_keys_are_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         ModelConfig.from_dict(values)
+
+
+def test_few_types_of_layers_repeat() -> None:
+    config = ModelConfig(num_layers=8, layer_types=("window", "window", "window", "selected"))
+    assert config.attention_of_layers == ("window", "window", "window", "selected") * 2
+    assert config.to_dict()["layer_types"] == [*config.attention_of_layers]
+    assert ModelConfig.from_dict(config.to_dict()) == config

@@ -42,7 +42,8 @@ class ModelConfig:
         geometry: Block sizes of the sparse attention, in tokens.
         attention: `"nsa"`; `"selected"`, one softmax over first, local and selected blocks, without gates; `"window"`,
             the last tokens alone; or `"dense"`, for the dense baseline. They differ in the attention alone.
-        layer_types: The attention of each layer, where layers differ; empty: `attention` in all of them.
+        layer_types: The attention of each layer, where layers differ; fewer names than layers repeat, their number
+            divides that of the layers, and saved configurations name every layer. Empty: `attention` in all of them.
         sliding_window: Keys that a query of a window layer sees; 0 takes `geometry.window_size`.
         chooser: What scores the blocks: `"compressed"`, the keys of the compressed branch; or `"index"`, small queries
             and keys that do nothing else, taught by a loss: `train.choice_loss_weight`.
@@ -118,11 +119,14 @@ class ModelConfig:
             raise UserError(f"model.head_dim must be even for rotary positions, got {self.head_dim}")
         if self.qk_norm_all_heads and not self.qk_norm:
             raise UserError("model.qk_norm_all_heads needs model.qk_norm = true, got false")
-        if self.layer_types and len(self.layer_types) != self.num_layers:
-            raise UserError(
-                f"model.layer_types must name the attention of each of {self.num_layers} layers, "
-                f"got {len(self.layer_types)}"
-            )
+        if self.layer_types:
+            times, rest = divmod(self.num_layers, len(self.layer_types))
+            if rest:
+                raise UserError(
+                    "model.layer_types names the attention of each layer, or of a few that repeat: their number must "
+                    f"divide {self.num_layers} layers, got {len(self.layer_types)}"
+                )
+            object.__setattr__(self, "layer_types", self.layer_types * times)
         for name in ("unscaled_layers", "unrotated_layers"):
             layers = getattr(self, name)
             if not all(0 <= layer < self.num_layers for layer in layers):
