@@ -42,8 +42,7 @@ def test_from_toml() -> None:
         ({"attention": "sparse"}, "model.attention must be one of 'nsa', 'selected', 'window', 'dense', got 'sparse'"),
         (
             {"layer_types": ("nsa", "dense", "nsa")},
-            "layer_types names the attention of each layer, or of a few that repeat: their number must divide 2 layers, "
-            "got 3",
+            "or of a few that repeat: their number must divide 2 layers, got 3",
         ),
         (
             {"layer_types": ("nsa", "full")},
