@@ -7,8 +7,8 @@
 | exact | the selected branch's own attention over the whole past in it | nothing: a control, slower than dense |
 
 The loss, `trifocal.ops.choice_loss`, changes the parameters of the index only: its input is detached. Trifocal's
-trainer gives each layer the queries of a step. In any other training loop a model, or a layer outside of one, draws them in
-each call and attaches the loss to its result, so that `backward` teaches an index wherever it is.
+trainer gives each layer the queries of a step. In any other training loop a model, or a layer outside of one, draws
+them in each call and attaches the loss to its result, so that `backward` teaches an index wherever it is.
 """
 
 import functools
