@@ -386,11 +386,10 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
             )
             if outputs.choice_loss is not None:
                 # As the loss itself, this call's share of all accumulated ones; scaled and divided as the loss is.
-                share = 1.0
+                choice_loss = outputs.choice_loss
                 if num_items_in_batch is not None:
-                    counted = labels[:, 1:] if shift_labels is None else shift_labels
-                    share = (counted != IGNORED_TARGET).sum() / num_items_in_batch
-                choice_loss = share * outputs.choice_loss
+                    counted = shift_labels if labels is None or shift_labels is not None else labels[:, 1:]
+                    choice_loss = choice_loss * ((counted != IGNORED_TARGET).sum() / num_items_in_batch)
                 loss = loss + (choice_loss - choice_loss.detach())
         output = CausalLMOutputWithPast(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, **{_CACHE: getattr(outputs, _CACHE)}

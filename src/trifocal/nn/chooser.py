@@ -122,7 +122,8 @@ class ChoosingAttention(AttentionBase):
         drawn = self._draw(x, torch.arange(x.shape[1], device=x.device), key_padding_mask)
         if drawn is None:
             return super()._on_rows(x, key_padding_mask, **given)
-        return self._attach(*self(x, lesson=drawn, **given), drawn)
+        output, figures = self(x, lesson=drawn, **given)
+        return self._attach(output, figures, drawn)
 
     def _result(
         self, output: Tensor, lesson: Lesson | None, drawn: Lesson | None, *states: Any
