@@ -42,6 +42,9 @@ def take_step(
     model.set_activation_checkpointing(*config.train.checkpointed_layers(config.model.num_layers))
     teacher = ChoiceTeacher(model, config.train, CPU) if config.train.choice_weight(config.model) else None
     function = model if teacher is None else partial(model, teaching=teacher.teaching)
+    if teacher is None:
+        for layer in model.attention_layers():
+            layer.choice_loss_weight = 0.0
     optimizer = make_optimizer(model, config.optimizer)
     train_step = TrainStep(function, optimizer, CPU, config.train, teacher=teacher)
     result = train_step.run(step, batches, phases=heartbeat)
