@@ -91,14 +91,15 @@ def test_a_model_of_hugging_face_becomes_sparse_and_trains_on(
         assert json.loads((place / "tokenizer_config.json").read_text())["model_max_length"] == 64
 
 
-@pytest.mark.parametrize("to", ["selected", "nsa"])
+@pytest.mark.parametrize("to", ["mix", "nsa"])
 def test_an_index_is_taught_with_the_model_frozen(tmp_path: Path, to: str, capsys: Capture) -> None:
     dense, out, run = tmp_path / "dense", tmp_path / "out", tmp_path / "index"
     # An index can do what its attention does, which is far from uniform.
-    config = small_config(attention="dense", vocab_size=257, num_heads=2, unrotated_layers=(0, 1))
+    config = small_config(attention="dense", vocab_size=257, num_heads=2, num_layers=4, unrotated_layers=(0, 1, 3))
     save_weights(make_model(config, torch.device("cpu")), dense)
     make_tokenizer("bytes").save(dense)
-    assert main(["convert", str(dense), str(out), "--to", to, "--chooser", "index", *SMALL, *ONE_LOCAL]) == 0
+    chooser = [] if to == "mix" else ["--chooser", "index"]
+    assert main(["convert", str(dense), str(out), "--to", to, *chooser, *SMALL, *ONE_LOCAL]) == 0
     told = capsys.readouterr().out
     # The two commands that it prints, made quick.
     replaced = {"runs/index": str(run), "text:PATH": f"text:{write_documents(tmp_path / 'text')}"}
@@ -116,7 +117,7 @@ def test_an_index_is_taught_with_the_model_frozen(tmp_path: Path, to: str, capsy
     }
     assert changed == {name for name in before.state_dict() if ".index." in name} and changed
     rows = list(read_metrics(run / "metrics.jsonl", "train"))
-    recall, loss = [sum(row["choice_recall"]) for row in rows], [row["choice_loss"] for row in rows]
+    recall, loss = [sum(filter(None, row["choice_recall"])) for row in rows], [row["choice_loss"] for row in rows]
     assert sum(recall[-5:]) > 1.1 * sum(recall[:5]) and sum(loss[-5:]) < 0.8 * sum(loss[:5])
     assert main([*train_on, *small, "--run.directory", str(tmp_path / "on"), "--train.steps", "2"]) == 0
     trained = load_model(tmp_path / "on")
@@ -145,6 +146,11 @@ def test_a_dense_run_of_ours_becomes_sparse(
     assert after.config.attention_of_layers == ("nsa", "nsa")
     assert torch.equal(after.blocks[0].mlp.up_proj.weight, before.blocks[0].mlp.up_proj.weight)
     assert main(["generate", str(out), "--prompt", "the dog", "--max-new-tokens", "4"]) == 0
+    capsys.readouterr()
+    assert main(["convert", str(dense_run / part), str(tmp_path / "as it is"), "--to", "dense"]) == 0
+    same = load_model(tmp_path / "as it is")
+    assert same.config.attention_of_layers == before.config.attention_of_layers
+    assert all(torch.equal(weight, before.state_dict()[name]) for name, weight in same.state_dict().items())
     capsys.readouterr()
     assert "'nsa' already" in refused(capsys, "convert", str(out), str(tmp_path / "twice"), "--to", "selected")
 

@@ -161,6 +161,22 @@ def test_nsa_has_the_dense_keys_and_values_in_open_branches(tmp_path: Path, kind
         assert parameter.grad is not None and parameter.grad.any(), name
 
 
+def test_a_mix_has_windows_and_then_selected_blocks(tmp_path: Path) -> None:
+    """While windows and blocks cover the past it is the dense model, which "dense" leaves as it is."""
+    model = theirs("Llama", tmp_path, num_hidden_layers=6)
+    tokens = torch.randint(53, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    expected = logits(model, tokens)
+    config, tensors = read_hf_model(tmp_path)
+    windows = Geometry(4, 2, 8, 6, 1, 1, window_size=LENGTH)
+    wanted = converted_config(config, "mix", windows, dense_layers=[4], chooser="index")
+    assert wanted.layer_types == ("window", "window", "window", "selected", "dense", "window")
+    assert wanted.sliding_window == LENGTH and wanted.has_index
+    assert converted_config(config, "dense", windows) == config
+    for changed in (wanted, config):
+        found = logits(ours(changed, convert_tensors(tensors, changed)), tokens)
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * expected.abs().max().item())
+
+
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
 def test_an_index_begins_as_the_layers_attention(tmp_path: Path, kind: str) -> None:
     theirs(kind, tmp_path)
@@ -306,7 +322,7 @@ def test_bad_folders_are_named_in_a_line(
     ("options", "message"),
     [
         ({"dense_layers": [3]}, "--dense-layers names layer 3, but the model has layers 0 to 2"),
-        ({"dense_layers": [0, 1, 2]}, "no layer is left to convert"),
+        ({"dense_layers": [0, 1, 2]}, "no layer is left to select blocks"),
         ({"shared_kv": True}, "--shared-kv goes with --to nsa"),
     ],
 )
@@ -318,5 +334,12 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
     for layers in (("dense", "window"), ("window", "window")):
         before = ModelConfig(num_layers=2, layer_types=layers, geometry=Geometry(window_size=96))
         assert converted_config(before, "nsa", COVERING).sliding_window == 96
+    with pytest.raises(UserError, match="the model has layers with a sliding window already"):
+        converted_config(before, "mix", COVERING)
+    with pytest.raises(UserError, match="--dense-layers goes with another --to"):
+        converted_config(config, "dense", COVERING, dense_layers=[0])
+    # The fourth layer would select blocks.
+    with pytest.raises(UserError, match="no layer is left to select blocks"):
+        converted_config(config, "mix", COVERING)
     with pytest.raises(UserError, match="layer 0 is of the type 'nsa' already"):
         converted_config(ModelConfig(), "selected", COVERING)

@@ -1,4 +1,4 @@
-"""`trifocal convert`: a sparse model from a dense one."""
+"""`trifocal convert`: a sparse model from a dense one, or the dense one in our form."""
 
 import importlib.util
 import shutil
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
@@ -36,14 +36,16 @@ class ConvertArguments:
     output: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """The folder to write: weights, configuration and tokenizer, for `trifocal train --model.from` and `generate`."""
     to: Target
-    """"selected": one softmax over first, local and selected blocks, keys and values as they are; "nsa": compressed,
-    selected and window branches with gates, each with a copy of the keys and values."""
+    """"mix": three layers with a sliding window, then one of "selected", and so on; "selected": one softmax over first,
+    local and selected blocks, keys and values as they are; "nsa": compressed, selected and window branches with gates,
+    each with a copy of the keys and values; "dense": the model as it is."""
     dense_layers: tuple[int, ...] = ()
     """Layers that stay dense, by number, like 0,1,2."""
     shared_kv: bool = False
     """With "nsa": one projection of keys and values for all branches."""
-    chooser: Chooser = "compressed"
-    """What scores the blocks: "compressed" keys; or an "index", which a short training of its own teaches first."""
+    chooser: Chooser | Literal["auto"] = "auto"
+    """What scores the blocks: "compressed" keys; or an "index", which a short training teaches first. "auto": an index in
+    a mix, else compressed keys."""
     geometry: Geometry = field(default_factory=Geometry)
     """Block sizes of the sparse attention."""
 
@@ -68,7 +70,7 @@ def run(args: Sequence[str]) -> int:
             options.geometry,
             dense_layers=options.dense_layers,
             shared_kv=options.shared_kv,
-            chooser=options.chooser,
+            chooser=_chooser(options),
         )
         with torch.device("meta"):
             model = DecoderLM(wanted)
@@ -77,6 +79,12 @@ def run(args: Sequence[str]) -> int:
         save_weights(model, partial, **settings)
     print(_summary(wanted, output, note))
     return 0
+
+
+def _chooser(options: ConvertArguments) -> Chooser:
+    if options.chooser != "auto":
+        return options.chooser
+    return "index" if options.to == "mix" else "compressed"
 
 
 def _read(source: Path, partial: Path) -> tuple[ModelConfig, dict[str, Tensor], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Sparse models from dense ones: the same weights with another attention, new gates, and a new index if asked for."""
+"""Models from dense ones: the same weights, with another attention, new gates and a new index where asked for."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -10,12 +10,14 @@ from torch import Tensor
 from trifocal.errors import UserError
 from trifocal.models.decoder import DecoderLM
 from trifocal.models.layers import draw_weights
-from trifocal.models.model_config import Chooser, ModelConfig
+from trifocal.models.model_config import Attention, Chooser, ModelConfig
 from trifocal.nn.chooser import first_index
 from trifocal.nn.gate import NUM_BRANCHES
 from trifocal.ops import Geometry
 
-Target = Literal["nsa", "selected"]
+Target = Literal["mix", "selected", "nsa", "dense"]
+MIX: tuple[Attention, ...] = ("window", "window", "window", "selected")
+"""The attention of layers in the mix; it repeats."""
 FIRST_GATE = 1 / NUM_BRANCHES
 """Each gate of a converted layer begins here: no gate is closed, and together they weigh as much as dense attention."""
 
@@ -33,16 +35,17 @@ def converted_config(
 
     Args:
         config: The dense model's configuration. Its layers of type `"window"` stay as they are, also where all are.
-        to: The attention of the layers that are converted.
-        geometry: Block sizes of the sparse attention, in tokens.
+        to: The attention of the layers that are converted; in `"mix"` three layers of four get a sliding window and the
+            fourth selects blocks; `"dense"` leaves the model as it is.
+        geometry: Block sizes of the sparse attention, in tokens; its window is that of a mix.
         dense_layers: Layers that stay dense.
         shared_kv: With `"nsa"`: one projection of keys and values for all branches, instead of a copy for each.
         chooser: What scores the blocks. An index is new, and must be taught before it chooses well; where it begins:
             `convert_tensors`.
 
     Raises:
-        UserError: If a layer is sparse already, a layer that stays dense does not exist, no layer is left to convert,
-            or an option does not go with the target.
+        UserError: If a layer is sparse already, or has a window already where a mix is asked for, a layer that stays
+            dense does not exist, no layer is left to convert, or an option does not go with the target.
     """
     kinds = config.attention_of_layers
     sparse = [index for index, kind in enumerate(kinds) if kind in ("nsa", "selected")]
@@ -53,20 +56,31 @@ def converted_config(
     unknown = sorted(index for index in dense_layers if not 0 <= index < len(kinds))
     if unknown:
         raise UserError(f"--dense-layers names layer {unknown[0]}, but the model has layers 0 to {len(kinds) - 1}")
-    layers = tuple(to if kind == "dense" and i not in dense_layers else kind for i, kind in enumerate(kinds))
+    if to == "dense":
+        if dense_layers:
+            raise UserError("--dense-layers goes with another --to: with dense all layers stay as they are")
+        return config
+    if to == "mix" and "window" in kinds:
+        raise UserError("the model has layers with a sliding window already: --to selected makes the others sparse")
+    pattern = MIX if to == "mix" else (to,)
+    layers = tuple(
+        pattern[i % len(pattern)] if kind == "dense" and i not in dense_layers else kind for i, kind in enumerate(kinds)
+    )
     # Not the window of the new geometry.
     window = config.sliding_window or config.geometry.window_size
     if set(kinds) == {"window"}:
         # Sparse as they are.
         return replace(config, attention="window", layer_types=(), sliding_window=window)
-    if to not in layers:
-        raise UserError("no layer is left to convert: all of them stay dense or have a sliding window")
+    if pattern[-1] not in layers:
+        raise UserError("no layer is left to select blocks: all of them stay dense or have a sliding window")
+    if to == "mix":
+        window = geometry.window_size
     if shared_kv and to != "nsa":
         raise UserError("--shared-kv goes with --to nsa; selected layers have one projection of keys and values anyway")
     alike = set(layers) == {to}
     return replace(
         config,
-        attention=to,
+        attention=pattern[-1],
         layer_types=() if alike else layers,
         sliding_window=window if "window" in layers else config.sliding_window,
         geometry=geometry,
