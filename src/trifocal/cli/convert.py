@@ -43,9 +43,9 @@ class ConvertArguments:
     """Layers that stay dense, by number, like 0,1,2."""
     shared_kv: bool = False
     """With "nsa": one projection of keys and values for all branches."""
-    chooser: Chooser | Literal["auto"] = "auto"
-    """What scores the blocks: "compressed" keys; or an "index", which a short training teaches first. "auto": an index in
-    a mix, else compressed keys."""
+    chooser: Literal["auto", "compressed", "index"] = "auto"
+    """What scores the blocks: "compressed" keys; or an "index", which a short training teaches first. "auto" takes an
+    index in a mix, else compressed keys."""
     geometry: Geometry = field(default_factory=Geometry)
     """Block sizes of the sparse attention."""
 
