@@ -117,11 +117,6 @@ def die_once():
     at_step(_die, 5)
 
 
-def die_in_first_step():
-    """Killed in the first step, on the first start only; every rank is there by then."""
-    at_step(_die, 1)
-
-
 class _Poison(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from tests import warm
 from tests.children import ROOT, environment, free_port, wait_for_end
@@ -297,26 +296,20 @@ def test_torchrun_on_two_machines_starts_again_from_the_last_checkpoint(case: Ca
     assert [row["step"] for row in rows if row.get("name") == "resumed"] == [4]
 
 
-def test_a_restart_never_takes_a_run_that_was_there_before(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run in its folder is refused; when torchrun then tries again, with the same store, it is as foreign as before.
-
-    A run of its own it goes on with: from the newest checkpoint, or from the beginning.
-    """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
-    torchrun = {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": True, "MASTER_PORT": store.port}
-    for name, value in {**place, **torchrun}.items():
-        monkeypatch.setenv(name, str(value))
+def test_a_run_that_the_launcher_starts_again_continues(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its newest checkpoint, or from the beginning; a run of another command is refused as in a first start."""
     config = load_config(case.config, (*QUICK, "--train.steps", "2"))
-    case.run.mkdir()
-    shutil.copy(case.config, case.run / "config.toml")
-    for _ in range(2):
-        with pytest.raises(UserError, match="holds a run already"):
-            train_here(config)
-    shutil.rmtree(case.run)
-    for _ in range(2):
-        assert train_here(config).finished
+    assert train_here(config).finished
+    with pytest.raises(UserError, match="holds a run already"):
+        train_here(config)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(UserError, match="holds a run already"):
+        train_here(override(config, {"optimizer.learning_rate": 0.5}))
+    # torchrun repeats the whole command.
+    assert train_here(config, overwrite=True).finished
     assert "resumed" in [row.get("name") for row in read_metrics(case.run / "metrics.jsonl")]
+    assert not list(case.folder.glob("run.old-*"))
     shutil.rmtree(case.run / "checkpoints")
     assert train_here(config).finished
     assert "resumed" not in [row.get("name") for row in read_metrics(case.run / "metrics.jsonl")]
+    assert list(case.folder.glob("run.old-*"))

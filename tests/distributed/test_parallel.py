@@ -114,8 +114,6 @@ def set_launched(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> 
         {"WORLD_SIZE": "1"},
         {"WORLD_SIZE": "", "RANK": "", "LOCAL_RANK": ""},
         {"RANK": "0"},
-        {"TORCHELASTIC_RUN_ID": "of a job that has ended"},
-        {"TORCHELASTIC_RUN_ID": "of a job that has ended", "WORLD_SIZE": "1", "RANK": "0"},
     ],
 )
 def test_a_single_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:

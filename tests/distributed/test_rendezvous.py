@@ -11,26 +11,38 @@ from trifocal.distributed.rendezvous import rendezvous
 from trifocal.errors import UserError
 
 
-def start(store: dist.Store, kinds: list[str], seconds: float = 20.0) -> list[Callable[[], Any]]:
-    """A process for each kind of device, in a thread each; calls that return the result of each, or raise its error."""
+def start(store: dist.Store, kinds: list[str], restarts: int = 0) -> list[Callable[[], Any]]:
+    """A process for each kind of device, in a thread each; calls that return the result of each, or raise its error.
+
+    The last one is on a machine that has counted `restarts`.
+    """
     size = len(kinds)
     with ThreadPoolExecutor(size) as pool:
         # The last rank first: nobody waits for an order.
         found = [
-            pool.submit(rendezvous, store, rank, size, device=kinds[rank], timeout_seconds=seconds)
+            pool.submit(
+                rendezvous,
+                store,
+                rank,
+                size,
+                device=kinds[rank],
+                restarts=restarts * (rank == size - 1),
+                timeout_seconds=20.0,
+            )
             for rank in reversed(range(size))
         ]
     return [each.result for each in reversed(found)]
 
 
-def test_every_start_has_a_name_of_its_own() -> None:
+def test_every_start_has_its_own_name() -> None:
     """Also where one process of an earlier start was the only one of it that came."""
     store = dist.HashStore()
-    first = {found()[0] for found in start(store, ["cpu"] * 3)}
+    first = {found()[::2] for found in start(store, ["cpu"] * 3)}
     dist.PrefixStore("trifocal", store).set("asks/2", "of a process that is gone")
-    second = {found()[0] for found in start(store, ["cpu"] * 3)}
-    assert len(first) == len(second) == 1
-    assert first != second
+    second = {found()[::2] for found in start(store, ["cpu"] * 3, restarts=1)}
+    ((name, again),), ((other_name, other_again),) = first, second
+    assert name != other_name
+    assert (again, other_again) == (False, True), "one machine has counted, and all know"
 
 
 def test_kinds_of_devices_that_differ_are_refused_in_all() -> None:

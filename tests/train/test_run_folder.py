@@ -10,7 +10,6 @@ import socket
 import stat
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,9 @@ from tests.written_runs import wait_for
 from trifocal import load_model
 from trifocal.cli import main
 from trifocal.data import make_tokenizer
-from trifocal.distributed import DistributedContext
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
 from trifocal.train import load_config, resume, run_folder, train
-from trifocal.train.launch import restarted_run
 from trifocal.train.run_folder import LOCK_FILE, RunLock
 
 
@@ -76,35 +73,6 @@ def test_several_processes_stop_together_when_the_folder_is_moved(tmp_path: Path
     for end in ended:
         assert "was moved, deleted or replaced while its run trained" in end.error and "loop.py" not in end.error
     assert not (tmp_path / "run").exists()
-
-
-def test_torchrun_starts_again_and_never_takes_the_earlier_run_for_its_own(tmp_path: Path) -> None:
-    """Two starts with one store, as torchrun keeps it; a process of the first is killed in the first step."""
-    run, fault = tmp_path / "run", tmp_path / "fault"
-    train(make_config(tmp_path, "--train.steps", "2", "--run.seed", "3"))
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
-    torchrun = {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
-    for expected in ([1, -signal.SIGKILL], [0, 0]):
-        path = write_config(tmp_path)
-        workers = start(tmp_path, path, "--overwrite", fault="die_in_first_step", FAULT_FILE=str(fault), **torchrun)
-        assert [end.status for end in workers.join()] == expected, workers.error(0)
-    rows = read_metrics(run / "metrics.jsonl")
-    assert [row["step"] for row in rows if row["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
-    assert "resumed" not in [row.get("name") for row in rows]
-    assert old_names(run) == ["run.old-1", "run.old-2"]
-    assert load_config(tmp_path / "run.old-1" / "config.toml").run.seed == 3
-
-
-def test_torchrun_does_not_begin_anew_where_its_run_is_gone(tmp_path: Path) -> None:
-    store = torch.distributed.HashStore()
-    processes = DistributedContext(launcher_store=store)
-    processes.mark_run_created()
-    assert store.check(["trifocal/begun"])
-    with pytest.raises(UserError, match=r"the run that torchrun began in .* is no longer there"):
-        restarted_run(replace(processes, restarted=True), tmp_path / "run")
-    processes.unmark_run_created()
-    assert not store.check(["trifocal/begun"])
-    assert restarted_run(processes, tmp_path / "run") == ""
 
 
 def old_names(run: Path) -> list[str]:

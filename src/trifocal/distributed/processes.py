@@ -22,7 +22,6 @@ from trifocal.errors import UserError
 T = TypeVar("T")
 
 _RECORDED_COLLECTIVES = 2000
-_BEGUN = "trifocal/begun"
 _RENDEZVOUS = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -35,10 +34,9 @@ class DistributedContext:
         size: Number of processes.
         local_size: Number of processes on this machine.
         device: Its device.
-        restarted: Whether an earlier start by the same torchrun had called `mark_run_created`.
+        restarted: Whether the launcher has started the run again, by any of its machines.
         store: For notes to each other; None for a single process.
         group: Process group of the collectives; None for the default one.
-        launcher_store: torchrun's store, which outlives a start; None without torchrun.
     """
 
     rank: int = 0
@@ -48,22 +46,11 @@ class DistributedContext:
     restarted: bool = False
     store: dist.Store | None = None
     group: dist.ProcessGroup | None = None
-    launcher_store: dist.Store | None = None
 
     @property
     def is_rank0(self) -> bool:
         """Whether this is rank 0, which writes files that are written once."""
         return self.rank == 0
-
-    def mark_run_created(self) -> None:
-        """Note that the run of this torchrun exists: after a restart the processes go on with it."""
-        if self.is_rank0 and self.launcher_store is not None:
-            self.launcher_store.set(_BEGUN, "")
-
-    def unmark_run_created(self) -> None:
-        """Undo `mark_run_created`: the run will be deleted, and the next start is a first one."""
-        if self.is_rank0 and self.launcher_store is not None:
-            self.launcher_store.delete_key(_BEGUN)
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sum the values over all processes, in double precision; whole numbers up to 2^53 are exact."""
@@ -214,15 +201,10 @@ def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -
     """
     timeout = timedelta(seconds=timeout_seconds)
     rank, size = rank_and_size()
-    # Left over from another program, it comes without the rest.
-    launched = all(os.environ.get(name) for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE", *_RENDEZVOUS))
+    # Each machine counts its own failures: one that is started again because of another counts none.
+    restarts = _number("TORCHELASTIC_RESTART_COUNT", 0)
     if size == 1:
-        launcher_store = _common_store(timeout) if launched else None
-        yield DistributedContext(
-            device=device,
-            restarted=launcher_store is not None and launcher_store.check([_BEGUN]),
-            launcher_store=launcher_store,
-        )
+        yield DistributedContext(device=device, restarted=restarts > 0)
         return
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
         # PyTorch's record of the last collectives, which a stall's dump reads, under the newer of its names.
@@ -231,7 +213,9 @@ def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -
     # while another computes the first one of its kind.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     store = _common_store(timeout)
-    start, hosts = rendezvous(store, rank, size, device=device.type, timeout_seconds=timeout_seconds)
+    start, hosts, restarted = rendezvous(
+        store, rank, size, device=device.type, restarts=restarts, timeout_seconds=timeout_seconds
+    )
     # Launchers of one process a machine name neither.
     local_rank = _number("LOCAL_RANK", hosts[:rank].count(hosts[rank]))
     local_size = _number("LOCAL_WORLD_SIZE", hosts.count(hosts[rank]))
@@ -243,7 +227,6 @@ def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    restarted = launched and store.check([_BEGUN])
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         # Addresses of an earlier start are in the same store.
@@ -255,9 +238,8 @@ def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -
     )
     # A connection of its own: the watching thread must not wait for requests of the training thread.
     notes = dist.PrefixStore(f"{start}/notes", store.clone())
-    launcher_store = store if launched else None
     try:
-        yield DistributedContext(rank, size, local_size, device, restarted, notes, launcher_store=launcher_store)
+        yield DistributedContext(rank, size, local_size, device, restarted, notes)
     except Exception as error:
         # After an error of this process alone, NCCL would wait for the others. The process ends anyway.
         if isinstance(error, UserError) or getattr(error, "agreed", False):

@@ -1,8 +1,7 @@
 """Rendezvous of the processes of one start, in a store that may hold keys of earlier starts.
 
-torchrun keeps one store through its restarts, with the keys of earlier starts. Its count of restarts does not identify
-a start: each machine counts its own failures, and a machine that restarts because another one failed counts none.
-So rank 0 makes a name for each start, and gives it to the others.
+torchrun keeps one store when it starts the processes again, and PyTorch would connect them to the addresses of the
+earlier start, and wait. So rank 0 makes a name for each start, and gives it to the others.
 """
 
 import json
@@ -13,8 +12,6 @@ import uuid
 import torch.distributed as dist
 
 from trifocal.errors import UserError
-
-_INTERVAL_SECONDS = 0.02
 
 
 def places_here(size: int) -> tuple[dist.TCPStore, list[dict[str, str]]]:
@@ -31,8 +28,8 @@ def places_here(size: int) -> tuple[dist.TCPStore, list[dict[str, str]]]:
 
 
 def rendezvous(
-    store: dist.Store, rank: int, size: int, *, device: str, timeout_seconds: float
-) -> tuple[str, list[str]]:
+    store: dist.Store, rank: int, size: int, *, device: str, restarts: int = 0, timeout_seconds: float
+) -> tuple[str, list[str], bool]:
     """Wait until all processes of this start have arrived.
 
     Args:
@@ -40,20 +37,27 @@ def rendezvous(
         rank: Rank of this process.
         size: Number of processes.
         device: The kind of device that this process trains on.
+        restarts: How often its machine has started it again.
         timeout_seconds: The longest wait.
 
     Returns:
-        A name for this start, the same in all processes and new; and the host of each rank.
+        A name for this start, the same in all processes and new; the host of each rank; and whether any machine has
+        started its processes again.
 
     Raises:
         UserError: In every process, if the kinds of device differ: NCCL and gloo cannot be mixed.
         RuntimeError: If a process does not arrive in time.
     """
     store = dist.PrefixStore("trifocal", store)
-    name = _name_given(store, size, timeout_seconds) if rank == 0 else _name_asked(store, rank)
-    store.set(f"{name}/here/{rank}", json.dumps([device, socket.gethostname()]))
+    name = mine = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"asks/{rank}", mine)
+        name = store.get(mine).decode()
+    store.set(f"{name}/here/{rank}", json.dumps([device, socket.gethostname(), restarts]))
+    if rank == 0:
+        _give_name(store, name, size, timeout_seconds)
     found = [json.loads(store.get(f"{name}/here/{other}")) for other in range(size)]
-    for other, (kind, host) in enumerate(found):
+    for other, (kind, host, _) in enumerate(found):
         if kind != found[0][0]:
             store.set(f"{name}/told/{rank}", "")
             if rank == 0:
@@ -63,31 +67,16 @@ def rendezvous(
                 f"rank {other} on {host} would train on {kind}, and rank 0 on {found[0][1]} on {found[0][0]}; look at "
                 f"that machine with trifocal doctor, or name the device for all with --run.device"
             )
-    return name, [host for _, host in found]
+    return name, [host for _, host, _ in found], any(count > 0 for *_, count in found)
 
 
-def _name_asked(store: dist.Store, rank: int) -> str:
-    mine = uuid.uuid4().hex
-    store.set(f"asks/{rank}", mine)
-    name = store.get(f"answer/{mine}").decode()
-    store.set(f"{name}/came/{rank}", "")
-    return name
-
-
-def _name_given(store: dist.Store, size: int, timeout_seconds: float) -> str:
-    """Answer every process that asks, also one of an earlier start, until all of this start have the name."""
-    name = uuid.uuid4().hex[:12]
-    answered: dict[int, bytes] = {}
-    missing = set(range(1, size))
+def _give_name(store: dist.Store, name: str, size: int, timeout_seconds: float) -> None:
+    """Answer every process that asks, also one of an earlier start, until all of this start are here."""
     deadline = time.monotonic() + timeout_seconds
-    while missing:
-        for rank in sorted(missing):
-            if store.check([f"{name}/came/{rank}"]):
-                missing.remove(rank)
-            elif store.check([f"asks/{rank}"]) and (asks := store.get(f"asks/{rank}")) != answered.get(rank):
-                store.set(f"answer/{asks.decode()}", name)
-                answered[rank] = asks
-        if missing and time.monotonic() > deadline:
-            raise RuntimeError(f"rank {min(missing)} did not arrive in {timeout_seconds:.0f} s")
-        time.sleep(_INTERVAL_SECONDS)
-    return name
+    while missing := [rank for rank in range(1, size) if not store.check([f"{name}/here/{rank}"])]:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"rank {missing[0]} did not arrive in {timeout_seconds:.0f} s")
+        for rank in missing:
+            if store.check([f"asks/{rank}"]):
+                store.set(store.get(f"asks/{rank}").decode(), name)
+        time.sleep(0.02)

@@ -23,6 +23,7 @@ from trifocal.train.run_folder import (
     RunLock,
     create_run_directory,
     delete_contents,
+    is_run,
     load_run,
     open_run_directory,
 )
@@ -53,23 +54,12 @@ def check_same_start(processes: DistributedContext, config: RunConfig, **further
                 )
 
 
-def restarted_run(processes: DistributedContext, directory: Path) -> str:
-    """Find the run of a process that torchrun has restarted.
-
-    Returns:
-        "" after a first start; "resume" if the run has a checkpoint to go on from; "overwrite" if it has none.
-
-    Raises:
-        UserError: If the run was moved or deleted.
-    """
-    if not processes.restarted:
-        return ""
-    if not (directory / CONFIG_FILE).is_file():
-        raise UserError(
-            f"the run that torchrun began in {directory} is no longer there: it was moved or deleted; go on with it "
-            "where it is now, or start torchrun again for a new one"
-        )
-    return "resume" if list_checkpoints(directory / "checkpoints") else "overwrite"
+def _same_command(config: RunConfig, directory: Path) -> bool:
+    """Whether the run in this folder began with this configuration, apart from the commit of its data on the hub."""
+    if not is_run(directory) or not (directory / CONFIG_FILE).is_file():
+        return False
+    saved = load_run(directory)
+    return replace(saved, data=replace(saved.data, revision=config.data.revision)) == config
 
 
 def resume_notes(saved: RunConfig, now: RunConfig, step: int) -> list[str]:
@@ -117,27 +107,20 @@ def train(config: RunConfig, *, overwrite: bool = False, before_step: BeforeStep
     directory = Path(config.run.directory)
     with _processes(config) as processes, RunLock() as lock:
         check_same_start(processes, config, overwrite=overwrite)
-        found = processes.run_on_rank0(lambda: restarted_run(processes, directory))
-        if found == "resume":
+        if processes.restarted and processes.run_on_rank0(lambda: _same_command(config, directory)):
             # torchrun repeats the command of the first start.
-            return _resume(directory, "", config, processes, lock, before_step)
+            if processes.run_on_rank0(lambda: bool(list_checkpoints(directory / "checkpoints"))):
+                return _resume(directory, "", config, processes, lock, before_step)
+            overwrite = True
         tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))
         # The data are opened before a folder is made, or a run renamed.
         setup = TrainSetup(config, directory, processes, tokenizer)
-        overwrite = overwrite or found == "overwrite"
-
-        def create() -> str:
-            note = create_run_directory(setup.config, lock, overwrite=overwrite)
-            processes.mark_run_created()
-            return note
-
-        note = processes.run_on_rank0(create)
+        note = processes.run_on_rank0(lambda: create_run_directory(setup.config, lock, overwrite=overwrite))
         try:
             return run_training(setup, [*notes, *filter(None, [note])], None, before_step)
         except (UserError, OSError, KeyboardInterrupt):
             if setup.state.step == 0 and lock.holds(directory):
                 # Nothing is learnt yet, and the same command may be repeated.
-                processes.unmark_run_created()
                 delete_contents(directory)
             raise
 
@@ -171,9 +154,9 @@ def resume(
     config = replace(config, run=replace(config.run, directory=str(directory)))
     with _processes(config) as processes, RunLock() as lock:
         check_same_start(processes, config, checkpoint=checkpoint)
-        # After a restart by torchrun the newest checkpoint counts, not the one that the first start asked for.
-        newest = "" if processes.restarted else checkpoint
-        return _resume(directory, newest, config, processes, lock, before_step)
+        # A run that torchrun starts again continues from its newest checkpoint.
+        name = "" if processes.restarted else checkpoint
+        return _resume(directory, name, config, processes, lock, before_step)
 
 
 def resume_command(directory: Path) -> str:

@@ -358,6 +358,5 @@ class Trainer:
 
         with self.log.pause("checkpoint"):
             processes.run_on_rank0(commit)
-        processes.mark_run_created()
         if (directory / WEIGHTS).is_dir() and self.state.step < self.config.train.steps:
             self.log.log_event("note", f"{directory / WEIGHTS} is of an earlier step until this run ends")
