@@ -132,7 +132,7 @@ BAD_TRAIN = [
     (["--resume", "/nowhere"], "there is no run at /nowhere: no such folder"),
     (["--resume", "RUN", "--checkpoint", "step_7"], "has no checkpoint 'step_7'; it has step_00000004, step_00000006"),
     (["--resume", "RUN", "--train.steps", "9", "--model.dim", "32"], "of another model: dim is 16 there, 32 here"),
-    (["CONFIG", "--run.directory", "RUN"], "holds a run already; go on with it (trifocal train --resume"),
+    (["CONFIG", "--run.directory", "RUN"], "holds a run already; continue it (trifocal train --resume"),
     (
         ["CONFIG", "--data.tokenizer", "bites"],
         "tokenizer bites: there is no such file, and neither the hub",

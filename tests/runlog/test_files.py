@@ -6,12 +6,11 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from trifocal.runlog import write_environment
-from trifocal.runlog.whole_files import is_partial, write_output, write_whole
+from trifocal.runlog.whole_files import write_output, write_whole
 
 
 def test_a_full_disk_leaves_the_earlier_file_and_nothing_beside_it(tmp_path: Path) -> None:
@@ -72,13 +71,3 @@ def test_a_file_of_the_user_keeps_its_link_and_a_device_stays_a_device(tmp_path:
     assert not Path(os.devnull).is_file()
     with pytest.raises(OSError, match="No space left"):
         write_output(Path("/dev/full"), "lost")
-
-
-def test_the_partial_name_of_a_file_is_known(tmp_path: Path) -> None:
-    path = tmp_path / "config.toml"
-    (tmp_path / "config.toml").mkdir()
-    with pytest.raises(OSError), mock.patch.object(Path, "unlink"):
-        write_whole(path, "seed = 1")
-    (left,) = (entry.name for entry in tmp_path.iterdir() if entry != path)
-    assert is_partial(left, {"config.toml"})
-    assert not is_partial(left, {"env.json"}) and not is_partial("config.toml", {"config.toml"})

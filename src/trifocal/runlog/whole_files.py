@@ -2,20 +2,12 @@
 
 import contextlib
 import os
-import re
 import secrets
-from collections.abc import Collection
 from pathlib import Path
 
 
-def is_partial(name: str, of: Collection[str]) -> bool:
-    """Whether `write_whole` gives one of these files this name while it writes."""
-    match = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.partial", name)
-    return match is not None and match[1] in of
-
-
 def write_whole(path: Path, content: str | bytes, *, flush: bool = False) -> None:
-    """Write a file under a name of its own, then rename it: no reader sees a part of it, and no other writer either.
+    """Write a file under its own temporary name, then rename it: readers never see a partial file.
 
     Args:
         path: The file. An existing one is replaced, even a link; see `write_output` for paths of the user.

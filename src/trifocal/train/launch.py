@@ -1,6 +1,7 @@
 """Starting a run, new or resumed, in every process of it."""
 
 import platform
+import shutil
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,6 @@ from trifocal.train.run_folder import (
     CONFIG_FILE,
     RunLock,
     create_run_directory,
-    delete_contents,
     is_run,
     load_run,
     open_run_directory,
@@ -121,7 +121,7 @@ def train(config: RunConfig, *, overwrite: bool = False, before_step: BeforeStep
         except (UserError, OSError, KeyboardInterrupt):
             if setup.state.step == 0 and lock.holds(directory):
                 # Nothing is learnt yet, and the same command may be repeated.
-                delete_contents(directory)
+                shutil.rmtree(directory.resolve(), ignore_errors=True)
             raise
 
 

@@ -237,9 +237,6 @@ class Trainer:
         last = step == self.config.train.steps
         if self.before_step is not None and (sentence := self.before_step()):
             self.log.log_event("threads", sentence)
-        if self.processes.is_rank0 and not self.log.folder_is_there():
-            # All processes stop before this step; `Saver.check_directory` gives the reason.
-            self.signals.received = "the run's folder is gone"
         with self.saver.ended_on_error():
             data = self.coordinator.next_step(setup.loader, self.accumulation, self.log.heartbeat, step=step, last=last)
         if data is None:

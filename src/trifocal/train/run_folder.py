@@ -1,14 +1,13 @@
 """The folder of a run: making it, locking it, protecting other folders."""
 
-import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import shutil
 import socket
 import stat
 import sys
-import time
 import uuid
 from pathlib import Path
 from typing import Self
@@ -16,7 +15,7 @@ from typing import Self
 from trifocal.errors import UserError
 from trifocal.fields import from_table
 from trifocal.paths import read_toml, shell_path
-from trifocal.runlog.whole_files import is_partial, write_whole
+from trifocal.runlog.whole_files import write_whole
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.config.toml import to_toml
 
@@ -28,14 +27,8 @@ PARTIAL = "partial_"
 """Prefix of folders that are incomplete."""
 
 
-def mark_run(folder: Path) -> None:
-    """Mark a folder as that of a run, if it is not marked."""
-    if not is_run(folder):
-        (folder / RUN_FILE).write_text(f"{_RUN_LINE}{uuid.uuid4()}\n")
-
-
 def read_mark(folder: Path) -> str:
-    """Read the mark of `mark_run`; empty if there is none."""
+    """Read the mark of a run; empty if there is none."""
     try:
         return (folder / RUN_FILE).read_text(errors="replace")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -47,24 +40,13 @@ def is_run(folder: Path) -> bool:
     return read_mark(folder).startswith(_RUN_LINE)
 
 
-def delete_contents(folder: Path) -> None:
-    """Empty a folder and delete it, unless it is a link or a volume; what cannot be deleted stays."""
-    with contextlib.suppress(OSError):
-        for path in folder.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-        folder.rmdir()
-
-
 def remove_folder(folder: Path) -> None:
     """Rename a folder and delete it, if it exists: a crash in between leaves no half of it under its name."""
     if folder.exists():
-        doomed = folder.with_name(f"{PARTIAL}removing_{folder.name}")
-        shutil.rmtree(doomed, ignore_errors=True)
-        folder.rename(doomed)
-        shutil.rmtree(doomed)
+        to_delete = folder.with_name(f"{PARTIAL}removing_{folder.name}")
+        shutil.rmtree(to_delete, ignore_errors=True)
+        folder.rename(to_delete)
+        shutil.rmtree(to_delete)
 
 
 def flush_folder(folder: Path) -> None:
@@ -77,8 +59,6 @@ def flush_folder(folder: Path) -> None:
 
 
 LOCK_FILE = ".lock"
-WAIT_SECONDS = 2.0
-"""Time to wait for a lock that is held: a killed process may take a moment to end."""
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 """Errors of a file system that has no locks."""
 
@@ -102,27 +82,20 @@ class RunLock:
             UserError: If another process trains there; names it.
             OSError: If the folder cannot be written, or the lock file is a link or a folder.
         """
-        path, end = folder / LOCK_FILE, time.monotonic() + WAIT_SECONDS
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         self._files.append(file)
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() >= end:
-                    who = os.pread(file, 1000, 0).decode(errors="replace").strip() or "another process"
-                    raise UserError(
-                        f"{folder} is in use: {who} trains there; see it with trifocal watch {shell_path(folder)}, end "
-                        "it first, or choose another --run.directory"
-                    ) from error
-                time.sleep(0.1)
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-                return f"the file system of {folder} has no locks: do not start a second process on this run"
-        if not self.holds(folder):
-            raise UserError(f"{folder} was renamed or deleted by the process that trained there; start again")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            who = os.pread(file, 1000, 0).decode(errors="replace").strip() or "another process"
+            raise UserError(
+                f"{folder} is in use: {who} trains there; see it with trifocal watch {shell_path(folder)}, end it "
+                "first, or choose another --run.directory"
+            ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return f"the file system of {folder} has no locks: do not start a second process on this run"
         os.ftruncate(file, 0)
         os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         return ""
@@ -143,12 +116,6 @@ class RunLock:
             os.close(self._files.pop())
 
 
-# Files of a start that was killed before it saved its configuration.
-_LEFT_OVER = {LOCK_FILE, RUN_FILE}
-_OLD_RUNS_TOLD = 3
-"""From so many old runs on, the note about a replaced run gives their size."""
-
-
 def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -> str:
     """Make the folder of a new run, lock it, and save the resolved configuration in it.
 
@@ -165,65 +132,36 @@ def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -
             made.
     """
     folder = Path(config.run.directory)
-    # Before anything is written into a folder that may not be a run's; and again when it is locked.
-    _check_replaceable(folder, overwrite=overwrite)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        note = lock.acquire(folder)
-        if _check_replaceable(folder, overwrite=overwrite):
+        # A link leads to the same place when what is there has been renamed.
+        place = folder.resolve()
+        if place.exists() and any(place.iterdir()):
+            old = _rename_run(folder, place, lock, overwrite=overwrite)
             # Printed, not logged: the new run may fail before it has a log.
-            print(f"trifocal: {_set_aside(folder.resolve())}", file=sys.stderr, flush=True)
-            lock.acquire(folder)
-        check_files(folder)
-        mark_run(folder)
+            print(f"trifocal: the run that was in {place} is now in {old}", file=sys.stderr, flush=True)
+        place.mkdir(parents=True, exist_ok=True)
+        note = lock.acquire(folder)
+        (folder / RUN_FILE).write_text(f"{_RUN_LINE}{uuid.uuid4()}\n")
         save_config(config, folder)
     except OSError as error:
         raise UserError(f"cannot make run.directory {folder}: {error.strerror}") from error
     return note
 
 
-def _is_left_over(name: str) -> bool:
-    return name in _LEFT_OVER or is_partial(name, {CONFIG_FILE})
-
-
-def _check_replaceable(folder: Path, *, overwrite: bool) -> bool:
-    """Whether the folder holds a run that is to be replaced; raises if it holds anything else."""
-    if not folder.exists() or (folder.is_dir() and all(_is_left_over(path.name) for path in folder.iterdir())):
-        return False
-    if not (folder / CONFIG_FILE).is_file():
-        raise UserError(f"{folder} exists and is not a run; choose another --run.directory")
+def _rename_run(folder: Path, place: Path, lock: RunLock, *, overwrite: bool) -> Path:
+    """Rename a run that nobody trains; refuse everything else that a folder may hold."""
+    if not is_run(place):
+        raise UserError(f"{folder} exists and is not a Trifocal run (no {RUN_FILE}); choose another --run.directory")
     if not overwrite:
-        number = 2
-        while os.path.lexists(free := folder.with_name(f"{folder.name}-{number}")):
-            number += 1
         raise UserError(
-            f"{folder} holds a run already; go on with it (trifocal train --resume {shell_path(folder)}), replace it "
-            f"(--overwrite), or begin another (--run.directory {shell_path(free)})"
+            f"{folder} holds a run already; continue it (trifocal train --resume {shell_path(folder)}), replace it "
+            "(--overwrite), or choose another --run.directory"
         )
-    if not is_run(folder):
-        raise UserError(
-            f"{folder} is not replaced: it has no {RUN_FILE}, by which a run is known; choose another --run.directory"
-        )
-    if Path.cwd().is_relative_to(folder.resolve()):
-        raise UserError(f"{folder} is not replaced: it is the current folder, and would be renamed; start elsewhere")
-    return True
-
-
-def _set_aside(folder: Path) -> str:
-    """Rename the folder of a run, and make an empty one in its place; returns a sentence that names the old one."""
-    number = 1
-    while os.path.lexists(folder.with_name(f"{folder.name}.old-{number}")):
-        number += 1
-    old = folder.with_name(f"{folder.name}.old-{number}")
-    folder.rename(old)
-    folder.mkdir()
-    flush_folder(folder.parent)
-    note = f"the run that was in {folder} is now in {old}"
-    if number < _OLD_RUNS_TOLD:
-        return note
-    runs = [path for path in folder.parent.iterdir() if path.name.startswith(f"{folder.name}.old-")]
-    size = sum(file.stat().st_size for run in runs for file in run.rglob("*") if file.is_file())
-    return f"{note}; the {len(runs)} old runs take {size / 1e9:.3g} GB: delete those that you do not need"
+    if Path.cwd().is_relative_to(place):
+        raise UserError(f"{folder} is not replaced: it is the current folder; start elsewhere")
+    lock.acquire(folder)
+    names = (f"{place.name}.old-{number}" for number in itertools.count(1))
+    return place.rename(next(path for path in map(place.with_name, names) if not os.path.lexists(path)))
 
 
 def check_files(folder: Path) -> None:
@@ -265,7 +203,7 @@ def load_run(folder: Path) -> RunConfig:
 
 
 def open_run_directory(folder: Path, lock: RunLock) -> str:
-    """Lock the folder of a run that is to go on.
+    """Lock the folder of a run that is to continue.
 
     Returns:
         The note of `RunLock.acquire`.
@@ -279,5 +217,5 @@ def open_run_directory(folder: Path, lock: RunLock) -> str:
     except OSError as error:
         raise UserError(f"cannot lock {folder / LOCK_FILE}: {error.strerror}") from error
     if not is_run(folder):
-        raise UserError(f"{folder} has no {RUN_FILE}, by which a run is known: copy or move the folder as a whole")
+        raise UserError(f"{folder} is not a Trifocal run (no {RUN_FILE}): copy or move the folder as a whole")
     return note
