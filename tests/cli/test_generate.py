@@ -145,30 +145,6 @@ def test_a_character_is_written_whole() -> None:
     assert stream.add(0xE2) == "" and stream.end() == "\ufffd"
 
 
-def test_what_a_terminal_cannot_encode_is_an_escape(run: Path) -> None:
-    """ASCII lacks all that any other encoding lacks."""
-    calls = (
-        (["--help"], b"\\u2026"),
-        (["generate", str(run), "--prompt", "\u2192", "--max-new-tokens", "2"], b"\\u2192"),
-        (["watch", str(run)], b"finished"),
-        (["generate", str(run), "--help"], b"usage"),
-        (["train", "--help"], b"usage"),
-    )
-    # In one process: most of a command's seconds are its start.
-    code = "import json, sys, trifocal.cli as c\nfor a in json.loads(sys.argv[1]): print('\\0', c.main(a), flush=True)"
-    done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps([arguments for arguments, _ in calls])],
-        env={**ENVIRONMENT, "PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        timeout=120,
-    )
-    assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr
-    outputs = done.stdout.split(b"\0 0\n")
-    assert len(outputs) == len(calls) + 1 and outputs[-1] == b""
-    for (arguments, shown), output in zip(calls, outputs, strict=False):
-        assert shown in output, arguments
-
-
 def test_a_reader_that_has_enough_is_no_error(run: Path) -> None:
     line = f"{sys.executable} -m trifocal generate {run} --prompt x --max-new-tokens 200 | head -c 1"
     done = subprocess.run(["bash", "-c", line], env=ENVIRONMENT, capture_output=True, timeout=120)

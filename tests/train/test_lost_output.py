@@ -35,29 +35,13 @@ def steps(run: Path) -> list[int]:
     return [row["step"] for row in read_metrics(run / "metrics.jsonl", "train")]
 
 
-def lost(run: Path) -> list[str]:
-    return [row["message"] for row in read_metrics(run / "metrics.jsonl", "event") if row["name"] == "output_lost"]
-
-
-@pytest.mark.parametrize(
-    ("script", "expected"),
-    [
-        ("{train} 2>&1 | head -1 > {out}; exit ${{PIPESTATUS[0]}}", ["output is lost (Broken pipe)"]),
-        ("{train} > /dev/full 2> /dev/full", ["output is lost (No space left on device)"]),
-        ("{train} >&- 2>&-", ["output is lost (it is closed)", "error is lost (it is closed)"]),
-    ],
-    ids=["head", "full", "closed"],
-)
-def test_lost_output_costs_no_step(tmp_path: Path, script: str, expected: list[str]) -> None:
-    out, run = tmp_path / "out", tmp_path / "run"
-    done = shell(script.format(train=command(tmp_path), out=out))
+@pytest.mark.parametrize("script", ["{train} > /dev/full 2> /dev/full", "{train} >&- 2>&-"], ids=["full", "closed"])
+def test_lost_output_costs_no_step(tmp_path: Path, script: str) -> None:
+    run = tmp_path / "run"
+    done = shell(script.format(train=command(tmp_path)))
     assert (done.returncode, done.stderr) == (0, "")
     assert steps(run) == [1, 2, 3, 4, 5, 6]
     assert (run / "weights" / "model.safetensors").is_file()
-    said = lost(run)
-    assert len(said) == len(expected), said
-    for sentence, part in zip(said, expected, strict=True):
-        assert part in sentence
 
 
 def test_a_closed_terminal_stops_and_saves(tmp_path: Path) -> None:
@@ -84,4 +68,3 @@ def test_a_closed_terminal_stops_and_saves(tmp_path: Path) -> None:
     assert status == 0
     newest = list_checkpoints(run / "checkpoints")[-1]
     assert verify_checkpoint(newest)["step"] == steps(run)[-1] < 100000
-    assert any("Input/output error" in sentence for sentence in lost(run))

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 
 from trifocal._version import __version__
-from trifocal.cli.output import drop_lost_output, printable, write_what_can_be_encoded
+from trifocal.cli.output import printable, replace_closed_streams
 from trifocal.errors import UserError, unknown
 
 COMMANDS = {
@@ -42,11 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, 1 if a check fails or a run goes wrong, 2 for bad input.
     """
-    write_what_can_be_encoded()
+    replace_closed_streams()
     args = list(sys.argv[1:] if arguments is None else arguments)
-    if args[:1] != ["train"]:
-        # A run says in its metrics that its output is lost.
-        drop_lost_output()
     try:
         if not args or args[0] in ("-h", "--help"):
             print(_usage(), flush=True)

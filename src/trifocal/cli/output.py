@@ -1,6 +1,5 @@
 """Output and end of commands: text on the terminal, files, and signals."""
 
-import io
 import os
 import signal
 import sys
@@ -27,19 +26,23 @@ def printable(text: str) -> str:
     return text.translate(_CONTROL)
 
 
-def write_what_can_be_encoded() -> None:
-    """Let standard output write characters that it cannot encode as escapes, such as \\u2192, as standard error does.
+def replace_closed_streams() -> None:
+    """Write to nowhere where standard output or standard error was closed before the start.
 
-    A terminal or a locale may be older than UTF-8; a name may hold bytes that are no text.
+    The next open file would take its descriptor, and libraries write their messages there.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
 
 
-def drop_lost_output() -> None:
-    """Write to nowhere where standard output was closed before the start."""
-    if sys.stdout is None:
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
+def discard_lost_output() -> None:
+    """Give up what a lost standard stream has not taken: Python would try again at its end, and end with status 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def check_output(path: str) -> None:

@@ -10,13 +10,13 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from trifocal.cli.output import printable
+from trifocal.cli.output import discard_lost_output, printable
 from trifocal.cli.threads import Threads
 from trifocal.distributed import PeerLost, hard_exit, rank_and_size
 from trifocal.errors import UserError
 from trifocal.fields import dotted_fields
 from trifocal.paths import shell_path, user_path
-from trifocal.runlog.standard_streams import FaultTolerantStreams, open_closed_descriptors
+from trifocal.runlog.progress import try_print
 from trifocal.train.config.check import choose_device
 from trifocal.train.config.load import HELP, load_config, override, read_flags, show_help
 from trifocal.train.config.sections import RunConfig
@@ -74,9 +74,10 @@ def run(args: Sequence[str]) -> int:
     Raises:
         UserError: If an argument, the config, the data or a checkpoint is bad.
     """
-    open_closed_descriptors()
-    with FaultTolerantStreams():
+    try:
         return _run(args)
+    finally:
+        discard_lost_output()
 
 
 def _run(args: Sequence[str]) -> int:
@@ -88,17 +89,17 @@ def _run(args: Sequence[str]) -> int:
     try:
         result = _resume(paths, own, overrides) if "resume" in own else _train(paths, own, overrides)
     except (NonFiniteError, FloatingPointError, torch.OutOfMemoryError) as error:
-        print(printable("; ".join([f"trifocal: {error}", *getattr(error, "__notes__", ())])), file=sys.stderr)
+        try_print(printable("; ".join([f"trifocal: {error}", *getattr(error, "__notes__", ())])), sys.stderr)
         return 1
     except StoppedBeforeFirstStep as stopped:
         # PyTorch's own end would wait for compilers that still work.
         hard_exit(stopped.status)
     except PeerLost as error:
-        print(printable(f"trifocal: {error}"), file=sys.stderr)
+        try_print(printable(f"trifocal: {error}"), sys.stderr)
         hard_exit(1)
     summary = _summary(result)
     if summary:
-        print(summary)
+        try_print(summary)
     if rank_and_size()[1] > 1:
         hard_exit(0)
     return 0

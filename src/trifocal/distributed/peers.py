@@ -113,7 +113,8 @@ class PeerMonitor:
                 message = f"{sentence}; rank {self._processes.rank} stops too"
                 with contextlib.suppress(Exception):
                     self._on_lost(message)
-                print(f"trifocal: {message}", file=sys.stderr, flush=True)
+                with contextlib.suppress(OSError):
+                    print(f"trifocal: {message}", file=sys.stderr, flush=True)
                 self._leave(LOST_STATUS)
                 return
 

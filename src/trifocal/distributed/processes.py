@@ -8,7 +8,7 @@ never wait for a GPU.
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal, NoReturn, TypeVar
@@ -135,8 +135,9 @@ def hard_exit(status: int) -> NoReturn:
     They would wait for a lost process; and after a finished run, one of their threads that still runs while the
     interpreter shuts down can abort the process, which `torchrun` would take for a failure.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     os._exit(status)
 
 

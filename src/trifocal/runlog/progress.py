@@ -4,11 +4,18 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
+
+
+def try_print(text: str, stream: TextIO | None = None) -> None:
+    """Print a line; a stream that is lost (a closed pipe, a full disk) ends no run."""
+    with suppress(OSError, ValueError):
+        print(text, file=stream or sys.stdout, flush=True)
 
 
 class Progress:
@@ -90,9 +97,10 @@ class Progress:
     def message(self, text: str) -> None:
         """Print a line above the bar, or among the plain lines."""
         if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
+            with suppress(OSError, ValueError):
+                self._bar.console.print(text, markup=False, highlight=False)
         elif self._enabled:
-            print(text, file=self._stream, flush=True)
+            try_print(text, self._stream)
 
     def _write_seldom(self, text: str, *, at_once: bool = False) -> None:
         if at_once or self._clock() - self._last_line >= self._interval_seconds:
@@ -124,7 +132,8 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with suppress(OSError):
+                self._bar.stop()
 
 
 def duration(seconds: float) -> str:

@@ -287,7 +287,6 @@ class Trainer:
     def _after_step(self, result: StepResult, *, last: bool) -> None:
         """Log, evaluate, sample and save where it is due; each of them first checks that the step was finite."""
         config, step, log = self.config, self.state.step, self.log
-        log.report_lost_streams()
         first_here = self.state.steps_here == 1
         if first_here:
             self.guard.check_step()

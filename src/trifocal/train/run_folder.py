@@ -15,6 +15,7 @@ from typing import Self
 from trifocal.errors import UserError
 from trifocal.fields import from_table
 from trifocal.paths import read_toml, shell_path
+from trifocal.runlog.progress import try_print
 from trifocal.runlog.whole_files import write_whole
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.config.toml import to_toml
@@ -138,7 +139,7 @@ def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -
         if place.exists() and any(place.iterdir()):
             old = _rename_run(folder, place, lock, overwrite=overwrite)
             # Printed, not logged: the new run may fail before it has a log.
-            print(f"trifocal: the run that was in {place} is now in {old}", file=sys.stderr, flush=True)
+            try_print(f"trifocal: the run that was in {place} is now in {old}", sys.stderr)
         place.mkdir(parents=True, exist_ok=True)
         note = lock.acquire(folder)
         (folder / RUN_FILE).write_text(f"{_RUN_LINE}{uuid.uuid4()}\n")

@@ -24,7 +24,7 @@ from trifocal.runlog import (
     peak_bf16_flops,
     write_environment,
 )
-from trifocal.runlog.standard_streams import FaultTolerantStreams
+from trifocal.runlog.progress import try_print
 from trifocal.train.config.toml import to_toml
 from trifocal.train.run_folder import read_mark
 from trifocal.train.setup import TrainSetup
@@ -37,7 +37,6 @@ class RunLogger:
 
     Args:
         setup: The run; its state gives the step of every row.
-        streams: Standard output and standard error.
         metrics: Takes the rows.
         heartbeat: Heartbeat of this process.
         progress: The lines, or the bar, on the terminal.
@@ -46,7 +45,6 @@ class RunLogger:
     def __init__(
         self,
         setup: TrainSetup,
-        streams: FaultTolerantStreams,
         metrics: MetricsWriter,
         heartbeat: Heartbeat,
         progress: Progress,
@@ -54,7 +52,6 @@ class RunLogger:
         self._state, self._rank = setup.state, setup.processes.rank
         self._loader, self._graphs = setup.loader, setup.graphs
         self._directory, self._mark = setup.directory, read_mark(setup.directory)
-        self._streams = streams
         self.metrics, self.heartbeat, self.progress = metrics, heartbeat, progress
         config = setup.config
         self._device = setup.device
@@ -83,7 +80,7 @@ class RunLogger:
         self.event(name, message, severity, **values)
         self.progress.message(f"{'note' if severity == 'info' else severity.upper()}: {message}")
         if severity != "info" and self._rank != 0:
-            print(f"rank {self._rank}: {severity.upper()}: {message}", file=sys.stderr, flush=True)
+            try_print(f"rank {self._rank}: {severity.upper()}: {message}", sys.stderr)
 
     def introduce(self, setup: TrainSetup) -> None:
         """Print five lines before the first step: device, model, data, folder, and how to watch."""
@@ -192,11 +189,6 @@ class RunLogger:
             message = f"the {what} of step {self._state.step} could not be written: {error}"
             self.log_event("write_failed", message, "warning")
 
-    def report_lost_streams(self) -> None:
-        """Write an event for each standard stream that was lost since the last call."""
-        for sentence in self._streams.newly_lost():
-            self.event("output_lost", sentence, "warning")
-
     def report_data_stall(self, seconds: float, activity: str) -> None:
         """Log that no batch has come for so many seconds, and the data thread's activity."""
         message = f"data stall: no batch for {seconds:.0f} s; the data thread is {activity}"
@@ -222,7 +214,6 @@ def open_logger(setup: TrainSetup) -> Iterator[RunLogger]:
     processes, step = setup.processes, setup.state.step
     with ExitStack() as stack:
         is_rank0 = processes.is_rank0
-        streams = stack.enter_context(FaultTolerantStreams())
         metrics = stack.enter_context(_open_metrics(setup) if is_rank0 else MetricsWriter(None))
         # A resumed run may have fewer processes: the others' last rows would count as lost ones.
         names = {f"rank{rank}.jsonl" for rank in range(processes.size)}
@@ -238,8 +229,7 @@ def open_logger(setup: TrainSetup) -> Iterator[RunLogger]:
             parallel_mode=setup.parallel.mode,
         )
         progress = Progress(config.train.steps, start_step=step, enabled=is_rank0)
-        logger = RunLogger(setup, streams, metrics, heartbeat, progress)
-        stack.callback(logger.report_lost_streams)
+        logger = RunLogger(setup, metrics, heartbeat, progress)
         stack.enter_context(heartbeat)
         on_stall = functools.partial(logger.log_event, "stalled", severity="warning")
         stack.enter_context(Watchdog(heartbeat, directory, device=device, on_stall=on_stall))
