@@ -182,8 +182,7 @@ def test_what_cannot_be_read_is_one_line(run: Path, tmp_path: Path, capsys: Capt
     manifest = copy / "checkpoints" / "step_00000006" / "manifest.json"
     manifest.unlink()
     manifest.mkdir()
-    assert "manifest.json: Is a directory" in refused(capsys, "generate", str(copy), "--prompt", "x")
-    assert "manifest.json: Is a directory" in refused(capsys, "generate", str(manifest.parent), "--prompt", "x")
+    assert "manifest.json is no regular file" in refused(capsys, "generate", str(manifest.parent), "--prompt", "x")
     config = json.loads((run / "weights" / "config.json").read_text())
     config["model"]["dim"] = config["hidden_size"] = -1
     (copy / "weights" / "config.json").write_text(json.dumps(config))

@@ -25,6 +25,8 @@ from trifocal.data import make_tokenizer
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
 from trifocal.train import load_config, resume, run_folder, train
+from trifocal.train.checkpoint.export import weights_step
+from trifocal.train.checkpoint.pretrained import open_pretrained
 from trifocal.train.run_folder import RunLock
 
 
@@ -160,6 +162,11 @@ def test_no_link_in_a_foreign_run_is_followed(tmp_path: Path) -> None:
     assert resume(run, config=longer).finished
 
 
+def open_path(run: Path) -> Path:
+    with open_pretrained(run) as found:
+        return found.path
+
+
 def step_of(weights: Path) -> int:
     return int(json.loads((weights / "trainer_state.json").read_text())["global_step"])
 
@@ -170,9 +177,23 @@ def test_the_weights_are_those_of_the_last_checkpoint_however_a_run_ends(
     run = tmp_path / "run"
     assert train(make_config(tmp_path)).finished
     assert step_of(run / "weights") == 6
+    assert open_path(run) == run / "weights"
+    file = run / "weights" / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(UserError, match=r"model\.safetensors has changed .*; take a checkpoint of its run instead"):
+        load_model(run)
+    file.write_bytes(content)
+    steps: list[Path] = []
     with monkeypatch.context() as patch:
-        at_step(patch, 9, lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+        def stop() -> None:
+            steps.append(open_path(run))
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        at_step(patch, 9, stop)
         assert resume(run, config=make_config(tmp_path, "--train.steps", "20")).step == 9
+    assert steps == [run / "checkpoints" / "step_00000008"], "the weights are of an earlier step"
     assert f"{run / 'weights'} is of an earlier step until this run ends" in capsys.readouterr().out
     assert step_of(run / "weights") == 9
     saved = read_checkpoint(run / "checkpoints" / "step_00000009")
@@ -183,8 +204,11 @@ def test_the_weights_are_those_of_the_last_checkpoint_however_a_run_ends(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("trifocal.train.checkpoint.export.save_weights", full)
+    told: list[int | None] = []
+    at_step(monkeypatch, 10, lambda: told.append(weights_step(run / "weights")))
     with pytest.raises(UserError, match=r"step 12 is saved, but its weights could not .*No space left.*earlier"):
-        resume(run, config=make_config(tmp_path, "--train.steps", "12"))
+        resume(run, checkpoint="step_00000008", config=make_config(tmp_path, "--train.steps", "12"))
+    assert told == [None], "this run has another model of step 9"
     assert not (run / "weights" / "trainer_state.json").exists()
 
 

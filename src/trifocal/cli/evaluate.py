@@ -33,8 +33,8 @@ from trifocal.evaluation import (
 )
 from trifocal.models import parameter_count
 from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
-from trifocal.paths import read_json, shell_path
-from trifocal.train.checkpoint.export import STEP_FILE
+from trifocal.paths import shell_path
+from trifocal.train.checkpoint.export import weights_step
 from trifocal.train.checkpoint.pretrained import Pretrained, open_pretrained, pretrained_path
 from trifocal.train.config.check import choose_device
 from trifocal.train.config.load import parse_arguments
@@ -238,11 +238,7 @@ def _step_of(path: Path) -> int | None:
     """The step of a checkpoint or of exported weights; None if they do not tell."""
     if match := re.fullmatch(r"step_(\d+)", path.name):
         return int(match[1])
-    try:
-        step = read_json(path / STEP_FILE).get("global_step")
-    except UserError:
-        return None
-    return step if isinstance(step, int) else None
+    return weights_step(path)
 
 
 def _write(found: Pretrained, options: EvaluateArguments, head: Evaluated, rows: list[dict[str, Any]]) -> None:

@@ -11,8 +11,8 @@ import torch
 
 from trifocal.runlog import write_backends
 from trifocal.runlog.traces import Tracer
-from trifocal.train.checkpoint.export import WEIGHTS
-from trifocal.train.checkpoint.folders import delete_later_checkpoints
+from trifocal.train.checkpoint.export import STEP_FILE, WEIGHTS, weights_step
+from trifocal.train.checkpoint.folders import checkpoint_step, delete_later_checkpoints
 from trifocal.train.coordinator import StepCoordinator, StepData
 from trifocal.train.evaluator import Evaluator
 from trifocal.train.nonfinite import FiniteGuard
@@ -351,6 +351,9 @@ class Trainer:
             self.saver.check_directory()
             save_config(self.config, directory)
             delete_later_checkpoints(checkpoint)
+            if (weights_step(directory / WEIGHTS) or 0) > checkpoint_step(checkpoint):
+                # This run will have another model of that step.
+                (directory / WEIGHTS / STEP_FILE).unlink()
 
         with self.log.pause("checkpoint"):
             processes.run_on_rank0(commit)

@@ -18,6 +18,7 @@ from trifocal.distributed import DistributedContext
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
+from trifocal.train.checkpoint import manifest
 from trifocal.train.checkpoint import save_load as module
 from trifocal.train.checkpoint.folders import (
     checkpoint_path,
@@ -26,7 +27,14 @@ from trifocal.train.checkpoint.folders import (
     open_checkpoint,
     prune_checkpoints,
 )
-from trifocal.train.checkpoint.manifest import FORMAT, MANIFEST, describe_files, verify_checkpoint, write_manifest
+from trifocal.train.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    CheckpointDamaged,
+    describe_files,
+    verify_checkpoint,
+    write_manifest,
+)
 from trifocal.train.checkpoint.save_load import collect_state, load_checkpoint, load_model_weights, write_checkpoint
 from trifocal.train.config.sections import OptimizerSection
 from trifocal.train.step.optimizer import make_optimizer
@@ -112,6 +120,29 @@ def test_any_damage_to_any_file_is_found_and_the_file_named(tmp_path: Path, dama
         with pytest.raises(UserError, match=re.escape(str(copy / name))):
             find_checkpoint(tmp_path / "copy" / "checkpoints")
     verify_checkpoint(pristine)
+
+
+def test_the_optimizer_s_files_are_hashed_for_those_who_read_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_FILE_BYTES", 1000)
+    path = save(tmp_path, 1)
+    hashed: list[str] = []
+    real = manifest._hash
+    monkeypatch.setattr(manifest, "_hash", lambda file: (hashed.append(file.name), real(file))[1])
+    first, *_, last = sorted((path / "weights").iterdir())
+    for file in (last, first):
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(CheckpointDamaged, match=rf"{file.name} has changed"):
+            verify_checkpoint(path)
+        if file == last:
+            hashed.clear()
+            verify_checkpoint(path, optimizer=False)
+            assert first.name in hashed and last.name not in hashed
+        else:
+            with pytest.raises(CheckpointDamaged, match=rf"{file.name} has changed"):
+                verify_checkpoint(path, optimizer=False)
 
 
 def test_the_error_offers_the_newest_intact_checkpoint_before(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from trifocal.data.tokenizers import GENERATION_FILE, SPECIAL_IDS
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, save_weights
 from trifocal.models.io import CONFIG_FILE
+from trifocal.paths import read_json
 from trifocal.runlog.whole_files import write_whole
+from trifocal.train.checkpoint.manifest import CheckpointDamaged, describe_file, verify_files
 
 WEIGHTS = "weights"
 """In the folder of a run: the model of the last checkpoint, for use."""
@@ -33,7 +35,8 @@ def export_weights(
     """Write weights, configuration, tokenizer and step, in files of the names that Hugging Face gives them.
 
     `model.safetensors`, or shards with an index; `config.json`, `generation_config.json` and `modeling_trifocal.py`;
-    `tokenizer.json` and `tokenizer_config.json`; and `trainer_state.json` with `global_step`.
+    `tokenizer.json` and `tokenizer_config.json`; and `trainer_state.json` with `global_step`, and size and SHA-256 of
+    the files of weights.
 
     Args:
         model: The model itself, without wrappers.
@@ -48,7 +51,28 @@ def export_weights(
     folder.mkdir(exist_ok=True)
     (folder / STEP_FILE).unlink(missing_ok=True)
     save_weights(model, folder, **write_tokenizer(tokenizer, model.config.vocab_size, folder, sequence_length))
-    write_whole(folder / STEP_FILE, json.dumps({"global_step": step}) + "\n")
+    files = {path.name: describe_file(path) for path in sorted(folder.glob("*.safetensors"))}
+    write_whole(folder / STEP_FILE, json.dumps({"global_step": step, "files": files}) + "\n")
+
+
+def weights_step(folder: Path) -> int | None:
+    """The step of weights that `export_weights` wrote; None if they do not tell."""
+    try:
+        step = read_json(folder / STEP_FILE).get("global_step")
+    except UserError:
+        return None
+    return step if isinstance(step, int) else None
+
+
+def verify_weights(folder: Path) -> None:
+    """Refuse weights with a file that differs from what `export_weights` wrote; nothing is known of other weights."""
+    if (folder / STEP_FILE).is_file():
+        try:
+            verify_files(folder, read_json(folder / STEP_FILE).get("files", {}))
+        except CheckpointDamaged as error:
+            raise CheckpointDamaged(f"{error}; take a checkpoint of its run instead (--checkpoint NAME)") from None
+        except (AttributeError, KeyError, TypeError) as error:
+            raise UserError(f"{folder / STEP_FILE} is damaged: its files have no sizes and SHA-256") from error
 
 
 @contextlib.contextmanager

@@ -47,12 +47,13 @@ def delete_later_checkpoints(path: Path) -> None:
         remove_folder(later)
 
 
-def find_checkpoint(root: Path, name: str = "", *, command: str = "") -> Path:
+def find_checkpoint(root: Path, name: str = "", *, command: str = "", optimizer: bool = True) -> Path:
     """The verified checkpoint to go on from.
 
     Args:
         root: The run's `checkpoints`, or another folder that has them.
         name: Name of a checkpoint in it, like `step_00000500`; empty takes the newest.
+        optimizer: Whether the optimizer's tensors are read too.
         command: The command that resumes the run, if it is to go on: the advice adds `--checkpoint` to it.
 
     Raises:
@@ -61,7 +62,7 @@ def find_checkpoint(root: Path, name: str = "", *, command: str = "") -> Path:
     """
     path = _choose_checkpoint(root, name)
     try:
-        verify_checkpoint(path)
+        verify_checkpoint(path, optimizer=optimizer)
     except CheckpointDamaged as error:
         for earlier in reversed([found for found in list_checkpoints(root) if found < path]):
             if is_intact(earlier):
@@ -77,14 +78,14 @@ def find_checkpoint(root: Path, name: str = "", *, command: str = "") -> Path:
 
 @contextlib.contextmanager
 def open_checkpoint(root: Path, name: str = "") -> Iterator[Path]:
-    """`find_checkpoint` in a run that may still train; if it prunes the checkpoint meanwhile, an error says so.
+    """`find_checkpoint`, for its model, in a run that may still train and prune it meanwhile: an error says so.
 
     Raises:
         UserError: If there is none, it is damaged, or it was deleted while it was read.
     """
     path = _choose_checkpoint(root, name)
     try:
-        yield find_checkpoint(root, path.name)
+        yield find_checkpoint(root, path.name, optimizer=False)
     except (UserError, OSError) as error:
         if path.is_dir():
             raise

@@ -20,8 +20,8 @@ from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
 from trifocal.models.io import load_weights, read_config
 from trifocal.ops.devices import computes_bf16
 from trifocal.paths import read_json, user_path
-from trifocal.train.checkpoint.export import WEIGHTS
-from trifocal.train.checkpoint.folders import list_checkpoints, open_checkpoint
+from trifocal.train.checkpoint.export import WEIGHTS, verify_weights, weights_step
+from trifocal.train.checkpoint.folders import checkpoint_step, list_checkpoints, open_checkpoint
 from trifocal.train.checkpoint.manifest import MANIFEST
 from trifocal.train.checkpoint.save_load import load_model_weights, model_differences, read_model_config
 from trifocal.train.config.sections import RunConfig
@@ -204,7 +204,8 @@ def open_pretrained(path: Path, checkpoint: str = "") -> Iterator[Pretrained]:
     """Find a trained model. If a run that still trains deletes it while the context lasts, an error says so.
 
     Args:
-        path: A run (its newest checkpoint is taken), a checkpoint, or a folder of weights.
+        path: A run (its weights, if they are of its newest step, else its newest checkpoint), a checkpoint, or a folder
+            of weights.
         checkpoint: Another checkpoint of the run, by its name.
 
     Raises:
@@ -223,9 +224,11 @@ def open_pretrained(path: Path, checkpoint: str = "") -> Iterator[Pretrained]:
         with open_checkpoint(path.parent, path.name) as found:
             yield Pretrained(found, _run_of(path.parent.parent))
     else:
-        config = load_run(path)
-        if not checkpoint and not list_checkpoints(path / "checkpoints") and (path / "weights").is_dir():
-            yield Pretrained(path / "weights", config)
+        config, weights, found_steps = load_run(path), path / WEIGHTS, list_checkpoints(path / "checkpoints")
+        newest = checkpoint_step(found_steps[-1]) if found_steps else weights_step(weights)
+        if not checkpoint and (weights / MODEL_CONFIG_FILE).is_file() and weights_step(weights) == newest:
+            verify_weights(weights)
+            yield Pretrained(weights, config)
             return
         with open_checkpoint(path / "checkpoints", checkpoint) as found:
             yield Pretrained(found, config)
