@@ -131,7 +131,10 @@ BAD_TRAIN = [
     (["--resume", "RUN", "--run.directory", "elsewhere"], "leave --run.directory elsewhere out"),
     (["--resume", "/nowhere"], "there is no run at /nowhere: no such folder"),
     (["--resume", "RUN", "--checkpoint", "step_7"], "has no checkpoint 'step_7'; it has step_00000004, step_00000006"),
-    (["--resume", "RUN", "--train.steps", "9", "--model.dim", "32"], "of another model: dim is 16 there, 32 here"),
+    (
+        ["--resume", "RUN", "--train.steps", "9", "--model.dim", "32"],
+        "belongs to a different model: dim is 16 there, 32 here",
+    ),
     (["CONFIG", "--run.directory", "RUN"], "holds a run already; continue it (trifocal train --resume"),
     (
         ["CONFIG", "--data.tokenizer", "bites"],
@@ -202,6 +205,7 @@ def test_other_commands_refuse_bad_input(run: Path, capsys: Capture, arguments: 
 def test_generate_without_a_checkpoint_or_with_a_damaged_one(run: Path, tmp_path: Path, capsys: Capture) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
+    shutil.rmtree(copy / "weights")
     (copy / "checkpoints" / "step_00000006" / "rank0.json").unlink()
     message = refused(capsys, "generate", str(copy), "--prompt", "a b")
     assert "rank0.json is missing" in message
@@ -218,10 +222,9 @@ def test_generate_without_a_checkpoint_or_with_a_damaged_one(run: Path, tmp_path
     assert not (tmp_path / "exported").exists()
     message = refused(capsys, "train", "--resume", str(copy))
     assert message.endswith(
-        f"go on from the one before with: trifocal train --resume {copy} --checkpoint step_00000004\n"
+        f"continue from the one before with: trifocal train --resume {copy} --checkpoint step_00000004\n"
     )
     shutil.rmtree(copy / "checkpoints")
-    shutil.rmtree(copy / "weights")
     assert "has no checkpoint" in refused(capsys, "generate", str(copy), "--prompt", "x")
     assert "has no checkpoint" in refused(capsys, "train", "--resume", str(copy))
     (copy / "config.toml").write_text("[run\n")
@@ -262,7 +265,7 @@ def test_a_real_process_stops_saves_and_goes_on(tmp_path: Path, capsys: Capture)
     wait_for_end(process, 60)
     out, err = process.communicate()
     assert process.returncode == 0, err
-    assert "go on with:\n  trifocal train --resume run" in out
+    assert "continue with:\n  trifocal train --resume run" in out
     stopped = int(re.search(r"stopped at step (\d+)", out)[1])  # type: ignore[index]
     assert (run / "checkpoints" / f"step_{stopped:08d}" / "manifest.json").exists()
 

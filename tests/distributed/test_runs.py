@@ -184,7 +184,7 @@ def test_a_damaged_shard_is_refused_and_the_checkpoint_before_offered(runs: dict
     ended = train(tmp_path, None, *flags).join()
     assert [end.status for end in ended] == [2, 2], ended
     says = "has changed since it was written (SHA-256 differs)"
-    advice = f"go on from the one before with: trifocal train --resume {run} --checkpoint step_00000004"
+    advice = f"continue from the one before with: trifocal train --resume {run} --checkpoint step_00000004"
     for end in ended:
         assert f"checkpoint step_00000006 is damaged: {shard} {says}" in end.error, end.error
         assert advice in end.error

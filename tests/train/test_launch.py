@@ -183,11 +183,11 @@ def test_a_finished_run_goes_on_to_more_steps(tmp_path: Path, capsys: pytest.Cap
     config = make_config(tmp_path)
     train(config)
     assert resume(tmp_path / "run").step == 6
-    assert "note: goes on from step 6 of 6, with the saved configuration" in capsys.readouterr().out
+    assert "note: continues from step 6 of 6, with the saved configuration" in capsys.readouterr().out
     longer = make_config(tmp_path, "--train.steps", "8")
     assert resume(tmp_path / "run", config=longer).step == 8
     out = capsys.readouterr().out
-    assert "note: goes on from step 6 of 8; differs from the saved configuration: train.steps 6 -> 8\n" in out
+    assert "note: continues from step 6 of 8; differs from the saved configuration: train.steps 6 -> 8\n" in out
     assert "learning rate: 0.001 in step 6, 0.0016 in step 7\n" in out
     taken = {row["step"]: row["learning_rate"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "train")}
     assert (taken[6], taken[7]) == pytest.approx((0.001, 0.0016), rel=0.01)
@@ -234,7 +234,7 @@ def test_a_resumed_run_takes_the_optimizer_s_hyperparameters_from_its_configurat
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (("--model.mlp_dim", "48"), r"is of another model: mlp_dim is 32 there, 48 here"),
+        (("--model.mlp_dim", "48"), r"belongs to a different model: mlp_dim is 32 there, 48 here"),
         (
             ("--train.sequence_length", "16"),
             r"data position belongs to .*: train\.sequence_length 32 -> 16; resume with the saved values$",
@@ -269,7 +269,7 @@ def test_every_key_that_differs_is_named_with_both_values(tmp_path: Path) -> Non
     note = "learning rate: 0.0055 in step 4, 0.00232 in step 5"
     assert resume_notes(saved, now, 4)[1:] == [note] and resume_notes(saved, now, 6)[1:] == []
     assert resume_notes(saved, now, 4)[0] == (
-        "goes on from step 4 of 6; differs from the saved configuration: train.compile false -> true, "
+        "continues from step 4 of 6; differs from the saved configuration: train.compile false -> true, "
         'optimizer.beta2 0.95 -> 0.9, log.sinks "" -> "wandb"'
     )
 

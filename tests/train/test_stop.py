@@ -100,7 +100,7 @@ def test_a_signal_counts_though_its_exception_is_dropped(monkeypatch: pytest.Mon
     monkeypatch.setattr(stop, "_AGAIN_SECONDS", 0.1)
     thing = threading.Event()
     reference = weakref.ref(thing, dropped)
-    with pytest.raises(StoppedBeforeFirstStep, match="SIGTERM"), StopSignals() as signals, signals.undisguised():
+    with pytest.raises(StoppedBeforeFirstStep, match="SIGTERM"), StopSignals() as signals, signals.as_stop_request():
         del thing
         assert reference() is None and signals.received
         threading.Event().wait(20)
@@ -109,7 +109,7 @@ def test_a_signal_counts_though_its_exception_is_dropped(monkeypatch: pytest.Mon
 def test_the_way_out_is_not_interrupted_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop, "_AGAIN_SECONDS", 0.01)
     with StopSignals() as signals:
-        with pytest.raises(StoppedBeforeFirstStep), signals.undisguised():
+        with pytest.raises(StoppedBeforeFirstStep), signals.as_stop_request():
             kill(signal.SIGTERM)
         threading.Event().wait(0.1)
 
@@ -129,7 +129,7 @@ def test_an_error_that_a_library_makes_of_a_signal_is_the_signal(
 
 
 def test_an_error_of_a_step_stays_after_a_signal_that_saves() -> None:
-    with pytest.raises(RuntimeError, match="a failure"), StopSignals() as signals, signals.undisguised():
+    with pytest.raises(RuntimeError, match="a failure"), StopSignals() as signals, signals.as_stop_request():
         signals.something_to_save = True
         kill(signal.SIGTERM)
         raise RuntimeError("a failure")

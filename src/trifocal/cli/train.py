@@ -63,7 +63,7 @@ class TrainArguments(RunConfig):
     resume: str = ""
     """Go on with the run in this folder, from its newest checkpoint."""
     checkpoint_name: Annotated[str, tyro.conf.arg(name="checkpoint")] = ""
-    """With --resume: go on from this checkpoint of the run instead, like step_00000500; later ones are deleted."""
+    """With --resume: continue from this checkpoint of the run instead, like step_00000500; later ones are deleted."""
     overwrite: Annotated[bool, tyro.conf.arg(metavar="(no value)")] = False
     """Rename the run that is in run.directory to NAME.old-1, -2, …, and begin in its place."""
 
@@ -145,7 +145,7 @@ def _summary(result: TrainResult) -> str:
     skipped = f"\nskipped {number} bad document{'s'[: number != 1]} (data.on_bad_document)" if number else ""
     if not result.finished:
         go_on = resume_command(result.directory)
-        return f"\nstopped at step {result.step}, which is saved; go on with:\n  {go_on}{skipped}"
+        return f"\nstopped at step {result.step}, which is saved; continue with:\n  {go_on}{skipped}"
     lines = [f"\nfinished {result.step} steps in {result.directory}{skipped}"]
     if result.evaluation is not None:
         bits = result.evaluation.bits_per_byte

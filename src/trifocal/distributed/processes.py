@@ -61,7 +61,7 @@ class DistributedContext:
     ) -> Callable[[], list[float]]:
         """Begin to reduce the values over all processes; the function that is returned waits for the result.
 
-        The exchange goes on while this process does other work.
+        The exchange continues while this process does other work.
         """
         if self.size == 1:
             return lambda: list(values)
@@ -109,7 +109,7 @@ class DistributedContext:
         return result  # type: ignore[no-any-return]
 
     def run_on_rank0(self, action: Callable[[], T]) -> T:
-        """Call a function in rank 0 alone, and return its result, or raise its error, in all processes."""
+        """Call a function in rank 0 only, and return its result, or raise its error, in all processes."""
         return self.gather(self.run_on_all(lambda: action() if self.is_rank0 else None))[0]  # type: ignore[return-value]
 
     def raise_on_all(self, error: Exception | None) -> None:
@@ -190,7 +190,7 @@ def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -
     """Join the processes that torchrun started; a single process where it did not.
 
     Args:
-        device: The kind of device; each process of a machine takes one GPU of its own.
+        device: The kind of device; each process of a machine takes its own GPU.
         timeout_seconds: The longest that a process waits for the others before it fails.
 
     Yields:
@@ -237,7 +237,7 @@ def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    # A connection of its own: the watching thread must not wait for requests of the training thread.
+    # Its own connection: the watching thread must not wait for requests of the training thread.
     notes = dist.PrefixStore(f"{start}/notes", store.clone())
     try:
         yield DistributedContext(rank, size, local_size, device, restarted, notes)

@@ -90,7 +90,7 @@ class StepCoordinator:
 
         The hosts exchange a few numbers. The exchange begins a step ahead, as soon as the batches are there, and has
         ended when its result is needed: a step waits neither for the other hosts nor for any device. Batches that were
-        read ahead when all stop are read again when the run goes on.
+        read ahead when all stop are read again when the run continues.
 
         Args:
             loader: Loader of this process.

@@ -63,7 +63,7 @@ def _same_command(config: RunConfig, directory: Path) -> bool:
 
 
 def resume_notes(saved: RunConfig, now: RunConfig, step: int) -> list[str]:
-    """Sentences for the start of a run that goes on.
+    """Sentences for the start of a run that continues.
 
     Args:
         saved: The configuration that the run had.
@@ -79,7 +79,7 @@ def resume_notes(saved: RunConfig, now: RunConfig, step: int) -> list[str]:
     how = ", with the saved configuration"
     if changed:
         how = f"; differs from the saved configuration: {', '.join(changed)}"
-    notes = [f"goes on from step {step:,} of {now.train.steps:,}{how}"]
+    notes = [f"continues from step {step:,} of {now.train.steps:,}{how}"]
     if step < now.train.steps:
         before, after = learning_rate_of(saved, step), learning_rate_of(now, step + 1)
         notes.append(f"learning rate: {before:.3g} in step {step:,}, {after:.3g} in step {step + 1:,}")
@@ -136,7 +136,7 @@ def resume(
 
     Args:
         directory: The run.
-        checkpoint: Name of an earlier checkpoint to go on from; later ones are deleted after the first step.
+        checkpoint: Name of an earlier checkpoint to continue from; later ones are deleted after the first step.
         config: Replaces the run's configuration (to train longer, for example); it must describe the same model.
         before_step: See `train`.
 
@@ -187,7 +187,7 @@ def _resume(
     if config.train.only != saved.train.only:
         raise UserError(
             f'train.only is "{saved.train.only}" in {directory} and "{config.train.only}" here, but a checkpoint has '
-            "the optimizer's state of what is trained alone; begin a new run with its weights (--model.from "
+            "the optimizer's state only of what is trained; begin a new run with its weights (--model.from "
             f"{shell_path(directory)} --run.directory NEW)"
         )
     setup = TrainSetup(config, directory, processes, tokenizer, begins=False)

@@ -145,7 +145,7 @@ def run_training(
         silence = setup.config.parallel.silence_seconds
         stack.enter_context(coordinator.watched(log.heartbeat, setup.directory, silence, log.event))
         try:
-            with signals.undisguised():
+            with signals.as_stop_request():
                 return Trainer(setup, log, coordinator, signals, checkpoint, before_step).run(notes)
         except StoppedBeforeFirstStep:
             setup.state.step = setup.state.resume_step or 0
@@ -157,7 +157,7 @@ class Trainer:
     """The loop of one run, in one process of it.
 
     Args:
-        setup: The run, restored if it goes on from a checkpoint.
+        setup: The run, restored if it continues from a checkpoint.
         log: Takes metrics and events.
         coordinator: Keeps the processes in step.
         signals: Ask the run to stop.

@@ -175,7 +175,7 @@ class RunLogger:
         )
 
     def write_optional(self, what: str, write: Callable[[], None]) -> None:
-        """Write a file that the run can do without, in rank 0: if the disk is full, the run goes on without it.
+        """Write a file that the run can do without, in rank 0: if the disk is full, the run continues without it.
 
         Args:
             what: Name of the content, for the warning.
@@ -190,7 +190,7 @@ class RunLogger:
             self.log_event("write_failed", message, "warning")
 
     def report_data_stall(self, seconds: float, activity: str) -> None:
-        """Log that no batch has come for so many seconds, and the data thread's activity."""
+        """Log that no batch has come for this long, and the data thread's activity."""
         message = f"data stall: no batch for {seconds:.0f} s; the data thread is {activity}"
         self.log_event("data_stall", message, "warning", stall_seconds=seconds)
 
@@ -208,7 +208,7 @@ def open_logger(setup: TrainSetup) -> Iterator[RunLogger]:
     """Open the files of a run, write `env.json`, and start the heartbeat and its watchdog.
 
     Args:
-        setup: The run, restored if it goes on from a checkpoint. Its folder exists.
+        setup: The run, restored if it continues from a checkpoint. Its folder exists.
     """
     config, directory, device = setup.config, setup.directory, setup.device
     processes, step = setup.processes, setup.state.step

@@ -44,7 +44,7 @@ class Saver:
         self._processes, self._model, self._optimizer = setup.processes, setup.model, setup.optimizer
         self._config = setup.config
         self._log, self._guard = log, guard
-        # The writing thread has a process group of its own, so that its collectives do not mix with those of training.
+        # The writing thread has its own process group, so that its collectives do not mix with those of training.
         self._background = self._processes.new_group() if self._section.asynchronous else None
         self._writing: Future[_Written] | None = None
         self._saved_step = setup.state.resume_step or 0
@@ -54,7 +54,7 @@ class Saver:
 
         Args:
             must_succeed: For the last checkpoint: it is written at once. If another one fails, an error is logged and
-                training goes on.
+                training continues.
 
         Raises:
             UserError: If the run's folder is gone, or a checkpoint that must succeed could not be written.
@@ -141,7 +141,7 @@ class Saver:
         if not self._log.folder_is_there():
             raise UserError(
                 f"{self._directory} was moved, deleted or replaced while its run trained: the run stopped after step "
-                f"{self._state.step}, and its last checkpoint is of step {self._saved_step}; if you moved it, go on "
+                f"{self._state.step}, and its last checkpoint is of step {self._saved_step}; if you moved it, continue "
                 "with trifocal train --resume NEW_FOLDER"
             )
 
@@ -186,7 +186,7 @@ class Saver:
             if must_succeed:
                 self._log.event("checkpoint_failed", message, "error")
                 raise UserError(f"{message}; checkpoints that were complete before still are") from written.error
-            message += "; training goes on, the last complete one stays"
+            message += "; training continues, the last complete one stays"
             self._log.log_event("checkpoint_failed", message, "error")
             return
         self._saved_step = written.step

@@ -34,7 +34,7 @@ class TrainState:
 
     Attributes:
         step: Optimizer steps done.
-        resume_step: The step of the checkpoint that the run goes on from; None for a new run.
+        resume_step: The step of the checkpoint that the run continues from; None for a new run.
         loss: The last training loss that was read from the device, nats per token.
         data_position: State of this process's loader after the last step.
     """
@@ -224,7 +224,7 @@ class TrainSetup:
             # The file is intact, the content is not.
             what = f"{type(error).__name__}: {one_line(error)}"
             raise UserError(
-                f"the position in {checkpoint} cannot be read ({what}); go on from another one with --checkpoint"
+                f"the position in {checkpoint} cannot be read ({what}); continue from another one with --checkpoint"
             ) from error
         self._random_state = saved["random"]
 

@@ -105,7 +105,7 @@ class StopSignals:
             raise StoppedBeforeFirstStep(self._number)
 
     @contextlib.contextmanager
-    def undisguised(self) -> Iterator[None]:
+    def as_stop_request(self) -> Iterator[None]:
         """Around what a signal may interrupt before the first step has ended.
 
         Raises:

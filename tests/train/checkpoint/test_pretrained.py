@@ -194,7 +194,7 @@ def test_flags_go_before_the_weights_where_they_fit(source: Path, tmp_path: Path
     assert (config.model.geometry.window_size, config.model.mlp_dim) == (4, 24)
     train(config)
     for name, value, message in (
-        ("model.mlp_dim", 48, r"is of another model: mlp_dim is 24 there, 48 here"),
+        ("model.mlp_dim", 48, r"belongs to a different model: mlp_dim is 24 there, 48 here"),
         ("model.attention", "dense", "attention is nsa there, dense here"),
         ("model.num_layers", 3, "num_layers is 2 there, 3 here"),
     ):

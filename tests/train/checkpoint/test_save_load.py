@@ -173,7 +173,7 @@ def test_another_model_is_refused_and_the_difference_named(tmp_path: Path) -> No
     model = DecoderLM(wider)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with pytest.raises(
-        UserError, match=r"another model: mlp_dim is 8 there, 16 here; geometry\.window_size is 8 there, 9 here"
+        UserError, match=r"a different model: mlp_dim is 8 there, 16 here; geometry\.window_size is 8 there, 9 here"
     ):
         load_checkpoint(path, model=model, optimizer=make_optimizer(model, OptimizerSection()), model_config=wider)
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))

@@ -48,13 +48,13 @@ def delete_later_checkpoints(path: Path) -> None:
 
 
 def find_checkpoint(root: Path, name: str = "", *, command: str = "", optimizer: bool = True) -> Path:
-    """The verified checkpoint to go on from.
+    """The verified checkpoint to continue from.
 
     Args:
         root: The run's `checkpoints`, or another folder that has them.
         name: Name of a checkpoint in it, like `step_00000500`; empty takes the newest.
         optimizer: Whether the optimizer's tensors are read too.
-        command: The command that resumes the run, if it is to go on: the advice adds `--checkpoint` to it.
+        command: The command that resumes the run, if it is to continue: the advice adds `--checkpoint` to it.
 
     Raises:
         UserError: If there is none, or it is damaged; names the damaged file, and the newest intact one before it, with
@@ -68,7 +68,7 @@ def find_checkpoint(root: Path, name: str = "", *, command: str = "", optimizer:
             if is_intact(earlier):
                 advice = f"the newest intact one before it is {earlier}"
                 if command:
-                    advice = f"go on from the one before with: {command} --checkpoint {earlier.name}"
+                    advice = f"continue from the one before with: {command} --checkpoint {earlier.name}"
                 break
         else:
             advice = "no intact checkpoint lies before it"

@@ -189,7 +189,7 @@ def load_pretrained_weights(model: DecoderLM, folder: str) -> None:
     if misfits:
         differences = "; ".join(model_differences(theirs, model.config))
         raise UserError(
-            f"model.from {folder} is of another model: {differences} (the tensor {misfits[0]} does not fit)"
+            f"model.from {folder} belongs to a different model: {differences} (the tensor {misfits[0]} does not fit)"
         )
     model.load_state_dict(weights)
 

@@ -55,7 +55,7 @@ def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, copy: b
     Args:
         model: The model.
         optimizer: Its optimizer.
-        copy: Copy all of it into the host's memory, so that training may go on.
+        copy: Copy all of it into the host's memory, so that training may continue.
 
     Returns:
         The tensors under `model` and `optimizer`; of a sharded model this process's shards.
@@ -122,7 +122,7 @@ def _make_room(partial: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    # A function of its own, so that tests can let the disk fail here.
+    # Its own function, so that tests can let the disk fail here.
     path.write_text(text)
 
 
@@ -130,7 +130,7 @@ def _complete(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
     write_manifest(partial, manifest)
     for folder in (partial / "weights", partial):
         flush_folder(folder)
-    # A damaged checkpoint of the same step may be there: the run goes on from an earlier one.
+    # A damaged checkpoint of the same step may be there: the run continues from an earlier one.
     remove_folder(final)
     partial.rename(final)
     flush_folder(final.parent)
@@ -205,7 +205,7 @@ def model_differences(there: ModelConfig, here: ModelConfig) -> list[str]:
 def _check_model(path: Path, model_config: ModelConfig) -> None:
     differences = model_differences(read_model_config(path), model_config)
     if differences:
-        raise UserError(f"checkpoint {path} is of another model: {'; '.join(differences)}")
+        raise UserError(f"checkpoint {path} belongs to a different model: {'; '.join(differences)}")
 
 
 def _process_state(path: Path, rank: int) -> dict[str, Any]:
@@ -258,7 +258,7 @@ def _save_weights(state: dict[str, Any], folder: Path, processes: DistributedCon
 def _without_collector() -> Iterator[None]:
     """Turn the garbage collector off inside.
 
-    The plans of `dcp.save` are so many objects that a full collection would run: a fifth of a second and more, in which
+    The plans of `dcp.save` are enough objects for a full collection: a fifth of a second and more, in which
     training, in another thread, would stand still.
     """
     enabled = gc.isenabled()

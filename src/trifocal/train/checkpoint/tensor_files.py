@@ -1,4 +1,4 @@
-"""Writing the tensors of a checkpoint so that training goes on meanwhile in another thread."""
+"""Writing the tensors of a checkpoint so that training continues meanwhile in another thread."""
 
 import itertools
 import json
