@@ -32,21 +32,8 @@ def rendezvous(
 ) -> tuple[str, list[str], bool]:
     """Wait until all processes of this start have arrived.
 
-    Args:
-        store: Common to all processes; may hold keys of earlier starts.
-        rank: Rank of this process.
-        size: Number of processes.
-        device: The kind of device that this process trains on.
-        restarts: How often its machine has started it again.
-        timeout_seconds: The longest wait.
-
-    Returns:
-        A name for this start, the same in all processes and new; the host of each rank; and whether any machine has
-        started its processes again.
-
-    Raises:
-        UserError: In every process, if the kinds of device differ: NCCL and gloo cannot be mixed.
-        RuntimeError: If a process does not arrive in time.
+    Returns a new name for this start, the same in all; the host of each rank; and whether any machine has started its
+    processes again. Kinds of device that differ are refused in every process, as NCCL and gloo cannot be mixed.
     """
     store = dist.PrefixStore("trifocal", store)
     name = mine = uuid.uuid4().hex

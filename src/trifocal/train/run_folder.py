@@ -74,14 +74,9 @@ class RunLock:
         self._files: list[int] = []
 
     def acquire(self, folder: Path) -> str:
-        """Acquire the lock of a folder that exists.
+        """Lock a folder that exists; the result is a warning if its file system has no locks, else empty.
 
-        Returns:
-            A warning if the file system has no locks; otherwise empty.
-
-        Raises:
-            UserError: If another process trains there; names it.
-            OSError: If the folder cannot be written, or the lock file is a link or a folder.
+        A lock of another process is a `UserError`; a folder that cannot be written, or whose lock is a link, an OSError.
         """
         file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         self._files.append(file)
@@ -118,19 +113,9 @@ class RunLock:
 
 
 def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -> str:
-    """Make the folder of a new run, lock it, and save the resolved configuration in it.
+    """Make the folder of a new run, lock it, and save the resolved configuration in it; returns the note of the lock.
 
-    Args:
-        config: The configuration.
-        lock: Takes the folder's lock.
-        overwrite: If there is a run already, rename it to `NAME.old-1`, `NAME.old-2`, … and leave it there.
-
-    Returns:
-        The note of `RunLock.acquire`.
-
-    Raises:
-        UserError: If the folder holds a run and `overwrite` is not given, or anything else, or is in use, or cannot be
-            made.
+    With `overwrite`, a run that is there is renamed to `NAME.old-1`, `NAME.old-2`, … first; anything else is refused.
     """
     folder = Path(config.run.directory)
     try:
@@ -168,8 +153,7 @@ def _rename_run(folder: Path, place: Path, lock: RunLock, *, overwrite: bool) ->
 def check_files(folder: Path) -> None:
     """Refuse to write into a folder where a path of a run is a link, a pipe or a device: it would lead elsewhere.
 
-    Raises:
-        UserError: If any file under the folder is a link or not a regular file; wandb's own links may stay.
+    Only wandb's own links may stay.
     """
     for parent, folders, files in os.walk(folder):
         if Path(parent) == folder and "wandb" in folders and not (folder / "wandb").is_symlink():
@@ -191,11 +175,7 @@ def save_config(config: RunConfig, folder: Path) -> None:
 
 
 def load_run(folder: Path) -> RunConfig:
-    """Load the configuration of a run.
-
-    Raises:
-        UserError: If there is no run, or its configuration is broken.
-    """
+    """Load the configuration of a run; a folder without one is a `UserError`."""
     if not folder.is_dir():
         raise UserError(f"there is no run at {folder}: no such folder")
     if not (folder / CONFIG_FILE).is_file():
@@ -204,14 +184,7 @@ def load_run(folder: Path) -> RunConfig:
 
 
 def open_run_directory(folder: Path, lock: RunLock) -> str:
-    """Lock the folder of a run that is to continue.
-
-    Returns:
-        The note of `RunLock.acquire`.
-
-    Raises:
-        UserError: If it is in use, has no mark of a run, or a file in it leads elsewhere.
-    """
+    """Lock the folder of a run that is to continue, if all of its files lie in it; returns the note of the lock."""
     check_files(folder)
     try:
         note = lock.acquire(folder)

@@ -48,17 +48,10 @@ def delete_later_checkpoints(path: Path) -> None:
 
 
 def find_checkpoint(root: Path, name: str = "", *, command: str = "", optimizer: bool = True) -> Path:
-    """The verified checkpoint to continue from.
+    """The verified checkpoint to continue from: the newest, or that of this name, like `step_00000500`.
 
-    Args:
-        root: The run's `checkpoints`, or another folder that has them.
-        name: Name of a checkpoint in it, like `step_00000500`; empty takes the newest.
-        optimizer: Whether the optimizer's tensors are read too.
-        command: The command that resumes the run, if it is to continue: the advice adds `--checkpoint` to it.
-
-    Raises:
-        UserError: If there is none, or it is damaged; names the damaged file, and the newest intact one before it, with
-            the command if there is one. No other one is taken silently.
+    If it is damaged, the error names the newest intact one before it, with the `command` that resumes the run; no other one
+    is taken silently. Without `optimizer`, its tensors will not be read.
     """
     path = _choose_checkpoint(root, name)
     try:
@@ -78,11 +71,7 @@ def find_checkpoint(root: Path, name: str = "", *, command: str = "", optimizer:
 
 @contextlib.contextmanager
 def open_checkpoint(root: Path, name: str = "") -> Iterator[Path]:
-    """`find_checkpoint`, for its model, in a run that may still train and prune it meanwhile: an error says so.
-
-    Raises:
-        UserError: If there is none, it is damaged, or it was deleted while it was read.
-    """
+    """`find_checkpoint`, for its model, in a run that may still train and prune it meanwhile: an error says so."""
     path = _choose_checkpoint(root, name)
     try:
         yield find_checkpoint(root, path.name, optimizer=False)

@@ -42,12 +42,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest of a checkpoint: `format`, `step`, `model`, `files`.
-
-    Raises:
-        CheckpointDamaged: If it is missing or damaged.
-        UserError: If the checkpoint has another format, or the manifest cannot be read.
-    """
+    """The manifest of a checkpoint (`format`, `step`, `model`, `files`); refused if missing, damaged or too old."""
     file = path / MANIFEST
     if not file.exists():
         raise CheckpointDamaged(f"{file} is missing")
@@ -68,18 +63,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def verify_checkpoint(path: Path, *, optimizer: bool = True) -> dict[str, Any]:
-    """Read the manifest and compare every file with it.
+    """Read the manifest of a checkpoint, and refuse a file that is missing, cut, changed or too many, by its name.
 
-    Args:
-        path: The checkpoint.
-        optimizer: Whether its tensors are read too; if not, the content of files with nothing else is not compared.
-
-    Returns:
-        The manifest, as of `read_manifest`.
-
-    Raises:
-        CheckpointDamaged: If a file is missing, cut, changed or too many; names the file.
-        UserError: If the checkpoint has another format, or a file cannot be read.
+    Without `optimizer`, the content of files that hold nothing else is not compared.
     """
     manifest = read_manifest(path)
     expected = manifest["files"]
