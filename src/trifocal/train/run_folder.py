@@ -76,7 +76,8 @@ class RunLock:
     def acquire(self, folder: Path) -> str:
         """Lock a folder that exists; the result is a warning if its file system has no locks, else empty.
 
-        A lock of another process is a `UserError`; a folder that cannot be written, or whose lock is a link, an OSError.
+        A lock of another process is a `UserError`; a folder that cannot be written, or a lock that is a link, an
+        OSError.
         """
         file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         self._files.append(file)
