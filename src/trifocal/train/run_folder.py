@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import itertools
 import os
 import shutil
 import socket
@@ -142,13 +141,19 @@ def _rename_run(folder: Path, place: Path, lock: RunLock, *, overwrite: bool) ->
     if not overwrite:
         raise UserError(
             f"{folder} holds a run already; continue it (trifocal train --resume {shell_path(folder)}), replace it "
-            "(--overwrite), or choose another --run.directory"
+            f"(--overwrite), or begin another (--run.directory {shell_path(_first_free(folder, '-', 2))})"
         )
     if Path.cwd().is_relative_to(place):
         raise UserError(f"{folder} is not replaced: it is the current folder; start elsewhere")
     lock.acquire(folder)
-    names = (f"{place.name}.old-{number}" for number in itertools.count(1))
-    return place.rename(next(path for path in map(place.with_name, names) if not os.path.lexists(path)))
+    return place.rename(_first_free(place, ".old-", 1))
+
+
+def _first_free(folder: Path, ending: str, number: int) -> Path:
+    """The first path beside a folder that is free, with its name, this ending, and this number or a higher one."""
+    while os.path.lexists(path := folder.with_name(f"{folder.name}{ending}{number}")):
+        number += 1
+    return path
 
 
 def check_files(folder: Path) -> None:
