@@ -94,7 +94,7 @@ def test_prompts_may_be_longer_than_training(run: Path, capsys: Capture) -> None
     output = capsys.readouterr()
     assert output.out.startswith("x" * 50)
     assert output.err == (
-        "note: prompt and new tokens make up to 60 tokens, the model was trained on 32; it goes on past them\n"
+        "note: prompt and new tokens make up to 60 tokens, the model was trained on 32; it continues past them\n"
     )
 
 

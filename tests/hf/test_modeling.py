@@ -275,7 +275,7 @@ def test_checkpointed_layers_give_the_same_gradients(decoder: DecoderLM, rows: l
     [
         ({"attention_mask": torch.tensor([[1, 0, 1]])}, "attention_mask has padding between the real tokens of row 0"),
         ({"attention_mask": torch.tensor([[0, 0, 0]])}, "attention_mask hides every token of row 0"),
-        ({"attention_mask": torch.tensor([[1, 2, 2]])}, "attention_mask must hold 0 and 1 alone"),
+        ({"attention_mask": torch.tensor([[1, 2, 2]])}, "attention_mask must hold only 0 and 1"),
         ({"attention_mask": torch.ones(1, 1, 3, 3)}, r"must have the shape \[B, T\] = \[1, 3\], got \[1, 1, 3, 3\]"),
         ({"position_ids": torch.tensor([[5, 6, 7]])}, "must count from 0 in each document, got 5 at token 0 of row 0"),
         ({"position_ids": torch.tensor([[0, 1, 3]])}, "must count from 0 in each document, got 3 at token 2 of row 0"),

@@ -433,7 +433,7 @@ def test_a_stopped_run_is_not_a_finished_one(make_run: MakeRun) -> None:
     run = make_run(steps=300)
     set_last_beat(run, status="stopped", step=300)
     assert marks(run)[1] == "watch" and "It was stopped at step 300" in words(run)
-    assert f"trifocal train --resume {run} goes on to its last step." in words(run)
+    assert f"trifocal train --resume {run} continues to its last step." in words(run)
 
 
 def test_a_dead_rank_and_waiting_for_data_are_said(make_run: MakeRun) -> None:
@@ -444,7 +444,7 @@ def test_a_dead_rank_and_waiting_for_data_are_said(make_run: MakeRun) -> None:
     begin = f"Fix the cause; it has no checkpoint: trifocal train {run}/config.toml --overwrite begins again."
     assert marks(run)[3] == "bad" and begin in words(run)
     (run / "checkpoints" / "step_00000300").mkdir(parents=True)
-    assert f"Fix the cause; trifocal train --resume {run} goes on from the last checkpoint." in words(run)
+    assert f"Fix the cause; trifocal train --resume {run} continues from the last checkpoint." in words(run)
     set_last_beat(run, status="failed", step=300)
     assert "Rank 0 has failed at step 300" in words(run)
     set_last_beat(run, pid=2**22 + 5, unix_time_seconds=1.7e9, total_seconds=totals)

@@ -181,7 +181,7 @@ def test_chats_by_the_template(tmp_path: Path) -> None:
         assert whole.usage is not None and whole.usage.total_tokens == MAX_LENGTH
         for chat, reason in (
             ([{"role": "judge", "content": "x"}], "message 0 has the unknown role 'judge'"),
-            ([{"role": "user", "content": [{"type": "image_url"}]}], "parts of the type text alone"),
+            ([{"role": "user", "content": [{"type": "image_url"}]}], "only parts of the type text"),
             ("Hi", "expected a list of messages"),
             ([{"role": "user", "content": "\ud800"}], "the tokenizer cannot encode the text"),
         ):

@@ -64,7 +64,7 @@ def serve(folder: Path, *flags: str) -> Iterator[tuple[warm.Popen, str, Path]]:
 def test_a_folder_is_served_until_a_signal(folder: Path) -> None:
     with serve(folder, "--max-length", "3000") as (process, url, errors):
         # Whoever serves has no data.tokenizer to set.
-        assert "completions alone, no chats: tokenizer bytes has no chat template\n" in errors.read_text()
+        assert "only completions, no chats: tokenizer bytes has no chat template\n" in errors.read_text()
         client = OpenAI(base_url=f"{url}/v1", api_key="sesame")
         [model] = client.models.list()
         assert model.id == "tiny" and model.max_model_len == 3000  # type: ignore[attr-defined]

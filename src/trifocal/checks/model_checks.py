@@ -186,10 +186,10 @@ def decode(device: torch.device, *, make_model: MakeModel = make_model) -> Measu
 
 
 def batch_invariance(device: torch.device) -> Measurement:
-    """A sequence decoded alone and in a batch gives the same bits, for three models.
+    """A sequence decoded by itself and in a batch gives the same bits, for three models.
 
-    Five sequences of other lengths, decoded alone and then together, in fp32 by the code that `auto` chooses here. The
-    figure counts the logits that differ by a single bit. Bound: none.
+    Five sequences of other lengths, decoded one by one and then together, in fp32 by the code that `auto` chooses here.
+    The figure counts the logits that differ by a single bit. Bound: none.
     """
     differ, details = 0, []
     for name, changes in (("nsa", {}), ("dense", {"attention": "dense"}), ("norms behind", NORMS_AFTER)):

@@ -38,7 +38,7 @@ BAD_TABLES = ("[train]\nstepz = 5\n", "[trian]\nsteps = 5\n", '[train]\nsteps = 
 def heartbeat(
     device: torch.device, *, make_heartbeat: Callable[..., AbstractContextManager[Any]] = Heartbeat
 ) -> Measurement:
-    """The heartbeat goes on while the training thread is inside one long operation, and names its phase and age.
+    """The heartbeat continues while the training thread is inside one long operation, and names its phase and age.
 
     The figure is the longest silence, as a share of the operation; of up to five operations the best, because a busy
     machine can keep any thread waiting. Bound: a half; a heartbeat that only the training thread writes is silent for

@@ -10,7 +10,7 @@ from trifocal.cli.output import printable
 
 
 class SafeConsole(Console):
-    """A rich console that passes every text through `printable`; colours and cursor movements are rich's alone."""
+    """A rich console that passes every text through `printable`; colours and cursor movements are only rich's."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -61,7 +61,7 @@ class EvaluateArguments:
     """
 
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
-    """The run, also while it goes on; one of its checkpoints; a folder of weights; or demo, that of the package."""
+    """A run, also while it trains; one of its checkpoints; a folder of weights; or demo, that of the package."""
     only: tuple[Task, ...] = ()
     """Some of loss, position, choice, needle, recall; by default those that make sense for the model."""
     checkpoint: str = ""

@@ -17,7 +17,7 @@ class ExportArguments:
     """Write a trained model, with its tokenizer, as a folder that transformers reads."""
 
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
-    """The run, also while it goes on; one of its checkpoints; a folder of weights; or demo, that of the package."""
+    """A run, also while it trains; one of its checkpoints; a folder of weights; or demo, that of the package."""
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """The new folder."""
     checkpoint: str = ""

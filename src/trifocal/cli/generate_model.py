@@ -22,7 +22,7 @@ class GenerateArguments:
     """Continue a text with a trained model; the text goes to standard output while it is made. Or a file of prompts."""
 
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
-    """The run, also while it goes on; one of its checkpoints; a folder of weights; or demo, that of the package."""
+    """A run, also while it trains; one of its checkpoints; a folder of weights; or demo, that of the package."""
     prompt: str = ""
     """The text to continue; "-" reads it from standard input, as it is."""
     chat: bool = False
@@ -50,7 +50,7 @@ class GenerateArguments:
     repetition_penalty: float | Literal["auto"] = "auto"
     """Divides positive logits of tokens that the text has, and multiplies negative ones; 1, else: none."""
     seed: int = 0
-    """Makes the draw repeatable; prompts and samples draw with seeds of their own that follow from it."""
+    """Makes the draw repeatable; prompts and samples have their own seeds, which follow from it."""
     samples: int = 1
     """Continuations of each prompt."""
     stop: tuple[str, ...] = ()
@@ -154,7 +154,7 @@ def load(options: GenerateArguments, path: Path, prompts: Sequence[tuple[str, st
     if found.run is not None and longest > found.run.train.sequence_length:
         print(
             f"note: prompt and new tokens make up to {longest} tokens, the model was trained on "
-            f"{found.run.train.sequence_length}; it goes on past them",
+            f"{found.run.train.sequence_length}; it continues past them",
             file=sys.stderr,
         )
     return LoadedModel(found.path, model, tokenizer, tokens)

@@ -13,7 +13,7 @@ from trifocal.train.config.toml import to_toml
 
 @dataclass(frozen=True, kw_only=True)
 class NewArguments:
-    """Print a preset, every key with a comment, to begin a configuration of your own with; without a name, list all."""
+    """Print a preset, every key with a comment, to begin your own configuration with; without a name, list all."""
 
     preset: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PRESET")] = ""
     """Its name."""

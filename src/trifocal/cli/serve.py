@@ -136,7 +136,7 @@ def run(args: Sequence[str]) -> int:
         worker = Worker(engine, model, max_open=service.max_answers, before_step=threads.say)
         host, port = options.host, listeners[0].getsockname()[1]
         if why_no_chats:
-            print(f"completions alone, no chats: {why_no_chats}", file=sys.stderr)
+            print(f"only completions, no chats: {why_no_chats}", file=sys.stderr)
         if host not in ("127.0.0.1", "::1", "localhost") and not api_key:
             print(f"note: everybody who reaches {host} may use the model; {_KEY} sets a key", file=sys.stderr)
         print(f"{service.name} is served on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)

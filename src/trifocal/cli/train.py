@@ -1,4 +1,4 @@
-"""`trifocal train`: start a run, or go on with one."""
+"""`trifocal train`: start a run, or resume one."""
 
 import importlib.util
 import sys
@@ -41,7 +41,7 @@ examples:
 the flags that people need:
   --run.directory DIR           folder of the run
   --overwrite                   rename the run that is there, and begin in its place
-  --resume RUN_DIR              go on with a run
+  --resume RUN_DIR              continue a run
   --data.source SOURCE          builtin, text:PATH, jsonl:PATH#field, parquet:PATH#field, hf:NAME#field
   --steps N                     optimizer steps (train.steps)
   --batch-size N                sequences in a step, over all processes (train.global_batch_size)
@@ -56,7 +56,7 @@ all flags:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainArguments(RunConfig):
-    """Train a model from a TOML config, or go on with a run. Flags override the fields of the config."""
+    """Train a model from a TOML config, or continue a run. Flags override the fields of the config."""
 
     config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")] = ""
     """The TOML file, or the name of a preset. Not with --resume; with --model.from it may be left out."""
@@ -121,12 +121,12 @@ def _resume(paths: list[str], own: dict[str, Any], overrides: dict[str, Any]) ->
     if "overwrite" in own:
         raise UserError("--overwrite and --resume contradict each other")
     if "model.from" in overrides:
-        raise UserError("--model.from begins a new run, and --resume goes on with one; leave one of them out")
+        raise UserError("--model.from begins a new run, and --resume continues one; leave one of them out")
     directory = user_path(own["resume"], "--resume")
     saved = load_run(directory)
     config = override(saved, overrides)
     if config.run.directory != saved.run.directory and Path(config.run.directory).resolve() != directory.resolve():
-        raise UserError(f"--resume goes on in {directory}; leave --run.directory {config.run.directory} out")
+        raise UserError(f"--resume continues in {directory}; leave --run.directory {config.run.directory} out")
     return resume(directory, checkpoint=own.get("checkpoint", ""), config=config, before_step=_before_step(config))
 
 

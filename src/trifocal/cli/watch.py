@@ -1,4 +1,4 @@
-"""`trifocal watch`: a run live in the terminal, from its files alone."""
+"""`trifocal watch`: a run live in the terminal, only from its files."""
 
 import time
 from collections.abc import Sequence

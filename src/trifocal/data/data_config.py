@@ -119,7 +119,7 @@ class DataConfig:
     validation_fraction of the split to train on."""
 
     revision: str = "main"
-    """hf, fineweb-edu: branch or commit on the hub. A run saves the commit that it found and goes on with it."""
+    """hf, fineweb-edu: branch or commit on the hub. A run saves the commit that it found and continues with it."""
 
     tokenizer: str = "bytes"
     """bytes; the path of a Hugging Face tokenizer.json, or of its folder; or an id of the hub, such as gpt2 or
@@ -129,10 +129,10 @@ class DataConfig:
     """The tokenizer's token that ends a document, such as <|endoftext|>; empty: found by its usual names."""
 
     seed: int = 1337
-    """Orders the documents; each epoch has an order of its own."""
+    """Orders the documents; each epoch has its own order."""
 
     validation_fraction: float = 0.05
-    """Share of documents held out, chosen by a hash of their text alone; of a text file that is cut into several,
+    """Share of documents held out, chosen only by a hash of their text; of a text file that is cut into several,
     by their place in it. 0 holds out none."""
 
     shuffle_documents: int = 1024
@@ -144,9 +144,9 @@ class DataConfig:
     bytes a token: rows for half a million to a million tokens mix well and start within seconds."""
 
     streams: int = 1
-    """Streams that the documents are dealt to; rows come from them in turn. Several processes read their own streams
-    alone where this is a multiple of their number; otherwise, and with 1, they read each other's too. It decides the
-    order of the rows, so it may not change within a run; the number of processes may."""
+    """Streams that the documents are dealt to; rows come from them in turn. Several processes read only
+    their own streams where this is a multiple of their number; otherwise, and with 1, they read each other's too. It
+    decides the order of the rows, so it may not change within a run; the number of processes may."""
 
     on_bad_document: Literal["stop", "skip"] = "stop"
     """The rule for a document without readable text (a null, a missing field, no UTF-8, no JSON), and for a chat that

@@ -199,8 +199,8 @@ class Loader:
         """
         if state.get("version") != POSITION_VERSION:
             raise UserError(
-                f"data position of version {state.get('version')}, expected {POSITION_VERSION}: go on with the version "
-                "of trifocal that saved the checkpoint, or start a new run"
+                f"data position of version {state.get('version')}, expected {POSITION_VERSION}: continue with the "
+                "version of trifocal that saved the checkpoint, or start a new run"
             )
         saved = state["settings"]
         pairs = {key: (saved.get(key, ""), value) for key, value in self._settings.items()}
@@ -376,7 +376,7 @@ def make_loader(
             "data.streams": len(streams),
         }
         if config.parsed.kind in ("hf", "fineweb-edu"):
-            # With no split of its own, validation would be on text that was trained on.
+            # Without its own split, validation would be on text that was trained on.
             settings["data.validation_split"] = config.validation_split
     return Loader(
         streams,

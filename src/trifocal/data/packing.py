@@ -61,8 +61,8 @@ class PackedStream:
     nothing of the row before.
 
     A chat is never divided, as its answers would lose their questions: if it does not fit, it begins the next row, and
-    separators without targets fill the rest of this one, behind the last document. The targets of a chat are the
-    tokens of its answers alone.
+    separators without targets fill the rest of this one, behind the last document. The targets of a chat are only
+    the tokens of its answers.
     """
 
     def __init__(self, documents: DocumentStream, sequence_length: int) -> None:

@@ -100,13 +100,13 @@ class DocumentStream:
     Args:
         source: The documents.
         tokenizer: Converts them to tokens.
-        longest_chat: A longer chat is cut to so many tokens.
+        longest_chat: Longer chats are cut to this many tokens.
         validation: Give the held-out documents instead of the others.
         validation_fraction: Share that is held out.
         seed: Orders shards and documents.
         block_documents: Documents in a block.
         activity: The loader's.
-        part: Number of this stream among the equal parts of the split. It counts its own epochs, over its part alone.
+        part: Number of this stream among the equal parts of the split. It counts its own epochs, over its part only.
         parts: Number of parts. Together they give every document once an epoch. Up to the number of shards, each part
             opens its own shards only; beyond that, parts share shards and divide the documents.
     """

@@ -120,7 +120,7 @@ def _failed(need: Need, problem: str) -> Need:
 
 
 def _measured(need: Need, config: RunConfig) -> Need:
-    """Train until some steps have ended, in processes of their own: the system ends those that take too much memory.
+    """Train until some steps have ended, in their own processes: the system ends those that take too much memory.
 
     The trainer is the real one, in a temporary folder beside the run's, without anything between the steps.
     """
@@ -173,7 +173,7 @@ def _processes(config: RunConfig, device: torch.device) -> int:
     groups = config.parallel.groups(count)
     if not groups:
         return count
-    # A group has rows of its own.
+    # Each group has its own rows.
     whole = config.train.global_batch_size % groups == 0
     return groups * context if config.parallel.mode != "none" and whole else context
 

@@ -65,7 +65,7 @@ assert function(torch.ones(8, device=device)).item() == 24
 
 
 def check_compile(code: str = _COMPILED, *, needed: bool = False, seconds: float = COMPILE_SECONDS) -> Finding:
-    """Whether torch.compile works, in a process of its own with empty caches.
+    """Whether torch.compile works, in its own process with empty caches.
 
     Args:
         code: What the process runs.
@@ -76,7 +76,7 @@ def check_compile(code: str = _COMPILED, *, needed: bool = False, seconds: float
     if not compilers():
         return Finding(name, failure, "it needs a C++ compiler", COMPILER_COMMAND)
     with tempfile.TemporaryDirectory(prefix="trifocal-doctor-", ignore_cleanup_errors=True) as cache:
-        # A group of its own, so that the compilers that it starts end with it; and no pool of them, which would take
+        # Its own group, so that the compilers that it starts end with it; and no pool of them, which would take
         # longer to start than to use.
         own = {"TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         process = subprocess.Popen(

@@ -18,8 +18,8 @@ Prompt = tuple[NDArray[np.int32], NDArray[np.int32]]
 
 _NAMES = ("Anna", "Boris", "Clara", "David", "Elena", "Frank", "Grace", "Henry")
 _DIGITS = 5
-# The needles of a depth stand in a range of at most so many tokens: in one place, all would lie alike in the blocks of
-# sparse attention, and the figure would be that of this one position in a block.
+# The needles of a depth stand in a range of at most this many tokens: in one place, all would lie alike in the blocks
+# of sparse attention, and the figure would be that of this one position in a block.
 _RANGE = 128
 # Random numbers of validation rows have a key of three numbers: this one differs from theirs.
 _SPLIT = 2
@@ -79,7 +79,7 @@ class Haystacks:
     def _of_task(self, length: int, sample: int, place: float) -> Prompt:
         key = (self._data.seed, _SPLIT, sample)
         tokens, targets = haystack(self._vocab_size, length, self.needles, key, depth=place)
-        # The first question alone: its needle has the place.
+        # Only the first question: its needle has the place.
         end = np.flatnonzero(targets >= 0)[VALUE_TOKENS - 1] + 1
         return tokens[:end], targets[:end]
 
@@ -97,7 +97,7 @@ class Haystacks:
         return tokens[:-1], targets
 
     def _read_texts(self, length: int, samples: int) -> list[NDArray[np.int32]]:
-        """Validation text for each sample, at least so many tokens, without separators."""
+        """Validation text for each sample, at least `length` tokens, without separators."""
         data = replace(self._data, shuffle_sequences=1)
         rows: list[NDArray[np.int32]] = []
         with make_loader(

@@ -28,7 +28,7 @@ def measure_recall(subject: Subject, length: int, pairs: int, samples: int) -> I
         `first` tokens up to, not including, `end`.
 
     Raises:
-        UserError: If a row cannot hold so many pairs, or there are too few keys.
+        UserError: If a row cannot hold this number of pairs, or there are too few keys.
     """
     assert subject.data is not None
     vocab_size = subject.model.config.vocab_size

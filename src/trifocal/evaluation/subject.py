@@ -12,7 +12,7 @@ from trifocal.runlog.environment import host_memory_bytes
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.step.micro_batch import autocast
 
-# Rows are run together up to so many tokens: enough for a GPU, little for a host.
+# Tokens of rows that are run together: enough for a GPU, little for a host.
 _TOKENS_AT_ONCE = {"cuda": 65536, "cpu": 4096}
 
 

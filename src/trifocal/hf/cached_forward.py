@@ -1,4 +1,4 @@
-"""A forward pass that goes on after the tokens of a cache of transformers."""
+"""A forward pass that continues after the tokens of a cache of transformers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -58,7 +58,7 @@ class TrifocalLayer(DynamicLayer):
     def reserve(
         self, config: ModelConfig, kind: Attention, num_pages: int, page_size: int, like: Tensor
     ) -> SparseCache | DenseCache:
-        """The cache for the operators of `trifocal.ops`, with room for so many pages a row; what it holds stays.
+        """The cache for the operators of `trifocal.ops`, with room for `num_pages` a row; what it holds stays.
 
         Args:
             config: The model's configuration.
@@ -89,7 +89,7 @@ class TrifocalLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Not for this layer: a model of Trifocal appends to it."""
-        raise ValueError("this cache layer is filled by a model of Trifocal alone")
+        raise ValueError("this cache layer is filled only by a model of Trifocal")
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: the first tokens say what is kept."""
@@ -98,7 +98,7 @@ class TrifocalLayer(DynamicLayer):
         """Take back the last columns, padding too, at most 64 in all crops since as many came.
 
         Args:
-            tokens_to_remove: Negative: so many columns go. Positive, as older callers give it: so many stay.
+            tokens_to_remove: Columns that go, as a negative number; positive, as in older callers, those that stay.
 
         Raises:
             ValueError: If too many would go.
@@ -131,7 +131,7 @@ class TrifocalLayer(DynamicLayer):
 
 
 class NoCache(DynamicCache):
-    """Stands in for the cache of a pass with gradients, which makes none; no pass goes on with it."""
+    """Stands in for the cache of a pass with gradients, which makes none; no pass continues with it."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Refuse.

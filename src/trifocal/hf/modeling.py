@@ -311,7 +311,7 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
-        """Refuse: it keeps keys and values alone, in pages of its own."""
+        """Refuse: it keeps only keys and values, in its own pages."""
         raise ValueError(
             "continuous batching (generate_batch, transformers paged) is not possible for Trifocal's models: use "
             "generate, or trifocal.inference, which batches continuously"
@@ -348,7 +348,7 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_attentions,
             output_hidden_states, return_dict, cache: See `TrifocalModel.forward`.
             labels: The tokens themselves, [B, T]; -100 where the loss leaves them out. They are shifted here.
-            logits_to_keep: Logits of the last so many tokens, or of these places; 0: of all.
+            logits_to_keep: Logits of the last n tokens, or of these places; 0: of all.
             num_items_in_batch: The loss is divided by it instead of the number of labels.
             kwargs: See `TrifocalModel.forward`; and `shift_labels`, labels that are shifted already.
 

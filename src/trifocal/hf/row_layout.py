@@ -40,7 +40,7 @@ class RowLayout(NamedTuple):
         return flat.index_copy(0, self.places, x[0]).view(batch, length, *x.shape[2:])
 
 
-# Reads the arguments: compiled code stops here and goes on behind it.
+# Reads the arguments: compiled code stops here and continues behind it.
 @torch.compiler.disable
 def row_layout(
     shape: tuple[int, int],
@@ -62,7 +62,7 @@ def row_layout(
         position_ids: Each token's position in its document, [B, T] or [1, T]; it restarts at 0 where a document
             begins. None: every row is one document.
         boundaries: First token of each document and, last, the number of tokens, [documents + 1], in a batch of one
-            row. On a GPU without a mask they alone are read; else they must agree with position_ids.
+            row. On a GPU without a mask only they are read; else they must agree with position_ids.
         longest: No document between `boundaries` has more tokens.
 
     Returns:
@@ -114,7 +114,7 @@ def real_tokens(attention_mask: Tensor | None, shape: tuple[int, int], *, may_be
     mask = given != 0
     if not bool((given == mask).all()):
         raise ValueError(
-            "attention_mask must hold 0 and 1 alone; packed documents are given by position_ids that restart at 0"
+            "attention_mask must hold only 0 and 1; packed documents are given by position_ids that restart at 0"
         )
     # One stretch of real tokens begins once.
     begins = mask & ~torch.nn.functional.pad(mask, (1, -1))

@@ -186,7 +186,7 @@ Branches = tuple[tuple[Tensor | None, Tensor | None], tuple[Tensor, Tensor], tup
 
 
 def _branches(new: Projected, cache: SparseCache) -> Branches:
-    """Keys and values of cmp, slc and win; None where the cache has no place of their own for them."""
+    """Keys and values of cmp, slc and win; None where the cache has no separate place for them."""
     middle = len(new.keys) // 2
     return (
         (None if cache.k_raw is None else new.keys[0], None if cache.v_raw is None else new.values[0]),

@@ -163,7 +163,7 @@ def check_plain(model: DecoderLM) -> None:
         own = "weight" in module._parameters or is_parametrized(module, "weight")
         if not own or "forward" in module.__dict__ or type(module).forward not in forwards:
             raise UserError(
-                f"decoding reads weights alone, but {name} computes more than a layer with its weight: merge adapters "
+                f"decoding reads only weights, but {name} computes more than a layer with its weight: merge adapters "
                 "into the weights, and remove hooks that make these"
             )
 
@@ -202,5 +202,5 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def copied(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `whole`, in a type, in memory of its own: later changes of the parameter are not seen."""
+    """As `whole`, in a type, in its own memory: later changes of the parameter are not seen."""
     return whole(parameter).to(dtype, copy=True)

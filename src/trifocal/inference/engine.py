@@ -25,9 +25,9 @@ from trifocal.inference.step_runner import MOST_DRAFTS, SampledTokens, StepRunne
 from trifocal.inference.text_stream import TextStream
 from trifocal.ops.decode.caches import MOST_NEW_TOKENS
 
-# A token's text may depend on so many tokens before it.
+# Tokens of context needed to decode one token's text.
 _NEIGHBOURS = 32
-# A pass over a short piece of a prompt takes as long as one over so many tokens.
+# A pass over a short piece of a prompt takes as long as one over this many tokens.
 _PASS_TOKENS = 256
 # Logits of a scored prompt at a time.
 _SCORED_LOGITS = 2**26
@@ -352,7 +352,7 @@ class Engine:
             state.place = None
 
     def _read_down_to(self, count: int) -> None:
-        """Read queued steps, oldest first, until so many are left."""
+        """Read queued steps, oldest first, until `count` are left."""
         while len(self._outstanding) > count:
             drawn, places = self._outstanding[0]
             rows = drawn.read()

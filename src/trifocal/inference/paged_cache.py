@@ -50,12 +50,12 @@ class CacheBytes(NamedTuple):
     page_size: int
 
     def of_sequence(self, num_tokens: int) -> int:
-        """Bytes of one sequence of so many tokens."""
+        """Bytes of one sequence of `num_tokens`."""
         return -(-num_tokens // self.page_size) * self.page + self.row
 
 
 def page_size_of(config: ModelConfig, wanted: int = PAGE_SIZE) -> int:
-    """The smallest page of at least so many tokens that holds whole selection blocks."""
+    """The smallest page of at least `wanted` tokens that holds whole selection blocks."""
     block = config.geometry.selection_block_size if config.chooses_blocks else 1
     return -(-wanted // block) * block
 
@@ -109,7 +109,7 @@ def layer_cache(tensors: dict[str, Tensor]) -> SparseCache | DenseCache:
 
 
 def cache_bytes(config: ModelConfig, dtype: torch.dtype, max_length: int, page_size: int = 0) -> CacheBytes:
-    """What a page and a row weigh; the caches of `PagedCache` are exactly so many bytes.
+    """What a page and a row weigh; the caches of `PagedCache` have exactly these sizes.
 
     Args:
         config: The model.
@@ -128,7 +128,7 @@ def cache_bytes(config: ModelConfig, dtype: torch.dtype, max_length: int, page_s
 
 
 class CachePlan(NamedTuple):
-    """Caches that fit: so many sequences at a time, which share so many pages."""
+    """Caches that fit: the sequences at a time, and the pages that they share."""
 
     max_sequences: int
     num_pages: int
@@ -137,7 +137,7 @@ class CachePlan(NamedTuple):
 def plan_cache(
     config: ModelConfig, dtype: torch.dtype, max_length: int, *, free_bytes: int, sequences: int
 ) -> CachePlan | None:
-    """The caches for so many sequences, or for as many as fit; None if not even one fits.
+    """The caches for `sequences` sequences, or for as many as fit; None if not even one fits.
 
     Sequences seldom all reach the longest length at once: they share what pages there are, and the engine lets the
     youngest leave for a while when the pages run out. So as many are planned as get a page each.

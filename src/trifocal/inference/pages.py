@@ -1,7 +1,7 @@
 """Which page of the caches belongs to which sequence: the host's side of them, plain numbers without tensors.
 
 A page holds a fixed number of tokens of every layer. A sequence owns a list of pages; a fork shares them. A page that
-several sequences own is never written: whoever writes into it first gets a copy of its own.
+several sequences own is never written: whoever writes into it first gets its own copy.
 """
 
 from collections import Counter
@@ -47,11 +47,11 @@ class PageAllocator:
         return len(self._free)
 
     def pages_of(self, num_tokens: int) -> int:
-        """Pages that hold so many tokens."""
+        """Number of pages that hold `num_tokens`."""
         return -(-num_tokens // self.page_size)
 
     def take(self, count: int) -> list[int]:
-        """Own so many free pages.
+        """Own `count` free pages.
 
         Raises:
             OutOfPages: If there are fewer.

@@ -1,10 +1,10 @@
 """A chunk of one sequence's prompt: it is written into the caches, and what its queries see is gathered from them.
 
-The first chunk sees itself alone: its keys and values go into attention as they are, as in training. The rings keep
+The first chunk sees only itself: its keys and values go into attention as they are, as in training. The rings keep
 their tokens until a chunk has gone through every layer: one that fails half-way leaves a sequence as it was, since
 pages are never read behind its length.
 
-What depends on the sequence is on the device, and shapes depend on where the chunk begins and on its length alone, so
+What depends on the sequence is on the device, and shapes depend only on where the chunk begins and on its length, so
 that a chunk can be recorded as a CUDA graph. Its last tokens may be padding: no token in front of them sees them, and
 they reach no ring.
 """

@@ -1,7 +1,7 @@
 """The caches of earlier prompts, found again by their tokens.
 
 A prompt's past is kept where a chunk of it ends at the end of a page: its pages, which are shared and never written
-again, and its row of the rings. A later prompt that begins with the same tokens goes on from there. Chunks begin at
+again, and its row of the rings. A later prompt that begins with the same tokens continues from there. Chunks begin at
 the same places either way, so that no bit changes.
 """
 
@@ -37,7 +37,7 @@ class PrefixCache:
         return keys
 
     def find(self, keys: Sequence[bytes], most: int) -> CachedSequence | None:
-        """The longest kept past of a prompt of at most so many tokens; to be forked."""
+        """The longest kept past of a prompt of at most `most` tokens; to be forked."""
         found = None
         for key in keys[: most // self._model.prefill_chunk_size]:
             if key in self._kept:

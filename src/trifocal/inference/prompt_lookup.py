@@ -25,7 +25,7 @@ class PromptLookup:
         self._tokens.append(token)
 
     def guess(self, most: int) -> list[int]:
-        """The next tokens, at most so many; none where nothing is known, or the last guess was wrong."""
+        """The next tokens, at most `most`; none where nothing is known, or the last guess was wrong."""
         if self._pause:
             self._pause -= 1
             return []

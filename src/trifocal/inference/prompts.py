@@ -106,7 +106,7 @@ def memory_errors(device: torch.device) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        # On a CPU PyTorch says it in words alone.
+        # On a CPU PyTorch says it only in words.
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
         raise UserError(

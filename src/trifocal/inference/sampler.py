@@ -1,6 +1,6 @@
 """Drawing the next token of every sequence on the device, without a host look.
 
-A draw depends on the sequence's logits, settings, seed and position alone. Probabilities become whole numbers before
+A draw depends only on the sequence's logits, settings, seed and position. Probabilities become whole numbers before
 they are added: such sums are exact, so that their order, which depends on the batch, does not matter. `draw` says in
 PyTorch what is drawn; `draw_step` is the end of a decode step, on a GPU one kernel, or three.
 """
@@ -191,7 +191,7 @@ def draw_step(
         return
     position = lengths if num_new is None else lengths + num_new
     found, log_p = draw(logits, settings, position, filtered=filtered)
-    # Where logits are broken, the sequence goes on with any token until the host ends it.
+    # Where logits are broken, the sequence continues with any token until the host ends it.
     tokens.copy_(found.clamp(min=0))
     drawn[:, 0], drawn[:, 1] = found, log_p
     # Last, so that a step that fails can be run again.

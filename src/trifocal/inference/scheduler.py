@@ -183,7 +183,7 @@ class Scheduler:
         return dropped
 
     def _places(self, state: RequestState) -> int:
-        """Tokens that a sequence needs pages for to go on."""
+        """Tokens that a sequence needs pages for to continue."""
         if state.launched:
             assert state.swapped is not None
             return state.swapped.length + 1

@@ -220,7 +220,7 @@ class StepRunner:
         self._held[place] = length
 
     def _kind(self, num_new: Mapping[int, int]) -> StepKind:
-        """The kind of a step in which places get so many new tokens."""
+        """The kind of a step in which places get these numbers of new tokens."""
         geometry = self._model.config.geometry
         spans = [(self._held[place], self._held[place] + new) for place, new in num_new.items()]
         return StepKind(
@@ -284,7 +284,7 @@ class StepRunner:
         return SampledTokens(values, arrived)
 
     def _size(self, count: int) -> int:
-        """The batch size of a step for so many places."""
+        """The batch size of a step for `count` places."""
         return min(1 << (count - 1).bit_length(), self._model.max_sequences)
 
 

@@ -58,7 +58,7 @@ def _recall(rows: list[dict[str, Any]]) -> Chart:
         steps, values = _mean_over_layers(rows, name)
         if steps:
             traces.append(line(steps, values, label, colour, width=3, dash=dash))
-    caption = "Mass of full attention that the free blocks hold, as a share of the most that so many could hold."
+    caption = "Mass of full attention that the free blocks hold, as a share of the most that n blocks could hold."
     layout = {"xaxis": _STEP, "yaxis": {"range": [0, 1.02], "tickformat": ".0%"}}
     return Chart("recall", "Choice recall", caption, traces, layout)
 

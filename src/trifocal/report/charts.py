@@ -105,7 +105,7 @@ def _gradient_norm(runs: list[Run]) -> Chart:
 def _throughput(runs: list[Run]) -> Chart:
     traces = _with_trend(_of_each(runs, "tokens_per_second"))
     layout = _axes("tokens/s", from_zero=True) | {"showlegend": len(runs) > 1}
-    caption = "All ranks together, in training steps alone."
+    caption = "All ranks together, only in training steps."
     return Chart("throughput", "Throughput", caption, traces, layout)
 
 

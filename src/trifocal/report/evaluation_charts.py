@@ -123,7 +123,7 @@ def _distance(runs: list[Run]) -> Chart:
         "yaxis": _SHARE,
         "showlegend": True,
     }
-    caption = "The same by distance: a window alone falls behind its end."
+    caption = "The same by distance: with only a window it falls behind the end of that."
     return Chart("recall_distance", "Recall by distance", caption, traces, layout)
 
 

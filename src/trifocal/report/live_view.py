@@ -1,4 +1,4 @@
-"""The live view of a run in a terminal, from its files alone."""
+"""The live view of a run in a terminal, only from its files."""
 
 import itertools
 import time
@@ -35,7 +35,7 @@ _SHOWN_EVENTS = 4
 
 
 class SilenceClock:
-    """Seconds of silence of every rank, by this machine's clock alone once a new row was seen.
+    """Seconds of silence of every rank, only by this machine's clock once a new row was seen.
 
     Clocks of other machines may be off, which would make live ranks look dead, or dead ones alive.
     """

@@ -126,7 +126,7 @@ def _healthy(run: Run) -> Finding:
         changes.append(f"Read {dumps[-1]}: it says where each rank was.")
     if states & {"failed", "dead"}:
         if list_checkpoints(run.directory / "checkpoints"):
-            change = f"trifocal train --resume {folder} goes on from the last checkpoint."
+            change = f"trifocal train --resume {folder} continues from the last checkpoint."
         else:
             config = shell_path(run.directory / "config.toml")
             change = f"it has no checkpoint: trifocal train {config} --overwrite begins again."
@@ -134,7 +134,7 @@ def _healthy(run: Run) -> Finding:
     if "stopped" in states:
         mark = "watch"
         worries.append(f"it was stopped at step {run.last_step:,}")
-        changes.append(f"trifocal train --resume {folder} goes on to its last step.")
+        changes.append(f"trifocal train --resume {folder} continues to its last step.")
     for rank, rows in run.heartbeats.items():
         verdict = judge(rows[-1])
         if verdict.state in ("failed", "dead", "stalled"):

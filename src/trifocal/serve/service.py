@@ -265,7 +265,7 @@ def _with_text(message: Any) -> Any:
         return message
     parts = message["content"]
     if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
-        raise ApiError(400, "messages may have parts of the type text alone", param="messages")
+        raise ApiError(400, "messages may have only parts of the type text", param="messages")
     return message | {"content": "".join(_checked(str, part.get("text"), "text") for part in parts)}
 
 

@@ -1,4 +1,4 @@
-"""The engine in a thread of its own: requests go in through a queue, updates come out on the event loop."""
+"""The engine in its own thread: requests go in through a queue, updates come out on the event loop."""
 
 import asyncio
 import math
@@ -69,7 +69,7 @@ class Worker:
     """Runs an engine for calls of an event loop.
 
     Args:
-        engine: The engine; the worker's alone from now on.
+        engine: The engine; from now on only the worker uses it.
         model: Its model.
         max_open: Sequences that may run and wait.
         before_step: Called by its thread before each step of the engine.
@@ -110,7 +110,7 @@ class Worker:
 
     @property
     def gauges(self) -> dict[str, int]:
-        """What is going on, as of the last step."""
+        """Requests and pages in use, as of the last step."""
         waiting = min(self._engine.num_waiting, len(self._calls))
         pages = self._model.pages
         return {

@@ -46,7 +46,7 @@ class BuiltinSource:
                     sizes.append((name, size))
         if not self._files:
             raise UserError(
-                f"data.source builtin: no Python files under {paths['stdlib']}; use text:PATH with a text of your own"
+                f"data.source builtin: no Python files under {paths['stdlib']}; use text:PATH with your own text"
             )
         self.shards, self.left_out = list(self._files), ""
         self.fingerprint = fingerprint("builtin", sizes)

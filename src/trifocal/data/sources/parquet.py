@@ -75,7 +75,7 @@ class ParquetSource:
 
         Raises:
             UserError: If the file is not parquet or damaged, lacks the field, or a row is bad and stops the run; if it
-                is on a server that goes on failing.
+                is on a server that keeps failing.
         """
         first_group, first_row = cursor or (0, 0)
         parquet, counts = self._open(shard)

@@ -23,13 +23,13 @@ _NEEDLE = 2 + VALUE_TOKENS
 _SHORTEST_HAYSTACK = 16
 """The shortest haystack of a row, for each of its needles."""
 _PAIRS_PER_TOKEN = 8
-"""`recall` without a number has a pair for so many tokens."""
+"""`recall` without a number has one pair per this many tokens."""
 _FEWEST_PAIRS = 4
 """A row of `recall` has no documents with fewer pairs, on average."""
 
 
 class SyntheticStream:
-    """Endless rows, each made from its number alone: no text, no end. A position is the number of the next row.
+    """Endless rows, each made only from its number: no text, no end. A position is the number of the next row.
 
     Args:
         make_row: Makes the row of a number.

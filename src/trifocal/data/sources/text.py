@@ -34,8 +34,8 @@ class TextSource:
     A longer file is cut at line ends (or anywhere, if a line is longer than a document), so that one book can be
     shuffled and held out in part. If fewer than four documents would be held out, the text is cut into smaller ones.
     One byte in `document_bytes / validation_fraction` is marked, counted through all files; a piece of a file is held
-    out if it contains a marked byte. So the held-out pieces are evenly spread, also if pieces are equal, and depend on
-    the files' sizes alone.
+    out if it contains a marked byte. So the held-out pieces are evenly spread, also if pieces are equal, and depend
+    only on the files' sizes.
 
     Args:
         path: File, folder (its `.txt` and `.md` files, also compressed as .gz, .bz2 or .xz) or glob.
