@@ -1,4 +1,4 @@
-"""The attention in a model of your own: one layer takes the place of dense attention.
+"""The attention in your own model: one layer takes the place of dense attention.
 
 An index chooses the blocks. It learns from a loss that the layer adds to the backward pass by itself.
 
