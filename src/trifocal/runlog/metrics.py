@@ -1,9 +1,8 @@
 """The run's metrics: `metrics.jsonl`.
 
-Every row is a JSON object with `kind`, `step` (optimizer steps done) and `unix_time_seconds`. docs/runs.md has the
-fields of the kinds `train` and `evaluation`, docs/diagnostics.md the fields of `event` and `telemetry`. A number that
-is not finite is written as NaN or Infinity, which Python's json reads. A value that does not exist on this machine (MFU
-on a CPU) is null or left out.
+Every row is a JSON object with `kind`, `step` (optimizer steps done) and `unix_time_seconds`. docs/diagnostics.md has
+the fields. A number that is not finite is written as NaN or Infinity, which Python's json reads. A value that does not
+exist on this machine (MFU on a CPU) is null or left out.
 """
 
 import os
