@@ -7,8 +7,8 @@ is replaced behind a caller's back. The rules of `auto`, in order:
 3. everything else takes the reference.
 
 Every stage has a portable kernel in `triton/`, and some have one in `hopper/` under the same file name. The rules below
-choose between them, and the sizes of tiles from `triton/tiles.py` and `hopper/tiles.py`. To try another kernel or
-configuration, change a rule and run `benchmarks/kernels.py`. Importing this module imports no Triton.
+choose between them, and the sizes of tiles from `tiles.py`. To try another kernel or configuration, change a rule and
+run `benchmarks/kernels.py`. Importing this module imports no Triton.
 """
 
 import importlib
@@ -22,7 +22,6 @@ from torch import Tensor
 
 from trifocal.ops import devices, tiles
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.hopper import tiles as hopper_tiles
 from trifocal.ops.support import unsupported_reason
 from trifocal.ops.tiles import cdiv
 
@@ -173,7 +172,7 @@ def interval_on_hopper(
         programs = cdiv(k.shape[1], 128) * k.shape[0] * k.shape[2]
         if programs < FEWEST_PROGRAMS_OF_WINDOW_DKDV * devices.multiprocessors(q.device):
             return None
-    configuration = hopper_tiles.INTERVAL[kernel, window].get(q.shape[-1])
+    configuration = tiles.HOPPER_INTERVAL[kernel, window].get(q.shape[-1])
     fits = (
         configuration is not None
         and devices.is_hopper(q.device)
@@ -218,7 +217,7 @@ def importance_on_hopper(q: Tensor, k_cmp: Tensor, geometry: Geometry, *, packed
     fits = (
         q.shape[0] * q.shape[1] > MOST_QUERIES_OF_PORTABLE_IMPORTANCE
         and devices.is_hopper(q.device)
-        and q.shape[3] in hopper_tiles.IMPORTANCE
+        and q.shape[3] in tiles.HOPPER_IMPORTANCE
         and heads in (4, 8, 16, 32, 64)
         and q.shape[1] >= 64
         and not packed
@@ -228,7 +227,7 @@ def importance_on_hopper(q: Tensor, k_cmp: Tensor, geometry: Geometry, *, packed
     )
     if not fits:
         return None
-    options = hopper_tiles.IMPORTANCE[q.shape[3]]
+    options = tiles.HOPPER_IMPORTANCE[q.shape[3]]
     return {**options, "stack": max(options["stack"], 8 // heads)}
 
 
@@ -300,7 +299,7 @@ def selected_tile(kernel: str, q: Tensor, v: Tensor, q_per_kv: int, *, on_hopper
     """The tile of a kernel of selected attention; names as in `ops.tiles.selected_tile`."""
     dim, value_dim = _columns(q, v)
     if on_hopper:
-        return hopper_tiles.selected_tile(kernel, q_per_kv, max(dim, value_dim))
+        return tiles.hopper_selected_tile(kernel, q_per_kv, max(dim, value_dim))
     return tiles.selected_tile(kernel, q.dtype, q_per_kv, dim, value_dim, devices.architecture(q.device))
 
 

@@ -1,7 +1,7 @@
-"""Tile sizes of the portable kernels, as measured; `ops.dispatch` takes them from here. Nothing here needs Triton."""
+"""Tile sizes of the kernels, as measured; `ops.dispatch` takes them from here. Nothing here needs Triton."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -116,6 +116,24 @@ _TILES: dict[tuple[str, str], dict[int, Tile]] = {
 }
 # The window's keys are seen by few rows: smaller key tiles waste fewer of them.
 _WINDOW_TILES: dict[tuple[str, str], dict[int, Tile]] = {("hopper", "dkdv"): {128: Tile(64, 64, 4, 2)}}
+# Kernels of `hopper`: by kernel, whether it is the window's, and columns of q, the fastest of several. At 64
+# columns the portable kernels, with several programs on a multiprocessor, are as fast or faster, but for the
+# window's d_k and d_v. Wider keys leave registers for fewer rows.
+HOPPER_INTERVAL: dict[tuple[str, bool], dict[int, dict[str, Any]]] = {
+    ("forward", False): {128: {"keys": 128}, 192: {"keys": 128}},
+    ("forward", True): {128: {"keys": 64}, 192: {"keys": 64}},
+    ("d_q", False): {128: {"keys": 64}, 192: {"keys": 64}},
+    ("d_q", True): {128: {"keys": 64}, 192: {"keys": 64}},
+    ("dkdv", False): {128: {"rows": 64, "stages": 3, "ahead": True}, 192: {"rows": 32, "stages": 2}},
+    ("dkdv", True): {
+        64: {"rows": 64, "stages": 3, "ahead": True},
+        128: {"rows": 64, "stages": 2},
+        192: {"rows": 32, "stages": 2},
+    },
+}
+# By columns of q: tiles of keys in shared memory for each part of a program, and tiles of queries that a program takes
+# before other keys.
+HOPPER_IMPORTANCE: dict[int, dict[str, int]] = {128: {"k_stages": 2, "stack": 1}, 192: {"k_stages": 1, "stack": 2}}
 
 
 def interval_tile(kernel: str, dtype: torch.dtype, columns: int, architecture: str, *, window: bool) -> Tile:
@@ -188,6 +206,17 @@ def _selected_fp32(kernel: str, rows: int) -> SelectedTile:
     if kernel == "block_major backward":
         return SelectedTile(rows, warps=8, stages=1, piece_slots=128)
     return SelectedTile(rows, warps=4 if rows == 16 else 8, stages=1, piece_slots=64)
+
+
+def hopper_selected_tile(kernel: str, q_per_kv: int, columns: int) -> SelectedTile:
+    """The tile of a kernel of `hopper`; arguments as for `selected_tile`, and the columns of the wider of q and v."""
+    pieces = 0
+    if kernel == "block_major forward":
+        pieces = max(64, 1024 // q_per_kv)
+    if kernel == "block_major backward":
+        # Narrow tiles take less time each, beside which a piece's own sums are to stay small.
+        pieces = max(256 if columns > 64 else 512, 2048 // q_per_kv)
+    return SelectedTile(64, warps=4, stages=1, piece_slots=pieces)
 
 
 def importance_tile(dtype: torch.dtype, q_per_kv: int, dim: int, architecture: str) -> Tile:
