@@ -204,7 +204,7 @@ def test_a_disk_that_does_not_take_the_files_is_said_and_the_run_goes_on(
     def full(trace: object, folder: Path, rank: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("trifocal.runlog.traces.exchange.GradientTrace.write", full)
+    monkeypatch.setattr("trifocal.runlog.traces.layers.GradientTrace.write", full)
     train(make_config(tmp_path, *QUICK, "--trace.what", "gradients,memory", "--trace.steps", "2:4"))
     assert "could not be written: [Errno 28] No space left on device; training goes on" in capsys.readouterr().out
     names = [row["name"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "event")]

@@ -15,8 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from trifocal.runlog.heartbeat import Phases
 from trifocal.runlog.traces.base import Moment, Trace
-from trifocal.runlog.traces.exchange import ExchangeTrace, GradientTrace
-from trifocal.runlog.traces.layers import DtypeTrace, MemoryTrace, ModuleTrace
+from trifocal.runlog.traces.layers import DtypeTrace, ExchangeTrace, GradientTrace, MemoryTrace, ModuleTrace
 
 if TYPE_CHECKING:
     from trifocal.distributed import Parallel
