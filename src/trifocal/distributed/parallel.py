@@ -392,3 +392,8 @@ def gather_full_model(model: DecoderLM, processes: DistributedContext) -> Decode
         whole = DecoderLM(model.config)
     whole.load_state_dict(state, assign=True)
     return whole
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """This process's shard of a sharded tensor; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

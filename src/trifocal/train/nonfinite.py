@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from trifocal.distributed import gather_full_model
+from trifocal.distributed.parallel import local_shard
 from trifocal.models import save_weights
-from trifocal.runlog.traces.base import local_shard
 from trifocal.train.run_logger import RunLogger
 from trifocal.train.setup import TrainSetup
 from trifocal.train.step.step import StepResult

@@ -104,12 +104,6 @@ def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def local_shard(tensor: Tensor) -> Tensor:
-    """This process's shard of a sharded tensor; any other tensor as it is."""
-    # Not by its type: importing DTensor takes as long as half of PyTorch.
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 class ModuleHooks:
     """Calls back around the forward pass of every module, also when checkpointing repeats it in backward.
 

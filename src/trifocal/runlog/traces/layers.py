@@ -1,7 +1,7 @@
 """The traces, `NAME_rank*.csv`: passes of modules, dtypes, memory by module, gradients, and exchanges of processes.
 
-`exchange` comes with `collectives_rank*.csv`, every collective of the window from PyTorch's flight recorder, and under DDP
-with `ddp_rank*.json`, DDP's own figures.
+`exchange` comes with `collectives_rank*.csv`, every collective of the window from PyTorch's flight recorder, and under
+DDP with `ddp_rank*.json`, DDP's own figures.
 """
 
 import contextlib
@@ -11,17 +11,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trifocal.distributed.parallel import GradientWatch, local_shard
 from trifocal.runlog.stalls.collectives import Collective, recorded_collectives
-from trifocal.runlog.traces.base import Mark, ModuleHooks, Moment, Trace, local_shard, write_table
-
-if TYPE_CHECKING:
-    from trifocal.distributed.parallel import GradientWatch
+from trifocal.runlog.traces.base import Mark, ModuleHooks, Moment, Trace, write_table
 
 # Tensors that the optimizer changes by small amounts need one of these.
 _FULL_PRECISION = (torch.float32, torch.float64)
@@ -275,7 +273,7 @@ class ExchangeTrace(Trace):
 
     name = "exchange"
 
-    def __init__(self, moment: Moment, model: nn.Module, module: nn.Module, watch: "GradientWatch") -> None:
+    def __init__(self, moment: Moment, model: nn.Module, module: nn.Module, watch: GradientWatch) -> None:
         super().__init__(moment)
         self._module, self._watch = module, watch
         # Not by time: the recorder's clock may be seconds off.

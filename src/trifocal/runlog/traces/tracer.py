@@ -7,18 +7,16 @@ in the traced steps only: every other step runs without them.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from trifocal.distributed import Parallel
 from trifocal.runlog.heartbeat import Phases
 from trifocal.runlog.traces.base import Moment, Trace
 from trifocal.runlog.traces.layers import DtypeTrace, ExchangeTrace, GradientTrace, MemoryTrace, ModuleTrace
-
-if TYPE_CHECKING:
-    from trifocal.distributed import Parallel
 
 TRACES = ("gradients", "modules", "exchange", "dtypes", "memory", "profiler")
 HOOKED = ("gradients", "modules", "exchange", "dtypes", "memory")
@@ -86,7 +84,7 @@ class Tracer:
         *,
         interval_steps: int = 0,
         model: nn.Module,
-        parallel: "Parallel",
+        parallel: Parallel,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         rank: int,

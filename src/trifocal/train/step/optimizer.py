@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trifocal.distributed.parallel import local_shard
 from trifocal.nn.chooser import IndexHeads
-from trifocal.runlog.traces.base import local_shard
 from trifocal.train.config.sections import OptimizerSection
 
 
