@@ -28,7 +28,6 @@ from trifocal.nn import rotate
 from trifocal.ops import nsa_attention
 from trifocal.ops.choice_loss import choice_loss
 from trifocal.ops.decode import linear as decode_linear
-from trifocal.testing import costs
 from trifocal.testing.inputs import attention_inputs
 from trifocal.testing.small_models import SMALL, make_model
 from trifocal.train import setup as train_setup
@@ -214,14 +213,14 @@ def loop_over_tokens(measure, _):
 
 def test_operation_count_looks_into_the_choice_of_blocks(monkeypatch):
     """`select_blocks` is one operator to the dispatcher."""
-    healthy = costs.reference.select_blocks
+    healthy = cost_checks.reference.select_blocks
 
     def looped(q, k_cmp, lse, *rest):
         for t in range(q.shape[1]):
             q[:, t].sum()
         return healthy(q, k_cmp, lse, *rest)
 
-    monkeypatch.setattr(costs.reference, "select_blocks", looped)
+    monkeypatch.setattr(cost_checks.reference, "select_blocks", looped)
     assert not cost_checks.operation_count(CPU).passed
 
 

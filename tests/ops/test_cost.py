@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.ops import cases
 from tests.ops.cases import Case, draw, geometry
 from trifocal import nsa_attention, ops
-from trifocal.testing.costs import count_operations, stored_bytes
+from trifocal.checks.cost_checks import count_operations, stored_bytes
 
 GEOMETRY = geometry(8, 4, 16, 4, 1, 2, 24)
 
