@@ -23,7 +23,7 @@ from trifocal.evaluation import (
     TASKS,
     Evaluated,
     Plan,
-    Say,
+    ReportProgress,
     Subject,
     Task,
     evaluate_model,
@@ -199,7 +199,7 @@ def _plan(subject: Subject, options: EvaluateArguments) -> Plan:
     )
 
 
-def _progress() -> Say:
+def _progress() -> ReportProgress:
     """A line for each task and length, and every few seconds how far it is."""
     last = time.monotonic()
 

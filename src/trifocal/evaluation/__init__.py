@@ -1,6 +1,6 @@
 """What a trained model can do: loss by position, its choice, needles, recall (`trifocal evaluate`)."""
 
-from trifocal.evaluation.measure import TASKS, Plan, Say, Task, evaluate_model, not_possible
+from trifocal.evaluation.measure import TASKS, Plan, ReportProgress, Task, evaluate_model, not_possible
 from trifocal.evaluation.record import Evaluated, merge_rows, to_json, write_evaluation
 from trifocal.evaluation.subject import Subject
 
@@ -8,7 +8,7 @@ __all__ = [
     "TASKS",
     "Evaluated",
     "Plan",
-    "Say",
+    "ReportProgress",
     "Subject",
     "Task",
     "evaluate_model",

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, get_args
@@ -12,13 +12,14 @@ import torch
 from trifocal.data import Batch, DataConfig, read_validation
 from trifocal.data.data_config import SourceName
 from trifocal.data.sources.synthetic import check_recall, task_size
-from trifocal.evaluation.choice import measure_choice
 from trifocal.evaluation.needles import measure_needles
 from trifocal.evaluation.position_loss import measure_loss
 from trifocal.evaluation.recall import measure_recall
 from trifocal.evaluation.subject import Subject, TooShort
 from trifocal.models import ModelConfig
 from trifocal.runlog.progress import duration
+from trifocal.telemetry import AttentionTelemetry
+from trifocal.train.step.micro_batch import autocast
 
 Task = Literal["loss", "position", "choice", "needle", "recall"]
 TASKS: tuple[Task, ...] = get_args(Task)
@@ -29,7 +30,7 @@ _CHOICE_SEQUENCES = 16
 _SEQUENCES = 16
 
 
-class Say(Protocol):
+class ReportProgress(Protocol):
     """Tells the person who waits."""
 
     def __call__(self, text: str, detail: str = "") -> None:
@@ -94,7 +95,7 @@ def not_possible(task: str, data: DataConfig | None, config: ModelConfig) -> str
     return ""
 
 
-def evaluate_model(subject: Subject, plan: Plan, say: Say) -> Iterator[dict[str, Any]]:
+def evaluate_model(subject: Subject, plan: Plan, say: ReportProgress) -> Iterator[dict[str, Any]]:
     """Measure all that was planned.
 
     Args:
@@ -121,7 +122,7 @@ def evaluate_model(subject: Subject, plan: Plan, say: Say) -> Iterator[dict[str,
     if "choice" in plan.tasks:
         say("choice: its recall, by layer and by distance")
         batches = _batches(subject, plan, at_once=1)[:_CHOICE_SEQUENCES]
-        yield from _guarded(subject, "choice", plan.sequence_length, partial(measure_choice, subject, batches))
+        yield from _guarded(subject, "choice", plan.sequence_length, partial(_choice_rows, subject, batches))
     if "needle" in plan.tasks:
         for length in plan.needle_lengths():
             text = f"needle: {plan.depths * plan.samples} haystacks of {length:,} tokens"
@@ -180,7 +181,7 @@ def _sequences(subject: Subject, plan: Plan) -> int:
     return plan.sequences or max(1, own)
 
 
-def _loss_rows(subject: Subject, plan: Plan, say: Say, left: TimeLeft) -> Iterator[dict[str, Any]]:
+def _loss_rows(subject: Subject, plan: Plan, say: ReportProgress, left: TimeLeft) -> Iterator[dict[str, Any]]:
     assert subject.data is not None
     run, held_out = subject.run, ""
     # As many tokens at once as in training.
@@ -198,6 +199,39 @@ def _loss_rows(subject: Subject, plan: Plan, say: Say, left: TimeLeft) -> Iterat
 
     rows = measure_loss(subject, batches, on_batch)
     yield from (row for row in rows if row["task"] in plan.tasks)
+
+
+def _choice_rows(subject: Subject, batches: Sequence[Batch]) -> list[dict[str, Any]]:
+    """Recall of the choice, mean over the first sequences of batches: a row `choice` for each layer, then one
+    `choice_distance` for each distance, `first` <= tokens back < `end`, at which the exact choice finds something.
+    """
+    telemetry = AttentionTelemetry(subject.model)
+    measured = []
+    with autocast(subject.device, subject.precision):
+        for batch in batches:
+            figures = telemetry.figures(batch.tokens[:1].to(subject.device), cu_seqlens=batch.cu_seqlens)
+            if not figures["choice_recall"].isnan().any():
+                measured.append(figures)
+    length = batches[0].tokens.shape[1]
+    if not measured:
+        raise TooShort(f"no query of {length:,} tokens has more free blocks than it chooses")
+
+    def mean(name: str) -> torch.Tensor:
+        return torch.stack([figures[name] for figures in measured]).mean(0)
+
+    recalls = zip(telemetry.layers, mean("choice_recall").tolist(), mean("recall_by_chance").tolist(), strict=True)
+    rows: list[dict[str, Any]] = [
+        {"task": "choice", "length": length, "layer": layer, "recall": recall, "recall_by_chance": chance}
+        for layer, recall, chance in recalls
+    ]
+    exact, held = (mean(f"{name}_mass_by_distance").mean(0).tolist() for name in ("exact", "held"))
+    block = subject.model.config.geometry.selection_block_size
+    for number, (exact_mass, held_mass) in enumerate(zip(exact, held, strict=True)):
+        if exact_mass > 0:
+            first, end = block * (2**number // 2), block * 2**number
+            figures = {"first": first, "end": end, "exact_mass": exact_mass, "recall": held_mass / exact_mass}
+            rows.append({"task": "choice_distance", "length": length, **figures})
+    return rows
 
 
 def _batches(subject: Subject, plan: Plan, *, at_once: int) -> list[Batch]:
