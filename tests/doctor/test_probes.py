@@ -19,14 +19,12 @@ def gpu(monkeypatch):
 
 
 def run_instead(monkeypatch, outcome):
-    smoke = pytest.importorskip("trifocal.ops.triton.smoke")
-
     def run(device):
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
-    monkeypatch.setattr(smoke, "run_smallest_kernel", run)
+    monkeypatch.setattr(probes, "_run_small_kernel", run)
 
 
 def test_triton_without_a_gpu(monkeypatch):

@@ -7,6 +7,7 @@ from tests.ops import cases
 from tests.ops.cases import Case
 from tests.ops_triton.problems import DEVICE, FACTOR, ON_GPU, PAPER, SMALL, documents_of, needs_gpu, problems
 from trifocal import Geometry, ops
+from trifocal.doctor.probes import _run_small_kernel
 from trifocal.nn import NSAttention
 from trifocal.ops import mean_compress, operators
 from trifocal.ops.api import compress_by_mean
@@ -207,3 +208,7 @@ def test_compiled_whole_it_gives_the_same_bits(case):
         x_cmp = function(x)
         results.append((x_cmp, *torch.autograd.grad(x_cmp, x, cotangent(x_cmp))))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_the_kernel_that_doctor_runs_is_right(device):
+    assert _run_small_kernel(torch.device(device))
