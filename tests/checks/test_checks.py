@@ -15,7 +15,6 @@ from trifocal.checks import (
     attention_checks,
     cost_checks,
     operation_checks,
-    process_checks,
     training_checks,
 )
 from trifocal.checks.process_worker import Case
@@ -52,7 +51,7 @@ def quick(monkeypatch):
     """Few parallel cases, in processes that need not import everything first; half the steps to learn a fault."""
     warm.take_the_place_of_subprocess(monkeypatch, "trifocal.testing.processes")
     cases = Case("ddp", checkpointing=True), Case("fsdp", accumulation=2)
-    monkeypatch.setattr(process_checks, "CASES", cases)
+    monkeypatch.setattr(training_checks, "PARALLEL_CASES", cases)
     monkeypatch.setattr(training_checks, "FLOOR_STEPS", 80)
 
 
@@ -300,13 +299,13 @@ def late_binding_in_every_process(measure, _):
 
 
 def test_parallel_gradients_find_a_lost_micro_batch():
-    found = process_checks.parallel_gradients(CPU, prepare="tests.checks.process_faults:last_micro_batch_alone")
+    found = training_checks.parallel_gradients(CPU, prepare="tests.checks.process_faults:last_micro_batch_alone")
     assert found.figure > 0.1 and "fsdp" in found.details[0]
 
 
 def test_a_process_that_fails_is_an_error_with_its_text():
     with pytest.raises(RuntimeError, match=r"(?s)process 1 ended with status 1: .*MemoryError: no more"):
-        process_checks.parallel_gradients(CPU, prepare="tests.checks.process_faults:death")
+        training_checks.parallel_gradients(CPU, prepare="tests.checks.process_faults:death")
 
 
 @fault("unknown-flags")

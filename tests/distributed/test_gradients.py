@@ -10,8 +10,7 @@ import torch
 from tests import warm
 from tests.distributed import bf16
 from tests.distributed.workers import Workers
-from trifocal.checks import process_checks
-from trifocal.checks.process_checks import BOUND, CASES
+from trifocal.checks.training_checks import GRADIENT_BOUND, PARALLEL_CASES, compare_processes
 
 
 def make_warnings_errors(rank: int) -> None:
@@ -24,11 +23,11 @@ def test_every_case_is_one_process() -> None:
     with pytest.MonkeyPatch.context() as patch:
         warm.take_the_place_of_subprocess(patch, "trifocal.testing.processes")
         prepare = f"{make_warnings_errors.__module__}:{make_warnings_errors.__name__}"
-        found = process_checks.measure(CASES, torch.device("cpu"), prepare)
+        found = compare_processes(PARALLEL_CASES, torch.device("cpu"), prepare)
     wrong = []
-    for case, (difference, parameter) in zip(CASES, found, strict=True):
+    for case, (difference, parameter) in zip(PARALLEL_CASES, found, strict=True):
         # Where not even rounding differs, nothing was exchanged.
-        if not 0 < difference <= BOUND:
+        if not 0 < difference <= GRADIENT_BOUND:
             wrong.append((case.name, difference, parameter))
     assert not wrong
 

@@ -14,7 +14,7 @@ from tests.children import ROOT, environment
 from tests.distributed import context_bf16
 from tests.distributed.workers import Workers, train
 from tests.train.tiny import read_checkpoint, write_config
-from trifocal.checks import process_checks as processes
+from trifocal.checks.training_checks import parallel_gradients
 from trifocal.runlog import read_metrics
 from trifocal.train.checkpoint.folders import list_checkpoints
 from trifocal.train.checkpoint.manifest import verify_checkpoint
@@ -41,7 +41,7 @@ def two_gpus(monkeypatch):
 
 
 def test_checks_pass_over_nccl():
-    found = processes.parallel_gradients(GPU)
+    found = parallel_gradients(GPU)
     assert found.passed, found
     assert "2 GPUs over NCCL" in found.details[0]
 

@@ -1,7 +1,7 @@
 """A process that the checks start: compares gradients with those of one process.
 
-Started by `trifocal.checks.process_checks` as `python -c "…process_worker…"` with torchrun's variables. Each case takes
-the same four rows: one process all of them, several processes an equal part each, or two chunks of each row.
+Started by `trifocal.checks.training_checks` as `python -c "…process_worker…"` with torchrun's variables. Each case
+takes the same four rows: one process all of them, several processes an equal part each, or two chunks of each row.
 """
 
 import dataclasses

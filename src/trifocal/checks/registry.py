@@ -14,7 +14,6 @@ from trifocal.checks import (
     cost_checks,
     model_checks,
     operation_checks,
-    process_checks,
     training_checks,
 )
 from trifocal.checks.measurement import Measurement, Skipped
@@ -62,7 +61,7 @@ CHECKS: tuple[Check, ...] = (
     Check("resume-bit-for-bit", (14,), "a resumed run is the uninterrupted one", training_checks.resume_bit_for_bit),
     Check("master-weights", (15,), "weights stay fp32 under bf16", training_checks.master_weights),
     Check("parallel-gradients", (3, 4, 5), "two processes, DDP or FSDP, compute the gradient of one",
-          process_checks.parallel_gradients),
+          training_checks.parallel_gradients),
     Check("unknown-flags", (12,), "unknown flags and keys are refused", operation_checks.unknown_flags),
     Check("heartbeat", (2,), "the heartbeat outlives a long operation", operation_checks.heartbeat),
     Check("failing-source", (13,), "data that fail stop the run", operation_checks.failing_source),

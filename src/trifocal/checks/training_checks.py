@@ -1,6 +1,8 @@
-"""Checks of training: short runs of the real trainer in a temporary folder."""
+"""Checks of training: short runs of the real trainer in a temporary folder, and steps in two processes, over gloo on a
+CPU, over NCCL on two GPUs."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -8,7 +10,7 @@ import random
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from trifocal.checks.measurement import Measurement
+from trifocal.checks.process_worker import Case
 from trifocal.data import Batch, DataConfig
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
 from trifocal.runlog import Heartbeat, read_metrics
+from trifocal.testing.processes import run_processes
 from trifocal.testing.small_models import small_config
 from trifocal.train.checkpoint.folders import checkpoint_path
 from trifocal.train.config.sections import (
@@ -43,6 +47,33 @@ Train = Callable[[RunConfig], TrainResult]
 
 FLOOR_STEPS = 160
 RESUME_STEPS = 6
+PROCESSES = 2
+_LIMIT_SECONDS = 180.0
+REPORTED_LAYERS = (5, 12)
+"""Depths at which distributed training was reported not to work."""
+# Both sides add up the same numbers in another order, and a dozen layers pass the rounding on.
+GRADIENT_BOUND = 64 * torch.finfo(torch.float32).eps
+
+PARALLEL_CASES = (
+    *(
+        Case("ddp", num_layers=layers, checkpointing=recompute)
+        for layers in REPORTED_LAYERS
+        for recompute in (False, True)
+    ),
+    Case("ddp", num_layers=12, checkpointing=True, static_graph=True),
+    Case("ddp", num_layers=12, checkpointing=True, find_unused=True),
+    Case("ddp", checkpointing=True, accumulation=2),
+    Case("ddp", accumulation=2, static_graph=True),
+    Case("ddp", accumulation=2, after=True),
+    *(Case("fsdp", num_layers=layers, checkpointing=True) for layers in REPORTED_LAYERS),
+    Case("fsdp", accumulation=2),
+    Case("fsdp", checkpointing=True, reshard=False),
+    Case("ddp", context=2, checkpointing=True, accumulation=2),
+    Case("ddp", context=2, after=True),
+    Case("fsdp", context=2, checkpointing=True),
+    *(Case("hsdp", shards=shards, checkpointing=True, accumulation=2) for shards in (1, 2)),
+)
+"""Among them the cases reported not to work: 5 and 12 layers, checkpointing, a static graph, unused parameters."""
 
 
 def random_token_floor(device: torch.device, *, train: Train = train) -> Measurement:
@@ -144,6 +175,46 @@ def master_weights(
                 wrong.append(f"a step of 1e-6 does not move {name}")
     details = (f"{len(before)} parameters, {len(products)} products", *wrong[:4])
     return Measurement(len(wrong), 0, "tensors", details)
+
+
+def parallel_gradients(device: torch.device, *, prepare: str = "") -> Measurement:
+    """Two processes under DDP, FSDP2 and hybrid sharding compute the gradient of one, for every parameter; with rows of
+    their own, and where they share each row.
+
+    The figure is the worst difference, relative to the largest entry of its gradient; infinite where a gradient differs
+    by a bit between the processes. Bound: 64 roundings of fp32. The reported cases stand below by name.
+    """
+    found = compare_processes(PARALLEL_CASES, device, prepare)
+    # The largest comes first, and a NaN before any number.
+    ranked = sorted(zip(found, PARALLEL_CASES, strict=True), key=lambda row: (row[0][0] == row[0][0], -row[0][0]))
+    (figure, name), case = ranked[0]
+    place = f"{PROCESSES} GPUs over NCCL" if _over_nccl(device) else f"{PROCESSES} processes on the CPU over gloo"
+    reported = [
+        f"{case.name}: {difference:.2g}"
+        for (difference, _), case in zip(found, PARALLEL_CASES, strict=True)
+        if case.num_layers in REPORTED_LAYERS
+    ]
+    detail = f"{len(PARALLEL_CASES)} cases, {place}; worst: {name} ({case.name})"
+    return Measurement(figure, GRADIENT_BOUND, "difference", (detail, *reported))
+
+
+def compare_processes(cases: Sequence[Case], device: torch.device, prepare: str = "") -> list[tuple[float, str]]:
+    """Start the processes, on GPUs where there are enough, and read a figure and a parameter's name for each case.
+
+    `prepare`: see `process_worker.main`. Raises ProcessesFailed if a process fails, or they do not end in time.
+    """
+    kind = "cuda" if _over_nccl(device) else "cpu"
+    with tempfile.TemporaryDirectory(prefix="trifocal-check-") as folder:
+        path = Path(folder) / "found.json"
+        fields = [dataclasses.asdict(case) for case in cases]
+        arguments = f"{kind!r}, {fields!r}, {str(path)!r}, {prepare!r}"
+        code = f"from trifocal.checks.process_worker import main; main({arguments})"
+        run_processes(["-c", code], PROCESSES, Path(folder), limit_seconds=_LIMIT_SECONDS)
+        return [(float(figure), name) for figure, name in json.loads(path.read_text(encoding="utf-8"))]
+
+
+def _over_nccl(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.device_count() >= PROCESSES
 
 
 def _finish(start: Callable[..., TrainResult], *arguments: Any, **options: Any) -> None:
