@@ -1,21 +1,24 @@
 """Typed dataclasses from values: one rule for files, flags and code."""
 
+import contextlib
 import dataclasses
 import keyword
 import math
 import reprlib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from trifocal.errors import UserError, unknown
+from trifocal.paths import parse_json
 
 T = TypeVar("T")
 
 LONGEST_SECONDS = 1e9
 """About 32 years: well below the 292 years that a clock of 64-bit nanoseconds can count."""
 
+HELP = {"-h", "--help"}
 _NAMES = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
 
 
@@ -113,6 +116,18 @@ def _build(cls: type[T], table: Mapping[str, Any], source: str, prefix: str, kno
         raise UserError(f"{source}{error}") from error
 
 
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"a.b": 1}` as `{"a": {"b": 1}}`."""
+    table: dict[str, Any] = {}
+    for name, value in values.items():
+        *sections, leaf = name.split(".")
+        place = table
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[leaf] = value
+    return table
+
+
 def number_of(kind: Any) -> Any:
     """The number of a field that is a number or a word, like `float | Literal["auto"]`; None for any other."""
     return typing.get_args(kind)[0] if typing.get_origin(kind) in (typing.Union, types.UnionType) else None
@@ -207,3 +222,83 @@ def check_seconds(name: str, value: float) -> None:
         raise UserError(f"{name} must be positive, got {value}")
     if value > LONGEST_SECONDS:
         raise UserError(f"{name} may be at most {LONGEST_SECONDS:.0e}, got {value}")
+
+
+def read_flags(
+    kinds: Mapping[str, Any], args: Sequence[str], switches: Collection[str] = (), aliases: Mapping[str, str] = {}
+) -> tuple[list[str], dict[str, Any]]:
+    """Split arguments into words and flags, and read the flags' values.
+
+    Args:
+        kinds: The names of the flags, without dashes, and their types.
+        args: The arguments: `--flag value`, `--flag=value` (a value may begin with a dash), or words. Dashes and
+            underscores in a flag's name are the same. A list takes all words up to the next flag; numbers and names
+            may also be separated by commas, or be a list in JSON. A truth value in front of the next flag, or at the
+            end, is true.
+        switches: Flags that take no value; they are True.
+        aliases: Short names of flags.
+
+    Returns:
+        The words, help flags among them, and the values by name. If a flag is given twice, the last counts.
+
+    Raises:
+        UserError: If a flag is unknown, its value is missing, or does not fit; names it.
+    """
+    words: list[str] = []
+    given: dict[str, Any] = {}
+    rest = list(args)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--") or argument in HELP:
+            words.append(argument)
+            continue
+        flag, equals, value = argument.partition("=")
+        name = flag[2:].replace("-", "_")
+        name = aliases.get(name, name)
+        if name not in kinds:
+            # Keys of a section are written as in a file.
+            raise unknown("flag", flag, [f"--{key if '.' in key else key.replace('_', '-')}" for key in kinds])
+        if name in switches:
+            if equals:
+                raise UserError(f"{flag} takes no value, got {value!r}")
+            given[name] = True
+            continue
+        kind = kinds[name]
+        if not equals and kind is bool and (not rest or rest[0].startswith("--")):
+            value = "true"
+        elif not equals:
+            if not rest:
+                raise UserError(f"{flag} needs a value")
+            value = rest.pop(0)
+        if typing.get_origin(kind) is tuple:
+            values = [value]
+            while rest and not rest[0].startswith("--"):
+                values.append(rest.pop(0))
+            element = typing.get_args(kind)[0]
+            given[name] = checked(kind, [part for text in values for part in _elements(element, text)], flag)
+        else:
+            given[name] = checked(kind, _meaning(kind, value), flag)
+    return words, given
+
+
+def _elements(kind: Any, text: str) -> list[Any]:
+    """The elements of a list in a word: those between commas, or those of a JSON list; a free text is one."""
+    if kind is str:
+        return [text]
+    if text.startswith("["):
+        with contextlib.suppress(ValueError):
+            return list(parse_json(text))
+    return [_meaning(kind, part.strip()) for part in text.split(",") if part.strip()] or [text]
+
+
+def _meaning(kind: Any, text: str) -> Any:
+    """Parse a text as a value of this type; a text that is none is returned as it is, and the check refuses it."""
+    if kind is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    number = number_of(kind) or kind
+    if number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            pass
+    return text

@@ -12,8 +12,9 @@ import trifocal.cli.train as train_command
 from tests.children import load_script
 from tests.docs.pages import HISTORY, PAGES, ROOT, blocks, commands, name_of
 from trifocal.cli import COMMANDS
+from trifocal.cli.flags import parse_arguments
 from trifocal.fields import from_table
-from trifocal.train.config.load import load_config, override, parse_arguments
+from trifocal.train.config.load import load_config, override
 from trifocal.train.config.sections import RunConfig
 
 CASES = [(name_of(page), line) for page in PAGES if page.name not in HISTORY for line in commands(page)]

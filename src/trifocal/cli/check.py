@@ -9,8 +9,8 @@ from typing import Literal
 from rich.console import Console
 
 from trifocal import checks
+from trifocal.cli.flags import parse_arguments
 from trifocal.cli.output import check_output, unwinding_signals, write_file
-from trifocal.train.config.load import parse_arguments
 
 _STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 

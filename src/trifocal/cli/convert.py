@@ -12,6 +12,7 @@ import torch
 import tyro
 from torch import Tensor
 
+from trifocal.cli.flags import parse_arguments
 from trifocal.data import make_tokenizer
 from trifocal.data.tokenizers import TOKENIZER_FILE, TOKENIZER_FILES
 from trifocal.errors import UserError
@@ -24,7 +25,6 @@ from trifocal.ops import Geometry
 from trifocal.paths import shell_path, user_path
 from trifocal.train.checkpoint.export import new_model_folder, write_tokenizer
 from trifocal.train.checkpoint.pretrained import open_pretrained
-from trifocal.train.config.load import parse_arguments
 
 
 @dataclass(frozen=True, kw_only=True)

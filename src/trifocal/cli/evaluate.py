@@ -15,6 +15,7 @@ from rich.table import Table
 
 from trifocal._version import __version__
 from trifocal.cli.console import SafeConsole
+from trifocal.cli.flags import parse_arguments
 from trifocal.cli.output import check_output, printable, write_file
 from trifocal.cli.threads import Threads
 from trifocal.data import DataConfig
@@ -37,7 +38,6 @@ from trifocal.paths import shell_path
 from trifocal.train.checkpoint.export import weights_step
 from trifocal.train.checkpoint.pretrained import Pretrained, open_pretrained, pretrained_path
 from trifocal.train.config.check import choose_device
-from trifocal.train.config.load import parse_arguments
 
 _NO_COLUMNS = ("task", "length", "status", "source")
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}

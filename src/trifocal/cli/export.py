@@ -6,10 +6,10 @@ from typing import Annotated
 
 import tyro
 
+from trifocal.cli.flags import parse_arguments
 from trifocal.paths import shell_path, user_path
 from trifocal.train.checkpoint.export import export_folder
 from trifocal.train.checkpoint.pretrained import open_pretrained, pretrained_path
-from trifocal.train.config.load import parse_arguments
 
 
 @dataclass(frozen=True, kw_only=True)

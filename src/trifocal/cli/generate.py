@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 
+from trifocal.cli.flags import parse_arguments
 from trifocal.cli.generate_file import generate_file
 from trifocal.cli.generate_model import GenerateArguments, LoadedModel, load
 from trifocal.cli.output import printable
@@ -12,7 +13,6 @@ from trifocal.inference import Completion, Engine
 from trifocal.inference.prompts import memory_errors
 from trifocal.train.checkpoint.pretrained import pretrained_path
 from trifocal.train.config.check import choose_device
-from trifocal.train.config.load import parse_arguments
 
 
 def run(args: Sequence[str]) -> int:

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import tyro
 
+from trifocal.cli.flags import parse_arguments
 from trifocal.errors import unknown
-from trifocal.train.config.load import comment, load_config, parse_arguments, presets, summary
+from trifocal.train.config.load import comment, load_config, presets, summary
 from trifocal.train.config.toml import to_toml
 
 

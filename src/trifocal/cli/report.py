@@ -6,11 +6,11 @@ from typing import Annotated
 
 import tyro
 
+from trifocal.cli.flags import parse_arguments
 from trifocal.cli.output import printable
 from trifocal.errors import UserError
 from trifocal.paths import user_path
 from trifocal.report import write_report
-from trifocal.train.config.load import parse_arguments
 from trifocal.train.run_folder import load_run
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import torch
 import tyro
 
+from trifocal.cli.flags import parse_arguments
 from trifocal.cli.threads import Threads
 from trifocal.data import Tokenizer
 from trifocal.data.sources.chats import BadChat
@@ -26,7 +27,6 @@ from trifocal.models import DecoderLM
 from trifocal.paths import user_path
 from trifocal.train.checkpoint.pretrained import DEMO_FOLDER, Pretrained, open_pretrained, pretrained_path
 from trifocal.train.config.check import choose_device
-from trifocal.train.config.load import parse_arguments
 
 if TYPE_CHECKING:
     import uvicorn

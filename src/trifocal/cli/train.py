@@ -10,15 +10,16 @@ from typing import Annotated, Any
 import torch
 import tyro
 
+from trifocal.cli.flags import show_help
 from trifocal.cli.output import discard_lost_output, printable
 from trifocal.cli.threads import Threads
 from trifocal.distributed import PeerLost, hard_exit, rank_and_size
 from trifocal.errors import UserError
-from trifocal.fields import dotted_fields
+from trifocal.fields import HELP, dotted_fields, read_flags
 from trifocal.paths import shell_path, user_path
 from trifocal.runlog.progress import try_print
 from trifocal.train.config.check import choose_device
-from trifocal.train.config.load import HELP, load_config, override, read_flags, show_help
+from trifocal.train.config.load import ALIASES, load_config, override
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.launch import resume, resume_command, train
 from trifocal.train.loop import TrainResult
@@ -81,7 +82,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def _run(args: Sequence[str]) -> int:
-    paths, overrides = read_flags(dotted_fields(RunConfig) | _OWN_FLAGS, args, switches=("overwrite",))
+    paths, overrides = read_flags(dotted_fields(RunConfig) | _OWN_FLAGS, args, switches=("overwrite",), aliases=ALIASES)
     if HELP & set(paths):
         print(_FIRST_HELP)
         show_help(TrainArguments, prog="trifocal train", use_underscores=True)

@@ -9,11 +9,11 @@ import tyro
 from rich.live import Live
 
 from trifocal.cli.console import SafeConsole
+from trifocal.cli.flags import parse_arguments
 from trifocal.errors import UserError
 from trifocal.paths import user_path
 from trifocal.report.live_view import OVER, SilenceClock, render, verdicts
 from trifocal.runlog.run import read_run
-from trifocal.train.config.load import parse_arguments
 
 _TROUBLE = {"stalled", "failed", "dead"}
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tests.train.tiny import TOML, write_config
 from trifocal.errors import UserError, nearest, unknown
-from trifocal.fields import dotted_fields, from_table
+from trifocal.fields import dotted_fields, from_table, read_flags
 from trifocal.train import RunConfig, load_config
-from trifocal.train.config.load import ALIASES, override, read_flags
+from trifocal.train.config.load import ALIASES, override
 from trifocal.train.config.toml import to_toml
 
 ROOT = Path(__file__).parents[3]
