@@ -19,7 +19,7 @@ from trifocal.nn import (
     rotate,
 )
 from trifocal.nn.attention_base import AttentionBase
-from trifocal.nn.random_selection import random_blocks
+from trifocal.nn.chooser import random_blocks
 from trifocal.ops import (
     Documents,
     Geometry,

@@ -12,8 +12,8 @@ from trifocal.models.choice_teaching import Lessons
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn import Block, DenseAttention, NSAttention, SelectedAttention, WindowAttention
 from trifocal.nn.attention_base import AttentionBase, KVCache, RotaryTables, documents_and_positions
+from trifocal.nn.chooser import random_blocks
 from trifocal.nn.context import OwnTokens
-from trifocal.nn.random_selection import random_blocks
 from trifocal.nn.rope import RopeScaling
 from trifocal.ops import Documents
 

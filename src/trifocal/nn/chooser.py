@@ -5,6 +5,7 @@
 | compressed | the compressed attention's probability in it | nothing for the choice's sake |
 | index | the largest product of an index query and an index key in it | the index, by the loss of the choice |
 | exact | the selected branch's own attention over the whole past in it | nothing: a control, slower than dense |
+| random | drawn | nothing: a control |
 
 The loss, `trifocal.ops.choice_loss`, changes the parameters of the index only: its input is detached. Trifocal's
 trainer gives each layer the queries of a step. In any other training loop a model, or a layer outside of one, draws
@@ -24,7 +25,7 @@ from trifocal.nn.context import Chunk, OwnTokens, chunks_of
 from trifocal.nn.projection import project
 from trifocal.nn.rope import rotate
 from trifocal.ops import Documents, Geometry, compressed_attention, select_blocks, select_blocks_by_index
-from trifocal.ops.choice_loss import Sample, choice_loss, draw_queries
+from trifocal.ops.choice_loss import Sample, choice_loss, draw_queries, hash_numbers
 from trifocal.ops.layout import max_packed_compressed_blocks
 
 Chooser = Literal["compressed", "index", "exact"]
@@ -339,3 +340,40 @@ def choose_blocks(
     few = k_cmp[..., :VALUE_COLUMNS]
     _, lse = compressed_attention(q, k_cmp, few, geometry, num_keys=num_keys, cu_seqlens=documents, backend=backend)
     return select_blocks(q, k_cmp, lse, geometry, num_keys=num_keys, cu_seqlens=documents, backend=backend)
+
+
+def random_blocks(positions: Tensor, geometry: Geometry, num_kv_heads: int, layer: int) -> Tensor:
+    """The forced blocks, and others drawn uniformly from the rest of the candidates, without replacement.
+
+    A hash of position, layer and KV head draws, so that the same call gives the same choice: in a forward pass that is
+    made again, and after a resume.
+
+    Positions are those of the queries in their document, [T]. Block indices are as of `trifocal.ops.select_blocks`,
+    [1, T, G, N], int32, ascending; -1 pads.
+    """
+    total, first, last = geometry.num_selected_blocks, geometry.num_initial_blocks, geometry.num_local_blocks
+    device, drawn = positions.device, total - first - last
+    positions_T1 = positions.long()[:, None]
+    own_T1 = positions_T1 // geometry.selection_block_size
+    keys_TG = positions_T1 * num_kv_heads + torch.arange(num_kv_heads, device=device)
+    numbers_TGN = hash_numbers(
+        hash_numbers(keys_TG + (layer + 1) * 0x9E3779B9)[..., None] + torch.arange(drawn, device=device)
+    )
+    # Floyd's way to draw a subset: number i of the candidates up to one more each time, or else the newest of them.
+    newest_T1 = own_T1 + 1 - first - last - drawn
+    chosen: list[Tensor] = []
+    for number_TG in numbers_TGN.unbind(-1):
+        pick_TG = number_TG % (newest_T1.clamp(min=0) + 1)
+        taken_TG = torch.zeros_like(pick_TG, dtype=torch.bool)
+        for other_TG in chosen:
+            taken_TG |= pick_TG == other_TG
+        chosen.append(torch.where(taken_TG, newest_T1, pick_TG))
+        newest_T1 = newest_T1 + 1
+    forced = [torch.full_like(keys_TG, block) for block in range(first)]
+    local = [(own_T1 - back).expand_as(keys_TG) for back in range(last)]
+    blocks_TGN = torch.stack([*forced, *(first + pick_TG for pick_TG in chosen), *local], dim=-1).sort(-1).values
+    # With no more candidates than n, all of them.
+    all_N = torch.arange(total, device=device)
+    own_T11 = own_T1[..., None]
+    every_T1N = all_N.where(all_N <= own_T11, -1)
+    return blocks_TGN.where(own_T11 >= total, every_T1N).to(torch.int32)[None]
