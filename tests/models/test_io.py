@@ -1,15 +1,20 @@
 """Weights as safetensors: there and back; a tensor that does not fit is named."""
 
+import errno
+import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from trifocal import load_model
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, ModelConfig, save_weights
+from trifocal.models.io import write_tensors
 
 
 @pytest.mark.parametrize(
@@ -79,3 +84,27 @@ def test_missing_and_broken_files_are_named(make_config: Callable[..., ModelConf
     (tmp_path / "config.json").write_text("[]", encoding="utf-8")
     with pytest.raises(UserError, match="must hold one JSON object, got list"):
         load_model(tmp_path)
+
+
+def test_tensors_are_readable_by_the_umask_and_need_not_be_contiguous(tmp_path: Path) -> None:
+    path = tmp_path / "tensors.safetensors"
+    written = {"turned": torch.arange(6.0).view(2, 3).T, "part": torch.arange(20)[3:8], "empty": torch.empty(0, 5)}
+    before = os.umask(0o027)
+    try:
+        write_tensors(path, written, {"format": "pt"})
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o640
+    found = load_file(path)
+    assert found.keys() == written.keys() and all(torch.equal(found[name], x) for name, x in written.items())
+
+
+def test_tensors_that_the_disk_does_not_take(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
+    try:
+        with pytest.raises(OSError) as caught:
+            write_tensors(tmp_path / "tensors.safetensors", {"x": torch.zeros(100_000)}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.errno == errno.EFBIG

@@ -90,9 +90,7 @@ def save_weights(model: DecoderLM, folder: str | Path, *, shard_bytes: int = SHA
     written = {partial_config: folder / CONFIG_FILE}
     for file, names in shards.items():
         partial = folder / f".{file}.partial"
-        _save_shard({name: tensors[name].cpu().contiguous() for name in names}, partial)
-        # The library makes the file readable for its owner alone, whatever the umask.
-        partial.chmod(partial_config.stat().st_mode)
+        write_tensors(partial, {name: tensors[name] for name in names}, {"format": "pt"})
         written[partial] = folder / file
     if len(shards) > 1:
         index = {
@@ -190,14 +188,19 @@ def _shards(tensors: dict[str, Tensor], shard_bytes: int) -> dict[str, list[str]
     return {f"model-{number:05}-of-{len(groups):05}.safetensors": names for number, names in enumerate(groups, start=1)}
 
 
-def _save_shard(tensors: dict[str, Tensor], path: Path) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file, for readers by the umask; tensors may be on any device. OSError if the disk is full."""
+    path.touch()
+    mode = path.stat().st_mode
     try:
-        save_file(tensors, path, metadata={"format": "pt"})
+        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path, metadata)
     except SafetensorError as error:
         # The library's own error names the system's only in its text.
         found = re.search(r"os error (\d+)", str(error))
         number = int(found[1]) if found else errno.EIO
         raise OSError(number, os.strerror(number), str(path)) from error
+    # The library makes it readable for its owner only.
+    path.chmod(mode)
 
 
 def read_tensors(
