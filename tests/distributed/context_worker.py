@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trifocal.distributed import DistributedContext, processes_started
 from trifocal.distributed.context import make_context_shard
@@ -18,7 +19,6 @@ from trifocal.models.choice_teaching import ChoiceTeaching
 from trifocal.nn.context import ContextShard
 from trifocal.nn.rope import RopeScaling
 from trifocal.ops import Geometry
-from trifocal.testing.choices import Choices
 from trifocal.testing.small_models import make_model, random_tokens, small_config
 
 CPU = torch.device("cpu")
@@ -53,6 +53,22 @@ MODELS: dict[str, dict[str, Any]] = {
     "window, dense": {"layer_types": ("window", "dense"), "sliding_window": 9},
 }
 TAUGHT = ("nsa, index", "selected, index")
+
+
+class Choices(TorchDispatchMode):
+    """Keeps the blocks that each call chooses while it is entered, [B, T, G, N]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.trifocal.select_blocks.default, torch.ops.trifocal.select_blocks_by_index.default):
+            self.found.append(result)
+        return result
 
 
 def cases() -> list[Case]:
