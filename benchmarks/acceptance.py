@@ -44,7 +44,7 @@ from trifocal.train.checkpoint.folders import list_checkpoints
 
 CONFIG = Path(__file__).parents[1] / "configs" / "m7c_125m.toml"
 GIB = 2**30
-MOST_GIB, LEAST_TOKENS_PER_SECOND, MOST_FIRST_BATCH_SECONDS = 30.0, 50.0, 5.0
+MAX_GIB, LEAST_TOKENS_PER_SECOND, MAX_FIRST_BATCH_SECONDS = 30.0, 50.0, 5.0
 # Noise of the loss of a batch of uniformly random tokens.
 FLOOR_TOLERANCE = 0.05
 TINY = {
@@ -161,12 +161,12 @@ def missed(row: dict[str, Any], vocab_size: int) -> list[str]:
     if row["steps"] < row["wanted_steps"]:
         return [f"{row['steps']} of {row['wanted_steps']} steps"]
     found = []
-    if row["peak_gib"] >= MOST_GIB:
-        found.append(f"peak memory {row['peak_gib']:.1f} GiB, bar {MOST_GIB:g}")
+    if row["peak_gib"] >= MAX_GIB:
+        found.append(f"peak memory {row['peak_gib']:.1f} GiB, bar {MAX_GIB:g}")
     if row["tokens_per_second"] <= LEAST_TOKENS_PER_SECOND:
         found.append(f"{row['tokens_per_second']:.0f} tokens/s, bar {LEAST_TOKENS_PER_SECOND:g}")
-    if row["first_batch_seconds"] >= MOST_FIRST_BATCH_SECONDS:
-        found.append(f"first batch after {row['first_batch_seconds']:.1f} s, bar {MOST_FIRST_BATCH_SECONDS:g}")
+    if row["first_batch_seconds"] >= MAX_FIRST_BATCH_SECONDS:
+        found.append(f"first batch after {row['first_batch_seconds']:.1f} s, bar {MAX_FIRST_BATCH_SECONDS:g}")
     if row["data"] == "synthetic" and row["last_loss"] < math.log(vocab_size) - FLOOR_TOLERANCE:
         found.append(f"loss {row['last_loss']:.3f} below the entropy {math.log(vocab_size):.3f}")
     if row["data"] == "text" and not row["last_loss"] < row["first_loss"]:
@@ -210,8 +210,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     notes = [
         f"{'A small model' if options.tiny else CONFIG.name} in {processes} processes; text: {characters / 1e6:.1f} M "
         "characters of docstrings in parquet files with the columns of FineWeb-Edu.",
-        f"Bars: all steps, under {MOST_GIB:g} GiB a GPU, above {LEAST_TOKENS_PER_SECOND:g} tokens/s, under "
-        f"{MOST_FIRST_BATCH_SECONDS:g} s to the first batch, a loss that falls on text and stays above the entropy on "
+        f"Bars: all steps, under {MAX_GIB:g} GiB a GPU, above {LEAST_TOKENS_PER_SECOND:g} tokens/s, under "
+        f"{MAX_FIRST_BATCH_SECONDS:g} s to the first batch, a loss that falls on text and stays above the entropy on "
         "random tokens, complete diagnostics.",
         "tokens a second: median of the second half; last loss: mean of the last three rows.",
     ]

@@ -13,7 +13,7 @@ from trifocal.ops.reference import chosen_mask
 from trifocal.testing.inputs import Inputs, attention_inputs
 from trifocal.testing.tolerances import allowed, error, errors, output_and_gradients
 
-_MOST_GROUPS = 2
+_MAX_GROUPS = 2
 
 
 def check_parity(
@@ -35,7 +35,7 @@ def check_parity(
     Raises:
         Refused: If it is above 1, or the choice is not the best one; names the tensor and its error.
     """
-    groups = min(shape.groups, _MOST_GROUPS)
+    groups = min(shape.groups, _MAX_GROUPS)
     tokens = (geometry.num_selected_blocks + 2) * geometry.selection_block_size + 5
     inputs = attention_inputs(
         geometry,

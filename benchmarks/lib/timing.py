@@ -10,7 +10,7 @@ import torch
 # Written before every timed call on a GPU, so that no call finds its inputs in the L2 cache; larger than any L2.
 _FLUSH_BYTES = 2**28
 # No GPU counts faster than this.
-_MOST_CYCLES_PER_SECOND = 3e9
+_MAX_CYCLES_PER_SECOND = 3e9
 
 Call = Callable[[], Any]
 
@@ -141,7 +141,7 @@ def _times_ms(call: Call, device: torch.device, calls: int, hold_seconds: float 
     for begin_event, end_event in events:
         flush.zero_()
         if hold_seconds:
-            torch.cuda._sleep(int(hold_seconds * _MOST_CYCLES_PER_SECOND))
+            torch.cuda._sleep(int(hold_seconds * _MAX_CYCLES_PER_SECOND))
         begin_event.record()
         call()
         end_event.record()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 # Several times what the longest test takes with as many workers as there are cores.
-MOST_SECONDS = 200
+MAX_SECONDS = 200
 # Of long tests, which compile whole models.
 LONG = {
     f"test_{name}.py" for name in ("doctor", "training", "traces", "telemetry", "model", "layer_types", "hf_packed")
@@ -22,6 +22,6 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.parent != here or item.path.name not in LONG)
     for item in items:
         if item.path.is_relative_to(here):
-            item.add_marker(pytest.mark.timeout(MOST_SECONDS, method="thread"))
+            item.add_marker(pytest.mark.timeout(MAX_SECONDS, method="thread"))
             # Said once a process, by whichever test first has a product in autograd's own thread.
             item.add_marker(pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"))

@@ -62,7 +62,7 @@ CASES = (
 @pytest.fixture(autouse=True)
 def also_for_few_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule would leave these cases to the portable kernel."""
-    monkeypatch.setattr(dispatch, "MOST_QUERIES_OF_PORTABLE_IMPORTANCE", 0)
+    monkeypatch.setattr(dispatch, "MAX_QUERIES_OF_PORTABLE_IMPORTANCE", 0)
 
 
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])

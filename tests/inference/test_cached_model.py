@@ -245,7 +245,7 @@ def test_every_chunk_is_recorded_before_prompts_come(make_model: Make, monkeypat
     kinds = [(600, 400), (600, 256), (0, 600), (0, 512), (0, 256)]
     assert ran == [kind for kind in kinds for _ in range(2)]
     ran.clear()
-    monkeypatch.setattr(cached_model, "_MOST_RECORDED_CHUNKS", 3)
+    monkeypatch.setattr(cached_model, "_MAX_RECORDED_CHUNKS", 3)
     decoder.warm_up_chunks()
     assert ran[::2] == [(600, 400), (0, 600), (0, 512)]
     assert decoder.num_free_rows == 1 and decoder.pages.num_free == decoder.pages.num_pages

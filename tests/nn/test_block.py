@@ -71,7 +71,7 @@ def test_swiglu_of_a_long_sequence_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
 
     whole, counts = results(), []
     mlp.up_proj.register_forward_pre_hook(lambda _, args: counts.append(args[0].shape[1]))
-    monkeypatch.setattr("trifocal.nn.block.MOST_TOKENS", 4)
+    monkeypatch.setattr("trifocal.nn.block.MAX_TOKENS", 4)
     parts = results()
     assert counts == [4, 4, 1]
     for one, other in zip(parts, whole, strict=True):

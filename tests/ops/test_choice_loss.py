@@ -23,7 +23,7 @@ def drawn(*shape, seed=0):
 @pytest.mark.parametrize("queries", [TOKENS, 37])
 def test_choice_by_index_is_the_oracle_s(borders, queries, monkeypatch):
     # Chunks end inside of a document and of a block.
-    monkeypatch.setattr(reference, "_MOST_INDEX_SCORES", 3000)
+    monkeypatch.setattr(reference, "_MAX_INDEX_SCORES", 3000)
     batch = 1 if len(borders) > 2 else 2
     q, k = drawn(batch, queries, GROUPS, DIM), drawn(batch, TOKENS, DIM)
     cu_seqlens = torch.tensor(borders) if len(borders) > 2 else None
@@ -46,7 +46,7 @@ def test_loss_and_gradient_are_the_oracle_s(borders, parts, monkeypatch):
     parameters = {"q_idx": drawn(batch, TOKENS, GROUPS, DIM, seed=1), "k_idx": drawn(batch, TOKENS, DIM, seed=1)}
     for parameter in parameters.values():
         parameter.requires_grad_()
-    monkeypatch.setattr(choice_loss, "_MOST_NUMBERS", batch * sample.tokens.shape[1] * HEADS * TOKENS // parts)
+    monkeypatch.setattr(choice_loss, "_MAX_NUMBERS", batch * sample.tokens.shape[1] * HEADS * TOKENS // parts)
     loss, recall = choice_loss.choice_loss(q, k, sample, GEOMETRY, documents, **parameters)
     assert 0.3 < recall / (sample.eligible.sum() * GROUPS) < 0.99
     lengths = [end - start for start, end in itertools.pairwise(borders)]

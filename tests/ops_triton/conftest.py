@@ -10,7 +10,7 @@ import torch
 
 from tests.ops_triton.interpreter import make_quick
 
-MOST_SECONDS_ON_A_GPU = 200
+MAX_SECONDS_ON_A_GPU = 200
 """Several times what the longest test takes with as many workers as there are cores."""
 
 
@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items if torch.cuda.is_available() else ():
         if item.path.is_relative_to(here):
-            item.add_marker(pytest.mark.timeout(MOST_SECONDS_ON_A_GPU, method="thread"))
+            item.add_marker(pytest.mark.timeout(MAX_SECONDS_ON_A_GPU, method="thread"))
             item.add_marker(pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"))
 
 

@@ -127,7 +127,7 @@ def test_loss_of_an_index_in_parts(device: str, monkeypatch: pytest.MonkeyPatch)
     case = CASES[4]
     documents, sample, inputs = draw(case, device)
     exact = taught(case, "reference", documents, sample, *inputs)
-    monkeypatch.setattr("trifocal.ops.choice_loss._MOST_NUMBERS", 900)
+    monkeypatch.setattr("trifocal.ops.choice_loss._MAX_NUMBERS", 900)
     assert_near(taught(case, "triton", documents, sample, *(x.float() for x in inputs)), exact)
 
 

@@ -66,7 +66,7 @@ def assert_same(found, expected):
 @pytest.fixture(params=["whole", "in parts"])
 def parts(request, monkeypatch):
     if request.param == "in parts":
-        monkeypatch.setattr(kernel, "_MOST_TOKENS", 8)
+        monkeypatch.setattr(kernel, "_MAX_TOKENS", 8)
         monkeypatch.setattr(kernel, "_PART", 8)
 
 

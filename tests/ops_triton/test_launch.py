@@ -145,7 +145,7 @@ def test_every_other_kind_is_asked_about_once(kernel):
 
 
 def test_kinds_are_forgotten_when_there_are_too_many(kernel, monkeypatch):
-    monkeypatch.setattr("trifocal.ops.triton.launch._MOST_KINDS", 2)
+    monkeypatch.setattr("trifocal.ops.triton.launch._MAX_KINDS", 2)
     for stride in (1, 2, 3, 1):
         kernel[(1,)](*arguments(stride=stride), **CONSTANTS)
     assert len(kernel.asked) == 4

@@ -193,7 +193,7 @@ def test_layers_are_described_in_parts_that_fit(monkeypatch: pytest.MonkeyPatch)
         return attention_statistics(layer)
 
     monkeypatch.setattr(telemetry_module, "attention_statistics", counting)
-    monkeypatch.setattr(telemetry_module, "MOST_SCORES", 2 * 128 * LENGTH * 4)
+    monkeypatch.setattr(telemetry_module, "MAX_SCORES", 2 * 128 * LENGTH * 4)
     assert telemetry.measure(tokens) == whole
     assert sizes == [2, 1]
 

@@ -22,7 +22,7 @@ from trifocal.data.sources.chats import BadChat
 from trifocal.errors import UserError
 from trifocal.inference import CachedModel, Engine
 from trifocal.inference.paged_cache import cache_bytes, longest_that_fits, memory_for_caches, plan_cache
-from trifocal.inference.prompts import memory_errors
+from trifocal.inference.prompts import MAX_SEQUENCES, memory_errors
 from trifocal.models import DecoderLM
 from trifocal.paths import user_path
 from trifocal.train.checkpoint.pretrained import DEMO_FOLDER, Pretrained, open_pretrained, pretrained_path
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
 _KEY = "TRIFOCAL_API_KEY"
-_MOST_SEQUENCES = {"cuda": 256, "cpu": 16}
 # Of the caches, unless the user says how many sequences there are.
 _CPU_CACHE_BYTES = 2 * 2**30
 _CHUNK_TOKENS = {"cuda": 1024, "cpu": 256}
@@ -154,7 +153,7 @@ def _load(found: Pretrained, options: ServeArguments) -> CachedModel:
         free = memory_for_caches(config, dtype, device)
         weight, records = cache_bytes(config, dtype, length), device.type == "cuda"
         free -= options.prefixes * weight.row + records * weight.page
-        wanted = options.max_sequences or _MOST_SEQUENCES[device.type]
+        wanted = options.max_sequences or MAX_SEQUENCES[device.type]
         if device.type == "cpu" and not options.max_sequences:
             # Programs of the user want the memory too. One sequence must fit.
             free = min(free, max(_CPU_CACHE_BYTES, weight.of_sequence(length)))

@@ -35,7 +35,7 @@ _MODEL_CONFIG_FILE = "config.json"
 # Keys of `generation_config.json` that are not kept: by the first, transformers would make the others anew.
 _UNKEPT = ("_from_model_config", "transformers_version")
 # Tables of a few bytes a token are made of a vocabulary; the largest known have a million tokens.
-_MOST_TOKENS = 1 << 24
+_MAX_TOKENS = 1 << 24
 # An id of the hub.
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # Usual names of the token that ends a document, the most explicit first.
@@ -241,8 +241,8 @@ class HuggingFaceTokenizer:
         self.name = name
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        if not 0 < self.vocab_size <= _MOST_TOKENS:
-            raise UserError(f"tokenizer {name} has {self.vocab_size:,} tokens, expected 1 to {_MOST_TOKENS:,}")
+        if not 0 < self.vocab_size <= _MAX_TOKENS:
+            raise UserError(f"tokenizer {name} has {self.vocab_size:,} tokens, expected 1 to {_MAX_TOKENS:,}")
         own = _text_of_token(self._config.get("eos_token"))
         candidates = [separator] if separator else [token for token in (own, *_SEPARATORS) if token in vocabulary]
         if not candidates or candidates[0] not in vocabulary:

@@ -24,7 +24,7 @@ LIMIT_SECONDS = 300.0
 """Steps that have not ended by then are stopped."""
 STATE_BYTES_PER_PARAMETER = 16
 """Weight, gradient and both moments of AdamW, each fp32."""
-_MOST_MICRO_BATCHES = 2
+_MAX_MICRO_BATCHES = 2
 # More steps than are taken, so that no end is saved.
 _ONLY_STEPS: dict[str, Any] = {
     "train.steps": 1000,
@@ -129,7 +129,7 @@ def _measured(need: Need, config: RunConfig) -> Need:
     # recorded; the last one is timed.
     groups = config.parallel.groups(need.processes)
     at_once = train.sequences_at_once(groups)
-    batch = min(train.global_batch_size, _MOST_MICRO_BATCHES * at_once * groups)
+    batch = min(train.global_batch_size, _MAX_MICRO_BATCHES * at_once * groups)
     count = 3 if train.compile or train.cuda_graphs else 2
     with tempfile.TemporaryDirectory(
         prefix=".trifocal-doctor-", dir=existing_folder(Path(config.run.directory))

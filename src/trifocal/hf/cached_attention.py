@@ -15,7 +15,7 @@ from trifocal.inference.prefill import Chunk
 from trifocal.models.model_config import Attention, ModelConfig
 from trifocal.nn.attention_base import AttentionBase
 from trifocal.ops import DecodeBatch
-from trifocal.ops.decode.caches import MOST_NEW_TOKENS, Place
+from trifocal.ops.decode.caches import MAX_NEW_TOKENS, Place
 
 
 class NewTokens:
@@ -42,7 +42,7 @@ class NewTokens:
             if count
         ]
         self.decode_batch: DecodeBatch | None = None
-        if max(counts) <= MOST_NEW_TOKENS:
+        if max(counts) <= MAX_NEW_TOKENS:
             numbers = torch.tensor([list(range(batch)), lengths, counts], dtype=torch.int32).to(device)
             rows, before, new = numbers
             self.decode_batch = DecodeBatch(rows, before, new, table.to(torch.int32))

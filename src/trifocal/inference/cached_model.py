@@ -29,16 +29,16 @@ from trifocal.models.decoder import DecoderLM
 from trifocal.models.model_config import ModelConfig
 from trifocal.ops import DecodeBatch
 from trifocal.ops.decode import linear as decode_products
-from trifocal.ops.decode.caches import MOST_NEW_TOKENS, Place
+from trifocal.ops.decode.caches import MAX_NEW_TOKENS, Place
 from trifocal.ops.decode.linear import Norm, Residual
 
-_MOST_PREFILL_TOKENS = {"cuda": 65536, "cpu": 8192}
+_MAX_PREFILL_TOKENS = {"cuda": 65536, "cpu": 8192}
 # Of the widest activations of a chunk.
 _PREFILL_BYTES = 2**30
 # Tokens of the shortest chunk that is recorded: starting its kernels takes as long as running them.
 _FEWEST_RECORDED_TOKENS = 256
 # Chunks that are recorded at most; a graph takes a few MB.
-_MOST_RECORDED_CHUNKS = 128
+_MAX_RECORDED_CHUNKS = 128
 
 
 def default_prefill_chunk(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
@@ -47,7 +47,7 @@ def default_prefill_chunk(config: ModelConfig, dtype: torch.dtype, device: torch
     A power of two up to 65,536, on a CPU up to 8,192, whose widest activations take at most 1 GiB.
     """
     most = _PREFILL_BYTES // (2 * max(config.mlp_dim, config.dim) * dtype.itemsize)
-    return min(1 << max(0, most.bit_length() - 1), _MOST_PREFILL_TOKENS[device.type])
+    return min(1 << max(0, most.bit_length() - 1), _MAX_PREFILL_TOKENS[device.type])
 
 
 GONE = -1
@@ -283,7 +283,7 @@ class CachedModel:
         shorter = (1 << exponent for exponent in reversed(range(most.bit_length())))
         sizes = [most, *(size for size in shorter if _FEWEST_RECORDED_TOKENS <= size < most)]
         kinds = dict.fromkeys((first, self._padded(first, size)) for size in sizes for first in starts)
-        chosen = islice(kinds, _MOST_RECORDED_CHUNKS)
+        chosen = islice(kinds, _MAX_RECORDED_CHUNKS)
         # Those that see the most first: graphs keep their memory, and a later one finds room only in larger pieces.
         for first, length in sorted(chosen, key=sum, reverse=True):
             for _ in range(2):
@@ -333,9 +333,9 @@ class CachedModel:
             ValueError: If the tokens do not fit.
         """
         tokens = token_tensor("tokens", tokens, "[B, T]", self.config.vocab_size).to(self.device)
-        if tokens.shape[0] != len(sequences) or tokens.shape[1] > MOST_NEW_TOKENS:
+        if tokens.shape[0] != len(sequences) or tokens.shape[1] > MAX_NEW_TOKENS:
             raise ValueError(
-                f"tokens must be [B, T] with B = {len(sequences)} and T from 1 to {MOST_NEW_TOKENS}, "
+                f"tokens must be [B, T] with B = {len(sequences)} and T from 1 to {MAX_NEW_TOKENS}, "
                 f"got {list(tokens.shape)}"
             )
         counts = list(num_new) or [tokens.shape[1]] * len(sequences)
@@ -426,7 +426,7 @@ class _ChunkBuffers:
         self.tokens = numbers[:size]
         self.place = Place(numbers[size : size + 1], numbers[size + 1 : size + 2], numbers[size + 2 :])
         self.logits = torch.zeros(1, model.config.vocab_size, dtype=exact, device=device)
-        self.graphs = RecordedWork(device, most=_MOST_RECORDED_CHUNKS)
+        self.graphs = RecordedWork(device, most=_MAX_RECORDED_CHUNKS)
 
     def fill(self, tokens: Tensor, numbers: Tensor) -> None:
         """Set tokens [n], row, count and pages [2 + pages] of the next chunk; padding lies in the page for it."""

@@ -21,9 +21,9 @@ from trifocal.inference.prompt_lookup import PromptLookup
 from trifocal.inference.request import Completion, FinishReason, Request, TokenScore, Update, token_tensor
 from trifocal.inference.sampler import NO_TOKEN
 from trifocal.inference.scheduler import RequestState, Scheduler
-from trifocal.inference.step_runner import MOST_DRAFTS, SampledTokens, StepRunner
+from trifocal.inference.step_runner import MAX_DRAFTS, SampledTokens, StepRunner
 from trifocal.inference.text_stream import TextStream
-from trifocal.ops.decode.caches import MOST_NEW_TOKENS
+from trifocal.ops.decode.caches import MAX_NEW_TOKENS
 
 # Tokens of context needed to decode one token's text.
 _NEIGHBOURS = 32
@@ -263,7 +263,7 @@ class Engine:
             self._read_down_to(0)
             return
         # A penalty depends on the tokens before, which a draft does not know.
-        guess = len(active) <= MOST_DRAFTS and all(state.sampling.repetition_penalty == 1 for state in active)
+        guess = len(active) <= MAX_DRAFTS and all(state.sampling.repetition_penalty == 1 for state in active)
         drafts = [self._draft(state, self._speculate and guess) for state in active]
         guesses = any(len(draft) > 1 for draft in drafts)
         grown: list[tuple[RequestState, int]] = []
@@ -304,7 +304,7 @@ class Engine:
         length, pages = state.cached.length, self._model.pages
         room = pages.pages_of(length + 1) * pages.page_size - length
         left = state.request.max_new_tokens - state.launched
-        return state.tokens[-1:] + state.lookup.guess(min(MOST_NEW_TOKENS, room, left) - 1)
+        return state.tokens[-1:] + state.lookup.guess(min(MAX_NEW_TOKENS, room, left) - 1)
 
     def _take_draft(
         self, state: RequestState, place: int, draft: Sequence[int], drawn: Sequence[tuple[int, TokenScore]]

@@ -15,7 +15,7 @@ from trifocal.models import parameter_count
 from trifocal.models.model_config import Attention, ModelConfig
 from trifocal.nn.attention_base import INDEX_DIM
 from trifocal.ops import DenseCache, Geometry, SparseCache
-from trifocal.ops.decode.caches import MOST_NEW_TOKENS
+from trifocal.ops.decode.caches import MAX_NEW_TOKENS
 from trifocal.runlog import host_memory_bytes
 
 PAGE_SIZE = 256
@@ -68,7 +68,7 @@ def decode_geometry(config: ModelConfig, max_length: int) -> Geometry:
 
 
 def layer_shapes(
-    config: ModelConfig, kind: Attention, page_size: int, max_length: int, spare: int = MOST_NEW_TOKENS
+    config: ModelConfig, kind: Attention, page_size: int, max_length: int, spare: int = MAX_NEW_TOKENS
 ) -> LayerShapes:
     """The tensors of a layer.
 

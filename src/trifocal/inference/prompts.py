@@ -12,8 +12,8 @@ from trifocal.inference.cached_model import CachedModel
 from trifocal.inference.paged_cache import cache_bytes, longest_that_fits, memory_for_caches, plan_cache
 from trifocal.models import DecoderLM, ModelConfig
 
-_MOST_SEQUENCES = {"cuda": 256, "cpu": 16}
-_KEPT_BEGINNINGS = 64
+MAX_SEQUENCES = {"cuda": 256, "cpu": 16}
+_KEPT_PREFIXES = 64
 DEFAULT_TEMPERATURE = 0.8
 """Of texts that people ask for, where the model names none."""
 
@@ -74,9 +74,9 @@ def cache_for_prompts(
     with memory_errors(device):
         free = memory_for_caches(config, dtype, device)
         # Beginnings end where chunks do, and chunks are longer than most prompts unless their size is given.
-        spare_rows = _KEPT_BEGINNINGS if len(prompts) > 1 and 0 < prefill_chunk_size < len(prompt) else 0
+        spare_rows = _KEPT_PREFIXES if len(prompts) > 1 and 0 < prefill_chunk_size < len(prompt) else 0
         free -= spare_rows * cache_bytes(config, dtype, longest).row
-        most = max_sequences or max(_MOST_SEQUENCES[device.type], samples)
+        most = max_sequences or max(MAX_SEQUENCES[device.type], samples)
         wanted = min(most, len(prompts) * samples)
         plan = plan_cache(config, dtype, longest, free_bytes=free, sequences=wanted)
         if plan is None:

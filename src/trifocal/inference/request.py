@@ -13,7 +13,7 @@ from trifocal.inference.sampler import Sampling
 from trifocal.ops.validation import check_whole_number
 
 FinishReason = Literal["stop", "length", "error"]
-MOST_LIKELIEST = 20
+MAX_LIKELIEST = 20
 """Likeliest tokens that a request may ask for."""
 
 
@@ -65,7 +65,7 @@ class Request:
         samples: Continuations; they share the prompt's pages.
         stop_tokens: A sequence that draws one of them ends with it.
         stop: Strings; a sequence whose text has one of them ends, and its text ends before it. Needs a tokenizer.
-        likeliest: Likeliest tokens to give beside each token, up to `MOST_LIKELIEST`.
+        likeliest: Likeliest tokens to give beside each token, up to `MAX_LIKELIEST`.
         score_prompt: Whether to give the log-probabilities of the prompt's tokens too.
         name: For messages.
         prompt_tensor: The prompt as int64, [T]. A long list takes its time, so it is read once: changes are not seen.
@@ -88,7 +88,7 @@ class Request:
     def __post_init__(self) -> None:
         check_whole_number("max_new_tokens", self.max_new_tokens, 1)
         check_whole_number("samples", self.samples, 1)
-        check_whole_number("likeliest", self.likeliest, 0, MOST_LIKELIEST)
+        check_whole_number("likeliest", self.likeliest, 0, MAX_LIKELIEST)
         object.__setattr__(self, "prompt_tensor", token_tensor("a prompt", self.prompt, "[T]").clone())
         if isinstance(self.stop, str):
             raise ValueError(f"stop must be a sequence of strings, got {self.stop!r}")

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from trifocal.inference.cached_model import CachedModel, CachedSequence, send
 from trifocal.inference.recorded_work import RecordedWork
-from trifocal.inference.request import MOST_LIKELIEST, TokenScore
+from trifocal.inference.request import MAX_LIKELIEST, TokenScore
 from trifocal.inference.sampler import Sampling, SamplingTensors, draw_step
 from trifocal.ops import DecodeBatch
-from trifocal.ops.decode.caches import MOST_NEW_TOKENS as NEW
+from trifocal.ops.decode.caches import MAX_NEW_TOKENS as NEW
 from trifocal.ops.decode.caches import SparseCache
 
-MOST_DRAFTS = 4
+MAX_DRAFTS = 4
 """Sequences whose next tokens are guessed: with more, a step of eight tokens takes too long."""
 
 
@@ -83,11 +83,11 @@ class StepRunner:
         self._tokens = numbers(count, dtype=torch.int64)
         self._settings = SamplingTensors.empty(count, model.config.vocab_size, model.device)
         self._drawn = numbers(count, 2, dtype=torch.float64)
-        self._likeliest = numbers(count, min(MOST_LIKELIEST, model.config.vocab_size), 2, dtype=torch.float64)
+        self._likeliest = numbers(count, min(MAX_LIKELIEST, model.config.vocab_size), 2, dtype=torch.float64)
         self._free = list(range(count - 1, -1, -1))
-        self._drafts, self._draft_lengths = numbers(MOST_DRAFTS, NEW, dtype=torch.int64), numbers(MOST_DRAFTS)
-        self._draft_drawn = numbers(MOST_DRAFTS * NEW, 2, dtype=torch.float64)
-        self._draft_likeliest = numbers(MOST_DRAFTS * NEW, *self._likeliest.shape[1:], dtype=torch.float64)
+        self._drafts, self._draft_lengths = numbers(MAX_DRAFTS, NEW, dtype=torch.int64), numbers(MAX_DRAFTS)
+        self._draft_drawn = numbers(MAX_DRAFTS * NEW, 2, dtype=torch.float64)
+        self._draft_likeliest = numbers(MAX_DRAFTS * NEW, *self._likeliest.shape[1:], dtype=torch.float64)
         # What the draw of each place needs: the filters, the likeliest tokens.
         self._needs: dict[int, tuple[bool, bool]] = {}
         self._graphs = RecordedWork(model.device) if record else None
@@ -193,7 +193,7 @@ class StepRunner:
         """Draw what follows each token of a draft; the draft's later tokens count if they are what was drawn.
 
         Args:
-            drafts: The last token of each sequence that has a place, up to `MOST_DRAFTS`, and a guess of those behind
+            drafts: The last token of each sequence that has a place, up to `MAX_DRAFTS`, and a guess of those behind
                 it, together up to eight tokens. The caches have room for them.
 
         Returns:

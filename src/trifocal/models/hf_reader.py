@@ -24,7 +24,7 @@ from torch import Tensor
 
 from trifocal.errors import UserError
 from trifocal.models.io import CONFIG_FILE, MODEL_TYPE, model_of_folder, read_tensors
-from trifocal.models.model_config import MOST_LAYERS, Attention, ModelConfig
+from trifocal.models.model_config import MAX_LAYERS, Attention, ModelConfig
 from trifocal.nn import RopeScaling
 from trifocal.paths import read_json
 
@@ -148,8 +148,8 @@ def read_hf_config(folder: Path) -> ModelConfig:
 def _layers(found: Mapping[str, Any], kind: str) -> tuple[tuple[Attention, ...], int]:
     """The attention of each layer, and the keys of a sliding window; 0 without one."""
     count = int(found["num_hidden_layers"])
-    if not 1 <= count <= MOST_LAYERS:
-        raise ValueError(f"num_hidden_layers must be from 1 to {MOST_LAYERS:,}, got {count:,}")
+    if not 1 <= count <= MAX_LAYERS:
+        raise ValueError(f"num_hidden_layers must be from 1 to {MAX_LAYERS:,}, got {count:,}")
     window = found.get("sliding_window", _SLIDING_WINDOW)
     switched_off = kind in ("qwen2", "qwen3", "smollm3") and not found.get("use_sliding_window", False)
     if switched_off or kind in ("llama", "olmo2"):

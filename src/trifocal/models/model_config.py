@@ -18,7 +18,7 @@ Compressor = Literal["mean", "mlp"]
 Chooser = Literal["compressed", "index"]
 Selection = Literal["importance", "exact", "random"]
 Backend = Literal["auto", "reference", "triton"]
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 """Each layer is an object of Python: more of them would take minutes to make."""
 # No pair turns: every angle is 0 in the precision of the tables.
 _UNROTATED = RopeScaling(rope_type="linear", factor=1e300)
@@ -104,7 +104,7 @@ class ModelConfig:
         check_types(self, "model")
         check_at_least(self, "model", vocab_size=1, dim=1, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1)
         check_at_least(self, "model", value_dim=1, mlp_dim=1, sliding_window=0)
-        for name, most in (("num_layers", MOST_LAYERS), ("sliding_window", LARGEST_SIZE)):
+        for name, most in (("num_layers", MAX_LAYERS), ("sliding_window", LARGEST_SIZE)):
             if getattr(self, name) > most:
                 raise UserError(f"model.{name} must be at most {most}, got {getattr(self, name)}")
         for name in ("rope_theta", "norm_eps"):

@@ -9,7 +9,7 @@ from trifocal.nn.attention_base import RotaryTables
 from trifocal.nn.norm import RMSNorm, product_dtype
 from trifocal.ops import Documents
 
-MOST_TOKENS = 65536
+MAX_TOKENS = 65536
 """Tokens of a sequence that pass an MLP together in training: backward has six tensors of `hidden_dim` a token."""
 
 
@@ -31,7 +31,7 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., T, E] -> [..., T, E]."""
         # Without gradients nothing is split, so that an exported graph takes any length.
-        parts = x.split(MOST_TOKENS, dim=-2) if torch.is_grad_enabled() else (x,)
+        parts = x.split(MAX_TOKENS, dim=-2) if torch.is_grad_enabled() else (x,)
         return self._of(x) if len(parts) == 1 else torch.cat([self._of(part) for part in parts], dim=-2)
 
     def _of(self, x: Tensor) -> Tensor:

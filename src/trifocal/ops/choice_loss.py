@@ -30,7 +30,7 @@ FLOOR = 1e-6
 LEAST_MASS = 1e-9
 """A query with less mass on its free candidates teaches nothing."""
 # Numbers of the largest tensor that exist at a time: scores of a teacher or student, or blocks of both.
-_MOST_NUMBERS = 2**28
+_MAX_NUMBERS = 2**28
 # Tensors of one number a query, group and block that exist beside one another on the kernels.
 _TENSORS_OF_BLOCKS = 2
 _MASK = 2**32 - 1
@@ -178,7 +178,7 @@ def choice_loss(
     widest = q.shape[2] * k.shape[1]
     if kernels:
         widest = _TENSORS_OF_BLOCKS * k.shape[2] * num_blocks(k.shape[1], geometry, documents)
-    parts = -(-batch * num_queries * widest // _MOST_NUMBERS)
+    parts = -(-batch * num_queries * widest // _MAX_NUMBERS)
 
     args = (geometry, documents, kernels, q, k, q_idx, k_idx)
     if parts == 1:

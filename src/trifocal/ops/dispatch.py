@@ -52,13 +52,13 @@ FEWEST_ROWS_OF_A_PART = 1024
 FEWEST_PROGRAMS_OF_WINDOW_DKDV = 0.75
 # Queries, of all batch entries, up to which the portable importance kernel runs on Hopper too: with so many the other
 # gains nothing on an H200 (0.108 ms instead of 0.109 at shape B), while its descriptors cost the host 0.1 ms.
-MOST_QUERIES_OF_PORTABLE_IMPORTANCE = 8192
+MAX_QUERIES_OF_PORTABLE_IMPORTANCE = 8192
 # Programs a multiprocessor from which on a program of decoding takes a group of units; most that share the parts of a
 # sequence.
 ENOUGH_DECODE_PROGRAMS = 2
-MOST_DECODE_PROGRAMS = 16
+MAX_DECODE_PROGRAMS = 16
 # Selection blocks up to which the Hopper kernel of the choice runs.
-MOST_BLOCKS_OF_WARP = 2048
+MAX_BLOCKS_OF_WARP = 2048
 _BLOCK_MAJOR = ("block_major forward", "block_major backward")
 
 _choices: Counter[tuple[str, str, str]] = Counter()
@@ -215,7 +215,7 @@ def importance_on_hopper(q: Tensor, k_cmp: Tensor, geometry: Geometry, *, packed
     taps, remainder = divmod(geometry.selection_block_size, geometry.compression_stride)
     heads = q.shape[2] // k_cmp.shape[2]
     fits = (
-        q.shape[0] * q.shape[1] > MOST_QUERIES_OF_PORTABLE_IMPORTANCE
+        q.shape[0] * q.shape[1] > MAX_QUERIES_OF_PORTABLE_IMPORTANCE
         and devices.is_hopper(q.device)
         and q.shape[3] in tiles.HOPPER_IMPORTANCE
         and heads in (4, 8, 16, 32, 64)
@@ -243,7 +243,7 @@ def index_tile(q_idx: Tensor) -> tiles.Tile:
 
 def choice_on_hopper(q: Tensor, blocks: int, *, packed: bool) -> bool:
     """Whether the Hopper kernel chooses among so many selection blocks: one warp holds all of a row."""
-    return devices.is_hopper(q.device) and not packed and blocks <= MOST_BLOCKS_OF_WARP
+    return devices.is_hopper(q.device) and not packed and blocks <= MAX_BLOCKS_OF_WARP
 
 
 def selected_order(
@@ -330,7 +330,7 @@ def decode_units_of_part(programs: int, units: int, device: torch.device) -> int
 
 def decode_programs(programs: int, parts: int, device: torch.device) -> int:
     """Programs that share the parts of a sequence: a long block table must not start programs that find nothing."""
-    return max(1, min(parts, MOST_DECODE_PROGRAMS * devices.multiprocessors(device) // programs))
+    return max(1, min(parts, MAX_DECODE_PROGRAMS * devices.multiprocessors(device) // programs))
 
 
 def masked_part_queries(num_queries: int, q_per_kv: int, blocks: int, multiprocessors: int) -> int:

@@ -201,7 +201,7 @@ def select_blocks(
 
 
 # Scores of an index that exist at a time.
-_MOST_INDEX_SCORES = 2**27
+_MAX_INDEX_SCORES = 2**27
 
 
 def select_blocks_by_index(q_idx: Tensor, k_idx: Tensor, geometry: Geometry, documents: Documents | None) -> Tensor:
@@ -213,7 +213,7 @@ def select_blocks_by_index(q_idx: Tensor, k_idx: Tensor, geometry: Geometry, doc
     grid = block_grid(num_keys, geometry.selection_block_size, documents, q_idx.device)
     keys_BDK = k_idx[:, grid.tokens.flatten()].transpose(1, 2)
     num_blocks = geometry.num_selection_blocks(longest_document(num_keys, documents))
-    chunk = max(1, _MOST_INDEX_SCORES // (batch * num_groups * keys_BDK.shape[2]))
+    chunk = max(1, _MAX_INDEX_SCORES // (batch * num_groups * keys_BDK.shape[2]))
     chosen = []
     for first in range(0, num_queries, chunk):
         q, position_T, token_T = (

@@ -12,9 +12,9 @@ from trifocal.ops.geometry import Geometry
 
 OLDEST_CAPABILITY = (8, 0)
 WIDEST_HEAD = 256
-MOST_HEADS_OF_A_GROUP = 64
+MAX_HEADS_OF_A_GROUP = 64
 BLOCK_MULTIPLE = 16
-MOST_STRIDES_OF_BLOCK = 64
+MAX_STRIDES_OF_BLOCK = 64
 FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -44,8 +44,8 @@ def unsupported_reason(
     num_heads, dim, num_groups, value_dim = q.shape[2], q.shape[3], v.shape[2], v.shape[3]
     if dim > WIDEST_HEAD or value_dim > WIDEST_HEAD:
         return f"D and V may be at most {WIDEST_HEAD}, got {dim} and {value_dim}"
-    if num_heads > MOST_HEADS_OF_A_GROUP * num_groups:
-        return f"a group may have at most {MOST_HEADS_OF_A_GROUP} query heads, got {num_heads // num_groups}"
+    if num_heads > MAX_HEADS_OF_A_GROUP * num_groups:
+        return f"a group may have at most {MAX_HEADS_OF_A_GROUP} query heads, got {num_heads // num_groups}"
     if geometry is None:
         return None
     stride, selection_block = geometry.compression_stride, geometry.selection_block_size
@@ -53,8 +53,8 @@ def unsupported_reason(
         return f"the compression stride must be a power of two, got {stride}"
     if selection_block % BLOCK_MULTIPLE:
         return f"the selection block must be a multiple of {BLOCK_MULTIPLE} tokens, got {selection_block}"
-    if decoding and selection_block > MOST_STRIDES_OF_BLOCK * stride:
-        return f"decoding takes selection blocks of at most {MOST_STRIDES_OF_BLOCK} strides, got {geometry}"
+    if decoding and selection_block > MAX_STRIDES_OF_BLOCK * stride:
+        return f"decoding takes selection blocks of at most {MAX_STRIDES_OF_BLOCK} strides, got {geometry}"
     return None
 
 

@@ -265,7 +265,7 @@ _DECODE_TILES: dict[str, dict[int, Tile]] = {
     "fp32": {64: Tile(16, 32, 4, 2), 128: Tile(16, 32, 4, 2), 256: Tile(16, 16, 4, 2)},
 }
 # Most rows of a tile, and most of its scores, so that they fit the registers of eight warps.
-_DECODE_MOST_ROWS, _DECODE_MOST_SCORES = 64, 64 * 128
+_DECODE_MAX_ROWS, _DECODE_MAX_SCORES = 64, 64 * 128
 # Keys that decoding adds up one after the other in any case, and such units of a group; see `decode.triton.common`.
 DECODE_UNIT = 256
 DECODE_GROUP = 4
@@ -287,7 +287,7 @@ def decode_tile(dtype: torch.dtype, rows: int, columns: int, architecture: str, 
     if rows <= tile.BLOCK_M:
         return tile
     # More accumulators need more registers.
-    most_rows = min(_DECODE_MOST_ROWS, _DECODE_MOST_SCORES // tile.BLOCK_N, next_power_of_2(rows))
+    most_rows = min(_DECODE_MAX_ROWS, _DECODE_MAX_SCORES // tile.BLOCK_N, next_power_of_2(rows))
     return tile._replace(
-        BLOCK_M=most_rows, warps=8 if most_rows == _DECODE_MOST_ROWS else max(4, tile.warps), registers=None
+        BLOCK_M=most_rows, warps=8 if most_rows == _DECODE_MAX_ROWS else max(4, tile.warps), registers=None
     )

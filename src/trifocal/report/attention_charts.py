@@ -9,7 +9,7 @@ from trifocal.runlog.run import Run
 
 BRANCHES = {"cmp": "compressed", "slc": "selected", "win": "window"}
 _STEP = {"title": {"text": "step"}}
-_MOST_LAYER_LINES = 32
+_MAX_LAYER_LINES = 32
 
 
 def attention_charts(run: Run) -> list[Chart]:
@@ -136,7 +136,7 @@ def _layer_lines(rows: list[dict[str, Any]], name: str, colour: str) -> list[Tra
     """A thin line for each of several layers, which hover names."""
     traces: list[Trace] = []
     layers = sorted({row["layer"] for row in rows})
-    for layer in layers if 1 < len(layers) <= _MOST_LAYER_LINES else []:
+    for layer in layers if 1 < len(layers) <= _MAX_LAYER_LINES else []:
         steps, values = _mean_over_layers([row for row in rows if row["layer"] == layer], name)
         thin = {"opacity": 0.35, "showlegend": False, "hovertemplate": f"layer {layer}: %{{y:.2f}}<extra></extra>"}
         if steps:

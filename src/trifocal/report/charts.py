@@ -15,9 +15,9 @@ Trace = dict[str, Any]
 
 _NAMED_SHARE = 0.18
 """A phase with at least this share of the time has its name in the bar."""
-_MOST_DOTS = 60
+_MAX_DOTS = 60
 _LONG_CURVE = 300
-MOST_POINTS = 1500
+MAX_POINTS = 1500
 """Points of one curve; longer ones keep the lowest and the highest of every stretch."""
 _PHASES = (
     *("data", "wait", "forward", "backward", "optimizer", "checkpoint", "evaluate", "telemetry", "sample"),
@@ -77,7 +77,7 @@ def _loss(runs: list[Run]) -> Chart:
         steps, losses = run.series("evaluation", "validation_loss")
         if steps:
             label = "validation" if len(runs) == 1 else f"{run.name}, validation"
-            few = len(steps) <= _MOST_DOTS
+            few = len(steps) <= _MAX_DOTS
             dot = {"size": 7 if few else 4, "color": "@surface", "line": {"color": colour, "width": 2 if few else 1}}
             dotted = line(steps, losses, label, colour, width=1.5, dash="dot")
             traces.append({**dotted, "mode": "lines+markers", "marker": dot})
@@ -267,7 +267,7 @@ def smoothed(values: list[float]) -> list[float]:
     return result
 
 
-def thin(steps: list[int], values: list[float], most: int = MOST_POINTS) -> tuple[list[int], list[float]]:
+def thin(steps: list[int], values: list[float], most: int = MAX_POINTS) -> tuple[list[int], list[float]]:
     """Shorten a curve without losing its spikes: the lowest and the highest point of every stretch stay.
 
     Returns:

@@ -16,7 +16,7 @@ from trifocal.telemetry.attention_picture import AttentionPicture, read_picture
 # that JSON allows in a string and older JavaScript does not.
 _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
-_MOST_FRAMES = 6
+_MAX_FRAMES = 6
 """Steps on the page, evenly spaced, including the first and the last."""
 MAPS = {
     "cmp": ("Scores that choose", "Share of each block, by compressed keys or an index, relative to an even spread."),
@@ -35,7 +35,7 @@ def pictures_of(run: Run) -> list[AttentionPicture]:
     paths = run.pictures
     if not paths:
         return []
-    chosen = np.unique(np.linspace(0, len(paths) - 1, min(len(paths), _MOST_FRAMES)).round().astype(int))
+    chosen = np.unique(np.linspace(0, len(paths) - 1, min(len(paths), _MAX_FRAMES)).round().astype(int))
     pictures = [read_picture(paths[index]) for index in chosen]
     last = pictures[-1]
     return [picture for picture in pictures if _same_scene(picture, last)]

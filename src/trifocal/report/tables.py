@@ -11,7 +11,7 @@ from trifocal.runlog.progress import duration
 from trifocal.runlog.run import Run
 from trifocal.runlog.stalls.verdict import judge
 
-_MOST_EVENTS = 200
+_MAX_EVENTS = 200
 
 
 def key_figures(run: Run) -> dict[str, str]:
@@ -88,7 +88,7 @@ def events_table(run: Run) -> str:
     events = run.of_kind("event")
     began = run.rows[0]["unix_time_seconds"]
     rows = []
-    for event in events[-_MOST_EVENTS:]:
+    for event in events[-_MAX_EVENTS:]:
         severity = str(event.get("severity", "info"))
         mark = {"error": "bad", "warning": "watch"}.get(severity, "unknown")
         rows.append(

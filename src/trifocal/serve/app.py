@@ -26,7 +26,7 @@ from trifocal.serve.pictures import Pictures
 from trifocal.serve.service import Call, Service
 from trifocal.serve.worker import Updates, Worker
 
-MOST_BODY_BYTES = 2**23
+MAX_BODY_BYTES = 2**23
 _PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 _EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -214,8 +214,8 @@ async def _read_object(request: Request) -> dict[str, Any]:
     content = bytearray()
     async for part in request.stream():
         content += part
-        if len(content) > MOST_BODY_BYTES:
-            raise ApiError(413, f"the body may have {MOST_BODY_BYTES:,} bytes", headers={"Connection": "close"})
+        if len(content) > MAX_BODY_BYTES:
+            raise ApiError(413, f"the body may have {MAX_BODY_BYTES:,} bytes", headers={"Connection": "close"})
     try:
         body = json.loads(content, parse_constant=_no_constant)
     except ValueError as error:

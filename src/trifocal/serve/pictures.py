@@ -16,10 +16,10 @@ from trifocal.telemetry.attention_telemetry import AttentionTelemetry
 from trifocal.telemetry.maps import evenly_spaced
 
 _KEPT = 16
-_MOST_QUERIES = 128
+_MAX_QUERIES = 128
 # The forward pass has all logits; on a CPU, the reference has all scores too.
-_MOST_LOGITS = 2**29
-_MOST_CPU_TOKENS = 2048
+_MAX_LOGITS = 2**29
+_MAX_CPU_TOKENS = 2048
 
 
 class Pictures:
@@ -51,13 +51,13 @@ class Pictures:
         config, device = telemetry.model.config, telemetry.model.embedding.weight.device
         prompt = answer.first_prompt
         tokens = [*prompt, *answer.tokens.get(0, [])]
-        too_long = len(tokens) * config.vocab_size > _MOST_LOGITS
-        too_long |= device.type == "cpu" and len(tokens) > _MOST_CPU_TOKENS
+        too_long = len(tokens) * config.vocab_size > _MAX_LOGITS
+        too_long |= device.type == "cpu" and len(tokens) > _MAX_CPU_TOKENS
         if not telemetry.layers or len(tokens) == len(prompt) or too_long:
             return {"layers": []}
         # The last token was drawn, and read nothing.
         row = torch.tensor([tokens[:-1]], device=device)
-        reading = evenly_spaced(len(tokens) - len(prompt), _MOST_QUERIES, row.device) + len(prompt) - 1
+        reading = evenly_spaced(len(tokens) - len(prompt), _MAX_QUERIES, row.device) + len(prompt) - 1
         with self._one_at_a_time, torch.autocast(row.device.type, self._dtype, enabled=self._dtype == torch.bfloat16):
             chosen = telemetry.choices(row, reading).tolist()
         stream = TextStream(self._tokenizer, [])

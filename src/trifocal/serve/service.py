@@ -12,14 +12,14 @@ from trifocal.data.sources.chats import BadChat, read_messages
 from trifocal.errors import UserError, one_line
 from trifocal.fields import checked
 from trifocal.inference import Request, Sampling
-from trifocal.inference.request import MOST_LIKELIEST, in_vocabulary
+from trifocal.inference.request import MAX_LIKELIEST, in_vocabulary
 from trifocal.inference.sampler import SETTINGS
 from trifocal.serve.errors import ApiError
 
 _Prompt = list[int] | NDArray[np.int32]
 # Every token of the answer is searched for them.
 _MAX_STOPS, _MAX_STOP_CHARACTERS = 32, 1024
-_MOST_SEED = 2**63 - 1
+_MAX_SEED = 2**63 - 1
 _DEFAULT_TOKENS = 16
 _COMMON: dict[str, type] = {
     "model": str,
@@ -185,7 +185,7 @@ class Service:
                 400, f"the prompt takes {len(prompt):,} of the {self.max_length:,} tokens that fit{new}",
                 code="context_length_exceeded",
             )  # fmt: skip
-        seed = values.get("seed", secrets.randbelow(_MOST_SEED))
+        seed = values.get("seed", secrets.randbelow(_MAX_SEED))
         try:
             request = Request(
                 prompt=prompt,
@@ -284,8 +284,8 @@ def _logprobs(values: dict[str, Any], chat: bool) -> tuple[bool, int]:
     """Whether log-probabilities are wanted, and of how many likeliest tokens."""
     name = "top_logprobs" if chat else "logprobs"
     count = values.get(name, 0)
-    if not 0 <= count <= MOST_LIKELIEST:
-        raise ApiError(400, f"{name} must be from 0 to {MOST_LIKELIEST}, got {count}", param=name)
+    if not 0 <= count <= MAX_LIKELIEST:
+        raise ApiError(400, f"{name} must be from 0 to {MAX_LIKELIEST}, got {count}", param=name)
     if chat and count and not values.get("logprobs"):
         raise ApiError(400, "top_logprobs needs logprobs = true", param=name)
     return values.get("logprobs", False) if chat else "logprobs" in values, count

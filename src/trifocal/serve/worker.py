@@ -19,7 +19,7 @@ from trifocal.serve.metrics import Metrics
 _RETRY_SECONDS = 1
 # Steps in a row that may find no memory, which a picture may have for a moment: a failed step loses nothing. So many
 # failures of any kind make the server unhealthy.
-_MOST_FAILURES = 3
+_MAX_FAILURES = 3
 
 
 class Updates:
@@ -106,7 +106,7 @@ class Worker:
     @property
     def failed(self) -> bool:
         """Whether the engine has ended, or its last steps all failed."""
-        return not self._thread.is_alive() or self._failures >= _MOST_FAILURES
+        return not self._thread.is_alive() or self._failures >= _MAX_FAILURES
 
     @property
     def gauges(self) -> dict[str, int]:
@@ -209,7 +209,7 @@ class Worker:
             except Exception as error:
                 traceback.print_exc(file=sys.stderr)
                 self._failures += 1
-                if isinstance(error, MemoryError | torch.OutOfMemoryError) and self._failures < _MOST_FAILURES:
+                if isinstance(error, MemoryError | torch.OutOfMemoryError) and self._failures < _MAX_FAILURES:
                     continue
                 failed = list(left)
                 # If this fails too, the thread ends.

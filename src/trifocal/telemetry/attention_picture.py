@@ -24,8 +24,8 @@ from trifocal.runlog.whole_files import write_whole
 from trifocal.telemetry.maps import LayerAttention, choosing_shares, full_attention_shares
 
 VERSION = 1
-_MOST_QUERIES, _FEWEST_QUERIES = 128, 32
-_MOST_CELLS = 2**20
+_MAX_QUERIES, _FEWEST_QUERIES = 128, 32
+_MAX_CELLS = 2**20
 """Bytes of one map before compression, as far as _FEWEST_QUERIES allow."""
 _MAX_BYTES = 2**26
 """Bytes of a file, compressed and expanded."""
@@ -122,7 +122,7 @@ def picture_queries(num_tokens: int, cells_per_query: int) -> int:
         num_tokens: T.
         cells_per_query: L * G * J.
     """
-    return min(num_tokens, max(_FEWEST_QUERIES, min(_MOST_QUERIES, _MOST_CELLS // cells_per_query)))
+    return min(num_tokens, max(_FEWEST_QUERIES, min(_MAX_QUERIES, _MAX_CELLS // cells_per_query)))
 
 
 def describe_layers(layer: LayerAttention, queries: Tensor) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from trifocal.ops import Documents
 from trifocal.runlog.jsonl import Row
 from trifocal.runlog.metrics import MetricsWriter
 from trifocal.telemetry.attention_picture import AttentionPicture, describe_layers, picture_queries
-from trifocal.telemetry.maps import MOST_SCORES, LayerAttention, evenly_spaced
+from trifocal.telemetry.maps import MAX_SCORES, LayerAttention, evenly_spaced
 from trifocal.telemetry.statistics import BRANCHES, attention_statistics
 
 CLOSED_GATE = 0.02
@@ -188,7 +188,7 @@ class AttentionTelemetry:
             waiting.clear()
 
         def take(layer: LayerAttention) -> None:
-            if waiting and (len(waiting) + 1) * layer.num_scores > MOST_SCORES:
+            if waiting and (len(waiting) + 1) * layer.num_scores > MAX_SCORES:
                 describe_waiting()
             waiting.append(layer)
 

@@ -20,10 +20,10 @@ from trifocal.ops.choice_loss import (
     teacher_masses,
 )
 
-_MOST_QUERIES = 128
+_MAX_QUERIES = 128
 """Sampled queries: enough for a mean, and bounded for any length."""
 _FEWEST_QUERIES = 16
-MOST_SCORES = 2**26
+MAX_SCORES = 2**26
 """Scores of full attention in one call: at most 256 MiB in fp32, for any length."""
 
 
@@ -73,7 +73,7 @@ class LayerAttention:
     def sampled_queries(self) -> Tensor:
         """Evenly spaced queries, few enough for full attention in bounded memory, [Q]."""
         num_tokens, num_heads = self.q.shape[1:3]
-        most = max(_FEWEST_QUERIES, min(_MOST_QUERIES, MOST_SCORES // (num_tokens * num_heads)))
+        most = max(_FEWEST_QUERIES, min(_MAX_QUERIES, MAX_SCORES // (num_tokens * num_heads)))
         return evenly_spaced(num_tokens, most, self.q.device)
 
     def sample(self, queries: Tensor) -> Sample:

@@ -12,7 +12,7 @@ from trifocal.errors import UserError, one_line
 
 # Rows decoded at once. A column that repeats long values is small until it is decoded, and each of its rows may be as
 # long as the whole column: fewer rows where they could hold more bytes than this.
-_MOST_ROWS_DECODED = 256
+_MAX_ROWS_DECODED = 256
 _BYTES_DECODED = 1 << 27
 
 
@@ -124,7 +124,7 @@ class ParquetSource:
         path, row = self._paths[shard], 0
         try:
             size = max(1, parquet.metadata.row_group(group).total_byte_size)
-            rows = max(1, min(_MOST_ROWS_DECODED, _BYTES_DECODED // size))
+            rows = max(1, min(_MAX_ROWS_DECODED, _BYTES_DECODED // size))
             for batch in parquet.iter_batches(rows, row_groups=[group], columns=[self._field], use_threads=False):
                 skipped = min(max(first_row - row, 0), len(batch))
                 for number, value in enumerate(_values(batch.column(self._field).slice(skipped)), start=row + skipped):

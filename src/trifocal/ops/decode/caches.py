@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trifocal.ops.geometry import Geometry
 
-MOST_NEW_TOKENS = 8
+MAX_NEW_TOKENS = 8
 
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines of all positions, [max_len, D/2] each, contiguous, in the type of the rotation's arithmetic."""
@@ -207,9 +207,9 @@ def check_rotary(rotary: Rotary, x: Tensor) -> None:
 
 def check_new_tokens(x: Tensor) -> None:
     """Raise ValueError unless x [B, T, heads, *] has 1 to 8 tokens a sequence."""
-    if x.ndim != 4 or 0 in x.shape or x.shape[1] > MOST_NEW_TOKENS:
+    if x.ndim != 4 or 0 in x.shape or x.shape[1] > MAX_NEW_TOKENS:
         raise ValueError(
-            f"a step takes [B, T, heads, *] with T from 1 to {MOST_NEW_TOKENS} and no empty dimension, "
+            f"a step takes [B, T, heads, *] with T from 1 to {MAX_NEW_TOKENS} and no empty dimension, "
             f"got {list(x.shape)}"
         )
 

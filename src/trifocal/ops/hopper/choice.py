@@ -123,7 +123,7 @@ def launch_choice(
         geometry: Block sizes, in tokens.
         first_query, end_query: The chunk.
         query_shift: Position of query 0.
-        reachable: Blocks that the last query of the chunk can choose from, at most `dispatch.MOST_BLOCKS_OF_WARP`.
+        reachable: Blocks that the last query of the chunk can choose from, at most `dispatch.MAX_BLOCKS_OF_WARP`.
         block_lines: Lines of blocks in a row of importance.
     """
     batch, num_queries, groups, num_selected = selected_blocks.shape

@@ -43,7 +43,7 @@ BLOCKS = 64
 # call takes the time of one program; and those of each warp.
 LEAST_BLOCKS = 64
 BLOCKS_OF_WARP = 256
-MOST_WARPS = 16
+MAX_WARPS = 16
 # Keys and rows of a tile of d_k.
 KEYS = 64
 ROWS = 64
@@ -339,7 +339,7 @@ def _score_chunks(
     constants = {
         "GROUPS": groups, "Q_PER_KV": num_heads // groups, "SELECTION": geometry.selection_block_size,
         "NUM_SELECTED": geometry.num_selected_blocks, "ROWS": rows, "BLOCKS": blocks,
-        "num_warps": max(1, min(MOST_WARPS, rows * blocks // BLOCKS_OF_WARP)),
+        "num_warps": max(1, min(MAX_WARPS, rows * blocks // BLOCKS_OF_WARP)),
     }  # fmt: skip
     for first_query, end_query in chunks:
         chunk = Chunk(first_query, end_query, k.shape[1] - q.shape[1], num_blocks, block_lines)

@@ -31,9 +31,9 @@ from trifocal.ops import devices
 Descriptor = GluonDescriptor | TensorDescriptor
 _DESCRIPTORS = {GluonDescriptor, TensorDescriptor}
 
-_MOST_WORKERS = 16
+_MAX_WORKERS = 16
 # Kinds of arguments that one kernel remembers. More come only of sizes that no two calls share.
-_MOST_KINDS = 4096
+_MAX_KINDS = 4096
 # The default up to Triton 3.9, which warns that 3.10 has another.
 _OPTIONS = {"enable_fp_fusion": True}
 
@@ -88,7 +88,7 @@ class Kernel:
             return
         compiled = self.function[grid](*args, **_OPTIONS | constants)
         if compiled is not None:
-            if len(kinds) >= _MOST_KINDS:
+            if len(kinds) >= _MAX_KINDS:
                 kinds.clear()
             names = self.function.arg_names[len(args) :]
             kinds[key] = compiled, tuple(constants[name] for name in names)
@@ -139,7 +139,7 @@ def only_compile(device: torch.device) -> Iterator[None]:
     Raises:
         Exception: Any error of the compiler.
     """
-    workers = min(_MOST_WORKERS, os.cpu_count() or 1)
+    workers = min(_MAX_WORKERS, os.cpu_count() or 1)
     with (
         devices.compiling_for(device),
         ThreadPoolExecutor(workers, initializer=torch.cuda.set_device, initargs=(device,)) as pool,

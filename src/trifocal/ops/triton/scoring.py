@@ -44,7 +44,7 @@ from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.selected.block_csr import default_documents
 
 # Compressed blocks of one selection block that a tile holds; geometries with more are summed in parts.
-MOST_TAPS = 64
+MAX_TAPS = 64
 # Rows of importance are a multiple of this, so that they are read in whole vectors.
 LINE = tl.constexpr(16)
 INFINITY_BITS = tl.constexpr(0x7F800000)
@@ -252,7 +252,7 @@ def select_blocks_forward(
     if documents is not None:
         first_compressed = first_compressed_blocks(documents, geometry)
     taps = next_power_of_2(geometry.selection_block_size // geometry.compression_stride)
-    parts = max(1, taps // MOST_TAPS)
+    parts = max(1, taps // MAX_TAPS)
     taps //= parts
     on_hopper = dispatch.importance_on_hopper(q, k_cmp, geometry, packed=packed)
     tile = dispatch.importance_tile(q, q_per_kv)

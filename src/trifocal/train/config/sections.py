@@ -17,7 +17,7 @@ from trifocal.runlog.traces import TRACES
 MAX_TRACED_STEPS = 100
 """Traces that keep data of every step are limited to so many steps."""
 # Digits of a number that fits 64 bits.
-_MOST_DIGITS = 18
+_MAX_DIGITS = 18
 
 
 def _require(condition: bool, message: str) -> None:
@@ -27,7 +27,7 @@ def _require(condition: bool, message: str) -> None:
 
 def _count(text: str) -> int:
     """Parse a number of steps or layers; -1 if the text is no such number."""
-    return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else -1
+    return int(text) if text.isdecimal() and len(text) <= _MAX_DIGITS else -1
 
 
 def _parts(text: str) -> list[str]:

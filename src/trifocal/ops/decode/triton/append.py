@@ -20,7 +20,7 @@ from trifocal.ops.triton.dependent_launch import dependent_launch, wait_for_inpu
 from trifocal.ops.triton.launch import Kernel
 
 # Tokens of a block that are added up at a time.
-MOST_ROWS = 32
+MAX_ROWS = 32
 # Hidden units of a learned φ that a program makes, bytes of a block's numbers that it takes at a time, and hidden units
 # that are added up at a time.
 UNITS = 16
@@ -403,7 +403,7 @@ def append_sparse(
         RAW_RING=0 if cache.k_raw is None else cache.k_raw.shape[2],
         WINDOW_RING=0 if cache.k_win is None else cache.k_win.shape[2], HAS_V_CMP=cache.v_cmp is not None,
         BLOCK=geometry.compression_block_size, STRIDE=geometry.compression_stride,
-        CHUNK=min(MOST_ROWS, next_power_of_2(geometry.compression_block_size)), num_warps=2,
+        CHUNK=min(MAX_ROWS, next_power_of_2(geometry.compression_block_size)), num_warps=2,
         **dependent_launch(k.device),
     )  # fmt: skip
     if compress and most_due:
@@ -460,7 +460,7 @@ def _append_learned(
         batch.rows, batch.lengths, batch.num_new, batch.block_table, *rings, *k_cmp.stride()[:3], *v_cmp.stride()[:3],
         batch.block_table.stride(0), **sizes, D_HALF=next_power_of_2((k_ring.shape[3] + 1) // 2),
         V_HALF=next_power_of_2((v_ring.shape[3] + 1) // 2), PAGE_ROWS=k_cmp.shape[2],
-        ROWS=min(MOST_ROWS, next_power_of_2(geometry.compression_block_size)), UNITS=UNITS_OF_SUM,
+        ROWS=min(MAX_ROWS, next_power_of_2(geometry.compression_block_size)), UNITS=UNITS_OF_SUM,
     )  # fmt: skip
 
 

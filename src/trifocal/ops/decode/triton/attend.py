@@ -28,7 +28,7 @@ from trifocal.ops.triton.dependent_launch import release_next, wait_for_inputs
 from trifocal.ops.triton.launch import Kernel
 
 # A dense row has at most so many units; in longer pasts they are longer. Their length depends on the row's past alone.
-MOST_UNITS = tl.constexpr(64)
+MAX_UNITS = tl.constexpr(64)
 
 
 @triton.jit
@@ -45,9 +45,9 @@ def count_window(position, window_size):
 
 @triton.jit
 def dense_unit(num_keys, UNIT_KEYS: tl.constexpr):
-    """Keys of a unit of dense attention: UNIT_KEYS, and twice as many until MOST_UNITS of them are enough."""
+    """Keys of a unit of dense attention: UNIT_KEYS, and twice as many until MAX_UNITS of them are enough."""
     unit = UNIT_KEYS + num_keys * 0
-    while unit * MOST_UNITS < num_keys:
+    while unit * MAX_UNITS < num_keys:
         unit *= 2
     return unit
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trifocal.ops import dispatch, tiles
 from trifocal.ops.decode.caches import DecodeBatch, DenseCache, Index, Rotary, SparseCache
-from trifocal.ops.decode.triton.attend import MOST_UNITS, decode_attend_kernel, decode_dense_kernel
+from trifocal.ops.decode.triton.attend import MAX_UNITS, decode_attend_kernel, decode_dense_kernel
 from trifocal.ops.decode.triton.choice import decode_choice_kernel
 from trifocal.ops.decode.triton.combine import decode_combine_kernel
 from trifocal.ops.decode.triton.index import decode_index_kernel
@@ -35,7 +35,7 @@ _COMBINED_HEADS = 4
 # Columns that a thread of the choice holds; how many numbers of each kind it asks for together, and of how many heads.
 _CHOICE_COLUMNS = 4
 _CHOICE_NUMBERS = 32
-_MOST_CHOICE_HEADS = 8
+_MAX_CHOICE_HEADS = 8
 # Parts of a branch that combine asks for together, at most.
 _PARTS_AT_ONCE = 16
 
@@ -120,7 +120,7 @@ def decode_attention(
             **sizes, **block_sizes, NUM_SELECTED=g.num_selected_blocks,
             NUM_SELECTED_PAD=next_power_of_2(g.num_selected_blocks), INITIAL=g.num_initial_blocks,
             LOCAL=g.num_local_blocks, PAGE_BLOCKS=page_size // g.selection_block_size, BLOCKS=blocks,
-            UNIT_TILES=unit_tiles, UNROLL=min(choice_heads, q_per_kv, _MOST_CHOICE_HEADS), COLUMNS=choice_columns,
+            UNIT_TILES=unit_tiles, UNROLL=min(choice_heads, q_per_kv, _MAX_CHOICE_HEADS), COLUMNS=choice_columns,
             INDEXED=index is not None, num_warps=choice_warps, **dependent_launch(q.device),
         )  # fmt: skip
     k_win, v_win, ring = cache.k_slc, cache.v_slc, 0
@@ -195,7 +195,7 @@ def decode_dense_attention(
     tile = dispatch.decode_tile(q, cache.v, new * q_per_kv, "dense")
     row_tiles = cdiv(new * q_per_kv, tile.BLOCK_M)
     programs = num_sequences * groups * row_tiles
-    most_units = min(MOST_UNITS.value, cdiv(batch.block_table.shape[1] * page_size, tiles.DECODE_UNIT))
+    most_units = min(MAX_UNITS.value, cdiv(batch.block_table.shape[1] * page_size, tiles.DECODE_UNIT))
     units = dispatch.decode_units_of_part(programs, most_units, q.device)
     num_parts = cdiv(most_units, units)
     parts = _empty_parts(q, num_parts, value_dim)

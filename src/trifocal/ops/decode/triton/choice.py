@@ -95,8 +95,8 @@ def decode_choice_kernel(
             has_direct = free & (block < scored)
             has_overflow = free & (block > 0) & (block <= scored)
             # A unit's sum is that of its last tile. As many units as there can be: at least one, a power of two.
-            MOST_UNITS: tl.constexpr = (COLUMNS + BLOCKS * UNIT_TILES - 1) // (BLOCKS * UNIT_TILES)
-            unit = tl.arange(0, MOST_UNITS)
+            MAX_UNITS: tl.constexpr = (COLUMNS + BLOCKS * UNIT_TILES - 1) // (BLOCKS * UNIT_TILES)
+            unit = tl.arange(0, MAX_UNITS)
             last_tile = tl.minimum(unit * UNIT_TILES + (UNIT_TILES - 1), tiles - 1)
             is_unit = unit * UNIT_TILES < tiles
             if INDEXED:

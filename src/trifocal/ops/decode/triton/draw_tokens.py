@@ -20,10 +20,10 @@ from trifocal.ops.triton.dependent_launch import dependent_launch, wait_for_inpu
 from trifocal.ops.triton.launch import Kernel
 
 # The largest vocabulary that one program takes, and the parts of a larger one: fp64 takes most of a program's time.
-_MOST_TOKENS = 4096
+_MAX_TOKENS = 4096
 _PART = 1024
 _TOKENS_OF_WARP = 256
-_MOST_WARPS = 8
+_MAX_WARPS = 8
 
 _ONE = tl.constexpr(2.0**34)
 _TO_WHOLE = tl.constexpr(2.0**52)
@@ -253,13 +253,13 @@ def draw_tokens(
     logits, keep = unit_stride(logits), None if keep is None else keep.contiguous()
     rows, vocab_size = logits.shape
     whole = next_power_of_2(vocab_size)
-    tile = whole if whole <= _MOST_TOKENS else _PART
+    tile = whole if whole <= _MAX_TOKENS else _PART
     parts = cdiv(vocab_size, tile)
     seen = seen.view(torch.uint8)
     keep, filtered = seen if keep is None else keep.view(torch.uint8), keep is not None
     sizes = {"V": vocab_size, "TILE": tile}
     parts_sizes = {"PARTS": parts, "PARTS_PAD": next_power_of_2(parts), "FILTERED": filtered}
-    options = {"num_warps": min(_MOST_WARPS, max(1, tile // _TOKENS_OF_WARP)), **dependent_launch(logits.device)}
+    options = {"num_warps": min(_MAX_WARPS, max(1, tile // _TOKENS_OF_WARP)), **dependent_launch(logits.device)}
     maxima, likeliest, sums = drawn, tokens, tokens
     if parts > 1:
         maxima = torch.empty(rows, parts, 2, dtype=torch.float32, device=logits.device)

@@ -46,17 +46,17 @@ from trifocal.ops.triton.dependent_launch import dependent_launch, release_next,
 from trifocal.ops.triton.launch import Kernel
 
 _FEWEST_ROWS = 8
-_MOST_ROWS = 32
+_MAX_ROWS = 32
 _COLUMNS = 16
 # Programs share the rows up to this number of programs: two for each multiprocessor of the largest devices.
 _ENOUGH_PROGRAMS = 264
 # Numbers along K that a warp takes at a time: a thread's load has 16 bytes; operands in fp32 take more registers.
 _STEP = 32
 # Bytes of weights that a program holds at a time, of one product and of two: 88, 64 registers of a thread of 8 warps.
-_MOST_BYTES = {1: 90112, 2: 65536}
+_MAX_BYTES = {1: 90112, 2: 65536}
 # Two programs a multiprocessor.
-_MOST_REGISTERS = 128
-_MOST_WARPS = 8
+_MAX_REGISTERS = 128
+_MAX_WARPS = 8
 # A norm's weight, [N], and the type of the products behind it.
 NextNorm = tuple[Tensor, torch.dtype]
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -398,7 +398,7 @@ def linear(
     split, turn = _turns_of_sum(depth, weight.dtype.itemsize, 2 if swiglu else 1)
     programs = min(row_tiles, max(1, _ENOUGH_PROGRAMS // tiles))
     few_rows = tile_rows == _FEWEST_ROWS and programs == row_tiles
-    most_registers = {"maxnreg": _MOST_REGISTERS} if few_rows else {}
+    most_registers = {"maxnreg": _MAX_REGISTERS} if few_rows else {}
     decode_linear_kernel[programs, tiles](
         x, squares, weight, weight if bias is None else bias,
         x if residual is None else residual.contiguous(), weight if next_weight is None else next_weight,
@@ -433,7 +433,7 @@ def _rows_of_tile(rows: int, element_size: int) -> int:
     # The compiler makes products in fp32 of single sums, as it likes them for a tile.
     if element_size == 4:
         return _FEWEST_ROWS
-    return min(_MOST_ROWS, max(_FEWEST_ROWS, next_power_of_2(rows) // 2))
+    return min(_MAX_ROWS, max(_FEWEST_ROWS, next_power_of_2(rows) // 2))
 
 
 def _log2(number: int) -> int:
@@ -443,9 +443,9 @@ def _log2(number: int) -> int:
 
 def _turns_of_sum(depth: int, element_size: int, products: int) -> tuple[int, int]:
     """Warps that split a sum, and how often each takes `_STEP` numbers before a wait."""
-    split = min(_MOST_WARPS, next_power_of_2(cdiv(depth, _STEP)))
+    split = min(_MAX_WARPS, next_power_of_2(cdiv(depth, _STEP)))
     part_bytes = _COLUMNS * products * split * _STEP * element_size
-    most = 1 if element_size == 4 else max(1, _MOST_BYTES[products] // part_bytes)
+    most = 1 if element_size == 4 else max(1, _MAX_BYTES[products] // part_bytes)
     parts = cdiv(depth, split * _STEP)
     # Turns of equal length: the last one's masked parts cost as much as others.
     return split, cdiv(parts, cdiv(parts, most))
