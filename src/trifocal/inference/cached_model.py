@@ -97,7 +97,7 @@ class CachedModel:
         page_size: Tokens of a page, rounded up to whole selection blocks; 256 unless given.
         dtype: Type of the products and of the caches; autocast's where it is on, else that of the weights.
         prefill_chunk_size: Tokens of a prompt that go through the model at a time; 0: as `default_prefill_chunk`.
-        spare_rows: Rows of the rings beyond those of the sequences, for pasts of prompts that an engine keeps.
+        spare_rows: Rows of the rings beyond those of the sequences, for prefixes of prompts that an engine keeps.
         record_chunks: Whether chunks of prompts are recorded as CUDA graphs, each place and length for itself. Lengths
             are padded to powers of two from 256, up to the chunk size, on every device; the padding takes one page.
 

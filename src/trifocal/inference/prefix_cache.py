@@ -15,7 +15,7 @@ from trifocal.inference.cached_model import CachedModel, CachedSequence
 
 
 class PrefixCache:
-    """Up to `spare_rows` pasts; the least recently used goes first."""
+    """Keeps up to `spare_rows` prefixes; the least recently used goes first."""
 
     def __init__(self, model: CachedModel) -> None:
         self._model, self._most = model, model.spare_rows

@@ -29,7 +29,7 @@ class RequestState:
         place: Its place in the batch while it takes part in steps.
         logits: Logits of its prompt's last token, until its first tokens are drawn.
         launched: Tokens whose draw is queued.
-        keys: Hashes of its prompt's chunks, by which pasts are kept and found; none for a scored prompt.
+        keys: Hashes of its prompt's chunks, by which prefixes are kept and found; none for a scored prompt.
         reused_tokens: Tokens of its prompt that were found in the caches.
         prompt_scores: Scores of the prompt's tokens so far, if they are asked for.
         tokens, log_probabilities: What the host knows of them.
@@ -128,7 +128,7 @@ class Scheduler:
     def short_of_pages(self, states: list[RequestState]) -> bool:
         """Whether a token more for each of these needs more pages than are free and not meant for a prompt.
 
-        Kept pasts are given up before.
+        Kept prefixes are given up before.
         """
         pages = self._model.pages
         needed = pages_for_one_more(pages, (state.cached.table for state in states if state.cached is not None))

@@ -175,7 +175,7 @@ def reduce_slots_kernel(
 
 
 @triton.jit
-def either(a, b):
+def bitwise_or(a, b):
     return a | b
 
 
@@ -224,7 +224,7 @@ def _attend_blocks(
 
 
 @triton.jit
-def heavy_first(ROWS: tl.constexpr):
+def longest_rows_first(ROWS: tl.constexpr):
     """First row of this program's tile and its batch entry and group.
 
     Tiles with the longest past start first, those of all batch entries and groups before the next shorter ones of any.
@@ -239,7 +239,7 @@ def place_tile(
 ):
     """This program's batch entry and group in one number; its rows' queries, heads, whether they exist, positions and
     documents; the first and the last document."""
-    first_row, batch_group = heavy_first(ROWS)
+    first_row, batch_group = longest_rows_first(ROWS)
     row = first_row + tl.arange(0, ROWS)
     exists = row < num_queries * Q_PER_KV
     row = tl.where(exists, row, 0)
@@ -284,7 +284,7 @@ def blocks_of_document(
 @triton.jit
 def blocks_of_word(word, chosen_bits, first_masked, end_block):
     """Which of a word's blocks a row of the tile chose; the first one, the first with a mask by key, and the end."""
-    tile_bits = tl.reduce(chosen_bits, 0, either)
+    tile_bits = tl.reduce(chosen_bits, 0, bitwise_or)
     first = word * 32
     middle = tl.minimum(tl.maximum(first_masked, first), first + 32)
     return tile_bits, first, middle, tl.minimum(end_block, first + 32)
