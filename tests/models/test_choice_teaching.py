@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from trifocal.models import DecoderLM, choice_teaching
-from trifocal.models.choice_teaching import ChoiceTeaching, Lessons
+from trifocal.models.choice_teaching import ChoiceSamples, ChoiceTeaching
 from trifocal.nn import choice_recall
 from trifocal.nn.context import ContextShard, OwnTokens
 from trifocal.ops import Documents, Geometry
@@ -29,12 +29,12 @@ def test_chunks_share_out_the_queries(borders: tuple[int, ...] | None) -> None:
         positions = documents.positions
     layers = config.num_layers
     teaching = ChoiceTeaching(torch.tensor(3), torch.ones(layers), torch.zeros(layers, 2), 104, 5)
-    [whole] = Lessons.of_step(model.attention_layers(), teaching, tokens, positions).of_layer(0)
+    [whole] = ChoiceSamples.of_step(model.attention_layers(), teaching, tokens, positions).of_layer(0)
     found = []
     for rank in range(4):
         shard = ContextShard(rank, 4, list)
         own = OwnTokens.of(shard, shard.own(tokens), documents)
-        samples = Lessons.of_step(model.attention_layers(), teaching, tokens, positions, own).of_layer(0)
+        samples = ChoiceSamples.of_step(model.attention_layers(), teaching, tokens, positions, own).of_layer(0)
         for chunk, sample in zip(own.chunks, samples, strict=True):
             assert ((chunk.first_token <= sample.tokens) & (sample.tokens < chunk.num_keys)).all()
             assert ((sample.starts >= 0) & (sample.starts <= sample.tokens)).all()
@@ -83,10 +83,10 @@ def test_any_loop_has_the_gradient_of_the_trainers_loss(
     assert counts.all()
     teaching = ChoiceTeaching(torch.tensor(1), 0.25 / counts, torch.zeros(3, 2, dtype=torch.float64), 128, STRETCH)
     model._draw = lambda *_: drawn[0]
-    with_lessons = model(tokens, targets, teaching=teaching, **given)
-    assert torch.equal(with_lessons, loss)
+    with_samples = model(tokens, targets, teaching=teaching, **given)
+    assert torch.equal(with_samples, loss)
     # The trainer's loss of the choice has its scale; that of the language model is the caller's.
-    expected = _gradients(model, 0.25 * with_lessons)
+    expected = _gradients(model, 0.25 * with_samples)
     taught = {name for name in expected if ".index." in name}
     assert len(taught) == 4
     for name, gradient in expected.items():

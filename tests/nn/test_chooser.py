@@ -21,11 +21,11 @@ def test_a_layer_without_an_index_has_nothing_to_teach() -> None:
     tokens = torch.arange(33, 64, 5)[None]
     sample = Sample(tokens, torch.zeros_like(tokens), torch.ones_like(tokens, dtype=torch.bool))
     with pytest.raises(ValueError, match='teaches an index, but the chooser is "compressed"'):
-        layer(torch.randn(1, 64, 16), lesson=(sample,))
+        layer(torch.randn(1, 64, 16), choice_sample=(sample,))
 
 
 @pytest.mark.parametrize("kind", [NSAttention, SelectedAttention])
-def test_an_index_is_taught_alone_and_by_its_lesson_alone(kind: type[NSAttention] | type[SelectedAttention]) -> None:
+def test_an_index_is_taught_alone_and_by_its_sample_alone(kind: type[NSAttention] | type[SelectedAttention]) -> None:
     torch.manual_seed(0)
     layer = kind(
         geometry=Geometry(4, 2, 8, 3, 1, 1, 8), chooser="index", backend="reference", dim=16,
@@ -34,20 +34,20 @@ def test_an_index_is_taught_alone_and_by_its_lesson_alone(kind: type[NSAttention
     tokens = torch.arange(33, 64, 5)[None]
     sample = Sample(tokens, torch.zeros_like(tokens), torch.ones_like(tokens, dtype=torch.bool))
     x = torch.randn(1, 64, 16, dtype=torch.float64, requires_grad=True)
-    o, figures = layer(x, lesson=(sample,))
+    o, figures = layer(x, choice_sample=(sample,))
     index = {f"index.{name}" for name, _ in layer.index.named_parameters()}
     figures[0].backward(retain_graph=True)
     taught = {name for name, one in layer.named_parameters() if one.grad is not None and one.grad.any()}
     assert taught == index and not x.grad.any()
     o.sum().backward()
-    with_lesson = [x.grad, *(one.grad for name, one in layer.named_parameters() if name not in index)]
+    with_sample = [x.grad, *(one.grad for name, one in layer.named_parameters() if name not in index)]
     x.grad = None
     layer.zero_grad()
     layer.index.requires_grad_(False)
     layer(x).sum().backward()
     assert all(one.grad is None for one in layer.index.parameters())
     alone = [x.grad, *(one.grad for name, one in layer.named_parameters() if name not in index)]
-    torch.testing.assert_close(with_lesson, alone, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(with_sample, alone, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("kind", [NSAttention, SelectedAttention])

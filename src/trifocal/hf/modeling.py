@@ -20,7 +20,7 @@ from trifocal.hf.configuration import TrifocalConfig
 from trifocal.hf.layer_cache import NO_GRADIENTS, NoCache
 from trifocal.hf.row_layout import RowLayout, row_layout
 from trifocal.models import DecoderLM
-from trifocal.models.choice_teaching import Lessons
+from trifocal.models.choice_teaching import ChoiceSamples
 from trifocal.models.decoder import IGNORED_TARGET
 from trifocal.models.io import exported_name
 from trifocal.models.layers import draw_weights, make_blocks, run_block, run_blocks, wrap_blocks
@@ -222,9 +222,9 @@ class TrifocalModel(TrifocalPreTrainedModel):
         documents = None if layout is None else layout.documents
         positions = torch.arange(x.shape[1], device=x.device) if documents is None else documents.positions
         layers = [block.attention for block in self.blocks]
-        lessons = Lessons.of_call(layers, positions, len(x) if documents is None else 1)  # type: ignore[arg-type]
-        states = self._run(x, layout, [], keep_all, lessons)
-        return states, None if lessons is None else lessons.call_loss()
+        choice_samples = ChoiceSamples.of_call(layers, positions, len(x) if documents is None else 1)  # type: ignore[arg-type]
+        states = self._run(x, layout, [], keep_all, choice_samples)
+        return states, None if choice_samples is None else choice_samples.call_loss()
 
     def _run(
         self,
@@ -232,14 +232,14 @@ class TrifocalModel(TrifocalPreTrainedModel):
         layout: RowLayout | None,
         pasts: Sequence[KVCache],
         keep_all: bool,
-        lessons: Lessons | None = None,
+        choice_samples: ChoiceSamples | None = None,
     ) -> list[Tensor]:
         """The normed output of the last layer, [B, T, E]; with `keep_all`, the input of each layer before it."""
         documents = None
         if layout is not None:
             x, documents = layout.pack(x), layout.documents
         kept = [x] if keep_all else []
-        for residual in run_blocks(self.blocks, self._model_config, x, documents, pasts, lessons):
+        for residual in run_blocks(self.blocks, self._model_config, x, documents, pasts, choice_samples):
             x = residual
             if keep_all:
                 kept.append(x)

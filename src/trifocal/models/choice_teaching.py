@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trifocal.models.model_config import ModelConfig
-from trifocal.nn.attention_base import Lesson
+from trifocal.nn.attention_base import ChoiceSample
 from trifocal.nn.chooser import ChoosingAttention
 from trifocal.nn.context import Chunk, OwnTokens
 from trifocal.ops.choice_loss import Sample, draw_queries, sample_queries
@@ -32,14 +32,14 @@ class ChoiceTeaching(NamedTuple):
     stretch: int
 
 
-class Lessons:
-    """The lessons of a model's layers in one forward pass.
+class ChoiceSamples:
+    """The sampled queries of a model's layers in one forward pass.
 
     Args:
         samples: Sampled queries of all layers.
         scales: Factor on the summed loss and recall of each layer, [layers].
         learning: The layers that are taught, by number.
-        cut: Makes the lesson of a layer from its sample.
+        cut: Makes that of a layer from its sample.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Lessons:
         samples: Sample,
         scales: Tensor,
         learning: Mapping[int, ChoosingAttention],
-        cut: Callable[[Sample], Lesson] = lambda sample: (sample,),
+        cut: Callable[[Sample], ChoiceSample] = lambda sample: (sample,),
     ) -> None:
         self._samples, self._scales, self._learning, self._cut = samples, scales, learning, cut
         self._figures: dict[int, Tensor] = {}
@@ -61,7 +61,7 @@ class Lessons:
         positions: Tensor,
         own: OwnTokens | None = None,
         draw: Callable[..., Sample] = sample_queries,
-    ) -> "Lessons":
+    ) -> "ChoiceSamples":
         """Those of a step of Trifocal's trainer, whose queries do not depend on how the step is cut.
 
         Args:
@@ -81,7 +81,7 @@ class Lessons:
         return cls(samples, teaching.scales, learning, lambda one: tuple(_of_chunk(one, part, *row) for part in chunks))
 
     @classmethod
-    def of_call(cls, layers: Sequence[nn.Module], positions: Tensor, rows: int) -> "Lessons | None":
+    def of_call(cls, layers: Sequence[nn.Module], positions: Tensor, rows: int) -> "ChoiceSamples | None":
         """Those of a call in another training loop, by PyTorch's generator; None if no layer learns its choice.
 
         Args:
@@ -96,8 +96,8 @@ class Lessons:
         samples = draw_queries(positions, rows, len(layers), first.geometry, first.choice_loss_stretch)
         return cls(samples, 1 / (samples.eligible.sum((1, 2)) * first.num_kv_heads).clamp(min=1), learning)
 
-    def of_layer(self, layer: int) -> Lesson | None:
-        """The lesson of a layer; None if it is not taught."""
+    def of_layer(self, layer: int) -> ChoiceSample | None:
+        """The sample of a layer; None if it is not taught."""
         return self._cut(Sample(*(field[layer] for field in self._samples))) if layer in self._learning else None
 
     def add(self, layer: int, figures: Tensor) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trifocal.models.choice_teaching import ChoiceTeaching, Lessons
+from trifocal.models.choice_teaching import ChoiceSamples, ChoiceTeaching
 from trifocal.models.layers import (
     Shared,
     draw_weights,
@@ -142,37 +142,41 @@ class DecoderLM(nn.Module):
         num_tokens = tokens.shape[1] * (1 if context is None else context.size)
         documents = self._documents(tokens, num_tokens, cu_seqlens)
         positions = torch.arange(num_tokens, device=tokens.device) if documents is None else documents.positions
-        lessons = None
+        choice_samples = None
         if teaching is None and context is None:
-            lessons = Lessons.of_call(self.attention_layers(), positions, len(tokens))
+            choice_samples = ChoiceSamples.of_call(self.attention_layers(), positions, len(tokens))
         if targets is None:
-            return self.logits(self._hidden_states(tokens, documents, lessons))
+            return self.logits(self._hidden_states(tokens, documents, choice_samples))
         counted = (targets != IGNORED_TARGET).sum()
         own, taught_tokens = None, tokens
         if context is not None:
             own = OwnTokens.of(context, tokens, documents)
-            # All tokens draw the lessons. Both of a process's chunks have its count, so that the sum is twofold.
+            # All tokens draw the samples. Both of a process's chunks have its count, so that the sum is twofold.
             wanted = (counted.expand(1, 2), *(() if teaching is None else (tokens,)))
             counts, *gathered = context.gather(wanted)
             counted, [taught_tokens] = counts.sum() // 2, gathered or [tokens]
         if teaching is not None:
-            lessons = Lessons.of_step(self.attention_layers(), teaching, taught_tokens, positions, own, self._draw)
-        x = self._last_residual(tokens, documents, lessons, own)
+            choice_samples = ChoiceSamples.of_step(
+                self.attention_layers(), teaching, taught_tokens, positions, own, self._draw
+            )
+        x = self._last_residual(tokens, documents, choice_samples, own)
         end = self._run_end if torch.is_grad_enabled() else run_end
         loss = end(self.norm, self._output_weight(), x, targets, counted.clamp(min=1))
-        if lessons is None:
+        if choice_samples is None:
             return loss
         if teaching is None:
-            choice_loss = lessons.call_loss()
+            choice_loss = choice_samples.call_loss()
             # Its gradient is scaled as that of the loss is.
             return loss + (choice_loss - choice_loss.detach())
-        figures = lessons.figures()
+        figures = choice_samples.figures()
         teaching.totals.add_(figures.detach())
         return attach_loss(loss, figures[:, 0].sum())
 
-    def _hidden_states(self, tokens: Tensor, documents: Documents | None, lessons: Lessons | None) -> Tensor:
-        hidden = self.norm(self._last_residual(tokens, documents, lessons))
-        return hidden if lessons is None else attach_loss(hidden, lessons.call_loss())
+    def _hidden_states(
+        self, tokens: Tensor, documents: Documents | None, choice_samples: ChoiceSamples | None
+    ) -> Tensor:
+        hidden = self.norm(self._last_residual(tokens, documents, choice_samples))
+        return hidden if choice_samples is None else attach_loss(hidden, choice_samples.call_loss())
 
     def hidden_states(
         self,
@@ -184,7 +188,9 @@ class DecoderLM(nn.Module):
         _check_tokens(tokens, None)
         documents = self._documents(tokens, tokens.shape[1], cu_seqlens)
         positions = torch.arange(tokens.shape[1], device=tokens.device) if documents is None else documents.positions
-        return self._hidden_states(tokens, documents, Lessons.of_call(self.attention_layers(), positions, len(tokens)))
+        return self._hidden_states(
+            tokens, documents, ChoiceSamples.of_call(self.attention_layers(), positions, len(tokens))
+        )
 
     def _documents(self, tokens: Tensor, num_tokens: int, documents: Tensor | Documents | None) -> Documents | None:
         if isinstance(documents, Tensor):
@@ -196,12 +202,14 @@ class DecoderLM(nn.Module):
         self,
         tokens: Tensor,
         documents: Documents | None,
-        lessons: Lessons | None = None,
+        choice_samples: ChoiceSamples | None = None,
         own: OwnTokens | None = None,
     ) -> Tensor:
         x = self.embedding(tokens)
         share = self._share if torch.is_grad_enabled() and own is None else share_places
-        for residual in run_blocks(self.blocks, self.config, x, documents, lessons=lessons, own=own, share=share):
+        for residual in run_blocks(
+            self.blocks, self.config, x, documents, choice_samples=choice_samples, own=own, share=share
+        ):
             x = residual
         return x
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from trifocal.models.choice_teaching import Lessons
+from trifocal.models.choice_teaching import ChoiceSamples
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn import Block, DenseAttention, NSAttention, SelectedAttention, WindowAttention
 from trifocal.nn.attention_base import AttentionBase, KVCache, RotaryTables, documents_and_positions
@@ -49,7 +49,7 @@ def run_blocks(
     x: Tensor,
     documents: Documents | None,
     caches: Sequence[KVCache] = (),
-    lessons: Lessons | None = None,
+    choice_samples: ChoiceSamples | None = None,
     own: OwnTokens | None = None,
     share: Callable[..., Shared] = share_places,
 ) -> Iterator[Tensor]:
@@ -61,7 +61,7 @@ def run_blocks(
         x: Embedded tokens, [B, T, E].
         documents: Packed documents, with B == 1.
         caches: Earlier tokens, one for each layer, which say where these ones lie; without documents.
-        lessons: Teach the choice of the layers, and take their figures.
+        choice_samples: Teach the choice of the layers, and take their figures.
         own: Where processes share each sequence, the tokens of x; documents are of all.
         share: `share_places`, or what is compiled from it.
 
@@ -92,12 +92,12 @@ def run_blocks(
             chosen = random_blocks(positions, config.geometry, config.num_kv_heads, index)
             given["selected_blocks"] = chosen.expand(x.shape[0], -1, -1, -1)
         tables = rotary[scalings[index]]
-        lesson = None if lessons is None else lessons.of_layer(index)
-        if lessons is None or lesson is None:
+        choice_sample = None if choice_samples is None else choice_samples.of_layer(index)
+        if choice_samples is None or choice_sample is None:
             x = block(x, cu_seqlens=documents, rotary=tables, **given)
         else:
-            x, figures = block(x, cu_seqlens=documents, rotary=tables, lesson=lesson, **given)
-            lessons.add(index, figures)
+            x, figures = block(x, cu_seqlens=documents, rotary=tables, choice_sample=choice_sample, **given)
+            choice_samples.add(index, figures)
         yield x
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from trifocal.nn.attention_base import (
     AttentionBase,
+    ChoiceSample,
     KVCache,
-    Lesson,
     RotaryTables,
     check_input,
     documents_and_positions,
@@ -108,7 +108,7 @@ class NSAttention(ChoosingAttention):
         rotary: RotaryTables | None = None,
         selected_blocks: Tensor | None = None,
         cache: KVCache | None = None,
-        lesson: Lesson | None = None,
+        choice_sample: ChoiceSample | None = None,
         own: OwnTokens | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend.
@@ -121,12 +121,12 @@ class NSAttention(ChoosingAttention):
             rotary: From `rotary_tables` for these tokens, where layers share them.
             selected_blocks: Blocks to read instead of the most important ones, [B, T, G, N]; see `nsa_attention`.
             cache: Holds earlier tokens, which give these their positions; the other arguments are ignored with it.
-            lesson: What teaches the choice in a training step.
+            choice_sample: What teaches the choice in a training step.
             own: Where processes share each sequence, the tokens of x. Then documents and the rotary tables' compressed
                 blocks are those of the whole sequence.
 
         Returns:
-            [B, T, E]; with a lesson, and the loss and recall of the choice, summed over queries and groups, [2].
+            [B, T, E]; with a sample, and the loss and recall of the choice, summed over queries and groups, [2].
 
         Raises:
             ValueError: If x, the boundaries or the mask do not fit.
@@ -136,8 +136,8 @@ class NSAttention(ChoosingAttention):
             given = {"rotary": rotary, "selected_blocks": selected_blocks}
             return self._on_padded_rows(x, key_padding_mask, cu_seqlens, **given)
         documents, positions = documents_and_positions(x, cu_seqlens, own)
-        drawn = self._draw(x, positions) if lesson is None and cache is None and own is None else None
-        q, keys, values, [logits], heads = self._project_all(x, lesson or drawn, self.gate.proj)
+        drawn = self._draw(x, positions) if choice_sample is None and cache is None and own is None else None
+        q, keys, values, [logits], heads = self._project_all(x, choice_sample or drawn, self.gate.proj)
         gates = self.gate(x, logits)
         if cache is not None:
             index = None if heads is None else split_heads(heads)
@@ -175,7 +175,7 @@ class NSAttention(ChoosingAttention):
             )
 
         o = self.o_proj(joined([attend(chunk) for chunk in chunks_of(x, documents, own)]).flatten(2))
-        return self._result(o, lesson, drawn, q, k_slc, index, documents, own)
+        return self._result(o, choice_sample, drawn, q, k_slc, index, documents, own)
 
 
 class DenseAttention(AttentionBase):

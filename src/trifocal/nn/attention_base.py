@@ -42,7 +42,7 @@ class RotaryTables(NamedTuple):
     sin_idx: Tensor | None = None
 
 
-Lesson = tuple[Sample, ...]
+ChoiceSample = tuple[Sample, ...]
 """What teaches a layer's choice of blocks in a training step: queries of each chunk of its tokens; one chunk where all
 tokens are here. See `trifocal.ops.choice_loss`."""
 

@@ -80,7 +80,7 @@ class Block(nn.Module):
         rotary: RotaryTables | None = None,
         **given: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """[B, T, E] -> [B, T, E], with a `lesson` also the choice's figures; keywords as the attention takes them."""
+        """[B, T, E] -> [B, T, E], with a `choice_sample` also the choice's figures; keywords as for the attention."""
         attended = self.attention(self._before(self.attention_norm, x), cu_seqlens=cu_seqlens, rotary=rotary, **given)
         figures = None
         if isinstance(attended, tuple):

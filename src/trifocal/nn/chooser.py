@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trifocal.nn.attention_base import INDEX_DIM, AttentionBase, Lesson, RotaryTables
+from trifocal.nn.attention_base import INDEX_DIM, AttentionBase, ChoiceSample, RotaryTables
 from trifocal.nn.compressor import MeanCompressor, MLPCompressor
 from trifocal.nn.context import Chunk, OwnTokens, chunks_of
 from trifocal.nn.projection import project
@@ -109,7 +109,7 @@ class ChoosingAttention(AttentionBase):
             and any(parameter.requires_grad for parameter in self.index.parameters())
         )
 
-    def _draw(self, x: Tensor, positions: Tensor, padding: Tensor | None = None) -> Lesson | None:
+    def _draw(self, x: Tensor, positions: Tensor, padding: Tensor | None = None) -> ChoiceSample | None:
         """Queries that teach the index in a call outside of a model, none of padding [B, T]; None if nothing does."""
         if not self.learns_choice:
             return None
@@ -123,33 +123,33 @@ class ChoosingAttention(AttentionBase):
         drawn = self._draw(x, torch.arange(x.shape[1], device=x.device), key_padding_mask)
         if drawn is None:
             return super()._on_rows(x, key_padding_mask, **given)
-        output, figures = self(x, lesson=drawn, **given)
+        output, figures = self(x, choice_sample=drawn, **given)
         return self._attach(output, figures, drawn)
 
     def _result(
-        self, output: Tensor, lesson: Lesson | None, drawn: Lesson | None, *states: Any
+        self, output: Tensor, choice_sample: ChoiceSample | None, drawn: ChoiceSample | None, *states: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The layer's output, [B, T, E]; with a lesson, and its figures; or with the loss of drawn queries attached.
+        """The layer's output, [B, T, E]; with a sample, and its figures; or with the loss of drawn queries attached.
 
-        `states` are the arguments of `_taught` behind the lesson.
+        `states` are the arguments of `_choice_loss` behind the sample.
         """
-        if lesson is not None:
-            return output, self._taught(lesson, *states)
-        return output if drawn is None else self._attach(output, self._taught(drawn, *states), drawn)
+        if choice_sample is not None:
+            return output, self._choice_loss(choice_sample, *states)
+        return output if drawn is None else self._attach(output, self._choice_loss(drawn, *states), drawn)
 
-    def _attach(self, output: Tensor, figures: Tensor, drawn: Lesson) -> Tensor:
+    def _attach(self, output: Tensor, figures: Tensor, drawn: ChoiceSample) -> Tensor:
         figures = figures / (drawn[0].eligible.sum() * self.num_kv_heads).clamp(min=1)
         if not torch.compiler.is_compiling():
             self.choice_figures = figures.detach()
         return attach_loss(output, self.choice_loss_weight * figures[0])
 
     def _project_all(
-        self, x: Tensor, lesson: Lesson | None, *others: nn.Linear
+        self, x: Tensor, choice_sample: ChoiceSample | None, *others: nn.Linear
     ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor], Tensor | None]:
         """As `_project`, and unrotated index heads, [B, T, G + 1, Di]; None without an index."""
         if self.index is None:
             return *self._project(x, *others), None
-        if lesson is None:
+        if choice_sample is None:
             # Nothing teaches the index: it gets no gradient, not even zeros, by which a weight would decay.
             with torch.no_grad():
                 [heads] = project(x, (), apart=self.index.maps)
@@ -212,9 +212,9 @@ class ChoosingAttention(AttentionBase):
             return choose_blocks(q, k, k.shape[1], tokens_as_blocks(self.geometry), chunk.documents, self.backend)
         return None
 
-    def _taught(
+    def _choice_loss(
         self,
-        lesson: Lesson,
+        choice_sample: ChoiceSample,
         q: Tensor,
         k: Tensor,
         index: tuple[Tensor, Tensor] | None,
@@ -229,7 +229,7 @@ class ChoosingAttention(AttentionBase):
         if index is None:
             raise ValueError(f'a loss of the choice teaches an index, but the chooser is "{self.chooser}"')
         figures = []
-        for chunk, sample in zip(chunks_of(q, documents, own), lesson, strict=True):
+        for chunk, sample in zip(chunks_of(q, documents, own), choice_sample, strict=True):
             student = {"q_idx": chunk.queries(index[0]), "k_idx": chunk.keys(index[1])}
             q_rows, keys = chunk.queries(q), chunk.keys(k)
             figures.append(

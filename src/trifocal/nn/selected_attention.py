@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trifocal.nn.attention_base import KVCache, Lesson, RotaryTables, check_input, documents_and_positions
+from trifocal.nn.attention_base import ChoiceSample, KVCache, RotaryTables, check_input, documents_and_positions
 from trifocal.nn.chooser import ChoosingAttention, choose_blocks, split_heads
 from trifocal.nn.compressor import MeanCompressor
 from trifocal.nn.context import Chunk, OwnTokens, chunks_of, joined
@@ -52,7 +52,7 @@ class SelectedAttention(ChoosingAttention):
         rotary: RotaryTables | None = None,
         selected_blocks: Tensor | None = None,
         cache: KVCache | None = None,
-        lesson: Lesson | None = None,
+        choice_sample: ChoiceSample | None = None,
         own: OwnTokens | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend; arguments and result as in `NSAttention.forward`."""
@@ -61,8 +61,8 @@ class SelectedAttention(ChoosingAttention):
             given = {"rotary": rotary, "selected_blocks": selected_blocks}
             return self._on_padded_rows(x, key_padding_mask, cu_seqlens, **given)
         documents, positions = documents_and_positions(x, cu_seqlens, own)
-        drawn = self._draw(x, positions) if lesson is None and cache is None and own is None else None
-        q, [k], [v], _, heads = self._project_all(x, lesson or drawn)
+        drawn = self._draw(x, positions) if choice_sample is None and cache is None and own is None else None
+        q, [k], [v], _, heads = self._project_all(x, choice_sample or drawn)
         if cache is not None:
             index = None if heads is None else split_heads(heads)
             return self.o_proj(cache.attend(self, q, [k], [v], index=index).flatten(2))
@@ -92,4 +92,4 @@ class SelectedAttention(ChoosingAttention):
             )
 
         o = self.o_proj(joined([attend(chunk) for chunk in chunks_of(x, documents, own)]).flatten(2))
-        return self._result(o, lesson, drawn, q, k, index, documents, own)
+        return self._result(o, choice_sample, drawn, q, k, index, documents, own)
