@@ -249,7 +249,8 @@ class _Attach(torch.autograd.Function):
     def forward(ctx: Any, result: Tensor, attached: Tensor) -> Tensor:  # type: ignore[override]
         ctx.set_materialize_grads(False)
         ctx.type, ctx.device = attached.dtype, attached.device
-        return result.view_as(result)
+        # Not a view: FSDP warns of those.
+        return result.clone()
 
     @staticmethod
     def backward(ctx: Any, d_result: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
