@@ -75,12 +75,15 @@ def signal_at(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, step: int
 def test_two_interruptions_change_nothing(
     tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Stopped by SIGTERM in step 3 (no checkpoint was due) and by Ctrl-C in step 7, other random numbers in between."""
+    """Stopped by SIGTERM in step 5 and by Ctrl-C in step 7, other random numbers in between.
+
+    No checkpoint is due at either step. Nor is an evaluation: an interrupted one leaves no figure.
+    """
     config = make_config(tmp_path, *STEPS)
     with monkeypatch.context() as patch:
-        signal_at(patch, signal.SIGTERM, 3)
+        signal_at(patch, signal.SIGTERM, 5)
         result = train(config)
-        assert (result.finished, result.step) == (False, 3)
+        assert (result.finished, result.step) == (False, 5)
         assert state(tmp_path / "run") == "stopped"
     assert "SIGTERM: saving at the end of this step" in capfd.readouterr().err
     torch.rand(5), random.random(), np.random.rand()
