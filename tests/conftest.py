@@ -5,9 +5,15 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+from tests.devices import DEVICES
+
+MAX_SECONDS_ON_A_GPU = 200
+"""Several times what the longest test takes with as many workers as there are cores."""
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -17,6 +23,25 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each test that takes it runs on a CPU, and on a GPU where there is one."""
+    return torch.device(request.param)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """End the process of a test that takes too long on a GPU: no signal interrupts a wait for it.
+
+    With `-n` the test counts as failed, and another worker takes the rest.
+    """
+    kernels = Path(__file__).with_name("ops_triton")
+    for item in items if torch.cuda.is_available() else ():
+        if item.get_closest_marker("gpu") or item.path.is_relative_to(kernels):
+            item.add_marker(pytest.mark.timeout(MAX_SECONDS_ON_A_GPU, method="thread"))
+            # Said once a process, by whichever test first has a product in autograd's own thread.
+            item.add_marker(pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"))
 
 
 def pytest_collection_finish() -> None:

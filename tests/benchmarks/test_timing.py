@@ -1,4 +1,4 @@
-"""Timing on a CPU; on a GPU the same functions are exercised by tests/gpu and by every benchmark."""
+"""Timing on a CPU; on a GPU the same functions are exercised by every benchmark."""
 
 import time
 

@@ -11,19 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.devices import WIDE, needs_gpu
 from tests.train.tiny import make_config
 from tests.written_runs import Clock
-from trifocal.data import Batch, DataConfig, make_tokenizer
+from trifocal.data import Batch, DataConfig, make_tokenizer, read_validation
 from trifocal.evaluation import Plan, Subject, evaluate_model, measure, not_possible, subject
 from trifocal.evaluation.measure import TimeLeft, planned_tokens
 from trifocal.evaluation.needles import Haystacks, measure_needles
 from trifocal.evaluation.position_loss import PositionLosses, measure_loss, position_edges
 from trifocal.evaluation.recall import measure_recall
-from trifocal.models import DecoderLM
+from trifocal.models import DecoderLM, ModelConfig
 from trifocal.testing.small_models import small_config
 from trifocal.train.validation_loss import evaluate, read_validation_batches
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 TOKENIZER = make_tokenizer("bytes")
 SMALL_MODEL = small_config()
 
@@ -290,3 +291,37 @@ def test_the_time_left_goes_by_the_tokens_of_the_plan() -> None:
     left.add(tokens // 4)
     clock.pass_seconds(20.0)
     assert left.words() == ", about 1:00 left"
+
+
+def gpu_subject(source: str, **changes: Any) -> Subject:
+    model = DecoderLM(ModelConfig(num_layers=2, **(WIDE | {"num_kv_heads": 1} | changes)))
+    model.init_weights(0)
+    return Subject(model.to(GPU), TOKENIZER, DataConfig(source=source), None, GPU, "bf16")
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "changes", [{}, {"attention": "dense"}, {"attention": "window"}, {"selection": "random"}], ids=str
+)
+@pytest.mark.parametrize("source", ["builtin", "needle:4"])
+def test_the_loss_is_that_of_the_trainer(source: str, changes: dict[str, Any]) -> None:
+    """In packed rows of 4,096 tokens; both round to bf16, and add in another order."""
+    model = gpu_subject(source, **changes)
+    assert model.data is not None
+    batches = read_validation(
+        model.data, tokenizer=TOKENIZER, vocab_size=257, sequence_length=4096, sequences=4, at_once=2
+    )
+    whole, *positions = measure_loss(model, batches, lambda done: None)
+    known = evaluate(model.model, batches, tokenizer=TOKENIZER, data=model.data, device=GPU, precision="bf16")
+    assert whole["loss"] == pytest.approx(known.validation_loss, rel=1e-3)
+    assert sum(row["targets"] for row in positions) == whole["targets"]
+    total = sum(row["targets"] * row["loss"] for row in positions)
+    assert total == pytest.approx(whole["targets"] * whole["loss"], rel=1e-9)
+
+
+@needs_gpu
+def test_long_haystacks_fit_and_are_guessed_before_training() -> None:
+    """65,536 tokens in one pass; an untrained model knows nothing of the half of the vocabulary that answers."""
+    rows = list(measure_needles(gpu_subject("needle:4"), 65536, (0.0, 1.0), 2))
+    assert [row["accuracy"] for row in rows] == [0.0, 0.0]
+    assert all(math.log(128) - 1 < row["answer_loss"] < math.log(257) + 2 for row in rows)

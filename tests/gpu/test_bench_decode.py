@@ -8,11 +8,11 @@ from lib.plain_decoder import PlainDecoder
 from lib.recorder import Recorder
 from lib.timing import recorded
 from tests.children import load_script
+from tests.devices import NEEDS_GPU
 from trifocal.models import DecoderLM, ModelConfig
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    *NEEDS_GPU,
     # PyTorch's compiler warns when it is first imported, here for the plain model.
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
 ]

@@ -2,13 +2,11 @@
 
 from pathlib import Path
 
-import pytest
-import torch
-
+from tests.devices import NEEDS_GPU
 from trifocal.doctor import examine
 from trifocal.train import load_config
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = list(NEEDS_GPU)
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.devices import NEEDS_GPU
 from tests.distributed.test_faults import QUICK
 from tests.distributed.test_stalls import wait_for
 from tests.distributed.workers import train
@@ -12,7 +13,7 @@ from tests.train.tiny import write_config
 from trifocal.runlog import Heartbeat
 from trifocal.runlog.stalls.dump import write_details
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = list(NEEDS_GPU)
 
 
 def test_the_memory_of_the_gpu_is_in_the_dump(tmp_path: Path) -> None:

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.devices import NEEDS_GPU
 from trifocal.inference import CachedModel, Engine, Request, Sampling
 from trifocal.inference.recorded_work import RecordedWork
 from trifocal.models import DecoderLM, ModelConfig
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = list(NEEDS_GPU)
 
 CONFIG = ModelConfig(
     vocab_size=257, dim=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, value_dim=64, mlp_dim=128

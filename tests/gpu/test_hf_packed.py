@@ -5,12 +5,12 @@ import torch
 
 pytest.importorskip("transformers")
 
+from tests.devices import NEEDS_GPU
 from trifocal.hf import TrifocalForCausalLM
 from trifocal.testing.small_models import make_model, minimal_config
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    *NEEDS_GPU,
     # From the compiler itself, and from the mode that finds waits.
     pytest.mark.filterwarnings("ignore"),
 ]

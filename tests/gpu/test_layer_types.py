@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.devices import NEEDS_GPU
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Documents, Geometry
 from trifocal.testing.small_models import make_model, random_tokens
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    *NEEDS_GPU,
     # Of the compiler itself, and of the mode that finds waits.
     pytest.mark.filterwarnings("ignore"),
 ]

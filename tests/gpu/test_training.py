@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lib.training_worker import TrainBench, TrainCase
-from tests.gpu.test_model import make_model
+from tests.devices import NEEDS_GPU
+from tests.models.conftest import gpu_model
 from trifocal.data import Batch
 from trifocal.runlog import Heartbeat
 from trifocal.train.config.sections import OptimizerSection, TrainSection
@@ -16,8 +17,7 @@ from trifocal.train.step.optimizer import make_optimizer
 from trifocal.train.step.step import TrainStep
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    *NEEDS_GPU,
     # PyTorch's own tracer warns about its own calls.
     pytest.mark.filterwarnings("ignore"),
 ]
@@ -64,7 +64,7 @@ def take_steps(model, folder, *, compile=False, cuda_graphs=False, precision="bf
 @pytest.fixture(scope="module")
 def model():
     """Weights that all tests start from."""
-    return make_model()
+    return gpu_model()
 
 
 @pytest.mark.parametrize("checkpointed", [0, 2])

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.devices import WIDE
 from trifocal.models import DecoderLM, ModelConfig
+from trifocal.ops import Geometry
 from trifocal.testing.small_models import SMALL, draw_keys_apart
 
 SIZES: dict[str, Any] = {
@@ -46,3 +48,16 @@ def make_model(make_config: Callable[..., ModelConfig]) -> Callable[..., Decoder
         return model.double()
 
     return make
+
+
+def gpu_model() -> DecoderLM:
+    """Two layers with the kernels, of the widths of training."""
+    config = ModelConfig(vocab_size=257, num_layers=2, geometry=Geometry(), backend="triton", **WIDE)
+    model = DecoderLM(config).cuda()
+    model.init_weights(0)
+    draw_keys_apart(model)
+    return model
+
+
+def gpu_tokens(batch: int = 2) -> torch.Tensor:
+    return torch.randint(257, (batch, 1100), generator=torch.Generator().manual_seed(0)).cuda()

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.devices import needs_gpu
+from tests.models.conftest import gpu_model, gpu_tokens
 from trifocal.models import DecoderLM
 from trifocal.ops import reference
 
@@ -126,3 +128,20 @@ def test_hooks_of_a_block_stay_outside(make_model: Callable[..., DecoderLM]) -> 
     gradients(model, torch.randint(31, (1, 40)))
     assert calls == list(model.blocks)
     assert list(model.state_dict()) == names
+
+
+@needs_gpu
+@pytest.mark.parametrize("borders", [None, [0, 1, 40, 700, 731, 1100]], ids=["one document a row", "packed"])
+def test_kernels_give_the_plain_gradients(borders: list[int] | None) -> None:
+    model = gpu_model()
+    tokens = gpu_tokens(1 if borders else 2)
+    cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32)
+
+    def found() -> list[torch.Tensor]:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(tokens, tokens, cu_seqlens=cu_seqlens)
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    plain = found()
+    model.set_activation_checkpointing(0, 2)
+    assert all(torch.equal(a, b) for a, b in zip(found(), plain, strict=True))

@@ -1,5 +1,6 @@
 """The dense twin on packed documents: each attends as it would alone, at the cost of its own length."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,11 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 import trifocal.nn.packed as packed_module
+from tests.devices import needs_gpu
 from trifocal.nn.packed import packed_attention
 from trifocal.ops import Documents
+from trifocal.ops.dispatch import backend_choices
 
 # Alike and whole; alike but for the last; in rows of 16; across every multiple of the longest; one; of one token.
 PACKS = {
@@ -24,10 +28,10 @@ PACKS = {
 }
 
 
-def inputs(lengths: list[int], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def inputs(lengths: list[int], dtype: torch.dtype = torch.float64, device: str | torch.device = "cpu") -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = ((6, 8), (2, 8), (2, 5))
-    return [torch.randn(1, sum(lengths), *s, generator=generator, dtype=dtype).requires_grad_() for s in shapes]
+    drawn = (torch.randn(1, sum(lengths), *s, generator=generator, dtype=dtype) for s in ((6, 8), (2, 8), (2, 5)))
+    return [x.to(device).requires_grad_() for x in drawn]
 
 
 def borders(lengths: list[int]) -> Tensor:
@@ -40,17 +44,17 @@ def alone(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
     for q_THD, k_TGD, v_TGV in zip(*(x[0].split(lengths) for x in (q, k, v)), strict=True):
         k_THD, v_THV = (x.repeat_interleave(q.shape[2] // x.shape[1], 1) for x in (k_TGD, v_TGV))
         scores = torch.einsum("thd,shd->hts", q_THD, k_THD) * q.shape[3] ** -0.5
-        future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+        future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
         found.append(torch.einsum("hts,shv->thv", scores.masked_fill(future, -torch.inf).softmax(-1), v_THV))
     return torch.cat(found)[None]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS)
-def test_documents_attend_as_if_alone(lengths: list[int], dtype: torch.dtype) -> None:
-    x = inputs(lengths, dtype)
-    documents = Documents.from_cu_seqlens(borders(lengths), sum(lengths))
-    upstream = torch.randn(1, sum(lengths), 6, 5, generator=torch.Generator().manual_seed(1), dtype=dtype)
+def test_documents_attend_as_if_alone(lengths: list[int], dtype: torch.dtype, device: torch.device) -> None:
+    x = inputs(lengths, dtype, device)
+    documents = Documents.from_cu_seqlens(borders(lengths), sum(lengths)).to(device)
+    upstream = torch.randn(1, sum(lengths), 6, 5, generator=torch.Generator().manual_seed(1), dtype=dtype).to(device)
     eps = torch.finfo(dtype).eps
     for given in (documents, documents._replace(max_length=None, aligned=False)):
         found, expected = packed_attention(*x, given), alone(*x, lengths)
@@ -98,7 +102,7 @@ def test_costs_what_a_batch_costs() -> None:
 
     rows_q, rows_k, rows_v = (x.view(32, 64, *x.shape[2:]).transpose(1, 2) for x in (q, k, v))
     batch = products(
-        lambda: torch.nn.functional.scaled_dot_product_attention(
+        lambda: scaled_dot_product_attention(
             rows_q, *(x.repeat_interleave(3, 1) for x in (rows_k, rows_v)), is_causal=True
         )
     )
@@ -126,7 +130,7 @@ def test_rules_of_the_choice(
 def test_varlen_is_asked_for_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """One width of 8, 16, 24 …, the bound of the host, the scale of D: with the operator's own arithmetic in its place.
 
-    The kernel needs a GPU; `tests/gpu/test_packed.py` runs it.
+    The kernel needs a GPU, where `test_values_and_gradients_on_a_gpu` runs it.
     """
     lengths = PACKS["across"]
     asked = []
@@ -145,3 +149,137 @@ def test_varlen_is_asked_for_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> 
     torch.testing.assert_close(found, alone(*x, lengths), rtol=0, atol=1e-14)
     total = sum(lengths)
     assert asked == [((total, 6, 16), (total, 2, 16), (total, 2, 16), 16, 16, (-1, 0))]
+
+
+GPU_LENGTHS = [3, 1, 500, 37, 128, 1, 355, 999]
+
+
+def gpu_inputs(
+    lengths: list[int], dtype: torch.dtype = torch.bfloat16, dim: int = 64, value_dim: int = 64
+) -> tuple[list[Tensor], Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, upstream = (
+        torch.randn(1, sum(lengths), *s, generator=generator, device="cuda", dtype=dtype)
+        for s in ((12, dim), (2, dim), (2, value_dim), (12, value_dim))
+    )
+    return [x.requires_grad_() for x in (q, k, v)], upstream
+
+
+def packed(lengths: list[int], padding: int = 0) -> Documents:
+    """Documents, and behind them empty ones, as the trainer pads them."""
+    documents = Documents.from_cu_seqlens(borders(lengths), sum(lengths)).to("cuda")
+    if not padding:
+        return documents
+    padded = torch.nn.functional.pad(documents.cu_seqlens, (0, padding), value=sum(lengths))
+    return documents._replace(cu_seqlens=padded)
+
+
+def by_sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+    """PyTorch's attention, document by document."""
+    found = []
+    for parts in zip(*(x[0].split(lengths) for x in (q, k, v)), strict=True):
+        q_HTD, *keys_values = (x.transpose(0, 1) for x in parts)
+        k_HTD, v_HTV = (x.repeat_interleave(q.shape[2] // x.shape[0], 0) for x in keys_values)
+        found.append(scaled_dot_product_attention(q_HTD, k_HTD, v_HTV, is_causal=True).transpose(0, 1))
+    return torch.cat(found)[None]
+
+
+def gradients(o: Tensor, x: list[Tensor], upstream: Tensor) -> list[Tensor]:
+    return [o, *torch.autograd.grad(o, x, upstream)]
+
+
+@needs_gpu
+@pytest.mark.parametrize("padding", [0, 9])
+@pytest.mark.parametrize(
+    ("dtype", "dim", "value_dim", "row"),
+    [
+        (torch.bfloat16, 64, 64, "varlen"),
+        (torch.float16, 192, 128, "varlen"),
+        (torch.bfloat16, 20, 12, "varlen"),
+        (torch.bfloat16, 256, 256, "rows"),
+        (torch.float32, 64, 32, "rows"),
+    ],
+)
+def test_values_and_gradients_on_a_gpu(dtype: torch.dtype, dim: int, value_dim: int, row: str, padding: int) -> None:
+    """Against fp64: no further from it than twice what SDPA is, document by document, in the same type."""
+    x, upstream = gpu_inputs(GPU_LENGTHS, dtype, dim, value_dim)
+    before = {key: count for key, count in backend_choices().items() if key[:2] == ("packed_attention", row)}
+    found = gradients(packed_attention(*x, packed(GPU_LENGTHS, padding)), x, upstream)
+    after = {key: count for key, count in backend_choices().items() if key[:2] == ("packed_attention", row)}
+    assert sum(after.values()) == sum(before.values()) + 1
+    plain = gradients(by_sdpa(*x, GPU_LENGTHS), x, upstream)
+    exact_x = [part.detach().double().requires_grad_() for part in x]
+    exact = gradients(by_sdpa(*exact_x, GPU_LENGTHS), exact_x, upstream.double())
+    floor = torch.finfo(dtype).eps
+    for given, other, wanted in zip(found, plain, exact, strict=True):
+        allowed = 2 * (other.double() - wanted).abs().max() + floor * wanted.abs().max()
+        assert (given.double() - wanted).abs().max() <= allowed
+
+
+@needs_gpu
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_as_one_graph() -> None:
+    """One graph for documents of other lengths, as many of them: nothing is read off the device."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(packed_attention, fullgraph=True, dynamic=False)
+    for lengths in ([200, 312, 512], [512, 1, 511], [5, 507, 512]):
+        x, upstream = gpu_inputs(lengths)
+        documents = packed(lengths)._replace(max_length=512, aligned=True)
+        given = gradients(compiled(*x, documents), x, upstream)
+        torch.testing.assert_close(given, gradients(packed_attention(*x, documents), x, upstream))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@needs_gpu
+# PyTorch's warning of a gradient that is accumulated on another stream than it was made on is meant here.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+def test_recorded_and_replayed_with_other_documents() -> None:
+    """A CUDA graph of forward and backward, replayed with other borders and empty documents behind them."""
+    x, upstream = gpu_inputs([1024])
+    documents = packed([512, 500, 12], padding=5)._replace(max_length=512)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        gradients(packed_attention(*x, documents), x, upstream)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        recorded = gradients(packed_attention(*x, documents), x, upstream)
+    for lengths in ([512, 500, 12], [100, 412, 1, 511], [512, 512]):
+        documents.cu_seqlens.fill_(1024)
+        documents.cu_seqlens[: len(lengths) + 1] = borders(lengths).cuda()
+        graph.replay()
+        expected = gradients(by_sdpa(*x, lengths), x, upstream)
+        for given, wanted in zip(recorded, expected, strict=True):
+            torch.testing.assert_close(given, wanted, rtol=0.02, atol=0.02)
+
+
+def milliseconds(call: Callable[[], Any], repeats: int = 20) -> float:
+    """The least of some calls: other tests may use the GPU at the same time."""
+    for _ in range(3):
+        call()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        call()
+        mark.record()
+    marks[-1].synchronize()
+    return min(begin.elapsed_time(end) for begin, end in itertools.pairwise(marks))
+
+
+@needs_gpu
+def test_takes_no_longer_than_a_batch() -> None:
+    """16 rows of 2,048 tokens cut into documents take no longer than twice the whole rows."""
+    lengths = [1000, 1048, 300, 700, 1048, 2048, 20, 2028] * 4
+    x, upstream = gpu_inputs(lengths)
+    documents = packed(lengths, padding=96)._replace(max_length=2048, aligned=True)
+    rows = [part.detach().view(16, 2048, *part.shape[2:]).transpose(1, 2).requires_grad_() for part in x]
+    upstream_rows = upstream.view(16, 2048, 12, 64).transpose(1, 2)
+
+    def batch() -> tuple[Tensor, ...]:
+        q, k, v = rows
+        k, v = (part.repeat_interleave(6, 1) for part in (k, v))
+        return torch.autograd.grad(scaled_dot_product_attention(q, k, v, is_causal=True), rows, upstream_rows)
+
+    assert milliseconds(lambda: gradients(packed_attention(*x, documents), x, upstream)) <= 2 * milliseconds(batch)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from tests.devices import NEEDS_GPU
 from tests.ops.cases import USUAL, Case, geometry
 from trifocal import Geometry
 from trifocal.ops import Documents, compressed_attention, select_blocks, selected_attention, window_attention
@@ -23,7 +24,6 @@ from trifocal.testing.tolerances import assert_close, error
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device"))
 # On a GPU, PyTorch's own attention may err half as much.
 FACTOR = 2.0
 
@@ -67,13 +67,6 @@ INTERVALS = (
     Case("nothing to compress", USUAL, 7, heads=2),
 )
 """For the kernels of window and compressed attention in small tiles."""
-
-
-def needs_gpu(test: Any) -> Any:
-    """Mark a test, or skip it here."""
-    for mark in NEEDS_GPU:
-        test = mark(test)
-    return test
 
 
 def problems(small: Sequence[Case], big: Sequence[Case], *, fewer: Sequence[Case] = ()) -> Any:

@@ -4,9 +4,12 @@ In Triton's interpreter, in fp32; on a GPU in three types. There each case compi
 side: `pytest tests/ops_triton -m gpu -n 12`.
 """
 
+import os
+
 import pytest
 import torch
 
+from tests.devices import needs_gpu
 from tests.ops.cases import USUAL, Case, geometry
 from tests.ops_triton.forced import order_rule
 from tests.ops_triton.problems import (
@@ -21,7 +24,6 @@ from tests.ops_triton.problems import (
     documents_of,
     draw,
     large,
-    needs_gpu,
     padded,
     problems,
 )
@@ -362,3 +364,28 @@ def test_rules_of_the_device(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     q = torch.empty(1, 1, 2, 8)
     assert "not on a CUDA device" in unsupported_reason(q, q, None)
+
+
+@needs_gpu
+@pytest.mark.skipif("TRIFOCAL_MILLION_TOKENS" not in os.environ, reason="set TRIFOCAL_MILLION_TOKENS=1; needs 100 GB")
+def test_a_million_tokens():
+    length, geometry = 2**20, Geometry()
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(length, heads, width=128):
+        x = torch.randn(1, length, heads, width, generator=generator, device="cuda", dtype=torch.bfloat16)
+        return x.requires_grad_()
+
+    blocks = geometry.num_compressed_blocks(length)
+    inputs = [normal(length, 16), *(normal(n, 1) for n in (blocks, blocks, length, length, length, length))]
+    gates = normal(length, 16, 3)
+    o = nsa_attention(*inputs, gates, geometry, backend="triton")
+    o.backward(torch.ones_like(o))
+    for x in (o, *(x.grad for x in (*inputs, gates))):
+        # Slice by slice: a mask of everything would need as much memory again.
+        assert all(part.isfinite().all() for part in x.split(2**16, dim=1))
+    # The last queries by themselves, against the reference.
+    last = 64
+    with torch.no_grad():
+        few = nsa_attention(inputs[0][:, -last:], *inputs[1:], gates[:, -last:], geometry, backend="triton")
+    torch.testing.assert_close(few, o[:, -last:], rtol=2e-2, atol=2e-2)

@@ -12,7 +12,7 @@ from trifocal.ops.triton.interval.window import window_backward, window_forward
 from trifocal.testing import oracle
 from trifocal.testing.inputs import cotangent
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_attention.py has these on a GPU")
 
 NO_POWER = Case("no power of two anywhere", ODD, 31, batch=2, heads=3, groups=3, dim=5, value_dim=9)
 COMPRESSED = [(case, False, 3) for case in (*INTERVALS, NO_POWER)]

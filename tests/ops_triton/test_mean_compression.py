@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from tests.devices import needs_gpu
 from tests.ops import cases
 from tests.ops.cases import Case
-from tests.ops_triton.problems import DEVICE, FACTOR, ON_GPU, PAPER, SMALL, documents_of, needs_gpu, problems
+from tests.ops_triton.problems import DEVICE, FACTOR, ON_GPU, PAPER, SMALL, documents_of, problems
 from trifocal import Geometry, ops
 from trifocal.doctor.probes import _run_small_kernel
 from trifocal.nn import NSAttention

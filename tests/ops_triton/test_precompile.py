@@ -5,10 +5,16 @@ import os
 import runpy
 import subprocess
 import sys
+from collections import defaultdict
 
 import pytest
+import torch
 
+from tests.devices import needs_gpu
+from tests.ops_triton.problems import PAPER, documents_of, draw, large
+from trifocal import nsa_attention
 from trifocal.ops import pipeline
+from trifocal.testing.inputs import cotangent
 
 CASES = {
     "in the mask's order": (512, False, False),
@@ -16,13 +22,14 @@ CASES = {
     "packed documents": (1024, True, False),
     "a given choice": (512, False, True),
 }
+# In the names of the kernels of every call.
+PARTS = ("interval_forward", "combine_forward", "combine_backward", "interval_d_q", "interval_dkdv")
 
 
 def asked_for(length: int, packed: bool, given: bool) -> list[tuple[str, bool]]:
     """Names of the kernels that are asked for on a Hopper GPU that need not be there, and whether to be compiled."""
     from unittest import mock
 
-    import torch
     from triton.runtime.jit import JITFunction
 
     from tests.ops_triton.compilation import _record
@@ -72,7 +79,7 @@ def found():
 def test_all_are_compiled_and_none_is_launched(found, case):
     names = [name for name, _ in found[case]]
     assert all(only_compiled for _, only_compiled in found[case])
-    for part in ("interval_forward", "combine_forward", "combine_backward", "interval_d_q", "interval_dkdv"):
+    for part in PARTS:
         assert any(part in name for name in names), (part, names)
     assert any(name.startswith("choice") for name in names) == (case != "a given choice")
     assert any("block_major" in name for name in names) == (case == "block-major")
@@ -86,6 +93,59 @@ def test_a_pytorch_that_has_moved_is_fake_is_told_of_in_one_line(monkeypatch, ca
     assert module["is_fake"](None)
     (message,) = caplog.messages
     assert "kernels compile one by one" in message
+
+
+GPU_CASES = (
+    large("in the mask's order", PAPER, 640, 24, 2, 80, 96),
+    large("block-major", PAPER, 9000, 16, 1, 128, 96),
+    large("packed documents", PAPER, 900, 24, 2, 112, 80, lengths=(500, 17, 383)),
+)
+
+
+def kernels():
+    """Every kernel of the modules that are imported so far. The garbage collector's list lacks what is frozen."""
+    from trifocal.ops.triton.launch import Kernel
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("trifocal.")]
+    return {id(x): x for module in modules for x in vars(module).values() if type(x) is Kernel}.values()
+
+
+@pytest.fixture
+def nothing_is_compiled(monkeypatch):
+    """Kernels of other tests, and those that no widths tell apart, are as if this process had never met them."""
+    monkeypatch.setattr("trifocal.ops.triton.precompile._compiled", set())
+    for kernel in kernels():
+        monkeypatch.setattr(kernel, "_kinds", {})
+        monkeypatch.setattr(kernel.function, "device_caches", defaultdict(kernel.function.create_binder))
+
+
+def compiled():
+    """What is compiled: for how many kinds of arguments each kernel is, by name."""
+    found = {k.__name__: sum(len(cache) for cache, *_ in k.function.device_caches.values()) for k in kernels()}
+    return {name: count for name, count in found.items() if count}
+
+
+def launched():
+    """Names of the kernels that were launched, in one line."""
+    return " ".join(kernel.__name__ for kernel in kernels() if kernel._kinds)
+
+
+@needs_gpu
+@pytest.mark.usefixtures("nothing_is_compiled")
+@pytest.mark.parametrize("case", GPU_CASES, ids=[case.why for case in GPU_CASES])
+def test_nothing_is_left_to_compile(case):
+    from trifocal.ops.pipeline import precompile_kernels
+
+    leaves = draw(case, torch.bfloat16).leaves()
+    assert not compiled() and not launched()
+    scale = case.dim**-0.5
+    precompile_kernels(leaves[0], tuple(leaves[1:7]), leaves[7], PAPER, scale, documents_of(case), None, backward=True)
+    ready = compiled()
+    assert ready and not launched()
+    o = nsa_attention(*leaves, PAPER, cu_seqlens=documents_of(case), backend="triton")
+    torch.autograd.grad(o, leaves, cotangent(o))
+    assert all(part in launched() for part in (*PARTS, "choice")), launched()
+    assert compiled() == ready
 
 
 if __name__ == "__main__":

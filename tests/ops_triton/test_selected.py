@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from tests.devices import needs_gpu
 from tests.ops.cases import geometry
 from tests.ops_triton import problems
 from tests.ops_triton.forced import order_rule, selected_tile_rule
-from tests.ops_triton.problems import LARGE, PAPER, large, needs_gpu
+from tests.ops_triton.problems import LARGE, PAPER, large
 from trifocal import ops
 from trifocal.ops import Documents, dispatch, selected_attention
 from trifocal.ops.tiles import SelectedTile

@@ -1,4 +1,4 @@
-"""Telemetry against counting by hand, on a real model."""
+"""Telemetry against counting by hand, on a real model; on a GPU, the kernels' figures without a wait for them."""
 
 import math
 from dataclasses import replace
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from trifocal.models import DecoderLM
+from tests.devices import WIDE, needs_gpu
+from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import (
     Documents,
     Geometry,
@@ -394,3 +395,59 @@ def test_every_alarm_has_its_threshold(change: dict[str, float], name: str | Non
     for branch in ("cmp", "slc", "win"):
         row |= {f"gate_mean_{branch}": 0.5, f"gate_entropy_{branch}": 0.6}
     assert [key[0] for key, _ in alarms_of(row | change)] == [name] * (name is not None)
+
+
+GPU_LENGTH = 2048
+
+
+def gpu_telemetry(backend: str) -> AttentionTelemetry:
+    config = ModelConfig(vocab_size=257, num_layers=2, geometry=Geometry(), backend=backend, **WIDE)
+    model = DecoderLM(config).cuda()
+    model.init_weights(0)
+    return AttentionTelemetry(model)
+
+
+def gpu_tokens() -> torch.Tensor:
+    return torch.randint(257, (2, GPU_LENGTH), generator=torch.Generator().manual_seed(0)).cuda()
+
+
+@needs_gpu
+# PyTorch warns that this mode of it is a prototype.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("borders", [None, [0, 700, 3000, 2 * GPU_LENGTH]])
+def test_no_figure_makes_the_host_wait(borders: list[int] | None) -> None:
+    telemetry, tokens = gpu_telemetry("triton"), gpu_tokens()
+    cu_seqlens = None if borders is None else torch.tensor(borders)
+    with torch.autocast("cuda", torch.bfloat16):
+        # The first call compiles kernels and fills caches.
+        telemetry.figures(tokens, cu_seqlens=cu_seqlens)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            figures = telemetry.figures(tokens, cu_seqlens=cu_seqlens)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert all(value.is_cuda for value in figures.values())
+
+
+@needs_gpu
+def test_kernels_and_reference_give_the_same_figures() -> None:
+    tokens = gpu_tokens()
+    for mine, other in zip(
+        gpu_telemetry("triton").measure(tokens), gpu_telemetry("reference").measure(tokens), strict=True
+    ):
+        assert mine.keys() == other.keys()
+        for name, value in mine.items():
+            # Two blocks of equal importance may change places.
+            assert value == pytest.approx(other[name], abs=0.02), name
+
+
+@needs_gpu
+def test_a_picture_of_the_kernels_choice() -> None:
+    tokens = gpu_tokens()
+    picture = gpu_telemetry("triton").picture(1, tokens, ["x"] * GPU_LENGTH)
+    blocks = GPU_LENGTH // 64
+    assert picture.importance.shape == (2, 128, 2, blocks)
+    total = ((picture.dense / 255.0) ** 2).sum(-1)
+    assert abs(total - 1).max() < 0.1
+    assert (picture.selected[:, -1].max(-1) == blocks - 1).all()

@@ -3,12 +3,14 @@
 import csv
 import gzip
 import json
+import pickle
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.devices import needs_gpu
 from tests.train.tiny import before_step, make_config, read_checkpoint
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
@@ -276,3 +278,30 @@ def test_hooks_close_what_an_exception_left_open() -> None:
 
 def pop(stack: list[str], name: str) -> None:
     assert stack.pop() == name
+
+
+ON_A_GPU = ("--run.device", "cuda")
+
+
+@needs_gpu
+def test_times_of_the_device_and_the_allocators_history(tmp_path: Path) -> None:
+    folder = traced(tmp_path, "gradients,modules,dtypes,memory", *ON_A_GPU, "--train.activation_checkpointing", "all")
+    for row in table(folder / "gradients_rank0.csv"):
+        assert float(row["device_milliseconds"]) > 0
+    modules = table(folder / "modules_rank0.csv")
+    assert {row["event"] for row in modules} == {"forward", "recompute", "backward"}
+    assert all(float(row["device_milliseconds"]) >= 0 for row in modules if row["event"] == "forward")
+    assert int(table(folder / "memory_rank0.csv")[-1]["saved_for_backward_bytes"]) > 0
+    snapshot = pickle.loads((folder / "memory_snapshot_rank0.pickle").read_bytes())
+    assert snapshot["segments"] and any(snapshot["device_traces"])
+    assert {row["dtype"] for row in table(folder / "dtypes_rank0.csv") if row["kind"] == "parameter"} == {"float32"}
+
+
+@needs_gpu
+@pytest.mark.parametrize("graphs", ["false", "true"])
+def test_the_profile_has_kernels(tmp_path: Path, graphs: str) -> None:
+    folder = traced(tmp_path, "profiler", *ON_A_GPU, "--train.cuda_graphs", graphs)
+    assert "Self CUDA" in (folder / "operations_rank0.txt").read_text()
+    with gzip.open(folder / "profile_rank0.json.gz", "rt") as file:
+        kinds = {event.get("cat") for event in json.load(file)["traceEvents"]}
+    assert "kernel" in kinds

@@ -1,7 +1,7 @@
 """Recorded micro-batches on a CPU: a recorder that only does the work again stands in for the device's.
 
 What is tested is everything around the recording: inputs of its own, padding, weights, kinds, gradients that stay.
-That a GPU's recording gives the same is in tests/gpu.
+That a GPU's recording gives the same is in tests/gpu/test_training.py.
 """
 
 import functools
