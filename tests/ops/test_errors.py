@@ -35,46 +35,36 @@ def test_the_inputs_themselves_are_fine():
     [
         ({"q": INPUTS.q[0]}, "q must have the shape [B, T, H, D], got [20, 6, 8]"),
         ({"k_cmp": INPUTS.k_cmp[..., 0]}, "k_cmp must have the shape [B, C, G, D], got [2, 4, 2]"),
-        ({"v_cmp": INPUTS.v_cmp[0]}, "v_cmp must have the shape [B, C, G, V], got [4, 2, 5]"),
-        ({"k_slc": INPUTS.k_slc[0]}, "k_slc must have the shape [B, S, G, D], got [20, 2, 8]"),
-        ({"v_slc": INPUTS.v_slc[0]}, "v_slc must have the shape [B, S, G, V], got [20, 2, 5]"),
-        ({"k_win": INPUTS.k_win[0]}, "k_win must have the shape [B, S, G, D], got [20, 2, 8]"),
-        ({"v_win": INPUTS.v_win[0]}, "v_win must have the shape [B, S, G, V], got [20, 2, 5]"),
         ({"gates": INPUTS.gates[..., 0]}, "gates must have the shape [B, T, H, 3], got [2, 20, 6]"),
         ({"gates": INPUTS.gates[..., :2]}, "gates must have the shape [B, T, H, 3] = [2, 20, 6, 3], got [2, 20, 6, 2]"),
-        ({"gates": INPUTS.gates[:, :, :2]}, "= [2, 20, 6, 3], got [2, 20, 2, 3]"),
         ({"gates": torch.ones(2, 20, 6, 3, dtype=torch.int64)}, "gates must be floating point, got torch.int64"),
         ({"q": INPUTS.q.tolist()}, "q must be a tensor [B, T, H, D], got list"),
-        ({"k_slc": None}, "k_slc must be a tensor [B, S, G, D], got NoneType"),
         ({"q": INPUTS.q[:, :, :5], "gates": INPUTS.gates[:, :, :5]}, "got H = 5 and G = 2"),
-        ({"q": INPUTS.q[..., :7]}, "k_cmp [B, C, G, D] must share B and D with q [B, T, H, D]"),
         ({"k_slc": INPUTS.k_slc[..., :7]}, "k_slc [B, S, G, D] must share B and D with q [B, T, H, D]"),
         ({"k_win": INPUTS.k_win[:1], "v_win": INPUTS.v_win[:1]}, "got [1, 20, 2, 8] and [2, 20, 6, 8]"),
         ({"k_cmp": INPUTS.k_cmp[:, :3], "v_cmp": INPUTS.v_cmp[:, :3]}, "C = 4 compressed blocks for 20 keys"),
-        ({"k_cmp": INPUTS.k_slc[:, :5], "v_cmp": INPUTS.v_slc[:, :5]}, "(block 8, stride 4), got C = 5"),
         ({"v_cmp": INPUTS.v_cmp[:, :3]}, "v_cmp [B, C, G, V] must share B, C and G with k_cmp [B, C, G, D]"),
-        ({"v_slc": INPUTS.v_slc[:, :19]}, "v_slc [B, S, G, V] must share B, S and G with k_slc [B, S, G, D]"),
         ({"v_win": INPUTS.v_win[:, :, :1]}, "v_win [B, S, G, V] must share B, S and G with k_win [B, S, G, D]"),
         ({"k_slc": INPUTS.k_slc.double()}, "k_slc must have the dtype of q, torch.float32, got torch.float64"),
-        ({"v_win": INPUTS.v_win.half()}, "v_win must have the dtype of q, torch.float32, got torch.float16"),
         ({"k_cmp": INPUTS.k_cmp.to("meta")}, "k_cmp must be on the device of q, cpu, got meta"),
-        ({"gates": INPUTS.gates.to("meta")}, "gates must be on the device of q, cpu, got meta"),
         ({"q": INPUTS.q.long()}, "q must be of float64, float32, bfloat16 or float16, got torch.int64"),
         ({"q": INPUTS.q[:, :0], "gates": INPUTS.gates[:, :0]}, "may have no empty dimension, got [2, 0, 6, 8]"),
         ({"k_win": INPUTS.k_win[:, :19], "v_win": INPUTS.v_win[:, :19]}, "must hold between 20 and 20 keys"),
         ({"selected_blocks": CHOSEN[0]}, "selected_blocks must have the shape [B, T, G, N], got [20, 2, 3]"),
         ({"selected_blocks": CHOSEN[:, :, :1]}, "with [B, T, G] = [2, 20, 2], got [2, 20, 1, 3]"),
         ({"selected_blocks": CHOSEN.float()}, "selected_blocks must be of int32 or int64, got torch.float32"),
-        ({"selected_blocks": CHOSEN.to("meta")}, "selected_blocks must be on the device of q, cpu, got meta"),
-        ({"v_cmp": None}, "v_cmp must be a tensor [B, C, G, V], got NoneType"),
-        ({"v_slc": None}, "v_slc must be a tensor [B, S, G, V], got NoneType"),
-        ({"v_win": None}, "v_win must be a tensor [B, S, G, V], got NoneType"),
         ({"backend": "flash"}, "backend must be one of auto, reference, triton, got 'flash'"),
     ],
 )
 def test_nsa_attention(changes, message):
     with refused(message):
         attend(**changes)
+
+
+def test_every_argument_is_checked():
+    for name in INPUTS._fields:
+        with refused(f"{name} must be a tensor ["):
+            attend(**{name: None})
 
 
 def test_branches_that_differ():
@@ -128,10 +118,8 @@ def test_select_blocks():
     ("window", "message"),
     [
         (0, "window_size must be at least 1, got 0"),
-        (-1, "window_size must be at least 1, got -1"),
         (2.5, "window_size must be an integer, got 2.5"),
         (True, "window_size must be an integer, got True"),
-        (None, "window_size must be an integer, got None"),
         (2**63 - 1, f"window_size may be at most 2147483647, got {2**63 - 1}"),
     ],
 )
@@ -140,12 +128,11 @@ def test_window_size(window, message):
         ops.window_attention(INPUTS.q, INPUTS.k_win, INPUTS.v_win, window)
 
 
-@pytest.mark.parametrize("num_keys", [20.0, "20"])
-def test_num_keys(num_keys):
-    with refused(f"num_keys must be an integer, got {num_keys!r}"):
-        ops.compressed_attention(*INPUTS[:3], USUAL, num_keys=num_keys)
-    with refused(f"num_keys must be an integer, got {num_keys!r}"):
-        ops.select_blocks(*INPUTS[:2], LSE, USUAL, num_keys=num_keys)
+def test_num_keys():
+    with refused("num_keys must be an integer, got 20.0"):
+        ops.compressed_attention(*INPUTS[:3], USUAL, num_keys=20.0)
+    with refused("num_keys must be an integer, got '20'"):
+        ops.select_blocks(*INPUTS[:2], LSE, USUAL, num_keys="20")
 
 
 CALLS = (
@@ -206,9 +193,7 @@ def packed_calls(borders):
     [
         (torch.tensor([1, 12, 20]), "cu_seqlens must start at 0, got 1"),
         (torch.tensor([0, 12, 19]), "cu_seqlens must end at the number of tokens, 20, got 19"),
-        (torch.tensor([0, 12, 21]), "cu_seqlens must end at the number of tokens, 20, got 21"),
         (torch.tensor([0, 12, 12, 20]), "cu_seqlens must increase, but document 1 goes from 12 to 12"),
-        (torch.tensor([0, 12, 8, 20]), "cu_seqlens must increase, but document 1 goes from 12 to 8"),
         (torch.tensor([0.0, 20.0]), "cu_seqlens must be a tensor of int32 or int64, got torch.float32"),
         (torch.tensor([[0, 20]]), "cu_seqlens must have the shape [documents + 1], got [1, 2]"),
         (torch.tensor([0]), "cu_seqlens must have the shape [documents + 1], got [1]"),
