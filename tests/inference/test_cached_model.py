@@ -346,46 +346,6 @@ def test_ragged_batches_and_forks_equal_one_pass(make_model: Make, options: dict
     assert decoder.pages.num_free == 44
 
 
-# Widths that leave the matrices of most sequences at no multiple of 16 bytes.
-ODD = {"num_heads": 3, "num_kv_heads": 1, "head_dim": 6, "value_dim": 10}
-
-
-@pytest.mark.parametrize("options", [*OPTIONS, ODD], ids=str)
-def test_bits_do_not_depend_on_the_rest_of_the_batch(make_model: Make, options: dict[str, Any]) -> None:
-    """Each sequence alone, then among others that come and go, at other places, after its pages lay elsewhere."""
-    model, texts = make_model(**options).float(), draw_tokens(5, 40)
-    lengths = (3, 9, 14, 20, 27)
-    alone = []
-    for text, length in zip(texts, lengths, strict=True):
-        decoder = cached(model)
-        sequence = decoder.admit()
-        first = decoder.prefill(sequence, text[:length])
-        alone.append([first, *(decoder.decode([sequence], text[None, t : t + 1])[0, 0] for t in range(length, 40))])
-    rng = random.Random(1)
-    decoder = cached(model, 5)
-    sequences, found = {}, {}
-    order = rng.sample(range(5), 5)
-    while order or sequences:
-        if order and rng.random() < 0.3:
-            i = order.pop()
-            sequences[i] = decoder.admit()
-            found[i] = [decoder.prefill(sequences[i], texts[i, : lengths[i]])]
-        if rng.random() < 0.1 and sequences:
-            i = rng.choice(list(sequences))
-            sequences[i] = decoder.swap_in(decoder.swap_out(sequences[i]))
-        batch = [i for i in rng.sample(list(sequences), len(sequences)) if rng.random() < 0.8]
-        if not batch:
-            continue
-        new = [[int(texts[i, sequences[i].length])] for i in batch]
-        logits = decoder.decode([sequences[i] for i in batch], new)
-        for row, i in enumerate(batch):
-            found[i].append(logits[row, 0])
-            if sequences[i].length == 40:
-                decoder.free(sequences.pop(i))
-    for i in range(5):
-        assert all(torch.equal(a, b) for a, b in zip(found[i], alone[i], strict=True)), i
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_failure_leaves_every_sequence_as_it_was(
     make_model: Make, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

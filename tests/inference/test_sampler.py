@@ -195,23 +195,6 @@ def test_broken_logits_give_no_token_and_leave_the_others_alone(broken: float) -
         assert torch.equal(given[[0, 2]], wanted[[0, 2]])
 
 
-def test_a_row_draws_the_same_in_every_batch() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(9, 257, generator=generator) * 3
-    samplings = [Sampling(temperature=0.3 * i, top_k=i, top_p=1 - 0.1 * i, seed=i) for i in range(9)]
-    position = torch.arange(9) * 100
-
-    def drawn_of(rows: list[int]) -> list[tuple[int, float]]:
-        chosen = settings_of([samplings[row] for row in rows], 257)
-        tokens, log_p = draw(logits[rows], chosen, position[rows], filtered=True)
-        return list(zip(tokens.tolist(), log_p.tolist(), strict=True))
-
-    alone = [drawn_of([row])[0] for row in range(9)]
-    for _ in range(10):
-        rows = torch.randperm(9, generator=generator)[: int(torch.randint(1, 10, (), generator=generator))].tolist()
-        assert drawn_of(rows) == [alone[row] for row in rows]
-
-
 def test_rows_are_moved_whole() -> None:
     sampling = Sampling(temperature=0.5, top_k=3, top_p=0.5, min_p=0.2, repetition_penalty=2.0, seed=2**64 - 3)
     settings = settings_of([Sampling(), sampling], 5, [[], [1, 2]])
