@@ -4,7 +4,7 @@ import runpy
 
 import pytest
 
-from tests.docs.pages import ROOT
+from tests.docs.pages import ROOT, blocks
 
 PRINTS = {
     "layer": "at the last",
@@ -28,5 +28,16 @@ def test_the_example_runs(name, tmp_path, monkeypatch, capsys):
 
 
 def test_every_example_is_run():
-    # The blocks of docs/huggingface.md are its example, and run with the page.
+    # That of docs/huggingface.md runs with the page.
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {*PRINTS, "huggingface"}
+
+
+def test_cells_of_the_script_are_the_blocks_of_the_page() -> None:
+    text = (ROOT / "examples/huggingface.py").read_text(encoding="utf-8")
+    # The first cell makes a folder; the others may print more than the page.
+    _, _, *cells = text.split("\n# %% ")
+    bodies = [cell.partition("\n")[2].splitlines() for cell in cells]
+    expected = [block.splitlines() for block in blocks(ROOT / "docs/huggingface.md", "python")]
+    assert [[line for line in body if line and not line.startswith("print(")] for body in bodies] == [
+        [line for line in body if line] for body in expected
+    ]

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import pkgutil
 import re
 import shutil
 
@@ -59,6 +60,14 @@ def test_files_that_are_named_exist(page):
         for path in PATH.findall(code):
             found = code != path or (ROOT / path).exists() or (ROOT / "src/trifocal" / path).exists()
             assert found, f"{name_of(page)} names {path}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in HISTORY], ids=name_of)
+def test_python_names_exist(page):
+    for code in inline_code(page):
+        name = re.match(r"trifocal(\.\w+)+", code)
+        if name and not name[0].endswith((".py", ".toml")):
+            assert pkgutil.resolve_name(name[0]), f"{name_of(page)} names {code}"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in HISTORY], ids=name_of)

@@ -1,16 +1,13 @@
-"""The page about the five reports: its new names exist, and its figures are those of the results."""
+"""The page about the five reports: a run writes what it names, and its figures are those of the results."""
 
-import importlib
 import json
 import re
-import shlex
 
 from tests.docs.pages import ROOT, text_of
 from tests.train.tiny import make_config
 from trifocal.runlog import read_metrics
 from trifocal.runlog.run import read_run
 from trifocal.train import train
-from trifocal.train.config.load import load_config, override
 
 PAGE = text_of(ROOT / "docs/reports.md")
 RESULTS = ROOT / "benchmarks" / "results"
@@ -21,44 +18,7 @@ def table(head: str) -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in body.splitlines()[2:]]
 
 
-ROWS = table("there")
-CODES = [code for _, here in ROWS for code in re.findall(r"`([^`]+)`", here)]
-
-
-# The files, classes, flags, settings and variables of the earlier system that the five reports name.
-OLD_NAMES = """
-nsa_attention.py selection_scorer.py compress_pool.py block_index.py train_showcase.py train_showcase_fsdp.py
-NSAAttention TinyLM LlamaBlockNSA
-train_showcase.yaml m7c_125m_2xa100_production.yaml m7c_125m_2xa100_shake.yaml m7c_125m_2k_test.yaml
-CONFIG= --dataset --ddp --steps gradient_checkpointing
-NSA_DDP_SAFE_MODE NSA_DDP_STATIC_GRAPH NSA_MEM_DUMP_EVERY NSA_TRACE_DDP_BUCKETS NSA_TRACE_GRADS NSA_TRACE_MODULE_BWD
-NSA_USE_FA2
-heartbeat_rank0.jsonl stackdump_*.txt watchdog_stackdump_*.txt env.json mem_*.txt dtypes_report_fsdp.txt
-k_stats.csv k_stats_fsdp.csv fallback_counters.csv fallback_counters_fsdp.csv
-"""
-
-
-def test_old_names_lead_to_new_ones() -> None:
-    old = " ".join(there for there, here in ROWS if here)
-    assert [name for name in OLD_NAMES.split() if not re.search(rf"(?<![\w-]){re.escape(name)}", old)] == []
-
-
-def test_new_names_exist() -> None:
-    names = [code for code in CODES if code.startswith("trifocal.")]
-    assert len(names) >= 8
-    for name in names:
-        module, _, attribute = name.rpartition(".")
-        assert hasattr(importlib.import_module(module), attribute), name
-    for preset in (code for code in CODES if code.endswith(".toml")):
-        assert (ROOT / "configs" / preset).is_file(), preset
-
-
-def test_new_flags_are_flags() -> None:
-    tiny = load_config(ROOT / "configs" / "minimal.toml")
-    flags = [code for code in CODES if code.startswith("--")]
-    assert len(flags) >= 12
-    for flag in flags:
-        override(tiny, shlex.split(re.sub(r"\bN\b", "20", flag)))
+CODES = [code for _, here in table("there") for code in re.findall(r"`([^`]+)`", here)]
 
 
 def test_a_run_writes_every_file_and_field(tmp_path) -> None:
