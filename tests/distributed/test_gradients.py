@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,17 @@ def make_warnings_errors(rank: int) -> None:
 
 
 def test_every_case_is_one_process() -> None:
-    """Every gradient, in one start of two processes, where any warning is an error."""
+    """Every gradient, in one start of two processes, where any warning is an error.
+
+    At 5 layers where the check takes 5 and 12, which would take half of the time.
+    """
+    cases = list(dict.fromkeys(replace(case, num_layers=min(case.num_layers, 5)) for case in CASES))
     with pytest.MonkeyPatch.context() as patch:
         warm.take_the_place_of_subprocess(patch, "trifocal.testing.processes")
         prepare = f"{make_warnings_errors.__module__}:{make_warnings_errors.__name__}"
-        found = compare_processes(PARALLEL_CASES, torch.device("cpu"), prepare)
+        found = compare_processes(cases, torch.device("cpu"), prepare)
     wrong = []
-    for case, (difference, parameter) in zip(PARALLEL_CASES, found, strict=True):
+    for case, (difference, parameter) in zip(cases, found, strict=True):
         # Where not even rounding differs, nothing was exchanged.
         if not 0 < difference <= GRADIENT_BOUND:
             wrong.append((case.name, difference, parameter))

@@ -67,7 +67,7 @@ def test_trainer_compiles_packed_batches(tmp_path: Path) -> None:
     for compiles in (False, True):
         torch._dynamo.reset()
         arguments = transformers.TrainingArguments(
-            str(tmp_path), max_steps=4, per_device_train_batch_size=4, learning_rate=1e-2, save_strategy="no",
+            str(tmp_path), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-2, save_strategy="no",
             torch_compile_backend="eager" if compiles else None, **QUIET,
         )  # fmt: skip
         collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)

@@ -28,18 +28,14 @@ def gradients(
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "layers"),
-    [(1, (0, 1)), (5, (0, 5)), (5, (0, 1)), (5, (4, 5)), (5, (1, 4)), (5, (2, 2))],
-)
-@pytest.mark.parametrize(
-    "options",
+    ("num_layers", "layers", "options"),
     [
-        {},
-        {"compressor": "mlp"},
-        {"attention": "dense"},
-        {"attention": "selected", "qk_norm": True},
-        {"attention": "window", "norm_after": True, "qk_norm": True, "qk_norm_all_heads": True},
-        {"selection": "random"},
+        *((num, layers, {}) for num, layers in ((1, (0, 1)), (5, (0, 5)), (5, (0, 1)), (5, (4, 5)), (5, (2, 2)))),
+        (3, (1, 3), {"compressor": "mlp"}),
+        (3, (1, 3), {"attention": "dense"}),
+        (3, (1, 3), {"attention": "selected", "qk_norm": True}),
+        (3, (1, 3), {"attention": "window", "norm_after": True, "qk_norm": True, "qk_norm_all_heads": True}),
+        (3, (1, 3), {"selection": "random"}),
     ],
     ids=str,
 )

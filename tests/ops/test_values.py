@@ -3,14 +3,23 @@
 import pytest
 import torch
 
-from tests.ops.cases import DTYPES, Case, draw, each_case, named
+from tests.ops.cases import CASES, DTYPES, Case, draw, named
 from trifocal import nsa_attention, ops
 from trifocal.testing import oracle
 from trifocal.testing.inputs import cotangent
 from trifocal.testing.tolerances import assert_close, error
 
 REFERENCE = {"backend": "reference"}
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+# Rows and packs, whole and their last queries, with short blocks and many heads a group.
+ROUNDED = (
+    "odd length", "one head", "8 heads", "chunked", "decoding at a block's first", "no compressed block",
+    "packed: long first", "packed: the last queries",
+)  # fmt: skip
+each_case_and_dtype = pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, torch.float64) for case in CASES] + [(named(w), dtype) for w in ROUNDED for dtype in DTYPES[1:]],
+    ids=lambda value: value.why if isinstance(value, Case) else str(value).removeprefix("torch."),
+)
 
 
 def compare(dtype, leaves, actual, expected, cotangents):
@@ -46,8 +55,7 @@ def twins(inputs, *names):
     return {name: (getattr(mine, name), getattr(theirs, name)) for name in names}
 
 
-@each_dtype
-@each_case
+@each_case_and_dtype
 def test_mean_compress(case: Case, dtype):
     leaves = twins(draw(case, dtype), "k_slc")
     mine, theirs = leaves["k_slc"]
@@ -79,8 +87,7 @@ def window(package, case, leaves, chosen, **rules):
         (window, ("q", "k_win", "v_win")),
     ],
 )
-@each_dtype
-@each_case
+@each_case_and_dtype
 def test_branches(case: Case, dtype, branch, names):
     leaves = twins(draw(case, dtype), *names)
     mine, theirs = ([pair[side] for pair in leaves.values()] for side in (0, 1))
@@ -130,8 +137,7 @@ def test_select_blocks_is_as_good_in_low_precision(case: Case, dtype):
         assert_close(f"importance of the choice at {b, t, g}", found, wanted, dtype)
 
 
-@each_dtype
-@each_case
+@each_case_and_dtype
 def test_nsa_attention(case: Case, dtype):
     inputs = draw(case, dtype)
     leaves = twins(inputs, *inputs._fields)
