@@ -46,6 +46,7 @@ def test_the_inputs_themselves_are_fine():
         ({"v_cmp": INPUTS.v_cmp[:, :3]}, "v_cmp [B, C, G, V] must share B, C and G with k_cmp [B, C, G, D]"),
         ({"v_win": INPUTS.v_win[:, :, :1]}, "v_win [B, S, G, V] must share B, S and G with k_win [B, S, G, D]"),
         ({"k_slc": INPUTS.k_slc.double()}, "k_slc must have the dtype of q, torch.float32, got torch.float64"),
+        ({"v_win": INPUTS.v_win.half()}, "v_win must have the dtype of q, torch.float32, got torch.float16"),
         ({"k_cmp": INPUTS.k_cmp.to("meta")}, "k_cmp must be on the device of q, cpu, got meta"),
         ({"q": INPUTS.q.long()}, "q must be of float64, float32, bfloat16 or float16, got torch.int64"),
         ({"q": INPUTS.q[:, :0], "gates": INPUTS.gates[:, :0]}, "may have no empty dimension, got [2, 0, 6, 8]"),
