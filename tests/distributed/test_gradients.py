@@ -24,7 +24,7 @@ def test_every_case_is_one_process() -> None:
 
     At 5 layers where the check takes 5 and 12, which would take half of the time.
     """
-    cases = list(dict.fromkeys(replace(case, num_layers=min(case.num_layers, 5)) for case in CASES))
+    cases = list(dict.fromkeys(replace(case, num_layers=min(case.num_layers, 5)) for case in PARALLEL_CASES))
     with pytest.MonkeyPatch.context() as patch:
         warm.take_the_place_of_subprocess(patch, "trifocal.testing.processes")
         prepare = f"{make_warnings_errors.__module__}:{make_warnings_errors.__name__}"
