@@ -75,7 +75,9 @@ def index_in_any_loop(device: torch.device, *, train_step: Callable[[DecoderLM, 
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     recalls = choice_recall(model)
     model.zero_grad()
-    counts = torch.tensor(eligible_queries(config, tokens[:, :-1], None, 1, 1), device=device) * config.num_kv_heads
+    counts = (
+        torch.tensor(eligible_queries(config, tokens[:, :-1].cpu(), None, 1, 1), device=device) * config.num_kv_heads
+    )
     totals = torch.zeros(config.num_layers, 2, dtype=torch.float64, device=device)
     teaching = ChoiceTeaching(torch.ones((), dtype=torch.int64, device=device), 1 / counts, totals, 96, 1)
     model(tokens[:, :-1], tokens[:, 1:], teaching=teaching).backward()
