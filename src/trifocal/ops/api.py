@@ -29,12 +29,11 @@ def mean_compress(x: Tensor, geometry: Geometry, *, cu_seqlens: Tensor | Documen
 
     Args:
         x: Keys or values, [B, S, G, D].
-        geometry: Block sizes, in tokens.
-        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1, and no block crosses a boundary.
+        geometry, cu_seqlens: See `trifocal.ops`.
 
     Returns:
-        [B, C, G, D] in the type of x, summed in fp32 (fp64 for fp64). With a `Documents` instead of a tensor, C is
-        the padded count `S // d`, known without a look at the data; slots past the documents' own are zero.
+        [B, C, G, D] in the type of x, summed in fp32 (fp64 for fp64). With a `Documents` instead of a tensor, C is the
+            padded count `S // d`, known without a look at the data; slots past the documents' own are zero.
 
     Raises:
         ValueError: If x has another rank, or the boundaries do not fit.
@@ -77,21 +76,16 @@ def compressed_attention(
     """Attend to the compressed blocks that lie wholly in each query's past.
 
     Args:
-        q: Queries, [B, T, H, D]; the last T positions of `num_keys`.
-        k_cmp: Compressed keys, [B, C, G, D].
-        v_cmp: Compressed values, [B, C, G, V].
-        geometry: Block sizes, in tokens.
-        num_keys: Tokens behind the compressed blocks, S; T when not given.
-        scale: Factor on the scores; 1/sqrt(D) when not given.
-        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1.
-        backend: `"auto"`, `"reference"` or `"triton"`.
+        q: Queries, [B, T, H, D].
+        k_cmp, v_cmp: Compressed keys and values, [B, C, G, D] and [B, C, G, V].
+        geometry, num_keys, scale, cu_seqlens, backend: See `trifocal.ops`.
 
     Returns:
         o, [B, T, H, V], in the type of q, zero where a query sees no block; and the log-sum-exp of the scores,
-        [B, T, H], natural log, fp32 (fp64 for fp64), -inf where a query sees no block.
+            [B, T, H], natural log, fp32 (fp64 for fp64), -inf where a query sees no block.
 
     Raises:
-        ValueError: If shapes, types or boundaries do not fit, or the backend cannot run; the message says which.
+        ValueError: If an argument does not fit; see `trifocal.ops`.
 
     Both results are differentiable. Source: arXiv:2502.11089, Eq. 5 to 8.
     """
@@ -119,25 +113,20 @@ def select_blocks(
 ) -> Tensor:
     """Choose the selection blocks that each query group attends to.
 
-    Importance is the compressed attention's probability, spread over selection blocks by overlap and summed over
-    the heads of a group, so that the group shares its choice.
+    Importance is the compressed attention's probability, spread over selection blocks by overlap and summed over the
+    heads of a group, so that the group shares its choice.
 
     Args:
-        q: Queries, [B, T, H, D]; the last T positions of `num_keys`.
+        q: Queries, [B, T, H, D].
         k_cmp: Compressed keys, [B, C, G, D].
         lse: Log-sum-exp of the compressed scores, [B, T, H], natural log; -inf where no block is visible.
-        geometry: Block sizes, in tokens.
-        num_keys: Tokens behind the compressed blocks, S; T when not given.
-        scale: Factor on the scores; 1/sqrt(D) when not given.
-        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1.
-        backend: `"auto"`, `"reference"` or `"triton"`.
+        geometry, num_keys, scale, cu_seqlens, backend: See `trifocal.ops`.
 
     Returns:
-        Block indices, [B, T, G, N], int32, ascending, then -1 where there are fewer than N candidates. With
-        documents they count from the start of the query's own document.
+        Block indices, [B, T, G, N], int32, ascending, then -1 where there are fewer than N candidates.
 
     Raises:
-        ValueError: If C is not what the geometry gives for S keys, or shapes, types or boundaries do not fit.
+        ValueError: If C is not what the geometry gives for S keys, or another argument does not fit.
 
     Not differentiable. Ties: the lower index. Source: arXiv:2502.11089, Eq. 8 to 11.
     """
@@ -167,18 +156,16 @@ def select_blocks_by_index(
     The importance of a block is the largest `q_idx . k_idx` of its tokens up to the query's own.
 
     Args:
-        q_idx: One index query a group, [B, T, G, Di]; the last T positions of the S keys.
+        q_idx: One index query a group, [B, T, G, Di].
         k_idx: One index key a token, for all groups, [B, S, Di].
-        geometry: Block sizes, in tokens.
         num_keys: S; the number of index keys when not given.
-        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1.
-        backend: `"auto"`, `"reference"` or `"triton"`.
+        geometry, cu_seqlens, backend: See `trifocal.ops`.
 
     Returns:
-        Block indices as of `select_blocks`, [B, T, G, N], int32, ascending, then -1.
+        Block indices as of `select_blocks`, [B, T, G, N].
 
     Raises:
-        ValueError: If shapes, types or boundaries do not fit, or the backend cannot run; the message says which.
+        ValueError: If an argument does not fit; see `trifocal.ops`.
 
     Not differentiable; `trifocal.ops.choice_loss` teaches an index. Ties: the lower index.
     """
@@ -206,22 +193,16 @@ def selected_attention(
     """Attend to every token, up to the query's own, of the blocks that the query's group chose.
 
     Args:
-        q: Queries, [B, T, H, D]; the last T positions of the S keys.
-        k: Keys, [B, S, G, D].
-        v: Values, [B, S, G, V].
-        selected_blocks: Block indices, [B, T, G, N], int32 or int64, in any order. An index that is no block of the
-            query's past, negative or too large, is a pad; a block that is named twice counts once; N may be 0.
-        geometry: Block sizes, in tokens.
-        scale: Factor on the scores; 1/sqrt(D) when not given.
-        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1, and indices count from
-            the start of the query's own document.
-        backend: `"auto"`, `"reference"` or `"triton"`.
+        q: Queries, [B, T, H, D].
+        k, v: Keys and values, [B, S, G, D] and [B, S, G, V].
+        selected_blocks: The choice, [B, T, G, N].
+        geometry, scale, cu_seqlens, backend: See `trifocal.ops`, also for selected_blocks.
 
     Returns:
         o, [B, T, H, V], in the type of q; zero where nothing was chosen.
 
     Raises:
-        ValueError: If shapes, types or boundaries do not fit, or the backend cannot run; the message says which.
+        ValueError: If an argument does not fit; see `trifocal.ops`.
 
     Source: arXiv:2502.11089, Section 3.3.2.
     """
@@ -248,19 +229,16 @@ def window_attention(
     """Attend to the last `window_size` tokens, the query's own included.
 
     Args:
-        q: Queries, [B, T, H, D]; the last T positions of the S keys.
-        k: Keys, [B, S, G, D].
-        v: Values, [B, S, G, V].
+        q: Queries, [B, T, H, D].
+        k, v: Keys and values, [B, S, G, D] and [B, S, G, V].
         window_size: Keys that a query sees, from 1 to 2**31 - 1.
-        scale: Factor on the scores; 1/sqrt(D) when not given.
-        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1.
-        backend: `"auto"`, `"reference"` or `"triton"`.
+        scale, cu_seqlens, backend: See `trifocal.ops`.
 
     Returns:
         o, [B, T, H, V], in the type of q.
 
     Raises:
-        ValueError: If shapes, types or boundaries do not fit, or the backend cannot run; the message says which.
+        ValueError: If an argument does not fit; see `trifocal.ops`.
 
     Source: arXiv:2502.11089, Section 3.3.3.
     """
@@ -292,22 +270,19 @@ def nsa_attention(
     """Native Sparse Attention: compressed, selected and window attention, mixed by gates.
 
     Args:
-        q: Queries, [B, T, H, D]; the last T positions of the S keys.
+        q: Queries, [B, T, H, D].
         k_cmp, v_cmp: Compressed keys and values, [B, C, G, D] and [B, C, G, V].
         k_slc, v_slc: Keys and values of the selected branch, [B, S, G, D] and [B, S, G, V].
         k_win, v_win: Keys and values of the window branch; the last min(S, T + w - 1) tokens are enough.
         gates: Weights of the branches in the order cmp, slc, win, [B, T, H, 3].
-        geometry: Block sizes, in tokens.
-        scale: Factor on the scores; 1/sqrt(D) when not given.
-        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1.
-        selected_blocks: The choice, [B, T, G, N], to use instead of `select_blocks`; see `selected_attention`.
-        backend: `"auto"`, `"reference"` or `"triton"`.
+        selected_blocks: The choice, [B, T, G, N], to use instead of `select_blocks`.
+        geometry, scale, cu_seqlens, backend: See `trifocal.ops`, also for selected_blocks.
 
     Returns:
         o, [B, T, H, V], in the type of q.
 
     Raises:
-        ValueError: If shapes, types or boundaries do not fit, or the backend cannot run; the message says which.
+        ValueError: If an argument does not fit; see `trifocal.ops`.
 
     Source: arXiv:2502.11089, Eq. 5.
     """
@@ -349,22 +324,19 @@ def nsa(
 ) -> Tensor:
     """Native Sparse Attention with the same keys and values in all branches, compressed by their mean.
 
-    `nsa_attention` takes keys of their own for each branch, and any compressor.
+    `nsa_attention` takes other keys for each branch, and any compressor.
 
     Args:
-        q: Queries, [B, T, H, D]; the last T positions of the S keys.
+        q: Queries, [B, T, H, D].
         k, v: Keys and values, [B, S, G, D] and [B, S, G, V].
         gates: Weights of the branches in the order cmp, slc, win, [B, T, H, 3].
-        geometry: Block sizes, in tokens.
-        scale: Factor on the scores; 1/sqrt(D) when not given.
-        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1.
-        backend: `"auto"`, `"reference"` or `"triton"`.
+        geometry, scale, cu_seqlens, backend: See `trifocal.ops`.
 
     Returns:
         o, [B, T, H, V], in the type of q.
 
     Raises:
-        ValueError: If shapes, types or boundaries do not fit, or the backend cannot run; the message says which.
+        ValueError: If an argument does not fit; see `trifocal.ops`.
 
     Source: arXiv:2502.11089, Eq. 5, with the mean for φ.
     """

@@ -53,15 +53,12 @@ class Sample(NamedTuple):
 
 
 def stretch_keys(tokens: Tensor, row_length: int, stretch: int) -> Tensor:
-    """A number for each stretch of each row, from its tokens and their places: [rows, stretches], int64.
+    """A number for each stretch of each row, from its tokens and their places: tokens [B, T] -> [rows, stretches],
+    int64.
 
     It does not depend on how rows are put into batches, so that the same queries are drawn with any accumulation and in
-    any number of processes.
-
-    Args:
-        tokens: [B, T]; whole rows, side by side if they are packed into one.
-        row_length: Tokens of a row.
-        stretch: Tokens of a stretch; the last one of a row may be shorter.
+    any number of processes. `tokens` are whole rows of `row_length`, side by side if they are packed into one; the last
+    stretch of a row may be shorter.
     """
     places = hash_numbers(torch.arange(row_length, device=tokens.device))
     mixed = hash_numbers(tokens.reshape(-1, row_length).long() + places)
@@ -82,18 +79,9 @@ def sample_queries(
     All layers at once, since the tensors are small: what a layer draws does not depend on how many there are. Some 50
     operations: in training they are compiled to two kernels.
 
-    Args:
-        tokens: [B, T]; whole rows, side by side if they are packed into one.
-        positions: Position of each token in its document, [T], the same for all rows; or of all rows, laid end to end.
-        step: Number of the training step; a scalar on the device, so that recorded graphs draw anew in each.
-        layers: Number of layers.
-        geometry: Block sizes, in tokens.
-        row_length: Tokens of a row.
-        stretch: Tokens of a stretch.
-
-    Returns:
-        The queries of the layers, [layers, rows, stretches]; or, if positions are those of several rows,
-        [layers, 1, rows * stretches].
+    `tokens` are as in `stretch_keys`. `positions`, of each token in its document, are [T], the same for all rows, or
+    those of all rows laid end to end; `step` is a scalar on the device, so that recorded graphs draw anew in each. The
+    result is [layers, rows, stretches], or [layers, 1, rows * stretches] with positions of several rows.
     """
     keys = stretch_keys(tokens, row_length, stretch)
     first = torch.arange(0, row_length, stretch, device=keys.device)
@@ -109,17 +97,10 @@ def sample_queries(
 
 
 def draw_queries(positions: Tensor, rows: int, layers: int, geometry: Geometry, stretch: int) -> Sample:
-    """Draw one query of each stretch for every layer, by PyTorch's generator.
+    """Draw one query of each stretch for every layer, by PyTorch's generator: [layers, rows, stretches].
 
-    Args:
-        positions: Position of each token in its document, [T], the same for all rows.
-        rows: B.
-        layers: Number of layers.
-        geometry: Block sizes, in tokens.
-        stretch: Tokens of a stretch; the last one of a row may be shorter.
-
-    Returns:
-        The queries of the layers, [layers, B, stretches].
+    `positions`, of each token in its document, are [T], the same for all rows; the last stretch of a row may be
+    shorter.
     """
     row_length = len(positions)
     first = torch.arange(0, row_length, stretch, device=positions.device)
@@ -156,21 +137,13 @@ def choice_loss(
     k_idx: Tensor,
     backend: str = "auto",
 ) -> Tensor:
-    """The loss and the recall of the choice, each summed over eligible sampled queries and groups.
+    """The loss and the recall of the choice, each summed over eligible sampled queries and groups: [2], fp32 (fp64 for
+    fp64).
 
-    Args:
-        q: The layer's rotated queries, [B, T, H, D]; the last T positions of the S keys.
-        k: Rotated keys of the selected branch, [B, S, G, D].
-        sample: The queries; their tokens count from the first key.
-        geometry: Block sizes, in tokens.
-        documents: Packed documents, with B == 1.
-        q_idx, k_idx: The student, an index: [B, T, G, Di] and [B, S, Di].
-        backend: `"auto"`, `"reference"` or `"triton"`.
-
-    Returns:
-        Both, [2], fp32 (fp64 for fp64). The gradient of the loss reaches `q_idx` and `k_idx`, and nothing else. The
-        recall of a query is the mass of the free blocks that the student would choose, as a share of what the teacher
-        would choose; its gradient is zero.
+    The teacher is the layer's rotated queries q [B, T, H, D], the last T positions of the S keys, and the rotated keys
+    of the selected branch k [B, S, G, D]. The student is an index, q_idx [B, T, G, Di] and k_idx [B, S, Di]: the
+    gradient of the loss reaches these and nothing else. The recall of a query is the mass of the free blocks that the
+    student would choose, as a share of what the teacher would choose; its gradient is zero.
     """
     q, k = q.detach(), k.detach()
     batch, num_queries = sample.tokens.shape
@@ -217,10 +190,7 @@ def _loss_of(
 def divergence(mass: Tensor, student: Tensor, free: Tensor, eligible: Tensor) -> Tensor:
     """KL of the teacher's mass and the student's importance over free blocks, summed over queries and groups.
 
-    Args:
-        mass, student: [B, M, G, J].
-        free: [B, M, J].
-        eligible: [B, M].
+    mass and student are [B, M, G, J], free is [B, M, J], eligible is [B, M].
     """
     free = free[:, :, None]
     mass, student = mass.where(free, 0), (student + FLOOR).where(free, 0)
@@ -234,12 +204,8 @@ def divergence(mass: Tensor, student: Tensor, free: Tensor, eligible: Tensor) ->
 
 
 def recall(mass: Tensor, ranked: Tensor, free: Tensor, eligible: Tensor, geometry: Geometry) -> Tensor:
-    """Recall of the choice that the student would make, summed over queries and groups.
-
-    Args:
-        mass, free, eligible: As in `divergence`.
-        ranked: That by which the student chooses, its importance or scores, [B, M, G, J].
-        geometry: Block sizes, in tokens.
+    """Recall of the choice that the student would make by `ranked` [B, M, G, J], its importance or scores, summed over
+    queries and groups; the rest as in `divergence`.
     """
     places = min(free_places(geometry), mass.shape[-1])
     # Stable: of equal ones the lower, as the choice takes it.
@@ -253,16 +219,10 @@ def choice_shares(
 ) -> tuple[Tensor, Tensor]:
     """Mass of the free blocks that a choice holds, and that the exact choice holds, as shares of the latter's sum.
 
-    The exact choice takes the free blocks of most mass. What a choice holds of it is its recall.
-
-    Args:
-        mass, free, eligible: As in `divergence`.
-        chosen: Numbers of the chosen blocks, [B, M, G, N]; those that are not free do not count.
-        geometry: Block sizes, in tokens.
-
-    Returns:
-        By block, [B, M, G, J]: those of the choice add up to its recall, those of the exact choice to 1. All are 0 for
-        a query that is not eligible, or has no mass on its free blocks.
+    The exact choice takes the free blocks of most mass. What a choice holds of it is its recall. `chosen` are block
+    numbers, [B, M, G, N], of which those that are not free do not count; the rest as in `divergence`. Both results are
+    by block, [B, M, G, J]: those of the choice add up to its recall, those of the exact choice to 1. All are 0 for a
+    query that is not eligible, or has no mass on its free blocks.
     """
     blocks = mass.shape[-1]
     mass = mass.where(free[:, :, None], 0)
@@ -328,7 +288,7 @@ def compressed_importance(
 
 
 def _sampled(q: Tensor, num_tokens: int, sample: Sample) -> Tensor:
-    """Queries of a sample, [B, M, ...], of q [B, T, ...], the last T of so many tokens."""
+    """Queries of a sample, [B, M, ...], of q [B, T, ...], the last T of `num_tokens`."""
     rows = torch.arange(q.shape[0], device=q.device)[:, None]
     return q[rows, sample.tokens - (num_tokens - q.shape[1])]
 

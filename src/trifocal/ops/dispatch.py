@@ -50,7 +50,7 @@ ENOUGH_PROGRAMS = 12
 FEWEST_ROWS_OF_A_PART = 1024
 # Programs a multiprocessor from which on the Hopper kernel for the window's d_k and d_v runs.
 FEWEST_PROGRAMS_OF_WINDOW_DKDV = 0.75
-# Queries, of all batch entries, up to which the portable importance kernel runs on Hopper too: with so many the other
+# Queries, of all batch entries, up to which the portable importance kernel runs on Hopper too: up to there the other
 # gains nothing on an H200 (0.108 ms instead of 0.109 at shape B), while its descriptors cost the host 0.1 ms.
 MAX_QUERIES_OF_PORTABLE_IMPORTANCE = 8192
 # Programs a multiprocessor from which on a program of decoding takes a group of units; most that share the parts of a
@@ -79,19 +79,11 @@ def resolve(
     *,
     decoding: bool = False,
 ) -> str:
-    """Choose the backend of one call and count the choice.
+    """Choose the backend of one call and count the choice; ValueError, with the reason, if the requested one cannot
+    run.
 
-    Args:
-        operation: Name of the public function.
-        requested: `"auto"`, `"reference"` or `"triton"`.
-        q: Queries, [B, T, H, D]; their device, dtype and shape decide.
-        v: Values, [B, *, G, V]; None for an operation without heads, whose device and type of `q` decide alone.
-        geometry: Block sizes; None for an operation that has none.
-        scale: Factor on the scores; None for the default one.
-        decoding: Whether the kernels are those for decoding.
-
-    Raises:
-        ValueError: If the name is unknown, or the backend cannot run these inputs; the message says why.
+    Device, dtype and shape of q [B, T, H, D] and v [B, *, G, V] decide; v is None for an operation without heads,
+    geometry for one that has none.
     """
     check_backend(requested)
     if requested == "reference":
@@ -157,15 +149,10 @@ def interval_on_hopper(
 ) -> dict[str, Any] | None:
     """How the Hopper kernel of the compressed or the window branch is launched; None where the portable one runs.
 
-    The Hopper kernels take any number of heads a group up to 64, up to 32 at 192 wide, in shares that divide a tile.
-    The copy engine must be able to read all. In packed documents, the compressed slots that no document fills would
-    reach the products. The window's d_k and d_v are not cut into parts: one program for 128 keys must make enough.
-
-    Args:
-        kernel: `"forward"`, `"d_q"` or `"dkdv"`.
-        q, k, v, *others: Tensors that the kernel reads, [B, *, heads, D or V].
-        window: Whether the branch is the window's.
-        packed: Whether documents are packed.
+    The kernel is `"forward"`, `"d_q"` or `"dkdv"`; the tensors that it reads are [B, *, heads, D or V]. The Hopper
+    kernels take any number of heads a group up to 64, up to 32 at 192 wide, in shares that divide a tile. The copy
+    engine must be able to read all. In packed documents, the compressed slots that no document fills would reach the
+    products. The window's d_k and d_v are not cut into parts: one program for 128 keys must make enough.
     """
     heads = q.shape[2] // k.shape[2]
     if kernel == "dkdv" and window:
@@ -194,14 +181,8 @@ def interval_tile(kernel: str, q: Tensor, v: Tensor, *, window: bool) -> tiles.T
 def interval_parts(q: Tensor, programs: int, q_per_kv: int, rows: int) -> int:
     """How many programs share the rows of a key tile, so that no multiprocessor waits long for another.
 
-    Sixteen programs a multiprocessor, half of them long; but each with at least four tiles of rows, and no more
-    than 32, since each writes sums of its own.
-
-    Args:
-        q: Queries, [B, T, H, D].
-        programs: Programs without parts.
-        q_per_kv: Query heads of a group.
-        rows: Rows of a tile.
+    Sixteen programs a multiprocessor, half of them long; but each with at least four tiles of `rows`, and no more than
+    32, since each writes its own sums. `programs` are those without parts.
     """
     wanted = cdiv(16 * devices.multiprocessors(q.device), max(1, programs))
     return max(1, min(32, wanted, q.shape[1] * q_per_kv // (4 * rows)))
@@ -256,13 +237,7 @@ def selected_order(
     (T + 1) / 2 a query instead of at most n. So forward changes at 4 n blocks or so, backward at n or 2 n, the later
     because the index has its own cost. The number of programs does not matter: both orders cut long ones.
 
-    Args:
-        num_queries: Queries of a batch entry.
-        longest: Keys of a batch entry or, in packed documents, of the longest document.
-        num_selected: Blocks that a query may choose.
-        block_size: Tokens of a block.
-        backward: Whether the order is backward's.
-        packed: Whether documents are packed.
+    `longest` are the keys of a batch entry or, in packed documents, of the longest document.
     """
     num_blocks = cdiv(longest, block_size)
     queries_per_block = num_queries * min(num_selected, num_blocks) / num_blocks
@@ -310,7 +285,7 @@ def largest_block_of_backward(q: Tensor, v: Tensor) -> int:
 
 
 def decode_tile(q: Tensor, v: Tensor, rows: int, kernel: str) -> tiles.Tile:
-    """The tile of a decoding kernel for so many rows that share keys; `BLOCK_N` is the same for all of them."""
+    """The tile of a decoding kernel for `rows` that share keys; `BLOCK_N` is the same for all of them."""
     return tiles.decode_tile(q.dtype, rows, max(_columns(q, v)), devices.architecture(q.device), kernel)
 
 
@@ -318,11 +293,7 @@ def decode_units_of_part(programs: int, units: int, device: torch.device) -> int
     """How many units of keys a program of decoding adds up before it writes: 1, or a group where programs suffice.
 
     The bits are the same (`decode.triton.common`). Fewer parts are less to write and read; more fill the device.
-
-    Args:
-        programs: Programs for each part.
-        units: Units of the longest past.
-        device: Its multiprocessors decide.
+    `programs` is their number for each part, `units` those of the longest past.
     """
     group = tiles.DECODE_GROUP
     return group if programs * cdiv(units, group) >= ENOUGH_DECODE_PROGRAMS * devices.multiprocessors(device) else 1
@@ -336,14 +307,9 @@ def decode_programs(programs: int, parts: int, device: torch.device) -> int:
 def masked_part_queries(num_queries: int, q_per_kv: int, blocks: int, multiprocessors: int) -> int:
     """How many queries one program of the masked order's d_k, d_v takes the rows of.
 
-    All, where there are programs enough; otherwise a program's work is cut at multiples of this many queries, so
-    that the first block, which all queries may choose, is not the work of one.
-
-    Args:
-        num_queries: T, or those of the longest document.
-        q_per_kv: Query heads of a group.
-        blocks: Blocks of all batch entries and groups.
-        multiprocessors: Number of multiprocessors.
+    All, where there are programs enough; otherwise a program's work is cut at multiples of this many queries, so that
+    the first block, which all queries may choose, is not the work of one. `num_queries` is T, or those of the longest
+    document; `blocks` are those of all batch entries and groups.
     """
     parts = min(ENOUGH_PROGRAMS * multiprocessors // blocks, num_queries * q_per_kv // FEWEST_ROWS_OF_A_PART)
     return cdiv(cdiv(num_queries, parts), 64) * 64 if parts > 1 else num_queries

@@ -1,4 +1,4 @@
-"""The block sizes of Native Sparse Attention, and the counts that follow from them alone."""
+"""The block sizes of Native Sparse Attention, and the counts that follow from them."""
 
 from dataclasses import dataclass, fields
 

@@ -15,7 +15,7 @@ _FEWEST_DOCUMENTS = 16
 
 
 def place_type(block_size: int) -> torch.dtype:
-    """The narrowest type that holds the place of a token in a block of so many tokens, of those that kernels store."""
+    """The narrowest type, of those that kernels store, that holds the place of a token in its block."""
     return torch.uint8 if block_size <= 256 else torch.int32
 
 
@@ -100,7 +100,7 @@ class Documents(NamedTuple):
         return self.first_blocks, self.slots
 
     def first(self, num_tokens: int) -> "Documents":
-        """The first tokens alone: the document that holds the last of them ends there, and those behind are empty."""
+        """Only the first tokens: the document that holds the last of them ends there, and those behind are empty."""
         cu_seqlens, ids = self.cu_seqlens.clamp(max=num_tokens), self.ids[:num_tokens]
         return Documents(cu_seqlens, ids, self.positions[:num_tokens], self.max_length, aligned=self.aligned)
 
@@ -120,12 +120,8 @@ class Documents(NamedTuple):
 class Rows(NamedTuple):
     """Packed documents cut into rows as long as the longest of them, so that cost grows with documents, not the pack.
 
-    A row's queries see keys of the row and, unless no document crosses rows, of the row before it.
-
-    Attributes:
-        length: Tokens of a row.
-        reach: Tokens whose keys a row sees: its own, or its own and those of the row before.
-        num_tokens: Tokens of the pack.
+    A row has `length` tokens. Its queries see keys of the row and, unless no document crosses rows, of the row before
+    it: `reach` tokens. `num_tokens` are those of the pack.
     """
 
     length: int
@@ -198,12 +194,8 @@ def check_boundaries(cu_seqlens: Tensor, num_tokens: int, name: str = "cu_seqlen
 
 
 def pad_boundaries(cu_seqlens: Tensor, num_tokens: int, documents: int = 0) -> Tensor:
-    """Append empty documents, so that compiled code and recorded graphs fit the next batch too; reads no values.
-
-    Args:
-        cu_seqlens: [documents + 1].
-        num_tokens: Tokens in all documents together.
-        documents: Pad up to so many at least.
+    """Append empty documents to cu_seqlens [documents + 1], so that compiled code and recorded graphs fit the next
+    batch too; reads no values. There are at least `documents` afterwards.
     """
     room = max(_FEWEST_DOCUMENTS, num_tokens // _TOKENS_OF_DOCUMENT)
     while room < max(cu_seqlens.numel() - 1, documents):
@@ -262,7 +254,7 @@ def compressed_counts(documents: Documents, geometry: Geometry) -> Tensor:
 
 
 def place_compressed_blocks(documents: Documents, num_slots: int, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """`Documents.first_blocks` and the first so many of `Documents.slots`, made unless the documents have them."""
+    """`Documents.first_blocks` and the first `num_slots` of `Documents.slots`, made unless the documents have them."""
     placed = documents.placed_blocks(geometry)
     if placed is not None:
         first_blocks, slots = placed

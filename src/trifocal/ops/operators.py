@@ -1,7 +1,7 @@
 """The operators that the dispatcher sees: `torch.ops.trifocal.*`, with all that compilers and checkpoint policies need.
 
 An operator is opaque: `torch.compile` neither looks into it nor breaks the graph at it, and a policy of activation
-checkpointing can keep its result. So each has a fake implementation, which gives shapes alone, and a backward that
+checkpointing can keep its result. So each has a fake implementation, which gives only shapes, and a backward that
 is an operator too. Bodies are the Triton kernels, imported when they first run; the choices of blocks, which have no
 backward and are watched by telemetry, are operators for both backends.
 
@@ -77,12 +77,10 @@ class Operator(Generic[Result]):
     def differentiate(
         self, backward: "Operator[Any]", kept: Callable[..., tuple[Any, ...]], num_outputs: int = 1
     ) -> None:
-        """Give this operator a backward.
+        """Give this operator a backward, for its first `num_outputs` outputs.
 
-        Args:
-            backward: Takes the gradients of the outputs and what is kept; gives those of the first inputs.
-            kept: What it takes, of the tuples of inputs and outputs.
-            num_outputs: The first outputs, that are differentiable.
+        `kept` picks what backward takes from the tuples of inputs and outputs; `backward` takes the gradients of the
+        outputs and these, and gives the gradients of the first inputs.
         """
 
         def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -80,16 +80,8 @@ def nsa_attention(
     documents: Documents | None,
     selected_blocks: Tensor | None,
 ) -> Tensor:
-    """The mixture of the three branches; see `trifocal.ops.nsa_attention`.
-
-    Args:
-        q: Queries.
-        inputs: Keys and values: k_cmp, v_cmp, k_slc, v_slc, k_win, v_win.
-        gates: Weights of the branches.
-        geometry: Block sizes, in tokens.
-        scale: Factor on the scores.
-        documents: Packed documents, or None.
-        selected_blocks: The choice of blocks; None to choose here.
+    """The mixture of the three branches; see `trifocal.ops.nsa_attention`. `inputs` are k_cmp, v_cmp, k_slc, v_slc,
+    k_win, v_win.
     """
     if q.is_cuda and not torch.compiler.is_compiling() and not is_fake(q):
         backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, *inputs, gates))
@@ -125,18 +117,8 @@ def run_stages(
 def run_backward(
     d_o: Tensor, q: Tensor, branches: Branches, geometry: Geometry, scale: float, documents: Documents | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the gated mixture, on the kernels.
-
-    Args:
-        d_o: Gradient of the mixture, [B, T, H, V].
-        q: Queries, [B, T, H, D].
-        branches: Inputs and results of forward.
-        geometry: Block sizes, in tokens.
-        scale: Factor on the scores.
-        documents: Packed documents, or None.
-
-    Returns:
-        d_q, d_k_cmp, d_v_cmp, d_k_slc, d_v_slc, d_k_win, d_v_win, d_gates, contiguous, in their inputs' types.
+    """Gradients of the gated mixture for d_o [B, T, H, V], on the kernels: d_q, d_k_cmp, d_v_cmp, d_k_slc, d_v_slc,
+    d_k_win, d_v_win, d_gates, contiguous, in their inputs' types.
     """
     from trifocal.ops.triton.combine import combine_backward
     from trifocal.ops.triton.interval.compressed import compressed_backward
@@ -173,11 +155,8 @@ def precompile_kernels(
     *,
     backward: bool,
 ) -> None:
-    """Compile the kernels of a call at the same time, unless one of its kind was compiled; see `triton.precompile`.
-
-    Args:
-        q, inputs, gates, geometry, scale, documents, selected_blocks: Arguments of `nsa_attention`, on a CUDA device.
-        backward: Whether gradients will be asked for.
+    """Compile the kernels of a call of `nsa_attention` on a CUDA device at the same time, with those of backward if
+    asked, unless one of its kind was compiled; see `triton.precompile`.
     """
     from trifocal.ops.triton.precompile import precompile
 
@@ -244,7 +223,7 @@ combine_branches: operators.Operator[Tensor] = operators.Operator(
     _combine,
     lambda q, *inputs: inputs[Branches._fields.index("o_cmp")].new_empty((*q.shape[:3], inputs[1].shape[3])),
 )
-"""Mix the branches' outputs. Tensors that backward alone needs are arguments too, so that they get gradients."""
+"""Mix the branches' outputs. Tensors that only backward needs are arguments too, so that they get gradients."""
 combine_branches_backward: operators.Operator[tuple[Tensor, ...]] = operators.Operator(
     "combine_branches_backward",
     f"Tensor d_o, {_ARGUMENTS}",

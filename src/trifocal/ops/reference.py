@@ -241,12 +241,10 @@ def select_blocks_by_index(q_idx: Tensor, k_idx: Tensor, geometry: Geometry, doc
 
 
 class BlockGrid(NamedTuple):
-    """Where the tokens of selection blocks lie, those of all documents one behind the other.
+    """Where the tokens of selection blocks lie, those of all documents one behind the other: [blocks, l'], int64; any
+    token where a block has none, and then it is not `filled`.
 
-    Attributes:
-        tokens: [blocks, l'], int64; any token where a block has none.
-        filled: Whether there is one, [blocks, l'].
-        first_blocks: The first block of each document, [documents].
+    `first_blocks` are the first block of each document, [documents].
     """
 
     tokens: Tensor
@@ -453,10 +451,7 @@ def _token_positions(q: Tensor, num_keys: int, documents: Documents | None) -> t
 def choose_blocks(importance_BGTJ: Tensor, own_block: Tensor, geometry: Geometry) -> Tensor:
     """The forced blocks, then the most important ones: [B, T, G, N], int32, ascending, -1 pads.
 
-    Args:
-        importance_BGTJ: Importance of every selection block.
-        own_block: The block that holds each query, [T, 1] or [1 or B, 1, T, 1].
-        geometry: Block sizes, in tokens.
+    `own_block` is the block that holds each query, [T, 1] or [1 or B, 1, T, 1].
     """
     num_blocks = importance_BGTJ.shape[-1]
     block_J = torch.arange(num_blocks, device=importance_BGTJ.device)

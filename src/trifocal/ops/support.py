@@ -23,17 +23,11 @@ def unsupported_reason(
 ) -> str | None:
     """Why the kernels cannot take these inputs; None when they can.
 
-    They take tensors on a CUDA device of compute capability 8.0 or newer, where Triton is installed, and on the
-    CPU where TRITON_INTERPRET is 1; of bfloat16 (not interpreted), float16 or float32; D and V up to 256; up to 64
-    query heads a group; a compression stride that is a power of two and a selection block that is a multiple of 16
-    tokens, in decoding of at most 64 strides; and a positive scale.
-
-    Args:
-        q: Queries, [B, T, H, D]; only device, type and shape are looked at.
-        v: Values, [B, *, G, V]; None for an operation without heads.
-        geometry: Block sizes; None for an operation that has none.
-        scale: Factor on the scores; None for the default one.
-        decoding: Whether the kernels are those for decoding.
+    They take tensors on a CUDA device of compute capability 8.0 or newer, where Triton is installed, and on the CPU
+    where TRITON_INTERPRET is 1; of bfloat16 (not interpreted), float16 or float32; D and V up to 256; up to 64 query
+    heads a group; a compression stride that is a power of two and a selection block that is a multiple of 16 tokens, in
+    decoding of at most 64 strides; and a positive scale. Only device, type and shape of q [B, T, H, D] and v
+    [B, *, G, V] are looked at; v is None for an operation without heads, geometry for one that has none.
     """
     if scale is not None and not 0.0 < scale < math.inf:
         return f"the scale must be positive and finite, got {scale}"
@@ -62,7 +56,7 @@ def _device_reason(device_type: str, device_index: int | None, dtype: torch.dtyp
     return _device_obstacle(device_type, device_index, dtype, os.environ.get("TRITON_INTERPRET") == "1")
 
 
-# Compiled graphs take the answer as a constant: it depends on the device and the type alone. Setting this attribute is
+# Compiled graphs take the answer as a constant: it depends only on the device and type. Setting this attribute is
 # all that `torch.compiler.assume_constant_result` does, after importing the compiler.
 _device_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

@@ -53,12 +53,9 @@ class SelectedTile(NamedTuple):
 
 
 class Widths(NamedTuple):
-    """A head dim as one or two power-of-two parts: 192 is 128 + 64 instead of 256, 100 is one part of 128.
+    """A head dim, `size`, as one or two power-of-two parts: 192 is 128 + 64 instead of 256, 100 is one part of 128.
 
-    Attributes:
-        size: The dim itself.
-        part_1: First part, at least 16: the least that a matrix unit takes.
-        part_2: Second part; 0 when one part is enough.
+    The first part is at least 16, the least that a matrix unit takes; the second is 0 when one is enough.
     """
 
     size: int
@@ -137,14 +134,8 @@ HOPPER_IMPORTANCE: dict[int, dict[str, int]] = {128: {"k_stages": 2, "stack": 1}
 
 
 def interval_tile(kernel: str, dtype: torch.dtype, columns: int, architecture: str, *, window: bool) -> Tile:
-    """The tile of the compressed or window kernel `"forward"`, `"d_q"` or `"dkdv"`.
-
-    Args:
-        kernel: Which of the three.
-        dtype: Type of q, k and v.
-        columns: Columns of the wider of q and v, as a tile holds them.
-        architecture: See `devices.architecture`.
-        window: Whether the branch is the window's.
+    """The tile of the compressed or window kernel `"forward"`, `"d_q"` or `"dkdv"`; `columns` are those of the wider of
+    q and v, as a tile holds them.
     """
     row = "fp32" if dtype == torch.float32 else architecture
     most, tile = next((most, tile) for most, tile in _TILES[row, kernel].items() if columns <= most)
@@ -152,20 +143,14 @@ def interval_tile(kernel: str, dtype: torch.dtype, columns: int, architecture: s
 
 
 LARGEST_BLOCK = 64
-"""Larger selection blocks are cut into equal parts of at most this many tokens, each with a slot of its own."""
+"""Larger selection blocks are cut into equal parts of at most this many tokens, each with its own slot."""
 
 
 def selected_tile(
     kernel: str, dtype: torch.dtype, q_per_kv: int, dim: int, value_dim: int, architecture: str
 ) -> SelectedTile:
-    """The tile of a kernel of selected attention.
-
-    Args:
-        kernel: `"forward"` and an order, `"block_major backward"`, `"masked d_q"` or `"masked dkdv"`.
-        dtype: Type of q, k and v.
-        q_per_kv: Query heads of a group.
-        dim, value_dim: Columns of q and of v, as a tile holds them.
-        architecture: See `devices.architecture`.
+    """The tile of a kernel of selected attention: `"forward"` and an order, `"block_major backward"`, `"masked d_q"` or
+    `"masked dkdv"`. `dim` and `value_dim` are columns as a tile holds them.
     """
     columns = max(dim, value_dim)
     if dtype == torch.float32:
@@ -272,14 +257,10 @@ DECODE_GROUP = 4
 
 
 def decode_tile(dtype: torch.dtype, rows: int, columns: int, architecture: str, kernel: str) -> Tile:
-    """The tile of a decoding kernel.
+    """The tile of a decoding kernel: `"scores"`, `"attend"`, or `"dense"`, which attends to the whole past.
 
-    Args:
-        dtype: Type of q, k and v.
-        rows: Rows that share keys: heads of a group, for one or all new tokens.
-        columns: Columns of the wider of q and v, as a tile holds them.
-        architecture: See `devices.architecture`.
-        kernel: `"scores"`, `"attend"`, or `"dense"`, which attends to the whole past.
+    `rows` share keys: heads of a group, for one or all new tokens; `columns` are those of the wider of q and v, as a
+    tile holds them.
     """
     row = "fp32" if dtype == torch.float32 else architecture
     widths = _DECODE_TILES.get(f"{row} {kernel}", _DECODE_TILES[row])

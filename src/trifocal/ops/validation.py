@@ -50,13 +50,8 @@ def check_whole_number(name: str, value: int, lowest: int, highest: int | None =
 
 
 def check_queries_and_keys(q: Tensor, k: Tensor, *, name: str, keys: str) -> None:
-    """Raise ValueError unless q [B, T, H, D] and k [B, S, G, D] fit one another.
-
-    Args:
-        q: Queries.
-        k: Keys.
-        name: The caller's name for k.
-        keys: The letter of the keys' dimension, for the message.
+    """Raise ValueError unless q [B, T, H, D] and k [B, S, G, D] fit one another; `name` is the caller's for k, `keys`
+    the letter of its dimension.
     """
     check_rank("q", q, "[B, T, H, D]")
     check_floats("q", q)
@@ -79,14 +74,8 @@ def check_queries_and_keys(q: Tensor, k: Tensor, *, name: str, keys: str) -> Non
 
 
 def check_attention_arguments(q: Tensor, k: Tensor, v: Tensor, *, names: tuple[str, str], keys: str) -> None:
-    """Raise ValueError unless q [B, T, H, D], k [B, S, G, D] and v [B, S, G, V] fit one another.
-
-    Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        names: The caller's names for k and v.
-        keys: The letter of the keys' dimension, for the message.
+    """Raise ValueError unless q [B, T, H, D], k [B, S, G, D] and v [B, S, G, V] fit one another; `names` are the
+    caller's for k and v, `keys` the letter of their dimension.
     """
     k_name, v_name = names
     check_queries_and_keys(q, k, name=k_name, keys=keys)

@@ -1,6 +1,6 @@
 """Decoding: append new tokens to a layer's caches, and attend from them to everything before.
 
-One to eight new tokens a sequence, each sequence with a length of its own. No call looks at the device's data, and
+One to eight new tokens a sequence, each sequence with its own length. No call looks at the device's data, and
 shapes do not depend on it, so that a whole step can be recorded once and replayed while sequences grow. The result of
 a sequence does not depend on the others of its batch.
 """
@@ -59,15 +59,14 @@ def append_sparse(
             none. No key is rotated yet.
         k_slc, v_slc: Keys and values of the selected branch.
         k_win, v_win: Keys and values of the window; None where the cache has no rings for it.
-        geometry: Block sizes, in tokens.
         rotary: Tables of all positions. Compressed keys are rotated by the position of their first token.
         compress: The learned φ of keys and of values, None for values that the cache does not compress; the mean of
             both where not given.
-        backend: `"auto"`, `"reference"` or `"triton"`.
         index: Keys of the index, [B, T, Di], and their tables; None where the cache has none.
+        geometry, backend: See `trifocal.ops`.
 
     Raises:
-        ValueError: If the shapes do not fit, or the backend cannot run; the message says which.
+        ValueError: If an argument does not fit; see `trifocal.ops`.
 
     Not differentiable.
     """
@@ -121,7 +120,7 @@ def append_chunk(
     """Rotate the rows of a prompt's chunk, write them into pages, and join what is read of the past with them.
 
     Rings are left as they are until every layer has seen the chunk: what they are to hold then goes into `ring_end`.
-    Shapes depend on `first` and on the number of rows alone, and nothing looks at the device's data.
+    Shapes depend only on `first` and on the number of rows, and nothing looks at the device's data.
 
     Args:
         rows: By name, as a layer has them, k always: q; k and v, in pages; k_win, v_win, k_raw and v_raw, in rings;
@@ -130,13 +129,13 @@ def append_chunk(
         first: Number of the first new row in the sequence.
         zero: Number of the row at position 0.
         stride: Positions from one row to the next.
-        backend: `"auto"`, `"reference"` or `"triton"`.
+        backend: See `trifocal.ops`.
 
     Returns:
         Rows `begin` up to the last new one, by the same names, [1, S, heads, width].
 
     Raises:
-        ValueError: If the shapes do not fit, or the backend cannot run; the message says which.
+        ValueError: If an argument does not fit; see `trifocal.ops`.
 
     Not differentiable.
     """
@@ -167,21 +166,19 @@ def decode_attention(
 
     Args:
         q: Queries, [B, T, H, D], not rotated yet; query `t` is at position `lengths + t`.
-        gates: Weights of the branches in the order cmp, slc, win, [B, T, H, 3]. None: the selected branch alone.
+        gates: Weights of the branches in the order cmp, slc, win, [B, T, H, 3]. None: only the selected branch.
         cache: The layer's caches.
         batch: The same batch that `append_sparse` got.
-        geometry: Block sizes, in tokens.
         rotary: Tables of all positions.
         window: Whether there is a window branch.
-        scale: Factor on the scores; 1/sqrt(D) when not given.
-        backend: `"auto"`, `"reference"` or `"triton"`.
         index: Queries of the index, [B, T, G, Di], and their tables; None where the cache has no index keys.
+        geometry, scale, backend: See `trifocal.ops`.
 
     Returns:
         o, [B, T, H, V], in the type of q; zero where a sequence has no such token.
 
     Raises:
-        ValueError: If the shapes do not fit, or the backend cannot run; the message says which.
+        ValueError: If an argument does not fit; see `trifocal.ops`.
 
     Not differentiable. Source: arXiv:2502.11089, Eq. 5 to 11.
     """
@@ -219,7 +216,7 @@ def decode_dense_attention(
 ) -> Tensor:
     """Full attention of new tokens that `append_dense` has put into the cache; as `decode_attention`.
 
-    With a `window_size`, attention to the last so many tokens, the query's own included.
+    With a `window_size`, attention to the last `window_size` tokens, the query's own included.
     """
     if window_size is not None:
         check_whole_number("window_size", window_size, 1, LARGEST_SIZE)

@@ -49,12 +49,8 @@ class DecodeBatch:
 class LearnedCompressor(NamedTuple):
     """The weights of a learned φ, `mean(x) + W2 silu(W1 concat(x + positions))`; see `nn.MLPCompressor`.
 
-    They are read in the type of the keys or values that they compress.
-
-    Attributes:
-        positions: [l, D] or [l, V], contiguous; for values V stands for D below.
-        up: W1, [hidden, l * D], contiguous.
-        down: W2, [D, hidden], contiguous.
+    They are read in the type of the keys or values that they compress, contiguous: positions [l, D], W1 [hidden, l * D]
+    and W2 [D, hidden]; for values V stands for D.
     """
 
     positions: Tensor
@@ -63,13 +59,10 @@ class LearnedCompressor(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a sequence lies for a chunk of its prompt, on the device.
+    """Where a sequence lies for a chunk of its prompt, on the device, each int64: its row of the rings [1], and
+    `num_new` tokens of the chunk without padding [1].
 
-    Attributes:
-        row: Its row of the rings, [1], int64.
-        num_new: Tokens of the chunk without padding, [1], int64.
-        pages: Its pages, [pages], int64, contiguous; they hold its past and the chunk. Padding may lie in any page that
-            nobody reads.
+    `pages` [pages], contiguous, hold its past and the chunk. Padding may lie in any page that nobody reads.
     """
 
     row: Tensor
@@ -176,7 +169,7 @@ def _check_tensors(
 
 
 def check_batch(batch: DecodeBatch, num_sequences: int) -> None:
-    """Raise ValueError unless the batch has so many sequences, in int32, in rows without gaps that lie apart."""
+    """Raise ValueError unless the batch has `num_sequences`, in int32, in rows without gaps that lie apart."""
     for name in ("rows", "lengths", "num_new"):
         given = getattr(batch, name)
         if given.dtype != torch.int32:
@@ -215,12 +208,8 @@ def check_new_tokens(x: Tensor) -> None:
 
 
 def check_new(first: Tensor, k_held: Tensor, v_held: Tensor, **new: Tensor | None) -> None:
-    """Raise ValueError unless keys, named `k...`, and values fit the first ones and what a cache holds.
-
-    Args:
-        first: New keys, [B, T, ...].
-        k_held, v_held: Keys and values of the cache, [*, G, tokens, *].
-        **new: [B, T, G, *]; None where there are none.
+    """Raise ValueError unless new keys, named `k...`, and values, [B, T, G, *] or None, fit the first keys [B, T, ...]
+    and the cache's [*, G, tokens, *].
     """
     batch, num_new, *_ = first.shape
     _, groups, _, dim = k_held.shape
@@ -357,7 +346,7 @@ def check_queries(q: Tensor, keys: Tensor) -> None:
 
 
 def check_cache(cache: SparseCache, geometry: Geometry, num_new: int) -> None:
-    """Raise ValueError unless pages and rings fit the geometry and so many new tokens at a time."""
+    """Raise ValueError unless pages and rings fit the geometry and `num_new` new tokens at a time."""
     page_size = cache.k_slc.shape[2]
     if page_size % geometry.selection_block_size:
         raise ValueError(

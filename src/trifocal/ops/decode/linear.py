@@ -16,12 +16,10 @@ from trifocal.ops import dispatch
 
 
 class Residual(NamedTuple):
-    """The residual stream between two kernels.
+    """The residual stream x [M, E] between two kernels, in fp32 (fp64 on the reference for fp64 weights).
 
-    Attributes:
-        x: [M, E], fp32 (fp64 on the reference for fp64 weights).
-        sum_of_squares: The sum of squares of each row, in parts that the next norm adds up, [M, parts].
-        scaled: x times the next norm's weight in the type of the products, [M, E], where a kernel was told that norm.
+    `sum_of_squares` of each row is in parts that the next norm adds up, [M, parts]. `scaled` is x times the next norm's
+    weight in the type of the products, [M, E], where a kernel was told that norm.
     """
 
     x: Tensor
@@ -30,12 +28,7 @@ class Residual(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """An RMS norm.
-
-    Attributes:
-        weight: [E].
-        eps: Added to the mean square.
-    """
+    """An RMS norm: its weight [E], and the epsilon that is added to the mean square."""
 
     weight: Tensor
     eps: float
@@ -72,19 +65,11 @@ def normed_linear(
     out_dtype: torch.dtype | None = None,
     backend: dispatch.Backend = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """`norm(x) W^T + bias`.
+    """`norm(x) W^T + bias`, for the stream [M, E] and weight [N, E] -> [M, N - num_sigmoids] and, in fp32, the gates
+    [M, num_sigmoids] or None.
 
-    Args:
-        residual: The residual stream, [M, E].
-        norm: In front of the product; None: the stream goes into it as it is, in the weights' type.
-        weight: [N, E].
-        bias: [N], or None.
-        num_sigmoids: Last columns that are gates: they go through a sigmoid in fp32.
-        out_dtype: Type of the result, which is rounded to the weights' type first; that type unless given.
-        backend: `"auto"`, `"reference"` or `"triton"`.
-
-    Returns:
-        [M, N - num_sigmoids], and the gates [M, num_sigmoids] in fp32, or None.
+    Without a norm the stream goes into the product as it is, in the weights' type. The gates are the last columns,
+    after a sigmoid in fp32. The result is rounded to the weights' type first, then to `out_dtype`.
     """
     if _runs_kernels(weight, backend):
         return _kernels().linear(  # type: ignore[no-any-return]
@@ -138,7 +123,7 @@ def residual_linear(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: dispatch.Backend = "auto") -> Tensor:
-    """`x W^T + bias` alone: x [M, K], weight [N, K] -> [M, N] in the weights' type."""
+    """Only `x W^T + bias`: x [M, K], weight [N, K] -> [M, N] in the weights' type."""
     if _runs_kernels(weight, backend):
         return _kernels().linear(x, weight, bias)[0]  # type: ignore[no-any-return]
     return _linear(x, weight, bias)
@@ -190,6 +175,6 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _alone(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """A function with sums, row by row, each in memory of its own: their order in a library depends on the number of
+    """A function with sums, row by row, each in its own memory: their order in a library depends on the number of
     rows and on where they begin."""
     return torch.cat([function(row.clone()) for row in x.split(1)])

@@ -1,2 +1,2 @@
-"""The same stages for Hopper (sm_90), in Gluon, under the names of their portable files. `ops.dispatch` alone imports
+"""The same stages for Hopper (sm_90), in Gluon, under the names of their portable files. Only `ops.dispatch` imports
 from here."""

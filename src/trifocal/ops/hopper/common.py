@@ -65,7 +65,7 @@ def allocate_tiles(source, source_2, COUNT: gl.constexpr, D_2: gl.constexpr):
 
 
 def tile_descriptor(x: Tensor, positions: int, heads: int, columns: int) -> Descriptor:
-    """A descriptor of x [B, positions, heads, columns] in tiles of so many."""
+    """A descriptor of x [B, positions, heads, columns] in tiles of these sizes."""
     return describe_tiles(x, x.shape, x.stride(), (1, positions, heads, columns), TILE_LAYOUT)
 
 

@@ -10,7 +10,7 @@ long as its products take the matrix units. So the two must run side by side, al
 
 Both parts read the same tile of 64 queries: a query comes through the second-level cache once and is multiplied by 256
 keys, which keeps the traffic at half of that cache's bandwidth. A program stays on its multiprocessor and takes one
-unit after the other, those with the longest past first. A unit is a batch entry and group, 256 keys, and so many tiles
+unit after the other, those with the longest past first. A unit is a batch entry and group, 256 keys, and enough tiles
 of queries that copies of keys are few beside those of q. Keys in the future of all queries are not read, and the part
 that owns them skips the tile.
 
@@ -331,19 +331,12 @@ def launch_importance(
     k_stages: int,
     stack: int,
 ) -> None:
-    """Write the importance of the first blocks for a chunk of queries.
+    """Write the importance of the first blocks for the queries `first_query` to `end_query`; buffers and chunk as in
+    `launch_choice`.
 
-    Args:
-        q, k_cmp, lse: Arguments of `triton.scoring.select_blocks_forward`.
-        direct, overflow: Both parts of the importance, [B, queries of the chunk, G, lines of 16 blocks].
-        geometry: Block sizes, in tokens; a selection block holds 2 to 64 compression strides, a power of two.
-        first_query, end_query: The chunk.
-        query_shift: Position of query 0.
-        reachable: Selection blocks that the last query of the chunk can choose from.
-        block_lines: Lines of blocks in a row of importance.
-        score_scale: Factor on the scores, for exponentials to base 2.
-        k_stages: Tiles of keys in shared memory for each part.
-        stack: Tiles of queries that a program takes before other keys.
+    A selection block must hold 2 to 64 compression strides, a power of two. `score_scale` is for exponentials to base
+    2, `k_stages` the tiles of keys in shared memory for each part, `stack` the tiles of queries that a program takes
+    before other keys.
     """
     batch, groups = q.shape[0], k_cmp.shape[2]
     width = split_width(q.shape[3])

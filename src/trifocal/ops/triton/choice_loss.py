@@ -275,25 +275,17 @@ def index_loss_forward(
     least_mass: float,
     documents: Documents | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and recall of an index, and what backward needs.
+    """Loss and recall of an index q_idx [B, T, G, Di], k_idx [B, S, Di], taught by q [B, T, H, D] and k [B, S, G, D],
+    and what backward needs.
 
-    Args:
-        q_idx: Index queries, [B, T, G, Di]; the last T of S tokens.
-        k_idx: Index keys, [B, S, Di].
-        q, k: Queries and keys of the teacher, [B, T, H, D] and [B, S, G, D].
-        sampled: The sampled queries' tokens, [B, M], int64, ascending.
-        starts: The first token of each one's document, [B, M], int64.
-        eligible: Whether a query teaches, [B, M], bool; no two that do have one token.
-        geometry: Block sizes, in tokens.
-        num_blocks: J, blocks that a document can have.
-        documents: Packed documents; None for one sequence a batch entry.
-        share_floor: Added to the student's shares.
-        least_mass: With less mass on its free blocks a query teaches nothing.
+    The sampled queries' tokens [B, M] are int64, ascending, `starts` the first token of each one's document; no two
+    eligible ones share a token. `share_floor` is added to the student's shares; with less than `least_mass` on its
+    free blocks a query teaches nothing.
 
-    Returns:
-        Loss and recall of each query and group, [2, B, M, G], fp32. The gradient of the loss by the largest product of
-        each block, fp32, and the place in its block of the first token that has it, `place_type`, both [B, M, G, whole
-        lines of 16 blocks]. All are 0 where a query is not eligible, the latter two where a block is not free.
+    Returns loss and recall of each query and group, [2, B, M, G], fp32; the gradient of the loss by the largest product
+    of each block, fp32, and the place in its block of the first token that has it, `place_type`, both
+    [B, M, G, whole lines of 16 blocks]. All are 0 where a query is not eligible, the latter two where a block is not
+    free.
     """
     q_idx, keys = unit_stride(q_idx), unit_stride(k_idx[:, :, None])
     sampled, starts, eligible = sampled.contiguous(), starts.contiguous(), eligible.contiguous()
@@ -322,11 +314,9 @@ def _score_chunks(
 ) -> Iterator[tuple[Tensor, tuple[int], tuple[int, ...], dict[str, int]]]:
     """Make the teacher's block sums of some queries at a time, and say how a kernel over rows of them is launched.
 
-    So are the scores of the student, as `launch_block_scores` takes it, by these queries.
-
-    Yields:
-        The sums, [B, queries of the chunk, H, whole lines of 16 blocks], until the next are asked for; the grid; the
-        first and last query, M, rows and lines; and constants. Arguments are those of `index_loss_forward`.
+    So are the scores of the student, as `launch_block_scores` takes it, by these queries. Yields the sums, [B, queries
+    of the chunk, H, whole lines of 16 blocks], until the next are asked for; the grid; the first and last query, M,
+    rows and lines; and constants.
     """
     q, k = unit_stride(q), unit_stride(k)
     batch, num_queries = sampled.shape
@@ -359,12 +349,8 @@ def index_loss_backward(
     starts: Tensor,
     geometry: Geometry,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the index queries and keys of `index_loss_forward`.
-
-    Args:
-        d_figures: Gradient of loss and recall, [2, B, M, G], fp32; the recall's is not read.
-        d_products, places: From forward.
-        q_idx, k_idx, sampled, starts, geometry: As given to forward.
+    """Gradients of the index queries and keys of `index_loss_forward`, from what it returned and the gradient of its
+    loss and recall, [2, B, M, G], fp32; the recall's is not read.
     """
     q_idx, k_idx = unit_stride(q_idx), unit_stride(k_idx[:, :, None])[:, :, 0]
     sampled, starts = sampled.contiguous(), starts.contiguous()

@@ -114,15 +114,10 @@ def combine_forward(o_cmp: Tensor, o_slc: Tensor, o_win: Tensor, gates: Tensor) 
 def combine_backward(
     d_o: Tensor, o_cmp: Tensor, o_slc: Tensor, o_win: Tensor, gate_type: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of the gates, and the row sums that each branch's backward needs.
+    """Gradient of the gates [B, T, H, 3], and the row sums that each branch's backward needs, `sum(d_o * o_branch)`,
+    [3, B, T, H], fp32.
 
-    Args:
-        d_o: Gradient of the mixed output, [B, T, H, V].
-        o_cmp, o_slc, o_win: The branches' outputs, contiguous, [B, T, H, V].
-        gate_type: Type of the gates.
-
-    Returns:
-        d_gates, [B, T, H, 3], and delta, [3, B, T, H], fp32: `sum(d_o * o_branch)`.
+    d_o and the branches' outputs are [B, T, H, V], the latter contiguous.
     """
     d_o = unit_stride(d_o)
     d_gates = o_cmp.new_empty(*o_cmp.shape[:3], 3, dtype=gate_type)

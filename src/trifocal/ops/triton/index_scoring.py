@@ -44,7 +44,7 @@ ENOUGH_PROGRAMS = 512
 def as_importance(score):
     """A non-negative number with the order of the scores, for the choice, which compares the bits of such numbers.
 
-    The last bit of a score is lost: scores that differ in it alone count as equal.
+    The last bit of a score is lost: scores that differ only in it count as equal.
     """
     bits = score.to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -259,19 +259,11 @@ def launch_block_scores(
 ) -> None:
     """Write the scores of a chunk of queries, [B, queries of the chunk, H, lines of 16 blocks].
 
-    They are those of the choice, or with a student those of the loss: q and k are then the teacher's.
-
-    Args:
-        q: Queries, [B, T, H, D]; the last T tokens.
-        k: Keys, [B, S, G, D]; H/G heads share one.
-        scores: A buffer that holds a chunk.
-        sampled: The queries' tokens, [B, M], int64, ascending; not read for the choice, which takes every query.
-        geometry: Block sizes, in tokens.
-        documents: Packed documents; None for one sequence a batch entry.
-        chunk: Queries and blocks.
-        scale: Factor on the products, in base 2; for the teacher.
-        student: Index queries [B, T, G, Di] and keys [B, S, 1, Di], and the buffers of all sampled queries for their
-            scores and for the block's token of each, [B, M, G, lines of 16 blocks].
+    They are those of the choice, or with a student those of the loss: q [B, T, H, D] and k [B, S, G, D] are then the
+    teacher's. `sampled` are the queries' tokens, [B, M], int64, ascending; not read for the choice, which takes every
+    query. `scale` on the products is in base 2, for the teacher. The student is index queries [B, T, G, Di] and keys
+    [B, S, 1, Di], and the buffers of all sampled queries for their scores and for the block's token of each,
+    [B, M, G, lines of 16 blocks].
     """
     widths, tile = split_width(q.shape[3]), dispatch.index_tile(q)
     groups, q_per_kv = k.shape[2], q.shape[2] // k.shape[2]
@@ -306,14 +298,8 @@ def select_blocks_by_index_forward(
 ) -> Tensor:
     """Choose the selection blocks of every query and group by the largest index score of their tokens.
 
-    Args:
-        q_idx: Index queries, [B, T, G, Di]; the last T positions of S tokens.
-        k_idx: Index keys, [B, S, Di].
-        geometry: Block sizes, in tokens.
-        documents: Packed documents; None for one sequence a batch entry.
-
-    Returns:
-        Block indices, [B, T, G, N], int32, ascending; -1 pads.
+    Index queries [B, T, G, Di], the last T positions of the S tokens, and keys [B, S, Di] -> [B, T, G, N], int32,
+    ascending; -1 pads.
     """
     q_idx, k_idx = unit_stride(q_idx), unit_stride(k_idx[:, :, None])
 

@@ -39,13 +39,11 @@ _OPTIONS = {"enable_fp_fusion": True}
 
 
 class Kernel:
-    """A function of Triton's or Gluon's that is launched as `kernel[grid](...)`; inside of `only_compile`, compiled.
+    """A function of `triton.jit` or `gluon.jit` that is launched as `kernel[grid](...)`; inside of `only_compile`,
+    compiled.
 
     All its arguments are given; those by name are constants. Launches are of one kind if they agree in whatever code
     may depend on: constants, types, the alignment of pointers, and numbers that the function specializes on.
-
-    Args:
-        function: Made by `triton.jit` or `gluon.jit`.
     """
 
     def __init__(self, function: Any) -> None:
@@ -109,13 +107,8 @@ def describe_tiles(
 ) -> Descriptor:
     """A descriptor of x in tiles, for Gluon if there is a layout in shared memory, else for Triton.
 
-    Its constructor's checks would take longer than the launch: `tma_fits` says beforehand whether x is fit for it.
-
-    Args:
-        x: The tensor that the copy engine reads or writes.
-        shape, strides: Shape and strides of x that the kernel sees; the last stride is 1.
-        tile: Sizes of a tile, each a power of two.
-        layout: Of a tile in shared memory.
+    Its constructor's checks would take longer than the launch: `tma_fits` says beforehand whether x is fit for it. The
+    kernel sees the given shape and strides, the last of which is 1; each size of a tile is a power of two.
     """
     # Fields that are left out have defaults, which are the class's attributes.
     descriptor: Any = object.__new__(TensorDescriptor if layout is None else GluonDescriptor)
@@ -128,16 +121,11 @@ def describe_tiles(
 
 @contextlib.contextmanager
 def only_compile(device: torch.device) -> Iterator[None]:
-    """Compile every kernel that is launched inside, all at the same time, and launch none.
+    """Compile every kernel that is launched inside, all at the same time, and launch none; the compiler's errors are
+    raised.
 
-    Tensors inside are of the meta device, which `devices.own_device` takes for the given one. A later launch with the
-    same types, strides and alignments finds its kernel ready.
-
-    Args:
-        device: A CUDA device, the current one.
-
-    Raises:
-        Exception: Any error of the compiler.
+    Tensors inside are of the meta device, which `devices.own_device` takes for the given one, the current CUDA device.
+    A later launch with the same types, strides and alignments finds its kernel ready.
     """
     workers = min(_MAX_WORKERS, os.cpu_count() or 1)
     with (
@@ -152,7 +140,7 @@ def only_compile(device: torch.device) -> Iterator[None]:
 def _load(kernels: Sequence[Any], pool: ThreadPoolExecutor) -> None:
     """Load compiled kernels, with the launcher of each, which Triton makes when it first looks for it.
 
-    Up to Triton 3.6 a launcher is an extension of its own, in C, and all have one name. When Python loads one that it
+    Up to Triton 3.6 each launcher is an extension, in C, and all have one name. When Python loads one that it
     has loaded before, it puts its functions into the last module of that name, even another kernel's: in another thread
     a kernel would get the wrong launcher. So they are compiled at the same time, and loaded, from Triton's cache, one
     by one.

@@ -66,7 +66,7 @@ def mean_compress_kernel(
     columns = column.to(tl.int64) * feature_stride
     total = tl.zeros([ROWS, D_PAD], tl.float32)
     for begin in tl.range(0, BLOCK, UNROLL):
-        # Each round has a sum of its own: of fewer numbers, it errs by less.
+        # Each round has its own sum: of fewer numbers, it errs by less.
         part = tl.zeros([ROWS, D_PAD], tl.float32)
         for step in tl.static_range(UNROLL):
             # One token of each split in turn.
@@ -123,16 +123,8 @@ def mean_compress_backward_kernel(
 
 
 def mean_compress_forward(x: Tensor, geometry: Geometry, num_blocks: int, documents: Documents | None) -> Tensor:
-    """Compress keys or values.
-
-    Args:
-        x: [B, S, G, D], with any strides.
-        geometry: Block sizes, in tokens.
-        num_blocks: Slots of the result; with documents any number not under the documents' own.
-        documents: Packed documents, or None.
-
-    Returns:
-        [B, C, G, D], contiguous, in the type of x; zero in slots that no document fills.
+    """Compress keys or values x [B, S, G, D], in any strides, to [B, C, G, D], contiguous, in the type of x; zero in
+    slots that no document fills. C is `num_blocks`; with documents any number not under the documents' own.
     """
     batch, num_tokens, groups, dim = x.shape
     x_cmp = torch.empty(batch, num_blocks, groups, dim, dtype=x.dtype, device=x.device)
@@ -151,15 +143,8 @@ def mean_compress_forward(x: Tensor, geometry: Geometry, num_blocks: int, docume
 
 
 def mean_compress_backward(d_x_cmp: Tensor, geometry: Geometry, num_tokens: int, documents: Documents | None) -> Tensor:
-    """Gradient of `mean_compress_forward`.
-
-    Args:
-        d_x_cmp: Gradient of the result, [B, C, G, D], with any strides.
-        geometry, documents: Arguments of forward.
-        num_tokens: S.
-
-    Returns:
-        [B, S, G, D], contiguous, in the type of d_x_cmp; zero for tokens that no block holds.
+    """Gradient of `mean_compress_forward`: [B, C, G, D], in any strides, to [B, S, G, D], contiguous, in its type; zero
+    for tokens that no block holds.
     """
     batch, _, groups, dim = d_x_cmp.shape
     d_x = torch.empty(batch, num_tokens, groups, dim, dtype=d_x_cmp.dtype, device=d_x_cmp.device)

@@ -15,17 +15,11 @@ _compiled: set[tuple[object, ...]] = set()
 def precompile(
     run: Callable[..., None], device: torch.device, lengths: tuple[int, ...], kind: tuple[object, ...], given: Any
 ) -> None:
-    """Compile the kernels that a call is going to launch, unless one of its kind was compiled.
+    """Compile the kernels that the call `run(*given)` is going to launch, unless one of its kind was compiled.
 
-    Lengths are of one kind up to the next power of two. The call is made on the meta device, without memory and
-    without arithmetic; a kernel that it misses is compiled when it is launched.
-
-    Args:
-        run: Launches the kernels, with the arguments `given`.
-        device: A CUDA device, the current one.
-        lengths: Batch entries, queries, keys, and keys of the longest document.
-        kind: Everything else that the kernels depend on.
-        given: Tensors, tuples of them, documents and None.
+    Lengths (batch entries, queries, keys, and keys of the longest document) are of one kind up to the next power of
+    two; `kind` has everything else that the kernels depend on. The call is made on the meta device, without memory and
+    without arithmetic; a kernel that it misses is compiled when it is launched. `device` is the current CUDA device.
     """
     kind = (device, *(length.bit_length() for length in lengths), *kind)
     if kind in _compiled:

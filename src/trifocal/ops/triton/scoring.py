@@ -102,7 +102,7 @@ def importance_kernel(
         if PACKED:
             in_document = exists & (document_of_query == document)
             first = tl.load(first_compressed + document)
-        # A query sees blocks of its document alone, so the document's count need not be known.
+        # A query sees only blocks of its document, so the document's count need not be known.
         candidates = tl.max(tl.where(in_document, position // SELECTION + 1, 0))
         first_tile = tl.program_id(0) * column_tiles
         end_tile = tl.minimum(first_tile + column_tiles, tl.cdiv(candidates, BLOCKS))
@@ -230,19 +230,10 @@ def select_blocks_forward(
     scale: float,
     documents: Documents | None,
 ) -> Tensor:
-    """Choose the selection blocks of every query and group.
+    """Choose the selection blocks of every query and group: [B, T, G, N], int32, ascending; -1 pads.
 
-    Args:
-        q: Queries, [B, T, H, D].
-        k_cmp: Compressed keys, [B, C, G, D]; with documents C may be padded.
-        lse: Log-sum-exp of the compressed scores, [B, T, H], natural log, fp32.
-        geometry: Block sizes, in tokens.
-        num_keys: Tokens, S.
-        scale: Factor on the scores.
-        documents: Packed documents; None for one sequence a batch entry.
-
-    Returns:
-        Block indices, [B, T, G, N], int32, ascending; -1 pads.
+    Takes q [B, T, H, D], k_cmp [B, C, G, D], where C may be padded with documents, and lse [B, T, H], fp32, the natural
+    log-sum-exp of the compressed scores.
     """
     q, k_cmp = unit_stride(q), unit_stride(k_cmp)
     batch, num_queries, num_heads, dim = q.shape
@@ -284,13 +275,9 @@ def select_blocks_forward(
 
 
 class Chunk(NamedTuple):
-    """Queries whose blocks are scored together.
+    """Queries whose blocks are scored together: `first_query` up to `end_query`, where query 0 is token `query_shift`.
 
-    Attributes:
-        first_query, end_query: The queries.
-        query_shift: Token of query 0.
-        reachable: Blocks that the last query can choose from.
-        block_lines: Lines of 16 blocks in a row of scores.
+    The last of them can choose from `reachable` blocks; a row of scores has `block_lines` lines of 16 blocks.
     """
 
     first_query: int
@@ -316,20 +303,11 @@ def choose_in_chunks(
     tile_queries: int,
     device: torch.device,
 ) -> Tensor:
-    """Score blocks and choose among them, some queries at a time, so that memory is bounded at any length.
+    """Score blocks and choose among them, some queries at a time, so that memory is bounded at any length:
+    [B, T, G, N], int32, ascending; -1 pads.
 
-    Args:
-        score: Writes the scores of a `Chunk` into buffers [B, queries of the chunk, G, lines of 16 blocks], fp32.
-        num_parts: Buffers: 2 where compressed blocks overlap two blocks, `direct` and `overflow`; else 1.
-        shape: B, T and G.
-        num_keys: Tokens, S.
-        geometry: Block sizes, in tokens; the second buffer is not read where compressed blocks do not overlap.
-        documents: Packed documents, or None.
-        tile_queries: Queries of a tile.
-        device: Of the scores.
-
-    Returns:
-        Block indices, [B, T, G, N], int32, ascending; -1 pads.
+    `score` writes the scores of a `Chunk` into `num_parts` buffers [B, queries of the chunk, G, lines of 16 blocks],
+    fp32: two where compressed blocks overlap two blocks, `direct` and `overflow`; else one. `shape` is B, T and G.
     """
     batch, num_queries, groups = shape
     # No query has more candidates than the longest document has blocks.

@@ -2,7 +2,7 @@
 
 A program of `append_kernel` has one job for one sequence and group: to rotate and write the new tokens, or to make the
 mean of one compressed block that may be due, from the ring and from the new tokens themselves. The keys of an index
-count as a group of their own. A learned φ takes two more kernels, as its sums over all numbers of a block are shared
+count as their own group. A learned φ takes two more kernels, as its sums over all numbers of a block are shared
 by several programs: `learned_hidden_kernel` makes its hidden units, and `learned_blocks_kernel` what is written. Where
 no block is due their programs end at once; in a step that ends no block, as 15 of 16 steps of a sequence, they are left
 out.

@@ -194,7 +194,7 @@ def decode_attend_kernel(
     BLOCK_TILES: tl.constexpr, COMPRESSED_PAGE_ROWS: tl.constexpr,
     STAGES: tl.constexpr, WINDOW_STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One part of the chosen blocks, or of the window, of one token and group; or every so many compressed parts.
+    """One part of the chosen blocks, or of the window, of one token and group; or every n-th compressed part.
 
     RING: its tokens; 0: no rings. COMPRESSION: tokens of a compressed block; 0: no program takes such blocks. Their
     tiles are of BLOCKS selection blocks, BLOCK_TILES of them a unit.
@@ -368,7 +368,7 @@ def decode_dense_kernel(
     PAGE_ROWS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, UNIT_KEYS: tl.constexpr, UNITS: tl.constexpr,
     STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Every so many parts of a sequence's past, UNITS units each, for one tile of rows."""
+    """Every n-th of the parts of a sequence's past, UNITS units each, for one tile of rows."""
     wait_for_inputs(DEPENDENT)
     group = tl.program_id(1) % GROUPS
     batch = tl.program_id(2).to(tl.int64)

@@ -213,7 +213,7 @@ def decode_dense_attention(
 def _decode_window(
     q: Tensor, cache: DenseCache, batch: DecodeBatch, rotary: Rotary, window_size: int, scale: float
 ) -> Tensor:
-    """The window's part of `decode_attend_kernel` alone, over the pages of a dense cache."""
+    """Only the window's part of `decode_attend_kernel`, over the pages of a dense cache."""
     num_sequences, new, heads, dim = q.shape
     groups, page_size, value_dim = *cache.k.shape[1:3], cache.v.shape[3]
     tile = dispatch.decode_tile(q, cache.v, heads // groups, "attend")
@@ -246,7 +246,7 @@ def _combine_one_branch(
     units: int,
     window_size: int | None,
 ) -> Tensor:
-    """o from the parts of dense attention, or of a window alone."""
+    """o from the parts of dense attention, or only of a window."""
     num_sequences, new, heads, _ = q.shape
     o = q.new_empty(num_sequences, new, heads, value_dim)
     decode_combine_kernel[cdiv(heads, _COMBINED_HEADS), new, num_sequences](

@@ -1,7 +1,7 @@
 """Decoding's last kernel: adds up the parts of every branch, and the branches by their gates.
 
 A program holds some heads of one token. Parts are added in the order that `common` says: GROUP_UNITS units make
-a group, whether they come as parts of their own or as one.
+a group, whether they come as separate parts or as one.
 """
 
 import triton

@@ -206,7 +206,7 @@ def draw_tokens_kernel(
     relative = tl.load(logits + token, mask=is_whole, other=0.0).to(tl.float32) - highest
     own_share = own_total.to(tl.float64) / _ONE
     log_p = (relative.to(tl.float64) - tl.log(own_share)).to(tl.float32)
-    # A sequence whose logits are broken goes on with any token until the host knows.
+    # A sequence whose logits are broken continues with any token until the host knows.
     tl.store(tokens + row, tl.where(is_whole, token, 0).to(tl.int64))
     tl.store(drawn + 2 * row, tl.where(is_whole, token, -1).to(tl.float64))
     tl.store(drawn + 2 * row + 1, tl.where(is_whole, log_p, float("nan")).to(tl.float64))
@@ -230,18 +230,12 @@ def draw_tokens(
     tokens: Tensor,
     drawn: Tensor,
 ) -> None:
-    """See `inference.sampler.draw_step`.
+    """See `inference.sampler.draw_step`: from logits [B, vocab_size], write `tokens`, int64 [B], and `drawn`, fp64
+    [B, 2].
 
-    Args:
-        logits: [B, vocab_size].
-        keep: Tokens that may be drawn, [B, vocab_size], bool; None for all.
-        temperature, top_k, repetition_penalty, seed, seen: Fields of `SamplingTensors`.
-        lengths, num_new: int32, [B]; without `num_new` the lengths stay.
-        tokens: int64, [B], written.
-        drawn: fp64, [B, 2], written.
-
-    Raises:
-        ValueError: If one of those of which rows are taken is not contiguous.
+    `keep`, bool [B, vocab_size], has the tokens that may be drawn, None for all. `temperature` to `seen` are fields of
+    `SamplingTensors`. `lengths` and `num_new` are int32, [B]; without `num_new` the lengths stay. Raises ValueError if
+    a tensor of which rows are taken is not contiguous.
     """
     books = {
         "temperature": temperature, "top_k": top_k, "repetition_penalty": repetition_penalty, "seed": seed,

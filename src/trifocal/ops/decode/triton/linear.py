@@ -209,7 +209,7 @@ def decode_linear_kernel(
     DEPENDENT: tl.constexpr, LOOPS: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, SPLIT: tl.constexpr,
     STEP: tl.constexpr, TURN: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """2**LEVELS columns of `x W^T`, with SWIGLU of both halves of W, for every so many-th tile of ROWS rows.
+    """2**LEVELS columns of `x W^T`, with SWIGLU of both halves of W, for every n-th tile of ROWS rows.
 
     Products are in `dtype`. Tiles of W and x are [SPLIT, columns or ROWS, STEP]: warp s of SPLIT adds up its own part
     of K. TURN of them are asked for at a time.
@@ -359,23 +359,14 @@ def linear(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`x W^T` and what goes with it; see the table above.
 
-    Args:
-        x: [M, K], in the type of the products.
-        weight: [N, K]; with `swiglu` [2 N, K], the gate's rows first.
-        bias: [N], or None.
-        norm: Sums of squares [M, parts] of the rows that x is of, and epsilon: x is these rows times the norm's weight.
-        residual: [M, N], fp32; the result is added to it.
-        next_norm: The norm that reads the sum with the residual stream next.
-        num_sigmoids: Last columns that go through a sigmoid.
-        swiglu: Whether to multiply two products.
-        out_dtype: Type of the result; that of the products unless given, fp32 with `residual`.
+    x is [M, K] in the type of the products; weight [N, K], with `swiglu` [2 N, K], the gate's rows first. With `norm`,
+    sums of squares [M, parts] and epsilon, x is the rows times the norm's weight. `residual` [M, N], fp32, is added to
+    the result; `next_norm` reads this sum next. The last `num_sigmoids` columns go through a sigmoid. `out_dtype` is
+    that of the products unless given, fp32 with `residual`.
 
-    Returns:
-        The result, [M, N - num_sigmoids]; the sigmoids [M, num_sigmoids] or the sums of squares [M, tiles] in fp32, or
-        None; and the result times the next norm's weight, [M, N] in the norm's type, or None.
-
-    Raises:
-        ValueError: If the weight, the bias or the next norm's weight is not contiguous.
+    Returns the result, [M, N - num_sigmoids]; the sigmoids [M, num_sigmoids] or the sums of squares [M, tiles] in fp32,
+    or None; and the result times the next norm's weight, [M, N] in the norm's type, or None. Raises ValueError if a
+    weight or the bias is not contiguous.
     """
     x = unit_stride(x)
     squares, eps = norm or (x, 0.0)

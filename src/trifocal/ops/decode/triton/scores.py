@@ -95,7 +95,7 @@ def decode_scores_kernel(
     PAGE_ROWS: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, UNIT_TILES: tl.constexpr,
     UNITS: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Every so many parts of a sequence's compressed blocks, UNITS units each, for one tile of rows."""
+    """Every n-th of the parts of a sequence's compressed blocks, UNITS units each, for one tile of rows."""
     release_next(DEPENDENT)
     STEP: tl.constexpr = SELECTION // STRIDE
     # Then no loop is worth a pipeline, and keys are asked for before the rows are made ready.

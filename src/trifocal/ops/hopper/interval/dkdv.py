@@ -142,7 +142,7 @@ def load_rows_of_keys(
 
 @gluon.jit
 def pass_rows(barriers, start, stop, STAGES: gl.constexpr):
-    """Give tiles of rows back that the other half alone needs."""
+    """Give tiles of rows back that only the other half needs."""
     keys_ready, q_ready, q_free, d_o_ready, d_o_free = barriers
     for number in range(start, stop):
         stage = number % STAGES

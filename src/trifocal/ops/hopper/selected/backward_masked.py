@@ -28,7 +28,7 @@ def masked_dkdv_hopper_kernel(
 ):  # fmt: skip
     """d_k and d_v of one block, over the rows of all queries behind it; the blocks with most queries start first.
 
-    With SPLIT over those of one part alone: into [parts, B, S, G, D] and [.., V], nothing where a part has no rows.
+    With SPLIT over only those of one part: into [parts, B, S, G, D] and [.., V], nothing where a part has no rows.
     """
     ROWS: gl.constexpr = 64
     TYPE: gl.constexpr = q.dtype.element_ty

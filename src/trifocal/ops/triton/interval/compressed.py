@@ -25,20 +25,11 @@ def compressed_forward(
     scale: float,
     documents: Documents | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the compressed blocks in each query's past.
+    """Attend to the compressed blocks in each query's past: q [B, T, H, D], k_cmp [B, C, G, D], v_cmp [B, C, G, V] -> o
+    [B, T, H, V], in q's type, and lse [B, T, H], fp32, natural log; zero and -inf where no block is visible.
 
-    Args:
-        q: Queries, [B, T, H, D]; the last T positions of `num_keys` tokens.
-        k_cmp: Compressed keys, [B, C, G, D].
-        v_cmp: Compressed values, [B, C, G, V].
-        geometry: Block sizes, in tokens.
-        num_keys: Tokens behind the compressed blocks.
-        scale: Factor on the scores.
-        documents: Packed documents, or None; then blocks lie document after document, and slots past the last one
-            are never read.
-
-    Returns:
-        o, [B, T, H, V], in q's type, zero where no block is visible; lse, [B, T, H], fp32, natural log, -inf there.
+    Queries are the last T positions of `num_keys` tokens. With documents blocks lie document after document, and slots
+    past the last one are never read.
     """
     branch = _branch(q, k_cmp, geometry, num_keys, documents, backward=False)
     return launch_forward(q, k_cmp, v_cmp, scale, branch)
@@ -60,19 +51,12 @@ def compressed_backward(
     gate: Tensor | None = None,
     d_q: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of compressed attention.
+    """Gradients of compressed attention: d_q, d_k_cmp, d_v_cmp in the types of q, k_cmp, v_cmp; zero for slots that no
+    document fills.
 
-    Args:
-        d_o: Gradient of o or, with a gate, of the mixed output, [B, T, H, V].
-        q, k_cmp, v_cmp, geometry, num_keys, scale, documents: Arguments of forward.
-        o, lse: From forward; o may be None when delta is given.
-        d_lse: Gradient of lse, [B, T, H], or None; not together with delta.
-        delta: Row sums of `d_o * o`, [B, T, H], fp32; computed here when None.
-        gate: This branch's weight in the mixed output, [B, T, H], or None.
-        d_q: Gradient of the queries from other branches, contiguous, to add to in place, or None.
-
-    Returns:
-        d_q, d_k_cmp, d_v_cmp in the types of q, k_cmp, v_cmp; zero for slots that no document fills.
+    d_o is the gradient of o or, with this branch's gate [B, T, H], of the mixed output, [B, T, H, V]. `delta`, the row
+    sums of `d_o * o` [B, T, H], fp32, is computed here unless given, from o and, where there is one, the gradient of
+    lse. A contiguous d_q from other branches is added to in place.
     """
     if delta is None:
         delta = row_sums(d_o, o, d_lse)

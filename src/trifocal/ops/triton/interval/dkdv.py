@@ -178,14 +178,8 @@ def interval_dkdv_kernel(
 
 
 def launch_backward(problem: IntervalProblem, d_q: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of attention.
-
-    Args:
-        problem: Inputs, in any strides.
-        d_q: Gradient of the queries from elsewhere, contiguous, [B, T, H, D], that this one is added to in place.
-
-    Returns:
-        d_q, d_k, d_v, contiguous, in the types of q, k, v.
+    """Gradients of attention for inputs in any strides: d_q, d_k, d_v, contiguous, in the types of q, k, v. A
+    contiguous d_q [B, T, H, D] from elsewhere is added to in place.
     """
     problem = problem._replace(**{name: unit_stride(getattr(problem, name)) for name in ("d_o", "q", "k", "v")})
     return launch_d_q(problem, d_q), *launch_dkdv(problem)

@@ -124,16 +124,8 @@ def launch_forward(
     scale: float,
     branch: Branch,
 ) -> tuple[Tensor, Tensor]:
-    """Attend.
-
-    Args:
-        q: Queries, [B, T, H, D].
-        k, v: Keys and values, [B, S, G, D] and [B, S, G, V]; S may be 0.
-        scale: Factor on the scores.
-        branch: The interval of keys of a query.
-
-    Returns:
-        o, [B, T, H, V], in q's type, and lse, [B, T, H], fp32, natural log, -inf where nothing is seen.
+    """Attend: q [B, T, H, D], k [B, S, G, D], v [B, S, G, V] -> o [B, T, H, V], in q's type, and lse [B, T, H], fp32,
+    natural log, -inf where nothing is seen. S may be 0.
     """
     batch, num_queries, num_heads, _ = q.shape
     num_groups = k.shape[2]

@@ -22,18 +22,8 @@ def window_forward(
     scale: float,
     documents: Documents | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the last `window_size` keys.
-
-    Args:
-        q: Queries, [B, T, H, D]; the last T positions of the keys.
-        k: Keys, [B, S, G, D].
-        v: Values, [B, S, G, V].
-        window_size: Keys that a query sees, its own included.
-        scale: Factor on the scores.
-        documents: Packed documents, or None.
-
-    Returns:
-        o, [B, T, H, V], in q's type, and lse, [B, T, H], fp32, natural log.
+    """Attend to the last `window_size` keys, the query's own included; arguments and results as of `launch_forward`, q
+    being the last T positions of the keys.
     """
     return launch_forward(q, k, v, scale, _branch(q, k, window_size, documents))
 
@@ -52,18 +42,8 @@ def window_backward(
     gate: Tensor | None = None,
     d_q: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of window attention.
-
-    Args:
-        d_o: Gradient of o or, with a gate, of the mixed output, [B, T, H, V].
-        q, k, v, window_size, scale, documents: Arguments of forward.
-        o, lse: From forward; o may be None when delta is given.
-        delta: Row sums of `d_o * o`, [B, T, H], fp32; computed here when None.
-        gate: This branch's weight in the mixed output, [B, T, H], or None.
-        d_q: Gradient of the queries from other branches, contiguous, to add to in place, or None.
-
-    Returns:
-        d_q, d_k, d_v in the types of q, k, v.
+    """Gradients of window attention: d_q, d_k, d_v in the types of q, k, v; `d_o`, `o`, `delta`, `gate` and `d_q` as in
+    `compressed_backward`.
     """
     if delta is None:
         delta = row_sums(d_o, o)

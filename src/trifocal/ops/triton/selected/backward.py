@@ -45,21 +45,10 @@ def selected_backward(
     gate: Tensor | None = None,
     delta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `selected_forward`.
+    """Gradients of `selected_forward`: d_q, d_k, d_v in the types of q, k, v, contiguous.
 
-    Args:
-        d_o: Gradient of o or, with a gate, of the mixture that takes `gate * o`; [B, T, H, V].
-        q, k, v: Inputs of the forward.
-        o, lse: Its results.
-        selected_blocks: The choice, [B, T, G, N].
-        geometry: Block sizes, in tokens.
-        scale: Factor on the scores.
-        documents: Packed documents; None for one sequence a batch entry.
-        gate: [B, T, H]; None for ones.
-        delta: The sum of `o * d_o` over the value dim, [B, T, H], fp32; computed here when not given.
-
-    Returns:
-        d_q, d_k, d_v in the types of q, k, v, contiguous.
+    d_o [B, T, H, V] is the gradient of o or, with a gate [B, T, H], of the mixture that takes `gate * o`. `delta`, the
+    sum of `o * d_o` over the value dim, [B, T, H], fp32, is computed here when not given.
     """
     q, k, v, d_o, o = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(d_o), unit_stride(o)
     largest = dispatch.largest_block_of_backward(q, v)

@@ -165,7 +165,7 @@ def reduce_pieces_kernel(
 
 
 def block_major_backward(problem: SelectedProblem, order: str) -> tuple[Tensor, Tensor, Tensor]:
-    """d_q, d_k and d_v; the query-major order has no backward of its own and takes this one."""
+    """d_q, d_k and d_v; the query-major order has no backward and takes this one."""
     p, q, q_per_kv = problem, problem.q, problem.q_per_kv
     rows, dim, (num_keys, groups, value_dim) = q.shape[0] * q.shape[1], q.shape[3], p.v.shape[1:]
     on_hopper = dispatch.selected_on_hopper(

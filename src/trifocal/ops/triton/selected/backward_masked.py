@@ -141,7 +141,7 @@ def masked_dkdv_kernel(
 ):  # fmt: skip
     """d_k and d_v of one block, over the rows of all queries behind it; the blocks with most queries start first.
 
-    With SPLIT over those of one part alone: into [parts, B, S, G, D] and [.., V], nothing where a part has no rows.
+    With SPLIT over only those of one part: into [parts, B, S, G, D] and [.., V], nothing where a part has no rows.
     """
     block, first_token, document_end, part, begin_query, end_query = block_of_program(
         num_blocks, part_queries, num_keys, query_shift, block_documents, cu_seqlens, BLOCK, PACKED, SPLIT

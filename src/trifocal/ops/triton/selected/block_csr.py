@@ -70,15 +70,10 @@ def parts_of_block(block_size: int, largest: int) -> int:
 
 
 def split_blocks(selected_blocks: Tensor, block_size: int, largest: int) -> tuple[Tensor, int]:
-    """Cut blocks larger than a tile into equal ones that fit: the choice in smaller blocks, and their size.
+    """Cut blocks larger than a tile into equal ones that fit: the choice in smaller blocks, [B, T, G, N * parts],
+    contiguous, int32, and their size.
 
-    Args:
-        selected_blocks: [B, T, G, N], any integer type.
-        block_size: Tokens in a block, a multiple of 16.
-        largest: Most tokens that a tile holds, at least 16.
-
-    Returns:
-        The choice, [B, T, G, N * parts], contiguous, int32; and the tokens in a block.
+    `block_size` is a multiple of 16; a tile holds at most `largest` tokens, at least 16.
     """
     parts = parts_of_block(block_size, largest)
     if selected_blocks.dtype != torch.int32 or parts > 1:
@@ -148,18 +143,8 @@ def build_block_csr(
     chunk_rows: int,
     piece_slots: int,
 ) -> BlockCSR:
-    """Sort the choice by block.
-
-    Args:
-        selected_blocks: [B, T, G, N], int32, contiguous.
-        block_size: Tokens in a block.
-        num_keys: Keys of a batch entry, S.
-        documents: Packed documents; None for one sequence a batch entry.
-        chunk_rows: Rows (batch, query) that are sorted together.
-        piece_slots: Most slots of a piece.
-
-    Raises:
-        ValueError: If slots or keys do not fit into 32 bits.
+    """Sort the choice [B, T, G, N], int32, contiguous, by block, `chunk_rows` rows (batch, query) at a time; a piece
+    has at most `piece_slots` slots. Raises ValueError if slots or keys do not fit into 32 bits.
     """
     batch, num_queries, groups, num_selected = selected_blocks.shape
     device = selected_blocks.device

@@ -1,4 +1,4 @@
-"""Selected attention, forward: three loop orders, chosen by shape alone.
+"""Selected attention, forward: three loop orders, chosen only by shape.
 
 | order | when | a program holds | it loops over | traffic of a query and block |
 |---|---|---|---|---|
@@ -436,20 +436,10 @@ def selected_forward(
     scale: float,
     documents: Documents | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the tokens of the chosen blocks.
+    """Attention over the tokens of the chosen blocks: q [B, T, H, D], k [B, S, G, D], v [B, S, G, V] -> o [B, T, H, V],
+    in the type of q, and lse [B, T, H], natural log, fp32; zeros and -inf where a query sees nothing.
 
-    Args:
-        q: Queries, [B, T, H, D].
-        k: Keys, [B, S, G, D].
-        v: Values, [B, S, G, V].
-        selected_blocks: Block indices, [B, T, G, N]; negative pads, any order, repetitions count once.
-        geometry: Block sizes, in tokens.
-        scale: Factor on the scores.
-        documents: Packed documents; None for one sequence a batch entry.
-
-    Returns:
-        o, [B, T, H, V], in the type of q, and lse, [B, T, H], natural log, fp32; zeros and -inf where a query sees
-        nothing.
+    selected_blocks are [B, T, G, N]: negative ones are pads, any order, repetitions count once.
     """
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     batch, num_queries, num_heads, _ = q.shape
