@@ -22,7 +22,7 @@ class ChoiceTeaching(NamedTuple):
         scales: Factor on the summed loss of each layer, [layers].
         totals: Get the scaled loss and recall of each layer added, [layers, 2], fp32.
         row_length: Tokens of a training row.
-        stretch: One query is sampled of so many.
+        stretch: One query is sampled of this many.
     """
 
     step: Tensor
@@ -64,13 +64,8 @@ class ChoiceSamples:
     ) -> "ChoiceSamples":
         """Those of a step of Trifocal's trainer, whose queries do not depend on how the step is cut.
 
-        Args:
-            layers: The attention of each layer.
-            teaching: What they are taught.
-            tokens: [B, T].
-            positions: Position of each token in its document, [T].
-            own: The tokens among them that this process has; None for all.
-            draw: `sample_queries`, or compiled from it.
+        tokens are [B, T]; positions, of each token in its document, [T]; `own` are the tokens among them that this
+        process has, None for all. `draw` is `sample_queries`, or compiled from it.
         """
         learning = _choosing(layers)
         geometry, row = next(iter(learning.values())).geometry, (teaching.row_length, teaching.stretch)
@@ -84,10 +79,7 @@ class ChoiceSamples:
     def of_call(cls, layers: Sequence[nn.Module], positions: Tensor, rows: int) -> "ChoiceSamples | None":
         """Those of a call in another training loop, by PyTorch's generator; None if no layer learns its choice.
 
-        Args:
-            layers: The attention of each layer.
-            positions: Position of each token in its document, [T].
-            rows: B.
+        `positions` are those of each token in its document, [T]; `rows` is B.
         """
         learning = {number: layer for number, layer in _choosing(layers).items() if layer.learns_choice}
         if not learning:
@@ -136,14 +128,9 @@ def _of_chunk(sample: Sample, chunk: Chunk, length: int, stretch: int) -> Sample
 def eligible_queries(
     config: ModelConfig, tokens: Tensor, cu_seqlens: Tensor | None, step: int, stretch: int
 ) -> list[int]:
-    """Eligible sampled queries of each layer in a micro-batch, counted on the host.
+    """Eligible sampled queries of each layer in a micro-batch of tokens [B, T], counted on the host.
 
-    Args:
-        config: Configuration of the model.
-        tokens: [B, T].
-        cu_seqlens: Boundaries of the documents over the B * T tokens, or None.
-        step: Number of the training step.
-        stretch: One query is sampled of so many.
+    `cu_seqlens` are boundaries of documents over the B * T tokens; of `stretch` tokens one query is sampled.
     """
     row_length = tokens.shape[1]
     positions = torch.arange(row_length)

@@ -31,21 +31,12 @@ def converted_config(
     shared_kv: bool = False,
     chooser: Chooser = "compressed",
 ) -> ModelConfig:
-    """The configuration of a converted model.
+    """The configuration of a converted model; UserError if an option does not fit the dense model or the target.
 
-    Args:
-        config: The dense model's configuration. Its layers of type `"window"` stay as they are, also where all are.
-        to: The attention of the layers that are converted; in `"mix"` three layers of four get a sliding window and the
-            fourth selects blocks; `"dense"` leaves the model as it is.
-        geometry: Block sizes of the sparse attention, in tokens; its window is that of a mix.
-        dense_layers: Layers that stay dense.
-        shared_kv: With `"nsa"`: one projection of keys and values for all branches, instead of a copy for each.
-        chooser: What scores the blocks. An index is new, and must be taught before it chooses well; where it begins:
-            `convert_tensors`.
-
-    Raises:
-        UserError: If a layer is sparse already, or has a window already where a mix is asked for, a layer that stays
-            dense does not exist, no layer is left to convert, or an option does not go with the target.
+    In `"mix"` three layers of four get a sliding window, that of the geometry, and the fourth selects blocks; `"dense"`
+    leaves the model as it is. Layers of type `"window"` stay as they are, also where all are; `dense_layers` stay
+    dense. With `shared_kv`, for `"nsa"`, all branches share one projection of keys and values instead of a copy for
+    each. An index as chooser is new, and must be taught before it chooses well; where it begins: `convert_tensors`.
     """
     kinds = config.attention_of_layers
     sparse = [index for index, kind in enumerate(kinds) if kind in ("nsa", "selected")]
@@ -91,16 +82,13 @@ def converted_config(
 
 
 def convert_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The tensors of a converted model.
+    """The tensors of a converted model, from those of the dense one by name and the configuration of
+    `converted_config`.
 
     Queries, outputs, norms, MLPs and embeddings stay. Each branch of an NSA layer gets the dense keys and values, or
     all share them; its gates begin at FIRST_GATE for every input. An index begins as the layer's own queries and keys
     (`trifocal.nn.chooser.first_index`); where these are normed, which an index is not, it is drawn, the same for every
     call.
-
-    Args:
-        tensors: Tensors of the dense model, by name.
-        config: From `converted_config`.
     """
     converted = dict(tensors)
     with torch.device("meta"):

@@ -57,27 +57,19 @@ _NAMES_OF_NORMS_AFTER = {"attention_norm": "post_attention_layernorm", "mlp_norm
 
 
 def is_hf_folder(folder: Path) -> bool:
-    """Whether the folder's `config.json` has the `model_type` of a model that is not ours.
-
-    Raises:
-        UserError: If the file cannot be read.
+    """Whether the folder's `config.json` has the `model_type` of a model that is not ours; UserError if it cannot be
+    read.
     """
     path = folder / CONFIG_FILE
     return path.exists() and read_json(path).get("model_type", MODEL_TYPE) != MODEL_TYPE
 
 
 def read_hf_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Read a dense model.
+    """Read a dense model: its configuration and its tensors, in their own types, under the names of `DecoderLM`.
 
-    Args:
-        folder: With `config.json`, and `model.safetensors` or the shards that `model.safetensors.index.json` names.
-
-    Returns:
-        Its configuration and its tensors, in their own types, under the names of `DecoderLM`.
-
-    Raises:
-        UserError: If the architecture or an option of it is not known, or a file or tensor is missing, broken or does
-            not fit; the message names it.
+    The folder has `config.json`, and `model.safetensors` or the shards that `model.safetensors.index.json` names.
+    Raises UserError, with the name, for an unknown architecture or option and for a missing, broken or unfit file or
+    tensor.
     """
     config = read_hf_config(folder)
     expected = model_of_folder(config, folder).state_dict()
@@ -95,7 +87,7 @@ def read_hf_settings(folder: Path) -> dict[str, Any]:
 
 
 def read_hf_config(folder: Path) -> ModelConfig:
-    """The configuration alone; errors as in `read_hf_model`."""
+    """Only the configuration; errors as in `read_hf_model`."""
     path = folder / CONFIG_FILE
     found = read_json(path)
     kind = found.get("model_type")

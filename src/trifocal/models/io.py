@@ -132,10 +132,8 @@ def load_weights(folder: Path) -> DecoderLM:
 
 
 def model_of_folder(config: ModelConfig, folder: Path) -> DecoderLM:
-    """The model that the files of a folder are for, without weights.
-
-    Raises:
-        UserError: If the files have fewer tensors than the model has layers, which may be a million; or are missing.
+    """The model that the files of a folder are for, without weights; UserError if the files are missing, or have fewer
+    tensors than the model has layers, which may be a million.
     """
     stored = len(_shards_of(folder))
     if config.num_layers > stored:
@@ -161,10 +159,8 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def check_standard_names(values: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Refuse keys under transformers' names that say something else than the table of the model.
-
-    Raises:
-        UserError: If two differ; the message names both.
+    """Raise UserError for a key under transformers' names that differs from the table of the model; the message names
+    both.
     """
     for name, key in STANDARD_NAMES.items():
         if name in values and key in model and values[name] != model[key]:
@@ -211,14 +207,9 @@ def read_tensors(
 ) -> dict[str, Tensor]:
     """The tensors of `model.safetensors`, or of the shards that the index names, in their own types.
 
-    Args:
-        folder: With these files.
-        expected: Tensors by name, of the shapes that they must have.
-        stored_name: Gives the name of a tensor in the files.
-        is_ignored: Whether a name in the files need not be expected.
-
-    Raises:
-        UserError: If a file or a tensor is missing, unknown or broken, or does not fit; the message names it.
+    `expected` gives the shapes that they must have, `stored_name` a tensor's name in the files; names in the files for
+    which `is_ignored` holds need not be expected. Raises UserError, with the name, for a file or tensor that is
+    missing, unknown or broken, or does not fit.
     """
     shards = _shards_of(folder)
     names = {name: stored_name(name) for name in expected}

@@ -41,7 +41,7 @@ class ModelConfig:
         mlp_dim: Hidden width of the SwiGLU.
         geometry: Block sizes of the sparse attention, in tokens.
         attention: `"nsa"`; `"selected"`, one softmax over first, local and selected blocks, without gates; `"window"`,
-            the last tokens alone; or `"dense"`, for the dense baseline. They differ in the attention alone.
+            only the last tokens; or `"dense"`, for the dense baseline. They differ only in the attention.
         layer_types: The attention of each layer, where layers differ; fewer names than layers repeat, their number
             divides that of the layers, and saved configurations name every layer. Empty: `attention` in all of them.
         sliding_window: Keys that a query of a window layer sees; 0 takes `geometry.window_size`.
@@ -59,7 +59,7 @@ class ModelConfig:
         mlp_bias: Whether the SwiGLU's maps have biases.
         rope_theta: Base of the rotary frequencies.
         rope_scaling: Of the rotary frequencies, for sequences longer than those of pretraining.
-        unscaled_layers: Layers, by number, whose rotary frequencies `rope_scaling` leaves alone.
+        unscaled_layers: Layers, by number, whose rotary frequencies `rope_scaling` does not change.
         unrotated_layers: Layers, by number, whose queries and keys are not rotated.
         norm_eps: Added to the mean square in every norm.
         tie_embeddings: Use the embedding as the output projection.
@@ -162,7 +162,7 @@ class ModelConfig:
 
     @property
     def untaught_choice(self) -> str:
-        """Why the choice has nothing that a loss of its own could teach; empty if it has."""
+        """Why the choice has nothing that its own loss could teach; empty if it has."""
         if not self.chooses_blocks:
             return "no layer chooses blocks"
         if self.selection != "importance":

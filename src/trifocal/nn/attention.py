@@ -228,7 +228,7 @@ class DenseAttention(AttentionBase):
 
 
 class WindowAttention(DenseAttention):
-    """Causal attention over the last tokens alone.
+    """Causal attention over only the last tokens.
 
     Args:
         window_size: Keys that a query sees, its own included.

@@ -59,17 +59,10 @@ class KVCache(Protocol):
         gates: Tensor | None = None,
         index: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Append new tokens and attend.
+        """Append new tokens and attend: q [1, N, H, D] -> [1, N, H, V].
 
-        Args:
-            attention: The layer.
-            q: Queries, [1, N, H, D]. Neither they nor the keys are rotated yet.
-            keys, values: Keys and values of each branch, [1, N, G, *].
-            gates: [1, N, H, 3]; None in a layer without gates.
-            index: Queries and keys of the index, [1, N, G, Di] and [1, N, Di], not rotated; None without one.
-
-        Returns:
-            [1, N, H, V].
+        Keys and values are those of each branch, [1, N, G, *]; gates [1, N, H, 3], None in a layer without; index
+        queries and keys [1, N, G, Di] and [1, N, Di], None without an index. Nothing is rotated yet.
         """
 
 
@@ -198,11 +191,8 @@ class AttentionBase(nn.Module):
     def _project(
         self, x: Tensor, *others: nn.Linear, apart: Sequence[nn.Linear] = ()
     ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
-        """Queries, and keys and values of each branch, normed and not rotated; and other maps of the same input.
-
-        Returns:
-            q [B, T, H, D]; keys [B, T, G, D] and values [B, T, G, V] of each branch; the outputs of the others and of
-            maps `apart`, as `project` gives them.
+        """Queries [B, T, H, D], and keys [B, T, G, D] and values [B, T, G, V] of each branch, normed and not rotated;
+        and the outputs of other maps of the same input and of maps `apart`, as `project` gives them.
         """
         linears = [self.q_proj, self.k_proj, self.v_proj, *others]
         q, *parts = project(x, linears, [1, self.branches, self.branches, *[1] * len(others)], apart)

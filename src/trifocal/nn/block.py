@@ -90,7 +90,7 @@ class Block(nn.Module):
         return x if figures is None else (x, figures)
 
     def _before(self, norm: nn.Module, x: Tensor) -> Tensor:
-        # Cast once, as a norm does: each product would keep a copy of its own.
+        # Cast once, as a norm does: each product would keep its own copy.
         return x.to(product_dtype(x)) if self.norm_after else norm(x)
 
     def _behind(self, norm: nn.Module, x: Tensor) -> Tensor:

@@ -29,17 +29,12 @@ from trifocal.ops.choice_loss import Sample, choice_loss, draw_queries, hash_num
 from trifocal.ops.layout import max_packed_compressed_blocks
 
 Chooser = Literal["compressed", "index", "exact"]
-# The choice needs the scores' log-sum-exp alone. Few columns of values are the least that the operation takes.
+# The choice needs only the scores' log-sum-exp. Few columns of values are the least that the operation takes.
 VALUE_COLUMNS = 16
 
 
 class IndexHeads(nn.Module):
-    """One index query for each KV head, and one index key that they share.
-
-    Args:
-        dim: E, width of the layer's input.
-        num_kv_heads: G.
-    """
+    """One index query for each KV head, and one index key that they share, of a layer's input [B, T, E]."""
 
     def __init__(self, dim: int, num_kv_heads: int) -> None:
         super().__init__()
@@ -62,12 +57,9 @@ class ChoosingAttention(AttentionBase):
     Attributes:
         watcher: Called with the rotated queries and keys of the selected branch before each choice; for telemetry.
         choice_loss_weight: Weight of the loss that teaches an index outside of Trifocal's trainer; 0: none.
-        choice_loss_stretch: One query of each so many tokens teaches it.
+        choice_loss_stretch: One query of each stretch of this many tokens teaches it.
         choice_figures: Loss and recall of the choice in the last call that taught the index outside of Trifocal's
             trainer, means over queries and groups, [2]; None before.
-
-    Raises:
-        ValueError: If the sizes do not fit one another, or there is no such chooser.
     """
 
     geometry: Geometry
@@ -166,15 +158,9 @@ class ChoosingAttention(AttentionBase):
     ) -> tuple[list[Tensor], tuple[Tensor, Tensor] | None]:
         """What the branches and the chooser need of all tokens, in one exchange where processes share them.
 
-        Args:
-            keys_and_values: Those of the branches, each [B, T, G, *].
-            heads: Unrotated index heads, or None.
-            rotary: Rotary tables.
-            own: The tokens of this process, or None.
-
-        Returns:
-            The keys and values of all tokens; rotated index queries and the index keys of all tokens, None without an
-            index.
+        Takes keys and values of the branches, each [B, T, G, *], and unrotated index heads or None; `own` are the
+        tokens of this process, or None. Returns the keys and values of all tokens; and rotated index queries and the
+        index keys of all tokens, None without an index.
         """
         index = None
         if heads is not None:
@@ -197,11 +183,8 @@ class ChoosingAttention(AttentionBase):
     def _chosen(self, q: Tensor, k: Tensor, index: tuple[Tensor, Tensor] | None, chunk: Chunk) -> Tensor | None:
         """The choice, [B, T, G, N], of a chunk; None: by compressed keys.
 
-        Args:
-            q: The chunk's rotated queries.
-            k: Rotated keys of the selected branch up to its end.
-            index: Index queries and keys of all chunks.
-            chunk: The chunk.
+        q are the chunk's rotated queries, k the rotated keys of the selected branch up to its end; the index is that of
+        all chunks.
         """
         if self.watcher is not None:
             self.watcher(q, k)
@@ -221,10 +204,8 @@ class ChoosingAttention(AttentionBase):
         documents: Documents | None,
         own: OwnTokens | None,
     ) -> Tensor:
-        """The loss of the layer's queries, whose gradient reaches the index only, and their recall, summed: [2].
-
-        Raises:
-            ValueError: If the layer has no index.
+        """The loss of the layer's queries, whose gradient reaches the index only, and their recall, summed: [2]. Raises
+        ValueError if the layer has no index.
         """
         if index is None:
             raise ValueError(f'a loss of the choice teaches an index, but the chooser is "{self.chooser}"')
@@ -273,15 +254,8 @@ def first_index(q: Tensor, k: Tensor, num_kv_heads: int, head_dim: int) -> tuple
 
     Each index query is the mean of its group's heads, and the index key that of all groups. Where heads have another
     width, the index takes the dimensions whose rotary frequencies are nearest to its own, and scores keep their size.
-
-    Args:
-        q: Weight of the queries, [H * D, E].
-        k: Weight of one branch's keys, [G * D, E].
-        num_kv_heads: G.
-        head_dim: D.
-
-    Returns:
-        Weights of the index queries, [G * Di, E], and of the index key, [Di, E].
+    Weights of queries [H * D, E] and of one branch's keys [G * D, E] give those of index queries [G * Di, E] and index
+    key [Di, E].
     """
     pairs = torch.arange(INDEX_DIM // 2, device=q.device) * head_dim // INDEX_DIM
     columns = torch.cat((pairs, pairs + head_dim // 2))
@@ -325,18 +299,9 @@ def tokens_as_blocks(geometry: Geometry) -> Geometry:
 def choose_blocks(
     q: Tensor, k_cmp: Tensor, num_keys: int, geometry: Geometry, documents: Documents | None, backend: str
 ) -> Tensor:
-    """The choice of a layer whose compressed keys have no values.
+    """The choice, [B, T, G, N], of a layer whose compressed keys have no values; see `trifocal.ops.select_blocks`.
 
-    Args:
-        q: Rotated queries, [B, T, H, D]; the last T positions of `num_keys`.
-        k_cmp: Rotated compressed keys, [B, C, G, D].
-        num_keys: Tokens behind the compressed blocks, S.
-        geometry: Block sizes, in tokens.
-        documents: Packed documents, or None.
-        backend: Backend of `trifocal.ops.select_blocks`.
-
-    Returns:
-        [B, T, G, N], as of `trifocal.ops.select_blocks`.
+    q [B, T, H, D], the last T positions of `num_keys`, and k_cmp [B, C, G, D] are rotated.
     """
     few = k_cmp[..., :VALUE_COLUMNS]
     _, lse = compressed_attention(q, k_cmp, few, geometry, num_keys=num_keys, cu_seqlens=documents, backend=backend)

@@ -1,7 +1,7 @@
 """The compressor φ: one key, or one value, from the tokens of a compressed block.
 
 φ sees tokens without rotation. The attention layer then rotates a compressed key by the position of its block's
-first token, so that scores depend on distance alone for any φ. Source: arXiv:2502.11089, Eq. 7.
+first token, so that scores depend only on distance for any φ. Source: arXiv:2502.11089, Eq. 7.
 """
 
 from collections.abc import Callable
@@ -103,19 +103,11 @@ Compressor = MeanCompressor | MLPCompressor
 def compress_keys_and_values(
     compressors: tuple[Compressor, Compressor], keys: Tensor, values: Tensor, documents: Documents | None
 ) -> tuple[Tensor, Tensor]:
-    """Compress unrotated keys and values, each by its own φ.
+    """Compress unrotated keys [B, S, G, D] and values [B, S, G, V], each by its own φ, as `MeanCompressor.forward`
+    does.
 
     In training, two learned ones of one width are a batch of two: their products are short, and two at a time take
     hardly longer than one.
-
-    Args:
-        compressors: φ of the keys and of the values.
-        keys: [B, S, G, D].
-        values: [B, S, G, V].
-        documents: Packed documents.
-
-    Returns:
-        As `MeanCompressor.forward` gives them.
     """
     learned = [phi for phi in compressors if isinstance(phi, MLPCompressor) and phi.is_plain]
     inputs = keys, values

@@ -1,7 +1,7 @@
 """The part of each sequence that one process has, where several processes share a sequence: context parallelism.
 
 A sequence is cut into `2N` equal chunks for `N` processes. Process `i` has chunk `i` and chunk `2N - 1 - i`: the work
-of a query grows with its position, so all have the same work. Projections, norms and MLPs see own tokens alone.
+of a query grows with its position, so all have the same work. Projections, norms and MLPs see only own tokens.
 Attention gathers the keys of all processes. A chunk's queries are then the last positions of the keys up to the chunk's
 end, as every operation takes them (`T < S`); so a layer attends once for each chunk, and is exact.
 """
@@ -18,13 +18,10 @@ from trifocal.ops import Documents
 
 @dataclass(frozen=True)
 class ContextShard:
-    """A process's place among those that share each sequence.
+    """A process's place among those that share each sequence: number `rank` of `size`, N.
 
-    Attributes:
-        rank: Its number among them, from 0.
-        size: N, their number.
-        gather: Own tokens of every process, for each of some tensors, [B, T, ...] -> [B, S, ...] in the order of the
-            sequence; differentiable: its backward pass sums the gradients of all processes.
+    `gather` collects the own tokens of every process, for each of some tensors, [B, T, ...] -> [B, S, ...] in the order
+    of the sequence; differentiable: its backward pass sums the gradients of all processes.
     """
 
     rank: int
@@ -37,11 +34,7 @@ class ContextShard:
         return 2 * self.size
 
     def own(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Own tokens of a tensor with all S of them along `dim`.
-
-        Raises:
-            ValueError: If the tokens do not cut evenly into the chunks.
-        """
+        """Own tokens of a tensor with all S along `dim`; ValueError if they do not cut evenly into the chunks."""
         if x.shape[dim] % self.num_chunks:
             raise ValueError(
                 f"{self.size} processes share a sequence in {self.num_chunks} equal chunks, got {x.shape[dim]} tokens; "
@@ -52,12 +45,9 @@ class ContextShard:
 
 
 class Chunk(NamedTuple):
-    """Queries that lie one behind the other, and the keys up to their end.
+    """Queries that lie one behind the other, at `begin` to `end` among the T of a layer, and the keys up to their end.
 
-    Attributes:
-        begin, end: Their places among the T queries of a layer.
-        num_keys: S, tokens up to the last of them.
-        documents: Packed documents of these tokens, or None.
+    `num_keys` are S, tokens up to the last of them; `documents` are those of these tokens, or None.
     """
 
     begin: int
@@ -80,14 +70,9 @@ class Chunk(NamedTuple):
 
 
 class OwnTokens(NamedTuple):
-    """This process's tokens in one forward pass.
+    """This process's tokens in one forward pass, the two chunks of a sequence of `num_tokens`.
 
-    Attributes:
-        shard: The place of this process.
-        num_tokens: Tokens of the whole sequence.
-        positions: Position of each own token in its document, [T].
-        documents: Documents of all tokens, or None.
-        chunks: The two chunks.
+    `positions` [T] are those of its own tokens in their documents; `documents` are of all tokens, or None.
     """
 
     shard: ContextShard
@@ -98,15 +83,8 @@ class OwnTokens(NamedTuple):
 
     @classmethod
     def of(cls, shard: ContextShard, tokens: Tensor, documents: Documents | None) -> "OwnTokens":
-        """Own tokens of sequences.
-
-        Args:
-            shard: The place of this process.
-            tokens: Its own, [B, T].
-            documents: Packed documents of all S tokens, or None.
-
-        Raises:
-            ValueError: If its own tokens are not two equal chunks.
+        """Own tokens, [B, T], of sequences with these documents of all S tokens; ValueError if they are not two equal
+        chunks.
         """
         if tokens.shape[1] % 2:
             raise ValueError(

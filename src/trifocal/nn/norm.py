@@ -8,7 +8,7 @@ class RMSNorm(nn.Module):
     """Scale each token, or head, to a root mean square of 1, then by a learned weight.
 
     Computed in fp32 at least. Under autocast the result is cast once, here, to the type of the products that
-    follow; otherwise each of them would keep a copy of its own.
+    follow; otherwise each of them would keep its own copy.
 
     Args:
         dim: Width of the last dimension.

@@ -31,16 +31,9 @@ _SHARED_KEYS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.s
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-    """Attend causally within each document.
+    """Attend causally within each document: q [1, T, H, D], k [1, T, G, D], v [1, T, G, V] -> [1, T, H, V].
 
-    Args:
-        q: Queries, [1, T, H, D].
-        k: Keys, [1, T, G, D].
-        v: Values, [1, T, G, V].
-        documents: Documents of the T tokens. `max_length` bounds the work; without it the pack counts as one document.
-
-    Returns:
-        [1, T, H, V].
+    The documents' `max_length` bounds the work; without it the pack counts as one document.
     """
     obstacle = _varlen_obstacle(q.device.type, q.device.index, q.dtype, max(q.shape[3], v.shape[3]))
     if obstacle:

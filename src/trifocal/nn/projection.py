@@ -13,23 +13,17 @@ ALIGNMENT = 64
 def project(
     x: Tensor, linears: Sequence[nn.Linear], parts: Sequence[int] | None = None, apart: Sequence[nn.Linear] = ()
 ) -> list[Tensor]:
-    """Apply linear maps to the same input.
+    """Apply linear maps to the same input x [..., inputs].
 
     In training they are one product: it reads x once, and x has one gradient from it instead of a sum of several, each
-    of them written and read again. The outputs are then columns of one tensor. Without gradients each map is applied
-    by itself, because decoding would copy the weights for every token; and so is each if one of them computes more than
-    a product with its weight, as an adapter around it does, or a hook. Beside maps `apart`, frozen ones are too: as
+    of them written and read again. The outputs are then columns of one tensor. Without gradients each map is applied by
+    itself, because decoding would copy the weights for every token; and so is each if one of them computes more than a
+    product with its weight, as an adapter around it does, or a hook. Beside maps `apart`, frozen ones are too: as
     columns of a product with a gradient they would ask for one.
 
-    Args:
-        x: [..., inputs].
-        linears: Maps of `inputs` to any numbers of outputs.
-        parts: Into how many equal parts the outputs of each map are cut; 1 where not given.
-        apart: Maps without biases, from whose outputs x gets no gradient.
-
-    Returns:
-        The outputs' parts, map after map, [..., outputs / parts] each; then, if there are any, the outputs of the maps
-        `apart`, side by side as one.
+    Returns the outputs, each map's cut into `parts` equal ones, map after map, [..., outputs / parts]; then, if there
+    are any, the outputs of the maps `apart`, side by side as one. These have no biases, and x gets no gradient from
+    them.
     """
     parts = parts or [1] * len(linears)
     # Modules of quantised weights have no such parameter: first the look at their kind.
@@ -70,7 +64,7 @@ def is_plain(linear: nn.Module) -> bool:
 
 
 class _PartlyDetached(torch.autograd.Function):
-    """A linear map; its input gets the gradient of the first columns of the output alone, its weight that of all."""
+    """A linear map; its input gets the gradient of the first columns of the output only, its weight that of all."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, columns: int) -> Tensor:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Rotary position embedding: a score of a rotated query and a rotated key depends on their distance alone.
+"""Rotary position embedding: a score of a rotated query and a rotated key depends only on their distance.
 
 Convention: every head is rotated by itself, and dimension `i` pairs with dimension `i + D/2` ("half-split").
 Pair `i` turns by `position * theta ** (-2i / D)`, or slower where frequencies are scaled for long sequences.

@@ -19,7 +19,7 @@ class SelectedAttention(ChoosingAttention):
 
     Keys and values are those of dense attention: a dense model's weights fit as they are, and with enough blocks to
     cover the past both are equal. Compressed keys, the means of the unrotated keys, choose the blocks and are not
-    attended to; nothing is learned by choosing. Or an index chooses, which a loss of its own teaches: then this is the
+    attended to; nothing is learned by choosing. Or an index chooses, which its own loss teaches: then this is the
     attention of arXiv:2606.13392.
 
     Args:
