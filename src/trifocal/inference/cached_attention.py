@@ -45,13 +45,8 @@ class LayerTables:
 def tables_of_layers(
     config: ModelConfig, num_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> list[LayerTables]:
-    """Tables for each layer; layers alike share them. Frequencies that depend on the length are those of the longest.
-
-    Args:
-        config: The model.
-        num_tokens: Tokens of the longest sequence.
-        dtype: Type of the products.
-        device: Where.
+    """Rotary tables for each layer; layers alike share them. Frequencies that depend on the length are those of the
+    longest sequence, `num_tokens`.
     """
     exact, positions = torch.promote_types(dtype, torch.float32), torch.arange(num_tokens, device=device)
     scalings = [config.rope_scaling_of(layer) for layer in range(config.num_layers)]
@@ -149,13 +144,8 @@ def attention_rule(
     tables: LayerTables,
     prepared: Callable[[nn.Module], nn.Module] = lambda phi: phi,
 ) -> AttentionRule:
-    """The rule of a layer.
-
-    Args:
-        attention: The layer.
-        geometry: Block sizes, in tokens.
-        tables: Rotary tables of the layer.
-        prepared: Copies a learned φ in the type of the products; the layer's own unless given.
+    """The rule of a layer; `prepared` copies a learned φ in the type of the products, and is the layer's own unless
+    given.
     """
     compress = learned = None
     plain = True

@@ -32,17 +32,11 @@ _READ: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding, RMSNorm, AllHeads
 
 
 class CachedLayer:
-    """One block with prepared weights.
+    """One block with prepared weights; later changes of the block's are not seen.
 
-    Args:
-        block: The decoder's block; later changes of its weights are not seen.
-        geometry: Block sizes, in tokens, for the longest sequence; see `decode_geometry`.
-        dtype: Type of the products and of keys and values.
-        tables: Rotary tables of the layer.
-
-    Attributes:
-        norm: The norm in front of the block; None where norms stand behind.
-        next_norm: The one that reads the block's result, to be set where there is one.
+    `geometry` is for the longest sequence, see `decode_geometry`; `dtype` is that of the products and of keys and
+    values. `norm` is the norm in front of the block, None where norms stand behind; `next_norm` is the one that reads
+    the block's result, to be set where there is one.
     """
 
     next_norm: Norm | None = None

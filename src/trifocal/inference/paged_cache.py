@@ -37,12 +37,8 @@ class LayerShapes(NamedTuple):
 
 
 class CacheBytes(NamedTuple):
-    """What caches weigh, all layers together.
-
-    Attributes:
-        page: Bytes of one page.
-        row: Bytes that a sequence takes once, whatever its length.
-        page_size: Tokens of a page.
+    """What caches weigh, all layers together: bytes of a page of `page_size` tokens, and of a row, which a sequence
+    takes once, whatever its length.
     """
 
     page: int
@@ -70,15 +66,9 @@ def decode_geometry(config: ModelConfig, max_length: int) -> Geometry:
 def layer_shapes(
     config: ModelConfig, kind: Attention, page_size: int, max_length: int, spare: int = MAX_NEW_TOKENS
 ) -> LayerShapes:
-    """The tensors of a layer.
+    """The tensors of a layer, for sequences up to `max_length` tokens.
 
-    Args:
-        config: The model.
-        kind: The layer's attention.
-        page_size: From `page_size_of`.
-        max_length: Tokens of the longest sequence.
-        spare: Tokens that the rings hold beyond what is read: as many new ones overwrite nothing that their queries
-            see.
+    The rings hold `spare` tokens beyond what is read: as many new ones overwrite nothing that their queries see.
     """
     heads, dim, value_dim = config.num_kv_heads, config.head_dim, config.value_dim
     if kind in ("dense", "window"):
@@ -109,13 +99,8 @@ def layer_cache(tensors: dict[str, Tensor]) -> SparseCache | DenseCache:
 
 
 def cache_bytes(config: ModelConfig, dtype: torch.dtype, max_length: int, page_size: int = 0) -> CacheBytes:
-    """What a page and a row weigh; the caches of `PagedCache` have exactly these sizes.
-
-    Args:
-        config: The model.
-        dtype: Type of keys and values.
-        max_length: Tokens of the longest sequence.
-        page_size: Tokens of a page; 0: as `page_size_of` gives.
+    """What a page and a row weigh, for sequences up to `max_length` tokens; the caches of `PagedCache` are exactly this
+    many bytes. A `page_size` of 0 is that of `page_size_of`.
     """
     page_size = page_size or page_size_of(config)
     shapes = [layer_shapes(config, kind, page_size, max_length) for kind in config.attention_of_layers]
@@ -137,17 +122,11 @@ class CachePlan(NamedTuple):
 def plan_cache(
     config: ModelConfig, dtype: torch.dtype, max_length: int, *, free_bytes: int, sequences: int
 ) -> CachePlan | None:
-    """The caches for `sequences` sequences, or for as many as fit; None if not even one fits.
+    """The caches for `sequences` at a time, or for as many as fit into the free bytes; None if not even one of
+    `max_length` tokens fits.
 
     Sequences seldom all reach the longest length at once: they share what pages there are, and the engine lets the
     youngest leave for a while when the pages run out. So as many are planned as get a page each.
-
-    Args:
-        config: The model.
-        dtype: Type of keys and values.
-        max_length: Tokens of the longest sequence; one of them must fit.
-        free_bytes: For the caches.
-        sequences: Sequences that are wanted at a time.
     """
     weight = cache_bytes(config, dtype, max_length)
     longest = -(-max_length // weight.page_size)
@@ -162,13 +141,8 @@ def plan_cache(
 def memory_for_caches(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, free_bytes: int | None = None
 ) -> int:
-    """Bytes for caches on a device beside the model's weights; 0 or less if there are none.
-
-    Args:
-        config: The model, not loaded yet.
-        dtype: Type of the products.
-        device: Where.
-        free_bytes: Free memory of the device; asked for unless given.
+    """Bytes for caches on a device beside the weights of a model that is not loaded yet; 0 or less if there are none.
+    The device is asked for its free memory unless it is given.
     """
     if free_bytes is None:
         free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory_bytes() or 2**40
@@ -193,19 +167,10 @@ class HostCopy:
 
 
 class PagedCache:
-    """The caches of all layers.
+    """The caches of all layers: `layers`, as `trifocal.ops` takes them.
 
-    Args:
-        config: The model.
-        num_pages: Pages.
-        num_rows: Rows of the rings: sequences at a time.
-        page_size: Tokens of a page.
-        max_length: Tokens of the longest sequence.
-        dtype: Type of keys and values.
-        device: Where they are.
-
-    Attributes:
-        layers: The caches of each layer, as `trifocal.ops` takes them.
+    There are `num_pages` pages of `page_size` tokens, and `num_rows` rows of the rings, one for each sequence at a
+    time, which has `max_length` tokens at most.
     """
 
     def __init__(

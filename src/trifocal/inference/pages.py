@@ -22,15 +22,7 @@ class OutOfPages(Exception):
 
 
 class PageAllocator:
-    """Free pages, and how many sequences own each of the others.
-
-    Args:
-        num_pages: Pages in all.
-        page_size: Tokens of a page.
-
-    Raises:
-        ValueError: If a number is under 1.
-    """
+    """Free pages of `page_size` tokens, and how many sequences own each of the others."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         for name, value in (("num_pages", num_pages), ("page_size", page_size)):
@@ -51,11 +43,7 @@ class PageAllocator:
         return -(-num_tokens // self.page_size)
 
     def take(self, count: int) -> list[int]:
-        """Own `count` free pages.
-
-        Raises:
-            OutOfPages: If there are fewer.
-        """
+        """Own `count` free pages; OutOfPages if there are fewer."""
         if count > len(self._free):
             raise OutOfPages(count, len(self._free))
         taken = [self._free.pop() for _ in range(count)]
@@ -83,15 +71,7 @@ class PageAllocator:
 
 
 class PageTable:
-    """The pages of one sequence, first to last.
-
-    Args:
-        allocator: Where pages come from.
-
-    Attributes:
-        pages: Page numbers; token `t` lies in `pages[t // page_size]`.
-        length: Tokens that have a place.
-    """
+    """The pages of one sequence, first to last: token `t` of its `length` lies in `pages[t // page_size]`."""
 
     def __init__(self, allocator: PageAllocator) -> None:
         self._allocator = allocator
@@ -107,13 +87,10 @@ class PageTable:
         return self._allocator.pages_of(self.length + num_new) - len(self.pages) + (shared is not None)
 
     def grow(self, num_new: int) -> list[tuple[int, int]]:
-        """Make room for new tokens.
+        """Make room for new tokens; OutOfPages if too few pages are free, and then the table is as before.
 
-        Returns:
-            Pages to copy before the new tokens are written, as (from, to): the last page, if it has other owners.
-
-        Raises:
-            OutOfPages: If too few are free; the table is as before.
+        Returns the pages to copy before the new tokens are written, as (from, to): the last page, if it has other
+        owners.
         """
         shared, copies = self.shared_page(num_new), []
         count = self._taken(num_new, shared)

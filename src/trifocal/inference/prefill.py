@@ -24,13 +24,7 @@ Compress = Callable[[Tensor], Tensor]
 
 
 class Chunk:
-    """A chunk of tokens of one sequence.
-
-    Args:
-        place: Where the sequence lies.
-        first: Position of the chunk's first token.
-        length: Tokens of the chunk, padding included.
-    """
+    """A chunk of one sequence: `length` tokens, padding included, from position `first`."""
 
     def __init__(self, place: Place, first: int, length: int) -> None:
         self._place, self.first, self.stop = place, first, first + length
@@ -89,14 +83,10 @@ class Seen(NamedTuple):
 def append_dense_chunk(
     q: Tensor, k: Tensor, v: Tensor, pages: tuple[Tensor, Tensor], chunk: Chunk, rotary: Rotary, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Append a chunk to keys and values of a dense layer; rotated queries, and keys and values of all tokens so far.
+    """Append a chunk to the pages of keys and values of a dense layer; rotated queries, and keys and values of all
+    tokens so far.
 
-    Args:
-        q, k, v: Those of the chunk, [1, T, heads, *], not rotated yet.
-        pages: Where keys and values are kept.
-        chunk: Where the tokens lie.
-        rotary: Tables of all positions.
-        backend: As in `trifocal.ops.append_chunk`.
+    q, k and v are the chunk's, [1, T, heads, *], not rotated yet.
     """
     rows = {
         "q": NewRows(q, chunk.first, rotary),
@@ -120,24 +110,13 @@ def append_sparse_chunk(
     index: tuple[Index, Index] | None,
     backend: str,
 ) -> tuple[Tensor, Seen, tuple[Tensor, Tensor] | None]:
-    """Append a chunk to a sparse layer's caches.
+    """Append a chunk to a sparse layer's caches; rotated queries, what they see, and rotated queries of an index with
+    its keys of all tokens so far, or None.
 
-    Args:
-        q: Queries, [1, T, H, D], not rotated yet.
-        cache: The layer's caches.
-        chunk: Where the tokens lie.
-        raw: Keys and values of the compressed branch, [1, T, G, D] and [1, T, G, V]; None where the cache has none. No
-            key is rotated yet.
-        selected: Keys and values of the selected branch.
-        window: Keys and values of the window; None where it reads the selected branch's.
-        geometry: Block sizes, in tokens.
-        compress: φ of keys and of values, [1, S, G, *] -> [1, C, G, *].
-        rotary: Tables of all positions.
-        index: Queries [1, T, G, Di] and keys [1, T, Di] of the index, each with its tables; None without one.
-        backend: As in `trifocal.ops.append_chunk`.
-
-    Returns:
-        Rotated queries; what they see; and rotated queries of an index with its keys of all tokens so far, or None.
+    q is [1, T, H, D]; raw, selected and window are keys and values of the branches, [1, T, G, D] and [1, T, G, V], raw
+    None where the cache has none, window None where it reads the selected branch's. The index has queries [1, T, G, Di]
+    and keys [1, T, Di], each with its tables. Nothing is rotated yet. `compress` is φ of keys and of values,
+    [1, S, G, *] -> [1, C, G, *].
     """
     stride = geometry.compression_stride
     before, after = geometry.num_compressed_blocks(chunk.first), geometry.num_compressed_blocks(chunk.stop)

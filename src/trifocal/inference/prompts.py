@@ -21,10 +21,8 @@ DEFAULT_TEMPERATURE = 0.8
 def encode_prompts(
     prompts: Sequence[tuple[str, str]], tokenizer: Tokenizer, config: ModelConfig, *, chat: bool = False
 ) -> list[list[int]]:
-    """The tokens of prompts, each a name for messages and a text; with `chat` the text is a user's message.
-
-    Raises:
-        UserError: If one makes no token, or one that the model does not know, or the tokenizer has no chat template.
+    """The tokens of prompts, each a name for messages and a text; with `chat` the text is a user's message. Raises
+    UserError if one makes no token, or one that the model does not know, or the tokenizer has no chat template.
     """
     encoded = []
     for name, text in prompts:
@@ -52,21 +50,11 @@ def cache_for_prompts(
     max_sequences: int = 0,
     prefill_chunk_size: int = 0,
 ) -> CachedModel:
-    """A model with caches for prompts.
+    """A model with caches for prompts, each a name and tokens; UserError if the memory does not suffice, with the
+    longest sequence that would fit.
 
-    Args:
-        model: Makes the model, once it is known that the caches fit.
-        config: Its configuration.
-        prompts: Name and tokens of each.
-        max_new_tokens: Tokens to add to each at most.
-        dtype: Type of the arithmetic and the caches.
-        device: Where.
-        samples: Continuations of each prompt.
-        max_sequences: Sequences at a time; 0: as memory allows, up to 256, on a CPU up to 16.
-        prefill_chunk_size: Argument of `CachedModel`. If it is given, several prompts share their beginnings.
-
-    Raises:
-        UserError: If the memory does not suffice; names the longest sequence that would fit.
+    `model` makes the model, once it is known that the caches fit. `max_sequences` are those at a time; 0: as memory
+    allows, up to 256, on a CPU up to 16. Given a `prefill_chunk_size`, several prompts share their beginnings.
     """
     name, prompt = max(prompts, key=lambda prompt: len(prompt[1]))
     # The last token is never read.

@@ -9,11 +9,8 @@ class RecordedWork:
     """Work by key as CUDA graphs, which share one pool of memory.
 
     Work of one key starts the same kernels with the same tensors each time. The first time it runs unrecorded, which
-    compiles its kernels, the second time it is recorded. On a CPU it always runs unrecorded.
-
-    Args:
-        device: Where the work runs.
-        most: Keys that are recorded; work of further ones runs unrecorded.
+    compiles its kernels, the second time it is recorded. On a CPU it always runs unrecorded, and so does work of
+    further keys than `most`.
     """
 
     def __init__(self, device: torch.device, most: int | None = None) -> None:

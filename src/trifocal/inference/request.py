@@ -18,16 +18,9 @@ MAX_LIKELIEST = 20
 
 
 def token_tensor(name: str, tokens: Any, pattern: str, vocab_size: int = 0) -> Tensor:
-    """Tokens as int64, on their device.
-
-    Args:
-        name: Name of the tokens, for messages.
-        tokens: A tensor or a sequence.
-        pattern: `"[T]"` or `"[B, T]"`.
-        vocab_size: Tokens must be under it; 0: not checked. Tokens on a GPU are not looked at.
-
-    Raises:
-        ValueError: If they are not whole numbers, none, of another shape, or outside of the vocabulary.
+    """Tokens as int64, on their device; ValueError if they are not whole numbers, none, of another shape than the
+    pattern, `"[T]"` or `"[B, T]"`, or outside of the vocabulary. A vocabulary of 0 is not checked, and tokens on a GPU
+    are not looked at.
     """
     if isinstance(tokens, Tensor):
         found = tokens

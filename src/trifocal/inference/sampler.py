@@ -168,15 +168,9 @@ def draw_step(
     The kernel draws the same tokens as `draw` unless a probability, in whole numbers, rounds otherwise, one in about a
     million; it draws them for every sequence, so that a sequence with filters does not change another's bits.
 
-    Args:
-        logits: [B, vocab_size].
-        settings: Settings of the B sequences; `seen` gets the drawn tokens.
-        lengths: [B], int32; tokens of each sequence, which grow by `num_new` first; the drawn one stands behind them.
-        num_new: [B], int32; None if the lengths stay.
-        tokens: [B], int64; gets the drawn tokens, 0 for `NO_TOKEN`.
-        drawn: [B, 2], fp64; gets tokens and log-probabilities.
-        filtered: See `draw`.
-        backend: `"auto"`, `"reference"` or `"triton"`.
+    logits are [B, vocab_size]. lengths [B], int32, grow by `num_new` [B], int32, first, or stay if it is None; the
+    drawn token stands behind them. tokens [B], int64, get the drawn tokens, 0 for `NO_TOKEN`; drawn [B, 2], fp64, gets
+    tokens and log-probabilities.
     """
     if dispatch.resolve("draw", backend, logits, None, None) == "triton":
         # Importing it imports Triton.
@@ -199,17 +193,12 @@ def draw_step(
 
 
 def draw(logits: Tensor, settings: SamplingTensors, position: Tensor, *, filtered: bool) -> tuple[Tensor, Tensor]:
-    """Draw one token a sequence.
+    """Draw one token a sequence from logits [B, vocab_size], fp32 or fp64; `seen` of the settings gets it.
 
-    Args:
-        logits: [B, vocab_size], fp32 or fp64.
-        settings: Settings of the B sequences; `seen` gets the drawn tokens.
-        position: Where the drawn token will stand, [B].
-        filtered: Whether a sequence has `Sampling.filters`; one that has none draws the same either way.
-
-    Returns:
-        Tokens, [B], int64, `NO_TOKEN` where logits are not finite; and their log-probabilities by the model itself,
-        without temperature, penalty and filters, [B], in the type of the logits, natural log.
+    `position` [B] is where the drawn token will stand; `filtered` says whether a sequence has `Sampling.filters`, and
+    one that has none draws the same either way. Returns tokens, [B], int64, `NO_TOKEN` where logits are not finite; and
+    their log-probabilities by the model itself, without temperature, penalty and filters, [B], in the type of the
+    logits, natural log.
     """
     if logits.device.type == "cpu" and len(logits) > 1:
         # PyTorch's functions round differently on a CPU where a vector ends.

@@ -73,17 +73,9 @@ class RequestState:
 class Scheduler:
     """Keeps sequences in order of age, and counts pages and rows for them.
 
-    First come, first served: a sequence is admitted after all that came before it.
-
-    Args:
-        model: Whose pages and rows are shared out.
-        prefixes: Pasts of prompts, which give way to sequences.
-
-    Attributes:
-        waiting: Not yet in the caches.
-        swapped: On the host, oldest first.
-        prefilling: Sequences whose prompts are prefilled, oldest first.
-        running: Sequences that draw tokens, oldest first.
+    First come, first served: a sequence is admitted after all that came before it. Prefixes, the kept pasts of prompts,
+    give way to sequences. A sequence is `waiting` (not yet in the caches), `swapped` (on the host), `prefilling` (its
+    prompt is computed) or `running` (it draws tokens); all but the first oldest first.
     """
 
     def __init__(self, model: CachedModel, prefixes: PrefixCache) -> None:
