@@ -151,13 +151,9 @@ def gradient_difference(case: Case, processes: DistributedContext, one: list[lis
 
 
 def main(device: str, cases: Sequence[dict[str, Any]], path: str, prepare: str) -> None:
-    """Measure cases, and let rank 0 write `[[figure, name], …]`.
+    """Measure cases, given by their fields, on "cpu" or "cuda", and let rank 0 write `[[figure, name], …]` to the path.
 
-    Args:
-        device: "cpu" or "cuda".
-        cases: The fields of each `Case`.
-        path: Where to write.
-        prepare: `module:function` to call with the rank first: a test's way to put a fault in; empty: none.
+    `prepare` is a `module:function` to call with the rank first: a test's way to put a fault in; empty: none.
     """
     torch.set_num_threads(1)
     with processes_started(torch.device(device), timeout_seconds=TIMEOUT_SECONDS) as processes:

@@ -74,12 +74,9 @@ assert function(torch.ones(8, device=device)).item() == 24
 
 
 def check_compile(code: str = _COMPILED, *, needed: bool = False, seconds: float = COMPILE_SECONDS) -> Finding:
-    """Whether torch.compile works, in its own process with empty caches.
+    """Whether torch.compile works: runs code in its own process with empty caches, and waits for it up to `seconds`.
 
-    Args:
-        code: What the process runs.
-        needed: Whether a configuration that was asked for compiles.
-        seconds: The longest wait.
+    `needed` says whether a configuration that was asked for compiles.
     """
     name, failure, begin = "torch.compile", _status(needed), time.monotonic()
     if not compilers():

@@ -141,11 +141,9 @@ def evaluate_model(subject: Subject, plan: Plan, say: ReportProgress) -> Iterato
 
 
 class TimeLeft:
-    """The time left, by the tokens so far; longer sequences, which take longer a token, come last.
+    """The time left of all tokens, by those so far; longer sequences, which take longer a token, come last.
 
-    Args:
-        tokens: Tokens in all.
-        clock: Seconds since any moment; for tests.
+    The clock gives seconds since any moment; for tests.
     """
 
     def __init__(self, tokens: int, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -26,13 +26,10 @@ _SPLIT = 2
 
 
 class Haystacks:
-    """Prompts of any length and depth: of the task `needle`, or of the text that the model was trained on.
+    """Prompts of any length and depth, for a subject whose data are the task `needle`, or text.
 
     In text the needle is the sentence "The pass key of NAME is NUMBER." in validation documents laid end to end. The
     question is its beginning, the answer its end: a model of text can answer by copying, without instructions.
-
-    Args:
-        subject: The model. Its data are text, or the task `needle`.
     """
 
     def __init__(self, subject: Subject) -> None:
@@ -43,18 +40,12 @@ class Haystacks:
         self.needles = task_size(self._data.parsed, 0) if self.is_task else 1
 
     def prompts(self, length: int, depths: Sequence[float], samples: int) -> Iterator[tuple[float, list[Prompt]]]:
-        """For each depth, the prompts of all samples; a sample has the same haystack at every depth.
+        """For each depth, the prompts of all samples, of `length` tokens at most; a sample has the same haystack at
+        every depth.
 
-        The needles of a depth stand in up to 128 places one behind the other, or an eighth of a short haystack.
-
-        Args:
-            length: Tokens, at most.
-            depths: Where the needles stand, from 0, the beginning, to 1, the end.
-            samples: Prompts of a depth.
-
-        Raises:
-            TooShort: If the needles and their questions are longer.
-            UserError: If there is no validation text.
+        Depths are from 0, the beginning, to 1, the end. The needles of a depth stand in up to 128 places one behind the
+        other, or an eighth of a short haystack. Raises TooShort if the needles and their questions are longer, and
+        UserError if there is no validation text.
         """
         if self.is_task:
             if length < 12 * self.needles:
@@ -120,13 +111,8 @@ class Haystacks:
 def measure_needles(subject: Subject, length: int, depths: Sequence[float], samples: int) -> Iterator[dict[str, Any]]:
     """The share of needles that are found, a row of the task `needle` for each depth, as it is measured.
 
-    An answer counts if each of its tokens is the likeliest, given those before it: greedy generation then gives it.
-
-    Args:
-        subject: The model. Its data are text, or the task `needle`.
-        length: Tokens of a haystack with the question.
-        depths: From 0, the beginning, to 1, the end.
-        samples: Haystacks of a depth.
+    An answer counts if each of its tokens is the likeliest, given those before it: greedy generation then gives it. A
+    haystack has `length` tokens with the question; the rest as in `Haystacks.prompts`.
     """
     at_once, haystacks = subject.rows_at_once(length), Haystacks(subject)
     for depth, prompts in haystacks.prompts(length, depths, samples):

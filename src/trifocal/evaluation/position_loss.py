@@ -32,8 +32,7 @@ def position_edges(length: int) -> list[int]:
 class PositionLosses:
     """Adds up losses by the position of their token in its document: called as a `DecoderLM` with targets.
 
-    Attributes:
-        nats, counts: Sums over the targets of each bucket, [buckets], fp64 and int64, on the model's device.
+    `nats` and `counts` are sums over the targets of each bucket, [buckets], fp64 and int64, on the model's device.
     """
 
     def __init__(self, model: DecoderLM, edges: Sequence[int], device: torch.device) -> None:
@@ -68,16 +67,10 @@ class PositionLosses:
 
 @torch.no_grad()
 def measure_loss(subject: Subject, batches: Sequence[Batch], on_batch: Callable[[int], None]) -> list[dict[str, Any]]:
-    """The loss of a model on batches, in all and by position.
+    """The loss of a model on batches, in all and by position; `on_batch` gets the number of batches that are done.
 
-    Args:
-        subject: The model.
-        batches: From `read_validation`.
-        on_batch: Called after each, with the number of those that are done.
-
-    Returns:
-        A row of the task `loss`, then one of `position` for each bucket that has targets: positions from `first` up to,
-        not including, `end`, counted from the beginning of the document, or of the sequence that continues it.
+    A row of the task `loss`, then one of `position` for each bucket that has targets: positions from `first` up to, not
+    including, `end`, counted from the beginning of the document, or of the sequence that continues it.
     """
     length = batches[0].tokens.shape[1]
     edges = position_edges(length)

@@ -15,20 +15,11 @@ _FIRST_DISTANCE = 64
 
 
 def measure_recall(subject: Subject, length: int, pairs: int, samples: int) -> Iterator[dict[str, Any]]:
-    """The share of queries that are answered with their value.
+    """The share of queries that are answered with their value, for a subject whose data are the task `recall`.
 
-    Args:
-        subject: The model. Its data are the task `recall`.
-        length: Tokens of a row.
-        pairs: Pairs of a row, and queries.
-        samples: Rows.
-
-    Yields:
-        A row of the task `recall`, then one of `recall_distance` for each distance between a query and its pair: from
-        `first` tokens up to, not including, `end`.
-
-    Raises:
-        UserError: If a row cannot hold this number of pairs, or there are too few keys.
+    A sample is a row of `length` tokens with `pairs` pairs and queries. Yields a row of the task `recall`, then one of
+    `recall_distance` for each distance between a query and its pair: from `first` tokens up to, not including, `end`.
+    Raises UserError if a row cannot hold the pairs, or there are too few keys.
     """
     assert subject.data is not None
     vocab_size = subject.model.config.vocab_size

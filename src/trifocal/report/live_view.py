@@ -44,13 +44,7 @@ class SilenceClock:
         self._seen: dict[int, tuple[float, float, bool]] = {}
 
     def of(self, rank: int, row: Row, now: float) -> float:
-        """Seconds since a rank's last row.
-
-        Args:
-            rank: The rank.
-            row: Its last row.
-            now: Seconds since the epoch, by this machine's clock.
-        """
+        """Seconds since a rank's last row, at the time `now` since the epoch by this machine's clock."""
         written = row["unix_time_seconds"]
         last, since, moved = self._seen.get(rank, (written, now, False))
         if written != last:
@@ -60,12 +54,8 @@ class SilenceClock:
 
 
 def verdicts(run: Run, now: float | None = None, *, silences: SilenceClock | None = None) -> dict[int, Verdict]:
-    """The verdict on every rank that has written a heartbeat.
-
-    Args:
-        run: The run.
-        now: Seconds since the epoch; now by default.
-        silences: State of earlier calls for the same run.
+    """The verdict on every rank that has written a heartbeat; `silences` is the state of earlier calls for the same
+    run.
     """
     now = time.time() if now is None else now
     silences = silences or SilenceClock()
@@ -76,7 +66,7 @@ def verdicts(run: Run, now: float | None = None, *, silences: SilenceClock | Non
 
 
 def remaining_seconds(run: Run) -> float | None:
-    """Time left at the rate of the last training rows since the run began or went on; None if unknown."""
+    """Time left at the rate of the last training rows since the run began or was resumed; None if unknown."""
     begins = [index for index, row in enumerate(run.rows) if row.get("name") == "resumed"]
     rows = [row for row in run.rows[begins[-1] if begins else 0 :] if row["kind"] == "train"][-_ETA_ROWS:]
     if run.total_steps is None or len(rows) < 2:
@@ -91,13 +81,7 @@ def remaining_seconds(run: Run) -> float | None:
 def curve(values: list[float], width: int, height: int) -> list[str]:
     """A curve in Braille characters of two by four dots: means of equal stretches, joined by vertical strokes.
 
-    Args:
-        values: The curve.
-        width: Most characters in a line.
-        height: Lines.
-
-    Returns:
-        The lines from top to bottom; none for an empty curve.
+    Lines from top to bottom, `height` of them, of at most `width` characters; none for an empty curve.
     """
     if not values:
         return []
@@ -121,15 +105,9 @@ def render(
     width: int = 80,
     silences: SilenceClock | None = None,
 ) -> RenderableType:
-    """Draw a run: the processes first, as a low terminal cuts off the end.
+    """Draw a run, from `read_run(directory, live=True)`: the processes first, as a low terminal cuts off the end.
 
-    Args:
-        run: From `read_run(directory, live=True)`.
-        width: Columns of the terminal.
-        silences: State of earlier calls for the same run.
-
-    Returns:
-        A renderable of rich.
+    `silences` is the state of earlier calls for the same run.
     """
     found = verdicts(run, silences=silences)
     parts: list[RenderableType] = [_progress(run, found), _ranks(run, found), _figures(run, width)]

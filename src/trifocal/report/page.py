@@ -35,18 +35,7 @@ _MARKS = {"good": "good", "watch": "worth a look", "bad": "needs action", "unkno
 
 
 def build_page(runs: list[Run], plotly: str) -> str:
-    """Build the page.
-
-    Args:
-        runs: The runs.
-        plotly: The source of plotly.js.
-
-    Returns:
-        HTML that needs no network.
-
-    Raises:
-        UserError: If a picture is damaged.
-    """
+    """Build the page, HTML that needs no network, with the source of plotly.js; UserError if a picture is damaged."""
     training, evaluation = training_charts(runs), evaluation_charts(runs)
     attention = [attention_charts(run) for run in runs]
     for index, group in enumerate(attention):

@@ -27,11 +27,7 @@ MAPS = {
 
 
 def pictures_of(run: Run) -> list[AttentionPicture]:
-    """The pictures of the run's last sequence, at a few steps.
-
-    Raises:
-        UserError: If one of the files is damaged.
-    """
+    """The pictures of the run's last sequence, at a few steps; UserError if one of the files is damaged."""
     paths = run.pictures
     if not paths:
         return []
@@ -42,11 +38,7 @@ def pictures_of(run: Run) -> list[AttentionPicture]:
 
 
 def picture_card(pictures: list[AttentionPicture]) -> str:
-    """The picture with its controls, as HTML for picture.js.
-
-    Args:
-        pictures: Pictures of one run, at least one.
-    """
+    """The picture with its controls, as HTML for picture.js, of at least one picture of a run."""
     last = pictures[-1]
     num_layers, _, num_groups, num_blocks = last.importance.shape
     layers = _select("layer", last.layers, num_layers - 1)

@@ -270,13 +270,8 @@ def _rounded(value: Any) -> Any:
 
 
 def alarms_of(row: Row) -> Iterator[tuple[tuple[str, int, str], str]]:
-    """The alarms of one layer's figures.
-
-    Args:
-        row: From `AttentionTelemetry.measure`.
-
-    Yields:
-        Name, layer and branch (empty where there is none), and a sentence.
+    """The alarms of one layer's figures, a row of `AttentionTelemetry.measure`: name, layer and branch (empty where
+    there is none), and a sentence.
     """
     layer = row["layer"]
     for branch in BRANCHES:
@@ -305,10 +300,8 @@ def above_chance(row: Row) -> float:
 
 
 class RecallPast:
-    """A layer's recall above chance so far, in means of a few looks, as each is noisy.
-
-    Attributes:
-        has_fallen: Whether the last mean is far below the best one.
+    """A layer's recall above chance so far, in means of a few looks, as each is noisy; it `has_fallen` if the last mean
+    is far below the best one.
     """
 
     def __init__(self) -> None:

@@ -85,15 +85,11 @@ class LayerAttention:
 
 
 def choosing_shares(layer: LayerAttention, queries: Tensor) -> Tensor:
-    """Share of each selection block in the scores by which blocks are chosen.
+    """Share of each selection block in the scores by which blocks are chosen, at the queries with these indices [Q]:
+    [L, Q, G, J].
 
-    Args:
-        layer: Tensors of the layers.
-        queries: Indices of the queries, [Q].
-
-    Returns:
-        [L, Q, G, J], blocks counted from the start of the query's document; 0 where no compressed block is visible. An
-        index gives the softmax over its blocks' scores.
+    Blocks count from the start of the query's document; 0 where no compressed block is visible. An index gives the
+    softmax over its blocks' scores.
     """
     sample = layer.sample(queries)
     position, geometry = layer.positions[queries][:, None, None], layer.geometry

@@ -44,28 +44,12 @@ def attention_inputs(
     seed: int = 0,
     on_device: bool = False,
 ) -> Inputs:
-    """Draw unit-normal queries, keys and values of every branch, and gates in (0, 1).
+    """Draw unit-normal queries, keys and values of every branch, and gates in (0, 1), [B, ·, ·, ·] each.
 
-    Args:
-        geometry: Block sizes, in tokens.
-        num_queries: T.
-        device: Where the inputs lie.
-        dtype: Dtype of the inputs.
-        batch: B.
-        num_heads: H.
-        num_kv_heads: G.
-        head_dim: D.
-        value_dim: V.
-        num_keys: S; 0: as many as queries.
-        num_window_keys: Keys of the window branch; 0: S.
-        num_compressed: C; by the geometry unless given.
-        document_lengths: Lengths of packed documents; one document a row unless given.
-        seed: Seed of the generator.
-        on_device: Draw on the device in `dtype`, which is fast and needs no second copy, but gives other numbers on
-            each device. By default the numbers are drawn in float64 on the CPU and rounded: the same everywhere.
-
-    Returns:
-        The inputs, [B, ·, ·, ·] each.
+    Without `num_keys` there are as many keys as queries, and as many in the window; C follows from the geometry unless
+    given. `document_lengths` are those of packed documents; one document a row unless given. Drawn `on_device` in
+    `dtype`, inputs are made fast and without a second copy, but each device gives other numbers. By default they are
+    drawn in float64 on the CPU and rounded: the same everywhere.
     """
     generator = torch.Generator(device if on_device else "cpu").manual_seed(seed)
     drawn = dtype if on_device else torch.float64

@@ -20,8 +20,7 @@ GRACE_SECONDS = 5.0
 class ProcessesFailed(RuntimeError):
     """A process failed, or they did not end in time; the message has the end of each error output.
 
-    Attributes:
-        statuses: Exit status of each process, negative for a signal; empty if they did not end in time.
+    `statuses` are the exit statuses, negative for a signal; empty if they did not end in time.
     """
 
     def __init__(self, message: str, statuses: Sequence[int] = ()) -> None:
@@ -37,17 +36,10 @@ def run_processes(
     limit_seconds: float,
     until: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Run Python with these arguments in several processes that find each other; none outlives the call.
+    """Run Python with these arguments in `size` processes that find each other; none outlives the call.
 
-    Args:
-        arguments: For the interpreter.
-        size: Number of processes.
-        folder: For their error output.
-        limit_seconds: They are killed after this long.
-        until: They are killed, and nothing has failed, when this is so.
-
-    Raises:
-        ProcessesFailed: If a process fails, or they do not end in time.
+    Their error output goes into the folder. They are killed after the limit, and also when `until` becomes true, which
+    is no failure. Raises ProcessesFailed if one fails, or they do not end in time.
     """
     _store, places = places_here(size)
     # Where this process finds the package, the others must find it too. Messages quote errors, which Python 3.13 writes

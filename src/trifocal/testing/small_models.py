@@ -77,7 +77,7 @@ def make_model(config: ModelConfig, device: torch.device, dtype: torch.dtype = t
 
 @torch.no_grad()
 def draw_keys_apart(model: nn.Module, seed: int = 1) -> None:
-    """Give each branch keys of its own, as training does; with equal ones a test would not notice a branch mistaken."""
+    """Give each branch its own keys, as training does; with equal ones a test would not notice a branch mistaken."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if name.endswith(".k_proj.weight"):

@@ -30,9 +30,7 @@ CPU = torch.device("cpu")
 
 def error(actual: Tensor, exact: Tensor) -> float:
     """Largest difference, relative to the largest exact value or 1; NaN in `actual` is an infinite error.
-
-    Raises:
-        AssertionError: If the shapes differ.
+    AssertionError if the shapes differ.
     """
     if actual.shape != exact.shape:
         raise AssertionError(f"shape {tuple(actual.shape)}, expected {tuple(exact.shape)}")
@@ -47,12 +45,9 @@ def error(actual: Tensor, exact: Tensor) -> float:
 
 
 def output_and_gradients(o: Tensor, inputs: Inputs, rounded_to: torch.dtype | None = None) -> dict[str, Tensor]:
-    """An output, and all its inputs' gradients for the same random gradient of the output, by name.
+    """An output, and the gradients of its leaves, the inputs, for the same random gradient of the output, by name.
 
-    Args:
-        o: The output.
-        inputs: Its leaves.
-        rounded_to: Round the output's gradient to this dtype first, where `o` is the exact side of a comparison.
+    That gradient is rounded to `rounded_to` first, where `o` is the exact side of a comparison.
     """
     d_o = torch.randn(o.shape, generator=torch.Generator().manual_seed(0))
     d_o = d_o.to(rounded_to or o.dtype).to(o.device, o.dtype)
@@ -95,10 +90,8 @@ def allowed(dtype: torch.dtype, device: torch.device = CPU) -> float:
 
 
 def assert_close(name: str, actual: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
-    """Compare with `exact`; `actual` was computed in `dtype`.
-
-    Raises:
-        AssertionError: If it is too far off; names it, the error and the bound.
+    """Compare `actual`, computed in `dtype`, with `exact`; AssertionError with the name, the error and the bound if it
+    is too far off.
     """
     found, bound = error(actual, exact), allowed(dtype)
     if not found <= bound:
