@@ -40,17 +40,12 @@ class SourceName(NamedTuple):
 
 
 def parse_source(source: str) -> SourceName:
-    """Split a source string into its parts.
+    """Split a source string into its parts; UserError if the kind is unknown (names the nearest), lacks its path, or
+    takes none; if it is a URL.
 
-    Args:
-        source: A string like `builtin`, `text:book.txt`, `parquet:folder#text`, `hf:owner/name:config#messages`.
-
-    Returns:
-        Kind, path (empty where none is given; the number of `recall` and `needle`; name and configuration of `hf`) and
-        field (`text` where none is given).
-
-    Raises:
-        UserError: If the kind is unknown (names the nearest), lacks its path, or takes none; if it is a URL.
+    Strings are like `builtin`, `text:book.txt`, `parquet:folder#text`, `hf:owner/name:config#messages`. The path is
+    empty where none is given; it is the number of `recall` and `needle`, name and configuration of `hf`. The field is
+    `text` where none is given.
     """
     kind, _, rest = source.partition(":")
     check_path_text(source, "data.source")
@@ -81,10 +76,8 @@ def parse_source(source: str) -> SourceName:
 
 
 def dataset_name(path: str) -> tuple[Path, str]:
-    """Name and configuration of an `hf` source; the name is a folder's path or the hub's `OWNER/NAME`.
-
-    Args:
-        path: `NAME` or `NAME:CONFIG`. A folder with a colon in its name is found, too.
+    """Name and configuration of an `hf` source, `NAME` or `NAME:CONFIG`; the name is a folder's path, which may have a
+    colon, or the hub's `OWNER/NAME`.
     """
     whole = user_path(path, "data.source")
     name, _, config = path.rpartition(":")

@@ -432,18 +432,11 @@ def read_validation(
 
 
 def make_source(config: DataConfig, activity: Activity, split: str) -> tuple[Source, DataConfig]:
-    """Open the source of documents that a config names, except the synthetic ones, which have no text.
+    """Open the source of documents that a config names, except the synthetic ones, which have no text; and the config
+    with the hub's branch replaced by its present commit.
 
-    Args:
-        config: Names the source.
-        activity: The loader's, for messages and the signal to stop.
-        split: `train` or `validation`; most sources hold both, and a document tells which it is of.
-
-    Returns:
-        The source, and the config with the hub's branch replaced by its present commit.
-
-    Raises:
-        UserError: If the source is unknown, its data are missing or empty, or the hub does not answer.
+    The split is `train` or `validation`; most sources hold both, and a document tells which it is of. Raises UserError
+    if the source is unknown, its data are missing or empty, or the hub does not answer.
     """
     kind, path, field = config.parsed
     bad = BadDocuments(config.on_bad_document)

@@ -82,11 +82,7 @@ class PackedStream:
         return self._position.to_json() | {"offset": self._offset}
 
     def next_row(self) -> Row:
-        """The next row.
-
-        Raises:
-            UserError: If the split is empty or a document cannot be read.
-        """
+        """The next row; UserError if the split is empty or a document cannot be read."""
         tokens = np.empty(self._length, dtype=np.int32)
         targets = np.empty_like(tokens)
         starts: list[int] = []
@@ -127,19 +123,15 @@ class PackedStream:
 
 
 class ShuffledStream:
-    """Shuffles each block of consecutive rows of a stream.
+    """Shuffles each block of `block_rows` consecutive rows, `K`, of a stream of which it is the only reader; 1 keeps
+    the order.
 
-    A document longer than a row fills consecutive rows, and batches of these would be alike for many steps. So the
-    rows of block `b`, `[b * K, (b + 1) * K)` of the stream, come in an order that depends on the seed and `b`. A
-    position is the stream's position at the start of the block, and the number of rows used of the block. Rows are
-    counted across epochs: a block may hold rows of two epochs, or of many if the source is small.
+    A document longer than a row fills consecutive rows, and batches of these would be alike for many steps. So the rows
+    of block `b`, `[b * K, (b + 1) * K)` of the stream, come in an order that depends on the seed and `b`. A position is
+    the stream's position at the start of the block, and the number of rows used of the block. Rows are counted across
+    epochs: a block may hold rows of two epochs, or of many if the source is small.
 
     For each row handed out, a row of the next block is read: the work is even, and `K` rows are kept.
-
-    Args:
-        rows: The stream; this object is its only reader.
-        block_rows: `K`; 1 keeps the order.
-        seed: Orders the rows.
     """
 
     def __init__(self, rows: PackedStream, block_rows: int, *, seed: int) -> None:
@@ -166,10 +158,8 @@ class ShuffledStream:
         return {"block": self._block, "row": self._used, "start": self._start}
 
     def next_row(self) -> Row:
-        """The next row. Its epoch is that of the unshuffled row in its place, so epochs never decrease.
-
-        Raises:
-            UserError: If the split is empty or a document cannot be read.
+        """The next row. Its epoch is that of the unshuffled row in its place, so epochs never decrease. Raises
+        UserError if the split is empty or a document cannot be read.
         """
         size = self._block_rows
         if not self._left:

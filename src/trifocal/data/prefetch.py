@@ -33,11 +33,7 @@ class Activity:
         self.stop = threading.Event()
 
     def check(self) -> None:
-        """End the thread if the loader is being closed.
-
-        Raises:
-            Stopped: If the loader is being closed.
-        """
+        """End the thread, by raising Stopped, if the loader is being closed."""
         if self.stop.is_set():
             raise Stopped
 
@@ -49,12 +45,9 @@ class _Failure(NamedTuple):
 class Prefetcher(Generic[Item]):
     """Calls a function again and again in a thread and hands out its results in order.
 
-    Args:
-        produce: Makes the next item.
-        depth: Items kept ready, at most; one more may be in the making.
-        activity: The thread's activity; its `stop` ends the thread.
-        on_stall: Gets the seconds of the wait so far, and the thread's activity.
-        interrupted: Whether to wait no longer.
+    At most `depth` items are kept ready; one more may be being produced. The activity's `stop` ends the thread.
+    `on_stall` gets the seconds of the wait so far, and the thread's activity; `interrupted` says whether to wait no
+    longer.
     """
 
     def __init__(
@@ -78,11 +71,9 @@ class Prefetcher(Generic[Item]):
     def get(self) -> Item:
         """The next item.
 
-        Raises:
-            UserError: If the thread raised one (bad input, or a source that gave up), whose cause is the original; or
-                if no item came within the limit.
-            RuntimeError: If the thread raised any other exception; its cause is the original.
-            Stopped: If the wait for the item was interrupted.
+        Raises, with the original as the cause, UserError if the thread raised one (bad input, or a source that gave
+        up), and RuntimeError if it raised any other exception; UserError if no item came within the limit; Stopped if
+        the wait was interrupted.
         """
         if self._failure is None:
             item = self._wait()
@@ -97,9 +88,8 @@ class Prefetcher(Generic[Item]):
     def close(self, timeout_seconds: float = math.inf) -> None:
         """End the thread.
 
-        Args:
-            timeout_seconds: The longest wait for the thread. A thread that waits for a silent server is left behind
-                after this time: it makes no further item, and ends with its last request.
+        A thread that waits for a silent server is left behind after `timeout_seconds`: it makes no further item, and
+        ends with its last request.
         """
         self._activity.stop.set()
         begin = time.monotonic()

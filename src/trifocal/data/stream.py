@@ -94,21 +94,13 @@ def in_validation(text: str, fraction: float) -> bool:
 class DocumentStream:
     """A split of a source, shuffled by a seed, epoch after epoch.
 
-    Each epoch has its own order: the shards are permuted, and within a shard each block of consecutive documents.
-    So a position needs a few numbers, whatever the size of the source.
+    Each epoch has its own order: the shards are permuted, and within a shard each block of `block_documents`
+    consecutive documents. So a position needs a few numbers, whatever the size of the source.
 
-    Args:
-        source: The documents.
-        tokenizer: Converts them to tokens.
-        longest_chat: Longer chats are cut to this many tokens.
-        validation: Give the held-out documents instead of the others.
-        validation_fraction: Share that is held out.
-        seed: Orders shards and documents.
-        block_documents: Documents in a block.
-        activity: The loader's.
-        part: Number of this stream among the equal parts of the split. It counts its own epochs, over its part only.
-        parts: Number of parts. Together they give every document once an epoch. Up to the number of shards, each part
-            opens its own shards only; beyond that, parts share shards and divide the documents.
+    A chat longer than `longest_chat` tokens is cut. With `validation` the held-out documents are given instead of the
+    others. Of `parts` equal parts of the split this is number `part`, and counts its own epochs, over its part only;
+    together they give every document once an epoch. Up to the number of shards, each part opens its own shards only;
+    beyond that, parts share shards and divide the documents.
     """
 
     def __init__(
@@ -143,10 +135,8 @@ class DocumentStream:
         self._document_part = part // self._shard_parts
 
     def read(self, start: Position) -> Iterator[TokenDocument]:
-        """The documents from a position on, without end. Texts without tokens are left out.
-
-        Raises:
-            UserError: If a whole epoch has no document of this split; for one of several parts, many epochs.
+        """The documents from a position on, without end. Texts without tokens are left out. UserError if a whole epoch
+        has no document of this split; for one of several parts, many epochs.
         """
         epoch, first_shard, cursor, index = start.epoch, start.shard, start.block, start.index
         num_shards = len(self._source.shards)

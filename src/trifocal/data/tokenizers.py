@@ -45,12 +45,7 @@ _ANOTHER = "set data.tokenizer to a folder that has one, such as the model's own
 
 
 class ChatTokens(NamedTuple):
-    """A chat in tokens.
-
-    Attributes:
-        tokens: [n] int32.
-        answers: Which of them the assistant wrote, [n] bool.
-    """
+    """A chat in tokens, [n] int32, and which of them the assistant wrote, [n] bool."""
 
     tokens: NDArray[np.int32]
     answers: NDArray[np.bool_]
@@ -127,11 +122,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Token `i` is byte `i` of the UTF-8 text; 256 is the separator, whose name `<|endoftext|>` prompts may have.
 
-    Args:
-        generation: See `Tokenizer`.
-
-    Raises:
-        UserError: If it names ends that are no tokens.
+    `generation` is that of `Tokenizer`; UserError if it names ends that are no tokens.
     """
 
     name = "bytes"
@@ -211,17 +202,10 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A `tokenizer.json` of the `tokenizers` library.
 
-    Args:
-        tokenizer: A `tokenizers.Tokenizer`.
-        name: For messages.
-        separator: The token that ends a document; empty: the config's `eos_token`, or the first of the usual names that
-            the vocabulary has.
-        config: Content of its `tokenizer_config.json`.
-        chat_template: Writes chats, in Jinja; empty: none.
-        generation: See `Tokenizer`.
-
-    Raises:
-        UserError: If there is no such separator, an id is too large, or `generation` names ends that are no tokens.
+    The separator is the token that ends a document; empty: the `eos_token` of the config, the content of
+    `tokenizer_config.json`, or the first of the usual names that the vocabulary has. `chat_template` writes chats, in
+    Jinja; empty: none. `generation` is that of `Tokenizer`. Raises UserError if there is no such separator, an id is
+    too large, or `generation` names ends that are no tokens.
     """
 
     def __init__(

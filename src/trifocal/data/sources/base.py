@@ -39,15 +39,8 @@ class BadDocument(ValueError):
 
 
 def make_document(name: str, value: Any, held_out: bool | None = None) -> Document:
-    """The document of a field's value: a string is a text, a list the messages of a chat.
-
-    Args:
-        name: Name of the document.
-        value: The value, or the error of its decoding.
-        held_out: `Document.held_out`.
-
-    Raises:
-        BadDocument: If it is neither.
+    """The document of a field's value: a string is a text, a list the messages of a chat. Raises BadDocument if it is
+    neither, or the value is the error of its decoding.
     """
     if value is None:
         raise BadDocument("is null")
@@ -102,10 +95,8 @@ class BadDocuments:
         self.read: set[str] = set()
 
     def found(self, message: str) -> None:
-        """Handle a bad document, which the message names with its fault: stop, or skip it.
-
-        Raises:
-            UserError: If the action is `stop`.
+        """Handle a bad document, which the message names with its fault: skip it, or raise UserError if the action is
+        `stop`.
         """
         if self._action == "stop":
             raise UserError(f'{message}; data.on_bad_document "skip" leaves such documents out and counts them')
@@ -162,14 +153,8 @@ class Source(Protocol):
     """The rule for bad documents, and their count."""
 
     def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
-        """Read on from a cursor, or from the start.
-
-        Args:
-            shard: Index into `shards`.
-            cursor: A cursor that this shard gave out, or None for its first document.
-
-        Yields:
-            Each document with the cursor after it.
+        """Read each document of the shard with this index in `shards`, and the cursor after it, from a cursor that the
+        shard gave out, or from the start.
         """
         ...
 

@@ -16,14 +16,10 @@ _SKIPPED = {"__pycache__", "test", "tests", "idle_test", "site-packages", "dist-
 
 
 class BuiltinSource:
-    """Every `.py` file of the standard library outside its test suites. A file is a document.
+    """Every `.py` file of the standard library outside its test suites, and if asked of the installed packages. A file
+    is a document.
 
-    Args:
-        include_site_packages: Read the installed packages too.
-        bad: Counts the files that are not UTF-8.
-
-    Raises:
-        UserError: If this Python has no readable standard library.
+    `bad` counts the files that are not UTF-8. Raises UserError if this Python has no readable standard library.
     """
 
     def __init__(self, *, include_site_packages: bool = False, bad: BadDocuments | None = None) -> None:

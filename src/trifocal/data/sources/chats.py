@@ -30,23 +30,14 @@ class BadChat(ValueError):
 
 
 class RenderedChat(NamedTuple):
-    """A chat as text.
-
-    Attributes:
-        text: Its text.
-        answers: First character and end of each answer in it.
-    """
+    """A chat as text, with the first character and the end of each answer in it."""
 
     text: str
     answers: list[tuple[int, int]]
 
 
 def read_chat(messages: Any) -> Chat:
-    """A chat to learn from: as `read_messages`, with an answer.
-
-    Raises:
-        BadChat: If it is no chat, or has no answer.
-    """
+    """A chat to learn from: as `read_messages`, with an answer; BadChat if it has none."""
     chat = read_messages(messages)
     if all(message["role"] != _ANSWER_ROLE for message in chat):
         raise BadChat(f"no message has the role {_ANSWER_ROLE}")
@@ -54,14 +45,9 @@ def read_chat(messages: Any) -> Chat:
 
 
 def read_messages(messages: Any) -> Chat:
-    """A chat from the value of a record's field.
+    """A chat from the value of a record's field, a list of objects with `role` and `content`; BadChat if it is none.
 
-    Args:
-        messages: A list of objects with `role` and `content`. Keys whose value is null are left out: parquet gives each
-            message the keys of all.
-
-    Raises:
-        BadChat: If it is no chat.
+    Keys whose value is null are left out: parquet gives each message the keys of all.
     """
     if not isinstance(messages, list) or not messages:
         got = type(messages).__name__ if messages != [] else "an empty one"
@@ -115,20 +101,13 @@ def _render(
 
 
 def render_chat(template: str, messages: Chat, special_tokens: Mapping[str, str], name: str) -> RenderedChat:
-    """Write a chat by a template.
+    """Write a chat by a template in Jinja.
 
     Answers are the parts that the template marks with `{% generation %}`. In a template without these marks, an answer
     is the difference between the chat that ends with it and the chat before it with the assistant's prompt.
 
-    Args:
-        template: In Jinja.
-        messages: The chat.
-        special_tokens: Names that the template knows, such as `eos_token`.
-        name: Name of the template, for messages.
-
-    Raises:
-        UserError: If transformers or Jinja is missing.
-        BadChat: If the template refuses the chat, or writes earlier messages anew where later ones follow.
+    The template knows `special_tokens`, such as `eos_token`, by name. Raises UserError if transformers or Jinja is
+    missing, and BadChat if the template refuses the chat, or writes earlier messages anew where later ones follow.
     """
 
     def render(chat: Chat, **options: bool) -> tuple[str, list[tuple[int, int]]]:

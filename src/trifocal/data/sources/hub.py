@@ -24,22 +24,15 @@ _FILE_OF_HUB = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<revision>[^/
 
 
 def open_dataset(config: DataConfig, split: str, activity: Activity, bad: BadDocuments) -> tuple[Source, str]:
-    """The files of a data set's configuration and split, as one source.
+    """The files of a data set's configuration and split, as one source; and their commit, or for a local folder, which
+    has none, the config's revision.
 
     `datasets` lists the files and pins the revision. The files, which must be parquet, are then read by ranges: only
     the field's column, a row group at a time, so that a resumed run starts at its position.
 
-    Args:
-        config: Its source is `hf:NAME`, `hf:NAME:CONFIG` or `fineweb-edu`.
-        split: `train` or `validation`. Where the data set has no split for validation, both read the one for training.
-        activity: The loader's.
-        bad: The rule for bad documents.
-
-    Returns:
-        The source, and the commit of its files; for a local folder, which has none, the config's revision.
-
-    Raises:
-        UserError: If there is no such data set, configuration or split, or the hub is switched off or does not answer.
+    The config's source is `hf:NAME`, `hf:NAME:CONFIG` or `fineweb-edu`. Where the data set has no split for validation,
+    `train` and `validation` both read the one for training. Raises UserError if there is no such data set,
+    configuration or split, or the hub is switched off or does not answer.
     """
     _, path, field = config.parsed
     folder, name = dataset_name(path or _FINEWEB)

@@ -31,20 +31,13 @@ class Files(dict[str, Path]):
 
 
 def find_files(source: str, path: str, suffixes: Sequence[str], *, compressed: bool = False) -> Files:
-    """The files of a path, a folder or a glob.
+    """The files of a path, sorted by name. Names are relative to the folder, so that moved data keep theirs.
 
-    Args:
-        source: The whole source string, for messages.
-        path: A file; a folder, searched at every depth and through links, without hidden names; or a glob, `**` for
-            any depth. A leading `~` is the home folder.
-        suffixes: Suffixes of the files to take from a folder, in lower case; a name may have them in any case.
-        compressed: Also take these suffixes followed by .gz, .bz2 or .xz.
-
-    Returns:
-        Path by name, sorted by name. Names are relative to the folder, so that moved data keep theirs.
-
-    Raises:
-        UserError: If there is no such file, a file or a folder cannot be read, or a name is not UTF-8.
+    The path is a file; a folder, searched at every depth and through links, without hidden names; or a glob, `**` for
+    any depth. A leading `~` is the home folder. Files with one of the suffixes, in lower case, are taken from a folder,
+    also when a name has them in another case, and if `compressed` also followed by .gz, .bz2 or .xz. `source` is the
+    whole source string, for messages. Raises UserError if there is no such file, a file or a folder cannot be read, or
+    a name is not UTF-8.
     """
     start, left_out = user_path(path, "data.source"), ""
     if start.is_file():
@@ -108,10 +101,8 @@ def _files_under(source: str, start: Path) -> list[Path]:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """A file's content, decompressed if its suffix is that of a compressed file.
-
-    Raises:
-        UserError: If it is compressed in another way.
+    """A file's content, decompressed if its suffix is that of a compressed file; UserError if it is compressed in
+    another way.
     """
     suffix = path.suffix.lower()
     if suffix in OTHER_COMPRESSED:

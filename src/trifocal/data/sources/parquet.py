@@ -19,17 +19,9 @@ _BYTES_DECODED = 1 << 27
 class ParquetSource:
     """A column of texts or chats; a file is a shard, a row a document. A file that cannot be read stops the run.
 
-    Args:
-        name: The source in messages.
-        files: Path or address of each file by its name.
-        field: The column.
-        fingerprint: Hash of the files' names and sizes.
-        bad: The rule for rows without text.
-        held_out: `Document.held_out` of all rows.
-        open_address: Opens an address for reading; it repeats requests that fail.
-
-    Raises:
-        UserError: If pyarrow is missing, or the first file is local and no parquet file with that column.
+    `files` gives path or address of each file by its name; `open_address` opens an address and repeats requests that
+    fail. `bad` is the rule for rows without text; `held_out` is that of `Document` for all rows. Raises UserError if
+    pyarrow is missing, or the first file is local and no parquet file with that column.
     """
 
     def __init__(
@@ -62,20 +54,15 @@ class ParquetSource:
 
     @classmethod
     def from_path(cls, name: str, path: str, field: str, bad: BadDocuments | None = None) -> ParquetSource:
-        """The source of a file, a folder or a glob.
-
-        Raises:
-            UserError: If there is no such file.
-        """
+        """The source of a file, a folder or a glob; UserError if there is no such file."""
         found = find_files(name, path, (".parquet",))
         return cls(name, found, field, fingerprint("parquet", sizes(found), field), bad)
 
     def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
         """The documents of a file; a cursor is a row group and a row in it.
 
-        Raises:
-            UserError: If the file is not parquet or damaged, lacks the field, or a row is bad and stops the run; if it
-                is on a server that keeps failing.
+        Raises UserError if the file is not parquet or damaged, lacks the field, or a row is bad and stops the run; if
+        it is on a server that continues to fail.
         """
         first_group, first_row = cursor or (0, 0)
         parquet, counts = self._open(shard)

@@ -29,10 +29,8 @@ _FEWEST_PAIRS = 4
 
 
 class SyntheticStream:
-    """Endless rows, each made only from its number: no text, no end. A position is the number of the next row.
-
-    Args:
-        make_row: Makes the row of a number.
+    """Endless rows, each made by `make_row` only from its number: no text, no end. A position is the number of the next
+    row.
     """
 
     def __init__(self, make_row: Callable[[int], Row]) -> None:
@@ -59,16 +57,10 @@ class SyntheticStream:
 
 
 def synthetic_stream(config: DataConfig, *, vocab_size: int, sequence_length: int, validation: bool) -> SyntheticStream:
-    """The rows of a synthetic source.
+    """The rows of a synthetic source: `synthetic`, `recall`, `recall:PAIRS`, `needle` or `needle:COUNT`, in tokens from
+    `[0, vocab_size)`.
 
-    Args:
-        config: Its `source` is `synthetic`, `recall`, `recall:PAIRS`, `needle` or `needle:COUNT`.
-        vocab_size: Tokens are drawn from `[0, vocab_size)`.
-        sequence_length: Tokens of a row.
-        validation: The rows of the validation split instead of those of training.
-
-    Raises:
-        UserError: If the rows or the vocabulary are too small for the task; names what fits.
+    Raises UserError if the rows or the vocabulary are too small for the task; names what fits.
     """
     kind, count = config.parsed.kind, task_size(config.parsed, sequence_length)
     most = 1
@@ -105,9 +97,7 @@ def synthetic_stream(config: DataConfig, *, vocab_size: int, sequence_length: in
 def task_size(source: SourceName, sequence_length: int) -> int:
     """Pairs of a `recall` source, needles of a `needle` source, 0 for others.
 
-    Args:
-        source: Its path is the number, if it has one.
-        sequence_length: Tokens of a row: without a number, `recall` has a pair for 8 of them. `needle` has one needle.
+    The source's path is the number. Without one, `recall` has a pair for 8 tokens of a row, `needle` one needle.
     """
     kind, number, _ = source
     if kind == "recall":
@@ -116,10 +106,8 @@ def task_size(source: SourceName, sequence_length: int) -> int:
 
 
 def check_recall(pairs: int, *, vocab_size: int, sequence_length: int) -> None:
-    """Refuse pairs that a row cannot hold, or for which there are too few keys.
-
-    Raises:
-        UserError: Names the largest number that fits.
+    """Refuse pairs that a row cannot hold, or for which there are too few keys: UserError, which names the largest
+    number that fits.
     """
     most = min((sequence_length + 1) // 4, vocab_size // 2)
     if pairs > most:
@@ -132,16 +120,12 @@ def check_recall(pairs: int, *, vocab_size: int, sequence_length: int) -> None:
 def _documents(
     length: int, most: int, make: Callable[[int, int], tuple[Tokens, Tokens]], key: tuple[int, ...], name: str
 ) -> Row:
-    """A row of one document, or two, or four, … up to `most`, each number as often; lengths vary by up to a half.
+    """A row of `length` tokens, of one document, or two, or four, … up to `most`, each number as often; lengths vary by
+    up to a half.
 
-    So rows of any length teach a task on short documents, which are many, before it is learned on long ones.
-
-    Args:
-        length: Tokens of the row.
-        most: Documents, at most; 0 is 1.
-        make: Tokens and targets of a document from its first token and its end.
-        key: Key of the random numbers.
-        name: Name of the row.
+    So rows of any length teach a task on short documents, which are many, before it is learned on long ones. `make`
+    gives tokens and targets of a document from its first token and its end; `key` is that of the random numbers; a
+    `most` of 0 is 1.
     """
     most = max(1, most)
     first, *others = (int(word) for word in random_words(most, "document lengths", *key))
@@ -158,21 +142,12 @@ def _documents(
 
 
 def associations(vocab_size: int, length: int, pairs: int, key: tuple[int, ...]) -> tuple[Tokens, Tokens]:
-    """Pairs of a key and its value, then each key again, followed by its value.
+    """Pairs of a key and its value, then each key again, followed by its value: tokens and targets, each [T] int32.
 
     The lower half of the vocabulary are keys, the upper half values. Each key occurs in one pair and in one query, so
     that each question has one answer. After the pairs, every two tokens are a query with its value, or two random
     values; the places of the queries are drawn alike from the whole rest. The values of the queries are the only
-    targets.
-
-    Args:
-        vocab_size: The model's vocabulary size.
-        length: Tokens, T.
-        pairs: Pairs, and queries.
-        key: Key of the random numbers.
-
-    Returns:
-        Tokens and targets, each [T] int32.
+    targets. `key` is that of the random numbers.
 
     Source: the task of arXiv:2312.04927. It differs in two things: there the distance of a query follows a power law
     that prefers near ones, and the tokens in between may be keys.
@@ -197,22 +172,15 @@ def associations(vocab_size: int, length: int, pairs: int, key: tuple[int, ...])
 def haystack(
     vocab_size: int, length: int, needles: int, key: tuple[int, ...], *, depth: float | None = None
 ) -> tuple[Tokens, Tokens]:
-    """One haystack: random tokens with needles among them, and at its end a question for each needle, with its answer.
+    """One haystack: random tokens with needles among them, and at its end a question for each needle, with its answer:
+    tokens and targets, each [T] int32, T being `length`.
 
     A needle is a mark, a key and a value of four tokens. A question repeats mark and key; the value that follows is its
     answer, and the only target. The mark is the last token of the vocabulary. Keys and values are others of its upper
     half, all different; the hay is drawn from the lower half. So each question has one answer.
 
-    Args:
-        vocab_size: The model's vocabulary size.
-        length: Tokens, T, questions and answers included.
-        needles: Needles, and questions.
-        key: Key of the random numbers.
-        depth: Place of the needle that is asked for first, from 0, the beginning, to 1, the end before the questions;
-            None draws it like the others.
-
-    Returns:
-        Tokens and targets, each [T] int32.
+    `key` is that of the random numbers. `depth` is the place of the needle that is asked for first, from 0, the
+    beginning, to 1, the end before the questions; None draws it like the others.
     """
     mark, hay = vocab_size - 1, vocab_size // 2
     text = length - needles * _NEEDLE

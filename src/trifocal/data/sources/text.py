@@ -31,20 +31,14 @@ _ABSENT = object()
 class TextSource:
     """UTF-8 text files: a file is a document, a long file several. A byte order mark may begin a file.
 
-    A longer file is cut at line ends (or anywhere, if a line is longer than a document), so that one book can be
-    shuffled and held out in part. If fewer than four documents would be held out, the text is cut into smaller ones.
-    One byte in `document_bytes / validation_fraction` is marked, counted through all files; a piece of a file is held
-    out if it contains a marked byte. So the held-out pieces are evenly spread, also if pieces are equal, and depend
-    only on the files' sizes.
+    A file longer than `document_bytes` is cut at line ends (or anywhere, if a line is longer than a document), so that
+    one book can be shuffled and held out in part. If fewer than four documents would be held out, the text is cut into
+    smaller ones. One byte in `document_bytes / validation_fraction` is marked, counted through all files; a piece of a
+    file is held out if it contains a marked byte. So the held-out pieces are evenly spread, also if pieces are equal,
+    and depend only on the files' sizes.
 
-    Args:
-        path: File, folder (its `.txt` and `.md` files, also compressed as .gz, .bz2 or .xz) or glob.
-        validation_fraction: Share that is held out.
-        document_bytes: The longest document.
-        bad: The rule for documents that are not UTF-8.
-
-    Raises:
-        UserError: If there is no such file.
+    The path is a file, a folder (its `.txt` and `.md` files, also compressed as .gz, .bz2 or .xz) or a glob; UserError
+    if there is no such file.
     """
 
     def __init__(
@@ -74,10 +68,8 @@ class TextSource:
         self.fingerprint = fingerprint("text", found, document_bytes)
 
     def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
-        """The documents of a file; a cursor is a byte offset into its (uncompressed) content.
-
-        Raises:
-            UserError: If the file is damaged, or is not UTF-8 and `bad` stops; names the file and the offset.
+        """The documents of a file; a cursor is a byte offset into its (uncompressed) content. UserError, which names
+        the file and the offset, if it is damaged, or is not UTF-8 and `bad` stops.
         """
         path = self._files[self.shards[shard]]
         (offset,) = cursor or (0,)
@@ -135,15 +127,9 @@ def _character_start(data: bytes, end: int) -> int:
 class JsonlSource:
     """JSON lines: each line is an object, and a document. A byte order mark may begin the file.
 
-    A field with dots, such as `a.text`, is the key of that name, or else the key `text` of the object at `a`.
-
-    Args:
-        path: File, folder (its `.jsonl` files, also compressed as .gz, .bz2 or .xz) or glob.
-        field: The object's key for the text, or for the list of messages of a chat.
-        bad: The rule for lines without text.
-
-    Raises:
-        UserError: If there is no such file.
+    The field is the object's key for the text, or for the list of messages of a chat. One with dots, such as `a.text`,
+    is the key of that name, or else the key `text` of the object at `a`. The path is a file, a folder (its `.jsonl`
+    files, also compressed as .gz, .bz2 or .xz) or a glob; UserError if there is no such file.
     """
 
     def __init__(self, path: str, field: str, *, bad: BadDocuments | None = None) -> None:
@@ -156,9 +142,7 @@ class JsonlSource:
 
     def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
         """The documents of a file; a cursor is a byte offset into its (uncompressed) content, and the lines before it.
-
-        Raises:
-            UserError: If the file is damaged, or a line is bad and `bad` stops; names file and line.
+        UserError, which names file and line, if the file is damaged, or a line is bad and `bad` stops.
         """
         name = self.shards[shard]
         path = self._files[name]
