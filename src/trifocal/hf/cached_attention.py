@@ -19,14 +19,8 @@ from trifocal.ops.decode.caches import MAX_NEW_TOKENS, Place
 
 
 class NewTokens:
-    """The new tokens of a batch, the same for every layer.
-
-    Args:
-        lengths: Tokens of each row before them.
-        counts: New tokens of each row.
-        num_pages: Pages of each row.
-        page_size: Tokens of a page.
-        device: Where they are.
+    """The new tokens of a batch, the same for every layer: `counts` of each row behind `lengths` earlier ones, in
+    `num_pages` pages a row.
     """
 
     def __init__(

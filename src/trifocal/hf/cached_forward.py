@@ -17,12 +17,7 @@ from trifocal.models import ModelConfig
 
 
 class CachedTokens(NamedTuple):
-    """New tokens behind those of a cache.
-
-    Attributes:
-        layout: Where the real ones lie in the batch.
-        pasts: Earlier tokens for each layer.
-    """
+    """New tokens behind those of a cache: where the real ones lie in the batch, and the earlier ones for each layer."""
 
     layout: RowLayout
     pasts: list[LayerPast]
@@ -32,17 +27,11 @@ class CachedTokens(NamedTuple):
 def cached_tokens(
     cache: Any, config: ModelConfig, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> Iterator[CachedTokens]:
-    """Open a cache for a forward pass. It takes the new tokens at the end; after an error it is unchanged.
+    """Open a cache of transformers for a forward pass of x [B, T, E]. It takes the new tokens at the end; after an
+    error it is unchanged.
 
-    Args:
-        cache: A cache of transformers.
-        config: The model's configuration.
-        x: Embedded new tokens, [B, T, E].
-        attention_mask: 1 for tokens in all columns, also the cache's, [B, S + T].
-        position_ids: Positions of the new tokens, [B, T].
-
-    Raises:
-        ValueError: If the cache is of another model or kind, or tokens do not follow those that it holds.
+    The mask is 1 for tokens in all columns, also the cache's, [B, S + T]; `position_ids` are those of the new tokens,
+    [B, T]. Raises ValueError if the cache is of another model or kind, or tokens do not follow those that it holds.
     """
     layers = _layers(cache, config)
     batch, num_new = x.shape[:2]

@@ -58,14 +58,8 @@ class TrifocalLayer(DynamicLayer):
     def reserve(
         self, config: ModelConfig, kind: Attention, num_pages: int, page_size: int, like: Tensor
     ) -> SparseCache | DenseCache:
-        """The cache for the operators of `trifocal.ops`, with room for `num_pages` a row; what it holds stays.
-
-        Args:
-            config: The model's configuration.
-            kind: The layer's attention.
-            num_pages: Pages of each row.
-            page_size: Tokens of a page.
-            like: Gives type and device.
+        """The cache for the operators of `trifocal.ops`, with room for this many pages a row; what it holds stays.
+        `like` gives type and device.
         """
         shapes, rows = layer_shapes(config, kind, page_size, LARGEST_SIZE, SLACK), len(self.columns)
         if num_pages > self.num_pages:
@@ -95,13 +89,10 @@ class TrifocalLayer(DynamicLayer):
         """Nothing: the first tokens say what is kept."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last columns, padding too, at most 64 in all crops since as many came.
+        """Take back the last columns, padding too, at most 64 in all crops since as many came; ValueError if too many
+        would go.
 
-        Args:
-            tokens_to_remove: Columns that go, as a negative number; positive, as in older callers, those that stay.
-
-        Raises:
-            ValueError: If too many would go.
+        Given a negative number, that many columns go; given a positive one, as by older callers, that many stay.
         """
         before = self.get_seq_length()
         length = min(tokens_to_remove, before) if tokens_to_remove > 0 else before + tokens_to_remove
@@ -134,11 +125,7 @@ class NoCache(DynamicCache):
     """Stands in for the cache of a pass with gradients, which makes none; no pass continues with it."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Refuse.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Refuse, with a ValueError."""
         raise ValueError(NO_GRADIENTS)
 
 

@@ -86,11 +86,7 @@ class TrifocalPreTrainedModel(PreTrainedModel):
 
 @dataclass
 class OutputWithChoiceLoss(BaseModelOutputWithPast):
-    """The result of `TrifocalModel`.
-
-    Attributes:
-        choice_loss: The loss that teaches the indexes, a scalar, where it is not attached.
-    """
+    """The result of `TrifocalModel`; `choice_loss` teaches the indexes, a scalar, where it is not attached."""
 
     choice_loss: Tensor | None = None
 

@@ -50,27 +50,22 @@ def row_layout(
     boundaries: Tensor | None = None,
     longest: int | None = None,
 ) -> RowLayout | None:
-    """Find padding and documents, which reads the arguments on the host.
+    """Find padding and documents in a batch of shape B and T, which reads the arguments on the host; None if every row
+    is one document without padding.
 
     Boundaries on a GPU are trusted, as in FlashAttention: reading them would make the host wait at every step for all
     work that it has started.
 
     Args:
-        shape: B and T.
-        device: Device of the result.
         attention_mask: 1 where a token is real, [B, T]; None: everywhere. Real tokens of a row are consecutive.
-        position_ids: Each token's position in its document, [B, T] or [1, T]; it restarts at 0 where a document
-            begins. None: every row is one document.
+        position_ids: Each token's position in its document, [B, T] or [1, T]; it restarts at 0 where a document begins.
+            None: every row is one document.
         boundaries: First token of each document and, last, the number of tokens, [documents + 1], in a batch of one
             row. On a GPU without a mask only they are read; else they must agree with position_ids.
         longest: No document between `boundaries` has more tokens.
 
-    Returns:
-        None if every row is one document without padding.
-
-    Raises:
-        ValueError: If the mask has holes or a row without tokens, or positions do not count from 0 in each document,
-            or boundaries do not fit them.
+    Raises ValueError if the mask has holes or a row without tokens, or positions do not count from 0 in each document,
+    or boundaries do not fit them.
     """
     if boundaries is not None and shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q needs a batch of one row, got {shape[0]} rows")
@@ -98,10 +93,8 @@ def row_layout(
 
 
 def real_tokens(attention_mask: Tensor | None, shape: tuple[int, int], *, may_be_empty: bool = False) -> Tensor:
-    """A checked mask of real tokens, [B, T], bool, on the host; `may_be_empty` allows rows without any.
-
-    Raises:
-        ValueError: See `row_layout`.
+    """A checked mask of real tokens, [B, T], bool, on the host; `may_be_empty` allows rows without any. ValueError as
+    in `row_layout`.
     """
     if attention_mask is None:
         return torch.ones(shape, dtype=torch.bool)

@@ -25,10 +25,7 @@ class _Place:
 class Answer:
     """The answer to a call, as a whole or as the events of a stream.
 
-    Attributes:
-        id: Its name.
-        tokens: New tokens of each choice so far.
-        open: Choices that have not ended.
+    `tokens` has the new tokens of each choice so far; `open` counts the choices that have not ended.
     """
 
     def __init__(self, service: Service, call: Call) -> None:

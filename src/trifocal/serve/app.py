@@ -55,14 +55,10 @@ def make_app(
     api_key: str = "",
     allowed_origins: Sequence[str] = (),
 ) -> Starlette:
-    """The server's application.
+    """The server's application; it starts and stops the worker, which runs the model.
 
-    Args:
-        service: The model.
-        worker: Runs it; it is started and stopped with the application.
-        pictures: Remembers answers for the page; None: the page has no pictures.
-        api_key: Every request to the model must have it as its bearer token; empty: none.
-        allowed_origins: Origins whose pages may use the server from a browser; "*": all.
+    `pictures` remembers answers for the page; None: the page has no pictures. With an `api_key` every request to the
+    model must have it as its bearer token. Pages of the allowed origins may use the server from a browser; "*": of all.
     """
 
     def guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:

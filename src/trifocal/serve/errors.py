@@ -7,14 +7,8 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class ApiError(Exception):
-    """An answer other than 200.
-
-    Args:
-        status: HTTP's.
-        message: One sentence; it may not name paths of the server.
-        param: The parameter that is wrong.
-        code: OpenAI's name of the error, for programs.
-        headers: Of the answer.
+    """An answer other than 200: HTTP's status, one sentence that may not name paths of the server, the parameter that
+    is wrong, OpenAI's name of the error, for programs, and headers.
     """
 
     def __init__(

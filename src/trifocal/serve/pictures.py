@@ -39,9 +39,7 @@ class Pictures:
 
     def picture(self, name: str) -> dict[str, Any]:
         """The picture of an answer's first choice; without layers where none chooses blocks, or the text is too long.
-
-        Raises:
-            ApiError: If the answer is too old.
+        ApiError if the answer is too old.
         """
         answer = self._answers.get(name)
         if answer is None:

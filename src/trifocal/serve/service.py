@@ -95,16 +95,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Service:
-    """The model that is served.
+    """The model that is served, with its tokenizer.
 
-    Attributes:
-        name: Name of the model.
-        tokenizer: Its tokenizer.
-        vocab_size: Tokens of the model.
-        max_length: Tokens of the longest sequence, prompt and answer together.
-        max_sequences: Sequences at a time.
-        max_answers: Sequences of one call.
-        chats: Whether the tokenizer can write chats.
+    `max_length` are the tokens of the longest sequence, prompt and answer together; `max_sequences` run at a time,
+    `max_answers` belong to one call; `chats` says whether the tokenizer can write chats.
     """
 
     name: str
@@ -122,11 +116,7 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def read(self, body: dict[str, Any], *, chat: bool) -> Call:
-        """Check the body of a request.
-
-        Raises:
-            ApiError: If something is wrong, or is not supported; names it.
-        """
+        """Check the body of a request; ApiError, with the name, if something is wrong or not supported."""
         known = _COMMON | _OWN[chat]
         neutral = _NEUTRAL | {"best_of": (body.get("n") or 1,)}
         values: dict[str, Any] = {}

@@ -38,11 +38,7 @@ class Updates:
         self._came.set()
 
     async def get(self) -> list[Update]:
-        """All that have come since the last call, at least one.
-
-        Raises:
-            ApiError: If the engine failed.
-        """
+        """All that have come since the last call, at least one; ApiError if the engine failed."""
         await self._came.wait()
         self._came.clear()
         items, self._items = self._items, []
@@ -66,16 +62,10 @@ class Updates:
 
 
 class Worker:
-    """Runs an engine for calls of an event loop.
+    """Runs an engine, which nobody else uses from now on, for calls of an event loop.
 
-    Args:
-        engine: The engine; from now on only the worker uses it.
-        model: Its model.
-        max_open: Sequences that may run and wait.
-        before_step: Called by its thread before each step of the engine.
-
-    Attributes:
-        metrics: What happened so far.
+    At most `max_open` sequences may run and wait. `before_step` is called by the worker's thread before each step of
+    the engine. `metrics` has what happened so far.
     """
 
     def __init__(
@@ -122,10 +112,8 @@ class Worker:
 
     @contextmanager
     def open(self, requests: Sequence[Request]) -> Iterator[Updates]:
-        """Run requests; those that have not ended when the context ends are cancelled.
-
-        Raises:
-            ApiError: If too many wait already, or the engine has ended.
+        """Run requests; those that have not ended when the context ends are cancelled. ApiError if too many wait
+        already, or the engine has ended.
         """
         if not self._thread.is_alive():
             raise ApiError(503, "the model failed for good; the server must be started anew")
