@@ -1,7 +1,7 @@
 """Trifocal: train and run language models with Native Sparse Attention (arXiv:2502.11089).
 
-The attention alone is `nsa` (a pure function) and `NSAttention` (a layer); `nsa_attention` takes keys of their own for
-each branch. A whole model is `DecoderLM`. Training starts with the command `trifocal train`, or `trifocal.train.train`;
+`nsa` (a pure function) and `NSAttention` (a layer) are only the attention; `nsa_attention` takes separate keys for each
+branch. A whole model is `DecoderLM`. Training starts with the command `trifocal train`, or `trifocal.train.train`;
 `generate`, `load_model` and `load_tokenizer` take what it wrote.
 """
 

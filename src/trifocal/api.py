@@ -40,7 +40,7 @@ def generate(
     Each call with a path loads the model; `trifocal.inference.Engine` keeps one for many prompts.
 
     Args:
-        path_or_model: The run, also while it goes on; one of its checkpoints; a folder of weights; `demo`, the model
+        path_or_model: The run, also while it trains; one of its checkpoints; a folder of weights; `demo`, the model
             that comes with the package; or a model from `load_model`.
         prompt: The text to continue.
         max_new_tokens: Maximum number of new tokens.

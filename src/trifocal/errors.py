@@ -21,11 +21,7 @@ class UserError(ValueError):
 def unknown(what: str, name: str, valid: Iterable[str], source: str = "") -> UserError:
     """The error for a name that does not exist, with the nearest valid one.
 
-    Args:
-        what: Kind of the name: "key", "flag".
-        name: The name given.
-        valid: The valid names.
-        source: Begins the message: the place of the name.
+    `what` is the kind of the name, such as "key" or "flag"; the message begins with `source`, the place of the name.
     """
     names = list(valid)
     name = name if len(name) <= _LONGEST else f"{name[:_LONGEST]}…"
@@ -42,9 +38,7 @@ def unknown(what: str, name: str, valid: Iterable[str], source: str = "") -> Use
 def nearest(name: str, valid: Iterable[str]) -> str:
     """The valid name that the user most likely meant; "" if there is none.
 
-    Args:
-        name: The name given, possibly dotted.
-        valid: The valid names. A name with the same last part wins over one that looks alike.
+    Names may be dotted: one with the same last part wins over one that looks alike.
     """
     names = sorted(valid)
     leaf = name.rpartition(".")[2]
@@ -60,11 +54,8 @@ def _likeness(name: str, candidate: str) -> float:
 
 
 def one_line(error: object, most: int = 300) -> str:
-    """The text of an exception, or a text, on one line of printable characters; the type where there is no text.
-
-    Args:
-        error: An exception or a text.
-        most: The line is cut to so many characters.
+    """The text of an exception, or a text, on one line of printable characters, cut to `most`; the type where there is
+    no text.
     """
     text = " ".join(str(error).split()) or type(error).__name__
     text = text if len(text) <= most else text[: most - 1] + "…"

@@ -73,17 +73,11 @@ def dotted_fields(cls: type, prefix: str = "") -> dict[str, Any]:
 
 
 def from_table(cls: type[T], table: Mapping[str, Any], source: str = "", *, section: str = "") -> T:
-    """Build a dataclass from a nested table of values, as TOML and JSON give them.
+    """Build a dataclass from a nested table of values, as TOML and JSON give them; missing keys take their defaults.
 
-    Args:
-        cls: The dataclass; fields may be dataclasses, or of the types of `checked`.
-        table: The values. Missing keys take their defaults.
-        source: Their origin, such as the name of a file; messages begin with it.
-        section: Name of the dataclass in messages.
-
-    Raises:
-        UserError: If a key is unknown (names the nearest valid one), missing, of the wrong type, or refused by the
-            dataclass itself.
+    Fields may be dataclasses, or of the types of `checked`. Messages begin with the `source` of the values, such as the
+    name of a file, and call the dataclass by its `section`. Raises UserError if a key is unknown (names the nearest
+    valid one), missing, of the wrong type, or refused by the dataclass itself.
     """
     prefix = f"{section}." if section else ""
     return _build(cls, table, f"{source}: " if source else "", prefix, dotted_fields(cls, prefix))
@@ -134,15 +128,10 @@ def number_of(kind: Any) -> Any:
 
 
 def checked(kind: Any, value: Any, name: str) -> Any:
-    """A value, converted to the type of its field.
+    """A value, converted to the type of its field: int, float, bool, str, a Literal of str, a number or a Literal of
+    str, or a tuple of these.
 
-    Args:
-        kind: int, float, bool, str, a Literal of str, a number or a Literal of str, or a tuple of these.
-        value: The value given.
-        name: Name of the field, for messages.
-
-    Raises:
-        UserError: If the value has another type, or cannot be written to a file and read again.
+    Raises UserError if the value has another type, or cannot be written to a file and read again.
     """
     if typing.get_origin(kind) is tuple and isinstance(value, tuple | list):
         return tuple(checked(typing.get_args(kind)[0], part, name) for part in value)
@@ -173,14 +162,8 @@ def checked(kind: Any, value: Any, name: str) -> Any:
 
 
 def check_types(section: Any, name: str) -> None:
-    """Check the types of a dataclass's fields, as `checked` does, and store what it returns.
-
-    Args:
-        section: The dataclass, also a frozen one; nested dataclasses check themselves.
-        name: Name of the section in messages.
-
-    Raises:
-        UserError: If a value has another type.
+    """Check the types of a dataclass's fields, as `checked` does, and store what it returns, also in a frozen one;
+    nested dataclasses check themselves.
     """
     for key, kind in field_types(type(section)).items():
         attribute = attribute_of(key)
@@ -192,11 +175,7 @@ def check_types(section: Any, name: str) -> None:
 
 
 def check_at_least(section: object, name: str, **lowest: float) -> None:
-    """Refuse fields of a section, which messages call by this name, that are below their lowest values.
-
-    Raises:
-        UserError: Names the field and both values.
-    """
+    """Raise UserError for a field of a section, which messages call by this name, that is below its lowest value."""
     for field, least in lowest.items():
         value = getattr(section, field)
         if value < least:
@@ -213,11 +192,7 @@ def _check_text(value: str, name: str) -> None:
 
 
 def check_seconds(name: str, value: float) -> None:
-    """Refuse a time that no clock can wait for.
-
-    Raises:
-        UserError: Unless 0 < value <= LONGEST_SECONDS.
-    """
+    """Raise UserError for a time that no clock can wait for: unless 0 < value <= LONGEST_SECONDS."""
     if value <= 0:
         raise UserError(f"{name} must be positive, got {value}")
     if value > LONGEST_SECONDS:

@@ -18,14 +18,8 @@ _MAX_TOML_BYTES = 2**16
 
 
 def check_path_text(text: str, name: str = "the path") -> None:
-    """Refuse a path that cannot be opened, or cannot be written into messages and logs.
-
-    Args:
-        text: The path.
-        name: Name of the flag or key that gave it, for messages.
-
-    Raises:
-        UserError: If the path has a NUL character, or is not UTF-8 text.
+    """Refuse a path that cannot be opened, or cannot be written into messages and logs: UserError if it has a NUL
+    character, or is not UTF-8 text.
     """
     try:
         text.encode()
@@ -38,8 +32,7 @@ def check_path_text(text: str, name: str = "the path") -> None:
 def user_path(text: str | os.PathLike[str], name: str = "the path") -> Path:
     """The path that the user means, of something that is to be read or written now; see `expand_path`.
 
-    Raises:
-        UserError: If the system does not tell what is there, for want of permission for example; or see `expand_path`.
+    Raises UserError also if the system does not tell what is there, for example without permission.
     """
     path = expand_path(text, name)
     # From Python 3.14 on, `exists`, `is_file` and `is_dir` say no in that case. The dot asks for access to a folder.
@@ -55,12 +48,8 @@ def user_path(text: str | os.PathLike[str], name: str = "the path") -> Path:
 def expand_path(text: str | os.PathLike[str], name: str = "the path") -> Path:
     """The path that the user means: a leading `~` is a home folder. Nothing is looked up on the disk.
 
-    Args:
-        text: The path given.
-        name: Name of the flag or key that gave it, for messages.
-
-    Raises:
-        UserError: If the path has a NUL character, is not UTF-8 text, or begins with an unknown user.
+    Raises UserError, with the name of the flag or key that gave it, if the path has a NUL character, is not UTF-8 text,
+    or begins with an unknown user.
     """
     given = os.fspath(text)
     check_path_text(given, name)
@@ -80,17 +69,11 @@ def shell_path(path: str | os.PathLike[str]) -> str:
 
 
 def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """The content of a regular file that is read whole, such as a config or a vocabulary.
+    """The content of a regular file, or of one that a link leads to, that is read whole, such as a config or a
+    vocabulary.
 
     A named pipe or a device is refused without waiting for it, and a file of any size costs at most `max_bytes` of
-    memory.
-
-    Args:
-        path: The file; a link is followed.
-        max_bytes: Largest size.
-
-    Raises:
-        UserError: If it cannot be read, is no regular file, or is too large; names it.
+    memory. Raises UserError, with the file's name, if it cannot be read, is no regular file, or is too large.
     """
     file = Path(path)
     try:

@@ -107,11 +107,7 @@ def _read(source: Path, partial: Path) -> tuple[ModelConfig, dict[str, Tensor], 
 
 
 def _check_tokenizer(folder: Path, vocab_size: int) -> str:
-    """A note about a tokenizer that is not there or does not fit; empty: nothing.
-
-    Raises:
-        UserError: If the tokenizer is broken.
-    """
+    """A note about a tokenizer that is not there or does not fit; empty: nothing. UserError if it is broken."""
     advice = "name one for training with --data.tokenizer"
     if not (folder / TOKENIZER_FILE).exists() or not importlib.util.find_spec("tokenizers"):
         return f"no tokenizer was checked ({TOKENIZER_FILE}, pip install 'trifocal[data]'); {advice}"

@@ -171,11 +171,7 @@ def _subject(found: Pretrained, options: EvaluateArguments) -> Subject:
 
 
 def _plan(subject: Subject, options: EvaluateArguments) -> Plan:
-    """The tasks that make sense; says which do not.
-
-    Raises:
-        UserError: If none does, or a length is not known.
-    """
+    """The tasks that make sense; says which do not. UserError if none does, or a length is not known."""
     reasons = {task: not_possible(task, subject.data, subject.model.config) for task in options.only or TASKS}
     tasks = tuple(task for task, reason in reasons.items() if not reason)
     if not tasks:

@@ -97,13 +97,8 @@ class GenerateArguments:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that is ready to generate.
-
-    Attributes:
-        path: The folder of its weights.
-        model: The model with its caches.
-        tokenizer: Its tokenizer.
-        tokens: The tokens of each prompt.
+    """A model with its caches that is ready to generate, the folder of its weights, its tokenizer, and the tokens of
+    each prompt.
     """
 
     path: Path
@@ -125,15 +120,10 @@ class LoadedModel:
 
 
 def load(options: GenerateArguments, path: Path, prompts: Sequence[tuple[str, str]]) -> LoadedModel:
-    """Load a model, and make room for its prompts.
+    """Load a model from a run, a checkpoint or a folder of weights, and make room for its prompts, each a name and a
+    text.
 
-    Args:
-        options: The flags.
-        path: The run, a checkpoint, or a folder of weights.
-        prompts: Name and text of each.
-
-    Raises:
-        UserError: If there is no model, a prompt makes no tokens or too many, or there is no memory.
+    Raises UserError if there is no model, a prompt makes no tokens or too many, or there is no memory.
     """
     device = choose_device(options.device)
     with open_pretrained(path, options.checkpoint) as found:

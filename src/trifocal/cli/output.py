@@ -46,13 +46,8 @@ def discard_lost_output() -> None:
 
 
 def check_output(path: str) -> None:
-    """See before any work that `write_file` can write there; its folder is made where it is missing.
-
-    Args:
-        path: The file; empty for none.
-
-    Raises:
-        UserError: If it cannot be written.
+    """See before any work that `write_file` can write there; its folder is made where it is missing. UserError if not;
+    an empty path is no file.
     """
     if not path:
         return
@@ -69,10 +64,8 @@ def check_output(path: str) -> None:
 
 
 def write_file(path: str, text: str) -> None:
-    """Write a file that the user named, whole or not at all.
-
-    Raises:
-        UserError: If it cannot be written; an earlier file stays.
+    """Write a file that the user named, whole or not at all; UserError if it cannot be written, and an earlier file
+    stays.
     """
     # Its package imports PyTorch, for which `trifocal --help` does not wait.
     from trifocal.runlog.whole_files import write_output

@@ -56,11 +56,9 @@ def free_cores(before: Load, now: Load, cores: int, quota: float) -> int:
 
 
 class Threads:
-    """Follows the load with the number of threads.
+    """Follows the load, as `read` gives it, with the number of threads.
 
-    Args:
-        fixed: Leave PyTorch's number as it is: on a GPU, and for results that must not depend on the load.
-        read: Reads the load.
+    If `fixed`, PyTorch's number is left as it is: on a GPU, and for results that must not depend on the load.
     """
 
     def __init__(self, *, fixed: bool = False, read: Callable[[], Load | None] = read_load) -> None:
@@ -70,10 +68,8 @@ class Threads:
         self._free_looks, self._said = 0, False
 
     def look(self) -> str:
-        """Choose anew, once a second; the computing thread calls this between two pieces of work.
-
-        Returns:
-            A sentence when the number changes for the first time, else nothing.
+        """Choose anew, once a second; the computing thread calls this between two pieces of work. Returns a sentence
+        when the number changes for the first time, else nothing.
         """
         if self._before is None or time.monotonic() - self._before.clock < _SECONDS:
             return ""

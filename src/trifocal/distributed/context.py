@@ -1,6 +1,6 @@
 """Context parallelism: the exchange of keys between the processes that share each sequence.
 
-The exchange is an operator with a backward that is one too, so that compilers see shapes alone. Its collectives are an
+The exchange is an operator with a backward that is one too, so that compilers see only shapes. Its collectives are an
 all-gather of the keys forward, and a reduce-scatter of their gradients backward, in the keys' type.
 
 One call exchanges all keys and values of a layer. While one tensor is on its way, another is put in order. And a
@@ -28,7 +28,7 @@ def _one_ahead(
 ) -> list[Tensor]:
     """Exchange tensors one behind the other; on a GPU each is started before the one in front of it is ended.
 
-    Two are on their way at most, so that few buffers are taken. On a CPU one alone: two threads of a Gloo group write
+    Two are on their way at most, so that few buffers are taken. On a CPU only one: two threads of a Gloo group write
     the name of the collective that they have ended into the same string, and free it twice (PyTorch 2.13).
     """
     found: list[Tensor] = []
@@ -86,7 +86,7 @@ def _(xs: list[Tensor], group: str, size: int) -> list[Tensor]:
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, ctx.group, ctx.size = inputs
-    # Of keys that choose alone there may be no gradient.
+    # Keys that only choose may have no gradient.
     ctx.set_materialize_grads(False)
 
 
@@ -100,11 +100,8 @@ gather_context.register_autograd(_scatter, setup_context=_keep)
 
 
 def make_context_shard(processes: DistributedContext, size: int) -> ContextShard:
-    """This process among the `size` neighbours that share each sequence; all processes of the run call this.
-
-    Args:
-        processes: The processes of the run.
-        size: Divides their number.
+    """This process among the `size` neighbours, a divisor of their number, that share each sequence; all processes of
+    the run call this.
     """
     # A mesh would split the NCCL communicator, and PyTorch then warns about the options that Gloo does not know.
     name = dist.new_subgroups(size)[0].group_name

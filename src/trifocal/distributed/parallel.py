@@ -79,10 +79,7 @@ class GradientWatch:
     """Keeps, on the device, the largest absolute entry of the gradients that this process sends.
 
     After the exchange all processes have the NaN of one, so each checks what it sends. It costs one reduction over each
-    buffer that is sent; the host does not wait.
-
-    Attributes:
-        observer: Called at every exchange; None for no observer.
+    buffer that is sent; the host does not wait. The `observer`, if any, is called at every exchange.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -105,11 +102,9 @@ class GradientWatch:
     def watch_ddp(self, module: DistributedDataParallel, *, one_by_one: bool = False) -> None:
         """Check every bucket before DDP averages it.
 
-        Args:
-            module: The wrapped model.
-            one_by_one: Send each gradient by itself. The rounding of a sum over three or more processes depends on the
-                place in the buffer, and DDP rebuilds its buckets after its first step: the first step of a resumed
-                run would differ by roundings from the same step of an uninterrupted one.
+        `one_by_one` sends each gradient by itself. The rounding of a sum over three or more processes depends on the
+        place in the buffer, and DDP rebuilds its buckets after its first step: the first step of a resumed run would
+        differ by roundings from the same step of an uninterrupted one.
         """
 
         def average(_state: None, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -128,12 +123,10 @@ class GradientWatch:
         module.register_comm_hook(None, average)
 
     def watch_fsdp(self, module: nn.Module) -> None:
-        """Check the gradients of every sharded module before they are reduced and scattered.
+        """Check the gradients of every sharded module before they are reduced and scattered. UserError if this PyTorch
+        has no such collectives where they were.
 
         With one shard a replica there is no reduce-scatter, and nothing is checked.
-
-        Raises:
-            UserError: If this PyTorch has no such collectives where they were.
         """
         if DefaultAllGather is object:
             raise UserError(
@@ -196,16 +189,11 @@ class _AllGather(DefaultAllGather):
 
 
 class FlatGradients:
-    """The gradients of a replicated model, in one tensor.
+    """The gradients of a replicated model, in one tensor; the caller fills `views`, the gradient of each parameter.
 
     DDP exchanges gradients during backward, from hooks; a recorded graph runs no hooks. So all gradients are exchanged
-    after backward. Between GPUs of one machine that takes about a millisecond for 300 MB.
-
-    Args:
-        parameters: The parameters that get gradients, all of one type and on one device.
-
-    Attributes:
-        views: The gradient of each parameter; the caller fills them.
+    after backward. Between GPUs of one machine that takes about a millisecond for 300 MB. The parameters that get
+    gradients are all of one type and on one device.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:

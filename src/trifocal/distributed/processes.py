@@ -242,7 +242,7 @@ def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -
     try:
         yield DistributedContext(rank, size, local_size, device, restarted, notes)
     except Exception as error:
-        # After an error of this process alone, NCCL would wait for the others. The process ends anyway.
+        # After an error of only this process, NCCL would wait for the others. The process ends anyway.
         if isinstance(error, UserError) or getattr(error, "agreed", False):
             dist.destroy_process_group()
         raise

@@ -263,20 +263,14 @@ def running_threads() -> frozenset[int]:
 
 
 def where(main_thread: int, depth: int = 3, *, others: frozenset[int] = frozenset()) -> tuple[str, bool]:
-    """The innermost frames of the training thread, and whether it is compiling.
+    """The innermost frames of the training thread, and whether a compiler of PyTorch or Triton is on its stack.
 
     Frames of the autograd engine's own threads (hooks, on CUDA) come first: meanwhile the training thread only waits.
     The engine's threads are unknown to `threading` and younger than the training; such threads of other libraries are
-    older.
+    older: `others` are the `running_threads()` from before it.
 
-    Args:
-        main_thread: `threading.get_ident()` of the training thread.
-        depth: Number of frames.
-        others: `running_threads()` from before the training; none of them is the engine's.
-
-    Returns:
-        `function (file.py:line) < caller (file.py:line) < …`, empty if the thread is gone or is the calling one; and
-        whether a compiler of PyTorch or Triton is on its stack.
+    The frames are `function (file.py:line) < caller (file.py:line) < …`, `depth` of them, empty if the thread, by its
+    `threading.get_ident()`, is gone or is the calling one.
     """
     known = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
     known |= others | {main_thread}

@@ -24,11 +24,8 @@ class JsonLinesWriter:
     """Appends one JSON object a line; a failing disk costs rows, never the run.
 
     Each row is one unbuffered write, so a killed process loses no written row. When a write fails or is cut short (a
-    full disk), the torn part is removed, one warning is logged for the whole run, and the next row is tried again.
-    Opening the file removes a torn last line of a crash.
-
-    Args:
-        path: The file; it and its folder are created if missing.
+    full disk), the torn part is removed, one warning is logged for the whole run, and the next row is tried again. The
+    file and its folder are created if missing; opening it removes a torn last line of a crash.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -46,16 +43,10 @@ class JsonLinesWriter:
             self._warn(error)
 
     def append(self, row: Mapping[str, Any]) -> bool:
-        """Write one row.
+        """Write one row of JSON types; whether it is in the file. Raises TypeError if a value is not a JSON type, such
+        as a tensor.
 
-        Args:
-            row: JSON types only. Non-finite numbers become NaN and Infinity, which Python's json reads.
-
-        Returns:
-            Whether the row is in the file.
-
-        Raises:
-            TypeError: If a value is not a JSON type, such as a tensor.
+        Non-finite numbers become NaN and Infinity, which Python's json reads.
         """
         line = (json.dumps(row, separators=(",", ":")) + "\n").encode()
         if self._file is None:
@@ -112,20 +103,12 @@ def read_lines(
     parsed: Callable[[bytes], bool] = lambda line: True,
     kept: Callable[[Row], bool] = lambda row: True,
 ) -> Rows:
-    """Read the rows of a JSON-lines file that may still be growing, a line at a time.
+    """Read the rows of a JSON-lines file that may still be growing, a line at a time, in order.
 
-    Args:
-        path: The file.
-        last_bytes: Read only the whole lines in about this many bytes at the end; None reads everything.
-        fields: A row without one of these is damaged.
-        parsed: Whether to look at a line at all.
-        kept: Whether to keep a row.
-
-    Returns:
-        Rows in order. A torn last line (no newline yet) is left out; any other that is no row is skipped and counted.
-
-    Raises:
-        UserError: If the file is missing or no regular file.
+    With `last_bytes`, only the whole lines in about this many bytes at the end are read. `parsed` says whether to look
+    at a line at all, `kept` whether to keep a row; one without one of the fields is damaged. A torn last line (no
+    newline yet) is left out; any other that is no row is skipped and counted. Raises UserError if the file is missing
+    or no regular file.
     """
     path, rows = Path(path), Rows()
     try:
@@ -179,11 +162,8 @@ class ThinOut:
     """Chooses lines of a file by whose rows its readers can do without the others: at most about `MAX_BYTES` of them.
 
     A smaller file is read whole. Of a larger one, every n-th step is chosen of the rows that fill it, and everything
-    else: lines that are rare, and the end.
-
-    Args:
-        path: The file.
-        pattern: Matches the beginning of a line of a kind that fills the file; its groups are the kind and the step.
+    else: lines that are rare, and the end. The pattern matches the beginning of a line of a kind that fills the file;
+    its groups are the kind and the step.
     """
 
     MAX_BYTES, END_BYTES = 2**25, 2**20

@@ -100,18 +100,11 @@ class Run:
 
 
 def read_run(directory: str | Path, *, live: bool = False) -> Run:
-    """Read a run directory.
+    """Read a run directory; `live` reads only what a live view needs: the end of the metrics, config and the last
+    heartbeat row of every rank.
 
-    Args:
-        directory: The run directory.
-        live: Read only what a live view needs: the end of the metrics, config and the last heartbeat row of every rank.
-
-    Returns:
-        The run. Parts that do not exist are empty; damaged entries are left out and counted. Large files are thinned
-        out; see `ThinOut`.
-
-    Raises:
-        UserError: If there is no run, or its metrics or its config cannot be read.
+    Parts that do not exist are empty; damaged entries are left out and counted. Large files are thinned out; see
+    `ThinOut`. Raises UserError if there is no run, or its metrics or its config cannot be read.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -169,11 +162,10 @@ def _read_the_rest(run: Run) -> None:
 
 
 def read_evaluation(path: Path) -> dict[str, Any] | None:
-    """Read a file of `trifocal evaluate`.
+    """Read a file of `trifocal evaluate`: `step` (or None), further facts about the model, and `rows`, each with
+    `task`, `length`, `status` and finite figures.
 
-    Returns:
-        Its content: `step` (or None), further facts about the model, and `rows`, each with `task`, `length`, `status`
-        and finite figures; anything else of a row is left out. None if it has no such row.
+    Anything else of a row is left out. None if it has no such row.
     """
     content = _read_json(path)
     if not isinstance(content, dict) or not isinstance(content.get("rows"), list):

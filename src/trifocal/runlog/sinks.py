@@ -73,9 +73,7 @@ def _scalars(row: Row) -> dict[str, float]:
 class TensorBoardSink:
     """Writes every number of a metric row to TensorBoard as `kind/field`, and every event as text.
 
-    Args:
-        directory: Folder of TensorBoard's event files.
-        resume_step: The step from which the run resumes; TensorBoard hides later steps.
+    TensorBoard hides steps later than `resume_step`, from which the run resumes.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, resume_step: int | None = None) -> None:
@@ -100,12 +98,8 @@ class TensorBoardSink:
 class WandbSink:
     """Writes every number of a metric row to W&B as `kind/field` over `step`, and warnings and errors as alerts.
 
-    The first row makes the connection, with the settings of W&B itself (`wandb login`, WANDB_MODE=offline).
-
-    Args:
-        directory: The run; its `wandb` folder has W&B's files, and the id for resuming.
-        project: Project of the run in W&B.
-        config: The run's configuration.
+    The first row makes the connection, with the settings of W&B itself (`wandb login`, WANDB_MODE=offline). The run's
+    `wandb` folder has W&B's files, and the id for resuming.
     """
 
     def __init__(self, directory: Path, *, project: str, config: Mapping[str, Any]) -> None:
@@ -123,7 +117,7 @@ class WandbSink:
             level = self._wandb.AlertLevel.ERROR if row["severity"] == "error" else self._wandb.AlertLevel.WARN
             self._run.alert(title=row["name"], text=f"step {row['step']}: {row['message']}", level=level)
         if values := _scalars(row):
-            # `step` is an axis of its own: W&B's own step must never decrease, and several rows share one step.
+            # `step` is a separate axis: W&B's own step must never decrease, and several rows share one step.
             self._run.log({**values, "step": row["step"]})
 
     def close(self) -> None:

@@ -7,15 +7,11 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes, *, flush: bool = False) -> None:
-    """Write a file under its own temporary name, then rename it: readers never see a partial file.
+    """Write a file under its own temporary name, then rename it: readers never see a partial file. OSError if that
+    fails; the earlier file stays.
 
-    Args:
-        path: The file. An existing one is replaced, even a link; see `write_output` for paths of the user.
-        content: Bytes, or text to encode in UTF-8.
-        flush: Flush to the disk before the rename, so that a power cut leaves the new or the earlier file.
-
-    Raises:
-        OSError: If writing fails; the earlier file stays.
+    An existing file is replaced, even a link; see `write_output` for paths of the user. With `flush` it is on the disk
+    before the rename, so that a power cut leaves the new or the earlier file.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -33,9 +29,7 @@ def write_whole(path: Path, content: str | bytes, *, flush: bool = False) -> Non
 
 def write_output(path: Path, content: str | bytes) -> None:
     """Write a file that the user named: whole, through a link to its target, and into a pipe or device as it comes.
-
-    Raises:
-        OSError: If writing fails; an earlier file stays.
+    OSError if writing fails; an earlier file stays.
     """
     if path.exists() and not path.is_file():
         path.write_bytes(content.encode() if isinstance(content, str) else content)

@@ -17,17 +17,10 @@ class ChoiceTeacher:
     """Teaches the choice of a model's layers in each step.
 
     The loss is the mean over the eligible sampled queries of the whole global batch, however it is cut, summed over
-    layers, times `TrainSection.choice_weight`.
+    layers, times `TrainSection.choice_weight`. Gradients are divided by `gradient_factor` when processes average them.
 
-    Args:
-        model: The model.
-        config: Weight and sample.
-        device: Where the model is.
-        gradient_factor: Number by which gradients are divided when processes average them.
-
-    Attributes:
-        teaching: What each forward pass is given; its tensors stay, so that recorded graphs read them anew.
-        index_parameters: Parameters that are clipped apart from the others: nothing else trains them.
+    `teaching` is what each forward pass is given; its tensors stay, so that recorded graphs read them anew.
+    `index_parameters` are clipped apart from the others: nothing else trains them.
     """
 
     def __init__(self, model: DecoderLM, config: TrainSection, device: torch.device, gradient_factor: int = 1) -> None:
@@ -51,12 +44,7 @@ class ChoiceTeacher:
         return counts
 
     def begin(self, step: int, eligible: Sequence[float]) -> None:
-        """Begin a step.
-
-        Args:
-            step: Its number, from 1.
-            eligible: Eligible sampled queries of each layer in the global batch.
-        """
+        """Begin a step, numbered from 1, with this many eligible sampled queries of each layer in the global batch."""
         groups = self._model_config.num_kv_heads
         scales = torch.tensor([self._factor / (count * groups) if count else 0.0 for count in eligible])
         self.teaching.step.fill_(step)

@@ -53,11 +53,8 @@ class _NextStep(NamedTuple):
 class StepCoordinator:
     """Keeps the processes of a run in step; with a single process everything is immediate.
 
-    Args:
-        processes: This process among those of the run.
-        signals: Holds the signal that asks this process to stop.
-        teacher: Counts the queries that teach the choice, if it is taught.
-        context: Processes that share each sequence: all of them have, and count, the same rows.
+    `signals` holds the signal that asks this process to stop; `teacher` counts the queries that teach the choice, if it
+    is taught. The `context` processes that share each sequence have, and count, the same rows.
     """
 
     def __init__(
@@ -92,19 +89,9 @@ class StepCoordinator:
         ended when its result is needed: a step waits neither for the other hosts nor for any device. Batches that were
         read ahead when all stop are read again when the run continues.
 
-        Args:
-            loader: Loader of this process.
-            count: Micro-batches of a step.
-            heartbeat: Gets the phases.
-            step: Number of the step.
-            last: No step follows this one.
-
-        Returns:
-            The step's data; None if all processes are to stop before it, but never before the first step. A wait for
-            data ends when a stop is requested.
-
-        Raises:
-            UserError: If the data failed anywhere; names the rank.
+        `count` micro-batches make a step; the heartbeat gets the phases; `last` says that no step follows this one.
+        None if all processes are to stop before it, but never before the first step: a wait for data ends when a stop
+        is requested. Raises UserError, with the rank, if the data failed anywhere.
         """
         if self._processes.size == 1:
             if self._begun and (self._stop_agreed or self._signals.received is not None):
@@ -157,16 +144,11 @@ class StepCoordinator:
     def watched(
         self, heartbeat: Heartbeat, directory: Path, silence_seconds: float, event: Callable[[str, str, str], None]
     ) -> Iterator[None]:
-        """Watch the other processes, and name the one at fault when an exchange with them fails.
+        """Watch the other processes, and name the one at fault when an exchange with them fails: PeerLost in place of
+        its error.
 
-        Args:
-            heartbeat: Heartbeat of this process.
-            directory: The run.
-            silence_seconds: A process that is silent for this long is lost.
-            event: Called with name, sentence and severity when a process is lost, in any thread.
-
-        Raises:
-            PeerLost: In place of the error of the exchange.
+        A process that is silent for `silence_seconds` is lost; `event` is then called with name, sentence and severity,
+        in any thread.
         """
 
         def leave_traces(sentence: str) -> None:

@@ -23,12 +23,7 @@ _PAST_BYTES = 2**23
 class Evaluator:
     """Evaluates the model of a run, measures its attention and samples from it.
 
-    A sharded model needs all processes for attention and samples; with any other, rank 0 does both alone.
-
-    Args:
-        setup: The run.
-        log: Its `write_optional` writes pictures and samples.
-        coordinator: Knows whether the run is to stop.
+    A sharded model needs all processes for attention and samples; with any other, rank 0 does both by itself.
     """
 
     def __init__(self, setup: TrainSetup, log: RunLogger, coordinator: StepCoordinator) -> None:
@@ -46,11 +41,8 @@ class Evaluator:
     def evaluate(self) -> Evaluation | None:
         """Compute the loss on the validation batches; all processes call this.
 
-        Returns:
-            The loss; None if the run is to stop, which all processes find after the same batch.
-
-        Raises:
-            UserError: In every process, if the data fail in any.
+        None if the run is to stop, which all processes find after the same batch. Raises UserError in every process if
+        the data fail in any.
         """
         batches = self._setup.validation_batches()
 
@@ -108,8 +100,7 @@ class Evaluator:
     def sample(self, step: int) -> str | None:
         """Continue the configured prompt, and write the text into `samples/`. Every step of a run has the same seed.
 
-        Returns:
-            The text; None in a process that takes no part, or if the run is to stop.
+        Returns the text; None in a process that takes no part, or if the run is to stop.
         """
         if not self._takes_part:
             return None

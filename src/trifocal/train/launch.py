@@ -32,15 +32,9 @@ from trifocal.train.step.schedule import learning_rate_of
 
 
 def check_same_start(processes: DistributedContext, config: RunConfig, **further: Any) -> None:
-    """Refuse a start in which the processes differ in configuration, code or versions.
+    """Refuse a start in which the processes differ in configuration, versions or further values.
 
-    Args:
-        processes: The processes of the run.
-        config: Configuration of this process.
-        further: Other values that must be the same everywhere.
-
-    Raises:
-        UserError: In every process, if one differs from rank 0; names both and the first difference.
+    Raises UserError, in every process, if one differs from rank 0; names both and the first difference.
     """
     mine = {name: value_of(config, name) for name in dotted_fields(RunConfig)} | further
     mine |= {"trifocal": __version__, "torch": torch.__version__, "python": platform.python_version()}
@@ -63,12 +57,8 @@ def _same_command(config: RunConfig, directory: Path) -> bool:
 
 
 def resume_notes(saved: RunConfig, now: RunConfig, step: int) -> list[str]:
-    """Sentences for the start of a run that continues.
-
-    Args:
-        saved: The configuration that the run had.
-        now: The one that it has now.
-        step: Step of the checkpoint.
+    """Sentences for the start of a run that continues, from the configuration that it had and the one that it has now;
+    `step` is the checkpoint's.
     """
     changed = []
     for name in dotted_fields(RunConfig):

@@ -60,10 +60,8 @@ class TrainResult:
 
 @contextmanager
 def deterministic_operations(wanted: bool) -> Iterator[None]:
-    """Inside, every operation gives equal bits for equal inputs; one without a deterministic form on a GPU raises.
-
-    Args:
-        wanted: If False, nothing changes.
+    """Inside, every operation gives equal bits for equal inputs; one without a deterministic form on a GPU raises. If
+    not wanted, nothing changes.
     """
     if not wanted:
         yield
@@ -83,12 +81,7 @@ def deterministic_operations(wanted: bool) -> Iterator[None]:
 
 
 def make_tracer(setup: TrainSetup, log: RunLogger) -> Tracer:
-    """Make the tracer that `config.trace` asks for, which may be one that does nothing.
-
-    Args:
-        setup: The run.
-        log: Takes the events; its heartbeat names the phases.
-    """
+    """Make the tracer that `config.trace` asks for, which may be one that does nothing; the log takes its events."""
     config, step = setup.config, setup.state.step
     names, windows = config.trace.names(), config.trace.windows()
     interval, total = config.trace.interval_steps, config.train.steps
@@ -118,17 +111,10 @@ def run_training(
 ) -> TrainResult:
     """Train to the last step or the first signal; closes the loader at the end.
 
-    Args:
-        setup: The run. Its folder exists.
-        notes: Sentences for the log's beginning.
-        checkpoint: The one to resume from; None for a new run.
-        before_step: See `trifocal.train.train`.
-
-    Raises:
-        UserError: If the data fail, the last checkpoint cannot be written, or the run's folder is moved or deleted.
-        NonFiniteError: If a loss, a gradient or a weight is not finite.
-        torch.OutOfMemoryError: If the memory does not suffice; names what to lower.
-        StoppedBeforeFirstStep: If a signal comes before the first step has ended in all processes.
+    The run's folder exists. `checkpoint` is the one to resume from, None for a new run; `before_step` is that of
+    `trifocal.train.train`. Raises UserError if the data fail, the last checkpoint cannot be written, or the run's
+    folder is moved or deleted; NonFiniteError if a loss, a gradient or a weight is not finite; torch.OutOfMemoryError,
+    with what to lower; and StoppedBeforeFirstStep if a signal comes before the first step has ended in all processes.
     """
     with ExitStack() as stack:
         stack.enter_context(remedies_on_out_of_memory(*memory_remedies(setup.config, setup.processes.size)))
@@ -154,15 +140,8 @@ def run_training(
 
 
 class Trainer:
-    """The loop of one run, in one process of it.
-
-    Args:
-        setup: The run, restored if it continues from a checkpoint.
-        log: Takes metrics and events.
-        coordinator: Keeps the processes in step.
-        signals: Ask the run to stop.
-        checkpoint: The one to resume from; None for a new run.
-        before_step: See `trifocal.train.train`.
+    """The loop of one run, in one process of it; arguments as of `run_training`. The setup is restored if it continues
+    from a checkpoint.
     """
 
     def __init__(
@@ -270,10 +249,8 @@ class Trainer:
 
     @contextmanager
     def _compile_notes(self, step: int) -> Iterator[str]:
-        """Around a step: note in the log that the first one compiles code, which is slow.
-
-        Yields:
-            The name of the step's forward phase, "compile" or "forward".
+        """Around a step: note in the log that the first one compiles code, which is slow; yields the name of the step's
+        forward phase, "compile" or "forward".
         """
         if not self.generates_code or self.state.steps_here:
             yield "forward"

@@ -39,24 +39,18 @@ class FiniteGuard:
         self._last = self._unchecked = result
 
     def check_step(self) -> None:
-        """Raise if the last step was not finite. Its update was withheld on the device, its gradients are still there.
+        """Raise NonFiniteError, in every process, if the last step was not finite. Its update was withheld on the
+        device, its gradients are still there.
 
         Called between the next step's forward and backward: the device has work while the host waits for the flag.
-
-        Raises:
-            NonFiniteError: In every process.
         """
         result, self._unchecked = self._unchecked, None
         if result is not None and not result.finite.wait():
             self._stop(result)
 
     def check_weights(self) -> None:
-        """Raise if the last update made weights that are not finite: no later step is there to show it.
-
-        All processes call this.
-
-        Raises:
-            NonFiniteError: In every process.
+        """Raise NonFiniteError, in every process, if the last update made weights that are not finite: no later step is
+        there to show it. All processes call this.
         """
         if self._last is None:
             return

@@ -10,11 +10,8 @@ from trifocal.train.config.sections import RunConfig
 
 
 def memory_remedies(config: RunConfig, num_devices: int = 1) -> list[str]:
-    """Flags that lower the memory of a step, in the order to try them; the first ones leave the result as it is.
-
-    Args:
-        config: The configuration that does not fit.
-        num_devices: Devices that train together.
+    """Flags that lower the memory of a step on this many devices that train together, in the order to try them; the
+    first ones leave the result as it is.
     """
     train, context = config.train, config.parallel.context
     groups = config.parallel.groups(num_devices)
@@ -52,8 +49,7 @@ class OutOfMemory(torch.OutOfMemoryError):
 def remedies_on_out_of_memory(*remedies: str) -> Iterator[None]:
     """Name the remedies where an allocation fails; those of the innermost block count.
 
-    Raises:
-        OutOfMemory: With the remedies in its one line and the notes of the allocator's error, in its place.
+    OutOfMemory, with them in its one line and the notes of the allocator's error, is raised in its place.
     """
     try:
         yield

@@ -35,11 +35,7 @@ from trifocal.train.validation_loss import Evaluation
 class RunLogger:
     """Writes metrics and events of a run, and prints those for the user. Made by `open_logger`.
 
-    Args:
-        setup: The run; its state gives the step of every row.
-        metrics: Takes the rows.
-        heartbeat: Heartbeat of this process.
-        progress: The lines, or the bar, on the terminal.
+    The run's state gives the step of every row; `progress` is the lines, or the bar, on the terminal.
     """
 
     def __init__(
@@ -65,13 +61,10 @@ class RunLogger:
         self._skipped_reported = self._cut_reported = False
 
     def event(self, name: str, message: str, severity: str = "info", **values: float) -> None:
-        """Write an event of the current step into the metrics.
+        """Write an event of the current step into the metrics: a name of docs/diagnostics.md, a sentence, and further
+        fields of the row.
 
-        Args:
-            name: One of the names in docs/diagnostics.md.
-            message: A sentence.
-            severity: "info", "warning" or "error".
-            values: Further fields of the row.
+        Its severity is "info", "warning" or "error".
         """
         self.metrics.event(self._state.step, name, message, severity=severity, **values)
 
@@ -175,11 +168,8 @@ class RunLogger:
         )
 
     def write_optional(self, what: str, write: Callable[[], None]) -> None:
-        """Write a file that the run can do without, in rank 0: if the disk is full, the run continues without it.
-
-        Args:
-            what: Name of the content, for the warning.
-            write: Writes it.
+        """Write a file that the run can do without, in rank 0: if the disk is full, the run continues without it, with
+        a warning that names it.
         """
         if self._rank != 0 or not self.folder_is_there():
             return
@@ -207,8 +197,7 @@ class RunLogger:
 def open_logger(setup: TrainSetup) -> Iterator[RunLogger]:
     """Open the files of a run, write `env.json`, and start the heartbeat and its watchdog.
 
-    Args:
-        setup: The run, restored if it continues from a checkpoint. Its folder exists.
+    The run is restored if it continues from a checkpoint, and its folder exists.
     """
     config, directory, device = setup.config, setup.directory, setup.device
     processes, step = setup.processes, setup.state.step

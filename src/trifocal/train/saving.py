@@ -32,10 +32,7 @@ class _Written(NamedTuple):
 class Saver:
     """Writes the checkpoints of a run, and its weights when it ends. All processes call each method.
 
-    Args:
-        setup: The run.
-        log: Takes the events.
-        guard: Checks before each save that step and weights are finite.
+    `guard` checks before each save that step and weights are finite.
     """
 
     def __init__(self, setup: TrainSetup, log: RunLogger, guard: FiniteGuard) -> None:
@@ -52,13 +49,9 @@ class Saver:
     def save(self, *, must_succeed: bool) -> None:
         """Write a checkpoint of the last step.
 
-        Args:
-            must_succeed: For the last checkpoint: it is written at once. If another one fails, an error is logged and
-                training continues.
-
-        Raises:
-            UserError: If the run's folder is gone, or a checkpoint that must succeed could not be written.
-            NonFiniteError: If the last step, or a weight, is not finite.
+        One that must succeed, the last, is written at once: UserError if it could not be. If another one fails, an
+        error is logged and training continues. Raises UserError if the run's folder is gone, and NonFiniteError if the
+        last step, or a weight, is not finite.
         """
         self._guard.check_step()
         self._processes.run_on_rank0(self.check_directory)
@@ -67,10 +60,8 @@ class Saver:
             self._write(must_succeed=must_succeed)
 
     def report_written(self, *, wait: bool = False) -> None:
-        """Log the end of a checkpoint that was written in the background.
-
-        Args:
-            wait: Wait until it has ended; if False, nothing happens while it is being written.
+        """Log the end of a checkpoint that was written in the background; without `wait`, nothing happens while it is
+        being written.
         """
         writing = self._writing
         if writing is not None and (wait or writing.done()):
@@ -80,9 +71,8 @@ class Saver:
     def end(self) -> None:
         """Save the last step, if it is not saved yet, and export its weights.
 
-        Raises:
-            UserError: If either cannot be written, or the run's folder is gone.
-            NonFiniteError: If the last step, or a weight, is not finite.
+        Raises UserError if either cannot be written, or the run's folder is gone, and NonFiniteError if the last step,
+        or a weight, is not finite.
         """
         self.report_written(wait=True)
         if self._saved_step != self._state.step:
@@ -112,7 +102,7 @@ class Saver:
     def ended_on_error(self) -> Iterator[None]:
         """Around work that is no step: if it fails, the steps since the last checkpoint are saved before the run ends.
 
-        Not where this process alone may have failed: the others would not save with it. Nor where the last step was
+        Not where only this process may have failed: the others would not save with it. Nor where the last step was
         not finite: its update was withheld.
         """
         try:
@@ -133,10 +123,8 @@ class Saver:
             raise type(error)(f"{error}; step {self._state.step} is saved") from error
 
     def check_directory(self) -> None:
-        """Refuse to write into a folder that is not the run's any more: half a run would result. Rank 0 calls this.
-
-        Raises:
-            UserError: If the folder was moved, deleted or replaced.
+        """Raise UserError if the run's folder was moved, deleted or replaced: half a run would result. Rank 0 calls
+        this.
         """
         if not self._log.folder_is_there():
             raise UserError(

@@ -65,18 +65,10 @@ def in_thread(work: Callable[[], T], name: str) -> "futures.Future[T]":
 
 
 def parallelize_model(model: DecoderLM, config: RunConfig, processes: DistributedContext) -> tuple[Parallel, str]:
-    """Parallelize a model by `config.parallel`.
+    """Parallelize a model by `config.parallel`: the model as it is trained, and a sentence for the log, which may be
+    empty.
 
-    Args:
-        model: On its device, the same in all processes.
-        config: The run.
-        processes: The processes of the run.
-
-    Returns:
-        The model as it is trained, and a sentence for the log, which may be empty.
-
-    Raises:
-        UserError: If the mode does not fit the number of processes.
+    It is on its device, the same in all processes. Raises UserError if the mode does not fit the number of processes.
     """
     section, device = config.parallel, processes.device
     mode, note = choose_mode(section.mode, processes, config.model)
@@ -136,7 +128,7 @@ class TrainSetup:
         self.on_data_stall: Callable[[float, str], None] = lambda seconds, activity: None
         self.interrupted: Callable[[], bool] = lambda: False
         seed_everything(config.run.seed)
-        # On the meta device, the modules draw no weights of their own: for a billion, that takes many seconds.
+        # On the meta device, the modules draw no weights: for a billion, that takes many seconds.
         with torch.device("meta"):
             self.model = DecoderLM(config.model)
         self.model.to_empty(device=self.device)
@@ -191,14 +183,13 @@ class TrainSetup:
 
     @property
     def own_tokens(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Takes this process's part of rows that it shares; None where it has rows of its own."""
+        """Takes this process's part of rows that it shares; None where it has its own rows."""
         return None if self.model.context is None else self.model.context.own
 
     def restore(self, checkpoint: Path) -> None:
         """Load a checkpoint: weights, optimizer, position in the data, counters, random generators.
 
-        Raises:
-            UserError: If it is damaged, of another model, or past the run's last step.
+        Raises UserError if it is damaged, of another model, or past the run's last step.
         """
         saved = load_checkpoint(
             checkpoint,
@@ -229,10 +220,8 @@ class TrainSetup:
         self._random_state = saved["random"]
 
     def validation_batches(self) -> list[Batch]:
-        """The batches of all evaluations, read once. All processes call this.
-
-        Raises:
-            UserError: In every process, if the data fail in any.
+        """The batches of all evaluations, read once. All processes call this; UserError in every one if the data fail
+        in any.
         """
         if not self._validation_batches:
             self._validation_batches = self.processes.run_on_all(self._read_validation_batches)

@@ -2,7 +2,7 @@
 
 A terminal, `timeout` and Slurm signal all processes of a group. The compiler's workers, gcc and ptxas must outlive
 that: a step that waits for them could not end, nor be saved. So the training thread blocks the signals, which all that
-it starts inherits, and a thread of its own takes them. That thread also answers while training waits in a library.
+it starts inherits, and a separate thread takes them. That thread also answers while training waits in a library.
 """
 
 import contextlib
@@ -26,10 +26,8 @@ callback, of which PyTorch's compiler has many, and a signal just before a syste
 
 
 class StoppedBeforeFirstStep(KeyboardInterrupt):
-    """A signal came before the first step of this start had ended: there is nothing to save.
-
-    Attributes:
-        status: The exit status, 128 and the signal's number.
+    """A signal came before the first step of this start had ended: there is nothing to save. `status` is the exit
+    status, 128 and the signal's number.
     """
 
     def __init__(self, number: int) -> None:
@@ -100,17 +98,14 @@ class StopSignals:
             signal.pthread_kill(threading.main_thread().ident or 0, _INTERRUPT)
 
     def _raise(self, _number: int, _frame: FrameType | None) -> None:
-        # In the main thread, which alone sets `something_to_save`.
+        # In the main thread, the only one that sets `something_to_save`.
         if self._ends_at_once():
             raise StoppedBeforeFirstStep(self._number)
 
     @contextlib.contextmanager
     def as_stop_request(self) -> Iterator[None]:
-        """Around what a signal may interrupt before the first step has ended.
-
-        Raises:
-            StoppedBeforeFirstStep: Also where a library has made an error of its own of it, as Dynamo does while it
-                traces a function of autograd.
+        """Around what a signal may interrupt before the first step has ended: StoppedBeforeFirstStep, also where a
+        library has made its own error of it, as Dynamo does while it traces a function of autograd.
         """
         try:
             yield

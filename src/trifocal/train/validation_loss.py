@@ -57,21 +57,14 @@ def evaluate(
     processes: DistributedContext | None = None,
     on_batch: Callable[[int], None] = lambda done: None,
 ) -> Evaluation:
-    """Mean loss over the valid targets of some batches.
+    """Mean loss over the valid targets of some batches, at least one among them.
 
     Several processes share the batches; those that share sequences get their parts of the same ones. Each loss is added
     up in the order of its batch, so that the sum does not depend on the number of processes; and each runs the model
     equally often, as a sharded model requires.
 
-    Args:
-        model: The model.
-        batches: At least one valid target among them.
-        tokenizer: Counts the bytes.
-        data: A synthetic source has no text, and so no bits per byte.
-        device: Where the model is.
-        precision: "bf16" or "fp32", the one of training.
-        processes: This process among those of the run; all have the same batches, or parts of them.
-        on_batch: Called with the number of batches done by all.
+    The tokenizer counts the bytes; a synthetic source has no text, and so no bits per byte. `on_batch` is called with
+    the number of batches done by all.
     """
     processes = processes or DistributedContext()
     counts = [batch.valid_targets for batch in batches]

@@ -57,12 +57,7 @@ def recorded_collectives() -> list[Collective]:
 
 
 def decode(dump: dict[str, Any], now: float) -> list[Collective]:
-    """Read a flight recorder's dump.
-
-    Args:
-        dump: The unpickled dump.
-        now: Seconds since the epoch.
-    """
+    """Read a flight recorder's unpickled dump; `now` is in seconds since the epoch."""
     found = []
     for entry in dump.get("entries", []):
         library, _, operation = entry["profiling_name"].partition(":")
@@ -103,10 +98,8 @@ def describe(collectives: Sequence[Collective]) -> str:
 
 
 def describe_waiting_ranks(last: dict[int, list[Collective]]) -> list[str]:
-    """Sentences about ranks that wait in a collective for ranks that have not called it.
-
-    Args:
-        last: `last_of_each_group` of each rank.
+    """Sentences about ranks that wait in a collective for ranks that have not called it, from `last_of_each_group` of
+    each rank.
     """
     groups = sorted({(found.library, found.group) for of_rank in last.values() for found in of_rank})
     sentences = []

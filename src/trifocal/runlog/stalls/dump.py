@@ -92,17 +92,10 @@ def _write(path: Path, make: Callable[[], str]) -> None:
 
 
 def stall_summary(directory: Path, folder: Path, rank: int, what: str, row: Row) -> str:
-    """The page `summary.md`: the stuck ranks, in words.
+    """The page `summary.md`: the stuck ranks, in words, as Markdown.
 
-    Args:
-        directory: The run.
-        folder: The dump, with the answers of the ranks so far.
-        rank: The rank that began the dump.
-        what: Its state, as words after "Rank N".
-        row: Its heartbeat row.
-
-    Returns:
-        Markdown.
+    The folder is the dump, with the answers of the ranks so far. `rank` began it; `what` is its state, as words after
+    "Rank N", and `row` its heartbeat row.
     """
     answers = read_answers(folder)
     lines = [

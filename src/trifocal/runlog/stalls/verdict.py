@@ -1,4 +1,4 @@
-"""The state of a rank (running, slow, stalled, finished, stopped, failed or dead) from its heartbeat alone.
+"""The state of a rank (running, slow, stalled, finished, stopped, failed or dead) only from its heartbeat.
 
 docs/diagnostics.md defines the states. The age of a phase is that in the last row: a short step may have
 ended many times since. It grows with the time since then only if rows are late, by two intervals: a process that writes
@@ -35,15 +35,7 @@ class Verdict:
 
 
 def judge(row: Row, now: float | None = None) -> Verdict:
-    """Judge a rank by the last row of its heartbeat.
-
-    Args:
-        row: The last row.
-        now: Seconds since the epoch; now by default.
-
-    Returns:
-        The verdict.
-    """
+    """Judge a rank by the last row of its heartbeat, at a time in seconds since the epoch, by default now."""
     now = time.time() if now is None else now
     if row["status"] == "stopped":
         return Verdict("stopped", f"it was asked to stop, and saved step {row['step']:,}")

@@ -35,16 +35,12 @@ _POLL_SECONDS = 0.2
 
 
 class StackDump:
-    """Writes the Python stack of every thread into the run's dumps: on SIGUSR1 (`kill -USR1 PID`), without stopping
-    the run, and on the fatal signals SIGSEGV, SIGABRT, SIGBUS, SIGFPE and SIGILL.
+    """Writes the Python stack of every thread into the run's dumps: on SIGUSR1 (`kill -USR1 PID`), without stopping the
+    run, and on the fatal signals SIGSEGV, SIGABRT, SIGBUS, SIGFPE and SIGILL.
 
     faulthandler writes in the signal handler itself, so it works while the main thread is busy in C code or holds the
-    interpreter's lock.
-
-    Args:
-        directory: The run's `dumps` folder; stacks are appended to `stacks_rank{rank}.txt` there. If that cannot be
-            opened, they go to standard error, with a warning.
-        rank: The rank of this process.
+    interpreter's lock. Stacks are appended to `stacks_rank{rank}.txt` in the run's `dumps`. If that cannot be opened,
+    they go to standard error, with a warning.
     """
 
     def __init__(self, directory: Path, rank: int = 0) -> None:

@@ -22,10 +22,8 @@ class Mark(NamedTuple):
 
 
 class Moment:
-    """Number of the traced step, its micro-batch (from 1) and phase, and the beginning of the phase.
-
-    Args:
-        device: The device of the work; a CUDA device has times of its own.
+    """Number of the traced step, its micro-batch (from 1) and phase, and the beginning of the phase; work on a CUDA
+    device has its own times.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -65,11 +63,7 @@ class Moment:
 
 
 class Trace:
-    """One kind of trace of one window of steps. Its constructor installs the hooks, and `end` removes them.
-
-    Args:
-        moment: The place within the traced step.
-    """
+    """One kind of trace of one window of steps. Its constructor installs the hooks, and `end` removes them."""
 
     name = ""
     """Name of the table, `NAME_rank*.csv`."""
@@ -88,11 +82,7 @@ class Trace:
         """Remove the hooks and make the rows, after the device was synchronised."""
 
     def write(self, folder: Path, rank: int) -> None:
-        """Write the files.
-
-        Raises:
-            OSError: If writing fails.
-        """
+        """Write the files; OSError if writing fails."""
         write_table(folder / f"{self.name}_rank{rank}.csv", self.rows)
 
 
@@ -105,14 +95,12 @@ def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 class ModuleHooks:
-    """Calls back around the forward pass of every module, also when checkpointing repeats it in backward.
+    """Calls back around the forward pass of every module, also when checkpointing repeats it in backward; the model's
+    own name is `model`.
 
-    The input maps of an attention are left out: a hook would take them out of the product that they are together.
-
-    Args:
-        model: The model; its own name is `model`.
-        entered: Called with a module's name and the tensors among its inputs.
-        left: Called with a module's name and the tensors among its outputs; none if a repeated pass ended early.
+    `entered` gets a module's name and the tensors among its inputs, `left` those among its outputs; none if a repeated
+    pass ended early. The input maps of an attention are left out: a hook would take them out of the product that they
+    are together.
     """
 
     def __init__(

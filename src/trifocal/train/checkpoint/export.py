@@ -79,16 +79,11 @@ def verify_weights(folder: Path) -> None:
 def new_model_folder(folder: Path) -> Iterator[Path]:
     """A place for the files of a new folder; they move there when all of them are written, `config.json` last.
 
-    The place is in the folder itself, so that the folder may be a mount point, a link, or the working directory. After
-    an error, the folder has what others put there, and nothing of this. The process holds the system's lock on the
-    place: one that nobody holds is of a process that was killed, and is removed.
-
-    Args:
-        folder: Must not exist, be empty, or have nothing but such remains.
-
-    Raises:
-        UserError: If there is something in the folder, another process writes there, or a file cannot be written; the
-            message names it.
+    The place is in the folder itself, so that the folder may be a mount point, a link, or the working directory. The
+    folder must not exist, be empty, or have only remains of a process that was killed: the process holds the system's
+    lock on the place, and one that nobody holds is removed. After an error, the folder has what others put there, and
+    nothing of this. Raises UserError, with the name, if there is something in the folder, another process writes there,
+    or a file cannot be written.
     """
     absent, written = not folder.exists(), list[Path]()
     _remove_remains(folder)
@@ -145,14 +140,8 @@ def _remove_remains(folder: Path) -> None:
 
 
 def export_folder(model: DecoderLM, tokenizer: Tokenizer, folder: Path, *, sequence_length: int | None = None) -> None:
-    """Write a new folder that transformers reads.
-
-    Args:
-        model, tokenizer, sequence_length: See `export_weights`.
-        folder: See `new_model_folder`.
-
-    Raises:
-        UserError: See `new_model_folder`.
+    """Write a new folder that transformers reads; arguments as of `export_weights`, the folder and errors as of
+    `new_model_folder`.
     """
     with new_model_folder(folder) as partial:
         settings = write_tokenizer(tokenizer, model.config.vocab_size, partial, sequence_length)
@@ -164,17 +153,7 @@ def write_tokenizer(
 ) -> dict[str, Any]:
     """Write a tokenizer, with a token for padding and the longest text, and its settings in `generation_config.json`.
 
-    Args:
-        tokenizer: The tokenizer of the training data.
-        vocab_size: The model's.
-        folder: An existing one.
-        sequence_length: Tokens of a sequence in training, if known.
-
-    Returns:
-        Further keys of the model's `config.json`, for `save_weights`.
-
-    Raises:
-        OSError: If a file cannot be written.
+    Returns further keys of the model's `config.json`, for `save_weights`. Raises OSError if a file cannot be written.
     """
     tokenizer.save(folder)
     generation, settings, of_tokenizer = dict(tokenizer.generation), dict[str, Any](), dict[str, Any]()

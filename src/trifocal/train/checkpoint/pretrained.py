@@ -46,11 +46,7 @@ class Pretrained:
         return (self.path / MODEL_CONFIG_FILE).is_file()
 
     def config(self) -> ModelConfig:
-        """The model's configuration.
-
-        Raises:
-            UserError: If it cannot be read.
-        """
+        """The model's configuration; UserError if it cannot be read."""
         if self._exported:
             return read_config(self.path)
         if self.run is not None:
@@ -59,21 +55,17 @@ class Pretrained:
 
     def sequence_length(self) -> int | None:
         """Tokens of a sequence in training; of a folder without its run, `max_position_embeddings`; None: not known.
-
-        Raises:
-            UserError: If a file cannot be read.
+        UserError if a file cannot be read.
         """
         if self.run is not None:
             return self.run.train.sequence_length
         return read_hf_settings(self.path).get("max_position_embeddings") if self._exported else None
 
     def dtype(self, device: torch.device) -> torch.dtype:
-        """Type of the products: bf16 if the model was trained in it, or its files have numbers of 16 bits.
+        """Type of the products: bf16 if the model was trained in it, or its files have numbers of 16 bits. UserError if
+        a file cannot be read.
 
         On a CPU without instructions for bf16 it is fp32: a prompt takes a quarter of the time there.
-
-        Raises:
-            UserError: If a file cannot be read.
         """
         stored = read_json(self.path / MODEL_CONFIG_FILE) if self._exported else {}
         # The second is transformers' older name.
@@ -83,11 +75,7 @@ class Pretrained:
         return torch.bfloat16 if computes_bf16(device) else torch.float32
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that the model was trained with.
-
-        Raises:
-            UserError: If it is not known, or cannot be read.
-        """
+        """The tokenizer that the model was trained with; UserError if it is not known, or cannot be read."""
         if place := self.tokenizer_place():
             return make_tokenizer(place[0], separator=place[1])
         if self._exported:
@@ -106,11 +94,7 @@ class Pretrained:
         return None if self.run is None else (self.run.data.tokenizer, self.run.data.separator)
 
     def model(self) -> DecoderLM:
-        """The model with its weights, on the CPU.
-
-        Raises:
-            UserError: If they cannot be read, or do not fit.
-        """
+        """The model with its weights, on the CPU; UserError if they cannot be read, or do not fit."""
         if self._exported:
             return load_weights(self.path)
         config = self.config()
@@ -122,13 +106,7 @@ class Pretrained:
 
 def pretrained_path(text: str | os.PathLike[str], name: str) -> Path:
     """The path of the trained model that the user means: `demo` is that of the package, unless a file has this name.
-
-    Args:
-        text: The path given, or `demo`.
-        name: Name of the argument that gave it, for messages.
-
-    Raises:
-        UserError: See `user_path`.
+    Errors as of `user_path`.
     """
     path = user_path(text, name)
     if os.fspath(text) != DEMO:
@@ -154,17 +132,10 @@ def load_model(folder: str | Path) -> DecoderLM:
 
 
 def pretrained_values(folder: str, *, tokenizer: bool = True) -> dict[str, Any]:
-    """The settings that a run takes from the weights it begins with: the section `model`, and the tokenizer if known.
+    """The settings that a run takes from the weights it begins with, by dotted key without `model.from`: the section
+    `model`, and the tokenizer if known and wanted.
 
-    Args:
-        folder: Weights, a run or a checkpoint.
-        tokenizer: Whether the tokenizer is wanted.
-
-    Returns:
-        Values by dotted key, without `model.from`.
-
-    Raises:
-        UserError: If there is no model, or it is damaged.
+    The folder is one of weights, a run or a checkpoint. Raises UserError if there is no model, or it is damaged.
     """
     with open_pretrained(user_path(folder, "model.from")) as found:
         config = found.config()
@@ -177,10 +148,8 @@ def pretrained_values(folder: str, *, tokenizer: bool = True) -> dict[str, Any]:
 
 
 def load_pretrained_weights(model: DecoderLM, folder: str) -> None:
-    """Copy the weights of a run, a checkpoint or a folder of weights into a model, in the model's type.
-
-    Raises:
-        UserError: If there are none, they are damaged, or of another model; names the differences.
+    """Copy the weights of a run, a checkpoint or a folder of weights into a model, in the model's type. UserError if
+    there are none, they are damaged, or of another model; names the differences.
     """
     with open_pretrained(user_path(folder, "model.from")) as found:
         theirs, weights = found.config(), found.model().state_dict()
@@ -203,13 +172,8 @@ def _run_of(folder: Path) -> RunConfig | None:
 def open_pretrained(path: Path, checkpoint: str = "") -> Iterator[Pretrained]:
     """Find a trained model. If a run that still trains deletes it while the context lasts, an error says so.
 
-    Args:
-        path: A run (its weights, if they are of its newest step, else its newest checkpoint), a checkpoint, or a folder
-            of weights.
-        checkpoint: Another checkpoint of the run, by its name.
-
-    Raises:
-        UserError: If there is none, or it is damaged.
+    The path is a checkpoint, a folder of weights, or a run: its weights, if they are of its newest step, else its
+    newest checkpoint; or another one by name. Raises UserError if there is none, or it is damaged.
     """
     if (path / MODEL_CONFIG_FILE).is_file():
         if checkpoint:

@@ -50,15 +50,10 @@ _FILE_BYTES = 2**30
 
 
 def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, copy: bool = False) -> dict[str, Any]:
-    """Collect the state of a model and its optimizer for a checkpoint; every process calls this.
+    """Collect the state for a checkpoint, tensors under `model` and `optimizer`, of a sharded model this process's
+    shards; every process calls this.
 
-    Args:
-        model: The model.
-        optimizer: Its optimizer.
-        copy: Copy all of it into the host's memory, so that training may continue.
-
-    Returns:
-        The tensors under `model` and `optimizer`; of a sharded model this process's shards.
+    With `copy`, all of it is copied into the host's memory, so that training may continue.
     """
     options = StateDictOptions(cpu_offload=copy)
     model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
@@ -78,23 +73,12 @@ def write_checkpoint(
     process_state: dict[str, Any],
     processes: DistributedContext,
 ) -> Path:
-    """Write the checkpoint of a step; it appears under its name only when all of it is on the disk.
+    """Write the checkpoint of a step into `root`, and return its folder, which appears only when all of it is on the
+    disk.
 
-    Every process calls this, and it succeeds or fails in all of them.
-
-    Args:
-        root: The run's `checkpoints` folder.
-        step: Optimizer steps done.
-        state: From `collect_state`.
-        model_config: The model's configuration; loading refuses a checkpoint of another one.
-        process_state: Further state of this process, in JSON types.
-        processes: This process among those of the run.
-
-    Returns:
-        The checkpoint's folder.
-
-    Raises:
-        OSError: If it cannot be written; nothing of it is left, and earlier checkpoints are untouched.
+    Every process calls this, and it succeeds or fails in all of them. The state is from `collect_state`;
+    `process_state` is further state of this process, in JSON types. Raises OSError if it cannot be written; nothing of
+    it is left, and earlier checkpoints are untouched.
     """
     final = checkpoint_path(root, step)
     partial = root / f"{PARTIAL}{final.name}"
@@ -147,21 +131,9 @@ def load_checkpoint(
     """Load a verified checkpoint into a model and its optimizer, in every process its part.
 
     The optimizer takes the moments and keeps its hyperparameters: the configuration decides them, not the checkpoint.
-
-    Args:
-        path: From `find_checkpoint`.
-        model: Takes the weights.
-        optimizer: Takes the moments of its parameters.
-        model_config: The model's configuration.
-        processes: This process among those of the run.
-
-    Returns:
-        The process state that was saved with it: that of this rank, or of another one where more processes load than
-        saved.
-
-    Raises:
-        UserError: If the checkpoint holds another model; names the differences.
-        CheckpointDamaged: If the process state cannot be read.
+    Returns the process state that was saved with it: that of this rank, or of another one where more processes load
+    than saved. Raises UserError, with the differences, if the checkpoint holds another model, and CheckpointDamaged if
+    the process state cannot be read.
     """
     _check_model(path, model_config)
     state = collect_state(model, optimizer)
@@ -172,15 +144,10 @@ def load_checkpoint(
 
 
 def load_model_weights(path: Path, *, model: nn.Module, model_config: ModelConfig) -> None:
-    """Give a model the weights of a verified checkpoint, on the CPU.
+    """Give a model, on any device, "meta" too, the weights of a verified checkpoint, on the CPU; its tensors are
+    replaced.
 
-    Args:
-        path: The checkpoint.
-        model: On any device, "meta" too; its tensors are replaced.
-        model_config: The model's configuration.
-
-    Raises:
-        UserError: If the checkpoint holds another model, names the differences; or if it cannot be read.
+    Raises UserError if the checkpoint holds another model, names the differences; or if it cannot be read.
     """
     _check_model(path, model_config)
     tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in model.state_dict().items()}

@@ -19,12 +19,7 @@ class TensorFileWriter(HuggingFaceStorageWriter):
     """PyTorch's writer of safetensors files, but the library writes each tensor from its own memory, without the lock.
 
     PyTorch's makes every file in memory first, and holds Python's lock (GIL) meanwhile: all other threads stand still.
-    It also waits for the work of a GPU.
-
-    Args:
-        folder: Of the files.
-        file_numbers: The number of each tensor's file, from 1.
-        rank: This process among those that write.
+    It also waits for the work of a GPU. `file_numbers` gives the number of each tensor's file, from 1.
     """
 
     def __init__(self, folder: Path, file_numbers: dict[str, int], rank: int) -> None:

@@ -23,10 +23,8 @@ CHECKPOINT_BYTES_PER_PARAMETER = 12
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The device that `run.device` or `--device` names: "auto", "cpu" or "cuda".
-
-    Raises:
-        UserError: If it asks for a GPU and PyTorch sees none.
+    """The device that `run.device` or `--device` names: "auto", "cpu" or "cuda". UserError if it asks for a GPU and
+    PyTorch sees none.
     """
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
@@ -35,18 +33,11 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -> tuple[Tokenizer, list[str]]:
-    """Check that the parts of a configuration fit one another and this machine.
+    """Check that the parts of a configuration fit one another and this machine; each section was checked by itself when
+    it was made.
 
-    Args:
-        config: The configuration; each section was checked by itself when it was made.
-        device: From `choose_device`.
-        num_processes: Processes of the run.
-
-    Returns:
-        The tokenizer, and notes on settings that are valid but doubtful.
-
-    Raises:
-        UserError: If the run would fail; names the fields to change.
+    Returns the tokenizer, and notes on settings that are valid but doubtful. Raises UserError, with the fields to
+    change, if the run would fail.
     """
     tokenizer = make_tokenizer(config.data.tokenizer, separator=config.data.separator)
     _check_context(config, num_processes)
@@ -82,7 +73,7 @@ def _check_context(config: RunConfig, num_processes: int) -> None:
 
 
 def _check_batches(config: RunConfig, num_groups: int) -> None:
-    """Check that the batch can be shared out among groups of processes, each with rows of its own."""
+    """Check that the batch can be shared out among groups of processes, each with its own rows."""
     whole = config.train.global_batch_size
     if whole % num_groups:
         _, groups = _kind_of_group(config)
@@ -93,7 +84,7 @@ def _check_batches(config: RunConfig, num_groups: int) -> None:
 
 
 def _kind_of_group(config: RunConfig) -> tuple[str, str]:
-    """What has rows of its own, in words: one of them, and several."""
+    """What has its own rows, in words: one of them, and several."""
     context = config.parallel.context
     if context == 1:
         return "process", "processes"
@@ -176,7 +167,7 @@ def _cpu_has_bf16() -> bool:
         capabilities = torch.cpu.get_capabilities()
         names = ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16", "sve_bf16")
         return any(capabilities.get(name, False) for name in names)
-    # Earlier versions of PyTorch have private functions for x86 alone.
+    # Earlier versions of PyTorch have private functions only for x86.
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
@@ -236,7 +227,7 @@ def existing_folder(folder: Path) -> Path:
 def _check_disk(config: RunConfig) -> None:
     folder = Path(config.run.directory)
     existing = existing_folder(folder)
-    # A run that goes on writes into these folders.
+    # A resumed run writes into these folders.
     for place in (existing, folder / "checkpoints", folder / "dumps"):
         if place.exists() and not place.is_dir():
             raise UserError(f"run.directory {folder}: {place} is not a folder")

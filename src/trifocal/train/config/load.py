@@ -70,11 +70,7 @@ def _config_file(path: str | Path) -> Path:
 
 
 def presets() -> dict[str, Path]:
-    """The files by name.
-
-    Raises:
-        UserError: If the package has lost them.
-    """
+    """The files by name; UserError if the package has lost them."""
     found = {path.stem: path for path in sorted(_PRESETS.glob("*.toml"))}
     if not found:
         raise UserError(f"no preset is in {_PRESETS}; install trifocal again, or name a TOML file of your own")
@@ -93,15 +89,7 @@ def summary(path: Path) -> str:
 
 
 def override(config: RunConfig, overrides: Sequence[str] | Mapping[str, Any]) -> RunConfig:
-    """Apply overrides to a configuration.
-
-    Args:
-        config: The configuration.
-        overrides: Flags or values by key, see `load_config`.
-
-    Raises:
-        UserError: If a key, flag or value is not valid.
-    """
+    """Apply overrides, flags or values by key as of `load_config`, to a configuration; UserError if one is invalid."""
     given = _values(overrides)
     if not given:
         return config

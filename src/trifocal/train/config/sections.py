@@ -15,7 +15,7 @@ from trifocal.runlog import SINKS
 from trifocal.runlog.traces import TRACES
 
 MAX_TRACED_STEPS = 100
-"""Traces that keep data of every step are limited to so many steps."""
+"""Traces that keep data of every step are limited to this many steps."""
 # Digits of a number that fits 64 bits.
 _MAX_DIGITS = 18
 
@@ -109,14 +109,12 @@ class TrainSection:
 
     @property
     def choice_loss_stretch(self) -> int:
-        """One query of so many is sampled."""
+        """One query of this many is sampled."""
         return min(self.sequence_length, max(1, round(1 / self.choice_loss_sample)))
 
     def sequences_at_once(self, num_groups: int) -> int:
-        """Sequences in one forward and backward pass.
-
-        Args:
-            num_groups: From `ParallelSection.groups`; they divide the global batch.
+        """Sequences in one forward and backward pass of each of `num_groups`, from `ParallelSection.groups`; they
+        divide the global batch.
         """
         share = self.global_batch_size // num_groups
         return next(size for size in range(min(share, self.micro_batch_size), 0, -1) if share % size == 0)
@@ -127,10 +125,8 @@ class TrainSection:
         return min(self.micro_batch_size, self.global_batch_size)
 
     def checkpointed_layers(self, num_layers: int) -> tuple[int, int]:
-        """The half-open range of layers that `activation_checkpointing` names.
-
-        Raises:
-            ValueError: If the field is none of its three forms.
+        """The half-open range of layers that `activation_checkpointing` names; ValueError if it is none of its three
+        forms.
         """
         if self.activation_checkpointing == "none":
             return 0, 0
@@ -174,7 +170,7 @@ class ParallelSection:
             check_seconds(f"parallel.{name}", getattr(self, name))
 
     def groups(self, num_processes: int) -> int:
-        """Groups of processes with rows of their own: the processes themselves, unless they share rows."""
+        """Groups of processes with their own rows: the processes themselves, unless they share rows."""
         return num_processes // self.context
 
 
@@ -231,7 +227,7 @@ class CheckpointSection:
     interval_steps: int = 500
     """Steps between checkpoints; 0 saves only at the end and on an interruption."""
     asynchronous: bool = False
-    """Copy everything to the host's memory and write it while training goes on; the last save is waited for."""
+    """Copy everything to the host's memory and write it while training continues; the last save is waited for."""
     keep_last: int = 2
     """Newest checkpoints that are kept."""
     keep_every_steps: int = 0
@@ -304,7 +300,7 @@ class TraceSection:
     steps: str = "10:13"
     """Steps to trace: half-open ranges like "10:13", separated by commas; steps count from 1."""
     interval_steps: int = 0
-    """Also trace each step that this number divides, in a folder of its own; 0 traces those of `steps` alone."""
+    """Also trace each step that this number divides, in its own folder; 0 traces only those of `steps`."""
 
     def __post_init__(self) -> None:
         check_types(self, "trace")
@@ -324,10 +320,8 @@ class TraceSection:
         return _parts(self.what)
 
     def windows(self) -> list[tuple[int, int]]:
-        """The ranges of `steps`: the first step, and the one after the last; none where it is empty.
-
-        Raises:
-            ValueError: If they are not in this form, or not in order.
+        """The ranges of `steps`: the first step, and the one after the last; none where it is empty. ValueError if they
+        are not in this form, or not in order.
         """
         found: list[tuple[int, int]] = []
         if not self.steps.strip():

@@ -10,11 +10,8 @@ from trifocal.fields import key_of
 
 
 def to_toml(config: Any, *, comments: bool = False) -> str:
-    """Write a nested dataclass as TOML that `from_table` reads back equal.
-
-    Args:
-        config: The dataclass.
-        comments: Write the docstring of each field above it.
+    """Write a nested dataclass as TOML that `from_table` reads back equal; with `comments`, the docstring of each field
+    above it.
     """
     lines: list[str] = []
     _write(config, "", lines, comments)

@@ -3,13 +3,13 @@
 Small micro-batches are bound by the host: a layer's forward and backward are about a hundred kernels, and each costs
 Python some 10 to 50 µs to start, however short it is on the device. A graph starts all of them at once.
 
-A graph reads and writes fixed memory. So inputs are copied into tensors of its own, gradients are collected in buffers
+A graph reads and writes fixed memory. So inputs are copied into its tensors, gradients are collected in buffers
 that stay. Document boundaries are padded to a fixed number, with empty documents behind the last one; where there are
 more, there is a second graph.
 
 Under bf16 a graph reads bf16 copies of the matrices, which are made once a step, and leaves their gradients as the
-products give them, in bf16. Plain passes cast each matrix and each of its gradients in every micro-batch, by kernels
-of their own. Eager passes give the same bits either way; a compiler may round at other places.
+products give them, in bf16. Plain passes cast each matrix and each of its gradients in every micro-batch, by
+separate kernels. Eager passes give the same bits either way; a compiler may round at other places.
 """
 
 import gc
@@ -38,13 +38,8 @@ class _Recording(NamedTuple):
 
 
 class MatrixCopies:
-    """bf16 copies of the trained matrices of linear maps.
-
-    Args:
-        model: The model; its matrices keep their memory.
-
-    Attributes:
-        of: The copy, a leaf of autograd, of each matrix by the matrix's id.
+    """bf16 copies of the trained matrices of linear maps, which keep their memory: `of` has the copy, a leaf of
+    autograd, by the matrix's id.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -77,11 +72,7 @@ class MatrixCopies:
 class GraphRecorder:
     """Records work on a CUDA device; all recordings share one pool of memory.
 
-    Args:
-        device: Where the work is done.
-
-    Attributes:
-        memory_bytes: Memory of the recordings; the allocator does not count it as allocated.
+    `memory_bytes` is the memory of the recordings; the allocator does not count it as allocated.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -100,13 +91,9 @@ class GraphRecorder:
         return result
 
     def record(self, work: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-        """Record work without doing it.
+        """Record work without doing it: it has been done before, queues kernels and waits for none.
 
-        Args:
-            work: Has been done before; it queues kernels and waits for none.
-
-        Returns:
-            A call that does the work, and the work's result, whose tensors every such call overwrites.
+        Returns a call that does the work, and the work's result, whose tensors every such call overwrites.
         """
         torch.cuda.synchronize(self._device)
         gc.collect()
@@ -128,13 +115,9 @@ class MicroBatchGraphs:
     The first micro-batch of a kind is computed without a graph, which compiles its kernels; the second is recorded and
     replayed. So each is computed once, as a sharded model requires: its passes hold collectives.
 
-    Args:
-        loss_function: The model, called as `DecoderLM` with targets.
-        model: Its parameters keep their memory.
-        device: Where they are.
-        precision: "bf16" or "fp32", as in `TrainSection`.
-        parallel: The parallelized model. Under fsdp and hsdp a graph holds the collectives too, and the shards'
-            gradients are reduced after each micro-batch; these modes also keep the copies in bf16.
+    The parameters of the model keep their memory; `loss_function` is it, called as `DecoderLM` with targets. Under fsdp
+    and hsdp a graph holds the collectives too, and the shards' gradients are reduced after each micro-batch; these
+    modes also keep the copies in bf16.
     """
 
     def __init__(
@@ -179,15 +162,11 @@ class MicroBatchGraphs:
             self._copies.refresh()
 
     def add_gradients(self, batch: Batch, weight: float, documents: int = 0) -> Tensor:
-        """Add the gradient of `weight * loss` to those of the step's micro-batches so far.
+        """Add the gradient of `weight * loss` to those of the step's micro-batches so far; the batch is on the host.
 
-        Args:
-            batch: The micro-batch, on the host.
-            weight: Its share in the step's loss.
-            documents: See `model_inputs`; given so that the micro-batches of all processes are of one kind.
-
-        Returns:
-            `weight * loss`, a scalar in fp32 that the next micro-batch of the same kind may overwrite.
+        `weight` is its share in the step's loss; `documents`, see `model_inputs`, makes the micro-batches of all
+        processes of one kind. Returns `weight * loss`, a scalar in fp32 that the next micro-batch of the same kind may
+        overwrite.
         """
         inputs = model_inputs(batch, pad_documents=True, documents=documents)
         rows = batch.rows.shape
@@ -249,10 +228,8 @@ def make_graphs(
     device: torch.device,
     loss_function: LossFunction | None = None,
 ) -> tuple[MicroBatchGraphs | None, str]:
-    """Make graphs if `train.cuda_graphs` is set.
-
-    Returns:
-        The graphs, or None; and a sentence for the log if they are asked for and not possible.
+    """Make graphs if `train.cuda_graphs` is set, else None; and a sentence for the log if they are asked for and not
+    possible.
     """
     if not config.cuda_graphs:
         return None, ""

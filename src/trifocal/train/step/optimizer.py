@@ -13,12 +13,9 @@ from trifocal.train.config.sections import OptimizerSection
 
 
 class DeviceFlag:
-    """A boolean that is being copied from the device to the host.
+    """A boolean scalar that is being copied from the device to the host.
 
-    On a GPU the copy is asynchronous; `wait` waits for it alone, not for work that was queued after it.
-
-    Args:
-        value: A boolean scalar tensor.
+    On a GPU the copy is asynchronous; `wait` waits only for it, not for work that was queued after it.
     """
 
     def __init__(self, value: Tensor) -> None:
@@ -40,16 +37,9 @@ class DeviceFlag:
 def make_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
     """AdamW, fused, in groups: the matrices of linear maps decay, everything else does not, an index has its own rate.
 
-    Frozen parameters are left out.
-
     Norms, biases and embeddings (of tokens, even if tied to the output projection, and of positions) do not decay.
-
-    Args:
-        model: The model, its parameters in fp32 and on their device.
-        config: The hyperparameters.
-
-    Returns:
-        The optimizer. `set_learning_rate` is called before every step.
+    Frozen parameters are left out; the others are in fp32 and on their device. `set_learning_rate` is called before
+    every step.
     """
     matrices = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     matrices -= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -75,7 +65,7 @@ def make_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.Ad
 
 
 def index_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters of the index heads, which the loss of the choice alone trains."""
+    """Parameters of the index heads, which only the loss of the choice trains."""
     return [one for module in model.modules() if isinstance(module, IndexHeads) for one in module.parameters()]
 
 
@@ -114,20 +104,13 @@ def guarded_step(
 ) -> DeviceFlag:
     """Clip and take one step, unless the loss or the gradient is not finite: then nothing changes.
 
-    The decision is taken on the device, so the host need not wait: the fused kernel skips the update where
-    `found_inf` is set, as it does for a gradient scaler. Gradients that are not finite are left as they are, so
-    that their parameter can still be named.
+    The decision is taken on the device, so the host need not wait: the fused kernel skips the update where `found_inf`
+    is set, as it does for a gradient scaler. Gradients that are not finite are left as they are, so that their
+    parameter can still be named.
 
-    Args:
-        optimizer: A fused AdamW.
-        parameters: Parameters with gradients, but those of `apart`.
-        norm: Norm of their gradient, a scalar tensor.
-        loss: Loss of the step, a scalar tensor.
-        clip_norm: Largest norm; 0 does not clip.
-        apart: Parameters that are clipped by themselves, by a norm of their own.
-
-    Returns:
-        Whether the step is taken. The host may know it before the update has ended, and prepare the next step.
+    `norm` is that of the gradient of `parameters`, those of `apart` excluded, which are clipped by their own norm; a
+    `clip_norm` of 0 does not clip. Returns whether the step is taken. The host may know it before the update has ended,
+    and prepare the next step.
     """
     norms = [(parameters, norm)] + ([(apart, gradient_norm(apart))] if apart else [])
     finite = torch.isfinite(torch.stack([loss, *(own for _, own in norms)])).all()

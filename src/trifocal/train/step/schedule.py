@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step, so that a resumed run needs no schedule state of its own."""
+"""The learning rate as a pure function of the step, so that a resumed run needs no saved schedule."""
 
 import math
 
@@ -6,17 +6,10 @@ from trifocal.train.config.sections import RunConfig, ScheduleSection
 
 
 def learning_rate(step: int, *, peak: float, total_steps: int, schedule: ScheduleSection) -> float:
-    """Linear warm-up, then a cosine from the peak to a floor.
+    """The learning rate of a step, from 1 to `total_steps`: linear warm-up, then a cosine from the peak to a floor.
 
-    Args:
-        step: The step about to be taken, from 1 to total_steps.
-        peak: Largest learning rate, taken in step `max(warmup_steps, 1)`.
-        total_steps: Steps of the run; the last one has the floor.
-        schedule: Steps of the warm-up, and the floor as a share of the peak. Step k of the warm-up has
-            `peak * k / warmup_steps`.
-
-    Returns:
-        The learning rate of that step.
+    Step k of the warm-up has `peak * k / warmup_steps`; the peak is in step `max(warmup_steps, 1)`, the floor, a share
+    of it, in the last one.
     """
     if step < schedule.warmup_steps:
         return peak * step / schedule.warmup_steps
@@ -36,5 +29,5 @@ def learning_rate_of(config: RunConfig, step: int) -> float:
 
 
 def is_due(step: int, interval: int, last: bool) -> bool:
-    """Whether something that is done every so many steps (0: never), and after the last one, is done after this one."""
+    """Whether something done every `interval` steps (0: never), and after the last one, is done after this one."""
     return interval > 0 and (last or step % interval == 0)

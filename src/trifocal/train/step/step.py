@@ -52,37 +52,24 @@ def batch_loss(
     pad_documents: bool = False,
     documents: int = 0,
 ) -> Tensor:
-    """Mean loss over the valid targets of one micro-batch.
+    """Mean loss over the valid targets of one micro-batch, which is on the host: a scalar, fp32.
 
-    Rows that hold document boundaries are passed as one row of packed documents.
-
-    Args:
-        loss_function: The model, or its wrapper.
-        batch: The micro-batch, on the host.
-        device: Where the model is.
-        pad_documents, documents: See `model_inputs`.
-
-    Returns:
-        A scalar, fp32.
+    Rows that hold document boundaries are passed as one row of packed documents; `pad_documents` and `documents` as in
+    `model_inputs`.
     """
     inputs = model_inputs(batch, pad_documents=pad_documents, documents=documents)
     return call_with(loss_function, [to_device(tensor, device) for tensor in inputs], batch.rows.shape)
 
 
 class TrainStep:
-    """Takes the optimizer steps of a run.
+    """Takes the optimizer steps of a run; the caller sets the learning rate of the optimizer, a fused AdamW, before
+    each.
 
-    Args:
-        loss_function: The model, or its wrapper: called as `DecoderLM` with targets.
-        optimizer: A fused AdamW; the caller sets its learning rate before each step.
-        device: Where the model is.
-        config: Precision and clipping.
-        before_backward: Called once in a step, between the first forward and the first backward, while the gradients
-            of the step before still exist: the place to check that step without an idle device.
-        parallel: The parallelized model, if each of several processes has a part of the global batch.
-        graphs: Graphs of the loss function, to replay instead of calling it. Forward and backward are then one phase,
-            `forward`, and `before_backward` comes before the first; gradients are exchanged after the last.
-        teacher: Teaches the choice; the loss function was given its `teaching`.
+    `before_backward` is called once in a step, between the first forward and the first backward, while the gradients of
+    the step before still exist: the place to check that step without an idle device. `parallel` is given if each of
+    several processes has a part of the global batch. `graphs` of the loss function are replayed instead of calling it:
+    forward and backward are then one phase, `forward`, and `before_backward` comes before the first; gradients are
+    exchanged after the last. The loss function was given the `teaching` of the teacher.
     """
 
     def __init__(
@@ -113,23 +100,15 @@ class TrainStep:
         documents: Sequence[int] | None = None,
         eligible: Sequence[float] | None = None,
     ) -> StepResult:
-        """Take one step.
+        """Take one step, numbered from 1; nothing waits for the device.
 
         Each micro-batch weighs as many targets as it has valid ones, so the gradient is that of the mean over the whole
         global batch, however it is cut.
 
-        Args:
-            step: Its number, from 1.
-            batches: The micro-batches of the global batch.
-            phases: Gets the phases.
-            forward_phase: Name of the forward phase; "compile" for a step that compiles.
-            total_targets: Valid targets of the global batch, in all processes; those of `batches` by default.
-            documents: Packed documents of each micro-batch; if all processes must compute the same kind at a
-                time, the largest number in any process. By default each is computed as it is.
-            eligible: Queries of the global batch that teach the choice of each layer; those of `batches` by default.
-
-        Returns:
-            The results; nothing waits for the device.
+        `forward_phase` is "compile" for a step that compiles. `total_targets` and `eligible` (queries that teach the
+        choice of each layer) are those of the global batch in all processes, by default of `batches`. `documents` are
+        the packed documents of each micro-batch, the largest number in any process if all must compute the same kind at
+        a time; by default each is computed as it is.
         """
         counts = [batch.valid_targets for batch in batches]
         total = max(sum(counts) if total_targets is None else total_targets, 1)
