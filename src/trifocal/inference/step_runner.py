@@ -30,9 +30,8 @@ MAX_DRAFTS = 4
 class SampledTokens(NamedTuple):
     """Tokens that are drawn, or will be: on their way to the host.
 
-    Attributes:
-        values: Token and log-probability of each place, [places, 2], fp64; the likeliest tokens and theirs may follow.
-        arrived: Recorded behind the copy; None on a CPU.
+    `values` are token and log-probability of each place, [places, 2], fp64; the likeliest tokens and theirs may follow.
+    `arrived` is recorded behind the copy; None on a CPU.
     """
 
     values: Tensor
@@ -64,11 +63,8 @@ WHOLE_STEP = StepKind(takes_all=False, ends_block=True)
 class StepRunner:
     """Runs decoding steps of a batch.
 
-    Args:
-        model: The model and its caches.
-        record: Whether steps are recorded as CUDA graphs: the first step of each batch size runs unrecorded, which
-            compiles its kernels, and so does the first that leaves something out; the second is recorded. Without
-            effect on a CPU.
+    With `record`, steps are recorded as CUDA graphs: the first step of each batch size runs unrecorded, which compiles
+    its kernels, and so does the first that leaves something out; the second is recorded. Without effect on a CPU.
     """
 
     def __init__(self, model: CachedModel, *, record: bool = True) -> None:
@@ -115,11 +111,8 @@ class StepRunner:
     ) -> int:
         """Give a sequence a place; its next token is drawn from `draw_first`, or follows `tokens[-1]`.
 
-        Args:
-            sequence: Its caches hold all tokens but the last drawn one, if one was drawn.
-            sampling: Its settings.
-            tokens: Its tokens; the last one is enough without a repetition penalty.
-            likeliest: Whether its likeliest tokens are wanted beside each drawn one.
+        Its caches hold all tokens but the last drawn one, if one was drawn. Of its tokens the last one is enough
+        without a repetition penalty. With `likeliest`, its likeliest tokens come beside each drawn one.
         """
         place = min(self._free)
         pages = sequence.table.pages
@@ -192,12 +185,9 @@ class StepRunner:
     def run_drafts(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, list[tuple[int, TokenScore]]]:
         """Draw what follows each token of a draft; the draft's later tokens count if they are what was drawn.
 
-        Args:
-            drafts: The last token of each sequence that has a place, up to `MAX_DRAFTS`, and a guess of those behind
-                it, together up to eight tokens. The caches have room for them.
-
-        Returns:
-            Token and score behind each token of a draft. The caller says with `accept` how many count.
+        A draft is the last token of a sequence that has a place, up to `MAX_DRAFTS` of them, and a guess of those
+        behind it, together up to eight tokens, for which the caches have room. Returns token and score behind each
+        token of a draft; the caller says with `accept` how many count.
         """
         size, needs = self._size(max(drafts) + 1), self._needs_of(drafts)
         rows = [drafts.get(place, ()) for place in range(size)]

@@ -35,11 +35,8 @@ class ChoiceTeaching(NamedTuple):
 class ChoiceSamples:
     """The sampled queries of a model's layers in one forward pass.
 
-    Args:
-        samples: Sampled queries of all layers.
-        scales: Factor on the summed loss and recall of each layer, [layers].
-        learning: The layers that are taught, by number.
-        cut: Makes that of a layer from its sample.
+    `scales` are factors on the summed loss and recall of each layer, [layers]; `learning` are the layers that are
+    taught, by number; `cut` makes the sample of a layer into one for each chunk.
     """
 
     def __init__(

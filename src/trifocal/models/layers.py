@@ -53,20 +53,11 @@ def run_blocks(
     own: OwnTokens | None = None,
     share: Callable[..., Shared] = share_places,
 ) -> Iterator[Tensor]:
-    """Run the layers of a decoder.
+    """Run the layers of a decoder on embedded tokens x [B, T, E], and yield the residual stream after each, [B, T, E].
 
-    Args:
-        blocks: From `make_blocks`.
-        config: Configuration of the model.
-        x: Embedded tokens, [B, T, E].
-        documents: Packed documents, with B == 1.
-        caches: Earlier tokens, one for each layer, which say where these ones lie; without documents.
-        choice_samples: Teach the choice of the layers, and take their figures.
-        own: Where processes share each sequence, the tokens of x; documents are of all.
-        share: `share_places`, or what is compiled from it.
-
-    Yields:
-        The residual stream after each layer, [B, T, E].
+    Documents go with B == 1. Caches, one for each layer, have earlier tokens and say where these ones lie; without
+    documents. `choice_samples` teach the choice of the layers, and take their figures. Where processes share each
+    sequence, `own` are the tokens of x; documents are of all. `share` is `share_places`, or what is compiled from it.
     """
     if caches:
         for block, cache in zip(blocks, caches, strict=True):
@@ -102,12 +93,10 @@ def run_blocks(
 
 
 def wrap_blocks(blocks: nn.ModuleList, checkpointed_layers: range, run: Callable[..., Tensor]) -> None:
-    """Wrap the forward of compiled and checkpointed blocks. Hooks, FSDP's among them, stay outside of it.
+    """Wrap the forward of compiled and checkpointed blocks, instead of an earlier wrapping. Hooks, FSDP's among them,
+    stay outside of it.
 
-    Args:
-        blocks: From `make_blocks`; an earlier wrapping is taken off.
-        checkpointed_layers: Layers that compute their activations again in backward.
-        run: `run_block`, or compiled from it.
+    `checkpointed_layers` compute their activations again in backward; `run` is `run_block`, or compiled from it.
     """
     for index, block in enumerate(blocks):
         block.__dict__.pop("forward", None)
@@ -193,13 +182,8 @@ def _attention(config: ModelConfig, kind: str, rope_scaling: RopeScaling) -> Att
 
 
 def draw_weights(weights: Tensor, name: str, config: ModelConfig, generator: torch.Generator | None) -> None:
-    """Fill a tensor with initial weights; the rules are in `DecoderLM.init_weights`.
-
-    Args:
-        weights: Filled in place.
-        name: The parameter's name in `DecoderLM`.
-        config: The model's.
-        generator: Draws them; None: PyTorch's global one.
+    """Fill a tensor in place with the initial weights of `DecoderLM`'s parameter `name`; the rules are in
+    `DecoderLM.init_weights`. Without a generator PyTorch's global one draws.
     """
     if name.endswith("norm.weight"):
         weights.fill_(1.0)

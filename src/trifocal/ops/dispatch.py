@@ -223,7 +223,7 @@ def index_tile(q_idx: Tensor) -> tiles.Tile:
 
 
 def choice_on_hopper(q: Tensor, blocks: int, *, packed: bool) -> bool:
-    """Whether the Hopper kernel chooses among so many selection blocks: one warp holds all of a row."""
+    """Whether the Hopper kernel chooses among this many selection blocks: one warp holds all of a row."""
     return devices.is_hopper(q.device) and not packed and blocks <= MAX_BLOCKS_OF_WARP
 
 

@@ -250,12 +250,10 @@ def _axes(unit: str, *, log: bool = False, from_zero: bool = False) -> dict[str,
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Moving mean centred on each point, over about a thirtieth of the curve; over fewer points near both ends.
+    """Moving mean centred on each point, without lag, over about a thirtieth of the curve; over fewer points near both
+    ends.
 
     A curve of 20 to 240 points is smoothed over three to seven of them, a shorter one not at all.
-
-    Returns:
-        The smoothed curve, of equal length, without lag.
     """
     count = len(values)
     half = max(min(3, count // 20), count // 60)
@@ -268,10 +266,8 @@ def smoothed(values: list[float]) -> list[float]:
 
 
 def thin(steps: list[int], values: list[float], most: int = MAX_POINTS) -> tuple[list[int], list[float]]:
-    """Shorten a curve without losing its spikes: the lowest and the highest point of every stretch stay.
-
-    Returns:
-        Steps and values, at most about `most` of them, in order, including both ends.
+    """Shorten a curve to about `most` points without losing its spikes: the lowest and the highest point of every
+    stretch stay, and both ends.
     """
     if len(values) <= most:
         return steps, values

@@ -58,11 +58,7 @@ class AttentionPicture:
     gates: NDArray[np.uint8]
 
     def save(self, path: Path) -> None:
-        """Write the file; a reader never sees a part of it.
-
-        Raises:
-            OSError: If writing fails.
-        """
+        """Write the file; readers never see a partial file. Raises OSError if writing fails."""
         header = {"version": VERSION, "step": self.step, "texts": self.texts, "layers": self.layers}
         header["geometry"] = asdict(self.geometry)
         content = io.BytesIO()
@@ -74,11 +70,7 @@ class AttentionPicture:
 
 
 def read_picture(path: Path) -> AttentionPicture:
-    """Read a file of `AttentionPicture.save`.
-
-    Raises:
-        UserError: If the file is damaged or of another version; names it.
-    """
+    """Read a file of `AttentionPicture.save`; UserError, with its name, if it is damaged or of another version."""
     try:
         content = io.BytesIO(read_file(path, _MAX_BYTES))
         with zipfile.ZipFile(content) as archive:
@@ -116,21 +108,13 @@ def _check(header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
 
 
 def picture_queries(num_tokens: int, cells_per_query: int) -> int:
-    """Number of queries in a picture.
-
-    Args:
-        num_tokens: T.
-        cells_per_query: L * G * J.
-    """
+    """Number of queries in a picture of T tokens, with L * G * J cells a query."""
     return min(num_tokens, max(_FEWEST_QUERIES, min(_MAX_QUERIES, _MAX_CELLS // cells_per_query)))
 
 
 def describe_layers(layer: LayerAttention, queries: Tensor) -> dict[str, Tensor]:
-    """The picture's arrays of some layers, encoded as in the file, on the device.
-
-    Args:
-        layer: Tensors of the layers.
-        queries: Indices of the queries, [Q].
+    """The picture's arrays of some layers at the queries with these indices, [Q], encoded as in the file, on the
+    device.
     """
     gates = layer.gates[:, queries].float().unflatten(-2, (layer.k_slc.shape[-2], -1)).mean(-2)
     selected_alone = (torch.arange(3, device=gates.device) == 1).float()

@@ -115,16 +115,11 @@ def launch_choice(
     reachable: int,
     block_lines: int,
 ) -> None:
-    """Write the choice of a chunk of queries into `selected_blocks` [B, T, G, N].
+    """Write the choice of the queries `first_query` to `end_query` into `selected_blocks` [B, T, G, N].
 
-    Args:
-        direct, overflow: Both parts of the importance, [B, queries of the chunk, G, lines of 16 blocks].
-        selected_blocks: All queries' choice.
-        geometry: Block sizes, in tokens.
-        first_query, end_query: The chunk.
-        query_shift: Position of query 0.
-        reachable: Blocks that the last query of the chunk can choose from, at most `dispatch.MAX_BLOCKS_OF_WARP`.
-        block_lines: Lines of blocks in a row of importance.
+    direct and overflow are both parts of the importance, [B, queries of the chunk, G, lines of 16 blocks];
+    `query_shift` is the position of query 0. The chunk's last query can choose from `reachable` blocks, at most
+    `dispatch.MAX_BLOCKS_OF_WARP`.
     """
     batch, num_queries, groups, num_selected = selected_blocks.shape
     choice_hopper_kernel[(batch * (end_query - first_query) * groups,)](

@@ -27,7 +27,7 @@ from trifocal.ops.decode.triton.scores import compressed_tile, count_compressed,
 from trifocal.ops.triton.dependent_launch import release_next, wait_for_inputs
 from trifocal.ops.triton.launch import Kernel
 
-# A dense row has at most so many units; in longer pasts they are longer. Their length depends on the row's past alone.
+# A dense row has at most this many units; in longer pasts they are longer. Their length depends only on the row's past.
 MAX_UNITS = tl.constexpr(64)
 
 
