@@ -22,8 +22,11 @@ from tests.written_runs import wait_for
 from trifocal._version import __version__
 from trifocal.cli import COMMANDS, main
 from trifocal.cli.console import SafeConsole
+from trifocal.cli.train import numbered
+from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
 from trifocal.train import run_logger
+from trifocal.train.config.sections import RunConfig, RunSection
 from trifocal.train.stop import SAME_REQUEST_SECONDS
 
 ENVIRONMENT = environment()
@@ -250,6 +253,17 @@ def test_a_run_that_goes_wrong_is_one_line_and_status_1(
     assert main(["train", str(write_config(tmp_path))]) == 1
     error = capsys.readouterr().err
     assert re.fullmatch(r"trifocal: step 3: loss nan is not finite; first parameter [^\n]+; dump in [^\n]+\n", error)
+
+
+def test_a_folder_of_a_sweep_gets_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RunConfig(run=RunSection(directory=str(tmp_path / "demo-{n}")))
+    for number in (1, 2, 3):
+        directory = Path(numbered(config).run.directory)
+        assert directory == tmp_path / f"demo-{number}"
+        directory.mkdir()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    with pytest.raises(UserError, match="under a launcher give the folder a name"):
+        numbered(config)
 
 
 def test_a_real_process_stops_saves_and_goes_on(tmp_path: Path, capsys: Capture) -> None:

@@ -1,6 +1,8 @@
 """`trifocal train`: start a run, or resume one."""
 
 import importlib.util
+import itertools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,7 +42,7 @@ examples:
   torchrun --nproc-per-node=2 -m trifocal train m7c_125m
 
 the flags that people need:
-  --run.directory DIR           folder of the run
+  --run.directory DIR           folder of the run; {n} in it becomes the first number that is free
   --overwrite                   rename the run that is there, and begin in its place
   --resume RUN_DIR              continue a run
   --data.source SOURCE          builtin, text:PATH, jsonl:PATH#field, parquet:PATH#field, hf:NAME#field
@@ -112,8 +114,23 @@ def _train(paths: list[str], own: dict[str, Any], overrides: dict[str, Any]) -> 
         raise UserError(f"expected one TOML file or preset, {given}; try trifocal train showcase")
     if "checkpoint" in own:
         raise UserError("--checkpoint goes with --resume RUN_DIR")
-    config = load_config(paths[0] if paths else None, overrides)
+    config = numbered(load_config(paths[0] if paths else None, overrides))
     return train(config, overwrite="overwrite" in own, before_step=_before_step(config))
+
+
+def numbered(config: RunConfig) -> RunConfig:
+    """The config with the first number whose folder is free in place of `{n}` in `run.directory`.
+
+    Raises:
+        UserError: If a launcher starts the run: its processes, and its later starts, must know the folder.
+    """
+    name = config.run.directory
+    if "{n}" not in name:
+        return config
+    if rank_and_size()[1] > 1 or "TORCHELASTIC_RESTART_COUNT" in os.environ:
+        raise UserError(f"--run.directory {name}: under a launcher give the folder a name without {{n}}")
+    folders = (name.replace("{n}", str(number)) for number in itertools.count(1))
+    return override(config, {"run.directory": next(folder for folder in folders if not Path(folder).exists())})
 
 
 def _resume(paths: list[str], own: dict[str, Any], overrides: dict[str, Any]) -> TrainResult:
