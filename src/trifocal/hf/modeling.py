@@ -216,9 +216,8 @@ class TrifocalModel(TrifocalPreTrainedModel):
     def _run_taught(self, x: Tensor, layout: RowLayout | None, keep_all: bool) -> tuple[list[Tensor], Tensor | None]:
         """As `_run` without a past; and the loss that teaches the indexes, None where nothing does."""
         documents = None if layout is None else layout.documents
-        positions = torch.arange(x.shape[1], device=x.device) if documents is None else documents.positions
         layers = [block.attention for block in self.blocks]
-        choice_samples = ChoiceSamples.of_call(layers, positions, len(x) if documents is None else 1)  # type: ignore[arg-type]
+        choice_samples = ChoiceSamples.of_call(layers, x, documents)  # type: ignore[arg-type]
         states = self._run(x, layout, [], keep_all, choice_samples)
         return states, None if choice_samples is None else choice_samples.call_loss()
 

@@ -11,6 +11,7 @@ from trifocal.models.model_config import ModelConfig
 from trifocal.nn.attention_base import ChoiceSample
 from trifocal.nn.chooser import ChoosingAttention
 from trifocal.nn.context import Chunk, OwnTokens
+from trifocal.ops import Documents
 from trifocal.ops.choice_loss import Sample, draw_queries, sample_queries
 
 
@@ -73,15 +74,18 @@ class ChoiceSamples:
         return cls(samples, teaching.scales, learning, lambda one: tuple(_of_chunk(one, part, *row) for part in chunks))
 
     @classmethod
-    def of_call(cls, layers: Sequence[nn.Module], positions: Tensor, rows: int) -> "ChoiceSamples | None":
+    def of_call(cls, layers: Sequence[nn.Module], x: Tensor, documents: Documents | None) -> "ChoiceSamples | None":
         """Those of a call in another training loop, by PyTorch's generator; None if no layer learns its choice.
 
-        `positions` are those of each token in its document, [T]; `rows` is B.
+        x are tokens, [B, T, ...]; where they are packed, the documents say how many and where they lie.
         """
         learning = {number: layer for number, layer in _choosing(layers).items() if layer.learns_choice}
         if not learning:
             return None
         first = next(iter(learning.values()))
+        rows, positions = (
+            (len(x), torch.arange(x.shape[1], device=x.device)) if documents is None else (1, documents.positions)
+        )
         samples = draw_queries(positions, rows, len(layers), first.geometry, first.choice_loss_stretch)
         return cls(samples, 1 / (samples.eligible.sum((1, 2)) * first.num_kv_heads).clamp(min=1), learning)
 

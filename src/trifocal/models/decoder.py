@@ -141,10 +141,9 @@ class DecoderLM(nn.Module):
         context = None if targets is None else self.context
         num_tokens = tokens.shape[1] * (1 if context is None else context.size)
         documents = self._documents(tokens, num_tokens, cu_seqlens)
-        positions = torch.arange(num_tokens, device=tokens.device) if documents is None else documents.positions
         choice_samples = None
         if teaching is None and context is None:
-            choice_samples = ChoiceSamples.of_call(self.attention_layers(), positions, len(tokens))
+            choice_samples = ChoiceSamples.of_call(self.attention_layers(), tokens, documents)
         if targets is None:
             return self.logits(self._hidden_states(tokens, documents, choice_samples))
         counted = (targets != IGNORED_TARGET).sum()
@@ -156,6 +155,7 @@ class DecoderLM(nn.Module):
             counts, *gathered = context.gather(wanted)
             counted, [taught_tokens] = counts.sum() // 2, gathered or [tokens]
         if teaching is not None:
+            positions = torch.arange(num_tokens, device=tokens.device) if documents is None else documents.positions
             choice_samples = ChoiceSamples.of_step(
                 self.attention_layers(), teaching, taught_tokens, positions, own, self._draw
             )
@@ -187,10 +187,7 @@ class DecoderLM(nn.Module):
         """The normed output of the last block, [B, T, E]; arguments and errors as in `forward`."""
         _check_tokens(tokens, None)
         documents = self._documents(tokens, tokens.shape[1], cu_seqlens)
-        positions = torch.arange(tokens.shape[1], device=tokens.device) if documents is None else documents.positions
-        return self._hidden_states(
-            tokens, documents, ChoiceSamples.of_call(self.attention_layers(), positions, len(tokens))
-        )
+        return self._hidden_states(tokens, documents, ChoiceSamples.of_call(self.attention_layers(), tokens, documents))
 
     def _documents(self, tokens: Tensor, num_tokens: int, documents: Tensor | Documents | None) -> Documents | None:
         if isinstance(documents, Tensor):
