@@ -94,13 +94,13 @@ def abort_with_stacks(pids: Iterable[int]) -> str:
                 path = descriptor.readlink()
                 if path.is_file() and (descriptor.name == "2" or path.name.startswith("stacks_rank")):
                     files[path] = None
-    # The outermost first, before it sees what it waits for end.
+    deadline = time.monotonic() + 10
+    # The outermost first, before it sees what it waits for end; one after the other, for they may share a file.
     for pid in found:
         with contextlib.suppress(OSError):
             os.kill(int(pid), signal.SIGABRT)
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and any(process_state(int(pid)) not in "XZ" for pid in found):
-        time.sleep(0.05)
+        while time.monotonic() < deadline and process_state(int(pid)) not in "XZ":
+            time.sleep(0.01)
     return "\n".join([*lines, *(f"{path}:\n{path.read_text(errors='replace')[-8000:]}" for path in files)])
 
 
