@@ -79,13 +79,22 @@ def test_two_that_follow_share_many_cores(cores: Callable[[int], None]) -> None:
     assert torch.get_num_threads() == 11
 
 
-def test_looks_are_a_second_apart(cores: Callable[[int], None]) -> None:
+def test_looks_are_a_second_apart_and_the_first_comes_sooner(
+    cores: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     cores(2)
-    now = module.time.monotonic()
-    reads = iter([Load(now, 0.0, 0.0)])
-    threads = Threads(read=lambda: next(reads))
-    assert threads.look() == ""
-    assert torch.get_num_threads() == 2
+    clock = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    looks: list[float] = []
+
+    def read() -> Load:
+        looks.append(clock[0])
+        return Load(clock[0], 0.0, 0.0)
+
+    threads = Threads(read=read)
+    for clock[0] in (100.2, 100.4, 101.0, 101.3, 101.5, 102.6):
+        threads.look()
+    assert looks == [100.0, 100.4, 101.5, 102.6]
 
 
 @pytest.mark.parametrize("why", [*VARIABLES, "fixed", "one thread", "no readings"])

@@ -103,10 +103,10 @@ def run(args: Sequence[str]) -> int:
     options: EvaluateArguments = parse_arguments(EvaluateArguments, args, prog="trifocal evaluate")
     check_output(options.output)
     path = pretrained_path(options.path, "RUN_DIR")
+    threads = Threads(fixed=choose_device(options.device).type != "cpu")
     with open_pretrained(path, options.checkpoint) as found:
         subject = _subject(found, options)
         step = _step_of(found.path)
-    threads = Threads(fixed=subject.device.type != "cpu")
     for block in subject.model.blocks:
         block.register_forward_pre_hook(lambda *_: threads.say())
     plan = _plan(subject, options)

@@ -16,6 +16,8 @@ import torch
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 _SECONDS = 1.0
+# Until the first look: beside another program, threads that wait for it cost as much again each second.
+_FIRST_SECONDS = 0.3
 # Looks in a row that must find free cores before there are more threads.
 _LOOKS_BEFORE_MORE = 3
 
@@ -65,14 +67,15 @@ class Threads:
         self._read, self._most = read, torch.get_num_threads()
         fixed = fixed or self._most == 1 or any(name in os.environ for name in VARIABLES)
         self._before = None if fixed else read()
-        self._free_looks, self._said = 0, False
+        self._wait, self._free_looks, self._said = _FIRST_SECONDS, 0, False
 
     def look(self) -> str:
         """Choose anew, once a second; the computing thread calls this between two pieces of work. Returns a sentence
         when the number changes for the first time, else nothing.
         """
-        if self._before is None or time.monotonic() - self._before.clock < _SECONDS:
+        if self._before is None or time.monotonic() - self._before.clock < self._wait:
             return ""
+        self._wait = _SECONDS
         before, self._before = self._before, self._read()
         if self._before is None:
             return ""
