@@ -32,7 +32,7 @@ def following(*others: float) -> tuple[Threads, list[str]]:
     busy = itertools.accumulate(others, lambda work, other: work + other + 1, initial=0.0)
     # Clocks long past, so that each look is due.
     loads = (Load(float(-1000 + second), work, float(next(own))) for second, work in enumerate(busy))
-    threads = Threads(read=lambda: next(loads, None))
+    threads = Threads(first=lambda: next(loads, None), read=lambda: next(loads, None))
     return threads, [threads.look() for _ in others]
 
 
@@ -79,22 +79,14 @@ def test_two_that_follow_share_many_cores(cores: Callable[[int], None]) -> None:
     assert torch.get_num_threads() == 11
 
 
-def test_looks_are_a_second_apart_and_the_first_comes_sooner(
-    cores: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_looks_are_a_second_apart(cores: Callable[[int], None]) -> None:
     cores(2)
-    clock = [100.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
-    looks: list[float] = []
-
-    def read() -> Load:
-        looks.append(clock[0])
-        return Load(clock[0], 0.0, 0.0)
-
-    threads = Threads(read=read)
-    for clock[0] in (100.2, 100.4, 101.0, 101.3, 101.5, 102.6):
-        threads.look()
-    assert looks == [100.0, 100.4, 101.5, 102.6]
+    now = Load(module.time.monotonic(), 0.0, 0.0)
+    reads = iter([now])
+    threads = Threads(first=lambda: now._replace(clock=now.clock - 2), read=lambda: next(reads))
+    assert threads.look() == threads.look() == ""
+    assert torch.get_num_threads() == 2
+    assert next(reads, None) is None
 
 
 @pytest.mark.parametrize("why", [*VARIABLES, "fixed", "one thread", "no readings"])
@@ -106,7 +98,7 @@ def test_what_somebody_set_is_not_touched(
         monkeypatch.setenv(why, "2")
     loads = iter([None] if why == "no readings" else [Load(-2.0, 0.0, 0.0), Load(-1.0, 9.0, 0.0)])
     before = torch.get_num_threads()
-    threads = Threads(fixed=why == "fixed", read=lambda: next(loads))
+    threads = Threads(fixed=why == "fixed", first=lambda: next(loads), read=lambda: next(loads))
     assert threads.look() == ""
     assert torch.get_num_threads() == before
 

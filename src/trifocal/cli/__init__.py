@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from trifocal._version import __version__
 from trifocal.cli.output import printable, replace_closed_streams
+from trifocal.cli.threads import load_at_start
 from trifocal.errors import UserError, unknown
 
 COMMANDS = {
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0, 1 if a check fails or a run goes wrong, 2 for bad input.
     """
     replace_closed_streams()
+    load_at_start()
     args = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if not args or args[0] in ("-h", "--help"):

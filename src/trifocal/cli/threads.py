@@ -2,8 +2,10 @@
 
 Threads wait for each other by spinning. Where another program runs on a core, all wait for the thread that it holds up,
 and a step takes 2 to 10 times as long as with fewer threads. Who sets one of `VARIABLES` decides instead.
+PyTorch is imported where it is used: its import, which takes a second, is the time of the first look at the load.
 """
 
+import functools
 import math
 import os
 import sys
@@ -12,12 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 _SECONDS = 1.0
-# Until the first look: beside another program, threads that wait for it cost as much again each second.
-_FIRST_SECONDS = 0.3
 # Looks in a row that must find free cores before there are more threads.
 _LOOKS_BEFORE_MORE = 3
 
@@ -57,25 +55,40 @@ def free_cores(before: Load, now: Load, cores: int, quota: float) -> int:
     return max(1, int(min(cores - max(0.0, others), quota) + 0.5))
 
 
+@functools.cache
+def load_at_start() -> Load | None:
+    """The load when this was first called: `main` does, so that the first look comes before the first computation."""
+    return read_load()
+
+
 class Threads:
-    """Follows the load, as `read` gives it, with the number of threads.
+    """Follows the load, as `first` and then `read` give it, with the number of threads.
 
     If `fixed`, PyTorch's number is left as it is: on a GPU, and for results that must not depend on the load.
     """
 
-    def __init__(self, *, fixed: bool = False, read: Callable[[], Load | None] = read_load) -> None:
+    def __init__(
+        self,
+        *,
+        fixed: bool = False,
+        first: Callable[[], Load | None] = load_at_start,
+        read: Callable[[], Load | None] = read_load,
+    ) -> None:
+        import torch
+
         self._read, self._most = read, torch.get_num_threads()
         fixed = fixed or self._most == 1 or any(name in os.environ for name in VARIABLES)
-        self._before = None if fixed else read()
-        self._wait, self._free_looks, self._said = _FIRST_SECONDS, 0, False
+        self._before = None if fixed else first()
+        self._free_looks, self._said = 0, False
 
     def look(self) -> str:
         """Choose anew, once a second; the computing thread calls this between two pieces of work. Returns a sentence
         when the number changes for the first time, else nothing.
         """
-        if self._before is None or time.monotonic() - self._before.clock < self._wait:
+        if self._before is None or time.monotonic() - self._before.clock < _SECONDS:
             return ""
-        self._wait = _SECONDS
+        import torch
+
         before, self._before = self._before, self._read()
         if self._before is None:
             return ""
