@@ -13,7 +13,7 @@ from lib.timing import peak_gib, time_call
 from trifocal.distributed import DistributedContext, processes_started
 from trifocal.distributed.context import make_context_shard
 from trifocal.nn import NSAttention
-from trifocal.nn.context import ContextShard, OwnTokens
+from trifocal.nn.context import ContextShard, TokenShard
 from trifocal.ops import Geometry
 
 # Sums in another order, in fp64.
@@ -48,9 +48,9 @@ class LayerProblem:
         return made.to(device, dtype)
 
 
-def step(layer: NSAttention, x: Tensor, upstream: Tensor, own: OwnTokens | None) -> tuple[Tensor, ...]:
+def step(layer: NSAttention, x: Tensor, upstream: Tensor, local_tokens: TokenShard | None) -> tuple[Tensor, ...]:
     """Forward and backward; gradients of the input and of the weights."""
-    given = {} if own is None else {"own": own}
+    given = {} if local_tokens is None else {"local_tokens": local_tokens}
     o = layer(x, **given)
     return torch.autograd.grad(o, [x, *layer.parameters()], upstream.to(o.dtype))
 
@@ -64,8 +64,8 @@ def difference(problem: LayerProblem, shard: ContextShard, processes: Distribute
         torch.randn(1, tokens, problem.dim, generator=generator, dtype=torch.float64).to(device) for _ in range(2)
     )
     exact = step(layer, x.requires_grad_(), upstream, None)
-    x = shard.own(x).detach().requires_grad_()
-    d_x, *weights = step(layer, x, shard.own(upstream), OwnTokens.of(shard, x, None))
+    x = shard.local_tokens(x).detach().requires_grad_()
+    d_x, *weights = step(layer, x, shard.local_tokens(upstream), TokenShard.of(shard, x, None))
     for weight in weights:
         dist.all_reduce(weight)
     found = [*shard.gather((d_x,)), *weights]
@@ -89,15 +89,15 @@ def measure(problem: LayerProblem, processes: DistributedContext) -> dict[str, A
     x.requires_grad_()
 
     def timed(given: ContextShard | None, *, backward: bool = True) -> float:
-        own = None if given is None else OwnTokens.of(given, x, None)
+        local_tokens = None if given is None else TokenShard.of(given, x, None)
 
         def forward() -> Tensor:
             with torch.no_grad():
-                return layer(x) if own is None else layer(x, own=own)
+                return layer(x) if local_tokens is None else layer(x, local_tokens=local_tokens)
 
         # As often in every process: a call waits for the others.
         once = time_call(
-            (lambda: step(layer, x, upstream, own)) if backward else forward,
+            (lambda: step(layer, x, upstream, local_tokens)) if backward else forward,
             device,
             budget_seconds=1.0,
             minimum_calls=problem.calls,

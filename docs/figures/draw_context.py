@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from palette import COMPRESSED, INK, PAST, QUIET, SELECTED, WINDOW
-from trifocal.nn.context import ContextShard, OwnTokens
+from trifocal.nn.context import ContextShard, TokenShard
 
 COLOURS = (COMPRESSED, SELECTED, WINDOW, QUIET)
 PROCESSES = 4
@@ -19,7 +19,7 @@ def draw_context() -> Figure:
     for rank, colour in enumerate(COLOURS):
         # Chunks of one token: the keys up to a chunk's end are its number and one.
         shard = ContextShard(rank, PROCESSES, list)
-        lengths = [chunk.num_keys for chunk in OwnTokens.of(shard, shard.own(tokens), None).chunks]
+        lengths = [chunk.num_keys for chunk in TokenShard.of(shard, shard.local_tokens(tokens), None).chunks]
         left = 0.0
         for length in lengths:
             row = length - 1

@@ -94,7 +94,7 @@ def with_attention(model: DecoderLM, function) -> DecoderLM:
     return model
 
 
-def late_bound_residual(self, tokens, documents, choice_samples=None, own=None):
+def late_bound_residual(self, tokens, documents, choice_samples=None, local_tokens=None):
     """`checkpoint(lambda x: block(x), x)` in a loop: every layer is computed again as the last one."""
     x = self.embedding(tokens)
     for block in self.blocks:

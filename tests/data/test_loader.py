@@ -40,7 +40,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def open_loader(source: str, *, length: int = 48, batch_size: int = 2, **settings) -> Loader:
-    names = ("rank", "world_size", "split", "on_stall", "interrupted", "own")
+    names = ("rank", "world_size", "split", "on_stall", "interrupted", "local_tokens")
     arguments = {name: settings.pop(name) for name in names if name in settings}
     config = DataConfig(source=source, **DEFAULTS | settings)
     return make_loader(
@@ -121,12 +121,12 @@ def test_processes_that_share_rows_get_their_chunks_alone(
         whole, position = [next(loader) for _ in range(40)], loader.state_dict()
     assert any(batch.cu_seqlens is None for batch in whole)
     for shard in shards:
-        with open_loader(source, batch_size=batch_size, own=shard.own) as loader:
+        with open_loader(source, batch_size=batch_size, local_tokens=shard.local_tokens) as loader:
             for batch in whole:
                 mine = next(loader)
                 assert torch.equal(mine.rows, batch.tokens) and mine.tokens.shape == (1, batch_size * 24)
-                assert torch.equal(mine.tokens, shard.own(batch.tokens.view(1, -1)))
-                assert torch.equal(mine.targets, shard.own(batch.targets.view(1, -1)))
+                assert torch.equal(mine.tokens, shard.local_tokens(batch.tokens.view(1, -1)))
+                assert torch.equal(mine.targets, shard.local_tokens(batch.targets.view(1, -1)))
                 assert mine[3:-1] == batch[3:-1]
                 borders = batch.cu_seqlens
                 if borders is None and batch_size > 1:

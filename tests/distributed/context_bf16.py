@@ -38,7 +38,7 @@ def gradient(
         given["cu_seqlens"] = torch.tensor([0, length // 3, length // 2 + 1, length])
     targets = tokens.roll(-1, 1)
     if shard is not None:
-        tokens, targets = shard.own(tokens), shard.own(targets)
+        tokens, targets = shard.local_tokens(tokens), shard.local_tokens(targets)
     with torch.autocast(processes.device.type, dtype=torch.bfloat16, enabled=not exact):
         model(tokens, targets, **given).backward()
     gradients = [parameter.grad for parameter in model.parameters()]

@@ -105,7 +105,7 @@ def run(case: Case, shard: ContextShard | None) -> Found:
         tokens, targets = tokens.view(1, -1), targets.view(1, -1)
         given["cu_seqlens"] = torch.tensor(BORDERS)
     if shard is not None:
-        tokens, targets = shard.own(tokens), shard.own(targets)
+        tokens, targets = shard.local_tokens(tokens), shard.local_tokens(targets)
     with Choices() as choices:
         loss = model(tokens, targets, **given)
     loss.backward()

@@ -9,7 +9,7 @@ from torch.nn import functional
 from trifocal.models import DecoderLM, choice_teaching
 from trifocal.models.choice_teaching import ChoiceSamples, ChoiceTeaching
 from trifocal.nn import choice_recall
-from trifocal.nn.context import ContextShard, OwnTokens
+from trifocal.nn.context import ContextShard, TokenShard
 from trifocal.ops import Documents, Geometry
 from trifocal.ops.choice_loss import Sample, draw_queries
 from trifocal.testing.small_models import make_model, random_tokens, small_config
@@ -33,9 +33,9 @@ def test_chunks_share_out_the_queries(borders: tuple[int, ...] | None) -> None:
     found = []
     for rank in range(4):
         shard = ContextShard(rank, 4, list)
-        own = OwnTokens.of(shard, shard.own(tokens), documents)
-        samples = ChoiceSamples.of_step(model.attention_layers(), teaching, tokens, positions, own).of_layer(0)
-        for chunk, sample in zip(own.chunks, samples, strict=True):
+        local_tokens = TokenShard.of(shard, shard.local_tokens(tokens), documents)
+        samples = ChoiceSamples.of_step(model.attention_layers(), teaching, tokens, positions, local_tokens).of_layer(0)
+        for chunk, sample in zip(local_tokens.chunks, samples, strict=True):
             assert ((chunk.first_token <= sample.tokens) & (sample.tokens < chunk.num_keys)).all()
             assert ((sample.starts >= 0) & (sample.starts <= sample.tokens)).all()
             pairs = torch.stack((sample.tokens, sample.starts), -1)[sample.eligible]

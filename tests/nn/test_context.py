@@ -10,7 +10,7 @@ import torch
 
 from trifocal.models import DecoderLM
 from trifocal.models.choice_teaching import ChoiceTeaching
-from trifocal.nn.context import ContextShard, OwnTokens
+from trifocal.nn.context import ContextShard, TokenShard
 from trifocal.ops import Documents
 from trifocal.testing.small_models import random_tokens, small_config
 
@@ -26,10 +26,10 @@ def shards(size: int) -> list[ContextShard]:
 def test_chunks_cover_the_sequence_with_equal_work(size: int) -> None:
     seen, work = [], set()
     for shard in shards(size):
-        tokens = shard.own(TOKENS)
-        own = OwnTokens.of(shard, tokens, None)
-        assert torch.equal(own.positions, tokens[0])
-        for chunk in own.chunks:
+        tokens = shard.local_tokens(TOKENS)
+        local_tokens = TokenShard.of(shard, tokens, None)
+        assert torch.equal(local_tokens.positions, tokens[0])
+        for chunk in local_tokens.chunks:
             assert torch.equal(chunk.queries(tokens), TOKENS[:, chunk.first_token : chunk.num_keys])
             assert torch.equal(chunk.keys(TOKENS), TOKENS[:, : chunk.num_keys])
         seen += tokens[0].tolist()
@@ -39,7 +39,7 @@ def test_chunks_cover_the_sequence_with_equal_work(size: int) -> None:
 
 def test_documents_end_at_the_end_of_a_chunk() -> None:
     documents = Documents.from_cu_seqlens(torch.tensor([0, 5, 6, 17, 24]), 24)
-    first, last = OwnTokens.of(shards(2)[1], shards(2)[1].own(TOKENS), documents).chunks
+    first, last = TokenShard.of(shards(2)[1], shards(2)[1].local_tokens(TOKENS), documents).chunks
     assert first.documents is not None and last.documents is not None
     assert first.documents.cu_seqlens.tolist() == [0, 5, 6, 12, 12]
     assert torch.equal(first.documents.positions, documents.positions[:12])
@@ -49,10 +49,12 @@ def test_documents_end_at_the_end_of_a_chunk() -> None:
 def test_a_length_that_does_not_cut_is_refused() -> None:
     tokens = random_tokens((1, 25), 64, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"3 processes share a sequence in 6 equal chunks, got 25 tokens; .* of 6$"):
-        shards(3)[0].own(tokens)
+        shards(3)[0].local_tokens(tokens)
     model = DecoderLM(small_config())
     model.context = shards(3)[0]
-    with pytest.raises(ValueError, match=r"has two equal chunks of it, got 25 tokens; cut .* with ContextShard.own$"):
+    with pytest.raises(
+        ValueError, match=r"has two equal chunks of it, got 25 tokens; cut .* with ContextShard.local_tokens$"
+    ):
         model(tokens, tokens)
 
 

@@ -97,7 +97,7 @@ def parallelize_case(case: Case, processes: DistributedContext) -> tuple[Decoder
 
 def backward(case: Case, model: DecoderLM, parallel: Parallel, processes: DistributedContext, tokens: Tensor) -> None:
     """This process's part of the gradient: its rows, or its part of them, in micro-batches."""
-    own = (lambda x: x) if model.context is None else model.context.own
+    part = (lambda x: x) if model.context is None else model.context.local_tokens
     groups = processes.size // case.context
     rows = tokens.chunk(groups)[processes.rank // case.context]
     if parallel.flat_gradients is not None:
@@ -105,13 +105,13 @@ def backward(case: Case, model: DecoderLM, parallel: Parallel, processes: Distri
         for parameter, view in zip(trained, parallel.flat_gradients.views, strict=True):
             parameter.grad = view.zero_()
         for batch in rows.chunk(case.accumulation):
-            (parallel.module(own(batch), own(batch.roll(-1, 1))) / (case.accumulation * groups)).backward()
+            (parallel.module(part(batch), part(batch.roll(-1, 1))) / (case.accumulation * groups)).backward()
         parallel.exchange_gradients()
         return
     for index, batch in enumerate(rows.chunk(case.accumulation)):
         with parallel.micro_batch(last=index == case.accumulation - 1):
             # Averaged over all processes, those that share sequences among them, whose losses are shares.
-            (parallel.module(own(batch), own(batch.roll(-1, 1))) * case.context / case.accumulation).backward()
+            (parallel.module(part(batch), part(batch.roll(-1, 1))) * case.context / case.accumulation).backward()
 
 
 def gradients_of_one(case: Case, processes: DistributedContext) -> list[list[Tensor]]:

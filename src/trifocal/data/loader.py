@@ -115,7 +115,7 @@ class Loader:
         activity: Activity,
         on_stall: Callable[[float, str], None],
         interrupted: Callable[[], bool],
-        own: Callable[[Tensor], Tensor] | None,
+        local_tokens: Callable[[Tensor], Tensor] | None,
     ) -> None:
         self._num_streams = len(streams)
         common = math.gcd(len(streams), world_size)
@@ -132,7 +132,7 @@ class Loader:
         self._world_size = world_size
         self._activity = activity
         self._on_stall, self._interrupted = on_stall, interrupted
-        self._own = own
+        self._local_tokens = local_tokens
         self._prefetcher: Prefetcher[tuple[Batch, dict[str, Any]]] | None = None
         self._next_sample = 0
         self._state = self._describe(0)
@@ -260,7 +260,8 @@ class Loader:
                 epochs.setdefault(index, self._streams[index].skip_row())
         self._epochs |= epochs
         sample = first + (self._rank - first) % self._world_size
-        return _to_batch(rows, sample, min(self._epochs.values()), self._own), self._describe(self._next_sample)
+        batch = _to_batch(rows, sample, min(self._epochs.values()), self._local_tokens)
+        return batch, self._describe(self._next_sample)
 
     def _describe(self, sample_index: int) -> dict[str, Any]:
         return {
@@ -287,10 +288,10 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _to_batch(rows: list[Row], sample_index: int, epoch: int, own: Callable[[Tensor], Tensor] | None) -> Batch:
+def _to_batch(rows: list[Row], sample_index: int, epoch: int, local_tokens: Callable[[Tensor], Tensor] | None) -> Batch:
     length = len(rows[0].tokens)
     cu_seqlens = None
-    if any(len(row.starts) > 1 for row in rows) or (own is not None and len(rows) > 1):
+    if any(len(row.starts) > 1 for row in rows) or (local_tokens is not None and len(rows) > 1):
         starts = [number * length + start for number, row in enumerate(rows) for start in row.starts]
         cu_seqlens = torch.tensor([*starts, len(rows) * length], dtype=torch.int32)
     tokens, targets = (
@@ -298,14 +299,14 @@ def _to_batch(rows: list[Row], sample_index: int, epoch: int, own: Callable[[Ten
         for parts in ([row.tokens for row in rows], [row.targets for row in rows])
     )
     return Batch(
-        tokens if own is None else own(tokens.view(1, -1)),
-        targets if own is None else own(targets.view(1, -1)),
+        tokens if local_tokens is None else local_tokens(tokens.view(1, -1)),
+        targets if local_tokens is None else local_tokens(targets.view(1, -1)),
         cu_seqlens,
         tuple(name for row in rows for name in row.document_ids),
         sample_index,
         epoch,
         int((targets != IGNORED).sum()),
-        None if own is None else tokens,
+        None if local_tokens is None else tokens,
     )
 
 
@@ -321,7 +322,7 @@ def make_loader(
     world_size: int = 1,
     on_stall: Callable[[float, str], None] = _log_stall,
     interrupted: Callable[[], bool] = lambda: False,
-    own: Callable[[Tensor], Tensor] | None = None,
+    local_tokens: Callable[[Tensor], Tensor] | None = None,
 ) -> Loader:
     """A loader of a split.
 
@@ -337,8 +338,8 @@ def make_loader(
         on_stall: Called while a batch is late, with the seconds so far and the activity of the data thread; by default
             a warning is logged.
         interrupted: Called while a batch is late: whether to wait no longer.
-        own: Where processes share rows, takes this one's part of tokens [1, B * S]: a `ContextShard.own`. All that
-            share rows have the same `rank`.
+        local_tokens: Where processes share rows, takes this one's part of tokens [1, B * S], as
+            `ContextShard.local_tokens` does. All that share rows have the same `rank`.
 
     Raises:
         UserError: If a setting, the source or the tokenizer does not fit.
@@ -390,7 +391,7 @@ def make_loader(
         activity=activity,
         on_stall=on_stall,
         interrupted=interrupted,
-        own=own,
+        local_tokens=local_tokens,
     )
 
 
@@ -402,12 +403,12 @@ def read_validation(
     sequences: int,
     at_once: int,
     vocab_size: int,
-    own: Callable[[Tensor], Tensor] | None = None,
+    local_tokens: Callable[[Tensor], Tensor] | None = None,
 ) -> list[Batch]:
     """Read rows of the validation split, the same ones for any seed, shuffling and batch size of the training.
 
     Args:
-        config, tokenizer, sequence_length, vocab_size, own: See `make_loader`.
+        config, tokenizer, sequence_length, vocab_size, local_tokens: See `make_loader`.
         sequences: Rows in all.
         at_once: Rows of a batch, at most: the largest number up to it that divides `sequences`.
 
@@ -426,7 +427,7 @@ def read_validation(
         batch_size=size,
         vocab_size=vocab_size,
         split="validation",
-        own=own,
+        local_tokens=local_tokens,
     ) as loader:
         return [next(loader) for _ in range(sequences // size)]
 

@@ -46,7 +46,7 @@ def _one_ahead(
 
 @torch.library.custom_op("trifocal::gather_context", mutates_args=(), tags=(torch.Tag.flexible_layout,))
 def gather_context(xs: list[Tensor], group: str, size: int) -> list[Tensor]:
-    """Own tokens of all processes of a group, each [B, T, ...] -> [B, S, ...], in the order of the sequence."""
+    """Local tokens of all processes of a group, each [B, T, ...] -> [B, S, ...], in the order of the sequence."""
 
     def start(x: Tensor) -> Tensor:
         return _collectives.all_gather_into_tensor(x[None].contiguous(), size, group)  # type: ignore[no-any-return]
@@ -65,7 +65,7 @@ def _(xs: list[Tensor], group: str, size: int) -> list[Tensor]:
 
 @torch.library.custom_op("trifocal::scatter_context", mutates_args=(), tags=(torch.Tag.flexible_layout,))
 def scatter_context(xs: list[Tensor], group: str, size: int) -> list[Tensor]:
-    """Sums over the processes of a group, each [B, S, ...] -> [B, T, ...]: each process gets its own tokens."""
+    """Sums over the processes of a group, each [B, S, ...] -> [B, T, ...]: each process gets its local tokens."""
 
     def start(x: Tensor) -> Tensor:
         chunks = x.chunk(2 * size, dim=1)
@@ -73,8 +73,8 @@ def scatter_context(xs: list[Tensor], group: str, size: int) -> list[Tensor]:
         for_ranks = ordered.unflatten(1, (size, -1)).movedim(1, 0).contiguous()
         return _collectives.reduce_scatter_tensor(for_ranks, "sum", size, group)  # type: ignore[no-any-return]
 
-    def end(own: Tensor) -> Tensor:
-        return _collectives.wait_tensor(own)[0]  # type: ignore[no-any-return]
+    def end(part: Tensor) -> Tensor:
+        return _collectives.wait_tensor(part)[0]  # type: ignore[no-any-return]
 
     return _one_ahead(xs, start, end)
 

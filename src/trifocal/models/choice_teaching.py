@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn.attention_base import ChoiceSample
 from trifocal.nn.chooser import ChoosingAttention
-from trifocal.nn.context import Chunk, OwnTokens
+from trifocal.nn.context import Chunk, TokenShard
 from trifocal.ops import Documents
 from trifocal.ops.choice_loss import Sample, draw_queries, sample_queries
 
@@ -57,20 +57,20 @@ class ChoiceSamples:
         teaching: ChoiceTeaching,
         tokens: Tensor,
         positions: Tensor,
-        own: OwnTokens | None = None,
+        local_tokens: TokenShard | None = None,
         draw: Callable[..., Sample] = sample_queries,
     ) -> "ChoiceSamples":
         """Those of a step of Trifocal's trainer, whose queries do not depend on how the step is cut.
 
-        tokens are [B, T]; positions, of each token in its document, [T]; `own` are the tokens among them that this
-        process has, None for all. `draw` is `sample_queries`, or compiled from it.
+        tokens are [B, T]; positions, of each token in its document, [T]; `local_tokens` are those of this process,
+        None for all. `draw` is `sample_queries`, or compiled from it.
         """
         learning = _choosing(layers)
         geometry, row = next(iter(learning.values())).geometry, (teaching.row_length, teaching.stretch)
         samples = draw(tokens, positions, teaching.step, len(layers), geometry, *row)
-        if own is None:
+        if local_tokens is None:
             return cls(samples, teaching.scales, learning)
-        chunks = own.chunks
+        chunks = local_tokens.chunks
         return cls(samples, teaching.scales, learning, lambda one: tuple(_of_chunk(one, part, *row) for part in chunks))
 
     @classmethod

@@ -20,7 +20,7 @@ from trifocal.models.model_config import ModelConfig
 from trifocal.nn import RMSNorm
 from trifocal.nn.attention_base import AttentionBase
 from trifocal.nn.chooser import ChoosingAttention, attach_loss
-from trifocal.nn.context import ContextShard, OwnTokens
+from trifocal.nn.context import ContextShard, TokenShard
 from trifocal.ops import Documents
 from trifocal.ops.choice_loss import Sample, sample_queries
 from trifocal.ops.validation import check_rank
@@ -123,7 +123,7 @@ class DecoderLM(nn.Module):
         """Compute logits, or the loss.
 
         Args:
-            tokens: [B, T], int64 or int32. With targets and a `context`, this process's own: `ContextShard.own`.
+            tokens: [B, T], int64 or int32. With targets and a `context`, the local ones: `ContextShard.local_tokens`.
             targets: The token that should follow each position, [B, T], int64; -100 where there is none.
             cu_seqlens: Boundaries of packed documents, [documents + 1], with B == 1; nothing crosses them. Those of all
                 tokens in any case.
@@ -147,9 +147,9 @@ class DecoderLM(nn.Module):
         if targets is None:
             return self.logits(self._hidden_states(tokens, documents, choice_samples))
         counted = (targets != IGNORED_TARGET).sum()
-        own, taught_tokens = None, tokens
+        local_tokens, taught_tokens = None, tokens
         if context is not None:
-            own = OwnTokens.of(context, tokens, documents)
+            local_tokens = TokenShard.of(context, tokens, documents)
             # All tokens draw the samples. Both of a process's chunks have its count, so that the sum is twofold.
             wanted = (counted.expand(1, 2), *(() if teaching is None else (tokens,)))
             counts, *gathered = context.gather(wanted)
@@ -157,9 +157,9 @@ class DecoderLM(nn.Module):
         if teaching is not None:
             positions = torch.arange(num_tokens, device=tokens.device) if documents is None else documents.positions
             choice_samples = ChoiceSamples.of_step(
-                self.attention_layers(), teaching, taught_tokens, positions, own, self._draw
+                self.attention_layers(), teaching, taught_tokens, positions, local_tokens, self._draw
             )
-        x = self._last_residual(tokens, documents, choice_samples, own)
+        x = self._last_residual(tokens, documents, choice_samples, local_tokens)
         end = self._run_end if torch.is_grad_enabled() else run_end
         loss = end(self.norm, self._output_weight(), x, targets, counted.clamp(min=1))
         if choice_samples is None:
@@ -200,12 +200,18 @@ class DecoderLM(nn.Module):
         tokens: Tensor,
         documents: Documents | None,
         choice_samples: ChoiceSamples | None = None,
-        own: OwnTokens | None = None,
+        local_tokens: TokenShard | None = None,
     ) -> Tensor:
         x = self.embedding(tokens)
-        share = self._share if torch.is_grad_enabled() and own is None else share_places
+        share = self._share if torch.is_grad_enabled() and local_tokens is None else share_places
         for residual in run_blocks(
-            self.blocks, self.config, x, documents, choice_samples=choice_samples, own=own, share=share
+            self.blocks,
+            self.config,
+            x,
+            documents,
+            choice_samples=choice_samples,
+            local_tokens=local_tokens,
+            share=share,
         ):
             x = residual
         return x

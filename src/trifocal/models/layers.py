@@ -13,7 +13,7 @@ from trifocal.models.model_config import ModelConfig
 from trifocal.nn import Block, DenseAttention, NSAttention, SelectedAttention, WindowAttention
 from trifocal.nn.attention_base import AttentionBase, KVCache, RotaryTables, documents_and_positions
 from trifocal.nn.chooser import random_blocks
-from trifocal.nn.context import OwnTokens
+from trifocal.nn.context import TokenShard
 from trifocal.nn.rope import RopeScaling
 from trifocal.ops import Documents
 
@@ -34,13 +34,15 @@ Shared = tuple[tuple[Tensor, Tensor] | None, tuple[Tensor | None, ...]]
 """What layers have in common: the places of compressed blocks in documents, and rotary tables."""
 
 
-def share_places(layer: AttentionBase, x: Tensor, documents: Documents | None, own: OwnTokens | None) -> Shared:
+def share_places(
+    layer: AttentionBase, x: Tensor, documents: Documents | None, local_tokens: TokenShard | None
+) -> Shared:
     """What layers like this one have in common, in plain tuples: PyTorch 2.11 compiles nothing that returns others."""
     places = None
-    if documents is not None and own is None and layer.geometry is not None:
+    if documents is not None and local_tokens is None and layer.geometry is not None:
         documents = documents.with_blocks(layer.geometry)
         places = documents.placed_blocks(layer.geometry)
-    return places, tuple(layer.rotary_tables(x, documents, own))
+    return places, tuple(layer.rotary_tables(x, documents, local_tokens))
 
 
 def run_blocks(
@@ -50,14 +52,14 @@ def run_blocks(
     documents: Documents | None,
     caches: Sequence[KVCache] = (),
     choice_samples: ChoiceSamples | None = None,
-    own: OwnTokens | None = None,
+    local_tokens: TokenShard | None = None,
     share: Callable[..., Shared] = share_places,
 ) -> Iterator[Tensor]:
     """Run the layers of a decoder on embedded tokens x [B, T, E], and yield the residual stream after each, [B, T, E].
 
     Documents go with B == 1. Caches, one for each layer, have earlier tokens and say where these ones lie; without
     documents. `choice_samples` teach the choice of the layers, and take their figures. Where processes share each
-    sequence, `own` are the tokens of x; documents are of all. `share` is `share_places`, or what is compiled from it.
+    sequence, `local_tokens` are the tokens of x; documents are of all. `share` is `share_places`, or compiled from it.
     """
     if caches:
         for block, cache in zip(blocks, caches, strict=True):
@@ -71,15 +73,15 @@ def run_blocks(
         alike = [layer for layer in layers if layer.rope_scaling == scaling]
         # A layer with compressed blocks has what the others need, too.
         first = next((layer for layer in alike if layer.geometry is not None), alike[0])
-        places, tables = share(first, x, documents, own)
+        places, tables = share(first, x, documents, local_tokens)
         rotary[scaling] = RotaryTables(*tables)  # type: ignore[arg-type]
         if documents is not None and first.geometry is not None and places is not None:
             documents = documents.with_blocks(first.geometry, places)
-    shared: dict[str, Any] = {} if own is None else {"own": own}
+    shared: dict[str, Any] = {} if local_tokens is None else {"local_tokens": local_tokens}
     for index, (block, kind) in enumerate(zip(blocks, config.attention_of_layers, strict=True)):
         given = dict(shared)
         if kind in ("nsa", "selected") and config.selection == "random":
-            positions = documents_and_positions(x, documents, own)[1]
+            positions = documents_and_positions(x, documents, local_tokens)[1]
             chosen = random_blocks(positions, config.geometry, config.num_kv_heads, index)
             given["selected_blocks"] = chosen.expand(x.shape[0], -1, -1, -1)
         tables = rotary[scalings[index]]

@@ -18,7 +18,7 @@ from trifocal.nn.attention_base import (
 )
 from trifocal.nn.chooser import Chooser, ChoosingAttention, rotate_blocks, split_heads
 from trifocal.nn.compressor import MeanCompressor, MLPCompressor, compress_keys_and_values
-from trifocal.nn.context import Chunk, OwnTokens, chunks_of, joined
+from trifocal.nn.context import Chunk, TokenShard, chunks_of, joined
 from trifocal.nn.gate import NUM_BRANCHES, SigmoidGate
 from trifocal.nn.rope import UNSCALED, RopeScaling, rotate
 from trifocal.ops import Documents, Geometry, nsa_attention, window_attention
@@ -109,7 +109,7 @@ class NSAttention(ChoosingAttention):
         selected_blocks: Tensor | None = None,
         cache: KVCache | None = None,
         choice_sample: ChoiceSample | None = None,
-        own: OwnTokens | None = None,
+        local_tokens: TokenShard | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend.
 
@@ -122,8 +122,8 @@ class NSAttention(ChoosingAttention):
             selected_blocks: Blocks to read instead of the most important ones, [B, T, G, N]; see `nsa_attention`.
             cache: Holds earlier tokens, which give these their positions; the other arguments are ignored with it.
             choice_sample: What teaches the choice in a training step.
-            own: Where processes share each sequence, the tokens of x. Then documents and the rotary tables' compressed
-                blocks are those of the whole sequence.
+            local_tokens: Where processes share each sequence, the tokens of x. Then documents and the rotary tables'
+                compressed blocks are those of the whole sequence.
 
         Returns:
             [B, T, E]; with a sample, and the loss and recall of the choice, summed over queries and groups, [2].
@@ -135,17 +135,17 @@ class NSAttention(ChoosingAttention):
         if key_padding_mask is not None:
             given = {"rotary": rotary, "selected_blocks": selected_blocks}
             return self._on_padded_rows(x, key_padding_mask, cu_seqlens, **given)
-        documents, positions = documents_and_positions(x, cu_seqlens, own)
-        drawn = self._draw(x, positions) if choice_sample is None and cache is None and own is None else None
+        documents, positions = documents_and_positions(x, cu_seqlens, local_tokens)
+        drawn = self._draw(x, positions) if choice_sample is None and cache is None and local_tokens is None else None
         q, keys, values, [logits], heads = self._project_all(x, choice_sample or drawn, self.gate.proj)
         gates = self.gate(x, logits)
         if cache is not None:
             index = None if heads is None else split_heads(heads)
             return self.o_proj(cache.attend(self, q, keys, values, gates, index).flatten(2))
-        rotary = self._exact_tables(rotary, x, documents, own)
+        rotary = self._exact_tables(rotary, x, documents, local_tokens)
         # Compressed keys are made of unrotated ones. Shared keys are rotated once.
         q, *rotated = (rotate(states, rotary.cos, rotary.sin) for states in (q, *keys[-2:]))
-        (raw, *gathered), index = self._gathered([keys[0], *rotated, *values], heads, rotary, own)
+        (raw, *gathered), index = self._gathered([keys[0], *rotated, *values], heads, rotary, local_tokens)
         rotated, values = gathered[: len(rotated)], gathered[len(rotated) :]
         v_cmp, v_slc, v_win = values * (NUM_BRANCHES // self.branches)
         k_slc, k_win = rotated[0], rotated[-1]
@@ -174,8 +174,8 @@ class NSAttention(ChoosingAttention):
                 backend=self.backend,
             )
 
-        o = self.o_proj(joined([attend(chunk) for chunk in chunks_of(x, documents, own)]).flatten(2))
-        return self._result(o, choice_sample, drawn, q, k_slc, index, documents, own)
+        o = self.o_proj(joined([attend(chunk) for chunk in chunks_of(x, documents, local_tokens)]).flatten(2))
+        return self._result(o, choice_sample, drawn, q, k_slc, index, documents, local_tokens)
 
 
 class DenseAttention(AttentionBase):
@@ -189,7 +189,7 @@ class DenseAttention(AttentionBase):
         key_padding_mask: Tensor | None = None,
         rotary: RotaryTables | None = None,
         cache: KVCache | None = None,
-        own: OwnTokens | None = None,
+        local_tokens: TokenShard | None = None,
     ) -> Tensor:
         """Attend; arguments and result as in `NSAttention.forward`.
 
@@ -199,18 +199,18 @@ class DenseAttention(AttentionBase):
         check_input(x, self.q_proj)
         if key_padding_mask is not None:
             return self._on_padded_rows(x, key_padding_mask, cu_seqlens, rotary=rotary)
-        documents, _ = documents_and_positions(x, cu_seqlens, own)
+        documents, _ = documents_and_positions(x, cu_seqlens, local_tokens)
         q, [k], [v], _ = self._project(x)
         if cache is not None:
             return self.o_proj(cache.attend(self, q, [k], [v]).flatten(2))
-        rotary = self._exact_tables(rotary, x, documents, own)
+        rotary = self._exact_tables(rotary, x, documents, local_tokens)
         q, k = (rotate(states, rotary.cos, rotary.sin) for states in (q, k))
-        if own is not None:
-            k, v = own.shard.gather((k, v))
+        if local_tokens is not None:
+            k, v = local_tokens.shard.gather((k, v))
         o = joined(
             [
                 self._attend(chunk.queries(q), chunk.keys(k), chunk.keys(v), chunk.documents)
-                for chunk in chunks_of(x, documents, own)
+                for chunk in chunks_of(x, documents, local_tokens)
             ]
         )
         return self.o_proj(o.flatten(2))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from trifocal.nn.context import OwnTokens
+from trifocal.nn.context import TokenShard
 from trifocal.nn.norm import AllHeadsRMSNorm, RMSNorm, is_autocast
 from trifocal.nn.projection import is_plain, project
 from trifocal.nn.rope import UNSCALED, RopeScaling, rotary_tables
@@ -138,11 +138,11 @@ class AttentionBase(nn.Module):
         )
 
     def rotary_tables(
-        self, x: Tensor, cu_seqlens: Tensor | Documents | None = None, own: OwnTokens | None = None
+        self, x: Tensor, cu_seqlens: Tensor | Documents | None = None, local_tokens: TokenShard | None = None
     ) -> RotaryTables:
-        """Tables to be shared by layers alike; x [B, T, E] gives length, device, type; `own` says which tokens."""
-        documents, positions = documents_and_positions(x, cu_seqlens, own)
-        num_tokens = x.shape[1] if own is None else own.num_tokens
+        """Tables to be shared by layers alike; x [B, T, E] gives length, device and type."""
+        documents, positions = documents_and_positions(x, cu_seqlens, local_tokens)
+        num_tokens = x.shape[1] if local_tokens is None else local_tokens.num_tokens
         exact, geometry = torch.promote_types(x.dtype, torch.float32), self.geometry
 
         def tables(positions: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -166,11 +166,11 @@ class AttentionBase(nn.Module):
         return found._replace(cos_cmp=cos, sin_cmp=sin)
 
     def _exact_tables(
-        self, given: RotaryTables | None, x: Tensor, documents: Documents | None, own: OwnTokens | None
+        self, given: RotaryTables | None, x: Tensor, documents: Documents | None, local_tokens: TokenShard | None
     ) -> RotaryTables:
         """The given tables, or new ones where there are none or others are rounded, as FSDP rounds a layer's inputs."""
         if given is None or given.cos.dtype.itemsize < torch.promote_types(x.dtype, torch.float32).itemsize:
-            return self.rotary_tables(x, documents, own)
+            return self.rotary_tables(x, documents, local_tokens)
         return given
 
     def _on_padded_rows(
@@ -205,11 +205,11 @@ class AttentionBase(nn.Module):
 
 
 def documents_and_positions(
-    x: Tensor, cu_seqlens: Tensor | Documents | None, own: OwnTokens | None = None
+    x: Tensor, cu_seqlens: Tensor | Documents | None, local_tokens: TokenShard | None = None
 ) -> tuple[Documents | None, Tensor]:
-    """Documents, checked, and the position of each of the T tokens in its document, [T]; those of `own` tokens."""
-    if own is not None:
-        return own.documents, own.positions
+    """Documents, checked, and the position of each of the T tokens in its document, [T]; those of `local_tokens`."""
+    if local_tokens is not None:
+        return local_tokens.documents, local_tokens.positions
     num_tokens = x.shape[1]
     if cu_seqlens is None:
         return None, torch.arange(num_tokens, device=x.device)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from trifocal.nn.attention_base import INDEX_DIM, AttentionBase, ChoiceSample, RotaryTables
 from trifocal.nn.compressor import MeanCompressor, MLPCompressor
-from trifocal.nn.context import Chunk, OwnTokens, chunks_of
+from trifocal.nn.context import Chunk, TokenShard, chunks_of
 from trifocal.nn.projection import project
 from trifocal.nn.rope import rotate
 from trifocal.ops import Documents, Geometry, compressed_attention, select_blocks, select_blocks_by_index
@@ -154,23 +154,23 @@ class ChoosingAttention(AttentionBase):
         keys_and_values: list[Tensor],
         heads: Tensor | None,
         rotary: RotaryTables,
-        own: OwnTokens | None,
+        local_tokens: TokenShard | None,
     ) -> tuple[list[Tensor], tuple[Tensor, Tensor] | None]:
         """What the branches and the chooser need of all tokens, in one exchange where processes share them.
 
-        Takes keys and values of the branches, each [B, T, G, *], and unrotated index heads or None; `own` are the
-        tokens of this process, or None. Returns the keys and values of all tokens; and rotated index queries and the
+        Takes keys and values of the branches, each [B, T, G, *], and unrotated index heads or None; `local_tokens`
+        are those of this process, or None. Returns the keys and values of all tokens; and rotated index queries and the
         index keys of all tokens, None without an index.
         """
         index = None
         if heads is not None:
             assert rotary.cos_idx is not None and rotary.sin_idx is not None
             index = split_heads(rotate(heads, rotary.cos_idx, rotary.sin_idx))
-        if own is None:
+        if local_tokens is None:
             return keys_and_values, index
         if index is None:
-            return own.shard.gather(keys_and_values), None
-        *keys_and_values, k_idx = own.shard.gather((*keys_and_values, index[1]))
+            return local_tokens.shard.gather(keys_and_values), None
+        *keys_and_values, k_idx = local_tokens.shard.gather((*keys_and_values, index[1]))
         return keys_and_values, (index[0], k_idx)
 
     def _num_compressed(self, chunk: Chunk) -> int:
@@ -202,7 +202,7 @@ class ChoosingAttention(AttentionBase):
         k: Tensor,
         index: tuple[Tensor, Tensor] | None,
         documents: Documents | None,
-        own: OwnTokens | None,
+        local_tokens: TokenShard | None,
     ) -> Tensor:
         """The loss of the layer's queries, whose gradient reaches the index only, and their recall, summed: [2]. Raises
         ValueError if the layer has no index.
@@ -210,7 +210,7 @@ class ChoosingAttention(AttentionBase):
         if index is None:
             raise ValueError(f'a loss of the choice teaches an index, but the chooser is "{self.chooser}"')
         figures = []
-        for chunk, sample in zip(chunks_of(q, documents, own), choice_sample, strict=True):
+        for chunk, sample in zip(chunks_of(q, documents, local_tokens), choice_sample, strict=True):
             student = {"q_idx": chunk.queries(index[0]), "k_idx": chunk.keys(index[1])}
             q_rows, keys = chunk.queries(q), chunk.keys(k)
             figures.append(

@@ -1,7 +1,7 @@
 """The part of each sequence that one process has, where several processes share a sequence: context parallelism.
 
 A sequence is cut into `2N` equal chunks for `N` processes. Process `i` has chunk `i` and chunk `2N - 1 - i`: the work
-of a query grows with its position, so all have the same work. Projections, norms and MLPs see only own tokens.
+of a query grows with its position, so all have the same work. Projections, norms and MLPs see only local tokens.
 Attention gathers the keys of all processes. A chunk's queries are then the last positions of the keys up to the chunk's
 end, as every operation takes them (`T < S`); so a layer attends once for each chunk, and is exact.
 """
@@ -20,8 +20,8 @@ from trifocal.ops import Documents
 class ContextShard:
     """A process's place among those that share each sequence: number `rank` of `size`, N.
 
-    `gather` collects the own tokens of every process, for each of some tensors, [B, T, ...] -> [B, S, ...] in the order
-    of the sequence; differentiable: its backward pass sums the gradients of all processes.
+    `gather` collects the local tokens of every process, for each of some tensors, [B, T, ...] -> [B, S, ...] in the
+    order of the sequence; differentiable: its backward pass sums the gradients of all processes.
     """
 
     rank: int
@@ -33,8 +33,8 @@ class ContextShard:
         """Chunks of a sequence."""
         return 2 * self.size
 
-    def own(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Own tokens of a tensor with all S along `dim`; ValueError if they do not cut evenly into the chunks."""
+    def local_tokens(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Local tokens of a tensor with all S along `dim`; ValueError if they do not cut evenly into the chunks."""
         if x.shape[dim] % self.num_chunks:
             raise ValueError(
                 f"{self.size} processes share a sequence in {self.num_chunks} equal chunks, got {x.shape[dim]} tokens; "
@@ -69,10 +69,10 @@ class Chunk(NamedTuple):
         return _rows(x, 0, self.num_keys if count is None else count)
 
 
-class OwnTokens(NamedTuple):
+class TokenShard(NamedTuple):
     """This process's tokens in one forward pass, the two chunks of a sequence of `num_tokens`.
 
-    `positions` [T] are those of its own tokens in their documents; `documents` are of all tokens, or None.
+    `positions` [T] are those of the local tokens in their documents; `documents` are of all tokens, or None.
     """
 
     shard: ContextShard
@@ -82,30 +82,30 @@ class OwnTokens(NamedTuple):
     chunks: tuple[Chunk, ...]
 
     @classmethod
-    def of(cls, shard: ContextShard, tokens: Tensor, documents: Documents | None) -> "OwnTokens":
-        """Own tokens, [B, T], of sequences with these documents of all S tokens; ValueError if they are not two equal
+    def of(cls, shard: ContextShard, tokens: Tensor, documents: Documents | None) -> "TokenShard":
+        """Local tokens, [B, T], of sequences with these documents of all S tokens; ValueError if they are not two equal
         chunks.
         """
         if tokens.shape[1] % 2:
             raise ValueError(
                 f"a process that shares a sequence has two equal chunks of it, got {tokens.shape[1]} tokens; cut "
-                "sequences with ContextShard.own"
+                "sequences with ContextShard.local_tokens"
             )
         num_tokens = shard.size * tokens.shape[1]
         positions = torch.arange(num_tokens, device=tokens.device) if documents is None else documents.positions
-        own = shard.own(positions, 0)
+        local_positions = shard.local_tokens(positions, 0)
         length = num_tokens // shard.num_chunks
         ends = length * (shard.rank + 1), num_tokens - length * shard.rank
         chunks = tuple(
             Chunk(place * length, (place + 1) * length, end, None if documents is None else documents.first(end))
             for place, end in enumerate(ends)
         )
-        return cls(shard, num_tokens, own, documents, chunks)
+        return cls(shard, num_tokens, local_positions, documents, chunks)
 
 
-def chunks_of(x: Tensor, documents: Documents | None, own: OwnTokens | None) -> tuple[Chunk, ...]:
+def chunks_of(x: Tensor, documents: Documents | None, local_tokens: TokenShard | None) -> tuple[Chunk, ...]:
     """The chunks of a layer's queries x [B, T, ...]: one where all tokens are here."""
-    return (Chunk(0, x.shape[1], x.shape[1], documents),) if own is None else own.chunks
+    return (Chunk(0, x.shape[1], x.shape[1], documents),) if local_tokens is None else local_tokens.chunks
 
 
 def _rows(x: Tensor, begin: int, end: int) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from trifocal.nn.attention_base import ChoiceSample, KVCache, RotaryTables, check_input, documents_and_positions
 from trifocal.nn.chooser import ChoosingAttention, choose_blocks, split_heads
 from trifocal.nn.compressor import MeanCompressor
-from trifocal.nn.context import Chunk, OwnTokens, chunks_of, joined
+from trifocal.nn.context import Chunk, TokenShard, chunks_of, joined
 from trifocal.nn.rope import rotate
 from trifocal.ops import Documents, Geometry, selected_attention
 from trifocal.ops.dispatch import check_backend
@@ -53,23 +53,23 @@ class SelectedAttention(ChoosingAttention):
         selected_blocks: Tensor | None = None,
         cache: KVCache | None = None,
         choice_sample: ChoiceSample | None = None,
-        own: OwnTokens | None = None,
+        local_tokens: TokenShard | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend; arguments and result as in `NSAttention.forward`."""
         check_input(x, self.q_proj)
         if key_padding_mask is not None:
             given = {"rotary": rotary, "selected_blocks": selected_blocks}
             return self._on_padded_rows(x, key_padding_mask, cu_seqlens, **given)
-        documents, positions = documents_and_positions(x, cu_seqlens, own)
-        drawn = self._draw(x, positions) if choice_sample is None and cache is None and own is None else None
+        documents, positions = documents_and_positions(x, cu_seqlens, local_tokens)
+        drawn = self._draw(x, positions) if choice_sample is None and cache is None and local_tokens is None else None
         q, [k], [v], _, heads = self._project_all(x, choice_sample or drawn)
         if cache is not None:
             index = None if heads is None else split_heads(heads)
             return self.o_proj(cache.attend(self, q, [k], [v], index=index).flatten(2))
         raw = [k.detach()] if selected_blocks is None and self.chooser == "compressed" else []
-        rotary = self._exact_tables(rotary, x, documents, own)
+        rotary = self._exact_tables(rotary, x, documents, local_tokens)
         q, k = (rotate(states, rotary.cos, rotary.sin) for states in (q, k))
-        (k, v, *raw), index = self._gathered([k, v, *raw], heads, rotary, own)
+        (k, v, *raw), index = self._gathered([k, v, *raw], heads, rotary, local_tokens)
         k_cmp = None
         if raw:
             with torch.no_grad():
@@ -91,5 +91,5 @@ class SelectedAttention(ChoosingAttention):
                 q_rows, keys, values, chosen, self.geometry, cu_seqlens=chunk.documents, backend=self.backend
             )
 
-        o = self.o_proj(joined([attend(chunk) for chunk in chunks_of(x, documents, own)]).flatten(2))
-        return self._result(o, choice_sample, drawn, q, k, index, documents, own)
+        o = self.o_proj(joined([attend(chunk) for chunk in chunks_of(x, documents, local_tokens)]).flatten(2))
+        return self._result(o, choice_sample, drawn, q, k, index, documents, local_tokens)

@@ -168,7 +168,7 @@ class TrainSetup:
                 world_size=groups,
                 on_stall=lambda seconds, activity: self.on_data_stall(seconds, activity),
                 interrupted=lambda: self.interrupted(),
-                own=self.own_tokens,
+                local_tokens=self.local_tokens,
             )
         )
         self.state.data_position = self.loader.state_dict()
@@ -182,9 +182,9 @@ class TrainSetup:
         self._random_state: dict[str, object] | None = None
 
     @property
-    def own_tokens(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    def local_tokens(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Takes this process's part of rows that it shares; None where it has its own rows."""
-        return None if self.model.context is None else self.model.context.own
+        return None if self.model.context is None else self.model.context.local_tokens
 
     def restore(self, checkpoint: Path) -> None:
         """Load a checkpoint: weights, optimizer, position in the data, counters, random generators.
@@ -230,7 +230,7 @@ class TrainSetup:
     def _read_validation_batches(self) -> list[Batch]:
         """The batches; none if the wait for them is interrupted. A source may also be slow to open."""
         reading = in_thread(
-            partial(read_validation_batches, self.config, self.tokenizer, self.own_tokens), "validation"
+            partial(read_validation_batches, self.config, self.tokenizer, self.local_tokens), "validation"
         )
         while not reading.done():
             if self.interrupted():

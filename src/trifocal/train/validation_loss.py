@@ -31,7 +31,7 @@ class Evaluation:
 
 
 def read_validation_batches(
-    config: RunConfig, tokenizer: Tokenizer, own: Callable[[torch.Tensor], torch.Tensor] | None = None
+    config: RunConfig, tokenizer: Tokenizer, local_tokens: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> list[Batch]:
     """The batches of a run's evaluations; see `read_validation`."""
     return read_validation(
@@ -41,7 +41,7 @@ def read_validation_batches(
         sequences=config.evaluate.sequences,
         at_once=config.train.evaluated_at_once,
         vocab_size=config.model.vocab_size,
-        own=own,
+        local_tokens=local_tokens,
     )
 
 
@@ -76,8 +76,8 @@ def evaluate(
         with autocast(device, precision):
             losses[index] = batch_loss(model, batches[index], device).item()
         on_batch(min(first + groups, len(batches)))
-    own_bytes = sum(tokenizer.count_bytes(batch.targets[batch.targets >= 0].numpy()) for batch in batches)
-    of_ranks = processes.gather((losses, own_bytes))
+    local_bytes = sum(tokenizer.count_bytes(batch.targets[batch.targets >= 0].numpy()) for batch in batches)
+    of_ranks = processes.gather((losses, local_bytes))
     text_bytes = sum(found for _, found in of_ranks[:sharing])
     for rank in range(0, processes.size, sharing):
         shares = [found for found, _ in of_ranks[rank : rank + sharing]]
