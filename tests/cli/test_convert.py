@@ -4,10 +4,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -187,95 +183,34 @@ def test_bad_input_is_one_line_and_leaves_nothing(dense_run: Path, tmp_path: Pat
     assert "dangling: File exists" in refused(capsys, "export", str(dense_run), str(tmp_path / "dangling"))
 
 
-def test_a_relative_folder(dense_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From Python 3.12 on, `mkdtemp` answers with an absolute path for a relative folder."""
-    make = tempfile.mkdtemp
-    monkeypatch.setattr(tempfile, "mkdtemp", lambda **where: str(Path(make(**where)).absolute()))
-    monkeypatch.chdir(tmp_path)
-    assert main(["export", str(dense_run), "out"]) == 0
-    assert load_model(tmp_path / "out") and not list((tmp_path / "out").glob(".*"))
-
-
-def test_what_others_write_stays_and_two_never_share_a_folder(
+def test_what_ends_early_leaves_what_others_wrote(
     dense_run: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, note = tmp_path / "out", tmp_path / "out" / "note.txt"
-    commands = [["convert", str(dense_run), str(out), "--to", "nsa"], ["export", str(dense_run), str(out)]]
-    during: list[Callable[[], None]] = []
-    make = tempfile.mkdtemp
+    monkeypatch.chdir(tmp_path)
+    out, note = Path("out"), Path("out/note.txt")
 
-    def meanwhile(*arguments: Any, **options: Any) -> None:
-        save_weights(*arguments, **options)
-        if during:
-            during.pop()()
-
-    for module in ("cli.convert", "train.checkpoint.export"):
-        monkeypatch.setattr(f"trifocal.{module}.save_weights", meanwhile)
-
-    def interrupt() -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
         note.write_text("mine")
         raise KeyboardInterrupt
 
-    def second() -> None:
-        assert "exists already" in refused(capsys, *commands[1])
+    def fail(path: Path, target: Path) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path), None, str(target))
 
-    for command in commands:
-        during.append(interrupt)
-        assert main(command) == 130
-        assert [path.name for path in out.iterdir()] == ["note.txt"] and note.read_text() == "mine"
+    for command in (["convert", str(dense_run), "out", "--to", "nsa"], ["export", str(dense_run), "out"]):
+        with monkeypatch.context() as patch:
+            for module in ("cli.convert", "train.checkpoint.export"):
+                patch.setattr(f"trifocal.{module}.save_weights", interrupt)
+            assert main(command) == 130
+        assert list(out.iterdir()) == [note]
         note.unlink()
         out.rmdir()
-        during.append(second)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", fail)
+            assert f"json: {os.strerror(errno.ESTALE)}; out was not written" in refused(capsys, *command)
+        assert not out.exists()
         assert main(command) == 0
         assert load_model(out) and not list(out.glob(".*"))
         shutil.rmtree(out)
-        during.append(lambda: (out / "model.safetensors").write_text("mine") and None)
-        assert "model.safetensors meanwhile; give a new folder" in refused(capsys, *command)
-        assert [path.read_text() for path in out.iterdir()] == ["mine"]
-        shutil.rmtree(out)
-        with monkeypatch.context() as patch:
-            # Another process found the folder empty too, and made its place.
-            patch.setattr(tempfile, "mkdtemp", lambda **where: (make(**where), make(**where))[1])
-            assert f"another process writes in {out}" in refused(capsys, *command)
-        assert len(list(out.iterdir())) == 1
-        shutil.rmtree(out)
-
-    for number in (errno.EIO, errno.ESTALE, errno.EXDEV, errno.EBUSY, errno.EMFILE, errno.ENOSPC):
-
-        def fail(path: Path, target: Path, number: int = number) -> None:
-            raise OSError(number, os.strerror(number), str(path), None, str(target))
-
-        for command in commands:
-            with monkeypatch.context() as patch:
-                patch.setattr(Path, "replace", fail)
-                assert f"config.json: {os.strerror(number)}; {out} was not written" in refused(capsys, *command)
-            assert not out.exists()
-
-
-def test_what_a_killed_process_left_is_removed(dense_run: Path, tmp_path: Path, capsys: Capture) -> None:
-    out = tmp_path / "out"
-    script = (
-        "import sys, time; from pathlib import Path;"
-        "from trifocal.train.checkpoint.export import new_model_folder as new\n"
-        "with new(Path(sys.argv[1])) as place: (place / 'x').touch(); print('there', flush=True); time.sleep(60)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", script, str(out)], stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None and process.stdout.readline() == b"there\n"
-        for command in (["convert", str(dense_run), str(out), "--to", "nsa"], ["export", str(dense_run), str(out)]):
-            assert "exists already" in refused(capsys, *command)
-    finally:
-        process.kill()
-        process.communicate()
-    [left] = out.iterdir()
-    assert (left / "x").exists()
-    # Beside a file of somebody else it stays: the folder is refused as it is.
-    (out / "note.txt").touch()
-    assert "exists already" in refused(capsys, "export", str(dense_run), str(out))
-    assert left.exists()
-    (out / "note.txt").unlink()
-    assert main(["export", str(dense_run), str(out)]) == 0
-    assert load_model(out) and not list(out.glob(".*"))
 
 
 def test_weights_and_tokenizers_are_checked_before_anything_is_written(tmp_path: Path, capsys: Capture) -> None:

@@ -1,11 +1,7 @@
 """Exporting a trained model for use: weights, configuration and tokenizer, as transformers reads them too."""
 
 import contextlib
-import fcntl
 import json
-import os
-import re
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,29 +20,13 @@ from trifocal.train.checkpoint.manifest import CheckpointDamaged, describe_file,
 WEIGHTS = "weights"
 """In the folder of a run: the model of the last checkpoint, for use."""
 STEP_FILE = "trainer_state.json"
-_PLACE = ".model."
-"""Prefix of the place in a new folder where its files are written."""
-_PLACE_NAME = re.compile(re.escape(_PLACE) + r"[a-z0-9_]{8}")
 
 
 def export_weights(
     model: DecoderLM, tokenizer: Tokenizer, folder: Path, *, step: int, sequence_length: int | None = None
 ) -> None:
-    """Write weights, configuration, tokenizer and step, in files of the names that Hugging Face gives them.
-
-    `model.safetensors`, or shards with an index; `config.json`, `generation_config.json` and `modeling_trifocal.py`;
-    `tokenizer.json` and `tokenizer_config.json`; and `trainer_state.json` with `global_step`, and size and SHA-256 of
-    the files of weights.
-
-    Args:
-        model: The model itself, without wrappers.
-        tokenizer: The tokenizer of the training data.
-        folder: Made if it does not exist (its parent must); files of the same names are replaced.
-        step: Optimizer steps done.
-        sequence_length: Tokens of a sequence in training, if known.
-
-    Raises:
-        OSError: If a file cannot be written; without `trainer_state.json`, the files may be of different steps.
+    """Write weights, configuration and tokenizer as Hugging Face names them, and `trainer_state.json`: the step, and
+    size and SHA-256 of the weights. It is written last: without it, the files may be of different steps.
     """
     folder.mkdir(exist_ok=True)
     (folder / STEP_FILE).unlink(missing_ok=True)
@@ -79,64 +59,26 @@ def verify_weights(folder: Path) -> None:
 def new_model_folder(folder: Path) -> Iterator[Path]:
     """A place for the files of a new folder; they move there when all of them are written, `config.json` last.
 
-    The place is in the folder itself, so that the folder may be a mount point, a link, or the working directory. The
-    folder must not exist, be empty, or have only remains of a process that was killed: the process holds the system's
-    lock on the place, and one that nobody holds is removed. After an error, the folder has what others put there, and
-    nothing of this. Raises UserError, with the name, if there is something in the folder, another process writes there,
-    or a file cannot be written.
+    The place is in the folder itself, which may be a mount point, a link, or the working directory. Raises UserError,
+    with the name, if there is something in the folder, or a file cannot be written.
     """
-    absent, written = not folder.exists(), list[Path]()
-    _remove_remains(folder)
+    absent = not folder.exists()
     if not absent and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists already; give a new folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=_PLACE, dir=folder))
-        lock = os.open(partial, os.O_RDONLY)
+        with tempfile.TemporaryDirectory(prefix=".model.", dir=folder) as name:
+            place = Path(name)
+            yield place
+            for path in sorted(place.iterdir(), key=lambda path: path.name == CONFIG_FILE):
+                path.replace(folder / path.name)
     except OSError as error:
-        raise UserError(f"cannot make the folder {folder}: {error.strerror}") from error
-    try:
-        # A file system may have no locks: what is left on it stays.
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # If two begin together, at least one sees the other here.
-        if any(path.name != partial.name for path in folder.iterdir()):
-            raise UserError(f"another process writes in {folder}; give a new folder")
-        yield partial
-        for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_FILE):
-            target = folder / path.name
-            if os.path.lexists(target):
-                raise UserError(f"another process wrote {target} meanwhile; give a new folder")
-            path.replace(target)
-            written.append(target)
-    except BaseException as error:
-        for path in written:
-            path.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            name = error.filename2 or error.filename or folder
-            raise UserError(f"{name}: {error.strerror}; {folder} was not written") from error
-        raise
+        name = error.filename2 or error.filename or str(folder)
+        raise UserError(f"{name}: {error.strerror}; {folder} was not written") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        os.close(lock)
         if absent:
             with contextlib.suppress(OSError):
                 folder.rmdir()
-
-
-def _remove_remains(folder: Path) -> None:
-    """Remove the places of processes that were killed, if the folder has nothing else."""
-    found = list(folder.iterdir()) if folder.is_dir() else []
-    if not all(_PLACE_NAME.fullmatch(path.name) for path in found):
-        return
-    for path in found:
-        with contextlib.suppress(OSError):
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path)
-            finally:
-                os.close(lock)
 
 
 def export_folder(model: DecoderLM, tokenizer: Tokenizer, folder: Path, *, sequence_length: int | None = None) -> None:
