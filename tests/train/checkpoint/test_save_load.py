@@ -1,7 +1,6 @@
 """Checkpoints are complete or absent, and every damage is found and named."""
 
 import errno
-import gc
 import json
 import os
 import pickle
@@ -312,16 +311,3 @@ def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     with pytest.raises(UserError, match=f"format 99, expected {FORMAT}"):
         verify_checkpoint(path)
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
-    try:
-        if not enabled:
-            gc.disable()
-        with pytest.raises(OSError), module._without_collector():
-            assert not gc.isenabled()
-            raise OSError
-        assert gc.isenabled() == enabled
-    finally:
-        gc.enable()

@@ -8,12 +8,9 @@ is written under another name, flushed to the disk and then renamed, so a crash 
 checkpoint or none. Every file is verified before anything of it is used.
 """
 
-import contextlib
-import gc
 import json
 import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +205,7 @@ def _save_weights(state: dict[str, Any], folder: Path, processes: DistributedCon
     tensors = _tensors(state)
     writer = TensorFileWriter(folder, _file_numbers(tensors), processes.rank)
     try:
-        with warnings.catch_warnings(), _without_collector():
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save(tensors, storage_writer=writer, process_group=processes.group, no_dist=processes.size == 1)
     except CheckpointException as error:
@@ -219,22 +216,6 @@ def _save_weights(state: dict[str, Any], folder: Path, processes: DistributedCon
                 raise cause from None
         why = "; ".join(str(cause) for cause in causes)
         raise OSError(f"PyTorch could not write to {folder}; its disk may be full: {why}") from error
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Turn the garbage collector off inside.
-
-    The plans of `dcp.save` are enough objects for a full collection: a fifth of a second and more, in which
-    training, in another thread, would stand still.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _read(tensors: dict[str, Tensor], folder: Path) -> None:
