@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import glob
 import re
 from pathlib import Path
 from typing import Any
 
 from trifocal.data.data_config import DataConfig, dataset_name
 from trifocal.data.prefetch import Activity
-from trifocal.data.sources.base import (
-    BadDocuments,
-    Source,
-    fingerprint,
-)
+from trifocal.data.sources.base import BadDocuments, Source, fingerprint
 from trifocal.data.sources.local_files import sizes
 from trifocal.data.sources.parquet import ParquetSource
 from trifocal.errors import UserError, nearest, one_line
 
 _FINEWEB = "HuggingFaceFW/fineweb-edu:sample-10BT"
-_NO_CONFIGURATION = re.compile(r"Config name is missing[^[]*\[(?P<names>[^]]+)\]")
 _FILE_OF_HUB = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<revision>[^/]+)/(?P<path>.+)")
 
 
@@ -40,11 +34,6 @@ def open_dataset(config: DataConfig, split: str, activity: Activity, bad: BadDoc
     asked = f"hf:{repository}" + (f":{name}" if name else "")
     if repository.startswith(("/", ".")) and not folder.is_dir():
         raise UserError(f"data.source {config.source}: no such folder: {repository}")
-    if folder.is_dir() and glob.has_magic(str(folder.resolve())):
-        raise UserError(
-            f"data.source {config.source}: datasets takes *, ? and [ in the path {folder.resolve()} for a pattern; "
-            "rename the folder, or read its files with parquet:PATH"
-        )
     activity.text = f"asking for the files of {repository}"
     try:
         import datasets
@@ -54,9 +43,6 @@ def open_dataset(config: DataConfig, split: str, activity: Activity, bad: BadDoc
     try:
         builder: Any = datasets.load_dataset_builder(repository, name=name or None, revision=revision)
     except Exception as error:  # The libraries raise many kinds of errors, those of the HTTP client too.
-        if missing := _NO_CONFIGURATION.match(str(error)):
-            names = missing["names"].replace("'", "")
-            raise UserError(f"{asked} has several configurations; write {asked}:NAME with one of {names}") from error
         raise UserError(f"{asked} cannot be opened: {one_line(error)}") from error
     splits = {str(key): list(files) for key, files in (builder.config.data_files or {}).items()}
     validation = config.validation_split
