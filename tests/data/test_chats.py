@@ -6,7 +6,6 @@ import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +15,9 @@ pytest.importorskip("transformers")
 
 from tests.chat_data import MARKED, PLAIN, make_chats, write_tokenizer
 from trifocal.data import Batch, DataConfig, Loader, Tokenizer, make_loader, make_tokenizer
-from trifocal.data.sources.base import CHATS_AS_TEXT
 from trifocal.data.sources.chats import BadChat, read_chat
 from trifocal.data.tokenizers import ByteTokenizer
 from trifocal.errors import UserError
-from trifocal.train.run_logger import RunLogger
 
 LENGTH = 320
 CHATS = make_chats(60)
@@ -227,24 +224,6 @@ def test_long_chats_are_cut_and_those_without_an_answer_left_out(tmp_path: Path,
     assert any(torch.equal(row, whole[:96]) for row in rows)
     assert (len(bad.cut), len(bad.skipped)) == (1, 1)
     assert bad.first == "2.jsonl:1: no answer begins within train.sequence_length, 96 tokens"
-
-
-def test_the_first_batch_says_whether_texts_or_chats_are_read(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """A chat as JSON text is learned as it is written, and said."""
-    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-    for value, read, severity in (
-        ("[a text]", "texts", "info"),
-        (chat, "chats", "info"),
-        (json.dumps(chat), CHATS_AS_TEXT, "warning"),
-    ):
-        write_lines(tmp_path, [value, value])
-        said: list[tuple[str, ...]] = []
-        with open_loader(f"jsonl:{tmp_path}#messages", tokenizer, validation_fraction=0.0) as loader:
-            next(loader)
-            log = SimpleNamespace(_loader=loader, log_event=lambda *event, said=said: said.append(event))
-            RunLogger.log_first_batch(log)  # type: ignore[arg-type]
-        ((name, message, found),) = said
-        assert (name, found) == ("first_batch", severity) and message.endswith(f" s, with {read}")
 
 
 QUESTION = {"role": "user", "content": "x"}

@@ -206,7 +206,6 @@ class DocumentStream:
         """The tokens of some documents; none of a document that is left out."""
         texts = iter(self._tokenizer.encode_batch([document.text for _, document in group if not document.messages]))
         for _, document in group:
-            self._source.bad.note_kind(document)
             if document.messages:
                 yield self._encode_chat(document, document.messages)
             else:

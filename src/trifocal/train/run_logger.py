@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from trifocal.data.sources.base import CHATS_AS_TEXT
 from trifocal.models import flops_per_token, parameter_count
 from trifocal.paths import shell_path
 from trifocal.runlog import (
@@ -104,11 +103,8 @@ class RunLogger:
         self._paused_seconds += time.perf_counter() - begin
 
     def log_first_batch(self) -> None:
-        """Log how long the first batch took, and whether it holds texts or chats."""
-        read = self._loader.bad_documents.read
-        kinds = f", with {' and '.join(sorted(read))}" if read else ""
-        severity = "warning" if CHATS_AS_TEXT in read else "info"
-        self.log_event("first_batch", f"the first batch came after {self._loader.first_wait:.1f} s{kinds}", severity)
+        """Log how long the first batch took."""
+        self.log_event("first_batch", f"the first batch came after {self._loader.first_wait:.1f} s")
 
     def log_step(self, result: StepResult) -> None:
         """Write the train row of the last step, which is known to be finite; waits for the device."""

@@ -7,9 +7,8 @@ import json
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple, Protocol
 
-from trifocal.data.sources.chats import BadChat, Chat, read_chat, read_messages
+from trifocal.data.sources.chats import BadChat, Chat, read_chat
 from trifocal.errors import UserError
-from trifocal.paths import parse_json
 
 Cursor = tuple[int, ...]
 """A position between two documents of a shard, in the units of the source: bytes, lines or rows."""
@@ -29,9 +28,6 @@ class Document(NamedTuple):
     text: str
     held_out: bool | None = None
     messages: Chat | None = None
-
-
-CHATS_AS_TEXT = "texts that are chats in JSON, learned as they are written (a list of messages is read as a chat)"
 
 
 class BadDocument(ValueError):
@@ -84,7 +80,6 @@ class BadDocuments:
         skipped: A hash of each skipped document, so that each counts once.
         first: The message about the first one; empty if there is none.
         cut: A hash of each chat that was cut to the length of a row.
-        read: Kinds of the documents that were read: texts, chats, or `CHATS_AS_TEXT`.
     """
 
     def __init__(self, action: str = "stop") -> None:
@@ -92,7 +87,6 @@ class BadDocuments:
         self.skipped: set[int] = set()
         self.first = ""
         self.cut: set[int] = set()
-        self.read: set[str] = set()
 
     def found(self, message: str) -> None:
         """Handle a bad document, which the message names with its fault: skip it, or raise UserError if the action is
@@ -107,24 +101,9 @@ class BadDocuments:
         self.first = self.first or message
         self.skipped.add(_number(message))
 
-    def note_kind(self, document: Document) -> None:
-        """Note whether a text or a chat was read; the first text tells whether texts are chats in JSON."""
-        if document.messages:
-            self.read.add("chats")
-        elif not self.read & {"texts", CHATS_AS_TEXT}:
-            self.read.add(CHATS_AS_TEXT if _is_chat(document.text) else "texts")
-
     def count_cut(self, name: str) -> None:
         """Count a chat that was cut."""
         self.cut.add(_number(name))
-
-
-def _is_chat(text: str) -> bool:
-    """Whether a text is a chat in JSON."""
-    try:
-        return bool(read_messages(parse_json(text)))
-    except ValueError:
-        return False
 
 
 def _number(text: str) -> int:
