@@ -14,7 +14,8 @@ import torch
 pytest.importorskip("transformers")
 
 from tests.chat_data import MARKED, PLAIN, make_chats, write_tokenizer
-from trifocal.data import Batch, DataConfig, Loader, Tokenizer, make_loader, make_tokenizer
+from tests.data import loaders
+from trifocal.data import Batch, Loader, Tokenizer, make_tokenizer
 from trifocal.data.sources.chats import BadChat, read_chat
 from trifocal.data.tokenizers import ByteTokenizer
 from trifocal.errors import UserError
@@ -41,19 +42,9 @@ def write_lines(folder: Path, chats: list[Any] = CHATS) -> Path:
     return folder
 
 
-def open_loader(
-    source: str, tokenizer: Tokenizer, *, batch_size: int = 2, length: int = LENGTH, **settings: Any
-) -> Loader:
-    own = {name: settings.pop(name) for name in ("rank", "world_size", "split") if name in settings}
-    config = DataConfig(source=source, **{"shuffle_sequences": 4, "shuffle_documents": 8} | settings)
-    return make_loader(
-        config,
-        tokenizer=tokenizer,
-        sequence_length=length,
-        batch_size=batch_size,
-        vocab_size=tokenizer.vocab_size,
-        **own,
-    )
+def open_loader(source: str, tokenizer: Tokenizer, *, length: int = LENGTH, **settings: Any) -> Loader:
+    settings = {"shuffle_sequences": 4, "shuffle_documents": 8, "vocab_size": tokenizer.vocab_size} | settings
+    return loaders.open_loader(source, length, 2, tokenizer=tokenizer, **settings)
 
 
 def take(loader: Loader, count: int) -> list[Batch]:
@@ -177,7 +168,7 @@ def test_a_resume_repeats_the_uninterrupted_run(lines: str, tokenizer: Tokenizer
             states.append(json.loads(json.dumps(loader.state_dict())))
             whole.append(next(loader))
     assert whole[-1].epoch >= 1
-    for at in (1, 2, 5, 11, 18, 29):
+    for at in (1, 11, 29):
         with open_loader(lines, tokenizer) as loader:
             loader.load_state_dict(states[at])
             assert all(map(same, take(loader, min(3, 30 - at)), whole[at:]))
@@ -228,12 +219,10 @@ def test_long_chats_are_cut_and_those_without_an_answer_left_out(tmp_path: Path,
 
 QUESTION = {"role": "user", "content": "x"}
 BROKEN = [
-    ("hello", r"expected a list of messages, got str"),
     ([], r"expected a list of messages, got an empty one"),
     ([1], r"message 0 is no object with a role and a content"),
     ([QUESTION], r"no message has the role assistant"),
     ([QUESTION, {"role": "asistant", "content": "x"}], r"message 1 has the unknown role 'asistant'; .* is assistant$"),
-    ([QUESTION, {"role": "assistant"}], r"the content of message 1 must be a string, got none"),
     ([{"role": "user", "content": 5}], r"the content of message 0 must be a string, got int"),
 ]
 

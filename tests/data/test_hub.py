@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
@@ -18,8 +17,9 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from tests.data.loaders import open_loader
 from tests.data.server import FaultyServer
-from trifocal.data import DataConfig, Loader, make_loader, make_tokenizer
+from trifocal.data import DataConfig
 from trifocal.data.prefetch import Activity
 from trifocal.data.sources.base import BadDocuments, Source
 from trifocal.data.sources.hub import open_dataset
@@ -66,9 +66,7 @@ def open_source(source: str = "fineweb-edu", *, reads: str = "train", **settings
 
 
 def first_batches(config: DataConfig) -> list[list[list[int]]]:
-    with make_loader(
-        config, tokenizer=make_tokenizer("bytes"), sequence_length=128, batch_size=4, vocab_size=257
-    ) as loader:
+    with open_loader(config, 128, 4) as loader:
         return [next(loader).tokens.tolist() for _ in range(20)]
 
 
@@ -109,10 +107,9 @@ def test_a_split_for_validation(repository: Path) -> None:
 def test_a_run_keeps_its_split_for_validation(repository: Path) -> None:
     """Without it, a share of what was trained on would be held out."""
     source = f"hf:{repository}:sample-10BT"
-    load = partial(make_loader, tokenizer=make_tokenizer("bytes"), sequence_length=64, batch_size=2, vocab_size=257)
-    with load(DataConfig(source=source, validation_split="held")) as loader:
+    with open_loader(source, validation_split="held") as loader:
         state = loader.state_dict()
-    with load(DataConfig(source=source)) as loader, pytest.raises(UserError, match=r"validation_split held -> none;"):
+    with open_loader(source) as loader, pytest.raises(UserError, match=r"validation_split held -> none;"):
         loader.load_state_dict(state)
 
 
@@ -149,20 +146,17 @@ def test_a_run_goes_on_with_the_commit_that_it_began_with(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(datasets, "load_dataset_builder", builder)
 
-    def loader_of(config: DataConfig) -> Loader:
-        return make_loader(config, tokenizer=make_tokenizer("bytes"), sequence_length=128, batch_size=4, vocab_size=257)
-
     config = DataConfig(source="fineweb-edu")
-    with loader_of(config) as first:
+    with open_loader(config) as first:
         state = first.state_dict()
     assert first.config == replace(config, revision="a" * 40)
     commits["main"] = "b" * 40
-    with loader_of(first.config) as resumed:
+    with open_loader(first.config) as resumed:
         resumed.load_state_dict(state)
         assert resumed.state_dict() == state and resumed.config == first.config
     # The branch by name is other data now.
     with (
-        loader_of(config) as other,
+        open_loader(config) as other,
         pytest.raises(UserError, match=r"belongs to .*@a{40}, this run reads .*@b{40}: "),
     ):
         other.load_state_dict(state)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trifocal.data import DataConfig, make_loader, make_tokenizer
+from tests.data.loaders import open_loader
 from trifocal.data.sources.base import BadDocuments, Document
 from trifocal.data.sources.parquet import ParquetSource
 from trifocal.errors import UserError
@@ -28,19 +28,13 @@ def open_source(path: object, field: str = "text", bad: BadDocuments | None = No
 
 
 def error_of(path: object, field: str = "text") -> str:
-    config = DataConfig(source=f"parquet:{path}#{field}")
-    with (
-        pytest.raises(UserError) as info,
-        make_loader(
-            config, tokenizer=make_tokenizer("bytes"), sequence_length=16, batch_size=1, vocab_size=257
-        ) as loader,
-    ):
+    with pytest.raises(UserError) as info, open_loader(f"parquet:{path}#{field}") as loader:
         next(loader)
     assert "\n" not in str(info.value)
     return str(info.value)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 16, 1000])
+@pytest.mark.parametrize("rows", [7, 1000])
 def test_every_row_once_and_from_every_place(write_parquet: Write, texts: Callable[..., list[str]], rows: int) -> None:
     content: list[str | None] = [*texts(50)]
     content[0] = content[7] = content[31] = content[49] = None
@@ -74,12 +68,6 @@ def test_a_missing_field_names_those_there_are(write_parquet: Write) -> None:
     path = write_parquet("a.parquet", ["x"], field="content")
     assert f"{path} has no field 'text'; its fields are id, content" in error_of(path)
     assert f"{path}: field 'id' must hold strings or lists of messages, got int64" in error_of(path, "id")
-
-
-def test_two_fields_of_one_name(tmp_path: Path) -> None:
-    column = pyarrow.array(["a"])
-    pyarrow.parquet.write_table(pyarrow.table([column, column], names=["text", "text"]), tmp_path / "a.parquet")
-    assert error_of(tmp_path / "a.parquet") == f"{tmp_path}/a.parquet has 2 fields 'text'; rename all but one"
 
 
 def test_a_field_beside_one_of_the_same_path(tmp_path: Path) -> None:
@@ -140,7 +128,7 @@ BOMB = """
 import re, sys
 from trifocal.data.sources.parquet import ParquetSource
 source = ParquetSource.from_path("parquet:bomb", sys.argv[1], "text")
-for number, _ in zip(range(20), source.read(0, None), strict=False):
+for number, _ in zip(range(5), source.read(0, None), strict=False):
     pass
 print(number, re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 """
@@ -156,4 +144,4 @@ def test_a_small_file_of_20_gb_of_text_is_read_in_small_parts(tmp_path: Path) ->
     assert path.stat().st_size < 1000
     done = subprocess.run([sys.executable, "-c", BOMB, str(path)], capture_output=True, text=True, check=True)
     number, kilobytes = map(int, done.stdout.split())
-    assert number == 19 and kilobytes < 1_500_000
+    assert number == 4 and kilobytes < 1_500_000

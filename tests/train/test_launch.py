@@ -4,7 +4,9 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,15 @@ import pytest
 import torch
 
 from tests.train.tiny import before_step, make_config, read_checkpoint
-from trifocal.distributed import DistributedContext
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
 from trifocal.runlog.run import read_run
 from trifocal.runlog.stalls.verdict import judge
-from trifocal.telemetry import attention_telemetry
-from trifocal.train import RunConfig, load_config, resume, train
-from trifocal.train.checkpoint.manifest import describe_files, verify_checkpoint, write_manifest
+from trifocal.telemetry import AttentionTelemetry
+from trifocal.train import load_config, resume, train
+from trifocal.train.checkpoint.manifest import describe_file, verify_checkpoint, write_manifest
 from trifocal.train.checkpoint.random_state import random_state, restore_random_state, seed_everything
+from trifocal.train.config.load import override
 from trifocal.train.launch import resume_notes
 
 STEPS = ("--train.steps", "9")
@@ -61,102 +63,98 @@ def assert_same_run(run: Path, other: Path, last: int = 9) -> None:
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-@pytest.fixture
-def uninterrupted(tmp_path: Path) -> Path:
-    config = make_config(tmp_path, *STEPS, name="whole")
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of nine steps, with the checkpoints of the last two; other runs in its folder read the same files."""
+    config = make_config(tmp_path_factory.mktemp("runs"), *STEPS, name="whole")
     assert train(config).finished
-    return tmp_path / "whole"
+    return Path(config.run.directory)
+
+
+@pytest.fixture
+def copy(uninterrupted: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be resumed."""
+    return shutil.copytree(uninterrupted, tmp_path / "run")
 
 
 def signal_at(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, step: int) -> None:
     before_step(monkeypatch, lambda now, _: os.kill(os.getpid(), number) if now == step else None)
 
 
-def test_two_interruptions_change_nothing(
-    tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_interruptions_change_nothing(
+    uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Stopped by SIGTERM in step 5 and by Ctrl-C in step 7, other random numbers in between.
+    """Stopped by SIGTERM in step 3 and by Ctrl-C in step 5, crashed in step 8; other random numbers in between.
 
-    No checkpoint is due at either step. Nor is an evaluation: an interrupted one leaves no figure.
+    No checkpoint is due at either signal. Nor is an evaluation: an interrupted one leaves no figure. Rows of step 7
+    that no checkpoint covers are written once, not twice.
     """
-    config = make_config(tmp_path, *STEPS)
+    run = uninterrupted.with_name("interrupted")
+    config = make_config(run.parent, *STEPS, name=run.name)
     with monkeypatch.context() as patch:
-        signal_at(patch, signal.SIGTERM, 5)
+        signal_at(patch, signal.SIGTERM, 3)
         result = train(config)
-        assert (result.finished, result.step) == (False, 5)
-        assert state(tmp_path / "run") == "stopped"
+        assert (result.finished, result.step, state(run)) == (False, 3, "stopped")
     assert "SIGTERM: saving at the end of this step" in capfd.readouterr().err
     torch.rand(5), random.random(), np.random.rand()
     with monkeypatch.context() as patch:
-        signal_at(patch, signal.SIGINT, 7)
-        result = resume(tmp_path / "run")
-        assert (result.finished, result.step) == (False, 7)
-        assert state(tmp_path / "run") == "stopped"
-    result = resume(tmp_path / "run")
-    assert (result.finished, result.step) == (True, 9)
-    assert state(tmp_path / "run") == "finished"
-    assert_same_run(uninterrupted, tmp_path / "run")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-def test_a_crash_between_checkpoints_changes_nothing(
-    tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed in step 6, after rows of step 5 that no checkpoint covers; they are written once, not twice."""
+        signal_at(patch, signal.SIGINT, 5)
+        result = resume(run)
+        assert (result.finished, result.step, state(run)) == (False, 5, "stopped")
 
     def crash(step: int, _: Any) -> None:
-        if step == 6:
+        if step == 8:
             raise MemoryError
 
     with monkeypatch.context() as patch:
         before_step(patch, crash)
         with pytest.raises(MemoryError):
-            train(make_config(tmp_path, *STEPS))
-    assert [row["step"] for row in rows(tmp_path / "run", "train")] == [1, 2, 3, 4, 5]
-    assert resume(tmp_path / "run").finished
-    assert_same_run(uninterrupted, tmp_path / "run")
+            resume(run)
+    assert [row["step"] for row in rows(run, "train")] == [1, 2, 3, 4, 5, 6, 7]
+    result = resume(run)
+    assert (result.finished, result.step, state(run)) == (True, 9, "finished")
+    assert_same_run(uninterrupted, run)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_going_on_from_an_earlier_checkpoint_replaces_the_later_one(tmp_path: Path, uninterrupted: Path) -> None:
-    train(make_config(tmp_path, *STEPS))
-    newest = tmp_path / "run" / "checkpoints" / "step_00000009"
+def test_an_earlier_checkpoint_replaces_the_later_one(copy: Path, uninterrupted: Path) -> None:
+    newest = copy / "checkpoints" / "step_00000009"
     (newest / "rank0.json").write_text("{}")
     with pytest.raises(UserError, match=r"rank0\.json.*--resume \S+/run --checkpoint step_00000008"):
-        resume(tmp_path / "run")
-    assert resume(tmp_path / "run", checkpoint="step_00000008").finished
-    assert_same_run(uninterrupted, tmp_path / "run")
+        resume(copy)
+    assert resume(copy, checkpoint="step_00000008").finished
+    assert_same_run(uninterrupted, copy)
     assert (newest / "rank0.json").read_text() != "{}"
 
 
-def test_a_start_that_fails_leaves_the_run_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its configuration and later checkpoints: whether the data do not fit, or the first step fails."""
-    train(make_config(tmp_path))
-    run = tmp_path / "run"
-    names = sorted(path.name for path in (run / "checkpoints").iterdir())
-    assert names == ["step_00000004", "step_00000006"]
-    config = (run / "config.toml").read_text()
+def test_a_start_that_fails_leaves_the_run_as_it_was(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its configuration and later checkpoints: whether the model or the data do not fit, or the first step fails."""
+    names, saved = ["step_00000008", "step_00000009"], (copy / "config.toml").read_text()
+    config = load_config(copy / "config.toml")
 
-    def unchanged() -> bool:
-        found = sorted(path.name for path in (run / "checkpoints").iterdir())
-        return found == names and (run / "config.toml").read_text() == config
+    def checkpoints() -> list[str]:
+        return sorted(path.name for path in (copy / "checkpoints").iterdir())
 
-    with pytest.raises(UserError, match="data position belongs to"):
-        resume(run, checkpoint="step_00000004", config=make_config(tmp_path, "--data.seed", "8"))
-    assert unchanged()
+    for changes, expected in (
+        ({"data.seed": 8}, r"data position belongs to .*: data\.seed 1337 -> 8; resume with the saved values$"),
+        ({"model.mlp_dim": 48}, r"belongs to a different model: mlp_dim is 32 there, 48 here"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            resume(copy, checkpoint=names[0], config=override(config, changes))
+        assert checkpoints() == names and (copy / "config.toml").read_text() == saved
 
     def fail(step: int, _: Any) -> None:
         raise MemoryError
 
-    larger = make_config(tmp_path, "--train.micro_batch_size", "4")
+    larger = override(config, {"train.micro_batch_size": 4})
     with monkeypatch.context() as patch:
         before_step(patch, fail)
         with pytest.raises(MemoryError):
-            resume(run, checkpoint="step_00000004", config=larger)
-    assert unchanged()
-    assert resume(run, checkpoint="step_00000004", config=larger).finished
-    assert load_config(run / "config.toml").train.micro_batch_size == 4
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == names
+            resume(copy, checkpoint=names[0], config=larger)
+    assert checkpoints() == names and (copy / "config.toml").read_text() == saved
+    assert resume(copy, checkpoint=names[0], config=larger).finished
+    assert load_config(copy / "config.toml").train.micro_batch_size == 4 and checkpoints() == names
 
 
 def test_a_start_that_the_disk_refuses_may_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,85 +172,35 @@ def test_a_start_that_the_disk_refuses_may_be_repeated(tmp_path: Path, monkeypat
     assert train(config).finished
 
 
-def test_a_resumed_run_that_begins_to_evaluate_needs_held_out_text(tmp_path: Path) -> None:
-    nothing = ("--data.validation_fraction", "1e-9")
-    train(make_config(tmp_path, *nothing, "--evaluate.interval_steps", "0", "--train.steps", "2"))
-    with pytest.raises(UserError, match="the validation split is empty"):
-        resume(tmp_path / "run", config=make_config(tmp_path, *nothing, "--evaluate.interval_steps", "6"))
-    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "train")] == [1, 2]
-
-
-def test_a_finished_run_goes_on_to_more_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = make_config(tmp_path)
-    train(config)
-    assert resume(tmp_path / "run").step == 6
-    assert "note: continues from step 6 of 6, with the saved configuration" in capsys.readouterr().out
-    longer = make_config(tmp_path, "--train.steps", "8")
-    assert resume(tmp_path / "run", config=longer).step == 8
-    out = capsys.readouterr().out
-    assert "note: continues from step 6 of 8; differs from the saved configuration: train.steps 6 -> 8\n" in out
-    assert "learning rate: 0.001 in step 6, 0.0016 in step 7\n" in out
-    taken = {row["step"]: row["learning_rate"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "train")}
-    assert (taken[6], taken[7]) == pytest.approx((0.001, 0.0016), rel=0.01)
-    assert load_config(tmp_path / "run" / "config.toml").train.steps == 8
-    with pytest.raises(UserError, match=r"of step 8, past train\.steps 6; raise --train\.steps, or .* --checkpoint"):
-        resume(tmp_path / "run", config=config)
-
-
-def test_an_alarm_that_is_on_does_not_begin_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_telemetry, "CLOSED_GATE", 1.0)
-    flags = ("--log.telemetry_interval_steps", "2", "--evaluate.interval_steps", "0")
-    train(make_config(tmp_path, *flags, "--train.steps", "2"))
-    assert resume(tmp_path / "run", config=make_config(tmp_path, *flags, "--train.steps", "4")).finished
-    events = read_metrics(tmp_path / "run" / "metrics.jsonl", "event")
-    assert [row["step"] for row in events if row["name"] == "gate_closed"] == [2] * 6, "three branches, two layers"
-
-
-def test_tokens_are_counted_by_the_batch_of_each_step(tmp_path: Path) -> None:
-    nothing = ("--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0", "--train.micro_batch_size", "1")
-    train(make_config(tmp_path, "--train.steps", "2", *nothing))
-    larger = make_config(tmp_path, "--train.steps", "4", "--train.global_batch_size", "6", *nothing)
-    assert resume(tmp_path / "run", config=larger).finished
-    seen = [row["tokens_seen"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "train")]
-    assert seen == [4 * 32, 8 * 32, 14 * 32, 20 * 32]
-
-
-def test_a_resumed_run_takes_the_optimizer_s_hyperparameters_from_its_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_finished_run_continues_with_another_configuration(
+    copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nothing = ("--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0")
-    train(make_config(tmp_path, "--train.steps", "2", *nothing))
-    seen: list[Any] = []
+    """More steps, another batch and other hyperparameters; alarms know the rows before."""
+    config = load_config(copy / "config.toml")
+    assert resume(copy).step == 9
+    assert "note: continues from step 9 of 9, with the saved configuration" in capsys.readouterr().out
+    groups: list[Any] = []
     names = ("weight_decay", "betas", "eps")
-    before_step(
-        monkeypatch,
-        lambda _, given: seen.append([[g[name] for name in names] for g in given["optimizer"].param_groups]),
-    )
-    flags = ("--optimizer.weight_decay", "0.25", "--optimizer.beta1", "0.5", "--optimizer.beta2", "0.75")
-    other = make_config(tmp_path, "--train.steps", "3", *flags, "--optimizer.epsilon", "1e-3", *nothing)
-    assert resume(tmp_path / "run", config=other).finished
-    assert seen == [[[0.25, (0.5, 0.75), 1e-3], [0.0, (0.5, 0.75), 1e-3]]]
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (("--model.mlp_dim", "48"), r"belongs to a different model: mlp_dim is 32 there, 48 here"),
-        (
-            ("--train.sequence_length", "16"),
-            r"data position belongs to .*: train\.sequence_length 32 -> 16; resume with the saved values$",
-        ),
-    ],
-)
-def test_a_checkpoint_of_another_model_or_other_data_is_refused(
-    tmp_path: Path, flags: tuple[str, ...], expected: str
-) -> None:
-    train(make_config(tmp_path))
-    before = (tmp_path / "run" / "config.toml").read_text()
-    other: RunConfig = make_config(tmp_path, "--train.steps", "8", *flags)
-    with pytest.raises(UserError, match=expected):
-        resume(tmp_path / "run", config=other)
-    assert (tmp_path / "run" / "config.toml").read_text() == before
+    before_step(monkeypatch, lambda _, given: groups.append(given["optimizer"].param_groups))
+    known: list[int] = []
+    monkeypatch.setattr(AttentionTelemetry, "go_on", lambda self, rows: known.append(len(rows)))
+    changes = {
+        "train.steps": 11, "train.global_batch_size": 6, "optimizer.weight_decay": 0.25, "optimizer.beta1": 0.5,
+        "optimizer.beta2": 0.75, "optimizer.epsilon": 1e-3,
+    }  # fmt: skip
+    assert resume(copy, config=override(config, changes)).step == 11
+    out = capsys.readouterr().out
+    assert "note: continues from step 9 of 11; differs from the saved configuration: train.steps 9 -> 11, " in out
+    assert "learning rate: 0.001 in step 9, 0.00127 in step 10\n" in out
+    taken = {row["step"]: row for row in read_metrics(copy / "metrics.jsonl", "train")}
+    assert [taken[step]["learning_rate"] for step in (9, 10)] == pytest.approx([0.001, 0.00127], rel=0.01)
+    assert [taken[step]["tokens_seen"] for step in (9, 10, 11)] == [36 * 32, 42 * 32, 48 * 32]
+    found = [[group[name] for name in names] for group in groups[-1]]
+    assert found == [[0.25, (0.5, 0.75), 1e-3], [0.0, (0.5, 0.75), 1e-3]]
+    assert known == [2], "a look at two layers"
+    assert load_config(copy / "config.toml").train.steps == 11
+    with pytest.raises(UserError, match=r"of step 11, past train\.steps 9; raise --train\.steps, or .* --checkpoint"):
+        resume(copy, config=config)
 
 
 def test_all_generators_come_back() -> None:
@@ -277,27 +225,23 @@ def test_every_key_that_differs_is_named_with_both_values(tmp_path: Path) -> Non
     )
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
+def test_a_position_that_cannot_be_read_is_one_line(copy: Path) -> None:
+    """Intact by its manifest: written by another version, or by somebody who knows the format."""
+    path = copy / "checkpoints" / "step_00000009"
+    manifest, content = verify_checkpoint(path), (path / "rank0.json").read_text()
+    damages: list[Callable[[dict[str, Any]], Any]] = [
         lambda state: state.pop("step"),
         lambda state: state["data"].pop("settings"),
         lambda state: state["data"]["position"].clear(),
         lambda state: state["random"].update(torch="AAAA"),
         lambda state: state["random"]["numpy"].__setitem__(1, 10**9),
-    ],
-)
-def test_a_position_that_cannot_be_read_is_one_line(tmp_path: Path, damage: Any) -> None:
-    """Intact by its manifest: written by another version, or by somebody who knows the format."""
-    train(make_config(tmp_path, "--train.steps", "2", "--evaluate.interval_steps", "0"))
-    path = tmp_path / "run" / "checkpoints" / "step_00000002"
-    manifest = verify_checkpoint(path)
-    state = json.loads((path / "rank0.json").read_text())
-    damage(state)
-    (path / "rank0.json").write_text(json.dumps(state))
-    found = describe_files(path, DistributedContext())
-    manifest["files"]["rank0.json"] = found["rank0.json"]
-    write_manifest(path, manifest)
-    with pytest.raises(UserError, match=r"(position in|rank0\.json) .*cannot be read") as caught:
-        resume(tmp_path / "run")
-    assert "\n" not in str(caught.value)
+    ]
+    for damage in damages:
+        broken = json.loads(content)
+        damage(broken)
+        (path / "rank0.json").write_text(json.dumps(broken))
+        manifest["files"]["rank0.json"] = describe_file(path / "rank0.json")
+        write_manifest(path, manifest)
+        with pytest.raises(UserError, match=r"(position in|rank0\.json) .*cannot be read") as caught:
+            resume(copy)
+        assert "\n" not in str(caught.value)

@@ -94,8 +94,6 @@ class ParquetSource:
         if self._field not in schema.names:
             names = ", ".join(name if name.isprintable() else repr(name) for name in schema.names)
             raise UserError(f"{path} has no field {self._field!r}; its fields are {names}")
-        if schema.names.count(self._field) > 1:
-            raise UserError(f"{path} has {schema.names.count(self._field)} fields {self._field!r}; rename all but one")
         kind = schema.field(self._field).type
         types = self._arrow.types
         if types.is_dictionary(kind):
