@@ -92,15 +92,10 @@ def test_a_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFix
     assert "step 40/40" in capsys.readouterr().out
 
 
-def test_the_first_lines_name_the_attention_of_the_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = make_config(tmp_path, "--train.steps", "1", "--model.layer_types", "dense", "window")
-    train(config)
-    assert " parameters, dense, window attention\n" in capsys.readouterr().out
-
-
 def test_the_saved_config_names_the_commit_that_the_loader_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """And the first lines name the attention of the layers."""
     commit, asked = "0123456789abcdef", []
     original = train_setup.make_loader
 
@@ -111,8 +106,9 @@ def test_the_saved_config_names_the_commit_that_the_loader_found(
         return loader
 
     monkeypatch.setattr(train_setup, "make_loader", pinning)
-    config = make_config(tmp_path)
+    config = make_config(tmp_path, "--train.steps", "1", "--model.layer_types", "dense", "window")
     train(config)
+    assert " parameters, dense, window attention\n" in capsys.readouterr().out
     assert load_config(tmp_path / "run" / "config.toml").data == replace(config.data, revision=commit)
     resume(tmp_path / "run")
     assert asked == ["main", commit]
@@ -147,23 +143,21 @@ def test_exported_weights_load_back_as_the_checkpoint_and_give_the_reported_loss
     assert again.bits_per_byte == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-5)
 
 
-def test_a_full_disk_under_samples_and_pictures_costs_them_alone(
+def test_a_full_disk_under_samples_and_pictures_costs_only_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = tmp_path / "run"
-
     def block(step: int, *_: Any) -> None:
         for name in ("samples", "attention"):
-            (run / name).touch()
+            (tmp_path / "run" / name).touch()
 
     before_step(monkeypatch, block)
-    settings = ("--evaluate.interval_steps", "3", "--log.sample_interval_steps", "3", "--log.sample_tokens", "4")
-    assert train(make_config(tmp_path, *settings)).finished
+    settings = ("--evaluate.interval_steps", "1", "--log.sample_interval_steps", "1", "--log.sample_tokens", "4")
+    assert train(make_config(tmp_path, *settings, "--train.steps", "1")).finished
     printed = capsys.readouterr().out
-    events = [row for row in read_metrics(run / "metrics.jsonl", "event") if row["name"] == "write_failed"]
+    events = [row for row in read_metrics(tmp_path / "run/metrics.jsonl", "event") if row["name"] == "write_failed"]
     for what in ("attention picture", "sample"):
-        assert f"WARNING: the {what} of step 3 could not be written" in printed
-        assert [f"the {what} of" in row["message"] for row in events].count(True) == 2
+        assert f"WARNING: the {what} of step 1 could not be written" in printed
+        assert any(f"the {what} of" in row["message"] for row in events)
 
 
 def test_a_first_step_that_fails_empties_a_folder_that_is_a_link(
@@ -184,27 +178,25 @@ def test_a_first_step_that_fails_empties_a_folder_that_is_a_link(
 
 
 def test_every_evaluation_stores_the_same_sequence_as_the_model_sees_it(tmp_path: Path) -> None:
-    assert train(make_config(tmp_path, "--evaluate.interval_steps", "3")).finished
+    flags = ("--train.steps", "2", "--evaluate.interval_steps", "1")
+    assert train(make_config(tmp_path, *flags)).finished
     paths = sorted((tmp_path / "run" / "attention").iterdir())
-    assert [path.name for path in paths] == ["step_00000003.npz", "step_00000006.npz"]
+    assert [path.name for path in paths] == ["step_00000001.npz", "step_00000002.npz"]
     first, last = (read_picture(path) for path in paths)
-    assert (first.step, last.step) == (3, 6) and first.texts == last.texts
+    assert (first.step, last.step) == (1, 2) and first.texts == last.texts
     assert len(first.texts) == 32 and set("".join(first.texts)) <= {*"".join(WORDS), " ", "\n", ".", "∎"}
     # A new document begins after each separator.
     begins = [index for index in range(1, 32) if first.positions[index] == 0]
     assert begins == [index for index in range(1, 32) if first.texts[index - 1] == "∎"]
-    assert train(make_config(tmp_path, "--log.telemetry_interval_steps", "0"), overwrite=True).finished
-    assert not (tmp_path / "run" / "attention").exists()
-
-
-def test_the_picture_of_a_row_with_boundaries_knows_them(tmp_path: Path) -> None:
-    config = make_config(tmp_path, "--train.steps", "1", "--evaluate.interval_steps", "1")
+    config = make_config(tmp_path, *flags)
     for index, path in enumerate(sorted((tmp_path / "text").iterdir())):
         path.write_text(f"{index:02} short")
-    train(config)
-    picture = read_picture(tmp_path / "run" / "attention" / "step_00000001.npz")
+    train(config, overwrite=True)
+    picture = read_picture(paths[1])
     begins = [index for index in range(1, 32) if picture.positions[index] == 0]
     assert len(begins) >= 2 and begins == [index + 1 for index in range(31) if picture.texts[index] == "∎"]
+    assert train(make_config(tmp_path, *flags, "--log.telemetry_interval_steps", "0"), overwrite=True).finished
+    assert not (tmp_path / "run" / "attention").exists()
 
 
 def test_samples_share_a_seed_and_pauses_are_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,16 +218,6 @@ def test_samples_share_a_seed_and_pauses_are_no_training(tmp_path: Path, monkeyp
     assert [(row["step"], row["step_seconds"]) for row in rows] == [(1, 1.0), (4, 3.0)]
 
 
-def test_an_existing_run_is_safe(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    train(config)
-    weights = (tmp_path / "run" / "weights" / "model.safetensors").read_bytes()
-    (tmp_path / "run-2").mkdir()
-    with pytest.raises(UserError, match=r"holds a run already.*--resume \S+/run\).*--overwrite.*ory \S+/run-3\)$"):
-        train(config)
-    assert (tmp_path / "run" / "weights" / "model.safetensors").read_bytes() == weights
-
-
 # PyTorch's tracer warns about its own calls.
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_checkpointed_and_plain_runs_learn_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,13 +227,12 @@ def test_compiled_checkpointed_and_plain_runs_learn_the_same(tmp_path: Path, mon
     for name, flags in {
         "plain": (),
         "compiled": ("--train.compile", "true"),
-        "checkpointed": ("--train.activation_checkpointing", "all"),
-        "a range": ("--train.activation_checkpointing", "0:1"),
+        "checkpointed": ("--train.activation_checkpointing", "0:1"),
     }.items():
         small = ("--train.steps", "2", "--model.num_layers", "1", "--model.attention", "dense")
         train(make_config(tmp_path, *flags, *small, name=name))
         losses[name] = [row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl", "train")]
-    assert losses["checkpointed"] == losses["plain"] == losses["a range"]
+    assert losses["checkpointed"] == losses["plain"]
     assert losses["compiled"] == pytest.approx(losses["plain"], rel=1e-5)
     heartbeat = (tmp_path / "compiled" / "heartbeat" / "rank0.jsonl").read_text().splitlines()[-1]
     assert "compile" in json.loads(heartbeat)["total_seconds"]
