@@ -88,7 +88,7 @@ def test_how_a_batch_is_cut_does_not_matter(tmp_path: Path, heartbeat: Heartbeat
     assert not torch.equal(another.choice, whole[0].choice), "each step has its own sample"
 
 
-def test_an_index_has_a_learning_rate_of_its_own(tmp_path: Path, heartbeat: Heartbeat) -> None:
+def test_an_index_has_its_own_learning_rate(tmp_path: Path, heartbeat: Heartbeat) -> None:
     """The first step of Adam without decay moves each parameter by its learning rate."""
     config = make_config(tmp_path, *INDEX, *TAUGHT, "--optimizer.weight_decay", "0", "--optimizer.index_lr_factor", "1")
     batches = read_batches(config, 2, 2)
@@ -118,15 +118,7 @@ def test_no_eligible_query_is_no_loss(tmp_path: Path, heartbeat: Heartbeat) -> N
 
 @pytest.mark.parametrize(
     ("model", "weight"),
-    [
-        ((), 0),
-        (INDEX, 1),
-        ((*INDEX, "--model.attention", "selected"), 1),
-        ((*INDEX, "--model.attention", "dense"), 0),
-        ((*INDEX, "--model.selection", "random"), 0),
-        ((*INDEX, *TAUGHT), 0.5),
-        ((*INDEX, *TAUGHT, "--train.choice_loss_weight", "auto"), 1),
-    ],
+    [((), 0), (INDEX, 1), ((*INDEX, "--model.attention", "dense"), 0), ((*INDEX, *TAUGHT), 0.5)],
 )
 def test_the_weight_follows_the_model_unless_it_is_given(tmp_path: Path, model: tuple[str, ...], weight: float) -> None:
     config = make_config(tmp_path, *model)
@@ -134,58 +126,31 @@ def test_the_weight_follows_the_model_unless_it_is_given(tmp_path: Path, model: 
     preflight(config, CPU)
 
 
-def test_a_run_writes_the_loss_of_its_choice(tmp_path: Path) -> None:
-    config = make_config(tmp_path, *INDEX, "--train.choice_loss_sample", "0.5", "--log.sample_interval_steps", "0")
-    train(config)
-    rows = list(read_metrics(Path(config.run.directory) / "metrics.jsonl", "train"))
-    assert len(rows) == 6 and all(row["choice_loss"] > 0 for row in rows)
-    assert all(len(row["choice_recall"]) == 2 and 0 < min(row["choice_recall"]) <= 1 for row in rows)
-
-
 @pytest.mark.parametrize("only", ["all", "chooser"])
-def test_a_resumed_run_teaches_the_same(tmp_path: Path, only: str) -> None:
+def test_a_run_writes_the_loss_of_its_choice_and_teaches_the_same_when_resumed(tmp_path: Path, only: str) -> None:
     # Traces and telemetry find nothing of what is frozen.
     seen = ("--trace.what", "gradients,modules,memory", "--trace.steps", "2:3", "--log.telemetry_interval_steps", "2")
     config = make_config(tmp_path, *INDEX, *TAUGHT, *seen, "--train.only", only)
     train(config)
     run = Path(config.run.directory)
     whole = read_checkpoint(run / "checkpoints" / "step_00000006")
-    recalls = [row["choice_recall"] for row in read_metrics(run / "metrics.jsonl", "train")]
+    rows = read_metrics(run / "metrics.jsonl", "train")
+    assert len(rows) == 6 and all(row["choice_loss"] > 0 for row in rows)
+    assert all(len(row["choice_recall"]) == 2 and 0 < min(row["choice_recall"]) <= 1 for row in rows)
     assert resume(run, checkpoint="step_00000004").finished
     for key, value in read_checkpoint(run / "checkpoints" / "step_00000006").items():
         assert torch.equal(value, whole[key]), key
-    assert [row["choice_recall"] for row in read_metrics(run / "metrics.jsonl", "train")] == recalls
-
-
-def test_what_is_trained_cannot_change_within_a_run(tmp_path: Path) -> None:
-    """The moments of everything else would be lost, or lack."""
-    flags = (*INDEX, "--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0", "--train.steps", "2")
-    train(make_config(tmp_path, *flags))
-    longer = make_config(tmp_path, *flags, "--train.steps", "3", "--train.only", "chooser")
-    with pytest.raises(UserError, match=r'train\.only is "all" in .* and "chooser" here, .* \(--model\.from .* NEW\)$'):
-        resume(tmp_path / "run", config=longer)
-
-
-@pytest.mark.parametrize(("model", "weight"), [((), "0.0"), (INDEX, "1.0")])
-def test_a_run_that_was_saved_with_numbers_goes_on(tmp_path: Path, model: tuple[str, ...], weight: str) -> None:
-    """Earlier versions saved the weight itself, and a factor of 1."""
-    train(make_config(tmp_path, *model, "--train.choice_loss_sample", "0.5", "--optimizer.index_lr_factor", "1"))
-    run = tmp_path / "run"
-    whole = read_checkpoint(run / "checkpoints" / "step_00000006")
-    file, key = run / "config.toml", "choice_loss_weight = "
-    text = file.read_text()
-    assert f'{key}"auto"' in text
-    file.write_text(text.replace(f'{key}"auto"', f"{key}{weight}"))
-    assert resume(run, checkpoint="step_00000004").finished
-    for name, value in read_checkpoint(run / "checkpoints" / "step_00000006").items():
-        assert torch.equal(value, whole[name]), name
+    again = read_metrics(run / "metrics.jsonl", "train")
+    assert [row["choice_recall"] for row in again] == [row["choice_recall"] for row in rows]
+    # The moments of everything else would be lost, or lack.
+    other = replace(config, train=replace(config.train, only="chooser" if only == "all" else "all"))
+    with pytest.raises(UserError, match=rf'train\.only is "{only}" in .* here, .* \(--model\.from .* NEW\)$'):
+        resume(run, config=other)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--model.attention", "dense", *TAUGHT), "no layer chooses blocks; set it to 0"),
-        (("--model.selection", "random", *TAUGHT), 'selection "random" learns nothing'),
         (TAUGHT, 'weight is 0.5, but model.chooser is "compressed", and the loss teaches an "index"; set it to 0'),
         ((*INDEX, "--train.choice_loss_weight", "0"), "set train.choice_loss_weight above 0"),
         (("--train.only", "chooser"), "trains the index alone, and the model has none; set model.chooser"),
@@ -193,7 +158,6 @@ def test_a_run_that_was_saved_with_numbers_goes_on(tmp_path: Path, model: tuple[
             (*INDEX, "--train.only", "chooser", "--train.sequence_length", "24"),
             "nothing to learn: the blocks cover all 24 tokens of .*such as --train.sequence_length 96",
         ),
-        (("--optimizer.index_lr_factor", "0"), "optimizer.index_lr_factor must be positive, got 0"),
         (("--train.choice_loss_sample", "0"), r"train.choice_loss_sample must lie in \(0, 1\], got 0"),
     ],
 )

@@ -64,69 +64,36 @@ def test_training_goes_on_and_what_is_written_is_the_step_it_is_of(
     assert resume(tmp_path / "run", checkpoint="step_00000002").finished
 
 
-def test_what_is_no_fault_of_the_disk_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(*_: Any, **__: Any) -> Path:
-        raise UserError("out of luck")
-
-    monkeypatch.setattr(saving, "write_checkpoint", write)
-    with pytest.raises(UserError, match="out of luck"):
-        train(make_config(tmp_path, *ON))
-
-
-def failing_save(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
+def test_a_full_disk_is_loud_and_an_error_at_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An old checkpoint that cannot be deleted ends no run."""
     original = saving.write_checkpoint
 
     def save(root: Path, step: int, **kwargs: Any) -> Path:
-        if step in steps:
+        if step in (4, 6):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return original(root, step, **kwargs)
 
+    def busy(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
     monkeypatch.setattr(saving, "write_checkpoint", save)
-
-
-def test_a_full_disk_at_a_checkpoint_is_loud_and_training_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    failing_save(monkeypatch, {4})
-    assert train(make_config(tmp_path)).finished
-    assert "ERROR: the checkpoint of step 4 could not be written: [Errno 28] No space left" in capsys.readouterr().out
-    events = {row["name"]: row for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "event")}
-    assert events["checkpoint_failed"]["severity"] == "error"
-    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == [
-        "step_00000002",
-        "step_00000006",
-    ]
-
-
-def test_a_full_disk_at_the_last_checkpoint_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing_save(monkeypatch, {4, 6})
+    monkeypatch.setattr(saving, "prune_checkpoints", busy)
     with pytest.raises(UserError, match=r"checkpoint of step 6 could not be written: .*No space left"):
         train(make_config(tmp_path))
+    said = capsys.readouterr().out
+    assert "WARNING: an old checkpoint could not be deleted: [Errno 16]" in said
+    assert "ERROR: the checkpoint of step 4 could not be written: [Errno 28] No space left" in said
+    events = {row["name"]: row for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "event")}
+    assert events["checkpoint_failed"]["severity"] == "error"
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]
     monkeypatch.undo()
     assert resume(tmp_path / "run").finished
 
 
-def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On a network file system, one that somebody reads."""
-
-    def busy(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-
-    monkeypatch.setattr(saving, "prune_checkpoints", busy)
-    assert train(make_config(tmp_path)).finished
-    assert "WARNING: an old checkpoint could not be deleted: [Errno 16]" in capsys.readouterr().out
-    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 3
-
-
-@pytest.mark.parametrize("asynchronous", ["false", "true"])
-def test_steps_are_saved_before_a_run_ends_by_its_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: str
-) -> None:
-    flags = ("--checkpoint.interval_steps", "2", "--checkpoint.asynchronous", asynchronous)
-    config = make_config(tmp_path, *flags, "--evaluate.interval_steps", "0")
+def test_steps_are_saved_before_a_run_ends_by_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tmp_path, "--checkpoint.asynchronous", "true", "--evaluate.interval_steps", "0")
     original, calls = Loader.__next__, []
 
     def fail(loader: Loader) -> Any:
@@ -151,7 +118,6 @@ def test_steps_are_saved_before_a_run_ends_by_its_data(
     [
         ("evaluate", "--train.activation_checkpointing all"),
         ("sample", "try --log.sample_tokens with a smaller number, or --log.sample_interval_steps 0"),
-        ("measure_attention", "try --log.telemetry_interval_steps 0"),
     ],
 )
 def test_steps_are_saved_before_a_look_at_the_model_ends_the_run(
@@ -163,8 +129,7 @@ def test_steps_are_saved_before_a_look_at_the_model_ends_the_run(
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(Evaluator, look, too_much)
-    flags = ("--evaluate.interval_steps", "3", "--log.sample_interval_steps", "3", "--checkpoint.interval_steps", "2")
-    flags += ("--log.telemetry_interval_steps", "3")
+    flags = ("--evaluate.interval_steps", "3", "--log.sample_interval_steps", "3")
     with pytest.raises(torch.OutOfMemoryError, match=re.escape(remedy)) as caught:
         train(make_config(tmp_path, *flags))
     assert caught.value.__notes__ == ["step 3 is saved"]

@@ -213,7 +213,7 @@ raise SystemExit(main(["train", *sys.argv[4:]]))
 
 @pytest.mark.parametrize(("number", "step"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_a_signal_to_the_group_while_a_pool_compiles(tmp_path: Path, number: signal.Signals, step: int) -> None:
-    """In the first step of a start it stops at once; later the compilers go on, and the step is saved."""
+    """In the first step of a start it stops at once; later the compilers continue, and the step is saved."""
     marker, run = tmp_path / "marker", tmp_path / "run"
     seconds = 60 if step == 1 else 3
     command = [str(marker), str(step), str(seconds), str(write_config(tmp_path)), "--train.steps", "40"]

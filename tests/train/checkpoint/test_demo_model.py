@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -30,11 +29,10 @@ def test_it_is_small_and_of_its_preset() -> None:
     assert "\ntrifocal train python" in text and "PSF License Agreement" in text
 
 
-@pytest.mark.parametrize("module", [argparse, textwrap], ids=lambda module: module.__name__)
-def test_it_has_learned_the_standard_library(module: object) -> None:
-    """Fewer than 1 nat a byte, where a byte's frequency alone gives 3; the files are the text of its training."""
+def test_it_has_learned_the_standard_library() -> None:
+    """Fewer than 1 nat a byte, where a byte's frequency gives 3; the file is text of its training."""
     model, tokenizer = trifocal.load_model("demo").float(), trifocal.load_tokenizer("demo")
-    text = Path(module.__file__).read_text(encoding="utf-8")  # type: ignore[attr-defined]
+    text = Path(argparse.__file__).read_text(encoding="utf-8")
     tokens = torch.from_numpy(tokenizer.encode(text)[:2048]).long()[None]
     with torch.no_grad():
         logits = model(tokens)

@@ -87,15 +87,7 @@ def test_every_field_is_documented_in_the_help(capsys: pytest.CaptureFixture[str
 
 
 def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
-    flags = [
-        "--train.steps",
-        "9",
-        "--model.geometry.window-size=16",
-        "--train.compile",
-        "true",
-        "--run.directory",
-        "-x",
-    ]
+    flags = ["--train.steps", "9", "--model.geometry.window-size=16", "--train.compile", "--run.directory", "-x"]
     config = load_config(write_config(tmp_path), flags)
     assert (config.train.steps, config.model.geometry.window_size, config.train.compile) == (9, 16, True)
     assert config.run.directory == "-x"
@@ -109,25 +101,19 @@ def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) 
     [
         (("steps = 6", "stepz = 6"), 'unknown key "train.stepz"; the nearest valid one is "train.steps"'),
         (("[schedule]", "[scedule]"), 'unknown key "scedule"; the nearest valid one is "schedule"'),
-        (("window_size", "windowsize"), '"model.geometry.windowsize"; the nearest valid one is "model.geometry.window'),
-        (("steps = 6", 'steps = "six"'), "train.steps must be an integer, got 'six'"),
-        (("steps = 6", "steps = 6.5"), "train.steps must be an integer, got 6.5"),
         (("steps = 6", "steps = true"), "train.steps must be an integer, got True"),
         (("learning_rate = 1e-2", "learning_rate = nan"), "optimizer.learning_rate must be a finite number, got nan"),
         (("steps = 6", "steps = 0"), "train.steps must be at least 1, got 0"),
         (('device = "cpu"', 'device = "gpu"'), "run.device must be one of 'auto', 'cpu', 'cuda', got 'gpu'"),
-        (("window_size = 8", "window_size = 0"), "Geometry.window_size must be at least 1"),
-        (("num_heads = 4", "num_heads = 5"), "model.num_heads must be a multiple of model.num_kv_heads"),
-        (("seed = 7", "seed = "), "is not valid TOML"),
-        (("[train]", "train = 3\n[x]"), "train must be a table, got 3"),
+        (("[model.geometry]", "geometry = 3\n[log]"), "model.geometry must be a table, got 3"),
         (("dim = 16", "layer_types = 5"), "model.layer_types must be a list, got 5"),
     ],
 )
 def test_a_bad_file_is_refused_by_name(tmp_path: Path, edit: tuple[str, str], expected: str) -> None:
     path = write_config(tmp_path)
     text = path.read_text()
-    if edit[0] == "[train]":
-        text = "train = 3\n" + text.replace("[train]", "[log.x]")
+    if "geometry" in edit[0]:
+        text = text.partition("compression_block_size")[0]
     path.write_text(text.replace(*edit, 1))
     with pytest.raises(UserError, match=re.escape(expected)) as caught:
         load_config(path)
@@ -137,26 +123,19 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, edit: tuple[str, str], ex
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--train.stepz", "5"], 'unknown flag "--train.stepz"; the nearest valid one is "--train.steps"'),
-        (["--lr", "fast"], "--lr must be a finite number, got 'fast'"),
         (["--foo", "5"], 'unknown flag "--foo"; no valid one is near'),
-        (["--model.num_layers", "1000000"], "model.num_layers must be at most 10000, got 1000000"),
         (["--precision=bf16"], 'the nearest valid one is "--train.precision"'),
-        (["--override", "5"], 'unknown flag "--override"'),
         (["--train.steps"], "--train.steps needs a value"),
-        (["--train.steps", "five"], "--train.steps must be an integer, got 'five'"),
-        (["--optimizer.learning_rate", "fast"], "--optimizer.learning_rate must be a finite number, got 'fast'"),
+        (["--lr", "fast"], "--lr must be a finite number, got 'fast'"),
         (["--train.choice_loss_weight", "fast"], "_weight must be a finite number or 'auto', got 'fast'"),
-        (["--train.choice_loss_weight", "nan"], "_weight must be a finite number, got nan"),
         (["--train.choice_loss_weight", "-1"], "train.choice_loss_weight must be at least 0, got -1.0"),
-        (["--log.heartbeat_seconds", "nan"], "--log.heartbeat_seconds must be a finite number, got nan"),
         (["--optimizer.learning_rate=-Inf"], "--optimizer.learning_rate must be a finite number, got -inf"),
-        (["--train.precision", "fp8"], "--train.precision must be one of 'fp32', 'bf16', got 'fp8'"),
         (["--train.compile", "maybe"], "--train.compile must be true or false, got 'maybe'"),
         (["--optimizer.learning_rate", "-1"], "optimizer.learning_rate must be positive, got -1.0"),
         (["--train.activation_checkpointing", "some"], 'a range of layers like "0:6", got "some"'),
         (["--log.sample_prompt", "\udcff"], "--log.sample_prompt is not UTF-8 text"),
-        (["--data.source", "bultin"], "unknown data.source 'bultin'; the nearest is builtin"),
+        (["--log.heartbeat_seconds", "1e300"], "log.heartbeat_seconds may be at most 1e+09, got 1e+300"),
+        (["--train.steps", str(2**63)], "--train.steps must fit 64 bits"),
         (["steps", "5"], "expected a flag like --train.steps, got 'steps'"),
     ],
 )
@@ -238,34 +217,3 @@ def test_files(tmp_path_factory: pytest.TempPathFactory, name: str, value: str) 
         assert str(path) in str(error)
     else:
         check_saved(config)
-
-
-@pytest.mark.parametrize("name", sorted(name for name, kind in FIELDS.items() if kind is float))
-@pytest.mark.parametrize("value", ["1e309", "nan"])
-def test_a_number_that_is_not_finite_is_refused_by_key(tmp_path: Path, name: str, value: str) -> None:
-    expected = f"{name} must be a finite number"
-    with pytest.raises(UserError, match=expected):
-        override(TINY, [f"--{name}", value])
-    with pytest.raises(UserError, match=expected):
-        override(TINY, {name: float(value)})
-    section, _, leaf = name.rpartition(".")
-    path = tmp_path / "config.toml"
-    path.write_text(f"[{section}]\n{leaf} = {value}\n")
-    with pytest.raises(UserError, match=expected):
-        load_config(path)
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (["--parallel.timeout_seconds", "1e300"], r"parallel.timeout_seconds may be at most 1e\+09, got 1e\+300"),
-        (["--log.heartbeat_seconds", "1e300"], "log.heartbeat_seconds may be at most"),
-        (["--train.steps", str(2**63)], "--train.steps must fit 64 bits"),
-        (["--trace.steps", "0:1"], 'trace.steps: steps count from 1, got "0:1"'),
-        (["--trace.steps", "1:" + "9" * 5000], "trace.steps must be ranges of steps"),
-        (["--train.activation_checkpointing", "0:" + "9" * 5000], "a range of layers"),
-    ],
-)
-def test_bounds_that_follow_from_what_is_computed(flags: list[str], expected: str) -> None:
-    with pytest.raises(UserError, match=expected):
-        override(TINY, flags)

@@ -136,15 +136,8 @@ def test_warms_up_linearly_to_the_peak_and_ends_on_the_floor() -> None:
     assert values[11] == pytest.approx((2.0 + 0.2) / 2)
 
 
-def test_without_warm_up_the_first_step_has_the_peak() -> None:
-    values = rates(0, 10)
-    assert values[0] == 2.0
-    assert values[-1] == pytest.approx(0.2)
-
-
-def test_a_warm_up_longer_than_the_run_only_rises() -> None:
+def test_rates_at_the_corners() -> None:
+    """Without a warm-up; with one that is longer than the run; with a floor of one."""
+    assert rates(0, 10)[0] == 2.0
     assert rates(20, 4) == pytest.approx([0.1, 0.2, 0.3, 0.4])
-
-
-def test_a_floor_of_one_is_a_constant_rate() -> None:
     assert rates(0, 5, minimum_factor=1.0) == [2.0] * 5
