@@ -133,7 +133,7 @@ def test_command_line_answers_without_torch():
 
 
 def test_optional_packages_are_imported_lazily():
-    """Every module can be imported with the core dependencies alone, but those of `hf`."""
+    """Every module can be imported with only the core dependencies, but those of `hf`."""
     optional = ("datasets", "huggingface_hub", "pyarrow", "tokenizers", "transformers", "tensorboard", "plotly")
     optional += ("matplotlib", "triton")
     modules = [

@@ -1,6 +1,6 @@
 """Python processes that start at once: forked from a server that has imported PyTorch and Trifocal already.
 
-A process of its own for each, with its own environment, arguments and output, as `subprocess.Popen` would start it;
+Each is a process with its own environment, arguments and output, as `subprocess.Popen` would start it;
 what is spared is four seconds of imports.
 """
 

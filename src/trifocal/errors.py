@@ -7,7 +7,7 @@ _NEAR = 0.6
 """Likeness from which on a name is proposed in place of another."""
 _LONGEST = 80
 _FEW = 12
-"""So many valid names are listed where none is near."""
+"""At most this many valid names are listed where none is near."""
 
 
 class UserError(ValueError):

@@ -202,22 +202,12 @@ def check_seconds(name: str, value: float) -> None:
 def read_flags(
     kinds: Mapping[str, Any], args: Sequence[str], switches: Collection[str] = (), aliases: Mapping[str, str] = {}
 ) -> tuple[list[str], dict[str, Any]]:
-    """Split arguments into words and flags, and read the flags' values.
+    """The words of a command line, help flags among them, and the flags' values by name; the last of a flag counts.
 
-    Args:
-        kinds: The names of the flags, without dashes, and their types.
-        args: The arguments: `--flag value`, `--flag=value` (a value may begin with a dash), or words. Dashes and
-            underscores in a flag's name are the same. A list takes all words up to the next flag; numbers and names
-            may also be separated by commas, or be a list in JSON. A truth value in front of the next flag, or at the
-            end, is true.
-        switches: Flags that take no value; they are True.
-        aliases: Short names of flags.
-
-    Returns:
-        The words, help flags among them, and the values by name. If a flag is given twice, the last counts.
-
-    Raises:
-        UserError: If a flag is unknown, its value is missing, or does not fit; names it.
+    `kinds` are the flags' types by name; `switches` take no value, and are True. Flags are `--flag value` or
+    `--flag=value` (a value may begin with a dash); dashes and underscores in a name are the same. A list takes all
+    words up to the next flag; numbers and names may also be separated by commas, or be a list in JSON. A truth value in
+    front of the next flag, or at the end, is true. Raises UserError for an unknown flag, or a value that does not fit.
     """
     words: list[str] = []
     given: dict[str, Any] = {}

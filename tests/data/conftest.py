@@ -30,7 +30,7 @@ def texts() -> Callable[..., list[str]]:
 def _no_threads_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
-    # tqdm, which datasets uses, keeps one thread of its own for the whole process.
+    # tqdm, which datasets uses, keeps its own thread for the whole process.
     assert {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"} <= before
 
 

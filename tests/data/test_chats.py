@@ -238,29 +238,19 @@ def test_a_call_of_a_tool_needs_no_content_and_nulls_are_left_out() -> None:
     assert read_chat([{**QUESTION, "name": None}, call])[1] == {"role": "assistant", "tool_calls": [{"name": "f"}]}
 
 
-def test_broken_chats_stop_the_run_or_are_counted(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_broken_chats_stop_the_run_or_are_counted(tmp_path: Path) -> None:
     """By the record's check, and by the template's."""
-    refusing = tmp_path / "tokenizer"
     strict = "{% if messages[0].role == 'tool' %}{{ raise_exception('no tool first') }}{% endif %}" + MARKED
-    tokenizer = make_tokenizer(str(write_tokenizer(refusing, strict)))
-    folder = tmp_path / "lines"
-    folder.mkdir()
-    chats = [*CHATS[:8], [QUESTION], [{"role": "tool", "content": "x"}, *CHATS[1]]]
-    write_lines(folder, chats)
-    source = f"jsonl:{folder}#messages"
-    messages = []
-    for kept in ([QUESTION], chats[-1]):
-        alone = tmp_path / "alone.jsonl"
-        alone.write_text(json.dumps({"messages": kept}) + "\n")
-        with open_loader(f"jsonl:{alone}#messages", tokenizer, validation_fraction=0.0) as loader:
-            with pytest.raises(UserError) as caught:
+    tokenizer = make_tokenizer(str(write_tokenizer(tmp_path / "tokenizer", strict)))
+    file, broken = tmp_path / "a.jsonl", ([QUESTION], [{"role": "tool", "content": "x"}, *CHATS[1]])
+    source = f"jsonl:{file}#messages"
+    for chat, says in zip(broken, ("holds no chat: no message has the role", "the chat: no tool first"), strict=True):
+        file.write_text(json.dumps({"messages": chat}) + "\n")
+        with open_loader(source, tokenizer, validation_fraction=0.0) as loader:
+            with pytest.raises(UserError, match=rf"a\.jsonl:1: .*{says}.*; data\.on_bad_document") as caught:
                 next(loader)
-            messages.append(str(caught.value))
-    assert (
-        "alone.jsonl:1: field 'messages' holds no chat: no message has the role assistant; data.on_bad" in messages[0]
-    )
-    assert "refuses the chat: no tool first; data.on_bad_document" in messages[1]
-    assert all("\n" not in message for message in messages)
+            assert "\n" not in str(caught.value)
+    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in (*CHATS[:8], *broken)))
     with open_loader(source, tokenizer, on_bad_document="skip", validation_fraction=0.0) as loader:
         take(loader, 6)
         assert len(loader.bad_documents.skipped) == 2

@@ -163,7 +163,7 @@ def test_a_run_goes_on_with_the_commit_that_it_began_with(monkeypatch: pytest.Mo
 
 
 class StandInHub(FaultyServer):
-    """Answers the requests of `datasets` about one repository; its faults count the requests for parquet alone."""
+    """Answers the requests of `datasets` about one repository; its faults count only the requests for parquet."""
 
     sizes: dict[str, int]
 

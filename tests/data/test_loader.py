@@ -21,7 +21,6 @@ from trifocal.data.loader import make_source
 from trifocal.data.prefetch import Activity
 from trifocal.data.sources.text import JsonlSource
 from trifocal.data.stream import DocumentStream, Position, in_validation
-from trifocal.data.tokenizers import ByteTokenizer
 from trifocal.errors import UserError
 from trifocal.nn.context import ContextShard
 
@@ -206,9 +205,8 @@ def test_other_files_refuse_the_state(tmp_path: Path) -> None:
             loader.load_state_dict(state | {"version": 2})
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_work_ahead_is_bounded(source: str, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
-    made = []
+def test_work_ahead_is_bounded(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, depth = [], 3
     original = Loader._produce
 
     def counted(self: Loader):
@@ -283,11 +281,11 @@ def test_a_stall_is_reported_while_it_lasts_and_then_passes(source: str, monkeyp
     for number, (age, activity) in enumerate(reports, start=1):
         assert age >= 0.05 * number
         assert activity.startswith("reading jsonl:")
-    assert loader.latency().p95 >= 0.15
+    assert loader.latency()[1] >= 0.15
 
 
-def test_the_activity_is_that_of_the_work_at_hand(tmp_path: Path) -> None:
-    """Reading, not the wait for the trainer before it; and tokenizing, which may take longer."""
+def test_the_activity_is_that_of_the_work_at_hand() -> None:
+    """Reading, not the wait for the trainer before it."""
     activity, seen = Activity(), []
 
     def produce() -> int:
@@ -299,21 +297,6 @@ def test_the_activity_is_that_of_the_work_at_hand(tmp_path: Path) -> None:
     assert [prefetcher.get() for _ in range(3)] == [1, 2, 3]
     prefetcher.close()
     assert seen[:3] == ["starting", "reading 1", "reading 2"]
-
-    class Tokenizer(ByteTokenizer):
-        def encode_batch(self, texts: Any) -> Any:
-            seen.append(activity.text)
-            return super().encode_batch(texts)
-
-    (tmp_path / "a.txt").write_text("text")
-    activity = Activity()
-    opened, _ = make_source(DataConfig(source=f"text:{tmp_path}"), activity, "train")
-    documents = DocumentStream(
-        opened, Tokenizer(), longest_chat=1, validation=False, validation_fraction=0.0, seed=3, block_documents=1,
-        activity=activity,
-    )  # fmt: skip
-    next(documents.read(Position()))
-    assert seen[-1] == f"tokenizing text:{tmp_path} (a.txt)"
 
 
 def test_a_stall_past_the_limit_is_an_error(

@@ -72,23 +72,6 @@ def test_every_token_of_every_document_once_an_epoch_and_in_order(
     assert orders[0] != orders[1] != orders[2] != sorted(orders[0])
 
 
-def test_borders_are_row_heads_and_separators(tmp_path: Path, texts: Callable[..., list[str]]) -> None:
-    kinds = set()
-    with open_loader(write_texts(tmp_path, texts(40)), 96, 2, validation_fraction=0.0) as loader:
-        for _ in range(60):
-            batch = next(loader)
-            flat = batch.tokens.reshape(-1)
-            expected = {0, 96, 192}
-            inside = [i + 1 for i in range(192) if flat[i] == SEPARATOR and (i + 1) % 96]
-            kinds.add(bool(inside))
-            if batch.cu_seqlens is None:
-                assert not inside
-            else:
-                assert batch.cu_seqlens.dtype.is_signed and batch.cu_seqlens.itemsize == 4
-                assert batch.cu_seqlens.tolist() == sorted(expected | set(inside))
-    assert kinds == {True, False}
-
-
 def test_documents_of_one_file_are_shuffled_in_blocks(tmp_path: Path) -> None:
     (tmp_path / "all.jsonl").write_text("".join(f'{{"text": "{i:04}"}}\n' for i in range(64)))
     settings = {"shuffle_documents": 16, "shuffle_sequences": 1, "validation_fraction": 0.0}

@@ -50,7 +50,7 @@ def test_a_haystack_answers_its_own_questions(needles: int, length: int) -> None
         tokens, targets = haystack(60, length, needles, (number,))
         assert tokens.shape == targets.shape == (length,)
         (marks,) = np.nonzero(tokens == 59)
-        assert len(marks) == 2 * needles, "the mark is in needles and questions alone"
+        assert len(marks) == 2 * needles, "the mark is only in needles and questions"
         assert (tokens >= 30).sum() == 12 * needles, "no hay looks like a needle"
         values = {int(tokens[at + 1]): tokens[at + 2 : at + 6].tolist() for at in marks[:needles]}
         different = {*values, *(token for value in values.values() for token in value)}

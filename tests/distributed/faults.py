@@ -1,6 +1,6 @@
 """`trifocal` with a fault in it; tests start it in place of the command.
 
-`python faults.py NAME ARGUMENTS…`; faults are for rank 1 alone unless they say otherwise, and leave the file `fault`
+`python faults.py NAME ARGUMENTS…`; only rank 1 has a fault unless it says otherwise. Faults leave the file `fault`
 beside the run's folder when they strike, so that a test knows when.
 """
 
@@ -51,7 +51,7 @@ def at_step(action, step=STEP):
 
 
 def wait_at_step():
-    """Every rank waits before step 3 until the test says go on, so that a signal meets a known step."""
+    """Every rank waits before step 3 until the test lets it continue, so that a signal meets a known step."""
     before_step(lambda step: _pause() if step == STEP else None)
 
 
@@ -59,17 +59,6 @@ def _pause():
     mark()
     while not Path(os.environ["FAULT_FILE"] + ".go").exists():
         time.sleep(0.01)
-
-
-def pause_in_checkpoint():
-    """Every rank pauses in the middle of each checkpoint."""
-    original = checkpoint_module._write
-
-    def write(path, text):
-        _pause()
-        original(path, text)
-
-    checkpoint_module._write = write
 
 
 def pause_in_compilation():
@@ -186,12 +175,6 @@ def graphs():
     train_setup.make_graphs = make_graphs
 
 
-def nan_in_graphs():
-    """Both."""
-    graphs()
-    nan()
-
-
 def data():
     """The disk of the text fails in one process, some files on."""
     original = TextSource.read
@@ -275,7 +258,7 @@ def endless_hook():
 def slow_compiler():
     """torch.compile with a compiler that takes far longer than a stall may, in the first step and once more later.
 
-    Its code takes a while as well: the phase goes on when the compiler has ended, at the compiler's age.
+    Its code takes a while as well: the phase continues when the compiler has ended, at the compiler's age.
     """
     quick_stalls(2.0)
     slow = [True]

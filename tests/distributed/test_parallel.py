@@ -14,7 +14,6 @@ from tests.distributed.workers import Workers
 from trifocal.distributed import (
     DistributedContext,
     choose_mode,
-    gather_full_model,
     parallel,
     parallelize,
     processes_started,
@@ -136,3 +135,14 @@ def test_what_shares_a_sequence_or_the_model_must_divide_the_processes() -> None
     for mode, name in (("ddp", "context"), ("hsdp", "shards")):
         with pytest.raises(UserError, match=rf"parallel\.{name} 3 does not divide the 2 processes"):
             parallelize(DecoderLM(small_config()), TWO, mode, **{name: 3})
+
+
+def test_flat_gradients_are_checked_before_they_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum has the NaN of any process."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", torch.Tensor.zero_)
+    watch, flat = parallel.GradientWatch(CPU), parallel.FlatGradients([torch.nn.Parameter(torch.ones(2, 3))])
+    for value in (1.0, torch.nan):
+        watch.reset()
+        flat.views[0][1, 2] = value
+        flat.exchange(watch)
+        assert watch.finite() == (value == 1) and not flat.views[0].any()

@@ -1,4 +1,4 @@
-"""A start gets a name of its own, in a store that remembers starts before it."""
+"""A start gets its own name, in a store that remembers starts before it."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

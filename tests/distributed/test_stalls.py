@@ -60,7 +60,7 @@ def test_an_endless_loop_in_a_backward_hook_of_one_rank_is_stalled_and_named(cas
 def test_a_compiler_is_neither_slow_nor_stalled(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     # The compiler takes 4 s, far beyond this and beyond the limit of a stall; a busy machine's pauses do not.
     monkeypatch.setattr(verdict, "SLOW_SECONDS", 2.0)
-    # Little to trace: the compiler alone is slow.
+    # Little to trace: only the compiler is slow.
     small = ("--model.num_layers", "1", "--model.attention", "dense", "--data.source", "synthetic")
     flags = ("--train.compile", "true", "--train.steps", "5", *small, *OFTEN)
     workers = case.start("slow_compiler", *flags, mode="auto", size=1)
@@ -86,7 +86,7 @@ def test_a_compiler_is_neither_slow_nor_stalled(case: Case, monkeypatch: pytest.
 
 
 def can_mount() -> bool:
-    """Whether this user may mount a small disk of its own."""
+    """Whether this user may mount a small disk."""
     if shutil.which("unshare") is None:
         return False
     mount = ["unshare", "-Urm", "mount", "-t", "tmpfs", "none", "/mnt"]
@@ -97,7 +97,7 @@ def can_mount() -> bool:
 def test_a_full_disk_under_the_diagnostics_never_stops_training(case: Case) -> None:
     """A disk of 4 MB that is full for three steps, one of them stalled: rows, dumps and a checkpoint are missing."""
     faults = Path(__file__).with_name("faults.py")
-    # All goes on in the namespace that has the disk; its files are copied out at the end.
+    # All happens in the namespace that has the disk; its files are copied out at the end.
     disk, left = case.folder / "disk", case.folder / "left"
     disk.mkdir()
     train = [

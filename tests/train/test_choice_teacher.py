@@ -153,7 +153,7 @@ def test_a_run_writes_the_loss_of_its_choice_and_teaches_the_same_when_resumed(t
     [
         (TAUGHT, 'weight is 0.5, but model.chooser is "compressed", and the loss teaches an "index"; set it to 0'),
         ((*INDEX, "--train.choice_loss_weight", "0"), "set train.choice_loss_weight above 0"),
-        (("--train.only", "chooser"), "trains the index alone, and the model has none; set model.chooser"),
+        (("--train.only", "chooser"), "trains only the index, and the model has none; set model.chooser"),
         (
             (*INDEX, "--train.only", "chooser", "--train.sequence_length", "24"),
             "nothing to learn: the blocks cover all 24 tokens of .*such as --train.sequence_length 96",

@@ -287,7 +287,7 @@ def test_skipped_documents_are_counted_and_said(tmp_path: Path) -> None:
 
 
 def test_validation_reads_the_validation_split(tmp_path: Path) -> None:
-    """Every document has a letter of its own, and no letter is in both splits."""
+    """Every document has its own letter, and no letter is in both splits."""
     config = make_config(tmp_path, "--checkpoint.interval_steps", "0")
     for index, path in enumerate(sorted((tmp_path / "text").iterdir())):
         path.write_text(chr(ord("A") + index) * 40)

@@ -64,7 +64,7 @@ def test_a_bad_gradient_stops_the_run_before_it_is_applied(
 def test_a_dump_that_cannot_be_written_does_not_hide_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
-    """Both libraries raise errors of their own kind for a disk that does not take a file."""
+    """Each library raises its own kind of error for a disk that does not take a file."""
     (tmp_path / "blocks" / file).mkdir(parents=True)
 
     def action(step: int, arguments: dict[str, Any]) -> None:

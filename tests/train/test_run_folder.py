@@ -20,7 +20,6 @@ from tests.train.tiny import before_step, make_config, read_checkpoint, write_co
 from tests.written_runs import wait_for
 from trifocal import load_model
 from trifocal.cli import main
-from trifocal.data import make_tokenizer
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
 from trifocal.train import load_config, resume, run_folder, train
@@ -207,24 +206,6 @@ def test_the_umask_says_who_reads_the_weights_and_takes_the_lock(tmp_path: Path)
         "trainer_state.json",
     ]
     assert {stat.S_IMODE(path.stat().st_mode) for path in (*files, tmp_path / "run" / ".lock")} == {0o660}
-
-
-def test_the_weights_come_with_their_tokenizer(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {"<eos>": 0, "<unk>": 1, "a": 2, "quick": 3}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    train(make_config(tmp_path, "--train.steps", "1", "--data.tokenizer", str(tmp_path / "tokenizer.json")))
-    (tmp_path / "tokenizer.json").unlink()
-    weights = tmp_path / "run" / "weights"
-    loaded = make_tokenizer(str(weights))
-    assert (loaded.encode("a quick fox").tolist(), loaded.separator, loaded.vocab_size) == ([2, 3, 1], 0, 4)
-    (weights / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(UserError, match=r"tokenizer_config\.json must hold one JSON object"):
-        make_tokenizer(str(weights))
-    train(make_config(tmp_path, "--train.steps", "1", name="bytes"))
-    assert make_tokenizer(str(tmp_path / "bytes" / "weights")).decode([65, 256]) == "A"
 
 
 def test_home_is_expanded_and_advice_can_be_pasted(

@@ -1,4 +1,4 @@
-"""A checkpoint that is written while training goes on holds the step that it is of, and nothing later."""
+"""A checkpoint that is written while training continues holds its own step, and nothing later."""
 
 import errno
 import os
@@ -42,7 +42,7 @@ def slow_writing(monkeypatch: pytest.MonkeyPatch, until_step: int) -> list[int]:
     return begun
 
 
-def test_training_goes_on_and_what_is_written_is_the_step_it_is_of(
+def test_training_continues_and_what_is_written_is_the_right_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(make_config(tmp_path, "--checkpoint.keep_last", "9", name="waiting"))

@@ -109,7 +109,7 @@ def test_the_audit_of_types_sees_fp32_weights_and_bf16_activations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # PyTorch computes bf16 on any CPU; without its instructions, only slowly.
-    monkeypatch.setattr("trifocal.train.config.check._cpu_has_bf16", lambda: True)
+    monkeypatch.setattr("trifocal.train.config.check.computes_bf16", lambda _: True)
     rows = table(traced(tmp_path, "dtypes", "--train.precision", "bf16", *BUSY) / "dtypes_rank0.csv")
     found = {kind: Counter(row["dtype"] for row in rows if row["kind"] == kind) for kind in {r["kind"] for r in rows}}
     parameters = len(list(expected_model(tmp_path).parameters()))

@@ -1,13 +1,12 @@
 """Text as batches of tokens: sources, tokenizers, packing, a loader whose state is exact."""
 
 from trifocal.data.data_config import DataConfig
-from trifocal.data.loader import Batch, Latency, Loader, make_loader, merge_states, read_validation
+from trifocal.data.loader import Batch, Loader, make_loader, merge_states, read_validation
 from trifocal.data.tokenizers import Tokenizer, make_tokenizer
 
 __all__ = [
     "Batch",
     "DataConfig",
-    "Latency",
     "Loader",
     "Tokenizer",
     "make_loader",

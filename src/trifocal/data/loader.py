@@ -76,13 +76,6 @@ class Batch(NamedTuple):
         return 0 if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
 
 
-class Latency(NamedTuple):
-    """Seconds that the consumer waited for a batch, over the last thousand batches."""
-
-    p50: float
-    p95: float
-
-
 class Loader:
     """An endless iterator of batches.
 
@@ -225,12 +218,10 @@ class Loader:
         self._next_sample = state["sample_index"]
         self._state = dict(state)
 
-    def latency(self) -> Latency:
-        """Median and 95th percentile of the wait for a batch; zeros before the first."""
-        if not self._waits:
-            return Latency(0.0, 0.0)
-        p50, p95 = np.percentile(list(self._waits), (50, 95))
-        return Latency(float(p50), float(p95))
+    def latency(self) -> tuple[float, float]:
+        """Median and 95th percentile of the seconds that the consumer waited for each of the last thousand batches."""
+        p50, p95 = np.percentile(list(self._waits) or [0.0], (50, 95))
+        return float(p50), float(p95)
 
     def close(self) -> None:
         """End the thread. A closed loader gives no batches; its state can still be read."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -37,19 +38,15 @@ class RowStream(Protocol):
 
     def next_row(self) -> Row:
         """The next row."""
-        ...
 
     def skip_row(self) -> int:
         """Skip a row that this process does not need, and return its epoch."""
-        ...
 
     def state(self) -> dict[str, Any]:
         """The position after the last row, JSON types only."""
-        ...
 
     def seek(self, state: dict[str, Any]) -> None:
         """Go to a position that `state` gave."""
-        ...
 
 
 class PackedStream:
@@ -68,10 +65,9 @@ class PackedStream:
     def __init__(self, documents: DocumentStream, sequence_length: int) -> None:
         self._documents = documents
         self._length = sequence_length
-        self.seek(Position().to_json() | {"offset": 0})
+        self.seek(asdict(Position()) | {"offset": 0})
 
     def seek(self, state: dict[str, Any]) -> None:
-        """Go to a position that `state` gave."""
         self._position = Position.from_json(state)
         self._offset: int = state["offset"]
         self._iterator: Iterator[TokenDocument] = iter(())
@@ -79,7 +75,7 @@ class PackedStream:
 
     def state(self) -> dict[str, Any]:
         """The document in which the last row ended, and the number of its tokens that are used."""
-        return self._position.to_json() | {"offset": self._offset}
+        return asdict(self._position) | {"offset": self._offset}
 
     def next_row(self) -> Row:
         """The next row; UserError if the split is empty or a document cannot be read."""
@@ -176,7 +172,6 @@ class ShuffledStream:
         return row
 
     def skip_row(self) -> int:
-        """Skip a row, and return its epoch."""
         return self.next_row().epoch
 
     def _begin_block(self) -> None:

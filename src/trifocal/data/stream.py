@@ -30,27 +30,20 @@ _Encoded = tuple[NDArray[np.int32], NDArray[np.bool_] | None]
 
 @dataclass(frozen=True)
 class Position:
-    """A position between two documents, as plain numbers.
-
-    Args:
-        epoch: Complete passes over the source.
-        shard: Complete shards of this epoch's order.
-        block: Cursor of the shard's current block; None at its start.
-        index: Documents of the shuffled block before this position, including those of the other split.
-    """
+    """A position between two documents, as plain numbers."""
 
     epoch: int = 0
+    """Complete passes over the source."""
     shard: int = 0
+    """Complete shards of this epoch's order."""
     block: Cursor | None = None
+    """Cursor of the shard's current block; None at its start."""
     index: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """A dict of plain values."""
-        return dict(vars(self))
+    """Documents of the shuffled block before this position, including those of the other split."""
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Position:
-        """The position that `to_json` wrote."""
+        """The position from its fields, as JSON gives them."""
         block = values["block"]
         return cls(values["epoch"], values["shard"], None if block is None else tuple(block), values["index"])
 

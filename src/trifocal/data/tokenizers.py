@@ -40,6 +40,7 @@ _MAX_TOKENS = 1 << 24
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # Usual names of the token that ends a document, the most explicit first.
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "<|end_of_document|>", "<eos>", "</s>", "[SEP]", "[EOS]")
+_NO_TEMPLATE = "tokenizer {} has no chat template"
 # In training; a model that is served has the tokenizer of its training.
 _ANOTHER = "set data.tokenizer to a folder that has one, such as the model's own"
 
@@ -75,11 +76,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """The tokens of a piece of text, without special tokens around it and without separators in it, [n]."""
-        ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """The tokens of each document: as `encode`, behind the tokens with which prompts begin."""
-        ...
 
     def encode_chat(self, messages: Chat) -> ChatTokens:
         """The tokens of a chat, by the tokenizer's template, with the template's special tokens.
@@ -88,35 +87,29 @@ class Tokenizer(Protocol):
             UserError: If the tokenizer has no template.
             BadChat: If the template refuses the chat.
         """
-        ...
 
     def encode_prompt(self, prompt: str | Chat) -> NDArray[np.int32]:
         """The tokens of a prompt, [n].
 
-        Of a text, those of `tokenizer(text)` in transformers: with the special tokens that the tokenizer puts around
-        it and that the text names. Of a chat, those of the template with the beginning of the next answer; raises as
+        A text gives those of `tokenizer(text)` in transformers: with the special tokens that the tokenizer puts around
+        it and that the text names. A chat gives those of the template with the beginning of the next answer; raises as
         `encode_chat`.
         """
-        ...
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens, without separators; invalid UTF-8 is replaced."""
-        ...
 
     def token_text(self, token: int, *, begins: bool = False) -> str:
         """The text that a token adds behind others, or begins a text with; the name of a special one.
 
         A part of a character has U+FFFD in it.
         """
-        ...
 
     def count_bytes(self, ids: Any) -> int:
         """UTF-8 bytes of the text of tokens, the divisor of bits per byte. Separators count 0."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Write the files that `make_tokenizer` reads, and transformers too, into an existing folder."""
-        ...
 
 
 class ByteTokenizer:
@@ -140,36 +133,27 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """The bytes of each text."""
         return [self.encode(text) for text in texts]
 
     def encode_chat(self, messages: Chat) -> ChatTokens:
-        """Bytes have no chat template."""
-        raise UserError(f"{_no_template(self.name)}; {_ANOTHER}")
+        raise UserError(f"{_NO_TEMPLATE.format(self.name)}; {_ANOTHER}")
 
     def encode_prompt(self, prompt: str | Chat) -> NDArray[np.int32]:
         """The bytes of a text, with separators where it names them; bytes have no chat template, [n]."""
         if not isinstance(prompt, str):
-            raise UserError(_no_template(self.name))
+            raise UserError(_NO_TEMPLATE.format(self.name))
         parts = [[*part.encode("utf-8")] for part in prompt.split(_SEPARATORS[0])]
         joined = [token for part in parts for token in (*part, self.separator)]
         return np.array(joined[:-1], dtype=np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of bytes, without ids above 255."""
-        numbers = list(map(int, ids))
-        try:
-            text = bytes(numbers)
-        except ValueError:
-            text = bytes(number for number in numbers if 0 <= number < 256)
-        return text.decode("utf-8", errors="replace")
+        return bytes(number for number in map(int, ids) if 0 <= number < 256).decode("utf-8", errors="replace")
 
     def token_text(self, token: int, *, begins: bool = False) -> str:
-        """The character of a byte, or the separator's name."""
         return _SEPARATORS[0] if token == self.separator else self.decode([token])
 
     def count_bytes(self, ids: Any) -> int:
-        """Number of ids that are bytes."""
         array = np.asarray(ids)
         return int(np.count_nonzero((array >= 0) & (array < 256)))
 
@@ -186,14 +170,10 @@ class ByteTokenizer:
     @staticmethod
     def wrote(content: Mapping[str, Any]) -> bool:
         """Whether the content of a `tokenizer.json` is a vocabulary of bytes, with no token beside the separator."""
-        model, added, expected = (
-            content.get("model"),
-            content.get("added_tokens"),
-            _byte_vocabulary(ByteTokenizer.separator),
-        )
+        model, added, expected = content.get("model"), content.get("added_tokens"), _byte_vocabulary(256)["model"]
         return (
             isinstance(model, Mapping)
-            and all(model.get(key) == expected["model"][key] for key in ("vocab", "merges"))
+            and all(model.get(key) == expected[key] for key in ("vocab", "merges"))
             and isinstance(added, list)
             and all(isinstance(token, Mapping) and token.get("id") == ByteTokenizer.separator for token in added)
         )
@@ -227,8 +207,8 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if not 0 < self.vocab_size <= _MAX_TOKENS:
             raise UserError(f"tokenizer {name} has {self.vocab_size:,} tokens, expected 1 to {_MAX_TOKENS:,}")
-        own = _text_of_token(self._config.get("eos_token"))
-        candidates = [separator] if separator else [token for token in (own, *_SEPARATORS) if token in vocabulary]
+        named = _text_of_token(self._config.get("eos_token"))
+        candidates = [separator] if separator else [token for token in (named, *_SEPARATORS) if token in vocabulary]
         if not candidates or candidates[0] not in vocabulary:
             wanted = f"no token {separator!r}" if separator else f"none of {', '.join(_SEPARATORS)}"
             raise UserError(f"tokenizer {name} has {wanted}; name the token that ends a document in data.separator")
@@ -239,12 +219,9 @@ class HuggingFaceTokenizer:
         self._before = self._tokens_before()
         self.generation: dict[str, Any] = dict(generation or {})
         self.ends = _ends(self.separator, self.generation, name)
-        parts = [tokenizer.to_str(), self.separator, *filter(None, [chat_template, self._before])]
-        self.fingerprint = fingerprint(*parts)
-        self._bytes_of_token: NDArray[np.int64] | None = None
+        self.fingerprint = fingerprint(tokenizer.to_str(), self.separator, *filter(None, [chat_template, self._before]))
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """The tokens of a text, without special tokens around it and without separators, [n]."""
         return self._encode_texts([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
@@ -262,7 +239,6 @@ class HuggingFaceTokenizer:
         return [array[array != self.separator] for array in arrays]
 
     def encode_chat(self, messages: Chat) -> ChatTokens:
-        """The tokens of a chat, by the template."""
         chat = render_chat(*self._template_of(messages, f"; {_ANOTHER}"))
         encoding = self._encode_whole(chat.text, add_special_tokens=False)
         starts, ends = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
@@ -288,7 +264,7 @@ class HuggingFaceTokenizer:
 
     def _template_of(self, messages: Chat, advice: str = "") -> tuple[str, Chat, dict[str, str], str]:
         if not self._chat_template:
-            raise UserError(_no_template(self.name) + advice)
+            raise UserError(_NO_TEMPLATE.format(self.name) + advice)
         names = {key: text for key, value in self._config.items() if (text := _text_of_token(value)) and "token" in key}
         return self._chat_template, messages, names, self.name
 
@@ -299,11 +275,9 @@ class HuggingFaceTokenizer:
             raise self._cannot_encode(error) from error
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of tokens, without special ones."""
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 
     def token_text(self, token: int, *, begins: bool = False) -> str:
-        """The text that a token adds behind others, or begins a text with; the name of a special one."""
         if token in self._special:
             return str(self._tokenizer.id_to_token(token) or "")
         if begins:
@@ -320,8 +294,6 @@ class HuggingFaceTokenizer:
 
     def count_bytes(self, ids: Any) -> int:
         """UTF-8 bytes of the text of tokens; exact for byte-level and byte-fallback vocabularies."""
-        if self._bytes_of_token is None:
-            self._bytes_of_token = self._count_bytes_of_tokens()
         array = np.asarray(ids).reshape(-1)
         return int(self._bytes_of_token[array[array >= 0]].sum())
 
@@ -339,7 +311,8 @@ class HuggingFaceTokenizer:
             "without an unknown token must have every word of the text"
         )
 
-    def _count_bytes_of_tokens(self) -> NDArray[np.int64]:
+    @functools.cached_property
+    def _bytes_of_token(self) -> NDArray[np.int64]:
         decoder = json.dumps(json.loads(self._tokenizer.to_str()).get("decoder"))
         byte_level = '"ByteLevel"' in decoder
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
@@ -387,10 +360,6 @@ def _byte_vocabulary(separator: int) -> dict[str, Any]:
         "decoder": decoder,
         "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
     }
-
-
-def _no_template(name: str) -> str:
-    return f"tokenizer {name} has no chat template"
 
 
 def make_tokenizer(name: str, *, separator: str = "") -> Tokenizer:

@@ -54,8 +54,8 @@ def choose_mode(wanted: str, processes: DistributedContext, config: ModelConfig)
     """
     size = processes.size
     if size == 1:
-        alone = wanted in ("auto", "none")
-        return "none", "" if alone else f'parallel.mode is "{wanted}", but there is one process: it trains alone'
+        asked = wanted not in ("auto", "none")
+        return "none", f'parallel.mode "{wanted}" has no effect: there is one process' if asked else ""
     if wanted == "none":
         raise UserError(f'parallel.mode is "none", but {size} processes were started; use "auto", or start one')
     if wanted != "auto":

@@ -28,7 +28,7 @@ from trifocal.train.run_folder import (
     open_run_directory,
 )
 from trifocal.train.setup import TrainSetup
-from trifocal.train.step.schedule import learning_rate_of
+from trifocal.train.step.schedule import learning_rate
 
 
 def check_same_start(processes: DistributedContext, config: RunConfig, **further: Any) -> None:
@@ -71,7 +71,7 @@ def resume_notes(saved: RunConfig, now: RunConfig, step: int) -> list[str]:
         how = f"; differs from the saved configuration: {', '.join(changed)}"
     notes = [f"continues from step {step:,} of {now.train.steps:,}{how}"]
     if step < now.train.steps:
-        before, after = learning_rate_of(saved, step), learning_rate_of(now, step + 1)
+        before, after = learning_rate(saved, step), learning_rate(now, step + 1)
         notes.append(f"learning rate: {before:.3g} in step {step:,}, {after:.3g} in step {step + 1:,}")
     return notes
 

@@ -22,7 +22,7 @@ from trifocal.train.run_logger import RunLogger, open_logger
 from trifocal.train.saving import Saver
 from trifocal.train.setup import TrainSetup
 from trifocal.train.step.optimizer import set_learning_rate
-from trifocal.train.step.schedule import is_due, learning_rate_of
+from trifocal.train.step.schedule import is_due, learning_rate
 from trifocal.train.step.step import StepResult, TrainStep
 from trifocal.train.stop import StoppedBeforeFirstStep, StopSignals
 from trifocal.train.validation_loss import Evaluation
@@ -231,7 +231,7 @@ class Trainer:
 
     def _update(self, step: int, data: StepData) -> StepResult:
         """Forward, backward and update."""
-        set_learning_rate(self.setup.optimizer, learning_rate_of(self.config, step))
+        set_learning_rate(self.setup.optimizer, learning_rate(self.config, step))
         if self.generates_code:
             documents = [max(number, self.fewest_documents) for number in data.documents]
         else:

@@ -110,7 +110,7 @@ class RunLogger:
         """Write the train row of the last step, which is known to be finite; waits for the device."""
         step, bad = self._state.step, self._loader.bad_documents
         loss = self._state.loss = result.loss.item()
-        now, latency = time.perf_counter(), self._loader.latency()
+        now, (wait_p50, wait_p95) = time.perf_counter(), self._loader.latency()
         step_seconds = (now - self._since - self._paused_seconds) / (step - self._last_step)
         self._since, self._last_step, self._paused_seconds = now, step, 0.0
         tokens_per_second = self._tokens_per_step / step_seconds
@@ -125,8 +125,8 @@ class RunLogger:
             "gradient_norm": result.gradient_norm.item(),
             "tokens_per_second": tokens_per_second,
             "step_seconds": step_seconds,
-            "data_wait_seconds_p50": latency.p50,
-            "data_wait_seconds_p95": latency.p95,
+            "data_wait_seconds_p50": wait_p50,
+            "data_wait_seconds_p95": wait_p95,
             # Not from the step: the batch may have changed at a resume.
             "tokens_seen": self._state.data_position["sample_index"] * self._row_tokens,
             "epoch": result.batches[-1].epoch,

@@ -108,10 +108,8 @@ class Saver:
         try:
             yield
         except Exception as error:
-            alone = self._processes.size == 1
-            if isinstance(error, NonFiniteError) or not (alone or isinstance(error, UserError)):
-                raise
-            if self._state.steps_here == 0:
+            agreed = self._processes.size == 1 or isinstance(error, UserError)
+            if isinstance(error, NonFiniteError) or not agreed or self._state.steps_here == 0:
                 raise
             try:
                 self.end()

@@ -95,22 +95,11 @@ def parallelize_model(model: DecoderLM, config: RunConfig, processes: Distribute
 class TrainSetup:
     """Model, optimizer and data of a run, in one process of it; nothing is written.
 
-    Args:
-        config: The run.
-        directory: Folder of the run; it need not exist yet.
-        processes: This process among those of the run.
-        tokenizer: Tokenizer of the data.
-        begins: Whether the run begins, with the weights of `model.from` if it names some.
-
-    Attributes:
-        config: The configuration, with the commit of the data that the loader found, which the saved one names.
-        parallel: The model as it is trained.
-        notes: Sentences for the log.
-        on_data_stall: Called while no batch comes, with the seconds so far and the activity of the data thread.
-        interrupted: Called while data are late: whether to wait no longer.
-
-    Raises:
-        UserError: In every process, if the data fail in any, or the weights of `model.from`.
+    A run that `begins` takes the weights that `model.from` names, if any. `config` gets the commit of the data that the
+    loader found, which the saved one names. `parallel` is the model as it is trained, `notes` are sentences for the
+    log. While no batch comes, `on_data_stall` is called with the seconds so far and the activity of the data thread,
+    and `interrupted` says whether to wait no longer. Raises UserError, in every process, if the data fail in any, or
+    the weights.
     """
 
     def __init__(
@@ -125,61 +114,68 @@ class TrainSetup:
         self.config, self.directory, self.tokenizer = config, directory, tokenizer
         self.processes, self.device = processes, processes.device
         self.state = TrainState()
+        self.notes: list[str] = []
         self.on_data_stall: Callable[[float, str], None] = lambda seconds, activity: None
         self.interrupted: Callable[[], bool] = lambda: False
+        self._validation_batches: list[Batch] = []
+        self._random_state: dict[str, object] | None = None
         seed_everything(config.run.seed)
-        # On the meta device, the modules draw no weights: for a billion, that takes many seconds.
-        with torch.device("meta"):
-            self.model = DecoderLM(config.model)
-        self.model.to_empty(device=self.device)
-        self.model.init_weights(config.run.seed)
-        if begins and config.model.from_:
-            processes.run_on_all(lambda: load_pretrained_weights(self.model, config.model.from_))
-        if config.train.only == "chooser":
-            self.model.requires_grad_(False)
-            for parameter in index_parameters(self.model):
-                parameter.requires_grad_()
-        self.model.set_activation_checkpointing(*config.train.checkpointed_layers(config.model.num_layers))
+        self.model = self._make_model(begins)
         self.parallel, mode_note = parallelize_model(self.model, config, processes)
         self.optimizer = make_optimizer(self.model, config.optimizer)
         if config.train.compile:
             self.model.compile_training()
-        # Where gradients are exchanged after backward they are added up, elsewhere averaged over the processes.
-        factor = self.parallel.size if self.parallel.flat_gradients is None else 1
         self.teacher: ChoiceTeacher | None = None
         self.loss_function: LossFunction = self.parallel.module
         if config.train.choice_weight(config.model):
+            # Where gradients are exchanged after backward they are added up, elsewhere averaged over the processes.
+            factor = self.parallel.size if self.parallel.flat_gradients is None else 1
             self.teacher = ChoiceTeacher(self.model, config.train, self.device, factor)
             self.loss_function = partial(self.parallel.module, teaching=self.teacher.teaching)
         self.graphs, graphs_note = make_graphs(self.parallel, self.model, config.train, self.device, self.loss_function)
-        from_note = f"begins with the weights of {config.model.from_}" if begins and config.model.from_ else ""
-        self.notes = list(filter(None, [from_note, mode_note, graphs_note]))
-        # Those that share sequences get the same rows.
-        group = processes.rank // config.parallel.context
-        groups = config.parallel.groups(processes.size)
-        self.loader: Loader = processes.run_on_all(
-            lambda: make_loader(
-                config.data,
-                tokenizer=tokenizer,
-                sequence_length=config.train.sequence_length,
-                batch_size=config.train.sequences_at_once(groups),
-                vocab_size=config.model.vocab_size,
-                rank=group,
-                world_size=groups,
-                on_stall=lambda seconds, activity: self.on_data_stall(seconds, activity),
-                interrupted=lambda: self.interrupted(),
-                local_tokens=self.local_tokens,
-            )
-        )
+        self.loader: Loader = processes.run_on_all(self._make_loader)
         self.state.data_position = self.loader.state_dict()
         self.config = replace(config, data=self.loader.config)
-        if data := self.loader.describe():
-            self.notes.append(f"reads {data}")
-        self._validation_batches: list[Batch] = []
+        data = self.loader.describe()
+        self.notes += filter(None, [mode_note, graphs_note, f"reads {data}" if data else ""])
         if config.evaluate.interval_steps and (config.data.parsed.is_local or not config.data.validation_fraction):
             # Data without validation text are refused now, not after hours of training.
             self.validation_batches()
-        self._random_state: dict[str, object] | None = None
+
+    def _make_model(self, begins: bool) -> DecoderLM:
+        """The model on its device, with its first weights."""
+        config = self.config
+        # On the meta device, the modules draw no weights: for a billion, that takes many seconds.
+        with torch.device("meta"):
+            model = DecoderLM(config.model)
+        model.to_empty(device=self.device)
+        model.init_weights(config.run.seed)
+        if begins and config.model.from_:
+            self.processes.run_on_all(lambda: load_pretrained_weights(model, config.model.from_))
+            self.notes.append(f"begins with the weights of {config.model.from_}")
+        if config.train.only == "chooser":
+            model.requires_grad_(False)
+            for parameter in index_parameters(model):
+                parameter.requires_grad_()
+        model.set_activation_checkpointing(*config.train.checkpointed_layers(config.model.num_layers))
+        return model
+
+    def _make_loader(self) -> Loader:
+        """The loader of this process's rows; processes that share sequences get the same ones."""
+        config = self.config
+        groups = config.parallel.groups(self.processes.size)
+        return make_loader(
+            config.data,
+            tokenizer=self.tokenizer,
+            sequence_length=config.train.sequence_length,
+            batch_size=config.train.sequences_at_once(groups),
+            vocab_size=config.model.vocab_size,
+            rank=self.processes.rank // config.parallel.context,
+            world_size=groups,
+            on_stall=lambda seconds, activity: self.on_data_stall(seconds, activity),
+            interrupted=lambda: self.interrupted(),
+            local_tokens=self.local_tokens,
+        )
 
     @property
     def local_tokens(self) -> Callable[[torch.Tensor], torch.Tensor] | None:

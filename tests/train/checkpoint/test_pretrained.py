@@ -1,4 +1,4 @@
-"""Fine-tuning on chats by one command: the model and the tokenizer of a folder, loss on the answers alone."""
+"""Fine-tuning on chats by one command: the model and the tokenizer of a folder, loss only on the answers."""
 
 import shutil
 from dataclasses import replace
@@ -80,7 +80,7 @@ def test_one_command_fine_tunes_and_resumes_exactly(model_folder: Path, chats: P
     assert evaluations[-1]["validation_loss"] < evaluations[0]["validation_loss"]
     assert evaluations[-1]["bits_per_byte"] > 0
     assert any(f"reads hf:{chats} (fingerprint " in row["message"] for row in rows(whole, "event"))
-    # The template goes on with the model.
+    # The template stays with the model.
     assert make_tokenizer(str(whole / "weights")).fingerprint == make_tokenizer(str(model_folder)).fingerprint
 
     shutil.copytree(whole, other)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
-from trifocal.train.config.sections import OptimizerSection, ScheduleSection
+from trifocal.train.config.sections import OptimizerSection, RunConfig, ScheduleSection, TrainSection
 from trifocal.train.step.optimizer import DeviceFlag, gradient_norm, guarded_step, make_optimizer
 from trifocal.train.step.schedule import learning_rate
 
@@ -121,10 +121,12 @@ def test_clips_to_the_norm_and_steps_like_plain_adamw() -> None:
 
 
 def rates(warmup_steps: int, total_steps: int, minimum_factor: float = 0.1) -> list[float]:
-    schedule = ScheduleSection(warmup_steps=warmup_steps, minimum_factor=minimum_factor)
-    return [
-        learning_rate(step, peak=2.0, total_steps=total_steps, schedule=schedule) for step in range(1, total_steps + 1)
-    ]
+    config = RunConfig(
+        train=TrainSection(steps=total_steps),
+        optimizer=OptimizerSection(learning_rate=2.0),
+        schedule=ScheduleSection(warmup_steps=warmup_steps, minimum_factor=minimum_factor),
+    )
+    return [learning_rate(config, step) for step in range(1, total_steps + 1)]
 
 
 def test_warms_up_linearly_to_the_peak_and_ends_on_the_floor() -> None:

@@ -135,7 +135,6 @@ class Source(Protocol):
         """Read each document of the shard with this index in `shards`, and the cursor after it, from a cursor that the
         shard gave out, or from the start.
         """
-        ...
 
 
 def fingerprint(*parts: object) -> str:

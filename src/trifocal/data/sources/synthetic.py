@@ -38,20 +38,16 @@ class SyntheticStream:
         self._row = 0
 
     def seek(self, state: dict[str, Any]) -> None:
-        """Go to a row."""
         self._row = state["row"]
 
     def state(self) -> dict[str, Any]:
-        """The next row."""
         return {"row": self._row}
 
     def skip_row(self) -> int:
-        """Skip a row without making it."""
         self._row += 1
         return 0
 
     def next_row(self) -> Row:
-        """The next row."""
         self._row += 1
         return self._make_row(self._row - 1)
 
@@ -82,8 +78,8 @@ def synthetic_stream(config: DataConfig, *, vocab_size: int, sequence_length: in
 
         def make_document(start: int, end: int) -> tuple[Tokens, Tokens]:
             if kind == "recall":
-                own = max(1, count * (end - start) // sequence_length)
-                return associations(vocab_size, end - start, own, (*key, start))
+                pairs = max(1, count * (end - start) // sequence_length)
+                return associations(vocab_size, end - start, pairs, (*key, start))
             return haystack(vocab_size, end - start, count, (*key, start))
 
         if kind == "synthetic":
@@ -189,8 +185,8 @@ def haystack(
         np.cumsum([length, mark - hay]),
     )
     tokens = _below(words[0], hay)
-    own = np.full((needles, _NEEDLE), mark, dtype=np.int32)
-    own[:, 1:] = hay + _choose(words[1], needles * (_NEEDLE - 1)).reshape(needles, -1)
+    written = np.full((needles, _NEEDLE), mark, dtype=np.int32)
+    written[:, 1:] = hay + _choose(words[1], needles * (_NEEDLE - 1)).reshape(needles, -1)
     # Places that do not overlap: of rows of ones and needles, where a needle counts as one.
     room = text - needles * (_NEEDLE - 1)
     if depth is None:
@@ -200,8 +196,8 @@ def haystack(
         others = _choose(words[2][: room - 1], needles - 1)
         places = np.concatenate(([first], others + (others >= first)))
     places = places + (_NEEDLE - 1) * np.argsort(np.argsort(places))
-    tokens[places[:, None] + np.arange(_NEEDLE)] = own
-    tokens[text:] = own.reshape(-1)
+    tokens[places[:, None] + np.arange(_NEEDLE)] = written
+    tokens[text:] = written.reshape(-1)
     targets = np.full(length, IGNORED, dtype=np.int32)
     answers = text + _NEEDLE * np.arange(needles)[:, None] + np.arange(2, _NEEDLE)
     targets[answers - 1] = tokens[answers]

@@ -2,10 +2,8 @@
 
 `checkpoints/step_00000500/` holds `weights/` (model and optimizer in safetensors files, written and read by
 torch.distributed.checkpoint), one `rank*.json` a process (data position, random generators, counters) and
-`manifest.json`: the model's configuration and the size and SHA-256 of every other file. No file can run code. All
-processes write it together, in a folder that all of them see, and any number of them reads it in any parallel mode. It
-is written under another name, flushed to the disk and then renamed, so a crash at any moment leaves either the whole
-checkpoint or none. Every file is verified before anything of it is used.
+`manifest.json`: the model's configuration and the size and SHA-256 of every other file. All processes write it
+together, under another name that is renamed when all is on the disk; any number of them reads it in any parallel mode.
 """
 
 import json

@@ -10,6 +10,7 @@ import torch
 from trifocal.data import Tokenizer, make_tokenizer
 from trifocal.errors import UserError
 from trifocal.models import parameter_count
+from trifocal.ops.devices import computes_bf16
 from trifocal.ops.dispatch import resolve
 from trifocal.runlog import check_sinks
 from trifocal.runlog.traces import HOOKED, INSIDE_LAYERS
@@ -134,7 +135,7 @@ def _check_choice_loss(config: RunConfig) -> None:
         raise UserError(f"train.choice_loss_weight is {weight:g}, but {model.untaught_choice}; set it to 0")
     if config.train.only == "chooser" and not model.has_index:
         raise UserError(
-            'train.only "chooser" trains the index alone, and the model has none; set model.chooser to "index"'
+            'train.only "chooser" trains only the index, and the model has none; set model.chooser to "index"'
         )
     covered = model.geometry.selected_tokens
     if config.train.only == "chooser" and config.train.sequence_length <= covered:
@@ -144,7 +145,7 @@ def _check_choice_loss(config: RunConfig) -> None:
         )
     if model.has_index and not weight:
         raise UserError(
-            'model.chooser "index" learns from the loss of the choice alone; set train.choice_loss_weight above 0, '
+            'model.chooser "index" learns only from the loss of the choice; set train.choice_loss_weight above 0, '
             'or model.chooser to "compressed"'
         )
 
@@ -157,18 +158,9 @@ def _check_precision(config: RunConfig, device: torch.device) -> None:
         # Below 8.0 the arithmetic is emulated; AMD's devices that PyTorch supports all have it.
         supported = torch.version.hip is not None or capability >= (8, 0)
     else:
-        name, supported = f"this CPU ({platform.machine()})", _cpu_has_bf16()
+        name, supported = f"this CPU ({platform.machine()})", computes_bf16(device)
     if not supported:
         raise UserError(f'train.precision is "bf16", but {name} has no bf16 arithmetic; use --train.precision fp32')
-
-
-def _cpu_has_bf16() -> bool:
-    if hasattr(torch.cpu, "get_capabilities"):
-        capabilities = torch.cpu.get_capabilities()
-        names = ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16", "sve_bf16")
-        return any(capabilities.get(name, False) for name in names)
-    # Earlier versions of PyTorch have private functions only for x86.
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def _check_layers(config: RunConfig) -> None:
@@ -259,7 +251,7 @@ def _notes(config: RunConfig, num_groups: int) -> list[str]:
     length, geometry = config.train.sequence_length, config.model.geometry
     kinds = config.model.attention_of_layers
     for kind, window, seen in (
-        ("nsa", geometry.window_size, "the window branch alone sees every key"),
+        ("nsa", geometry.window_size, "the window branch sees every key"),
         ("window", config.model.sliding_window or geometry.window_size, "the layers of type window are dense"),
     ):
         if kind in kinds and length <= window:

@@ -73,7 +73,7 @@ def presets() -> dict[str, Path]:
     """The files by name; UserError if the package has lost them."""
     found = {path.stem: path for path in sorted(_PRESETS.glob("*.toml"))}
     if not found:
-        raise UserError(f"no preset is in {_PRESETS}; install trifocal again, or name a TOML file of your own")
+        raise UserError(f"no preset is in {_PRESETS}; install trifocal again, or name your own TOML file")
     return found
 
 

@@ -27,9 +27,7 @@ def _write(config: Any, prefix: str, lines: list[str], comments: bool) -> None:
         if dataclasses.is_dataclass(value):
             tables.append((prefix + field.name, value))
         else:
-            lines += textwrap.wrap(
-                " ".join(texts.get(field.name, "").split()), 116, initial_indent="# ", subsequent_indent="# "
-            )
+            lines += textwrap.wrap(texts.get(field.name, ""), 116, initial_indent="# ", subsequent_indent="# ")
             lines.append(f"{key_of(field.name)} = {to_literal(value)}")
     for name, value in tables:
         lines.extend(["", f"[{name}]"])

@@ -1,15 +1,9 @@
 """Forward and backward of a micro-batch as one CUDA graph: recorded once, then started with a single call.
 
-Small micro-batches are bound by the host: a layer's forward and backward are about a hundred kernels, and each costs
-Python some 10 to 50 µs to start, however short it is on the device. A graph starts all of them at once.
-
 A graph reads and writes fixed memory. So inputs are copied into its tensors, gradients are collected in buffers
 that stay. Document boundaries are padded to a fixed number, with empty documents behind the last one; where there are
-more, there is a second graph.
-
-Under bf16 a graph reads bf16 copies of the matrices, which are made once a step, and leaves their gradients as the
-products give them, in bf16. Plain passes cast each matrix and each of its gradients in every micro-batch, by
-separate kernels. Eager passes give the same bits either way; a compiler may round at other places.
+more, there is a second graph. Under bf16 a graph reads bf16 copies of the matrices, made once a step, and leaves their
+gradients in bf16. Eager passes give the same bits; a compiler may round at other places.
 """
 
 import gc
@@ -174,13 +168,14 @@ class MicroBatchGraphs:
         inputs.append(torch.tensor(weight))
         recording = self._recordings.get(kind)
         if recording is None:
-            own = [to_device(tensor, self._device) for tensor in inputs]
+            placed = [to_device(tensor, self._device) for tensor in inputs]
             if kind not in self._known:
                 self._known.add(kind)
-                return self._collect(self._recorder.warm_up(lambda: self._pass(own, rows)))
-            recording = self._recordings[kind] = _Recording(*self._recorder.record(lambda: self._pass(own, rows)), own)
-        for own_tensor, given in zip(recording.inputs, inputs, strict=True):
-            own_tensor.copy_(given.pin_memory(), non_blocking=True)
+                return self._collect(self._recorder.warm_up(lambda: self._pass(placed, rows)))
+            recorded = self._recorder.record(lambda: self._pass(placed, rows))
+            recording = self._recordings[kind] = _Recording(*recorded, placed)
+        for fixed, given in zip(recording.inputs, inputs, strict=True):
+            fixed.copy_(given.pin_memory(), non_blocking=True)
         recording.replay()
         return self._collect(recording.results)
 

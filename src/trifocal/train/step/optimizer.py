@@ -113,11 +113,11 @@ def guarded_step(
     and prepare the next step.
     """
     norms = [(parameters, norm)] + ([(apart, gradient_norm(apart))] if apart else [])
-    finite = torch.isfinite(torch.stack([loss, *(own for _, own in norms)])).all()
+    finite = torch.isfinite(torch.stack([loss, *(part for _, part in norms)])).all()
     flag = DeviceFlag(finite)
     if clip_norm:
-        for clipped, own in norms:
-            torch.nn.utils.clip_grads_with_norm_(clipped, clip_norm, torch.where(finite, own, 0.0))
+        for clipped, part in norms:
+            torch.nn.utils.clip_grads_with_norm_(clipped, clip_norm, torch.where(finite, part, 0.0))
     optimizer.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
     optimizer.step()
     return flag

@@ -2,30 +2,23 @@
 
 import math
 
-from trifocal.train.config.sections import RunConfig, ScheduleSection
+from trifocal.train.config.sections import RunConfig
 
 
-def learning_rate(step: int, *, peak: float, total_steps: int, schedule: ScheduleSection) -> float:
-    """The learning rate of a step, from 1 to `total_steps`: linear warm-up, then a cosine from the peak to a floor.
+def learning_rate(config: RunConfig, step: int) -> float:
+    """The learning rate of a step, from 1: linear warm-up, then a cosine from the peak to a floor.
 
     Step k of the warm-up has `peak * k / warmup_steps`; the peak is in step `max(warmup_steps, 1)`, the floor, a share
-    of it, in the last one.
+    of it, in the run's last step and after it.
     """
+    schedule, total, peak = config.schedule, config.train.steps, config.optimizer.learning_rate
+    step = min(step, total)
     if step < schedule.warmup_steps:
         return peak * step / schedule.warmup_steps
     first, floor = max(schedule.warmup_steps, 1), schedule.minimum_factor * peak
-    if total_steps <= first:
+    if total <= first:
         return peak
-    progress = min(1.0, (step - first) / (total_steps - first))
-    return floor + (peak - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def learning_rate_of(config: RunConfig, step: int) -> float:
-    """The learning rate of a run's step; of one past its last step, that of the last."""
-    total = config.train.steps
-    return learning_rate(
-        min(step, total), peak=config.optimizer.learning_rate, total_steps=total, schedule=config.schedule
-    )
+    return floor + (peak - floor) * 0.5 * (1.0 + math.cos(math.pi * (step - first) / (total - first)))
 
 
 def is_due(step: int, interval: int, last: bool) -> bool:
