@@ -40,12 +40,9 @@ class SourceName(NamedTuple):
 
 
 def parse_source(source: str) -> SourceName:
-    """Split a source string into its parts; UserError if the kind is unknown (names the nearest), lacks its path, or
-    takes none; if it is a URL.
-
-    Strings are like `builtin`, `text:book.txt`, `parquet:folder#text`, `hf:owner/name:config#messages`. The path is
-    empty where none is given; it is the number of `recall` and `needle`, name and configuration of `hf`. The field is
-    `text` where none is given.
+    """Split a source string, like `text:book.txt`, `parquet:folder#text` or `hf:owner/name:config#messages`, into its
+    parts; UserError if there is no such kind, it lacks its path, or takes none; if it is a URL. The path is the number
+    of `recall` and `needle`, name and configuration of `hf`; the field is `text` where none is given.
     """
     kind, _, rest = source.partition(":")
     check_path_text(source, "data.source")

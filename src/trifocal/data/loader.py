@@ -162,12 +162,11 @@ class Loader:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch handed out: a few numbers, JSON types only.
+        """The position after the last batch handed out, with the settings that decide the rows: JSON types only.
 
-        It does not depend on the number of processes, the batch size or the batches made ahead. With one stream it is
-        the same on every process. With several it has the streams of this process; `merge_states` joins the states of
-        all processes into one that any number of processes can load. It also has the settings that decide the rows,
-        which `load_state_dict` compares.
+        It does not depend on the number of processes, the batch size or the batches made ahead. With several streams it
+        has those of this process; `merge_states` joins the states of all into one that any number of processes can
+        load.
         """
         return dict(self._state)
 
@@ -424,11 +423,8 @@ def read_validation(
 
 
 def make_source(config: DataConfig, activity: Activity, split: str) -> tuple[Source, DataConfig]:
-    """Open the source of documents that a config names, except the synthetic ones, which have no text; and the config
-    with the hub's branch replaced by its present commit.
-
-    The split is `train` or `validation`; most sources hold both, and a document tells which it is of. Raises UserError
-    if the source is unknown, its data are missing or empty, or the hub does not answer.
+    """Open the source of documents that a config names, except the synthetic ones, for `train` or `validation`; and the
+    config with the hub's branch replaced by its present commit. UserError if its data are missing or empty.
     """
     kind, path, field = config.parsed
     bad = BadDocuments(config.on_bad_document)

@@ -52,14 +52,11 @@ class RowStream(Protocol):
 class PackedStream:
     """Documents laid end to end and cut into rows of equal length.
 
-    A document is the tokens of its text and the separator, so the model learns to end. Each token is an input once
-    and, except the first, a target once. The target of the separator is -100: the next token is another document's.
-    A document that does not fit continues in the next row, where it starts anew: its position is 0 there, and it sees
-    nothing of the row before.
+    A document is the tokens of its text and the separator, whose target is -100. One that does not fit continues in the
+    next row, where it starts anew: its position is 0 there, and it sees nothing of the row before.
 
     A chat is never divided, as its answers would lose their questions: if it does not fit, it begins the next row, and
-    separators without targets fill the rest of this one, behind the last document. The targets of a chat are only
-    the tokens of its answers.
+    separators without targets fill the rest of this one. Only the tokens of its answers are targets.
     """
 
     def __init__(self, documents: DocumentStream, sequence_length: int) -> None:
@@ -119,15 +116,13 @@ class PackedStream:
 
 
 class ShuffledStream:
-    """Shuffles each block of `block_rows` consecutive rows, `K`, of a stream of which it is the only reader; 1 keeps
-    the order.
+    """Shuffles each block of `block_rows` consecutive rows of a stream of which it is the only reader; 1 keeps the
+    order.
 
-    A document longer than a row fills consecutive rows, and batches of these would be alike for many steps. So the rows
-    of block `b`, `[b * K, (b + 1) * K)` of the stream, come in an order that depends on the seed and `b`. A position is
-    the stream's position at the start of the block, and the number of rows used of the block. Rows are counted across
-    epochs: a block may hold rows of two epochs, or of many if the source is small.
-
-    For each row handed out, a row of the next block is read: the work is even, and `K` rows are kept.
+    A document longer than a row fills consecutive rows, and batches of these would be alike for many steps. The order
+    of a block depends on the seed and its number. A position is the stream's position at the start of the block, and
+    the number of rows used. For each row handed out, one of the next block is read: the work is even, and a block is
+    kept.
     """
 
     def __init__(self, rows: PackedStream, block_rows: int, *, seed: int) -> None:

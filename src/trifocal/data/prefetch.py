@@ -43,10 +43,8 @@ class _Failure(NamedTuple):
 
 
 class Prefetcher(Generic[Item]):
-    """Calls a function again and again in a thread and hands out its results in order.
-
-    At most `depth` items are kept ready; one more may be being produced. The activity's `stop` ends the thread.
-    `on_stall` gets the seconds of the wait so far, and the thread's activity; `interrupted` says whether to wait no
+    """Calls a function again and again in a thread and hands out its results in order; at most `depth` are kept ready.
+    `on_stall` gets the seconds of a wait so far, and the thread's activity; `interrupted` says whether to wait no
     longer.
     """
 
@@ -69,11 +67,8 @@ class Prefetcher(Generic[Item]):
         self._thread.start()
 
     def get(self) -> Item:
-        """The next item.
-
-        Raises, with the original as the cause, UserError if the thread raised one (bad input, or a source that gave
-        up), and RuntimeError if it raised any other exception; UserError if no item came within the limit; Stopped if
-        the wait was interrupted.
+        """The next item. UserError if the thread raised one, or no item came within the limit; RuntimeError for any
+        other exception of the thread; Stopped if the wait was interrupted.
         """
         if self._failure is None:
             item = self._wait()

@@ -85,15 +85,12 @@ def in_validation(text: str, fraction: float) -> bool:
 
 
 class DocumentStream:
-    """A split of a source, shuffled by a seed, epoch after epoch.
+    """A split of a source, shuffled by a seed, epoch after epoch: the shards are permuted, and within a shard each
+    block of `block_documents` documents. So a position needs a few numbers, whatever the size of the source.
 
-    Each epoch has its own order: the shards are permuted, and within a shard each block of `block_documents`
-    consecutive documents. So a position needs a few numbers, whatever the size of the source.
-
-    A chat longer than `longest_chat` tokens is cut. With `validation` the held-out documents are given instead of the
-    others. Of `parts` equal parts of the split this is number `part`, and counts its own epochs, over its part only;
-    together they give every document once an epoch. Up to the number of shards, each part opens its own shards only;
-    beyond that, parts share shards and divide the documents.
+    A chat longer than `longest_chat` tokens is cut. Of `parts` equal parts of the split this is number `part`, with its
+    own epochs; together they give every document once an epoch. Up to the number of shards, each part opens its own
+    shards only; beyond that, parts share shards and divide the documents.
     """
 
     def __init__(

@@ -180,12 +180,10 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json` of the `tokenizers` library.
+    """A `tokenizer.json` of the `tokenizers` library; UserError if it has no separator.
 
     The separator is the token that ends a document; empty: the `eos_token` of the config, the content of
-    `tokenizer_config.json`, or the first of the usual names that the vocabulary has. `chat_template` writes chats, in
-    Jinja; empty: none. `generation` is that of `Tokenizer`. Raises UserError if there is no such separator, an id is
-    too large, or `generation` names ends that are no tokens.
+    `tokenizer_config.json`, or the first of the usual names that the vocabulary has.
     """
 
     def __init__(

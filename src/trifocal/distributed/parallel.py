@@ -100,11 +100,9 @@ class GradientWatch:
         return bool(torch.isfinite(self._largest))
 
     def watch_ddp(self, module: DistributedDataParallel, *, one_by_one: bool = False) -> None:
-        """Check every bucket before DDP averages it.
-
-        `one_by_one` sends each gradient by itself. The rounding of a sum over three or more processes depends on the
-        place in the buffer, and DDP rebuilds its buckets after its first step: the first step of a resumed run would
-        differ by roundings from the same step of an uninterrupted one.
+        """Check every bucket before DDP averages it. `one_by_one` sends each gradient by itself: the rounding of a sum
+        over three or more processes depends on the place in the buffer, and DDP rebuilds its buckets after its first
+        step.
         """
 
         def average(_state: None, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -191,9 +189,7 @@ class _AllGather(DefaultAllGather):
 class FlatGradients:
     """The gradients of a replicated model, in one tensor; the caller fills `views`, the gradient of each parameter.
 
-    DDP exchanges gradients during backward, from hooks; a recorded graph runs no hooks. So all gradients are exchanged
-    after backward. Between GPUs of one machine that takes about a millisecond for 300 MB. The parameters that get
-    gradients are all of one type and on one device.
+    DDP exchanges gradients from hooks, which a recorded graph does not run; so all are exchanged after backward.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -83,12 +83,8 @@ class PeerMonitor:
         self._thread = threading.Thread(target=self._run, name="trifocal-peers", daemon=True)
 
     def explain(self) -> PeerLost | None:
-        """Name the process at fault for a failed collective: wait until one is known to be lost.
-
-        The library's own error is left out: it is long, and follows from the loss.
-
-        Returns:
-            The error to raise instead; None if no other process is lost.
+        """Name the process at fault for a failed collective: wait until one is known to be lost. Returns the error to
+        raise in place of the library's, which is long; None if no other process is lost.
         """
         if self._processes.size == 1:
             return None

@@ -88,14 +88,9 @@ class DistributedContext:
         return self if self.size == 1 else replace(self, group=dist.new_group(backend="gloo"))
 
     def run_on_all(self, action: Callable[[], T]) -> T:
-        """Call a function in every process; if it raises in any, it raises in all.
-
-        Returns:
-            The result of this process.
-
-        Raises:
-            UserError, OSError: The error of the lowest rank that failed, if it is one of these; names the rank.
-            RuntimeError: For any other exception of another process.
+        """Call a function in every process, and return this one's result; if it raises in any, it raises in all: the
+        UserError or OSError of the lowest rank, which is named, and RuntimeError for any other exception of another
+        process.
         """
         if self.size == 1:
             return action()

@@ -14,10 +14,8 @@ from trifocal.train.step.optimizer import index_parameters
 
 
 class ChoiceTeacher:
-    """Teaches the choice of a model's layers in each step.
-
-    The loss is the mean over the eligible sampled queries of the whole global batch, however it is cut, summed over
-    layers, times `TrainSection.choice_weight`. Gradients are divided by `gradient_factor` when processes average them.
+    """Teaches the choice of a model's layers in each step: by the mean loss over the eligible sampled queries of the
+    global batch, summed over layers, times the weight. Processes that average gradients divide it by `gradient_factor`.
 
     `teaching` is what each forward pass is given; its tensors stay, so that recorded graphs read them anew.
     `index_parameters` are clipped apart from the others: nothing else trains them.

@@ -85,13 +85,10 @@ class StepCoordinator:
     ) -> StepData | None:
         """The next step's micro-batches, agreed on with the other processes: the number of targets, a stop, a failure.
 
-        The hosts exchange a few numbers. The exchange begins a step ahead, as soon as the batches are there, and has
-        ended when its result is needed: a step waits neither for the other hosts nor for any device. Batches that were
-        read ahead when all stop are read again when the run continues.
-
-        `count` micro-batches make a step; the heartbeat gets the phases; `last` says that no step follows this one.
-        None if all processes are to stop before it, but never before the first step: a wait for data ends when a stop
-        is requested. Raises UserError, with the rank, if the data failed anywhere.
+        The hosts exchange a few numbers, a step ahead, as soon as the batches are there: a step waits neither for other
+        hosts nor for a device. `count` micro-batches make a step; `last` says that no step follows. None if all
+        processes are to stop before it, but never before the first step. UserError, with the rank, if the data failed
+        anywhere.
         """
         if self._processes.size == 1:
             if self._begun and (self._stop_agreed or self._signals.received is not None):
@@ -144,11 +141,8 @@ class StepCoordinator:
     def watched(
         self, heartbeat: Heartbeat, directory: Path, silence_seconds: float, event: Callable[[str, str, str], None]
     ) -> Iterator[None]:
-        """Watch the other processes, and name the one at fault when an exchange with them fails: PeerLost in place of
-        its error.
-
-        A process that is silent for `silence_seconds` is lost; `event` is then called with name, sentence and severity,
-        in any thread.
+        """Watch the other processes, and raise PeerLost, with the one at fault, where an exchange with them fails. One
+        that is silent for `silence_seconds` is lost; `event` gets name, sentence and severity, in any thread.
         """
 
         def leave_traces(sentence: str) -> None:

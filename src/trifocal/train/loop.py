@@ -109,12 +109,9 @@ def make_tracer(setup: TrainSetup, log: RunLogger) -> Tracer:
 def run_training(
     setup: TrainSetup, notes: list[str], checkpoint: Path | None, before_step: BeforeStep | None
 ) -> TrainResult:
-    """Train to the last step or the first signal; closes the loader at the end.
-
-    The run's folder exists. `checkpoint` is the one to resume from, None for a new run; `before_step` is that of
-    `trifocal.train.train`. Raises UserError if the data fail, the last checkpoint cannot be written, or the run's
-    folder is moved or deleted; NonFiniteError if a loss, a gradient or a weight is not finite; torch.OutOfMemoryError,
-    with what to lower; and StoppedBeforeFirstStep if a signal comes before the first step has ended in all processes.
+    """Train to the last step or the first signal; arguments, result and errors as of `trifocal.train.train`. The run's
+    folder exists; `checkpoint` is the one to resume from, None for a new run. torch.OutOfMemoryError says what to
+    lower.
     """
     with ExitStack() as stack:
         stack.enter_context(remedies_on_out_of_memory(*memory_remedies(setup.config, setup.processes.size)))

@@ -59,11 +59,10 @@ class FiniteGuard:
             self._stop(self._last, of_weights=True)
 
     def _stop(self, result: StepResult, *, of_weights: bool = False) -> NoReturn:
-        """Write a dump of a step and end the run; every process calls this, and names its own parameters and documents.
+        """End the run with a dump of the step; every process calls this, and names its own parameters and documents.
 
-        The dump, `step_*/`, holds `summary.json` (loss, norm, bad parameters, document ids), `batch.pt` (the
-        micro-batches; `batch_rank*.pt` of several processes) and the weights that the step started from, which are also
-        the current ones. Where the weights are at fault, they are those that the step has made.
+        `dumps/step_*/` holds `summary.json`, the micro-batches and the weights that the step started from; where the
+        weights are at fault, those that it has made.
         """
         size, watch = self._processes.size, self._parallel.watch
         named = [(name, p if of_weights else p.grad) for name, p in self._model.named_parameters()]

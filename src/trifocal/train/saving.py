@@ -47,11 +47,8 @@ class Saver:
         self._saved_step = setup.state.resume_step or 0
 
     def save(self, *, must_succeed: bool) -> None:
-        """Write a checkpoint of the last step.
-
-        One that must succeed, the last, is written at once: UserError if it could not be. If another one fails, an
-        error is logged and training continues. Raises UserError if the run's folder is gone, and NonFiniteError if the
-        last step, or a weight, is not finite.
+        """Write a checkpoint of the last step; one that must succeed, the last, at once: UserError if it cannot be. If
+        another one fails, an error is logged. NonFiniteError if the last step, or a weight, is not finite.
         """
         self._guard.check_step()
         self._processes.run_on_rank0(self.check_directory)

@@ -36,13 +36,11 @@ class StoppedBeforeFirstStep(KeyboardInterrupt):
 
 
 class StopSignals:
-    """While active, SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) ask the run to stop at the end of its step;
-    another one, at least two seconds later, ends the process at once.
-
-    Before `something_to_save` is set, a signal raises `StoppedBeforeFirstStep` in the main thread.
+    """While active, SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal; unless `nohup` has it ignored) ask the run
+    to stop at the end of its step; another one, at least two seconds later, ends the process at once. Before
+    `something_to_save` is set, a signal raises `StoppedBeforeFirstStep` in the main thread.
 
     Handlers can be set in the main thread only; elsewhere this does nothing. At the end the earlier handlers return.
-    A SIGHUP that is ignored stays so: `nohup` asks for that.
     """
 
     def __init__(self) -> None:

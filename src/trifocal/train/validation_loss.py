@@ -59,12 +59,9 @@ def evaluate(
 ) -> Evaluation:
     """Mean loss over the valid targets of some batches, at least one among them.
 
-    Several processes share the batches; those that share sequences get their parts of the same ones. Each loss is added
-    up in the order of its batch, so that the sum does not depend on the number of processes; and each runs the model
-    equally often, as a sharded model requires.
-
-    The tokenizer counts the bytes; a synthetic source has no text, and so no bits per byte. `on_batch` is called with
-    the number of batches done by all.
+    Several processes share the batches; those that share sequences get their parts of the same ones. Losses are added
+    up in the order of the batches, so that the sum does not depend on the number of processes; and each runs the model
+    equally often, as a sharded model requires. `on_batch` is called with the number of batches done by all.
     """
     processes = processes or DistributedContext()
     counts = [batch.valid_targets for batch in batches]

@@ -65,21 +65,12 @@ def no_field(field: str, names: Collection[str]) -> str:
 
 
 class BadDocuments:
-    """Stops at documents without readable text, or skips and counts them, as `data.on_bad_document` says.
+    """Stops at documents without readable text, or skips and counts them, by the action `stop` or `skip`; `builtin`
+    always skips, as its files come with Python.
 
-    One rule for all sources, except that `builtin` always skips: its files come with Python.
-
-    A document is bad if its text is missing (a null, no such field), no string, no UTF-8, or no JSON, and a chat if its
-    messages are broken or the template refuses them. An empty text is not bad: it has no tokens, and is left out. A
-    file that cannot be read at all always stops a run.
-
-    Args:
-        action: `stop` or `skip`.
-
-    Attributes:
-        skipped: A hash of each skipped document, so that each counts once.
-        first: The message about the first one; empty if there is none.
-        cut: A hash of each chat that was cut to the length of a row.
+    A document is bad if its text is missing, no string, no UTF-8, or no JSON, and a chat if its messages are broken or
+    the template refuses them. An empty text is left out. `skipped` and `cut` (to the length of a row) have a hash of
+    each document, so that each counts once; `first` is the message about the first bad one.
     """
 
     def __init__(self, action: str = "stop") -> None:

@@ -101,13 +101,11 @@ def _render(
 
 
 def render_chat(template: str, messages: Chat, special_tokens: Mapping[str, str], name: str) -> RenderedChat:
-    """Write a chat by a template in Jinja.
+    """Write a chat by a template in Jinja, which knows `special_tokens` by name; BadChat if it refuses the chat.
 
-    Answers are the parts that the template marks with `{% generation %}`. In a template without these marks, an answer
-    is the difference between the chat that ends with it and the chat before it with the assistant's prompt.
-
-    The template knows `special_tokens`, such as `eos_token`, by name. Raises UserError if transformers or Jinja is
-    missing, and BadChat if the template refuses the chat, or writes earlier messages anew where later ones follow.
+    Answers are the parts that the template marks with `{% generation %}`. Without these marks, an answer is the
+    difference between the chat that ends with it and the chat before it with the assistant's prompt; BadChat if the
+    template writes earlier messages anew where later ones follow.
     """
 
     def render(chat: Chat, **options: bool) -> tuple[str, list[tuple[int, int]]]:

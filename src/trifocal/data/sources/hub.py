@@ -18,15 +18,12 @@ _FILE_OF_HUB = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<revision>[^/
 
 
 def open_dataset(config: DataConfig, split: str, activity: Activity, bad: BadDocuments) -> tuple[Source, str]:
-    """The files of a data set's configuration and split, as one source; and their commit, or for a local folder, which
-    has none, the config's revision.
+    """The parquet files of a data set's configuration and split, as one source; and their commit, or for a local folder
+    the config's revision.
 
-    `datasets` lists the files and pins the revision. The files, which must be parquet, are then read by ranges: only
-    the field's column, a row group at a time, so that a resumed run starts at its position.
-
-    The config's source is `hf:NAME`, `hf:NAME:CONFIG` or `fineweb-edu`. Where the data set has no split for validation,
-    `train` and `validation` both read the one for training. Raises UserError if there is no such data set,
-    configuration or split, or the hub is switched off or does not answer.
+    `datasets` lists the files and pins the revision. Only the field's column is read, a row group at a time, so that a
+    resumed run starts at its position. Without a split for validation, both read the one for training. UserError if
+    there is no such data set, configuration or split, or the hub does not answer.
     """
     _, path, field = config.parsed
     folder, name = dataset_name(path or _FINEWEB)

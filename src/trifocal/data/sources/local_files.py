@@ -31,13 +31,11 @@ class Files(dict[str, Path]):
 
 
 def find_files(source: str, path: str, suffixes: Sequence[str], *, compressed: bool = False) -> Files:
-    """The files of a path, sorted by name. Names are relative to the folder, so that moved data keep theirs.
+    """The files of a path, by names relative to its folder, so that moved data keep theirs; sorted.
 
-    The path is a file; a folder, searched at every depth and through links, without hidden names; or a glob, `**` for
-    any depth. A leading `~` is the home folder. Files with one of the suffixes, in lower case, are taken from a folder,
-    also when a name has them in another case, and if `compressed` also followed by .gz, .bz2 or .xz. `source` is the
-    whole source string, for messages. Raises UserError if there is no such file, a file or a folder cannot be read, or
-    a name is not UTF-8.
+    The path is a file; a folder, searched at every depth and through links, without hidden names, for files with one of
+    the suffixes, if `compressed` also followed by .gz, .bz2 or .xz; or a glob, `**` for any depth. UserError, with the
+    whole `source`, if there is no such file, or one cannot be read.
     """
     start, left_out = user_path(path, "data.source"), ""
     if start.is_file():

@@ -117,11 +117,8 @@ def _documents(
     length: int, most: int, make: Callable[[int, int], tuple[Tokens, Tokens]], key: tuple[int, ...], name: str
 ) -> Row:
     """A row of `length` tokens, of one document, or two, or four, … up to `most`, each number as often; lengths vary by
-    up to a half.
-
-    So rows of any length teach a task on short documents, which are many, before it is learned on long ones. `make`
-    gives tokens and targets of a document from its first token and its end; `key` is that of the random numbers; a
-    `most` of 0 is 1.
+    up to a half. So a task is learned on many short documents first. `make` gives tokens and targets of a document from
+    its first token and its end.
     """
     most = max(1, most)
     first, *others = (int(word) for word in random_words(most, "document lengths", *key))

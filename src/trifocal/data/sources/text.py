@@ -31,14 +31,10 @@ _ABSENT = object()
 class TextSource:
     """UTF-8 text files: a file is a document, a long file several. A byte order mark may begin a file.
 
-    A file longer than `document_bytes` is cut at line ends (or anywhere, if a line is longer than a document), so that
-    one book can be shuffled and held out in part. If fewer than four documents would be held out, the text is cut into
-    smaller ones. One byte in `document_bytes / validation_fraction` is marked, counted through all files; a piece of a
-    file is held out if it contains a marked byte. So the held-out pieces are evenly spread, also if pieces are equal,
-    and depend only on the files' sizes.
-
-    The path is a file, a folder (its `.txt` and `.md` files, also compressed as .gz, .bz2 or .xz) or a glob; UserError
-    if there is no such file.
+    A file longer than `document_bytes` is cut at line ends, or within a line that is longer. If fewer than four
+    documents would be held out, the text is cut into smaller ones. One byte in `document_bytes / validation_fraction`
+    is marked, counted through all files; a piece with a marked byte is held out. So held-out pieces are evenly spread,
+    also if pieces are equal, and depend only on the files' sizes.
     """
 
     def __init__(

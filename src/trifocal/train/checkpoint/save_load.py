@@ -68,12 +68,10 @@ def write_checkpoint(
     process_state: dict[str, Any],
     processes: DistributedContext,
 ) -> Path:
-    """Write the checkpoint of a step into `root`, and return its folder, which appears only when all of it is on the
-    disk.
+    """Write the checkpoint of a step into `root`; returns its folder, which appears only when all of it is on the disk.
 
-    Every process calls this, and it succeeds or fails in all of them. The state is from `collect_state`;
-    `process_state` is further state of this process, in JSON types. Raises OSError if it cannot be written; nothing of
-    it is left, and earlier checkpoints are untouched.
+    Every process calls this, and it succeeds or fails in all: an OSError leaves nothing, and earlier checkpoints as
+    they were. The state is from `collect_state`; `process_state` is further state of this process, in JSON types.
     """
     final = checkpoint_path(root, step)
     partial = root / f"{PARTIAL}{final.name}"
@@ -123,12 +121,11 @@ def load_checkpoint(
     model_config: ModelConfig,
     processes: DistributedContext | None = None,
 ) -> dict[str, Any]:
-    """Load a verified checkpoint into a model and its optimizer, in every process its part.
+    """Load a verified checkpoint into a model and its optimizer, in every process its part; returns the process state
+    that was saved by this rank, or by another one where more processes load than saved.
 
-    The optimizer takes the moments and keeps its hyperparameters: the configuration decides them, not the checkpoint.
-    Returns the process state that was saved with it: that of this rank, or of another one where more processes load
-    than saved. Raises UserError, with the differences, if the checkpoint holds another model, and CheckpointDamaged if
-    the process state cannot be read.
+    The optimizer takes the moments and keeps its hyperparameters, which the configuration decides. UserError, with the
+    differences, if the checkpoint holds another model.
     """
     _check_model(path, model_config)
     state = collect_state(model, optimizer)

@@ -34,11 +34,8 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -> tuple[Tokenizer, list[str]]:
-    """Check that the parts of a configuration fit one another and this machine; each section was checked by itself when
-    it was made.
-
-    Returns the tokenizer, and notes on settings that are valid but doubtful. Raises UserError, with the fields to
-    change, if the run would fail.
+    """Check that the parts of a configuration fit one another and this machine; UserError, with the fields to change,
+    if the run would fail. Returns the tokenizer, and notes on settings that are valid but doubtful.
     """
     tokenizer = make_tokenizer(config.data.tokenizer, separator=config.data.separator)
     _check_context(config, num_processes)

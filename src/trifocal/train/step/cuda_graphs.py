@@ -107,11 +107,8 @@ class MicroBatchGraphs:
     """Computes weighted losses and collects their gradients, by graphs.
 
     The first micro-batch of a kind is computed without a graph, which compiles its kernels; the second is recorded and
-    replayed. So each is computed once, as a sharded model requires: its passes hold collectives.
-
-    The parameters of the model keep their memory; `loss_function` is it, called as `DecoderLM` with targets. Under fsdp
-    and hsdp a graph holds the collectives too, and the shards' gradients are reduced after each micro-batch; these
-    modes also keep the copies in bf16.
+    replayed. So each is computed once, as a sharded model requires, whose passes hold collectives. Parameters keep
+    their memory; `loss_function` is the model, called as `DecoderLM` with targets.
     """
 
     def __init__(
@@ -156,11 +153,9 @@ class MicroBatchGraphs:
             self._copies.refresh()
 
     def add_gradients(self, batch: Batch, weight: float, documents: int = 0) -> Tensor:
-        """Add the gradient of `weight * loss` to those of the step's micro-batches so far; the batch is on the host.
-
-        `weight` is its share in the step's loss; `documents`, see `model_inputs`, makes the micro-batches of all
-        processes of one kind. Returns `weight * loss`, a scalar in fp32 that the next micro-batch of the same kind may
-        overwrite.
+        """Add the gradient of `weight * loss` to those of the step; returns `weight * loss`, which the next micro-batch
+        of the same kind may overwrite. The batch is on the host; `documents`, see `model_inputs`, makes those of all
+        processes of one kind.
         """
         inputs = model_inputs(batch, pad_documents=True, documents=documents)
         rows = batch.rows.shape

@@ -19,12 +19,11 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
 
 
 def model_inputs(batch: Batch, *, pad_documents: bool = False, documents: int = 0) -> list[Tensor]:
-    """Tokens and targets, and, where one lies inside a row, the boundaries of the documents; on the host.
+    """Tokens and targets, and, where one lies inside a row, the checked boundaries of the documents; on the host.
 
-    The boundaries are checked here, on the host, so that the model need not wait for the device to check them. With
-    `pad_documents`, empty documents are appended, up to a number that depends little on the batch: compiled code and
-    recorded graphs then fit the next one too. There are at least `documents`; unless that is 0, rows without boundaries
-    are documents, too.
+    `pad_documents` appends empty documents, up to a number that depends little on the batch, so that compiled code and
+    recorded graphs fit the next one too. There are at least `documents`; unless that is 0, plain rows are documents,
+    too.
     """
     num_tokens, row_length, cu_seqlens = batch.rows.numel(), batch.rows.shape[1], batch.cu_seqlens
     if cu_seqlens is None and documents:

@@ -35,11 +35,8 @@ class DeviceFlag:
 
 
 def make_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
-    """AdamW, fused, in groups: the matrices of linear maps decay, everything else does not, an index has its own rate.
-
-    Norms, biases and embeddings (of tokens, even if tied to the output projection, and of positions) do not decay.
-    Frozen parameters are left out; the others are in fp32 and on their device. `set_learning_rate` is called before
-    every step.
+    """AdamW, fused, over what is trained: the matrices of linear maps decay; norms, biases and embeddings, tied ones
+    too, do not; an index has its own rate. `set_learning_rate` is called before every step.
     """
     matrices = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     matrices -= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -102,15 +99,11 @@ def guarded_step(
     clip_norm: float,
     apart: list[nn.Parameter] | None = None,
 ) -> DeviceFlag:
-    """Clip and take one step, unless the loss or the gradient is not finite: then nothing changes.
+    """Clip and take one step, unless the loss or the gradient is not finite: then nothing changes. Returns whether it
+    is taken, which the host may know before the update has ended.
 
-    The decision is taken on the device, so the host need not wait: the fused kernel skips the update where `found_inf`
-    is set, as it does for a gradient scaler. Gradients that are not finite are left as they are, so that their
-    parameter can still be named.
-
-    `norm` is that of the gradient of `parameters`, those of `apart` excluded, which are clipped by their own norm; a
-    `clip_norm` of 0 does not clip. Returns whether the step is taken. The host may know it before the update has ended,
-    and prepare the next step.
+    The device decides: the fused kernel skips the update where `found_inf` is set, as for a gradient scaler. `norm` is
+    that of the gradient of `parameters`; those of `apart` are clipped by their own. A `clip_norm` of 0 does not clip.
     """
     norms = [(parameters, norm)] + ([(apart, gradient_norm(apart))] if apart else [])
     finite = torch.isfinite(torch.stack([loss, *(part for _, part in norms)])).all()

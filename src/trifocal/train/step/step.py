@@ -62,14 +62,11 @@ def batch_loss(
 
 
 class TrainStep:
-    """Takes the optimizer steps of a run; the caller sets the learning rate of the optimizer, a fused AdamW, before
-    each.
+    """Takes the optimizer steps of a run; the caller sets the learning rate of the fused AdamW before each.
 
-    `before_backward` is called once in a step, between the first forward and the first backward, while the gradients of
-    the step before still exist: the place to check that step without an idle device. `parallel` is given if each of
-    several processes has a part of the global batch. `graphs` of the loss function are replayed instead of calling it:
-    forward and backward are then one phase, `forward`, and `before_backward` comes before the first; gradients are
-    exchanged after the last. The loss function was given the `teaching` of the teacher.
+    `before_backward` is called once in a step, between the first forward and the first backward: the place to check the
+    step before, whose gradients still exist, without an idle device. `graphs` of the loss function are replayed instead
+    of calling it; then it comes before the first. The loss function was given the `teaching` of the teacher.
     """
 
     def __init__(
@@ -102,13 +99,10 @@ class TrainStep:
     ) -> StepResult:
         """Take one step, numbered from 1; nothing waits for the device.
 
-        Each micro-batch weighs as many targets as it has valid ones, so the gradient is that of the mean over the whole
-        global batch, however it is cut.
-
-        `forward_phase` is "compile" for a step that compiles. `total_targets` and `eligible` (queries that teach the
-        choice of each layer) are those of the global batch in all processes, by default of `batches`. `documents` are
-        the packed documents of each micro-batch, the largest number in any process if all must compute the same kind at
-        a time; by default each is computed as it is.
+        Each micro-batch weighs as its valid targets, so the gradient is that of the mean over the global batch, however
+        it is cut. `total_targets` and `eligible` (queries that teach the choice of each layer) are those of all
+        processes, by default of `batches`; `documents` the packed documents of each micro-batch, the largest number in
+        any process if all must compute the same kind at a time.
         """
         counts = [batch.valid_targets for batch in batches]
         total = max(sum(counts) if total_targets is None else total_targets, 1)
