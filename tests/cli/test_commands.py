@@ -189,7 +189,7 @@ def test_train_refuses_bad_input(
             ["generate", "RUN", "--prompt", "x", "--max-new-tokens", str(10**10)],
             "the prompt and its new tokens make 10,000,000,001, which do not fit into the memory of cpu",
         ),
-        (["generate", "RUN", "--prompt", "x", "--samples", str(10**10)], "lower --samples or --max-new-tokens"),
+        (["generate", "RUN", "--prompt", "x", "--samples", str(10**10)], "lower --max-new-tokens or --samples"),
         (["generate", "RUN", "--prompt", "x", "--top-p", "1.5"], "--top-p must be from 0 to 1, got 1.5"),
         (["generate", "RUN", "--prompt", "x", "--stop", ""], "--stop must not be empty"),
         (["generate", "RUN", "--prompt", "x", "--seed", str(2**64)], f"--seed must fit 64 bits, got {2**64}"),

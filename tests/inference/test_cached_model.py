@@ -144,7 +144,7 @@ def test_padding_of_recorded_chunks_reaches_nobody(
     make_model: Make, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts of every length, chunks and their padding of several; neighbours in the caches keep their bits."""
-    monkeypatch.setattr(cached_model, "_FEWEST_RECORDED_TOKENS", 4)
+    monkeypatch.setattr(cached_model, "_MIN_RECORDED_TOKENS", 4)
     model, tokens = make_model(**options), draw_tokens(77)
     with torch.no_grad():
         expected = model(tokens[None])[0]
@@ -214,7 +214,7 @@ def test_a_recorded_chunk_is_that_of_any_sequence(
     make_model: Make, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was recorded for one prompt, row and pages runs again for others, as a CUDA graph does."""
-    monkeypatch.setattr(cached_model, "_FEWEST_RECORDED_TOKENS", 4)
+    monkeypatch.setattr(cached_model, "_MIN_RECORDED_TOKENS", 4)
     monkeypatch.setattr(cached_model, "RecordedWork", Replays)
     model = make_model(**options)
     decoder = cached(model, 4, 45, prefill_chunk_size=16, record_chunks=True)

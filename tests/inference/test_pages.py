@@ -12,9 +12,8 @@ def test_too_few_pages_take_none() -> None:
     allocator = PageAllocator(3, 8)
     first, second = PageTable(allocator), PageTable(allocator)
     first.grow(9)
-    with pytest.raises(OutOfPages, match="2 pages are needed and 1 are free") as caught:
+    with pytest.raises(OutOfPages, match="2 pages are needed and 1 are free"):
         second.grow(16)
-    assert (caught.value.needed, caught.value.free) == (2, 1)
     assert second.pages == [] and second.length == 0 and allocator.num_free == 1
     second.grow(8)
     with pytest.raises(OutOfPages):
@@ -66,8 +65,8 @@ class Model(RuleBasedStateMachine):
         free, before, missing = self.allocator.num_free, list(table.pages), table.missing(count)
         try:
             copies = table.grow(count)
-        except OutOfPages as error:
-            assert missing > free == error.free and table.pages == before and self.allocator.num_free == free
+        except OutOfPages:
+            assert missing > free and table.pages == before and self.allocator.num_free == free
             return
         assert missing <= free and self.allocator.num_free == free - missing
         for source, target in copies:

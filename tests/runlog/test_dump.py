@@ -127,14 +127,14 @@ def test_the_summary_tells_who_has_answered_and_who_has_not(tmp_path: Path, monk
     text = stall_summary(tmp_path, folder, 0, "is stalled", beats[0])
     assert text.startswith("# Rank 0 is stalled\n\nAt step 7,")
     assert "- Rank 0 was in backward for 0:00" in text
-    assert "- Rank 1 has not answered: " in text and "every rank goes on" not in text
+    assert "- Rank 1 has not answered: " in text and "every rank is making progress" not in text
     assert "Rank 2" not in text and "| 2 | finished | 7 |" in text and "last stacks" not in text
     (tmp_path / "dumps" / "stacks_rank1.txt").write_text("Fatal Python error: Aborted\n")
     text = stall_summary(tmp_path, folder, 0, "is stalled", beats[0])
     assert "Its last stacks are in stacks_rank1.txt, one folder up." in text
     answer(1, collective(4, ended=True))
     text = stall_summary(tmp_path, folder, 0, "is stalled", beats[0])
-    assert "Nothing is: every rank goes on." in text
+    assert "Nothing is stuck: every rank is making progress." in text
     assert "- Rank 0 waits in nccl's all_reduce number 5 of group 0 default_pg for rank 1, which has not called" in text
 
 

@@ -74,7 +74,7 @@ def test_a_full_disk_warns_once_and_loses_rows_only(tmp_path: Path, caplog: pyte
         assert not writer.append({"a": 1})
         assert not writer.append({"a": 2})
     assert len(caplog.records) == 1
-    assert "training goes on" in caplog.text
+    assert "training continues" in caplog.text
 
 
 def test_a_row_cut_short_by_a_full_disk_is_taken_back_and_writing_recovers(

@@ -73,7 +73,9 @@ def test_silence_of_a_process_that_is_gone_is_death(sleeper: subprocess.Popen[by
     assert verdict(11.0, pid=sleeper.pid)[0] == "dead"
     sleeper.wait()
     state, reason = verdict(11.0, pid=sleeper.pid, where="hook (model.py:7)")
-    assert state == "dead" and f"process {sleeper.pid} is gone since 0:11; last seen in forward at step 100" in reason
+    assert (
+        state == "dead" and f"process {sleeper.pid} has been gone for 0:11; last seen in forward at step 100" in reason
+    )
     assert reason.endswith("at hook (model.py:7)")
     # On another machine nobody can look.
     assert verdict(11.0, host="another-host", phase_seconds=0.0, expected_phase_seconds=30.0)[0] == "running"
@@ -85,7 +87,7 @@ def test_a_process_whose_number_another_one_has_by_now_is_dead(sleeper: subproce
     assert began is not None and began >= (process_start(os.getpid()) or 0)
     assert verdict(60.0, pid=sleeper.pid)[0] == "stalled"
     state, reason = verdict(60.0, pid=sleeper.pid, process_start=began - 1)
-    assert state == "dead" and f"process {sleeper.pid} is gone since 1:00" in reason
+    assert state == "dead" and f"process {sleeper.pid} has been gone for 1:00" in reason
     state, _ = verdict(60.0, pid=sleeper.pid, process_start=None)
     assert state == "stalled", "without /proc"
 
@@ -94,10 +96,10 @@ def test_a_stopped_process_is_stalled_and_told_how_to_go_on(sleeper: subprocess.
     sleeper.send_signal(signal.SIGSTOP)
     wait_for_state(sleeper.pid, "T")
     state, reason = verdict(11.0, pid=sleeper.pid)
-    assert state == "stalled" and "is stopped for 0:11" in reason and f"kill -CONT {sleeper.pid}" in reason
+    assert state == "stalled" and "has been stopped for 0:11" in reason and f"kill -CONT {sleeper.pid}" in reason
     sleeper.send_signal(signal.SIGCONT)
     wait_for_state(sleeper.pid, "S")
-    assert "is stopped" not in verdict(11.0, pid=sleeper.pid)[1]
+    assert "been stopped" not in verdict(11.0, pid=sleeper.pid)[1]
 
 
 def wait_for_state(pid: int, letter: str) -> None:

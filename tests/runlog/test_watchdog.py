@@ -27,7 +27,7 @@ def test_a_healthy_run_that_is_asked_says_that_nothing_is_stuck(tmp_path: Path) 
             wait_for(lambda: any(tmp_path.glob("dumps/asked_*/summary.md")))
     (summary,) = tmp_path.glob("dumps/asked_*/summary.md")
     text = summary.read_text()
-    assert "Nothing is: every rank goes on." in text
+    assert "Nothing is stuck: every rank is making progress." in text
     assert "- Rank 0 was in data for 0:00 (usually " in text
 
 

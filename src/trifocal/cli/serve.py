@@ -21,8 +21,7 @@ from trifocal.data import Tokenizer
 from trifocal.data.sources.chats import BadChat
 from trifocal.errors import UserError
 from trifocal.inference import CachedModel, Engine
-from trifocal.inference.paged_cache import cache_bytes, longest_that_fits, memory_for_caches, plan_cache
-from trifocal.inference.prompts import MAX_SEQUENCES, memory_errors
+from trifocal.inference.prompts import MAX_SEQUENCES, make_cached_model, memory_errors
 from trifocal.models import DecoderLM
 from trifocal.paths import user_path
 from trifocal.train.checkpoint.pretrained import DEMO_FOLDER, Pretrained, open_pretrained, pretrained_path
@@ -146,31 +145,23 @@ def run(args: Sequence[str]) -> int:
 
 def _load(found: Pretrained, options: ServeArguments) -> CachedModel:
     """The model with as many caches as are asked for and fit."""
-    config, device = found.config(), choose_device(options.device)
-    dtype = {"auto": found.dtype(device), "fp32": torch.float32, "bf16": torch.bfloat16}[options.precision]
+    device = choose_device(options.device)
     length = options.max_length or found.sequence_length() or _UNKNOWN_LENGTH
-    with memory_errors(device):
-        free = memory_for_caches(config, dtype, device)
-        weight, records = cache_bytes(config, dtype, length), device.type == "cuda"
-        free -= options.prefixes * weight.row + records * weight.page
-        wanted = options.max_sequences or MAX_SEQUENCES[device.type]
-        if device.type == "cpu" and not options.max_sequences:
-            # Programs of the user want the memory too. One sequence must fit.
-            free = min(free, max(_CPU_CACHE_BYTES, weight.of_sequence(length)))
-        plan = plan_cache(config, dtype, length, free_bytes=free, sequences=wanted)
-        if plan is None:
-            fits = longest_that_fits(config, dtype, free)
-            raise UserError(f"a sequence of {length:,} tokens does not fit into {device}; {fits:,} do: --max-length")
-        return CachedModel(
-            found.model().to(device),
-            max_sequences=plan.max_sequences,
-            max_length=length,
-            num_pages=plan.num_pages,
-            dtype=dtype,
-            prefill_chunk_size=options.prefill_chunk_size or _CHUNK_TOKENS[device.type],
-            spare_rows=options.prefixes,
-            record_chunks=records,
-        )
+    return make_cached_model(
+        found.model,
+        found.config(),
+        {"auto": found.dtype(device), "fp32": torch.float32, "bf16": torch.bfloat16}[options.precision],
+        device,
+        what=f"sequences of {length:,} tokens",
+        remedy="--max-length",
+        max_length=length,
+        sequences=options.max_sequences or MAX_SEQUENCES[device.type],
+        # Programs of the user want the memory too.
+        max_bytes=_CPU_CACHE_BYTES if device.type == "cpu" and not options.max_sequences else None,
+        prefill_chunk_size=options.prefill_chunk_size or _CHUNK_TOKENS[device.type],
+        spare_rows=options.prefixes,
+        record_chunks=device.type == "cuda",
+    )
 
 
 def _load_decoder(path: Path, device: torch.device) -> DecoderLM:

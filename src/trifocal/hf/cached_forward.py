@@ -20,7 +20,7 @@ class CachedTokens(NamedTuple):
     """New tokens behind those of a cache: where the real ones lie in the batch, and the earlier ones for each layer."""
 
     layout: RowLayout
-    pasts: list[LayerPast]
+    caches: list[LayerPast]
 
 
 @contextmanager
@@ -59,11 +59,11 @@ def cached_tokens(
     places = None if bool(new.all()) else new.flatten().nonzero()[:, 0].to(x.device)
     for layer in layers:
         layer.columns = before
-    pasts = [
+    caches = [
         LayerPast(layer, tokens, own, config, kind)
         for layer, own, kind in zip(layers, tables, config.attention_of_layers, strict=True)
     ]
-    yield CachedTokens(RowLayout(places, None, (batch, num_new)), pasts)
+    yield CachedTokens(RowLayout(places, None, (batch, num_new)), caches)
     for chunk in tokens.chunks:
         chunk.write_rings()
     columns = torch.cat((before, new), dim=1)

@@ -1,4 +1,4 @@
-"""The past of one layer as a cache layer of transformers.
+"""Keys and values of one layer as a cache layer of transformers.
 
 `DynamicCache(config=model.config)` makes one for every layer, and `generate` does so by itself. Each row of a batch has
 its own length: padding takes no place.

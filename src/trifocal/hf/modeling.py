@@ -166,10 +166,14 @@ class TrifocalModel(TrifocalPreTrainedModel):
             if boundaries is not None:
                 raise ValueError("packed documents cannot go into past_key_values: give use_cache=False")
             with cached_tokens(cache, self._model_config, x, attention_mask, position_ids) as new:
-                states = self._run(x, new.layout, new.pasts, keep_all)
+                states = self._run(x, new.layout, new.caches, keep_all)
         else:
             layout = self._layout(x, attention_mask, position_ids, kwargs)
-            states, choice_loss = self._run_taught(x, layout, keep_all)
+            layers = [block.attention for block in self.blocks]
+            documents = None if layout is None else layout.documents
+            samples = ChoiceSamples.of_call(layers, x, documents)  # type: ignore[arg-type]
+            states = self._run(x, layout, [], keep_all, samples)
+            choice_loss = None if samples is None else samples.call_loss()
             if choice_loss is not None and attach_choice_loss:
                 states[-1], choice_loss = attach_loss(states[-1], choice_loss), None
         output = OutputWithChoiceLoss(
@@ -213,19 +217,11 @@ class TrifocalModel(TrifocalPreTrainedModel):
             longest if isinstance(longest, int) else None,
         )
 
-    def _run_taught(self, x: Tensor, layout: RowLayout | None, keep_all: bool) -> tuple[list[Tensor], Tensor | None]:
-        """As `_run` without a past; and the loss that teaches the indexes, None where nothing does."""
-        documents = None if layout is None else layout.documents
-        layers = [block.attention for block in self.blocks]
-        choice_samples = ChoiceSamples.of_call(layers, x, documents)  # type: ignore[arg-type]
-        states = self._run(x, layout, [], keep_all, choice_samples)
-        return states, None if choice_samples is None else choice_samples.call_loss()
-
     def _run(
         self,
         x: Tensor,
         layout: RowLayout | None,
-        pasts: Sequence[KVCache],
+        caches: Sequence[KVCache],
         keep_all: bool,
         choice_samples: ChoiceSamples | None = None,
     ) -> list[Tensor]:
@@ -234,7 +230,7 @@ class TrifocalModel(TrifocalPreTrainedModel):
         if layout is not None:
             x, documents = layout.pack(x), layout.documents
         kept = [x] if keep_all else []
-        for residual in run_blocks(self.blocks, self._model_config, x, documents, pasts, choice_samples):
+        for residual in run_blocks(self.blocks, self._model_config, x, documents, caches, choice_samples):
             x = residual
             if keep_all:
                 kept.append(x)

@@ -1,6 +1,6 @@
 """Decoding: paged caches, continuous batching, sampling on the device.
 
-`Engine` runs many requests at a time. `CachedModel` is the model with its caches, for loops of one's own.
+`Engine` runs many requests at a time. `CachedModel` is the model with its caches, for your own loops.
 """
 
 from trifocal.inference.cached_model import CachedModel, CachedSequence, OutOfRows

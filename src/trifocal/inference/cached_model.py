@@ -20,7 +20,7 @@ from trifocal.errors import UserError
 from trifocal.inference import products
 from trifocal.inference.cached_attention import tables_of_layers
 from trifocal.inference.cached_layers import CachedLayer, check_plain, copied, normed
-from trifocal.inference.paged_cache import HostCopy, PagedCache, decode_geometry, page_size_of
+from trifocal.inference.paged_cache import PAGE_SIZE, HostCopy, PagedCache, decode_geometry, page_size_of
 from trifocal.inference.pages import OutOfPages, PageAllocator, PageTable
 from trifocal.inference.prefill import Chunk
 from trifocal.inference.recorded_work import RecordedWork
@@ -36,16 +36,13 @@ _MAX_PREFILL_TOKENS = {"cuda": 65536, "cpu": 8192}
 # Of the widest activations of a chunk.
 _PREFILL_BYTES = 2**30
 # Tokens of the shortest chunk that is recorded: starting its kernels takes as long as running them.
-_FEWEST_RECORDED_TOKENS = 256
+_MIN_RECORDED_TOKENS = 256
 # Chunks that are recorded at most; a graph takes a few MB.
 _MAX_RECORDED_CHUNKS = 128
 
 
-def default_prefill_chunk(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """Tokens of a prompt at a time: long chunks spare launches, shorter ones memory.
-
-    A power of two up to 65,536, on a CPU up to 8,192, whose widest activations take at most 1 GiB.
-    """
+def _default_prefill_chunk(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """A power of two up to 65,536, on a CPU up to 8,192, of tokens whose widest activations take at most 1 GiB."""
     most = _PREFILL_BYTES // (2 * max(config.mlp_dim, config.dim) * dtype.itemsize)
     return min(1 << max(0, most.bit_length() - 1), _MAX_PREFILL_TOKENS[device.type])
 
@@ -59,12 +56,7 @@ class OutOfRows(Exception):
 
 @dataclass
 class CachedSequence:
-    """One sequence in the caches.
-
-    Attributes:
-        table: Its pages.
-        row: Its row of the rings; `GONE` once it was freed.
-    """
+    """One sequence in the caches: its pages, and its row of the rings, `GONE` once it was freed."""
 
     table: PageTable
     row: int
@@ -96,7 +88,8 @@ class CachedModel:
         num_pages: Pages that the sequences share; enough for all at their longest unless given.
         page_size: Tokens of a page, rounded up to whole selection blocks; 256 unless given.
         dtype: Type of the products and of the caches; autocast's where it is on, else that of the weights.
-        prefill_chunk_size: Tokens of a prompt that go through the model at a time; 0: as `default_prefill_chunk`.
+        prefill_chunk_size: Tokens of a prompt that go through the model at a time; 0: up to 65,536, on a CPU 8,192, as many
+            as have activations of 1 GiB.
         spare_rows: Rows of the rings beyond those of the sequences, for prefixes of prompts that an engine keeps.
         record_chunks: Whether chunks of prompts are recorded as CUDA graphs, each place and length for itself. Lengths
             are padded to powers of two from 256, up to the chunk size, on every device; the padding takes one page.
@@ -140,9 +133,9 @@ class CachedModel:
         check_plain(model)
         self.config, self.max_sequences, self.max_length = config, max_sequences, max_length
         self.device = model.embedding.weight.device
-        self.dtype = dtype or product_type(model)
-        self.prefill_chunk_size = prefill_chunk_size or default_prefill_chunk(config, self.dtype, self.device)
-        page_size = page_size_of(config, page_size) if page_size else page_size_of(config)
+        self.dtype = dtype or _product_type(model)
+        self.prefill_chunk_size = prefill_chunk_size or _default_prefill_chunk(config, self.dtype, self.device)
+        page_size = page_size_of(config, page_size or PAGE_SIZE)
         self.most_pages = -(-max_length // page_size)
         self.pages = PageAllocator(num_pages or max_sequences * self.most_pages, page_size)
         self.spare_rows = spare_rows
@@ -201,7 +194,7 @@ class CachedModel:
 
     @torch.inference_mode()
     def fork(self, sequence: CachedSequence) -> CachedSequence:
-        """Another sequence with the same past. They share full pages; the last one is copied when one of them writes.
+        """Another sequence with the same tokens. They share full pages; the last one is copied when one of them writes.
 
         Raises:
             OutOfRows: If `max_sequences` are admitted.
@@ -281,7 +274,7 @@ class CachedModel:
         most = self.prefill_chunk_size
         starts = range(0, self.max_length, most)
         shorter = (1 << exponent for exponent in reversed(range(most.bit_length())))
-        sizes = [most, *(size for size in shorter if _FEWEST_RECORDED_TOKENS <= size < most)]
+        sizes = [most, *(size for size in shorter if _MIN_RECORDED_TOKENS <= size < most)]
         kinds = dict.fromkeys((first, self._padded(first, size)) for size in sizes for first in starts)
         chosen = islice(kinds, _MAX_RECORDED_CHUNKS)
         # Those that see the most first: graphs keep their memory, and a later one finds room only in larger pieces.
@@ -292,7 +285,7 @@ class CachedModel:
 
     def _padded(self, first: int, count: int) -> int:
         """Tokens of a recorded chunk that begins at `first`."""
-        length = max(1 << (count - 1).bit_length(), _FEWEST_RECORDED_TOKENS)
+        length = max(1 << (count - 1).bit_length(), _MIN_RECORDED_TOKENS)
         return min(length, self.prefill_chunk_size, self.max_length - first)
 
     def _run_recorded(self, buffers: "_ChunkBuffers", first: int, length: int) -> Tensor:
@@ -443,8 +436,7 @@ def send(x: Tensor, device: torch.device) -> Tensor:
     return x if device.type == "cpu" or x.is_cuda else x.pin_memory().to(device, non_blocking=True)
 
 
-def product_type(model: DecoderLM) -> torch.dtype:
-    """The type of the model's products: autocast's where it is on, else that of its weights."""
+def _product_type(model: DecoderLM) -> torch.dtype:
     weight = model.embedding.weight
     if torch.is_autocast_enabled(weight.device.type):
         return torch.get_autocast_dtype(weight.device.type)

@@ -63,7 +63,7 @@ class Engine:
             tokens adds up in another order.
 
     Attributes:
-        reused_tokens: Tokens of prompts that were found in the caches, as the beginning of an earlier prompt.
+        reused_tokens: Prompt tokens served from the prefix cache.
         guessed_tokens, right_tokens: Tokens that were guessed, and those of them that were right.
     """
 
@@ -167,11 +167,11 @@ class Engine:
         return RequestState(request, next(self._ages), replace(request.sampling, seed=seed), sample, stream=stream)
 
     def _enter(self) -> None:
-        for state, past in self._scheduler.enter():
+        for state, prefix in self._scheduler.enter():
             if state.swapped is not None:
                 cached = self._model.swap_in(state.swapped)
-            elif past is not None:
-                cached = self._model.fork(past)
+            elif prefix is not None:
+                cached = self._model.fork(prefix)
                 state.reused_tokens = cached.length
                 self.reused_tokens += cached.length
             else:

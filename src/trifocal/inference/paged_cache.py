@@ -50,7 +50,7 @@ class CacheBytes(NamedTuple):
         return -(-num_tokens // self.page_size) * self.page + self.row
 
 
-def page_size_of(config: ModelConfig, wanted: int = PAGE_SIZE) -> int:
+def page_size_of(config: ModelConfig, wanted: int) -> int:
     """The smallest page of at least `wanted` tokens that holds whole selection blocks."""
     block = config.geometry.selection_block_size if config.chooses_blocks else 1
     return -(-wanted // block) * block
@@ -100,9 +100,9 @@ def layer_cache(tensors: dict[str, Tensor]) -> SparseCache | DenseCache:
 
 def cache_bytes(config: ModelConfig, dtype: torch.dtype, max_length: int, page_size: int = 0) -> CacheBytes:
     """What a page and a row weigh, for sequences up to `max_length` tokens; the caches of `PagedCache` are exactly this
-    many bytes. A `page_size` of 0 is that of `page_size_of`.
+    many bytes. A `page_size` of 0 is the usual one.
     """
-    page_size = page_size or page_size_of(config)
+    page_size = page_size or page_size_of(config, PAGE_SIZE)
     shapes = [layer_shapes(config, kind, page_size, max_length) for kind in config.attention_of_layers]
 
     def weigh(tensors: dict[str, Shape]) -> int:
@@ -138,14 +138,9 @@ def plan_cache(
     return CachePlan(sequences, min(sequences * longest, (free_bytes - sequences * weight.row) // weight.page))
 
 
-def memory_for_caches(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, free_bytes: int | None = None
-) -> int:
-    """Bytes for caches on a device beside the weights of a model that is not loaded yet; 0 or less if there are none.
-    The device is asked for its free memory unless it is given.
-    """
-    if free_bytes is None:
-        free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory_bytes() or 2**40
+def memory_for_caches(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes for caches on a device beside the weights of a model that is not loaded yet; 0 or less if there are none."""
+    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory_bytes()
     # The weights as they are loaded, and the copy for the products.
     weight_bytes = parameter_count(config) * (4 + dtype.itemsize)
     return int(free_bytes * _USABLE_SHARE[device.type]) - weight_bytes - _WORKING_BYTES[device.type]
@@ -160,7 +155,7 @@ def longest_that_fits(config: ModelConfig, dtype: torch.dtype, free_bytes: int) 
 
 @dataclass(frozen=True)
 class HostCopy:
-    """The past of one sequence on the host: pages and rings, one tensor each for every tensor of the caches."""
+    """One sequence on the host: pages and rings, one tensor each for every tensor of the caches."""
 
     pages: list[Tensor]
     rings: list[Tensor]

@@ -9,16 +9,10 @@ from collections.abc import Iterable, Sequence
 
 
 class OutOfPages(Exception):
-    """Fewer pages are free than are needed; nothing was taken.
-
-    Attributes:
-        needed: Pages that were asked for.
-        free: Pages that are free.
-    """
+    """Fewer pages are free than are needed; nothing was taken."""
 
     def __init__(self, needed: int, free: int) -> None:
         super().__init__(f"{needed:,} pages are needed and {free:,} are free")
-        self.needed, self.free = needed, free
 
 
 class PageAllocator:
@@ -29,7 +23,7 @@ class PageAllocator:
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.num_pages, self.page_size = num_pages, page_size
-        # The last one is handed out first: low numbers first, and what was freed last while it is still in a cache.
+        # A stack: the page freed last is reused first, while it is still in a cache.
         self._free = list(range(num_pages - 1, -1, -1))
         self._owners = [0] * num_pages
 
@@ -113,7 +107,7 @@ class PageTable:
         del self.pages[kept:]
 
     def fork(self) -> "PageTable":
-        """Another sequence with the same past; it owns the same pages, and takes none."""
+        """Another sequence with the same tokens; it owns the same pages, and takes none."""
         other = PageTable(self._allocator)
         other.pages, other.length = list(self.pages), self.length
         self._allocator.share(self.pages)

@@ -1,6 +1,6 @@
 """The caches of earlier prompts, found again by their tokens.
 
-A prompt's past is kept where a chunk of it ends at the end of a page: its pages, which are shared and never written
+A prompt's prefix is kept where a chunk of it ends at the end of a page: its pages, which are shared and never written
 again, and its row of the rings. A later prompt that begins with the same tokens continues from there. Chunks begin at
 the same places either way, so that no bit changes.
 """
@@ -37,7 +37,7 @@ class PrefixCache:
         return keys
 
     def find(self, keys: Sequence[bytes], most: int) -> CachedSequence | None:
-        """The longest kept past of a prompt of at most `most` tokens; to be forked."""
+        """The longest kept prefix of a prompt, of at most `most` tokens; to be forked."""
         found = None
         for key in keys[: most // self._model.prefill_chunk_size]:
             if key in self._kept:
@@ -46,7 +46,7 @@ class PrefixCache:
         return found
 
     def keep(self, keys: Sequence[bytes], sequence: CachedSequence) -> None:
-        """Keep the past of a prompt, all of whose chunks so far are whole."""
+        """Keep the prefix of a prompt, all of whose chunks so far are whole."""
         chunks, rest = divmod(sequence.length, self._model.prefill_chunk_size)
         if not keys or rest or sequence.length % self._model.pages.page_size or keys[chunks - 1] in self._kept:
             return
@@ -55,7 +55,7 @@ class PrefixCache:
         self._kept[keys[chunks - 1]] = self._model.fork(sequence)
 
     def drop(self, but: CachedSequence | None = None) -> bool:
-        """Give the least recently used past up, but not this one; whether there was one."""
+        """Drop the least recently used prefix, but not this one; whether there was one."""
         for key, sequence in self._kept.items():
             if sequence is not but:
                 self._model.free(sequence)

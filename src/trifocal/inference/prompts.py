@@ -1,4 +1,4 @@
-"""A model with caches for given prompts: their tokens, and as many sequences at a time as are useful and fit."""
+"""A model with caches, with as many sequences at a time as are useful and fit; and the tokens of prompts."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -50,41 +50,73 @@ def cache_for_prompts(
     max_sequences: int = 0,
     prefill_chunk_size: int = 0,
 ) -> CachedModel:
-    """A model with caches for prompts, each a name and tokens; UserError if the memory does not suffice, with the
-    longest sequence that would fit.
+    """A model with caches for prompts, each a name and tokens; see `make_cached_model`.
 
-    `model` makes the model, once it is known that the caches fit. `max_sequences` are those at a time; 0: as memory
-    allows, up to 256, on a CPU up to 16. Given a `prefill_chunk_size`, several prompts share their beginnings.
+    `max_sequences` are those at a time; 0: as memory allows, up to 256, on a CPU up to 16. Given a
+    `prefill_chunk_size`, several prompts share their beginnings.
     """
     name, prompt = max(prompts, key=lambda prompt: len(prompt[1]))
-    # The last token is never read.
-    longest = len(prompt) + max_new_tokens - 1
-    with memory_errors(device):
-        free = memory_for_caches(config, dtype, device)
+    length = len(prompt) + max_new_tokens
+    most = max_sequences or max(MAX_SEQUENCES[device.type], samples)
+    return make_cached_model(
+        model,
+        config,
+        dtype,
+        device,
+        what=f"{name} and its new tokens make {length:,}, which",
+        remedy="lower --max-new-tokens or --samples, or shorten it",
+        # The last token is never read.
+        max_length=length - 1,
+        sequences=min(most, len(prompts) * samples),
+        samples=samples,
+        prefill_chunk_size=prefill_chunk_size,
         # Beginnings end where chunks do, and chunks are longer than most prompts unless their size is given.
-        spare_rows = _KEPT_PREFIXES if len(prompts) > 1 and 0 < prefill_chunk_size < len(prompt) else 0
-        free -= spare_rows * cache_bytes(config, dtype, longest).row
-        most = max_sequences or max(MAX_SEQUENCES[device.type], samples)
-        wanted = min(most, len(prompts) * samples)
-        plan = plan_cache(config, dtype, longest, free_bytes=free, sequences=wanted)
+        spare_rows=_KEPT_PREFIXES if len(prompts) > 1 and 0 < prefill_chunk_size < len(prompt) else 0,
+    )
+
+
+def make_cached_model(
+    model: Callable[[], DecoderLM],
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    what: str,
+    remedy: str,
+    max_length: int,
+    sequences: int,
+    samples: int = 1,
+    max_bytes: int | None = None,
+    prefill_chunk_size: int = 0,
+    spare_rows: int = 0,
+    record_chunks: bool = False,
+) -> CachedModel:
+    """A model with caches for `sequences` at a time, or for as many as fit; in `max_bytes`, unless one takes more.
+
+    `model` makes the model, once it is known that the caches fit. UserError, of `what`, the longest sequence that would
+    fit and the remedy, if not one sequence fits, or not all samples of a prompt.
+    """
+    with memory_errors(device):
+        free, weight = memory_for_caches(config, dtype, device), cache_bytes(config, dtype, max_length)
+        free -= spare_rows * weight.row + record_chunks * weight.page
+        if max_bytes is not None:
+            free = min(free, max(max_bytes, weight.of_sequence(max_length)))
+        plan = plan_cache(config, dtype, max_length, free_bytes=free, sequences=sequences)
         if plan is None:
-            raise UserError(
-                f"{name} and its new tokens make {longest + 1:,}, which do not fit into the memory of {device}; "
-                f"{longest_that_fits(config, dtype, free):,} do: lower --max-new-tokens or shorten it"
-            )
+            fits = longest_that_fits(config, dtype, free)
+            raise UserError(f"{what} do not fit into the memory of {device}; {fits:,} do: {remedy}")
         if plan.max_sequences < samples:
-            raise UserError(
-                f"{samples:,} samples do not fit into the memory of {device} at a time, {plan.max_sequences:,} do; "
-                "lower --samples or --max-new-tokens"
-            )
+            fits = plan.max_sequences
+            raise UserError(f"{samples:,} samples at a time do not fit into {device}, {fits:,} do: {remedy}")
         return CachedModel(
             model().to(device),
             max_sequences=plan.max_sequences,
-            max_length=longest,
+            max_length=max_length,
             num_pages=plan.num_pages,
             dtype=dtype,
             prefill_chunk_size=prefill_chunk_size,
             spare_rows=spare_rows,
+            record_chunks=record_chunks,
         )
 
 
@@ -98,6 +130,6 @@ def memory_errors(device: torch.device) -> Iterator[None]:
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
         raise UserError(
-            f"{device} has no memory for so much; lower --samples, --max-new-tokens, --max-sequences or "
+            f"{device} has too little memory; lower --samples, --max-new-tokens, --max-sequences or "
             "--prefill-chunk-size"
         ) from error

@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what comes back."""
+"""Requests, completions and updates of the engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -118,7 +118,7 @@ class Completion:
         text: Text of the tokens, without a stop string; empty without a tokenizer.
         finish_reason: "stop" for a stop token or string, "length" at `max_new_tokens`, "error" where logits were not
             finite.
-        reused_tokens: Tokens of the prompt that were found in the caches, as the beginning of an earlier prompt.
+        reused_tokens: Prompt tokens served from the prefix cache.
     """
 
     request: Request

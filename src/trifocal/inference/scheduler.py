@@ -73,7 +73,7 @@ class RequestState:
 class Scheduler:
     """Keeps sequences in order of age, and counts pages and rows for them.
 
-    First come, first served: a sequence is admitted after all that came before it. Prefixes, the kept pasts of prompts,
+    First come, first served: a sequence is admitted after all that came before it. Kept prefixes of prompts
     give way to sequences. A sequence is `waiting` (not yet in the caches), `swapped` (on the host), `prefilling` (its
     prompt is computed) or `running` (it draws tokens); all but the first oldest first.
     """
@@ -92,7 +92,7 @@ class Scheduler:
         return not (self.waiting or self.swapped or self.prefilling or self.running)
 
     def enter(self) -> Iterator[tuple[RequestState, CachedSequence | None]]:
-        """Sequences to admit now, oldest first, each with a kept past of its prompt, if there is one.
+        """Sequences to admit now, oldest first, each with a kept prefix of its prompt, if there is one.
 
         Each leaves its queue once it is admitted, when the next is asked for.
 
@@ -104,17 +104,17 @@ class Scheduler:
             taken = sum(state.rows - 1 for state in self.prefilling) + self._prefixes.num_unused_rows
             if not queue or queue[0].rows + taken > self._model.num_free_rows:
                 return
-            state, past = queue[0], None
+            state, prefix = queue[0], None
             if state.swapped is None and not state.request.score_prompt:
                 prompt = state.request.prompt_tensor
                 state.keys = state.keys or self._prefixes.keys(prompt)
-                past = self._prefixes.find(state.keys, len(prompt) - 1)
-            missing = self._model.pages.pages_of(self._places(state)) - (len(past.table.pages) if past else 0)
+                prefix = self._prefixes.find(state.keys, len(prompt) - 1)
+            missing = self._model.pages.pages_of(self._places(state)) - (len(prefix.table.pages) if prefix else 0)
             missing += self._pages_of_prompts() + sum(map(_needs_pages, self.running))
             while missing > self._model.pages.num_free:
-                if not self._prefixes.drop(but=past):
+                if not self._prefixes.drop(but=prefix):
                     return
-            yield state, past
+            yield state, prefix
             del queue[0]
 
     def short_of_pages(self, states: list[RequestState]) -> bool:

@@ -28,8 +28,6 @@ _COLOURS = {
 OVER = {"finished", "stopped", "failed", "dead"}
 """States of a rank that takes no more steps."""
 _BARS = "▁▂▃▄▅▆▇█"
-_BRAILLE_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-_CURVE_LINES = 4
 _ETA_ROWS = 30
 _SHOWN_EVENTS = 4
 
@@ -78,33 +76,21 @@ def remaining_seconds(run: Run) -> float | None:
     return max(0.0, (run.total_steps - run.last_step) * seconds / steps)
 
 
-def curve(values: list[float], width: int, height: int) -> list[str]:
-    """A curve in Braille characters of two by four dots: means of equal stretches, joined by vertical strokes.
+def _bars(values: list[float], low: float, high: float) -> str:
+    """A bar for each value, from `low` to `high`."""
+    shares = [min(max((value - low) / max(high - low, 1e-9), 0.0), 0.999) for value in values]
+    return "".join(_BARS[int(share * len(_BARS))] for share in shares)
 
-    Lines from top to bottom, `height` of them, of at most `width` characters; none for an empty curve.
-    """
-    if not values:
-        return []
-    columns, dots = min(2 * width, len(values)), 4 * height
+
+def curve(values: list[float], width: int) -> str:
+    """A curve of bars, at most `width` of them: means of equal stretches."""
+    columns = min(width, len(values))
     bounds = [len(values) * column // columns for column in range(columns + 1)]
     means = [sum(values[start:end]) / (end - start) for start, end in itertools.pairwise(bounds)]
-    low, high = min(means), max(means)
-    levels = [round((high - mean) / (high - low) * (dots - 1)) if high > low else dots - 1 for mean in means]
-    cells = [[0] * ((columns + 1) // 2) for _ in range(height)]
-    for column, level in enumerate(levels):
-        before = levels[max(0, column - 1)]
-        for dot in range(min(level, before), max(level, before) + 1):
-            if dot != before or level == before:
-                cells[dot // 4][column // 2] |= _BRAILLE_DOTS[dot % 4][column % 2]
-    return ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
+    return _bars(means, min(means), max(means))
 
 
-def render(
-    run: Run,
-    *,
-    width: int = 80,
-    silences: SilenceClock | None = None,
-) -> RenderableType:
+def render(run: Run, *, width: int = 80, silences: SilenceClock | None = None) -> RenderableType:
     """Draw a run, from `read_run(directory, live=True)`: the processes first, as a low terminal cuts off the end.
 
     `silences` is the state of earlier calls for the same run.
@@ -142,11 +128,8 @@ def _figures(run: Run, width: int) -> Table:
     if losses:
         grid.add_row("loss", Text.assemble((f"{losses[-1]:.4f}", "bold"), " nats per token"))
     if len(losses) > 1:
-        lines = curve(losses, max(20, min(100, width - 32)), _CURVE_LINES)
-        labels = [f"{max(losses):.3f} highest", *[""] * (_CURVE_LINES - 2), f"{min(losses):.3f} lowest"]
-        picture = Table.grid(padding=(0, 2))
-        picture.add_row(Text("\n".join(lines), style="cyan"), Text("\n".join(labels), style="dim"))
-        grid.add_row("", picture)
+        line = curve(losses, max(20, min(100, width - 40)))
+        grid.add_row("", Text.assemble((line, "cyan"), f"  from {min(losses):.3f} to {max(losses):.3f}"))
     evaluations = run.series("evaluation", "validation_loss")[1]
     if evaluations:
         grid.add_row("validation", f"{evaluations[-1]:.4f}  (best {min(evaluations):.4f})")
@@ -172,7 +155,7 @@ def _gates(run: Run) -> Text | None:
         gates = [gate for row in last if is_number(gate := row.get(f"gate_mean_{branch}"))]
         if not gates:
             continue
-        bars = "".join(_BARS[int(min(max(gate, 0.0), 0.999) * len(_BARS))] for gate in gates)
+        bars = _bars(gates, 0.0, 1.0)
         parts += [f"{branch} {sum(gates) / len(gates):.2f} ", (bars, "magenta"), "  "]
     recalls = [recall for row in last if is_number(recall := row.get("choice_recall"))]
     if recalls:

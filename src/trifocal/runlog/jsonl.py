@@ -80,7 +80,7 @@ class JsonLinesWriter:
     def _warn(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
-            logger.warning("cannot write %s (%s); training goes on, rows are missing there", self.path, error)
+            logger.warning("cannot write %s (%s); training continues, rows are missing there", self.path, error)
 
     def __enter__(self) -> Self:
         return self

@@ -90,7 +90,7 @@ class MetricsWriter:
             self._sinks.remove(sink)
             sentence = (
                 f"{type(sink).__name__} fails ({type(error).__name__}: {one_line(error)}) and is left out "
-                "from here on; training goes on"
+                "from here on; training continues"
             )
             logger.warning("%s", sentence)
             self.event(self._step, "sink_failed", sentence, severity="warning")

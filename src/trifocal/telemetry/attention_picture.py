@@ -24,9 +24,9 @@ from trifocal.runlog.whole_files import write_whole
 from trifocal.telemetry.maps import LayerAttention, choosing_shares, full_attention_shares
 
 VERSION = 1
-_MAX_QUERIES, _FEWEST_QUERIES = 128, 32
+_MAX_QUERIES, _MIN_QUERIES = 128, 32
 _MAX_CELLS = 2**20
-"""Bytes of one map before compression, as far as _FEWEST_QUERIES allow."""
+"""Bytes of one map before compression, as far as _MIN_QUERIES allow."""
 _MAX_BYTES = 2**26
 """Bytes of a file, compressed and expanded."""
 # T tokens, L layers, Q queries, G groups, N slots, J blocks, 3 branches.
@@ -109,7 +109,7 @@ def _check(header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
 
 def picture_queries(num_tokens: int, cells_per_query: int) -> int:
     """Number of queries in a picture of T tokens, with L * G * J cells a query."""
-    return min(num_tokens, max(_FEWEST_QUERIES, min(_MAX_QUERIES, _MAX_CELLS // cells_per_query)))
+    return min(num_tokens, max(_MIN_QUERIES, min(_MAX_QUERIES, _MAX_CELLS // cells_per_query)))
 
 
 def describe_layers(layer: LayerAttention, queries: Tensor) -> dict[str, Tensor]:
@@ -117,8 +117,8 @@ def describe_layers(layer: LayerAttention, queries: Tensor) -> dict[str, Tensor]
     device.
     """
     gates = layer.gates[:, queries].float().unflatten(-2, (layer.k_slc.shape[-2], -1)).mean(-2)
-    selected_alone = (torch.arange(3, device=gates.device) == 1).float()
-    gates = torch.where(gates.isnan(), selected_alone, gates)
+    only_selected = (torch.arange(3, device=gates.device) == 1).float()
+    gates = torch.where(gates.isnan(), only_selected, gates)
     return {
         "selected": layer.selected[:, queries].to(torch.int16),
         "importance": _root_code(choosing_shares(layer, queries)),

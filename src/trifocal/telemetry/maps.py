@@ -22,7 +22,7 @@ from trifocal.ops.choice_loss import (
 
 _MAX_QUERIES = 128
 """Sampled queries: enough for a mean, and bounded for any length."""
-_FEWEST_QUERIES = 16
+_MIN_QUERIES = 16
 MAX_SCORES = 2**26
 """Scores of full attention in one call: at most 256 MiB in fp32, for any length."""
 
@@ -73,7 +73,7 @@ class LayerAttention:
     def sampled_queries(self) -> Tensor:
         """Evenly spaced queries, few enough for full attention in bounded memory, [Q]."""
         num_tokens, num_heads = self.q.shape[1:3]
-        most = max(_FEWEST_QUERIES, min(_MAX_QUERIES, MAX_SCORES // (num_tokens * num_heads)))
+        most = max(_MIN_QUERIES, min(_MAX_QUERIES, MAX_SCORES // (num_tokens * num_heads)))
         return evenly_spaced(num_tokens, most, self.q.device)
 
     def sample(self, queries: Tensor) -> Sample:

@@ -113,7 +113,7 @@ def stall_summary(directory: Path, folder: Path, rank: int, what: str, row: Row)
     lines += ["", "## What is stuck where", ""]
     silent = [other for other, beat in last.items() if other not in {rank, *answers} and beat["status"] == "running"]
     if not silent and not any(found.state in ("slow", "stalled", "dead", "failed") for found in verdicts.values()):
-        lines += ["Nothing is: every rank goes on.", ""]
+        lines += ["Nothing is stuck: every rank is making progress.", ""]
     lines += [
         f"- {text}" for text in describe_waiting_ranks({other: said.collectives for other, said in answers.items()})
     ]

@@ -47,12 +47,10 @@ def judge(row: Row, now: float | None = None) -> Verdict:
     late = silence > LATE_INTERVALS * row["interval_seconds"]
     state = _state(row) if late and row["host"] == socket.gethostname() else "?"
     if state in _OVER:
-        return Verdict("dead", f"process {row['pid']} is gone since {duration(silence)}; {_last_seen(row)}")
+        return Verdict("dead", f"process {row['pid']} has been gone for {duration(silence)}; {_last_seen(row)}")
     if state in _STOPPED:
-        what = (
-            f"process {row['pid']} is stopped for {duration(silence)} (Ctrl-Z, SIGSTOP or a debugger; it goes on after"
-        )
-        return Verdict("stalled", f"{what} kill -CONT {row['pid']}); {_last_seen(row)}")
+        what = f"process {row['pid']} has been stopped for {duration(silence)} (Ctrl-Z, SIGSTOP or a debugger)"
+        return Verdict("stalled", f"{what}; kill -CONT {row['pid']} lets it continue; {_last_seen(row)}")
     if silence > SILENT_INTERVALS * row["interval_seconds"] + SILENT_SECONDS:
         return _silent(row, silence, state)
     return _present(row, silence if late else 0.0)
@@ -69,7 +67,7 @@ def _silent(row: Row, silence: float, state: str) -> Verdict:
         return Verdict("dead", f"no heartbeat from {row['host']} for {duration(silence)}; {_last_seen(row)}")
     kernel = "it waits for a disk or a device in the kernel"
     reason = kernel if state == "D" else "in C code that keeps the interpreter's lock"
-    what = f"process {row['pid']} exists but is silent for {duration(silence)}: {reason}"
+    what = f"process {row['pid']} exists but has been silent for {duration(silence)}: {reason}"
     return Verdict("stalled", f"{what}; {_last_seen(row)}")
 
 

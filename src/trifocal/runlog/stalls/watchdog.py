@@ -50,7 +50,7 @@ class StackDump:
             directory.mkdir(parents=True, exist_ok=True)
             self.file = self.path.open("a")
         except OSError as error:
-            logger.warning("cannot open %s (%s); training goes on, stacks go to the standard error", self.path, error)
+            logger.warning("cannot open %s (%s); training continues, stacks go to standard error", self.path, error)
             # A copy, which close() may close.
             self.file = os.fdopen(os.dup(2), "w")
         self._was_enabled = faulthandler.is_enabled()
@@ -144,7 +144,7 @@ class Watchdog:
             if isinstance(error, FileExistsError) and folder.is_dir():
                 self._answer_other_ranks(row)
             else:
-                logger.warning("cannot write the dump %s (%s); training goes on", folder, error)
+                logger.warning("cannot write the dump %s (%s); training continues", folder, error)
         return folder
 
     def _complete(self, folder: Path, what: str, row: Row) -> None:
@@ -184,7 +184,7 @@ class Watchdog:
             try:
                 action(*arguments)
             except Exception:
-                logger.warning("a dump of rank %d is not complete; training goes on", self._rank, exc_info=True)
+                logger.warning("a dump of rank %d is not complete; training continues", self._rank, exc_info=True)
 
         threading.Thread(target=guarded, name="trifocal-dump", daemon=True).start()
 

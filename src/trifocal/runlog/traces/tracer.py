@@ -164,7 +164,7 @@ class Tracer:
             except OSError as error:
                 failed = error
         if failed is not None:
-            self._report("trace_failed", f"traces in {folder} could not be written: {failed}; training goes on")
+            self._report("trace_failed", f"traces in {folder} could not be written: {failed}; training continues")
         else:
             self._report("traced", f"steps {first} to {last} are traced in {folder}")
 
