@@ -21,6 +21,7 @@ from trifocal.models import save_weights
 from trifocal.ops.devices import computes_bf16
 from trifocal.runlog import read_metrics
 from trifocal.testing.small_models import make_model, small_config
+from trifocal.train.checkpoint.export import _PLACE, new_model_folder
 from trifocal.train.run_folder import load_run
 
 __all__ = ["tokenizer_file"]
@@ -87,15 +88,13 @@ def test_a_model_of_hugging_face_becomes_sparse_and_trains_on(
         assert json.loads((place / "tokenizer_config.json").read_text())["model_max_length"] == 64
 
 
-@pytest.mark.parametrize("to", ["mix", "nsa"])
-def test_an_index_is_taught_with_the_model_frozen(tmp_path: Path, to: str, capsys: Capture) -> None:
+def test_an_index_is_taught_with_the_model_frozen(tmp_path: Path, capsys: Capture) -> None:
     dense, out, run = tmp_path / "dense", tmp_path / "out", tmp_path / "index"
     # An index can do what its attention does, which is far from uniform.
     config = small_config(attention="dense", vocab_size=257, num_heads=2, num_layers=4, unrotated_layers=(0, 1, 3))
     save_weights(make_model(config, torch.device("cpu")), dense)
     make_tokenizer("bytes").save(dense)
-    chooser = [] if to == "mix" else ["--chooser", "index"]
-    assert main(["convert", str(dense), str(out), "--to", to, *chooser, *SMALL, *ONE_LOCAL]) == 0
+    assert main(["convert", str(dense), str(out), "--to", "mix", *SMALL, *ONE_LOCAL]) == 0
     told = capsys.readouterr().out
     # The two commands that it prints, made quick.
     replaced = {"runs/index": str(run), "text:PATH": f"text:{write_documents(tmp_path / 'text')}"}
@@ -121,7 +120,7 @@ def test_an_index_is_taught_with_the_model_frozen(tmp_path: Path, to: str, capsy
     assert main(["generate", str(tmp_path / "on"), "--prompt", "the dog", "--max-new-tokens", "4"]) == 0
 
 
-@pytest.mark.parametrize("part", ["", "checkpoints/step_00000002", "weights"])
+@pytest.mark.parametrize("part", ["", "weights"])
 def test_a_dense_run_of_ours_becomes_sparse(
     dense_run: Path, tmp_path: Path, part: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

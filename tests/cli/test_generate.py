@@ -139,12 +139,6 @@ def test_streamed_text_is_that_of_all_tokens(kind: str, tokenizer_file: Path) ->
         assert sum(map(bool, parts)) > len(parts) / 3
 
 
-def test_a_character_is_written_whole() -> None:
-    stream = TextStream(make_tokenizer("bytes"), [ord("x")])
-    assert [stream.add(byte) for byte in "é☃a".encode()] == ["", "é", "", "", "☃", "a"]
-    assert stream.add(0xE2) == "" and stream.end() == "\ufffd"
-
-
 def test_a_reader_that_has_enough_is_no_error(run: Path) -> None:
     line = f"{sys.executable} -m trifocal generate {run} --prompt x --max-new-tokens 200 | head -c 1"
     done = subprocess.run(["bash", "-c", line], env=ENVIRONMENT, capture_output=True, timeout=120)
@@ -155,12 +149,6 @@ def test_without_a_standard_output_nothing_fails(run: Path, monkeypatch: pytest.
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["generate", str(run), "--prompt", "x", "--max-new-tokens", "1"]) == 0
     sys.stdout.close()
-
-
-def test_samples_must_fit_the_number_of_sequences(run: Path, capsys: Capture) -> None:
-    arguments = ("generate", str(run), "--prompt", "x", "--samples", "4", "--max-sequences", "3")
-    assert "--max-sequences must be at least --samples, got 3 and 4" in refused(capsys, *arguments)
-    assert 'the nearest valid one is "--max-sequences"' in refused(capsys, *arguments, "--max-sequence", "4")
 
 
 def test_a_terminal_gets_no_control_characters(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,11 +187,6 @@ def test_weights_of_somebody_else_are_one_line(run: Path, tmp_path: Path, capsys
     (copy / "checkpoints").chmod(0)
     assert "Permission denied" in refused(capsys, "generate", str(copy), "--prompt", "x")
     (copy / "checkpoints").chmod(0o755)
-
-
-@pytest.mark.parametrize("temperature", ["1e-46", "1e-320"])
-def test_the_lowest_temperatures_take_the_likeliest(run: Path, capsys: Capture, temperature: str) -> None:
-    assert generated(capsys, str(run), *OPTIONS, "--temperature", temperature) == generated(capsys, str(run), *OPTIONS)
 
 
 def test_python_gives_the_text_of_the_command(run: Path, capsys: Capture) -> None:

@@ -1,16 +1,12 @@
 """The model as transformers compiles it: the losses and gradients of the eager one, in few graphs; and exported."""
 
-from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
 from tests.hf.test_modeling import padded
-from tests.hf.test_trainers import QUIET, fresh_model, losses_of
 from trifocal.hf import TrifocalForCausalLM
 from trifocal.testing.small_models import make_model, random_tokens, small_config
 
@@ -55,27 +51,6 @@ def test_it_is_the_eager_model(rows: list[Tensor]) -> None:
         torch.testing.assert_close(found_gradients, expected_gradients, rtol=1e-5, atol=1e-6)
     # The layout of documents is read between two graphs, and nothing else is.
     assert all("row_layout" in reason for reason in counters["graph_break"])
-
-
-def test_trainer_compiles_packed_batches(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(3, 30, (24,), generator=generator).tolist()
-    data = datasets.Dataset.from_list(
-        [{"input_ids": torch.randint(60, (n,), generator=generator).tolist()} for n in lengths]
-    )
-    losses = []
-    for compiles in (False, True):
-        torch._dynamo.reset()
-        arguments = transformers.TrainingArguments(
-            str(tmp_path), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-2, save_strategy="no",
-            torch_compile_backend="eager" if compiles else None, **QUIET,
-        )  # fmt: skip
-        collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-        trainer = transformers.Trainer(fresh_model(num_layers=1), arguments, train_dataset=data, data_collator=collator)
-        trainer.train()
-        assert arguments.torch_compile == compiles
-        losses.append(losses_of(trainer))
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,19 +72,24 @@ def folder(decoder: DecoderLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_tasks_give_the_figures_of_our_own_model(decoder: DecoderLM, folder: Path, tmp_path: Path) -> None:
-    data, tasks = tmp_path / "rows.jsonl", tmp_path / "tasks"
+    # lm-eval stops at the token that ends a text too.
+    arguments = f"pretrained={folder},trust_remote_code=True"
+    check_figures(decoder, tmp_path, "hf", arguments, device="cpu")
+    assert list((tmp_path / "modules").rglob("modeling_trifocal.py"))
+
+
+def check_figures(decoder: DecoderLM, folder: Path, *model: str, **options: Any) -> None:
+    """Compare what lm-eval measures with our own model's figures, row by row, without padding."""
+    data, tasks = folder / "rows.jsonl", folder / "tasks"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     tasks.mkdir()
     for name, task in TASKS.items():
-        text = f"task: {name}\n" + DATA.format(data=data, cache=tmp_path / "cache") + task
+        text = f"task: {name}\n" + DATA.format(data=data, cache=folder / "cache") + task
         (tasks / f"{name}.yaml").write_text(text)
     # The command reads 14,000 files of its own tasks first.
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
-    arguments = f"pretrained={folder},trust_remote_code=True"
-    results = simple_evaluate(
-        "hf", arguments, list(TASKS), batch_size=3, device="cpu", task_manager=manager, bootstrap_iters=0
-    )
-    assert list((tmp_path / "modules").rglob("modeling_trifocal.py"))
+    options |= {"batch_size": 3, "task_manager": manager, "bootstrap_iters": 0}
+    results = simple_evaluate(*model, list(TASKS), **options)
     samples = {name: sorted(results["samples"][name], key=lambda sample: sample["doc_id"]) for name in TASKS}
     for index, row in enumerate(ROWS):
         expected = [log_likelihood(decoder, row["context"], choice) for choice in row["choices"]]
@@ -91,8 +97,6 @@ def test_tasks_give_the_figures_of_our_own_model(decoder: DecoderLM, folder: Pat
         assert [value for [[value, _]] in chosen["resps"]] == pytest.approx(expected, rel=1e-6)
         assert chosen["acc"] == (expected.index(max(expected)) == row["answer"])
         assert continued["resps"][0][0][0] == pytest.approx(expected[row["answer"]], rel=1e-6)
-        # Alone, without padding.
-        # lm-eval stops at the token that ends a text too.
         assert written["resps"] == [[generate(decoder, row["context"], 8, tokenizer=TOKENIZER, temperature=0)]]
 
 

@@ -13,16 +13,14 @@ from torch.utils._pytree import tree_leaves
 
 from trifocal.errors import UserError
 from trifocal.inference import cached_attention, cached_model
-from trifocal.inference import prefill as prefill_module
 from trifocal.inference.cached_model import CachedModel, CachedSequence, OutOfRows
 from trifocal.inference.paged_cache import cache_bytes
 from trifocal.inference.pages import OutOfPages
 from trifocal.inference.prefill import Chunk
 from trifocal.models import DecoderLM
 from trifocal.nn import RopeScaling
-from trifocal.nn.rope import rotary_tables, rotate
-from trifocal.ops import Geometry, append_chunk, nsa_attention
-from trifocal.ops.decode.caches import NewRows, Place
+from trifocal.ops import Geometry, nsa_attention
+from trifocal.ops.decode.caches import Place
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -108,35 +106,6 @@ def test_chunks_and_several_new_tokens_equal_one_pass(make_model: Make, geometry
             decoder = cached(model, prefill_chunk_size=chunk)
             given = in_pieces(decoder, decoder.admit(), tokens, sizes)
             torch.testing.assert_close(given, expected, rtol=0, atol=1e-11)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_the_first_chunk_gathers_nothing(
-    make_model: Make, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its keys and values go into attention as they are; the pages have them nevertheless."""
-    model, tokens = make_model(**options), draw_tokens(45)
-    with torch.no_grad():
-        expected = model(tokens[None])[0]
-    decoder = cached(model)
-    sequence = decoder.admit()
-    seen: list[Tensor] = []
-
-    def watched(rows: dict[str, NewRows], *where: Any, **options: Any) -> dict[str, Tensor]:
-        found = append_chunk(rows, *where, **options)
-        for name, new in rows.items():
-            assert found[name].shape == new.x.shape
-            if new.rotary is None:
-                assert found[name].data_ptr() == new.x.data_ptr()
-        seen.extend(found.values())
-        return found
-
-    with monkeypatch.context() as patch:
-        patch.setattr(prefill_module, "append_chunk", watched)
-        first = decoder.prefill(sequence, tokens[:30], all_logits=True)
-    assert len(seen) >= 3 * len(decoder._layers)
-    given = torch.cat((first, in_pieces(decoder, sequence, tokens[30:], [9, 1, 5])))
-    torch.testing.assert_close(given, expected, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -292,25 +261,6 @@ def test_prefill_gives_attention_rows_that_a_copy_engine_reads(
     assert len(given) == 14
     for x in given:
         assert x.data_ptr() % 16 == 0 and all(stride * 2 % 16 == 0 for stride in x.stride()[:-1]), x.stride()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_chunk_rotates_as_the_model_does(dtype: torch.dtype) -> None:
-    exact = torch.promote_types(dtype, torch.float32)
-    tables = rotary_tables(torch.arange(40), 8, 10000.0, exact)
-    place = Place(*torch.zeros(3, 1, dtype=torch.int64))
-    # Columns of a wider tensor, as of a joined projection.
-    x = torch.randn(1, 10, 3, 12, generator=torch.Generator().manual_seed(0)).to(dtype)[..., 2:10]
-    # Of bf16, the last bit: 1 / 256 of numbers under 4.
-    error = 1e-2 if dtype == torch.bfloat16 else 8 * torch.finfo(dtype).eps
-    for first, zero, stride, places in ((7, 0, 1, slice(7, 17)), (4, 2, 3, slice(6, 36, 3))):
-        pages = torch.zeros(1, 3, 40, 8, dtype=dtype)
-        rows = {"k": NewRows(x, first, tables, pages)}
-        found = append_chunk(rows, place, first, zero=zero, stride=stride)["k"]
-        assert torch.equal(pages[0, :, first : first + 10].transpose(0, 1)[None], found)
-        expected = rotate(x, *(table[places] for table in tables))
-        assert found.dtype == dtype and found.is_contiguous()
-        torch.testing.assert_close(found, expected, rtol=0, atol=error)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

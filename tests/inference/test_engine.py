@@ -173,20 +173,6 @@ def test_scores_are_those_of_the_whole_model(model: DecoderLM) -> None:
     assert not scores
 
 
-@pytest.mark.parametrize("options", [{}, {"attention": "dense"}, {"chooser": "index", "shared_kv": True}], ids=str)
-def test_greedy_equals_the_model_without_a_cache(make_model: Make, options: dict[str, Any]) -> None:
-    model = make_model(**options)
-    expected = prompts = torch.randint(31, (3, 5), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        for _ in range(20):
-            expected = torch.cat((expected, model(expected)[:, -1:].argmax(-1)), dim=1)
-    greedy = Sampling(temperature=0)
-    requests = [Request(prompt=prompt, max_new_tokens=20, sampling=greedy) for prompt in prompts.tolist()]
-    for chunk in (0, 2, 3):
-        engine, _ = make_engine(model, prefill_chunk_size=chunk)
-        assert [found.tokens for found in engine.complete(requests)] == expected[:, 5:].tolist()
-
-
 def test_nothing_is_computed_after_the_last_stop(model: DecoderLM, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"prompt": [1, 2, 3], "max_new_tokens": 50, "sampling": Sampling(temperature=0)}
     first = make_engine(model)[0].complete([Request(**options)])[0].tokens[0]
@@ -198,11 +184,6 @@ def test_nothing_is_computed_after_the_last_stop(model: DecoderLM, monkeypatch: 
         )
     [found] = make_engine(model)[0].complete([Request(**options, stop_tokens=(first,))])
     assert (calls, found.tokens) == (["prefill_chunk"], [first])
-
-
-def test_between_updates_gradients_are_as_before(model: DecoderLM) -> None:
-    for _ in make_engine(model)[0].run([Request(prompt=[0, 0, 0], max_new_tokens=2)]):
-        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def test_a_long_prompt_stops_nobody(model: DecoderLM) -> None:
@@ -493,35 +474,11 @@ def test_broken_logits_end_their_sequence_alone(make_model: Make) -> None:
     assert [result(completion) for completion in again] == [found[victim], expected[others[0]]]
 
 
-def test_a_failed_step_can_be_done_again(model: DecoderLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = draw_requests(3)
-    expected = alone(model, requests)
-    engine, cached = make_engine(model)
-    for request in requests:
-        engine.submit(request)
-    found, healthy, calls = [], cached.step, 0
-
-    def sometimes(*arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls % 3 == 0:
-            raise MemoryError("no room")
-        return healthy(*arguments)
-
-    monkeypatch.setattr(cached, "step", sometimes)
-    while not engine.idle:
-        try:
-            found += [u.completion for u in engine.step() if u.completion is not None]
-        except MemoryError:
-            continue
-    found.sort(key=lambda completion: requests.index(completion.request))
-    assert [result(completion) for completion in found] == expected and calls > 5
-
-
 @pytest.mark.parametrize(
     ("part", "method"),
     [
         ("model", "prefill_chunk"),
+        ("model", "step"),
         ("model", "admit"),
         ("model", "fork"),
         ("model", "swap_out"),
@@ -613,19 +570,6 @@ def test_stop_tokens_and_strings(make_model: Make) -> None:
     assert by_string.tokens == free.tokens[: len(by_string.tokens)] and len(by_string.tokens) < 30
 
 
-def test_updates_make_up_the_completion(make_model: Make) -> None:
-    model = make_model(vocab_size=257).float()
-    engine, _ = make_engine(model, tokenizer=make_tokenizer("bytes"))
-    requests = [Request(prompt=[i + 65], max_new_tokens=12, stop=("zz",)) for i in range(5)]
-    texts, tokens = {id(r): "" for r in requests}, {id(r): [] for r in requests}
-    for update in engine.run(requests):
-        texts[id(update.request)] += update.text
-        tokens[id(update.request)].append(update.token)
-        if update.completion is not None:
-            assert update.completion.text == texts[id(update.request)]
-            assert update.completion.tokens == tokens[id(update.request)]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -635,6 +579,7 @@ def test_updates_make_up_the_completion(make_model: Make) -> None:
         ({"prompt": [[1]]}, r"a prompt must be \[T\] with at least one token, got \[1, 1\]"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
         ({"samples": 0}, "samples must be at least 1, got 0"),
+        ({"likeliest": 21}, "likeliest may be at most 20"),
         ({"stop": ("",)}, "must not be empty"),
         ({"stop": "end"}, "stop must be a sequence of strings, got 'end'"),
     ],

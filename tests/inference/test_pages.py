@@ -1,44 +1,10 @@
 """The allocator of pages: what is taken, shared, copied on write and given back."""
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from trifocal.inference.pages import OutOfPages, PageAllocator, PageTable, pages_for_one_more
-
-
-def test_too_few_pages_take_none() -> None:
-    allocator = PageAllocator(3, 8)
-    first, second = PageTable(allocator), PageTable(allocator)
-    first.grow(9)
-    with pytest.raises(OutOfPages, match="2 pages are needed and 1 are free"):
-        second.grow(16)
-    assert second.pages == [] and second.length == 0 and allocator.num_free == 1
-    second.grow(8)
-    with pytest.raises(OutOfPages):
-        first.grow(8)
-    assert first.length == 9 and len(first.pages) == 2
-
-
-def test_a_fork_shares_and_whoever_writes_first_copies() -> None:
-    allocator = PageAllocator(8, 8)
-    first = PageTable(allocator)
-    first.grow(12)
-    second = first.fork()
-    assert second.pages == first.pages and allocator.num_free == 6
-    assert second.missing(1) == 1
-    [(old, new)] = second.grow(1)
-    assert old == first.pages[1] and second.pages == [first.pages[0], new]
-    # The last owner of the old one writes without a copy.
-    assert first.grow(1) == []
-    assert allocator.owners(first.pages[0]) == 2 and allocator.owners(first.pages[1]) == 1
-
-
-@pytest.mark.parametrize("sizes", [(0, 8), (4, 0)])
-def test_sizes_are_positive(sizes: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="must be at least 1, got 0"):
-        PageAllocator(*sizes)
 
 
 class Model(RuleBasedStateMachine):

@@ -1,6 +1,5 @@
 """The sampler: the probabilities of what is kept, seeds, log-probabilities, broken logits."""
 
-import math
 from typing import Any
 
 import pytest
@@ -136,21 +135,6 @@ def test_a_token_is_picked_in_proportion_to_its_weight() -> None:
     assert pick(heavy, torch.tensor([1 - 2.0**-53], dtype=torch.float64)).tolist() == [1]
 
 
-def test_draws_are_uniform_and_independent() -> None:
-    """Over positions, over seeds, and over both; neighbours are not alike."""
-    number = torch.arange(100_000)
-    zeros = torch.zeros_like(number)
-    for seed, position in ((zeros, number), (number, zeros), (number % 317, number // 317), (-number, number)):
-        u = uniform(seed, position)
-        assert u.min() >= 0 and u.max() < 1
-        # Five standard deviations: of the counts in 100 bins, and of the correlation of neighbours.
-        counts = torch.histc(u, 100, 0, 1)
-        assert (counts - 1000).abs().max() < 5 * math.sqrt(1000 * 0.99)
-        for lag in (1, 2, 317):
-            assert abs(torch.corrcoef(torch.stack((u[lag:], u[:-lag])))[0, 1]) < 5 / math.sqrt(len(u))
-        assert len(u.unique()) == len(u)
-
-
 def test_splitmix64_is_the_published_one() -> None:
     """The first numbers of the generator whose state is the mixed seed."""
     mask = 2**64 - 1
@@ -230,9 +214,3 @@ def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None
 )
 def test_settings_beyond_their_type_are_its_largest(options: dict[str, Any], same: dict[str, Any]) -> None:
     assert [drawn(LOGITS, i, **options) for i in range(50)] == [drawn(LOGITS, i, **same) for i in range(50)]
-
-
-def test_the_strongest_penalties_stay_finite() -> None:
-    for penalty in (1e-6, 1e6):
-        found = probabilities(LOGITS * 1e30, seen=(1, 4), repetition_penalty=penalty)
-        assert found.isfinite().all()

@@ -19,7 +19,7 @@ from tests.written_runs import set_last_beat
 from trifocal.cli import main
 from trifocal.cli.console import SafeConsole
 from trifocal.report import live_view
-from trifocal.report.live_view import SilenceClock, curve, remaining_seconds, render, verdicts
+from trifocal.report.live_view import curve, remaining_seconds, render
 from trifocal.runlog import MetricsWriter
 from trifocal.runlog.run import read_run
 
@@ -63,24 +63,6 @@ def test_an_end_has_no_eta_and_one_row_no_curve(make_run: MakeRun, monkeypatch: 
         assert "500/900" in shown(run) and "ETA" not in shown(run)
     text = shown(make_run("one", steps=10))
     assert " nats per token" in text and " from " not in text
-
-
-def test_clocks_that_are_off_neither_kill_nor_revive(make_run: MakeRun) -> None:
-    run, now = make_run(steps=500, ranks=2), time.time()
-    healthy = {"phase_seconds": 0.0, "expected_phase_seconds": 60.0, "host": "elsewhere"}
-    silences = SilenceClock()
-
-    def states(at: float) -> list[str]:
-        found = verdicts(read_run(run, live=True), at, silences=silences)
-        return [found[rank].state for rank in (0, 1)]
-
-    # Rank 0 lives by a clock an hour behind; rank 1 died by a clock an hour ahead.
-    set_last_beat(run, 0, unix_time_seconds=now - 3600, **healthy)
-    set_last_beat(run, 1, unix_time_seconds=now + 3600, **healthy)
-    assert states(now)[0] == "dead", "one look cannot tell"
-    set_last_beat(run, 0, unix_time_seconds=now - 3595, **healthy)
-    assert states(now + 5) == ["running", "running"]
-    assert states(now + 60) == ["dead", "dead"]
 
 
 def test_nothing_in_a_file_moves_the_terminal(make_run: MakeRun) -> None:

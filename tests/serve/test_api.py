@@ -205,45 +205,53 @@ def test_chats_by_the_template(tmp_path: Path) -> None:
         (b'{"temperature": NaN}', 400, "the body is no JSON"),
         (b"[]", 400, "the body must be a JSON object"),
         (b" " * (2**23 + 1), 413, "the body may have 8,388,608 bytes"),
-        ({}, 400, "prompt must be a text"),
-        ({"prompt": ""}, 400, "the prompt is empty"),
-        ({"prompt": "\ud800"}, 400, "prompt is not UTF-8 text"),
-        ({"prompt": [1, "x"]}, 400, "prompt must be a text"),
-        ({"prompt": [True]}, 400, "prompt must be a text"),
-        ({"prompt": [257]}, 400, "tokens of a prompt must be from 0 to 256"),
-        ({"prompt": ["x", [1, -1]]}, 400, "tokens of a prompt must be from 0 to 256"),
-        ({"prompt": [2**63]}, 400, "tokens of a prompt must be from 0 to 256"),
-        ({"prompt": [2**70]}, 400, "a prompt must be whole numbers"),
-        ({"model": "gpt-4"}, 404, "there is no model gpt-4; tiny is served"),
-        ({"temperature": "hot"}, 400, "temperature must be a finite number, got 'hot'"),
-        ({"temperature": -1}, 400, "temperature must be at least 0, got -1.0"),
-        ({"max_tokens": 1_000_000}, 400, "the prompt takes 1 of the 96 tokens that fit, and 1,000,000 new ones"),
-        ({"max_tokens": 96}, 400, "the prompt takes 1 of the 96 tokens that fit, and 96 new ones"),
-        ({"max_tokens": 0}, 400, "max_tokens must be at least 1, got 0"),
-        ({"prompt": "x" * 200}, 400, "the prompt takes 200 of the 96 tokens that fit"),
-        ({"n": 5}, 400, "n must be from 1 to 4, got 5"),
-        ({"stop": [""]}, 400, "stop must be a text or a list of at most 32"),
-        ({"logprobs": 50}, 400, "logprobs must be from 0 to 20, got 50"),
-        ({"presence_penalty": 0.5}, 400, "the parameter presence_penalty is not supported; leave it out"),
-        ({"temprature": 1}, 400, "the parameter temprature is not supported"),
-        ({"prompt": ["x"] * 600}, 400, "600 answers were asked for; at most 504 may be"),
-        ({"prompt": ["x"] * 300, "n": 2}, 400, "600 answers were asked for; at most 504 may be"),
-        ({"\ud800": 1}, 400, "the parameter \\ud800 is not supported"),
+        ({"prompt": "x", "model": "gpt-4"}, 404, "there is no model gpt-4; tiny is served"),
+        ({"prompt": "x", "\ud800": 1}, 400, "the parameter \\ud800 is not supported"),
         (b'{"metadata": ' + b"[" * 900 + b"]" * 900 + b', "prompt": ""}', 400, "the prompt is empty"),
     ],
 )
 def test_bad_requests(served: Served, body: Any, status: int, message: str) -> None:
-    got, content = ask(served, {"prompt": "x"} | body if isinstance(body, dict) and body else body)
+    got, content = ask(served, body)
     assert (got, content["error"]["message"][: len(message)]) == (status, message)
     assert set(content["error"]) == {"message", "type", "param", "code"}
 
 
-def test_a_prompt_and_its_answer_may_fill_the_caches(served: Served) -> None:
-    assert ask(served, {"prompt": "x", "max_tokens": MAX_LENGTH - 1})[0] == 200
-
-
-def service(*, chats: bool = False) -> Service:
-    return Service("tiny", make_tokenizer("bytes"), 257, MAX_LENGTH, 4, 4, chats)
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"prompt": None}, "prompt", "prompt must be a text"),
+        ({"prompt": "\ud800"}, "prompt", "prompt is not UTF-8 text"),
+        ({"prompt": [1, "x"]}, "prompt", "prompt must be a text"),
+        ({"prompt": [True]}, "prompt", "prompt must be a text"),
+        ({"prompt": ["x", [1, -1]]}, "prompt", "tokens of a prompt must be from 0 to 256"),
+        ({"prompt": [2**63]}, "prompt", "tokens of a prompt must be from 0 to 256"),
+        ({"prompt": [2**70]}, "prompt", "a prompt must be whole numbers"),
+        ({"prompt": ["x"] * 300, "n": 2}, "prompt", "600 answers were asked for; at most 504 may be"),
+        ({"temperature": "hot"}, "temperature", "temperature must be a finite number, got 'hot'"),
+        ({"seed": -(2**63), "temperature": -1}, "temperature", "temperature must be at least 0, got -1.0"),
+        ({"top_k": -2}, "top_k", "top_k must be at least 0, got -2"),
+        ({"max_tokens": 96}, None, "the prompt takes 1 of the 96 tokens that fit, and 96 new ones"),
+        ({"prompt": "x" * 200}, None, "the prompt takes 200 of the 96 tokens that fit"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, got 0"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be at least 1"),
+        ({"n": 5}, "n", "n must be from 1 to 4, got 5"),
+        ({"stop": [""]}, "stop", "stop must be a text or a list of at most 32"),
+        ({"stop": ["x" * 600, "y" * 600]}, "stop", "stop must be a text or a list of at most 32"),
+        ({"logprobs": 50}, "logprobs", "logprobs must be from 0 to 20, got 50"),
+        ({"n": 2, "best_of": 1}, "best_of", "the parameter best_of is not supported"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "the parameter presence_penalty is not supported"),
+        ({"skip_special_tokens": False}, "skip_special_tokens", "the parameter skip_special_tokens is not"),
+        ({"temprature": 1}, "temprature", "the parameter temprature is not supported; leave it out"),
+        ({"stream_options": {"x": True}}, "stream_options.x", "the parameter stream_options.x is not supported"),
+        ({"stream_options": {"include_usage": 1}}, "include_usage", "include_usage must be"),
+    ],
+)
+def test_what_is_refused_is_named(body: dict[str, Any], param: str | None, message: str) -> None:
+    service = Service("tiny", make_tokenizer("bytes"), 257, MAX_LENGTH, 4, 504, chats=False)
+    with pytest.raises(ApiError) as caught:
+        service.read({"prompt": "x", **body}, chat=False)
+    error = caught.value.body["error"]
+    assert (caught.value.status, error["param"], error["message"][: len(message)]) == (400, param, message)
 
 
 def test_what_asks_for_nothing_is_taken(served: Served) -> None:
@@ -251,45 +259,8 @@ def test_what_asks_for_nothing_is_taken(served: Served) -> None:
     body |= {"n": 2, "best_of": 2, "service_tier": "auto", "stop_token_ids": [], "skip_special_tokens": True}
     body |= {"functions": [], "modalities": ["text"], "top_k": -1, "stream_options": {"include_obfuscation": False}}
     assert ask(served, body)[0] == 200
-
-
-def test_limits_by_their_other_names() -> None:
-    (request,) = (
-        service().read({"prompt": "x", "max_completion_tokens": 7, "top_p": 0, "top_k": -1}, chat=False).requests
-    )
-    assert (request.max_new_tokens, request.sampling.top_p, request.sampling.top_k) == (7, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"best_of": 2}, "best_of"),
-        ({"n": 2, "best_of": 1}, "best_of"),
-        ({"service_tier": "flex"}, "service_tier"),
-        ({"stop_token_ids": [5]}, "stop_token_ids"),
-        ({"skip_special_tokens": False}, "skip_special_tokens"),
-        ({"modalities": ["text", "audio"]}, "modalities"),
-        ({"top_k": -2}, "top_k"),
-        ({"top_p": 1.5}, "top_p"),
-        ({"seed": -(2**63), "temperature": -1}, "temperature"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens"),
-        ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
-        ({"stream_options": {"include_usage": 1}}, "include_usage"),
-        ({"prompt": [2**70]}, "prompt"),
-        ({"stop": "x" * 100_000}, "stop"),
-        ({"stop": ["x" * 600, "y" * 600]}, "stop"),
-    ],
-)
-def test_what_is_refused_is_named(body: dict[str, Any], param: str) -> None:
-    with pytest.raises(ApiError) as caught:
-        service().read({"prompt": "x", **body}, chat=False)
-    assert (caught.value.status, caught.value.body["error"]["param"]) == (400, param)
-
-
-def test_the_end_of_a_document_may_be_ignored() -> None:
-    for body, stop_tokens in (({}, (256,)), ({"ignore_eos": False}, (256,)), ({"ignore_eos": True}, ())):
-        (request,) = service().read({"prompt": "x", **body}, chat=False).requests
-        assert request.stop_tokens == stop_tokens
+    # A prompt and its answer may fill the caches.
+    assert ask(served, {"prompt": "x", "max_completion_tokens": MAX_LENGTH - 1, "top_p": 0})[0] == 200
 
 
 def test_routes_without_a_model(served: Served) -> None:

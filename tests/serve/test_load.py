@@ -1,5 +1,8 @@
 """Many clients at once: answers stay the same, pages come back, a queue has its bound."""
 
+import asyncio
+import contextlib
+import random
 import threading
 import time
 from types import SimpleNamespace
@@ -9,8 +12,7 @@ import openai
 import pytest
 
 from tests.serve.servers import MAX_LENGTH, SEQUENCES, serving
-from tests.serve.soak import soak
-from trifocal.inference import Completion, Request, TokenScore, Update
+from trifocal.inference import Completion, Request, Sampling, TokenScore, Update
 from trifocal.models import DecoderLM
 from trifocal.serve.worker import Worker
 
@@ -24,11 +26,59 @@ def wait_until(condition: Any) -> None:
 
 def test_many_clients_get_the_answers_of_one(decoder: DecoderLM) -> None:
     """A third of them leaves early; pages are so few that sequences are swapped out."""
+    rng = random.Random(0)
+    beginnings = [[rng.randrange(256) for _ in range(MAX_LENGTH // 2 - 15)] for _ in range(3)]
+    kinds: list[dict[str, Any]] = [
+        {
+            "prompt": beginnings[number % 3][: rng.randint(0, 40)] + [rng.randrange(256)] * rng.randint(1, 15),
+            "max_tokens": rng.randint(1, MAX_LENGTH // 4),
+            "temperature": 0.0 if number % 3 == 0 else 0.9,
+            "seed": number,
+        }
+        for number in range(12)
+    ]
     with serving(decoder, num_pages=30, max_sequences=8, spare_rows=6) as served:
-        result = soak(served, clients=32, requests=60)
-        assert served.worker.metrics.reused_tokens > 0
-        assert result.compared == 40 and result.cut_off == 20
+        expected = [
+            served.alone(kind["prompt"], kind["max_tokens"], sampling=Sampling(temperature=kind["temperature"], seed=n))
+            for n, kind in enumerate(kinds)
+        ]
+        compared, cut_off = asyncio.run(soak(served.url, kinds, expected, clients=32, requests=60))
+        assert served.worker.metrics.reused_tokens > 0 and (compared, cut_off) == (40, 20)
         assert served.all_free()
+
+
+async def soak(url: str, kinds: list[Any], expected: list[str], *, clients: int, requests: int) -> tuple[int, int]:
+    """Send requests of a few kinds, from as many clients at a time; how many answers were compared, and cut off."""
+    compared = cut_off = 0
+    numbers = iter(range(requests))
+
+    async def work() -> None:
+        nonlocal compared, cut_off
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600) as client:
+            for number in numbers:
+                kind, leaves = kinds[number % len(kinds)], number % 3 == 2
+                # Half of those that leave wait for a few tokens, half for a whole answer.
+                if number % 2:
+                    stream = await client.completions.create(model="tiny", stream=True, **kind)
+                    text, events = "", 0
+                    async for event in stream:
+                        text, events = text + event.choices[0].text, events + 1
+                        if leaves and events > number % 5:
+                            break
+                    await stream.close()
+                elif leaves:
+                    with contextlib.suppress(TimeoutError):
+                        request = client.completions.create(model="tiny", **kind)
+                        await asyncio.wait_for(request, (number % 7) / 200)
+                else:
+                    text = (await client.completions.create(model="tiny", **kind)).choices[0].text
+                cut_off += leaves
+                if not leaves:
+                    compared += 1
+                    assert text == expected[number % len(kinds)], (number, text)
+
+    await asyncio.gather(*(work() for _ in range(clients)))
+    return compared, cut_off
 
 
 def test_who_leaves_frees_its_pages_within_a_step(decoder: DecoderLM) -> None:

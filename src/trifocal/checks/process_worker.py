@@ -32,13 +32,8 @@ class Case:
     """One way to take a step.
 
     Attributes:
-        mode: "ddp", "fsdp" or "hsdp".
         shards: Processes that share a copy under hsdp.
-        num_layers: Layers of the model.
-        checkpointing: Recompute activations in backward.
         accumulation: Micro-batches.
-        static_graph, find_unused: DDP's options.
-        reshard: Give weights back after the forward pass.
         after: Exchange gradients after backward, as recorded graphs need it.
         context: Processes that share each sequence.
     """

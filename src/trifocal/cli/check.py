@@ -31,11 +31,7 @@ class CheckArguments:
 
 
 def run(args: Sequence[str]) -> int:
-    """Run the checks, showing each as it ends.
-
-    Raises:
-        UserError: If a check's name is unknown, or there is no such device.
-    """
+    """Run the checks, showing each as it ends."""
     options: CheckArguments = parse_arguments(CheckArguments, args, prog="trifocal check")
     check_output(options.json)
     console = Console(file=sys.stdout, soft_wrap=not sys.stdout.isatty(), highlight=False, markup=False)

@@ -51,11 +51,7 @@ class ConvertArguments:
 
 
 def run(args: Sequence[str]) -> int:
-    """Convert, and say what to do next.
-
-    Raises:
-        UserError: If the source is no dense model that can be converted, or OUT is not empty; nothing is written then.
-    """
+    """Convert, and say what to do next; nothing is written if the source cannot be converted, or OUT is not empty."""
     options: ConvertArguments = parse_arguments(ConvertArguments, args, prog="trifocal convert")
     source, output = user_path(options.source, "DIR"), user_path(options.output, "OUT")
     if not source.is_dir():

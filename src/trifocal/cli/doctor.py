@@ -38,11 +38,7 @@ class DoctorArguments:
 
 
 def run(args: Sequence[str]) -> int:
-    """Examine the machine and show the findings.
-
-    Raises:
-        UserError: If a config cannot be read.
-    """
+    """Examine the machine and show the findings."""
     options: DoctorArguments = parse_arguments(DoctorArguments, args, prog="trifocal doctor")
     check_output("" if options.json == "-" else options.json)
     configs = {path: load_config(path) for path in options.config}

@@ -95,11 +95,7 @@ class EvaluateArguments:
 
 
 def run(args: Sequence[str]) -> int:
-    """Measure, show a table, and write the figures; those that were measured too where the rest fails.
-
-    Raises:
-        UserError: If there is no model, its weights are broken, there are no data, or none of the tasks makes sense.
-    """
+    """Measure, show a table, and write the figures; those that were measured too where the rest fails."""
     options: EvaluateArguments = parse_arguments(EvaluateArguments, args, prog="trifocal evaluate")
     check_output(options.output)
     path = pretrained_path(options.path, "RUN_DIR")

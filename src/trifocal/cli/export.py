@@ -25,11 +25,7 @@ class ExportArguments:
 
 
 def run(args: Sequence[str]) -> int:
-    """Write the folder, and say how to load it.
-
-    Raises:
-        UserError: If there is no model, a file of it is broken, or the folder is there already or cannot be written.
-    """
+    """Write the folder, and say how to load it."""
     options: ExportArguments = parse_arguments(ExportArguments, args, prog="trifocal export")
     path, folder = pretrained_path(options.path, "RUN_DIR"), user_path(options.folder, "DIR")
     with open_pretrained(path, options.checkpoint) as found:

@@ -16,14 +16,7 @@ from trifocal.train.config.check import choose_device
 
 
 def run(args: Sequence[str]) -> int:
-    """Print continuations, the first while it is made; or write those of a file.
-
-    Returns:
-        0; 1 if sequences of a file ended because the model's output was not finite.
-
-    Raises:
-        UserError: If there is no model, its weights are broken, a prompt is empty or no text, or there is no memory.
-    """
+    """Print continuations, the first while it is made; or write those of a file."""
     options: GenerateArguments = parse_arguments(GenerateArguments, args, prog="trifocal generate")
     path = pretrained_path(options.path, "PATH")
     if options.prompts:

@@ -97,9 +97,7 @@ class GenerateArguments:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its caches that is ready to generate, the folder of its weights, its tokenizer, and the tokens of
-    each prompt.
-    """
+    """A model with caches, the folder of its weights, its tokenizer, and the tokens of each prompt."""
 
     path: Path
     model: CachedModel
@@ -120,11 +118,7 @@ class LoadedModel:
 
 
 def load(options: GenerateArguments, path: Path, prompts: Sequence[tuple[str, str]]) -> LoadedModel:
-    """Load a model from a run, a checkpoint or a folder of weights, and make room for its prompts, each a name and a
-    text.
-
-    Raises UserError if there is no model, a prompt makes no tokens or too many, or there is no memory.
-    """
+    """Load a model, and make room for its prompts, each a name and a text; UserError if that cannot be."""
     device = choose_device(options.device)
     with open_pretrained(path, options.checkpoint) as found:
         config, tokenizer = found.config(), found.tokenizer()

@@ -21,11 +21,7 @@ class NewArguments:
 
 
 def run(args: Sequence[str]) -> int:
-    """Print the preset, or the list.
-
-    Raises:
-        UserError: If there is no such preset.
-    """
+    """Print the preset, or the list."""
     options: NewArguments = parse_arguments(NewArguments, args, prog="trifocal new")
     found = presets()
     if options.preset:

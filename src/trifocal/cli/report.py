@@ -29,11 +29,7 @@ class ReportArguments:
 
 
 def run(args: Sequence[str]) -> int:
-    """Write the page and print its path.
-
-    Raises:
-        UserError: If there is no run.
-    """
+    """Write the page and print its path."""
     options: ReportArguments = parse_arguments(ReportArguments, args, prog="trifocal report")
     directories = [user_path(directory, "RUN_DIR") for directory in options.run_directories]
     for directory in directories:

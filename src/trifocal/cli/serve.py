@@ -89,11 +89,7 @@ class ServeArguments:
 
 
 def run(args: Sequence[str]) -> int:
-    """Serve until SIGTERM or Ctrl-C.
-
-    Raises:
-        UserError: If there is no model, no memory, or no such address.
-    """
+    """Serve until SIGTERM or Ctrl-C."""
     options: ServeArguments = parse_arguments(ServeArguments, args, prog="trifocal serve")
     try:
         import uvicorn  # noqa: F401 (for `make_server`)

@@ -64,7 +64,7 @@ class TrainArguments(RunConfig):
     config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")] = ""
     """The TOML file, or the name of a preset. Not with --resume; with --model.from it may be left out."""
     resume: str = ""
-    """Go on with the run in this folder, from its newest checkpoint."""
+    """Continue the run in this folder, from its newest checkpoint."""
     checkpoint_name: Annotated[str, tyro.conf.arg(name="checkpoint")] = ""
     """With --resume: continue from this checkpoint of the run instead, like step_00000500; later ones are deleted."""
     overwrite: Annotated[bool, tyro.conf.arg(metavar="(no value)")] = False
@@ -72,11 +72,7 @@ class TrainArguments(RunConfig):
 
 
 def run(args: Sequence[str]) -> int:
-    """Train, and print the next commands.
-
-    Raises:
-        UserError: If an argument, the config, the data or a checkpoint is bad.
-    """
+    """Train, and print the next commands."""
     try:
         return _run(args)
     finally:
@@ -119,10 +115,8 @@ def _train(paths: list[str], own: dict[str, Any], overrides: dict[str, Any]) -> 
 
 
 def numbered(config: RunConfig) -> RunConfig:
-    """The config with the first number whose folder is free in place of `{n}` in `run.directory`.
-
-    Raises:
-        UserError: If a launcher starts the run: its processes, and its later starts, must know the folder.
+    """The config with the first number whose folder is free in place of `{n}` in `run.directory`. UserError under a
+    launcher: its processes, and its later starts, must know the folder.
     """
     name = config.run.directory
     if "{n}" not in name:
@@ -162,8 +156,8 @@ def _summary(result: TrainResult) -> str:
     number = result.skipped_documents
     skipped = f"\nskipped {number} bad document{'s'[: number != 1]} (data.on_bad_document)" if number else ""
     if not result.finished:
-        go_on = resume_command(result.directory)
-        return f"\nstopped at step {result.step}, which is saved; continue with:\n  {go_on}{skipped}"
+        command = resume_command(result.directory)
+        return f"\nstopped at step {result.step}, which is saved; continue with:\n  {command}{skipped}"
     lines = [f"\nfinished {result.step} steps in {result.directory}{skipped}"]
     if result.evaluation is not None:
         bits = result.evaluation.bits_per_byte

@@ -12,7 +12,7 @@ from trifocal.cli.console import SafeConsole
 from trifocal.cli.flags import parse_arguments
 from trifocal.errors import UserError
 from trifocal.paths import user_path
-from trifocal.report.live_view import OVER, SilenceClock, render, verdicts
+from trifocal.report.live_view import OVER, render, verdicts
 from trifocal.runlog.run import read_run
 
 _TROUBLE = {"stalled", "failed", "dead"}
@@ -33,16 +33,9 @@ class WatchArguments:
 
 
 def run(args: Sequence[str]) -> int:
-    """Show the run until it is over or Ctrl-C.
-
-    Returns:
-        0, or 1 if a rank is stalled, failed or dead at the end.
-
-    Raises:
-        UserError: If there is no run.
-    """
+    """Show the run until it is over or Ctrl-C; exit status 1 if a rank is stalled, failed or dead at the end."""
     options: WatchArguments = parse_arguments(WatchArguments, args, prog="trifocal watch")
-    console, silences = SafeConsole(), SilenceClock()
+    console = SafeConsole()
     directory = user_path(options.run_directory, "RUN_DIR")
     watched = read_run(directory, live=True)
     if options.interval_seconds == 0 or not console.is_terminal:
@@ -51,13 +44,12 @@ def run(args: Sequence[str]) -> int:
         try:
             with Live(console=console, auto_refresh=False) as live:
                 while True:
-                    picture = render(watched, width=console.width, silences=silences)
-                    live.update(picture, refresh=True)
-                    states = {verdict.state for verdict in verdicts(watched, silences=silences).values()}
+                    live.update(render(watched, width=console.width), refresh=True)
+                    states = {verdict.state for verdict in verdicts(watched).values()}
                     if states and states <= OVER:
                         break
                     time.sleep(options.interval_seconds)
                     watched = read_run(directory, live=True)
         except KeyboardInterrupt:
             pass
-    return int(any(verdict.state in _TROUBLE for verdict in verdicts(watched, silences=silences).values()))
+    return int(any(verdict.state in _TROUBLE for verdict in verdicts(watched).values()))

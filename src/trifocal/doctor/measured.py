@@ -43,19 +43,13 @@ class Need:
     """The needs of one configuration here.
 
     Attributes:
-        name: Name of the file.
-        parameters: Parameters of the model.
         state_bytes: Weights, gradients and optimizer of the whole model; sharding divides them over the processes.
         disk_bytes: Checkpoints, at most at a time.
         device: The device that it was measured on; empty if it was not.
-        processes: Processes that trained together.
         memory_bytes: Memory of one device: the whole of a GPU, the available memory of a host; None if unknown.
-        peak_bytes: Peak of the first device; None if no step ended.
-        step_seconds: A step of the whole global batch; None if no step ended.
-        tokens_per_second: Tokens of all processes together.
+        peak_bytes, step_seconds: Of the first device, and of the whole global batch; None if no step ended.
         data: The data of the steps, where they are not the config's own.
         problem: The reason why the run would fail; empty if it would not.
-        remedies: The commands or flags that help.
     """
 
     name: str

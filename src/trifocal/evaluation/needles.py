@@ -40,12 +40,8 @@ class Haystacks:
         self.needles = task_size(self._data.parsed, 0) if self.is_task else 1
 
     def prompts(self, length: int, depths: Sequence[float], samples: int) -> Iterator[tuple[float, list[Prompt]]]:
-        """For each depth, the prompts of all samples, of `length` tokens at most; a sample has the same haystack at
-        every depth.
-
-        Depths are from 0, the beginning, to 1, the end. The needles of a depth stand in up to 128 places one behind the
-        other, or an eighth of a short haystack. Raises TooShort if the needles and their questions are longer, and
-        UserError if there is no validation text.
+        """For each depth, from 0 to 1, the prompts of all samples, of `length` tokens at most; a sample has the same
+        haystack at every depth. TooShort if needles and questions do not fit, UserError without validation text.
         """
         if self.is_task:
             if length < 12 * self.needles:

@@ -69,15 +69,8 @@ class Subject:
 
     @torch.no_grad()
     def score_answers(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Score the targets of some rows.
-
-        Args:
-            tokens: Rows of one document each, [B, T] int64, on the host.
-            targets: Next tokens where they are asked for, -100 elsewhere, [B, T] int64, on the host.
-
-        Returns:
-            For each valid target, in the order of the rows: whether it is the likeliest token, and its loss in nats;
-            on the host.
+        """Whether each valid target, -100 elsewhere, is the likeliest token behind rows of one document each, both
+        [B, T] int64; and its loss in nats. All on the host.
         """
         with autocast(self.device, self.precision):
             hidden = self.model.hidden_states(tokens.to(self.device))

@@ -50,22 +50,12 @@ def row_layout(
     boundaries: Tensor | None = None,
     longest: int | None = None,
 ) -> RowLayout | None:
-    """Find padding and documents in a batch of shape B and T, which reads the arguments on the host; None if every row
-    is one document without padding.
+    """Find padding and documents in a batch of shape B and T; None if every row is one document without padding.
 
-    Boundaries on a GPU are trusted, as in FlashAttention: reading them would make the host wait at every step for all
-    work that it has started.
-
-    Args:
-        attention_mask: 1 where a token is real, [B, T]; None: everywhere. Real tokens of a row are consecutive.
-        position_ids: Each token's position in its document, [B, T] or [1, T]; it restarts at 0 where a document begins.
-            None: every row is one document.
-        boundaries: First token of each document and, last, the number of tokens, [documents + 1], in a batch of one
-            row. On a GPU without a mask only they are read; else they must agree with position_ids.
-        longest: No document between `boundaries` has more tokens.
-
-    Raises ValueError if the mask has holes or a row without tokens, or positions do not count from 0 in each document,
-    or boundaries do not fit them.
+    The arguments are transformers', `boundaries` are `cu_seq_lens_q`; ValueError if they contradict each other. They
+    are read on the host, except boundaries on a GPU without a mask, which are trusted, as in FlashAttention: reading
+    them would make the host wait for all work that it has started. No document between them has more than `longest`
+    tokens.
     """
     if boundaries is not None and shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q needs a batch of one row, got {shape[0]} rows")

@@ -88,8 +88,7 @@ class CachedModel:
         num_pages: Pages that the sequences share; enough for all at their longest unless given.
         page_size: Tokens of a page, rounded up to whole selection blocks; 256 unless given.
         dtype: Type of the products and of the caches; autocast's where it is on, else that of the weights.
-        prefill_chunk_size: Tokens of a prompt that go through the model at a time; 0: up to 65,536, on a CPU 8,192, as many
-            as have activations of 1 GiB.
+        prefill_chunk_size: Tokens of a prompt that go through the model at a time; 0: as activations of 1 GiB allow.
         spare_rows: Rows of the rings beyond those of the sequences, for prefixes of prompts that an engine keeps.
         record_chunks: Whether chunks of prompts are recorded as CUDA graphs, each place and length for itself. Lengths
             are padded to powers of two from 256, up to the chunk size, on every device; the padding takes one page.

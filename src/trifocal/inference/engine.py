@@ -183,10 +183,7 @@ class Engine:
                     self._model.free(cached)
                     raise
             state.cached, state.swapped = cached, None
-            if state.launched:
-                self._scheduler.run(state)
-            else:
-                self._scheduler.prefill(state)
+            self._scheduler.enqueue(state)
 
     def _place(self, cached: CachedSequence, state: RequestState) -> int:
         prompt = state.request.prompt_tensor
@@ -244,7 +241,7 @@ class Engine:
         self._outstanding += drawn
         for each in states:
             each.launched = 1
-            self._scheduler.run(each)
+            self._scheduler.enqueue(each)
             self._leave_batch_if_launched(each)
         return len(piece)
 

@@ -125,8 +125,7 @@ def plan_cache(
     """The caches for `sequences` at a time, or for as many as fit into the free bytes; None if not even one of
     `max_length` tokens fits.
 
-    Sequences seldom all reach the longest length at once: they share what pages there are, and the engine lets the
-    youngest leave for a while when the pages run out. So as many are planned as get a page each.
+    As many are planned as get a page each: they share the pages, and the youngest leaves when these run out.
     """
     weight = cache_bytes(config, dtype, max_length)
     longest = -(-max_length // weight.page_size)
@@ -139,7 +138,7 @@ def plan_cache(
 
 
 def memory_for_caches(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes for caches on a device beside the weights of a model that is not loaded yet; 0 or less if there are none."""
+    """Bytes for caches on a device beside the weights of a model that is not loaded yet; none may be left."""
     free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory_bytes()
     # The weights as they are loaded, and the copy for the products.
     weight_bytes = parameter_count(config) * (4 + dtype.itemsize)

@@ -113,10 +113,8 @@ def append_sparse_chunk(
     """Append a chunk to a sparse layer's caches; rotated queries, what they see, and rotated queries of an index with
     its keys of all tokens so far, or None.
 
-    q is [1, T, H, D]; raw, selected and window are keys and values of the branches, [1, T, G, D] and [1, T, G, V], raw
-    None where the cache has none, window None where it reads the selected branch's. The index has queries [1, T, G, Di]
-    and keys [1, T, Di], each with its tables. Nothing is rotated yet. `compress` is φ of keys and of values,
-    [1, S, G, *] -> [1, C, G, *].
+    q is [1, T, H, D]; raw, selected and window are keys and values of the branches, [1, T, G, D] and [1, T, G, V], None
+    where the cache has none. The index has queries [1, T, G, Di] and keys [1, T, Di], each with its tables.
     """
     stride = geometry.compression_stride
     before, after = geometry.num_compressed_blocks(chunk.first), geometry.num_compressed_blocks(chunk.stop)

@@ -72,16 +72,8 @@ class Sampling:
     def of(
         cls, generation: Mapping[str, Any], *, seed: int = 0, default_temperature: float = 1.0, **given: Any
     ) -> "Sampling":
-        """Given settings; where one is absent or "auto", that of `generation_config.json`, or the default.
-
-        Args:
-            generation: Settings of the model, as `Tokenizer.generation` has them.
-            seed: See the class.
-            default_temperature: Where neither gives one.
-            given: Settings, by name.
-
-        Raises:
-            ValueError: If a value is out of range; a UserError if it is one of the model's.
+        """Given settings; where one is absent or "auto", that of `generation`, the model's `generation_config.json`, or
+        the default. ValueError if a value is out of range; a UserError if it is one of the model's.
         """
         values = {name: generation[name] for name in SETTINGS if name in generation}
         try:

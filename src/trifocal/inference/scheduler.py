@@ -20,23 +20,13 @@ class RequestState:
     """A sequence on its way: it waits, goes through its prompt, runs, may be swapped out, and ends.
 
     Attributes:
-        request: The request.
-        age: Grows with every new sequence: the youngest has the largest.
-        sampling: The request's, with the seed of this sample.
-        sample: Which continuation of the request.
-        cached: Its place in the caches while it is there.
-        swapped: Its caches on the host while it is swapped out.
+        age: The youngest sequence has the largest.
+        cached, swapped: Its place in the caches, or its copy on the host; neither while it waits.
         place: Its place in the batch while it takes part in steps.
         logits: Logits of its prompt's last token, until its first tokens are drawn.
-        launched: Tokens whose draw is queued.
+        launched: Tokens whose draw is queued; `tokens` are those that the host has read.
         keys: Hashes of its prompt's chunks, by which prefixes are kept and found; none for a scored prompt.
-        reused_tokens: Tokens of its prompt that were found in the caches.
-        prompt_scores: Scores of the prompt's tokens so far, if they are asked for.
-        tokens, log_probabilities: What the host knows of them.
-        text: Text so far.
-        stream: Makes text of tokens; None without a tokenizer.
-        lookup: Guesses its next tokens, where they are guessed.
-        ended: Whether it has its last token.
+        prompt_scores: Scores of the prompt's tokens that no update has returned yet.
     """
 
     request: Request
@@ -73,9 +63,9 @@ class RequestState:
 class Scheduler:
     """Keeps sequences in order of age, and counts pages and rows for them.
 
-    First come, first served: a sequence is admitted after all that came before it. Kept prefixes of prompts
-    give way to sequences. A sequence is `waiting` (not yet in the caches), `swapped` (on the host), `prefilling` (its
-    prompt is computed) or `running` (it draws tokens); all but the first oldest first.
+    First come, first served: a sequence is admitted after all that came before it. Kept prefixes give way to sequences.
+    A sequence is `waiting` (not yet in the caches), `swapped` (on the host), `prefilling` (its prompt is computed) or
+    `running` (it draws tokens); all but the first oldest first.
     """
 
     def __init__(self, model: CachedModel, prefixes: PrefixCache) -> None:
@@ -94,10 +84,8 @@ class Scheduler:
     def enter(self) -> Iterator[tuple[RequestState, CachedSequence | None]]:
         """Sequences to admit now, oldest first, each with a kept prefix of its prompt, if there is one.
 
-        Each leaves its queue once it is admitted, when the next is asked for.
-
-        A sequence is admitted if its pages are free beside those of the prompts that are prefilled, and every running
-        one that needs more can still get one, so that it is not swapped out again at once.
+        Each leaves its queue when the next is asked for. It is admitted if its pages are free beside those of the
+        prompts that are prefilled, and one for every running sequence that needs more: else it would leave at once.
         """
         while True:
             queue: list[RequestState] | deque[RequestState] = self.swapped or self.waiting
@@ -156,13 +144,9 @@ class Scheduler:
         (self.running if state.launched else self.prefilling).remove(state)
         _insert(self.swapped, state)
 
-    def prefill(self, state: RequestState) -> None:
-        """Count a sequence among those whose prompts are prefilled."""
-        _insert(self.prefilling, state)
-
-    def run(self, state: RequestState) -> None:
-        """Count a sequence among those that run."""
-        _insert(self.running, state)
+    def enqueue(self, state: RequestState) -> None:
+        """Count a sequence in the caches among those that run, or whose prompts are prefilled."""
+        _insert(self.running if state.launched else self.prefilling, state)
 
     def drop(self, request: Request) -> list[RequestState]:
         """Take a request's sequences out of all queues; those that were taken."""

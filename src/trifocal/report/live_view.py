@@ -1,7 +1,6 @@
 """The live view of a run in a terminal, only from its files."""
 
 import itertools
-import time
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -32,35 +31,9 @@ _ETA_ROWS = 30
 _SHOWN_EVENTS = 4
 
 
-class SilenceClock:
-    """Seconds of silence of every rank, only by this machine's clock once a new row was seen.
-
-    Clocks of other machines may be off, which would make live ranks look dead, or dead ones alive.
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[int, tuple[float, float, bool]] = {}
-
-    def of(self, rank: int, row: Row, now: float) -> float:
-        """Seconds since a rank's last row, at the time `now` since the epoch by this machine's clock."""
-        written = row["unix_time_seconds"]
-        last, since, moved = self._seen.get(rank, (written, now, False))
-        if written != last:
-            last, since, moved = written, now, True
-        self._seen[rank] = (last, since, moved)
-        return now - since if moved else max(now - written, now - since)
-
-
-def verdicts(run: Run, now: float | None = None, *, silences: SilenceClock | None = None) -> dict[int, Verdict]:
-    """The verdict on every rank that has written a heartbeat; `silences` is the state of earlier calls for the same
-    run.
-    """
-    now = time.time() if now is None else now
-    silences = silences or SilenceClock()
-    found = {}
-    for rank, (*_, row) in run.heartbeats.items():
-        found[rank] = judge(row, row["unix_time_seconds"] + silences.of(rank, row, now))
-    return found
+def verdicts(run: Run) -> dict[int, Verdict]:
+    """The verdict on every rank that has written a heartbeat."""
+    return {rank: judge(rows[-1]) for rank, rows in run.heartbeats.items()}
 
 
 def remaining_seconds(run: Run) -> float | None:
@@ -90,12 +63,9 @@ def curve(values: list[float], width: int) -> str:
     return _bars(means, min(means), max(means))
 
 
-def render(run: Run, *, width: int = 80, silences: SilenceClock | None = None) -> RenderableType:
-    """Draw a run, from `read_run(directory, live=True)`: the processes first, as a low terminal cuts off the end.
-
-    `silences` is the state of earlier calls for the same run.
-    """
-    found = verdicts(run, silences=silences)
+def render(run: Run, *, width: int = 80) -> RenderableType:
+    """Draw a run, from `read_run(directory, live=True)`: the processes first, as a low terminal cuts off the end."""
+    found = verdicts(run)
     parts: list[RenderableType] = [_progress(run, found), _ranks(run, found), _figures(run, width)]
     events = run.of_kind("event")[-_SHOWN_EVENTS:]
     if events:

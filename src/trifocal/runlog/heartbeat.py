@@ -263,14 +263,11 @@ def running_threads() -> frozenset[int]:
 
 
 def where(main_thread: int, depth: int = 3, *, others: frozenset[int] = frozenset()) -> tuple[str, bool]:
-    """The innermost frames of the training thread, and whether a compiler of PyTorch or Triton is on its stack.
+    """`function (file.py:line) < caller (file.py:line) < …`, the innermost frames of the training thread, and whether
+    a compiler of PyTorch or Triton is on its stack.
 
     Frames of the autograd engine's own threads (hooks, on CUDA) come first: meanwhile the training thread only waits.
-    The engine's threads are unknown to `threading` and younger than the training; such threads of other libraries are
-    older: `others` are the `running_threads()` from before it.
-
-    The frames are `function (file.py:line) < caller (file.py:line) < …`, `depth` of them, empty if the thread, by its
-    `threading.get_ident()`, is gone or is the calling one.
+    They are unknown to `threading`, and younger than such threads of other libraries, `others`.
     """
     known = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
     known |= others | {main_thread}

@@ -29,17 +29,7 @@ class Histogram:
 
 
 class Metrics:
-    """What the server has done.
-
-    Attributes:
-        prompt_tokens: Tokens of prompts.
-        reused_tokens: Those of them that were found in the caches.
-        new_tokens: Tokens that were drawn.
-        guessed_tokens, right_tokens: Tokens that were guessed, and those of them that were right.
-        ended: Requests by how they ended: a finish reason, "cancelled", "refused" or "error".
-        first_token: Time from a request to its first token.
-        between_tokens: Time from a token to the next of its sequence.
-    """
+    """What the server has done; requests have `ended` with a finish reason, "cancelled", "refused" or "error"."""
 
     def __init__(self) -> None:
         self.prompt_tokens = self.reused_tokens = self.new_tokens = self.guessed_tokens = self.right_tokens = 0

@@ -70,17 +70,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A checked request of a client.
+    """A checked request of a client, with a request of the engine for each prompt.
 
-    Attributes:
-        chat: Whether it is a chat.
-        requests: A request of the engine for each prompt.
-        texts: Text of each prompt; only where it is repeated in the answer.
-        echo: Whether the answer begins with the prompt.
-        logprobs: Whether log-probabilities are wanted.
-        stream: Whether the answer comes token by token.
-        include_usage: Whether the last event of a stream counts tokens.
-        drops_token: Whether no new token was asked for, so that the one that is drawn is left out.
+    The answer begins with the prompts' `texts` if `echo`; `drops_token`: no new token was asked for, so that the one
+    that is drawn is left out.
     """
 
     chat: bool

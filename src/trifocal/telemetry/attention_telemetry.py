@@ -1,12 +1,7 @@
 """Gates and selected blocks of every layer during a run, as `telemetry` rows.
 
 Measured on the first sequence of a batch by a separate forward pass without gradient: the training step itself,
-compiled or not, is unchanged. The cost is the forward pass of one sequence, and full attention of some of its queries,
-every `log.telemetry_interval_steps` steps. The host waits for the device at the end.
-
-Layers that choose no blocks have no rows, and layers without gates null for the figures of gates. The figures that
-compare with full attention are null if every query reads all its candidates. An alarm is an event when a state begins,
-and an `info` event with the suffix `_over` when it ends; docs/diagnostics.md has fields and alarms.
+compiled or not, is unchanged. The host waits for the device at the end. docs/diagnostics.md has fields and alarms.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Figures about gates and selected blocks: pure functions of the layers' tensors.
+"""Figures about gates and selected blocks, which docs/diagnostics.md defines: pure functions of the layers' tensors.
 
 All of them stay on the device. Shape letters as in DESIGN.md; the batch is one sequence, so B is left out. Leading
 dimensions of the arguments, such as layers, are those of every figure.
@@ -32,13 +32,7 @@ def attention_statistics(layer: LayerAttention) -> dict[str, Tensor]:
 
 
 def gate_statistics(gates: Tensor) -> dict[str, Tensor]:
-    """Describe gates [..., T, H, 3] in the order cmp, slc, win; NaN where there are none, and then so are the figures.
-
-    For each branch b: `gate_mean_b` and `gate_spread_b` (standard deviation), over tokens and heads; `gate_share_b`,
-    the branch's mean share in the sum of the three gates; `gate_entropy_b`, the mean entropy of the gate as a
-    probability, in nats: ln 2 at 0.5, 0 when saturated and without gradient; `heads_ignoring_b`, the share of heads
-    with a mean gate below IGNORED_GATE.
-    """
+    """Describe gates [..., T, H, 3] in the order cmp, slc, win; NaN where there are none, as the figures then are."""
     gates = gates.float()
     entropy = torch.special.entr(gates) + torch.special.entr(1 - gates)
     mean = gates.mean(-3)
@@ -58,16 +52,7 @@ def gate_statistics(gates: Tensor) -> dict[str, Tensor]:
 
 
 def selection_statistics(selected: Tensor, geometry: Geometry, documents: Documents | None) -> dict[str, Tensor]:
-    """Describe selected blocks [..., T, G, N], -1 pads, counted from the start of the query's document.
-
-    `selected_distance_shares` [..., bins]: share of the selected blocks that lie 0, 1, 2-3, 4-7, … blocks before the
-    query's own; `selected_forced_share`: share of forced blocks; `free_local_share`: among the free blocks of queries
-    with more candidates than n, the share inside the window (0 without such blocks); `neighbour_overlap`: share of a
-    query's blocks that the query before it selected too; `blocks_of_neighbours` [..., 3]: blocks that any of 4, 8 and
-    16 neighbours selected, over n, among queries with more candidates than n (NaN without such neighbours);
-    `selected_count_shares` [..., n + 1]: share of the queries of a group that select 0, 1, …, n blocks;
-    `fewer_than_n_share`: share of those with fewer than n.
-    """
+    """Describe selected blocks [..., T, G, N], -1 pads, counted from the start of the query's document."""
     num_queries, device = selected.shape[-3], selected.device
     positions = torch.arange(num_queries, device=device) if documents is None else documents.positions
     own = (positions // geometry.selection_block_size)[:, None, None]
@@ -116,10 +101,6 @@ def choice_statistics(layer: LayerAttention) -> dict[str, Tensor]:
     """Compare the choice with the exact one, by full attention over the selected branch's keys, at sampled queries.
 
     Only queries with more free candidates than free places count; all figures are NaN if there are none.
-    `choice_recall`: mass of the free blocks that the choice holds, as a share of what the exact choice holds;
-    `recall_by_chance`: the same for free blocks drawn at random; `exact_mass_by_distance` [..., bins]: where the mass
-    lies that the exact choice holds, in the bins of `selected_distance_shares`, in all 1; `held_mass_by_distance`
-    [..., bins]: where that of the choice lies, in all `choice_recall`.
     """
     queries, geometry = layer.sampled_queries(), layer.geometry
     mass, sample = full_attention_shares(layer, queries), layer.sample(queries)

@@ -39,8 +39,7 @@ class StackDump:
     run, and on the fatal signals SIGSEGV, SIGABRT, SIGBUS, SIGFPE and SIGILL.
 
     faulthandler writes in the signal handler itself, so it works while the main thread is busy in C code or holds the
-    interpreter's lock. Stacks are appended to `stacks_rank{rank}.txt` in the run's `dumps`. If that cannot be opened,
-    they go to standard error, with a warning.
+    interpreter's lock.
     """
 
     def __init__(self, directory: Path, rank: int = 0) -> None:
