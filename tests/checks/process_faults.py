@@ -24,9 +24,3 @@ def last_micro_batch_alone(rank: int) -> None:
         return healthy(self, last=last)
 
     Parallel.micro_batch = micro_batch
-
-
-def death(rank: int) -> None:
-    """One process ends with an error."""
-    if rank == 1:
-        raise MemoryError("no more")

@@ -9,14 +9,7 @@ import torch
 
 from tests import warm
 from tests.checks import faults
-from trifocal.checks import (
-    CHECKS,
-    Skipped,
-    attention_checks,
-    cost_checks,
-    operation_checks,
-    training_checks,
-)
+from trifocal.checks import CHECKS, Skipped, attention_checks, cost_checks, operation_checks, training_checks
 from trifocal.checks.process_worker import Case
 from trifocal.data import DataConfig
 from trifocal.errors import UserError
@@ -301,11 +294,6 @@ def late_binding_in_every_process(measure, _):
 def test_parallel_gradients_find_a_lost_micro_batch():
     found = training_checks.parallel_gradients(CPU, prepare="tests.checks.process_faults:last_micro_batch_alone")
     assert found.figure > 0.1 and "fsdp" in found.details[0]
-
-
-def test_a_process_that_fails_is_an_error_with_its_text():
-    with pytest.raises(RuntimeError, match=r"(?s)process 1 ended with status 1: .*MemoryError: no more"):
-        training_checks.parallel_gradients(CPU, prepare="tests.checks.process_faults:death")
 
 
 @fault("unknown-flags")

@@ -168,10 +168,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(dense_run: Path, tmp_path: Pat
             [str(dense_run), out, "--to", "sparse"],
             "--to must be one of 'mix', 'selected', 'nsa', 'dense', got 'sparse'",
         ),
-        (
-            [str(dense_run), out, "--to", "nsa", "--dense-layers", "first"],
-            "must be an integer, got 'first'",
-        ),
+        ([str(dense_run), out, "--to", "nsa", "--dense-layers", "first"], "must be an integer, got 'first'"),
         ([str(dense_run), out, "--to", "nsa", "--dense-layers", "2"], "--dense-layers names layer 2"),
         ([str(dense_run), out, "--to", "selected", "--shared-kv", "true"], "--shared-kv goes with --to nsa"),
         ([str(dense_run), out, "--to", "nsa", "--geometry.window-size", "0"], "window_size must be at least 1"),

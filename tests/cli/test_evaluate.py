@@ -152,10 +152,7 @@ def test_the_type_of_the_weights_is_that_of_the_products(
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (
-            ("--only", "needles"),
-            "one of 'loss', 'position', 'choice', 'needle', 'recall', got 'needles'",
-        ),
+        (("--only", "needles"), "one of 'loss', 'position', 'choice', 'needle', 'recall', got 'needles'"),
         (("--depths", "0"), "--depths must be at least 1, got 0"),
         (("--lengths", "8", "0"), "--lengths must be above 0, got 0"),
         (("--only", "recall"), "has no keys and values to recall"),

@@ -108,10 +108,7 @@ def test_disk_here(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "code, remedy",
-    [(errno.ENOSPC, "du -xhd1"), (errno.EROFS, "--run.directory")],
-)
+@pytest.mark.parametrize("code, remedy", [(errno.ENOSPC, "du -xhd1"), (errno.EROFS, "--run.directory")])
 def test_disk_that_takes_nothing(tmp_path, monkeypatch, code, remedy):
     def fail(descriptor):
         raise OSError(code, "refused")

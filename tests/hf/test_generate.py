@@ -20,11 +20,7 @@ from trifocal.testing.small_models import make_model, random_tokens, small_confi
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 KINDS: list[dict[str, Any]] = [
     {},
-    {
-        "compressor": "mlp",
-        "shared_kv": True,
-        "rope_scaling": RopeScaling(rope_type="linear", factor=2.0),
-    },
+    {"compressor": "mlp", "shared_kv": True, "rope_scaling": RopeScaling(rope_type="linear", factor=2.0)},
     {"layer_types": ("window", "selected"), "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
     {"layer_types": ("dense", "nsa"), "unrotated_layers": (1,)},
     {"chooser": "index", "layer_types": ("selected", "nsa"), "unrotated_layers": (1,)},
@@ -202,7 +198,7 @@ def test_rows_are_repeated_chosen_and_cut(model: TrifocalForCausalLM, rows: list
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
     with pytest.raises(ValueError, match="crop cannot take 65 tokens of 41"):
         cache.crop(-65)
-    # As older callers give it: so many stay.
+    # As older callers give it: the number that stays.
     cache.crop(50)
     assert cache.get_seq_length() == 41
     cache.crop(1)

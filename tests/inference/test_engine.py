@@ -391,16 +391,6 @@ def test_a_cancelled_request_is_not_returned_after_a_step_that_failed(
     assert engine.idle and engine.step() == []
 
 
-def test_the_first_token_comes_before_the_second_is_begun(model: DecoderLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = []
-    healthy = CachedModel.step
-    monkeypatch.setattr(CachedModel, "step", lambda *a: steps.append(1) or healthy(*a))
-    engine, _ = make_engine(model)
-    updates = engine.run([Request(prompt=[1, 2], max_new_tokens=5)])
-    for number, update in enumerate(updates):
-        assert update.token is not None and len(steps) == number
-
-
 def test_every_batch_size_is_recorded_before_requests_come(model: DecoderLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first step of a kind compiles, the second is recorded; then requests find nothing changed."""
     steps: list[tuple[int, bool, bool]] = []

@@ -7,16 +7,7 @@ import torch
 from torch import Tensor
 
 from trifocal.errors import UserError
-from trifocal.inference.sampler import (
-    NO_TOKEN,
-    Sampling,
-    SamplingTensors,
-    draw,
-    penalised,
-    pick,
-    uniform,
-    weights_of,
-)
+from trifocal.inference.sampler import NO_TOKEN, Sampling, SamplingTensors, draw, penalised, pick, uniform, weights_of
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
 
@@ -208,9 +199,6 @@ def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None
         Sampling(**options)
 
 
-@pytest.mark.parametrize(
-    ("options", "same"),
-    [({"top_k": 2**40}, {}), ({"temperature": 1e300}, {"temperature": 1e38})],
-)
+@pytest.mark.parametrize(("options", "same"), [({"top_k": 2**40}, {}), ({"temperature": 1e300}, {"temperature": 1e38})])
 def test_settings_beyond_their_type_are_its_largest(options: dict[str, Any], same: dict[str, Any]) -> None:
     assert [drawn(LOGITS, i, **options) for i in range(50)] == [drawn(LOGITS, i, **same) for i in range(50)]

@@ -108,11 +108,7 @@ def test_an_observer_that_fails_is_warned_about_once(tmp_path: Path, caplog: pyt
 
 
 def test_bad_arguments_are_refused(tmp_path: Path) -> None:
-    with (
-        Heartbeat(tmp_path) as heartbeat,
-        pytest.raises(ValueError, match="got 'think'"),
-        heartbeat.phase("think"),
-    ):
+    with Heartbeat(tmp_path) as heartbeat, pytest.raises(ValueError, match="got 'think'"), heartbeat.phase("think"):
         pass
 
 

@@ -64,28 +64,19 @@ def test_a_large_log_is_thinned_out_and_its_end_is_whole(make_run: MakeRun, monk
     assert live == rows[-len(live) :] and 0 < len(live) < len(rows)
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "said"),
-    [
-        *(
-            ("env.json", content, "1 damaged entry of env.json left out")
-            for content in (
-                '{"trifocal": [1]}',
-                '{"cpu": 3}',
-                '{"gpus": [1]}',
-                '{"gpus": [{}]}',
-                '{"variables": 3}',
-            )
-        ),
-        ("evaluation/step_1.json", '{"rows": 5}', "1 damaged entry of evaluation/step_1.json left out"),
-        ("heartbeat/rank1.jsonl", '{"rank": 1}\n', "1 damaged entry of heartbeat/rank1.jsonl left out"),
-    ],
-)
-def test_a_damaged_file_is_left_out_of_the_report(make_run: MakeRun, file: str, content: str, said: str) -> None:
+def test_a_damaged_file_is_left_out_of_the_report(make_run: MakeRun) -> None:
     run = make_run(steps=200, gpu=True)
-    (run / file).parent.mkdir(exist_ok=True)
-    (run / file).write_text(content)
-    assert said in write_report(run).read_text()
+    (run / "evaluation").mkdir()
+    for file, content in (
+        ("env.json", '{"trifocal": [1]}'),
+        ("env.json", '{"gpus": [1]}'),
+        ("env.json", '{"gpus": [{}]}'),
+        ("evaluation/step_1.json", '{"rows": 5}'),
+        ("heartbeat/rank1.jsonl", '{"rank": 1}\n'),
+    ):
+        (run / file).write_text(content)
+        assert f"1 damaged entry of {file} left out" in read_run(run).left_out_notes()
+    assert "1 damaged entry of env.json left out" in write_report(run).read_text()
     assert "finished" in shown(run)
 
 

@@ -92,7 +92,7 @@ def test_a_process_whose_number_another_one_has_by_now_is_dead(sleeper: subproce
     assert state == "stalled", "without /proc"
 
 
-def test_a_stopped_process_is_stalled_and_told_how_to_go_on(sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_stopped_process_is_stalled_and_told_how_to_continue(sleeper: subprocess.Popen[bytes]) -> None:
     sleeper.send_signal(signal.SIGSTOP)
     wait_for_state(sleeper.pid, "T")
     state, reason = verdict(11.0, pid=sleeper.pid)

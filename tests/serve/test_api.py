@@ -296,6 +296,9 @@ def test_a_key(decoder: DecoderLM) -> None:
         assert caught.value.headers["WWW-Authenticate"] == "Bearer"
         caught.value.close()
         body = {"prompt": "x", "max_tokens": 1}
+        name = ask(served, body, Authorization="Bearer sesame")[1]["id"]
+        for path, key, status in ((name, "other", 401), ("other", "sesame", 404), (name, "sesame", 200)):
+            assert ask(served, None, f"/attention/{path}", Authorization=f"Bearer {key}")[0] == status
         for given, status in (("bearer sesame", 200), ("BEARER  sesame", 200), ("Basic sesame", 401), ("sesame", 401)):
             assert ask(served, body, Authorization=given)[0] == status, given
 

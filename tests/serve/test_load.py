@@ -196,15 +196,6 @@ def test_a_full_queue_refuses(decoder: DecoderLM) -> None:
         assert served.client().completions.create(**options | {"max_tokens": 2}).choices
 
 
-def test_samples_that_have_ended_make_room(decoder: DecoderLM) -> None:
-    with serving(decoder, max_waiting=0) as served:
-        for _ in range(3):
-            answer = served.client().completions.create(model="tiny", prompt="x", max_tokens=2, n=SEQUENCES)
-            assert len(answer.choices) == SEQUENCES
-        # A prompt is counted once, and not for each of its answers.
-        assert served.worker.metrics.prompt_tokens == 3
-
-
 def test_the_end_waits_for_who_has_begun(decoder: DecoderLM) -> None:
     with serving(decoder) as served:
         texts: list[str] = []

@@ -5,8 +5,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +14,6 @@ from tests.report.browser import Browser, find
 from tests.serve.servers import Served, serving
 from trifocal.data import make_tokenizer
 from trifocal.inference import Sampling
-from trifocal.models import DecoderLM
-from trifocal.serve.pictures import Pictures
 from trifocal.testing.small_models import make_model, small_config
 
 PROMPT = "def <b>main</b>():"
@@ -135,25 +131,3 @@ def test_the_picture_has_a_window_for_the_layers_that_have_one() -> None:
         with urllib.request.urlopen(f"{served.url}/attention/{answer.id}") as reply:
             picture = json.load(reply)
     assert (picture["layers"], picture["windows"]) == ([0, 2], [config.geometry.window_size, 0])
-
-
-def test_the_model_of_pictures_is_loaded_when_one_is_asked_for(decoder: DecoderLM) -> None:
-    loads: list[DecoderLM] = []
-
-    def load() -> DecoderLM:
-        loads.append(decoder)
-        return decoder
-
-    pictures = Pictures(load, make_tokenizer("bytes"), torch.float32)
-    answer: Any = SimpleNamespace(id="x", first_prompt=[1, 2], tokens={0: [3, 4]})
-    pictures.remember(answer)
-    assert not loads
-    assert [pictures.picture("x")["queries"] for _ in range(2)] == [[1, 2]] * 2 and len(loads) == 1
-
-
-def test_pictures_need_the_key_and_a_name(decoder: DecoderLM) -> None:
-    with serving(decoder, api_key="sesame") as served:
-        answer = served.client(api_key="sesame").completions.create(model="tiny", prompt="x", max_tokens=3)
-        for headers, name, status in (({}, answer.id, 401), ({"Authorization": "Bearer sesame"}, "other", 404)):
-            with pytest.raises(urllib.error.HTTPError, match=str(status)):
-                urllib.request.urlopen(urllib.request.Request(f"{served.url}/attention/{name}", headers=headers))

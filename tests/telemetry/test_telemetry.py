@@ -10,14 +10,7 @@ import torch
 
 from tests.devices import WIDE, needs_gpu
 from trifocal.models import DecoderLM, ModelConfig
-from trifocal.ops import (
-    Documents,
-    Geometry,
-    compressed_attention,
-    mean_compress,
-    select_blocks,
-    select_blocks_by_index,
-)
+from trifocal.ops import Documents, Geometry, compressed_attention, mean_compress, select_blocks, select_blocks_by_index
 from trifocal.ops.layout import pad_boundaries
 from trifocal.runlog import MetricsWriter, read_metrics
 from trifocal.telemetry import attention_telemetry as telemetry_module
@@ -327,7 +320,7 @@ def test_alarms_are_events_once_and_end(tmp_path: Path) -> None:
     assert len(read_metrics(tmp_path / "metrics.jsonl", "telemetry")) == 12
 
 
-def test_alarms_go_on_over_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alarms_continue_over_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """None begins twice, and a fall is one from the best of the whole run; a look without figures ends nothing."""
     (row, *_) = AttentionTelemetry(model_of()).measure(torch.arange(LENGTH)[None] % 64)
     closed = {"gate_mean_cmp": 0.01}
@@ -342,7 +335,7 @@ def test_alarms_go_on_over_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             for step, look in enumerate(looks):
                 if resumed:
                     telemetry = AttentionTelemetry(model_of())
-                    telemetry.go_on([{"step": 0, "layer": 0, "other": "form"}, *read_metrics(path, "telemetry")])
+                    telemetry.resume([{"step": 0, "layer": 0, "other": "form"}, *read_metrics(path, "telemetry")])
                 monkeypatch.setattr(telemetry, "measure", lambda *_, look=look, **__: [row | look])
                 telemetry.log(metrics, step, torch.zeros(1, 1))
         names.append([(event["step"], event["name"]) for event in read_metrics(path, "event")])

@@ -9,13 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from trifocal.checks import (
-    attention_checks,
-    cost_checks,
-    model_checks,
-    operation_checks,
-    training_checks,
-)
+from trifocal.checks import attention_checks, cost_checks, model_checks, operation_checks, training_checks
 from trifocal.checks.measurement import Measurement, Skipped
 from trifocal.errors import one_line, unknown
 from trifocal.runlog import environment

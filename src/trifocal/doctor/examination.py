@@ -84,10 +84,7 @@ def _size(number: int) -> str:
 
 
 def examine(
-    configs: Mapping[str, RunConfig],
-    run_directory: Path,
-    *,
-    on_start: Callable[[str], None] = lambda what: None,
+    configs: Mapping[str, RunConfig], run_directory: Path, *, on_start: Callable[[str], None] = lambda what: None
 ) -> Examination:
     """Examine the machine and the configurations.
 
@@ -97,12 +94,7 @@ def examine(
         on_start: Called with the name of each part as it begins.
     """
     on_start("software and hardware")
-    findings = [
-        machine.check_software(),
-        *machine.check_gpus(),
-        machine.check_cpu(),
-        machine.check_compiler(),
-    ]
+    findings = [machine.check_software(), *machine.check_gpus(), machine.check_cpu(), machine.check_compiler()]
     on_start("a kernel")
     findings.append(probes.check_triton())
     on_start("gloo and NCCL")

@@ -98,14 +98,7 @@ def measure_loss(subject: Subject, batches: Sequence[Batch], on_batch: Callable[
     return [
         whole,
         *(
-            {
-                "task": "position",
-                "length": length,
-                "first": first,
-                "end": end,
-                "targets": count,
-                "loss": nat / count,
-            }
+            {"task": "position", "length": length, "first": first, "end": end, "targets": count, "loss": nat / count}
             for first, end, nat, count in zip(edges[:-1], edges[1:], nats, counts, strict=True)
             if count
         ),

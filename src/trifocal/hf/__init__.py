@@ -7,12 +7,7 @@ except ImportError:
     raise ImportError("trifocal.hf needs an extra: pip install 'trifocal[hf]'") from None
 
 from trifocal.hf.configuration import TrifocalConfig
-from trifocal.hf.modeling import (
-    ChoiceRecall,
-    TrifocalForCausalLM,
-    TrifocalForSequenceClassification,
-    TrifocalModel,
-)
+from trifocal.hf.modeling import ChoiceRecall, TrifocalForCausalLM, TrifocalForSequenceClassification, TrifocalModel
 
 __all__ = [
     "ChoiceRecall",

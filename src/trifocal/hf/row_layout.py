@@ -63,7 +63,8 @@ def row_layout(
         documents = Documents.from_checked(boundaries, shape[1])._replace(max_length=longest)
         return RowLayout(None, documents, shape)
     mask = real_tokens(attention_mask, shape)
-    starts = _row_starts(mask)
+    # Each row's first real token.
+    starts = torch.zeros_like(mask).scatter(1, mask.to(torch.uint8).argmax(1, keepdim=True), True)
     found = [] if position_ids is None else [starts | _document_starts(position_ids, mask, starts)]
     if boundaries is not None:
         boundaries = boundaries.cpu()
@@ -112,12 +113,6 @@ def real_tokens(attention_mask: Tensor | None, shape: tuple[int, int], *, may_be
             '(tokenizer.padding_side = "left"), and hide no token inside a row'
         )
     return mask
-
-
-def _row_starts(mask: Tensor) -> Tensor:
-    """Whether each place holds its row's first real token, [B, T]."""
-    starts = torch.zeros_like(mask)
-    return starts.scatter(1, mask.to(torch.uint8).argmax(1, keepdim=True), True)
 
 
 def _document_starts(position_ids: Tensor, mask: Tensor, row_starts: Tensor) -> Tensor:

@@ -32,13 +32,7 @@ class Chunk:
         self._ends: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def append(
-        self,
-        rows: Mapping[str, NewRows],
-        backend: str,
-        *,
-        first: int | None = None,
-        zero: int = 0,
-        stride: int = 1,
+        self, rows: Mapping[str, NewRows], backend: str, *, first: int | None = None, zero: int = 0, stride: int = 1
     ) -> dict[str, Tensor]:
         """`trifocal.ops.append_chunk` of tokens, or of other rows from `first` on."""
         first = self.first if first is None else first

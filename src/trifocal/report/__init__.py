@@ -14,8 +14,7 @@ __all__ = ["summarise", "write_report"]
 
 
 def write_report(
-    run_dirs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    output: str | os.PathLike[str] | None = None,
+    run_dirs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], output: str | os.PathLike[str] | None = None
 ) -> Path:
     """Write the report of one run, or of several for comparison, as a single HTML file that needs no network.
 

@@ -34,10 +34,7 @@ def _gates(rows: list[dict[str, Any]]) -> Chart:
     traces: list[Trace] = []
     for branch in BRANCHES:
         traces += _layer_lines(rows, f"gate_mean_{branch}", f"@{branch}")
-    for branch, label in BRANCHES.items():
-        steps, means = _mean_over_layers(rows, f"gate_mean_{branch}")
-        if steps:
-            traces.append(line(steps, means, label, f"@{branch}", width=3))
+    traces += _branch_lines(rows, "gate_mean_", 3)
     layout = {"xaxis": _STEP, "yaxis": {"title": {"text": "gate"}, "range": [0, 1]}}
     caption = "Mean over heads and tokens: strong over all layers, thin each layer. A line at 0 is an unused branch."
     return Chart("gates", "Gates of the three branches", caption, traces, layout, wide=True, height=320)
@@ -46,7 +43,7 @@ def _gates(rows: list[dict[str, Any]]) -> Chart:
 def _entropy(rows: list[dict[str, Any]]) -> Chart:
     layout = {"xaxis": _STEP, "yaxis": {"range": [0, 0.72], "title": {"text": "nats"}}}
     caption = "Mean entropy of a gate as a probability: 0.69 is undecided, 0 is stuck open or closed, without gradient."
-    return Chart("entropy", "How decided the gates are", caption, _branch_lines(rows, "gate_entropy_"), layout)
+    return Chart("entropy", "How decided the gates are", caption, _branch_lines(rows, "gate_entropy_", 2), layout)
 
 
 def _recall(rows: list[dict[str, Any]]) -> Chart:
@@ -144,12 +141,12 @@ def _layer_lines(rows: list[dict[str, Any]], name: str, colour: str) -> list[Tra
     return traces
 
 
-def _branch_lines(rows: list[dict[str, Any]], prefix: str) -> list[Trace]:
+def _branch_lines(rows: list[dict[str, Any]], prefix: str, width: float) -> list[Trace]:
     traces: list[Trace] = []
     for branch, label in BRANCHES.items():
         steps, values = _mean_over_layers(rows, prefix + branch)
         if steps:
-            traces.append(line(steps, values, label, f"@{branch}"))
+            traces.append(line(steps, values, label, f"@{branch}", width=width))
     return traces
 
 

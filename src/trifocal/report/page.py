@@ -10,15 +10,7 @@ from trifocal.report.charts import Chart, training_charts
 from trifocal.report.evaluation_charts import evaluation_charts
 from trifocal.report.picture import json_in_page, picture_card, pictures_of
 from trifocal.report.summary import Finding, summarise
-from trifocal.report.tables import (
-    comparison,
-    events_table,
-    key_figures,
-    layer_table,
-    of_run,
-    ranks_table,
-    settings,
-)
+from trifocal.report.tables import comparison, events_table, key_figures, layer_table, of_run, ranks_table, settings
 from trifocal.runlog.run import Run
 from trifocal.runlog.stalls.verdict import judge
 
@@ -47,7 +39,7 @@ def build_page(runs: list[Run], plotly: str) -> str:
     body = []
     for index, run in enumerate(runs):
         if compared:
-            body.append(f"<h2>{_key(index)}{escape(run.name)}</h2>")
+            body.append(f'<h2><span class="key" data-colour="run{index}"></span>{escape(run.name)}</h2>')
         body.append(_findings(summarise(run)))
         if not compared:
             body.append(_tiles(run))
@@ -178,21 +170,14 @@ def _samples(run: Run) -> str:
 
 
 def _section(title: str, content: str) -> str:
-    return f'<section id="{_anchor(title)}"><h2>{escape(title)}</h2>{content}</section>'
+    anchor = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+    return f'<section id="{anchor}"><h2>{escape(title)}</h2>{content}</section>'
 
 
 def _navigation(body: str) -> str:
     """Links to the sections of the page."""
     sections = re.findall(r'<section id="([^"]*)"><h2>(.*?)</h2>', body)
     return "<nav>" + "".join(f'<a href="#{anchor}">{title}</a>' for anchor, title in sections) + "</nav>"
-
-
-def _anchor(title: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
-
-
-def _key(index: int) -> str:
-    return f'<span class="key" data-colour="run{index}"></span>'
 
 
 def _device(run: Run) -> str:

@@ -1,11 +1,6 @@
 """The files that a run writes: heartbeat, metrics, environment, stack dumps, traces."""
 
-from trifocal.runlog.environment import (
-    environment,
-    host_memory_bytes,
-    write_backends,
-    write_environment,
-)
+from trifocal.runlog.environment import environment, host_memory_bytes, write_backends, write_environment
 from trifocal.runlog.hardware import peak_bf16_flops
 from trifocal.runlog.heartbeat import Heartbeat
 from trifocal.runlog.memory_statistics import memory_statistics

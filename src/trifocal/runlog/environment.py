@@ -70,10 +70,10 @@ def environment(config_text: str | None = None) -> dict[str, Any]:
             "threads": torch.get_num_threads(),
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
-            "nccl": _nccl_version(),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda and _gpus() else None,
         },
         "gpus": _gpus(),
-        "gpu_driver": _gpu_driver(),
+        "gpu_driver": _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0") or None,
         "variables": _mask_variables({n: value for n, value in sorted(os.environ.items()) if n.startswith(_VARIABLES)}),
     }
 
@@ -161,12 +161,6 @@ def host_memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _nccl_version() -> str | None:
-    if not torch.cuda.is_available() or torch.version.cuda is None:
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))
-
-
 def _gpus() -> list[dict[str, Any]]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [
@@ -178,8 +172,3 @@ def _gpus() -> list[dict[str, Any]]:
         }
         for properties in map(torch.cuda.get_device_properties, range(count))
     ]
-
-
-def _gpu_driver() -> str | None:
-    answer = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return answer.splitlines()[0] if answer else None

@@ -37,12 +37,7 @@ def check_sinks(names: Iterable[str]) -> None:
 
 
 def make_sinks(
-    names: Sequence[str],
-    directory: Path,
-    *,
-    project: str,
-    config: Mapping[str, Any],
-    resume_step: int | None = None,
+    names: Sequence[str], directory: Path, *, project: str, config: Mapping[str, Any], resume_step: int | None = None
 ) -> list[Sink]:
     """Make the sinks of a run; nothing is sent yet.
 

@@ -129,10 +129,12 @@ def make_app(
             Route("/metrics", metrics),
         ],
         exception_handlers={
-            ApiError: _api_error,
-            HTTPException: _http_error,
-            ClientDisconnect: _gone,
-            Exception: _internal_error,
+            ApiError: lambda request, error: _response(error),
+            HTTPException: lambda request, error: _response(
+                ApiError(error.status_code, str(error.detail), headers=error.headers)
+            ),
+            ClientDisconnect: lambda request, error: Response(status_code=400),
+            Exception: lambda request, error: _response(ApiError(500, "the server failed; its log says why")),
         },
         middleware=[cors] if allowed_origins else [],
         lifespan=lifespan,
@@ -225,17 +227,5 @@ def _no_constant(name: str) -> None:
     raise ValueError(name)
 
 
-def _api_error(request: Request, error: Any) -> Response:
+def _response(error: Any) -> Response:
     return JSONResponse(error.body, error.status, headers=error.headers)
-
-
-def _http_error(request: Request, error: Any) -> Response:
-    return _api_error(request, ApiError(error.status_code, str(error.detail), headers=error.headers))
-
-
-def _gone(request: Request, error: Any) -> Response:
-    return Response(status_code=400)
-
-
-def _internal_error(request: Request, error: Any) -> Response:
-    return _api_error(request, ApiError(500, "the server failed; its log says why"))

@@ -40,31 +40,23 @@ _OWN: dict[bool, dict[str, type]] = {
 _OTHERS = ("prompt", "messages", "stop", "stream_options")
 # Names for the books of the client.
 _WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key")
-# Parameters of OpenAI and of vLLM that are not supported, with values that ask for nothing.
+# Parameters of OpenAI and of vLLM that are not supported, with values that ask for nothing; without any, that is 0,
+# false or an empty one.
+_UNSUPPORTED = {
+    *("presence_penalty", "frequency_penalty", "logit_bias", "suffix", "tools", "functions", "store", "echo"),
+    *("stop_token_ids", "include_stop_str_in_output", "min_tokens", "use_beam_search", "continue_final_message"),
+}
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "suffix": ("",),
-    "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
-    "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
-    "store": (False,),
-    "echo": (False,),
-    "stop_token_ids": ([],),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "min_tokens": (0,),
     "length_penalty": (1,),
-    "use_beam_search": (False,),
     "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
 }
 
 
@@ -115,6 +107,8 @@ class Service:
         values: dict[str, Any] = {}
         for name, value in body.items():
             if value is None or name in _WITHOUT_EFFECT or value in neutral.get(name, ()):
+                continue
+            if name in _UNSUPPORTED and name not in known and not value:
                 continue
             if name in known:
                 values[name] = _checked(known[name], value, name)

@@ -145,7 +145,7 @@ class AttentionTelemetry:
             what = f"layer {layer}{', ' + branch if branch else ''}: {name} is over"
             metrics.event(step, f"{name}_over", what, layer=layer)
 
-    def go_on(self, rows: Sequence[Row]) -> None:
+    def resume(self, rows: Sequence[Row]) -> None:
         """Take the rows that `log` wrote before a resume: alarms then begin and end as if there had been none.
 
         Args:

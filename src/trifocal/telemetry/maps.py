@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from trifocal.ops import Documents, Geometry
-from trifocal.ops.choice_loss import (
-    Sample,
-    compressed_importance,
-    free_places,
-    index_scores,
-    num_free,
-    teacher_masses,
-)
+from trifocal.ops.choice_loss import Sample, compressed_importance, free_places, index_scores, num_free, teacher_masses
 
 _MAX_QUERIES = 128
 """Sampled queries: enough for a mean, and bounded for any length."""

@@ -34,7 +34,7 @@ class Evaluator:
         self._telemetry = AttentionTelemetry(setup.model)
         path = setup.directory / "metrics.jsonl"
         if setup.processes.is_rank0 and setup.state.resume_step is not None and path.is_file():
-            self._telemetry.go_on(read_metrics(path, "telemetry", last_bytes=_PAST_BYTES))
+            self._telemetry.resume(read_metrics(path, "telemetry", last_bytes=_PAST_BYTES))
         self.has_telemetry = bool(self._telemetry.layers)
         """Whether the model has attention layers to measure."""
 
