@@ -22,7 +22,6 @@ from trifocal.data import DataConfig
 from trifocal.errors import UserError
 from trifocal.evaluation import (
     TASKS,
-    Evaluated,
     Plan,
     ReportProgress,
     Subject,
@@ -139,18 +138,19 @@ def _note_on_needles(rows: Sequence[dict[str, Any]], subject: Subject, step: int
     )
 
 
-def _head(subject: Subject, step: int | None) -> Evaluated:
+def _head(subject: Subject, step: int | None) -> dict[str, Any]:
+    """What the file says of the model and the machine."""
     assert subject.data is not None
-    return Evaluated(
-        step=step,
-        attention=", ".join(dict.fromkeys(subject.model.config.attention_of_layers)),
-        parameters=parameter_count(subject.model.config),
-        source=subject.data.source,
-        trained_length=subject.trained_length,
-        precision=subject.precision,
-        device=torch.cuda.get_device_name() if subject.device.type == "cuda" else "CPU",
-        version=__version__,
-    )
+    return {
+        "step": step,
+        "attention": ", ".join(dict.fromkeys(subject.model.config.attention_of_layers)),
+        "parameters": parameter_count(subject.model.config),
+        "source": subject.data.source,
+        "trained_length": subject.trained_length,
+        "precision": subject.precision,
+        "device": torch.cuda.get_device_name() if subject.device.type == "cuda" else "CPU",
+        "version": __version__,
+    }
 
 
 def _subject(found: Pretrained, options: EvaluateArguments) -> Subject:
@@ -233,7 +233,7 @@ def _step_of(path: Path) -> int | None:
     return weights_step(path)
 
 
-def _write(found: Pretrained, options: EvaluateArguments, head: Evaluated, rows: list[dict[str, Any]]) -> None:
+def _write(found: Pretrained, options: EvaluateArguments, head: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     if options.output:
         write_file(options.output, to_json(head, rows))
         print(printable(f"\nwritten: {options.output}"))

@@ -1,12 +1,11 @@
 """What a trained model can do: loss by position, its choice, needles, recall (`trifocal evaluate`)."""
 
 from trifocal.evaluation.measure import TASKS, Plan, ReportProgress, Task, evaluate_model, not_possible
-from trifocal.evaluation.record import Evaluated, merge_rows, to_json, write_evaluation
+from trifocal.evaluation.record import merge_rows, to_json, write_evaluation
 from trifocal.evaluation.subject import Subject
 
 __all__ = [
     "TASKS",
-    "Evaluated",
     "Plan",
     "ReportProgress",
     "Subject",
