@@ -21,7 +21,6 @@ from trifocal.models import save_weights
 from trifocal.ops.devices import computes_bf16
 from trifocal.runlog import read_metrics
 from trifocal.testing.small_models import make_model, small_config
-from trifocal.train.checkpoint.export import _PLACE, new_model_folder
 from trifocal.train.run_folder import load_run
 
 __all__ = ["tokenizer_file"]
