@@ -62,7 +62,7 @@ LONG, SHORT = 2**20, 2**18
 SFNSA = {"sfnsa_forward_ms": 575.6, "sfnsa_backward_ms": 1509.2}
 COLUMNS = (
     "mode", "gpus", "tokens", "status", "outcome", "forward_ms", "ms", *SFNSA, "tokens_per_second", "step_ms",
-    "checkpoint_ms", "base_gpus", "times_base", "times_one_gpu", "efficiency", "exposed_share", "peak_gib",
+    "checkpoint_blocked_seconds", "base_gpus", "times_base", "times_one_gpu", "efficiency", "exposed_share", "peak_gib",
     "peak_gib_a_gpu", "precision", "losses", "largest_difference", "first_loss", "last_loss", "warnings",
 )  # fmt: skip
 NOTES = (
@@ -72,22 +72,13 @@ NOTES = (
     "backward time holds another forward pass; a training call there is the sum of both, 2,085 ms.",
     "Losses: differences are from one GPU in fp32; rows that all share may err twice as much as on one in bf16.",
     "Text: one is a single GPU; 8 sequences a GPU, recorded steps, no activation checkpointing.",
-    *scale.NOTES[:2],
+    *scale.NOTES,
 )
 
 
 @dataclasses.dataclass
 class Part:
-    """A part of the run: what it may take, where it writes, and how it ended.
-
-    Attributes:
-        name: Its name.
-        seconds: The most it may take.
-        folder: Its results; its output is the file beside it.
-        gpu: The one GPU that it sees; None for all.
-        status: How it ended: "ok", or in words.
-        took: How long that was.
-    """
+    """A part of the run: its most seconds, where it writes, its one GPU (None: all), and how it ended."""
 
     name: str
     seconds: float
@@ -127,13 +118,9 @@ def command(part: Part, options: argparse.Namespace) -> list[str]:
     common = ["--device", options.device, *tiny, "--commit", options.commit, "--output", str(part.folder)]
     if part.name.startswith("text"):
         return [
-            str(HERE / "scale.py"), *common, "--gpus", str(size),
-            "--parts", "one" if part.name == "text_one" else "speed",
-            "--modes", "ddp", "fsdp", "hsdp", "--checkpointing", "none", "--graphs", "true",
-            "--compile", "false" if options.tiny else "true", "--steps", "8" if options.tiny else "100",
+            str(HERE / "scale.py"), *common, "--gpus", "1" if part.name == "text_one" else str(size),
             # Its imports take a part of the time.
-            "--budget", str(part.seconds - 15), "--limit", "130",
-            "--set", "data.source=builtin", f"data.streams={size}",
+            "--budget", str(part.seconds - 15), "--set", f"data.streams={size}",
         ]  # fmt: skip
     script = [str(HERE / "context.py"), *common, "--limit", str(part.seconds)]
     if part.name.startswith("losses"):
@@ -198,7 +185,7 @@ def run(group: Sequence[tuple[Part, Sequence[str]]]) -> None:
 
 def compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of all parts, beside their bases and beside what is published for the same layer."""
-    text = [row for row in rows if row["part"] in scale.PARTS and "mode" in row]
+    text = [row for row in rows if row["part"] == "text"]
     others = context.compared([row for row in rows if row not in text])
     published = [
         row | (SFNSA if (row["part"], row["gpus"], row["tokens"]) == ("layer", 8, LONG) else {}) for row in others

@@ -65,10 +65,9 @@ def test_every_part_is_a_command_of_its_script(tmp_path: Path, monkeypatch: pyte
         head = {"part": "layer", "gpus": size, "tokens": options.tokens, "status": status}
         return head if status != "ok" else head | {"ms": options.tokens / size, "peak_gib": 1.0}
 
-    def measure(case: Any, folder: Path, seconds: float) -> tuple[dict[str, Any], str]:
-        assert case.flags["data.source"] == "builtin" and seconds > 60
-        assert ("parallel.shards" in case.flags) == (case.mode == "hsdp")
-        return {"outcome": "ended", "step_ms": 1.0, "tokens_per_second": speeds[case.gpus]}, ""
+    def measure(mode: str, size: int, seconds: float, options: Any) -> tuple[dict[str, Any], str]:
+        assert seconds > 60 and options.set == ["data.streams=8"]
+        return {"outcome": "ended", "step_ms": 1.0, "tokens_per_second": speeds[size]}, ""
 
     def trained(size: int, steps: int, tokens: int, flags: Any, *others: Any) -> tuple[list[dict[str, Any]], str]:
         error = 0.0 if flags["train.precision"] == "fp32" else 0.01 * size
@@ -104,8 +103,8 @@ def test_every_part_is_a_command_of_its_script(tmp_path: Path, monkeypatch: pyte
     assert (longest["base_gpus"], longest["efficiency"], longest["sfnsa_backward_ms"]) == (4, 1.0, 1509.2)
     assert layers[many_gpus.SHORT, 8]["base_gpus"] == 1 and "sfnsa_backward_ms" not in layers[many_gpus.SHORT, 8]
     assert layers[many_gpus.LONG, 2]["status"].startswith("left out")
-    speeds_found = [(row["mode"], row["efficiency"]) for row in found["rows"] if row["part"] == "speed"]
-    assert speeds_found == [(mode, 0.95) for mode in ("ddp", "fsdp", "hsdp")]
+    speeds_found = [(row["mode"], row["efficiency"]) for row in found["rows"] if row["part"] == "text"]
+    assert speeds_found == [("none", 1.0), ("ddp", 0.95), ("fsdp", 0.95), ("hsdp", 0.95)]
     losses = [row for row in found["rows"] if row["part"] == "losses"]
     assert losses[2]["status"].startswith("failed: errs") and losses[1]["status"] == "ok"
 
@@ -115,7 +114,7 @@ def test_whatever_fails_is_in_the_results(tmp_path: Path, monkeypatch: pytest.Mo
     failed = {"status": "failed: why", "tokens": None}
     written = {
         "layer": [{"part": "layer", "gpus": 8, **failed}],
-        "text_one": [{"part": "one", "mode": "none", "gpus": 1, "checkpointing": "none", "graphs": "true"}],
+        "text_one": [{"part": "text", "mode": "none", "gpus": 1}],
         "losses_fp32": [{"part": "losses", "gpus": 1, "precision": "fp32", **failed}],
         "losses_bf16": [{"part": "losses", "gpus": 1, "precision": "bf16", **failed}],
     }
