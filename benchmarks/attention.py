@@ -94,23 +94,14 @@ class AttentionOptions(BenchOptions):
             raise UserError(f"--value-dim must be at least 0, got {self.value_dim}")
 
     def all_shapes(self) -> list[AttentionShape]:
-        """The shapes asked for.
-
-        Raises:
-            UserError: If one is unknown or does not fit.
-        """
+        """The shapes asked for."""
         names = self.shapes or (() if self.tokens else ("A", "B", "C", "D"))
         sizes = {"batch": self.batch, "head_dim": self.head_dim, "value_dim": self.value_dim or self.head_dim}
         return named_shapes(names) + free_shapes(self.tokens, self.heads, **sizes)
 
 
 class AttentionBench:
-    """One run of measurements.
-
-    Args:
-        options: The flags.
-        recorder: Takes the rows.
-    """
+    """One run of measurements."""
 
     def __init__(self, options: AttentionOptions, recorder: Recorder) -> None:
         self.options = options

@@ -63,11 +63,7 @@ def running(command: Sequence[str], variables: Mapping[str, str], log: Path) -> 
 
 
 def wait_for(found: Callable[[], Any], process: subprocess.Popen[bytes], log: Path, seconds: float) -> Any:
-    """The first answer that is not false.
-
-    Raises:
-        RuntimeError: If the process ends before, or none comes in time.
-    """
+    """The first answer that is not false; an error if the process ends before, or none comes in time."""
     deadline = time.monotonic() + seconds
     while not (answer := found()):
         if process.poll() is not None or time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Decoding: a token's time through the engine, prefill, one layer, a mix of requests, the command.
+"""Decoding: a token's time through the engine, prefill, one layer, a mix of requests.
 
 python benchmarks/decoding.py --parts model --sizes 1x1024 8x8192
 """
@@ -41,7 +41,6 @@ NOTES = (
     *decode_engine.PREFILL_NOTES,
     *(f"layer: {note}" for note in decode_layer.NOTES),
     *decode_engine.MIX_NOTES,
-    *decode_engine.SHELL_NOTES,
 )
 
 
@@ -110,16 +109,7 @@ class FilledModel(CachedModel):
 
 
 def step_times_ms(model: CachedModel, past: int, count: int) -> list[float]:
-    """Milliseconds of steps in which as many sequences as the model has room for take a token each, with the host.
-
-    Args:
-        model: The model, all of whose sequences are free.
-        past: Tokens of each prompt.
-        count: Steps.
-
-    Raises:
-        ArithmeticError: If a logit was not finite.
-    """
+    """Milliseconds of `count` steps in which all sequences that the model holds take a token, host included."""
     # All prompts in one step.
     model.prefill_chunk_size = max(past, 256) * model.max_sequences
     engine, prompt = Engine(model), [0] * past
@@ -232,7 +222,6 @@ _PARTS: dict[str, Callable[[DecodingBench], None]] = {
     "prefill": decode_engine.bench_prefill,
     "layer": _bench_layer,
     "mix": decode_engine.bench_mix,
-    "shell": decode_engine.bench_shell,
 }
 
 
@@ -246,7 +235,7 @@ DECODING = Benchmark(
         "requests": "requests", "token_ms": "ms/token", "keys_per_step": "keys/step", "cache_mib": "cache MiB/step",
         "prefill_seconds": "prefill s", "training_forward_seconds": "training forward s",
         "prefill_ratio": "ratio", "first_token_seconds": "first token s", "layer_ms": "ms",
-        "floor_ms": "floor ms", "run": "run", "seconds": "s", "first_text_seconds": "first text s",
+        "floor_ms": "floor ms", "seconds": "s",
         "tokens_out_per_second": "tokens/s out", "tokens_in_per_second": "tokens/s in", "peak_gib": "peak GiB",
         "status": "status",
     },

@@ -64,16 +64,7 @@ def command_of(config: RunConfig) -> str:
 
 
 def page(run: Run, config: RunConfig, step: int) -> str:
-    """The README of the folder.
-
-    Args:
-        run: The run.
-        config: Its configuration.
-        step: The step of its weights.
-
-    Raises:
-        UserError: If the run read other text, or has measured no validation loss up to that step.
-    """
+    """The README of the folder."""
     if config.data.source != "builtin" or config.data.include_site_packages:
         raise UserError(f"{run.directory} read other text than the standard library, whose licence the page gives")
     evaluations = [row for row in run.of_kind("evaluation") if row["step"] <= step]
@@ -95,15 +86,7 @@ def page(run: Run, config: RunConfig, step: int) -> str:
 
 
 def write_folder(directory: Path, folder: Path) -> None:
-    """Replace the files of a folder by those of a run's weights.
-
-    Args:
-        directory: The run.
-        folder: Made if it does not exist; everything in it is removed.
-
-    Raises:
-        UserError: See `page`; or if the run has no weights.
-    """
+    """Replace all files of a folder by those of a run's weights."""
     config = load_run(directory)
     weights = directory / "weights"
     with tempfile.TemporaryDirectory() as temporary:

@@ -54,11 +54,7 @@ class KernelsOptions(BenchOptions):
 
 
 def bench_kernels(options: KernelsOptions, recorder: Recorder) -> None:
-    """Measure every shape; rows are in `recorder.rows`.
-
-    Raises:
-        UserError: If the device is not a GPU.
-    """
+    """Measure every shape; rows are in `recorder.rows`."""
     shapes, device = named_shapes(options.shapes), options.torch_device
     if device.type != "cuda":
         raise UserError("kernels.py profiles GPU kernels, and there is no CUDA device here")

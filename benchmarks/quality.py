@@ -111,13 +111,7 @@ def trainings(
 ) -> list[Training]:
     """The trainings of a part; those of one seed are neighbours.
 
-    Args:
-        name: Name of the part.
-        directory: For all parts.
-        seeds: Instead of the part's own, unless empty.
-        variants: The same.
-        extra: Further flags of `trifocal train`, which win.
-        one_seed: Variants that are trained with the first seed alone.
+    Flags in `extra` win; variants in `one_seed` have the first seed alone.
     """
     part = PARTS[name]
 
@@ -167,13 +161,11 @@ def trainings(
 
 
 def write_packages(directory: Path) -> None:
-    """Write the Python files of this machine as long documents, all files of a package's folder, one after another.
+    """Write the Python files of this machine as long documents to `short.parquet` and `long.parquet` of a folder.
 
-    Some packages are for long rows and the others for short ones, so that nothing is read twice; the same are held out
-    of both. A document and its separator fill whole rows of 32,768 bytes, so that each row lies inside one package.
-
-    Args:
-        directory: Gets `short.parquet` and `long.parquet`.
+    A document has all files of a package's folder, one after another. Some packages are for long rows and the others
+    for short ones, so that nothing is read twice; the same are held out of both. A document and its separator fill
+    whole rows of 32,768 bytes, so that each row lies inside one package.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -205,16 +197,9 @@ def write_packages(directory: Path) -> None:
 
 
 def run_all(commands: Sequence[tuple[list[str], Path]], *, gpus: int, jobs: int, deadline: float) -> list[int]:
-    """Run commands side by side, each on one GPU, and stop those that still run when the time is up.
+    """Run commands side by side, each on one GPU, and stop those that still run when the time is up; exit statuses.
 
-    Args:
-        commands: Arguments of `trifocal`, and the file for the output.
-        gpus: GPUs of this machine; 0 leaves the choice of a device to the commands.
-        jobs: Commands at a time on each.
-        deadline: On the monotonic clock.
-
-    Returns:
-        Their exit statuses; those that did not begin have `_NOT_BEGUN`.
+    A command is arguments of `trifocal`, and the file for the output. 0 GPUs leave the choice of a device to it.
     """
     # Those that this process may see, as PyTorch counts them.
     devices = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))).split(",")

@@ -124,11 +124,7 @@ def random_server(options: ServingOptions, attention: str) -> Iterator[tuple[str
 
 @contextlib.contextmanager
 def server(options: ServingOptions, path: str, *flags: str) -> Iterator[tuple[str, int]]:
-    """Serve the model of a path; host and port.
-
-    Raises:
-        Unavailable: If the server does not begin; with its last line.
-    """
+    """Serve the model of a path; host and port."""
     command = [
         sys.executable, "-m", "trifocal", "serve", path, "--port", "0", "--device", options.device,
         "--precision", options.precision, "--max-waiting", str(max(options.clients)),

@@ -79,11 +79,7 @@ class TrainOptions(ModelOptions):
             raise UserError(f"--profiled-steps must be at least 0, got {self.profiled_steps}")
 
     def cases(self) -> list[TrainCase]:
-        """The rows asked for. Recorded rows come first; the two models of a size are neighbours.
-
-        Raises:
-            UserError: If a size is not two numbers, or if graphs are asked for without a GPU.
-        """
+        """The rows asked for. Recorded rows come first; the two models of a size are neighbours."""
         device = str(self.torch_device)
         settings = [
             (size, recorded, data)
@@ -126,11 +122,7 @@ class TrainOptions(ModelOptions):
 
 
 def bench_train(options: TrainOptions, recorder: Recorder) -> None:
-    """Measure every row; they are in `recorder.rows`.
-
-    Raises:
-        UserError: If kernels are asked for without a GPU.
-    """
+    """Measure every row; they are in `recorder.rows`."""
     cases = options.cases()
     if options.profiled_steps and cases[0].device == "cpu":
         raise UserError("--profiled-steps needs a GPU: it lists kernels")
@@ -208,13 +200,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 class Worker:
-    """A process that prepares a row, answers, and times it after `go`.
-
-    Args:
-        case: The training.
-        workers: Number of processes that prepare at a time and share the cores.
-        seconds: When to give up.
-    """
+    """A process that prepares a row, answers, and times it after `go`; `workers` share the cores while they prepare."""
 
     def __init__(self, case: TrainCase, workers: int, seconds: float) -> None:
         self.case = case

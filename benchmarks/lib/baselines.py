@@ -28,9 +28,6 @@ def dense_attention(name: str, inputs: Inputs, shape: AttentionShape) -> Candida
 
     Keys are shared among the heads of a group by SDPA itself where the backend accepts that, else copied for every
     head inside the timed call; values are padded to the width of the keys where the backend asks for it.
-
-    Raises:
-        Unavailable: If the backend takes none of these forms.
     """
     backend = DENSE[name]
     device = inputs.q.device
@@ -81,9 +78,6 @@ def flex_attention(mask: str, inputs: Inputs, shape: AttentionShape, geometry: G
 
     The selected branch has no row: its mask differs from query to query, and FlexAttention skips blocks of 128
     queries by 128 keys only where no query of them sees a key.
-
-    Raises:
-        Unavailable: Without a CUDA device.
     """
     if inputs.q.device.type != "cuda":
         raise Unavailable("compiled FlexAttention is timed on CUDA devices alone")
@@ -131,11 +125,7 @@ def _block_mask(flex: Any, tokens: int, reach: int, visible: Callable[..., Tenso
 
 
 def fla_attention(inputs: Inputs, shape: AttentionShape, geometry: Geometry) -> Candidate:
-    """fla-core's `parallel_nsa`, whose compressed blocks are the selection blocks: less work than the paper's.
-
-    Raises:
-        Unavailable: If it is not installed, or does not take the shape.
-    """
+    """fla-core's `parallel_nsa`, whose compressed blocks are the selection blocks: less work than the paper's."""
     if inputs.q.device.type != "cuda" or importlib.util.find_spec("fla") is None:
         raise Unavailable("needs a CUDA device and `pip install fla-core`")
     heads_per_group = shape.heads // shape.groups

@@ -20,12 +20,8 @@ _SMOOTH_TOKENS = 8
 def make_choice(choices: Choices, inputs: Inputs, geometry: Geometry) -> Tensor:
     """Selected blocks, [B, T, G, N], int32, ascending, -1 pads.
 
-    Args:
-        choices: "random": the choice of scoring on random inputs, so that neighbours share little but the forced
-            blocks; "smooth": the best by scores that drift slowly along the sequence, as in trained models, so that
-            neighbours share most blocks.
-        inputs: Their shape and device count, and for "random" their values.
-        geometry: Block sizes, in tokens.
+    "random" is the choice of scoring on random inputs: neighbours share little but the forced blocks. "smooth" is the
+    best by scores that drift slowly along the sequence, as in trained models: neighbours share most blocks.
     """
     with torch.no_grad():
         if choices == "random":

@@ -14,14 +14,7 @@ Result = Tensor | tuple[Tensor, ...]
 
 
 class Candidate(NamedTuple):
-    """A call to time.
-
-    Attributes:
-        attend: Makes o, [B, T, H, V], of the leaves; or several tensors.
-        leaves: Its inputs, which collect gradients.
-        work: By formula.
-        note: The difference from the plain call.
-    """
+    """A call to time: `attend` makes o, [B, T, H, V], of its leaves; the note says how it differs from others."""
 
     attend: Callable[..., Result]
     leaves: tuple[Tensor, ...]
@@ -32,19 +25,7 @@ class Candidate(NamedTuple):
 def measure_candidate(
     candidate: Candidate, d_o: Result, direction: str, device: torch.device, budget_seconds: float
 ) -> dict[str, Any]:
-    """The figures of one row.
-
-    Args:
-        candidate: The call.
-        d_o: Gradient of its output.
-        direction: "forward" or "both".
-        device: Where the tensors are.
-        budget_seconds: Time to spend on each figure, more or less.
-
-    Returns:
-        Milliseconds, spread, memory, operations and bytes, with units in the keys; nothing of a backward that there
-        is not.
-    """
+    """The figures of one row."""
     work, attend = candidate.work, candidate.attend
     leaves = tuple(x.detach() for x in candidate.leaves)
 

@@ -63,13 +63,9 @@ class ChoiceProblem(NamedTuple):
 def check_choice_parity(
     shape: AttentionShape, geometry: Geometry, device: torch.device, dtype: torch.dtype, backend: str = "auto"
 ) -> float:
-    """Compare loss, recall and gradients with the float64 reference at an odd length; arguments as of `check_parity`.
+    """Compare loss, recall and gradients with the float64 reference at an odd length, as `check_parity`.
 
-    Returns:
-        The largest error, as a share of the allowed one; a gradient's, of its largest number.
-
-    Raises:
-        Refused: If it is above 1; names the figure and its error.
+    Returns the largest error as a share of the allowed one (of a gradient's largest number); one above 1 is refused.
     """
     tokens = (geometry.num_selected_blocks + 20) * geometry.selection_block_size + 5
     sizes = (2 * shape.heads // shape.groups, 2, shape.head_dim, shape.value_dim)

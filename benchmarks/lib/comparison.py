@@ -35,10 +35,9 @@ def speedups(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def crossovers(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """From which length on the whole attention is faster than each dense one, for each series of lengths.
 
-    Returns:
-        Rows with `first_faster_tokens`, the shortest measured length from which it is faster at every longer one, and
-        `crossover_tokens`, the length at which the two lines cross between measured ones (straight on logarithmic
-        axes); both None where it is not faster at the longest, the latter None where it is at the shortest too.
+    `first_faster_tokens` is the shortest measured length from which it is faster at every longer one,
+    `crossover_tokens` the length at which the two lines cross between measured ones (straight on logarithmic axes).
+    Both are None where it is not faster at the longest, the latter also where it is faster at the shortest.
     """
     found = []
     for series, members in series_of(rows).items():

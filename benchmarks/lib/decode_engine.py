@@ -1,15 +1,11 @@
-"""The parts of `benchmarks/decoding.py` that run prompts, a mix of requests, and the command `trifocal generate`."""
+"""The parts of `benchmarks/decoding.py` that run prompts, and a mix of requests."""
 
 import gc
 import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +21,7 @@ from trifocal.inference.paged_cache import memory_for_caches, plan_cache
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.train.step.micro_batch import autocast
 
-Part = Literal["model", "prefill", "layer", "mix", "shell"]
+Part = Literal["model", "prefill", "layer", "mix"]
 SIZES = ("1x1024", "1x4096", "1x16384", "1x65536", "8x8192", "64x8192", "64x65536")
 
 PREFILL_NOTES = (
@@ -38,13 +34,6 @@ MIX_NOTES = (
     "row, all submitted at once; continuous batching. seconds is from the first request to the last token; the kernels "
     "were compiled and the steps recorded before. sequences is the most that run at a time.",
 )
-SHELL_NOTES = (
-    "shell: trifocal generate on a trained run in a fresh process, standard output read as it comes; medians, and the "
-    "slowest, of calls behind a first one that fills the caches of kernels and files.",
-)
-# New tokens of the part shell.
-NEW_TOKENS = 512
-_PROMPT = "The "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +42,7 @@ class DecodeOptions(ModelOptions):
 
     parts: tuple[Part, ...] = ("model", "prefill", "layer", "mix")
     """model: a token's time at --sizes; prefill: prompts of --prompt-tokens; layer: one attention at --layer-sizes;
-    mix: many requests of many lengths; shell: trifocal generate on --run."""
+    mix: many requests of many lengths."""
     sizes: tuple[str, ...] = SIZES
     """Sequences x tokens of the past of each, like 8x8192."""
     new_tokens: int = 64
@@ -76,10 +65,8 @@ class DecodeOptions(ModelOptions):
     """Fewest and most new tokens of a request of the mix."""
     max_sequences: int = 256
     """Sequences that the mix runs at a time, as far as memory allows."""
-    run: Path | None = None
-    """A trained run, checkpoint or folder of weights, for the part shell."""
     repeats: int = 5
-    """Calls that are timed for a row of prefill and of shell."""
+    """Calls that are timed for a row of prefill."""
     row_seconds: float = 1.0
     """Time to spend on a row of layer and of the plain model."""
 
@@ -94,20 +81,10 @@ class DecodeOptions(ModelOptions):
                 raise UserError(f"--{name.replace('_', '-')} must be two numbers from 1 on, got {fewest} {most}")
         if any(length < 1 for length in self.prompt_tokens):
             raise UserError(f"--prompt-tokens must be at least 1 each, got {' '.join(map(str, self.prompt_tokens))}")
-        if "shell" in self.parts and not self.run:
-            raise UserError("--parts shell times a trained model: give one with --run RUN_DIR")
 
 
 class DecodingBench:
-    """What the parts of the bench share.
-
-    Args:
-        options: The flags.
-        recorder: Takes the rows.
-
-    Attributes:
-        device: Where it runs.
-    """
+    """What the parts of the bench share."""
 
     def __init__(self, options: DecodeOptions, recorder: Recorder) -> None:
         self.options, self.recorder = options, recorder
@@ -291,56 +268,3 @@ def _mix_figures(bench: DecodingBench, attention: str) -> dict[str, Any]:
 
 def _first_token_of(request: Request) -> Request:
     return Request(prompt=request.prompt, max_new_tokens=1)
-
-
-class ShellTimes(NamedTuple):
-    """Seconds from the start of a command to its first new text, and to its end."""
-
-    first_text: float
-    end: float
-
-
-def bench_shell(bench: DecodingBench) -> None:
-    """Measure the command; the row is in the recorder."""
-    options = bench.options
-    run = str(options.run)
-    command = [
-        sys.executable, "-m", "trifocal", "generate", run, "--prompt", _PROMPT, "--max-new-tokens", str(NEW_TOKENS),
-        "--stop-at-document-end", "false", "--device", options.device,
-    ]  # fmt: skip
-
-    def figures() -> dict[str, Any]:
-        time_command(command, _PROMPT)
-        times = [time_command(command, _PROMPT) for _ in range(options.repeats)]
-        return {
-            "new_tokens": NEW_TOKENS,
-            "seconds": statistics.median(run.end for run in times),
-            "slowest_seconds": max(run.end for run in times),
-            "first_text_seconds": statistics.median(run.first_text for run in times),
-        }
-
-    row = bench.recorder.measure({"part": "shell", "run": run}, figures)
-    figure = f"{row['seconds']:.2f} s" if row["status"] == OK else row["status"]
-    bench.recorder.say(f"trifocal generate, {NEW_TOKENS} tokens: {figure}")
-
-
-def time_command(command: Sequence[str], prompt: str) -> ShellTimes:
-    """Time a command that writes a prompt and then what it adds.
-
-    Raises:
-        RuntimeError: If it fails, or adds nothing; with the last line of its standard error.
-    """
-    begin = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stderr is not None
-        text, first = b"", 0.0
-        # Whatever is there, however little.
-        while piece := process.stdout.read1():  # type: ignore[attr-defined]
-            text += piece
-            if not first and len(text) > len(prompt.encode()):
-                first = time.perf_counter() - begin
-        errors = process.stderr.read().decode(errors="replace").strip().splitlines()
-        code = process.wait()
-    if code or not first:
-        raise RuntimeError(f"exit status {code}: {errors[-1] if errors else 'no new text'}")
-    return ShellTimes(first, time.perf_counter() - begin)

@@ -58,16 +58,7 @@ def bench_layers(
     geometry: Geometry | None = None,
     seconds: float = 2.0,
 ) -> None:
-    """Measure every shape, sparse and dense; rows are in `recorder.rows`.
-
-    Args:
-        recorder: Takes the rows.
-        device: Where; on a CPU nothing is recorded.
-        dtype: Type of caches, queries and outputs.
-        shapes: What to measure.
-        geometry: Block sizes; the paper's unless given.
-        seconds: Time to spend on a row.
-    """
+    """Measure every shape, sparse and dense; rows are in `recorder.rows`."""
     geometry = geometry or Geometry()
     copy_tb_s = _copy_bandwidth(device)
     for shape in shapes:
@@ -169,11 +160,7 @@ def _step(
 
 
 def check_step(attention: str, shape: LayerShape, geometry: Geometry, device: torch.device, dtype: torch.dtype) -> None:
-    """Compare a small step with the reference; all blocks are chosen, so that no choice depends on rounding.
-
-    Raises:
-        Refused: If it is further off than one attention in this type may be.
-    """
+    """Compare a small step with the reference; all blocks are chosen, so that no choice depends on rounding."""
     tokens = min(shape.tokens, geometry.selected_tokens - 1)
     small = shape._replace(sequences=2, tokens=tokens)
     o, expected = (_step(attention, small, geometry, device, dtype, backend)() for backend in ("auto", "reference"))
@@ -183,11 +170,7 @@ def check_step(attention: str, shape: LayerShape, geometry: Geometry, device: to
 
 
 def check_memory(needed: int, device: torch.device) -> None:
-    """Refuse caches that do not fit beside what is there.
-
-    Raises:
-        Unavailable: Names what they take and what is free.
-    """
+    """Refuse caches that do not fit beside what is there."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -21,12 +21,7 @@ class Kernel(NamedTuple):
 
 
 def record_kernels(work: Callable[[], Any], device: torch.device) -> list[Kernel]:
-    """Everything that a call runs on a GPU. Only the device is traced, so that the host is hardly slower than always.
-
-    Args:
-        work: Called once.
-        device: A CUDA device.
-    """
+    """Everything that a call runs on a GPU; only the device is traced, so the host is hardly slower than always."""
     torch.cuda.synchronize(device)
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         work()
@@ -51,13 +46,7 @@ def busy_share(kernels: Iterable[Kernel]) -> float:
 
 
 def kernel_table(kernels: Iterable[Kernel], steps: int, rows: int) -> list[dict[str, Any]]:
-    """The kernels with the most time, as means of a step: launches and milliseconds; and the rest as one row.
-
-    Args:
-        kernels: Kernels of all steps together.
-        steps: Their number.
-        rows: Names to keep.
-    """
+    """The kernels with the most time, as means of a step: launches and milliseconds; and the rest as one row."""
     times: defaultdict[str, list[int]] = defaultdict(list)
     for kernel in kernels:
         times[short_name(kernel.name)].append(kernel.end - kernel.begin)
@@ -68,13 +57,7 @@ def kernel_table(kernels: Iterable[Kernel], steps: int, rows: int) -> list[dict[
 
 
 def gap_table(kernels: Iterable[Kernel], steps: int, rows: int) -> list[dict[str, Any]]:
-    """The pairs of kernels between which the device idles most, as means of a step.
-
-    Args:
-        kernels: Kernels of all steps together.
-        steps: Their number.
-        rows: Pairs to keep.
-    """
+    """The pairs of kernels between which the device idles most, as means of a step."""
     idle: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     ordered = sorted(kernels, key=lambda kernel: kernel.begin)
     last = ordered[0] if ordered else None

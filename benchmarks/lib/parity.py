@@ -19,21 +19,10 @@ _MAX_GROUPS = 2
 def check_parity(
     shape: AttentionShape, geometry: Geometry, device: torch.device, dtype: torch.dtype, backend: str = "auto"
 ) -> float:
-    """Compare output, means and every gradient with the float64 reference, and the choice by the importance it covers.
+    """Compare output, means, gradients with the float64 reference, and the choice by the importance it covers.
 
-    Args:
-        shape: Gives heads a group and the dims; two groups stand for all, and one sequence of an odd length with
-            more blocks than are chosen stands for all lengths.
-        geometry: Block sizes, in tokens.
-        device: Where.
-        dtype: Type of the inputs.
-        backend: The one to compare.
-
-    Returns:
-        The largest error, as a share of the allowed one.
-
-    Raises:
-        Refused: If it is above 1, or the choice is not the best one; names the tensor and its error.
+    Two groups stand for all, and one sequence of an odd length with more blocks than are chosen for all lengths.
+    Returns the largest error as a share of the allowed one; one above 1, or another choice than the best, is refused.
     """
     groups = min(shape.groups, _MAX_GROUPS)
     tokens = (geometry.num_selected_blocks + 2) * geometry.selection_block_size + 5

@@ -31,19 +31,8 @@ class _Layer(NamedTuple):
 class PlainDecoder:
     """Takes one token a sequence at the last position of a cache that is full but for it.
 
-    The cache is as long as the past and the new token, so that SDPA needs no mask: its best case.
-
-    Args:
-        model: A dense model; its weights are copied; residual stream and norms have the products' type.
-        sequences: B.
-        length: Tokens of a sequence, the new one included.
-        dtype: Type of weights, products and cache.
-
-    Attributes:
-        tokens: The last token of each sequence, [B]; a step overwrites it with the next.
-
-    Raises:
-        Unavailable: If the model has parts that this one lacks.
+    The cache is as long as the past and the new token, so that SDPA needs no mask: its best case. `tokens` is the last
+    token of each sequence, which a step overwrites with the next. Residual stream and norms have the products' type.
     """
 
     @torch.no_grad()

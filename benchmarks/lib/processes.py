@@ -18,17 +18,9 @@ STOP_SECONDS = 25.0
 
 
 def train(config: Path, run: Path, flags: Mapping[str, Any], processes: int, seconds: float) -> str:
-    """Train in a folder; a run that does not end in its time is stopped by SIGTERM, as by a scheduler.
+    """Train in a new folder, in so many processes, one for each GPU; their output.
 
-    Args:
-        config: The TOML file.
-        run: The run's folder, which is made.
-        flags: Overrides by key.
-        processes: Number of processes, one for each GPU.
-        seconds: Time limit.
-
-    Returns:
-        The output of all processes.
+    A run that does not end in its time is stopped by SIGTERM, as by a scheduler.
     """
     # Not by torchrun: its workers would outlive it if it is killed.
     _store, places = places_here(processes)

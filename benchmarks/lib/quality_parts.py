@@ -45,21 +45,13 @@ CONTROLS = ("sparse", "dense", "window", "random")
 
 @dataclass(frozen=True)
 class Part:
-    """The trainings of one question.
+    """The trainings of one question: of each variant with each seed, on top of the production preset.
 
-    Attributes:
-        question: The question that they answer.
-        flags: Flags of every training, on top of the production preset.
-        evaluate: Flags of `trifocal evaluate`, for each call of it.
-        seeds: A training of each variant for each.
-        variants: Some of `VARIANTS`.
-        jobs: Trainings at a time on one GPU. 1 leaves each the GPU alone, so that tokens/s can be compared.
-        geometry: Block sizes of the sparse attention; the size of `window` follows from them.
-        short: Flags of a training on short rows that comes first, on top of `flags` and of the variant's; the other
-            one starts from its weights. Empty: there is none.
-        start: Another part, whose weights the trainings start from instead.
-        packages: Whole packages as text: "long" for those of long rows, with "short" for those of `short`; "short" for
-            the others; empty for the source in `flags`.
+    `evaluate` has the flags of each call of `trifocal evaluate`. With one job at a time a GPU is a training's alone, so
+    that tokens/s can be compared. The size of the variant `window` follows from the geometry. With flags in `short`, a
+    training on short rows comes first and the other starts from its weights, or from those of the part `start`.
+    `packages` takes whole packages as text: "long" for those of long rows, with "short" for those of `short`; "short"
+    for the others.
     """
 
     question: str

@@ -8,12 +8,7 @@ Row = dict[str, Any]
 
 
 def means(rows: Sequence[Row], figure: str = "validation_loss") -> list[Row]:
-    """The loss of each variant over seeds, and its difference from the dense one with the same seed and data.
-
-    Args:
-        rows: A training each.
-        figure: Name of the loss in a row.
-    """
+    """The loss of each variant over seeds, and its difference from the dense one with the same seed and data."""
     dense = {row["seed"]: row[figure] for row in rows if row["variant"] == "dense"}
     found = []
     for variant in dict.fromkeys(row["variant"] for row in rows):
@@ -35,11 +30,7 @@ def means(rows: Sequence[Row], figure: str = "validation_loss") -> list[Row]:
 
 
 def above_dense_by_step(rows: Sequence[Row]) -> list[Row]:
-    """How far each variant is above the dense one with the same seed and data, at each step that both evaluated.
-
-    Args:
-        rows: A training each, with its `curve`.
-    """
+    """How far each variant is above the dense one with the same seed and data, at each step that both evaluated."""
     dense = {row["seed"]: dict(row["curve"]) for row in rows if row["variant"] == "dense"}
     table: list[Row] = []
     for row in rows:
@@ -51,14 +42,9 @@ def above_dense_by_step(rows: Sequence[Row]) -> list[Row]:
 
 
 def pivot(rows: Sequence[Row], task: str, figure: str, along: str, *, seeds: bool = False) -> list[Row]:
-    """A table of an evaluation: a row for each variant, a column for each place.
+    """A table of an evaluation: a row for each variant (and seed, where asked for), a column for each place.
 
-    Args:
-        rows: Rows of the evaluations.
-        task: The task of the rows.
-        figure: The figure to show.
-        along: The field of a row that names its column: `first` for a range up to `end`, `depth` or `layer`.
-        seeds: A row for each seed; otherwise figures are means over seeds.
+    `along` names the field with the column: `first` for a range up to `end`, `depth` or `layer`.
     """
     own = [row for row in rows if row["task"] == task and figure in row]
 

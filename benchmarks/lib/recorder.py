@@ -23,15 +23,6 @@ class Recorder:
     """Collects the rows of a run of measurements.
 
     A failure is recorded in its row, and the next row goes on. Rows that the time limit leaves out are recorded too.
-
-    Args:
-        seconds: Time limit; a row that has begun is finished.
-        say: Prints a line.
-        on_row: Called after every row, to write the files.
-
-    Attributes:
-        rows: The rows so far.
-        tables: Further tables for the result files, by name.
     """
 
     def __init__(self, seconds: float, say: Callable[[str], None], on_row: Callable[[], None]) -> None:
@@ -50,15 +41,7 @@ class Recorder:
         self._say(f"[{time.monotonic() - self._begin:5.0f} s] {text}")
 
     def measure(self, labels: Mapping[str, Any], figures: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """Measure one row and keep it.
-
-        Args:
-            labels: The columns that identify the row.
-            figures: Measures; raises `Unavailable` or `Refused` with a reason, or anything else if it fails.
-
-        Returns:
-            Labels, figures and `status`: "ok", or the reason of the failure.
-        """
+        """Measure one row, named by its labels, and keep it; `status` is "ok", or the reason of the failure."""
         return self.measure_rows(labels, lambda: [figures()])[0]
 
     def measure_rows(

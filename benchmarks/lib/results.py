@@ -32,16 +32,7 @@ def cpu_name() -> str:
 
 
 class ResultFile:
-    """`<what>_<device>_<date>.json` and the `.md` of the same name; may be written again as rows come in.
-
-    Args:
-        what: Short name, for the file.
-        title: Heading of the page.
-        folder: Where to; `benchmarks/results` unless given.
-        device: Name of the device; `device_name()` unless given.
-        commit: The commit, for a tree without its history.
-        command: The command line; this process's arguments unless given.
-    """
+    """`<what>_<device>_<date>.json` and the `.md` of the same name; may be written again as rows come in."""
 
     def __init__(
         self,
@@ -80,17 +71,10 @@ class ResultFile:
         columns: Sequence[str] = (),
         **tables: Sequence[Row],
     ) -> Path:
-        """Write both files.
+        """Write both files; returns the Markdown file.
 
-        Args:
-            rows: One measurement each, with the same keys; units belong into the keys. Rows with a `part` have a table
-                for each of them on the page.
-            notes: Sentences under the table.
-            columns: Keys that the page shows; all unless given. The JSON has all.
-            tables: Further tables by name, which stand below the first.
-
-        Returns:
-            The Markdown file.
+        Units belong into the rows' keys. Rows with a `part` have a table for each of them on the page, which shows
+        `columns`; the JSON has all. Further tables stand below the first.
         """
         content = {**self._head, "notes": list(notes), "rows": list(rows), **{k: list(v) for k, v in tables.items()}}
         self.json.parent.mkdir(parents=True, exist_ok=True)

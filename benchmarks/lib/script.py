@@ -47,22 +47,14 @@ class BenchOptions:
         self.check_positive("seconds")
 
     def check_positive(self, *names: str) -> None:
-        """Refuse a number that is not above 0.
-
-        Raises:
-            UserError: Names the flag and its value.
-        """
+        """Refuse a number that is not above 0."""
         for name in names:
             if not getattr(self, name) > 0:
                 raise UserError(f"--{name.replace('_', '-')}: expected a number above 0, got {getattr(self, name)}")
 
     @property
     def torch_device(self) -> torch.device:
-        """The device that `--device` names.
-
-        Raises:
-            UserError: If it asks for a GPU and PyTorch sees none.
-        """
+        """The device that `--device` names."""
         available = torch.cuda.is_available()
         if self.device == "cuda" and not available:
             raise UserError("--device cuda: PyTorch sees no GPU here; use cpu or auto")
@@ -91,15 +83,7 @@ class ModelOptions(BenchOptions):
 
 
 def parse_size(size: str, instead: str = "") -> tuple[int, int]:
-    """Sequences and tokens of a size like 4x8192.
-
-    Args:
-        size: The text.
-        instead: Another word that is valid, for the message.
-
-    Raises:
-        UserError: If it is not two numbers from 1 on.
-    """
+    """Sequences and tokens of a size like 4x8192; `instead` is another word that is valid, for the message."""
     sequences, cross, tokens = size.partition("x")
     if not (cross and sequences.isdecimal() and tokens.isdecimal() and int(sequences) and int(tokens)):
         also = f", or {instead}" if instead else ""
@@ -109,16 +93,9 @@ def parse_size(size: str, instead: str = "") -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark: its measurements, and how their rows are shown.
+    """A benchmark: what measures its rows into the recorder, and how they are shown.
 
-    Attributes:
-        name: Name of the script and of the result files.
-        options: Its flags.
-        measure: Measures every row into the recorder.
-        notes: Sentences under the table.
-        screen_columns: Keys of the rows that the screen shows, with their headings.
-        page_columns: Keys that the page shows; all unless given.
-        tables: Further tables made from the rows, for screen and page.
+    The screen has `screen_columns` with their headings, the page `page_columns` or all; rows make `tables`.
     """
 
     name: str
@@ -133,11 +110,7 @@ class Benchmark:
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Measure, write the result files after every row, and show the tables.
 
-        Args:
-            arguments: The flags; the process's own unless given.
-
-        Returns:
-            0, 1 if a row failed or was refused, 2 for bad flags.
+        Returns 0, 1 if a row failed or was refused, 2 for bad flags.
         """
         arguments = sys.argv[1:] if arguments is None else arguments
         try:

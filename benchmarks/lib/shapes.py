@@ -52,11 +52,7 @@ NAMED = {
 
 
 def named_shapes(names: Sequence[str]) -> list[AttentionShape]:
-    """Shapes by name; "P" is all four lengths of the paper's.
-
-    Raises:
-        UserError: If a name is unknown; names the nearest valid one.
-    """
+    """Shapes by name; "P" is all four lengths of the paper's."""
     shapes = []
     for name in names:
         if name == "P":
@@ -71,11 +67,7 @@ def named_shapes(names: Sequence[str]) -> list[AttentionShape]:
 def free_shapes(
     lengths: Sequence[int], heads: Sequence[str], *, batch: int, head_dim: int, value_dim: int
 ) -> list[AttentionShape]:
-    """Every pair of heads ("64/4": query heads, groups) at every length.
-
-    Raises:
-        UserError: If heads are not two numbers, or a size does not fit.
-    """
+    """Every pair of heads ("64/4": query heads, groups) at every length."""
     shapes = []
     for pair in heads:
         query_heads, slash, groups = pair.partition("/")

@@ -42,13 +42,6 @@ def time_call(
     """Time a call again and again, after two that warm it up.
 
     On a GPU each call is timed between two events, after its cache was flushed.
-
-    Args:
-        call: Queues its work on the current stream.
-        device: Where it works.
-        budget_seconds: Time to spend, more or less; the number of calls follows from it.
-        minimum_calls: Calls even where the budget is spent by fewer.
-        maximum_calls: Calls at most.
     """
     begin = synchronized_seconds(device)
     call()
@@ -60,16 +53,10 @@ def time_call(
 
 
 def device_ms(call: Call, device: torch.device, *, budget_seconds: float, calls: int = 20) -> float | None:
-    """Milliseconds that a call keeps the device alone busy, the median; None on a CPU.
+    """Milliseconds that a call, which has run before, keeps the device alone busy, the median; None on a CPU.
 
     The device is held up until the host has handed over the whole call. So this is the time of a call where the host is
     ahead, as in a recorded step; `time_call` gives the time of a call by itself.
-
-    Args:
-        call: Queues its work on the current stream; it has run before.
-        device: Where it works.
-        budget_seconds: Time to spend at most, more or less.
-        calls: Calls at most.
     """
     if device.type != "cuda":
         return None

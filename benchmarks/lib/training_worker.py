@@ -37,22 +37,9 @@ _GAP_ROWS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCase:
-    """The training of one row.
+    """The training of one row: `model` is `ModelConfig.to_dict()`, `checkpointing` is `train.activation_checkpointing`.
 
-    Attributes:
-        size: Its name in the options.
-        model: `ModelConfig.to_dict()`.
-        sequences: Sequences in an optimizer step.
-        micro_batch: Sequences at a time.
-        tokens: Tokens in a sequence.
-        checkpointing: Value of `train.activation_checkpointing`.
-        compile: Whether the model is compiled.
-        cuda_graphs: Whether forward and backward are replayed as a CUDA graph.
-        precision: "bf16" or "fp32".
-        warmup_steps, timed_steps: Numbers of steps.
-        device: Where.
-        profiled_steps: Steps to profile after the timed ones, on a GPU.
-        data: "random", or "text" for packed documents: as long as `document_boundaries` draws them.
+    `data` is "random", or "text" for packed documents of the lengths that `document_boundaries` draws.
     """
 
     size: str
@@ -89,10 +76,7 @@ def document_boundaries(sequences: int, tokens: int) -> torch.Tensor:
     """First tokens of documents that fill sequences one behind the other, as the loader packs them, and the end.
 
     Lengths are log-normal: a median of 1,000 tokens, a mean of 1,650, one in six above 2,700. The loader cuts a
-    document at the end of a sequence.
-
-    Returns:
-        [documents + 1], int32; the start of every sequence is among them.
+    document at the end of a sequence: the start of every sequence is among the [documents + 1], int32.
     """
     total = sequences * tokens
     generator = torch.Generator().manual_seed(0)
@@ -109,11 +93,7 @@ def _of_rows(boundaries: torch.Tensor, first: int, rows: int, tokens: int) -> to
 
 
 class TrainBench:
-    """A model in training on random tokens.
-
-    Args:
-        case: The training.
-    """
+    """A model in training on random tokens."""
 
     def __init__(self, case: TrainCase) -> None:
         self.case = case
@@ -189,11 +169,7 @@ class TrainBench:
             torch.cuda.empty_cache()
 
     def figures(self) -> dict[str, Any]:
-        """Time the steps.
-
-        Raises:
-            ArithmeticError: If a loss or gradient was not finite.
-        """
+        """Time the steps."""
         case, device = self.case, self.device
         # One more, because memory must be found again. A graph is recorded for the second micro-batch: by this step at
         # the latest, since the first was in a step of warm-up.
