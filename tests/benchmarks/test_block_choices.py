@@ -35,8 +35,3 @@ def test_choices_are_valid(inputs, choices):
 def test_a_smooth_choice_changes_slowly(inputs):
     random, smooth = (blocks_of_4_neighbours(make_choice(name, inputs, GEOMETRY)) for name in ("random", "smooth"))
     assert smooth < random
-
-
-def test_union_of_neighbours_counts_different_blocks():
-    chosen = torch.tensor([[0, -1], [0, 1], [0, 2], [0, 1], [3, 4], [3, 4], [3, 4], [3, 4], [9, 9]])
-    assert blocks_of_4_neighbours(chosen[None, :, None]) == (3 + 2) / 2

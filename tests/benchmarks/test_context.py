@@ -38,15 +38,6 @@ def test_rows_are_multiples_of_the_fewest_gpus() -> None:
     assert (found[5]["base_gpus"], found[5]["times_base"], found[5]["efficiency"]) == (2, 3.0, 0.75)
 
 
-def test_a_layer_that_no_gpu_holds_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The row of a million tokens asks for more than the 80 GB of each of two GPUs."""
-    monkeypatch.setattr(
-        context.torch.cuda, "get_device_properties", lambda number: argparse.Namespace(total_memory=79.1 * 2**30)
-    )
-    options = argparse.Namespace(device="cuda", tiny=False, tokens=2**20, calls=3, limit=1.0)
-    assert context.layer_row(2, options)["status"] == "left out: needs 82 GiB a GPU"
-
-
 def test_losses_are_judged_by_the_errors_of_one_gpu() -> None:
     exact = {"part": "losses", "tokens": 8, "status": "ok", "gpus": 1, "precision": "fp32", "losses": [5.0, 4.0]}
     one = {**exact, "precision": "bf16", "losses": [5.0, 4.01]}

@@ -30,16 +30,3 @@ def test_a_process_that_ends_early_is_an_error_with_its_output(tmp_path: Path) -
         pytest.raises(RuntimeError, match="no data"),
     ):
         cpu_threads.wait_for(lambda: None, process, log, 60)
-
-
-def test_steps_and_shares(tmp_path: Path) -> None:
-    assert cpu_threads.steps_of(tmp_path) == []
-    rows = [
-        '{"kind": "event", "unix_time_seconds": 1}',
-        '{"kind": "train", "unix_time_seconds": 2, "tokens_seen": 512}',
-    ]
-    (tmp_path / "metrics.jsonl").write_text("\n".join([*rows, '{"kind": "train", "unix']))
-    assert cpu_threads.steps_of(tmp_path) == [(2, 512)]
-    row = {"default": 4.0, "one_thread": 10.0, "chosen": 8.0}
-    assert cpu_threads.share_of_best(row, list(row), "tokens_per_second") == 0.8
-    assert cpu_threads.share_of_best(row, list(row), "seconds") == 0.5

@@ -12,11 +12,10 @@ from lib.recorder import Recorder
 from lib.shapes import DTYPES
 from tests.benchmarks.tiny import MODEL
 from tests.children import load_script
-from trifocal.inference import CachedModel
 from trifocal.models import DecoderLM
 
 decoding = load_script("benchmarks/decoding.py")
-bench_decode, speedups, step_times_ms = decoding.bench_decode, decoding.speedups, decoding.step_times_ms
+bench_decode, speedups = decoding.bench_decode, decoding.speedups
 
 OPTIONS = DecodeOptions(
     parts=("model", "prefill", "mix"), sizes=("2x5", "1x40"), new_tokens=3, prompt_tokens=(40,), prefill_chunk_size=16,
@@ -57,12 +56,6 @@ def test_a_tokens_time_of_every_model(rows):
     assert small["dense_plain_ratio"] == model[2]["token_ms"] / model[0]["token_ms"]
 
 
-def test_prefill_beside_the_training_forward(rows):
-    for row in (row for row in rows if row["part"] == "prefill"):
-        assert row["prefill_ratio"] == row["prefill_seconds"] / row["training_forward_seconds"] > 0
-        assert row["first_token_seconds"] > 0 and row["compiled"] is False and row["tokens"] == 40
-
-
 def test_the_mix_counts_its_tokens(rows):
     requests = mixed_requests(DecodingBench(OPTIONS, recorder()))
     assert all(2 <= len(request.prompt) <= 6 and 1 <= request.max_new_tokens <= 4 for request in requests)
@@ -71,18 +64,6 @@ def test_the_mix_counts_its_tokens(rows):
         assert row["tokens_in"] == sum(len(request.prompt) for request in requests)
         assert row["tokens_out"] == sum(request.max_new_tokens for request in requests)
         assert row["sequences"] == 2 and row["tokens_out_per_second"] == row["tokens_out"] / row["seconds"]
-
-
-def test_all_sequences_take_part_in_a_timed_step(monkeypatch):
-    lengths = []
-    step = CachedModel.step
-    monkeypatch.setattr(
-        CachedModel, "step", lambda model, *given: lengths.append(given[1].lengths.tolist()) or step(model, *given)
-    )
-    cached = decoding.FilledModel(DecoderLM(MODEL), max_sequences=2, max_length=30, prefill_chunk_size=7)
-    assert len(step_times_ms(cached, 7, 3)) == 3
-    assert lengths == [[7 + number] * 2 for number in range(len(lengths))]
-    assert all(float(x.float().std()) > 0.5 for x in vars(cached.cache.layers[0]).values() if x is not None)
 
 
 def test_the_plain_model_is_the_dense_one():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lib.kernel_trace import Kernel, busy_share, gap_table
-from lib.recorder import Recorder, Refused
+from lib.recorder import Recorder
 from lib.shapes import AttentionShape
 from tests.children import load_script
 from trifocal.ops import Geometry
@@ -65,15 +65,3 @@ def test_each_kernel_of_both_directions_is_a_row(monkeypatch: pytest.MonkeyPatch
     directions = ("forward", "backward", "index choice", "choice loss, forward", "choice loss, backward")
     assert [(row["direction"], row["kernel"]) for row in recorder.rows] == list(itertools.product(directions, "ab"))
     assert recorder.rows[0]["ms"] == 2.0 and recorder.rows[0]["launches"] == 0.5 and len(ran) == 5
-
-
-def test_a_shape_with_wrong_results_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(*_: object) -> float:
-        raise Refused("o errs by 3")
-
-    monkeypatch.setattr(kernel_times, "check_parity", wrong)
-    monkeypatch.setattr(kernel_times.KernelsOptions, "torch_device", SimpleNamespace(type="cuda"))
-    recorder = Recorder(60.0, lambda _: None, lambda: None)
-    kernel_times.bench_kernels(kernel_times.KernelsOptions(shapes=("B",)), recorder)
-    (row,) = recorder.rows
-    assert row["status"] == "refused: o errs by 3" and row["shape"] == "B"

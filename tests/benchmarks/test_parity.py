@@ -22,47 +22,42 @@ def test_the_reference_passes(dtype):
     assert 0 < parity.check_parity(SHAPE, GEOMETRY, CPU, dtype, "auto") <= 1
 
 
-def test_a_wrong_output_is_refused(monkeypatch):
-    def faulty(*args, backend, **rules):
-        o = nsa_attention(*args, backend="reference", **rules)
-        return o if backend == "reference" else o * 1.01
-
-    monkeypatch.setattr(parity, "nsa_attention", faulty)
-    with pytest.raises(Refused, match=r"is off by .* at 85 tokens, allowed is"):
-        parity.check_parity(SHAPE, GEOMETRY, CPU, torch.float32, "auto")
+def wrong_output(*args, backend, **rules):
+    o = nsa_attention(*args, backend="reference", **rules)
+    return o if backend == "reference" else o * 1.01
 
 
-def test_a_wrong_gradient_is_refused(monkeypatch):
-    def faulty(q, *args, backend, **rules):
-        if backend != "reference":
-            q = q.detach() + 1.05 * (q - q.detach())
-        return nsa_attention(q, *args, backend="reference", **rules)
-
-    monkeypatch.setattr(parity, "nsa_attention", faulty)
-    with pytest.raises(Refused, match="the gradient of q is off"):
-        parity.check_parity(SHAPE, GEOMETRY, CPU, torch.float32, "auto")
+def wrong_gradient(q, *args, backend, **rules):
+    if backend != "reference":
+        q = q.detach() + 1.05 * (q - q.detach())
+    return nsa_attention(q, *args, backend="reference", **rules)
 
 
-def test_a_wrong_mean_is_refused(monkeypatch):
-    def faulty(x, geometry, cu_seqlens, backend):
-        return compress_by_mean(x, geometry, cu_seqlens, "reference") * (1.0 if backend == "reference" else 1.01)
-
-    monkeypatch.setattr(parity, "compress_by_mean", faulty)
-    with pytest.raises(Refused, match="mean is off"):
-        parity.check_parity(SHAPE, GEOMETRY, CPU, torch.float32, "auto")
+def wrong_mean(x, geometry, cu_seqlens, backend):
+    return compress_by_mean(x, geometry, cu_seqlens, "reference") * (1.0 if backend == "reference" else 1.01)
 
 
-def test_a_worse_choice_is_refused(monkeypatch):
-    def faulty(*args, backend, **rules):
-        chosen = select_blocks(*args, backend="reference", **rules)
-        if backend != "reference":
-            # The last block but the forced ones, whatever it is worth.
-            own = torch.arange(chosen.shape[1])[None, :, None] // GEOMETRY.selection_block_size
-            chosen[..., 1] = torch.where(own >= 3, own - 1, chosen[..., 1].long()).int()
-        return chosen
+def worse_choice(*args, backend, **rules):
+    chosen = select_blocks(*args, backend="reference", **rules)
+    if backend != "reference":
+        # The last block but the forced ones, whatever it is worth.
+        own = torch.arange(chosen.shape[1])[None, :, None] // GEOMETRY.selection_block_size
+        chosen[..., 1] = torch.where(own >= 3, own - 1, chosen[..., 1].long()).int()
+    return chosen
 
-    monkeypatch.setattr(parity, "select_blocks", faulty)
-    with pytest.raises(Refused, match="of the importance that the best ones cover"):
+
+@pytest.mark.parametrize(
+    ("name", "faulty", "message"),
+    [
+        ("nsa_attention", wrong_output, r"is off by .* at 85 tokens, allowed is"),
+        ("nsa_attention", wrong_gradient, "the gradient of q is off"),
+        ("compress_by_mean", wrong_mean, "mean is off"),
+        ("select_blocks", worse_choice, "of the importance that the best ones cover"),
+    ],
+)
+def test_a_fault_is_refused(name, faulty, message, monkeypatch):
+    monkeypatch.setattr(parity, name, faulty)
+    with pytest.raises(Refused, match=message):
         parity.check_parity(SHAPE, GEOMETRY, CPU, torch.float32, "auto")
 
 

@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -76,14 +75,6 @@ def test_long_rows_start_from_another_part(script: ModuleType, tmp_path: Path) -
     assert one.short == first and first.folder == tmp_path / "production_8192/mix-5"
     texts = [stage.flags["data.source"] for stage in (first, one)]
     assert texts == [f"parquet:{tmp_path / name}.parquet#text" for name in ("short", "long")]
-
-
-def test_a_mix_of_too_few_layers_is_refused(script: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="repeats 4 layers"):
-        script.trainings("recall", tmp_path, [5], ["mix"], {})
-    (one,) = script.trainings("recall", tmp_path, [5], ["mix"], {"model.num_layers": "4"})
-    assert of_stage(one).model.attention_of_layers == ("window", "window", "window", "selected")
-    assert of_stage(one).model.sliding_window == of_stage(one).model.geometry.window_size == 64
 
 
 def test_flags_win_over_the_part(script: ModuleType, tmp_path: Path) -> None:
@@ -204,24 +195,3 @@ def test_sigterm_ends_the_trainings(tmp_path: Path) -> None:
     assert wait_for_end(process, 40) == 143
     assert "which is saved" in (tmp_path / "recall" / "sparse-1337.log").read_text()
     assert not (tmp_path / "recall" / "dense-1337").exists()
-
-
-@pytest.mark.parametrize(("visible", "expected"), [("", {"0", "1"}), ("2,5", {"2", "5"})])
-def test_trainings_stay_on_the_gpus_that_are_visible(
-    script: ModuleType, visible: str, expected: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen, both = [], threading.Barrier(2)
-
-    class Ended:
-        def __init__(self, arguments: Any, *, env: dict[str, str], **others: Any) -> None:
-            seen.append(env["CUDA_VISIBLE_DEVICES"])
-
-        def wait(self, seconds: float) -> int:
-            both.wait(10)
-            return 0
-
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(script.subprocess, "Popen", Ended)
-    commands = [([], tmp_path / f"{number}.txt") for number in range(2)]
-    assert script.run_all(commands, gpus=2, jobs=1, deadline=time.monotonic() + 60) == [0, 0]
-    assert {*seen} == expected

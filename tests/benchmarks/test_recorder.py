@@ -36,9 +36,3 @@ def test_past_the_limit_nothing_is_measured():
     recorder = Recorder(1e-9, lambda text: None, lambda: None)
     row = recorder.measure({"row": "a"}, lambda: pytest.fail("must not run"))
     assert row["status"].startswith("not run: the limit of") and recorder.exit_status == 0
-
-
-def test_an_interruption_is_not_swallowed():
-    recorder = Recorder(60, lambda text: None, lambda: None)
-    with pytest.raises(KeyboardInterrupt):
-        recorder.measure({}, raising(KeyboardInterrupt()))

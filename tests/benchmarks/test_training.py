@@ -57,9 +57,8 @@ def test_text_is_measured_beside_random_bytes():
 def test_graphs_and_kernels_need_a_gpu():
     with pytest.raises(UserError, match="--profiled-steps needs a GPU"):
         bench_train(TrainOptions(**TINY, profiled_steps=1), recorder())
-    for wanted in (("yes",), ("no", "yes")):
-        with pytest.raises(UserError, match="--cuda-graphs yes needs a GPU"):
-            TrainOptions(**TINY, cuda_graphs=wanted).cases()
+    with pytest.raises(UserError, match="--cuda-graphs yes needs a GPU"):
+        TrainOptions(**TINY, cuda_graphs=("no", "yes")).cases()
 
 
 @pytest.fixture
@@ -79,9 +78,8 @@ def recorded_bench(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("attention", [0, 1], ids=["nsa", "dense"])
-def test_one_micro_batch_a_step_is_recorded_before_it_is_timed(recorded_bench, attention):
-    case = TrainOptions(**TINY).cases()[attention]
+def test_one_micro_batch_a_step_is_recorded_before_it_is_timed(recorded_bench):
+    case = TrainOptions(**TINY).cases()[0]
     plain, recorded = TrainBench(case), recorded_bench(case)
     parameters = recorded.optimizer.param_groups[0]["params"]
     plain.warm_up()
@@ -142,12 +140,6 @@ def test_like_is_compared_with_like():
     assert speedups(rows) == both[1:], "another setting does not compare"
 
 
-def test_the_limit_ends_a_worker():
-    rows = recorder(0.3)
-    bench_train(TrainOptions(**{**TINY, "attention": ("dense",)}), rows)
-    assert rows.rows[0]["status"] == "not run: the time limit has passed"
-
-
 def test_wrong_results_are_not_timed(monkeypatch):
     def refuse(*args):
         raise Refused("o is off")
@@ -158,9 +150,3 @@ def test_wrong_results_are_not_timed(monkeypatch):
     bench_train(TrainOptions(**TINY), rows)
     assert [row["status"] for row in rows.rows] == ["refused: o is off"]
     assert [case.model["attention"] for case in ran] == ["dense"]
-
-
-def test_bad_options_are_refused():
-    for changes in ({"workers": 0}, {"timed_steps": 0}, {"seconds": 0.0}):
-        with pytest.raises(UserError, match=next(iter(changes)).replace("_", "-")):
-            TrainOptions(**changes)

@@ -103,10 +103,9 @@ def test_a_copy_of_a_compiled_model_compiles_its_own(
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
 
 
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_exports_a_range_of_lengths(make_model: Callable[..., DecoderLM], attention: str) -> None:
+def test_exports_a_range_of_lengths(make_model: Callable[..., DecoderLM]) -> None:
     """One program for all lengths with more selection blocks than are chosen, as docs/training.md says it."""
-    model = make_model(num_layers=1, attention=attention).eval()
+    model = make_model(num_layers=1).eval()
     length = torch.export.Dim("length", min=32, max=512)
     program = torch.export.export(
         model,
@@ -114,7 +113,7 @@ def test_exports_a_range_of_lengths(make_model: Callable[..., DecoderLM], attent
         dynamic_shapes=({1: length},),
         prefer_deferred_runtime_asserts_over_guards=True,
     )
-    for tokens in (torch.randint(31, (1, n)) for n in (32, 33, 64, 129)):
+    for tokens in (torch.randint(31, (1, n)) for n in (32, 129)):
         torch.testing.assert_close(program.module()(tokens), model(tokens), rtol=0, atol=1e-12)
 
 
@@ -133,8 +132,7 @@ def test_other_lengths_do_not_compile_anew(make_model: Callable[..., DecoderLM])
 @pytest.mark.parametrize(
     ("options", "backend"),
     [
-        ({"chooser": "index"}, "aot_eager"),
-        ({"chooser": "index", "compressor": "mlp"}, "eager"),
+        ({"chooser": "index", "compressor": "mlp"}, "aot_eager"),
         ({"chooser": "index", "attention": "selected"}, "eager"),
     ],
     ids=str,

@@ -13,11 +13,8 @@ from trifocal.models.counts import attended_keys
 from trifocal.ops import Geometry
 
 OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"compressor": "mlp"},
     {"shared_kv": True, "num_layers": 3},
     {"compressor": "mlp", "tie_embeddings": True},
-    {"attention": "dense"},
     {"attention": "dense", "tie_embeddings": True, "qk_norm": True, "o_bias": True},
     {"attention": "window", "sliding_window": 9, "qkv_bias": True, "mlp_bias": True},
     {"attention": "selected", "qk_norm": True, "head_dim": 24},
@@ -41,10 +38,11 @@ def test_parameter_count(make_config: Callable[..., ModelConfig], options: dict[
     ],
     ids=str,
 )
-@pytest.mark.parametrize("length", [1, 3, 4, 24, 25, 26, 99, 1500])
-def test_attended_keys_sum_over_positions(geometry: Geometry, length: int) -> None:
-    expected = sum(geometry.keys_read_per_step(position) for position in range(length))
-    assert attended_keys(geometry, length) == expected
+def test_attended_keys_sum_over_positions(geometry: Geometry) -> None:
+    expected = 0
+    for position in range(1500):
+        assert attended_keys(geometry, position) == expected
+        expected += geometry.keys_read_per_step(position)
 
 
 def counted_flops(model: DecoderLM, tokens: torch.Tensor) -> tuple[int, int]:
@@ -87,10 +85,9 @@ def choosing_excess(config: ModelConfig, kind: str, length: int) -> float:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("length", [3, 48])
-def test_flops_match_the_counter(make_config: Callable[..., ModelConfig], options: dict[str, Any], length: int) -> None:
+def test_flops_match_the_counter(make_config: Callable[..., ModelConfig], options: dict[str, Any]) -> None:
     config = make_config(**options)
-    batch = 2
+    batch, length = 2, 48
     with sdpa_kernel(SDPBackend.MATH):
         forward, training = counted_flops(DecoderLM(config), torch.randint(31, (batch, length)))
 
@@ -109,7 +106,7 @@ def test_flops_match_the_counter(make_config: Callable[..., ModelConfig], option
     assert training == pytest.approx(expected_training + 2 * config.head_dim * again, rel=1e-12)
 
 
-def test_dense_equivalent_is_the_dense_twin(make_config: Callable[..., ModelConfig]) -> None:
+def test_dense_equivalent_is_the_dense_baseline(make_config: Callable[..., ModelConfig]) -> None:
     sparse = flops_per_token(make_config(), 500)
     dense = flops_per_token(make_config(attention="dense"), 500)
     assert sparse.dense_equivalent_forward == dense.executed_forward == dense.dense_equivalent_forward

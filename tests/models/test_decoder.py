@@ -14,7 +14,6 @@ from trifocal.nn.chooser import first_index
 
 YARN = RopeScaling(rope_type="yarn", factor=2.0, original_max_position_embeddings=12, attention_factor=1.2)
 OPTIONS: list[dict[str, Any]] = [
-    {},
     {"compressor": "mlp"},
     {"shared_kv": True, "tie_embeddings": True},
     {"attention": "dense"},
@@ -28,8 +27,13 @@ OPTIONS: list[dict[str, Any]] = [
         "rope_scaling": RopeScaling(rope_type="linear", factor=2.0),
     },
     {"layer_types": ("nsa", "selected"), "selection": "random", "rope_scaling": YARN, "unrotated_layers": (0,)},
-    {"norm_after": True, "qk_norm": True, "qk_norm_all_heads": True},
-    {"chooser": "index", "layer_types": ("nsa", "selected")},
+    {
+        "norm_after": True,
+        "qk_norm": True,
+        "qk_norm_all_heads": True,
+        "chooser": "index",
+        "layer_types": ("nsa", "selected"),
+    },
 ]
 LENGTHS = [3, 1, 4, 21, 1, 9]
 
@@ -141,7 +145,7 @@ def test_a_model_without_weights_computes_nothing(make_config: Callable[..., Mod
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("lengths", [[1], [2], [3], [40], [1, 1, 1], [2, 1, 30, 3]], ids=str)
+@pytest.mark.parametrize("lengths", [[1], [2, 1, 30, 3]], ids=str)
 def test_every_parameter_gets_a_gradient(
     make_model: Callable[..., DecoderLM], options: dict[str, Any], lengths: list[int]
 ) -> None:

@@ -34,19 +34,9 @@ from trifocal.testing.tolerances import FULL_COVERAGE
 
 DIM = 24
 SIZES: dict[str, Any] = {"dim": DIM, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 6}
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"compressor": "mlp"},
-    {"shared_kv": True},
-    {"qk_norm": True, "qkv_bias": True, "o_bias": True},
-    {"shared_kv": True, "qk_norm": True, "qkv_bias": True},
-    {"qk_norm": True, "qk_norm_all_heads": True, "qkv_bias": True},
-]
 OTHERS: list[dict[str, Any]] = [
-    {"attention": "dense"},
     {"attention": "dense", "qk_norm": True, "qkv_bias": True, "o_bias": True},
     {"attention": "window"},
-    {"attention": "selected"},
     {"attention": "selected", "qk_norm": True, "qkv_bias": True},
 ]
 
@@ -101,21 +91,10 @@ def equalise(layer: NSAttention, twin: DenseAttention, shares: tuple[float, floa
         layer.gate.proj.bias.copy_(torch.logit(torch.tensor(shares, dtype=torch.float64)).repeat(layer.num_heads))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize(
-    ("block_size", "shares"),
-    [
-        (1, (1.0, 0.0, 0.0)),
-        (1, (0.0, 1.0, 0.0)),
-        (1, (0.0, 0.0, 1.0)),
-        (1, (0.2, 0.5, 0.3)),
-        (8, (0.0, 0.25, 0.75)),
-    ],
-)
+@pytest.mark.parametrize(("block_size", "shares"), [(1, (0.2, 0.5, 0.3)), (8, (0.0, 0.25, 0.75))])
 @pytest.mark.parametrize("packed", [False, True])
-def test_full_coverage_equals_dense(
-    dtype: torch.dtype, block_size: int, shares: tuple[float, float, float], packed: bool
-) -> None:
+def test_full_coverage_equals_dense(block_size: int, shares: tuple[float, float, float], packed: bool) -> None:
+    dtype = torch.float32 if packed else torch.float64
     layer, twin = sparse(covering(45, block_size)).to(dtype), dense().to(dtype)
     equalise(layer, twin, shares)
     torch.manual_seed(1)
@@ -163,15 +142,14 @@ def test_a_layer_of_one_softmax_is_plain_attention(options: dict[str, Any]) -> N
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_selected_blocks_that_cover_the_past_equal_dense(packed: bool) -> None:
+def test_selected_blocks_that_cover_the_past_equal_dense() -> None:
     torch.manual_seed(0)
     layer = SelectedAttention(geometry=covering(45, 8), **SIZES, qk_norm=True, qkv_bias=True).double()
     twin = DenseAttention(**SIZES, qk_norm=True, qkv_bias=True).double()
     # The same weights under the same names.
     twin.load_state_dict(layer.state_dict())
     x = torch.randn(1, 45, DIM, dtype=torch.float64, requires_grad=True)
-    cu_seqlens = torch.tensor([0, 1, 20, 22, 45]) if packed else None
+    cu_seqlens = torch.tensor([0, 1, 20, 22, 45])
     outputs = [each(x, cu_seqlens=cu_seqlens) for each in (layer, twin)]
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-13)
     probe = torch.randn_like(x)
@@ -204,9 +182,8 @@ def test_given_blocks_are_read_instead_of_chosen_ones(attention: str) -> None:
     assert not torch.equal(given, layer(x))
 
 
-@pytest.mark.parametrize("compressor", ["mean", "mlp"])
-def test_compressed_scores_depend_on_distance_alone(compressor: Any) -> None:
-    layer = sparse(compressor=compressor)
+def test_compressed_scores_depend_on_distance_alone() -> None:
+    layer = sparse(compressor="mlp")
     q = torch.randn(1, 12, 4, 8, dtype=torch.float64)
     k = torch.randn(1, 12, 2, 8, dtype=torch.float64)
 
@@ -231,14 +208,11 @@ def test_products_run_in_autocast_type_and_gates_in_fp32(monkeypatch: pytest.Mon
 
     original = attention_module.nsa_attention
     monkeypatch.setattr(attention_module, "nsa_attention", record)
-    for options in OPTIONS:
-        seen.clear()
-        layer = sparse(**options).float()
-        with torch.autocast("cpu", torch.bfloat16):
-            layer(torch.randn(1, 20, DIM))
-        *q_k_v, gates = seen
-        assert [tensor.dtype for tensor in q_k_v] == [torch.bfloat16] * 7
-        assert gates.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        sparse(compressor="mlp", qk_norm=True, qkv_bias=True).float()(torch.randn(1, 20, DIM))
+    *q_k_v, gates = seen
+    assert [tensor.dtype for tensor in q_k_v] == [torch.bfloat16] * 7
+    assert gates.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -281,23 +255,17 @@ def test_one_branch_alone_is_its_operation(branch: str, share: tuple[float, floa
         ({"backend": "flash"}, "backend must be one of auto, reference, triton, got 'flash'"),
         ({"geometry": {}}, "geometry must be a Geometry, got dict"),
         ({"dim": 0}, "dim must be at least 1, got 0"),
-        ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
-        ({"num_kv_heads": 0}, "num_kv_heads must be at least 1, got 0"),
         ({"head_dim": 2.0}, "head_dim must be an integer, got 2.0"),
-        ({"value_dim": -1}, "value_dim must be at least 1, got -1"),
         ({"rope_theta": 0.0}, "rope_theta must be above 0, got 0.0"),
     ],
 )
 def test_wrong_sizes_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         NSAttention(**{**SIZES, "geometry": SMALL, **change})
-    if not change.keys() & {"compressor", "backend", "geometry"}:
-        with pytest.raises(ValueError, match=message):
-            DenseAttention(**{**SIZES, **change})
 
 
-@pytest.mark.parametrize("layer", [NSAttention(**SIZES, geometry=SMALL), DenseAttention(**SIZES)], ids=["nsa", "dense"])
-def test_wrong_inputs_are_refused(layer: torch.nn.Module) -> None:
+def test_wrong_inputs_are_refused() -> None:
+    layer = NSAttention(**SIZES, geometry=SMALL)
     with pytest.raises(ValueError, match=rf"x must have the shape \[B, T, E\], got \[5, {DIM}\]"):
         layer(torch.randn(5, DIM))
     with pytest.raises(ValueError, match=rf"with E = {DIM}, got \[1, 5, {DIM - 1}\]"):
@@ -344,9 +312,8 @@ def test_padded_rows_are_as_each_row_by_itself(attention: str) -> None:
         torch.testing.assert_close(parameter.grad, of_weights[name], rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("attention", ["nsa", "selected", "dense"])
-def test_wrong_padding_is_refused(attention: str) -> None:
-    layer, x = layer_of(attention), torch.randn(2, 5, DIM, dtype=torch.float64)
+def test_wrong_padding_is_refused() -> None:
+    layer, x = layer_of("dense"), torch.randn(2, 5, DIM, dtype=torch.float64)
     mask = torch.zeros(2, 5, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"must be bool, \[2, 5\], True at padding, got torch.int64, \[2, 5\]"):
         layer(x, key_padding_mask=mask.long())
@@ -367,12 +334,11 @@ def test_wrong_packing_is_refused() -> None:
         layer(torch.randn(1, 5, DIM, dtype=torch.float64), cu_seqlens=torch.tensor([0, 4]))
     # One token's document must not spread over all of them: dense attention would see the future.
     one = Documents.from_cu_seqlens(torch.tensor([0, 1]), 1)
-    for layer in (sparse(), DenseAttention(**SIZES).double()):
-        with pytest.raises(ValueError, match="the documents hold 1 tokens, but there are 5"):
-            layer(torch.randn(1, 5, DIM, dtype=torch.float64), cu_seqlens=one)
+    with pytest.raises(ValueError, match="the documents hold 1 tokens, but there are 5"):
+        DenseAttention(**SIZES).double()(torch.randn(1, 5, DIM, dtype=torch.float64), cu_seqlens=one)
 
 
-@pytest.mark.parametrize("attention", ["nsa", "selected", "dense"])
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
 def test_tables_that_were_rounded_on_the_way_are_made_again(attention: str) -> None:
     """FSDP's mixed precision casts every tensor that a layer is called with."""
     layer = layer_of(attention).bfloat16()

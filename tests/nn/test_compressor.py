@@ -41,7 +41,7 @@ def compress_by_loop(compressor: MeanCompressor | MLPCompressor, x: Tensor) -> T
 
 
 @pytest.mark.parametrize("kind", ["mean", "mlp"])
-@pytest.mark.parametrize("lengths", [[8], [9], [11], [12], [33], [5, 1, 8, 21, 7, 13]], ids=str)
+@pytest.mark.parametrize("lengths", [[8], [33], [5, 1, 8, 21, 7, 13]], ids=str)
 def test_keys_and_gradients_are_those_of_the_loop(kind: str, lengths: list[int]) -> None:
     """Documents have grids of their own: of a block's length, shorter, not divided by the stride, of one token."""
     compressor = make(kind)
@@ -62,21 +62,19 @@ def test_keys_and_gradients_are_those_of_the_loop(kind: str, lengths: list[int])
     torch.testing.assert_close(given, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["mean", "mlp"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_keys_without_a_gradient_are_the_same_bits(kind: str, dtype: torch.dtype) -> None:
+def test_keys_without_a_gradient_are_the_same_bits(dtype: torch.dtype) -> None:
     """Where no gradient is asked for, blocks are not copied together."""
-    compressor = make(kind).to(dtype)
+    compressor = make("mlp").to(dtype)
     rows = torch.randn(2, 33, 4 * FEATURES, dtype=dtype).chunk(2, dim=-1)[1].unflatten(-1, (2, -1))
     expected = compressor(rows.detach().requires_grad_())
     with torch.no_grad():
         assert torch.equal(compressor(rows), expected)
 
 
-@pytest.mark.parametrize("length", [1, 7])
-def test_no_block_gives_no_row_and_a_zero_gradient(length: int) -> None:
+def test_no_block_gives_no_row_and_a_zero_gradient() -> None:
     compressor = make("mlp")
-    x = torch.randn(2, length, 2, FEATURES, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 7, 2, FEATURES, dtype=torch.float64, requires_grad=True)
     compressed = compressor(x)
     assert compressed.shape == (2, 0, 2, FEATURES)
     compressed.sum().backward()
@@ -98,8 +96,11 @@ def test_learned_compressor_starts_near_the_mean() -> None:
     assert (learned - mean).square().mean() < 0.1 * mean.square().mean()
 
 
-@pytest.mark.parametrize("lengths", [[33], [5, 1, 8, 21, 7, 13], [7]], ids=str)
-@pytest.mark.parametrize("kind", ["of one width", "of two widths", "hooked"])
+@pytest.mark.parametrize(
+    ("kind", "lengths"),
+    [("of one width", [5, 1, 8, 21, 7, 13]), ("of one width", [7]), ("of two widths", [33]), ("hooked", [33])],
+    ids=str,
+)
 def test_keys_and_values_together_are_as_each_alone(
     kind: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

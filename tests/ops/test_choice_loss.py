@@ -19,8 +19,7 @@ def drawn(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
-@pytest.mark.parametrize("borders", [(0, TOKENS), BORDERS])
-@pytest.mark.parametrize("queries", [TOKENS, 37])
+@pytest.mark.parametrize(("borders", "queries"), [((0, TOKENS), TOKENS), (BORDERS, 37)])
 def test_choice_by_index_is_the_oracle_s(borders, queries, monkeypatch):
     # Chunks end inside of a document and of a block.
     monkeypatch.setattr(reference, "_MAX_INDEX_SCORES", 3000)
@@ -32,8 +31,7 @@ def test_choice_by_index_is_the_oracle_s(borders, queries, monkeypatch):
     assert torch.equal(chosen, oracle.select_blocks_by_index(q, k, GEOMETRY, lengths=lengths))
 
 
-@pytest.mark.parametrize("borders", [(0, TOKENS), BORDERS])
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(("borders", "parts"), [((0, TOKENS), 1), (BORDERS, 3)])
 def test_loss_and_gradient_are_the_oracle_s(borders, parts, monkeypatch):
     packed = len(borders) > 2
     batch = 1 if packed else 2

@@ -30,7 +30,7 @@ def training_step(length, *, documents=None, batch=1, heads=4):
 def test_operations_do_not_depend_on_length_batch_or_heads():
     expected = count_operations(training_step(128))
     assert 20 < expected.total() < 1000
-    for length in (129, 192, 256, 1023):
+    for length in (129, 1023):
         assert count_operations(training_step(length)) == expected
     # One row is laid out as none is; from two on nothing changes.
     assert count_operations(training_step(128, batch=5)) == count_operations(training_step(128, batch=2))
@@ -40,7 +40,7 @@ def test_operations_do_not_depend_on_length_batch_or_heads():
 def test_operations_do_not_depend_on_the_number_of_documents():
     expected = count_operations(training_step(512, documents=2))
     # All longer than a selection block: one alone is laid out in another way.
-    for documents in (4, 8, 16):
+    for documents in (4, 16):
         assert count_operations(training_step(512, documents=documents)) == expected
 
 
@@ -68,11 +68,8 @@ def stored(length, *, documents=None, dtype=torch.float32):
 @pytest.mark.parametrize("documents", [None, 2])
 def test_storage_for_backward_is_linear_in_length(documents):
     """Exactly affine at lengths that the blocks divide: equal steps in length cost equal bytes."""
-    lengths = (256, 512, 768, 2048)
-    sizes = [stored(length, documents=documents) for length in lengths]
-    per_token = (sizes[1] - sizes[0]) / 256
-    assert sizes[2] - sizes[1] == sizes[1] - sizes[0]
-    assert sizes[3] - sizes[2] == per_token * (2048 - 768)
+    sizes = [stored(length, documents=documents) for length in (256, 512, 1024)]
+    assert sizes[2] - sizes[1] == 2 * (sizes[1] - sizes[0])
 
 
 def test_storage_in_bf16_is_half_of_fp32_save_for_the_small():

@@ -21,8 +21,8 @@ def assert_rows(decoder, o, before, num_new, expected, bound):
         assert not o[sequence, count:].any()
 
 
-@each_case
-def test_token_by_token_from_nothing(case):
+def test_token_by_token_from_nothing():
+    case = CASES[0]
     tokens = draw(case, 2, 70, torch.float64)
     expected = torch.cat([whole(case, tokens.part(row, 70)) for row in range(2)])
     decoder = Decoder(case, tokens, 1, "reference")
@@ -31,8 +31,7 @@ def test_token_by_token_from_nothing(case):
 
 
 @each_case
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("most_new", [1, 3, 8])
+@pytest.mark.parametrize(("dtype", "most_new"), [(torch.float64, 1), (torch.float32, 3), (torch.float64, 8)], ids=str)
 def test_every_length_of_the_past_in_one_batch(case, dtype, most_new):
     """Around every border of a block, a stride, a page and the window; the last sequences have fewer new tokens."""
     lengths = list(range(0, 66, 3 if most_new == 8 else 1))
@@ -91,14 +90,11 @@ def test_rejected_tokens_are_written_over():
         ({"ring": 3}, "rings of at least"),
         ({"gates": None}, "window branch needs gates"),
         ({"columns": "lengths"}, "lengths must be contiguous"),
-        ({"columns": "block_table"}, "rows of block_table must be contiguous"),
         ({"long": "num_new"}, "num_new must be of int32, got torch.int64"),
-        ({"long": "block_table"}, "block_table must be of int32, got torch.int64"),
         ({"one_table": True}, r"rows of block_table must be contiguous and lie apart, got strides \[0, 1\]"),
-        # As transformers lays tables out; columns of a joint one; and of one by position.
+        # As transformers lays tables out; and columns of a joint one.
         ({"rotary": lambda x: torch.cat((x, x), -1)}, r"cosines must have the shape \[max_len, D/2\] = \['\*', 4\]"),
         ({"rotary": lambda x: torch.cat((x, x), -1)[:, :4]}, r"cosines must be contiguous, got strides of \[8, 1\]"),
-        ({"rotary": lambda x: x.T.contiguous().T}, r"cosines must be contiguous, got strides of \[1, 20\]"),
         ({"new": {"k_cmp": slice(1)}}, r"k_raw must have the shape \[B, T, G, width\] = \[2, 2, 2, 8\], got"),
         ({"index": (torch.zeros(2, 2, 8), ())}, "an index must be given where the cache has k_idx, and only there"),
         (
@@ -109,7 +105,6 @@ def test_rejected_tokens_are_written_over():
             {"compress": (LearnedCompressor(torch.zeros(8, 8), torch.zeros(5, 64), torch.zeros(8, 5)), None)},
             "a learned φ of values must be given where the cache compresses them, and only there",
         ),
-        ({"new": {"v_win": slice(1)}}, r"v_win must have the shape \[B, T, G, width\] = \[2, 2, 2, 6\], got"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):
@@ -144,10 +139,8 @@ def test_what_does_not_fit_is_refused(change, message):
     [
         ("k_idx", lambda x: torch.zeros(3, 2, 16, 8), r"k_idx must have the shape \[pages, 1, P, Di\] = "),
         ("k_slc", lambda x: x.transpose(2, 3).contiguous().transpose(2, 3), "k_slc must be contiguous in its last dim"),
-        ("v_raw", lambda x: torch.stack((x, x), -1)[..., 0], "v_raw must be contiguous in its last dim"),
         ("v_win", lambda x: x[:, :, 1:], "k_win and v_win must have the same pages or rows, groups and tokens"),
         ("k_raw", lambda x: x[:, :1], r"k_raw must have the shape \[\*, G, tokens, width\] = \['\*', 2, '\*', 8\]"),
-        ("v_cmp", lambda x: x[..., :5], r"v_cmp must have the shape \[\*, G, tokens, width\] = \['\*', 2, '\*', 6\]"),
     ],
 )
 def test_caches_that_kernels_would_read_wrong_are_not_made(name, change, message):

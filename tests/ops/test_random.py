@@ -49,7 +49,7 @@ def any_case(seed):
     return dataclasses.replace(case, keys=case.queries + rng.randint(1, 30))
 
 
-@pytest.mark.parametrize("case", [*CASES, *map(any_case, range(40))], ids=lambda case: case.why)
+@pytest.mark.parametrize("case", [*CASES, *map(any_case, range(10))], ids=lambda case: case.why)
 def test_the_whole_attention_and_its_choice(case):
     inputs = draw(case, seed=1).leaves()
     exact = type(inputs)(*inputs).leaves()

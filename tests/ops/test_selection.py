@@ -30,11 +30,11 @@ def test_equal_compressed_blocks_tie_after_a_real_softmax():
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("heads", [9, 12, 16])
+@pytest.mark.parametrize("heads", [9, 16])
 def test_many_heads_tie_exactly_at_every_length(dtype, heads):
     """Zero queries after a real softmax, whose 1/C is rounded: the heads' sum must be the same up to the last block."""
     g = geometry(4, 2, 8, 4, 1, 0, 8)
-    for num_keys in (100, 118, 333, 512):
+    for num_keys in (118, 333):
         q = torch.zeros(1, 1, heads, 4, dtype=dtype)
         k = torch.ones(1, g.num_compressed_blocks(num_keys), 1, 4, dtype=dtype)
         _, lse = ops.compressed_attention(q, k, k, g, num_keys=num_keys)

@@ -86,9 +86,7 @@ def test_a_chunk_has_the_bits_of_the_reference(first, length, num_new, branches,
 
 
 # Blocks before the chunk, blocks that it ends, and whether there are values.
-@pytest.mark.parametrize(
-    ("before", "new", "values"), [(0, 5, True), (9, 4, True), (9, 0, True), (3, 1, False), (0, 0, True)]
-)
+@pytest.mark.parametrize(("before", "new", "values"), [(0, 5, True), (9, 4, True), (9, 0, True), (3, 1, False)])
 def test_compressed_blocks_have_the_bits_of_the_reference(before, new, values, device):
     """Rows of every fourth position, the first of which is the third row."""
     numbers, found = torch.tensor([1, 1, 4, 0, 8, 2, 6, 1, 3, 5], device=device), []

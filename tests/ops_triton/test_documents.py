@@ -11,25 +11,20 @@ from trifocal.ops.triton.documents import documents_of_blocks, first_compressed_
 
 RULES = geometry(8, 4, 16, 3, 1, 1, 11)
 LENGTHS = {
-    "one": [37],
     "shorter than a block, exactly one, a token more": [7, 8, 9, 1, 16, 17],
-    "more documents than a program holds": [1 + number * 7 % 23 for number in range(300)],
+    "more documents than a program holds, padded": [1 + number * 7 % 23 for number in range(300)],
 }
+each_pack = pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 
 
-@pytest.fixture(params=[False, True], ids=["", "padded"])
-def padded(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
-def boundaries(lengths: list[int], device: str, *, padded: bool) -> Tensor:
+def boundaries(lengths: list[int], device: str) -> Tensor:
     found = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return (pad_boundaries(found, int(found[-1])) if padded else found).to(device)
+    return (pad_boundaries(found, int(found[-1])) if len(lengths) > 256 else found).to(device)
 
 
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_compressed_blocks(lengths: list[int], device: str, *, padded: bool) -> None:
-    documents = Documents.from_checked(boundaries(lengths, device, padded=padded), sum(lengths))
+@each_pack
+def test_compressed_blocks(lengths: list[int], device: str) -> None:
+    documents = Documents.from_checked(boundaries(lengths, device), sum(lengths))
     slots = sum(lengths) // RULES.compression_stride
     layout = compressed_layout(documents, slots, RULES)
     first_blocks = first_compressed_blocks(documents, RULES)
@@ -43,10 +38,10 @@ def test_compressed_blocks(lengths: list[int], device: str, *, padded: bool) -> 
     assert torch.equal(end, torch.where(filled, ends, sum(lengths)).int())
 
 
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_compressed_blocks_are_placed_once_for_all_layers(lengths: list[int], device: str, *, padded: bool) -> None:
+@each_pack
+def test_compressed_blocks_are_placed_once_for_all_layers(lengths: list[int], device: str) -> None:
     """Documents keep the places of one geometry, and nobody takes them for those of another or of a part."""
-    documents = Documents.from_checked(boundaries(lengths, device, padded=padded), sum(lengths))
+    documents = Documents.from_checked(boundaries(lengths, device), sum(lengths))
     slots = sum(lengths) // RULES.compression_stride
     placed = documents.with_blocks(RULES)
     first_blocks = first_compressed_blocks(documents, RULES)
@@ -61,10 +56,10 @@ def test_compressed_blocks_are_placed_once_for_all_layers(lengths: list[int], de
     assert placed.first(1).placed_blocks(RULES) is None
 
 
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_selection_blocks(lengths: list[int], device: str, *, padded: bool) -> None:
+@each_pack
+def test_selection_blocks(lengths: list[int], device: str) -> None:
     """Every token's block names its document."""
-    cu_seqlens = boundaries(lengths, device, padded=padded)
+    cu_seqlens = boundaries(lengths, device)
     documents, size = Documents.from_checked(cu_seqlens, sum(lengths)), RULES.selection_block_size
     found = documents_of_blocks(cu_seqlens, sum(lengths) // size + len(cu_seqlens) - 1, size)
     ids = documents.ids.long()

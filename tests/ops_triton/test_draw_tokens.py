@@ -133,11 +133,11 @@ def test_a_row_is_drawn_alike_in_any_company():
     assert_same(alone, {name: value[: len(PLAIN)] for name, value in together.items()})
 
 
-@pytest.mark.parametrize("layout", [lambda x: torch.stack((x, x), -1)[..., 0], lambda x: x.T.contiguous().T])
-def test_logits_with_gaps_between_them(parts, layout):
+def test_logits_with_gaps_between_them(parts):
     settings, logits, lengths = settings_of(FILTERED), logits_of(3), torch.arange(3, dtype=torch.int32)
     expected = run("triton", logits, settings, lengths, filtered=True)
-    assert_same(run("triton", layout(logits), settings, lengths, filtered=True), expected)
+    with_gaps = torch.stack((logits.T, logits.T), -1)[..., 0].T
+    assert_same(run("triton", with_gaps, settings, lengths, filtered=True), expected)
 
 
 @pytest.mark.parametrize("name", ["seed", "tokens", "drawn"])

@@ -26,15 +26,11 @@ def problem(why, rules, length, *, groups=2, dim=8, **rest):
 CASES = (
     problem("several tiles, two batch entries, a width that fills none", cases.USUAL, 1111, batch=2, dim=5),
     problem("widest, and rows to spare behind the last block", cases.USUAL, 51, dim=256),
-    problem("the paper's sizes", PAPER, 149, groups=1),
     problem("no power of two, four splits", FOUR_SPLITS, 40),
     problem("blocks without overlap", cases.NO_OVERLAP, 50, batch=3),
     problem("a block at every token", cases.STRIDE_ONE, 29),
-    problem("blocks of one token", cases.ONE_TOKEN_BLOCKS, 17),
-    problem("exactly one block", cases.USUAL, 8),
     problem("no block", cases.USUAL, 7),
     problem("packed: 1 token, under l, l, l + 1, long", cases.USUAL, 71, lengths=(1, 5, 8, 9, 16, 1, 31)),
-    problem("packed: long first, 1-token last", cases.USUAL, 42, lengths=(40, 1, 1)),
     problem("packed: no power of two", FOUR_SPLITS, 61, lengths=(17, 2, 21, 12, 9)),
     problem("packed: only documents under l", cases.USUAL, 14, lengths=(7, 1, 6)),
 )
@@ -76,15 +72,17 @@ def test_values_and_gradient(case, dtype):
     x = draw(case, dtype).requires_grad_()
     exact = x.detach().double().requires_grad_()
     sides = []
-    for make, leaf in ((means_of_torch, exact), (means_of_torch, x), (kernels, x), (kernels, x)):
+    # The interpreter gives the same bits anyway.
+    again_too = [(kernels, x)] if ON_GPU else []
+    for make, leaf in ((means_of_torch, exact), (means_of_torch, x), (kernels, x), *again_too):
         x_cmp = make(leaf, case)
         d_x_cmp = cotangent(means_of_torch(x, case)).to(x_cmp.dtype)
         filled = x_cmp[:, : d_x_cmp.shape[1]]
         assert not x_cmp[:, d_x_cmp.shape[1] :].any()
         (d_x,) = torch.autograd.grad(filled, leaf, d_x_cmp, allow_unused=True, materialize_grads=True)
         sides.append((filled, d_x))
-    expected, torchs, got, again = sides
-    for name, a, t, e, b in zip(("x_cmp", "d_x"), got, torchs, expected, again, strict=True):
+    expected, torchs, got, *_ = sides
+    for name, a, t, e, b in zip(("x_cmp", "d_x"), got, torchs, expected, sides[-1], strict=True):
         bound = FACTOR * error(t, e) if ON_GPU else allowed(dtype)
         if case not in LARGE:
             # A few numbers round to almost nothing in PyTorch too.
@@ -94,7 +92,7 @@ def test_values_and_gradient(case, dtype):
 
 
 @interpreted
-@pytest.mark.parametrize("case", [CASES[0], CASES[9]], ids=lambda case: case.why)
+@pytest.mark.parametrize("case", [CASES[1], CASES[6]], ids=lambda case: case.why)
 def test_strides_are_taken_as_they_come(case: Case):
     """Columns of a projection, every second number, features far apart; gradients expanded and transposed."""
     x, documents = draw(case), documents_of(case)

@@ -44,29 +44,19 @@ class Case:
 CASES = (
     Case("three heads a group, two batch entries, dim in two parts", 97, 97, 6, 2, 24, batch=2),
     Case("fewer queries than keys", 20, 170, 4, 1),
-    Case("one query", 1, 170, 4, 2),
-    Case("packed: short, 1 token, longer than a choice", 150, 150, 2, lengths=(17, 1, 90, 42)),
     Case("packed: the last queries", 64, 190, 2, lengths=(17, 150, 1, 22)),
     Case("packed: fewer lines of blocks than a row of all", 40, 600, 2, lengths=(200, 200, 200)),
-    Case("paper's proportions", 40, 330, geometry=geometry(32, 16, 64, 3, 1, 1, 11)),
     Case("three taps a block, no initial block", 90, 290, geometry=geometry(32, 16, 48, 2, 0, 1, 11)),
-    Case("no overlap", 100, 100, geometry=geometry(16, 16, 16, 3, 1, 2, 11)),
     Case("more taps than a tile holds", 20, 300, geometry=geometry(4, 1, 128, 2, 1, 0, 11)),
     Case("everything forced", 60, 60, geometry=geometry(8, 4, 16, 3, 1, 2, 11)),
     Case("chunks of queries", 150, 150, 2, 2, buffer_bytes=1),
-    Case("nothing to choose: fewer blocks than may be selected", 40, 40),
     Case("no compressed block", 7, 7),
     Case("index: two batch entries, dim in two parts", 97, 97, 0, 3, 24, batch=2),
     Case("index: more lines of blocks than a program takes", 30, 1500, 0, 2, geometry=geometry(4, 4, 16, 5, 1, 2, 11)),
-    Case("index: fewer queries than keys", 20, 170, 0, 2),
-    Case("index: one query", 1, 170, 0, 2),
-    Case("index: packed: short, 1 token, longer than a choice", 150, 150, 0, 2, lengths=(17, 1, 90, 42)),
     Case("index: packed: the last queries", 64, 190, 0, 2, lengths=(17, 150, 1, 22)),
-    Case("index: packed: fewer lines of blocks than a row of all", 40, 600, 0, 2, lengths=(200, 200, 200)),
     Case("index: blocks of 48 tokens, no initial block", 90, 400, 0, geometry=geometry(16, 8, 48, 2, 0, 1, 11)),
     Case("index: blocks of more keys than a product", 20, 700, 0, geometry=geometry(4, 1, 128, 2, 1, 0, 11)),
     Case("index: chunks of queries", 100, 100, 0, 2, buffer_bytes=1),
-    Case("index: nothing to choose", 40, 40, 0),
     Case("index: negative scores, own block free", 60, 60, 0, 8, geometry=geometry(4, 4, 16, 2, 1, 0, 11), sign=-1),
 )
 
@@ -117,7 +107,9 @@ def test_choice_has_the_largest_scores(case: Case, device: str) -> None:
     inputs = draw(case)
     chosen, exact = run(case, device, inputs), exact_scores(case, inputs)
     assert chosen.shape == (case.batch, case.queries, case.groups, case.geometry.num_selected_blocks)
-    assert chosen.dtype == torch.int32 and torch.equal(chosen, run(case, device, inputs))
+    assert chosen.dtype == torch.int32
+    if device == "cuda":
+        assert torch.equal(chosen, run(case, device, inputs)), "two runs differ"
     for b, t, g in torch.cartesian_prod(*(torch.arange(n) for n in chosen.shape[:3])).tolist():
         position, scores = case.keys - case.queries + t, exact[b][t][g]
         local = position - oracle.document_at(position, case.keys, case.documents).start
@@ -150,8 +142,7 @@ def test_a_longest_length_that_is_too_small(heads: int, device: str) -> None:
     assert right.max() == 420 // 16 and wrong.max() <= 15
 
 
-@pytest.mark.parametrize("sign", [1, -1], ids=["plus", "minus"])
-@pytest.mark.parametrize("lengths", [None, (60, 90)], ids=["one sequence", "packed"])
+@pytest.mark.parametrize(("lengths", "sign"), [(None, 1), ((60, 90), -1)], ids=["plus", "packed, minus"])
 @pytest.mark.parametrize("heads", [4, 0], ids=["compressed keys", "index"])
 def test_exact_ties_go_to_the_lower_index(heads: int, lengths, sign: int, device: str) -> None:
     """With equal keys all blocks that see as many of them are equal, in fp32 too, whatever the sign of their scores."""

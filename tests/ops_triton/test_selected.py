@@ -49,7 +49,7 @@ CASES = (
     Case("fewer queries than keys, dims of two parts", 21, 60, 4, 1, 48, 16),
     Case("packed: long, 1 token, exactly a block, a block and one", 53, 53, 4, 2, lengths=(19, 1, 16, 17)),
     Case("packed: the last queries", 27, 61, 4, 2, lengths=(9, 33, 2, 17)),
-    Case("packed: more blocks than a word of bits, but of no document", 90, 607, lengths=(300, 17, 290)),
+    Case("packed: more blocks than a word of bits, but of no document", 40, 607, lengths=(300, 17, 290)),
     Case("blocks larger than a tile", 40, 140, 2, 2, geometry=TWO_TILES, num_selected=2),
     Case("blocks of no power of two, one head a group", 30, 100, 2, 2, geometry=NO_POWER, num_selected=2),
     Case("more may be selected than there are blocks", 20, 20, num_selected=5),
@@ -90,8 +90,13 @@ def exact(case: Case, q, k, v, d_o, chosen):
     return [o, *torch.autograd.grad(o, leaves, d_o.double())]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])
+@pytest.mark.parametrize(
+    ("case", "order"),
+    [(case, "block_major") for number, case in enumerate(CASES) if number != 4]
+    + [(case, "masked") for case in CASES[:7]]
+    + [(CASES[number], "query_major") for number in (0, 3, 5)],
+    ids=lambda value: getattr(value, "why", value),
+)
 def test_values_and_gradients(case: Case, order: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "selected_order", order_rule(order))
     case = few_queries(case, order)
@@ -109,8 +114,11 @@ def test_values_and_gradients(case: Case, order: str, device: str, monkeypatch: 
     assert torch.equal(lse.cpu() == -math.inf, nothing)
 
 
-@pytest.mark.parametrize("limit", ["SELECTED_BUFFER_BYTES", "SELECTED_CACHED_BYTES"])
-@pytest.mark.parametrize("lengths", [None, (36, 17, 17)], ids=["two batch entries", "packed"])
+@pytest.mark.parametrize(
+    ("limit", "lengths"),
+    [("SELECTED_BUFFER_BYTES", None), ("SELECTED_CACHED_BYTES", (36, 17, 17))],
+    ids=["two batch entries", "packed"],
+)
 def test_chunks_of_rows_and_pieces_of_blocks(
     lengths: tuple[int, ...] | None, limit: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,13 +138,14 @@ def test_chunks_of_rows_and_pieces_of_blocks(
     got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, documents)
     for name, actual, wanted in zip(("o", "d_q", "d_k", "d_v"), (o, *got), expected, strict=True):
         assert_close(name, actual, wanted, torch.float32)
-    again = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, documents)
-    assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
+    if device == "cuda":
+        again = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, documents)
+        assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
 
 
-@pytest.mark.parametrize("order", ["block_major", "masked"])
-def test_gate_is_a_factor_on_the_gradient(order: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "selected_order", order_rule(order))
+def test_gate_is_a_factor_on_the_gradient(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the block-major order; the masked one's is that of the parts below."""
+    monkeypatch.setattr(dispatch, "selected_order", order_rule("block_major"))
     case = Case("gate", 24, 24, heads=4, groups=2)
     q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
     gate = torch.rand(1, 24, 4, generator=torch.Generator().manual_seed(3)).to(device)
@@ -240,7 +249,6 @@ def test_programs_are_cut_where_there_are_few() -> None:
 PARTED = (
     Case("three heads a group, two batch entries", 37, 37, 6, 2, 24, 40, batch=2),
     Case("fewer queries than keys", 37, 90, 4, 1, 48, 16),
-    Case("many batch entries and groups", 20, 20, 3, 3, batch=3),
     Case("packed: long, 1 token, exactly a block, a block and one", 54, 54, 4, 2, lengths=(20, 1, 16, 17)),
     Case("packed: fewer queries than keys, a document without any", 40, 60, 4, 2, lengths=(15, 9, 36)),
     Case("blocks of no power of two, one head a group", 50, 100, 2, 2, geometry=NO_POWER, num_selected=2),
@@ -250,7 +258,7 @@ PARTED = (
 @pytest.mark.parametrize(
     ("case", "part_queries"),
     # A part of whole tiles, and one that ends inside of a tile: which of both it is does not depend on the case.
-    [(PARTED[0], 32), *((case, 7) for case in PARTED)],
+    [(PARTED[0], 32), *((case, 7) for case in PARTED[1:])],
     ids=lambda value: getattr(value, "why", value),
 )
 def test_parts_of_a_block_are_added(
