@@ -11,9 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from lib.candidate import Candidate
-from lib.formulas import attention_work, compressed_keys, dense_keys, selected_keys, window_keys
+from lib.formulas import attention_work
 from lib.recorder import Unavailable
 from lib.shapes import AttentionShape
+from trifocal.models.counts import compressed_keys, dense_keys, selected_keys, window_keys
 from trifocal.ops import Geometry
 from trifocal.testing.inputs import Inputs
 

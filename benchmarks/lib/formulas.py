@@ -7,10 +7,8 @@ the gradients of q, k and v, and of the probabilities. Every input is read once 
 
 from typing import NamedTuple
 
-import numpy as np
-
 from lib.shapes import AttentionShape
-from trifocal.models.counts import attended_keys
+from trifocal.models.counts import compressed_keys, selected_keys, window_keys
 from trifocal.ops import Geometry
 
 
@@ -21,31 +19,6 @@ class Work(NamedTuple):
     backward_flops: float
     forward_bytes: float
     backward_bytes: float
-
-
-def compressed_keys(geometry: Geometry, tokens: int) -> int:
-    """Compressed blocks that the queries of one sequence see, summed over its positions."""
-    num_keys = np.arange(1, tokens + 1, dtype=np.int64)
-    blocks = (num_keys - geometry.compression_block_size) // geometry.compression_stride + 1
-    return int(np.maximum(0, blocks).sum())
-
-
-def window_keys(window_size: int, tokens: int) -> int:
-    """Keys in the windows of the queries of one sequence, summed over its positions."""
-    full = max(0, tokens - window_size)
-    short = tokens - full
-    return short * (short + 1) // 2 + full * window_size
-
-
-def selected_keys(geometry: Geometry, tokens: int) -> int:
-    """Keys in the selected blocks of the queries of one sequence, summed over its positions."""
-    every_branch = attended_keys(geometry, tokens)
-    return every_branch - compressed_keys(geometry, tokens) - window_keys(geometry.window_size, tokens)
-
-
-def dense_keys(tokens: int) -> int:
-    """Keys that causal attention sees, summed over positions."""
-    return tokens * (tokens + 1) // 2
 
 
 def attention_work(shape: AttentionShape, keys: int, key_slots: int, element_bytes: int) -> Work:

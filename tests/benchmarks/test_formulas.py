@@ -2,27 +2,9 @@
 
 import pytest
 
-from lib.formulas import (
-    attention_work,
-    branch_work,
-    compressed_keys,
-    dense_keys,
-    selected_keys,
-    window_keys,
-)
+from lib.formulas import attention_work, branch_work
 from lib.shapes import NAMED, AttentionShape
 from trifocal.ops import Geometry
-
-SMALL = Geometry(8, 4, 16, 3, 1, 1, 20)
-
-
-@pytest.mark.parametrize("tokens", [1, 7, 8, 19, 20, 21, 100])
-def test_keys_are_those_that_queries_see(tokens):
-    assert compressed_keys(SMALL, tokens) == sum(SMALL.num_compressed_blocks(t + 1) for t in range(tokens))
-    assert window_keys(20, tokens) == sum(min(t + 1, 20) for t in range(tokens))
-    assert dense_keys(tokens) == sum(t + 1 for t in range(tokens))
-    together = compressed_keys(SMALL, tokens) + selected_keys(SMALL, tokens) + window_keys(20, tokens)
-    assert together == sum(SMALL.keys_read_per_step(t) for t in range(tokens))
 
 
 def test_operations_of_one_attention():

@@ -21,13 +21,9 @@ from trifocal.ops.validation import check_whole_number
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating-point operations per token.
+    """Floating-point operations per token: of the model itself, and of its dense baseline.
 
-    Attributes:
-        executed_forward: Of the model itself.
-        executed_training: Forward and backward of the model itself.
-        dense_equivalent_forward: Of its dense twin: the same model with causal attention over the whole past.
-        dense_equivalent_training: Forward and backward of the dense twin.
+    The baseline is the same model with causal attention over the whole past; training is forward and backward.
     """
 
     executed_forward: float
@@ -82,17 +78,19 @@ def attended_keys(geometry: Geometry, sequence_length: int) -> int:
 
     The sum of `Geometry.keys_read_per_step` over all positions.
     """
-    window = _window_keys(geometry.window_size, sequence_length)
-    return _compressed_keys(geometry, sequence_length) + _selected_keys(geometry, sequence_length) + window
+    window = window_keys(geometry.window_size, sequence_length)
+    return compressed_keys(geometry, sequence_length) + selected_keys(geometry, sequence_length) + window
 
 
-def _compressed_keys(geometry: Geometry, sequence_length: int) -> int:
+def compressed_keys(geometry: Geometry, sequence_length: int) -> int:
+    """Compressed blocks that the queries of one sequence see, summed over its positions."""
     num_keys = np.arange(1, sequence_length + 1, dtype=np.int64)
     blocks = (num_keys - geometry.compression_block_size) // geometry.compression_stride + 1
     return int(np.maximum(0, blocks).sum())
 
 
-def _selected_keys(geometry: Geometry, sequence_length: int) -> int:
+def selected_keys(geometry: Geometry, sequence_length: int) -> int:
+    """Keys in the selected blocks of the queries of one sequence, summed over its positions."""
     num_keys = np.arange(1, sequence_length + 1, dtype=np.int64)
     most = geometry.selected_tokens
     chosen = np.full_like(num_keys, most)
@@ -101,8 +99,14 @@ def _selected_keys(geometry: Geometry, sequence_length: int) -> int:
     return int(np.where(num_keys <= most, num_keys, chosen).sum())
 
 
-def _window_keys(window_size: int, sequence_length: int) -> int:
+def window_keys(window_size: int, sequence_length: int) -> int:
+    """Keys in the windows of the queries of one sequence, summed over its positions."""
     return int(np.minimum(np.arange(1, sequence_length + 1, dtype=np.int64), window_size).sum())
+
+
+def dense_keys(sequence_length: int) -> int:
+    """Keys that causal attention sees, summed over positions."""
+    return sequence_length * (sequence_length + 1) // 2
 
 
 def _attended(config: ModelConfig, kind: Attention, sequence_length: int) -> int:
@@ -110,10 +114,10 @@ def _attended(config: ModelConfig, kind: Attention, sequence_length: int) -> int
     if kind == "nsa":
         return attended_keys(config.geometry, sequence_length)
     if kind == "selected":
-        return _selected_keys(config.geometry, sequence_length)
+        return selected_keys(config.geometry, sequence_length)
     if kind == "window":
-        return _window_keys(config.sliding_window or config.geometry.window_size, sequence_length)
-    return sequence_length * (sequence_length + 1) // 2
+        return window_keys(config.sliding_window or config.geometry.window_size, sequence_length)
+    return dense_keys(sequence_length)
 
 
 def _forward_flops(config: ModelConfig, sequence_length: int) -> tuple[float, float]:
@@ -126,7 +130,7 @@ def _forward_flops(config: ModelConfig, sequence_length: int) -> tuple[float, fl
         if kind in ("nsa", "selected") and config.has_index:
             choosing += config.num_kv_heads * INDEX_DIM * (sequence_length + 1)
         elif kind == "selected":
-            compressed = _compressed_keys(config.geometry, sequence_length) / sequence_length
+            compressed = compressed_keys(config.geometry, sequence_length) / sequence_length
             choosing += 2 * config.num_heads * config.head_dim * compressed
     return total, choosing
 

@@ -46,7 +46,7 @@ class DecoderLM(nn.Module):
         super().__init__()
         self.config = config
         self.context: ContextShard | None = None
-        # Not drawn here, as init_weights draws it: on the meta device a draw imports PyTorch's compiler, for a second.
+        # Initialised in `init_weights`: on the meta device that would import PyTorch's compiler, for a second.
         self.embedding = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.dim), freeze=False)
         self.blocks = make_blocks(config)
         self.norm = RMSNorm(config.dim, config.norm_eps)
@@ -237,9 +237,6 @@ class DecoderLM(nn.Module):
         """Recompute layers `first` up to, not including, `last` in backward instead of keeping their activations.
 
         The chosen blocks and, on the Triton backend, the branches' outputs are kept. `(0, 0)` turns it off.
-
-        Raises:
-            ValueError: If the range does not lie within the layers.
         """
         if not 0 <= first <= last <= len(self.blocks):
             raise ValueError(

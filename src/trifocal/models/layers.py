@@ -152,40 +152,26 @@ _save_attention = functools.partial(
 
 
 def _attention(config: ModelConfig, kind: str, rope_scaling: RopeScaling) -> AttentionBase:
-    sizes: dict[str, Any] = {
-        "dim": config.dim,
-        "num_heads": config.num_heads,
-        "num_kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "value_dim": config.value_dim,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": rope_scaling,
-        "qk_norm": config.qk_norm,
-        "qk_norm_all_heads": config.qk_norm_all_heads,
-        "norm_eps": config.norm_eps,
-        "qkv_bias": config.qkv_bias,
-        "o_bias": config.o_bias,
-    }
+    names = (
+        "dim", "num_heads", "num_kv_heads", "head_dim", "value_dim", "rope_theta", "qk_norm", "qk_norm_all_heads",
+        "norm_eps", "qkv_bias", "o_bias",
+    )  # fmt: skip
+    sizes: dict[str, Any] = {name: getattr(config, name) for name in names} | {"rope_scaling": rope_scaling}
     if kind == "dense":
         return DenseAttention(**sizes)
+    sizes["backend"] = config.backend
     if kind == "window":
-        window = config.sliding_window or config.geometry.window_size
-        return WindowAttention(window_size=window, backend=config.backend, **sizes)
+        return WindowAttention(window_size=config.sliding_window or config.geometry.window_size, **sizes)
+    sizes["geometry"] = config.geometry
     sizes["chooser"] = "exact" if config.selection == "exact" else "index" if config.has_index else "compressed"
     if kind == "selected":
-        return SelectedAttention(geometry=config.geometry, backend=config.backend, **sizes)
-    return NSAttention(
-        **sizes,
-        geometry=config.geometry,
-        compressor=config.compressor,
-        shared_kv=config.shared_kv,
-        backend=config.backend,
-    )
+        return SelectedAttention(**sizes)
+    return NSAttention(**sizes, compressor=config.compressor, shared_kv=config.shared_kv)
 
 
 def draw_weights(weights: Tensor, name: str, config: ModelConfig, generator: torch.Generator | None) -> None:
     """Fill a tensor in place with the initial weights of `DecoderLM`'s parameter `name`; the rules are in
-    `DecoderLM.init_weights`. Without a generator PyTorch's global one draws.
+    `DecoderLM.init_weights`. Without a generator it is PyTorch's global one.
     """
     if name.endswith("norm.weight"):
         weights.fill_(1.0)

@@ -180,11 +180,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ModelConfig":
-        """Build from nested plain values, as TOML or JSON give them; missing keys take their defaults.
-
-        Raises:
-            UserError: If a key is unknown (the message names the nearest valid one) or a value does not fit.
-        """
+        """Build from nested plain values, as TOML or JSON give them; missing keys take their defaults."""
         return from_table(cls, values, section="model")
 
     def to_dict(self) -> dict[str, Any]:

@@ -75,11 +75,7 @@ class RopeScaling:
 
     @staticmethod
     def fields_of(rope_type: str) -> tuple[str, ...]:
-        """The fields that a type reads.
-
-        Raises:
-            ValueError: If there is no such type.
-        """
+        """The fields that a type reads; ValueError if there is no such type."""
         if rope_type not in _FIELDS:
             raise ValueError(f"rope_scaling.rope_type must be one of {', '.join(_FIELDS)}, got {rope_type!r}")
         return _FIELDS[rope_type]

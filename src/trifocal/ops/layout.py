@@ -46,26 +46,14 @@ class Documents(NamedTuple):
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, num_tokens: int) -> "Documents":
-        """Check the boundaries, which reads them on the host, and place every token.
-
-        Args:
-            cu_seqlens: [documents + 1], an integer type.
-            num_tokens: Tokens in all documents together.
-
-        Raises:
-            ValueError: If the boundaries do not start at 0, do not end at `num_tokens` or do not increase.
-        """
+        """Check the boundaries [documents + 1], which reads them on the host, and place every token."""
         check_boundaries(cu_seqlens, num_tokens)
         max_length, aligned = _row_length(cu_seqlens.tolist())
         return cls.from_checked(cu_seqlens, num_tokens)._replace(max_length=max_length, aligned=aligned)
 
     @classmethod
     def of(cls, given: "Tensor | Documents", num_tokens: int) -> "Documents":
-        """Documents between given boundaries. `Documents` pass unchanged: they were checked when they were made.
-
-        Raises:
-            ValueError: If `from_cu_seqlens` refuses them, or if they hold another number of tokens.
-        """
+        """Documents between given boundaries. `Documents` pass unchanged: they were checked when they were made."""
         if not isinstance(given, Documents):
             return cls.from_cu_seqlens(given, num_tokens)
         if given.ids.shape[0] != num_tokens:

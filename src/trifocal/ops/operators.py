@@ -36,12 +36,8 @@ Result = TypeVar("Result")
 class Operator(Generic[Result]):
     """An operator whose arguments and body are those of a function with a geometry and documents.
 
-    Args:
-        name: Its name in `torch.ops.trifocal`.
-        arguments: Its schema's arguments; `SymInt[] geometry` and `DOCUMENTS` are one argument each of the body.
-        results: Its schema's results.
-        body: The function; all its arguments are given by position.
-        fake: Makes results without memory, of the schema's arguments.
+    The schema's `SymInt[] geometry` and `DOCUMENTS` are one argument each of the body, which takes all by position.
+    `fake` makes results without memory, of the schema's arguments.
     """
 
     def __init__(

@@ -8,9 +8,8 @@ The stages run without gradients, then `combine_branches` mixes their outputs. I
 | selected | q, k, v, d_o, the gate, lse, delta | d_q, d_k, d_v |
 | compressed, window | the same | d_k, d_v; adds to d_q in place |
 
-A branch's own gradient, `gate * d_o`, is never written: its kernels multiply probabilities by the gate. The branches'
-shares of d_q are added up in one tensor, always in this order. Kept for backward: q, the branches' keys, values,
-outputs and log-sum-exps, the choice, the gates.
+A branch's own gradient, `gate * d_o`, is never written: its kernels multiply probabilities by the gate. Kept for
+backward: q, the branches' keys, values, outputs and log-sum-exps, the choice, the gates.
 """
 
 import functools

@@ -17,15 +17,7 @@ def next_power_of_2(number: int) -> int:
 
 
 class Tile(NamedTuple):
-    """One configuration of an attention kernel.
-
-    Attributes:
-        BLOCK_M: (query, head) pairs in a tile.
-        BLOCK_N: Keys in a tile.
-        warps: Warps of a program.
-        stages: Depth of the software pipeline of loads.
-        registers: Most registers a thread may take, to fit another program on the multiprocessor; None: as it comes.
-    """
+    """One configuration of an attention kernel; a limit of registers fits another program on the multiprocessor."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -35,15 +27,7 @@ class Tile(NamedTuple):
 
 
 class SelectedTile(NamedTuple):
-    """One configuration of a kernel of selected attention.
-
-    Attributes:
-        BLOCK_M: (query, head) pairs in a tile.
-        warps: Warps of a program.
-        stages: Depth of the software pipeline of loads.
-        piece_slots: Slots of a piece in the block-major order; 0 in the others.
-        registers: Most registers a thread may take, to fit another program on the multiprocessor; None: as it comes.
-    """
+    """One configuration of a kernel of selected attention; a piece has slots in the block-major order alone."""
 
     BLOCK_M: int
     warps: int

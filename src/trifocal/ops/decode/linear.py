@@ -160,21 +160,21 @@ def _scaled(residual: Residual, norm: Norm | None, dtype: torch.dtype) -> Tensor
 
 
 def _squares(x: Tensor) -> Tensor:
-    return _alone(lambda row: row.square().sum(-1, keepdim=True), x)
+    return _row_by_row(lambda row: row.square().sum(-1, keepdim=True), x)
 
 
 def _normed(residual: Residual, norm: Norm | None, dtype: torch.dtype) -> Tensor:
     if norm is None:
         return residual.x.to(dtype)
-    mean = _alone(lambda row: row.sum(-1, keepdim=True), residual.sum_of_squares) / residual.x.shape[1]
+    mean = _row_by_row(lambda row: row.sum(-1, keepdim=True), residual.sum_of_squares) / residual.x.shape[1]
     return (residual.x * (mean + norm.eps).rsqrt() * norm.weight.to(residual.x.dtype)).to(dtype)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _alone(lambda row: functional.linear(row, weight, bias), x)
+    return _row_by_row(lambda row: functional.linear(row, weight, bias), x)
 
 
-def _alone(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _row_by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """A function with sums, row by row, each in its own memory: their order in a library depends on the number of
     rows and on where they begin."""
     return torch.cat([function(row.clone()) for row in x.split(1)])

@@ -2,14 +2,12 @@
 
 Teacher. The masses of blocks are sums of a softmax over the whole past. The kernel of `index_scoring` makes, for every
 head, log2 of each block's sum of exponentials, in one pass over the keys; a row of them is added to the log-sum-exp and
-the heads' shares to masses. At 65,536 tokens, 64/4 heads of 128 and one query in 64 that is 0.55 TFLOP, 2.1e9
-exponentials and 0.27 GB of block sums written and read, 0.09 ms on an H100. A second pass over the keys instead would
-be another 0.55 TFLOP, 0.75 ms, and would make a long past one program's work. Sums exist for a chunk of queries at a
-time.
+the heads' shares to masses. At 65,536 tokens, 64/4 heads of 128 and one query in 64 that is 0.27 GB of block sums, 0.09
+ms on an H100; a second pass over the keys would take 0.75 ms. Sums exist for a chunk of queries at a time.
 
-Student with an index. One kernel has all blocks of a row in registers: it makes the masses, the student's softmax, the
-loss, both choices and their recall, and the loss's gradient by the products, which it writes over them. Backward only
-carries that to queries and keys: a block's product is that of one token, which forward kept.
+Student. One kernel has all blocks of a row in registers: it makes the masses, the student's softmax, the loss, both
+choices and their recall, and the loss's gradient by the products, which it writes over them. Backward only carries that
+to queries and keys: a block's product is that of one token, which forward kept.
 
 | kernel | a program holds | it loops over | in and out of memory, bytes |
 |---|---|---|---|
@@ -17,9 +15,8 @@ carries that to queries and keys: a block's product is that of one token, which 
 | gradients | d_q of a row | blocks: the gradient times the key of its token | a key, 5 bytes a row and block |
 | | or d_k of a tile of keys | rows: their gradients at their tokens, a matrix, times q | q, 5 bytes a row and block |
 
-The registers of a multiprocessor hold a row of up to 16,384 blocks, 1,048,576 tokens in blocks of 64; a longer row is
-spilled to memory, which is right but slow. Queries are read where they lie, at their tokens. Rows are added in their
-order: equal bits in every run.
+The registers of a multiprocessor hold a row of up to 16,384 blocks; a longer row is spilled to memory. Rows are added
+in their order: equal bits in every run.
 """
 
 from collections.abc import Iterator

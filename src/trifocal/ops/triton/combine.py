@@ -2,10 +2,7 @@
 
 Nothing but memory traffic: forward reads three outputs and writes one. Backward reads d_o and the three outputs once
 and writes, for each row and branch, `sum(d_o * o_branch)`: that number is the gate's gradient, and it is the row sum
-that attention's backward subtracts (`delta`). The branches' own `gate * d_o` are never written: their
-backward kernels take d_o and the gate.
-
-A row is one (batch, position, head); tiles of `ROWS` rows by all V columns.
+that attention's backward subtracts (`delta`). A row is one (batch, position, head); tiles are `ROWS` rows by all V.
 """
 
 import torch

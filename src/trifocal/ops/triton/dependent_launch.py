@@ -1,9 +1,8 @@
 """Programmatic dependent launch: a kernel starts while the kernel before it still runs (sm_90 and newer).
 
-The few microseconds between two short kernels are spent on the end of one and the start of the other. Here a kernel's
-programs start as soon as all programs of the kernel before it have started and there is room for more; they prepare
-themselves, and wait until that kernel is complete. A launcher passes `**dependent_launch(device)`, and its kernel, with
-the constant DEPENDENT, follows these rules:
+A kernel's programs start as soon as all programs of the kernel before it have started and there is room for more; they
+prepare themselves, and wait until that kernel is complete. A launcher passes `**dependent_launch(device)`, and its
+kernel, with the constant DEPENDENT, follows these rules:
 
 1. It calls `wait_for_inputs(DEPENDENT)` exactly once, in every program and on every path. If it has work to do before,
    it calls `release_next(DEPENDENT)` first of all, so that the next kernel need not wait for that work.
@@ -12,9 +11,7 @@ the constant DEPENDENT, follows these rules:
 3. Every read of activations and caches comes after it, and so does every write: the memory of an output may have
    been an input of a kernel that still runs.
 
-Since every kernel waits for the whole kernel before it, all earlier ones are complete too. Kernels that are launched in
-the plain way may stand anywhere between: they start when everything before them is complete, and release a
-dependent kernel when they are. A CUDA graph keeps this order, from CUDA 12.3 on.
+Kernels that are launched in the plain way may stand anywhere between. A CUDA graph keeps this order, from CUDA 12.3 on.
 """
 
 import torch

@@ -1,5 +1,4 @@
-"""Scores of selection blocks by their tokens: for every query and head, one number a block from the products of the
-query and the block's visible keys.
+"""Scores of selection blocks by their tokens: one number a block from the products of a query and its visible keys.
 
 | purpose | rows | number |
 |---|---|---|
@@ -7,10 +6,9 @@ query and the block's visible keys.
 | teacher | the loss's sampled queries; the selected branch's own heads and keys | log2 of the sum of exponentials |
 | student | the same queries, in the same launch; heads of the choice | the largest product, and which token has it |
 
-A tile's rows are (query, head) pairs that share keys, so a tile of keys is loaded once for all of them. A program holds
-a tile of rows and goes through pieces of 16 or 4 blocks, a block at a time: one product, one reduction over the block's
-tokens, and nothing of the size of a score is written. Blocks wholly in the past of all rows need no mask; they come
-first. Blocks do not depend on one another, so a long past is many programs' work.
+A tile's rows are (query, head) pairs that share keys. A program holds a tile of rows and goes through pieces of 16 or 4
+blocks, a block at a time: one product, one reduction over the block's tokens, and nothing of the size of a score is
+written. Blocks wholly in the past of all rows need no mask; they come first.
 
 FLOPs: `2 * D` for every row and visible key. From memory, per program: its keys once; 4 bytes a row and block out. The
 choice from these scores is that of `scoring`; the loss is that of `choice_loss`.

@@ -1,13 +1,10 @@
 """Launching kernels: fast after the first time; and compiling all kernels that a call needs at the same time.
 
-A kernel is compiled when it is first launched, and most of its seconds are spent outside of Python: in the compiler's
-passes, the assembler, and a C compiler that makes its launcher. One after another they keep a first call waiting on a
-single core.
+Most seconds of compiling a kernel are spent outside of Python, so threads compile several side by side.
 
-A short call is over on the device before the host has started its next kernel: Triton spends 40 µs and more a launch on
-the meaning of all arguments for the compiled code, and on the checks of each descriptor of tiles. `Kernel` asks
-it once for arguments of a kind, and hands the compiled kernel its arguments from then on, pointers as numbers, since
-the launcher would ask the driver about each tensor. Only where a profiler listens are all launches Triton's own.
+Triton spends 40 µs and more a launch on the meaning of all arguments for the compiled code, longer than a short kernel
+runs. `Kernel` asks it once for arguments of a kind, and hands the compiled kernel its arguments from then on, pointers
+as numbers. Only where a profiler listens are all launches Triton's own.
 """
 
 import contextlib

@@ -7,10 +7,8 @@ Memory traffic and nothing else: `S·G·D` numbers in and `1 / d` as many out, t
 | forward | the fp32 sums of a tile of blocks of one group | the tokens of a block |
 | backward | the fp32 sums of a tile of tokens of one group | the `l / d` blocks that hold a token |
 
-Blocks overlap where `l > d`: a token belongs to `l / d` of them. Forward goes through a block's `l / d` splits of `d`
-tokens at the same time, first token of each, second token of each. So the blocks that share a token ask for it in
-adjacent loads: the first of them fetches it from memory, the others find it in the multiprocessor's cache. Only a
-tile's last splits are read again, by its neighbour.
+Forward goes through a block's `l / d` splits of `d` tokens at the same time, first token of each, second token of each:
+the blocks that share a token load it together, and all but the first find it in the cache.
 """
 
 import math

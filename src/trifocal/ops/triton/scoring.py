@@ -7,17 +7,15 @@ Two kernels, over chunks of queries so that memory stays bounded at any length:
 | importance | compressed keys, a tile of queries × those keys | the heads of the group | q in; importance in fp32 out |
 | choice | the importance of all blocks of one or more rows | halvings of the threshold | importance in; choice out |
 
-Importance. A tile of columns holds whole selection blocks, `l'/d` compressed blocks each, padded to a power of two.
-The sum over heads, `acc += exp2(q_h k - lse_h)`, needs no exchange between threads; the mask, the same for
-every head, comes after it. A compressed block overlaps the selection block that it starts in, and at most the
-next: each selection block's importance is written in two parts, so that no tile needs its neighbour: from compressed
-blocks that start in it (`direct`), and from those that reach over from the block before (`overflow`).
+Importance. A tile of columns holds whole selection blocks, `l'/d` compressed blocks each, padded to a power of two. A
+compressed block overlaps the selection block that it starts in, and at most the next: each selection block's importance
+is written in two parts, so that no tile needs its neighbour: from compressed blocks that start in it (`direct`), and
+from those that reach over from the block before (`overflow`).
 
 Choice. The bits of non-negative floats order like integers: halving finds the largest threshold that n values
 reach, exactly; of the values equal to it, the lower indices are taken.
 
-Both kernels exist a second time for Hopper: `hopper.scoring` runs for many queries of tensors that fit it, as
-`dispatch` says, `hopper.choice` wherever documents are not packed.
+`hopper.scoring` and `hopper.choice` have both for Hopper; `dispatch` says when they run.
 """
 
 from collections.abc import Callable

@@ -1,17 +1,14 @@
 """Shared by the decoding kernels: rows, pages, and a softmax over keys whose bits do not depend on who adds it up.
 
-Keys are taken in tiles, tiles in units of 256 keys from the first key on, units in groups of four (`tiles`). Within a
-unit a running softmax goes from tile to tile; a group adds its units one after the other; a row adds its groups one
-after the other. With few sequences a program takes one unit, so that many multiprocessors work on a row; with many, it
-takes a whole group and writes a quarter of the partial results. Both give the same bits, and so do a batch of one and
-of any.
+Keys are taken in tiles, tiles in units of 256 keys, units in groups of four (`tiles`). A running softmax goes from tile
+to tile of a unit; a group adds its units and a row its groups one after the other. A program takes one unit, so that
+many multiprocessors work on a row, or with many sequences a whole group, which writes a quarter of the partial results:
+the same bits in both, and in any batch.
 
-For that the running maximum is rounded up to a whole number. Then weights between partial results are powers of two,
-and nothing but the additions themselves rounds, whether they are made in registers or between kernels. The probability
-of a score `s` is `2**(s - floor(s))` times the power of two `2**(floor(s) - maximum)`: equal scores of different tiles
-stay equal in every bit after their weights, so that a tie of two blocks is one.
-
-Exponents are to base 2, as everywhere; numbers of partial results are relative to their maximum.
+For that the running maximum is rounded up to a whole number: weights between partial results are powers of two, and
+nothing but the additions rounds. The probability of a score `s` is `2**(s - floor(s))` times the power of two
+`2**(floor(s) - maximum)`: equal scores of different tiles stay equal in every bit, so that a tie of two blocks is one.
+Exponents are to base 2, as everywhere.
 """
 
 import triton

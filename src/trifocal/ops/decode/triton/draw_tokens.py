@@ -1,10 +1,10 @@
-"""The end of a decode step: draws each sequence's next token, and keeps the books.
+"""The end of a decode step: samples the next tokens, and updates the state of their sequences.
 
 A small vocabulary takes one kernel, whose program has all logits of a sequence in its registers. A large one is read in
 parts by many programs: one kernel finds the largest logits, one adds up weights relative to them, and the last one
-draws from the part that holds the token.
+samples from the part that holds the token.
 
-What is drawn is defined by `inference.sampler`: probabilities are whole numbers, whose sums are exact in any order.
+The result is defined by `inference.sampler`: probabilities are whole numbers, whose sums are exact in any order.
 Exponentials are in fp64, so that rounding to whole numbers hides how they were computed; the rest rounds as PyTorch
 does.
 """

@@ -1,21 +1,13 @@
 """Products of a few rows with a layer's weights, for decoding: a row's bits do not depend on the other rows.
 
-A library of products chooses its kernel by the number of rows, and with it the order of each sum. Here a program has 16
-columns of the result, and takes 8 rows at a time, the least that a matrix instruction takes, or up to 32 of many rows,
-which share what is read. Tiles of any number of rows compute a row alike:
+A library of products chooses its kernel, and with it the order of each sum, by the number of rows. Here a program has
+16 columns of the result and takes 8 rows at a time, the least of a matrix instruction, or up to 32 of many rows. Tiles
+of any number of rows compute a row alike: warps split K in the same way and pass their part to instructions of 16
+columns and 8 rows in the same order; all other sums are added pair by pair in the code itself; no product is fused
+with a sum but in the same thread. Products in fp32 have no such instructions, and always take 8 rows.
 
-- Warps split K in the same way, and each passes its part to matrix instructions of 16 columns and 8 rows in the same
-  order: more rows are more such instructions.
-- All other sums are added pair by pair in the code itself, where the compiler would choose an order by the tile.
-- No product is fused with a sum, which the compiler does only where both are in the same thread.
-- Products in fp32 have no such instructions, and always take 8 rows.
-
-A product of few rows takes as long as reading its weights, and a chain of short kernels as long as each one's
-latencies. So a program asks for its weights before it waits for its inputs (see `dependent_launch`), all of them if
-they fit its registers. Its warps share the columns and split the sums: a chain of dependent matrix instructions would
-take longer than reading the weights.
-
-A decode step is a chain of short kernels, so each of them takes its neighbours along:
+A product of few rows takes as long as reading its weights, so a program loads them before it waits for its inputs (see
+`dependent_launch`), and a kernel takes its neighbours along:
 
 | call | reads | before the product | after it |
 |---|---|---|---|
@@ -24,15 +16,12 @@ A decode step is a chain of short kernels, so each of them takes its neighbours 
 | `residual_linear` | a branch's output | | bias, sum with the residual stream; what the next norm's product reads |
 
 A norm needs the mean square of a whole row, which no tile of columns has. So the kernel that writes the residual stream
-also writes the sum of squares of each of its tiles, and the next one adds them up, in order. It scales the product by
-the root, not the row before the product, which does not wait for it. The norm's weight multiplies the residual stream
-where that is written: the next kernel's programs read rows in the products' type, in half of the registers.
+also writes the sum of squares of each of its tiles, and the row times the next norm's weight, in the products' type;
+the next kernel scales its product by the root.
 
 Weights and rows go from memory to matrix instructions without shared memory: each thread loads 16 bytes along K of the
-two columns and of the row that it has in an instruction, and sums take K in that order (`columns_of_operand`).
-
-Two programs fit a multiprocessor where each has at most 128 registers a thread; then the next kernel's weights are on
-their way while this one ends.
+two columns and of the row that it has in an instruction, and sums take K in that order (`columns_of_operand`). Two
+programs fit a multiprocessor where each has at most 128 registers a thread.
 """
 
 import torch
@@ -241,7 +230,7 @@ def decode_linear_kernel(
     if NEXT_NORM:
         next_scale = tl.load(next_norm + known_column).to(tl.float32)[:, None]
     wait_for_inputs(DEPENDENT)
-    # So many numbers would be in the way during the product; else they are asked for with the rows.
+    # Many numbers would take registers during the product; otherwise they are loaded with the rows.
     SQUARES_LATER: tl.constexpr = ROWS * 2**SQUARES_LEVELS > 2048
     # A loop of one turn is none: what does not depend on the row stays where it is needed, in fewer registers.
     turns = 1

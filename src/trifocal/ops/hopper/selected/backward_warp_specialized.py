@@ -1,9 +1,8 @@
 """Block-major selected attention, backward, warp-specialized for Hopper, in Gluon.
 
 The same loop order, work and results as `block_major_backward_kernel` in `triton.selected.backward_block_major`, for
-16-bit types, widths of 64 and 128, blocks of 64 tokens and groups of 8 to 64 heads that are a power of two. In other
-kernels a tile's warps ask for rows, compute addresses, multiply, exponentiate and store one after the other. Here each
-has one of these tasks:
+16-bit types, widths of 64 and 128, blocks of 64 tokens and groups of 8 to 64 heads that are a power of two. Each warp
+has one task:
 
 | part | warps | does |
 |---|---|---|
@@ -13,14 +12,12 @@ has one of these tasks:
 | storer | 1 | starts the copies of d_q to the places of its slots |
 
 Two programs share a multiprocessor: one's products run under the other's arithmetic. A program stays and takes one
-piece after the other. A table made before describes the pieces, so that no warp follows a chain of loads. Copies go
-through the copy engine (TMA): a box is the group's heads of one query, 64 columns wide; the boxes of a tile stack to
-the layout that the matrix units read. From memory, per tile: 64 rows of q and d_o in, 64 of d_q out; k and v in and d_k
-and d_v out (fp32) once a piece.
+piece after the other from a table made before. Copies go through the copy engine (TMA): a box is the group's heads of
+one query, 64 columns wide; the boxes of a tile stack to the layout that the matrix units read. From memory, per tile:
+64 rows of q and d_o in, 64 of d_q out; k and v in and d_k and d_v out (fp32) once a piece.
 
 With keys as the rows of the scores, p is a left factor of the product for d_v out of registers; d_scores go through
-shared memory, as they are for d_k and transposed for d_q. d_q is laid out for its way to memory in the tile of queries
-that made it. Every sum has one order: two runs give equal bits.
+shared memory, as they are for d_k and transposed for d_q. Every sum has one order: two runs give equal bits.
 """
 
 from collections.abc import Callable
@@ -122,7 +119,7 @@ def boxes_of(tile, source, WIDTH: gl.constexpr):
 
 @gluon.jit
 def slots_of(slots, first, end, Q_PER_KV: gl.constexpr):
-    """The slots of a tile, one by one; behind the last it is taken again. Asked for all at once, long before use."""
+    """The slots of a tile, one by one; past the end, the last again. Loads are issued together and early."""
     numbers = ()
     for s in gl.static_range(ROWS // Q_PER_KV):
         numbers = numbers + (slot_at(slots, gl.minimum(first + s, end - 1)),)

@@ -1,9 +1,7 @@
 """FlashAttention in which query `t` sees the keys from `begin(t)` to `end(t)`: the compressed and the window branch.
 
-Both ends never decrease along the sequence: a sliding window, the compressed blocks in a query's past, and either of
-them inside a packed document. Two consequences carry the kernels: a tile of rows sees one range of keys, from its first
-row's begin to its last row's end; and the tiles in the middle of the range are seen by every row, so only those at its
-ends pay for a mask.
+Both ends never decrease along the sequence. So a tile of rows sees one range of keys, from its first row's begin to its
+last row's end, and only the tiles at the ends of the range pay for a mask.
 
 Three kernels, as in FlashAttention-2 (arXiv:2307.08691); rows as in `common`:
 
@@ -13,14 +11,11 @@ Three kernels, as in FlashAttention-2 (arXiv:2307.08691); rows as in `common`:
 | d_q | a tile of queries and d_o, d_q | key tiles | q and d_o once, k and v of the range, d_q out |
 | d_k, d_v | a tile of keys and values, d_k, d_v | row tiles of the whole group | k, v once, q and d_o of the rows |
 
-Where the device has a tensor copy engine (TMA) and strides allow, a loop reads through it: a descriptor
-costs a few instructions a tile, pointers cost registers. Keys are [1, 1, keys, columns] of [B, G, S, D]; rows are
-[1, 1, queries, heads, columns] of [B, G, T, R, D], if the heads of a group divide a tile.
+Where the device has a tensor copy engine (TMA) and strides allow, a loop reads through it. Keys are [1, 1, keys,
+columns] of [B, G, S, D]; rows are [1, 1, queries, heads, columns] of [B, G, T, R, D], if the heads of a group divide a
+tile. Masked keys and values never reach a product: both ways load them as zeros.
 
-Masked keys and values never reach a product: pointers load them as zeros, and past the end so does the copy engine.
-
-The same three kernels exist a second time for Hopper (`hopper.interval`); `dispatch.interval_on_hopper` says when they
-run.
+`hopper.interval` has the same kernels for Hopper; `dispatch.interval_on_hopper` says when they run.
 """
 
 from typing import NamedTuple

@@ -10,11 +10,8 @@
 | | or, of few programs | the same | those of one part of the queries | d_k, d_v of the part |
 | | addition | some keys' d_k or d_v | their parts, in order | d_k, d_v |
 
-No atomics, every sum has one order. A piece is bounded, so the first block, which everyone chose, is many programs'
-work; the reduction adds its pieces up.
-
-`gate` multiplies o in the mixed output: backward takes the gradient of the mixture and the gate instead of their
-product.
+No atomics, every sum has one order. `gate` multiplies o in the mixed output: backward takes the gradient of the mixture
+and the gate instead of their product.
 """
 
 from torch import Tensor
