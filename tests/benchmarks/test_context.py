@@ -2,16 +2,13 @@
 
 import argparse
 import json
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests import warm
-from tests.children import ROOT, children_of, environment, load_script, wait_for_end, wait_until_gone
+from tests.children import load_script
 
 context = load_script("benchmarks/context.py")
 
@@ -69,19 +66,3 @@ def test_a_row_that_fails_does_not_end_the_others(tmp_path: Path, monkeypatch: p
     (file,) = tmp_path.glob("*.json")
     statuses = [row["status"] for row in json.loads(file.read_text())["rows"]]
     assert statuses == ["failed: RuntimeError: process 1 ended with status 1", "ok"]
-
-
-def test_sigterm_leaves_no_process(tmp_path):
-    """A time limit of somebody else's, as `timeout` has it, must not leave a GPU full."""
-    command = [sys.executable, str(ROOT / "benchmarks/context.py"), "--device", "cpu", "--tiny", "--parts", "layer"]
-    command += ["--gpus", "2", "--output", str(tmp_path)]
-    with (tmp_path / "error").open("wb") as error:
-        process = warm.popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=error)
-    deadline, workers = time.monotonic() + 60, []
-    while not workers:
-        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "error").read_text()
-        workers = children_of(process.pid)
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert wait_for_end(process, 30) == 143
-    wait_until_gone(workers)

@@ -19,19 +19,6 @@ def results(folder: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text()))
 
 
-def test_a_part_runs_and_its_rows_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script of the part starts two processes, which import PyTorch: seven seconds."""
-    warm.take_the_place_of_subprocess(monkeypatch, many_gpus.__name__)
-    flags = ["--device", "cpu", "--gpus", "2", "--tiny", "--output", str(tmp_path), "--commit", "abc"]
-    assert many_gpus.main([*flags, "--parts", "layer"]) == 0, list(tmp_path.iterdir())
-    found = results(tmp_path)
-    (row,) = found["rows"]
-    assert (row["part"], row["gpus"], row["status"]) == ("layer", 2, "ok")
-    # Two calls of a tiny layer on a busy CPU: either may be the longer.
-    assert row["ms"] > 0 and row["forward_ms"] > 0
-    assert [(part["name"], part["status"]) for part in found["parts"]] == [("layer", "ok")]
-
-
 def test_a_part_that_takes_too_long_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two at the same time, and one after them: each has its own end, and sees its own GPU."""
     warm.take_the_place_of_subprocess(monkeypatch, many_gpus.__name__)
@@ -141,10 +128,3 @@ def test_whatever_fails_is_in_the_results(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "many_gpus_tests.log").read_text() == "x PASSED\n"
     (page,) = tmp_path.glob("*.md")
     assert "failed: why" in page.read_text() and "cut by time" in page.read_text()
-
-
-def test_parts_without_time_are_left_out(tmp_path: Path) -> None:
-    assert many_gpus.main(["--gpus", "8", "--seconds", "5", "--output", str(tmp_path), "--parts", "layer"]) == 1
-    assert results(tmp_path)["parts"] == [{"name": "layer", "status": "left out: no time", "seconds": 0.0}]
-    with pytest.raises(SystemExit):
-        many_gpus.main(["--gpus", "1", "--output", str(tmp_path)])

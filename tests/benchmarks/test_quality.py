@@ -1,10 +1,7 @@
 """The script that trains models side by side: its trainings differ in the attention alone, and its tables add up."""
 
 import json
-import signal
-import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -12,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests import warm
-from tests.children import ROOT, environment, load_script, wait_for_end
+from tests.children import load_script
 from trifocal.cli import main
 from trifocal.train import RunConfig, load_config
 
@@ -77,14 +73,6 @@ def test_long_rows_start_from_another_part(script: ModuleType, tmp_path: Path) -
     assert texts == [f"parquet:{tmp_path / name}.parquet#text" for name in ("short", "long")]
 
 
-def test_flags_win_over_the_part(script: ModuleType, tmp_path: Path) -> None:
-    extra = {"train.steps": "80", "data.source": "builtin"}
-    (one,) = script.trainings("long", tmp_path, [5], ["random"], extra)
-    config = of_stage(replace(one, short=None))
-    assert (config.train.steps, config.schedule.warmup_steps, config.run.seed) == (80, 4, 5)
-    assert config.data.source == "builtin" and config.model.selection == "random"
-
-
 TINY = {
     "model.num_layers": 1, "model.dim": 16, "model.num_heads": 2, "model.head_dim": 8, "model.value_dim": 8,
     "model.mlp_dim": 16, "model.vocab_size": 32, "data.source": "recall:4", "train.sequence_length": 32,
@@ -145,53 +133,3 @@ def test_a_part_trains_evaluates_and_writes_its_tables(
     monkeypatch.setattr(sys, "argv", [*arguments, "--resume", *flags])
     assert script.main() == 0
     assert {command[0] for command in commands} == {"evaluate"}
-
-
-def test_needles_start_from_the_weights_of_short_haystacks(
-    script: ModuleType, commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    part = script.PARTS["needle"]
-    assert int(part.short["train.sequence_length"]) < int(part.flags["train.sequence_length"])
-    few = (("--only", "needle", "--lengths", "32", "--depths", "1", "--samples", "1"),)
-    monkeypatch.setitem(script.PARTS, "needle", replace(part, evaluate=few))
-    tiny = TINY | {"data.source": "needle:1"}
-    flags = [word for name, value in tiny.items() for word in (f"--{name}", str(value))]
-    arguments = ["quality.py", "--part", "needle", "--directory", str(tmp_path / "runs"), "--output", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", [*arguments, "--variants", "dense", "--gpus", "0", *flags])
-    assert script.main() == 0
-    assert [command[0] for command in commands] == ["train", "train", "evaluate"]
-    short, whole = tmp_path / "runs/needle/dense-1337-short", tmp_path / "runs/needle/dense-1337"
-    assert [str(short) in command for command in commands] == [True, True, False]
-    assert load_config(whole / "config.toml").model.from_ == str(short)
-    (row,) = json.loads(next(tmp_path.glob("quality_needle_*.json")).read_text())["rows"]
-    assert (row["variant"], row["steps"]) == ("dense", 2)
-
-    # A training on short rows that is not over: the other one does not begin.
-    commands.clear()
-    monkeypatch.setattr(script, "run_all", lambda pairs, **settings: [0] * len(pairs))
-    other = ["--directory", str(tmp_path / "other"), "--variants", "dense", "--gpus", "0"]
-    monkeypatch.setattr(sys, "argv", [*arguments[:3], *other, *flags])
-    assert script.main() == 0
-    assert not (tmp_path / "other").exists()
-
-
-def test_sigterm_ends_the_trainings(tmp_path: Path) -> None:
-    """They save and end; those that wait for a place do not begin."""
-    flags = (
-        "--run.device cpu --train.precision fp32 --train.compile false --train.cuda_graphs false --train.steps 10000 "
-        "--train.global_batch_size 1 --train.micro_batch_size 1 --model.num_layers 1 --model.dim 32 "
-        "--model.num_heads 2 --model.mlp_dim 32 --log.interval_steps 1"
-    )
-    what = "--part recall --gpus 0 --jobs 1 --variants sparse dense"
-    script = str(ROOT / "benchmarks" / "quality.py")
-    command = [sys.executable, script, *what.split(), "--directory", str(tmp_path), *flags.split()]
-    process = warm.popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
-    begun = tmp_path / "recall" / "sparse-1337" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not (begun.exists() and '"step":2,' in begun.read_text()):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    assert wait_for_end(process, 40) == 143
-    assert "which is saved" in (tmp_path / "recall" / "sparse-1337.log").read_text()
-    assert not (tmp_path / "recall" / "dense-1337").exists()

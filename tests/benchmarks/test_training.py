@@ -3,15 +3,12 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from lib.recorder import Recorder, Refused
 from lib.training_worker import TrainBench
 from tests.benchmarks.tiny import MODEL
 from tests.children import load_script
-from tests.train.step.test_cuda_graphs import Repeater
 from trifocal.errors import UserError
-from trifocal.train.step import cuda_graphs
 
 train = load_script("benchmarks/training.py")
 TrainOptions, bench_train, speedups = train.TrainOptions, train.bench_train, train.speedups
@@ -59,39 +56,6 @@ def test_graphs_and_kernels_need_a_gpu():
         bench_train(TrainOptions(**TINY, profiled_steps=1), recorder())
     with pytest.raises(UserError, match="--cuda-graphs yes needs a GPU"):
         TrainOptions(**TINY, cuda_graphs=("no", "yes")).cases()
-
-
-@pytest.fixture
-def recorded_bench(monkeypatch):
-    """Makes a bench whose recordings are repetitions; everything around them is the trainer's."""
-    monkeypatch.setattr(cuda_graphs, "GraphRecorder", Repeater)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    monkeypatch.setattr(Repeater, "recordings", 0)
-    monkeypatch.setattr(Repeater, "passes", 0)
-
-    def make(case):
-        bench = TrainBench(case)
-        recorded = cuda_graphs.MicroBatchGraphs(bench.model, bench.model, bench.device, case.precision)
-        bench.graphs = bench.train_step.graphs = recorded
-        return bench
-
-    return make
-
-
-def test_one_micro_batch_a_step_is_recorded_before_it_is_timed(recorded_bench):
-    case = TrainOptions(**TINY).cases()[0]
-    plain, recorded = TrainBench(case), recorded_bench(case)
-    parameters = recorded.optimizer.param_groups[0]["params"]
-    plain.warm_up()
-    recorded.warm_up()
-    assert (Repeater.passes, Repeater.recordings) == (1, 0), "the one warm-up step is computed without a graph"
-    places = [parameter.grad.data_ptr() for parameter in parameters]
-    expected, figures = plain.figures(), recorded.figures()
-    assert Repeater.recordings == 1
-    assert Repeater.passes == case.warmup_steps + 1 + case.timed_steps
-    assert [parameter.grad.data_ptr() for parameter in parameters] == places, "graphs add to what stays"
-    for key in ("first_loss", "first_gradient_norm", "loss"):
-        assert figures[key] == pytest.approx(expected[key], rel=1e-5)
 
 
 def test_steps_train_and_are_timed():

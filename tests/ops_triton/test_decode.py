@@ -424,35 +424,6 @@ def test_a_recorded_step_is_replayed_while_sequences_grow(case):
         plain.lengths += 1
 
 
-@on_a_gpu
-@each_model(MODELS[:4])
-def test_replays_have_the_bits_of_launches_that_wait_for_one_another(case, monkeypatch):
-    from trifocal.ops.decode.triton import append, attention
-
-    layer = Layer(case, torch.bfloat16, lengths=(63, 1500, 9000, 40000))
-    with monkeypatch.context() as patch:
-        for module in (append, attention):
-            patch.setattr(module, "dependent_launch", lambda device: {"DEPENDENT": False})
-        expected = layer.step()
-    decoder = copy.deepcopy(layer.decoder)
-    new, batch = decoder.new_tokens([1] * 4), decoder.batch([1] * 4)
-
-    def attend():
-        decoder.append_tokens(new, batch)
-        return decoder.attend(new, batch)
-
-    attend()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = [attend() for _ in range(4)]
-    for _ in range(200):
-        for o in outputs:
-            o.fill_(torch.nan)
-        graph.replay()
-        assert all(torch.equal(o, expected) for o in outputs)
-
-
 def test_more_strides_a_block_than_a_tile_holds_are_refused(device):
     step = Step(shapes("too many strides", geometry(1, 1, 80, 2, 1, 1, 4)), (10,), (1,))
     with pytest.raises(ValueError, match="at most 64 strides"):
