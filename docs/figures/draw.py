@@ -358,6 +358,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "context.svg": draw_context.draw_context,
     "keys_read.svg": draw_keys_read,
     "speed.svg": draw_speed,
+    "loss_over_time.svg": draw_quality.draw_time,
     "kernels_pipeline.svg": draw_kernels.draw_pipeline,
     "kernels_rows.svg": draw_kernels.draw_rows,
     "kernels_orders.svg": lambda: draw_kernels.draw_orders(make_scene().selected_blocks),

@@ -114,12 +114,19 @@ def _recall_table(result: dict[str, Any]) -> list[str]:
 
 
 def _needle_table(result: dict[str, Any]) -> list[str]:
+    """Mean over the depths, and the worst of them, by length."""
     rows = result["needles_found_by_depth"]
-    depths = [name for name in rows[0] if name.endswith("%")] if rows else []
-    lines = _head(["attention", "tokens", "needles", *(f"depth {name}" for name in depths)])
+    lengths = sorted({row["length"] for row in rows})
+    lines = _head(["attention", "needles", *(f"{length:,} tokens" for length in lengths)])
+    found: dict[tuple[str, int], dict[int, str]] = {}
     for row in rows:
-        cells = ["" if row[name] is None else f"{row[name]:.0%}" for name in depths]
-        lines.append(f"| {row['variant']} | {row['length']:,} | {row['needles']} | {' | '.join(cells)} |")
+        depths = [row[name] for name in row if name.endswith("%") and row[name] is not None]
+        cell = f"{np.mean(depths):.1%}" if depths else ""
+        if depths and min(depths) < np.mean(depths):
+            cell += f", worst depth {min(depths):.1%}"
+        found.setdefault((row["variant"], row["needles"]), {})[row["length"]] = cell
+    for (variant, needles), cells in found.items():
+        lines.append(f"| {variant} | {needles} | {' | '.join(cells.get(length, '') for length in lengths)} |")
     return lines
 
 
@@ -171,6 +178,25 @@ def _draw_above_dense(axes: Axes, result: dict[str, Any]) -> None:
             axes.plot(range(len(places)), apart, color=COLOURS[variant], marker="o", markersize=3, label=variant)
     axes.set_xticks(range(len(places)), [name.rpartition("-")[0] for name in places], rotation=60)
     axes.set(xlabel="position, from", ylabel="nats above dense", title="by position")
+
+
+def draw_time(results: Path = RESULTS) -> Figure:
+    """Validation loss of the production model in rows of 8,192 over the minutes of a GPU, from the newest result."""
+    path = newest("production_8192", results)
+    assert path is not None, "no result of the part production_8192"
+    result = json.loads(path.read_text())
+    figure = Figure(figsize=(5.2, 3.0), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    for variant in _variants(result["rows"]):
+        for number, row in enumerate(row for row in result["rows"] if row["variant"] == variant):
+            minutes_a_step = row["tokens"] / row["steps"] / row["tokens_per_second"] / 60
+            steps, losses = zip(*row["curve"], strict=True)
+            label = variant if number == 0 else None
+            minutes = [step * minutes_a_step for step in steps]
+            axes.plot(minutes, losses, color=COLOURS[variant], marker="o", markersize=3, label=label)
+    device = result["device"].removeprefix("NVIDIA ")
+    axes.set(xlabel=f"minutes of one {device}", ylabel="nats per byte", title="validation loss")
+    return _finished(figure, axes)
 
 
 def _draw_recall(result: dict[str, Any]) -> Figure:
