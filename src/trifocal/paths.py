@@ -127,4 +127,4 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
         reason = "it is nested too deeply"
     except ValueError as error:
         reason = one_line(error)
-    raise UserError(f"{os.fspath(path)} is not valid TOML: {reason}; trifocal new showcase prints an example")
+    raise UserError(f"{os.fspath(path)} is not valid TOML: {reason}; trifocal new base_125m prints an example")

@@ -37,9 +37,9 @@ usage: trifocal train CONFIG [--section.key value …]      CONFIG: a TOML file,
 examples:
   trifocal train showcase
   trifocal train showcase --data.source text:./books --steps 5000 --run.directory runs/books
-  trifocal train showcase --model.attention dense --run.directory runs/dense
+  trifocal train base_125m --model.attention dense --run.directory runs/dense
   trifocal train --resume runs/books --steps 10000
-  torchrun --nproc-per-node=2 -m trifocal train m7c_125m
+  torchrun --nproc-per-node=2 -m trifocal train base_125m
 
 the flags that people need:
   --run.directory DIR           folder of the run; {n} in it becomes the first number that is free

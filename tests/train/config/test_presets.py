@@ -14,9 +14,10 @@ import torch
 from trifocal.cli import main
 from trifocal.fields import dotted_fields
 from trifocal.models import DecoderLM
+from trifocal.models.conversion import MIX
 from trifocal.train import RunConfig, load_config
 from trifocal.train.config import check, load
-from trifocal.train.config.load import presets, summary
+from trifocal.train.config.load import comment, override, presets, summary
 
 ROOT = Path(__file__).parents[3]
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.toml"))
@@ -108,17 +109,34 @@ def test_a_package_without_its_presets_says_so(
 def test_another_attention_is_one_key_away(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "disk_bytes", lambda config: 0)
     preset = load_config(name)
-    production = name.startswith(("m7c", "wide"))
+    production = name.startswith(("m7c", "wide", "base"))
     assert preset.model.has_index == (production or name == "python")
+    # The reports' model and the paper's layer keep the paper's attention; the recommended ones are mixes.
+    mixed = name.startswith(("wide", "base"))
+    kinds = MIX * (preset.model.num_layers // 4) if mixed else ("nsa",) * preset.model.num_layers
+    assert preset.model.attention_of_layers == kinds
     for key, value in (("chooser", "compressed"), ("attention", "dense"), ("attention", "window")):
         # This machine need not have bf16 or a compiler.
         here = ["--train.precision", "fp32", "--train.compile", "false"]
         config = load_config(name, [f"--model.{key}", value, *here])
         assert config.train.choice_weight(config.model) == 0 and not config.model.has_index
-        assert replace(config.model, **{key: getattr(preset.model, key)}) == preset.model
+        assert config.model.attention_of_layers == (kinds if key == "chooser" else (value,) * len(kinds))
+        back = {"layer_types": preset.model.layer_types, key: getattr(preset.model, key)}
+        assert replace(config.model, **back) == preset.model
         check.preflight(config, torch.device("cpu"))
         with torch.device("meta"):
             DecoderLM(config.model)
+
+
+def test_the_second_stage_of_long_rows_is_the_same_model() -> None:
+    """But for the folder, which the first stage makes."""
+    [line] = re.findall("^# trifocal train base_long (--model.from .*)$", comment(presets()["base_long"]), re.MULTILINE)
+    first = load_config("base_long")
+    second = override(first, line.split())
+    assert second.model == first.model and second.model.from_ == first.run.directory != second.run.directory
+    assert (second.train.sequence_length, second.optimizer.learning_rate) == (32768, first.optimizer.learning_rate / 2)
+    rows = (first.train.global_batch_size, second.train.global_batch_size)
+    assert rows[0] * first.train.sequence_length == rows[1] * second.train.sequence_length
 
 
 def test_the_demo_selects_a_part_of_what_it_sees() -> None:

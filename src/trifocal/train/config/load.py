@@ -100,8 +100,10 @@ def override(config: RunConfig, overrides: Sequence[str] | Mapping[str, Any]) ->
 def _values(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
     """Overrides by key."""
     if isinstance(overrides, Mapping):
-        return dict(overrides)
-    words, given = read_flags(dotted_fields(RunConfig), overrides, aliases=ALIASES)
-    if words:
-        raise UserError(f"expected a flag like --train.steps, got {words[0]!r}")
-    return given
+        given = dict(overrides)
+    else:
+        words, given = read_flags(dotted_fields(RunConfig), overrides, aliases=ALIASES)
+        if words:
+            raise UserError(f"expected a flag like --train.steps, got {words[0]!r}")
+    # One key changes all layers, also those of a preset that names them.
+    return {"model.layer_types": ()} | given if "model.attention" in given else given
