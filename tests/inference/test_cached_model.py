@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,13 +15,17 @@ from torch.utils._pytree import tree_leaves
 from trifocal.errors import UserError
 from trifocal.inference import cached_attention, cached_model
 from trifocal.inference.cached_model import CachedModel, CachedSequence, OutOfRows
-from trifocal.inference.paged_cache import cache_bytes
+from trifocal.inference.paged_cache import cache_bytes, longest_that_fits, plan_cache
 from trifocal.inference.pages import OutOfPages
 from trifocal.inference.prefill import Chunk
 from trifocal.models import DecoderLM
 from trifocal.nn import RopeScaling
 from trifocal.ops import Geometry, nsa_attention
 from trifocal.ops.decode.caches import Place
+from trifocal.nn.rope import rotary_tables, rotate
+from trifocal.ops import Geometry, append_chunk, nsa_attention
+from trifocal.ops.decode.caches import NewRows, Place
+from trifocal.train import load_config
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -403,6 +408,41 @@ def test_the_caches_weigh_what_the_formula_says(make_model: Make, options: dict[
         assert weight.page == 16 * per_token * 3 // 2
         # The window of 7 and the block of 4, less one, and room for 8 more.
         assert weight.row == (14 + 11) * per_token
+
+
+def test_windows_keep_their_last_tokens_only() -> None:
+    """Of 65,536 tokens the recommended layers keep a fourth, the keys of the indexes, and windows."""
+    long, tokens = load_config("base_long").model, 65536
+    for config, most in (
+        (long, 0.32),
+        (replace(long, num_kv_heads=8, num_heads=16, head_dim=128, value_dim=128), 0.28),
+    ):
+        mix, dense = (
+            cache_bytes(each, torch.bfloat16, tokens).of_sequence(tokens)
+            for each in (config, config.of_one_kind("dense"))
+        )
+        layer = config.num_kv_heads * (config.head_dim + config.value_dim) * 2
+        assert dense == 12 * layer * tokens
+        # 64 numbers of an index, and the window of 512, less one, with room for 8 more.
+        assert mix == 3 * (layer + 128) * tokens + 9 * layer * 519
+        assert mix / dense < most
+
+
+def test_a_model_of_windows_needs_no_pages(make_model: Make) -> None:
+    """As many sequences as their rings fit, at any length."""
+    model = make_model(attention="window")
+    row = cache_bytes(model.config, torch.float64, 60).row
+    assert longest_that_fits(model.config, torch.float64, row) == 2**31 - 1
+    assert longest_that_fits(model.config, torch.float64, row - 1) == 0
+    assert plan_cache(model.config, torch.float64, 60, free_bytes=row - 1, sequences=9) is None
+    plan = plan_cache(model.config, torch.float64, 60, free_bytes=5 * row, sequences=9)
+    assert plan == (5, 5)
+    decoder, tokens = cached(model, 5, prefill_chunk_size=16), draw_tokens(60)
+    assert decoder.cache.nbytes == 5 * row
+    with torch.no_grad():
+        expected = model(tokens[None])[0]
+    given = in_pieces(decoder, decoder.admit(), tokens, [37, 8, 1, 14])
+    torch.testing.assert_close(given, expected, rtol=0, atol=1e-11)
 
 
 def test_random_choices_are_refused(make_model: Make) -> None:

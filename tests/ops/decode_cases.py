@@ -16,6 +16,7 @@ from trifocal.ops import (
     DecodeBatch,
     DenseCache,
     SparseCache,
+    WindowCache,
     append_dense,
     append_sparse,
     compressed_attention,
@@ -226,6 +227,7 @@ class Decoder:
             k_idx=empty(pages, case.page_size, case.index, 1) if case.index else None,
         )
         self.dense = DenseCache(self.cache.k_slc.clone(), self.cache.v_slc.clone())
+        self.rings: WindowCache | None = None
 
     def fill(self, lengths: list[int]) -> None:
         """Put the first tokens of each sequence where they belong, one by one, without `append_sparse`."""
@@ -312,11 +314,26 @@ class Decoder:
             window=case.window != "none", backend=self.backend, index=self.index(new.q_idx),
         )  # fmt: skip
 
+    def windows(self, window_size: int) -> WindowCache:
+        """Rings of the last tokens, made when they are first asked for."""
+        if self.rings is None:
+            size, rings = window_size - 1 + self.most_new, []
+            for pages in vars(self.dense).values():
+                shape = len(self.rows) + 1, pages.shape[1], size, pages.shape[3]
+                rings.append(pages.new_full(shape, torch.nan))
+                for row, table, length in zip(self.rows.tolist(), self.table, self.lengths.tolist(), strict=True):
+                    token = torch.arange(max(0, length - size), length, device=pages.device)
+                    page = table[token // self.case.page_size].long()
+                    rings[-1][row, :, token % size] = pages[page, :, token % self.case.page_size].transpose(0, 1)
+            self.rings = WindowCache(*rings)
+        return self.rings
+
     def step_dense(self, num_new: list[int], window_size: int | None = None) -> Tensor:
         """As `step`, for full attention over the selected branch's keys, or for the last tokens alone."""
         new, batch = self.new_tokens(num_new), self.batch(num_new)
-        append_dense(self.dense, batch, new.k_slc, new.v_slc, self.rotary, backend=self.backend)
-        o = decode_dense_attention(new.q, self.dense, batch, self.rotary, window_size=window_size, backend=self.backend)
+        cache = self.dense if window_size is None else self.windows(window_size)
+        append_dense(cache, batch, new.k_slc, new.v_slc, self.rotary, backend=self.backend)
+        o = decode_dense_attention(new.q, cache, batch, self.rotary, window_size=window_size, backend=self.backend)
         self.lengths += batch.num_new
         return o
 

@@ -164,3 +164,17 @@ def test_queries_that_do_not_fit_the_cache_are_refused(part):
         decode_attention(q, None, decoder.cache, batch, case.geometry, decoder.rotary, window=False)
     with pytest.raises(ValueError, match=r"q must have the dtype of the cache, torch.float32, got torch.float16"):
         decode_dense_attention(new.q.half(), decoder.dense, batch, decoder.rotary)
+
+
+def test_a_window_has_its_own_cache():
+    """A wider one than the rings hold would read what is written over; pages of every token have no window."""
+    decoder = Decoder(CASES[0], draw(CASES[0], 2, 20, torch.float32), 2, "reference")
+    new, batch = decoder.new_tokens([1, 1]), decoder.batch([1, 1])
+    for cache, size, message in (
+        (decoder.windows(9), 10, "k_win and v_win must be rings of at least 11 tokens for 2 at a time, got 10"),
+        (decoder.windows(9), None, "a window_size must be given with a WindowCache, and only there"),
+        (decoder.dense, 9, "a window_size must be given with a WindowCache, and only there"),
+        (decoder.windows(9), 0, "window_size"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decode_dense_attention(new.q, cache, batch, decoder.rotary, window_size=size)

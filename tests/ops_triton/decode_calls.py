@@ -2,7 +2,7 @@
 
 import torch
 
-from trifocal.ops import DecodeBatch, DenseCache, Geometry, SparseCache
+from trifocal.ops import DecodeBatch, DenseCache, Geometry, SparseCache, WindowCache
 
 
 def decode_step(
@@ -47,8 +47,10 @@ def decode_step(
     attention.decode_attention(q, gates, cache, sequences, geometry, rotary, True, 0.1, queries)
     dense = DenseCache(k_slc, v_slc)
     append.append_dense(dense, sequences, *tokens[:2], rotary)
-    for window in (None, 300):
-        attention.decode_dense_attention(q, dense, sequences, rotary, window, 0.1)
+    attention.decode_dense_attention(q, dense, sequences, rotary, None, 0.1)
+    window = WindowCache(*rings[:2])
+    append.append_dense(window, sequences, *tokens[:2], rotary)
+    attention.decode_dense_attention(q, window, sequences, rotary, 300, 0.1)
 
 
 def prompt_chunk(heads, groups, dim, value_dim, length=1024, dtype=torch.bfloat16):
@@ -77,4 +79,5 @@ def prompt_chunk(heads, groups, dim, value_dim, length=1024, dtype=torch.bfloat1
         rows["q_idx"] = NewRows(empty(1, length, groups, 64), first, rotary(64))
         rows["k_idx"] = NewRows(empty(1, length, 1, 64), 0, rotary(64), empty(16, 1, 256, 64))
         kernels.append_chunk(rows, place, first, 0, 1)
+        kernels.append_chunk({name: rows[name] for name in ("q", "k_win", "v_win")}, place, first, 0, 1)
         kernels.append_chunk(blocks, place, first // 16 + 1, 1, 16)

@@ -63,8 +63,9 @@ ALL = ("q", "k", "v", "k_win", "v_win", "k_raw", "v_raw", "q_idx", "k_idx")
         (5, 16, 2, ALL[:3], {}),
         (9, 12, 12, ("q", "k", "v", "k_raw"), {"raw": 1}),
         (0, 16, 9, ("q", "k", "v", "q_idx", "k_idx"), {}),
+        (13, 16, 3, ("q", "k_win", "v_win"), {"win": 10}),
     ],
-    ids=["first", "past", "padding", "one token", "dense", "keys choose", "index alone"],
+    ids=["first", "past", "padding", "one token", "dense", "keys choose", "index alone", "window"],
 )
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_chunk_has_the_bits_of_the_reference(first, length, num_new, branches, pasts, dtype, device):

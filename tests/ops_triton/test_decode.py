@@ -179,9 +179,9 @@ def test_caches_after_every_length(learned, device):
     assert_same_caches(*caches)
 
 
-# A window in one part, one that begins in the middle of a page, and one of several parts.
+# A window in one part, one that begins in the middle of a ring, and one of several parts.
 @pytest.mark.parametrize("window_size", [None, 5, 270])
-def test_dense_and_window_attention_over_pages(window_size, monkeypatch, device):
+def test_dense_attention_over_pages_and_windows_over_rings(window_size, monkeypatch, device):
     if window_size:
         monkeypatch.setattr(dispatch, "decode_units_of_part", lambda *sizes: 1)
     step = Step(shapes("dense", heads=6, groups=2, value_dim=6), (30, 300), (0, 2))
@@ -189,6 +189,8 @@ def test_dense_and_window_attention_over_pages(window_size, monkeypatch, device)
     o, decoder = run(step, "triton", tokens, True, window_size)
     expected, reference = run(step, "reference", tokens, True, window_size)
     assert_same_caches(decoder.dense, reference.dense)
+    if window_size:
+        assert_same_caches(decoder.rings, reference.rings)
     assert error(o, expected) <= BOUND
     whole_row = whole_dense(step.shapes, tokens.part(1, 302), window_size)
     assert error(o[1], whole_row[0, 300:]) <= BOUND

@@ -13,7 +13,7 @@ from tests.ops.cases import USUAL, Case, draw
 from trifocal import nsa_attention
 from trifocal.inference import CachedModel
 from trifocal.inference.sampler import SamplingTensors, draw_step
-from trifocal.ops import DenseCache, SparseCache, dispatch, tiles
+from trifocal.ops import DenseCache, SparseCache, WindowCache, dispatch, tiles
 from trifocal.ops.decode import linear as decode_linear
 from trifocal.ops.triton.common import unit_stride
 from trifocal.ops.triton.launch import Kernel
@@ -123,7 +123,8 @@ def test_caches_and_new_tokens_of_decoding(cache_layout, new_layout, learned, mo
         decoder = decode_cases.Decoder(case, tokens, 2, "triton")
         decoder.fill([21, 66])
         decoder.cache = SparseCache(*(cache(x) for x in vars(decoder.cache).values()))
-        decoder.dense = DenseCache(cache(decoder.dense.k), cache(decoder.dense.v))
+        decoder.rings = WindowCache(*map(cache, vars(decoder.windows(9)).values()))
+        decoder.dense = DenseCache(*map(cache, vars(decoder.dense).values()))
         decoder.table = table(decoder.table)
         new_tokens = decoder.new_tokens
         decoder.new_tokens = lambda num_new, of=new_tokens, new=new: type(tokens)(*map(new, of(num_new)))
@@ -131,7 +132,7 @@ def test_caches_and_new_tokens_of_decoding(cache_layout, new_layout, learned, mo
         for attend in (decoder.step, decoder.step_dense, functools.partial(decoder.step_dense, window_size=9)):
             decoder.lengths.copy_(torch.tensor([21, 66]))
             outputs.append(attend([2, 1]))
-        held = *vars(decoder.cache).values(), *vars(decoder.dense).values()
+        held = [x for kept in (decoder.cache, decoder.dense, decoder.rings) for x in vars(kept).values()]
         found.append([x.nan_to_num(77.0) for x in (*outputs, *held)])
     assert_same_bits(*found)
 

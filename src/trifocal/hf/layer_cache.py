@@ -12,9 +12,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from trifocal.inference.cached_attention import LayerTables
-from trifocal.inference.paged_cache import layer_cache, layer_shapes
+from trifocal.inference.paged_cache import LayerCache, layer_cache, layer_shapes
 from trifocal.models.model_config import Attention, ModelConfig
-from trifocal.ops import DenseCache, SparseCache
 from trifocal.ops.geometry import LARGEST_SIZE
 
 LAYER_TYPE = "trifocal"
@@ -31,6 +30,7 @@ class TrifocalLayer(DynamicLayer):
     Attributes:
         columns: Which columns of the batch it has tokens of, without padding, [B, columns], bool, on the host.
         spare: Tokens that can still be taken back.
+        num_pages: Pages of each row.
         pages, rings: [B, pages, *] and [B, *] by name; see `trifocal.inference.paged_cache.layer_shapes`.
         tables: Rotary tables of each layer, kept by the first one.
     """
@@ -45,25 +45,19 @@ class TrifocalLayer(DynamicLayer):
         """Forget everything."""
         self.columns = torch.zeros(0, 0, dtype=torch.bool)
         self.spare = SLACK
+        self.num_pages = 0
         self.pages: dict[str, Tensor] = {}
         self.rings: dict[str, Tensor] = {}
         self.tables: list[LayerTables] = []
         self.is_initialized = False
 
-    @property
-    def num_pages(self) -> int:
-        """Pages of each row."""
-        return next(iter(self.pages.values())).shape[1] if self.pages else 0
-
-    def reserve(
-        self, config: ModelConfig, kind: Attention, num_pages: int, page_size: int, like: Tensor
-    ) -> SparseCache | DenseCache:
+    def reserve(self, config: ModelConfig, kind: Attention, num_pages: int, page_size: int, like: Tensor) -> LayerCache:
         """The cache for the operators of `trifocal.ops`, with room for this many pages a row; what it holds stays.
         `like` gives type and device.
         """
         shapes, rows = layer_shapes(config, kind, page_size, LARGEST_SIZE, SLACK), len(self.columns)
         if num_pages > self.num_pages:
-            before, self.pages = self.pages, {}
+            before, self.pages, self.num_pages = self.pages, {}, num_pages
             for name, shape in shapes.pages.items():
                 self.pages[name] = like.new_zeros(rows, num_pages, *shape)
                 if before:

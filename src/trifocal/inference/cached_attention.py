@@ -1,7 +1,8 @@
 """Attention of new tokens to a layer's caches, for every kind of layer: a chunk of one sequence, or a decoding step.
 
-The caches say what there is: a `DenseCache` of every token for dense and window layers; for layers that choose blocks a
-`SparseCache`, with compressed keys, values, a window's own keys or index keys as the layer needs them.
+The caches say what there is: a `DenseCache` of every token in dense layers, a `WindowCache` of the last ones in window
+layers; in layers that choose blocks a `SparseCache`, with compressed keys, values, a window's own keys or index keys as
+the layer needs them.
 """
 
 from collections.abc import Callable
@@ -10,9 +11,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trifocal.inference.prefill import Chunk, Compress, append_dense_chunk, append_sparse_chunk, causal_attention
+from trifocal.inference.paged_cache import LayerCache
+from trifocal.inference.prefill import (
+    Chunk,
+    Compress,
+    append_dense_chunk,
+    append_sparse_chunk,
+    append_window_chunk,
+    causal_attention,
+)
 from trifocal.models.model_config import ModelConfig
-from trifocal.nn import MLPCompressor, NSAttention
+from trifocal.nn import MLPCompressor, NSAttention, WindowAttention
 from trifocal.nn.attention_base import INDEX_DIM, AttentionBase
 from trifocal.nn.chooser import ChoosingAttention, choose_blocks
 from trifocal.nn.projection import is_plain
@@ -22,6 +31,7 @@ from trifocal.ops import (
     DenseCache,
     Geometry,
     SparseCache,
+    WindowCache,
     append_dense,
     append_sparse,
     decode_attention,
@@ -84,7 +94,7 @@ class AttentionRule:
         tables: Rotary tables of the layer.
         geometry: Block sizes, in tokens.
         backend: `"auto"`, `"reference"` or `"triton"`.
-        window_size: Keys that a query of a window layer sees; None in other layers.
+        window_size: Keys that a query of a window layer sees, at most all; None in other layers.
         compress: φ of keys and of values of a sequence, [1, S, G, *] -> [1, C, G, *]; None in layers without.
         learned: The weights of a learned φ of keys and of values, which decoding reads; None: the mean.
         plain: Whether these weights say all that φ computes; where an adapter computes more, `decode` must not run.
@@ -98,14 +108,17 @@ class AttentionRule:
     learned: tuple[LearnedCompressor, LearnedCompressor] | None = None
     plain: bool = True
 
-    def prefill(self, new: Projected, cache: SparseCache | DenseCache, chunk: Chunk) -> Tensor:
+    def prefill(self, new: Projected, cache: LayerCache, chunk: Chunk) -> Tensor:
         """Append a chunk of one sequence to the layer's caches and attend, [1, T, ...] -> [1, T, H, V]."""
         rotary, geometry, backend = self.tables.tokens, self.geometry, self.backend
         if isinstance(cache, DenseCache):
-            pages = cache.k, cache.v
-            q, k, v = append_dense_chunk(new.q, new.keys[0], new.values[0], pages, chunk, rotary, backend)
-            if self.window_size is None:
-                return causal_attention(q, k, v)
+            return causal_attention(
+                *append_dense_chunk(new.q, new.keys[0], new.values[0], cache, chunk, rotary, backend)
+            )
+        if isinstance(cache, WindowCache):
+            assert self.window_size is not None
+            window = cache, chunk, self.window_size, rotary, backend
+            q, k, v = append_window_chunk(new.q, new.keys[0], new.values[0], *window)
             return window_attention(q, k, v, self.window_size, backend=backend)
         assert self.compress is not None
         index = None
@@ -122,10 +135,10 @@ class AttentionRule:
             chosen = choose_blocks(q, seen.k_cmp, chunk.stop, geometry, None, backend)
         return selected_attention(q, seen.k_slc, seen.v_slc, chosen, geometry, backend=backend)
 
-    def decode(self, new: Projected, cache: SparseCache | DenseCache, batch: DecodeBatch) -> Tensor:
+    def decode(self, new: Projected, cache: LayerCache, batch: DecodeBatch) -> Tensor:
         """Append the new tokens of a batch and attend, [B, T, ...] -> [B, T, H, V]."""
         rotary, geometry, backend = self.tables.tokens, self.geometry, self.backend
-        if isinstance(cache, DenseCache):
+        if not isinstance(cache, SparseCache):
             append_dense(cache, batch, new.keys[0], new.values[0], rotary, backend)
             return decode_dense_attention(new.q, cache, batch, rotary, window_size=self.window_size, backend=backend)
         q_idx = k_idx = None
@@ -156,11 +169,15 @@ def attention_rule(
         if isinstance(phi_k, MLPCompressor) and isinstance(phi_v, MLPCompressor):
             learned = _weights_of(phi_k), _weights_of(phi_v)
             plain = all(is_plain(linear) for phi in (phi_k, phi_v) for linear in (phi.up_proj, phi.down_proj))
+    window = None
+    if isinstance(attention, WindowAttention):
+        # A wider one never slides.
+        window = min(attention.window_size, len(tables.tokens[0]))
     return AttentionRule(
         tables=tables,
         geometry=geometry,
         backend=getattr(attention, "backend", "auto"),
-        window_size=getattr(attention, "window_size", None),
+        window_size=window,
         compress=compress,
         learned=learned,
         plain=plain,

@@ -14,8 +14,9 @@ from torch import Tensor
 from trifocal.models import parameter_count
 from trifocal.models.model_config import Attention, ModelConfig
 from trifocal.nn.attention_base import INDEX_DIM
-from trifocal.ops import DenseCache, Geometry, SparseCache
+from trifocal.ops import DenseCache, Geometry, SparseCache, WindowCache
 from trifocal.ops.decode.caches import MAX_NEW_TOKENS
+from trifocal.ops.geometry import LARGEST_SIZE
 from trifocal.runlog import host_memory_bytes
 
 PAGE_SIZE = 256
@@ -71,8 +72,11 @@ def layer_shapes(
     The rings hold `spare` tokens beyond what is read: as many new ones overwrite nothing that their queries see.
     """
     heads, dim, value_dim = config.num_kv_heads, config.head_dim, config.value_dim
-    if kind in ("dense", "window"):
+    if kind == "dense":
         return LayerShapes({"k": (heads, page_size, dim), "v": (heads, page_size, value_dim)}, {})
+    if kind == "window":
+        size = min(config.window_of_layers, max_length) - 1 + spare
+        return LayerShapes({}, {"k_win": (heads, size, dim), "v_win": (heads, size, value_dim)})
     geometry = decode_geometry(config, max_length)
     slots = page_size // geometry.compression_stride
     window, raw = (reach - 1 + spare for reach in (geometry.window_size, geometry.compression_block_size))
@@ -90,10 +94,15 @@ def layer_shapes(
     return LayerShapes(pages, rings)
 
 
-def layer_cache(tensors: dict[str, Tensor]) -> SparseCache | DenseCache:
+LayerCache = SparseCache | DenseCache | WindowCache
+
+
+def layer_cache(tensors: dict[str, Tensor]) -> LayerCache:
     """A layer's caches as `trifocal.ops` takes them, from tensors by the names of `layer_shapes`."""
     if "k" in tensors:
         return DenseCache(**tensors)
+    if "k_slc" not in tensors:
+        return WindowCache(**tensors)
     absent: dict[str, Any] = dict.fromkeys(field.name for field in fields(SparseCache))
     return SparseCache(**(absent | tensors))
 
@@ -131,6 +140,10 @@ def plan_cache(
     longest = -(-max_length // weight.page_size)
     if longest * weight.page + weight.row > free_bytes:
         return None
+    if not weight.page:
+        # All layers have a window: pages are numbers, without tensors.
+        sequences = max(1, min(sequences, free_bytes // weight.row))
+        return CachePlan(sequences, sequences * longest)
     sequences = max(1, min(sequences, free_bytes // (weight.page + weight.row)))
     while sequences > 1 and sequences * weight.row + longest * weight.page > free_bytes:
         sequences -= 1
@@ -148,7 +161,9 @@ def memory_for_caches(config: ModelConfig, dtype: torch.dtype, device: torch.dev
 def longest_that_fits(config: ModelConfig, dtype: torch.dtype, free_bytes: int) -> int:
     """Tokens of the longest single sequence whose caches take no more than these bytes."""
     # A row grows with the length up to the window, and not beyond.
-    weight = cache_bytes(config, dtype, config.geometry.window_size)
+    weight = cache_bytes(config, dtype, max(config.geometry.window_size, config.window_of_layers))
+    if not weight.page:
+        return LARGEST_SIZE if weight.row <= free_bytes else 0
     return max(0, (free_bytes - weight.row) // weight.page) * weight.page_size
 
 
@@ -185,7 +200,7 @@ class PagedCache:
         rings, offset = torch.zeros(num_rows, width, dtype=dtype, device=device), 0
         self._rings = [rings] if width else []
         self._pages: list[Tensor] = []
-        self.layers: list[SparseCache | DenseCache] = []
+        self.layers: list[LayerCache] = []
         for layer in shapes:
             tensors = {}
             for name, shape in layer.pages.items():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trifocal.ops import Geometry, SparseCache, append_chunk
+from trifocal.ops import DenseCache, Geometry, SparseCache, WindowCache, append_chunk
 from trifocal.ops.decode.caches import Index, NewRows, Place, Rotary
 
 Compress = Callable[[Tensor], Tensor]
@@ -75,20 +75,40 @@ class Seen(NamedTuple):
 
 
 def append_dense_chunk(
-    q: Tensor, k: Tensor, v: Tensor, pages: tuple[Tensor, Tensor], chunk: Chunk, rotary: Rotary, backend: str
+    q: Tensor, k: Tensor, v: Tensor, cache: DenseCache, chunk: Chunk, rotary: Rotary, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Append a chunk to the pages of keys and values of a dense layer; rotated queries, and keys and values of all
-    tokens so far.
+    """Append a chunk to the cache of a dense layer; rotated queries, and keys and values of all tokens so far.
 
     q, k and v are the chunk's, [1, T, heads, *], not rotated yet.
     """
     rows = {
         "q": NewRows(q, chunk.first, rotary),
-        "k": NewRows(k, 0, rotary, pages[0]),
-        "v": NewRows(v, 0, None, pages[1]),
+        "k": NewRows(k, 0, rotary, cache.k),
+        "v": NewRows(v, 0, None, cache.v),
     }
     seen = chunk.append(rows, backend)
     return seen["q"], seen["k"], seen["v"]
+
+
+def append_window_chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: WindowCache,
+    chunk: Chunk,
+    window_size: int,
+    rotary: Rotary,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `append_dense_chunk`, for a window layer; keys and values of the chunk and of the window before it."""
+    past = min(chunk.first, window_size - 1)
+    rows = {
+        "q": NewRows(q, chunk.first, rotary),
+        "k_win": chunk.in_ring(k, cache.k_win, past, rotary),
+        "v_win": chunk.in_ring(v, cache.v_win, past),
+    }
+    seen = chunk.append(rows, backend)
+    return seen["q"], seen["k_win"], seen["v_win"]
 
 
 def append_sparse_chunk(

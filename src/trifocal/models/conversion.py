@@ -58,7 +58,7 @@ def converted_config(
         pattern[i % len(pattern)] if kind == "dense" and i not in dense_layers else kind for i, kind in enumerate(kinds)
     )
     # Not the window of the new geometry.
-    window = config.sliding_window or config.geometry.window_size
+    window = config.window_of_layers
     if set(kinds) == {"window"}:
         # Sparse as they are.
         return replace(config, attention="window", layer_types=(), sliding_window=window)

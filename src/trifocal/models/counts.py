@@ -116,7 +116,7 @@ def _attended(config: ModelConfig, kind: Attention, sequence_length: int) -> int
     if kind == "selected":
         return selected_keys(config.geometry, sequence_length)
     if kind == "window":
-        return window_keys(config.sliding_window or config.geometry.window_size, sequence_length)
+        return window_keys(config.window_of_layers, sequence_length)
     return dense_keys(sequence_length)
 
 

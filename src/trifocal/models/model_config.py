@@ -144,6 +144,11 @@ class ModelConfig:
         return UNSCALED if layer in self.unscaled_layers else self.rope_scaling
 
     @property
+    def window_of_layers(self) -> int:
+        """Keys that a query of a window layer sees."""
+        return self.sliding_window or self.geometry.window_size
+
+    @property
     def chooses_blocks(self) -> bool:
         """Whether any layer selects blocks."""
         return any(kind in ("nsa", "selected") for kind in self.attention_of_layers)

@@ -33,7 +33,7 @@ from trifocal.ops.decode.api import (
     decode_attention,
     decode_dense_attention,
 )
-from trifocal.ops.decode.caches import DecodeBatch, DenseCache, SparseCache
+from trifocal.ops.decode.caches import DecodeBatch, DenseCache, SparseCache, WindowCache
 from trifocal.ops.dispatch import backend_choices
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents
@@ -44,6 +44,7 @@ __all__ = [
     "Documents",
     "Geometry",
     "SparseCache",
+    "WindowCache",
     "append_chunk",
     "append_dense",
     "append_sparse",

@@ -20,6 +20,7 @@ from trifocal.ops.decode.caches import (
     Place,
     Rotary,
     SparseCache,
+    WindowCache,
     check_batch,
     check_cache,
     check_chunk,
@@ -29,10 +30,12 @@ from trifocal.ops.decode.caches import (
     check_new_tokens,
     check_queries,
     check_rotary,
+    check_window,
+    chunk_keys,
 )
 from trifocal.ops.dispatch import resolve
-from trifocal.ops.geometry import LARGEST_SIZE, Geometry
-from trifocal.ops.validation import check_geometry, check_whole_number, resolve_scale
+from trifocal.ops.geometry import Geometry
+from trifocal.ops.validation import check_geometry, resolve_scale
 
 
 def append_sparse(
@@ -95,16 +98,17 @@ def append_sparse(
 
 
 def append_dense(
-    cache: DenseCache, batch: DecodeBatch, k: Tensor, v: Tensor, rotary: Rotary, backend: str = "auto"
+    cache: DenseCache | WindowCache, batch: DecodeBatch, k: Tensor, v: Tensor, rotary: Rotary, backend: str = "auto"
 ) -> None:
-    """Write the new tokens' keys, [B, T, G, D], which are rotated here, and values, [B, T, G, V], into a dense cache.
+    """Write the new tokens' keys, [B, T, G, D], which are rotated here, and values, [B, T, G, V], into the cache of a
+    dense or a window layer.
 
     Arguments as in `append_sparse`.
     """
     check_new_tokens(k)
     check_batch(batch, k.shape[0])
     check_rotary(rotary, k)
-    check_new(k, cache.k, cache.v, k=k, v=v)
+    check_new(k, *vars(cache).values(), k=k, v=v)
     if _resolve("append_dense", backend, k, v, None) == "triton":
         from trifocal.ops.decode.triton import append as kernels
 
@@ -123,8 +127,9 @@ def append_chunk(
     Shapes depend only on `first` and on the number of rows, and nothing looks at the device's data.
 
     Args:
-        rows: By name, as a layer has them, k always: q; k and v, in pages; k_win, v_win, k_raw and v_raw, in rings;
-            q_idx, and k_idx in pages. q, k and k_win are rotated by the same tables, q_idx and k_idx by others.
+        rows: By name, as a layer has them: q; k and v, in pages; k_win, v_win, k_raw and v_raw, in rings; q_idx, and
+            k_idx in pages. q, k and k_win are rotated by the same tables, q_idx and k_idx by others. k is always there,
+            but for a window layer, whose keys are k_win.
         place: Where the sequence lies.
         first: Number of the first new row in the sequence.
         zero: Number of the row at position 0.
@@ -140,8 +145,9 @@ def append_chunk(
     Not differentiable.
     """
     check_chunk(rows, place, first, zero, stride)
-    x = rows["k"].x
-    if _resolve("append_chunk", backend, x, rows["v"].x if "v" in rows else x, None) == "triton":
+    keys = chunk_keys(rows)
+    x = rows[keys].x
+    if _resolve("append_chunk", backend, x, rows.get(f"v{keys[1:]}", rows[keys]).x, None) == "triton":
         from trifocal.ops.decode.triton import append_chunk as kernels
 
         with torch.cuda.device_of(x):
@@ -206,7 +212,7 @@ def decode_attention(
 
 def decode_dense_attention(
     q: Tensor,
-    cache: DenseCache,
+    cache: DenseCache | WindowCache,
     batch: DecodeBatch,
     rotary: Rotary,
     *,
@@ -216,16 +222,16 @@ def decode_dense_attention(
 ) -> Tensor:
     """Full attention of new tokens that `append_dense` has put into the cache; as `decode_attention`.
 
-    With a `window_size`, attention to the last `window_size` tokens, the query's own included.
+    With a `WindowCache`, attention to the last `window_size` tokens, the query's own included.
     """
-    if window_size is not None:
-        check_whole_number("window_size", window_size, 1, LARGEST_SIZE)
     check_new_tokens(q)
+    check_window(cache, window_size, q.shape[1])
     check_batch(batch, q.shape[0])
-    check_queries(q, cache.k)
+    keys, values = vars(cache).values()
+    check_queries(q, keys)
     check_rotary(rotary, q)
     scale = resolve_scale(scale, q)
-    if _resolve("decode_dense_attention", backend, q, cache.v.transpose(1, 2), None, scale) == "triton":
+    if _resolve("decode_dense_attention", backend, q, values.transpose(1, 2), None, scale) == "triton":
         from trifocal.ops.decode.triton import attention as kernels
 
         with torch.cuda.device_of(q):

@@ -2,7 +2,8 @@
 
 Every token's keys and values lie in pages of `P` tokens, a multiple of the selection block. A block table names the
 pages of each sequence, the same for all layers. A compressed block lies with its last token: block `i`, the tokens
-`[i*d, i*d + l)`, is slot `i + l/d - 1` of `d` tokens each. So a page is finished when its tokens are.
+`[i*d, i*d + l)`, is slot `i + l/d - 1` of `d` tokens each. So a page is finished when its tokens are. What is read of
+only the last tokens, as by a window, lies in rings, a row for each sequence.
 """
 
 from collections.abc import Mapping
@@ -12,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trifocal.ops.geometry import Geometry
+from trifocal.ops.geometry import LARGEST_SIZE, Geometry
+from trifocal.ops.validation import check_whole_number
 
 MAX_NEW_TOKENS = 8
 
@@ -145,6 +147,20 @@ class DenseCache:
         _check_tensors("k", self.k, "v", self.v, self.k, self.v)
 
 
+@dataclass(frozen=True)
+class WindowCache:
+    """The past of one window layer: rings of its last tokens, token `t` at `t % R`.
+
+    k_win [rows, G, R, D], rotated, and v_win [rows, G, R, V], R at least w - 1 + T.
+    """
+
+    k_win: Tensor
+    v_win: Tensor
+
+    def __post_init__(self) -> None:
+        _check_tensors("k_win", self.k_win, "v_win", self.v_win, self.k_win, self.v_win)
+
+
 def _check_tensors(
     k_name: str, k: Tensor | None, v_name: str, v: Tensor | None, k_pages: Tensor, v_pages: Tensor
 ) -> None:
@@ -186,6 +202,27 @@ def check_batch(batch: DecodeBatch, num_sequences: int) -> None:
     strides = table.stride()
     if not table.is_contiguous() and (strides[1] != 1 or strides[0] < table.shape[1]):
         raise ValueError(f"the rows of block_table must be contiguous and lie apart, got strides {list(strides)}")
+
+
+def check_window(cache: DenseCache | WindowCache, window_size: int | None, num_new: int) -> None:
+    """Raise ValueError unless a window comes with rings, and these hold it beside `num_new` new tokens at a time."""
+    if (window_size is None) != isinstance(cache, DenseCache):
+        raise ValueError("a window_size must be given with a WindowCache, and only there")
+    if window_size is not None:
+        check_whole_number("window_size", window_size, 1, LARGEST_SIZE)
+        check_rings(cache, "win", window_size, num_new)
+
+
+def check_rings(cache: object, kind: str, reach: int, num_new: int) -> None:
+    """Raise ValueError unless rings k_* and v_*, where there are any, hold `reach` tokens and new ones behind the
+    first.
+    """
+    ring = getattr(cache, f"k_{kind}")
+    if ring is not None and ring.shape[2] < reach - 1 + num_new:
+        raise ValueError(
+            f"k_{kind} and v_{kind} must be rings of at least {reach - 1 + num_new} tokens for {num_new} "
+            f"at a time, got {ring.shape[2]}"
+        )
 
 
 def check_rotary(rotary: Rotary, x: Tensor) -> None:
@@ -243,8 +280,13 @@ _CHUNK_ROWS = {
 }  # fmt: skip
 
 
+def chunk_keys(rows: Mapping[str, NewRows]) -> str:
+    """The name of a chunk's keys: k, or k_win in a window layer, which has no others."""
+    return "k_win" if "k_win" in rows and "k" not in rows else "k"
+
+
 def check_chunk(rows: Mapping[str, NewRows], place: Place, first: int, zero: int, stride: int) -> None:
-    """Raise ValueError unless a chunk's rows have known names, k among them, and fit their tables, pages and rings.
+    """Raise ValueError unless a chunk's rows have known names, keys among them, and fit their tables, pages and rings.
 
     Nothing looks at the device: a page or a row that does not exist is not noticed.
     """
@@ -253,11 +295,13 @@ def check_chunk(rows: Mapping[str, NewRows], place: Place, first: int, zero: int
             raise ValueError(f"{part} of a place must be [*], int64 and contiguous, got {numbers.dtype}")
     if unknown := [name for name in rows if name not in _CHUNK_ROWS]:
         raise ValueError(f"a chunk's rows must be among {', '.join(_CHUNK_ROWS)}, got {', '.join(unknown)}")
-    needed = {"k", *(_CHUNK_ROWS[name][3] for name in rows)}
+    keys = chunk_keys(rows)
+    values = f"v{keys[1:]}"
+    needed = {keys, *(_CHUNK_ROWS[name][3] for name in rows)}
     if "q_idx" in rows or "k_idx" in rows:
         needed |= {"q_idx", "k_idx"}
     if any(name[0] == "v" for name in rows):
-        needed.add("v")
+        needed.add(values)
     if missing := needed - {*rows}:
         raise ValueError(f"a chunk with {', '.join(rows)} must have {', '.join(sorted(missing))} too")
     for name, new in rows.items():
@@ -273,20 +317,20 @@ def check_chunk(rows: Mapping[str, NewRows], place: Place, first: int, zero: int
             raise ValueError(f"{name} must begin at {least} to {first}, as its cache reaches, got {new.begin}")
         held_beside = beside.pages if beside.ring is None else beside.ring
         sizes = x.shape[1], new.begin, None if held is None else held.shape[2]
-        expected_sizes = rows["k"].x.shape[1], beside.begin, None if held_beside is None else held_beside.shape[2]
+        expected_sizes = rows[keys].x.shape[1], beside.begin, None if held_beside is None else held_beside.shape[2]
         if sizes != expected_sizes:
             raise ValueError(
                 f"{name} must have (new rows, first row read, rows of a page or ring) = {expected_sizes}, got {sizes}"
             )
         # The kernel knows one number of groups, and one width of keys, of values and of an index.
-        like = rows["k_idx" if name.endswith("idx") else "v" if name[0] == "v" else "k"].x
-        heads = x.shape[2] if name[0] == "q" else 1 if name == "k_idx" else rows["k"].x.shape[2]
+        like = rows["k_idx" if name.endswith("idx") else values if name[0] == "v" else keys].x
+        heads = x.shape[2] if name[0] == "q" else 1 if name == "k_idx" else rows[keys].x.shape[2]
         if (expected := [1, x.shape[1], heads, like.shape[-1]]) != [*x.shape]:
             raise ValueError(f"{name} must have the shape [1, n, heads, width] = {expected}, got {list(x.shape)}")
         last = first + x.shape[1] - 1
         if new.rotary is not None:
             check_rotary(new.rotary, x)
-            tables = rows["k_idx" if name.endswith("idx") else "k"].rotary
+            tables = rows["k_idx" if name.endswith("idx") else keys].rotary
             if tables is not None and any(a is not b for a, b in zip(new.rotary, tables, strict=True)):
                 raise ValueError(f"{name} must have the same tables as the keys that it meets, got others")
             if (last - zero) * stride >= len(new.rotary[0]):
@@ -359,10 +403,5 @@ def check_cache(cache: SparseCache, geometry: Geometry, num_new: int) -> None:
             f"k_cmp must have the shape [pages, G, P/d, *] = {[*cache.k_slc.shape[:2], slots, '*']}, "
             f"got {list(cache.k_cmp.shape)}"
         )
-    rings = ("win", cache.k_win, geometry.window_size), ("raw", cache.k_raw, geometry.compression_block_size)
-    for name, ring, reach in rings:
-        if ring is not None and ring.shape[2] < reach - 1 + num_new:
-            raise ValueError(
-                f"k_{name} and v_{name} must be rings of at least {reach - 1 + num_new} tokens for {num_new} "
-                f"at a time, got {ring.shape[2]}"
-            )
+    check_rings(cache, "win", geometry.window_size, num_new)
+    check_rings(cache, "raw", geometry.compression_block_size, num_new)

@@ -18,6 +18,7 @@ from trifocal.ops.decode.caches import (
     Place,
     Rotary,
     SparseCache,
+    WindowCache,
 )
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.reference import accumulator, choose_blocks, chosen_mask, full_precision, importance
@@ -44,11 +45,8 @@ def append_sparse(
     if index is not None and cache.k_idx is not None:
         _write(cache.k_idx, page_BT, place_BT, _rotate(index[0][:, :, None], index[1], position_BT), exists_BT)
     k_win = None if k_win is None else _rotate(k_win, rotary, position_BT)
-    rings: tuple[tuple[Tensor | None, Tensor | None], ...]
     rings = ((cache.k_win, k_win), (cache.v_win, v_win), (cache.k_raw, k_raw), (cache.v_raw, v_raw))
-    for ring, x in rings:
-        if ring is not None and x is not None:
-            _write(ring, batch.rows[:, None].expand_as(position_BT), position_BT % ring.shape[2], x, exists_BT)
+    _write_rings(batch, position_BT, exists_BT, *rings)
     if cache.k_cmp is None or cache.k_raw is None:
         return
 
@@ -67,11 +65,15 @@ def append_sparse(
         _write(cache.v_cmp, page_BC, place_BC, _compress(cache.v_raw, batch, block_BC, geometry, phi_v), due_BC)
 
 
-def append_dense(cache: DenseCache, batch: DecodeBatch, k: Tensor, v: Tensor, rotary: Rotary) -> None:
+def append_dense(cache: DenseCache | WindowCache, batch: DecodeBatch, k: Tensor, v: Tensor, rotary: Rotary) -> None:
     """See `trifocal.ops.append_dense`."""
     position_BT, exists_BT = _positions(batch, k)
+    k = _rotate(k, rotary, position_BT)
+    if isinstance(cache, WindowCache):
+        _write_rings(batch, position_BT, exists_BT, (cache.k_win, k), (cache.v_win, v))
+        return
     page_BT, place_BT = _in_pages(batch, position_BT, cache.k.shape[2])
-    _write(cache.k, page_BT, place_BT, _rotate(k, rotary, position_BT), exists_BT)
+    _write(cache.k, page_BT, place_BT, k, exists_BT)
     _write(cache.v, page_BT, place_BT, v, exists_BT)
 
 
@@ -149,26 +151,30 @@ def decode_attention(
         if window:
             k_win_BGSD, v_win_BGSV, token_BS = k_slc_BGSD, v_slc_BGSV, token_S
             if cache.k_win is not None and cache.v_win is not None:
-                k_win_BGSD, v_win_BGSV = cache.k_win[batch.rows], cache.v_win[batch.rows]
-                token_BS = _tokens_of_ring(batch, cache.k_win.shape[2])[:, None]
-            sees_BTS = (token_BS <= position_BT1) & (token_BS > position_BT1 - geometry.window_size) & (token_BS >= 0)
-            sees_win = sees_BTS[:, None]
+                k_win_BGSD, v_win_BGSV, token_BS = _rings(batch, cache.k_win, cache.v_win)
+            sees_win = _in_window(token_BS, position_BT1, geometry.window_size)
             o = o + gate_win * _weighted(_probabilities(q_BGTRD, k_win_BGSD, sees_win), v_win_BGSV, sees_win)
     return _finished(o, exists_BT, q)
 
 
 def decode_dense_attention(
-    q: Tensor, cache: DenseCache, batch: DecodeBatch, rotary: Rotary, window_size: int | None, scale: float
+    q: Tensor,
+    cache: DenseCache | WindowCache,
+    batch: DecodeBatch,
+    rotary: Rotary,
+    window_size: int | None,
+    scale: float,
 ) -> Tensor:
     """See `trifocal.ops.decode_dense_attention`."""
     position_BT, exists_BT = _positions(batch, q)
-    q_BGTRD = _grouped_queries(q, cache.k.shape[1], rotary, position_BT, scale)
-    k_BGSD, v_BGSV = _gather_pages(cache.k, batch), _gather_pages(cache.v, batch)
-    token_S = torch.arange(k_BGSD.shape[2], device=q.device)
-    sees = token_S <= position_BT[..., None]
-    if window_size is not None:
-        sees &= token_S > position_BT[..., None] - window_size
-    sees = sees[:, None]
+    if isinstance(cache, WindowCache):
+        assert window_size is not None
+        k_BGSD, v_BGSV, token_BS = _rings(batch, cache.k_win, cache.v_win)
+        sees = _in_window(token_BS, position_BT[..., None], window_size)
+    else:
+        k_BGSD, v_BGSV = _gather_pages(cache.k, batch), _gather_pages(cache.v, batch)
+        sees = (torch.arange(k_BGSD.shape[2], device=q.device) <= position_BT[..., None])[:, None]
+    q_BGTRD = _grouped_queries(q, k_BGSD.shape[1], rotary, position_BT, scale)
     o = _weighted(_probabilities(q_BGTRD, k_BGSD, sees), v_BGSV, sees)
     return _finished(o, exists_BT, q)
 
@@ -258,10 +264,26 @@ def _gather_pages(pages: Tensor, batch: DecodeBatch) -> Tensor:
     return pages[table_BM].transpose(1, 2).flatten(2, 3)
 
 
-def _tokens_of_ring(batch: DecodeBatch, size: int) -> Tensor:
-    """The token in each place of a ring, [B, size]; negative where there is none yet."""
+def _write_rings(
+    batch: DecodeBatch, position_BT: Tensor, exists_BT: Tensor, *rings: tuple[Tensor | None, Tensor | None]
+) -> None:
+    """Write new tokens [B, T, G, width] into rings [rows, G, R, width], where there are both."""
+    for ring, x in rings:
+        if ring is not None and x is not None:
+            _write(ring, batch.rows[:, None].expand_as(position_BT), position_BT % ring.shape[2], x, exists_BT)
+
+
+def _rings(batch: DecodeBatch, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The rings of each sequence, [B, G, R, *], and the token in each place, [B, 1, R]; negative where none is yet."""
     last_B1 = (batch.lengths.long() + batch.num_new - 1)[:, None]
-    return last_B1 - (last_B1 - torch.arange(size, device=last_B1.device)) % size
+    token_BS = last_B1 - (last_B1 - torch.arange(k.shape[2], device=k.device)) % k.shape[2]
+    return k[batch.rows], v[batch.rows], token_BS[:, None]
+
+
+def _in_window(token_BS: Tensor, position_BT1: Tensor, window_size: int) -> Tensor:
+    """Whether a query at a position sees tokens, [B, 1, T, S]."""
+    sees_BTS = (token_BS <= position_BT1) & (token_BS > position_BT1 - window_size) & (token_BS >= 0)
+    return sees_BTS[:, None]
 
 
 def _grouped(x: Tensor, num_groups: int) -> Tensor:

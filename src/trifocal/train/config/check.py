@@ -249,7 +249,7 @@ def _notes(config: RunConfig, num_groups: int) -> list[str]:
     kinds = config.model.attention_of_layers
     for kind, window, seen in (
         ("nsa", geometry.window_size, "the window branch sees every key"),
-        ("window", config.model.sliding_window or geometry.window_size, "the layers of type window are dense"),
+        ("window", config.model.window_of_layers, "the layers of type window are dense"),
     ):
         if kind in kinds and length <= window:
             notes.append(f"train.sequence_length {length} does not exceed the window of {window}: {seen}")

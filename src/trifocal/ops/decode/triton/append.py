@@ -12,7 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops.decode.caches import DecodeBatch, DenseCache, Index, LearnedCompressor, Rotary, SparseCache
+from trifocal.ops.decode.caches import (
+    DecodeBatch,
+    DenseCache,
+    Index,
+    LearnedCompressor,
+    Rotary,
+    SparseCache,
+    WindowCache,
+)
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.tiles import cdiv, next_power_of_2
 from trifocal.ops.triton.common import unit_stride
@@ -144,7 +152,8 @@ def append_kernel(
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr,
     INDEX: tl.constexpr, INDEX_HALF: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Job 0: write the new tokens. Job 1 and on: one compressed block each. RINGs: their tokens; 0 where is none.
+    """Job 0: write the new tokens. Job 1 and on: one compressed block each. RINGs and PAGE_ROWS: their tokens; 0 where
+    is none.
 
     INDEX: width of the keys of an index, which the programs behind the last group write; 0 without one.
     """
@@ -179,13 +188,14 @@ def append_kernel(
         token = tl.arange(0, TOKENS)
         exists = token < new
         position = length + token
-        page = tl.load(block_table + position // PAGE_ROWS, mask=exists, other=0).to(tl.int64)
-        page_row = position % PAGE_ROWS
         # Everything is read before anything is written: a load never waits for a store that might be to its place.
-        k_1, k_2 = load_rotated_halves(
-            k + batch * k_batch + group * k_head, token * k_time, exists, position, cos, sin, D, D_HALF
-        )
-        v_1, v_2 = load_halves(v + batch * v_batch + group * v_head, token * v_time, exists, V, V_HALF)
+        if PAGE_ROWS > 0:
+            page = tl.load(block_table + position // PAGE_ROWS, mask=exists, other=0).to(tl.int64)
+            page_row = position % PAGE_ROWS
+            k_1, k_2 = load_rotated_halves(
+                k + batch * k_batch + group * k_head, token * k_time, exists, position, cos, sin, D, D_HALF
+            )
+            v_1, v_2 = load_halves(v + batch * v_batch + group * v_head, token * v_time, exists, V, V_HALF)
         if WINDOW_RING > 0:
             k_win_1, k_win_2 = load_rotated_halves(
                 k_win + batch * k_win_batch + group * k_win_head, token * k_win_time, exists, position, cos, sin,
@@ -198,8 +208,13 @@ def append_kernel(
             k_raw_1, k_raw_2 = load_halves(k_raw, token * k_raw_time, exists, D, D_HALF)
         if HAS_V_CMP:
             v_raw_1, v_raw_2 = load_halves(v_raw, token * v_raw_time, exists, V, V_HALF)
-        store_rows(k_1, k_2, k_cache + group * k_cache_head, page * k_page + page_row * k_cache_time, exists, D, D_HALF)
-        store_rows(v_1, v_2, v_cache + group * v_cache_head, page * v_page + page_row * v_cache_time, exists, V, V_HALF)
+        if PAGE_ROWS > 0:
+            store_rows(
+                k_1, k_2, k_cache + group * k_cache_head, page * k_page + page_row * k_cache_time, exists, D, D_HALF
+            )
+            store_rows(
+                v_1, v_2, v_cache + group * v_cache_head, page * v_page + page_row * v_cache_time, exists, V, V_HALF
+            )
         if WINDOW_RING > 0:
             place = position % WINDOW_RING
             k_win_ring += ring_row * k_win_ring_row + group * k_win_ring_head
@@ -410,16 +425,18 @@ def append_sparse(
         _append_learned(cache, compress, batch, geometry, rotary, most_due)
 
 
-def append_dense(cache: DenseCache, batch: DecodeBatch, k: Tensor, v: Tensor, rotary: Rotary) -> None:
+def append_dense(cache: DenseCache | WindowCache, batch: DecodeBatch, k: Tensor, v: Tensor, rotary: Rotary) -> None:
     """See `trifocal.ops.append_dense`."""
     k, v = unit_stride(k), unit_stride(v)
-    sources, caches = (k, v) * 3, (cache.k, cache.v) * 4
+    sources, caches = (k, v) * 3, tuple(vars(cache).values()) * 4
+    size, paged = caches[0].shape[2], isinstance(cache, DenseCache)
     index_tensors, index_strides, index_sizes = _of_index(None, None, k, rotary)
     append_kernel[1, k.shape[2], k.shape[0]](
         *sources, *caches, *index_tensors, *rotary, batch.rows, batch.lengths, batch.num_new, batch.block_table,
         *(stride for x in (*sources, *caches) for stride in x.stride()[:3]), *index_strides,
-        batch.block_table.stride(0), **_sizes(k, v), **index_sizes, PAGE_ROWS=cache.k.shape[2], RAW_RING=0,
-        WINDOW_RING=0, HAS_V_CMP=False, BLOCK=1, CHUNK=1, STRIDE=1, num_warps=2, **dependent_launch(k.device),
+        batch.block_table.stride(0), **_sizes(k, v), **index_sizes, PAGE_ROWS=size if paged else 0, RAW_RING=0,
+        WINDOW_RING=0 if paged else size, HAS_V_CMP=False, BLOCK=1, CHUNK=1, STRIDE=1, num_warps=2,
+        **dependent_launch(k.device),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops.decode.caches import NewRows, Place
+from trifocal.ops.decode.caches import NewRows, Place, chunk_keys
 from trifocal.ops.decode.triton.append import load_halves, load_rotated_halves, store_rows
 from trifocal.ops.tiles import cdiv, next_power_of_2
 from trifocal.ops.triton.launch import Kernel
@@ -143,9 +143,9 @@ def append_chunk_kernel(
 ):  # fmt: skip
     """Jobs one behind the other: heads of q, groups in pages, of the window and its end, of raw and its end, index.
 
-    RINGs: their tokens; 0 where is none. A tensor that is not there is never read.
+    RINGs and PAGE_ROWS: their tokens; 0 where is none. A tensor that is not there is never read.
     """
-    WINDOW: tl.constexpr = HEADS + GROUPS
+    WINDOW: tl.constexpr = HEADS + (GROUPS if PAGE_ROWS > 0 else 0)
     RAW: tl.constexpr = WINDOW + (2 * GROUPS if WINDOW_RING > 0 else 0)
     OF_INDEX: tl.constexpr = RAW + (2 * GROUPS if RAW_RING > 0 else 0)
     job = tl.program_id(1).to(tl.int64)
@@ -155,16 +155,17 @@ def append_chunk_kernel(
                 q, q_time, q, q_out, pages, first, first, num_rows, cos, sin, job,
                 HEADS, D, COLUMNS, 0, False, False, True, ZERO, STRIDE, ROWS,
             )  # fmt: skip
-    if (job >= HEADS) & (job < WINDOW):
-        append_rows(
-            k, k_time, k_pages, k_out, pages, page_begin, first, num_rows, cos, sin, job - HEADS,
-            GROUPS, D, COLUMNS, PAGE_ROWS, True, GATHERS, True, ZERO, STRIDE, ROWS,
-        )  # fmt: skip
-        if HAS_V:
+    if PAGE_ROWS > 0:  # noqa: SIM102
+        if (job >= HEADS) & (job < WINDOW):
             append_rows(
-                v, v_time, v_pages, v_out, pages, page_begin, first, num_rows, cos, sin, job - HEADS,
-                GROUPS, V, COLUMNS, PAGE_ROWS, True, GATHERS, False, ZERO, STRIDE, ROWS,
+                k, k_time, k_pages, k_out, pages, page_begin, first, num_rows, cos, sin, job - HEADS,
+                GROUPS, D, COLUMNS, PAGE_ROWS, True, GATHERS, True, ZERO, STRIDE, ROWS,
             )  # fmt: skip
+            if HAS_V:
+                append_rows(
+                    v, v_time, v_pages, v_out, pages, page_begin, first, num_rows, cos, sin, job - HEADS,
+                    GROUPS, V, COLUMNS, PAGE_ROWS, True, GATHERS, False, ZERO, STRIDE, ROWS,
+                )  # fmt: skip
     if WINDOW_RING > 0:  # noqa: SIM102
         if (job >= WINDOW) & (job < RAW):
             append_ring(
@@ -197,8 +198,9 @@ def append_chunk_kernel(
 
 def append_chunk(rows: Mapping[str, NewRows], place: Place, first: int, zero: int, stride: int) -> dict[str, Tensor]:
     """See `trifocal.ops.append_chunk`."""
-    some = rows["k"]
-    assert some.pages is not None and some.rotary is not None
+    keys = chunk_keys(rows)
+    some, values = rows[keys], rows.get(f"v{keys[1:]}")
+    assert some.rotary is not None
     # A tensor that is not there is never read: any other stands for it.
     sources = {name: _side_by_side(rows.get(name, some).x) for name in _NAMES}
     found = {name: _space(new, sources[name], first) for name, new in rows.items()}
@@ -208,24 +210,25 @@ def append_chunk(rows: Mapping[str, NewRows], place: Place, first: int, zero: in
     window, raw = (0 if rings[name] is None else rings[name].shape[2] for name in ("k_win", "k_raw"))
     index_heads, index = rows["q_idx"].x.shape[2:] if "q_idx" in rows else (0, 0)
     heads, dim = rows["q"].x.shape[2] if "q" in rows else 0, some.x.shape[3]
-    value_dim = rows["v"].x.shape[3] if "v" in rows else dim
+    value_dim = dim if values is None else values.x.shape[3]
+    page_rows, like = (0, some.x) if some.pages is None else (some.pages.shape[2], some.pages)
     columns = next_power_of_2((max(dim, value_dim, index) + 1) // 2)
     tile = max(1, _TILE // columns)
     most = max(window, raw, *(first + num_rows - begin for begin in begins.values()))
     if not most:
         return found
-    jobs = heads + groups * (1 + 2 * (window > 0) + 2 * (raw > 0)) + (index_heads + 1 if index else 0)
+    jobs = heads + groups * ((page_rows > 0) + 2 * (window > 0) + 2 * (raw > 0)) + (index_heads + 1 if index else 0)
     ends = [rows[name].ring_end if name in rows else some.x for name in _RINGS]
-    held = [rows[name].pages if name in rows else some.pages for name in ("k", "v")]
-    held += [some.pages if ring is None else ring for ring in rings.values()]
-    held.append(rows["k_idx"].pages if index else some.pages)
+    held = [rows[name].pages if name in rows else like for name in ("k", "v")]
+    held += [like if ring is None else ring for ring in rings.values()]
+    held.append(rows["k_idx"].pages if index else like)
     append_chunk_kernel[cdiv(most, tile), jobs](
         *sources.values(), *(x.stride(1) for x in sources.values()), *(found.get(name, some.x) for name in _NAMES),
         *held, *ends, *(0 if ring is None else ring.stride(0) for ring in rings.values()),
         *some.rotary, *(rows["k_idx"].rotary or some.rotary if index else some.rotary), *place,
         first, some.begin, begins.get("k_win", first), begins.get("k_raw", first), num_rows,
         HEADS=heads, GROUPS=groups, D=dim, V=value_dim, INDEX=index, COLUMNS=columns, INDEX_HEADS=index_heads,
-        PAGE_ROWS=some.pages.shape[2], WINDOW_RING=window, RAW_RING=raw, HAS_V="v" in rows, HAS_V_RAW="v_raw" in rows,
+        PAGE_ROWS=page_rows, WINDOW_RING=window, RAW_RING=raw, HAS_V="v" in rows, HAS_V_RAW="v_raw" in rows,
         GATHERS=some.begin < first, GATHERS_WINDOW=begins.get("k_win", first) < first,
         GATHERS_RAW=begins.get("k_raw", first) < first, ZERO=zero, STRIDE=stride, ROWS=tile,
     )  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trifocal.ops import dispatch, tiles
-from trifocal.ops.decode.caches import DecodeBatch, DenseCache, Index, Rotary, SparseCache
+from trifocal.ops.decode.caches import DecodeBatch, DenseCache, Index, Rotary, SparseCache, WindowCache
 from trifocal.ops.decode.triton.attend import MAX_UNITS, decode_attend_kernel, decode_dense_kernel
 from trifocal.ops.decode.triton.choice import decode_choice_kernel
 from trifocal.ops.decode.triton.combine import decode_combine_kernel
@@ -183,11 +183,17 @@ def _index_scores(index: Index, cache: SparseCache, batch: DecodeBatch, geometry
 
 
 def decode_dense_attention(
-    q: Tensor, cache: DenseCache, batch: DecodeBatch, rotary: Rotary, window_size: int | None, scale: float
+    q: Tensor,
+    cache: DenseCache | WindowCache,
+    batch: DecodeBatch,
+    rotary: Rotary,
+    window_size: int | None,
+    scale: float,
 ) -> Tensor:
     """See `trifocal.ops.decode_dense_attention`."""
     q = unit_stride(q)
-    if window_size is not None:
+    if isinstance(cache, WindowCache):
+        assert window_size is not None
         return _decode_window(q, cache, batch, rotary, window_size, scale)
     num_sequences, new, heads, dim = q.shape
     groups, page_size, value_dim = *cache.k.shape[1:3], cache.v.shape[3]
@@ -211,28 +217,29 @@ def decode_dense_attention(
 
 
 def _decode_window(
-    q: Tensor, cache: DenseCache, batch: DecodeBatch, rotary: Rotary, window_size: int, scale: float
+    q: Tensor, cache: WindowCache, batch: DecodeBatch, rotary: Rotary, window_size: int, scale: float
 ) -> Tensor:
-    """Only the window's part of `decode_attend_kernel`, over the pages of a dense cache."""
+    """Only the window's part of `decode_attend_kernel`."""
     num_sequences, new, heads, dim = q.shape
-    groups, page_size, value_dim = *cache.k.shape[1:3], cache.v.shape[3]
-    tile = dispatch.decode_tile(q, cache.v, heads // groups, "attend")
-    most_units = cdiv(min(window_size, batch.block_table.shape[1] * page_size), tiles.DECODE_UNIT)
+    k, v = cache.k_win, cache.v_win
+    groups, ring, value_dim = *k.shape[1:3], v.shape[3]
+    tile = dispatch.decode_tile(q, v, heads // groups, "attend")
+    most_units = cdiv(window_size, tiles.DECODE_UNIT)
     units = dispatch.decode_units_of_part(num_sequences * groups * new, most_units, q.device)
     num_parts = cdiv(most_units, units)
     parts = _empty_parts(q, num_parts, value_dim)
-    strides = (*cache.k.stride()[:3], *cache.v.stride()[:3])
-    # Nothing is chosen: the table stands in for the choice, which no program reads.
+    strides = (*k.stride()[:3], *v.stride()[:3])
+    # Nothing is chosen: the table stands in for the choice, which no program reads, and rings for pages.
     table = batch.block_table
     decode_attend_kernel[num_parts, groups * new, num_sequences](
-        q, *(cache.k, cache.v) * 3, *rotary, batch.rows, batch.lengths, batch.num_new, table, table, table,
+        q, *(k, v) * 3, *rotary, batch.rows, batch.lengths, batch.num_new, table, table, table,
         *parts, *q.stride()[:3], *strides * 3, table.stride(0), num_parts, 0, 0, num_parts, window_size,
         scale * LOG2_E,
-        NEW=new, GROUPS=groups, Q_PER_KV=heads // groups, **_widths(dim, value_dim), SELECTION=page_size,
-        NUM_SELECTED=1, PAGE_ROWS=page_size, RING=0, KEYS=tile.BLOCK_N,
+        NEW=new, GROUPS=groups, Q_PER_KV=heads // groups, **_widths(dim, value_dim), SELECTION=tile.BLOCK_N,
+        NUM_SELECTED=1, PAGE_ROWS=tile.BLOCK_N, RING=ring, KEYS=tile.BLOCK_N,
         UNIT_TILES=tiles.DECODE_UNIT // tile.BLOCK_N, UNITS=units,
         COMPRESSION=0, STRIDE=1, TAPS=1, BLOCKS=1, BLOCK_TILES=1, COMPRESSED_PAGE_ROWS=1,
-        WINDOW_STAGES=_stages_of_pages(tile.stages), **_options(q, tile),
+        WINDOW_STAGES=tile.stages, **_options(q, tile),
     )  # fmt: skip
     return _combine_one_branch(parts, q, batch, value_dim, num_parts, units, window_size)
 
