@@ -22,9 +22,6 @@ from trifocal.models import DecoderLM
 from trifocal.nn import RopeScaling
 from trifocal.ops import Geometry, nsa_attention
 from trifocal.ops.decode.caches import Place
-from trifocal.nn.rope import rotary_tables, rotate
-from trifocal.ops import Geometry, append_chunk, nsa_attention
-from trifocal.ops.decode.caches import NewRows, Place
 from trifocal.train import load_config
 
 OPTIONS: list[dict[str, Any]] = [
