@@ -169,6 +169,24 @@ def test_a_start_that_the_disk_refuses_may_be_repeated(tmp_path: Path, monkeypat
     assert train(config).finished
 
 
+def test_a_run_is_prolonged_from_the_last_step_before_it_declines(tmp_path: Path) -> None:
+    flags = ("--schedule.kind", "wsd", "--schedule.decay_fraction", "0.5", "--checkpoint.keep_last", "1")
+    flags = (*flags, "--optimizer.kind", "muon")
+    train(make_config(tmp_path, *flags))
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step_00000003", "step_00000006"]
+    with pytest.raises(UserError, match=r'optimizer\.kind is "muon" in .* and "adamw" here.*--model\.from'):
+        resume(tmp_path / "run", config=make_config(tmp_path, *flags, "--optimizer.kind", "adamw"))
+    longer = make_config(tmp_path, *flags, "--train.steps", "8")
+    assert resume(tmp_path / "run", checkpoint="step_00000003", config=longer).finished
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl", "train")
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    # Step 4 is the last before the new decline, to a tenth; the warm-up was in steps 1 and 2.
+    assert [row["learning_rate"] for row in rows] == pytest.approx(
+        [0.005, 0.01, 0.01, 0.01, *(0.01 - 0.009 * step / 4 for step in (1, 2, 3, 4))]
+    )
+
+
 def test_a_finished_run_continues_with_another_configuration(
     copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,12 +174,13 @@ def _resume(
     note, found = processes.run_on_rank0(prepare)
     tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))
     saved = processes.run_on_rank0(lambda: load_run(directory))
-    if config.train.only != saved.train.only:
-        raise UserError(
-            f'train.only is "{saved.train.only}" in {directory} and "{config.train.only}" here, but a checkpoint has '
-            "the optimizer's state only of what is trained; begin a new run with its weights (--model.from "
-            f"{shell_path(directory)} --run.directory NEW)"
-        )
+    for name in ("train.only", "optimizer.kind"):
+        if value_of(config, name) != value_of(saved, name):
+            raise UserError(
+                f'{name} is "{value_of(saved, name)}" in {directory} and "{value_of(config, name)}" here, but a '
+                "checkpoint has the state of one optimizer, for what it trains; begin a new run with its weights "
+                f"(--model.from {shell_path(directory)} --run.directory NEW)"
+            )
     setup = TrainSetup(config, directory, processes, tokenizer, begins=False)
     notes = [*resume_notes(saved, setup.config, checkpoint_step(found)), *notes, *filter(None, [note])]
     return run_training(setup, notes, found, before_step)

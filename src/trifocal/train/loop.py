@@ -22,7 +22,7 @@ from trifocal.train.run_logger import RunLogger, open_logger
 from trifocal.train.saving import Saver
 from trifocal.train.setup import TrainSetup
 from trifocal.train.step.optimizer import set_learning_rate
-from trifocal.train.step.schedule import is_due, learning_rate
+from trifocal.train.step.schedule import is_due, last_stable_step, learning_rate
 from trifocal.train.step.step import StepResult, TrainStep
 from trifocal.train.stop import StoppedBeforeFirstStep, StopSignals
 from trifocal.train.validation_loss import Evaluation
@@ -274,7 +274,8 @@ class Trainer:
         with self.saver.ended_on_error():
             self._evaluate(result, last=last)
         self.saver.report_written()
-        if is_due(step, config.checkpoint.interval_steps, last):
+        stable = step == last_stable_step(config)
+        if stable or is_due(step, config.checkpoint.interval_steps, last):
             self.saver.save(must_succeed=last)
 
     def _evaluate(self, result: StepResult, *, last: bool) -> None:

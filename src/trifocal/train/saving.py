@@ -17,6 +17,7 @@ from trifocal.train.checkpoint.save_load import collect_state, write_checkpoint
 from trifocal.train.nonfinite import FiniteGuard, NonFiniteError
 from trifocal.train.run_logger import RunLogger
 from trifocal.train.setup import TrainSetup, in_thread
+from trifocal.train.step.schedule import last_stable_step
 
 
 class _Written(NamedTuple):
@@ -180,8 +181,13 @@ class Saver:
             blocked_seconds=written.blocked_seconds,
         )
         if self._processes.is_rank0:
-            keep_last, keep_every = self._section.keep_last, self._section.keep_every_steps
+            section, stable = self._section, last_stable_step(self._config)
             try:
-                prune_checkpoints(written.path.parent, keep_last=keep_last, keep_every_steps=keep_every)
+                prune_checkpoints(
+                    written.path.parent,
+                    keep_last=section.keep_last,
+                    keep_every_steps=section.keep_every_steps,
+                    keep_step=stable,
+                )
             except OSError as error:
                 self._log.log_event("not_deleted", f"an old checkpoint could not be deleted: {error}", "warning")

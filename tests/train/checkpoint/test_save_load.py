@@ -236,8 +236,8 @@ def test_keeps_the_last_ones_and_every_mth(tmp_path: Path) -> None:
         checkpoint_path(tmp_path, step).mkdir(parents=True)
         prune_checkpoints(tmp_path, keep_last=2, keep_every_steps=8)
     assert [int(path.name[5:]) for path in list_checkpoints(tmp_path)] == [8, 16, 18, 20]
-    prune_checkpoints(tmp_path, keep_last=1, keep_every_steps=0)
-    assert [int(path.name[5:]) for path in list_checkpoints(tmp_path)] == [20]
+    prune_checkpoints(tmp_path, keep_last=1, keep_every_steps=0, keep_step=16)
+    assert [int(path.name[5:]) for path in list_checkpoints(tmp_path)] == [16, 20]
 
 
 def test_what_is_deleted_while_it_is_read_is_said(tmp_path: Path) -> None:

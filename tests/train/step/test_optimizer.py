@@ -2,14 +2,17 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from trifocal.errors import UserError
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
 from trifocal.train.config.sections import OptimizerSection, RunConfig, ScheduleSection, TrainSection
+from trifocal.train.step.muon import orthogonalise
 from trifocal.train.step.optimizer import DeviceFlag, gradient_norm, guarded_step, make_optimizer
 from trifocal.train.step.schedule import learning_rate
 
@@ -120,11 +123,65 @@ def test_clips_to_the_norm_and_steps_like_plain_adamw() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
-def rates(warmup_steps: int, total_steps: int, minimum_factor: float = 0.1) -> list[float]:
+def test_muon_trains_the_matrices_of_layers_as_pytorch_s_does() -> None:
+    torch.manual_seed(0)
+    model = DecoderLM(replace(SMALL, chooser="index"))
+    section = OptimizerSection(kind="muon", learning_rate=0.01, weight_decay=0.1, index_lr_factor=5.0)
+    optimizer = make_optimizer(model, section)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    matrices = optimizer.param_groups[0]["params"]
+    others = [one for group in optimizer.param_groups[1:] for one in group["params"]]
+    assert {names[id(one)].split(".")[-2] for one in matrices} == {
+        f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")
+    }
+    assert {names[id(one)] for one in others} == set(names.values()) - {names[id(one)] for one in matrices}
+    assert "blocks.0.attention.gate.proj.weight" in {names[id(one)] for one in others}
+    twins = [[one.detach().clone().requires_grad_() for one in group] for group in (matrices, others)]
+    plain = torch.optim.Muon(twins[0], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for step in range(3):
+        for group, theirs in zip((matrices, others), twins, strict=True):
+            for parameter, twin in zip(group, theirs, strict=True):
+                parameter.grad = twin.grad = torch.randn_like(parameter)
+        if step == 1:
+            before = [one.detach().clone() for one in model.parameters()]
+            assert not guarded_step(optimizer, matrices, torch.tensor(float("nan")), torch.tensor(1.0), 0.0).wait()
+            assert all(map(torch.equal, before, model.parameters()))
+        guarded_step(optimizer, matrices, torch.tensor(1.0), torch.tensor(1.0), 0.0)
+        plain.step()
+    for parameter, twin in zip(matrices, twins[0], strict=True):
+        torch.testing.assert_close(parameter, twin, rtol=0, atol=1e-6)
+        assert set(optimizer.state[parameter]) == {"momentum_buffer"}
+    for parameter, twin in zip(others, twins[1], strict=True):
+        assert optimizer.state[parameter]["step"] == 3 and not torch.equal(parameter, twin)
+
+
+@pytest.mark.parametrize("shape", [(8, 32), (32, 8), (8, 8)])
+def test_orthogonalised_matrices_keep_their_singular_vectors(shape: tuple[int, int]) -> None:
+    """Each by itself: singular values from a tenth of the largest come near 1, others at least grow."""
+    torch.manual_seed(0)
+    left, _ = torch.linalg.qr(torch.randn(3, shape[0], 8, dtype=torch.float64))
+    right, _ = torch.linalg.qr(torch.randn(3, shape[1], 8, dtype=torch.float64))
+    values = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0, 0.5, 0.01, 0.0], dtype=torch.float64)
+    found = left.mT @ orthogonalise(left * values @ right.mT) @ right
+    diagonal = found.diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(found, torch.diag_embed(diagonal), rtol=0, atol=1e-9)
+    assert (diagonal[:, :6] - 1).abs().max() < 0.35
+    assert (diagonal[:, 6] > 0.5).all() and (diagonal[:, 7].abs() < 1e-9).all()
+
+
+def test_muon_without_a_matrix_is_refused() -> None:
+    model = DecoderLM(SMALL)
+    for block in model.blocks:
+        block.requires_grad_(False)
+    with pytest.raises(UserError, match=r'optimizer\.kind "muon" has no matrix of a layer to train here; take "adamw"'):
+        make_optimizer(model, OptimizerSection(kind="muon"))
+
+
+def rates(warmup_steps: int, total_steps: int, minimum_factor: float = 0.1, **options: Any) -> list[float]:
     config = RunConfig(
         train=TrainSection(steps=total_steps),
         optimizer=OptimizerSection(learning_rate=2.0),
-        schedule=ScheduleSection(warmup_steps=warmup_steps, minimum_factor=minimum_factor),
+        schedule=ScheduleSection(warmup_steps=warmup_steps, minimum_factor=minimum_factor, **options),
     )
     return [learning_rate(config, step) for step in range(1, total_steps + 1)]
 
@@ -142,4 +199,15 @@ def test_rates_at_the_corners() -> None:
     """Without a warm-up; with one that is longer than the run; with a floor of one."""
     assert rates(0, 10)[0] == 2.0
     assert rates(20, 4) == pytest.approx([0.1, 0.2, 0.3, 0.4])
+
+
+def test_wsd_stays_at_the_peak_and_declines_linearly_at_the_end() -> None:
+    values = rates(2, 10, kind="wsd", decay_fraction=0.4)
+    assert values == pytest.approx([1.0, *[2.0] * 5, 1.55, 1.1, 0.65, 0.2])
+    # The decline waits for the warm-up, and takes one step at least.
+    assert rates(4, 6, kind="wsd", decay_fraction=1.0) == pytest.approx([0.5, 1.0, 1.5, 2.0, 1.1, 0.2])
+    assert rates(0, 3, kind="wsd", decay_fraction=0.01) == pytest.approx([2.0, 2.0, 0.2])
+
+
+def test_a_floor_of_one_is_a_constant_rate() -> None:
     assert rates(0, 5, minimum_factor=1.0) == [2.0] * 5

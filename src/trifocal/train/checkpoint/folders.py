@@ -30,11 +30,11 @@ def list_checkpoints(root: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if _step_of(path) is not None)
 
 
-def prune_checkpoints(root: Path, *, keep_last: int, keep_every_steps: int) -> None:
-    """Delete all checkpoints but the newest ones and those of steps divisible by `keep_every_steps` (0: none)."""
+def prune_checkpoints(root: Path, *, keep_last: int, keep_every_steps: int, keep_step: int = 0) -> None:
+    """Delete all checkpoints but the newest, those of steps divisible by `keep_every_steps` (0: none), and one more."""
     for path in list_checkpoints(root)[:-keep_last]:
         step = _step_of(path)
-        if step is not None and not (keep_every_steps and step % keep_every_steps == 0):
+        if step is not None and step != keep_step and not (keep_every_steps and step % keep_every_steps == 0):
             remove_folder(path)
 
 

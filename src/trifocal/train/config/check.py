@@ -238,6 +238,8 @@ def disk_bytes(config: RunConfig) -> int:
     steps, saving = config.train.steps, config.checkpoint
     saves = steps // saving.interval_steps + 1 if saving.interval_steps else 1
     kept = min(saving.keep_last, saves) + 1
+    if config.schedule.kind == "wsd":
+        kept += 1
     if saving.keep_every_steps:
         kept += steps // saving.keep_every_steps
     return kept * parameter_count(config.model) * CHECKPOINT_BYTES_PER_PARAMETER

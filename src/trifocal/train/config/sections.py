@@ -178,6 +178,8 @@ class ParallelSection:
 class OptimizerSection:
     """AdamW. Norms, embeddings, biases and every other vector take no weight decay."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """"adamw"; or "muon": the matrices of the layers are trained by Muon, everything else by AdamW, at one rate."""
     learning_rate: float = 3e-4
     """Peak learning rate, reached at the end of the warm-up."""
     beta1: float = 0.9
@@ -186,6 +188,8 @@ class OptimizerSection:
     """Decay of the running mean of its square."""
     epsilon: float = 1e-8
     """Added to the root of that square."""
+    momentum: float = 0.95
+    """Decay of Muon's running mean of the gradient; without Muon it has no effect."""
     weight_decay: float = 0.01
     """Decoupled weight decay, times the learning rate, on matrices only."""
     index_lr_factor: float = 3.0
@@ -196,7 +200,7 @@ class OptimizerSection:
         for name in ("learning_rate", "epsilon", "index_lr_factor"):
             value = getattr(self, name)
             _require(value > 0, f"optimizer.{name} must be positive, got {value}")
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "momentum"):
             value = getattr(self, name)
             _require(0 <= value < 1, f"optimizer.{name} must lie in [0, 1), got {value}")
         check_at_least(self, "optimizer", weight_decay=0)
@@ -204,12 +208,17 @@ class OptimizerSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSection:
-    """Linear warm-up, then a cosine down to a floor that is reached in the last step."""
+    """Linear warm-up, then a decline to a floor that is reached in the last step."""
 
+    kind: Literal["cosine", "wsd"] = "cosine"
+    """"cosine": the decline begins after the warm-up; "wsd": the rate stays at the peak, and declines linearly over the
+    last `decay_fraction` of the steps. A run can be prolonged from a step before; the last one's checkpoint is kept."""
     warmup_steps: int = 100
     """Steps of linear warm-up from zero; the last of them has the peak learning rate. 0 starts at the peak."""
     minimum_factor: float = 0.1
-    """Floor of the cosine, as a share of the peak learning rate."""
+    """Floor, as a share of the peak learning rate."""
+    decay_fraction: float = 0.2
+    """Share of the run's steps in which "wsd" declines; under "cosine" it has no effect."""
 
     def __post_init__(self) -> None:
         check_types(self, "schedule")
@@ -218,6 +227,7 @@ class ScheduleSection:
             0 <= self.minimum_factor <= 1,
             f"schedule.minimum_factor must lie in [0, 1], got {self.minimum_factor}",
         )
+        _require(0 < self.decay_fraction <= 1, f"schedule.decay_fraction must lie in (0, 1], got {self.decay_fraction}")
 
 
 @dataclass(frozen=True, kw_only=True)

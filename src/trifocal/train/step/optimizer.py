@@ -1,6 +1,7 @@
-"""AdamW over a model's parameters, and a step that never applies a gradient which is not finite."""
+"""The optimizer of a model's parameters, and a step that never applies a gradient which is not finite."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -8,8 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trifocal.distributed.parallel import local_shard
+from trifocal.errors import UserError
 from trifocal.nn.chooser import IndexHeads
+from trifocal.nn.gate import SigmoidGate
 from trifocal.train.config.sections import OptimizerSection
+from trifocal.train.step.muon import MuonWithAdamW
 
 
 class DeviceFlag:
@@ -36,7 +40,8 @@ class DeviceFlag:
 
 def make_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
     """AdamW, fused, over what is trained: the matrices of linear maps decay; norms, biases and embeddings, tied ones
-    too, do not; an index has its own rate. `set_learning_rate` is called before every step.
+    too, do not; an index has its own rate. With the kind "muon", Muon trains the matrices of the layers, without those
+    of gates and of an index. `set_learning_rate` is called before every step. Raises UserError if Muon has no matrix.
     """
     matrices = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     matrices -= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -45,12 +50,23 @@ def make_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.Ad
     trained = [one for one in model.parameters() if one.requires_grad]
     decayed = [one for one in trained if id(one) in matrices - apart]
     spared = [one for one in trained if id(one) not in matrices | apart]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": config.weight_decay, "lr_factor": 1.0},
         {"params": spared, "weight_decay": 0.0, "lr_factor": 1.0},
         {"params": index, "weight_decay": config.weight_decay, "lr_factor": config.index_lr_factor},
     ]
-    optimizer = torch.optim.AdamW(
+    kind: type[torch.optim.AdamW] = torch.optim.AdamW
+    if config.kind == "muon":
+        kind = MuonWithAdamW
+        layers = getattr(model, "blocks", nn.ModuleList())
+        inner = {id(module.weight) for module in layers.modules() if isinstance(module, nn.Linear)}
+        inner -= {id(module.proj.weight) for module in layers.modules() if isinstance(module, SigmoidGate)}
+        groups[0]["params"] = [one for one in decayed if id(one) not in inner]
+        by_muon = [one for one in decayed if id(one) in inner]
+        if not by_muon:
+            raise UserError('optimizer.kind "muon" has no matrix of a layer to train here; take "adamw"')
+        groups.insert(0, {**groups[0], "params": by_muon, "momentum": config.momentum})
+    optimizer = kind(
         [group for group in groups if group["params"]],
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),

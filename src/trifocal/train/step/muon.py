@@ -1,0 +1,144 @@
+"""Muon: the momentum of a matrix is orthogonalised before it is applied. AdamW trains everything else.
+
+Mathematics of `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"` (arXiv:2502.16982), so that the learning rate
+and the weight decay of AdamW serve. PyTorch's own computes one matrix after the other, each of them in every process,
+and has no `found_inf`.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trifocal.distributed.parallel import local_shard
+
+# The quintic of https://kellerjordan.github.io/posts/muon/: singular values between 0 and 1 come near 1.
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_ITERATIONS = 5
+_EPSILON = 1e-7
+# Updates of this many entries are computed at a time.
+_MAX_ENTRIES = 2**26
+
+
+class MuonWithAdamW(torch.optim.AdamW):
+    """Fused AdamW, and Muon for the groups that have a `momentum`, whose parameters are matrices.
+
+    Replicated matrices (DDP) are divided among all processes. Sharded ones (FSDP2, HSDP) are collected, each process
+    computes some, and their shards are sent back. Where `found_inf` is set, nothing changes, as in fused AdamW.
+    """
+
+    found_inf: Tensor | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # AdamW's own wants a `step` in each parameter's state.
+        torch.optim.Optimizer.__setstate__(self, state)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take one step."""
+        assert closure is None
+        groups = self.param_groups
+        try:
+            self.param_groups = [group for group in groups if "momentum" not in group]
+            super().step()
+        finally:
+            self.param_groups = groups
+        for group in groups:
+            if "momentum" in group:
+                for matrices in _batches(group["params"]):
+                    self._update(matrices, group)
+
+    def _update(self, matrices: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
+        """Update matrices of one shape."""
+        momentum, rate = group["momentum"], group["lr"]
+        gradients = torch.stack([local_shard(matrix.grad) for matrix in matrices if matrix.grad is not None])
+        taken = torch.ones((), device=gradients.device)
+        if self.found_inf is not None:
+            taken -= self.found_inf
+            gradients = torch.where(taken > 0, gradients, 0.0)
+        for matrix in matrices:
+            if not self.state[matrix]:
+                self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
+        buffers = [local_shard(self.state[matrix]["momentum_buffer"]) for matrix in matrices]
+        torch._foreach_mul_(buffers, 1 - (1 - momentum) * taken)
+        torch._foreach_add_(buffers, gradients.unbind(), alpha=1 - momentum)
+        update = gradients.lerp_(torch.stack(buffers), momentum)
+        rows, columns = matrices[0].shape
+        update = _orthogonalised(update.bfloat16(), matrices[0]).float()
+        update *= -rate * 0.2 * math.sqrt(max(rows, columns)) * taken
+        weights = [local_shard(matrix) for matrix in matrices]
+        torch._foreach_mul_(weights, 1 - rate * group["weight_decay"] * taken)
+        torch._foreach_add_(weights, update.unbind())
+
+
+def orthogonalise(matrices: Tensor) -> Tensor:
+    """Newton–Schulz: matrices [n, rows, columns] with the same singular vectors, and singular values near 1."""
+    a, b, c = _COEFFICIENTS
+    wide = matrices.mT if matrices.shape[1] > matrices.shape[2] else matrices
+    wide = wide / wide.norm(dim=(1, 2), keepdim=True).clamp(min=_EPSILON)
+    for _ in range(_ITERATIONS):
+        gram = wide @ wide.mT
+        wide = torch.baddbmm(wide, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.mT if matrices.shape[1] > matrices.shape[2] else wide
+
+
+def _batches(matrices: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Matrices with a gradient, of one shape each time."""
+    by_shape = defaultdict(list)
+    for matrix in matrices:
+        if matrix.grad is not None:
+            by_shape[matrix.shape].append(matrix)
+    for shape, same in by_shape.items():
+        count = max(1, _MAX_ENTRIES // shape.numel())
+        yield from (same[first : first + count] for first in range(0, len(same), count))
+
+
+def _orthogonalised(update: Tensor, like: Tensor) -> Tensor:
+    """`orthogonalise` for this process's part of matrices, [n, local rows, columns]; each process computes some."""
+    if isinstance(like, DTensor):
+        sharded = [dimension for dimension, placement in enumerate(like.placements) if placement.is_shard()]
+        (dimension,) = sharded
+        return _of_shards(update, like.shape[0], like.device_mesh.get_group(dimension))
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        return _of_replicas(update)
+    return orthogonalise(update)
+
+
+def _of_replicas(update: Tensor) -> Tensor:
+    count, size = len(update), dist.get_world_size()
+    share = -(-count // size)
+    mine = update.new_zeros(share, *update.shape[1:])
+    part = update[dist.get_rank() * share : (dist.get_rank() + 1) * share]
+    if len(part):
+        mine[: len(part)] = orthogonalise(part)
+    gathered = update.new_empty(size, *mine.shape)
+    dist.all_gather(list(gathered), mine)
+    return gathered.flatten(0, 1)[:count]
+
+
+def _of_shards(update: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    count, local_rows, columns = update.shape
+    # Rows of each process, and matrices that it computes: as torch.chunk divides.
+    heights = [max(0, min(-(-rows // size), rows - process * -(-rows // size))) for process in range(size)]
+    counts = [max(0, min(-(-count // size), count - process * -(-count // size))) for process in range(size)]
+    assert local_rows == heights[rank]
+    by_owner = [number * local_rows * columns for number in counts]
+    by_source = [counts[rank] * height * columns for height in heights]
+    received = update.new_empty(sum(by_source))
+    dist.all_to_all_single(received, update.flatten(), by_source, by_owner, group=group)
+    shards = [
+        part.view(counts[rank], height, columns)
+        for part, height in zip(received.split(by_source), heights, strict=True)
+    ]
+    if counts[rank]:
+        whole = orthogonalise(torch.cat(shards, dim=1))
+        received = torch.cat([part.flatten() for part in whole.split(heights, dim=1)])
+    back = torch.empty_like(update)
+    dist.all_to_all_single(back.view(-1), received, by_owner, by_source, group=group)
+    return back
