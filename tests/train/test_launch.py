@@ -198,7 +198,7 @@ def test_a_finished_run_continues_with_another_configuration(
     names = ("weight_decay", "betas", "eps")
     before_step(monkeypatch, lambda _, given: groups.append(given["optimizer"].param_groups))
     known: list[int] = []
-    monkeypatch.setattr(AttentionTelemetry, "go_on", lambda self, rows: known.append(len(rows)))
+    monkeypatch.setattr(AttentionTelemetry, "resume", lambda self, rows: known.append(len(rows)))
     changes = {
         "train.steps": 11, "train.global_batch_size": 6, "optimizer.weight_decay": 0.25, "optimizer.beta1": 0.5,
         "optimizer.beta2": 0.75, "optimizer.epsilon": 1e-3,
