@@ -20,6 +20,7 @@ COMMANDS = {
     "generate": "continue a text with a trained model: RUN_DIR --prompt TEXT",
     "serve": "serve a trained model to clients of OpenAI's completions, and a page to try it on: RUN_DIR",
     "convert": "make a sparse model of a dense one of Trifocal or Hugging Face: DIR OUT --to selected or nsa",
+    "sparsify": "convert a dense model, train it to follow the dense one, and measure both: DIR OUT --data SOURCE",
     "evaluate": "measure the loss, loss by position, needles and recall of a trained model: RUN_DIR",
     "export": "write a trained model as a folder that transformers reads: RUN_DIR DIR",
     "check": "test this installation on this machine",

@@ -2,6 +2,7 @@
 
 import importlib.util
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from trifocal.errors import UserError
 from trifocal.models import DecoderLM, ModelConfig, parameter_count, save_weights
 from trifocal.models.conversion import Target, convert_tensors, converted_config
 from trifocal.models.hf_reader import hf_name, is_hf_folder, read_hf_model, read_hf_settings
-from trifocal.models.io import exported_name
+from trifocal.models.io import CONFIG_FILE, exported_name
 from trifocal.models.model_config import Chooser
 from trifocal.ops import Geometry
 from trifocal.paths import shell_path, user_path
@@ -32,7 +33,7 @@ class ConvertArguments:
     """Make a sparse model of a dense one: a Llama, Mistral, Qwen, SmolLM3 or OLMo, or a dense run."""
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-    """The Hugging Face folder, with safetensors; or a run, one of its checkpoints, or a folder of weights."""
+    """The Hugging Face folder, with safetensors; or a run, a checkpoint, a folder of weights, or a GGUF."""
     output: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """The folder to write: weights, configuration and tokenizer, for `trifocal train --model.from` and `generate`."""
     to: Target
@@ -54,10 +55,7 @@ def run(args: Sequence[str]) -> int:
     """Convert, and say what to do next; nothing is written if the source cannot be converted, or OUT is not empty."""
     options: ConvertArguments = parse_arguments(ConvertArguments, args, prog="trifocal convert")
     source, output = user_path(options.source, "DIR"), user_path(options.output, "OUT")
-    if not source.is_dir():
-        raise UserError(
-            f"{source}: no such folder; a model of the hub is downloaded first: hf download OWNER/NAME --local-dir DIR"
-        )
+    check_source(source)
     with new_model_folder(output) as partial:
         config, tensors, settings = _read(source, partial)
         wanted = converted_config(
@@ -77,6 +75,28 @@ def run(args: Sequence[str]) -> int:
     return 0
 
 
+def check_source(source: Path) -> None:
+    """UserError if there is no such folder, nor a GGUF."""
+    if not source.is_dir() and find_gguf(source) is None:
+        raise UserError(
+            f"{source}: no such folder; a model of the hub is downloaded first: hf download OWNER/NAME --local-dir DIR"
+        )
+
+
+def find_gguf(path: Path) -> Path | None:
+    """The GGUF that a path means: itself, or the only one in a folder without `config.json`; None: it means another
+    model. UserError if there are several.
+    """
+    if path.is_file() and path.suffix == ".gguf":
+        return path
+    if not path.is_dir() or (path / CONFIG_FILE).exists():
+        return None
+    found = sorted(path.glob("*.gguf"))
+    if len(found) > 1:
+        raise UserError(f"{path} has {len(found)} GGUF files; name one of them, such as {found[0]}")
+    return found[0] if found else None
+
+
 def _chooser(options: ConvertArguments) -> Chooser:
     if options.chooser != "auto":
         return options.chooser
@@ -85,6 +105,14 @@ def _chooser(options: ConvertArguments) -> Chooser:
 
 def _read(source: Path, partial: Path) -> tuple[ModelConfig, dict[str, Tensor], dict[str, Any]]:
     """The dense model, and further keys of its configuration; its tokenizer goes into the new folder."""
+    if file := find_gguf(source):
+        try:
+            from trifocal.hf.gguf import write_folder_of_gguf
+        except ImportError as error:
+            raise UserError(f"{file}: a GGUF needs an extra: pip install 'trifocal[hf]' gguf") from error
+        with tempfile.TemporaryDirectory(prefix=".gguf-", dir=partial) as unpacked:
+            write_folder_of_gguf(file, Path(unpacked))
+            return _read(Path(unpacked), partial)
     if is_hf_folder(source):
         config, tensors = read_hf_model(source)
         for name in TOKENIZER_FILES:

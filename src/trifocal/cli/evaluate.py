@@ -18,7 +18,7 @@ from trifocal.cli.console import SafeConsole
 from trifocal.cli.flags import parse_arguments
 from trifocal.cli.output import check_output, printable, write_file
 from trifocal.cli.threads import Threads
-from trifocal.data import DataConfig
+from trifocal.data import DataConfig, Tokenizer
 from trifocal.errors import UserError
 from trifocal.evaluation import (
     TASKS,
@@ -31,7 +31,7 @@ from trifocal.evaluation import (
     to_json,
     write_evaluation,
 )
-from trifocal.models import parameter_count
+from trifocal.models import DecoderLM, parameter_count
 from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
 from trifocal.paths import shell_path
 from trifocal.train.checkpoint.export import weights_step
@@ -79,6 +79,11 @@ class EvaluateArguments:
     """Haystacks for each length and depth, and rows for each number of pairs."""
     pairs: tuple[int, ...] = ()
     """Pairs in a row of recall; by default those of the source, a half and a quarter."""
+    beside: str = ""
+    """A model of the same tokenizer to compare the loss with, such as the dense one before a conversion: its loss, the
+    divergence (KL) from it, and how often both have the same likeliest token."""
+    validation_fraction: float = 0.0
+    """Share of the text's documents that are held out; 0: as in training, or data.validation_fraction's default."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; "auto" takes a GPU if there is one."""
     output: str = ""
@@ -88,6 +93,8 @@ class EvaluateArguments:
         for name, lowest in (("sequence_length", 0), ("sequences", 0), ("depths", 1), ("samples", 1)):
             if getattr(self, name) < lowest:
                 raise UserError(f"--{name.replace('_', '-')} must be at least {lowest}, got {getattr(self, name)}")
+        if not 0 <= self.validation_fraction < 1:
+            raise UserError(f"--validation-fraction must lie in [0, 1), got {self.validation_fraction}")
         for name in ("lengths", "pairs"):
             if any(value < 1 for value in getattr(self, name)):
                 raise UserError(f"--{name} must be above 0, got {min(getattr(self, name))}")
@@ -120,7 +127,7 @@ def run(args: Sequence[str]) -> int:
                 console.print(table)
             if note := _note_on_needles(rows, subject, step):
                 console.print(note, markup=False, highlight=False)
-            _write(found, options, _head(subject, step), rows)
+            _write(found, options, _head(subject, step, options.beside), rows)
     return 0
 
 
@@ -138,7 +145,7 @@ def _note_on_needles(rows: Sequence[dict[str, Any]], subject: Subject, step: int
     )
 
 
-def _head(subject: Subject, step: int | None) -> dict[str, Any]:
+def _head(subject: Subject, step: int | None, beside: str) -> dict[str, Any]:
     """What the file says of the model and the machine."""
     assert subject.data is not None
     return {
@@ -150,6 +157,7 @@ def _head(subject: Subject, step: int | None) -> dict[str, Any]:
         "precision": subject.precision,
         "device": torch.cuda.get_device_name() if subject.device.type == "cuda" else "CPU",
         "version": __version__,
+        "beside": beside,
     }
 
 
@@ -158,12 +166,24 @@ def _subject(found: Pretrained, options: EvaluateArguments) -> Subject:
     data = None if found.run is None else found.run.data
     if options.source:
         data = replace(data or DataConfig(), source=options.source)
+    if options.validation_fraction and data is not None:
+        data = replace(data, validation_fraction=options.validation_fraction)
     model = found.model().to(device).eval()
     # Weights of another type than fp32 decide the type of the products, whatever their run had.
     precision = _PRECISIONS.get(model.embedding.weight.dtype) or (
         "fp32" if found.run is None else found.run.train.precision
     )
-    return Subject(model, found.tokenizer(), data, found.run, device, precision, found.sequence_length())
+    tokenizer = found.tokenizer()
+    beside = _beside(options.beside, tokenizer, device) if options.beside else None
+    return Subject(model, tokenizer, data, found.run, device, precision, found.sequence_length(), beside)
+
+
+def _beside(folder: str, tokenizer: Tokenizer, device: torch.device) -> DecoderLM:
+    """The model of --beside; UserError if its tokens are others."""
+    with open_pretrained(pretrained_path(folder, "--beside")) as found:
+        if found.tokenizer().fingerprint != tokenizer.fingerprint:
+            raise UserError(f"--beside {folder} has another tokenizer: its tokens cannot be compared")
+        return found.model().to(device).eval()
 
 
 def _plan(subject: Subject, options: EvaluateArguments) -> Plan:
@@ -223,7 +243,15 @@ def _tables(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
 
 
 def _cell(value: Any) -> str:
-    return "-" if value is None else f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+    return (
+        "-"
+        if value is None
+        else f"{value:,.4f}"
+        if isinstance(value, float)
+        else str(value)
+        if isinstance(value, str)
+        else f"{value:,}"
+    )
 
 
 def _step_of(path: Path) -> int | None:

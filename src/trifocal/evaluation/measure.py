@@ -1,5 +1,6 @@
 """All tasks of an evaluation, one after another."""
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -188,7 +189,10 @@ def _loss_rows(subject: Subject, plan: Plan, say: ReportProgress, left: TimeLeft
     if subject.data.parsed.has_text and not subject.data.validation_split:
         held_out = f", {subject.data.validation_fraction:.3g} of it held out"
     number = _sequences(subject, plan)
-    text = f"loss: {number} sequences of {plan.sequence_length:,} tokens of {subject.data.source}{held_out}"
+    name = rows_name(batches)
+    text = (
+        f"loss: {number} sequences of {plan.sequence_length:,} tokens of {subject.data.source}{held_out}, rows {name}"
+    )
     say(text)
 
     def on_batch(done: int) -> None:
@@ -196,7 +200,16 @@ def _loss_rows(subject: Subject, plan: Plan, say: ReportProgress, left: TimeLeft
         say(text, f", evaluating {done}/{len(batches)}{left.words()}")
 
     rows = measure_loss(subject, batches, on_batch)
-    yield from (row for row in rows if row["task"] in plan.tasks)
+    yield from ({**row, "rows": name} if row["task"] == "loss" else row for row in rows if row["task"] in plan.tasks)
+
+
+def rows_name(batches: Sequence[Batch]) -> str:
+    """A name of the rows of batches, however they are cut: equal names, equal tokens and targets."""
+    digest = hashlib.sha256()
+    for batch in batches:
+        for row in torch.stack((batch.tokens, batch.targets), dim=1):
+            digest.update(row.numpy().tobytes())
+    return digest.hexdigest()[:8]
 
 
 def _choice_rows(subject: Subject, batches: Sequence[Batch]) -> list[dict[str, Any]]:

@@ -32,14 +32,19 @@ def position_edges(length: int) -> list[int]:
 class PositionLosses:
     """Adds up losses by the position of their token in its document: called as a `DecoderLM` with targets.
 
-    `nats` and `counts` are sums over the targets of each bucket, [buckets], fp64 and int64, on the model's device.
+    `nats` and `counts` are sums over the targets of each bucket, [buckets], fp64 and int64, on the model's device. With
+    a model `beside`, `compared` are those of its losses, of the divergence from it, and of targets with the same
+    likeliest token, [buckets, 3], fp64.
     """
 
-    def __init__(self, model: DecoderLM, edges: Sequence[int], device: torch.device) -> None:
-        self._model = model
+    def __init__(
+        self, model: DecoderLM, edges: Sequence[int], device: torch.device, beside: DecoderLM | None = None
+    ) -> None:
+        self._model, self._beside = model, beside
         self._ends = torch.tensor(edges[1:], device=device)
         self.nats = torch.zeros(len(edges) - 1, dtype=torch.float64, device=device)
         self.counts = torch.zeros(len(edges) - 1, dtype=torch.int64, device=device)
+        self.compared = torch.zeros(len(edges) - 1, 3, dtype=torch.float64, device=device)
 
     def __call__(self, tokens: Tensor, targets: Tensor, *, cu_seqlens: Documents | None = None) -> Tensor:
         """The mean loss of these targets, as the model's own."""
@@ -50,19 +55,30 @@ class PositionLosses:
         else:
             positions = cu_seqlens.positions.long()
         rows = max(1, _LOGITS_AT_ONCE // self._model.config.vocab_size)
-        losses = torch.cat(
-            [
-                torch.nn.functional.cross_entropy(
-                    self._model.logits(part).float(), wanted, ignore_index=-100, reduction="none"
-                )
-                for part, wanted in zip(hidden.split(rows), flat.split(rows), strict=True)
-            ]
-        ).double()
-        valid = flat >= 0
+        theirs = (
+            None if self._beside is None else self._beside.hidden_states(tokens, cu_seqlens=cu_seqlens).flatten(0, 1)
+        )
+        parts, compared = [], []
+        for first in range(0, len(flat), rows):
+            some = slice(first, first + rows)
+            log_q = self._model.logits(hidden[some]).float().log_softmax(-1)
+            parts.append(_losses(log_q, flat[some]))
+            if self._beside is not None and theirs is not None:
+                log_p = self._beside.logits(theirs[some]).float().log_softmax(-1)
+                divergence = torch.nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+                alike = log_q.argmax(-1) == log_p.argmax(-1)
+                compared.append(torch.stack((_losses(log_p, flat[some]), divergence, alike), dim=1))
+        losses, valid = torch.cat(parts).double(), flat >= 0
         buckets = torch.searchsorted(self._ends, positions[valid], right=True)
         self.nats.index_add_(0, buckets, losses[valid])
         self.counts.index_add_(0, buckets, torch.ones_like(buckets))
+        if compared:
+            self.compared.index_add_(0, buckets, torch.cat(compared).double()[valid])
         return losses.sum() / valid.sum().clamp(min=1)
+
+
+def _losses(log_p: Tensor, targets: Tensor) -> Tensor:
+    return torch.nn.functional.nll_loss(log_p, targets, ignore_index=-100, reduction="none")
 
 
 @torch.no_grad()
@@ -70,11 +86,12 @@ def measure_loss(subject: Subject, batches: Sequence[Batch], on_batch: Callable[
     """The loss of a model on batches, in all and by position; `on_batch` gets the number of batches that are done.
 
     A row of the task `loss`, then one of `position` for each bucket that has targets: positions from `first` up to, not
-    including, `end`, counted from the beginning of the document, or of the sequence that continues it.
+    including, `end`, counted from the beginning of the document, or of the sequence that continues it. Beside another
+    model, each row has its loss, the divergence from it and the share of equal likeliest tokens too.
     """
     length = batches[0].tokens.shape[1]
     edges = position_edges(length)
-    losses = PositionLosses(subject.model, edges, subject.device)
+    losses = PositionLosses(subject.model, edges, subject.device, subject.beside)
     text_bytes = 0
     for done, batch in enumerate(batches, start=1):
         with autocast(subject.device, subject.precision):
@@ -82,7 +99,13 @@ def measure_loss(subject: Subject, batches: Sequence[Batch], on_batch: Callable[
         text_bytes += subject.tokenizer.count_bytes(batch.targets[batch.targets >= 0].numpy())
         on_batch(done)
     assert subject.data is not None
-    nats, counts = losses.nats.tolist(), losses.counts.tolist()
+    nats, counts, compared = losses.nats.tolist(), losses.counts.tolist(), losses.compared
+
+    def figures(sums: Tensor, count: int) -> dict[str, float]:
+        if subject.beside is None:
+            return {}
+        return dict(zip(("beside_loss", "divergence", "agreement"), (sums / count).tolist(), strict=True))
+
     total, targets = sum(nats), max(sum(counts), 1)
     loss = total / targets
     whole = {
@@ -94,12 +117,21 @@ def measure_loss(subject: Subject, batches: Sequence[Batch], on_batch: Callable[
         "perplexity": math.exp(loss) if loss < 700 else math.inf,
         "bits_per_token": loss / math.log(2),
         "bits_per_byte": total / math.log(2) / text_bytes if subject.data.parsed.has_text and text_bytes else None,
+        **figures(compared.sum(0), targets),
     }
     return [
         whole,
         *(
-            {"task": "position", "length": length, "first": first, "end": end, "targets": count, "loss": nat / count}
-            for first, end, nat, count in zip(edges[:-1], edges[1:], nats, counts, strict=True)
+            {
+                "task": "position",
+                "length": length,
+                "first": first,
+                "end": end,
+                "targets": count,
+                "loss": nat / count,
+                **figures(sums, count),
+            }
+            for first, end, nat, count, sums in zip(edges[:-1], edges[1:], nats, counts, compared, strict=True)
             if count
         ),
     ]

@@ -32,6 +32,7 @@ class Subject:
         device: Where it runs.
         precision: That of the products: "fp32" or "bf16", as in training, or that of weights of another type.
         trained_length: Tokens of a training sequence; None where it is not known.
+        beside: A dense model, for example, of the same tokens, that the loss is compared with; None: none.
     """
 
     model: DecoderLM
@@ -41,6 +42,7 @@ class Subject:
     device: torch.device
     precision: str
     trained_length: int | None = None
+    beside: DecoderLM | None = None
 
     def rows_at_once(self, length: int) -> int:
         """Rows of this length to run together."""

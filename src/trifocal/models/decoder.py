@@ -1,12 +1,13 @@
 """The decoder: embedding, blocks, norm, output projection, loss. How it is run in parallel is decided outside."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from trifocal.models.choice_teaching import ChoiceSamples, ChoiceTeaching
+from trifocal.models.distillation import chunked_sums, distillation_sums
 from trifocal.models.layers import (
     Shared,
     draw_weights,
@@ -26,6 +27,20 @@ from trifocal.ops.choice_loss import Sample, sample_queries
 from trifocal.ops.validation import check_rank
 
 IGNORED_TARGET = -100
+
+
+class Distillation(NamedTuple):
+    """What a model learns from a frozen one in a training step.
+
+    Attributes:
+        frozen: The frozen model, of the same vocabulary and on the same device.
+        text_weight: Weight of the loss on the text beside the divergence from the frozen model.
+        total: Gets the divergence of each pass added, summed over its targets, nats, a scalar in fp32.
+    """
+
+    frozen: "DecoderLM"
+    text_weight: float
+    total: Tensor
 
 
 class DecoderLM(nn.Module):
@@ -59,7 +74,7 @@ class DecoderLM(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # Compiled code is neither copied nor pickled: a copy compiles its own when it first runs. Nor does a copy share
         # its sequences with other processes.
-        left = ("_run_block", "_run_end", "_draw", "_share")
+        left = ("_run_block", "_run_end", "_draw", "_share", "_sums")
         return {name: value for name, value in super().__getstate__().items() if name not in left} | {"context": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -73,11 +88,13 @@ class DecoderLM(nn.Module):
         self._run_end: Callable[..., Tensor] = run_end
         self._draw: Callable[..., Sample] = sample_queries
         self._share: Callable[..., Shared] = share_places
+        self._sums: Callable[..., Tensor] = distillation_sums
         if self._compiles:
             self._run_block = torch.compile(run_block, fullgraph=True, dynamic=False)
             self._run_end = torch.compile(run_end, fullgraph=True, dynamic=False)
             self._draw = torch.compile(sample_queries, fullgraph=True, dynamic=False)
             self._share = torch.compile(share_places, fullgraph=True, dynamic=False)
+            self._sums = torch.compile(distillation_sums, fullgraph=True, dynamic=False)
 
     def _wrap(self) -> None:
         wrap_blocks(self.blocks, self._checkpointed_layers, self._run_block)
@@ -119,6 +136,7 @@ class DecoderLM(nn.Module):
         *,
         cu_seqlens: Tensor | Documents | None = None,
         teaching: ChoiceTeaching | None = None,
+        distillation: Distillation | None = None,
     ) -> Tensor:
         """Compute logits, or the loss.
 
@@ -129,6 +147,8 @@ class DecoderLM(nn.Module):
                 tokens in any case.
             teaching: What the choice of blocks learns from these tokens; with targets. The result is the same with and
                 without it; its backward pass then teaches the choice too.
+            distillation: The frozen model that these tokens teach to follow; with targets. The result stays the loss on
+                the text; its backward pass is that of the divergence and the weighted loss.
 
         Returns:
             Logits, [B, T, vocab_size]; or with targets their mean loss in nats, a scalar in fp32 (fp64 for an
@@ -160,8 +180,12 @@ class DecoderLM(nn.Module):
                 self.attention_layers(), teaching, taught_tokens, positions, local_tokens, self._draw
             )
         x = self._last_residual(tokens, documents, choice_samples, local_tokens)
-        end = self._run_end if torch.is_grad_enabled() else run_end
-        loss = end(self.norm, self._output_weight(), x, targets, counted.clamp(min=1))
+        counted = counted.clamp(min=1)
+        if distillation is None:
+            end = self._run_end if torch.is_grad_enabled() else run_end
+            loss = end(self.norm, self._output_weight(), x, targets, counted)
+        else:
+            loss = self._distilled_loss(distillation, x, tokens, targets, counted, documents, local_tokens)
         if choice_samples is None:
             return loss
         if teaching is None:
@@ -171,6 +195,33 @@ class DecoderLM(nn.Module):
         figures = choice_samples.figures()
         teaching.totals.add_(figures.detach())
         return attach_loss(loss, figures[:, 0].sum())
+
+    def _distilled_loss(
+        self,
+        distillation: Distillation,
+        x: Tensor,
+        tokens: Tensor,
+        targets: Tensor,
+        counted: Tensor,
+        documents: Documents | None,
+        local_tokens: TokenShard | None,
+    ) -> Tensor:
+        """The loss on the text from the last layer's output, with the backward pass of what is taught."""
+        frozen, weight = distillation.frozen, distillation.text_weight
+        with torch.no_grad():
+            states = frozen.norm(frozen._last_residual(tokens, documents, local_tokens=local_tokens))
+        divergence, text = chunked_sums(
+            self.norm(x).flatten(0, 1),
+            self._output_weight(),
+            states.flatten(0, 1),
+            frozen._output_weight().detach(),
+            targets.flatten(),
+            trains_text=weight > 0,
+            sums=self._sums,
+        )
+        distillation.total.add_(divergence.detach())
+        taught = (divergence + weight * text if weight else divergence) / counted
+        return text.detach() / counted + (taught - taught.detach())
 
     def _hidden_states(
         self, tokens: Tensor, documents: Documents | None, choice_samples: ChoiceSamples | None

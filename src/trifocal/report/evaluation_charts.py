@@ -1,5 +1,6 @@
 """The report's charts of the figures of `trifocal evaluate`: loss by position, needles, recall."""
 
+from pathlib import Path
 from typing import Any
 
 from trifocal.report.charts import Chart, Trace, heat_map, line
@@ -45,6 +46,10 @@ def _position(runs: list[Run]) -> Chart:
                 f"{row['first']:,} to {row['end'] - 1:,}: {row['loss']:.4f} ({row['targets']:,} targets)" for row in own
             ]
             traces.append({**trace, "hovertemplate": "%{text}"})
+            if own and all("beside_loss" in row for row in own):
+                beside = [row["beside_loss"] for row in own]
+                colour = _style(runs, index, number)[0]
+                traces.append(_line([row["end"] for row in own], beside, f"{name}, {_beside(run)}", colour, "dash"))
     layout = {
         "xaxis": {
             "title": {"text": "tokens before, up to"},
@@ -57,6 +62,12 @@ def _position(runs: list[Run]) -> Chart:
     }
     caption = "Validation loss by the number of tokens before. A curve that falls to its end makes use of all of them."
     return Chart("position", "Loss by position", caption, traces, layout, wide=len(runs) > 1, height=340)
+
+
+def _beside(run: Run) -> str:
+    """The model beside which the last such evaluation was, by the name of its folder."""
+    names = [str(evaluation["beside"]) for evaluation in run.evaluations if evaluation.get("beside")]
+    return Path(names[-1]).name if names else "beside"
 
 
 def _needle(run: Run, index: int, num_runs: int) -> Chart:

@@ -34,6 +34,10 @@ def key_figures(run: Run) -> dict[str, str]:
         figures["training loss, last"] = f"{losses[-1]:.4f}"
     if bits:
         figures["bits per byte, last"] = f"{bits[-1]:.4f}"
+    for row in [row for evaluation in run.evaluations for row in evaluation["rows"] if row["task"] == "loss"][-1:]:
+        if "agreement" in row:
+            figures["loss, dense beside"] = f"{row['loss']:.4f}, {row['beside_loss']:.4f}"
+            figures["likeliest token as dense"] = f"{row['agreement']:.2%}"
     if rates:
         figures["tokens/s, median"] = f"{statistics.median(rates):,.0f}"
     if executed:

@@ -174,6 +174,7 @@ class Trainer:
             parallel=setup.parallel,
             graphs=setup.graphs,
             teacher=setup.teacher,
+            distillation=setup.distillation,
         )
         self.tracer = make_tracer(setup, log)
 

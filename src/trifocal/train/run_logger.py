@@ -139,6 +139,8 @@ class RunLogger:
             losses, recalls = result.choice.T.tolist()
             row["choice_loss"] = sum(losses)
             row["choice_recall"] = [round(recall, 5) if recall else None for recall in recalls]
+        if result.divergence is not None:
+            row["divergence"] = result.divergence.item()
         if self._peak_flops is not None:
             row["executed_mfu"] = tokens_per_second * self._flops.executed_training / self._peak_flops
             row["dense_equivalent_mfu"] = tokens_per_second * self._flops.dense_equivalent_training / self._peak_flops

@@ -15,7 +15,8 @@ from trifocal.data.prefetch import LOOK_SECONDS
 from trifocal.distributed import DistributedContext, Parallel, choose_mode, parallelize
 from trifocal.errors import UserError, one_line
 from trifocal.models import DecoderLM
-from trifocal.train.checkpoint.pretrained import load_pretrained_weights
+from trifocal.models.decoder import Distillation
+from trifocal.train.checkpoint.pretrained import load_frozen, load_pretrained_weights
 from trifocal.train.checkpoint.random_state import restore_random_state, seed_everything
 from trifocal.train.checkpoint.save_load import load_checkpoint
 from trifocal.train.choice_teacher import ChoiceTeacher
@@ -126,12 +127,16 @@ class TrainSetup:
         if config.train.compile:
             self.model.compile_training()
         self.teacher: ChoiceTeacher | None = None
-        self.loss_function: LossFunction = self.parallel.module
+        self.distillation: Distillation | None = None
+        given: dict[str, Any] = {}
         if config.train.choice_weight(config.model):
             # Where gradients are exchanged after backward they are added up, elsewhere averaged over the processes.
             factor = self.parallel.size if self.parallel.flat_gradients is None else 1
             self.teacher = ChoiceTeacher(self.model, config.train, self.device, factor)
-            self.loss_function = partial(self.parallel.module, teaching=self.teacher.teaching)
+            given["teaching"] = self.teacher.teaching
+        if config.distill.from_:
+            given["distillation"] = self.distillation = processes.run_on_all(self._make_distillation)
+        self.loss_function: LossFunction = partial(self.parallel.module, **given) if given else self.parallel.module
         self.graphs, graphs_note = make_graphs(self.parallel, self.model, config.train, self.device, self.loss_function)
         self.loader: Loader = processes.run_on_all(self._make_loader)
         self.state.data_position = self.loader.state_dict()
@@ -159,6 +164,13 @@ class TrainSetup:
                 parameter.requires_grad_()
         model.set_activation_checkpointing(*config.train.checkpointed_layers(config.model.num_layers))
         return model
+
+    def _make_distillation(self) -> Distillation:
+        """The frozen model of `distill.from`, all of it in each process."""
+        section = self.config.distill
+        frozen = load_frozen(section.from_, self.config.model.vocab_size, self.device)
+        self.notes.append(f"learns the distribution of {section.from_}")
+        return Distillation(frozen, section.text_weight, torch.zeros((), device=self.device))
 
     def _make_loader(self) -> Loader:
         """The loader of this process's rows; processes that share sequences get the same ones."""

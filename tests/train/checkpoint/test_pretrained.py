@@ -1,5 +1,6 @@
 """Fine-tuning on chats by one command: the model and the tokenizer of a folder, loss only on the answers."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -201,3 +202,78 @@ def test_flags_go_before_the_weights_where_they_fit(source: Path, tmp_path: Path
         assert not (tmp_path / name / "run").exists()
     with pytest.raises(UserError, match=r"there is no run at .*nowhere: no such folder"):
         begin(tmp_path, tmp_path / "nowhere")
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense Llama as transformers saves it, in bf16, with a tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("llama")
+    tokenizer = make_tokenizer(str(write_tokenizer(folder)))
+    config = transformers.LlamaConfig(
+        vocab_size=tokenizer.vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+def test_a_dense_folder_of_transformers_is_a_model_as_converted_to_dense(theirs: Path, tmp_path: Path) -> None:
+    """For training, measuring and generating; nothing is converted, and the same rows are measured."""
+    assert main(["convert", str(theirs), str(tmp_path / "ours"), "--to", "dense"]) == 0
+    expected, found = (load_model(folder) for folder in (tmp_path / "ours", theirs))
+    assert found.config == expected.config and found.embedding.weight.dtype == torch.bfloat16
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(tensor, found.state_dict()[name]), name
+    assert load_tokenizer(theirs).fingerprint == load_tokenizer(tmp_path / "ours").fingerprint
+    # So small a learning rate leaves the weights as they are.
+    flags = {"optimizer.learning_rate": 1e-30, "train.steps": 1, "data.validation_fraction": 0.3}
+    config = begin(tmp_path, theirs, **flags)
+    config = load_config(None, {**SETTINGS, **flags, "model.from": str(theirs), "data.source": config.data.source,
+                                "run.directory": str(tmp_path / "run")})  # fmt: skip
+    train(config)
+    trained = load_model(tmp_path / "run").state_dict()
+    assert all(torch.equal(tensor.float(), trained[name]) for name, tensor in found.state_dict().items())
+    rows_of = []
+    sizes = ("--only", "loss", "--sequence-length", "64", "--sequences", "6", "--validation-fraction", "0.3")
+    for folder in (theirs, tmp_path / "ours", tmp_path / "run" / "weights", tmp_path / "run"):
+        out = tmp_path / "figures.json"
+        arguments = ["evaluate", str(folder), "--source", config.data.source, *sizes, "--output", str(out)]
+        assert main(arguments) == 0
+        rows_of += json.loads(out.read_text())["rows"]
+    assert len({row["rows"] for row in rows_of}) == 1 and [row["sequences"] for row in rows_of] == [6] * 4
+    losses = [row["loss"] for row in rows_of]
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-2)
+
+
+def test_a_frozen_model_of_another_vocabulary_is_refused(theirs: Path, source: Path, tmp_path: Path) -> None:
+    config = make_config(tmp_path, "--distill.from", str(theirs))
+    with pytest.raises(UserError, match=r"distill\.from .* has a vocabulary of 259 tokens, the model 257; both need"):
+        train(config)
+    for flags, message in (
+        (("--distill.from", str(tmp_path / "nowhere")), "there is no run at .*nowhere: no such folder"),
+        (("--distill.text_weight", "0.5"), r"distill\.text_weight goes with distill\.from"),
+        (
+            ("--distill.from", str(source), "--train.only", "chooser", "--model.chooser", "index"),
+            "leave distill.from out",
+        ),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            train(make_config(tmp_path, *flags))
+        assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
+
+
+def test_a_run_that_follows_a_frozen_model_resumes_exactly(source: Path, tmp_path: Path) -> None:
+    """It comes near to it; the loss in the metrics stays that on the text."""
+    flags = ("--distill.from", str(source), "--distill.text_weight", "0.1", "--evaluate.interval_steps", "0")
+    train(make_config(tmp_path, *flags))
+    run, plain = tmp_path / "run", tmp_path / "plain"
+    whole, before = read_checkpoint(run / "checkpoints" / "step_00000006"), rows(run, "train")
+    assert before[-1]["divergence"] < 0.9 * before[0]["divergence"]
+    assert resume(run, checkpoint="step_00000004").finished
+    for name, value in read_checkpoint(run / "checkpoints" / "step_00000006").items():
+        assert torch.equal(value, whole[name]), name
+    assert rows(run, "train") == before
+    train(make_config(plain, "--train.steps", "1", "--schedule.warmup_steps", "0"))
+    assert rows(plain / "run", "train")[0]["loss"] == before[0]["loss"]

@@ -1,4 +1,6 @@
-"""Loading a trained model from a run, from one of its checkpoints, or from a folder of exported weights."""
+"""Loading a trained model from a run, one of its checkpoints, a folder of exported weights, or a dense one of Hugging
+Face.
+"""
 
 import contextlib
 import os
@@ -15,7 +17,7 @@ from trifocal.data.tokenizers import TOKENIZER_FILE, ByteTokenizer
 from trifocal.errors import UserError
 from trifocal.fields import dotted_fields, value_of
 from trifocal.models import DecoderLM, ModelConfig
-from trifocal.models.hf_reader import read_hf_settings
+from trifocal.models.hf_reader import is_hf_folder, read_hf_config, read_hf_model, read_hf_settings
 from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
 from trifocal.models.io import load_weights, read_config
 from trifocal.ops.devices import computes_bf16
@@ -37,7 +39,7 @@ class Pretrained:
     """A trained model on the disk."""
 
     path: Path
-    """The checkpoint, or the folder of weights."""
+    """The checkpoint, or the folder of weights, ours or a dense model of Hugging Face."""
     run: RunConfig | None
     """The configuration of its run, if that is known."""
 
@@ -48,7 +50,7 @@ class Pretrained:
     def config(self) -> ModelConfig:
         """The model's configuration; UserError if it cannot be read."""
         if self._exported:
-            return read_config(self.path)
+            return read_hf_config(self.path) if is_hf_folder(self.path) else read_config(self.path)
         if self.run is not None:
             return self.run.model
         return read_model_config(self.path)
@@ -95,12 +97,15 @@ class Pretrained:
 
     def model(self) -> DecoderLM:
         """The model with its weights, on the CPU; UserError if they cannot be read, or do not fit."""
-        if self._exported:
+        if self._exported and not is_hf_folder(self.path):
             return load_weights(self.path)
         config = self.config()
         with torch.device("meta"):
             model = DecoderLM(config)
-        load_model_weights(self.path, model=model, model_config=config)
+        if self._exported:
+            model.load_state_dict(read_hf_model(self.path)[1], assign=True)
+        else:
+            load_model_weights(self.path, model=model, model_config=config)
         return model
 
 
@@ -122,7 +127,8 @@ def load_model(folder: str | Path) -> DecoderLM:
 
     Args:
         folder: A folder that `save_weights` or `trifocal.hf` wrote, such as `weights` of a run; or a run (its newest
-            checkpoint); or one of its checkpoints; or `demo`, the model that comes with the package.
+            checkpoint); or one of its checkpoints; or a dense model of Hugging Face that `trifocal convert` reads; or
+            `demo`, the model that comes with the package.
 
     Raises:
         UserError: If a file is missing or broken, or a tensor does not fit the configuration; the message names it.
@@ -135,7 +141,8 @@ def pretrained_values(folder: str, *, tokenizer: bool = True) -> dict[str, Any]:
     """The settings that a run takes from the weights it begins with, by dotted key without `model.from`: the section
     `model`, and the tokenizer if known and wanted.
 
-    The folder is one of weights, a run or a checkpoint. Raises UserError if there is no model, or it is damaged.
+    The folder is one of weights, also of a dense model of Hugging Face, a run or a checkpoint. Raises UserError if
+    there is no model, or it is damaged.
     """
     with open_pretrained(user_path(folder, "model.from")) as found:
         config = found.config()
@@ -161,6 +168,20 @@ def load_pretrained_weights(model: DecoderLM, folder: str) -> None:
             f"model.from {folder} belongs to a different model: {differences} (the tensor {misfits[0]} does not fit)"
         )
     model.load_state_dict(weights)
+
+
+def load_frozen(folder: str, vocab_size: int, device: torch.device) -> DecoderLM:
+    """The model of `distill.from`, without gradients and in the types of its files. UserError if there is none, it is
+    damaged, or its vocabulary is of another size.
+    """
+    with open_pretrained(user_path(folder, "distill.from")) as found:
+        frozen = found.model()
+    if frozen.config.vocab_size != vocab_size:
+        raise UserError(
+            f"distill.from {folder} has a vocabulary of {frozen.config.vocab_size:,} tokens, the model {vocab_size:,}; "
+            "both need the same tokenizer"
+        )
+    return frozen.to(device).requires_grad_(False).eval()
 
 
 def _run_of(folder: Path) -> RunConfig | None:

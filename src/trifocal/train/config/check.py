@@ -46,6 +46,7 @@ def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -
     _check_precision(config, device)
     _check_layers(config)
     _check_choice_loss(config)
+    _check_distillation(config)
     _check_backend(config, device)
     _check_compiler(config)
     _check_disk(config)
@@ -122,6 +123,13 @@ def _check_text(config: RunConfig, tokenizer: Tokenizer) -> None:
     if config.log.sample_interval_steps and not len(tokenizer.encode(config.log.sample_prompt)):
         raise UserError(
             f'log.sample_prompt {config.log.sample_prompt!r} has no tokens in data.tokenizer "{config.data.tokenizer}"'
+        )
+
+
+def _check_distillation(config: RunConfig) -> None:
+    if config.distill.from_ and config.train.only == "chooser":
+        raise UserError(
+            'train.only is "chooser": its loss alone teaches the index, and nothing else learns; leave distill.from out'
         )
 
 

@@ -5,7 +5,9 @@ A run saves its resolved configuration as `config.toml` in its directory; loadin
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 from trifocal.data import DataConfig
 from trifocal.fields import check_at_least, check_seconds, check_types
@@ -139,6 +141,22 @@ class TrainSection:
             f'got "{self.activation_checkpointing}"',
         )
         return first, last
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillSection:
+    """A frozen model whose next-token distribution is learned, instead of or beside the text."""
+
+    from_: Annotated[str, tyro.conf.arg(name="from")] = ""
+    """The frozen model: a dense folder of Hugging Face, a folder of weights, a run or a checkpoint; of the same
+    vocabulary. Each process has all of it, in the type of its files. Empty: the text is learned."""
+    text_weight: float = 0.0
+    """Weight of the loss on the text beside the divergence (KL) from the frozen model."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "distill")
+        check_at_least(self, "distill", text_weight=0)
+        _require(bool(self.from_) or not self.text_weight, "distill.text_weight goes with distill.from")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,6 +374,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainSection = field(default_factory=TrainSection)
+    distill: DistillSection = field(default_factory=DistillSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     schedule: ScheduleSection = field(default_factory=ScheduleSection)

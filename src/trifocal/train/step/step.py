@@ -8,6 +8,7 @@ from torch import Tensor
 
 from trifocal.data import Batch
 from trifocal.distributed import Parallel
+from trifocal.models.decoder import Distillation
 from trifocal.runlog.heartbeat import Phases
 from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.config.sections import TrainSection
@@ -32,6 +33,7 @@ class StepResult:
         gradient_norm: 2-norm of the whole gradient before clipping.
         finite: Whether both are finite; if not, the update was not applied.
         choice: Loss, without its weight, and recall of the choice of each layer, [layers, 2]; None if it is not taught.
+        divergence: Mean divergence from the frozen model over the same targets as the loss, nats; None without one.
     """
 
     step: int
@@ -42,6 +44,7 @@ class StepResult:
     gradient_norm: Tensor
     finite: DeviceFlag
     choice: Tensor | None = None
+    divergence: Tensor | None = None
 
 
 def batch_loss(
@@ -66,7 +69,8 @@ class TrainStep:
 
     `before_backward` is called once in a step, between the first forward and the first backward: the place to check the
     step before, whose gradients still exist, without an idle device. `graphs` of the loss function are replayed instead
-    of calling it; then it comes before the first. The loss function was given the `teaching` of the teacher.
+    of calling it; then it comes before the first. The loss function was given the `teaching` of the teacher, and the
+    distillation.
     """
 
     def __init__(
@@ -80,10 +84,11 @@ class TrainStep:
         parallel: Parallel | None = None,
         graphs: MicroBatchGraphs | None = None,
         teacher: ChoiceTeacher | None = None,
+        distillation: Distillation | None = None,
     ) -> None:
         self.loss_function, self.optimizer, self.graphs = loss_function, optimizer, graphs
         self._device, self._config = device, config
-        self._before_backward, self._teacher = before_backward, teacher
+        self._before_backward, self._teacher, self._distillation = before_backward, teacher, distillation
         self._parallel = parallel or Parallel(loss_function, "none", 1, None)  # type: ignore[arg-type]
 
     def run(
@@ -109,6 +114,8 @@ class TrainStep:
         weights = [count / total for count in counts]
         if self._teacher is not None:
             self._teacher.begin(step, self._teacher.eligible(batches, step) if eligible is None else eligible)
+        if self._distillation is not None:
+            self._distillation.total.zero_()
         micro_batches = list(zip(batches, weights, documents or [0] * len(batches), strict=True))
         if self.graphs is None:
             loss_sum = self._add_gradients(micro_batches, phases, forward_phase)
@@ -118,15 +125,17 @@ class TrainStep:
             local_loss = loss_sum.clone() if self._parallel.size > 1 else loss_sum
             self._parallel.sum(loss_sum)
             groups = self.optimizer.param_groups
-            apart, choice = [], None
+            apart, choice, divergence = [], None, None
             if self._teacher is not None:
                 apart, choice = self._teacher.index_parameters, self._teacher.figures()
                 self._parallel.sum(choice)
+            if self._distillation is not None:
+                divergence = self._parallel.sum(self._distillation.total / total)
             ids = set(map(id, apart))
             parameters = [one for group in groups for one in group["params"] if id(one) not in ids]
             norm = gradient_norm(parameters)
             finite = guarded_step(self.optimizer, parameters, norm, loss_sum, self._config.gradient_clip_norm, apart)
-        return StepResult(step, batches, groups[0]["lr"], loss_sum, local_loss, norm, finite, choice)
+        return StepResult(step, batches, groups[0]["lr"], loss_sum, local_loss, norm, finite, choice, divergence)
 
     def _add_gradients(self, micro_batches: Sequence[_MicroBatch], phases: Phases, forward_phase: str) -> Tensor:
         """Forward and backward of all micro-batches; returns the sum of their weighted losses."""

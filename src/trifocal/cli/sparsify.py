@@ -1,0 +1,431 @@
+"""`trifocal sparsify`: a dense model made sparse, taught, trained to follow the dense one, and measured."""
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+
+from trifocal.cli.convert import check_source, find_gguf
+from trifocal.cli.flags import parse_arguments
+from trifocal.cli.output import printable
+from trifocal.distributed import rank_and_size
+from trifocal.doctor.measured import Need, need_of
+from trifocal.errors import UserError
+from trifocal.evaluation import layers_by_harm
+from trifocal.ops import Geometry
+from trifocal.paths import read_json, shell_path, user_path
+from trifocal.report import write_report
+from trifocal.runlog import read_metrics
+from trifocal.runlog.progress import duration
+from trifocal.runlog.run import read_run
+from trifocal.runlog.whole_files import write_whole
+from trifocal.train.checkpoint.export import WEIGHTS
+from trifocal.train.checkpoint.folders import checkpoint_step, list_checkpoints
+from trifocal.train.checkpoint.pretrained import open_pretrained
+from trifocal.train.config.check import choose_device
+from trifocal.train.config.load import load_config
+from trifocal.train.config.toml import to_literal
+from trifocal.train.run_folder import remove_folder
+
+RECORD = "sparsify.json"
+_STEPS = "steps"
+_LONGEST_ROWS = 8192
+# The index is taught for so many steps at a time, then its recall is looked at.
+_LEG = 60
+# The recall stands still where the second half of a leg is at most this much above the first.
+_STILL = 0.003
+_REMEDIES = ("--train.micro_batch_size ", "--train.activation_checkpointing ", "--parallel.mode ")
+_CHECKPOINTS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparsifyArguments:
+    """Make a dense model sparse in one command: convert it, teach its index, train it to follow the dense model, and
+    measure both. Each step is a command of its own, which is shown; the same command again continues where it ended.
+    """
+
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """The dense model, as for `trifocal convert`: a Hugging Face folder, a run, a folder of weights, or a GGUF."""
+    output: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """The folder of the sparse model, with report.html and the folders of the steps in steps/."""
+    data: str
+    """Text to train and measure on, written as data.source: text:PATH, jsonl:PATH#field, hf:NAME#field …"""
+    to: Literal["selected", "mix", "nsa"] = "selected"
+    """The attention of the sparse layers, as for `trifocal convert`; an index chooses the blocks."""
+    selected_blocks: int = 0
+    """Blocks that a query reads, a quarter of them local; 0: as in `geometry`."""
+    keep_dense: int = 0
+    """Layers that stay dense: this many, those whose conversion changes the model most, which is measured first."""
+    geometry: Geometry = field(default_factory=lambda: Geometry(num_selected_blocks=32, num_local_blocks=8))
+    """Block sizes of the sparse attention."""
+    sequence_length: int = 0
+    """Tokens of a row in training and measuring; 0: those of the dense model, at most 8,192."""
+    rows: int = 8
+    """Rows in a step."""
+    index_steps: int = 300
+    """Steps that teach the index, at most: it ends sooner where the recall stands still."""
+    steps: int = 300
+    """Steps that train everything."""
+    learning_rate: float = 5e-5
+    """Peak learning rate of these."""
+    text_weight: float = 0.0
+    """Weight of the loss on the text beside the divergence from the dense model: above 0 it learns the text too."""
+    validation_fraction: float = 0.02
+    """Share of the documents that are held out, to measure on."""
+    sequences: int = 24
+    """Held-out rows to measure on."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; "auto" takes all GPUs if there are some."""
+
+    def __post_init__(self) -> None:
+        lowest = {"selected_blocks": 0, "keep_dense": 0, "sequence_length": 0, "text_weight": 0}
+        lowest |= dict.fromkeys(("rows", "index_steps", "steps", "sequences"), 1)
+        for name, least in lowest.items():
+            if getattr(self, name) < least:
+                raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
+        if not 0 < self.validation_fraction < 1:
+            raise UserError(f"--validation-fraction must lie in (0, 1), got {self.validation_fraction}")
+
+    @property
+    def blocks(self) -> Geometry:
+        """The geometry, with `selected_blocks`."""
+        if not self.selected_blocks:
+            return self.geometry
+        local = max(1, self.selected_blocks // 4)
+        return replace(self.geometry, num_selected_blocks=self.selected_blocks, num_local_blocks=local)
+
+
+class _Ended(Exception):
+    """A step did not end; its argument is the exit status."""
+
+
+def run(args: Sequence[str]) -> int:
+    """Take the steps that are not done yet, and say what came out.
+
+    Raises:
+        UserError: If the source is no dense model that can be converted, OUT has something else, the text is too short
+            or the memory does not suffice; what was done is kept.
+    """
+    options: SparsifyArguments = parse_arguments(SparsifyArguments, args, prog="trifocal sparsify")
+    source, output = user_path(options.source, "DIR"), user_path(options.output, "OUT")
+    check_source(source)
+    if rank_and_size()[1] > 1:
+        raise UserError("trifocal sparsify starts a process for each GPU itself: call it without a launcher")
+    work = _Work(options, source, output)
+    try:
+        work.take_steps()
+    except _Ended as ended:
+        print(f"\nwhat was done is kept in {output}; the same command continues")
+        return int(ended.args[0])
+    print(work.summary())
+    return 0
+
+
+class _Work:
+    """The steps of one call, and what is known of earlier ones."""
+
+    def __init__(self, options: SparsifyArguments, source: Path, output: Path) -> None:
+        self.options, self.source, self.output = options, source, output
+        self.steps = output / _STEPS
+        self.start, self.index, self.trained = (self.steps / name for name in ("converted", "index", "trained"))
+        self.dense = self.steps / "dense" if find_gguf(source) else source.resolve()
+        self.device = choose_device(options.device)
+        self.record = _read_record(options, output)
+
+    def take_steps(self) -> None:
+        """Take each step that is not done."""
+        if self.dense != self.source.resolve():
+            self._take("unpack", "the dense model out of its quantisation", self._unpack)
+        length = self._length()
+        if self.options.keep_dense:
+            self._take("layers", "which layers stay dense", lambda: self._choose_layers(length))
+        self._take("convert", f"the dense model to {self.options.to}", self._convert)
+        self._take("plan", "what it takes on this machine", lambda: self._plan(length))
+        with open_pretrained(self.start) as found:
+            has_index = found.config().has_index
+        if has_index:
+            self._take("index", "the index is taught, with everything else frozen", lambda: self._teach(length))
+        first = self.index if has_index else self.start
+        self._take("train", "everything learns to follow the dense model", lambda: self._train_all(length, first))
+        self._take("measure", "both models on held-out rows", lambda: self._measure(length))
+        self._take("finish", "weights and report", self._finish)
+
+    def _take(self, name: str, title: str, work: Callable[[], dict[str, Any] | None]) -> None:
+        done = self.record["steps"].get(name)
+        if done is not None:
+            print(f"{name}: done before, in {duration(done['seconds'])}", flush=True)
+            return
+        print(f"\n{name}: {title}", flush=True)
+        began = time.perf_counter()
+        found = work() or {}
+        seconds = round(time.perf_counter() - began, 1)
+        self.record["steps"][name] = {"seconds": seconds, **found}
+        self._save()
+        print(f"{name}: {duration(seconds)}", flush=True)
+
+    def _save(self) -> None:
+        write_whole(self.output / RECORD, json.dumps(self.record, indent=1) + "\n")
+
+    def _length(self) -> int:
+        """Tokens of a row; UserError if the blocks cover it, so that there is nothing to choose."""
+        with open_pretrained(self.dense) as found:
+            length = self.options.sequence_length or min(_LONGEST_ROWS, found.sequence_length() or _LONGEST_ROWS)
+            # Named now, not after the conversion.
+            found.tokenizer()
+        covered = self.options.blocks.selected_tokens
+        if length <= covered:
+            raise UserError(
+                f"the selected blocks cover {covered:,} tokens, and rows have {length:,}: nothing would be sparse; "
+                "lower --selected-blocks, or raise --sequence-length"
+            )
+        return length
+
+    def _unpack(self) -> None:
+        remove_folder(self.dense)
+        _command("convert", str(self.source), str(self.dense), "--to", "dense")
+
+    def _choose_layers(self, length: int) -> dict[str, Any]:
+        options = self.options
+        settings = {name: self._settings(length)[f"data.{name}"] for name in ("source", "validation_fraction")}
+        harm = layers_by_harm(self.dense, options.to, options.blocks, settings, length, self.device, _say)
+        kept = sorted(sorted(harm, key=lambda layer: -harm[layer])[: options.keep_dense])
+        print(f"layers that stay dense: {', '.join(map(str, kept))}")
+        return {"divergence_of_layers": harm, "dense_layers": kept}
+
+    def _convert(self) -> None:
+        remove_folder(self.start)
+        geometry = [
+            word
+            for name, value in asdict(self.options.blocks).items()
+            for word in (f"--geometry.{name.replace('_', '-')}", str(value))
+        ]
+        kept = self.record["steps"].get("layers", {}).get("dense_layers", [])
+        layers = ["--dense-layers", ",".join(map(str, kept))] if kept else []
+        words = [str(self.dense), str(self.start), "--to", self.options.to, "--chooser", "index", *layers, *geometry]
+        _command("convert", *words)
+
+    def _settings(self, length: int) -> dict[str, Any]:
+        """What the trainings have in common, by key."""
+        options, gpu = self.options, self.device.type == "cuda"
+        return {
+            "data.source": options.data,
+            "data.validation_fraction": options.validation_fraction,
+            "run.device": options.device,
+            "train.sequence_length": length,
+            "train.global_batch_size": options.rows,
+            "train.micro_batch_size": options.rows,
+            "train.precision": "bf16" if gpu else "fp32",
+            "train.compile": gpu,
+            "evaluate.interval_steps": 0,
+            "evaluate.sequences": options.sequences,
+            "checkpoint.keep_last": 1,
+            "log.interval_steps": 2,
+            "log.telemetry_interval_steps": 0,
+        } | self.record["steps"].get("plan", {}).get("settings", {})
+
+    def _settings_of_all(self, length: int, first: Path) -> dict[str, Any]:
+        options = self.options
+        return self._settings(length) | {
+            "model.from": str(first),
+            "distill.from": str(self.dense),
+            "distill.text_weight": options.text_weight,
+            "train.steps": options.steps,
+            "optimizer.learning_rate": options.learning_rate,
+            "schedule.warmup_steps": min(20, options.steps // 5),
+            "evaluate.interval_steps": options.steps,
+            "checkpoint.interval_steps": max(1, options.steps // _CHECKPOINTS),
+            "run.directory": str(self.trained),
+        }
+
+    def _plan(self, length: int) -> dict[str, Any]:
+        """Measure two steps of the training of everything, with less memory until they fit; say what all will take."""
+        settings: dict[str, Any] = {}
+        while True:
+            need = need_of("sparsify", load_config(None, self._settings_of_all(length, self.start) | settings))
+            if not need.problem:
+                break
+            remedy = next((one for one in need.remedies if one.startswith(_REMEDIES)), "")
+            if not remedy or need.data:
+                raise UserError(need.problem)
+            print(f"{need.problem}: {remedy}", flush=True)
+            flag, _, value = remedy.partition(" ")
+            settings[flag.removeprefix("--")] = int(value) if value.isdecimal() else value
+        print(_forecast(need, self.options, self.output), flush=True)
+        return {"settings": settings, "processes": need.processes, "step_seconds": need.step_seconds}
+
+    def _teach(self, length: int) -> dict[str, Any]:
+        settings = self._settings(length) | {
+            "model.from": str(self.start),
+            "train.only": "chooser",
+            "train.choice_loss_sample": 1.0,
+            "optimizer.learning_rate": 1e-3,
+            "schedule.warmup_steps": 5,
+            # It has no end that is known before.
+            "schedule.minimum_factor": 1.0,
+            "checkpoint.interval_steps": 0,
+            "run.directory": str(self.index),
+        }
+        end = 0
+        while end < self.options.index_steps:
+            end = min(end + _LEG, self.options.index_steps)
+            self._train(self.index, settings, end)
+            before, after = recalls(self.index, end, _LEG)
+            if after - before < _STILL:
+                break
+        return {"taught_steps": end, "recall": after}
+
+    def _train_all(self, length: int, first: Path) -> None:
+        self._train(self.trained, self._settings_of_all(length, first), self.options.steps)
+
+    def _train(self, folder: Path, settings: dict[str, Any], steps: int) -> None:
+        """Train up to a step: from the newest checkpoint, or anew if there is none."""
+        if _steps_done(folder) < steps:
+            if _steps_done(folder):
+                words = ["--resume", str(folder), "--train.steps", str(steps)]
+            else:
+                remove_folder(folder)
+                given = settings | {"train.steps": steps}
+                words = [word for name, value in given.items() for word in (f"--{name}", _flag(value))]
+            _command("train", *words, processes=self.record["steps"]["plan"]["processes"])
+        if _steps_done(folder) < steps:
+            raise _Ended(1)
+
+    def _measure(self, length: int) -> dict[str, Any]:
+        sizes = ["--sequence-length", str(length), "--sequences", str(self.options.sequences)]
+        words = [str(self.trained), "--only", "loss", "position", "choice", *sizes, "--device", self.options.device]
+        _command("evaluate", *words, "--beside", str(self.dense))
+        rows = read_run(self.trained).evaluations[-1]["rows"]
+        loss = next(row for row in rows if row["task"] == "loss")
+        found = {name: loss[name] for name in ("loss", "beside_loss", "divergence", "agreement")}
+        return found | {"recall_of_layers": [row["recall"] for row in rows if row["task"] == "choice"]}
+
+    def _finish(self) -> None:
+        """The weights in OUT itself, as second names of the same files where the file system has them."""
+        weights = self.trained / WEIGHTS
+        for path in sorted(weights.iterdir(), key=lambda path: path.name == "config.json"):
+            target = self.output / path.name
+            target.unlink(missing_ok=True)
+            try:
+                os.link(path, target)
+            except OSError:
+                shutil.copyfile(path, target)
+        if importlib.util.find_spec("plotly") is None:
+            print("no report without plotly: pip install 'trifocal[report]'")
+        else:
+            write_report([self.trained], self.output / "report.html")
+
+    def summary(self) -> str:
+        """What came out, and what to do with it."""
+        steps, path = self.record["steps"], shell_path(self.output)
+        found, recall = steps["measure"], steps["measure"]["recall_of_layers"]
+        change = found["loss"] / found["beside_loss"] - 1
+        total = duration(sum(step["seconds"] for step in steps.values()))
+        lines = [
+            f"\n{self.output} after {total}:",
+            f"  loss {found['loss']:.4f}, dense {found['beside_loss']:.4f} ({change:+.2%})",
+            f"  divergence from the dense model {found['divergence']:.4f} nats, same likeliest token "
+            f"{found['agreement']:.2%}",
+        ]
+        if recall:
+            lines.append(f"  recall of the choice {min(recall):.3f} to {max(recall):.3f} by layer")
+        advice = {
+            "talk to it": f"trifocal serve {path}",
+            "see both on one page": f"{path}/report.html",
+            "train on": f"trifocal train --model.from {path} --data.source {shlex.quote(self.options.data)}",
+        }
+        return printable("\n".join([*lines, "\ntry next:", *(f"  {what}:\n    {how}" for what, how in advice.items())]))
+
+
+def _read_record(options: SparsifyArguments, output: Path) -> dict[str, Any]:
+    """The record of OUT, or a new one; UserError if OUT has something else, or was begun with other options."""
+    given = json.loads(json.dumps(asdict(options)))
+    # It may be called from another folder.
+    del given["output"]
+    given["source"] = str(user_path(options.source, "DIR").resolve())
+    if (output / RECORD).is_file():
+        record = read_json(output / RECORD)
+        before = record.get("options")
+        if not isinstance(before, dict) or not isinstance(record.get("steps"), dict):
+            raise UserError(f"{output / RECORD} is damaged; give a new folder")
+        changed = [name for name in given if before.get(name) != given[name]]
+        if changed:
+            name = changed[0]
+            raise UserError(
+                f"{output} was begun with --{name.replace('_', '-')} {before.get(name)}, not {given[name]}; repeat "
+                "that command to continue it, or give a new folder"
+            )
+        return record
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output} exists already; give a new folder")
+    (output / _STEPS).mkdir(parents=True, exist_ok=True)
+    record = {"options": given, "steps": {}}
+    write_whole(output / RECORD, json.dumps(record, indent=1) + "\n")
+    return record
+
+
+def recalls(folder: Path, end: int, leg: int) -> tuple[float, float]:
+    """Recall of the choice in the two halves of the last `leg` steps up to a step of a run, mean over its layers."""
+    halves: tuple[list[float], list[float]] = ([], [])
+    for row in read_metrics(folder / "metrics.jsonl", "train"):
+        if end - leg < row["step"] <= end:
+            halves[row["step"] > end - leg / 2] += [one for one in row["choice_recall"] if one is not None]
+    before, after = (sum(half) / len(half) if half else 0.0 for half in halves)
+    return before, after
+
+
+def _steps_done(folder: Path) -> int:
+    found = list_checkpoints(folder / "checkpoints")
+    return checkpoint_step(found[-1]) if found else 0
+
+
+def _flag(value: Any) -> str:
+    return value if isinstance(value, str) else to_literal(value)
+
+
+def _command(name: str, *words: str, processes: int = 1) -> None:
+    """Show a command, and do what it does: here, or with torchrun in several processes."""
+    print(printable(f"  trifocal {name} {shlex.join(words)}"), flush=True)
+    if processes == 1:
+        status = int(importlib.import_module(f"trifocal.cli.{name}").run(words))
+    else:
+        launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
+        with subprocess.Popen([*launcher, "-m", "trifocal", name, *words]) as child:
+            # The processes get the signal of a terminal too, save, and end.
+            with contextlib.suppress(KeyboardInterrupt):
+                child.wait()
+            status = child.wait()
+    if status:
+        raise _Ended(status)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _forecast(need: Need, options: SparsifyArguments, output: Path) -> str:
+    """What the trainings take, from two measured steps of the slower one."""
+    seconds, most = need.step_seconds or 0.0, options.steps + options.index_steps
+    free = shutil.disk_usage(output).free
+    lines = [
+        f"device  {need.device}" + (f", {need.processes} processes" if need.processes > 1 else ""),
+        f"model   {need.parameters / 1e6:,.1f} M parameters, {need.peak_bytes or 0:,} bytes at most in a step",
+        f"time    {seconds:.2f} s a step of everything, {duration(options.steps * seconds)} for {options.steps} steps; "
+        f"with at most {options.index_steps} faster ones of the index, up to {duration(most * seconds)}",
+        f"disk    {2 * need.disk_bytes / 1e9:,.1f} GB at most, {free / 1e9:,.1f} GB are free",
+    ]
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def _say(text: str) -> None:
+    print(f"  {text}", flush=True)

@@ -1,0 +1,69 @@
+"""Which layers of a dense model need all of the past: how far the model moves where one of them becomes sparse."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trifocal.data import DataConfig, read_validation
+from trifocal.evaluation.position_loss import PositionLosses
+from trifocal.models import DecoderLM, ModelConfig
+from trifocal.models.conversion import Target, convert_tensors, converted_config
+from trifocal.ops import Geometry
+from trifocal.train.checkpoint.pretrained import open_pretrained
+from trifocal.train.step.micro_batch import autocast
+from trifocal.train.step.step import batch_loss
+
+_ROWS = 2
+
+
+@torch.no_grad()
+def layers_by_harm(
+    folder: Path,
+    to: Target,
+    geometry: Geometry,
+    data: dict[str, Any],
+    sequence_length: int,
+    device: torch.device,
+    say: Callable[[str], None],
+) -> dict[int, float]:
+    """The divergence (KL) of a dense model from itself with one layer converted, by layer, in nats a token.
+
+    The layer chooses its blocks by its own attention, the best choice there is. `data` are settings of `DataConfig`;
+    `say` takes a line for each layer. UserError if the model or the data cannot be read.
+    """
+    with open_pretrained(folder) as found:
+        dense, tokenizer = found.model().to(device).eval(), found.tokenizer()
+    batches = read_validation(
+        DataConfig(**data),
+        tokenizer=tokenizer,
+        sequence_length=sequence_length,
+        sequences=_ROWS,
+        at_once=1,
+        vocab_size=dense.config.vocab_size,
+    )
+    whole = converted_config(dense.config, to, geometry)
+    harm: dict[int, float] = {}
+    for layer, kind in enumerate(whole.attention_of_layers):
+        if dense.config.attention_of_layers[layer] != "dense":
+            continue
+        model = _with_one_layer(dense, whole, layer, kind)
+        losses = PositionLosses(model, [0, sequence_length], device, beside=dense)
+        for batch in batches:
+            with autocast(device, "bf16" if device.type == "cuda" else "fp32"):
+                batch_loss(losses, batch, device)
+        harm[layer] = float(losses.compared[0, 1] / losses.counts[0])
+        say(f"layer {layer} as {kind}: {harm[layer]:.5f} nats a token from the dense model")
+    return harm
+
+
+def _with_one_layer(dense: DecoderLM, whole: ModelConfig, layer: int, kind: Any) -> DecoderLM:
+    """The dense model with one layer as it is in a converted configuration; it shares the other weights."""
+    layers = tuple(kind if index == layer else before for index, before in enumerate(dense.config.attention_of_layers))
+    config = replace(whole, layer_types=layers, selection="exact")
+    with torch.device("meta"):
+        model = DecoderLM(config)
+    model.load_state_dict(convert_tensors(dense.state_dict(), config), assign=True)
+    return model.eval()
