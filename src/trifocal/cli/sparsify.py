@@ -381,7 +381,7 @@ def recalls(folder: Path, end: int, leg: int) -> tuple[float, float]:
     halves: tuple[list[float], list[float]] = ([], [])
     for row in read_metrics(folder / "metrics.jsonl", "train"):
         if end - leg < row["step"] <= end:
-            halves[row["step"] > end - leg / 2] += [one for one in row["choice_recall"] if one is not None]
+            halves[row["step"] > end - leg / 2].extend(filter(None, row["choice_recall"]))
     before, after = (sum(half) / len(half) if half else 0.0 for half in halves)
     return before, after
 

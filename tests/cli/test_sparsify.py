@@ -1,0 +1,163 @@
+"""`trifocal sparsify`: its steps are ordinary commands, each done once, and what is done is kept."""
+
+import errno
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cli.test_commands import Capture, refused
+from tests.train.tiny import write_documents
+from trifocal import load_model, load_tokenizer
+from trifocal.cli import main, sparsify
+from trifocal.data import make_tokenizer
+from trifocal.doctor.measured import Need
+from trifocal.models import save_weights
+from trifocal.runlog import read_metrics
+from trifocal.runlog.run import read_evaluation
+from trifocal.testing.small_models import make_model, small_config
+from trifocal.train import RunConfig
+from trifocal.train.run_folder import load_run
+
+BLOCKS = ["--geometry.compression-block-size", "4", "--geometry.compression-stride", "2"]
+BLOCKS += ["--geometry.selection-block-size", "8", "--geometry.num-initial-blocks", "1", "--selected-blocks", "3"]
+SHORT = ["--sequence-length", "64", "--rows", "2", "--index-steps", "3", "--steps", "4", "--sequences", "2"]
+SHORT += ["--validation-fraction", "0.3", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model of bytes."""
+    folder = tmp_path_factory.mktemp("dense") / "dense"
+    config = small_config(attention="dense", vocab_size=257, num_heads=2)
+    save_weights(make_model(config, torch.device("cpu")), folder, max_position_embeddings=128)
+    make_tokenizer("bytes").save(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
+    """The configurations whose needs were asked for; none is measured."""
+    asked: list[RunConfig] = []
+
+    def need_of(name: str, config: RunConfig) -> Need:
+        asked.append(config)
+        need: dict[str, Any] = {"name": name, "parameters": 10, "state_bytes": 160, "disk_bytes": 120, "device": "CPU"}
+        if config.train.micro_batch_size > 1:
+            remedies = ("--train.micro_batch_size 1", "--train.sequence_length 32")
+            return Need(**need, problem="the memory does not suffice: 1 GiB", remedies=remedies)
+        return Need(**need, peak_bytes=1000, step_seconds=0.5)
+
+    monkeypatch.setattr(sparsify, "need_of", need_of)
+    return asked
+
+
+def arguments(dense: Path, folder: Path, *more: str) -> list[str]:
+    text = write_documents(folder / "text")
+    return [str(dense), str(folder / "out"), "--data", f"text:{text}", *BLOCKS, *SHORT, *more]
+
+
+def test_a_dense_model_becomes_a_sparse_one_that_was_measured(
+    dense: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, planned: list[RunConfig]
+) -> None:
+    words, out = arguments(dense, tmp_path, "--keep-dense", "1"), tmp_path / "out"
+    monkeypatch.setattr(sparsify, "_LEG", 2)
+    # It ends in the middle, as a full disk would end it; what was done stays.
+    train = sparsify._Work._train
+
+    def full(self: Any, folder: Path, *rest: Any) -> None:
+        if folder.name == "trained":
+            raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+        train(self, folder, *rest)
+
+    monkeypatch.setattr(sparsify._Work, "_train", full)
+    assert "No space left on device" in refused(capsys, "sparsify", *words)
+    monkeypatch.setattr(sparsify._Work, "_train", train)
+    index = read_metrics(out / "steps" / "index" / "metrics.jsonl")
+    assert main(["sparsify", *words]) == 0
+    text = capsys.readouterr().out
+    assert [name in text for name in ("layers", "convert", "plan", "index")] == [True] * 4
+    assert text.count(": done before, in ") == 4
+    assert read_metrics(out / "steps" / "index" / "metrics.jsonl") == index, "the index is not taught again"
+
+    # What did not fit was lowered, and says so by the flag.
+    assert [config.train.micro_batch_size for config in planned] == [2, 1]
+    trained = load_run(out / "steps" / "trained")
+    assert trained.train.micro_batch_size == 1 and trained.distill.from_ == str(dense)
+    kinds = trained.model.attention_of_layers
+    record = json.loads((out / "sparsify.json").read_text())["steps"]
+    harm = {int(layer): value for layer, value in record["layers"]["divergence_of_layers"].items()}
+    assert kinds[max(harm, key=lambda layer: harm[layer])] == "dense" and sorted(kinds) == ["dense", "selected"]
+    geometry = trained.model.geometry
+    assert (geometry.num_selected_blocks, geometry.num_local_blocks, geometry.selection_block_size) == (3, 1, 8)
+    assert trained.model.has_index
+    # Legs of two steps; three at most.
+    assert record["index"]["taught_steps"] in (2, 3)
+    rows = list(read_metrics(out / "steps" / "trained" / "metrics.jsonl", "train"))
+    assert rows[-1]["step"] == 4 and all(row["divergence"] > 0 for row in rows)
+
+    evaluation = read_evaluation(out / "steps" / "trained" / "evaluation" / "step_00000004.json")
+    assert evaluation is not None and evaluation["beside"] == str(dense)
+    loss = next(row for row in evaluation["rows"] if row["task"] == "loss")
+    assert record["measure"]["loss"] == loss["loss"] and loss["beside_loss"] != loss["loss"]
+    assert 0 < loss["divergence"] < 1 and 0.5 < loss["agreement"] < 1 and loss["sequences"] == 2
+    assert len(record["measure"]["recall_of_layers"]) == 1
+    assert f"dense {loss['beside_loss']:.4f}" in text and f"same likeliest token {loss['agreement']:.2%}" in text
+
+    # OUT is a folder of weights, for `serve` and the rest.
+    assert load_model(out).config == trained.model
+    assert load_tokenizer(out).fingerprint == load_tokenizer(dense).fingerprint
+    assert "steps/trained" not in text.rpartition("try next")[2]
+
+    assert "was begun with --steps 4, not 5; repeat that command" in refused(capsys, "sparsify", *words, "--steps", "5")
+    assert main(["sparsify", *words]) == 0
+    assert capsys.readouterr().out.count(": done before, in ") == 7
+
+
+def test_recall_that_stands_still_ends_the_teaching(tmp_path: Path) -> None:
+    rows = [{"kind": "train", "step": step, "unix_time_seconds": 0, "choice_recall": [None, min(0.9, step / 100)]}
+            for step in range(2, 121, 2)]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    before, after = sparsify.recalls(tmp_path, 60, 60)
+    assert after - before == pytest.approx(0.3)
+    before, after = sparsify.recalls(tmp_path, 120, 20)
+    assert after - before == pytest.approx(0)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--sequence-length", "24"), "the selected blocks cover 24 tokens, and rows have 24: nothing would be sparse"),
+        (("--steps", "0"), "--steps must be at least 1, got 0"),
+        (("--validation-fraction", "1"), r"--validation-fraction must lie in (0, 1), got 1"),
+        (("--data", "text:/nowhere"), "/nowhere"),
+        (("--to", "dense"), "--to must be one of 'selected', 'mix', 'nsa', got 'dense'"),
+    ],
+)
+def test_bad_input_is_one_line(
+    dense: Path, tmp_path: Path, capsys: Capture, more: tuple[str, ...], message: str
+) -> None:
+    words = arguments(dense, tmp_path)
+    for flag in more[::2]:
+        if flag in words:
+            del words[words.index(flag) : words.index(flag) + 2]
+    assert message in refused(capsys, "sparsify", *words, *more)
+
+
+def test_a_source_that_is_no_model_is_one_line(dense: Path, tmp_path: Path, capsys: Capture) -> None:
+    words = arguments(tmp_path / "nothing", tmp_path)
+    assert "no such folder; a model of the hub is downloaded first" in refused(capsys, "sparsify", *words)
+    bare = shutil.copytree(dense, tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+    assert "has no tokenizer.json" in refused(capsys, "sparsify", str(bare), *arguments(dense, tmp_path)[1:])
+    (bare / "model.safetensors").unlink()
+    shutil.copy(dense / "tokenizer.json", bare)
+    message = refused(capsys, "sparsify", str(bare), str(tmp_path / "other"), *arguments(dense, tmp_path)[2:])
+    assert "has no safetensors" in message
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    message = refused(capsys, "sparsify", str(dense), str(tmp_path / "full"), *arguments(dense, tmp_path)[2:])
+    assert "full exists already; give a new folder" in message
