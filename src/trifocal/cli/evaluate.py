@@ -21,13 +21,16 @@ from trifocal.cli.threads import Threads
 from trifocal.data import DataConfig, Tokenizer
 from trifocal.errors import UserError
 from trifocal.evaluation import (
-    TASKS,
+    RULER_TASKS,
+    USUAL_TASKS,
     Plan,
     ReportProgress,
     Subject,
     Task,
     evaluate_model,
+    missing_packages,
     not_possible,
+    possible_tasks,
     to_json,
     write_evaluation,
 )
@@ -49,6 +52,7 @@ _TITLES = {
     "needle": "Needles found, by depth",
     "recall": "Recall of values by their key",
     "recall_distance": "Recall by distance of the key, in tokens",
+    "ruler": "RULER: share of the references found, with its standard error",
 }
 
 
@@ -62,7 +66,8 @@ class EvaluateArguments:
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
     """A run, also while it trains; one of its checkpoints; a folder of weights; or demo, that of the package."""
     only: tuple[Task, ...] = ()
-    """Some of loss, position, choice, needle, recall; by default those that make sense for the model."""
+    """Some of loss, position, choice, needle, recall, ruler; by default those that make sense for the model, without
+    ruler."""
     checkpoint: str = ""
     """A checkpoint of the run, like step_00000500; the newest by default."""
     source: str = ""
@@ -76,7 +81,12 @@ class EvaluateArguments:
     depths: int = 5
     """Places of the needle, evenly from the beginning to the end."""
     samples: int = 8
-    """Haystacks for each length and depth, and rows for each number of pairs."""
+    """Haystacks for each length and depth, rows for each number of pairs, prompts for each task of RULER, which takes
+    500."""
+    ruler_tasks: tuple[str, ...] = ()
+    """Tasks of RULER, like niah_single_1,vt; by default all generated ones whose packages are installed."""
+    chat: bool = False
+    """Give the prompts of RULER as messages of a chat, by the tokenizer's template."""
     pairs: tuple[int, ...] = ()
     """Pairs in a row of recall; by default those of the source, a half and a quarter."""
     beside: str = ""
@@ -147,12 +157,11 @@ def _note_on_needles(rows: Sequence[dict[str, Any]], subject: Subject, step: int
 
 def _head(subject: Subject, step: int | None, beside: str) -> dict[str, Any]:
     """What the file says of the model and the machine."""
-    assert subject.data is not None
     return {
         "step": step,
         "attention": ", ".join(dict.fromkeys(subject.model.config.attention_of_layers)),
         "parameters": parameter_count(subject.model.config),
-        "source": subject.data.source,
+        "source": "" if subject.data is None else subject.data.source,
         "trained_length": subject.trained_length,
         "precision": subject.precision,
         "device": torch.cuda.get_device_name() if subject.device.type == "cuda" else "CPU",
@@ -188,14 +197,19 @@ def _beside(folder: str, tokenizer: Tokenizer, device: torch.device) -> DecoderL
 
 def _plan(subject: Subject, options: EvaluateArguments) -> Plan:
     """The tasks that make sense; says which do not. UserError if none does, or a length is not known."""
-    reasons = {task: not_possible(task, subject.data, subject.model.config) for task in options.only or TASKS}
+    reasons = {task: not_possible(task, subject.data, subject.model.config) for task in options.only or USUAL_TASKS}
     tasks = tuple(task for task, reason in reasons.items() if not reason)
     if not tasks:
         raise UserError(f"nothing to measure: {'; '.join(dict.fromkeys(reasons.values()))}")
     for task, reason in reasons.items():
         if reason:
             print(printable(f"{task} is left out: {reason}"))
-    length = options.sequence_length or subject.trained_length
+    ruler_tasks = possible_tasks(options.ruler_tasks) if "ruler" in tasks else []
+    left_out = [name for name in RULER_TASKS if "ruler" in tasks and not options.ruler_tasks and missing_packages(name)]
+    if left_out:
+        packages = dict.fromkeys(package for name in left_out for package in missing_packages(name))
+        print(f"left out of RULER: {', '.join(left_out)}; they need pip install --no-deps {' '.join(packages)}")
+    length = options.sequence_length or subject.trained_length or max(options.lengths, default=None)
     if length is None:
         raise UserError("the length of its training sequences is not known; give --sequence-length")
     if subject.trained_length is not None and max(length, *options.lengths, 0) > subject.trained_length:
@@ -208,6 +222,8 @@ def _plan(subject: Subject, options: EvaluateArguments) -> Plan:
         depths=options.depths,
         samples=options.samples,
         pairs=options.pairs,
+        ruler_tasks=tuple(ruler_tasks),
+        chat=options.chat,
     )
 
 

@@ -1,12 +1,15 @@
 """What a trained model can do: loss by position, its choice, needles, recall (`trifocal evaluate`)."""
 
 from trifocal.evaluation.layers import layers_by_harm
-from trifocal.evaluation.measure import TASKS, Plan, ReportProgress, Task, evaluate_model, not_possible
+from trifocal.evaluation.measure import TASKS, USUAL_TASKS, Plan, ReportProgress, Task, evaluate_model, not_possible
 from trifocal.evaluation.record import merge_rows, to_json, write_evaluation
+from trifocal.evaluation.ruler import RULER_TASKS, missing_packages, possible_tasks
 from trifocal.evaluation.subject import Subject
 
 __all__ = [
+    "RULER_TASKS",
     "TASKS",
+    "USUAL_TASKS",
     "Plan",
     "ReportProgress",
     "Subject",
@@ -14,7 +17,9 @@ __all__ = [
     "evaluate_model",
     "layers_by_harm",
     "merge_rows",
+    "missing_packages",
     "not_possible",
+    "possible_tasks",
     "to_json",
     "write_evaluation",
 ]

@@ -16,14 +16,17 @@ from trifocal.data.sources.synthetic import check_recall, task_size
 from trifocal.evaluation.needles import measure_needles
 from trifocal.evaluation.position_loss import measure_loss
 from trifocal.evaluation.recall import measure_recall
+from trifocal.evaluation.ruler import measure_ruler
 from trifocal.evaluation.subject import Subject, TooShort
 from trifocal.models import ModelConfig
 from trifocal.runlog.progress import duration
 from trifocal.telemetry import AttentionTelemetry
 from trifocal.train.step.micro_batch import autocast
 
-Task = Literal["loss", "position", "choice", "needle", "recall"]
+Task = Literal["loss", "position", "choice", "needle", "recall", "ruler"]
 TASKS: tuple[Task, ...] = get_args(Task)
+USUAL_TASKS: tuple[Task, ...] = tuple(task for task in TASKS if task != "ruler")
+"""Those that are measured unless others are named."""
 OK = "ok"
 _SHORTEST_NEEDLE = 64
 _CHOICE_SEQUENCES = 16
@@ -51,6 +54,8 @@ class Plan:
         depths: Places of the needle, evenly from the beginning to the end.
         samples: Haystacks of a depth, and rows of recall.
         pairs: Pairs of a recall row; empty: those of the source, and halves of it.
+        ruler_tasks: Tasks of RULER, by name; `samples` are the prompts of each length.
+        chat: Whether their prompts are messages of a chat.
     """
 
     tasks: tuple[str, ...]
@@ -60,6 +65,8 @@ class Plan:
     depths: int = 5
     samples: int = 8
     pairs: tuple[int, ...] = ()
+    ruler_tasks: tuple[str, ...] = ()
+    chat: bool = False
 
     def needle_lengths(self) -> list[int]:
         """Lengths of haystacks, the shortest first."""
@@ -87,6 +94,8 @@ def not_possible(task: str, data: DataConfig | None, config: ModelConfig) -> str
     """
     if task == "choice" and (config.selection == "random" or not {"nsa", "selected"} & set(config.attention_of_layers)):
         return "no layer chooses blocks"
+    if task == "ruler":
+        return config.undecodable
     if data is None:
         return "the data of its training are not known; name some with --source"
     if task == "recall" and data.parsed.kind != "recall":
@@ -111,9 +120,16 @@ def evaluate_model(subject: Subject, plan: Plan, say: ReportProgress) -> Iterato
         UserError: If data are missing or too short.
         FloatingPointError: If the model's output is not finite.
     """
-    assert subject.data is not None
-    source = subject.data.parsed
     left = TimeLeft(planned_tokens(subject, plan))
+    for length in plan.needle_lengths() if "ruler" in plan.tasks else ():
+        for name in plan.ruler_tasks:
+            say(f"ruler: {name}, {plan.samples} prompts of {length:,} tokens{left.words()}")
+            measure = partial(measure_ruler, subject, name, length, plan.samples, chat=plan.chat)
+            yield from _guarded(subject, "ruler", length, measure)
+            left.add(plan.samples * length)
+    if subject.data is None:
+        return
+    source = subject.data.parsed
     if "recall" in plan.tasks:
         # Before the hours of the others.
         most = plan.recall_pairs(source)[-1]
@@ -165,12 +181,15 @@ class TimeLeft:
 
 def planned_tokens(subject: Subject, plan: Plan) -> int:
     """Tokens of everything that is planned."""
-    assert subject.data is not None
     length = plan.sequence_length
+    of_ruler = len(plan.ruler_tasks) * plan.samples * sum(plan.needle_lengths()) if "ruler" in plan.tasks else 0
+    if subject.data is None:
+        return of_ruler
     of_loss = _sequences(subject, plan) * length
     of_needles = plan.depths * plan.samples * sum(plan.needle_lengths())
     of_recall = plan.samples * length * len(plan.recall_pairs(subject.data.parsed)) if "recall" in plan.tasks else 0
-    return of_loss * bool({"loss", "position"} & set(plan.tasks)) + of_needles * ("needle" in plan.tasks) + of_recall
+    of_loss *= bool({"loss", "position"} & set(plan.tasks))
+    return of_ruler + of_loss + of_needles * ("needle" in plan.tasks) + of_recall
 
 
 def _sequences(subject: Subject, plan: Plan) -> int:
@@ -261,17 +280,17 @@ def _guarded(
     subject: Subject, task: str, length: int, rows: Callable[[], Iterable[dict[str, Any]]]
 ) -> Iterator[dict[str, Any]]:
     """The rows of a task; one with a reason where a length is too short, or does not fit in memory."""
-    assert subject.data is not None
+    source = "" if subject.data is None or task == "ruler" else subject.data.source
     reason = subject.lacks_memory(length)
     try:
         if not reason:
             for row in rows():
                 if not math.isfinite(row.get("loss", 0.0) + row.get("answer_loss", 0.0)):
                     raise FloatingPointError("the model's output is not finite: its weights are broken")
-                yield {**row, "source": subject.data.source, "status": OK}
+                yield {**row, "source": source, "status": OK}
     except TooShort as error:
         reason = str(error)
     except torch.OutOfMemoryError:
         reason = f"{subject.device} has no memory for it"
     if reason:
-        yield {"task": task, "length": length, "source": subject.data.source, "status": f"not run: {reason}"}
+        yield {"task": task, "length": length, "source": source, "status": f"not run: {reason}"}

@@ -14,11 +14,11 @@ Row = dict[str, Any]
 def merge_rows(before: Sequence[Row], new: Sequence[Row]) -> list[Row]:
     """The rows of an earlier evaluation of the same model that the new one has not measured again, and the new ones.
 
-    A task is measured for one source and one length at a time, recall for one number of pairs.
+    A task is measured for one source and one length at a time, recall for one number of pairs, RULER for one name.
     """
 
     def measured(row: Row) -> tuple[Any, ...]:
-        return row.get("task"), row.get("length"), row.get("pairs"), row.get("source")
+        return row.get("task"), row.get("length"), row.get("pairs"), row.get("source"), row.get("name")
 
     again = {measured(row) for row in new}
     return [*(row for row in before if measured(row) not in again), *new]

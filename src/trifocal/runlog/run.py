@@ -19,7 +19,7 @@ _TAIL_BYTES = 65536
 _LIVE_BYTES = 2**23
 _METRICS, _HEARTBEATS = r'\{"kind":"(train|telemetry)","step":(\d+)', r'(\{)"unix_time_seconds":([\d.]+)'
 # What is no figure in a row of an evaluation.
-_TEXTS = ("task", "status", "source")
+_TEXTS = ("task", "status", "source", "name", "rows")
 
 
 @dataclass
