@@ -87,6 +87,8 @@ class SparsifyArguments:
     """Share of the documents that are held out, to measure on."""
     sequences: int = 24
     """Held-out rows to measure on."""
+    seed: int = 0
+    """Seed of the order of the text."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; "auto" takes all GPUs if there are some."""
 
@@ -223,6 +225,7 @@ class _Work:
         return {
             "data.source": options.data,
             "data.validation_fraction": options.validation_fraction,
+            "data.seed": options.seed,
             "run.device": options.device,
             "train.sequence_length": length,
             "train.global_batch_size": options.rows,
@@ -360,7 +363,7 @@ def _read_record(options: SparsifyArguments, output: Path) -> dict[str, Any]:
         before = record.get("options")
         if not isinstance(before, dict) or not isinstance(record.get("steps"), dict):
             raise UserError(f"{output / RECORD} is damaged; give a new folder")
-        changed = [name for name in given if before.get(name) != given[name]]
+        changed = [name for name in given if before.get(name, given[name]) != given[name]]
         if changed:
             name = changed[0]
             raise UserError(

