@@ -13,7 +13,9 @@ from tests.distributed import context_worker
 from tests.distributed.workers import Workers, train
 from tests.train.tiny import write_config
 from trifocal.distributed.context import _one_ahead
+from trifocal.models import save_weights
 from trifocal.runlog import read_metrics
+from trifocal.testing.small_models import make_model, small_config
 
 
 @pytest.mark.parametrize(
@@ -75,16 +77,22 @@ def figures(run: Path) -> dict[str, list[float]]:
     rows = read_metrics(run / "metrics.jsonl", "train")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert all(row["tokens_seen"] == 4 * LENGTH * row["step"] for row in rows)
-    found = {name: [row[name] for row in rows] for name in ("loss", "gradient_norm", "choice_loss")}
+    found = {name: [row[name] for row in rows] for name in ("loss", "gradient_norm", "choice_loss", "divergence")}
     found["choice_recall"] = [recall for row in rows for recall in row["choice_recall"]]
     evaluations = read_metrics(run / "metrics.jsonl", "evaluation")
     return found | {name: [row[name] for row in evaluations] for name in ("validation_loss", "bits_per_byte")}
 
 
-def finish(folder: Path, size: int, *flags: str, config: bool = True, fault: str = "", **variables: str) -> Path:
-    """A run, or the rest of one."""
+def finish(
+    folder: Path, size: int, *flags: str, config: bool = True, follows: bool = True, fault: str = "", **variables: str
+) -> Path:
+    """A run, or the rest of one; what it learns from a model that it follows is shared like its loss."""
     folder.mkdir(exist_ok=True)
     path = write_config(folder) if config else None
+    if config and follows:
+        frozen = make_model(small_config(attention="dense", vocab_size=257), torch.device("cpu"))
+        save_weights(frozen, folder / "frozen")
+        flags = (*flags, "--distill.from", str(folder / "frozen"), "--distill.text_weight", "0.5")
     ended = train(folder, path, *flags, size=size, fault=fault, **variables).join(120)
     assert [end.status for end in ended] == [0] * size, ended[0].error + ended[-1].error
     assert all("warn" not in end.error.lower() for end in ended), ended[0].error
@@ -131,8 +139,8 @@ def test_compiled_layers_are_the_same(tmp_path: Path) -> None:
     few = ("--train.sequence_length", str(LENGTH), "--evaluate.interval_steps", "0", "--model.attention", "selected")
     few += ("--model.num_layers", "1")
     flags = ("--parallel.context", "2", "--train.compile", "true", "--train.activation_checkpointing", "all")
-    plain = finish(tmp_path / "plain", 1, *few)
-    run = finish(tmp_path, 2, *few, *flags, fault="compiled", FAULT_FILE=str(tmp_path / "graphs"))
+    plain = finish(tmp_path / "plain", 1, *few, follows=False)
+    run = finish(tmp_path, 2, *few, *flags, follows=False, fault="compiled", FAULT_FILE=str(tmp_path / "graphs"))
     for mine, theirs in zip(*(read_metrics(path / "metrics.jsonl", "train") for path in (run, plain)), strict=True):
         for name in ("loss", "gradient_norm"):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-3)

@@ -11,7 +11,9 @@ import torch
 from tests.distributed.workers import train
 from tests.train.tiny import read_checkpoint, write_config
 from trifocal import load_model
+from trifocal.models import save_weights
 from trifocal.runlog import read_metrics
+from trifocal.testing.small_models import make_model, small_config
 
 FLAGS = ("--log.sample_interval_steps", "3", "--log.sample_tokens", "4", "--checkpoint.keep_last", "4",
          "--data.streams", "2")  # fmt: skip
@@ -73,9 +75,13 @@ def test_gradients_of_recorded_graphs_are_the_same(runs: dict[str, Path], tmp_pa
 
 
 def test_a_taught_choice_is_that_of_one_process(tmp_path: Path) -> None:
-    """The queries, their loss and its scale: two processes, and two sharded and recorded ones."""
+    """The queries, their loss and its scale: two processes, and two sharded and recorded ones; and what is learned from
+    a frozen model meanwhile.
+    """
+    frozen = make_model(small_config(attention="dense", vocab_size=257), torch.device("cpu"))
+    save_weights(frozen, tmp_path / "frozen")
     flags = ("--model.chooser", "index", "--train.choice_loss_weight", "0.5", "--train.choice_loss_sample", "0.5")
-    flags = (*flags, "--log.sample_interval_steps", "0")
+    flags = (*flags, "--log.sample_interval_steps", "0", "--distill.from", str(tmp_path / "frozen"))
     small = ("--train.micro_batch_size", "1")
     found = [
         finish(tmp_path / "none", "auto", 1, *flags),
@@ -84,6 +90,10 @@ def test_a_taught_choice_is_that_of_one_process(tmp_path: Path) -> None:
     ]
     taught = [[row["choice_loss"] for row in read_metrics(run / "metrics.jsonl", "train")] for run in found]
     assert min(taught[0]) > 0.01
+    divergences = [[row["divergence"] for row in read_metrics(run / "metrics.jsonl", "train")] for run in found]
+    assert divergences[0][-1] < 0.9 * divergences[0][0]
+    for mine in divergences[1:]:
+        assert mine == pytest.approx(divergences[0], rel=1e-3)
     for run, choice_losses in zip(found[1:], taught[1:], strict=True):
         assert losses(run) == pytest.approx(losses(found[0]), rel=LOSS_TOLERANCE)
         assert choice_losses == pytest.approx(taught[0], rel=1e-3)

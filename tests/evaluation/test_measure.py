@@ -16,11 +16,12 @@ from tests.train.tiny import make_config
 from tests.written_runs import Clock
 from trifocal.data import Batch, DataConfig, make_tokenizer, read_validation
 from trifocal.evaluation import Plan, Subject, evaluate_model, measure, not_possible, subject
-from trifocal.evaluation.measure import TimeLeft, planned_tokens
+from trifocal.evaluation.measure import TimeLeft, planned_tokens, rows_name
 from trifocal.evaluation.needles import Haystacks, measure_needles
 from trifocal.evaluation.position_loss import PositionLosses, measure_loss, position_edges
 from trifocal.evaluation.recall import measure_recall
 from trifocal.models import DecoderLM, ModelConfig
+from trifocal.ops import Documents
 from trifocal.testing.small_models import small_config
 from trifocal.train.validation_loss import evaluate, read_validation_batches
 
@@ -146,7 +147,40 @@ def test_weights_and_their_run_are_measured_on_the_same_sequences(tmp_path: Any)
         assert figures[0][0][0] > 0
         for one, other in zip(*figures, strict=True):
             assert one == pytest.approx(other, rel=1e-6)
-        assert f"loss: {sequences} sequences of {length} tokens of {data.source}, 0.3 of it held out" in said
+        sizes: dict[str, int] = {"sequence_length": length, "sequences": sequences, "at_once": 9, "vocab_size": 257}
+        name = rows_name(read_validation(data, tokenizer=TOKENIZER, **sizes))
+        line = f"loss: {sequences} sequences of {length} tokens of {data.source}, 0.3 of it held out, rows {name}"
+        assert said.count(line) >= 2
+
+
+@torch.no_grad()
+def test_a_model_is_compared_with_the_one_beside_it(tmp_path: Any) -> None:
+    """Against both models' whole logits, by position."""
+    config = make_config(tmp_path)
+    dense, sparse = (DecoderLM(small_config(attention=kind, vocab_size=257)) for kind in ("dense", "selected"))
+    sparse.load_state_dict(dense.state_dict())
+    for parameter in sparse.parameters():
+        parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    data = DataConfig(source=config.data.source, validation_fraction=0.3)
+    plan = Plan(tasks=("loss", "position"), sequence_length=40, sequences=4)
+    measured = Subject(sparse, TOKENIZER, data, None, CPU, "fp32", beside=dense)
+    whole, *parts = evaluate_model(measured, plan, lambda text, now="": None)
+    batches = read_validation(data, tokenizer=TOKENIZER, sequence_length=40, sequences=4, at_once=1, vocab_size=257)
+    sums = torch.zeros(4)
+    for batch in batches:
+        documents = None if batch.cu_seqlens is None else Documents.from_cu_seqlens(batch.cu_seqlens, 40)
+        log_q, log_p = (model(batch.tokens, cu_seqlens=documents).log_softmax(-1)[0] for model in (sparse, dense))
+        for q, p, target in zip(log_q, log_p, batch.targets[0].tolist(), strict=True):
+            if target >= 0:
+                sums += torch.stack(
+                    (-q[target], -p[target], (p.exp() * (p - q)).sum(), (q.argmax() == p.argmax()).float())
+                )
+    expected = (sums / whole["targets"]).tolist()
+    names = ("loss", "beside_loss", "divergence", "agreement")
+    assert [whole[name] for name in names] == pytest.approx(expected, rel=1e-5)
+    for name in names:
+        assert sum(part[name] * part["targets"] for part in parts) / whole["targets"] == pytest.approx(whole[name])
+    assert whole["divergence"] > 0 and 0 < whole["agreement"] < 1
 
 
 def test_the_mean_does_not_depend_on_the_batches(tmp_path: Any) -> None:

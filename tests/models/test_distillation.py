@@ -91,3 +91,20 @@ def test_a_model_that_is_the_frozen_one_has_nothing_to_learn() -> None:
     # A rounding of each logit.
     bound = tokens.numel() * 64 * torch.finfo(torch.float64).eps
     assert max(float(parameter.grad.abs().max()) for parameter in model.parameters()) < bound
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_chunks_are_one_graph_for_the_compiler() -> None:
+    model, dense = pair()
+    tokens = torch.randint(64, (1, 40), generator=torch.Generator().manual_seed(2))
+    gradients = []
+    for compiled in (False, True):
+        model.zero_grad()
+        if compiled:
+            model._sums = torch.compile(
+                distillation.distillation_sums, fullgraph=True, dynamic=False, backend="aot_eager"
+            )
+        model(tokens, tokens, distillation=Distillation(dense, 0.3, torch.zeros(()))).backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
