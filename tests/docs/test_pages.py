@@ -73,7 +73,7 @@ def test_python_names_exist(page):
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in HISTORY], ids=name_of)
 def test_config_keys_that_are_named_exist(page):
     for code in inline_code(page):
-        sections = "run|model|data|train|parallel|optimizer|schedule|checkpoint|evaluate|log"
+        sections = "run|model|data|train|distill|parallel|optimizer|schedule|checkpoint|evaluate|log"
         key = re.match(rf"(?:--)?((?:{sections})\.[\w.]+)", code)
         if key and not key[1].endswith((".py", ".md", ".json")):
             assert key[1] in KEYS or key[1] in SECTIONS, f"{name_of(page)} names the key {key[1]}"
