@@ -1,10 +1,12 @@
 """`trifocal convert` and `trifocal train --model.from`, as a person types them."""
 
 import errno
+import importlib
 import json
 import os
 import shutil
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -233,3 +235,56 @@ def test_weights_and_tokenizers_are_checked_before_anything_is_written(tmp_path:
     save_weights(model, source)
     assert "model.blocks.1.mlp.up_proj.weight has values that are NaN or infinite" in refused(capsys, *command)
     assert not out.exists()
+
+
+@pytest.fixture
+def gguf() -> ModuleType:
+    """The module that needs transformers."""
+    pytest.importorskip("transformers")
+    return importlib.import_module("trifocal.hf.gguf")
+
+
+def test_a_gguf_is_named_or_lies_in_a_folder(
+    gguf: Any, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(b"no GGUF")
+    out = str(tmp_path / "out")
+    assert f"has 2 GGUF files; name one of them, such as {tmp_path / 'a.gguf'}" in refused(
+        capsys, "convert", str(tmp_path), out, "--to", "selected"
+    )
+    (tmp_path / "b.gguf").unlink()
+    for source in (tmp_path, tmp_path / "a.gguf"):
+        monkeypatch.setattr(gguf.importlib.util, "find_spec", lambda name: None)
+        assert "a GGUF needs a package: pip install gguf" in refused(capsys, "convert", str(source), out, "--to", "nsa")
+        monkeypatch.setattr(gguf.importlib.util, "find_spec", lambda name: name)
+        message = refused(capsys, "convert", str(source), out, "--to", "nsa")
+        assert "a.gguf: transformers cannot read this GGUF: " in message
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("tokenizer_file", ["ByteLevel"], indirect=True)
+def test_the_weights_of_a_gguf_are_a_folder_like_any_other(
+    gguf: Any, tmp_path: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What transformers reads is written; its own writer refuses weights that were quantised once."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=700, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True, rope_theta=5e4,
+    )  # fmt: skip
+    theirs = transformers.LlamaForCausalLM(config)
+    theirs.config.quantization_config = {"quant_method": "gguf"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file), eos_token="<|endoftext|>")
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    for auto, found in (("AutoModelForCausalLM", theirs), ("AutoTokenizer", tokenizer)):
+        stub = SimpleNamespace(from_pretrained=lambda *_, found=found, **__: found)
+        monkeypatch.setattr(gguf, auto, stub)
+    monkeypatch.setattr(gguf.importlib.util, "find_spec", lambda name: name)
+    (tmp_path / "model.gguf").touch()
+    assert main(["convert", str(tmp_path / "model.gguf"), str(tmp_path / "out"), "--to", "dense"]) == 0
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        logits = load_model(tmp_path / "out")(tokens)
+        torch.testing.assert_close(logits, theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+    assert make_tokenizer(str(tmp_path / "out")).encode_prompt([{"role": "user", "content": "Hello"}]).size

@@ -117,6 +117,34 @@ def test_a_dense_model_becomes_a_sparse_one_that_was_measured(
     assert capsys.readouterr().out.count(": done before, in ") == 7
 
 
+def test_trainings_of_several_processes_are_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other commands are not; a status that is not 0 ends all."""
+    launched: list[list[str]] = []
+
+    class Launched:
+        def __init__(self, words: list[str]) -> None:
+            launched.append(words)
+
+        def __enter__(self) -> "Launched":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def wait(self) -> int:
+            return len(launched) - 1
+
+    monkeypatch.setattr(sparsify.subprocess, "Popen", Launched)
+    sparsify._command("train", "--resume", str(tmp_path), processes=2)
+    assert launched[0][1:] == [
+        *["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "trifocal", "train", "--resume"],
+        str(tmp_path),
+    ]
+    with pytest.raises(sparsify._Ended) as ended:
+        sparsify._command("train", processes=2)
+    assert ended.value.args == (1,)
+
+
 def test_recall_that_stands_still_ends_the_teaching(tmp_path: Path) -> None:
     rows = [{"kind": "train", "step": step, "unix_time_seconds": 0, "choice_recall": [None, min(0.9, step / 100)]}
             for step in range(2, 121, 2)]  # fmt: skip
@@ -131,6 +159,7 @@ def test_recall_that_stands_still_ends_the_teaching(tmp_path: Path) -> None:
     ("more", "message"),
     [
         (("--sequence-length", "24"), "the selected blocks cover 24 tokens, and rows have 24: nothing would be sparse"),
+        (("--sequence-length", "4000"), "the held-out text is shorter than a row of 4,000 tokens; give more text"),
         (("--steps", "0"), "--steps must be at least 1, got 0"),
         (("--validation-fraction", "1"), r"--validation-fraction must lie in (0, 1), got 1"),
         (("--data", "text:/nowhere"), "/nowhere"),

@@ -11,6 +11,7 @@ from tests.report.browser import Browser, find
 from tests.written_runs import write_run
 from trifocal.report import write_report
 from trifocal.report.evaluation_charts import evaluation_charts
+from trifocal.report.tables import key_figures
 from trifocal.runlog.run import read_run
 
 
@@ -79,6 +80,23 @@ def test_runs_are_compared_in_one_chart(tmp_path: Path) -> None:
     assert [trace["name"] for trace in charts["position"].traces] == ["sparse", "dense"]
     assert {trace["line"]["color"] for trace in charts["position"].traces} == {"@run0", "@run1"}
     assert {key for key in charts if key.startswith("needle")} == {"needle-0", "needle-1"}
+
+
+def test_the_model_beside_is_drawn_beside(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "sparse")
+    path = write_evaluation(run, 20)
+    content = json.loads(path.read_text())
+    for row in content["rows"]:
+        if row["task"] in ("loss", "position"):
+            row |= {"beside_loss": row["loss"] - 0.1, "divergence": 0.05, "agreement": 0.9}
+    path.write_text(json.dumps(content | {"beside": "models/SmolLM2"}))
+    read = read_run(run)
+    [chart] = [chart for chart in evaluation_charts([read]) if chart.key == "position"]
+    assert [trace["name"] for trace in chart.traces] == ["256 tokens", "256 tokens, SmolLM2"]
+    own, beside = (trace["y"] for trace in chart.traces)
+    assert [round(a - b, 6) for a, b in zip(own, beside, strict=True)] == [0.1] * 6
+    figures = key_figures(read)
+    assert figures["loss, beside SmolLM2"] == "1.5000, 1.4000" and figures["same likeliest token"] == "90.00%"
 
 
 def test_a_file_that_is_no_evaluation_is_left_out_and_said(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import tyro
 from trifocal.cli.convert import check_source, find_gguf
 from trifocal.cli.flags import parse_arguments
 from trifocal.cli.output import printable
+from trifocal.data import DataConfig, read_validation
 from trifocal.distributed import rank_and_size
 from trifocal.doctor.measured import Need, need_of
 from trifocal.errors import UserError
@@ -182,16 +183,24 @@ class _Work:
         write_whole(self.output / RECORD, json.dumps(self.record, indent=1) + "\n")
 
     def _length(self) -> int:
-        """Tokens of a row; UserError if the blocks cover it, so that there is nothing to choose."""
+        """Tokens of a row; UserError if the blocks cover it, so that nothing would be sparse, or the text is shorter."""
         with open_pretrained(self.dense) as found:
             length = self.options.sequence_length or min(_LONGEST_ROWS, found.sequence_length() or _LONGEST_ROWS)
-            # Named now, not after the conversion.
-            found.tokenizer()
+            tokenizer, vocab_size = found.tokenizer(), found.config().vocab_size
         covered = self.options.blocks.selected_tokens
         if length <= covered:
             raise UserError(
                 f"the selected blocks cover {covered:,} tokens, and rows have {length:,}: nothing would be sparse; "
                 "lower --selected-blocks, or raise --sequence-length"
+            )
+        # Named now, not after the conversion.
+        data = DataConfig(source=self.options.data, validation_fraction=self.options.validation_fraction)
+        sizes = {"sequence_length": length, "sequences": 1, "at_once": 1, "vocab_size": vocab_size}
+        [row] = read_validation(data, tokenizer=tokenizer, **sizes)
+        if len(set(row.document_ids)) < len(row.document_ids):
+            raise UserError(
+                f"the held-out text is shorter than a row of {length:,} tokens; give more text with --data, raise "
+                "--validation-fraction, or lower --sequence-length"
             )
         return length
 

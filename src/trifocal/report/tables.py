@@ -4,6 +4,7 @@ import json
 import statistics
 from collections.abc import Iterable
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from trifocal.runlog.jsonl import is_number
@@ -34,10 +35,11 @@ def key_figures(run: Run) -> dict[str, str]:
         figures["training loss, last"] = f"{losses[-1]:.4f}"
     if bits:
         figures["bits per byte, last"] = f"{bits[-1]:.4f}"
-    for row in [row for evaluation in run.evaluations for row in evaluation["rows"] if row["task"] == "loss"][-1:]:
-        if "agreement" in row:
-            figures["loss, dense beside"] = f"{row['loss']:.4f}, {row['beside_loss']:.4f}"
-            figures["likeliest token as dense"] = f"{row['agreement']:.2%}"
+    compared = [(evaluation, row) for evaluation in run.evaluations for row in evaluation["rows"] if "agreement" in row]
+    for evaluation, row in [pair for pair in compared if pair[1]["task"] == "loss"][-1:]:
+        name = Path(str(evaluation.get("beside"))).name
+        figures[f"loss, beside {name}"] = f"{row['loss']:.4f}, {row['beside_loss']:.4f}"
+        figures["same likeliest token"] = f"{row['agreement']:.2%}"
     if rates:
         figures["tokens/s, median"] = f"{statistics.median(rates):,.0f}"
     if executed:
