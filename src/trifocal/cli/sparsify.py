@@ -183,7 +183,7 @@ class _Work:
         write_whole(self.output / RECORD, json.dumps(self.record, indent=1) + "\n")
 
     def _length(self) -> int:
-        """Tokens of a row; UserError if the blocks cover it, so that nothing would be sparse, or the text is shorter."""
+        """Tokens of a row; UserError if the blocks cover it, so that nothing is sparse, or the text is shorter."""
         with open_pretrained(self.dense) as found:
             length = self.options.sequence_length or min(_LONGEST_ROWS, found.sequence_length() or _LONGEST_ROWS)
             tokenizer, vocab_size = found.tokenizer(), found.config().vocab_size
