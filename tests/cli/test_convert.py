@@ -164,7 +164,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(dense_run: Path, tmp_path: Pat
         ([str(tmp_path / "gpt2"), out, "--to", "nsa"], "the architecture 'gpt2' is not supported"),
         (["meta-llama/Llama-3.1-8B", out, "--to", "nsa"], "no such folder; a model of the hub is downloaded first"),
         ([str(dense_run), str(tmp_path / "full/mine.txt/out"), "--to", "nsa"], "mine.txt/out: Not a directory"),
-        ([str(dense_run), str(tmp_path / "dangling"), "--to", "nsa"], "cannot make the folder"),
+        ([str(dense_run), str(tmp_path / "dangling"), "--to", "nsa"], "dangling: File exists"),
         (
             [str(dense_run), out, "--to", "sparse"],
             "--to must be one of 'mix', 'selected', 'nsa', 'dense', got 'sparse'",

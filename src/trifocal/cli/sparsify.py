@@ -1,6 +1,7 @@
 """`trifocal sparsify`: a dense model made sparse, taught, trained to follow the dense one, and measured."""
 
 import contextlib
+import gc
 import importlib
 import importlib.util
 import json
@@ -422,7 +423,10 @@ def _command(name: str, *words: str, processes: int = 1) -> None:
     if status:
         raise _Ended(status)
     if torch.cuda.is_available():
+        # The parts of a training refer to one another; and code may be compiled only a few times in a process.
+        gc.collect()
         torch.cuda.empty_cache()
+        torch.compiler.reset()
 
 
 def _forecast(need: Need, options: SparsifyArguments, output: Path) -> str:
