@@ -108,7 +108,6 @@ def test_what_does_not_fit_is_refused(device):
     k_win, v_win = window["k_win"]._replace(rotary=rows["k"].rotary), window["v_win"]
     for changed, message in (
         ({"w": rows["v"]}, "a chunk's rows must be among q, k, .* got w"),
-        ({"q": rows["q"]._replace(begin=1)}, "q must begin at 0 to 0, as its cache reaches, got 1"),
         (
             {"q": rows["q"]._replace(x=rows["q"].x[0])},
             r"q must have the shape \[1, n, heads, width\], got \[4, 6, 12\]",
@@ -118,15 +117,11 @@ def test_what_does_not_fit_is_refused(device):
             r"cache of v must be .*, 2, 8, 7\] .* got \[9, 2, 8, 12\]",
         ),
         ({"v": rows["v"]._replace(rotary=rows["k"].rotary)}, "v must have pages, and nothing else"),
-        ({"k": rows["k"]._replace(rotary=None)}, "k must have pages and tables, and nothing else"),
         ({"v_win": rows["v"]}, "must have k_win too"),
-        ({"q_idx": rows["q"]}, "must have k_idx too"),
         ({"v": rows["v"]._replace(x=rows["v"].x[:, 1:])}, r"v must have .* = \(4, 0, 8\), got \(3, 0, 8\)"),
         ({"q": rows["q"]._replace(rotary=tables(device, 12))}, "q must have the same tables"),
-        ({"v": rows["v"]._replace(pages=rows["v"].pages.mT.contiguous().mT)}, "cache of v must be contiguous"),
         ({"v": rows["v"]._replace(pages=rows["v"].pages.repeat(2, 1, 1, 1)[::2])}, "cache of v must be contiguous"),
         ({"k_win": k_win, "v_win": v_win._replace(x=v_win.x[..., 1:])}, r"v_win must have .* = \[1, 4, 2, 7\], got"),
-        ({"k_win": k_win._replace(x=k_win.x[:, :, :1]), "v_win": v_win}, r"k_win must have .* = \[1, 4, 2, 12\], got"),
         (
             {"k_win": k_win._replace(ring_end=k_win.ring_end[:, :, 1:].clone()), "v_win": v_win},
             r"cache of k_win must be .* 2, 11, 12\] .* got \[1, 2, 10, 12\]",

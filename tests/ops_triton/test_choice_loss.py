@@ -47,13 +47,13 @@ class Case:
 CASES = (
     Case("three heads a group, dim that is no power of two, two batch entries", 133, 7, 6, 2, 24, batch=2),
     Case("16 heads a group, chunks of queries", 261, 9, 16, 1, 64, buffer_bytes=1),
-    Case("eight groups of one head, one query a tile", 149, 16, 8, 8, 128),
+    Case("eight groups of one head, one query a tile", 149, 30, 8, 8, 128),
     Case("more lines of blocks than one program takes", 1300, 100, geometry=geometry(4, 4, 16, 5, 1, 2, 11)),
-    Case("packed: short, 1 token, many, empty ones as padding", 250, 4, 4, 2, lengths=(17, 1, 90, 5, 42, 95)),
-    Case("packed: blocks of 48 tokens, tiles of keys across documents", 420, 6, lengths=(30, 201, 189),
+    Case("packed: short, 1 token, many, empty ones as padding", 250, 9, 4, 2, lengths=(17, 1, 90, 5, 42, 95)),
+    Case("packed: blocks of 48 tokens, tiles of keys across documents", 420, 30, lengths=(30, 201, 189),
          geometry=geometry(16, 8, 48, 2, 0, 1, 11)),
     Case("a row of more blocks than a program has at least", 4120, 900),
-    Case("nothing to choose beside the forced blocks", 133, geometry=geometry(8, 4, 16, 2, 1, 1, 11)),
+    Case("nothing to choose beside the forced blocks", 133, 20, geometry=geometry(8, 4, 16, 2, 1, 1, 11)),
     Case("blocks of more keys than a product", 700, 30, 3, 3, geometry=geometry(4, 1, 128, 2, 1, 0, 11)),
     Case("blocks of more keys than a byte numbers", 1600, 190, geometry=geometry(16, 16, 512, 2, 1, 0, 11)),
 )  # fmt: skip

@@ -192,22 +192,5 @@ def test_no_call_waits_for_the_gpu_and_a_graph_records_it():
     assert all(torch.equal(a, b) for a, b in zip(recorded, expected, strict=True))
 
 
-# What PyTorch's compiler warns of while it is imported is not ours.
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", [LARGE[0], LARGE[5]], ids=lambda case: case.why)
-@needs_gpu
-def test_compiled_whole_it_gives_the_same_bits(case):
-    x, documents = draw(case, torch.bfloat16).requires_grad_(), documents_of(case)
-
-    def step(x):
-        return mean_compress(x, case.geometry, cu_seqlens=documents)
-
-    results = []
-    for function in (step, torch.compile(step, fullgraph=True)):
-        x_cmp = function(x)
-        results.append((x_cmp, *torch.autograd.grad(x_cmp, x, cotangent(x_cmp))))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 def test_the_kernel_that_doctor_runs_is_right(device):
     assert _run_small_kernel(torch.device(device))
