@@ -168,29 +168,5 @@ def test_columns_of_a_projection_and_offsets_past_32_bits():
     assert torch.equal(kernels(spread, case), kernels(x, case))
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@needs_gpu
-def test_no_call_waits_for_the_gpu_and_a_graph_records_it():
-    case = LARGE[5]
-    x, documents = draw(case, torch.bfloat16).requires_grad_(), documents_of(case)
-    d_x_cmp = torch.randn(1, case.queries // 16, case.groups, case.dim, device="cuda").bfloat16()
-
-    def step():
-        x_cmp = mean_compress(x, case.geometry, cu_seqlens=documents)
-        return x_cmp.detach(), *torch.autograd.grad(x_cmp, x, d_x_cmp)
-
-    expected = step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        recorded = step()
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(recorded, expected, strict=True))
-
-
 def test_the_kernel_that_doctor_runs_is_right(device):
     assert _run_small_kernel(torch.device(device))
