@@ -119,7 +119,7 @@ def gradient_of_the_queries(measure, _):
 @fault("rope-distance")
 def heads_rotated_as_one_vector(measure, _):
     def rotate_concatenated(x, cos, sin):
-        """Every head takes frequencies of its own from a common table."""
+        """Every head takes its own frequencies from a common table."""
         pairs = x.shape[2] * x.shape[3] // 2
         frequencies = 10000.0 ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
         # The positions, from the angle of the first pair, which turns by one radian a token, and from the second.

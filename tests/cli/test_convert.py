@@ -85,7 +85,7 @@ def test_a_model_of_hugging_face_becomes_sparse_and_trains_on(
         assert settings.items() <= kept.items() and kept["pad_token_id"] == 0
         written = json.loads((place / "config.json").read_text())
         assert (written["eos_token_id"], written["bos_token_id"]) == ([0, 5], 7)
-        # Of the longest text too.
+        # The longest text too.
         assert json.loads((place / "tokenizer_config.json").read_text())["model_max_length"] == 64
 
 

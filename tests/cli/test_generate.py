@@ -107,7 +107,7 @@ def test_text_is_written_while_it_is_made(run: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(CachedModel, "step", watched)
     monkeypatch.setattr(sys, "stdout", written)
-    # Letters alone: each token is a character.
+    # Only letters: each token is a character.
     monkeypatch.setattr(
         CachedModel, "_logits", lambda model, residual, products: torch.nn.functional.one_hot(
             torch.full(residual.x.shape[:1], ord("a")), 257

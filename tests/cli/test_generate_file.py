@@ -51,7 +51,7 @@ def test_a_line_has_the_index_of_its_prompt(
     for number, line in enumerate(lines):
         assert line.keys() == {"index", "prompt", "id", "text", "tokens", "finish_reason", "log_probabilities"}
         assert line["finish_reason"] == "length" and len(line["tokens"]) == len(line["log_probabilities"]) == 9
-        # As each gives alone, with the seed of its place.
+        # Each text is what its prompt gives without the others, with the seed of its place.
         alone = generated(capsys, str(run), "--prompt", line["prompt"], *FLAGS, "--seed", str(number))
         assert alone == line["prompt"] + line["text"] + "\n"
     # Everything is there: nothing is loaded and nothing changes.

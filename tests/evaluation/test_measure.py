@@ -1,4 +1,4 @@
-"""What is measured, against models whose answers are known: one that copies, and one that copies from near alone."""
+"""What is measured, against models whose answers are known: one that copies, and one that copies only from near."""
 
 import itertools
 import math
@@ -89,7 +89,7 @@ def test_needles_of_a_depth_lie_in_a_block_in_many_ways(source: str, text: str) 
     for depth, prompts in haystacks.prompts(2048, (0.0, 0.5, 1.0), 16):
         places = []
         for tokens, targets in prompts:
-            # Of the task: the question repeats mark and key. Of text: its last 20 bytes.
+            # The task's question repeats mark and key; a text's is its last 20 bytes.
             first = int(np.flatnonzero(targets >= 0)[0])
             question = tokens[first - 1 : first + 1] if haystacks.is_task else tokens[first - 19 : first + 1]
             found = np.lib.stride_tricks.sliding_window_view(tokens, len(question))

@@ -114,13 +114,13 @@ def test_new_weights_are_drawn_as_ours() -> None:
     ours = DecoderLM(small_config(compressor="mlp", dim=64)).state_dict()
     for name, weight in model.state_dict().items():
         expected = ours[name.removeprefix("model.")]
-        # Seven times the error of a deviation that is estimated twice from so many numbers.
+        # Seven times the error of a deviation that is estimated twice from these numbers.
         assert float(weight.std()) == pytest.approx(float(expected.std()), rel=7 * weight.numel() ** -0.5), name
         assert float(weight.mean()) == pytest.approx(1.0 if name.endswith("norm.weight") else 0.0, abs=0.05), name
 
 
 def test_a_new_index_starts_as_ours(tmp_path: Path) -> None:
-    """Of new weights, and of loaded ones: there by the keys that are read in the blocks it chooses."""
+    """With new weights, and with loaded ones: there by the keys that are read in the blocks it chooses."""
 
     def check(layer: Any, branch: int) -> None:
         keys = layer.k_proj.weight.chunk(layer.branches)[branch]

@@ -135,7 +135,7 @@ def test_padding_of_recorded_chunks_reaches_nobody(
         more = in_pieces(decoder, sequence, tokens[length : length + 2], [1, 1])
         torch.testing.assert_close(more, expected[length : length + 2], rtol=0, atol=1e-11)
         decoder.free(sequence)
-    # Of the longest sequence, 77 tokens, 13 are behind the second chunk.
+    # The longest sequence has 77 tokens, 13 of them behind the second chunk.
     expected_kinds = {(first, length) for first in (0, 32) for length in (4, 8, 16, 32)}
     assert kinds == expected_kinds | {(64, 4), (64, 8), (64, 13)}
     now = [x[pages] for x in decoder.cache._pages] + [x[neighbour.row] for x in decoder.cache._rings]
@@ -267,7 +267,7 @@ def test_ragged_batches_and_forks_equal_one_pass(make_model: Make, options: dict
     # Forks share the full pages of 16 and of 23 tokens.
     decoder = cached(model, 6, num_pages=6 * 8 - 4)
     sequences = [decoder.admit() for _ in range(3)]
-    # After a fork, the texts go on differently.
+    # After a fork, the texts differ.
     texts = [row.tolist() for row in tokens]
     for sequence, text, length in zip(sequences, texts, (5, 16, 23), strict=True):
         decoder.prefill(sequence, text[:length])

@@ -112,7 +112,7 @@ def test_the_youngest_leaves_and_comes_back(model: DecoderLM) -> None:
 
 
 def test_a_prompt_in_the_making_leaves_too(model: DecoderLM) -> None:
-    """It is the youngest; its chunks go on where they were."""
+    """It is the youngest; its chunks continue where they were."""
     short, long = Request(prompt=[1] * 8, max_new_tokens=40), Request(prompt=[2] * 40, max_new_tokens=2)
     expected = alone(model, [short, long], prefill_chunk_size=2)
     engine, _ = make_engine(model, 2, num_pages=8, prefill_chunk_size=2)
@@ -441,7 +441,7 @@ def test_broken_logits_end_their_sequence_alone(make_model: Make) -> None:
     model = make_model().float()
     requests = [Request(prompt=[i, i], max_new_tokens=4, sampling=Sampling(temperature=0)) for i in range(6)]
     expected = alone(model, requests)
-    # Of one sequence, the first token; nobody else ever reads it.
+    # The first token of one sequence; nobody else ever reads it.
     read = [{i, *tokens[:-1]} for i, (tokens, _, _) in enumerate(expected)]
     victim = next(i for i in range(6) if sum(expected[i][0][0] in others for others in read) == 1)
     others = [i for i in range(6) if i != victim]
@@ -534,7 +534,7 @@ def test_stop_tokens_and_strings(make_model: Make) -> None:
     engine, _ = make_engine(model, tokenizer=tokenizer)
     free = engine.complete([Request(prompt=[65, 66], max_new_tokens=30, sampling=Sampling(seed=1))])[0]
     assert free.finish_reason == "length" and len(free.tokens) == 30
-    # The text goes on from the prompt's, as one.
+    # The text continues the prompt's.
     assert "AB" + free.text == tokenizer.decode([65, 66, *free.tokens])
 
     def stopped(**options: Any) -> Completion:

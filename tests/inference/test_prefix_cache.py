@@ -30,7 +30,7 @@ def keys(cache: PrefixCache, prompt: list[int]) -> list[bytes]:
 
 
 def keep(cache: PrefixCache, cached: CachedModel, prompt: list[int]) -> None:
-    """Keep the past of a whole prompt."""
+    """Keep a whole prompt as a prefix."""
     sequence = cached.admit()
     cached.prefill(sequence, prompt)
     cache.keep(keys(cache, prompt), sequence)
@@ -102,7 +102,7 @@ def test_the_last_token_of_a_prompt_goes_through_the_model(model: DecoderLM, len
 
 
 def test_a_request_waits_rather_than_give_up_the_past_that_it_found(model: DecoderLM) -> None:
-    """Of six pages a kept past has one and a running sequence four; the request needs two more."""
+    """A kept prefix has one of six pages and a running sequence four; the request needs two more."""
     _, cached = make_cache(model, num_pages=6)
     engine = Engine(cached)
     engine.complete([Request(prompt=PROMPTS[0][:8], max_new_tokens=1)])
@@ -115,7 +115,7 @@ def test_a_request_waits_rather_than_give_up_the_past_that_it_found(model: Decod
 
 
 def test_pages_of_the_past_that_was_found_are_not_needed_again(model: DecoderLM) -> None:
-    """Of six pages a kept past has three; a prompt of five pages that begins with it needs two of the other three."""
+    """A kept prefix has three of six pages; a prompt of five pages that begins with it needs two of the other three."""
     _, cached = make_cache(model, num_pages=6)
     engine = Engine(cached)
     engine.complete([Request(prompt=PROMPTS[0][:24], max_new_tokens=1)])

@@ -48,7 +48,7 @@ def drawn(logits: Tensor, position: int = 0, **options: Any) -> int:
         ({"top_p": 0.9}, [1, 2, 3]),
         ({"top_p": 1e-9}, [1]),
         ({"top_p": 0.0}, [1]),
-        # Of the three that top-k keeps, two reach 0.8 together.
+        # Two of the three that top-k keeps reach 0.8 together.
         ({"top_k": 3, "top_p": 0.8}, [1, 3]),
         ({"min_p": 0.3}, [1, 3]),
         ({"min_p": 0.1}, [1, 2, 3]),

@@ -141,7 +141,7 @@ def test_the_time_left_follows_the_pace(make_run: MakeRun) -> None:
     run.heartbeats = {}
     run.rows = [{"kind": "train", "step": step, "unix_time_seconds": 1e9 + 2.0 * step} for step in range(10, 101, 10)]
     assert remaining_seconds(run) == pytest.approx(600.0)
-    # A day later it goes on, three times as fast.
+    # A day later it continues, three times as fast.
     day = 1e9 + 86400
     run.rows.append({"kind": "event", "name": "resumed", "step": 100, "unix_time_seconds": day})
     run.rows += [{"kind": "train", "step": 100 + n, "unix_time_seconds": day + 2 / 3 * n} for n in (1, 9)]

@@ -47,7 +47,7 @@ class Served:
         return OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0} | options)  # type: ignore[arg-type]
 
     def alone(self, prompt: list[int], max_new_tokens: int, **options: object) -> str:
-        """The text of one request on an engine of its own."""
+        """The text of one request on an engine without other requests."""
         request = Request(
             prompt=prompt, max_new_tokens=max_new_tokens, stop_tokens=(self.tokenizer.separator,), **options
         )  # type: ignore[arg-type]

@@ -322,7 +322,7 @@ def test_pages_of_allowed_origins_may_ask(decoder: DecoderLM) -> None:
 
 
 def test_a_failure_is_told_without_its_reason(decoder: DecoderLM, capfd: pytest.CaptureFixture[str]) -> None:
-    """And the server goes on; a lack of memory may pass."""
+    """And the server continues; a lack of memory may pass."""
     with serving(decoder) as served:
         healthy = served.model.step
         for errors, expected in (

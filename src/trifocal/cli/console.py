@@ -21,5 +21,5 @@ class SafeConsole(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """The segments of the output."""
         for segment in super().render(renderable, options):
-            # Of no width, so that nothing moves when they are left out.
+            # They take no width: nothing moves when they are left out.
             yield segment if segment.control else Segment(printable(segment.text), segment.style)

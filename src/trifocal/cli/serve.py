@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
 _KEY = "TRIFOCAL_API_KEY"
-# Of the caches, unless the user says how many sequences there are.
+# Size of the caches, unless the user gives the number of sequences.
 _CPU_CACHE_BYTES = 2 * 2**30
 _CHUNK_TOKENS = {"cuda": 1024, "cpu": 256}
 _UNKNOWN_LENGTH = 4096

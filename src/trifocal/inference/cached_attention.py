@@ -157,9 +157,7 @@ def attention_rule(
     tables: LayerTables,
     prepared: Callable[[nn.Module], nn.Module] = lambda phi: phi,
 ) -> AttentionRule:
-    """The rule of a layer; `prepared` copies a learned φ in the type of the products, and is the layer's own unless
-    given.
-    """
+    """The rule of a layer; `prepared` copies a learned φ in the type of the products, else it is the layer's own."""
     compress = learned = None
     plain = True
     if isinstance(attention, ChoosingAttention):

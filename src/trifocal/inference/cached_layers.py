@@ -136,9 +136,8 @@ def _added(
 
 
 def _prepared_linear(linears: list[nn.Linear], dtype: torch.dtype, padding: int = 0) -> tuple[Tensor, Tensor | None]:
-    """Weights and biases of maps that read the same input, one above the other; no bias where none has one.
-
-    The last `padding` outputs are zeros.
+    """Weights and biases of maps that read the same input, one above the other; no bias where none has one. The last
+    `padding` outputs are zeros.
     """
     joined = torch.cat([whole(linear.weight) for linear in linears])
     weight = copied(functional.pad(joined, (0, 0, 0, padding)), dtype)

@@ -15,7 +15,7 @@ from trifocal.models import DecoderLM, ModelConfig
 MAX_SEQUENCES = {"cuda": 256, "cpu": 16}
 _KEPT_PREFIXES = 64
 DEFAULT_TEMPERATURE = 0.8
-"""Of texts that people ask for, where the model names none."""
+"""Temperature of texts for people, where the model names none."""
 
 
 def encode_prompts(

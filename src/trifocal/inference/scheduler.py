@@ -106,10 +106,7 @@ class Scheduler:
             del queue[0]
 
     def short_of_pages(self, states: list[RequestState]) -> bool:
-        """Whether a token more for each of these needs more pages than are free and not meant for a prompt.
-
-        Kept prefixes are given up before.
-        """
+        """Whether a token more for each of these needs more pages than are free, even without kept prefixes."""
         pages = self._model.pages
         needed = pages_for_one_more(pages, (state.cached.table for state in states if state.cached is not None))
         while needed + self._pages_of_prompts() > pages.num_free:

@@ -18,10 +18,7 @@ def process_state(pid: int) -> str:
 
 
 def process_start(pid: int) -> int | None:
-    """Start of a process, in clock ticks since the machine's; None if unknown.
-
-    Process ids are used again; id and start together identify one process.
-    """
+    """When a process started, in clock ticks since boot; with its id it names one process. None if unknown."""
     fields = _fields(pid)
     # starttime is the 22nd field (proc(5)); the list begins with the third.
     return int(fields[19]) if len(fields) > 19 and fields[19].isdecimal() else None

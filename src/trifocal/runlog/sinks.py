@@ -25,11 +25,7 @@ class Sink(Protocol):
 
 
 def check_sinks(names: Iterable[str]) -> None:
-    """Refuse sinks without an installed package.
-
-    Raises:
-        UserError: If a package is missing; names it, and its extra.
-    """
+    """Refuse sinks without an installed package: a UserError that names it, and its extra."""
     for name in names:
         # The package and the extra have the sink's name.
         if importlib.util.find_spec(name) is None:
