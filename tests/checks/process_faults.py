@@ -9,7 +9,7 @@ def late_bound_checkpointing(rank: int) -> None:
     DecoderLM._last_residual = late_bound_residual
 
 
-def last_micro_batch_alone(rank: int) -> None:
+def only_the_last_micro_batch(rank: int) -> None:
     """Under sharding, the gradients of the earlier micro-batches are lost."""
     healthy = Parallel.micro_batch
 

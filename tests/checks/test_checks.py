@@ -266,7 +266,7 @@ def training_that_sees_the_next_token(measure, monkeypatch):
 
 
 @fault("resume-bit-for-bit")
-def weights_alone(measure, monkeypatch):
+def only_weights(measure, monkeypatch):
     """The optimizer starts afresh: its moments are those of the steps since."""
     healthy = train_setup.load_checkpoint
 
@@ -292,7 +292,7 @@ def late_binding_in_every_process(measure, _):
 
 
 def test_parallel_gradients_find_a_lost_micro_batch():
-    found = training_checks.parallel_gradients(CPU, prepare="tests.checks.process_faults:last_micro_batch_alone")
+    found = training_checks.parallel_gradients(CPU, prepare="tests.checks.process_faults:only_the_last_micro_batch")
     assert found.figure > 0.1 and "fsdp" in found.details[0]
 
 

@@ -258,7 +258,7 @@ def test_a_folder_of_a_sweep_gets_its_number(tmp_path: Path, monkeypatch: pytest
         numbered(config)
 
 
-def test_a_real_process_stops_saves_and_goes_on(tmp_path: Path, capsys: Capture) -> None:
+def test_a_real_process_stops_saves_and_continues(tmp_path: Path, capsys: Capture) -> None:
     write_documents(tmp_path / "text")
     text = TOML.format(directory="run", text="text").replace("steps = 6", "steps = 900", 1)
     (tmp_path / "tiny.toml").write_text(text)

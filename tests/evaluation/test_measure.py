@@ -75,7 +75,7 @@ def test_a_model_that_copies_finds_every_needle(source: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("source", ["text", "needle"])
-def test_a_model_that_sees_the_near_past_finds_late_needles_alone(source: str, text: str) -> None:
+def test_a_model_that_sees_the_near_past_finds_only_late_needles(source: str, text: str) -> None:
     """The needle and the question are 31 bytes each in text, 6 tokens each in the task."""
     model = copying(text if source == "text" else source, sees=88)
     rows = {row["depth"]: row for row in measure_needles(model, 160, (0.0, 0.25, 1.0), 2)}

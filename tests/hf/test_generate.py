@@ -164,7 +164,7 @@ def test_tokens_that_are_guessed_and_taken_back(model: TrifocalForCausalLM, rows
     assert torch.equal(generate(model, prompt, prompt_lookup_num_tokens=12), expected)
 
 
-def test_a_conversation_goes_on_with_its_cache(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:
+def test_a_conversation_continues_with_its_cache(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:
     cache = DynamicCache(config=model.config)
     first = generate(model, rows[0][None], past_key_values=cache)
     # Embedded prompts, as PEFT's prompt tuning gives them; and a cache need not know the configuration.

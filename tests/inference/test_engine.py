@@ -438,7 +438,7 @@ def test_who_needs_no_more_pages_keeps_nobody_waiting(model: DecoderLM) -> None:
     assert len(engine.step()) == 2
 
 
-def test_broken_logits_end_their_sequence_alone(make_model: Make) -> None:
+def test_broken_logits_end_only_their_sequence(make_model: Make) -> None:
     model = make_model().float()
     requests = [Request(prompt=[i, i], max_new_tokens=4, sampling=Sampling(temperature=0)) for i in range(6)]
     expected = alone(model, requests)

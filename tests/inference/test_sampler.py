@@ -159,7 +159,7 @@ def test_log_probabilities_are_those_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
-def test_broken_logits_give_no_token_and_leave_the_others_alone(broken: float) -> None:
+def test_broken_logits_give_no_token_and_change_no_other(broken: float) -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     settings = [settings_of([Sampling(seed=i, top_k=9) for i in range(3)], 50) for _ in range(2)]
     expected = draw(logits, settings[0], torch.arange(3), filtered=True)

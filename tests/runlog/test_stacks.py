@@ -31,7 +31,7 @@ def wait_here(started: threading.Event, stop: threading.Event) -> None:
     stop.wait()
 
 
-def test_a_signal_writes_every_threads_stack_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_signal_writes_every_threads_stack_and_the_run_continues(tmp_path: Path) -> None:
     started, stop = threading.Event(), threading.Event()
     other = threading.Thread(target=wait_here, args=(started, stop))
     other.start()
