@@ -51,8 +51,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "selected": {"attention": "selected"},
     "selected, index": {"attention": "selected", "chooser": "index"},
     "window, dense": {"layer_types": ("window", "dense"), "sliding_window": 9},
+    # Of two processes a chunk is longer than the window, of four it is shorter.
+    "window, selected, index": {"layer_types": ("window", "selected"), "chooser": "index", "sliding_window": 20},
 }
-TAUGHT = ("nsa, index", "selected, index")
+TAUGHT = ("nsa, index", "selected, index", "window, selected, index")
 
 
 class Choices(TorchDispatchMode):
@@ -121,7 +123,14 @@ def runs_alone(processes: DistributedContext) -> list[Found]:
 
 def difference(case: Case, alone: Found, shard: ContextShard, group: dist.ProcessGroup) -> dict[str, Any]:
     """What the processes of a group differ by from one process, relative to the largest entry."""
-    together = run(case, shard)
+    received: list[int] = []
+
+    def counted(*given: Any) -> list[Tensor]:
+        found = shard.gather(*given)
+        received.append(sum(x.nbytes for x in found))
+        return found
+
+    together = run(case, dataclasses.replace(shard, gather=counted))
 
     def summed(x: Tensor) -> Tensor:
         x = x.clone()
@@ -143,6 +152,8 @@ def difference(case: Case, alone: Found, shard: ContextShard, group: dist.Proces
         "choices differ": len(chosen) != len(alone[2])
         or any(not torch.equal(a.int(), b) for a, b in zip(chosen, alone[2], strict=True)),
         "share": relative(together[0], alone[0]),
+        # The first exchange is of counts; those of activation checkpointing repeat the others.
+        "received": received[1 : 1 + small_config(**case.changes).num_layers],
     }
 
 

@@ -69,14 +69,21 @@ def test_without_targets_each_process_has_whole_sequences() -> None:
         assert other.context is None and model.context is not None
 
 
-@pytest.mark.parametrize("kind", [{}, {"chooser": "index"}, {"attention": "selected"}, {"attention": "dense"}], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {}, {"chooser": "index"}, {"attention": "selected"}, {"attention": "dense"},
+        {"layer_types": ("window", "dense"), "sliding_window": 5},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_a_layer_has_one_exchange(kind: dict[str, Any]) -> None:
     """A compiler may change the order of several, and in another way in each process: they would not match."""
     model, calls = DecoderLM(small_config(**kind)), []
 
-    def gather(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def gather(xs: Sequence[torch.Tensor], past: int = 0) -> list[torch.Tensor]:
         calls.append(len(xs))
-        return [torch.cat((x, x), 1) for x in xs]
+        return [x[:, :past] if past else torch.cat((x, x), 1) for x in xs]
 
     model.context = ContextShard(0, 2, gather)
     tokens, layers = random_tokens((1, 24), 64, torch.device("cpu")), model.config.num_layers

@@ -53,7 +53,7 @@ def test_compressed_blocks_are_placed_once_for_all_layers(lengths: list[int], de
     assert [part.data_ptr() for part in kept] == [part.data_ptr() for part in placed.slots]
     finer = geometry(4, 4, 16, 3, 1, 1, 11)
     assert torch.equal(first_compressed_blocks(placed, finer), first_compressed_blocks(documents, finer))
-    assert placed.first(1).placed_blocks(RULES) is None
+    assert placed.part(0, 1).placed_blocks(RULES) is None
 
 
 @each_pack

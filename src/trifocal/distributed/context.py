@@ -1,14 +1,15 @@
 """Context parallelism: the exchange of keys between the processes that share each sequence.
 
 The exchange is an operator with a backward that is one too, so that compilers see only shapes. Its collectives are an
-all-gather of the keys forward, and a reduce-scatter of their gradients backward, in the keys' type.
+all-gather of the keys forward, and a reduce-scatter of their gradients backward, in the keys' type. Windows need only
+the tokens in front of each chunk, which neighbours have: these go from process to process, both ways.
 
 One call exchanges all keys and values of a layer. While one tensor is on its way, another is put in order. And a
 compiler, which may change the order of operators and sees other shapes in each process, finds one exchange in a layer
 and not six, whose order must be the same everywhere.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -84,19 +85,87 @@ def _(xs: list[Tensor], group: str, size: int) -> list[Tensor]:
     return [x.new_empty(x.shape[0], x.shape[1] // size, *x.shape[2:]) for x in xs]
 
 
+@torch.library.custom_op("trifocal::gather_halo", mutates_args=(), tags=(torch.Tag.flexible_layout,))
+def gather_halo(xs: list[Tensor], past: int, group: str, rank: int, size: int) -> list[Tensor]:
+    """The `past` tokens in front of both local chunks, each [B, T, ...] -> [B, H, ...]; none of the first chunk.
+
+    Those in front of the early chunk come from the process before, which wants those at the end of the late one; and
+    the other way round from the process behind, or in the last process from itself.
+    """
+    splits = _halo_splits(past, rank, size)
+
+    def start(x: Tensor) -> Tensor:
+        early, late = (chunk[:, chunk.shape[1] - past :] for chunk in x.chunk(2, dim=1))
+        sent = torch.cat((late, early), dim=1) if rank else early
+        return _collectives.all_to_all_single(sent.transpose(0, 1).contiguous(), splits, splits, group)  # type: ignore[no-any-return]
+
+    def end(rows: Tensor) -> Tensor:
+        return _collectives.wait_tensor(rows).transpose(0, 1).contiguous()  # type: ignore[no-any-return]
+
+    return _one_ahead(xs, start, end)
+
+
+def _halo_splits(past: int, rank: int, size: int) -> list[int]:
+    """Tokens that go to each process; as many come from it."""
+    partners = {*([rank - 1] if rank else []), min(rank + 1, size - 1)}
+    return [past if other in partners else 0 for other in range(size)]
+
+
+@gather_halo.register_fake
+def _(xs: list[Tensor], past: int, group: str, rank: int, size: int) -> list[Tensor]:
+    count = sum(_halo_splits(past, rank, size))
+    return [x.new_empty(x.shape[0], count, *x.shape[2:]) for x in xs]
+
+
+@torch.library.custom_op("trifocal::scatter_halo", mutates_args=(), tags=(torch.Tag.flexible_layout,))
+def scatter_halo(xs: list[Tensor], past: int, num_local: int, group: str, rank: int, size: int) -> list[Tensor]:
+    """The way back of `gather_halo`, each [B, H, ...] -> [B, T, ...], T = `num_local`."""
+    splits = _halo_splits(past, rank, size)
+
+    def start(x: Tensor) -> Tensor:
+        return _collectives.all_to_all_single(x.transpose(0, 1).contiguous(), splits, splits, group)  # type: ignore[no-any-return]
+
+    def end(rows: Tensor) -> Tensor:
+        arrived = _collectives.wait_tensor(rows).transpose(0, 1)
+        d_x = arrived.new_zeros(arrived.shape[0], num_local, *arrived.shape[2:])
+        early, late = d_x.chunk(2, dim=1)
+        early[:, early.shape[1] - past :] = arrived[:, arrived.shape[1] - past :]
+        if rank:
+            late[:, late.shape[1] - past :] = arrived[:, :past]
+        return d_x
+
+    return _one_ahead(xs, start, end)
+
+
+@scatter_halo.register_fake
+def _(xs: list[Tensor], past: int, num_local: int, group: str, rank: int, size: int) -> list[Tensor]:
+    return [x.new_empty(x.shape[0], num_local, *x.shape[2:]) for x in xs]
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, ctx.group, ctx.size = inputs
+    xs, *ctx.where = inputs
+    ctx.num_local = xs[0].shape[1]
     # Keys that only choose may have no gradient.
     ctx.set_materialize_grads(False)
 
 
-def _scatter(ctx: Any, d_xs: list[Tensor | None]) -> tuple[list[Tensor | None], None, None]:
+def _backward(ctx: Any, d_xs: list[Tensor | None], scatter: Callable[[list[Tensor]], list[Tensor]]) -> tuple[Any, ...]:
     wanted = [d if needed else None for d, needed in zip(d_xs, ctx.needs_input_grad[0], strict=True)]
-    found = iter(scatter_context([d for d in wanted if d is not None], ctx.group, ctx.size))
-    return [None if d is None else next(found) for d in wanted], None, None
+    found = iter(scatter([d for d in wanted if d is not None]))
+    return [None if d is None else next(found) for d in wanted], *(None for _ in ctx.where)
+
+
+def _scatter(ctx: Any, d_xs: list[Tensor | None]) -> tuple[Any, ...]:
+    return _backward(ctx, d_xs, lambda xs: scatter_context(xs, *ctx.where))
+
+
+def _scatter_halo(ctx: Any, d_xs: list[Tensor | None]) -> tuple[Any, ...]:
+    past, *group = ctx.where
+    return _backward(ctx, d_xs, lambda xs: scatter_halo(xs, past, ctx.num_local, *group))
 
 
 gather_context.register_autograd(_scatter, setup_context=_keep)
+gather_halo.register_autograd(_scatter_halo, setup_context=_keep)
 
 
 def make_context_shard(processes: DistributedContext, size: int) -> ContextShard:
@@ -105,4 +174,11 @@ def make_context_shard(processes: DistributedContext, size: int) -> ContextShard
     """
     # A mesh would split the NCCL communicator, and PyTorch then warns about the options that Gloo does not know.
     name = dist.new_subgroups(size)[0].group_name
-    return ContextShard(processes.rank % size, size, lambda xs: gather_context(list(xs), name, size))  # type: ignore[no-any-return]
+    rank = processes.rank % size
+
+    def gather(xs: Sequence[Tensor], past: int = 0) -> list[Tensor]:
+        found: list[Tensor]
+        found = gather_halo([*xs], past, name, rank, size) if past else gather_context([*xs], name, size)
+        return found
+
+    return ContextShard(rank, size, gather)

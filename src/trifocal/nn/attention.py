@@ -205,15 +205,17 @@ class DenseAttention(AttentionBase):
             return self.o_proj(cache.attend(self, q, [k], [v]).flatten(2))
         rotary = self._exact_tables(rotary, x, documents, local_tokens)
         q, k = (rotate(states, rotary.cos, rotary.sin) for states in (q, k))
-        if local_tokens is not None:
-            k, v = local_tokens.shard.gather((k, v))
-        o = joined(
-            [
-                self._attend(chunk.queries(q), chunk.keys(k), chunk.keys(v), chunk.documents)
-                for chunk in chunks_of(x, documents, local_tokens)
-            ]
-        )
+        if local_tokens is None:
+            o = self._attend(q, k, v, documents)
+        else:
+            seen = self._seen((k, v), local_tokens)
+            o = joined([self._attend(chunk.queries(q), k, v, chunk.documents) for chunk, (k, v) in seen])
         return self.o_proj(o.flatten(2))
+
+    def _seen(self, xs: tuple[Tensor, Tensor], local_tokens: TokenShard) -> list[tuple[Chunk, list[Tensor]]]:
+        """For each chunk of this process's keys and values, those of all processes that its queries see."""
+        gathered = local_tokens.shard.gather(xs)
+        return [(chunk, [chunk.keys(x) for x in gathered]) for chunk in local_tokens.chunks]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         """q [B, T, H, D], k [B, S, G, D], v [B, S, G, V] -> [B, T, H, V]."""
@@ -246,6 +248,9 @@ class WindowAttention(DenseAttention):
         check_whole_number("window_size", window_size, 1, LARGEST_SIZE)
         check_backend(backend)
         self.window_size, self.backend = window_size, backend
+
+    def _seen(self, xs: tuple[Tensor, Tensor], local_tokens: TokenShard) -> list[tuple[Chunk, list[Tensor]]]:
+        return local_tokens.windows(xs, self.window_size)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         return window_attention(q, k, v, self.window_size, cu_seqlens=documents, backend=self.backend)

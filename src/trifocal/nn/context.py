@@ -2,8 +2,9 @@
 
 A sequence is cut into `2N` equal chunks for `N` processes. Process `i` has chunk `i` and chunk `2N - 1 - i`: the work
 of a query grows with its position, so all have the same work. Projections, norms and MLPs see only local tokens.
-Attention gathers the keys of all processes. A chunk's queries are then the last positions of the keys up to the chunk's
-end, as every operation takes them (`T < S`); so a layer attends once for each chunk, and is exact.
+Attention gathers the keys of all processes; for a window, only those in front of a chunk. A chunk's queries are then
+the last positions of the keys up to the chunk's end, as every operation takes them (`T < S`); so a layer attends once
+for each chunk, and is exact.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,13 +21,15 @@ from trifocal.ops import Documents
 class ContextShard:
     """A process's place among those that share each sequence: number `rank` of `size`, N.
 
-    `gather` collects the local tokens of every process, for each of some tensors, [B, T, ...] -> [B, S, ...] in the
-    order of the sequence; differentiable: its backward pass sums the gradients of all processes.
+    `gather(xs)` collects the local tokens of every process, for each of some tensors, [B, T, ...] -> [B, S, ...] in the
+    order of the sequence. `gather(xs, past)` collects only the `past` tokens, of one chunk at most, in front of both
+    local chunks, one behind the other; the first chunk of a sequence has none. Differentiable: the backward pass sums
+    the gradients of all processes.
     """
 
     rank: int
     size: int
-    gather: Callable[[Sequence[Tensor]], list[Tensor]]
+    gather: Callable[..., list[Tensor]]
 
     @property
     def num_chunks(self) -> int:
@@ -97,10 +100,30 @@ class TokenShard(NamedTuple):
         length = num_tokens // shard.num_chunks
         ends = length * (shard.rank + 1), num_tokens - length * shard.rank
         chunks = tuple(
-            Chunk(place * length, (place + 1) * length, end, None if documents is None else documents.first(end))
+            Chunk(place * length, (place + 1) * length, end, None if documents is None else documents.part(0, end))
             for place, end in enumerate(ends)
         )
         return cls(shard, num_tokens, local_positions, documents, chunks)
+
+    def windows(self, xs: Sequence[Tensor], window_size: int) -> list[tuple[Chunk, list[Tensor]]]:
+        """For each chunk of the local tokens of xs, each [B, T, ...], the tokens that its windows reach, and the chunk
+        with its keys counted from the first of them.
+        """
+        past = window_size - 1
+        is_near = 0 < past <= self.num_tokens // self.shard.num_chunks
+        # A window that is wider than a chunk would need several processes.
+        gathered, found = self.shard.gather(xs, past) if is_near else self.shard.gather(xs), []
+        for chunk in self.chunks:
+            first = max(0, chunk.first_token - past)
+            reach = chunk.first_token - first
+            if is_near:
+                pairs = zip((x[:, :reach] for x in gathered), map(chunk.queries, xs), strict=True)
+                keys, gathered = [torch.cat(pair, dim=1) for pair in pairs], [x[:, reach:] for x in gathered]
+            else:
+                keys = [x[:, first : chunk.num_keys] for x in gathered]
+            documents = None if self.documents is None else self.documents.part(first, chunk.num_keys)
+            found.append((chunk._replace(num_keys=chunk.num_keys - first, documents=documents), keys))
+        return found
 
 
 def chunks_of(x: Tensor, documents: Documents | None, local_tokens: TokenShard | None) -> tuple[Chunk, ...]:

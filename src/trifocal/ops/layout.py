@@ -87,10 +87,15 @@ class Documents(NamedTuple):
             return None
         return self.first_blocks, self.slots
 
-    def first(self, num_tokens: int) -> "Documents":
-        """Only the first tokens: the document that holds the last of them ends there, and those behind are empty."""
-        cu_seqlens, ids = self.cu_seqlens.clamp(max=num_tokens), self.ids[:num_tokens]
-        return Documents(cu_seqlens, ids, self.positions[:num_tokens], self.max_length, aligned=self.aligned)
+    def part(self, begin: int, end: int) -> "Documents":
+        """Only tokens `begin` to `end`: documents that hold the first or the last of them are cut there, and others are
+        empty.
+        """
+        cu_seqlens, ids = self.cu_seqlens.clamp(begin, end) - begin, self.ids[begin:end]
+        positions = self.positions[begin:end]
+        if begin:
+            positions = torch.arange(end - begin, device=ids.device, dtype=torch.int32) - cu_seqlens[ids]
+        return Documents(cu_seqlens, ids, positions, self.max_length, aligned=self.aligned and not begin)
 
     def to(self, device: torch.device | str) -> "Documents":
         """The same on another device, to which a GPU's copy starts without a wait; blocks are placed anew there."""
