@@ -214,9 +214,11 @@ def write_picture(directory: Path, step: int, layers: int) -> None:
         dense[:, t, :, 0] = 255
     gates = np.full((*shape, 3), 128, dtype=np.uint8)
     gates[1:2] = 0, 255, 0  # a layer of selected attention alone
-    layers = list(range(len(gates)))
+    # Behind them a window and a dense layer, in front of the last.
+    layers = [*range(len(gates) - 1), len(gates) + 1]
+    others = [[len(gates) - 1, 12], [len(gates), 0]]
     picture = AttentionPicture(
-        step, GEOMETRY, texts, layers, positions, documents, queries, selected, importance, dense, gates
+        step, GEOMETRY, texts, layers, positions, documents, queries, selected, importance, dense, gates, others
     )
     picture.save(directory / "attention" / f"step_{step:08}.npz")
 

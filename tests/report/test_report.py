@@ -114,7 +114,7 @@ def test_the_picture_shows_the_text_that_a_query_reads(opened: Browser) -> None:
 
 
 def test_layer_group_and_step_of_the_picture_can_be_chosen(opened: Browser) -> None:
-    assert opened.evaluate("[...document.querySelectorAll('.picture select.layer option')].length") == 4
+    assert opened.evaluate("[...document.querySelectorAll('.picture select.layer option')].length") == 6
     script = """(async () => {
       const set = (name, value) => {
         const input = document.querySelector('.picture ' + name);
@@ -128,6 +128,41 @@ def test_layer_group_and_step_of_the_picture_can_be_chosen(opened: Browser) -> N
     assert opened.evaluate(script) == ["200", TEXT[3] if TEXT[3].strip() else "\N{MIDDLE DOT}"]
     assert "hold 100 %" in opened.evaluate("document.querySelector('.reader-head').textContent")
     assert opened.evaluate("document.querySelectorAll('.text .win').length") == 0, "the layer has no window"
+    assert opened.problems == []
+
+
+def test_the_picture_draws_what_a_layer_has(opened: Browser) -> None:
+    """Only selected blocks; a window of 12; everything; three branches."""
+    script = """(async (layer) => {
+      const input = document.querySelector('.picture .layer'), row = document.querySelector('.picture .row');
+      input.value = layer;
+      input.dispatchEvent(new Event('input'));
+      row.value = ROW;
+      row.dispatchEvent(new Event('input'));
+      await new Promise((done) => setTimeout(done, 300));
+      return [
+        [...document.querySelectorAll('.maps figure:not([hidden]) b')].map((title) => title.textContent).join(', '),
+        document.querySelectorAll('.gates > span').length,
+        [...document.querySelectorAll('.text .win')].map((part) => part.textContent).join(''),
+        document.querySelector('.reader-head').textContent.split(': ').at(-1),
+      ];
+    })""".replace("ROW", str(len(TEXT) - 2))
+    last, second = len(TEXT) - 2, TEXT.index("∎") + 1
+    held = "the selected blocks hold 100 % of what full attention weighs"
+    chosen, every = (
+        "Scores that choose, Selected, Full attention",
+        "Scores that choose, Selected, Window, Full attention",
+    )
+    for layer, expected in enumerate(
+        (
+            [chosen, 0, "", held],
+            [every, 3, TEXT[last - 11 : last], held],
+            ["Window", 0, TEXT[last - 11 : last], "the layer reads the last 12 tokens"],
+            ["All tokens", 0, TEXT[second:last], "the layer reads all tokens"],
+        ),
+        start=1,
+    ):
+        assert opened.evaluate(f"{script}({layer})") == expected
     assert opened.problems == []
 
 
@@ -179,7 +214,7 @@ def test_text_of_the_run_cannot_become_part_of_the_page(make_run: MakeRun) -> No
         metrics.write("train", 301, loss=float("nan"))
     for path in (run / "attention").glob("*.npz"):
         picture = read_picture(path)
-        replace(picture, layers=[evil for _ in picture.layers]).save(path)
+        replace(picture, texts=[evil, *picture.texts[1:]]).save(path)
     assert "<script>alert" not in write_report(run).read_text()
 
 

@@ -62,7 +62,7 @@ def test_the_file_gives_back_what_was_written(tmp_path: Path) -> None:
     path = tmp_path / "attention" / "step_00000007.npz"
     picture.save(path)
     again = read_picture(path)
-    for name in ("step", "geometry", "texts"):
+    for name in ("step", "geometry", "texts", "layers", "others"):
         assert getattr(again, name) == getattr(picture, name)
     for name in ("positions", "documents", "queries", "selected", "importance", "dense", "gates"):
         mine, other = getattr(picture, name), getattr(again, name)
@@ -87,7 +87,17 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"step": "3"}, {"texts": None}, {"texts": ["a"]}, {"texts": [math.nan] * LENGTH}, {"layers": None}],
+    [
+        {"step": "3"},
+        {"texts": None},
+        {"texts": ["a"]},
+        {"texts": [math.nan] * LENGTH},
+        {"layers": None},
+        {"layers": ["0", 1, 2]},
+        {"others": 5},
+        {"others": [[1, 2, 3]]},
+        {"others": [1]},
+    ],
     ids=str,
 )
 def test_a_header_that_does_not_fit_is_named(tmp_path: Path, changes: dict[str, Any]) -> None:

@@ -279,19 +279,20 @@ def test_a_model_that_chooses_no_blocks_has_none(changes: dict[str, Any]) -> Non
 
 
 def test_layers_without_choice_are_left_out_and_those_without_gates_have_no_figures_of_them(tmp_path: Path) -> None:
-    model = model_of(layer_types=("dense", "selected", "nsa"), norm_after=True, qk_norm=True, qk_norm_all_heads=True)
+    layers = {"layer_types": ("window", "selected", "nsa"), "sliding_window": 9}
+    model = model_of(**layers, norm_after=True, qk_norm=True, qk_norm_all_heads=True)
     telemetry = AttentionTelemetry(model)
     tokens = torch.arange(LENGTH)[None] % 64
     selected, nsa = telemetry.measure(tokens)
     assert (selected["layer"], nsa["layer"]) == (1, 2)
     assert selected.keys() == nsa.keys()
     assert [name for name in selected if selected[name] is None] == [
-        name for name in selected if name.startswith(("gate_", "heads_"))
+        name for name in selected if name.startswith(("gate_", "heads_", "free_local"))
     ]
     assert 0 < selected["choice_recall"] <= 1 and None not in nsa.values()
-    assert not list(alarms_of(selected | {"free_local_share": 1.0}))
+    assert not list(alarms_of(selected))
     picture = telemetry.picture(1, tokens, ["a"] * LENGTH)
-    assert picture.layers == [1, 2]
+    assert (picture.layers, picture.others) == ([1, 2], [[0, 9]])
     assert (picture.gates[0] == [0, 255, 0]).all() and (picture.gates[1] > 0).all()
     picture.save(tmp_path / "attention" / "picture.npz")
     assert read_picture(tmp_path / "attention" / "picture.npz").layers == [1, 2]

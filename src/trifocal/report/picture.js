@@ -1,12 +1,12 @@
 const makePicture = (box) => {
   const data = JSON.parse(box.querySelector("script").textContent);
-  const { layers, groups, blocks, slots, geometry, texts, positions, documents, queries } = data;
+  const { groups, blocks, slots, geometry, texts, positions, documents, queries } = data;
   const size = geometry.selection_block_size, total = texts.length, rows = queries.length;
   const bytes = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
   const frames = data.frames.map((frame) => ({ step: frame.step, importance: bytes(frame.importance),
     dense: bytes(frame.dense), gates: bytes(frame.gates), selected: new Int16Array(bytes(frame.selected).buffer) }));
   const find = (name) => box.querySelector(name);
-  const state = { frame: frames.length - 1, layer: layers - 1, group: 0, row: Math.round(0.85 * (rows - 1)) };
+  const state = { frame: frames.length - 1, layer: data.layer, group: 0, row: Math.round(0.85 * (rows - 1)) };
   const bin = Math.ceil(total / 256), columns = Math.ceil(total / bin), rowTokens = (total - 1) / Math.max(rows - 1, 1);
   const tip = document.createElement("div");
   tip.className = "tip";
@@ -14,26 +14,32 @@ const makePicture = (box) => {
   box.append(tip);
   let palette = null, busy = false;
 
-  const cell = (row) => (state.layer * rows + row) * groups + state.group;
-  const share = (map, row, block) => (frames[state.frame][map][cell(row) * blocks + block] / 255) ** 2;
+  // Layers of the model: where their arrays lie, or -1 and their window, 0 where they read everything.
+  const index = () => data.shown[state.layer][0], isRecorded = () => index() >= 0;
+  const window = () => isRecorded() ? geometry.window_size : data.shown[state.layer][1] || total;
+  const cell = (row) => (index() * rows + row) * groups + state.group;
+  const share = (map, row, block) =>
+    isRecorded() ? (frames[state.frame][map][cell(row) * blocks + block] / 255) ** 2 : 0;
   const ownBlock = (row) => Math.floor(positions[queries[row]] / size);
   const isForced = (row, block) =>
     block < geometry.num_initial_blocks || block > ownBlock(row) - geometry.num_local_blocks;
   const choiceOf = (row) => {
     const chosen = new Uint8Array(blocks), first = cell(row) * slots;
+    if (!isRecorded()) return chosen;
     for (const block of frames[state.frame].selected.subarray(first, first + slots))
       if (block >= 0) chosen[block] = isForced(row, block) ? 1 : 2;
     return chosen;
   };
   // Relative to an even spread over the blocks so far: half strength at the even share, full at four times it.
   const strength = (value, row) => Math.min(1, Math.sqrt(value * (ownBlock(row) + 1)) / 2);
-  // A layer whose window gate is zero for all queries and heads has no window.
-  const hasWindow = () => {
-    const cells = rows * groups, first = state.layer * cells, gates = frames[state.frame].gates;
-    return gates.subarray(3 * first, 3 * (first + cells)).some((gate, index) => index % 3 === 2 && gate > 0);
+  // A branch whose gate is zero for all queries and heads is none.
+  const hasBranch = (branch) => {
+    const cells = rows * groups, first = index() * cells, gates = frames[state.frame].gates;
+    return gates.subarray(3 * first, 3 * (first + cells)).some((gate, place) => place % 3 === branch && gate > 0);
   };
+  const hasWindow = () => !isRecorded() || hasBranch(2);
   const windowStart = (row, windowed = hasWindow()) => windowed
-    ? queries[row] - Math.min(positions[queries[row]], geometry.window_size - 1) : total + bin;
+    ? queries[row] - Math.min(positions[queries[row]], window() - 1) : total + bin;
   const mapsOf = () => {
     const maps = { cmp: [], slc: [], win: [], dense: [] }, windowed = hasWindow();
     for (let row = 0; row < rows; row++) {
@@ -62,10 +68,14 @@ const makePicture = (box) => {
   const marked = (text) => text.trim() ? text : visible(text).replaceAll(" ", "\u00b7") + (text === "\n" ? text : "");
   const textOf = (from, to) => visible(texts.slice(from, to).join(""));
 
+  const visibleMaps = () => [...box.querySelectorAll("figure:not([hidden]) .map")];
   const draw = (colours, layoutOf, config) => {
     palette = colours;
     const maps = mapsOf(), scale = scales(), axis = { nticks: 4, showgrid: false, zeroline: false };
-    return Promise.all([...box.querySelectorAll(".map")].map(async (div) => {
+    for (const div of box.querySelectorAll(".map"))
+      div.closest("figure").hidden = !(div.dataset.map === "win" ? hasWindow() : isRecorded());
+    find("[data-map=win]").closest("figure").querySelector("b").textContent = window() < total ? "Window" : "All tokens";
+    return Promise.all(visibleMaps().map(async (div) => {
       const name = div.dataset.map, top = name === "slc" ? 2 : 1;
       const trace = { type: "heatmap", z: maps[name], x0: (bin - 1) / 2, dx: bin, y0: 0, dy: rowTokens, zmin: 0,
         zmax: top, colorscale: scale[name], showscale: false, hoverinfo: "none" };
@@ -91,9 +101,11 @@ const makePicture = (box) => {
     const lines = [
       ["b", `Tokens ${from}\u2013${to - 1} for query ${query}, \u201c${visible(texts[query])}\u201d`],
       ["code", textOf(from, to)],
-      ["div", `score ${percent(share("importance", row, block))} \u00b7 ${status}`
-        + ` \u00b7 full attention ${percent(share("dense", row, block))}`
-        + (to > windowStart(row) ? " \u00b7 in the window" : "")],
+      ["div", [
+        ...(isRecorded() ? [`score ${percent(share("importance", row, block))}`, status,
+          `full attention ${percent(share("dense", row, block))}`] : []),
+        ...(hasWindow() ? [to > windowStart(row) ? "in the window" : "not in the window"] : []),
+      ].join(" \u00b7 ")],
     ];
     tip.replaceChildren(...lines.map(([tag, text]) => {
       const element = document.createElement(tag);
@@ -115,7 +127,7 @@ const makePicture = (box) => {
     busy = true;
     requestAnimationFrame(() => {
       busy = false;
-      for (const div of box.querySelectorAll(".map")) Plotly.relayout(div, { shapes: rowMark() });
+      for (const div of visibleMaps()) Plotly.relayout(div, { shapes: rowMark() });
       read();
     });
   };
@@ -147,9 +159,11 @@ const makePicture = (box) => {
     let held = 0;
     for (let block = 0; block < blocks; block++) held += chosen[block] ? share("dense", row, block) : 0;
     find(".reader-head").textContent = `token ${query} of ${total}, \u201c${visible(texts[query])}\u201d: `
-      + `the selected blocks hold ${percent(Math.min(1, held))} of what full attention weighs`;
+      + (isRecorded() ? `the selected blocks hold ${percent(Math.min(1, held))} of what full attention weighs`
+        : window() < total ? `the layer reads the last ${window()} tokens` : "the layer reads all tokens");
     find(".frame-label").textContent = frames[state.frame].step.toLocaleString("en");
-    const branches = [["compressed", "cmp"], ["selected", "slc"], ["window", "win"]];
+    const isGated = isRecorded() && (hasBranch(0) || hasBranch(2));
+    const branches = isGated ? [["compressed", "cmp"], ["selected", "slc"], ["window", "win"]] : [];
     find(".gates").replaceChildren(...branches.map(([label, name], branch) => {
       const gate = frames[state.frame].gates[cell(row) * 3 + branch] / 255, line = document.createElement("span");
       line.innerHTML = `<span>${label} gate ${gate.toFixed(2)}</span><i><b></b></i>`;

@@ -40,8 +40,9 @@ def pictures_of(run: Run) -> list[AttentionPicture]:
 def picture_card(pictures: list[AttentionPicture]) -> str:
     """The picture with its controls, as HTML for picture.js, of at least one picture of a run."""
     last = pictures[-1]
-    num_layers, _, num_groups, num_blocks = last.importance.shape
-    layers = _select("layer", last.layers, num_layers - 1)
+    _, _, num_groups, num_blocks = last.importance.shape
+    shown = _shown(last)
+    layers = _select("layer", [*shown], [*shown].index(last.layers[-1]))
     groups = _select("group", list(range(num_groups)), 0)
     frames = len(pictures) - 1
     hidden = " hidden" if frames == 0 else ""
@@ -91,9 +92,11 @@ def _select(name: str, labels: list[int], selected: int) -> str:
 
 def _data(pictures: list[AttentionPicture]) -> dict[str, Any]:
     last = pictures[-1]
-    num_layers, _, num_groups, num_blocks = last.importance.shape
+    _, _, num_groups, num_blocks = last.importance.shape
+    shown = _shown(last)
     return {
-        "layers": num_layers,
+        "shown": [*shown.values()],
+        "layer": [*shown].index(last.layers[-1]),
         "groups": num_groups,
         "blocks": num_blocks,
         "slots": last.selected.shape[-1],
@@ -115,11 +118,18 @@ def _data(pictures: list[AttentionPicture]) -> dict[str, Any]:
     }
 
 
+def _shown(picture: AttentionPicture) -> dict[int, tuple[int, int]]:
+    """Of each layer of the model, by number: the place of its arrays and 0; or -1 and its window, 0 for everything."""
+    shown = {number: (place, 0) for place, number in enumerate(picture.layers)}
+    return dict(sorted((shown | {number: (-1, window) for number, window in picture.others}).items()))
+
+
 def _base64(array: NDArray[Any]) -> str:
     return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
 
 
 def _same_scene(picture: AttentionPicture, other: AttentionPicture) -> bool:
     same_shape = picture.importance.shape == other.importance.shape and picture.selected.shape == other.selected.shape
-    same_layers = picture.layers == other.layers and picture.geometry == other.geometry
+    names = ("layers", "others", "geometry")
+    same_layers = all(getattr(picture, name) == getattr(other, name) for name in names)
     return same_shape and same_layers and picture.texts == other.texts

@@ -8,7 +8,7 @@ pickles; well under 1 MB); docs/diagnostics.md has its arrays. The window needs 
 import io
 import json
 import zipfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from trifocal.paths import read_file
 from trifocal.runlog.whole_files import write_whole
 from trifocal.telemetry.maps import LayerAttention, choosing_shares, full_attention_shares
 
-VERSION = 1
+VERSION = 2
 _MAX_QUERIES, _MIN_QUERIES = 128, 32
 _MAX_CELLS = 2**20
 """Bytes of one map before compression, as far as _MIN_QUERIES allow."""
@@ -56,10 +56,13 @@ class AttentionPicture:
     importance: NDArray[np.uint8]
     dense: NDArray[np.uint8]
     gates: NDArray[np.uint8]
+    others: list[list[int]] = field(default_factory=list)
+    """Layers without arrays, as they choose no blocks: number and window; 0 where they read everything."""
 
     def save(self, path: Path) -> None:
         """Write the file; readers never see a partial file. Raises OSError if writing fails."""
         header = {"version": VERSION, "step": self.step, "texts": self.texts, "layers": self.layers}
+        header["others"] = self.others
         header["geometry"] = asdict(self.geometry)
         content = io.BytesIO()
         arrays: dict[str, NDArray[Any]] = {name: getattr(self, name) for name in _ARRAYS}
@@ -84,7 +87,8 @@ def read_picture(path: Path) -> AttentionPicture:
             raise ValueError(f"expected version {VERSION}, got {header['version']}")
         _check(header, arrays)
         geometry = Geometry(**header["geometry"])
-        picture = AttentionPicture(header["step"], geometry, header["texts"], header["layers"], **arrays)
+        names = ("step", "texts", "layers", "others")
+        picture = AttentionPicture(geometry=geometry, **{name: header[name] for name in names}, **arrays)
     except Exception as error:  # A damaged archive raises many kinds of errors.
         raise UserError(f"cannot read the attention picture {path} ({one_line(error)}); remove it") from error
     return picture
@@ -92,11 +96,14 @@ def read_picture(path: Path) -> AttentionPicture:
 
 def _check(header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
     """Refuse a header or arrays that do not fit together, with a ValueError."""
-    texts, layers = header["texts"], header["layers"]
-    if type(header["step"]) is not int or not isinstance(texts, list) or not isinstance(layers, list):
-        raise ValueError("expected a step, a list of texts and a list of layers")
+    texts, layers, others = header["texts"], header["layers"], header["others"]
+    if type(header["step"]) is not int or not all(isinstance(part, list) for part in (texts, layers, others)):
+        raise ValueError("expected a step, and lists of texts, layers and others")
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("expected texts of tokens")
+    numbers = [*layers, *(part for pair in others for part in (pair if isinstance(pair, list) else [pair]))]
+    if not all(type(number) is int for number in numbers) or len(numbers) != len(layers) + 2 * len(others):
+        raise ValueError("expected numbers of layers, and of others with their windows")
     sizes = {"T": len(texts), "L": len(layers), "3": 3}
     for name, (letters, dtype) in _ARRAYS.items():
         array = arrays[name]

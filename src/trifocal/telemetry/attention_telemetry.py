@@ -120,7 +120,15 @@ class AttentionTelemetry:
         else:
             positions, ids = documents.positions.cpu().numpy(), documents.ids.cpu().numpy()
         on_host = queries.to(torch.int32).cpu().numpy()
-        return AttentionPicture(step, geometry, texts, list(self.layers), positions, ids, on_host, **maps)
+        config = self.model.config
+        others = [
+            [number, config.window_of_layers if kind == "window" else 0]
+            for number, kind in enumerate(config.attention_of_layers)
+            if number not in self.layers
+        ]
+        return AttentionPicture(
+            step, geometry, texts, list(self.layers), positions, ids, on_host, **maps, others=others
+        )
 
     def choices(self, tokens: Tensor, queries: Tensor) -> Tensor:
         """Run a sequence [1, T] through the model; the blocks that some queries choose, [layers, Q, G, N], -1 pads."""
@@ -280,7 +288,7 @@ def alarms_of(row: Row) -> Iterator[tuple[tuple[str, int, str], str]]:
             sentence = f"layer {layer}: the {branch} gate is saturated, its entropy is {entropy:.4f} nats"
             yield ("gate_saturated", layer, branch), sentence
     # Without gates there is no window branch to read them.
-    if row["gate_mean_win"] is not None and row["free_local_share"] > LOCAL_SHARE:
+    if row["free_local_share"] is not None and row["free_local_share"] > LOCAL_SHARE:
         sentence = f"layer {layer}: {row['free_local_share']:.0%} of the free choices lie inside the window"
         yield ("choices_local", layer, ""), sentence
 

@@ -23,12 +23,15 @@ _SAMPLED_PAIRS = 128
 
 
 def attention_statistics(layer: LayerAttention) -> dict[str, Tensor]:
-    """The figures of the three functions below."""
-    return {
+    """The figures of the three functions below, NaN where they are of branches that the layer has not."""
+    found = {
         **gate_statistics(layer.gates),
         **selection_statistics(layer.selected, layer.geometry, layer.documents),
         **choice_statistics(layer),
     }
+    # Without gates there is no window.
+    found["free_local_share"] = found["free_local_share"].where(~found["gate_mean_win"].isnan(), torch.nan)
+    return found
 
 
 def gate_statistics(gates: Tensor) -> dict[str, Tensor]:
