@@ -255,35 +255,6 @@ def endless_hook():
     TrainStep.run = wrapped
 
 
-def slow_compiler():
-    """torch.compile with a compiler that takes far longer than a stall may, in the first step and once more later.
-
-    Its code takes a while as well: the phase continues when the compiler has ended, at the compiler's age.
-    """
-    quick_stalls(2.0)
-    slow = [True]
-
-    def compiler(graph, inputs):
-        if not slow[0]:
-            return graph
-        slow[0] = False
-        time.sleep(4)
-
-        def call(*arguments):
-            time.sleep(0.3)
-            return graph(*arguments)
-
-        return call
-
-    def action(step):
-        if step == 4:
-            slow[0] = True
-            torch._dynamo.reset()
-
-    torch.compile = functools.partial(torch.compile, backend=compiler)
-    before_step(action)
-
-
 def full_disk():
     """The disk of the run fills up in step 3, stays full through a stall, and has room again in step 6."""
     quick_stalls(0.5)

@@ -1,23 +1,25 @@
-"""Real runs, broken: an endless loop is stalled, a compiler is not, a full disk stops nothing."""
+"""Real runs, broken: an endless loop is stalled, a full disk stops nothing."""
 
+import os
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.children import environment
 from tests.distributed.test_faults import QUICK, Case
 from tests.distributed.test_faults import case as case
 from tests.written_runs import wait_for
 from trifocal.errors import UserError
-from trifocal.runlog import read_metrics
+from trifocal.runlog import Heartbeat, read_metrics
 from trifocal.runlog.run import read_run
-from trifocal.runlog.stalls import verdict
 from trifocal.runlog.stalls.verdict import Verdict, judge
 
 OFTEN = ("--log.heartbeat_seconds", "0.2")
@@ -57,32 +59,18 @@ def test_an_endless_loop_in_a_backward_hook_of_one_rank_is_stalled_and_named(cas
     assert "stalled" in [row["name"] for row in read_metrics(case.run / "metrics.jsonl", "event")]
 
 
-def test_a_compiler_is_neither_slow_nor_stalled(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The compiler takes 4 s, far beyond this and beyond the limit of a stall; a busy machine's pauses do not.
-    monkeypatch.setattr(verdict, "SLOW_SECONDS", 2.0)
-    # Little to trace: only the compiler is slow.
-    small = ("--model.num_layers", "1", "--model.attention", "dense", "--data.source", "synthetic")
-    flags = ("--train.compile", "true", "--train.steps", "5", *small, *OFTEN)
-    workers = case.start("slow_compiler", *flags, mode="auto", size=1)
-    seen: list[Verdict] = []
-    while workers.processes[0].poll() is None:
-        found = verdicts(case.run).get(0)
-        if found is not None and (not seen or found != seen[-1]):
-            seen.append(found)
-        time.sleep(0.1)
-    (end,) = workers.join()
-    assert end.status == 0, end.error
-    compiling = [found for found in seen if found.reason.startswith("compiling in ")]
-    # In the first step, under its own name, and later, in the middle of a forward pass.
-    assert any(found.reason.startswith("compiling in compile") for found in compiling), seen
-    assert any(found.reason.startswith("compiling in forward") for found in compiling), seen
-    # Other phases may be held up by whatever else this machine does.
-    ordinary = ("in data", "in backward", "in optimizer", "data takes", "backward takes", "optimizer takes")
-    late = [found for found in seen if found.state in ("slow", "stalled")]
-    assert not [found for found in late if not found.reason.startswith(ordinary)], seen
-    # Between the compiler's end and the end of the phase that it held up.
-    assert any(found.state == "running" and found.reason.startswith("in forward, usually") for found in seen), seen
-    assert not list(case.run.glob("dumps/stalled_*"))
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiler_of_pytorch_is_told_from_a_stall() -> None:
+    heartbeat, seen = Heartbeat(Path(os.devnull)), []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        # In the heartbeat's thread, as in a run.
+        seen.append(pool.submit(heartbeat.snapshot).result()["compiling"])
+        return graph
+
+    with ThreadPoolExecutor(1) as pool:
+        torch.compile(lambda x: x + 1, backend=compiler)(torch.ones(1))
+        assert seen == [True] and not pool.submit(heartbeat.snapshot).result()["compiling"]
 
 
 def can_mount() -> bool:
