@@ -101,35 +101,21 @@ def test_a_circle_is_found(tmp_path):
     ]
 
 
-LIBRARY = "trifocal.ops, trifocal.nn, trifocal.models, trifocal.inference"
-
-
-def test_public_names_are_there_after_import_and_nothing_is_loaded_before():
+def test_public_names_are_loaded_when_they_are_used():
+    """Neither PyTorch for `trifocal --help`, nor Triton or CUDA for the library."""
     code = (
-        "import trifocal, sys; before = 'torch' in sys.modules; names = dir(trifocal); "
-        "print(before, 'torch' in sys.modules, set(trifocal.__all__) <= set(names)); "
-        "from trifocal import DecoderLM, Geometry, NSAttention, generate, load_model, load_tokenizer; "
-        "from trifocal import nsa, nsa_attention; "
+        "import contextlib, io, sys, trifocal, trifocal.cli as cli\n"
+        "with contextlib.redirect_stdout(io.StringIO()): cli.main(['--help'])\n"
+        "print('torch' in sys.modules, set(trifocal.__all__) <= set(dir(trifocal)))\n"
+        "import torch, trifocal.ops, trifocal.nn, trifocal.models, trifocal.inference\n"
+        "print('triton' in sys.modules, torch.cuda.is_initialized())\n"
+        "from trifocal import DecoderLM, Geometry, NSAttention, generate, load_model, load_tokenizer\n"
+        "from trifocal import nsa, nsa_attention\n"
         "print(trifocal.nn.NSAttention is NSAttention, trifocal.generate is generate); help(trifocal)"
     )
-    modules, names, *text = python(code).splitlines()
-    assert (modules, names) == ("False False True", "True True")
-    assert "nsa_attention" in "\n".join(text)
-
-
-def test_import_takes_no_triton_and_no_cuda():
-    code = (
-        f"import torch, trifocal, {LIBRARY}, sys; trifocal.nsa_attention; "
-        "print('triton' in sys.modules, torch.cuda.is_initialized())"
-    )
-    assert python(code) == "False False"
-
-
-def test_command_line_answers_without_torch():
-    """`trifocal --help` is not worth waiting for."""
-    assert python("import sys, trifocal.cli as cli; cli.main(['--help']); print('torch' in sys.modules)").endswith(
-        "False"
-    )
+    *found, text = python(code).split("\n", 3)
+    assert found == ["False True", "False False", "True True"]
+    assert "nsa_attention" in text
 
 
 def test_optional_packages_are_imported_lazily():

@@ -107,8 +107,6 @@ def test_compiling_and_recording_err_no_more_than_eager_passes(model, tmp_path, 
 @pytest.mark.parametrize(
     ("options", "checkpointing", "micro_batch"),
     [
-        ({"attention": "nsa"}, "none", 2),
-        ({"attention": "nsa", "chooser": "index"}, "none", 2),
         ({"attention": "nsa", "chooser": "index", "compressor": "mlp"}, "all", 1),
         ({"attention": "dense"}, "none", 2),
     ],
