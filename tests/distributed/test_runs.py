@@ -105,7 +105,7 @@ def test_a_taught_choice_is_that_of_one_process(tmp_path: Path) -> None:
 def test_compiled_checkpointed_layers_are_the_same(tmp_path: Path) -> None:
     """And compiled: the hooks of FSDP stay outside, so that all layers share one's graphs. The layers are OLMo 2's."""
     olmo = (f"--model.{name}=true" for name in ("norm_after", "qk_norm", "qk_norm_all_heads"))
-    dense = ("--model.attention", "dense", *olmo)
+    dense = ("--model.attention", "dense", *olmo, "--evaluate.interval_steps", "0", "--log.sample_interval_steps", "0")
     plain = finish(tmp_path / "plain", "auto", 1, *dense)
     flags = ("--train.compile", "true", "--train.activation_checkpointing", "all", *dense)
     run = finish(tmp_path, "fsdp", 2, *flags, fault="compiled", FAULT_FILE=str(tmp_path / "graphs"))
