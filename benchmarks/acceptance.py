@@ -36,7 +36,7 @@ import torch
 from lib.processes import train
 from lib.results import ResultFile, cpu_name
 from trifocal.cli.output import unwinding_signals
-from trifocal.data import make_loader, make_tokenizer
+from trifocal.data import Loader, make_tokenizer
 from trifocal.data.sources.builtin import BuiltinSource
 from trifocal.runlog import read_metrics
 from trifocal.train import RunConfig, load_config
@@ -119,7 +119,7 @@ def first_batch_seconds(config: RunConfig) -> float:
     }
     for _ in range(2):
         begin = time.perf_counter()
-        with make_loader(config.data, tokenizer=make_tokenizer(config.data.tokenizer), **sizes) as loader:
+        with Loader(config.data, tokenizer=make_tokenizer(config.data.tokenizer), **sizes) as loader:
             next(loader)
         seconds = time.perf_counter() - begin
     return seconds

@@ -8,7 +8,7 @@ It writes into runs/own_data, which must not exist.
 import json
 from pathlib import Path
 
-from trifocal.data import DataConfig, make_loader, make_tokenizer
+from trifocal.data import DataConfig, Loader, make_tokenizer
 from trifocal.train import load_config, train
 
 folder = Path("runs/own_data")
@@ -22,7 +22,7 @@ with (folder / "facts.jsonl").open("w", encoding="utf-8") as file:
 source = f"jsonl:{folder / 'facts.jsonl'}#text"
 tokenizer = make_tokenizer("bytes")
 config = DataConfig(source=source, shuffle_sequences=16)
-with make_loader(config, tokenizer=tokenizer, sequence_length=128, batch_size=2, vocab_size=257) as loader:
+with Loader(config, tokenizer=tokenizer, sequence_length=128, batch_size=2, vocab_size=257) as loader:
     batch = next(loader)
 print("a batch:", tuple(batch.tokens.shape), "tokens;", len(batch.cu_seqlens) - 1, "documents")
 print("its first row:", tokenizer.decode(batch.tokens[0, :60].tolist()))

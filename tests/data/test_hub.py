@@ -219,12 +219,12 @@ import json
 from trifocal.data import *
 config = DataConfig(source="fineweb-edu", shuffle_sequences=8)
 sizes = {"tokenizer": make_tokenizer("bytes"), "sequence_length": 128, "batch_size": 4, "vocab_size": 257}
-with make_loader(config, **sizes) as loader:
+with Loader(config, **sizes) as loader:
     batches = [next(loader).tokens.tolist() for _ in range(20)]
     state = loader.state_dict()
     following = next(loader).tokens.tolist()
 # By the commit that it found: the hub knows it too.
-with make_loader(loader.config, **sizes) as again:
+with Loader(loader.config, **sizes) as again:
     again.load_state_dict(state)
     assert next(again).tokens.tolist() == following
     print(json.dumps([batches, state, again.config.revision]))

@@ -79,7 +79,7 @@ def test_depth_places_the_needle_that_is_asked_for_first(needles: int, depth: fl
 def test_rows_have_documents_of_all_lengths(task: str) -> None:
     counts, lengths = Counter[int](), []
     source, vocab_size = ("recall:32", 257) if task == "recall" else ("needle:4", 64)
-    rows = synthetic_stream(DataConfig(source=source), vocab_size=vocab_size, sequence_length=1024, validation=False)
+    rows = synthetic_stream(DataConfig(source=source), vocab_size, 1024, validation=False)
     for _ in range(200):
         row = rows.next_row()
         assert len(row.tokens) == len(row.targets) == 1024 and len(row.starts) == len(row.document_ids)

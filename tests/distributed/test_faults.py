@@ -84,8 +84,7 @@ def test_a_signal_to_one_saves_and_ends_all_well(case: Case) -> None:
     workers.send(signal.SIGHUP, 1)
     time.sleep(0.3)
     Path(f"{case.fault_file}.go").touch()
-    ended = workers.join()
-    assert [end.status for end in ended] == [0, 0], ended
+    ended = workers.finish()
     assert "stopped at step 4, which is saved" in ended[0].out
     assert "stopped" not in ended[1].out
     assert case.checkpoints() == ["step_00000004"]
@@ -97,8 +96,7 @@ def test_a_signal_to_one_ends_the_evaluation_of_all(case: Case) -> None:
     workers = case.start("endless_evaluation", "--evaluate.interval_steps", "3", mode="fsdp")
     workers.wait_for(case.fault_file)
     workers.send(signal.SIGTERM, 1)
-    ended = workers.join()
-    assert [end.status for end in ended] == [0, 0], ended
+    workers.finish()
     assert case.checkpoints()[-1] == "step_00000003"
     assert not read_metrics(case.run / "metrics.jsonl", "evaluation")
 
@@ -109,8 +107,7 @@ def test_a_signal_to_one_ends_the_wait_of_another_for_its_data(case: Case) -> No
     workers.wait_for(case.run / "heartbeat" / "rank1.jsonl")
     wait_for(lambda: (beat := last_beat(case.run, 1))["phase"] == "data" and beat["step"] and beat["phase_seconds"] > 1)
     workers.send(signal.SIGTERM, 0)
-    ended = workers.join(30)
-    assert [end.status for end in ended] == [0, 0], ended
+    workers.finish()
     steps = [row["step"] for row in read_metrics(case.run / "metrics.jsonl", "train")]
     assert case.checkpoints()[-1] == f"step_{steps[-1]:08}"
 
@@ -165,8 +162,7 @@ def test_data_that_fail_in_one_rank_stop_all_with_the_error(case: Case) -> None:
 
 
 def test_a_checkpoint_that_one_rank_cannot_write_is_loud_and_stops_no_run(case: Case) -> None:
-    ended = case.start("full", "--checkpoint.asynchronous", "true", mode="fsdp").join()
-    assert [end.status for end in ended] == [0, 0], ended
+    ended = case.start("full", "--checkpoint.asynchronous", "true", mode="fsdp").finish()
     says = "[Errno 28] rank 1: [Errno 28] No space left on device"
     assert f"ERROR: the checkpoint of step 4 could not be written: {says}" in ended[0].out, ended[0].out
     assert case.checkpoints() == ["step_00000002", "step_00000006"]

@@ -87,6 +87,12 @@ class Workers:
                     process.wait()
         return ended
 
+    def finish(self, timeout: float = 120) -> list[Ended]:
+        """Wait for all to end, and to end well."""
+        ended = self.join(timeout)
+        assert not any(end.status for end in ended), "\n".join(end.error for end in ended)
+        return ended
+
     def kill(self) -> None:
         """Kill the processes that still run."""
         for process in self.processes:

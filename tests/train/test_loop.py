@@ -19,7 +19,7 @@ from tests.train.tiny import WORDS, before_step, make_config, read_checkpoint
 from tests.written_runs import Clock
 from trifocal import load_model
 from trifocal.cli.train import _summary
-from trifocal.data import DataConfig, Loader, make_loader, make_tokenizer, prefetch
+from trifocal.data import DataConfig, Loader, make_tokenizer, prefetch
 from trifocal.data.sources.text import TextSource
 from trifocal.errors import UserError
 from trifocal.inference import Engine, Request
@@ -97,7 +97,7 @@ def test_the_saved_config_names_the_commit_that_the_loader_found(
 ) -> None:
     """And the first lines name the attention of the layers."""
     commit, asked = "0123456789abcdef", []
-    original = train_setup.make_loader
+    original = train_setup.Loader
 
     def pinning(data: DataConfig, **arguments: Any) -> Loader:
         asked.append(data.revision)
@@ -105,7 +105,7 @@ def test_the_saved_config_names_the_commit_that_the_loader_found(
         loader.config = replace(loader.config, revision=commit)
         return loader
 
-    monkeypatch.setattr(train_setup, "make_loader", pinning)
+    monkeypatch.setattr(train_setup, "Loader", pinning)
     config = make_config(tmp_path, "--train.steps", "1", "--model.layer_types", "dense", "window")
     train(config)
     assert " parameters, dense, window attention\n" in capsys.readouterr().out
@@ -296,6 +296,6 @@ def test_validation_reads_the_validation_split(tmp_path: Path) -> None:
         token for batch in read_validation_batches(config, tokenizer) for token in batch.tokens.unique().tolist()
     }
     sizes = {"sequence_length": 32, "batch_size": 2, "vocab_size": 257}
-    with make_loader(config.data, tokenizer=tokenizer, **sizes) as loader:
+    with Loader(config.data, tokenizer=tokenizer, **sizes) as loader:
         trained = {token for batch in itertools.islice(loader, 40) for token in batch.tokens.unique().tolist()}
     assert len(held_out - {256}) >= 3 and held_out & trained == {256}

@@ -12,14 +12,6 @@ from trifocal.models import DecoderLM
 from trifocal.train.setup import parallelize_model
 
 
-def test_one_process_trains_the_model_itself(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    model = DecoderLM(config.model)
-    parallel, note = parallelize_model(model, config, DistributedContext())
-    assert parallel.module is model
-    assert (parallel.mode, parallel.size, note) == ("none", 1, "")
-
-
 @pytest.mark.parametrize(
     ("shards", "local_size", "says"),
     [(1, 2, r"^parallel\.shards is 1: hsdp would share nothing"), (0, 1, "^each machine has one process, and ")],

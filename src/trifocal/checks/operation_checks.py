@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trifocal.checks.measurement import Measurement
-from trifocal.data import Batch, DataConfig, make_loader, make_tokenizer
+from trifocal.data import Batch, DataConfig, Loader, make_tokenizer
 from trifocal.errors import UserError
 from trifocal.runlog import Heartbeat
 from trifocal.runlog.jsonl import Row, read_lines
@@ -104,7 +104,7 @@ def _refused(load: Callable[[], object], name: str) -> bool:
 def first_batch(config: DataConfig) -> Batch:
     """The first training batch of a source, through the real loader."""
     tokenizer = make_tokenizer(config.tokenizer)
-    with make_loader(config, tokenizer=tokenizer, sequence_length=16, batch_size=1, vocab_size=257) as loader:
+    with Loader(config, tokenizer=tokenizer, sequence_length=16, batch_size=1, vocab_size=257) as loader:
         return next(loader)
 
 

@@ -1,7 +1,7 @@
 """Text as batches of tokens: sources, tokenizers, packing, a loader whose state is exact."""
 
 from trifocal.data.data_config import DataConfig
-from trifocal.data.loader import Batch, Loader, make_loader, merge_states, read_validation
+from trifocal.data.loader import Batch, Loader, merge_states, read_validation
 from trifocal.data.tokenizers import Tokenizer, make_tokenizer
 
 __all__ = [
@@ -9,7 +9,6 @@ __all__ = [
     "DataConfig",
     "Loader",
     "Tokenizer",
-    "make_loader",
     "make_tokenizer",
     "merge_states",
     "read_validation",

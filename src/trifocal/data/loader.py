@@ -76,15 +76,32 @@ class Batch(NamedTuple):
         return 0 if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
 
 
+def _log_stall(age_seconds: float, activity: str) -> None:
+    _log.warning("data stall: no batch for %.0f s; the data thread is %s", age_seconds, activity)
+
+
 class Loader:
-    """An endless iterator of batches.
+    """An endless iterator of the batches of a split.
 
     Rows are numbered; row `n` comes from stream `n % S`. A global batch is the next `world_size * batch_size` rows;
     each process gets every `world_size`-th of them. So the global batch does not depend on the number of processes,
     and if that number divides `S`, each process reads only its own streams. A thread makes batches ahead; it starts
     with the first `next` and ends with `close`.
 
-    Made by `make_loader`.
+    Args:
+        config: Source and settings.
+        tokenizer: From `make_tokenizer`.
+        sequence_length: Tokens of a row.
+        batch_size: Rows of this process's batches.
+        vocab_size: The model's; the range of synthetic tokens, and at least the tokenizer's otherwise.
+        split: `train` or `validation`.
+        rank: This process, from 0.
+        world_size: Number of processes.
+        on_stall: Called while a batch is late, with the seconds so far and the activity of the data thread; by default
+            a warning is logged.
+        interrupted: Called while a batch is late: whether to wait no longer.
+        local_tokens: Where processes share rows, takes this one's part of tokens [1, B * S], as
+            `ContextShard.local_tokens` does. All that share rows have the same `rank`.
 
     Attributes:
         config: The settings, with the hub's branch replaced by its commit: a loader made from them reads the same data
@@ -92,38 +109,66 @@ class Loader:
         name: The data in messages: the source, with its commit on the hub.
         fingerprint: Hash of the files' names and sizes, or of the commit; empty without text.
         first_wait: Seconds that the consumer waited for the first batch; 0 before it.
+
+    Raises:
+        UserError: If a setting, the source or the tokenizer does not fit.
     """
 
     def __init__(
         self,
-        streams: Sequence[RowStream],
         config: DataConfig,
         *,
-        name: str,
-        settings: dict[str, Any],
-        source: Source | None,
+        tokenizer: Tokenizer,
+        sequence_length: int,
         batch_size: int,
-        rank: int,
-        world_size: int,
-        activity: Activity,
-        on_stall: Callable[[float, str], None],
-        interrupted: Callable[[], bool],
-        local_tokens: Callable[[Tensor], Tensor] | None,
+        vocab_size: int,
+        split: str = "train",
+        rank: int = 0,
+        world_size: int = 1,
+        on_stall: Callable[[float, str], None] = _log_stall,
+        interrupted: Callable[[], bool] = lambda: False,
+        local_tokens: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
+        self._activity = Activity()
+        # The settings that decide the rows: a position is valid only for the same ones.
+        settings: dict[str, Any] = {"split": split, "data.seed": config.seed, "train.sequence_length": sequence_length}
+        self._source: Source | None = None
+        streams: list[RowStream]
+        if not config.parsed.has_text:
+            validation = split == "validation"
+            # One stream; every process makes only its own rows.
+            streams = [synthetic_stream(config, vocab_size, sequence_length, validation=validation)]
+            settings["model.vocab_size"] = vocab_size
+            if config.source != "synthetic":
+                settings["data.source"] = config.source
+        else:
+            if tokenizer.vocab_size > vocab_size:
+                raise UserError(
+                    f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model's vocab_size is "
+                    f"{vocab_size}; set model.vocab_size to at least {tokenizer.vocab_size}"
+                )
+            self._source, config = make_source(config, self._activity, split)
+            streams = _text_streams(self._source, tokenizer, config, self._activity, sequence_length, split)
+            settings |= {
+                "the files (names and sizes)": self._source.fingerprint,
+                "data.tokenizer": tokenizer.fingerprint,
+                "data.validation_fraction": config.validation_fraction,
+                "data.shuffle_documents": config.shuffle_documents,
+                "data.shuffle_sequences": config.shuffle_sequences,
+                "data.streams": len(streams),
+            }
+            if config.parsed.kind in ("hf", "fineweb-edu"):
+                # Without its own split, validation would be on text that was trained on.
+                settings["data.validation_split"] = config.validation_split
+        self.config, self._settings = config, settings
+        self.name = config.source if self._source is None else self._source.name
+        self.fingerprint = "" if self._source is None else self._source.fingerprint
         self._num_streams = len(streams)
         common = math.gcd(len(streams), world_size)
         # Only the streams with rows of this process.
         self._streams = {i: stream for i, stream in enumerate(streams) if i % common == rank % common}
         self._epochs: dict[int, int] = {}
-        self.config = config
-        self.name = name
-        self.fingerprint = "" if source is None else source.fingerprint
-        self._settings = settings
-        self._source = source
-        self._batch_size = batch_size
-        self._rank = rank
-        self._world_size = world_size
-        self._activity = activity
+        self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
         self._on_stall, self._interrupted = on_stall, interrupted
         self._local_tokens = local_tokens
         self._prefetcher: Prefetcher[tuple[Batch, dict[str, Any]]] | None = None
@@ -142,7 +187,7 @@ class Loader:
 
         Raises:
             UserError: If the data are bad, the source gave up, or no batch comes within half an hour.
-            Stopped: If the wait was interrupted; see `make_loader`.
+            Stopped: If the wait was interrupted; see `Loader`.
         """
         if self._closed:
             raise ValueError("the loader is closed; make another to read on")
@@ -265,10 +310,6 @@ class Loader:
         }
 
 
-def _log_stall(age_seconds: float, activity: str) -> None:
-    _log.warning("data stall: no batch for %.0f s; the data thread is %s", age_seconds, activity)
-
-
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The position of all processes together, from the state of each at the same step."""
     merged = dict(states[0])
@@ -300,91 +341,6 @@ def _to_batch(rows: list[Row], sample_index: int, epoch: int, local_tokens: Call
     )
 
 
-def make_loader(
-    config: DataConfig,
-    *,
-    tokenizer: Tokenizer,
-    sequence_length: int,
-    batch_size: int,
-    vocab_size: int,
-    split: str = "train",
-    rank: int = 0,
-    world_size: int = 1,
-    on_stall: Callable[[float, str], None] = _log_stall,
-    interrupted: Callable[[], bool] = lambda: False,
-    local_tokens: Callable[[Tensor], Tensor] | None = None,
-) -> Loader:
-    """A loader of a split.
-
-    Args:
-        config: Source and settings.
-        tokenizer: From `make_tokenizer`.
-        sequence_length: Tokens of a row.
-        batch_size: Rows of this process's batches.
-        vocab_size: The model's; the range of synthetic tokens, and at least the tokenizer's otherwise.
-        split: `train` or `validation`.
-        rank: This process, from 0.
-        world_size: Number of processes; the global batch has `world_size * batch_size` rows.
-        on_stall: Called while a batch is late, with the seconds so far and the activity of the data thread; by default
-            a warning is logged.
-        interrupted: Called while a batch is late: whether to wait no longer.
-        local_tokens: Where processes share rows, takes this one's part of tokens [1, B * S], as
-            `ContextShard.local_tokens` does. All that share rows have the same `rank`.
-
-    Raises:
-        UserError: If a setting, the source or the tokenizer does not fit.
-    """
-    activity = Activity()
-    # The settings that decide the rows: a position is valid only for the same ones.
-    settings: dict[str, Any] = {"split": split, "data.seed": config.seed, "train.sequence_length": sequence_length}
-    source: Source | None = None
-    if not config.parsed.has_text:
-        # One stream; every process makes only its own rows.
-        streams: list[RowStream] = [
-            synthetic_stream(
-                config, vocab_size=vocab_size, sequence_length=sequence_length, validation=split == "validation"
-            )
-        ]
-        name = config.source
-        settings["model.vocab_size"] = vocab_size
-        if name != "synthetic":
-            settings["data.source"] = name
-    else:
-        if tokenizer.vocab_size > vocab_size:
-            raise UserError(
-                f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model's vocab_size is "
-                f"{vocab_size}; set model.vocab_size to at least {tokenizer.vocab_size}"
-            )
-        source, config = make_source(config, activity, split)
-        streams = _text_streams(source, tokenizer, config, activity, sequence_length, split)
-        name = source.name
-        settings |= {
-            "the files (names and sizes)": source.fingerprint,
-            "data.tokenizer": tokenizer.fingerprint,
-            "data.validation_fraction": config.validation_fraction,
-            "data.shuffle_documents": config.shuffle_documents,
-            "data.shuffle_sequences": config.shuffle_sequences,
-            "data.streams": len(streams),
-        }
-        if config.parsed.kind in ("hf", "fineweb-edu"):
-            # Without its own split, validation would be on text that was trained on.
-            settings["data.validation_split"] = config.validation_split
-    return Loader(
-        streams,
-        config,
-        name=name,
-        settings=settings,
-        source=source,
-        batch_size=batch_size,
-        rank=rank,
-        world_size=world_size,
-        activity=activity,
-        on_stall=on_stall,
-        interrupted=interrupted,
-        local_tokens=local_tokens,
-    )
-
-
 def read_validation(
     config: DataConfig,
     *,
@@ -398,7 +354,7 @@ def read_validation(
     """Read rows of the validation split, the same ones for any seed, shuffling and batch size of the training.
 
     Args:
-        config, tokenizer, sequence_length, vocab_size, local_tokens: See `make_loader`.
+        config, tokenizer, sequence_length, vocab_size, local_tokens: See `Loader`.
         sequences: Rows in all.
         at_once: Rows of a batch, at most: the largest number up to it that divides `sequences`.
 
@@ -410,7 +366,7 @@ def read_validation(
         shuffle_sequences=max(1, min(_VALIDATION_POOL * sequences, _VALIDATION_TOKENS // sequence_length))
     )
     fixed = {name: getattr(order, name) for name in ("seed", "shuffle_documents", "shuffle_sequences")}
-    with make_loader(
+    with Loader(
         replace(config, **fixed),
         tokenizer=tokenizer,
         sequence_length=sequence_length,

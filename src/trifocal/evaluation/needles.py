@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trifocal.data import make_loader
+from trifocal.data import Loader
 from trifocal.data.sources.synthetic import VALUE_TOKENS, haystack, task_size
 from trifocal.data.stream import random_words
 from trifocal.evaluation.subject import Subject, TooShort
@@ -87,7 +87,7 @@ class Haystacks:
         """Validation text for each sample, at least `length` tokens, without separators."""
         data = replace(self._data, shuffle_sequences=1)
         rows: list[NDArray[np.int32]] = []
-        with make_loader(
+        with Loader(
             data,
             tokenizer=self._tokenizer,
             sequence_length=length,

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from trifocal.data import Batch, Loader, Tokenizer, make_loader
+from trifocal.data import Batch, Loader, Tokenizer
 from trifocal.data.prefetch import LOOK_SECONDS
 from trifocal.distributed import DistributedContext, Parallel, choose_mode, parallelize
 from trifocal.errors import UserError, one_line
@@ -138,7 +138,7 @@ class TrainSetup:
             given["distillation"] = self.distillation = processes.run_on_all(self._make_distillation)
         self.loss_function: LossFunction = partial(self.parallel.module, **given) if given else self.parallel.module
         self.graphs, graphs_note = make_graphs(self.parallel, self.model, config.train, self.device, self.loss_function)
-        self.loader: Loader = processes.run_on_all(self._make_loader)
+        self.loader = processes.run_on_all(self._make_loader)
         self.state.data_position = self.loader.state_dict()
         self.config = replace(config, data=self.loader.config)
         data = self.loader.describe()
@@ -176,7 +176,7 @@ class TrainSetup:
         """The loader of this process's rows; processes that share sequences get the same ones."""
         config = self.config
         groups = config.parallel.groups(self.processes.size)
-        return make_loader(
+        return Loader(
             config.data,
             tokenizer=self.tokenizer,
             sequence_length=config.train.sequence_length,

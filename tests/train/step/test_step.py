@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.train.tiny import make_config
-from trifocal.data import Batch, make_loader, make_tokenizer
+from trifocal.data import Batch, Loader, make_tokenizer
 from trifocal.models import DecoderLM
 from trifocal.runlog import Heartbeat
 from trifocal.train import RunConfig
@@ -27,7 +27,7 @@ def heartbeat(tmp_path: Path) -> Iterator[Heartbeat]:
 
 
 def read_batches(config: RunConfig, micro_batch_size: int, count: int) -> list[Batch]:
-    with make_loader(
+    with Loader(
         config.data,
         tokenizer=make_tokenizer("bytes"),
         sequence_length=config.train.sequence_length,

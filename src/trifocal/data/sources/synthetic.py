@@ -52,7 +52,7 @@ class SyntheticStream:
         return self._make_row(self._row - 1)
 
 
-def synthetic_stream(config: DataConfig, *, vocab_size: int, sequence_length: int, validation: bool) -> SyntheticStream:
+def synthetic_stream(config: DataConfig, vocab_size: int, sequence_length: int, *, validation: bool) -> SyntheticStream:
     """The rows of a synthetic source: `synthetic`, `recall`, `recall:PAIRS`, `needle` or `needle:COUNT`, in tokens from
     `[0, vocab_size)`.
 

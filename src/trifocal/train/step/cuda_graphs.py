@@ -212,11 +212,7 @@ class MicroBatchGraphs:
 
 
 def make_graphs(
-    parallel: Parallel,
-    model: nn.Module,
-    config: TrainSection,
-    device: torch.device,
-    loss_function: LossFunction | None = None,
+    parallel: Parallel, model: nn.Module, config: TrainSection, device: torch.device, loss_function: LossFunction
 ) -> tuple[MicroBatchGraphs | None, str]:
     """Make graphs if `train.cuda_graphs` is set, else None; and a sentence for the log if they are asked for and not
     possible.
@@ -225,4 +221,4 @@ def make_graphs(
         return None, ""
     if device.type != "cuda":
         return None, f"train.cuda_graphs is for GPUs: without effect on a {device.type}"
-    return MicroBatchGraphs(loss_function or parallel.module, model, device, config.precision, parallel), ""
+    return MicroBatchGraphs(loss_function, model, device, config.precision, parallel), ""
