@@ -137,7 +137,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
         open_source("hf:a/b")
 
 
-def test_a_run_goes_on_with_the_commit_that_it_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_keeps_the_commit_that_it_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
     commits = {"main": "a" * 40}
 
     def builder(repository: str, *, name: str, revision: str) -> SimpleNamespace:

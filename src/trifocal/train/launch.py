@@ -122,7 +122,7 @@ def resume(
     config: RunConfig | None = None,
     before_step: BeforeStep | None = None,
 ) -> TrainResult:
-    """Go on with a run from its last complete checkpoint; the steps are those of an uninterrupted run.
+    """Continue a run from its last complete checkpoint; the steps are those of an uninterrupted run.
 
     Args:
         directory: The run.

@@ -49,9 +49,9 @@ def remove_folder(folder: Path) -> None:
         shutil.rmtree(to_delete)
 
 
-def flush_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def flush(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -177,7 +177,7 @@ def check_files(folder: Path) -> None:
 def save_config(config: RunConfig, folder: Path) -> None:
     """Write `config.toml`, whole or not at all, even in a power cut: without it a run cannot be resumed."""
     write_whole(folder / CONFIG_FILE, to_toml(config), flush=True)
-    flush_folder(folder)
+    flush(folder)
 
 
 def load_run(folder: Path) -> RunConfig:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from trifocal.errors import UserError
 from trifocal.paths import parse_json, read_file
+from trifocal.train.run_folder import flush
 
 if TYPE_CHECKING:
     from trifocal.distributed import DistributedContext
@@ -38,7 +38,7 @@ def describe_files(folder: Path, processes: "DistributedContext") -> dict[str, d
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest of a checkpoint with its own hash, and flush it to the disk."""
     (folder / MANIFEST).write_text(json.dumps({"content": manifest, "sha256": _hash_json(manifest)}, indent=1))
-    _flush(folder / MANIFEST)
+    flush(folder / MANIFEST)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -122,13 +122,8 @@ def _files(folder: Path) -> list[str]:
 
 def describe_file(path: Path) -> dict[str, Any]:
     """Flush a file to the disk, and compute its size and SHA-256."""
-    _flush(path)
+    flush(path)
     return {"bytes": path.stat().st_size, "sha256": _hash(path)}
-
-
-def _flush(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _hash(path: Path) -> str:

@@ -38,7 +38,7 @@ from trifocal.train.checkpoint.manifest import (
     write_manifest,
 )
 from trifocal.train.checkpoint.tensor_files import TensorFileWriter
-from trifocal.train.run_folder import PARTIAL, flush_folder, remove_folder
+from trifocal.train.run_folder import PARTIAL, flush, remove_folder
 
 # Threads hash the files at the same time.
 _FILE_BYTES = 2**30
@@ -106,11 +106,11 @@ def _write(path: Path, text: str) -> None:
 def _complete(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
     write_manifest(partial, manifest)
     for folder in (partial / "weights", partial):
-        flush_folder(folder)
+        flush(folder)
     # A damaged checkpoint of the same step may be there: the run continues from an earlier one.
     remove_folder(final)
     partial.rename(final)
-    flush_folder(final.parent)
+    flush(final.parent)
 
 
 def load_checkpoint(

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from trifocal.models.io import write_tensors
-from trifocal.train.run_folder import flush_folder
+from trifocal.train.run_folder import flush
 
 
 class TensorFileWriter(HuggingFaceStorageWriter):
@@ -41,7 +41,7 @@ class TensorFileWriter(HuggingFaceStorageWriter):
             # As PyTorch's reader expects them.
             metadata = {"DCP_SHARDING_INFO": json.dumps(offsets[number]), "DCP_VERSION": "1.0", "format": "pt"}
             write_tensors(file, tensors[number], metadata)
-            flush_folder(file)
+            flush(file)
         # They would tell where each tensor lies, for an index that shards do not have.
         results: Future[list[WriteResult]] = Future()
         results.set_result([])
