@@ -31,11 +31,8 @@ _PRELOADED = ["torch._dynamo", "trifocal.checks.process_worker", "trifocal.cli.t
 class Popen:
     """A Python process: the part of `subprocess.Popen` that the tests use.
 
-    Args:
-        command: `[sys.executable, SCRIPT, …]`, `[sys.executable, "-m", MODULE, …]` or `[sys.executable, "-c", CODE]`.
-        stdout, stderr: Open files, or `subprocess.DEVNULL`; for the latter also `subprocess.STDOUT`.
-        env: All its variables.
-        start_new_session: Whether it leads a session, and so a process group.
+    The command is `[sys.executable, SCRIPT, …]`, or has `-m` or `-c`; outputs are open files or constants of
+    `subprocess`; `env` are all its variables.
     """
 
     def __init__(
@@ -58,31 +55,22 @@ class Popen:
 
     @property
     def returncode(self) -> int | None:
-        """Its status, as of `subprocess`; None while it runs."""
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """As `returncode`."""
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its status, when it has ended.
-
-        Raises:
-            subprocess.TimeoutExpired: If it has not in this time.
-        """
         self._process.join(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired("a forked Python", timeout or 0.0)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, if it still runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it."""
         self.send_signal(signal.SIGKILL)
 
 

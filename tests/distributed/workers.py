@@ -23,13 +23,7 @@ class Ended:
 
 
 class Workers:
-    """Processes that train together.
-
-    Args:
-        commands: The arguments of each rank's Python.
-        folder: Their outputs go there.
-        environment: Further variables of all.
-    """
+    """Processes that train together, by the arguments of each rank's Python; their outputs go to a folder."""
 
     def __init__(self, commands: Sequence[Sequence[str]], folder: Path, **environment: str) -> None:
         port = children.free_port()
@@ -48,15 +42,12 @@ class Workers:
             self.processes.append(started)
 
     def error(self, rank: int) -> str:
-        """Standard error of a process so far."""
         return (self.folder / f"error{rank}").read_text(errors="replace")
 
     def out(self, rank: int) -> str:
-        """Standard output of a process so far."""
         return (self.folder / f"out{rank}").read_text(errors="replace")
 
     def send(self, number: signal.Signals, *ranks: int) -> None:
-        """Send a signal to some of them."""
         for rank in ranks:
             self.processes[rank].send_signal(number)
 
@@ -94,7 +85,6 @@ class Workers:
         return ended
 
     def kill(self) -> None:
-        """Kill the processes that still run."""
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
