@@ -1,9 +1,11 @@
-"""Loaders for tests."""
+"""Loaders for tests, and their batches."""
 
 import inspect
 from typing import Any
 
-from trifocal.data import DataConfig, Loader, make_tokenizer
+import torch
+
+from trifocal.data import Batch, DataConfig, Loader, make_tokenizer
 
 _ARGUMENTS = inspect.signature(Loader).parameters
 
@@ -14,3 +16,16 @@ def open_loader(source: str | DataConfig, length: int = 16, batch_size: int = 1,
     arguments |= {name: settings.pop(name) for name in _ARGUMENTS if name in settings}
     config = DataConfig(source=source, **settings) if isinstance(source, str) else source
     return Loader(config, sequence_length=length, batch_size=batch_size, **arguments)
+
+
+def same(a: Batch, b: Batch) -> bool:
+    borders = (a.cu_seqlens is None) == (b.cu_seqlens is None) and (
+        a.cu_seqlens is None or torch.equal(a.cu_seqlens, b.cu_seqlens)
+    )
+    return borders and torch.equal(a.tokens, b.tokens) and torch.equal(a.targets, b.targets) and a[3:] == b[3:]
+
+
+def take(loader: Loader, count: int) -> list[Batch]:
+    batches = [next(loader) for _ in range(count)]
+    assert all(batch.valid_targets == (batch.targets != -100).sum() for batch in batches)
+    return batches

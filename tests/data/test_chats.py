@@ -15,7 +15,8 @@ pytest.importorskip("transformers")
 
 from tests.chat_data import MARKED, PLAIN, make_chats, write_tokenizer
 from tests.data import loaders
-from trifocal.data import Batch, Loader, Tokenizer, make_tokenizer
+from tests.data.loaders import same, take
+from trifocal.data import Loader, Tokenizer, make_tokenizer
 from trifocal.data.sources.chats import BadChat, read_chat
 from trifocal.data.tokenizers import ByteTokenizer
 from trifocal.errors import UserError
@@ -45,14 +46,6 @@ def write_lines(folder: Path, chats: list[Any] = CHATS) -> Path:
 def open_loader(source: str, tokenizer: Tokenizer, *, length: int = LENGTH, **settings: Any) -> Loader:
     settings = {"shuffle_sequences": 4, "shuffle_documents": 8, "vocab_size": tokenizer.vocab_size} | settings
     return loaders.open_loader(source, length, 2, tokenizer=tokenizer, **settings)
-
-
-def take(loader: Loader, count: int) -> list[Batch]:
-    return [next(loader) for _ in range(count)]
-
-
-def same(a: Batch, b: Batch) -> bool:
-    return torch.equal(a.tokens, b.tokens) and torch.equal(a.targets, b.targets) and a.document_ids == b.document_ids
 
 
 # A template without special tokens, and a tokenizer that joins the space of the prompt to the answer's first letter.

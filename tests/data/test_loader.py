@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.data import loaders
+from tests.data.loaders import same, take
 from trifocal.data import Batch, DataConfig, Loader, make_tokenizer, merge_states, prefetch
 from trifocal.data.loader import make_source
 from trifocal.data.prefetch import Activity
@@ -41,19 +42,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def open_loader(source: str, *, length: int = 48, batch_size: int = 2, **settings) -> Loader:
     return loaders.open_loader(source, length, batch_size, **DEFAULTS | settings)
-
-
-def same(a: Batch, b: Batch) -> bool:
-    borders = (a.cu_seqlens is None) == (b.cu_seqlens is None) and (
-        a.cu_seqlens is None or torch.equal(a.cu_seqlens, b.cu_seqlens)
-    )
-    return borders and torch.equal(a.tokens, b.tokens) and torch.equal(a.targets, b.targets) and a[3:] == b[3:]
-
-
-def take(loader: Loader, count: int) -> list[Batch]:
-    batches = [next(loader) for _ in range(count)]
-    assert all(batch.valid_targets == (batch.targets != -100).sum() for batch in batches)
-    return batches
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.loaders import open_loader
-from tests.data.test_loader import same, take
+from tests.data.loaders import open_loader, same, take
 from trifocal.data import DataConfig, Loader
 from trifocal.data.sources.synthetic import associations, haystack, synthetic_stream
 from trifocal.errors import UserError
