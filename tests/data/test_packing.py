@@ -138,15 +138,6 @@ def order(count: int, block_rows: int, seed: int = 0) -> list[int]:
     return [int(stream.next_row().tokens[0]) for _ in range(count)]
 
 
-@pytest.mark.parametrize("block_rows", [1, 7])
-def test_each_block_holds_its_rows_once(block_rows: int) -> None:
-    got = order(5 * block_rows, block_rows)
-    for first in range(0, 5 * block_rows, block_rows):
-        assert sorted(got[first : first + block_rows]) == list(range(first, first + block_rows))
-    if block_rows == 1:
-        assert got == list(range(5))
-
-
 def test_blocks_and_seeds_have_different_orders() -> None:
     orders = [tuple(n % 64 for n in order(256, 64, seed)[first : first + 64]) for seed in range(3) for first in (0, 64)]
     assert len({tuple(range(64)), *orders}) == 7

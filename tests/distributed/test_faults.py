@@ -259,7 +259,7 @@ def test_torchrun_on_two_machines_starts_again_from_the_last_checkpoint(case: Ca
         # torchrun ends its workers when it gets this.
         for machine in machines:
             stack.callback(machine.send_signal, signal.SIGTERM)
-        statuses = [wait_for_end(machine, 120) for machine in machines]
+        statuses = [wait_for_end(machine, 200) for machine in machines]
     said = "\n".join(Path(file.name).read_text() for file in outputs)
     assert statuses == [0, 0], said
     assert case.fault_file.exists()

@@ -22,7 +22,7 @@ from trifocal import load_model
 from trifocal.cli import main
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
-from trifocal.train import load_config, resume, run_folder, train
+from trifocal.train import resume, run_folder, train
 from trifocal.train.checkpoint.export import weights_step
 from trifocal.train.checkpoint.pretrained import open_pretrained
 from trifocal.train.run_folder import RunLock
@@ -274,16 +274,3 @@ def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(run_folder.fcntl, "flock", no_locks)
     with RunLock() as lock:
         assert "has no locks" in lock.acquire(tmp_path)
-
-
-def test_a_run_without_a_checkpoint_says_how_to_begin_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(step: int, arguments: dict[str, Any]) -> None:
-        raise RuntimeError("killed")
-
-    before_step(monkeypatch, fail)
-    with pytest.raises(RuntimeError, match="killed"):
-        train(make_config(tmp_path))
-    monkeypatch.undo()
-    with pytest.raises(UserError, match=r"no checkpoint yet; .*trifocal train \S+/run/config\.toml --overwrite"):
-        resume(tmp_path / "run")
-    assert train(load_config(tmp_path / "run/config.toml", ["--train.steps", "1"]), overwrite=True).finished

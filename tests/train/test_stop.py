@@ -68,18 +68,6 @@ def test_a_closed_terminal_asks_unless_nohup_was_asked() -> None:
             signal.signal(signal.SIGHUP, before)
 
 
-def test_a_request_counts_though_nobody_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(*_: object) -> int:
-        raise OSError(5, "Input/output error")
-
-    with StopSignals() as signals:
-        signals.something_to_save = True
-        with monkeypatch.context() as patch:
-            patch.setattr(stop.os, "write", gone)
-            kill(signal.SIGTERM)
-        assert signals.received == "SIGTERM"
-
-
 def test_before_the_first_step_a_wait_ends_at_once() -> None:
     begin = time.monotonic()
     with pytest.raises(StoppedBeforeFirstStep, match="SIGTERM") as stopped, StopSignals():

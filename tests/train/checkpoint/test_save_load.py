@@ -158,7 +158,7 @@ def test_the_error_offers_the_newest_intact_checkpoint_before(tmp_path: Path) ->
 
 
 def test_no_checkpoint_and_no_such_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="has no checkpoint"):
+    with pytest.raises(UserError, match=r"has no checkpoint yet; .*trifocal train \S+/config\.toml --overwrite$"):
         find_checkpoint(tmp_path / "checkpoints")
     save(tmp_path, 3)
     with pytest.raises(UserError, match=r"no checkpoint 'step_4'; it has step_00000003"):
