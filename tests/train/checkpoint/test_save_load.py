@@ -133,6 +133,9 @@ def test_the_optimizer_s_files_are_hashed_for_those_who_read_them(
             hashed.clear()
             verify_checkpoint(path, optimizer=False)
             assert first.name in hashed and last.name not in hashed
+            file.write_bytes(content[:-1])
+            with pytest.raises(CheckpointDamaged, match=rf"{file.name} has {len(content) - 1} bytes, expected"):
+                verify_checkpoint(path, optimizer=False)
         else:
             with pytest.raises(CheckpointDamaged, match=rf"{file.name} has changed"):
                 verify_checkpoint(path, optimizer=False)
