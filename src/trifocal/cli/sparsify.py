@@ -196,8 +196,9 @@ class _Work:
             )
         # Named now, not after the conversion.
         data = DataConfig(source=self.options.data, validation_fraction=self.options.validation_fraction)
-        sizes = {"sequence_length": length, "sequences": 1, "at_once": 1, "vocab_size": vocab_size}
-        [row] = read_validation(data, tokenizer=tokenizer, **sizes)
+        [row] = read_validation(
+            data, tokenizer=tokenizer, sequence_length=length, sequences=1, at_once=1, vocab_size=vocab_size
+        )
         if len(set(row.document_ids)) < len(row.document_ids):
             raise UserError(
                 f"the held-out text is shorter than a row of {length:,} tokens; give more text with --data, raise "
