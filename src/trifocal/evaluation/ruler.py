@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -57,6 +57,21 @@ _HOPS = 4
 # Below this length a list repeats its common words less often.
 _LONG_LISTS = 4096
 _LARGEST = 1 << 20
+
+
+RulerName = Literal[
+    "niah_single_1",
+    "niah_single_2",
+    "niah_single_3",
+    "niah_multikey_1",
+    "niah_multikey_2",
+    "niah_multikey_3",
+    "niah_multivalue",
+    "niah_multiquery",
+    "vt",
+    "cwe",
+    "fwe",
+]
 
 
 class RulerSample(NamedTuple):
@@ -236,7 +251,7 @@ def _needle_task(filling: str, **options: Any) -> RulerTask:
     return RulerTask(partial(_needles, filling=filling, **options), 128, packages, fewest=needles)
 
 
-RULER_TASKS = {
+RULER_TASKS: dict[RulerName, RulerTask] = {
     "niah_single_1": _needle_task("noise"),
     "niah_single_2": _needle_task("essays"),
     "niah_single_3": _needle_task("essays", value_kind="uuids"),
@@ -252,16 +267,14 @@ RULER_TASKS = {
 """The tasks by their names; the three that ask questions about downloaded texts are not among them."""
 
 
-def missing_packages(name: str) -> list[str]:
+def missing_packages(name: RulerName) -> list[str]:
     """The packages that a task needs and that are not installed."""
     return [package for package in RULER_TASKS[name].needs if importlib.util.find_spec(package) is None]
 
 
-def possible_tasks(wanted: Sequence[str]) -> list[str]:
+def possible_tasks(wanted: Sequence[RulerName]) -> list[RulerName]:
     """The wanted tasks, or all that can be made here. UserError, with the command, if one that is wanted cannot."""
     for name in wanted:
-        if name not in RULER_TASKS:
-            raise UserError(f"--ruler-tasks must name some of {', '.join(RULER_TASKS)}, got {name}")
         if missing := missing_packages(name):
             raise UserError(f"the task {name} needs a package: pip install --no-deps {' '.join(missing)}")
     return list(dict.fromkeys(wanted)) or [name for name in RULER_TASKS if not missing_packages(name)]
@@ -282,7 +295,7 @@ class RulerPrompts:
             return [*prompt, *tokenizer.encode(sample.prefix).tolist()]
         return list(tokenizer.encode_prompt(sample.prompt + task.delimiter + sample.prefix).tolist())
 
-    def make(self, name: str, length: int, samples: int) -> list[tuple[RulerSample, list[int]]]:
+    def make(self, name: RulerName, length: int, samples: int) -> list[tuple[RulerSample, list[int]]]:
         """Samples that fill a length with their answers, and their tokens. TooShort if not even the needles fit."""
         task = RULER_TASKS[name]
 
@@ -320,7 +333,7 @@ def score_answer(answer: str, references: Sequence[str]) -> float:
 
 
 def measure_ruler(
-    subject: Subject, name: str, length: int, samples: int, *, chat: bool = False
+    subject: Subject, name: RulerName, length: int, samples: int, *, chat: bool = False
 ) -> Iterator[dict[str, Any]]:
     """The score of a task, 0 to 1, with its standard error: one row `ruler`. TooShort if the length is too short."""
     made = RulerPrompts(subject, chat).make(name, length, samples)
