@@ -136,6 +136,7 @@ class Work:
         if row.sparsify:
             sizes = {"rows": options.batch, "index-steps": options.index_steps, "steps": options.steps}
             sizes |= {"sequence-length": options.length, "sequences": options.sequences, "seed": row.seed}
+            sizes |= {"validation-fraction": options.held_out}
             flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
             _run(
                 "sparsify", str(self.dense), str(folder), "--data", options.data, *flags, *row.sparsify, *self.device()

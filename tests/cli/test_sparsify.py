@@ -186,6 +186,12 @@ def test_a_source_that_is_no_model_is_one_line(dense: Path, tmp_path: Path, caps
     shutil.copy(dense / "tokenizer.json", bare)
     message = refused(capsys, "sparsify", str(bare), str(tmp_path / "other"), *arguments(dense, tmp_path)[2:])
     assert "has no safetensors" in message
+    narrow = tmp_path / "narrow"
+    config = small_config(attention="dense", vocab_size=200)
+    save_weights(make_model(config, torch.device("cpu")), narrow, max_position_embeddings=128)
+    make_tokenizer("bytes").save(narrow)
+    message = refused(capsys, "sparsify", str(narrow), str(tmp_path / "third"), *arguments(dense, tmp_path)[2:])
+    assert "tokenizer bytes has 257 tokens, the model's vocab_size is 200" in message
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     message = refused(capsys, "sparsify", str(dense), str(tmp_path / "full"), *arguments(dense, tmp_path)[2:])
