@@ -174,6 +174,7 @@ def test_bad_input_is_one_line(
         if flag in words:
             del words[words.index(flag) : words.index(flag) + 2]
     assert message in refused(capsys, "sparsify", *words, *more)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_source_that_is_no_model_is_one_line(dense: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -45,7 +45,7 @@ from trifocal.train.run_folder import remove_folder
 RECORD = "sparsify.json"
 _STEPS = "steps"
 _LONGEST_ROWS = 8192
-# The index is taught for so many steps at a time, then its recall is looked at.
+# Steps that teach the index before its recall is looked at.
 _LEG = 60
 # The recall stands still where the second half of a leg is at most this much above the first.
 _STILL = 0.003
@@ -56,7 +56,7 @@ _CHECKPOINTS = 4
 @dataclass(frozen=True, kw_only=True)
 class SparsifyArguments:
     """Make a dense model sparse in one command: convert it, teach its index, train it to follow the dense model, and
-    measure both. Each step is a command of its own, which is shown; the same command again continues where it ended.
+    measure both. Each step is an ordinary command, which is shown; the same command again continues where it ended.
     """
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
@@ -173,6 +173,8 @@ class _Work:
             print(f"{name}: done before, in {duration(done['seconds'])}", flush=True)
             return
         print(f"\n{name}: {title}", flush=True)
+        self.steps.mkdir(parents=True, exist_ok=True)
+        self._save()
         began = time.perf_counter()
         found = work() or {}
         seconds = round(time.perf_counter() - began, 1)
@@ -375,19 +377,16 @@ def _read_record(options: SparsifyArguments, output: Path) -> dict[str, Any]:
         if not isinstance(before, dict) or not isinstance(record.get("steps"), dict):
             raise UserError(f"{output / RECORD} is damaged; give a new folder")
         changed = [name for name in given if before.get(name, given[name]) != given[name]]
-        if changed:
+        if changed and record["steps"]:
             name = changed[0]
             raise UserError(
                 f"{output} was begun with --{name.replace('_', '-')} {before.get(name)}, not {given[name]}; repeat "
                 "that command to continue it, or give a new folder"
             )
-        return record
+        return {"options": given, "steps": record["steps"]}
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} exists already; give a new folder")
-    (output / _STEPS).mkdir(parents=True, exist_ok=True)
-    record = {"options": given, "steps": {}}
-    write_whole(output / RECORD, json.dumps(record, indent=1) + "\n")
-    return record
+    return {"options": given, "steps": {}}
 
 
 def recalls(folder: Path, end: int, leg: int) -> tuple[float, float]:
