@@ -435,7 +435,8 @@ def _forecast(need: Need, options: SparsifyArguments, output: Path) -> str:
     free = shutil.disk_usage(output).free
     lines = [
         f"device  {need.device}" + (f", {need.processes} processes" if need.processes > 1 else ""),
-        f"model   {need.parameters / 1e6:,.1f} M parameters, {need.peak_bytes or 0:,} bytes at most in a step",
+        f"model   {need.parameters / 1e6:,.1f} M parameters; a step takes {(need.peak_bytes or 0) / 2**30:,.1f} GiB "
+        f"of {(need.memory_bytes or 0) / 2**30:,.1f}",
         f"time    {seconds:.2f} s a step of everything, {duration(options.steps * seconds)} for {options.steps} steps; "
         f"with at most {options.index_steps} faster ones of the index, up to {duration(most * seconds)}",
         f"disk    {2 * need.disk_bytes / 1e9:,.1f} GB at most, {free / 1e9:,.1f} GB are free",
