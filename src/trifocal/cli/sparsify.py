@@ -216,6 +216,7 @@ class _Work:
         options = self.options
         settings = {name: self._settings(length)[f"data.{name}"] for name in ("source", "validation_fraction")}
         harm = layers_by_harm(self.dense, options.to, options.blocks, settings, length, self.device, _say)
+        _free_gpu()
         kept = sorted(sorted(harm, key=lambda layer: -harm[layer])[: options.keep_dense])
         print(f"layers that stay dense: {', '.join(map(str, kept))}")
         return {"divergence_of_layers": harm, "dense_layers": kept}
@@ -422,8 +423,12 @@ def _command(name: str, *words: str, processes: int = 1) -> None:
             status = child.wait()
     if status:
         raise _Ended(status)
+    _free_gpu()
+
+
+def _free_gpu() -> None:
+    """Free what a step left: parts of a training refer to one another, and code may be compiled only a few times."""
     if torch.cuda.is_available():
-        # The parts of a training refer to one another; and code may be compiled only a few times in a process.
         gc.collect()
         torch.cuda.empty_cache()
         torch.compiler.reset()
