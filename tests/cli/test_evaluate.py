@@ -66,11 +66,17 @@ def test_a_run_of_a_task_is_measured_by_it(tmp_path: Path, capsys: Capture) -> N
     flags = ("--train.steps", "1", "--log.telemetry_interval_steps", "0")
     train(make_config(tmp_path, "--data.source", "recall:4", *flags))
     text = evaluated(capsys, str(tmp_path / "run"), "--samples", "2", "--depths", "2")
-    rows = json.loads((tmp_path / "run" / "evaluation" / "step_00000001.json").read_text())["rows"]
+    path = tmp_path / "run" / "evaluation" / "step_00000001.json"
+    rows = json.loads(path.read_text())["rows"]
     assert {"recall", "loss", "position"} <= {row["task"] for row in rows}
     assert all(row.get("bits_per_byte") is None for row in rows), "random tokens are no text"
     assert "needle is left out" in text
     assert [row["pairs"] for row in rows if row["task"] == "recall"] == [1, 2, 4]
+    # What is measured again replaces its earlier figures, and the others stay.
+    evaluated(capsys, str(tmp_path / "run"), "--only", "recall", "--pairs", "2", "--samples", "1")
+    after = json.loads(path.read_text())["rows"]
+    assert sorted(row["task"] for row in after) == sorted(row["task"] for row in rows)
+    assert [row["samples"] for row in after if row["task"] == "recall"] == [2, 2, 1]
 
 
 def test_what_was_measured_is_kept_when_the_rest_is_interrupted(
