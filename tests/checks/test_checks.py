@@ -4,14 +4,24 @@ import contextlib
 import json
 import time
 
+import numpy as np
 import pytest
 import torch
 
 from tests import warm
 from tests.checks import faults
-from trifocal.checks import CHECKS, Skipped, attention_checks, cost_checks, operation_checks, training_checks
+from trifocal.checks import (
+    CHECKS,
+    Skipped,
+    attention_checks,
+    cost_checks,
+    operation_checks,
+    process_worker,
+    training_checks,
+)
 from trifocal.checks.process_worker import Case
 from trifocal.data import DataConfig
+from trifocal.distributed import DistributedContext
 from trifocal.errors import UserError
 from trifocal.inference import cached_attention
 from trifocal.models import DecoderLM
@@ -294,6 +304,14 @@ def late_binding_in_every_process(measure, _):
 def test_parallel_gradients_find_a_lost_micro_batch():
     found = training_checks.parallel_gradients(CPU, prepare="tests.checks.process_faults:only_the_last_micro_batch")
     assert found.figure > 0.1 and "fsdp" in found.details[0]
+
+
+def test_parallel_gradients_find_copies_that_differ_by_a_bit(monkeypatch):
+    processes, case = DistributedContext(), Case("none", num_layers=1)
+    one = process_worker.gradients_of_one(case, processes)
+    assert process_worker.gradient_difference(case, processes, one) == (0.0, "")
+    monkeypatch.setattr(DistributedContext, "gather", lambda _, copy: [copy, np.nextafter(copy, np.inf)])
+    assert process_worker.gradient_difference(case, processes, one)[0] == float("inf")
 
 
 @fault("unknown-flags")
