@@ -72,7 +72,6 @@ def alone(model: DecoderLM, requests: list[Request], **options: Any) -> list[tup
     "options",
     [
         {"compressor": "mlp", "chooser": "index"},
-        {"layer_types": ("window", "selected"), "chooser": "index"},
         {"num_heads": 3, "num_kv_heads": 1, "head_dim": 6, "value_dim": 10},
     ],
     ids=str,

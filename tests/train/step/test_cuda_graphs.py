@@ -13,12 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.attentions import ATTENTIONS, flags
 from tests.train.step.test_step import CPU, read_batches
 from tests.train.tiny import make_config
 from trifocal.data import Batch
 from trifocal.models import DecoderLM
 from trifocal.runlog import Heartbeat, read_metrics
 from trifocal.train import RunConfig, train
+from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.step import cuda_graphs
 from trifocal.train.step.cuda_graphs import MicroBatchGraphs
 from trifocal.train.step.micro_batch import model_inputs
@@ -72,15 +74,18 @@ def take_steps(
     model = DecoderLM(config.model)
     model.init_weights(5)
     optimizer = make_optimizer(model, config.optimizer)
-    graphs = MicroBatchGraphs(model, model, CPU, config.train.precision) if recorded else None
-    train_step = TrainStep(model, optimizer, CPU, config.train, graphs=graphs)
+    teacher = ChoiceTeacher(model, config.train, CPU) if config.model.has_index else None
+    loss = model if teacher is None else functools.partial(model, teaching=teacher.teaching)
+    graphs = MicroBatchGraphs(loss, model, CPU, config.train.precision) if recorded else None
+    train_step = TrainStep(loss, optimizer, CPU, config.train, graphs=graphs, teacher=teacher)
     results = [train_step.run(number, batches, phases=heartbeat) for number, batches in enumerate(steps, 1)]
     return results, model
 
 
-def test_recorded_steps_are_the_plain_ones(tmp_path: Path, heartbeat: Heartbeat) -> None:
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_recorded_steps_are_the_plain_ones(attention: str, tmp_path: Path, heartbeat: Heartbeat) -> None:
     """Several steps of several micro-batches, with and without borders: the same losses, norms and weights."""
-    config = make_config(tmp_path)
+    config = make_config(tmp_path, *flags(ATTENTIONS[attention]))
     batches = read_batches(config, 2, 24)
     kinds = {batch.cu_seqlens is None for batch in batches}
     assert kinds == {True, False}

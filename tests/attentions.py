@@ -1,0 +1,23 @@
+"""The attentions that a model may have, for tests that walk all of them."""
+
+from typing import Any
+
+from trifocal.models.conversion import MIX
+
+ATTENTIONS: dict[str, dict[str, Any]] = {
+    "nsa": {},
+    "selected": {"attention": "selected", "chooser": "index"},
+    "window": {"attention": "window"},
+    "dense": {"attention": "dense"},
+    "mix": {"layer_types": MIX, "num_layers": 4, "chooser": "index"},
+    "mix-dense": {"layer_types": (*MIX[:3], "dense"), "num_layers": 4},
+}
+"""How each differs from three branches in two layers."""
+
+
+def flags(changes: dict[str, Any]) -> list[str]:
+    """Changes of a model as flags of the command."""
+    words = []
+    for name, value in changes.items():
+        words += [f"--model.{name}", *(value if isinstance(value, tuple) else [str(value)])]
+    return words

@@ -1,0 +1,213 @@
+"""Every feature with every attention: what one has, all have, or it is refused in a line.
+
+A row of the table is a test below, or in `ELSEWHERE` one of another file that has the same columns.
+"""
+
+import functools
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.attentions import ATTENTIONS
+from tests.distributed import context_worker
+from trifocal.data import make_tokenizer
+from trifocal.inference import CachedModel, Completion, Engine, Request, Sampling
+from trifocal.inference.prompt_lookup import PromptLookup
+from trifocal.models import DecoderLM, flops_per_token, parameter_count
+from trifocal.models.conversion import convert_tensors, converted_config
+from trifocal.ops import Geometry
+from trifocal.report.picture import picture_card
+from trifocal.telemetry.attention_telemetry import AttentionTelemetry
+from trifocal.testing.small_models import make_model, random_tokens, small_config
+from trifocal.train.checkpoint.export import export_folder
+
+CPU = torch.device("cpu")
+NEW = 24
+each = pytest.mark.parametrize("attention", ATTENTIONS)
+
+
+@functools.cache
+def model_of(attention: str) -> DecoderLM:
+    """In float64, so that another order of a sum is told from another result."""
+    return make_model(small_config(**ATTENTIONS[attention]), CPU, torch.float64)
+
+
+@functools.cache
+def prompts() -> list[list[int]]:
+    """Three that begin with the same tokens, again and again the same few ones, which are easy to guess."""
+    begin = random_tokens((6,), 64, CPU).tolist() * 5
+    return [[*begin, number, *begin[: 3 * number]] for number in range(3)]
+
+
+@functools.cache
+@torch.no_grad()
+def greedy(attention: str) -> list[list[int]]:
+    """The likeliest tokens behind each prompt, every sequence computed from its start for every token."""
+    found = []
+    for prompt in prompts():
+        tokens = list(prompt)
+        for _ in range(NEW):
+            tokens.append(int(model_of(attention)(torch.tensor([tokens]))[0, -1].argmax()))
+        found.append(tokens[len(prompt) :])
+    return found
+
+
+def completions(
+    attention: str, numbers: list[int], speculate: bool = False, **sizes: int
+) -> tuple[Engine, list[Completion]]:
+    sizes = {"max_sequences": 3, "max_length": 90, "page_size": 8, "prefill_chunk_size": 16} | sizes
+    engine = Engine(CachedModel(model_of(attention), **sizes), speculate=speculate)
+    sampling = Sampling(temperature=0)
+    requests = [Request(prompt=prompts()[n], max_new_tokens=NEW, sampling=sampling) for n in numbers]
+    return engine, engine.complete(requests)
+
+
+@each
+def test_decoding_paged_caches_and_company(attention: str) -> None:
+    """Bits do not depend on the batch, nor on pages so few that sequences leave and come back."""
+    alone = [completions(attention, [number])[1][0] for number in range(3)]
+    assert [one.tokens for one in alone] == greedy(attention)
+    _, together = completions(attention, [0, 1, 2], num_pages=14)
+    for one, other in zip(alone, together, strict=True):
+        assert (one.tokens, one.log_probabilities) == (other.tokens, other.log_probabilities)
+
+
+@each
+def test_prefix_cache_and_speculation(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window reads of a prefix what its ring kept, and of a guess that was wrong nothing."""
+    engine, _ = completions(attention, [0], spare_rows=2)
+    for number in (1, 2, 0):
+        [again] = engine.complete(
+            [Request(prompt=prompts()[number], max_new_tokens=NEW, sampling=Sampling(temperature=0))]
+        )
+        assert again.tokens == greedy(attention)[number] and again.reused_tokens >= 16
+    texts = [prompt + new for prompt, new in zip(prompts(), greedy(attention), strict=True)]
+
+    def guess(lookup: PromptLookup, most: int) -> list[int]:
+        """What will come, at every second place with a wrong token at the end."""
+        size = len(lookup._tokens)
+        [text] = [text for text in texts if text[:size] == lookup._tokens]
+        draft = text[size : size + most]
+        return [*draft[:-1], (draft[-1] + 1) % 64] if draft and size % 2 else draft
+
+    monkeypatch.setattr(PromptLookup, "guess", guess)
+    guessing, found = completions(attention, [0, 1, 2], speculate=True)
+    assert [one.tokens for one in found] == greedy(attention)
+    assert guessing.guessed_tokens > guessing.right_tokens > 0
+
+
+@each
+@torch.no_grad()
+def test_packed_documents(attention: str) -> None:
+    model, borders = model_of(attention), [0, 3, 20, 70]
+    tokens = random_tokens((1, 70), 64, CPU)
+    apart = [model(tokens[:, begin:end]) for begin, end in itertools.pairwise(borders)]
+    packed = model(tokens, cu_seqlens=torch.tensor(borders))
+    torch.testing.assert_close(packed, torch.cat(apart, 1), rtol=0, atol=1e-11)
+
+
+@each
+def test_activation_checkpointing(attention: str) -> None:
+    model, tokens = model_of(attention), random_tokens((2, 50), 64, CPU)
+    found: list[list[Tensor | None]] = []
+    for layers in (0, model.config.num_layers):
+        model.set_activation_checkpointing(0, layers)
+        torch.manual_seed(0)
+        model(tokens, tokens.roll(-1, 1)).backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+        model.zero_grad()
+    model.set_activation_checkpointing(0, 0)
+    for mine, other in zip(*found, strict=True):
+        assert mine is not None and other is not None and torch.equal(mine, other)
+
+
+@each
+def test_parameters_and_operations_are_the_layers(attention: str) -> None:
+    """Each layer counts as in a model that has only such layers."""
+    model, length = model_of(attention), 100
+    config, embeddings = model.config, 2 * model.config.dim * model.config.vocab_size
+    assert parameter_count(config) == sum(parameter.numel() for parameter in model.parameters())
+    found, layers = flops_per_token(config, length), [0.0, 0.0]
+    for kind in config.attention_of_layers:
+        alike = flops_per_token(config.of_one_kind(kind), length)
+        layers[0] += (alike.executed_forward - embeddings) / config.num_layers
+        layers[1] += (alike.executed_training - 3 * embeddings) / config.num_layers
+    assert found.executed_forward == pytest.approx(embeddings + layers[0])
+    assert found.executed_training == pytest.approx(3 * embeddings + layers[1])
+
+
+@each
+def test_telemetry_and_the_picture_have_the_layers(attention: str) -> None:
+    """Figures of those that choose blocks; in the picture the others too."""
+    telemetry, tokens = AttentionTelemetry(model_of(attention)), random_tokens((1, 60), 64, CPU)
+    kinds = model_of(attention).config.attention_of_layers
+    choosing = [number for number, kind in enumerate(kinds) if kind in ("nsa", "selected")]
+    assert [row["layer"] for row in telemetry.measure(tokens)] == choosing
+    if not choosing:
+        with pytest.raises(ValueError, match="expected 60 texts and layers that choose blocks, got 60 and 0"):
+            telemetry.picture(1, tokens, ["a"] * 60)
+        return
+    picture = telemetry.picture(1, tokens, ["a"] * 60)
+    windows = {number: 7 if kind == "window" else 0 for number, kind in enumerate(kinds) if number not in choosing}
+    assert (picture.layers, dict(picture.others)) == (choosing, windows)
+    layers = picture_card([picture]).partition('class="layer"')[2].partition("</select>")[0]
+    assert layers.count("<option") == len(kinds)
+
+
+# The layers of a model without selected blocks, and what it is converted to: no target is without some, so models
+# of windows stay what they are.
+CONVERTED: dict[str, tuple[str, Any]] = {
+    "nsa": ("dense", "nsa"), "selected": ("dense", "selected"), "window": ("window", "selected"),
+    "dense": ("dense", "dense"), "mix": ("dense", "mix"), "mix-dense": ("mix-dense", "dense"),
+}  # fmt: skip
+
+
+@each
+@torch.no_grad()
+def test_conversion(attention: str) -> None:
+    """Where the blocks cover everything, a converted model computes what the dense one does; three branches never."""
+    source, target = CONVERTED[attention]
+    changes = {"num_layers": model_of(attention).config.num_layers}
+    before = make_model(small_config(**(ATTENTIONS[source] | changes)), CPU, torch.float64)
+    chooser = "compressed" if target == "dense" else model_of(attention).config.chooser
+    geometry = replace_geometry(num_selected_blocks=9, window_size=7 if source != "dense" else 70)
+    config = converted_config(before.config, target, geometry, chooser=chooser)
+    assert config.attention_of_layers == model_of(attention).config.attention_of_layers
+    after = DecoderLM(config).double()
+    after.load_state_dict(convert_tensors(before.state_dict(), config))
+    tokens = random_tokens((1, 70), 64, CPU)
+    if target != "nsa":
+        torch.testing.assert_close(after(tokens), before(tokens), rtol=0, atol=1e-9)
+
+
+def replace_geometry(**changes: int) -> Geometry:
+    return Geometry(**(vars(small_config().geometry) | changes))
+
+
+@each
+@torch.no_grad()
+def test_export_and_transformers(attention: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    import trifocal.hf  # noqa: F401
+
+    config = replace(model_of(attention).config, vocab_size=257)
+    decoder = make_model(config, CPU, torch.float64)
+    export_folder(decoder, make_tokenizer("bytes"), tmp_path / "exported", sequence_length=128)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float64)
+    assert tuple(model.config.model["layer_types"]) == config.layer_types
+    tokens = torch.tensor([prompts()[0]])
+    torch.testing.assert_close(model(tokens).logits, decoder(tokens), rtol=0, atol=1e-11)
+    generate = functools.partial(model.generate, tokens, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+    assert torch.equal(generate(), generate(use_cache=False))
+
+
+def test_rows_in_other_files_have_every_column() -> None:
+    """Context parallelism knows layers, not models: each kind, and each beside another."""
+    kinds = {kind for changes in context_worker.MODELS.values() for kind in small_config(**changes).attention_of_layers}
+    assert kinds == {"nsa", "selected", "window", "dense"}
+    assert {"window, dense", "window, selected, index"} <= context_worker.MODELS.keys()
