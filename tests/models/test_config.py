@@ -3,6 +3,7 @@
 import json
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -79,3 +80,5 @@ def test_few_types_of_layers_repeat() -> None:
     assert config.attention_of_layers == ("window", "window", "window", "selected") * 2
     assert config.to_dict()["layer_types"] == [*config.attention_of_layers]
     assert ModelConfig.from_dict(config.to_dict()) == config
+    # Without its own size a window layer has that of the geometry.
+    assert [replace(config, sliding_window=size).window_of_layers for size in (0, 9)] == [512, 9]

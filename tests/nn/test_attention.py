@@ -264,6 +264,11 @@ def test_wrong_sizes_are_refused(change: dict[str, Any], message: str) -> None:
         NSAttention(**{**SIZES, "geometry": SMALL, **change})
 
 
+def test_a_window_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="window_size must be at least 1, got 0"):
+        WindowAttention(**SIZES, window_size=0)
+
+
 def test_wrong_inputs_are_refused() -> None:
     layer = NSAttention(**SIZES, geometry=SMALL)
     with pytest.raises(ValueError, match=rf"x must have the shape \[B, T, E\], got \[5, {DIM}\]"):
