@@ -34,8 +34,9 @@ NOTES = (
     MODEL_NOTE,
     "model: token_ms is the median time of a step that adds a token to every sequence; p20 and p80 are the spread. "
     "Caches are filled with random numbers instead of a prompt. keys_per_step is by formula: keys of all branches "
-    "that one query reads in one layer and KV head, index keys apart; cache_mib is what a step reads of all caches, "
-    "weights_mib of the weights, gflop its products.",
+    "that one query reads in one layer and KV head, the mean over layers, index keys apart; cache_mib is what a step "
+    "reads of all caches, weights_mib of the weights, gflop its products; kept_bytes is what the caches hold, over the "
+    "past.",
     "dense plain: PyTorch alone, one compiled and recorded step, SDPA without a mask over a cache as long as the past, "
     "the likeliest token; the host is not waited for.",
     *decode_engine.PREFILL_NOTES,
@@ -72,7 +73,8 @@ def _step_figures(bench: DecodingBench, attention: str, sequences: int, past: in
     config, dtype = bench.config(attention), DTYPES[options.precision]
     length = past + _WARMUP_STEPS + options.new_tokens + 1
     sizes = (config.num_heads, config.num_kv_heads, config.head_dim, config.value_dim)
-    check_step(attention, LayerShape(sequences, past, *sizes), config.geometry, device, dtype)
+    for kind in {*config.attention_of_layers}:
+        check_step(kind, LayerShape(sequences, past, *sizes), config.geometry, device, dtype)
     check_memory(cache_bytes(config, dtype, length).of_sequence(length) * sequences, device)
     model = bench.model(attention)
     cached = FilledModel(
@@ -166,20 +168,34 @@ def _timing(timing: Timing) -> dict[str, Any]:
 
 
 def work_per_step(config: ModelConfig, sequences: int, past: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Keys, bytes and operations of one step of all sequences behind so many tokens, by formula."""
-    keys = config.geometry.keys_read_per_step(past) if config.attention == "nsa" else past + 1
-    width = config.head_dim + config.value_dim
-    index = INDEX_DIM * (past + 1) if config.has_index else 0
-    cache = sequences * config.num_layers * (keys * config.num_kv_heads * width + index) * dtype.itemsize
-    attention = 2 * config.num_layers * (config.num_heads * width * keys + config.num_kv_heads * index)
+    """Keys (the mean over layers), bytes and operations of one step of all sequences behind so many tokens, and bytes
+    that a token keeps; by formula.
+    """
+    kinds, width = config.attention_of_layers, config.head_dim + config.value_dim
+    keys = sum(keys_read(config, kind, past) for kind in kinds)
+    index = INDEX_DIM * (past + 1) * sum(config.has_index and kind in ("nsa", "selected") for kind in kinds)
+    cache = sequences * (keys * config.num_kv_heads * width + index) * dtype.itemsize
+    attention = 2 * (config.num_heads * width * keys + config.num_kv_heads * index)
     # Every weight multiplies once, but for the look-up in the embedding.
     count = parameter_count(config) - (0 if config.tie_embeddings else config.vocab_size * config.dim)
     return {
-        "keys_per_step": keys,
+        "keys_per_step": round(keys / len(kinds)),
+        "kept_bytes": round(cache_bytes(config, dtype, past).of_sequence(past) / past),
         "cache_mib": cache / 2**20,
         "weights_mib": count * dtype.itemsize / 2**20,
         "gflop": sequences * (attention + 2 * count) / 1e9,
     }
+
+
+def keys_read(config: ModelConfig, kind: str, past: int) -> int:
+    """Keys that the token behind so many reads in a layer."""
+    geometry, window = config.geometry, min(config.window_of_layers, past + 1)
+    if kind == "nsa":
+        return geometry.keys_read_per_step(past)
+    if kind == "selected":
+        others = geometry.num_compressed_blocks(past + 1) + min(geometry.window_size, past + 1)
+        return geometry.keys_read_per_step(past) - others
+    return window if kind == "window" else past + 1
 
 
 def _bench_layer(bench: DecodingBench) -> None:
@@ -196,7 +212,7 @@ def _bench_layer(bench: DecodingBench) -> None:
 
 
 def speedups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """How many times faster the sparse model takes a token than each dense one, by size."""
+    """How many times faster each sparse model takes a token than those with dense layers, by size."""
     measured = {
         (row["sequences"], row["tokens"], row["attention"]): row["token_ms"]
         for row in rows
@@ -204,16 +220,16 @@ def speedups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     }
     found = []
     for sequences, tokens, attention in measured:
-        if attention != "nsa":
+        if "dense" in attention:
             continue
-        own = measured[sequences, tokens, "nsa"]
+        own = measured[sequences, tokens, attention]
         ratios = {
             f"{name.replace(' ', '_')}_ratio": measured[sequences, tokens, name] / own
-            for name in ("dense", "dense plain")
+            for name in ("dense", "dense plain", "mix-dense")
             if (sequences, tokens, name) in measured
         }
         if ratios:
-            found.append({"sequences": sequences, "tokens": tokens, **ratios})
+            found.append({"attention": attention, "sequences": sequences, "tokens": tokens, **ratios})
     return found
 
 
@@ -233,6 +249,7 @@ DECODING = Benchmark(
     {
         "attention": "attention", "sequences": "sequences", "tokens": "tokens",
         "requests": "requests", "token_ms": "ms/token", "keys_per_step": "keys/step", "cache_mib": "cache MiB/step",
+        "kept_bytes": "bytes kept/token",
         "prefill_seconds": "prefill s", "training_forward_seconds": "training forward s",
         "prefill_ratio": "ratio", "first_token_seconds": "first token s", "layer_ms": "ms",
         "floor_ms": "floor ms", "seconds": "s",

@@ -19,9 +19,18 @@ from trifocal.errors import UserError
 from trifocal.inference import CachedModel, Engine, Request, Sampling
 from trifocal.inference.paged_cache import memory_for_caches, plan_cache
 from trifocal.models import DecoderLM, ModelConfig
+from trifocal.models.conversion import MIX
 from trifocal.train.step.micro_batch import autocast
 
 Part = Literal["model", "prefill", "layer", "mix"]
+ATTENTIONS: dict[str, dict[str, Any]] = {
+    "nsa": {},
+    "selected": {"attention": "selected", "chooser": "index"},
+    "mix": {"layer_types": MIX, "chooser": "index"},
+    "dense": {"attention": "dense"},
+    "mix-dense": {"layer_types": (*MIX[:3], "dense")},
+}
+"""How the models of the rows differ from the sparse one."""
 SIZES = ("1x1024", "1x4096", "1x16384", "1x65536", "8x8192", "64x8192", "64x65536")
 
 PREFILL_NOTES = (
@@ -40,6 +49,9 @@ MIX_NOTES = (
 class DecodeOptions(ModelOptions):
     """Time decoding of the sparse model, of its dense baseline on the same engine, and of a plain dense model."""
 
+    attention: tuple[Literal["nsa", "selected", "mix", "dense", "mix-dense"], ...] = ("nsa", "dense")  # type: ignore[assignment]
+    """The models to measure: with three branches; one branch with an index; three windows and one such layer again and
+    again; dense; three windows and a dense layer."""
     parts: tuple[Part, ...] = ("model", "prefill", "layer", "mix")
     """model: a token's time at --sizes; prefill: prompts of --prompt-tokens; layer: one attention at --layer-sizes;
     mix: many requests of many lengths."""
@@ -93,7 +105,7 @@ class DecodingBench:
 
     def config(self, attention: str) -> ModelConfig:
         """The model of a row."""
-        return replace(self.options.model, attention=attention)  # type: ignore[arg-type]
+        return replace(self.options.model, **ATTENTIONS[attention])
 
     def model(self, attention: str) -> DecoderLM:
         """A model with random weights, made once."""
@@ -126,7 +138,7 @@ def bench_prefill(bench: DecodingBench) -> None:
 
 def _prefill_figures(bench: DecodingBench, attention: str, tokens: int) -> dict[str, Any]:
     options, device = bench.options, bench.device
-    if attention == "nsa":
+    if bench.config(attention).chooses_blocks:
         check_model_parity(bench.config(attention), device, DTYPES[options.precision])
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(options.model.vocab_size, (tokens,), generator=generator)

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from lib.recorder import Recorder, Refused, Unavailable
 from lib.timing import device_ms, recorded, time_call
+from trifocal.nn.attention_base import INDEX_DIM
 from trifocal.nn.rope import rotary_tables
 from trifocal.ops import (
     DecodeBatch,
     DenseCache,
     Geometry,
     SparseCache,
+    WindowCache,
     append_dense,
     append_sparse,
     decode_attention,
@@ -144,6 +146,26 @@ def _step(
             return decode_dense_attention(q, dense, batch, rotary, backend=backend)
 
         return attend_dense
+    if attention == "window":
+        rings = WindowCache(*keys_and_values(sequences, groups, window))
+
+        def attend_window() -> Tensor:
+            append_dense(rings, batch, k, v, rotary, backend)
+            return decode_dense_attention(q, rings, batch, rotary, window_size=window, backend=backend)
+
+        return attend_window
+    if attention == "selected":
+        indexed = SparseCache(*pages, *[None] * 6, k_idx=draw(sequences * columns, 1, size, INDEX_DIM))
+        tables = rotary_tables(torch.arange(tokens, device=device), INDEX_DIM, 10000.0, rotary[0].dtype)
+        q_idx, k_idx = (draw(sequences, 1, groups, INDEX_DIM), tables), (draw(sequences, 1, INDEX_DIM), tables)
+
+        def attend_selected() -> Tensor:
+            append_sparse(indexed, batch, None, None, k, v, None, None, geometry, rotary, backend=backend, index=k_idx)
+            return decode_attention(
+                q, None, indexed, batch, geometry, rotary, window=False, backend=backend, index=q_idx
+            )
+
+        return attend_selected
     cache = SparseCache(
         *pages,
         *keys_and_values(sequences * columns, groups, size // geometry.compression_stride),

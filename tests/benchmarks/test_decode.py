@@ -97,6 +97,22 @@ def test_work_is_counted():
     assert (index["cache_mib"] - means["cache_mib"]) * 2**20 == 2 * 2 * 41 * 64 * 4
 
 
+def test_every_attention_has_its_work():
+    """A window reads 8 keys, selected blocks three of 8, less what the token's own block lacks."""
+    bench = DecodingBench(replace(OPTIONS, model=replace(MODEL, num_layers=4)), recorder())
+    keys = {"window": 8, "selected": 3 * 8 - 7, "dense": 41, "nsa": MODEL.geometry.keys_read_per_step(40)}
+    kept = {}
+    for name in decode_engine.ATTENTIONS:
+        config = bench.config(name)
+        work = decoding.work_per_step(config, 2, 40, DTYPES["fp32"])
+        mean = sum(keys[kind] for kind in config.attention_of_layers) / 4
+        assert work["keys_per_step"] == round(mean)
+        choosing = sum(kind in ("nsa", "selected") for kind in config.attention_of_layers) * config.has_index
+        assert work["cache_mib"] * 2**20 == 2 * 4 * (4 * mean * 2 * 16 + 41 * 64 * choosing)
+        kept[name] = work["kept_bytes"]
+    assert sorted(kept, key=lambda name: kept[name])[:2] == ["mix-dense", "mix"]
+
+
 def test_wrong_results_are_not_timed(monkeypatch):
     attend = decode_layer.decode_attention
 
@@ -105,6 +121,8 @@ def test_wrong_results_are_not_timed(monkeypatch):
 
     monkeypatch.setattr(decode_layer, "decode_attention", wrong)
     found = recorder()
-    bench_decode(replace(OPTIONS, parts=("model", "layer"), sizes=("1x5",), layer_sizes=("1x20",)), found)
+    parts = {"parts": ("model", "layer"), "sizes": ("1x5",), "layer_sizes": ("1x20",)}
+    attention = ("nsa", "mix", "dense", "mix-dense")
+    bench_decode(replace(OPTIONS, **parts, attention=attention, model=replace(MODEL, num_layers=4)), found)
     statuses = [row["status"].partition(":")[0] for row in found.rows]
-    assert statuses == ["refused", "ok", "ok", "refused", "ok"]
+    assert statuses == ["refused", "refused", "ok", "ok", "ok", "refused", "ok"]

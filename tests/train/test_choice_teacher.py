@@ -118,9 +118,14 @@ def test_no_eligible_query_is_no_loss(tmp_path: Path, heartbeat: Heartbeat) -> N
 
 @pytest.mark.parametrize(
     ("model", "weight"),
-    [((), 0), (INDEX, 1), ((*INDEX, "--model.attention", "dense"), 0), ((*INDEX, *TAUGHT), 0.5),
-     # A mix whose layers have no choice.
-     ((*INDEX, "--model.layer_types", "window", "dense"), 0)],
+    [
+        ((), 0),
+        (INDEX, 1),
+        ((*INDEX, "--model.attention", "dense"), 0),
+        ((*INDEX, *TAUGHT), 0.5),
+        # A mix whose layers have no choice.
+        ((*INDEX, "--model.layer_types", "window", "dense"), 0),
+    ],
 )
 def test_the_weight_follows_the_model_unless_it_is_given(tmp_path: Path, model: tuple[str, ...], weight: float) -> None:
     config = make_config(tmp_path, *model)
