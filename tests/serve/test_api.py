@@ -52,11 +52,13 @@ def test_completions_are_those_of_the_engine(served: Served) -> None:
         assert answer.usage is not None and answer.usage.prompt_tokens == len(tokens)
         assert answer.usage.completion_tokens <= 20
     # Several prompts, several samples: sample i of a prompt has the seed behind it.
+    counted = served.worker.metrics.prompt_tokens
     answer = client.completions.create(prompt=[PROMPT, "x"], n=2, **options)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert answer.choices[0].text == expected
     # Samples share their prompt.
     assert answer.usage is not None and answer.usage.prompt_tokens == len(tokens) + 1
+    assert served.worker.metrics.prompt_tokens - counted == len(tokens) + 1
     second = served.alone(tokens, 20, sampling=Sampling(temperature=0.9, top_k=40, seed=6))
     assert answer.choices[1].text == second != expected
     # Without a seed, each call draws its own.
