@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trifocal.errors import UserError
-from trifocal.inference import cached_attention, cached_model
+from trifocal.inference import cached_attention, cached_model, prompts
 from trifocal.inference.cached_model import CachedModel, CachedSequence, OutOfRows
 from trifocal.inference.paged_cache import cache_bytes, longest_that_fits, plan_cache
 from trifocal.inference.pages import OutOfPages
@@ -440,6 +440,30 @@ def test_a_model_of_windows_needs_no_pages(make_model: Make) -> None:
         expected = model(tokens[None])[0]
     given = in_pieces(decoder, decoder.admit(), tokens, [37, 8, 1, 14])
     torch.testing.assert_close(given, expected, rtol=0, atol=1e-11)
+
+
+def test_rows_of_prefixes_leave_room_for_sequences(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wide window has large rows: fewer prefixes are kept then, and the caches still fit."""
+    model = make_model(attention="window")
+    row = cache_bytes(model.config, torch.float64, 60).row
+    monkeypatch.setattr(prompts, "memory_for_caches", lambda *_: 9 * row)
+
+    def sizes(**limit: int) -> tuple[int, int]:
+        device, words = torch.device("cpu"), {"what": "", "remedy": ""}
+        made = prompts.make_cached_model(
+            lambda: model,
+            model.config,
+            torch.float64,
+            device,
+            **words,
+            max_length=60,
+            sequences=20,
+            spare_rows=64,
+            **limit,
+        )
+        return made.spare_rows, made.max_sequences
+
+    assert sizes() == (2, 7) and sizes(max_bytes=4 * row) == (1, 4)
 
 
 def test_random_choices_are_refused(make_model: Make) -> None:

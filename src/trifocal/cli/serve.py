@@ -66,7 +66,8 @@ class ServeArguments:
     prefill_chunk_size: int = 0
     """Tokens of prompts between two steps of decoding, which bounds the time between tokens; 0: 1,024, on a CPU 256."""
     prefixes: int = 64
-    """Beginnings of prompts that are kept for prompts that begin alike, such as the next turn of a chat; 0: none."""
+    """Beginnings of prompts that are kept for prompts that begin alike, such as the next turn of a chat, at most; fewer
+    where wide windows would take over a quarter of the caches' memory. 0: none."""
     speculate: bool = False
     """Guess the next tokens of up to four sequences from what followed the last ones before: faster for text that
     repeats itself, such as code; a step of several tokens rounds in another way."""

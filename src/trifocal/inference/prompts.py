@@ -14,6 +14,8 @@ from trifocal.models import DecoderLM, ModelConfig
 
 MAX_SEQUENCES = {"cuda": 256, "cpu": 16}
 _KEPT_PREFIXES = 64
+# Share of the memory for caches that the rows of kept prefixes may take.
+_PREFIX_SHARE = 0.25
 DEFAULT_TEMPERATURE = 0.8
 """Temperature of texts for people, where the model names none."""
 
@@ -91,13 +93,17 @@ def make_cached_model(
     spare_rows: int = 0,
     record_chunks: bool = False,
 ) -> CachedModel:
-    """A model with caches for `sequences` at a time, or for as many as fit; in `max_bytes`, unless one takes more.
+    """A model with caches for `sequences` at a time, or for as many as fit; in `max_bytes`, unless one takes more. It
+    has up to `spare_rows`, in a quarter of that memory.
 
     `model` makes the model, once it is known that the caches fit. UserError, of `what`, the longest sequence that would
     fit and the remedy, if not one sequence fits, or not all samples of a prompt.
     """
     with memory_errors(device):
         free, weight = memory_for_caches(config, dtype, device), cache_bytes(config, dtype, max_length)
+        # The row of a wide window weighs as much as a long sequence.
+        room = _PREFIX_SHARE * (free if max_bytes is None else min(free, max_bytes))
+        spare_rows = max(0, min(spare_rows, int(room // max(weight.row, 1))))
         free -= spare_rows * weight.row + record_chunks * weight.page
         if max_bytes is not None:
             free = min(free, max(max_bytes, weight.of_sequence(max_length)))
