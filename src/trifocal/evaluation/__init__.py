@@ -3,10 +3,11 @@
 from trifocal.evaluation.layers import layers_by_harm
 from trifocal.evaluation.measure import TASKS, USUAL_TASKS, Plan, ReportProgress, Task, evaluate_model, not_possible
 from trifocal.evaluation.record import merge_rows, to_json, write_evaluation
-from trifocal.evaluation.ruler import RULER_TASKS, RulerName, missing_packages, possible_tasks
+from trifocal.evaluation.ruler import RULER_INSTALL, RULER_TASKS, RulerName, possible_tasks
 from trifocal.evaluation.subject import Subject
 
 __all__ = [
+    "RULER_INSTALL",
     "RULER_TASKS",
     "TASKS",
     "USUAL_TASKS",
@@ -18,7 +19,6 @@ __all__ = [
     "evaluate_model",
     "layers_by_harm",
     "merge_rows",
-    "missing_packages",
     "not_possible",
     "possible_tasks",
     "to_json",
