@@ -139,6 +139,8 @@ def test_what_is_too_short_or_not_installed(monkeypatch: pytest.MonkeyPatch) -> 
     for name in RULER_TASKS:
         with pytest.raises(TooShort, match=rf"{name} needs [\d,]{{3,}} tokens, got 300"):
             next(measure_ruler(subject(), name, 300, 1))
+        with pytest.raises(TooShort, match=f"{name} needs more than {RULER_TASKS[name].new_tokens} tokens"):
+            make_samples(subject(), name, RULER_TASKS[name].new_tokens, 1)
     with pytest.raises(TooShort, match="fwe needs more than 450 tokens"):
         make_samples(subject(), "fwe", 450, 1)
     monkeypatch.setattr(ruler, "find_spec", lambda name: None if name in ("wonderwords", "needlehaystack") else name)

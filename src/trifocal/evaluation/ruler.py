@@ -179,6 +179,9 @@ def make_samples(
             return [*begun.tolist(), *tokenizer.encode(prefix).tolist()]
         return list(tokenizer.encode_prompt(prompt + task.delimiter + prefix).tolist())
 
+    if length <= task.new_tokens:
+        # lm-eval would not even begin to search.
+        raise TooShort(f"{name} needs more than {length:,} tokens")
     # Tokens that lm-eval does not count: the beginning of an answer about needles, new ones behind coded words.
     more = 0
     while True:
