@@ -106,7 +106,7 @@ def test_metrics_that_are_no_regular_file_are_refused(make_run: MakeRun) -> None
 @pytest.mark.parametrize(
     ("arrays", "header", "said"),
     [
-        ({}, {"version": 2}, "expected version 1, got 2"),
+        ({}, {"version": 1}, "expected version 2, got 1"),
         ({"header": np.frombuffer(DEEP.encode(), np.uint8)}, {}, "recursion"),
         ({"zeros": np.zeros(2**27, np.uint8)}, {}, "it expands to 134,"),
     ],
