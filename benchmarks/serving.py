@@ -167,8 +167,10 @@ async def ask(address: tuple[str, int], prompt: Sequence[int], new_tokens: int, 
 
 
 def _token(text: str) -> int:
-    """The token of a text in the answer's log-probabilities; token `i` of the tokenizer of bytes is byte `i`."""
-    return int(text.removeprefix("token_id:")) if text.startswith("token_id:") else ord(text)
+    """The token of a text in the answer's log-probabilities, also of the separator's name."""
+    if text.startswith("token_id:"):
+        return int(text.removeprefix("token_id:"))
+    return int(make_tokenizer("bytes").encode_prompt(text).item())
 
 
 def bench_serving(options: ServingOptions, recorder: Recorder) -> None:

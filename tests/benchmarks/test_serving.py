@@ -34,6 +34,10 @@ def measure(monkeypatch: pytest.MonkeyPatch, *parts: str) -> list[dict[str, Any]
     return recorder.rows
 
 
+def test_tokens_by_their_texts() -> None:
+    assert [serving._token(text) for text in ("a", "\n", "token_id:200", "<|endoftext|>")] == [97, 10, 200, 256]
+
+
 def test_load_and_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a server in this process."""
     calls = []
