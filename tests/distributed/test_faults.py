@@ -64,8 +64,10 @@ class Case:
 
 
 def last_beat(run: Path, rank: int) -> dict[str, Any]:
-    """The last row of a rank's heartbeat."""
-    return dict(read_lines(run / "heartbeat" / f"rank{rank}.jsonl")[-1])
+    """The last row of a rank's heartbeat, whose file is there before its first row."""
+    path = run / "heartbeat" / f"rank{rank}.jsonl"
+    wait_for(lambda: bool(read_lines(path)))
+    return dict(read_lines(path)[-1])
 
 
 @pytest.fixture
