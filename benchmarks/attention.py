@@ -44,13 +44,13 @@ NOTES = (
     "Medians of calls timed with events on the device, the L2 cache flushed before each; p20 and p80 are the spread. "
     "Random inputs.",
     "forward_ms is without gradients, as in prefill; forward_backward_ms is one training call; backward_ms is their "
-    "difference. The device_ms of each are of the device alone, held up until the host has handed over the whole call.",
+    "difference. The device_ms of each are of the device only, held up until the host has handed over the whole call.",
     "extra_peak_gib is the largest allocation beyond the inputs, results and gradients included.",
     "tflop and gib are by formula: products over the keys that queries see, and every input and result moved once.",
     "Row whole with smooth choices: blocks are given, and scoring runs beside, as if it had chosen them. "
     "blocks_of_4_neighbours: different blocks that four adjacent queries choose together.",
     "Row end to end: means of keys and values, sigmoid of the gates' logits, and whole: the cost of a call. Row "
-    "compression: the means alone. Row whole begins with compressed keys and values and with gates.",
+    "compression: only the means. Row whole begins with compressed keys and values and with gates.",
     "first_call_seconds: the first call of the row in this process; with an empty Triton cache (TRITON_CACHE_DIR) it "
     "includes compilation, except of kernels that an earlier row compiled.",
     "Row rest: whole without the parts, so the combination and the difference that one call makes.",
@@ -81,7 +81,7 @@ class AttentionOptions(BenchOptions):
     choices: tuple[Choices, ...] = ("random",)
     """Choices of blocks: random (from random inputs), smooth (drifting slowly, as in trained models)."""
     direction: Direction = "both"
-    """Figures: forward alone, or forward and a training call."""
+    """Figures: only forward, or forward and a training call."""
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Type of the inputs."""
     call_seconds: float = 0.3
@@ -286,7 +286,7 @@ def _rest(rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     row: dict[str, Any] = {key: whole[key] for key in labels} | {"row": "rest"}
     for key in ("forward_ms", "forward_backward_ms"):
         if key in whole:
-            # Scoring has no backward: forward and backward together need its forward alone.
+            # Scoring has no backward: forward and backward together need only its forward.
             parts = [rows[part].get(key, rows[part].get("forward_ms", 0.0)) for part in PARTS]
             row[key] = whole[key] - sum(parts)
     return row | {"note": "by difference", "status": OK}

@@ -37,7 +37,7 @@ NOTES = (
     "that one query reads in one layer and KV head, the mean over layers, index keys apart; cache_mib is what a step "
     "reads of all caches, weights_mib of the weights, gflop its products; kept_bytes is what the caches hold, over the "
     "past.",
-    "dense plain: PyTorch alone, one compiled and recorded step, SDPA without a mask over a cache as long as the past, "
+    "dense plain: only PyTorch, one compiled and recorded step, SDPA without a mask over a cache as long as the past, "
     "the likeliest token; the host is not waited for.",
     *decode_engine.PREFILL_NOTES,
     *(f"layer: {note}" for note in decode_layer.NOTES),
@@ -148,7 +148,7 @@ def _plain_figures(bench: DecodingBench, _: str, sequences: int, past: int) -> d
 
 
 def _timing_of_rounds(step: Callable[[], object], device: torch.device, options: DecodeOptions) -> Timing:
-    """Time of a step in rounds of steps: the host waits for a round alone."""
+    """Time of a step in rounds of steps: the host waits only for a round."""
 
     def round_ms() -> float:
         begin = time.perf_counter()
@@ -168,7 +168,7 @@ def _timing(timing: Timing) -> dict[str, Any]:
 
 
 def work_per_step(config: ModelConfig, sequences: int, past: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Keys (the mean over layers), bytes and operations of one step of all sequences behind so many tokens, and bytes
+    """Keys (the mean over layers), bytes and operations of one step of all sequences behind n tokens, and bytes
     that a token keeps; by formula.
     """
     kinds, width = config.attention_of_layers, config.head_dim + config.value_dim
@@ -188,7 +188,7 @@ def work_per_step(config: ModelConfig, sequences: int, past: int, dtype: torch.d
 
 
 def keys_read(config: ModelConfig, kind: str, past: int) -> int:
-    """Keys that the token behind so many reads in a layer."""
+    """Keys that the token behind n reads in a layer."""
     geometry, window = config.geometry, min(config.window_of_layers, past + 1)
     if kind == "nsa":
         return geometry.keys_read_per_step(past)

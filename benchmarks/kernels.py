@@ -44,7 +44,7 @@ class KernelsOptions(BenchOptions):
     most: int = 20
     """Kernels to list for each shape and direction; the rest is one row."""
     teaching: int = 0
-    """Also time the choice by an index and the loss that teaches it, of one query in so many; 0: neither."""
+    """Also time the choice by an index and the loss that teaches it, of one query in n; 0: neither."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

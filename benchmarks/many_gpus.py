@@ -17,9 +17,9 @@
 | `fewer` | some | the layer at 1,048,576 tokens on a half of the GPUs, a quarter and so on, where they hold it |
 
 The most important parts come first. Parts on one GPU that follow one another run at the same time, each on its own GPU;
-all others run alone. One that does not end in its time is stopped by SIGTERM, as by a scheduler; what it has measured
-by then counts. Both files of results are written after every part, and beside them the output of each part that did not
-end well, `many_gpus_PART.log`.
+all others run by themselves. One that does not end in its time is stopped by SIGTERM, as by a scheduler; what it has
+measured by then counts. Both files of results are written after every part, and beside them the output of each part
+that did not end well, `many_gpus_PART.log`.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The quality of the sparse model: trainings that differ in the attention alone, side by side, then their evaluation.
+"""The quality of the sparse model: trainings that differ only in the attention, side by side, then their evaluation.
 
     python benchmarks/quality.py --part long --directory runs/quality --gpus 2 --seconds 450 --resume
     python benchmarks/quality.py --part recall --variants sparse dense index --directory runs/quality
@@ -22,10 +22,10 @@ costs more than dense attention. In `index`, index heads choose, which a loss te
 and at three times the learning rate; with `-l1` at the same rate, with `-s256` on one query in 256 instead of 64,
 with `-mean` without the learned compressor. In `selected-index`, the selected branch is alone. In `mix`, every fourth
 layer is such a branch and the others have a window; in `mix-dense`, every fourth layer is dense.
-Each training is a process and a folder of its own, `DIRECTORY/PART/VARIANT-SEED`. Trainings of `long` and `needle`
+Each training is its own process and folder, `DIRECTORY/PART/VARIANT-SEED`. Trainings of `long` and `needle`
 start from the weights of a training on short rows, in a folder with `-short` behind its name, and those of
 `production_32768` from the weights of `production_8192`. When the time is up they stop as a scheduler would stop them;
-`--resume` goes on with those that have steps left, begins the others, and when all are over evaluates them. Flags of
+`--resume` continues those that have steps left, begins the others, and when all are over evaluates them. Flags of
 `trifocal train` are passed on, also to the trainings that others start from.
 """
 
@@ -111,7 +111,7 @@ def trainings(
 ) -> list[Training]:
     """The trainings of a part; those of one seed are neighbours.
 
-    Flags in `extra` win; variants in `one_seed` have the first seed alone.
+    Flags in `extra` win; variants in `one_seed` have only the first seed.
     """
     part = PARTS[name]
 
@@ -404,7 +404,7 @@ def main() -> int:
     parser.add_argument("--evaluate-seconds", type=float, default=120.0, help="for the evaluations of a part")
     parser.add_argument("--seeds", type=int, nargs="+", default=[])
     parser.add_argument("--variants", nargs="+", default=[], choices=VARIANTS)
-    parser.add_argument("--one-seed", nargs="+", default=[], choices=VARIANTS, help="trained with the first seed alone")
+    parser.add_argument("--one-seed", nargs="+", default=[], choices=VARIANTS, help="trained with only the first seed")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--plan", action="store_true", help="print the commands and train nothing")
     parser.add_argument("--commit", default="")

@@ -87,7 +87,7 @@ def figures(run: Path, tokens_per_step: int) -> dict[str, Any]:
 
 
 def measure(mode: str, size: int, seconds: float, options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Train in so many processes; returns the row's figures and the output of the processes."""
+    """Train in n processes; returns the row's figures and the output of the processes."""
     given, begin = flags(mode, size, options), time.monotonic()
     folder = Path(tempfile.mkdtemp())
     try:

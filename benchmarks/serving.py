@@ -33,10 +33,10 @@ from trifocal.train.checkpoint.export import export_folder
 from trifocal.train.checkpoint.pretrained import DEMO
 
 NOTES = (
-    "Random weights, served by trifocal serve in a process of its own on the same machine, asked over HTTP; prompts "
+    "Random weights, served by trifocal serve in its own process on the same machine, asked over HTTP; prompts "
     "are random tokens, and every answer has all of its tokens.",
     MODEL_NOTE,
-    "load: so many clients, each of which sends its next request when it has the answer to the last. The time between "
+    "load: n clients, each of which sends its next request when it has the answer to the last. The time between "
     "tokens is that between events of one stream. A first request of each length is not counted.",
     "turns: a prompt, then the same prompt with the answer and 50 more tokens; medians of the time to the first token. "
     "speculate: the package's model, one client, temperature 0; code is a class whose methods repeat themselves, "

@@ -2,7 +2,7 @@
 
     python benchmarks/training.py --sizes 16x2048 production
 
-Every row has a process of its own (`lib.training_worker`). It builds and compiles the model, warms up, and
+Every row has its own process (`lib.training_worker`). It builds and compiles the model, warms up, and
 waits for its turn; so preparations can go side by side while timed steps have the device to themselves.
 """
 
@@ -225,7 +225,7 @@ class Worker:
         self._timer.start()
 
     def answer(self) -> dict[str, Any]:
-        """The next message of the process; one with a status of its own if it is gone."""
+        """The next message of the process; one with its own status if it is gone."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             # Libraries may print too.

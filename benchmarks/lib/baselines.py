@@ -75,13 +75,13 @@ def _dense(backend: SDPBackend, shared: bool, padding: int) -> Callable[..., Ten
 
 
 def flex_attention(mask: str, inputs: Inputs, shape: AttentionShape, geometry: Geometry) -> Candidate:
-    """Compiled FlexAttention: "causal" over the whole past, or "window" over the sliding window alone.
+    """Compiled FlexAttention: "causal" over the whole past, or "window" over the sliding window.
 
     The selected branch has no row: its mask differs from query to query, and FlexAttention skips blocks of 128
     queries by 128 keys only where no query of them sees a key.
     """
     if inputs.q.device.type != "cuda":
-        raise Unavailable("compiled FlexAttention is timed on CUDA devices alone")
+        raise Unavailable("compiled FlexAttention is timed only on CUDA devices")
     from torch.nn.attention import flex_attention as flex
 
     if mask == "causal":
@@ -102,7 +102,7 @@ def flex_attention(mask: str, inputs: Inputs, shape: AttentionShape, geometry: G
         return compiled(q, k, v, block_mask=blocks, enable_gqa=True).transpose(1, 2)
 
     work = attention_work(shape, keys, shape.tokens, inputs.q.element_size())
-    note = "dense" if mask == "causal" else "the window branch alone: no compressed, no selected branch"
+    note = "dense" if mask == "causal" else "only the window branch: no compressed, no selected branch"
     return Candidate(attend, (inputs.q, inputs.k_slc, inputs.v_slc), work, note)
 
 

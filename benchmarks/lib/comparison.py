@@ -10,7 +10,7 @@ Row = Mapping[str, Any]
 SERIES = ("batch", "heads", "groups", "head_dim", "value_dim", "dtype")
 SPARSE = ("end to end", "whole", "fla parallel_nsa")
 BASELINES = ("dense cudnn", "dense flash", "flex causal")
-# Figures that are compared over lengths: times of whole calls, and of the device alone.
+# Figures that are compared over lengths: times of whole calls, and of the device.
 CALLS = ("forward_ms", "forward_device_ms", "forward_backward_ms", "forward_backward_device_ms")
 MEASURES = (*CALLS, "backward_ms")
 

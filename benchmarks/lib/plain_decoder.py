@@ -1,4 +1,4 @@
-"""A plain dense model in PyTorch alone: SDPA over a static cache, compiled, recorded as a CUDA graph.
+"""A plain dense model in PyTorch: SDPA over a static cache, compiled, recorded as a CUDA graph.
 
 It is the fastest simple program for the task: sequences of one length, no pages, the likeliest
 token.

@@ -18,7 +18,7 @@ STOP_SECONDS = 25.0
 
 
 def train(config: Path, run: Path, flags: Mapping[str, Any], processes: int, seconds: float) -> str:
-    """Train in a new folder, in so many processes, one for each GPU; their output.
+    """Train in a new folder, in n processes, one for each GPU; their output.
 
     A run that does not end in its time is stopped by SIGTERM, as by a scheduler.
     """

@@ -47,7 +47,7 @@ CONTROLS = ("sparse", "dense", "window", "random")
 class Part:
     """The trainings of one question: of each variant with each seed, on top of the production preset.
 
-    `evaluate` has the flags of each call of `trifocal evaluate`. With one job at a time a GPU is a training's alone, so
+    `evaluate` has the flags of each call of `trifocal evaluate`. With one job at a time a GPU has one training, so
     that tokens/s can be compared. The size of the variant `window` follows from the geometry. With flags in `short`, a
     training on short rows comes first and the other starts from its weights, or from those of the part `start`.
     `packages` takes whole packages as text: "long" for those of long rows, with "short" for those of `short`; "short"
@@ -150,7 +150,7 @@ PARTS = {
         variants=("sparse", "dense", "exact", "index"),
         jobs=3,
         packages="long",
-        # From long rows alone, 400 steps teach nobody more than the last few hundred bytes.
+        # From only long rows, 400 steps teach nobody more than the last few hundred bytes.
         short=_batch(32, 2048, 800, 1e-3) | {"data.shuffle_sequences": "1024", "evaluate.interval_steps": "200"},
     ),
     "recall": Part(
@@ -171,7 +171,7 @@ PARTS = {
         (("--source", "needle:1", *_HAYSTACKS), ("--source", "needle:8", *_HAYSTACKS)),
         variants=("index", "shared-random", "dense", "window"),
         jobs=4,
-        # A small dense model learned the task on short haystacks alone, and nothing on all lengths at once.
+        # A small dense model learned the task on short haystacks, and nothing on all lengths at once.
         short=_batch(128, 64, 3000, 2e-3) | {"data.source": "needle:2", "train.compile": "false"},
     ),
 }  # fmt: skip

@@ -22,7 +22,7 @@ class Refused(Exception):
 class Recorder:
     """Collects the rows of a run of measurements.
 
-    A failure is recorded in its row, and the next row goes on. Rows that the time limit leaves out are recorded too.
+    A failure is recorded in its row, and the next row follows. Rows that the time limit leaves out are recorded too.
     """
 
     def __init__(self, seconds: float, say: Callable[[str], None], on_row: Callable[[], None]) -> None:

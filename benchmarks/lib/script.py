@@ -68,7 +68,7 @@ class ModelOptions(BenchOptions):
     attention: tuple[Literal["nsa", "dense"], ...] = ("nsa", "dense")
     """The models to measure."""
     model: ModelConfig = field(default_factory=lambda: load_config(PRESET).model)
-    """The sparse model, by default the production preset's; the dense baseline differs in the attention alone."""
+    """The sparse model, by default the production preset's; the dense baseline differs only in the attention."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """Type of the matrix products, and of the caches of decoding."""
 

@@ -53,7 +53,7 @@ def time_call(
 
 
 def device_ms(call: Call, device: torch.device, *, budget_seconds: float, calls: int = 20) -> float | None:
-    """Milliseconds that a call, which has run before, keeps the device alone busy, the median; None on a CPU.
+    """Milliseconds that a call, which has run before, keeps the device busy, the median; None on a CPU.
 
     The device is held up until the host has handed over the whole call. So this is the time of a call where the host is
     ahead, as in a recorded step; `time_call` gives the time of a call by itself.

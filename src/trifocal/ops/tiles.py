@@ -27,7 +27,7 @@ class Tile(NamedTuple):
 
 
 class SelectedTile(NamedTuple):
-    """One configuration of a kernel of selected attention; a piece has slots in the block-major order alone."""
+    """One configuration of a kernel of selected attention; a piece has slots only in the block-major order."""
 
     BLOCK_M: int
     warps: int

@@ -17,7 +17,7 @@ from trifocal.serve.errors import ApiError
 from trifocal.serve.metrics import Metrics
 
 _RETRY_SECONDS = 1
-# Steps in a row that may find no memory, which a picture may have for a moment: a failed step loses nothing. So many
+# Steps in a row that may find no memory, which a picture may have for a moment: a failed step loses nothing. As many
 # failures of any kind make the server unhealthy.
 _MAX_FAILURES = 3
 

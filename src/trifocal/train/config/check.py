@@ -129,7 +129,7 @@ def _check_text(config: RunConfig, tokenizer: Tokenizer) -> None:
 def _check_distillation(config: RunConfig) -> None:
     if config.distill.from_ and config.train.only == "chooser":
         raise UserError(
-            'train.only is "chooser": its loss alone teaches the index, and nothing else learns; leave distill.from out'
+            'train.only is "chooser": only its loss teaches the index, and nothing else learns; leave distill.from out'
         )
 
 
