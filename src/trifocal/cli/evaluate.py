@@ -15,7 +15,7 @@ from rich.table import Table
 
 from trifocal._version import __version__
 from trifocal.cli.console import SafeConsole
-from trifocal.cli.flags import parse_arguments
+from trifocal.cli.flags import check_at_least, parse_arguments
 from trifocal.cli.output import check_output, printable, write_file
 from trifocal.cli.threads import Threads
 from trifocal.data import DataConfig, Tokenizer
@@ -101,9 +101,7 @@ class EvaluateArguments:
     """Another file for the figures, as JSON; needed for weights without a run."""
 
     def __post_init__(self) -> None:
-        for name, lowest in (("sequence_length", 0), ("sequences", 0), ("depths", 1), ("samples", 1)):
-            if getattr(self, name) < lowest:
-                raise UserError(f"--{name.replace('_', '-')} must be at least {lowest}, got {getattr(self, name)}")
+        check_at_least(self, sequence_length=0, sequences=0, depths=1, samples=1)
         if not 0 <= self.validation_fraction < 1:
             raise UserError(f"--validation-fraction must lie in [0, 1), got {self.validation_fraction}")
         for name in ("lengths", "pairs"):

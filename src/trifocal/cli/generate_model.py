@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from trifocal.cli.flags import check_at_least
 from trifocal.data import Tokenizer
 from trifocal.errors import UserError
 from trifocal.inference import CachedModel, Request, Sampling
@@ -67,9 +68,7 @@ class GenerateArguments:
     """Where to run; "auto" takes a GPU if there is one."""
 
     def __post_init__(self) -> None:
-        for name, lowest in (("max_new_tokens", 1), ("samples", 1), ("prefill_chunk_size", 0), ("max_sequences", 0)):
-            if getattr(self, name) < lowest:
-                raise UserError(f"--{name.replace('_', '-')} must be at least {lowest}, got {getattr(self, name)}")
+        check_at_least(self, max_new_tokens=1, samples=1, prefill_chunk_size=0, max_sequences=0)
         try:
             self.sampling({})
         except ValueError as error:

@@ -20,7 +20,7 @@ import torch
 import tyro
 
 from trifocal.cli.convert import check_source, find_gguf
-from trifocal.cli.flags import parse_arguments
+from trifocal.cli.flags import check_at_least, parse_arguments
 from trifocal.cli.output import printable
 from trifocal.data import DataConfig, read_validation
 from trifocal.distributed import rank_and_size
@@ -95,11 +95,8 @@ class SparsifyArguments:
     """Where to run; "auto" takes all GPUs if there are some."""
 
     def __post_init__(self) -> None:
-        lowest = {"selected_blocks": 0, "keep_dense": 0, "sequence_length": 0, "text_weight": 0}
-        lowest |= dict.fromkeys(("rows", "index_steps", "steps", "sequences"), 1)
-        for name, least in lowest.items():
-            if getattr(self, name) < least:
-                raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
+        check_at_least(self, selected_blocks=0, keep_dense=0, sequence_length=0, text_weight=0)
+        check_at_least(self, rows=1, index_steps=1, steps=1, sequences=1)
         if not 0 < self.validation_fraction < 1:
             raise UserError(f"--validation-fraction must lie in (0, 1), got {self.validation_fraction}")
 

@@ -9,8 +9,7 @@ import tyro
 from rich.live import Live
 
 from trifocal.cli.console import SafeConsole
-from trifocal.cli.flags import parse_arguments
-from trifocal.errors import UserError
+from trifocal.cli.flags import check_at_least, parse_arguments
 from trifocal.paths import user_path
 from trifocal.report.live_view import OVER, render, verdicts
 from trifocal.runlog.run import read_run
@@ -28,8 +27,7 @@ class WatchArguments:
     """Time between two pictures; 0 shows one and ends, as everywhere but on a terminal."""
 
     def __post_init__(self) -> None:
-        if not self.interval_seconds >= 0:
-            raise UserError(f"--interval-seconds must be at least 0, got {self.interval_seconds}")
+        check_at_least(self, interval_seconds=0)
 
 
 def run(args: Sequence[str]) -> int:

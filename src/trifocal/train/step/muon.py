@@ -101,12 +101,17 @@ def _batches(matrices: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 def _orthogonalised(update: Tensor, like: Tensor) -> Tensor:
     """`orthogonalise` for this process's part of matrices, [n, local rows, columns]; each process computes some."""
     if isinstance(like, DTensor):
-        sharded = [dimension for dimension, placement in enumerate(like.placements) if placement.is_shard()]
-        (dimension,) = sharded
+        [dimension] = [dimension for dimension, placement in enumerate(like.placements) if placement.is_shard()]
         return _of_shards(update, like.shape[0], like.device_mesh.get_group(dimension))
     if dist.is_initialized() and dist.get_world_size() > 1:
         return _of_replicas(update)
     return orthogonalise(update)
+
+
+def _shares(count: int, size: int) -> list[int]:
+    """The part of each process, as torch.chunk divides."""
+    share = -(-count // size)
+    return [max(0, min(share, count - process * share)) for process in range(size)]
 
 
 def _of_replicas(update: Tensor) -> Tensor:
@@ -124,9 +129,8 @@ def _of_replicas(update: Tensor) -> Tensor:
 def _of_shards(update: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     count, local_rows, columns = update.shape
-    # Rows of each process, and matrices that it computes: as torch.chunk divides.
-    heights = [max(0, min(-(-rows // size), rows - process * -(-rows // size))) for process in range(size)]
-    counts = [max(0, min(-(-count // size), count - process * -(-count // size))) for process in range(size)]
+    # Rows of each process, and matrices that it computes.
+    heights, counts = _shares(rows, size), _shares(count, size)
     assert local_rows == heights[rank]
     by_owner = [number * local_rows * columns for number in counts]
     by_source = [counts[rank] * height * columns for height in heights]
