@@ -122,6 +122,16 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return table
 
 
+def element_of(kind: Any) -> Any:
+    """The type of a list's elements, for a field that is a list, or a value or a list, like `str | tuple[str, ...]`;
+    None for any other.
+    """
+    for part in (kind, *typing.get_args(kind)):
+        if typing.get_origin(part) is tuple:
+            return typing.get_args(part)[0]
+    return None
+
+
 def number_of(kind: Any) -> Any:
     """The number of a field that is a number or a word, like `float | Literal["auto"]`; None for any other."""
     return typing.get_args(kind)[0] if typing.get_origin(kind) in (typing.Union, types.UnionType) else None
@@ -129,12 +139,16 @@ def number_of(kind: Any) -> Any:
 
 def checked(kind: Any, value: Any, name: str) -> Any:
     """A value, converted to the type of its field: int, float, bool, str, a Literal of str, a number or a Literal of
-    str, or a tuple of these.
+    str, or a tuple of these; or a value or a tuple of such, where a tuple of one value becomes the value.
 
     Raises UserError if the value has another type, or cannot be written to a file and read again.
     """
-    if typing.get_origin(kind) is tuple and isinstance(value, tuple | list):
-        return tuple(checked(typing.get_args(kind)[0], part, name) for part in value)
+    element = element_of(kind)
+    if element is not None and isinstance(value, tuple | list):
+        values = tuple(checked(element, part, name) for part in value)
+        return values[0] if len(values) == 1 and typing.get_origin(kind) is not tuple else values
+    if element is not None and typing.get_origin(kind) is not tuple:
+        kind = element
     if number := number_of(kind):
         words = typing.get_args(typing.get_args(kind)[1])
         if value in words:
@@ -235,11 +249,10 @@ def read_flags(
             if not rest:
                 raise UserError(f"{flag} needs a value")
             value = rest.pop(0)
-        if typing.get_origin(kind) is tuple:
+        if element := element_of(kind):
             values = [value]
             while rest and not rest[0].startswith("--"):
                 values.append(rest.pop(0))
-            element = typing.get_args(kind)[0]
             given[name] = checked(kind, [part for text in values for part in _elements(element, text)], flag)
         else:
             given[name] = checked(kind, _meaning(kind, value), flag)

@@ -10,11 +10,13 @@ from trifocal.data import Batch, DataConfig, Loader, make_tokenizer
 _ARGUMENTS = inspect.signature(Loader).parameters
 
 
-def open_loader(source: str | DataConfig, length: int = 16, batch_size: int = 1, **settings: Any) -> Loader:
+def open_loader(
+    source: str | tuple[str, ...] | DataConfig, length: int = 16, batch_size: int = 1, **settings: Any
+) -> Loader:
     """A loader of bytes; settings are those of `DataConfig` and arguments of `Loader`."""
     arguments = {"tokenizer": make_tokenizer("bytes"), "vocab_size": 257}
     arguments |= {name: settings.pop(name) for name in _ARGUMENTS if name in settings}
-    config = DataConfig(source=source, **settings) if isinstance(source, str) else source
+    config = source if isinstance(source, DataConfig) else DataConfig(source=source, **settings)
     return Loader(config, sequence_length=length, batch_size=batch_size, **arguments)
 
 

@@ -43,7 +43,9 @@ def write_lines(folder: Path, chats: list[Any] = CHATS) -> Path:
     return folder
 
 
-def open_loader(source: str, tokenizer: Tokenizer, *, length: int = LENGTH, **settings: Any) -> Loader:
+def open_loader(
+    source: str | tuple[str, ...], tokenizer: Tokenizer, *, length: int = LENGTH, **settings: Any
+) -> Loader:
     settings = {"shuffle_sequences": 4, "shuffle_documents": 8, "vocab_size": tokenizer.vocab_size} | settings
     return loaders.open_loader(source, length, 2, tokenizer=tokenizer, **settings)
 
@@ -165,6 +167,22 @@ def test_a_resume_repeats_the_uninterrupted_run(lines: str, tokenizer: Tokenizer
         with open_loader(lines, tokenizer) as loader:
             loader.load_state_dict(states[at])
             assert all(map(same, take(loader, min(3, 30 - at)), whole[at:]))
+
+
+def test_chats_keep_their_targets_beside_texts(tmp_path: Path, lines: str, tokenizer: Tokenizer) -> None:
+    (tmp_path / "a.txt").write_text("plain text " * 2000)
+    with open_loader((f"text:{tmp_path}/a.txt", lines), tokenizer, weights=(2, 1)) as loader:
+        batches = take(loader, 9)
+    rows = [pair for batch in batches for pair in zip(batch.tokens, batch.targets, strict=True)]
+    chats = [(tokens, targets) for tokens, targets in rows if (tokens == tokenizer.encode("<|im_start|>")[0]).any()]
+    texts = [targets for tokens, targets in rows if not any(torch.equal(tokens, chat) for chat, _ in chats)]
+    assert (len(texts), len(chats)) == (12, 6)
+    # A text learns every token but its last, a chat its answers.
+    assert all((targets >= 0).sum() >= LENGTH - 2 for targets in texts)
+    with open_loader(lines, tokenizer) as loader:
+        alone = [pair for batch in take(loader, 3) for pair in zip(batch.tokens, batch.targets, strict=True)]
+    for found, expected in zip(chats, alone, strict=True):
+        assert all(map(torch.equal, found, expected))
 
 
 def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, lines: str, tokenizer: Tokenizer) -> None:

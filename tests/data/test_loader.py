@@ -18,8 +18,9 @@ import torch
 from tests.data import loaders
 from tests.data.loaders import same, take
 from trifocal.data import Batch, DataConfig, Loader, make_tokenizer, merge_states, prefetch
-from trifocal.data.loader import make_source
 from trifocal.data.prefetch import Activity
+from trifocal.data.reader import make_source
+from trifocal.data.sources.base import BadDocuments
 from trifocal.data.sources.text import JsonlSource
 from trifocal.data.stream import DocumentStream, Position, in_validation
 from trifocal.errors import UserError
@@ -135,7 +136,7 @@ def test_a_process_opens_only_the_files_of_its_own_streams(source: str, monkeypa
 def test_streams_share_out_every_document(source: str, streams: int) -> None:
     """In each of its epochs a stream has its part: together they have all, each once."""
     names: Counter[str] = Counter()
-    opened, _ = make_source(DataConfig(source=source), Activity(), "train")
+    opened, _ = make_source(DataConfig(source=source), Activity(), "train", BadDocuments())
     for part in range(streams):
         documents = DocumentStream(
             opened, TOKENIZER, longest_chat=1, validation=False, validation_fraction=0.1, seed=3,
@@ -331,7 +332,7 @@ def test_each_epoch_has_all_documents_in_another_order(tmp_path: Path) -> None:
     """A single file in a single block: neither shards nor blocks move."""
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    opened, _ = make_source(DataConfig(source=f"jsonl:{path}"), Activity(), "train")
+    opened, _ = make_source(DataConfig(source=f"jsonl:{path}"), Activity(), "train", BadDocuments())
     documents = DocumentStream(
         opened, TOKENIZER, longest_chat=1, validation=True, validation_fraction=0.5, seed=3,
         block_documents=1000, activity=Activity(),

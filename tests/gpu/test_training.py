@@ -37,7 +37,7 @@ def draw_batches():
         borders = None
         if inside is not None:
             borders = torch.tensor([0, *inside, LENGTH, 2 * LENGTH], dtype=torch.int32)
-        batches.append(Batch(tokens[:, :-1].contiguous(), targets, borders, (), 0, 0, int((targets != -100).sum())))
+        batches.append(Batch(tokens[:, :-1].contiguous(), targets, borders, (), 0, (0,), int((targets != -100).sum())))
     return batches
 
 

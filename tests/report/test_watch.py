@@ -19,6 +19,7 @@ from tests.written_runs import set_last_beat
 from trifocal.cli import main
 from trifocal.cli.console import SafeConsole
 from trifocal.report import live_view
+from trifocal.report.charts import training_charts
 from trifocal.report.live_view import curve, remaining_seconds, render
 from trifocal.runlog import MetricsWriter
 from trifocal.runlog.run import read_run
@@ -49,6 +50,19 @@ def test_one_look_shows_what_matters(make_run: MakeRun) -> None:
     ):
         assert part in text, part
     assert "saved checkpoints/step_500" in text
+
+
+def test_each_source_has_its_loss_and_its_epochs(make_run: MakeRun) -> None:
+    run = make_run(steps=500)
+    with MetricsWriter(run / "metrics.jsonl") as metrics:
+        metrics.write("train", 500, **{"loss": 1.0, "epoch/builtin": 3, "epoch/text:a": 0})
+        metrics.write(
+            "evaluation", 500, **{"validation_loss": 1.5, "validation_loss/builtin": 1, "validation_loss/text:a": 2}
+        )
+    text = shown(run)
+    assert "builtin 1.0000, text:a 2.0000" in text and "epochs      builtin 3, text:a 0" in text
+    [chart] = [chart for chart in training_charts([read_run(run)]) if chart.key == "loss"]
+    assert [trace["name"] for trace in chart.traces][-2:] == ["validation, builtin", "validation, text:a"]
 
 
 def test_an_end_has_no_eta_and_one_row_no_curve(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ class FakeLoader:
         self.events.append(f"read {self.read}")
         tokens = torch.zeros(1, 4, dtype=torch.int64)
         targets = torch.tensor([[1, 2, 3, -100]])
-        return Batch(tokens, targets, None, (str(self.read),), self.read, 0, int((targets != -100).sum()))
+        return Batch(tokens, targets, None, (str(self.read),), self.read, (0,), int((targets != -100).sum()))
 
     def state_dict(self) -> dict[str, Any]:
         return {"read": self.read}

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.train.tiny import before_step, make_config, read_checkpoint
+from tests.train.tiny import before_step, make_config, read_checkpoint, write_documents
+from trifocal.cli import main
 from trifocal.errors import UserError
+from trifocal.report.tables import key_figures
 from trifocal.runlog import read_metrics
 from trifocal.runlog.run import read_run
 from trifocal.runlog.stalls.verdict import judge
@@ -185,6 +187,55 @@ def test_a_run_is_prolonged_from_the_last_step_before_it_declines(tmp_path: Path
     assert [row["learning_rate"] for row in rows] == pytest.approx(
         [0.005, 0.01, 0.01, 0.01, *(0.01 - 0.009 * step / 4 for step in (1, 2, 3, 4))]
     )
+
+
+def test_a_run_of_several_sources_ends_on_better_text_and_is_prolonged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    better = write_documents(tmp_path / "better", count=12)
+    names = [f"text:{tmp_path / 'text'}", f"text:{better}"]
+    for path in better.glob("*.txt"):
+        path.write_text(path.read_text().upper())
+    flags = ("--schedule.kind", "wsd", "--schedule.decay_fraction", "0.5", "--data.source", *names)
+    flags = (*flags, "--data.weights", "3,1", "--data.weights_after", "1,7")
+    config, run = make_config(tmp_path, *flags), tmp_path / "run"
+    result = train(config)
+    assert load_config(run / "config.toml") == config
+    path = run / "checkpoints" / "step_00000006" / "rank0.json"
+    saved = json.loads(path.read_text())["data"]
+    # Three steps of four rows since the rate and the weights changed.
+    assert [(own["weight"], own["rows"]) for own in saved["sources"]] == [(1, 1), (7, 11)]
+    last = read_metrics(run / "metrics.jsonl", "train")[-1]
+    assert [last[f"epoch/{name}"] for name in names] == [own["epoch"] for own in saved["sources"]]
+    assert "epoch" not in last
+    row = read_metrics(run / "metrics.jsonl", "evaluation")[-1]
+    losses = [row[f"validation_loss/{name}"] for name in names]
+    assert row["validation_loss"] == pytest.approx(sum(losses) / 2) and losses[0] != losses[1]
+    assert row["bits_per_byte"] == pytest.approx(sum(row[f"bits_per_byte/{name}"] for name in names) / 2)
+    assert result.evaluation is not None and [*result.evaluation.of_sources] == names
+    out = capsys.readouterr().out
+    assert f"{names[0]} + {names[1]}, 32 tokens a row" in out and f"({names[0]} {losses[0]:.4f}, {names[1]}" in out
+    figures = key_figures(read_run(run))
+    assert figures[f"validation loss, {names[1]}"] == f"{losses[1]:.4f}"
+    assert figures["epochs"] == ", ".join(f"{name} {last[f'epoch/{name}']}" for name in names)
+    # Each source is evaluated on the rows of a run on it.
+    for name in names:
+        assert main(["evaluate", str(run), "--only", "loss", "--source", name]) == 0
+    assert main(["evaluate", str(run), "--only", "loss,needle", "--lengths", "80", "--samples", "1"]) == 0
+    found = json.loads((run / "evaluation" / "step_00000006.json").read_text())["rows"]
+    assert {row["source"]: row["loss"] for row in found if row["task"] == "loss"} == pytest.approx(
+        dict(zip(names, losses, strict=True))
+    )
+    assert {row["source"] for row in found if row["task"] == "needle"} == set(names)
+
+    assert resume(run, checkpoint="step_00000003").finished
+    assert json.loads(path.read_text())["data"] == saved
+    assert read_metrics(run / "metrics.jsonl", "train")[-1]["loss"] == last["loss"]
+    # The change moves with the decline; another batch counts from the checkpoint.
+    longer = make_config(tmp_path, *flags, "--train.steps", "8", "--train.global_batch_size", "8")
+    assert resume(run, checkpoint="step_00000003", config=longer).finished
+    saved = json.loads((path.parents[1] / "step_00000008" / "rank0.json").read_text())["data"]
+    assert [own["rows"] for own in saved["sources"]] == [4, 28] and saved["sample_index"] == 12 + 5 * 8
 
 
 def test_a_finished_run_continues_with_another_configuration(

@@ -151,7 +151,7 @@ def master_weights(
     model = make_model(config).to(device)
     optimizer = make_optimizer(model, OptimizerSection(learning_rate=1e-6, weight_decay=0.0))
     tokens = torch.randint(config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(0))
-    batch = Batch(tokens, tokens.roll(-1, 1), None, (), 0, 0, tokens.numel())
+    batch = Batch(tokens, tokens.roll(-1, 1), None, (), 0, (0,), tokens.numel())
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     products: list[torch.dtype] = []
     hooks = [

@@ -160,7 +160,7 @@ def _head(subject: Subject, step: int | None, beside: str) -> dict[str, Any]:
         "step": step,
         "attention": ", ".join(dict.fromkeys(subject.model.config.attention_of_layers)),
         "parameters": parameter_count(subject.model.config),
-        "source": "" if subject.data is None else subject.data.source,
+        "source": "" if subject.data is None else subject.data.name,
         "trained_length": subject.trained_length,
         "precision": subject.precision,
         "device": torch.cuda.get_device_name() if subject.device.type == "cuda" else "CPU",
@@ -173,7 +173,7 @@ def _subject(found: Pretrained, options: EvaluateArguments) -> Subject:
     device = choose_device(options.device)
     data = None if found.run is None else found.run.data
     if options.source:
-        data = replace(data or DataConfig(), source=options.source)
+        data = (data or DataConfig()).only(options.source)
     if options.validation_fraction and data is not None:
         data = replace(data, validation_fraction=options.validation_fraction)
     model = found.model().to(device).eval()
@@ -245,11 +245,12 @@ def _tables(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
         if task == "needle":
             # The rows of a length come one after the other.
             own = [
-                {"length": length, **{f"{row['depth']:.0%}": row["accuracy"] for row in found}}
-                for length, found in itertools.groupby(own, lambda row: row["length"])
+                {"length": length, "source": source, **{f"{row['depth']:.0%}": row["accuracy"] for row in found}}
+                for (length, source), found in itertools.groupby(own, lambda row: (row["length"], row["source"]))
             ]
         if own:
-            names = [name for name in own[0] if name not in _NO_COLUMNS]
+            several = len({row["source"] for row in own}) > 1
+            names = [name for name in own[0] if name not in _NO_COLUMNS or (several and name == "source")]
             table = Table("tokens", *(name.replace("_", " ") for name in names), title=title, title_justify="left")
             for row in own:
                 table.add_row(f"{row['length']:,}", *(_cell(row.get(name)) for name in names))

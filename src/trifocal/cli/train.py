@@ -45,7 +45,7 @@ the flags that people need:
   --run.directory DIR           folder of the run; {n} in it becomes the first number that is free
   --overwrite                   rename the run that is there, and begin in its place
   --resume RUN_DIR              continue a run
-  --data.source SOURCE          builtin, text:PATH, jsonl:PATH#field, parquet:PATH#field, hf:NAME#field
+  --data.source SOURCE ...      builtin, text:PATH, jsonl:PATH#field, parquet:PATH#field, hf:NAME#field
   --steps N                     optimizer steps (train.steps)
   --batch-size N                sequences in a step, over all processes (train.global_batch_size)
   --train.micro_batch_size N    sequences in a forward and backward pass, at most: lower it if memory runs out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -93,22 +93,33 @@ class DataConfig:
     A source that cannot be read is an error: no other source takes its place.
     """
 
-    source: str = "builtin"
+    source: str | tuple[str, ...] = "builtin"
     """synthetic (random tokens), recall:PAIRS and needle:COUNT (tasks of random tokens; the number may be left out),
     builtin (text of Python's standard library), text:PATH, jsonl:PATH#field, parquet:PATH#field (file, folder or glob),
     hf:NAME#field or hf:NAME:CONFIG#field (a data set of the Hugging Face hub, or a folder that load_dataset takes),
     fineweb-edu (hf:HuggingFaceFW/fineweb-edu:sample-10BT), fineweb-edu:PATH (a folder of its parquet files). The field
     is text unless given; in JSON lines it may be nested, like a.text. A field of strings gives texts, a field of lists
-    of messages gives chats."""
+    of messages gives chats. Several sources of text are mixed, by weights."""
 
-    split: str = "train"
-    """hf, fineweb-edu: the split to train on."""
+    weights: tuple[float, ...] = ()
+    """Of several sources: the share of the tokens that each has, in any unit, like 3, 1; empty: equal shares. A source
+    of weight 0 is only evaluated."""
 
-    validation_split: str = ""
+    weights_after: tuple[float, ...] = ()
+    """Of several sources: the weights after change_step steps; empty: they do not change."""
+
+    change_step: int = 0
+    """The last step with weights, before weights_after; 0: the last one before "wsd" lowers the learning rate."""
+
+    split: str | tuple[str, ...] = "train"
+    """hf, fineweb-edu: the split to train on. Of several sources: one for all, or as many as there are sources; so are
+    the next two."""
+
+    validation_split: str | tuple[str, ...] = ""
     """hf, fineweb-edu: the split to validate on; empty: the one named validation, or if there is none,
     validation_fraction of the split to train on."""
 
-    revision: str = "main"
+    revision: str | tuple[str, ...] = "main"
     """hf, fineweb-edu: branch or commit on the hub. A run saves the commit that it found and continues with it."""
 
     tokenizer: str = "bytes"
@@ -156,9 +167,74 @@ class DataConfig:
         if self.validation_fraction >= 1:
             raise ValueError(f"data.validation_fraction must be below 1, got {self.validation_fraction}")
         # A source that is no such string is refused where the config is read.
-        _ = self.parsed
+        names = [part.parsed for part in self.parts]
+        if not names:
+            raise ValueError("data.source is an empty list; name a source")
+        if len(names) == 1:
+            if self.weights or self.weights_after or self.change_step:
+                raise ValueError(f"data.weights need several sources, data.source is {self.source!r}")
+            return
+        if repeated := [source for source in self.sources if self.sources.count(source) > 1]:
+            raise ValueError(f"data.source names {repeated[0]!r} more than once; give it a larger weight")
+        if drawn := [source for source, name in zip(self.sources, names, strict=True) if not name.has_text]:
+            raise ValueError(f"data.source {drawn[0]!r} has no text; only sources of text can be mixed")
+        for key in ("weights", "weights_after"):
+            weights = getattr(self, key)
+            if len(weights) not in (0, len(names)):
+                raise ValueError(f"data.{key} has {len(weights)} numbers, data.source {len(names)} sources")
+            if min(weights, default=0) < 0 or (weights and not any(weights)):
+                raise ValueError(f"data.{key} must not be negative, nor all 0, got {', '.join(map(str, weights))}")
+        if self.change_step < 0 or (self.change_step and not self.weights_after):
+            raise ValueError(f"data.change_step {self.change_step} needs data.weights_after, and may not be negative")
+
+    @functools.cached_property
+    def sources(self) -> tuple[str, ...]:
+        """The strings of all sources."""
+        return (self.source,) if isinstance(self.source, str) else self.source
+
+    @functools.cached_property
+    def parts(self) -> tuple[DataConfig, ...]:
+        """The settings of each source; of one source, these settings."""
+        number, own = len(self.sources), {"source": self.sources}
+        for key in ("split", "validation_split", "revision"):
+            value = getattr(self, key)
+            own[key] = (value,) * number if isinstance(value, str) else value
+            if len(own[key]) != number:
+                raise ValueError(f"data.{key} has {len(own[key])} values, data.source {number}; give one, or as many")
+        if isinstance(self.source, str):
+            return (self,)
+        return tuple(
+            replace(self, weights=(), weights_after=(), change_step=0, **dict(zip(own, values, strict=True)))
+            for values in zip(*own.values(), strict=True)
+        )
 
     @functools.cached_property
     def parsed(self) -> SourceName:
-        """The parts of `source`."""
+        """The parts of the only source."""
+        if not isinstance(self.source, str):
+            raise ValueError(f"{self.name} are several sources; each of `parts` has one")
         return parse_source(self.source)
+
+    @property
+    def name(self) -> str:
+        """The sources in messages."""
+        return " + ".join(self.sources)
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the sources give text; the tokens of others are drawn."""
+        return all(part.parsed.has_text for part in self.parts)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all sources can be read without a network."""
+        return all(part.parsed.is_local for part in self.parts)
+
+    def weights_at(self, *, changed: bool) -> tuple[float, ...]:
+        """The weights of all sources, before or after the change."""
+        return (self.weights_after if changed else ()) or self.weights or (1.0,) * len(self.sources)
+
+    def only(self, source: str) -> DataConfig:
+        """The settings with only this source, one of these or another."""
+        found = [part for part in self.parts if part.source == source]
+        return found[0] if found else replace(self.parts[0], source=source)

@@ -15,15 +15,11 @@ import torch
 from torch import Tensor
 
 from trifocal.data.data_config import DataConfig
-from trifocal.data.packing import IGNORED, PackedStream, Row, RowStream, ShuffledStream
+from trifocal.data.mix import Drawn, SourceDraw, Weights
+from trifocal.data.packing import IGNORED, Row
 from trifocal.data.prefetch import Activity, Prefetcher
-from trifocal.data.sources.base import BadDocuments, Source
-from trifocal.data.sources.builtin import BuiltinSource
-from trifocal.data.sources.hub import open_dataset
-from trifocal.data.sources.parquet import ParquetSource
-from trifocal.data.sources.synthetic import synthetic_stream
-from trifocal.data.sources.text import JsonlSource, TextSource
-from trifocal.data.stream import DocumentStream
+from trifocal.data.reader import SourceReader
+from trifocal.data.sources.base import BadDocuments
 from trifocal.data.tokenizers import Tokenizer
 from trifocal.errors import UserError
 
@@ -47,9 +43,9 @@ class Batch(NamedTuple):
         document_ids: One for each document of `cu_seqlens`, or for each row where that is None.
         sample_index: Global index of the batch's first row, counted over all processes; the next rows of this process
             follow at steps of the number of processes.
-        epoch: Complete passes over the source at the global batch's first row, counted as if rows were not shuffled:
-            if a block of shuffled rows spans two epochs, its batches hold rows of both. With several streams, the
-            lowest epoch among those that this process reads.
+        epochs: Complete passes over each source at its first row in the global batch, counted as if rows were not
+            shuffled: if a block of shuffled rows spans two epochs, its batches hold rows of both. With several streams,
+            the lowest epoch among those that this process reads.
         valid_targets: Targets of the rows that are not -100.
         shared_rows: Where processes share rows, tokens of the whole rows, [B, S] int64. `tokens` and `targets` are then
             the process's own, of rows laid end to end, [1, T]; everything else is of the rows, of which each begins a
@@ -61,7 +57,7 @@ class Batch(NamedTuple):
     cu_seqlens: Tensor | None
     document_ids: tuple[str, ...]
     sample_index: int
-    epoch: int
+    epochs: tuple[int, ...]
     valid_targets: int
     shared_rows: Tensor | None = None
 
@@ -69,6 +65,11 @@ class Batch(NamedTuple):
     def rows(self) -> Tensor:
         """Tokens of the whole rows, [B, S]."""
         return self.tokens if self.shared_rows is None else self.shared_rows
+
+    @property
+    def epoch(self) -> int:
+        """The lowest of `epochs`."""
+        return min(self.epochs)
 
     @property
     def packed_documents(self) -> int:
@@ -83,13 +84,13 @@ def _log_stall(age_seconds: float, activity: str) -> None:
 class Loader:
     """An endless iterator of the batches of a split.
 
-    Rows are numbered; row `n` comes from stream `n % S`. A global batch is the next `world_size * batch_size` rows;
-    each process gets every `world_size`-th of them. So the global batch does not depend on the number of processes,
-    and if that number divides `S`, each process reads only its own streams. A thread makes batches ahead; it starts
-    with the first `next` and ends with `close`.
+    Rows are numbered; row `n` comes from stream `n % S` of a source; of several, `SourceDraw` says which. A global
+    batch is the next `world_size * batch_size` rows; each process gets every `world_size`-th of them. So the global
+    batch does not depend on the number of processes, and if that number divides `S`, each process reads only its own
+    streams. A thread makes batches ahead; it starts with the first `next` and ends with `close`.
 
     Args:
-        config: Source and settings.
+        config: Sources and settings.
         tokenizer: From `make_tokenizer`.
         sequence_length: Tokens of a row.
         batch_size: Rows of this process's batches.
@@ -102,6 +103,7 @@ class Loader:
         interrupted: Called while a batch is late: whether to wait no longer.
         local_tokens: Where processes share rows, takes this one's part of tokens [1, B * S], as
             `ContextShard.local_tokens` does. All that share rows have the same `rank`.
+        change_row: Number of the first row with `config.weights_after`; may be set again before the next batch.
 
     Attributes:
         config: The settings, with the hub's branch replaced by its commit: a loader made from them reads the same data
@@ -128,46 +130,37 @@ class Loader:
         on_stall: Callable[[float, str], None] = _log_stall,
         interrupted: Callable[[], bool] = lambda: False,
         local_tokens: Callable[[Tensor], Tensor] | None = None,
+        change_row: float = math.inf,
     ) -> None:
-        self._activity = Activity()
-        # The settings that decide the rows: a position is valid only for the same ones.
-        settings: dict[str, Any] = {"split": split, "data.seed": config.seed, "train.sequence_length": sequence_length}
-        self._source: Source | None = None
-        streams: list[RowStream]
-        if not config.parsed.has_text:
-            validation = split == "validation"
-            # One stream; every process makes only its own rows.
-            streams = [synthetic_stream(config, vocab_size, sequence_length, validation=validation)]
-            settings["model.vocab_size"] = vocab_size
-            if config.source != "synthetic":
-                settings["data.source"] = config.source
-        else:
-            if tokenizer.vocab_size > vocab_size:
-                raise UserError(
-                    f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model's vocab_size is "
-                    f"{vocab_size}; set model.vocab_size to at least {tokenizer.vocab_size}"
-                )
-            self._source, config = make_source(config, self._activity, split)
-            streams = _text_streams(self._source, tokenizer, config, self._activity, sequence_length, split)
-            settings |= {
-                "the files (names and sizes)": self._source.fingerprint,
-                "data.tokenizer": tokenizer.fingerprint,
-                "data.validation_fraction": config.validation_fraction,
-                "data.shuffle_documents": config.shuffle_documents,
-                "data.shuffle_sequences": config.shuffle_sequences,
-                "data.streams": len(streams),
-            }
-            if config.parsed.kind in ("hf", "fineweb-edu"):
-                # Without its own split, validation would be on text that was trained on.
-                settings["data.validation_split"] = config.validation_split
-        self.config, self._settings = config, settings
-        self.name = config.source if self._source is None else self._source.name
-        self.fingerprint = "" if self._source is None else self._source.fingerprint
-        self._num_streams = len(streams)
-        common = math.gcd(len(streams), world_size)
+        self._activity, self._bad = Activity(), BadDocuments(config.on_bad_document)
+        self._readers = [
+            SourceReader(
+                part,
+                tokenizer=tokenizer,
+                sequence_length=sequence_length,
+                vocab_size=vocab_size,
+                split=split,
+                activity=self._activity,
+                bad=self._bad,
+            )
+            for part in config.parts
+        ]
+        revisions = tuple(str(reader.config.revision) for reader in self._readers)
+        self.config = replace(config, revision=revisions if len(set(revisions)) > 1 else revisions[0])
+        self.name = " + ".join(reader.name for reader in self._readers)
+        self.fingerprint = " + ".join(reader.fingerprint for reader in self._readers)
+        if self._readers[1:] and len({reader.fingerprint for reader in self._readers}) < len(self._readers):
+            raise UserError(f"data.source: two of {config.name} are the same files; give one of them a larger weight")
+        self._num_streams = self._readers[0].num_streams
+        self._draw: SourceDraw | None = None
+        if len(self._readers) > 1:
+            self._draw = SourceDraw(self._num_streams, self._weights_at, seed=config.seed)
+        common = math.gcd(self._num_streams, world_size)
         # Only the streams with rows of this process.
-        self._streams = {i: stream for i, stream in enumerate(streams) if i % common == rank % common}
-        self._epochs: dict[int, int] = {}
+        own = [index for index in range(self._num_streams) if index % common == rank % common]
+        for reader in self._readers:
+            reader.keep(own)
+        self.change_row = change_row
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
         self._on_stall, self._interrupted = on_stall, interrupted
         self._local_tokens = local_tokens
@@ -177,7 +170,6 @@ class Loader:
         self._closed = False
         self._waits: deque[float] = deque(maxlen=_LATENCIES_KEPT)
         self.first_wait = 0.0
-        self._no_documents = BadDocuments()
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -216,49 +208,44 @@ class Loader:
         return dict(self._state)
 
     def describe(self) -> str:
-        """The data in words: source, fingerprint, number of files, and what was left out; empty without text."""
-        if self._source is None:
-            return ""
-        number, others = len(self._source.shards), self._source.left_out
-        left_out = f"; left out: {others}" if others else ""
-        return f"{self.name} (fingerprint {self.fingerprint}): {number:,} file{'s'[: number != 1]}{left_out}"
+        """The data in words: sources, fingerprints, numbers of files, and what was left out; empty without text."""
+        return " + ".join(filter(None, (reader.describe() for reader in self._readers)))
 
     @property
     def bad_documents(self) -> BadDocuments:
         """The documents that this process has skipped so far; some may be in batches that are still to come."""
-        return self._no_documents if self._source is None else self._source.bad
+        return self._bad
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position that `state_dict` gave, of this loader or of another over the same data.
 
+        Of several sources, some may be new, and begin at their start; others may be missing from here on. If weights or
+        sources are others, the shares count from here.
+
         Raises:
-            UserError: If the state belongs to other data, other settings or another version.
+            UserError: If the state has none of these sources, or belongs to other settings, files or another version.
         """
         if state.get("version") != POSITION_VERSION:
             raise UserError(
                 f"data position of version {state.get('version')}, expected {POSITION_VERSION}: continue with the "
                 "version of trifocal that saved the checkpoint, or start a new run"
             )
-        saved = state["settings"]
-        pairs = {key: (saved.get(key, ""), value) for key, value in self._settings.items()}
-        differ = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-        if differ:
-            shown = {key: ["none" if value == "" else value for value in pair] for key, pair in differ.items()}
-            values = ", ".join(f"{key} {before} -> {now}" for key, (before, now) in shown.items())
-            raise UserError(
-                f"the data position belongs to {state['source']}, this run reads {self.name}: {values}; resume with "
-                "the saved values"
-            )
+        saved: list[dict[str, Any]] = state.get("sources", [state])
+        found = [reader.find(saved) for reader in self._readers]
+        if not any(found):
+            # Its settings say what is different.
+            found[0] = saved[0]
+        for reader, own in zip(self._readers, found, strict=True):
+            if own is not None:
+                reader.check(own)
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None
             self._activity.stop.clear()
-        positions = state["position"].get("streams", {"0": state["position"]})
-        if missing := [i for i in self._streams if str(i) not in positions]:
-            raise ValueError(f"the state lacks streams {missing}; it must come from merge_states of all processes")
-        for index, stream in self._streams.items():
-            stream.seek(positions[str(index)])
-        self._epochs = {}
+        for reader, own in zip(self._readers, found, strict=True):
+            reader.seek(own)
+        if self._draw is not None:
+            self._draw.seek(_drawn(saved, found))
         self._next_sample = state["sample_index"]
         self._state = dict(state)
 
@@ -283,43 +270,65 @@ class Loader:
 
     def _produce(self) -> tuple[Batch, dict[str, Any]]:
         rows: list[Row] = []
-        epochs: dict[int, int] = {}
+        epochs: list[dict[int, int]] = [{} for _ in self._readers]
         first = self._next_sample
         self._next_sample += self._batch_size * self._world_size
         for number in range(first, self._next_sample):
-            index = number % self._num_streams
+            source = 0 if self._draw is None else self._draw.source(number)
+            index, streams = number % self._num_streams, self._readers[source].streams
             if number % self._world_size == self._rank:
-                rows.append(self._streams[index].next_row())
-                epochs.setdefault(index, rows[-1].epoch)
-            elif index in self._streams:
-                epochs.setdefault(index, self._streams[index].skip_row())
-        self._epochs |= epochs
+                rows.append(streams[index].next_row())
+                epochs[source].setdefault(index, rows[-1].epoch)
+            elif index in streams:
+                epochs[source].setdefault(index, streams[index].skip_row())
+        for reader, found in zip(self._readers, epochs, strict=True):
+            reader.add_epochs(found)
         sample = first + (self._rank - first) % self._world_size
-        batch = _to_batch(rows, sample, min(self._epochs.values()), self._local_tokens)
-        return batch, self._describe(self._next_sample)
+        passes = tuple(reader.epoch for reader in self._readers)
+        return _to_batch(rows, sample, passes, self._local_tokens), self._describe(self._next_sample)
+
+    def _weights_at(self, row: int) -> Weights:
+        return self.config.weights_at(changed=row >= self.change_row)
 
     def _describe(self, sample_index: int) -> dict[str, Any]:
-        return {
-            "version": POSITION_VERSION,
-            "source": self.name,
-            "settings": self._settings,
-            "sample_index": sample_index,
-            "position": self._streams[0].state()
-            if self._num_streams == 1
-            else {"streams": {str(index): stream.state() for index, stream in self._streams.items()}},
-        }
+        head = {"version": POSITION_VERSION, "sample_index": sample_index}
+        if self._draw is None:
+            return head | self._readers[0].state()
+        weights, rows = self._draw.state(sample_index)
+        blank = (0,) * len(self._readers)
+        drawn = zip(self._readers, weights or blank, rows or blank, strict=True)
+        states = [
+            reader.state() | {"epoch": reader.epoch, "weight": weight, "rows": number}
+            for reader, weight, number in drawn
+        ]
+        return head | {"source": self.name, "sources": states}
+
+
+def _drawn(saved: Sequence[dict[str, Any]], found: Sequence[dict[str, Any] | None]) -> Drawn:
+    """The rows drawn of each source, from the states of all and of those that are read now; none, so that the shares
+    begin anew, if one that was drawn is not.
+    """
+    if any(state.get("weight", 1.0) and not any(state is own for own in found) for state in saved):
+        return Drawn()
+    states = [{} if state is None else state for state in found]
+    return Drawn(tuple(state.get("weight", 0.0) for state in states), tuple(state.get("rows", 0) for state in states))
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The position of all processes together, from the state of each at the same step."""
     merged = dict(states[0])
-    if "streams" in merged["position"]:
+    if "sources" in merged:
+        of_sources = [*zip(*(state["sources"] for state in states), strict=True)]
+        merged["sources"] = [merge_states(own) | {"epoch": min(state["epoch"] for state in own)} for own in of_sources]
+    elif "streams" in merged["position"]:
         found = {name: place for state in states for name, place in state["position"]["streams"].items()}
         merged["position"] = {"streams": dict(sorted(found.items(), key=lambda item: int(item[0])))}
     return merged
 
 
-def _to_batch(rows: list[Row], sample_index: int, epoch: int, local_tokens: Callable[[Tensor], Tensor] | None) -> Batch:
+def _to_batch(
+    rows: list[Row], sample_index: int, epochs: tuple[int, ...], local_tokens: Callable[[Tensor], Tensor] | None
+) -> Batch:
     length = len(rows[0].tokens)
     cu_seqlens = None
     if any(len(row.starts) > 1 for row in rows) or (local_tokens is not None and len(rows) > 1):
@@ -335,7 +344,7 @@ def _to_batch(rows: list[Row], sample_index: int, epoch: int, local_tokens: Call
         cu_seqlens,
         tuple(name for row in rows for name in row.document_ids),
         sample_index,
-        epoch,
+        epochs,
         int((targets != IGNORED).sum()),
         None if local_tokens is None else tokens,
     )
@@ -353,9 +362,11 @@ def read_validation(
 ) -> list[Batch]:
     """Read rows of the validation split, the same ones for any seed, shuffling and batch size of the training.
 
+    The batches of several sources follow one another, equally many of each: those that it has without the others.
+
     Args:
         config, tokenizer, sequence_length, vocab_size, local_tokens: See `Loader`.
-        sequences: Rows in all.
+        sequences: Rows of each source.
         at_once: Rows of a batch, at most: the largest number up to it that divides `sequences`.
 
     Raises:
@@ -366,57 +377,16 @@ def read_validation(
         shuffle_sequences=max(1, min(_VALIDATION_POOL * sequences, _VALIDATION_TOKENS // sequence_length))
     )
     fixed = {name: getattr(order, name) for name in ("seed", "shuffle_documents", "shuffle_sequences")}
-    with Loader(
-        replace(config, **fixed),
-        tokenizer=tokenizer,
-        sequence_length=sequence_length,
-        batch_size=size,
-        vocab_size=vocab_size,
-        split="validation",
-        local_tokens=local_tokens,
-    ) as loader:
-        return [next(loader) for _ in range(sequences // size)]
-
-
-def make_source(config: DataConfig, activity: Activity, split: str) -> tuple[Source, DataConfig]:
-    """Open the source of documents that a config names, except the synthetic ones, for `train` or `validation`; and the
-    config with the hub's branch replaced by its present commit. UserError if its data are missing or empty.
-    """
-    kind, path, field = config.parsed
-    bad = BadDocuments(config.on_bad_document)
-    if kind == "builtin":
-        return BuiltinSource(include_site_packages=config.include_site_packages, bad=bad), config
-    if kind == "text":
-        return TextSource(path, validation_fraction=config.validation_fraction, bad=bad), config
-    if kind == "jsonl":
-        return JsonlSource(path, field, bad=bad), config
-    if kind == "hf" or (kind == "fineweb-edu" and not path):
-        source, revision = open_dataset(config, split, activity, bad)
-        return source, replace(config, revision=revision)
-    return ParquetSource.from_path(config.source, path, field, bad), config
-
-
-def _text_streams(
-    source: Source, tokenizer: Tokenizer, config: DataConfig, activity: Activity, sequence_length: int, split: str
-) -> list[RowStream]:
-    """The streams that a split's documents are dealt to."""
-    # Validation is read by every process, and shared out batch by batch.
-    parts = 1 if split == "validation" else config.streams
-    streams: list[RowStream] = []
-    for part in range(parts):
-        documents = DocumentStream(
-            source,
-            tokenizer,
-            longest_chat=sequence_length,
-            validation=split == "validation",
-            validation_fraction=config.validation_fraction,
-            seed=config.seed,
-            # Divided, so that the text read before the first batch does not grow with the number of streams.
-            block_documents=max(1, config.shuffle_documents // parts),
-            activity=activity,
-            part=part,
-            parts=parts,
-        )
-        packed = PackedStream(documents, sequence_length)
-        streams.append(ShuffledStream(packed, max(1, config.shuffle_sequences // parts), seed=config.seed))
-    return streams
+    batches: list[Batch] = []
+    for part in config.parts:
+        with Loader(
+            replace(part, **fixed),
+            tokenizer=tokenizer,
+            sequence_length=sequence_length,
+            batch_size=size,
+            vocab_size=vocab_size,
+            split="validation",
+            local_tokens=local_tokens,
+        ) as loader:
+            batches += [next(loader) for _ in range(sequences // size)]
+    return batches

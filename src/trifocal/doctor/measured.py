@@ -96,8 +96,8 @@ def need_of(name: str, config: RunConfig) -> Need:
         except UserError as error:
             # If random tokens train, the data are at fault.
             need = _failed(need, one_line(error))
-            need = _measured(need, override(config, {"data.source": "synthetic"}))
-            return replace(need, data=f"measured on random tokens, as {config.data.source} cannot be read")
+            need = _measured(need, replace(config, data=config.data.only("synthetic")))
+            return replace(need, data=f"measured on random tokens, as {config.data.name} cannot be read")
     except _DoesNotFit as error:
         problem = need.problem or f"the memory does not suffice: {one_line(error)}"
         return replace(need, problem=problem, remedies=tuple(memory_remedies(config, processes)))

@@ -4,7 +4,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Protocol, get_args
 
@@ -98,10 +98,11 @@ def not_possible(task: str, data: DataConfig | None, config: ModelConfig) -> str
         return config.undecodable
     if data is None:
         return "the data of its training are not known; name some with --source"
-    if task == "recall" and data.parsed.kind != "recall":
-        return f'data.source "{data.source}" has no keys and values to recall'
-    if task == "needle" and not data.parsed.has_text and data.parsed.kind != "needle":
-        return f'data.source "{data.source}" has neither text nor needles'
+    kind = data.parts[0].parsed.kind
+    if task == "recall" and kind != "recall":
+        return f'data.source "{data.name}" has no keys and values to recall'
+    if task == "needle" and not data.has_text and kind != "needle":
+        return f'data.source "{data.name}" has neither text nor needles'
     return ""
 
 
@@ -127,9 +128,14 @@ def evaluate_model(subject: Subject, plan: Plan, say: ReportProgress) -> Iterato
             measure = partial(measure_ruler, subject, name, length, plan.samples, chat=plan.chat)
             yield from _guarded(subject, "ruler", length, measure)
             left.add(plan.samples * length)
-    if subject.data is None:
-        return
-    source = subject.data.parsed
+    for data in () if subject.data is None else subject.data.parts:
+        yield from _evaluate_source(replace(subject, data=data), data.parsed, plan, say, left)
+
+
+def _evaluate_source(
+    subject: Subject, source: SourceName, plan: Plan, say: ReportProgress, left: "TimeLeft"
+) -> Iterator[dict[str, Any]]:
+    """The rows of the tasks that need text, for a subject whose data are one source."""
     if "recall" in plan.tasks:
         # Before the hours of the others.
         most = plan.recall_pairs(source)[-1]
@@ -185,11 +191,12 @@ def planned_tokens(subject: Subject, plan: Plan) -> int:
     of_ruler = len(plan.ruler_tasks) * plan.samples * sum(plan.needle_lengths()) if "ruler" in plan.tasks else 0
     if subject.data is None:
         return of_ruler
-    of_loss = _sequences(subject, plan) * length
-    of_needles = plan.depths * plan.samples * sum(plan.needle_lengths())
-    of_recall = plan.samples * length * len(plan.recall_pairs(subject.data.parsed)) if "recall" in plan.tasks else 0
+    parts = subject.data.parts
+    of_loss = _sequences(subject, plan) * length * len(parts)
+    of_needles = plan.depths * plan.samples * sum(plan.needle_lengths()) * len(parts)
+    pairs = plan.recall_pairs(parts[0].parsed) if "recall" in plan.tasks else []
     of_loss *= bool({"loss", "position"} & set(plan.tasks))
-    return of_ruler + of_loss + of_needles * ("needle" in plan.tasks) + of_recall
+    return of_ruler + of_loss + of_needles * ("needle" in plan.tasks) + plan.samples * length * len(pairs)
 
 
 def _sequences(subject: Subject, plan: Plan) -> int:
@@ -205,13 +212,11 @@ def _loss_rows(subject: Subject, plan: Plan, say: ReportProgress, left: TimeLeft
     # As many tokens at once as in training.
     at_once = 1 if run is None else run.train.evaluated_at_once * run.train.sequence_length // plan.sequence_length
     batches = _batches(subject, plan, at_once=at_once)
-    if subject.data.parsed.has_text and not subject.data.validation_split:
+    if subject.data.has_text and not subject.data.validation_split:
         held_out = f", {subject.data.validation_fraction:.3g} of it held out"
     number = _sequences(subject, plan)
     name = rows_name(batches)
-    text = (
-        f"loss: {number} sequences of {plan.sequence_length:,} tokens of {subject.data.source}{held_out}, rows {name}"
-    )
+    text = f"loss: {number} sequences of {plan.sequence_length:,} tokens of {subject.data.name}{held_out}, rows {name}"
     say(text)
 
     def on_batch(done: int) -> None:
@@ -280,7 +285,7 @@ def _guarded(
     subject: Subject, task: str, length: int, rows: Callable[[], Iterable[dict[str, Any]]]
 ) -> Iterator[dict[str, Any]]:
     """The rows of a task; one with a reason where a length is too short, or does not fit in memory."""
-    source = "" if subject.data is None or task == "ruler" else subject.data.source
+    source = "" if subject.data is None or task == "ruler" else subject.data.name
     reason = subject.lacks_memory(length)
     try:
         if not reason:

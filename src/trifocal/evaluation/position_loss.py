@@ -116,7 +116,7 @@ def measure_loss(subject: Subject, batches: Sequence[Batch], on_batch: Callable[
         "loss": loss,
         "perplexity": math.exp(loss) if loss < 700 else math.inf,
         "bits_per_token": loss / math.log(2),
-        "bits_per_byte": total / math.log(2) / text_bytes if subject.data.parsed.has_text and text_bytes else None,
+        "bits_per_byte": total / math.log(2) / text_bytes if subject.data.has_text and text_bytes else None,
         **figures(compared.sum(0), targets),
     }
     return [

@@ -103,6 +103,10 @@ def _figures(run: Run, width: int) -> Table:
     evaluations = run.series("evaluation", "validation_loss")[1]
     if evaluations:
         grid.add_row("validation", f"{evaluations[-1]:.4f}  (best {min(evaluations):.4f})")
+    if own := run.of_sources("evaluation", "validation_loss"):
+        grid.add_row("", ", ".join(f"{source} {loss:.4f}" for source, loss in own.items()))
+    if epochs := run.of_sources("train", "epoch"):
+        grid.add_row("epochs", ", ".join(f"{source} {passes:.0f}" for source, passes in epochs.items()))
     row = (run.of_kind("train") or [{}])[-1]
     if is_number(row.get("tokens_per_second")):
         parts = [f"{row['tokens_per_second']:,.0f} tokens/s"]

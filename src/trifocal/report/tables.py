@@ -33,6 +33,8 @@ def key_figures(run: Run) -> dict[str, str]:
         figures["validation loss, best"] = f"{min(evaluations):.4f}"
     elif losses:
         figures["training loss, last"] = f"{losses[-1]:.4f}"
+    for source, loss in run.of_sources("evaluation", "validation_loss").items():
+        figures[f"validation loss, {source}"] = f"{loss:.4f}"
     if bits:
         figures["bits per byte, last"] = f"{bits[-1]:.4f}"
     compared = [(evaluation, row) for evaluation in run.evaluations for row in evaluation["rows"] if "agreement" in row]
@@ -49,6 +51,8 @@ def key_figures(run: Run) -> dict[str, str]:
         figures["MFU, dense equivalent"] = f"{statistics.median(dense):.1%}"
     if tokens:
         figures["tokens seen"] = _short(tokens[-1])
+    if epochs := run.of_sources("train", "epoch"):
+        figures["epochs"] = ", ".join(f"{source} {passes:.0f}" for source, passes in epochs.items())
     seconds = sum(run.phase_seconds().values())
     if seconds:
         figures["time"] = duration(seconds)

@@ -53,6 +53,15 @@ class Run:
         rows = [row for row in self.of_kind(kind) if is_number(row.get(name))]
         return [row["step"] for row in rows], [float(row[name]) for row in rows]
 
+    def of_sources(self, kind: str, name: str) -> dict[str, float]:
+        """The last values of a metric of each source, where there are several."""
+        row = (self.of_kind(kind) or [{}])[-1]
+        return {
+            key.removeprefix(f"{name}/"): float(value)
+            for key, value in row.items()
+            if key.startswith(f"{name}/") and is_number(value)
+        }
+
     def last_telemetry(self) -> list[Row]:
         """The last telemetry rows, one for each layer; empty without telemetry."""
         rows = self.of_kind("telemetry")

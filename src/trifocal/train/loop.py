@@ -162,7 +162,7 @@ class Trainer:
         self.generates_code = train.compile or setup.graphs is not None
         # Code is made for one kind of micro-batch: text is packed even where no document ends inside of a row. A second
         # kind would be compiled at some later step, beside the first one's memory.
-        self.fewest_documents = int(self.config.data.parsed.has_text)
+        self.fewest_documents = int(self.config.data.has_text)
         groups = self.config.parallel.groups(setup.processes.size)
         self.accumulation = train.global_batch_size // (train.sequences_at_once(groups) * groups)
         self.train_step = TrainStep(

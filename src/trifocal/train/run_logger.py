@@ -88,7 +88,7 @@ class RunLogger:
         for name, text in {
             "device": f"{device}, {config.train.precision}",
             "model": f"{layers}, {millions:.1f} M parameters, {kinds} attention",
-            "data": f"{config.data.source}, {config.train.sequence_length:,} tokens a row, {rows:,} rows a step",
+            "data": f"{config.data.name}, {config.train.sequence_length:,} tokens a row, {rows:,} rows a step",
             "folder": f"{folder}, {config.train.steps:,} steps",
             "watch": f"trifocal watch {folder}",
         }.items():
@@ -129,7 +129,7 @@ class RunLogger:
             "data_wait_seconds_p95": wait_p95,
             # Not from the step: the batch may have changed at a resume.
             "tokens_seen": self._state.data_position["sample_index"] * self._row_tokens,
-            "epoch": result.batches[-1].epoch,
+            **self._epochs(result.batches[-1].epochs),
             "memory_allocated_bytes": memory.allocated_bytes + graph_bytes,
             "memory_reserved_bytes": memory.reserved_bytes,
             "memory_peak_bytes": memory.peak_allocated_bytes + graph_bytes,
@@ -156,12 +156,23 @@ class RunLogger:
         self.heartbeat.update(step=step, loss=loss, tokens_per_second=tokens_per_second)
         self.progress.update(step, loss=loss, tokens_per_second=tokens_per_second)
 
+    def _epochs(self, epochs: tuple[int, ...]) -> dict[str, int]:
+        """The fields of a train row for the complete passes over each source."""
+        if len(epochs) == 1:
+            return {"epoch": epochs[0]}
+        return {f"epoch/{source}": passes for source, passes in zip(self._loader.config.sources, epochs, strict=True)}
+
     def log_evaluation(self, evaluation: Evaluation) -> None:
         """Write the evaluation row of the last step, and print it."""
         step, bits = self._state.step, evaluation.bits_per_byte
-        self.metrics.write("evaluation", step, **asdict(evaluation))
+        row = asdict(evaluation)
+        for source, own in row.pop("of_sources").items():
+            row |= {f"{name}/{source}": own[name] for name in ("validation_loss", "bits_per_byte")}
+        self.metrics.write("evaluation", step, **row)
+        parts = [f"{source} {own.validation_loss:.4f}" for source, own in evaluation.of_sources.items()]
         self.progress.message(
             f"step {step}: validation loss {evaluation.validation_loss:.4f}"
+            + (f" ({', '.join(parts)})" if parts else "")
             + (f", {bits:.4f} bits per byte" if bits is not None else "")
         )
 

@@ -24,6 +24,7 @@ from trifocal.train.config.sections import RunConfig
 from trifocal.train.step.cuda_graphs import make_graphs
 from trifocal.train.step.micro_batch import LossFunction
 from trifocal.train.step.optimizer import index_parameters, make_optimizer
+from trifocal.train.step.schedule import change_step
 from trifocal.train.validation_loss import read_validation_batches
 
 T = TypeVar("T")
@@ -143,7 +144,7 @@ class TrainSetup:
         self.config = replace(config, data=self.loader.config)
         data = self.loader.describe()
         self.notes += filter(None, [mode_note, graphs_note, f"reads {data}" if data else ""])
-        if config.evaluate.interval_steps and (config.data.parsed.is_local or not config.data.validation_fraction):
+        if config.evaluate.interval_steps and (config.data.is_local or not config.data.validation_fraction):
             # Data without validation text are refused now, not after hours of training.
             self.validation_batches()
 
@@ -187,6 +188,7 @@ class TrainSetup:
             on_stall=lambda seconds, activity: self.on_data_stall(seconds, activity),
             interrupted=lambda: self.interrupted(),
             local_tokens=self.local_tokens,
+            change_row=change_step(config) * config.train.global_batch_size,
         )
 
     @property
@@ -214,6 +216,9 @@ class TrainSetup:
             )
         try:
             self.loader.load_state_dict(saved["data"])
+            # The batch may be another than in the steps before.
+            steps = change_step(self.config) - step
+            self.loader.change_row = saved["data"]["sample_index"] + steps * self.config.train.global_batch_size
             self.state = TrainState(step, step, saved["loss"], saved["data"])
             # Here to see that it can be read; the start draws from the generators before the first step.
             restore_random_state(saved["random"])

@@ -1,8 +1,9 @@
 """Loss on validation documents."""
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -23,11 +24,14 @@ class Evaluation:
         perplexity: Its exponential.
         bits_per_byte: Bits for each byte of the text that the targets stand for, which makes tokenizers comparable;
             None where there is no text.
+        of_sources: Of several sources, the evaluation of each by its string; the first three are then means over the
+            sources, whatever their weights, the second the exponential of the mean.
     """
 
     validation_loss: float
     perplexity: float
     bits_per_byte: float | None
+    of_sources: dict[str, "Evaluation"] = field(default_factory=dict)
 
 
 def read_validation_batches(
@@ -57,7 +61,8 @@ def evaluate(
     processes: DistributedContext | None = None,
     on_batch: Callable[[int], None] = lambda done: None,
 ) -> Evaluation:
-    """Mean loss over the valid targets of some batches, at least one among them.
+    """Mean loss over the valid targets of some batches, at least one among them; of several sources, whose batches
+    follow one another, equally many of each, of each.
 
     Several processes share the batches; those that share sequences get their parts of the same ones. Losses are added
     up in the order of the batches, so that the sum does not depend on the number of processes; and each runs the model
@@ -73,15 +78,26 @@ def evaluate(
         with autocast(device, precision):
             losses[index] = batch_loss(model, batches[index], device).item()
         on_batch(min(first + groups, len(batches)))
-    local_bytes = sum(tokenizer.count_bytes(batch.targets[batch.targets >= 0].numpy()) for batch in batches)
+    local_bytes = [tokenizer.count_bytes(batch.targets[batch.targets >= 0].numpy()) for batch in batches]
     of_ranks = processes.gather((losses, local_bytes))
-    text_bytes = sum(found for _, found in of_ranks[:sharing])
+    text_bytes = [sum(found) for found in zip(*(found for _, found in of_ranks[:sharing]), strict=True)]
     for rank in range(0, processes.size, sharing):
         shares = [found for found, _ in of_ranks[rank : rank + sharing]]
         losses.update({index: sum(share[index] for share in shares) for index in shares[0]})
-    nats = 0.0
-    for index, count in enumerate(counts):
-        nats += count * losses[index]
-    loss = nats / max(sum(counts), 1)
-    bits_per_byte = nats / math.log(2) / text_bytes if data.parsed.has_text and text_bytes else None
+    found, number = {}, len(batches) // len(data.sources)
+    for first, source in enumerate(data.sources):
+        own = range(first * number, (first + 1) * number)
+        nats, targets, size = 0.0, sum(counts[index] for index in own), sum(text_bytes[index] for index in own)
+        for index in own:
+            nats += counts[index] * losses[index]
+        bits = nats / math.log(2) / size if data.has_text and size else None
+        found[source] = _evaluation(nats / max(targets, 1), bits)
+    if len(found) == 1:
+        return found[data.name]
+    of_bytes = [own.bits_per_byte for own in found.values() if own.bits_per_byte is not None]
+    loss = statistics.fmean(own.validation_loss for own in found.values())
+    return replace(_evaluation(loss, statistics.fmean(of_bytes) if of_bytes else None), of_sources=found)
+
+
+def _evaluation(loss: float, bits_per_byte: float | None) -> Evaluation:
     return Evaluation(loss, math.exp(loss) if loss < 700 else math.inf, bits_per_byte)

@@ -17,6 +17,9 @@ from trifocal.train.config.load import override
 CPU = torch.device("cpu")
 
 
+MIXED = ("--data.source", "builtin", "text:x", "--data.weights_after", "1,2")
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
@@ -29,6 +32,9 @@ CPU = torch.device("cpu")
         (("--log.sample_interval_steps", "1", "--model.selection", "random"), "there is nothing to sample"),
         (("--run.directory", __file__ + "/run"), r"run\.directory .*\.py is not a folder"),
         (("--data.source", "text:/nowhere/at/all"), "nowhere"),
+        (("--data.source", "builtin", "text:/nowhere/at/all"), "nowhere"),
+        ((*MIXED, "--data.change_step", "6"), r"within the run of 6 steps: set data\.change_step above 0 and below 6"),
+        (MIXED, r"below 6, now 0, or schedule\.kind to \"wsd\""),
     ],
 )
 def test_a_run_that_cannot_end_well_is_refused_before_any_work(

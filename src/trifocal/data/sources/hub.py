@@ -26,6 +26,10 @@ def open_dataset(config: DataConfig, split: str, activity: Activity, bad: BadDoc
     there is no such data set, configuration or split, or the hub does not answer.
     """
     _, path, field = config.parsed
+    # Settings of one source, as `DataConfig.parts` has them.
+    assert isinstance(config.split, str)
+    assert isinstance(config.validation_split, str)
+    assert isinstance(config.revision, str)
     folder, name = dataset_name(path or _FINEWEB)
     repository = str(folder)
     asked = f"hf:{repository}" + (f":{name}" if name else "")

@@ -16,6 +16,7 @@ from trifocal.runlog import check_sinks
 from trifocal.runlog.traces import HOOKED, INSIDE_LAYERS
 from trifocal.train.checkpoint.folders import list_checkpoints
 from trifocal.train.config.sections import RunConfig
+from trifocal.train.step.schedule import change_step
 
 LONG_RUN_STEPS = 1000
 """A run of more steps than this must save checkpoints on the way."""
@@ -43,6 +44,7 @@ def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -
     _check_batches(config, num_groups)
     _check_saving(config)
     _check_text(config, tokenizer)
+    _check_change(config)
     _check_precision(config, device)
     _check_layers(config)
     _check_choice_loss(config)
@@ -100,10 +102,10 @@ def _check_saving(config: RunConfig) -> None:
 
 
 def _check_text(config: RunConfig, tokenizer: Tokenizer) -> None:
-    if not config.data.parsed.has_text:
+    if not config.data.has_text:
         if config.log.sample_interval_steps:
             raise UserError(
-                f'data.source is "{config.data.source}": there is no text to sample; set log.sample_interval_steps to 0'
+                f'data.source is "{config.data.name}": there is no text to sample; set log.sample_interval_steps to 0'
             )
         return
     if config.model.vocab_size < tokenizer.vocab_size:
@@ -112,7 +114,7 @@ def _check_text(config: RunConfig, tokenizer: Tokenizer) -> None:
             f'data.tokenizer "{config.data.tokenizer}"; set it to at least {tokenizer.vocab_size}'
         )
     # A data set may have a split for it.
-    has_splits = config.data.parsed.kind == "hf"
+    has_splits = all(part.parsed.kind == "hf" for part in config.data.parts)
     if config.evaluate.interval_steps and config.data.validation_fraction == 0 and not has_splits:
         raise UserError(
             "data.validation_fraction is 0, so there is nothing to evaluate on; raise it, or set "
@@ -123,6 +125,15 @@ def _check_text(config: RunConfig, tokenizer: Tokenizer) -> None:
     if config.log.sample_interval_steps and not len(tokenizer.encode(config.log.sample_prompt)):
         raise UserError(
             f'log.sample_prompt {config.log.sample_prompt!r} has no tokens in data.tokenizer "{config.data.tokenizer}"'
+        )
+
+
+def _check_change(config: RunConfig) -> None:
+    step, last = change_step(config), config.train.steps
+    if config.data.weights_after and not 0 < step < last:
+        raise UserError(
+            f"data.weights_after needs a change within the run of {last} steps: set data.change_step above 0 and below "
+            f'{last}, now {config.data.change_step}, or schedule.kind to "wsd"'
         )
 
 
@@ -282,7 +293,7 @@ def _notes(config: RunConfig, num_groups: int) -> list[str]:
             f"train.micro_batch_size {most} does not divide the {share} sequences that a {group} has of the global "
             f"batch: it takes {at_once} at a time"
         )
-    if config.data.streams % num_groups and config.data.parsed.has_text:
+    if config.data.streams % num_groups and config.data.has_text:
         notes.append(
             f"data.streams {config.data.streams} is not a multiple of {num_groups} {groups}: each "
             "reads the data of others too; set it before the first step of a run, it decides the order of the rows"

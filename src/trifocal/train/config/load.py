@@ -53,7 +53,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
             raise
         raise UserError(f"{path}: model.from: {error}") from error
     config = override(config, found | {"model.from": source} | given)
-    if path is None and "data.tokenizer" not in found | given and config.data.parsed.has_text:
+    if path is None and "data.tokenizer" not in found | given and config.data.has_text:
         raise UserError(f"{source} has no tokenizer; name one with --data.tokenizer")
     return config
 
@@ -105,5 +105,8 @@ def _values(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
         words, given = read_flags(dotted_fields(RunConfig), overrides, aliases=ALIASES)
         if words:
             raise UserError(f"expected a flag like --train.steps, got {words[0]!r}")
-    # One key changes all layers, also those of a preset that names them.
-    return {"model.layer_types": ()} | given if "model.attention" in given else given
+    # One key changes all layers, also those of a preset that names them; weights belong to their sources.
+    before: dict[str, Any] = {"model.layer_types": ()} if "model.attention" in given else {}
+    if "data.source" in given:
+        before |= {"data.weights": (), "data.weights_after": (), "data.change_step": 0}
+    return before | given

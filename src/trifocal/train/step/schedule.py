@@ -32,6 +32,11 @@ def last_stable_step(config: RunConfig) -> int:
     return config.train.steps - max(1, round(config.schedule.decay_fraction * config.train.steps))
 
 
+def change_step(config: RunConfig) -> int:
+    """The last step with `data.weights`, before `data.weights_after`; 0: it is not known."""
+    return config.data.change_step or last_stable_step(config)
+
+
 def is_due(step: int, interval: int, last: bool) -> bool:
     """Whether something done every `interval` steps (0: never), and after the last one, is done after this one."""
     return interval > 0 and (last or step % interval == 0)

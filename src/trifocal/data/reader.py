@@ -1,0 +1,181 @@
+"""One source of a loader: its streams of rows, and the settings for which a position in it is valid."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+from trifocal.data.data_config import DataConfig
+from trifocal.data.packing import PackedStream, RowStream, ShuffledStream
+from trifocal.data.prefetch import Activity
+from trifocal.data.sources.base import BadDocuments, Source
+from trifocal.data.sources.builtin import BuiltinSource
+from trifocal.data.sources.hub import open_dataset
+from trifocal.data.sources.parquet import ParquetSource
+from trifocal.data.sources.synthetic import synthetic_stream
+from trifocal.data.sources.text import JsonlSource, TextSource
+from trifocal.data.stream import DocumentStream
+from trifocal.data.tokenizers import Tokenizer
+from trifocal.errors import UserError
+
+_FILES = "the files (names and sizes)"
+
+
+class SourceReader:
+    """One source of a loader: its streams of rows, and the settings that decide them, for which a position is valid.
+
+    `config` names only this source. `name`, `fingerprint`, and `config` with the hub's branch replaced by its commit,
+    as of `Loader`; `epoch` is that of the last batch.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        *,
+        tokenizer: Tokenizer,
+        sequence_length: int,
+        vocab_size: int,
+        split: str,
+        activity: Activity,
+        bad: BadDocuments,
+    ) -> None:
+        settings: dict[str, Any] = {"split": split, "data.seed": config.seed, "train.sequence_length": sequence_length}
+        self.source: Source | None = None
+        streams: list[RowStream]
+        if not config.has_text:
+            # One stream; every process makes only its own rows.
+            validation = split == "validation"
+            streams = [synthetic_stream(config, vocab_size, sequence_length, validation=validation)]
+            settings["model.vocab_size"] = vocab_size
+            if config.source != "synthetic":
+                settings["data.source"] = config.source
+        else:
+            if tokenizer.vocab_size > vocab_size:
+                raise UserError(
+                    f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model's vocab_size is "
+                    f"{vocab_size}; set model.vocab_size to at least {tokenizer.vocab_size}"
+                )
+            self.source, config = make_source(config, activity, split, bad)
+            streams = _text_streams(self.source, tokenizer, config, activity, sequence_length, split)
+            settings |= {
+                _FILES: self.source.fingerprint,
+                "data.tokenizer": tokenizer.fingerprint,
+                "data.validation_fraction": config.validation_fraction,
+                "data.shuffle_documents": config.shuffle_documents,
+                "data.shuffle_sequences": config.shuffle_sequences,
+                "data.streams": len(streams),
+            }
+            if config.parsed.kind in ("hf", "fineweb-edu"):
+                # Without its own split, validation would be on text that was trained on.
+                settings["data.validation_split"] = config.validation_split
+        self.config, self._settings = config, settings
+        self.name = config.name if self.source is None else self.source.name
+        self.fingerprint = "" if self.source is None else self.source.fingerprint
+        self.num_streams = len(streams)
+        self.streams = dict(enumerate(streams))
+        self._start = {index: stream.state() for index, stream in self.streams.items()}
+        self._epochs: dict[int, int] = {}
+        self.epoch = 0
+
+    def keep(self, indices: Collection[int]) -> None:
+        """Keep only these streams."""
+        self.streams = {index: self.streams[index] for index in indices}
+
+    def add_epochs(self, epochs: dict[int, int]) -> None:
+        """Note the epochs of streams at their first rows of a batch."""
+        self._epochs |= epochs
+        self.epoch = min(self._epochs.values(), default=self.epoch)
+
+    def state(self) -> dict[str, Any]:
+        """The position, with the name of the data and their settings."""
+        alone = self.num_streams == 1
+        streams = {str(index): stream.state() for index, stream in self.streams.items()}
+        position = streams["0"] if alone else {"streams": streams}
+        return {"source": self.name, "settings": self._settings, "position": position}
+
+    def describe(self) -> str:
+        """The data in words; empty without text."""
+        if self.source is None:
+            return ""
+        number, others = len(self.source.shards), self.source.left_out
+        left_out = f"; left out: {others}" if others else ""
+        return f"{self.name} (fingerprint {self.fingerprint}): {number:,} file{'s'[: number != 1]}{left_out}"
+
+    def find(self, states: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+        """The state that is of these data: of the same files, which may have moved, or else of the same name."""
+        same_files = [state for state in states if state["settings"].get(_FILES, "") == self.fingerprint]
+        found = same_files or [state for state in states if state["source"] == self.name]
+        return found[0] if found else None
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Refuse the state of other settings: UserError."""
+        saved = state["settings"]
+        pairs = {key: (saved.get(key, ""), value) for key, value in self._settings.items()}
+        differ = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+        if differ:
+            shown = {key: ["none" if value == "" else value for value in pair] for key, pair in differ.items()}
+            values = ", ".join(f"{key} {before} -> {now}" for key, (before, now) in shown.items())
+            raise UserError(
+                f"the data position belongs to {state['source']}, this run reads {self.name}: {values}; resume with "
+                "the saved values"
+            )
+        positions = _positions(state)
+        if missing := [i for i in self.streams if str(i) not in positions]:
+            raise ValueError(f"the state lacks streams {missing}; it must come from merge_states of all processes")
+
+    def seek(self, state: dict[str, Any] | None) -> None:
+        """Go to a position that was checked; None: the start."""
+        positions = {} if state is None else _positions(state)
+        for index, stream in self.streams.items():
+            stream.seek(positions.get(str(index), self._start[index]))
+        self._epochs, self.epoch = {}, 0 if state is None else state.get("epoch", 0)
+
+
+def _positions(state: dict[str, Any]) -> dict[str, Any]:
+    """The positions of a reader's state by stream."""
+    positions: dict[str, Any] = state["position"].get("streams", {"0": state["position"]})
+    return positions
+
+
+def make_source(config: DataConfig, activity: Activity, split: str, bad: BadDocuments) -> tuple[Source, DataConfig]:
+    """Open the source of documents that a config names, except the synthetic ones, for `train` or `validation`; and the
+    config with the hub's branch replaced by its present commit. UserError if its data are missing or empty.
+    """
+    kind, path, field = config.parsed
+    if kind == "builtin":
+        return BuiltinSource(include_site_packages=config.include_site_packages, bad=bad), config
+    if kind == "text":
+        return TextSource(path, validation_fraction=config.validation_fraction, bad=bad), config
+    if kind == "jsonl":
+        return JsonlSource(path, field, bad=bad), config
+    if kind == "hf" or (kind == "fineweb-edu" and not path):
+        source, revision = open_dataset(config, split, activity, bad)
+        return source, replace(config, revision=revision)
+    return ParquetSource.from_path(config.name, path, field, bad), config
+
+
+def _text_streams(
+    source: Source, tokenizer: Tokenizer, config: DataConfig, activity: Activity, sequence_length: int, split: str
+) -> list[RowStream]:
+    """The streams that a split's documents are dealt to."""
+    # Validation is read by every process, and shared out batch by batch.
+    parts = 1 if split == "validation" else config.streams
+    streams: list[RowStream] = []
+    for part in range(parts):
+        documents = DocumentStream(
+            source,
+            tokenizer,
+            longest_chat=sequence_length,
+            validation=split == "validation",
+            validation_fraction=config.validation_fraction,
+            seed=config.seed,
+            # Divided, so that the text read before the first batch does not grow with the number of streams.
+            block_documents=max(1, config.shuffle_documents // parts),
+            activity=activity,
+            part=part,
+            parts=parts,
+        )
+        packed = PackedStream(documents, sequence_length)
+        streams.append(ShuffledStream(packed, max(1, config.shuffle_sequences // parts), seed=config.seed))
+    return streams
