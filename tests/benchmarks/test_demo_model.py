@@ -22,7 +22,7 @@ demo_model = load_script("benchmarks/demo_model.py")
 # The recipe of the preset with a smaller model and fewer tokens.
 SMALL = {
     "model.dim": 16,
-    "model.num_layers": 2,
+    "model.num_layers": 4,
     "model.mlp_dim": 16,
     "run.device": "cpu",
     "train.steps": 2,

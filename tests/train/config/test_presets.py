@@ -112,7 +112,7 @@ def test_another_attention_is_one_key_away(name: str, monkeypatch: pytest.Monkey
     production = name.startswith(("m7c", "wide", "base"))
     assert preset.model.has_index == (production or name in ("demo", "python"))
     # The reports' model and the paper's layer keep the paper's attention; the recommended ones are mixes.
-    mixed = name.startswith(("wide", "base", "demo"))
+    mixed = name.startswith(("wide", "base", "demo", "python"))
     kinds = MIX * (preset.model.num_layers // 4) if mixed else ("nsa",) * preset.model.num_layers
     assert preset.model.attention_of_layers == kinds
     for key, value in (("chooser", "compressed"), ("attention", "dense"), ("attention", "window")):
