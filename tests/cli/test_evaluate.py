@@ -158,7 +158,7 @@ def test_the_type_of_the_weights_is_that_of_the_products(
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("--only", "needles"), "one of 'loss', 'position', 'choice', 'needle', 'recall', 'ruler', got 'needles'"),
+        (("--only", "needles"), "'choice', 'needle', 'recall', 'ruler', 'grade', got 'needles'"),
         (("--beside", "/nowhere"), "there is no run at /nowhere"),
         (("--validation-fraction", "1"), "--validation-fraction must lie in [0, 1), got 1"),
         (("--depths", "0"), "--depths must be at least 1, got 0"),

@@ -32,6 +32,7 @@ from trifocal.evaluation import (
     evaluate_model,
     not_possible,
     possible_tasks,
+    read_grade_set,
     to_json,
     write_evaluation,
 )
@@ -53,6 +54,7 @@ _TITLES = {
     "needle": "Needles found, by depth",
     "recall": "Recall of values by their key",
     "recall_distance": "Recall by distance of the key, in tokens",
+    "grade": "Grade: bits for each byte of texts that anybody can make from packages",
     "ruler": "RULER: share of the references found, with its standard error",
 }
 
@@ -67,8 +69,8 @@ class EvaluateArguments:
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
     """A run, also while it trains; one of its checkpoints; a folder of weights; or demo, that of the package."""
     only: tuple[Task, ...] = ()
-    """Some of loss, position, choice, needle, recall, ruler; by default those that make sense for the model, without
-    ruler."""
+    """Some of loss, position, choice, needle, recall, ruler, grade; by default those that make sense for the model,
+    without the last two."""
     checkpoint: str = ""
     """A checkpoint of the run, like step_00000500; the newest by default."""
     source: str = ""
@@ -88,6 +90,8 @@ class EvaluateArguments:
     """Tasks of RULER, like niah_single_1,vt; by default all generated ones whose packages are installed."""
     chat: bool = False
     """Give the prompts of RULER as messages of a chat, by the tokenizer's template."""
+    grade_set: str = "grade"
+    """The folder with the packages of the grade's texts; the error without it says how to get them."""
     pairs: tuple[int, ...] = ()
     """Pairs in a row of recall; by default those of the source, a half and a quarter."""
     beside: str = ""
@@ -222,6 +226,7 @@ def _plan(subject: Subject, options: EvaluateArguments) -> Plan:
         pairs=options.pairs,
         ruler_tasks=tuple(ruler_tasks),
         chat=options.chat,
+        grade=read_grade_set(options.grade_set) if "grade" in tasks else {},
     )
 
 

@@ -1,5 +1,6 @@
-"""What a trained model can do: loss by position, its choice, needles, recall (`trifocal evaluate`)."""
+"""What a trained model can do: loss by position, its choice, needles, recall, a grade (`trifocal evaluate`)."""
 
+from trifocal.evaluation.grade import read_grade_set
 from trifocal.evaluation.layers import layers_by_harm
 from trifocal.evaluation.measure import TASKS, USUAL_TASKS, Plan, ReportProgress, Task, evaluate_model, not_possible
 from trifocal.evaluation.record import merge_rows, to_json, write_evaluation
@@ -21,6 +22,7 @@ __all__ = [
     "merge_rows",
     "not_possible",
     "possible_tasks",
+    "read_grade_set",
     "to_json",
     "write_evaluation",
 ]

@@ -3,8 +3,8 @@
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol, get_args
 
@@ -13,6 +13,7 @@ import torch
 from trifocal.data import Batch, DataConfig, read_validation
 from trifocal.data.data_config import SourceName
 from trifocal.data.sources.synthetic import check_recall, task_size
+from trifocal.evaluation.grade import measure_grade
 from trifocal.evaluation.needles import measure_needles
 from trifocal.evaluation.position_loss import measure_loss
 from trifocal.evaluation.recall import measure_recall
@@ -23,9 +24,9 @@ from trifocal.runlog.progress import duration
 from trifocal.telemetry import AttentionTelemetry
 from trifocal.train.step.micro_batch import autocast
 
-Task = Literal["loss", "position", "choice", "needle", "recall", "ruler"]
+Task = Literal["loss", "position", "choice", "needle", "recall", "ruler", "grade"]
 TASKS: tuple[Task, ...] = get_args(Task)
-USUAL_TASKS: tuple[Task, ...] = tuple(task for task in TASKS if task != "ruler")
+USUAL_TASKS: tuple[Task, ...] = tuple(task for task in TASKS if task not in ("ruler", "grade"))
 """Those that are measured unless others are named."""
 OK = "ok"
 _SHORTEST_NEEDLE = 64
@@ -56,6 +57,7 @@ class Plan:
         pairs: Pairs of a recall row; empty: those of the source, and halves of it.
         ruler_tasks: Tasks of RULER, by name; `samples` are the prompts of each length.
         chat: Whether their prompts are messages of a chat.
+        grade: Documents of the grade by part, as `read_grade_set` gives them.
     """
 
     tasks: tuple[str, ...]
@@ -67,6 +69,7 @@ class Plan:
     pairs: tuple[int, ...] = ()
     ruler_tasks: tuple[RulerName, ...] = ()
     chat: bool = False
+    grade: Mapping[str, list[str]] = field(default_factory=dict)
 
     def needle_lengths(self) -> list[int]:
         """Lengths of haystacks, the shortest first."""
@@ -96,6 +99,8 @@ def not_possible(task: str, data: DataConfig | None, config: ModelConfig) -> str
         return "no layer chooses blocks"
     if task == "ruler":
         return config.undecodable
+    if task == "grade":
+        return "" if data is None or data.has_text else f'data.source "{data.name}" is no text'
     if data is None:
         return "the data of its training are not known; name some with --source"
     kind = data.parts[0].parsed.kind
@@ -128,6 +133,8 @@ def evaluate_model(subject: Subject, plan: Plan, say: ReportProgress) -> Iterato
             measure = partial(measure_ruler, subject, name, length, plan.samples, chat=plan.chat)
             yield from _guarded(subject, "ruler", length, measure)
             left.add(plan.samples * length)
+    if "grade" in plan.tasks:
+        yield from _guarded(subject, "grade", plan.sequence_length, partial(_grade_rows, subject, plan, say))
     for data in () if subject.data is None else subject.data.parts:
         yield from _evaluate_source(replace(subject, data=data), data.parsed, plan, say, left)
 
@@ -227,6 +234,14 @@ def _loss_rows(subject: Subject, plan: Plan, say: ReportProgress, left: TimeLeft
     yield from ({**row, "rows": name} if row["task"] == "loss" else row for row in rows if row["task"] in plan.tasks)
 
 
+def _grade_rows(subject: Subject, plan: Plan, say: ReportProgress) -> Iterator[dict[str, Any]]:
+    text = f"grade: {', '.join(plan.grade)}, windows of {plan.sequence_length:,} tokens"
+    say(text)
+    yield from measure_grade(
+        subject, plan.grade, plan.sequence_length, lambda share: say(text, f", {share:.0%} of it done")
+    )
+
+
 def rows_name(batches: Sequence[Batch]) -> str:
     """A name of the rows of batches, however they are cut: equal names, equal tokens and targets."""
     digest = hashlib.sha256()
@@ -285,12 +300,12 @@ def _guarded(
     subject: Subject, task: str, length: int, rows: Callable[[], Iterable[dict[str, Any]]]
 ) -> Iterator[dict[str, Any]]:
     """The rows of a task; one with a reason where a length is too short, or does not fit in memory."""
-    source = "" if subject.data is None or task == "ruler" else subject.data.name
+    source = "" if subject.data is None or task in ("ruler", "grade") else subject.data.name
     reason = subject.lacks_memory(length)
     try:
         if not reason:
             for row in rows():
-                if not math.isfinite(row.get("loss", 0.0) + row.get("answer_loss", 0.0)):
+                if not all(math.isfinite(row.get(name) or 0.0) for name in ("loss", "answer_loss", "bits_per_byte")):
                     raise FloatingPointError("the model's output is not finite: its weights are broken")
                 yield {**row, "source": source, "status": OK}
     except TooShort as error:

@@ -1,6 +1,7 @@
 """The report's tables: key figures, comparison, figures by layer, events, ranks, environment and config."""
 
 import json
+import math
 import statistics
 from collections.abc import Iterable
 from html import escape
@@ -42,6 +43,8 @@ def key_figures(run: Run) -> dict[str, str]:
         name = Path(str(evaluation.get("beside"))).name
         figures[f"loss, beside {name}"] = f"{row['loss']:.4f}, {row['beside_loss']:.4f}"
         figures["same likeliest token"] = f"{row['agreement']:.2%}"
+    for row in [row for evaluation in run.evaluations for row in evaluation["rows"] if row["task"] == "grade"][-1:]:
+        figures[f"{row.get('name')}, bits per byte"] = f"{row.get('bits_per_byte', math.nan):.4f}"
     if rates:
         figures["tokens/s, median"] = f"{statistics.median(rates):,.0f}"
     if executed:
