@@ -182,7 +182,7 @@ def test_a_resume_may_change_weights_and_add_or_leave_out_sources(sources: tuple
         check(loader, {b: 16}, {b: 5})
     with (
         open_loader(a, LENGTH, **SETTINGS) as loader,
-        pytest.raises(UserError, match=r"belongs to .*c\.jsonl.*: the files"),
+        pytest.raises(UserError, match=r"belongs to .*c\.jsonl.*; name a saved source in data\.source too"),
     ):
         loader.load_state_dict(state)
     with open_mix((b, c), (1, 1), seed=3) as loader, pytest.raises(UserError, match=r"data\.seed 1337 -> 3; resume"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.workers import train
-from tests.train.tiny import read_checkpoint, write_config
+from tests.train.tiny import read_checkpoint, write_config, write_documents
 from trifocal import load_model
 from trifocal.models import save_weights
 from trifocal.runlog import read_metrics
@@ -75,12 +75,21 @@ def test_gradients_of_recorded_graphs_are_the_same(runs: dict[str, Path], tmp_pa
 
 def test_a_taught_choice_is_that_of_one_process(tmp_path: Path) -> None:
     """The queries, their loss and its scale: two processes, and two sharded and recorded ones; and what is learned from
-    a frozen model meanwhile.
+    a frozen model meanwhile, on two sources.
     """
     frozen = make_model(small_config(attention="dense", vocab_size=257), torch.device("cpu"))
     save_weights(frozen, tmp_path / "frozen")
     flags = ("--model.chooser", "index", "--train.choice_loss_weight", "0.5", "--train.choice_loss_sample", "0.5")
     flags = (*flags, "--log.sample_interval_steps", "0", "--distill.from", str(tmp_path / "frozen"))
+    sources = [f"text:{write_documents(tmp_path / name, count)}" for name, count in (("first", 24), ("second", 12))]
+    flags = (
+        *flags,
+        "--data.source",
+        *sources,
+        "--data.weights=2,1",
+        "--data.weights_after=1,3",
+        "--data.change_step=3",
+    )
     small = ("--train.micro_batch_size", "1")
     found = [
         finish(tmp_path / "none", "auto", 1, *flags),
@@ -96,6 +105,10 @@ def test_a_taught_choice_is_that_of_one_process(tmp_path: Path) -> None:
     for run, choice_losses in zip(found[1:], taught[1:], strict=True):
         assert losses(run) == pytest.approx(losses(found[0]), rel=LOSS_TOLERANCE)
         assert choice_losses == pytest.approx(taught[0], rel=1e-3)
+        mine, one = (read_metrics(path / "metrics.jsonl", "evaluation")[-1] for path in (run, found[0]))
+        for source in sources:
+            key = f"validation_loss/{source}"
+            assert mine[key] == pytest.approx(one[key], rel=LOSS_TOLERANCE)
         whole = load_model(run / "weights").state_dict()
         for name, tensor in load_model(found[0] / "weights").state_dict().items():
             torch.testing.assert_close(whole[name], tensor, rtol=0.05, atol=5e-3)

@@ -233,8 +233,10 @@ class Loader:
         saved: list[dict[str, Any]] = state.get("sources", [state])
         found = [reader.find(saved) for reader in self._readers]
         if not any(found):
-            # Its settings say what is different.
-            found[0] = saved[0]
+            raise UserError(
+                f"the data position belongs to {state['source']}, this run reads {self.name}; name a saved source in "
+                "data.source too, with a weight of 0 if it is not to be read, or begin a new run"
+            )
         for reader, own in zip(self._readers, found, strict=True):
             if own is not None:
                 reader.check(own)

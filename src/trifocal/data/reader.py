@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from trifocal.data.tokenizers import Tokenizer
 from trifocal.errors import UserError
 
 _FILES = "the files (names and sizes)"
+_COMMIT = re.compile("@[0-9a-f]{40}$")
 
 
 class SourceReader:
@@ -105,7 +107,9 @@ class SourceReader:
     def find(self, states: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         """The state that is of these data: of the same files, which may have moved, or else of the same name."""
         same_files = [state for state in states if state["settings"].get(_FILES, "") == self.fingerprint]
-        found = same_files or [state for state in states if state["source"] == self.name]
+        # Another commit of the hub is another state of the same data.
+        name = _COMMIT.sub("", self.name)
+        found = same_files or [state for state in states if _COMMIT.sub("", state["source"]) == name]
         return found[0] if found else None
 
     def check(self, state: dict[str, Any]) -> None:
