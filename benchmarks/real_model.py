@@ -27,6 +27,7 @@ import time
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from lib.results import ResultFile
 from trifocal.cli import main
 from trifocal.cli.sparsify import RECORD
 from trifocal.inference import CachedModel, Engine, Request, Sampling
-from trifocal.runlog.run import read_evaluation
+from trifocal.runlog.run import read_evaluation, read_run
 from trifocal.train.checkpoint.pretrained import open_pretrained
 from trifocal.train.config.check import choose_device
 
@@ -100,15 +101,13 @@ class Work:
                 continue
             figures: dict[str, Any] = {"row": row.name}
             parts: dict[str, Callable[[Row, Path], dict[str, Any]]] = {
-                "made": self.make, "loss": self.loss, "speed": self.speed, "ruler": self.ruler
+                "made": self.make, "loss": self.loss, "speed": self.speed
             }  # fmt: skip
+            parts |= {f"ruler {length}": partial(self.ruler, length) for length in self.options.ruler_lengths}
             for part, work in parts.items():
-                if part not in self.options.parts:
+                if part.split()[0] not in self.options.parts:
                     continue
-                known = self.once(row, part, work)
-                if known is None:
-                    break
-                figures |= known
+                figures |= self.once(row, part, work) or {}
             found.append(figures)
         return found
 
@@ -174,6 +173,9 @@ class Work:
             "evaluate.interval_steps": 0, "log.telemetry_interval_steps": 0, "run.device": options.device,
             "run.directory": folder,
         }  # fmt: skip
+        # What fits, where `sparsify` has found it.
+        if (record := self.folder / "n_=_32" / RECORD).exists():
+            settings |= json.loads(record.read_text())["steps"].get("plan", {}).get("settings", {})
         words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
         _run("train", *words, *flags, "--overwrite")
 
@@ -183,7 +185,8 @@ class Work:
 
     def evaluate(self, row: Row, folder: Path, *flags: str) -> list[dict[str, Any]]:
         """Rows of `trifocal evaluate`."""
-        file = self.folder / "rows" / "evaluation.json"
+        # Another process may take another row.
+        file = self.folder / "rows" / f"{folder.name}_evaluation.json"
         model = str(self.model(row, folder))
         _run("evaluate", model, *flags, *self.device(), "--output", str(file))
         found = read_evaluation(file)
@@ -195,7 +198,10 @@ class Work:
         options = self.options
         sizes = ("--sequence-length", str(options.length), "--sequences", str(options.sequences))
         data = ("--source", options.data, "--validation-fraction", str(options.held_out), "--beside", str(self.dense))
-        found = self.evaluate(row, folder, "--only", "loss", "position", *sizes, *data)
+        if row.sparsify:
+            found = read_run(folder / "steps" / "trained").evaluations[-1]["rows"]
+        else:
+            found = self.evaluate(row, folder, "--only", "loss", "position", *sizes, *data)
         [whole] = [one for one in found if one["task"] == "loss"]
         names = ("loss", "beside_loss", "divergence", "agreement")
         figures = {name: whole[name] for name in names} | {"above_dense": whole["loss"] / whole["beside_loss"] - 1}
@@ -204,20 +210,22 @@ class Work:
                 figures[f"loss_to_{one['end']}"] = one["loss"]
         return figures
 
-    def ruler(self, row: Row, folder: Path) -> dict[str, Any]:
-        """The mean of RULER's tasks at each length, with its standard error."""
+    def ruler(self, length: int, row: Row, folder: Path) -> dict[str, Any]:
+        """The mean of RULER's tasks at a length, with its standard error, and the score of each."""
         options = self.options
-        lengths = ("--lengths", *map(str, options.ruler_lengths), "--samples", str(options.samples))
         tasks = ("--ruler-tasks", *options.ruler_tasks) if options.ruler_tasks else ()
         chat = () if options.plain else ("--chat", "true")
-        found = self.evaluate(row, folder, "--only", "ruler", *lengths, *tasks, *chat)
-        figures: dict[str, Any] = {}
-        for length in options.ruler_lengths:
-            own = [one for one in found if one["length"] == length and one["status"] == "ok"]
-            if own:
-                figures[f"ruler_{length}"] = sum(one["score"] for one in own) / len(own)
-                figures[f"ruler_{length}_error"] = sum(one["error"] ** 2 for one in own) ** 0.5 / len(own)
-        return figures
+        found = self.evaluate(
+            row, folder, "--only", "ruler", "--lengths", str(length), "--samples", str(options.samples), *tasks, *chat
+        )
+        own = [one for one in found if one["status"] == "ok"]
+        if not own:
+            return {}
+        return {
+            f"ruler_{length}": sum(one["score"] for one in own) / len(own),
+            f"ruler_{length}_error": sum(one["error"] ** 2 for one in own) ** 0.5 / len(own),
+            **{f"{one['name']} {length}": one["score"] for one in own},
+        }
 
     def speed(self, row: Row, folder: Path) -> dict[str, Any]:
         """Seconds of a prompt of all tokens, and of a token behind it, with the draw and the host: medians of three."""

@@ -355,9 +355,10 @@ class _Work:
         ]
         if recall:
             lines.append(f"  recall of the choice {min(recall):.3f} to {max(recall):.3f} by layer")
+        report = {"see both on one page": f"{path}/report.html"} if (self.output / "report.html").exists() else {}
         advice = {
             "talk to it": f"trifocal serve {path}",
-            "see both on one page": f"{path}/report.html",
+            **report,
             "train on": f"trifocal train --model.from {path} --data.source {shlex.quote(self.options.data)}",
         }
         return printable("\n".join([*lines, "\ntry next:", *(f"  {what}:\n    {how}" for what, how in advice.items())]))
