@@ -1,13 +1,11 @@
 """Probes that fail: the message, and the command that mends it."""
 
 import errno
-import tempfile
 
 import pytest
 import torch
 
 from trifocal.doctor import probes
-from trifocal.doctor.probes import check_compile
 
 
 @pytest.fixture
@@ -57,54 +55,10 @@ def test_triton_is_missing_beside_a_gpu(gpu, monkeypatch):
     assert (finding.status, finding.remedy) == ("note", "pip install triton")
 
 
-@pytest.fixture
-def some_compiler(monkeypatch):
-    monkeypatch.setattr(probes, "compilers", lambda: ["/usr/bin/g++"])
-
-
-@pytest.mark.parametrize(
-    "code, needed, seconds, status, remedy",
-    [
-        ("pass", False, 60, "ok", ""),
-        ("raise SystemExit('Python.h: No such file')", False, 60, "note", "sudo apt-get install -y python3-dev"),
-        ("raise SystemExit('no')", True, 60, "broken", "--train.compile false"),
-        ("import time; time.sleep(60)", True, 0.2, "note", ""),
-    ],
-)
-def test_compile(some_compiler, monkeypatch, tmp_path, code, needed, seconds, status, remedy):
-    """The compiler's caches go when the answer is there, also when it took too long."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    finding = check_compile(code, needed=needed, seconds=seconds)
-    assert (finding.status, finding.remedy) == (status, remedy)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_compile_without_a_compiler(monkeypatch):
-    monkeypatch.setattr(probes, "compilers", list)
-    finding = check_compile()
-    assert (finding.status, finding.remedy) == ("note", "sudo apt-get install -y g++")
-
-
-def test_gloo_works_here():
-    findings = {finding.name: finding.status for finding in probes.check_collectives()}
-    assert findings["gloo"] == "ok"
-
-
-@pytest.mark.parametrize("gpus, status", [(0, "note"), (2, "broken")])
-def test_gloo_that_does_not_work(monkeypatch, gpus, status):
-    def fail():
-        raise RuntimeError("Unable to resolve hostname to a (local) address")
-
-    monkeypatch.setattr(probes, "_gloo", fail)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    finding = probes.check_collectives()[0]
-    assert finding.status == status and "/etc/hosts" in finding.remedy
-
-
 def test_disk_here(tmp_path):
-    """Room and speed; also of a folder that is yet to be made; nothing is left behind."""
+    """Also of a folder that is yet to be made; nothing is left behind."""
     finding = probes.check_disk(tmp_path / "runs" / "later")
-    assert finding.status in ("ok", "note") and "MB/s" in finding.text and str(tmp_path) in finding.text
+    assert finding.status in ("ok", "note") and str(tmp_path) in finding.text
     assert list(tmp_path.iterdir()) == []
 
 

@@ -26,7 +26,7 @@ class DoctorArguments:
     Takes two steps of each CONFIG.toml here, and shows their peak memory and speed, and what to lower if they do not
     fit.
 
-    Exit status 1 if something stops training. Under half a minute, and the time of the steps.
+    Exit status 1 if something stops training. A few seconds, and the time of the steps.
     """
 
     config: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG.toml ...")] = ()

@@ -97,12 +97,8 @@ def examine(
     findings = [machine.check_software(), *machine.check_gpus(), machine.check_cpu(), machine.check_compiler()]
     on_start("a kernel")
     findings.append(probes.check_triton())
-    on_start("gloo and NCCL")
-    findings += probes.check_collectives()
     on_start(f"the disk at {run_directory}")
     findings.append(probes.check_disk(run_directory))
-    on_start("torch.compile")
-    findings.append(probes.check_compile(needed=any(config.train.compile for config in configs.values())))
     needs = []
     for name, config in configs.items():
         on_start(f"two steps of {name}")
