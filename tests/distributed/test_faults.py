@@ -1,7 +1,6 @@
 """Runs of two processes in which one has a fault."""
 
 import contextlib
-import json
 import re
 import shutil
 import signal
@@ -146,10 +145,6 @@ def test_nan_in_one_rank_stops_all_and_is_named(case: Case, mode: str) -> None:
     for end in ended:
         assert "step 3: from rank 1: gradient norm nan is not finite" in end.error, end.error
         assert "first parameter with a non-finite gradient: blocks.0.mlp.up_proj.weight" in end.error
-    dump = case.run / "dumps" / "step_00000003"
-    summary = json.loads((dump / "summary.json").read_text())
-    assert summary["ranks"] == [1]
-    assert {path.name for path in dump.iterdir()} == {"batch_rank0.pt", "batch_rank1.pt", "summary.json", "weights"}
     assert case.checkpoints() == ["step_00000002"]
     assert read_metrics(case.run / "metrics.jsonl", "event")[-1]["name"] == "non_finite"
 
@@ -220,19 +215,11 @@ def test_a_frozen_rank_is_named_and_the_others_stop(case: Case) -> None:
     # Three and the watch's interval, on a machine that may be busy.
     assert silent is not None and 3 <= int(silent[1]) < 15, end.error
     assert "last seen in" in end.error and "at step 2" in end.error
-    dump = case.run / "dumps" / "lost_step_00000002"
-    # It cannot write its stacks: the place where it was last seen is in its last note to the others.
+    # From its last note to the others.
     assert "loop (faults.py:" in end.error
     assert last_beat(case.run, 0)["status"] == "failed"
-    assert "loop (faults.py:" in json.loads((dump / "rank0.json").read_text())["row"]["others"]["rank1"]["where"]
-    assert "trifocal/train/step/step.py" in (dump / "stacks_rank0.txt").read_text()
-    page = (dump / "summary.md").read_text()
-    assert page.startswith("# Rank 0 stops: rank 1 (process ") and "has been silent for" in page.splitlines()[0]
-    assert "- Rank 0 was in " in page or "- Rank 0 has not answered" in page
-    assert "- Rank 1 has not answered" in page
     event = read_metrics(case.run / "metrics.jsonl", "event")[-1]
     assert (event["name"], event["severity"]) == ("rank_lost", "error") and "rank 1 (process " in event["message"]
-    assert "gloo all_reduce number" in (dump / "collectives_rank0.txt").read_text()
 
 
 def test_an_endless_loop_ends_in_bounded_time_with_the_rank_named(case: Case) -> None:
@@ -241,9 +228,8 @@ def test_an_endless_loop_ends_in_bounded_time_with_the_rank_named(case: Case) ->
     workers = case.start("hang_with_a_short_pause", *limits)
     ended = workers.join(60)
     assert [end.status for end in ended] == [1, 1], ended
-    assert "rank 1: other for" in ended[0].error and "at step 2" in ended[0].error, ended[0].error
+    assert "rank 1: other for" in ended[0].error and "at step 2, loop (faults.py:" in ended[0].error, ended[0].error
     assert "rank 0 has failed: PeerLost" in ended[1].error, ended[1].error
-    assert "loop" in (case.run / "dumps" / "lost_step_00000002" / "stacks_rank1.txt").read_text()
 
 
 def test_torchrun_on_two_machines_starts_again_from_the_last_checkpoint(case: Case) -> None:

@@ -153,15 +153,12 @@ def test_data_that_fail_are_reported_before_their_own_step(events: list[str]) ->
         next_step(company, loader)
 
 
-def test_of_a_library_s_many_sentences_the_line_has_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_library_s_many_sentences_the_line_has_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     class NobodyIsLost(contextlib.nullcontext[None]):
         def __init__(self, *_: object, **__: object) -> None:
             super().__init__()
 
         def explain(self) -> None: ...
-
-        def notes(self) -> dict[int, Any]:
-            return {}
 
         def table(self) -> str:
             return "rank 1: forward for 1 s at step 7"
@@ -171,7 +168,7 @@ def test_of_a_library_s_many_sentences_the_line_has_the_first(tmp_path: Path, mo
     sentences: list[str] = []
     with (
         pytest.raises(PeerLost) as lost,
-        company.watched(heartbeat, tmp_path, 1.0, lambda name, sentence, severity: sentences.append(sentence)),
+        company.watched(heartbeat, 1.0, lambda name, sentence, severity: sentences.append(sentence)),
     ):
         raise RuntimeError(
             "[gloo/pair.cc:537] Connection reset by peer. This is typically caused by a remote worker hanging. GLHF! 🏖️"

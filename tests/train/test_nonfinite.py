@@ -1,4 +1,4 @@
-"""A step that is not finite ends the run before it does harm, and its dump says why."""
+"""A step that is not finite ends the run before it does harm, and says why."""
 
 import json
 import math
@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.tiny import before_step, make_config, read_checkpoint
-from trifocal import load_model
+from tests.train.tiny import before_step, make_config
 from trifocal.models import DecoderLM
 from trifocal.runlog import read_metrics
 from trifocal.train import NonFiniteError, train
@@ -42,37 +41,11 @@ def test_a_bad_gradient_stops_the_run_before_it_is_applied(
     run = tmp_path / "run"
     message = str(caught.value)
     assert message.startswith("step 5: gradient norm ")
-    assert f"first parameter with a non-finite gradient: {bad} (1 in all)" in message
-    summary = json.loads((run / "dumps" / "step_00000005" / "summary.json").read_text())
-    assert summary["parameters_with_non_finite_gradient"] == [bad]
-    assert summary["document_ids"] and summary["document_ids"][0] in message
-    # The weights are still those that step 4 left behind.
-    after = load_model(run / "dumps" / "step_00000005" / "weights").state_dict()
-    saved = read_checkpoint(run / "checkpoints" / "step_00000004")
-    for name, tensor in after.items():
-        assert torch.equal(tensor, saved[f"model.{name}"]), name
-    micro = torch.load(run / "dumps" / "step_00000005" / "batch.pt")
-    assert [batch["sample_index"] for batch in micro] == [16, 18]
+    assert f"first parameter with a non-finite gradient: {bad} (1 in all); documents: " in message
     event = read_metrics(run / "metrics.jsonl", "event")[-1]
     assert (event["name"], event["severity"], event["message"]) == ("non_finite", "error", message)
     assert json.loads((run / "heartbeat" / "rank0.jsonl").read_text().splitlines()[-1])["status"] == "failed"
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000004"]
-
-
-def test_a_dump_that_cannot_be_written_does_not_hide_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch raises its own kind of error for a disk that does not take a file."""
-
-    def action(step: int, arguments: dict[str, Any]) -> None:
-        poison(2, "norm.weight", math.nan)(step, arguments)
-        if step == 2:
-            (tmp_path / "run" / "dumps" / "step_00000002" / "batch.pt").mkdir(parents=True)
-
-    before_step(monkeypatch, action)
-    with pytest.raises(NonFiniteError, match=r"step 2: gradient norm nan .*; the dump could not be written: "):
-        train(make_config(tmp_path, "--train.steps", "2", "--checkpoint.interval_steps", "0"))
-    # The last step is not saved.
-    assert not (tmp_path / "run" / "checkpoints").exists()
-    assert not (tmp_path / "run" / "weights").exists()
 
 
 @pytest.mark.parametrize("interval", ["0", "2"], ids=["last", "checkpoint"])
@@ -87,14 +60,14 @@ def test_an_update_that_makes_weights_infinite_is_not_saved(
 
     before_step(monkeypatch, action)
     flags = ("--train.steps", "4" if interval == "0" else "6", "--evaluate.interval_steps", "0")
-    with pytest.raises(NonFiniteError, match=r"step 4: the update, with a .* made weights that are not finite; "):
+    with pytest.raises(
+        NonFiniteError, match=r"step 4: the update, with a .* made weights that are not finite; first parameter: \w"
+    ):
         train(make_config(tmp_path, "--checkpoint.interval_steps", interval, *flags))
     run = tmp_path / "run"
     saved = sorted(path.name for path in run.glob("checkpoints/*"))
     assert saved == ([] if interval == "0" else ["step_00000002"])
     assert not (run / "weights").exists()
-    summary = json.loads((run / "dumps" / "step_00000004" / "summary.json").read_text())
-    assert "blocks.0.mlp.up_proj.weight" in summary["parameters_with_non_finite_value"]
     event = read_metrics(run / "metrics.jsonl", "event")[-1]
     assert (event["name"], event["severity"]) == ("non_finite", "error")
 

@@ -170,17 +170,13 @@ class PeerMonitor:
                 seen.existed |= exists
         return None
 
-    def notes(self) -> dict[int, Row]:
-        """The last note of every other process, by rank."""
-        with self._lock:
-            return {rank: seen.note for rank, seen in sorted(self._seen.items())}
-
     def table(self) -> str:
         """The last known state of every other process, in a line."""
-        rows = self.notes().items()
+        with self._lock:
+            notes = {rank: seen.note for rank, seen in sorted(self._seen.items())}
         return "; ".join(
             f"rank {rank}: {note['phase']} for {note['phase_seconds']:.0f} s at step {note['step']}{_place(note)}"
-            for rank, note in rows
+            for rank, note in notes.items()
         )
 
     def _leave_note(self, status: str, message: str = "") -> None:

@@ -1,9 +1,7 @@
 """Keeping the processes of a run in step: they agree on each step before it begins, and notice when one is lost."""
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +12,6 @@ from trifocal.distributed import DistributedContext, PeerLost, PeerMonitor
 from trifocal.errors import UserError, first_sentence
 from trifocal.runlog import Heartbeat
 from trifocal.runlog.proc import process_state
-from trifocal.runlog.stalls.dump import stall_summary, write_details, write_stacks
-from trifocal.runlog.whole_files import write_whole
 from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.nonfinite import NonFiniteError
 from trifocal.train.stop import StopSignals
@@ -139,31 +135,15 @@ class StepCoordinator:
 
     @contextlib.contextmanager
     def watched(
-        self, heartbeat: Heartbeat, directory: Path, silence_seconds: float, event: Callable[[str, str, str], None]
+        self, heartbeat: Heartbeat, silence_seconds: float, event: Callable[[str, str, str], None]
     ) -> Iterator[None]:
         """Watch the other processes, and raise PeerLost, with the one at fault, where an exchange with them fails. One
         that is silent for `silence_seconds` is lost; `event` gets name, sentence and severity, in any thread.
         """
 
-        def leave_traces(sentence: str) -> None:
-            event("rank_lost", sentence, "error")
-            row = heartbeat.snapshot()
-            folder = directory / "dumps" / f"lost_step_{row['step']:08}"
-            folder.parent.mkdir(exist_ok=True)
-            folder.mkdir(exist_ok=True)
-            rank = self._processes.rank
-            write_stacks(folder, rank)
-            page = stall_summary(directory, folder, rank, f"stops: {sentence}", row)
-            # The last writer wins: all pages are about the same process.
-            write_whole(folder / "summary.md", page)
-            # A lost process leaves no stacks: the others write down the place in the code where it was last seen.
-            others = {f"rank{other}": note for other, note in peers.notes().items()}
-            summary = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "what": sentence, **row, "others": others}
-            write_details(folder, rank, summary, self._processes.device)
-
         def end(sentence: str) -> None:
             try:
-                leave_traces(sentence)
+                event("rank_lost", sentence, "error")
             finally:
                 # This process is ended now: it has failed, and is not dead without a word.
                 heartbeat.close("failed")
@@ -187,8 +167,7 @@ class StepCoordinator:
                     raise
                 what = f"an exchange with the other processes failed: {first_sentence(error)}"
                 lost = peers.explain() or PeerLost(f"{what}; the others: {peers.table()}")
-                with contextlib.suppress(OSError):
-                    leave_traces(str(lost))
+                event("rank_lost", str(lost), "error")
                 raise lost from error
 
 

@@ -126,7 +126,7 @@ def run_training(
         coordinator = StepCoordinator(setup.processes, signals, setup.teacher, setup.config.parallel.context)
         setup.interrupted = coordinator.stop_requested
         silence = setup.config.parallel.silence_seconds
-        stack.enter_context(coordinator.watched(log.heartbeat, setup.directory, silence, log.event))
+        stack.enter_context(coordinator.watched(log.heartbeat, silence, log.event))
         try:
             with signals.as_stop_request():
                 return Trainer(setup, log, coordinator, signals, checkpoint, before_step).run(notes)

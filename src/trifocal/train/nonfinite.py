@@ -1,14 +1,11 @@
-"""The end of a run whose loss, gradient or weights are not finite: the dump and the error."""
+"""The end of a run whose loss, gradient or weights are not finite."""
 
-import json
 import math
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 
-from trifocal.distributed import gather_full_model
 from trifocal.distributed.parallel import local_shard
-from trifocal.models import save_weights
 from trifocal.train.run_logger import RunLogger
 from trifocal.train.setup import TrainSetup
 from trifocal.train.step.step import StepResult
@@ -29,7 +26,6 @@ class FiniteGuard:
 
     def __init__(self, setup: TrainSetup, log: RunLogger) -> None:
         self._model, self._processes, self._parallel = setup.model, setup.processes, setup.parallel
-        self._folder = setup.directory / "dumps"
         self._log = log
         self._last: StepResult | None = None
         self._unchecked: StepResult | None = None
@@ -59,11 +55,7 @@ class FiniteGuard:
             self._stop(self._last, of_weights=True)
 
     def _stop(self, result: StepResult, *, of_weights: bool = False) -> NoReturn:
-        """End the run with a dump of the step; every process calls this, and names its own parameters and documents.
-
-        `dumps/step_*/` holds `summary.json`, the micro-batches and the weights that the step started from; where the
-        weights are at fault, those that it has made.
-        """
+        """End the run; every process calls this, and names its own parameters and documents."""
         size, watch = self._processes.size, self._parallel.watch
         named = [(name, p if of_weights else p.grad) for name, p in self._model.named_parameters()]
         parts = self._processes.gather(
@@ -79,51 +71,22 @@ class FiniteGuard:
         guilty = [rank for rank, part in enumerate(parts) if not part.finite] if size > 1 else [0]
         documents = list(dict.fromkeys(name for rank in guilty or range(size) for name in parts[rank].documents))
         loss, norm = result.loss.item(), result.gradient_norm.item()
-        summary: dict[str, Any] = {
-            "step": result.step,
-            "loss_nats_per_token": loss,
-            "gradient_norm": norm,
-            "learning_rate": result.learning_rate,
-            f"parameters_with_non_finite_{'value' if of_weights else 'gradient'}": bad,
-            "document_ids": documents,
-        }
-        if size > 1 and not of_weights:
-            summary["ranks"] = guilty
-        where = self._write_dump(result, summary)
         more = len(documents) - _IDS_IN_MESSAGE
         end = f"({len(bad)} in all); documents: {', '.join(documents[:_IDS_IN_MESSAGE])}"
         end += f" and {more} more" if more > 0 else ""
         if of_weights:
             message = (
                 f"step {result.step}: the update, with a learning rate of {result.learning_rate:g}, made weights that "
-                f"are not finite; first parameter: {bad[0]} {end}; no checkpoint holds them; {where}"
+                f"are not finite; first parameter: {bad[0]} {end}; no checkpoint holds them"
             )
         else:
             ranks = ", ".join(map(str, guilty)) or "unknown"
             blame = f"from rank{'s' if len(guilty) > 1 else ''} {ranks}: " if size > 1 else ""
             figure = f"gradient norm {norm}" if math.isfinite(loss) else f"loss {loss}"
             first = f"first parameter with a non-finite gradient: {bad[0]}" if bad else "all gradients are finite"
-            message = (
-                f"step {result.step}: {blame}{figure} is not finite; {first} {end}; the update was not applied; {where}"
-            )
+            message = f"step {result.step}: {blame}{figure} is not finite; {first} {end}; the update was not applied"
         self._log.event("non_finite", message, "error")
         raise NonFiniteError(message)
-
-    def _write_dump(self, result: StepResult, summary: dict[str, Any]) -> str:
-        """Write the files of a dump; returns the end of a sentence with their folder, or with the error."""
-        folder, processes = self._folder / f"step_{result.step:08d}", self._processes
-        whole = gather_full_model(self._model, processes)
-        try:
-            self._folder.mkdir(exist_ok=True)
-            folder.mkdir(exist_ok=True)
-            name = "batch.pt" if processes.size == 1 else f"batch_rank{processes.rank}.pt"
-            torch.save([batch._asdict() for batch in result.batches], folder / name)
-            if whole is not None:
-                (folder / "summary.json").write_text(json.dumps(summary, indent=1))
-                save_weights(whole, folder / "weights")
-        except (OSError, RuntimeError) as error:  # PyTorch raises a RuntimeError when the disk is full.
-            return f"the dump could not be written: {error}"
-        return f"dump in {folder}"
 
 
 class _Part(NamedTuple):
