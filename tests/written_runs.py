@@ -163,10 +163,8 @@ def telemetry_fields(done: float, layer: int, layers: int) -> dict[str, Any]:
     shown = {"cmp": 0.4, "slc": 0.3, "win": 0.3}
     for branch, level in (("cmp", 0.5 - 0.3 * done * depth), ("slc", 0.5 + 0.2 * done), ("win", 0.5 + 0.3 * done)):
         fields[f"gate_mean_{branch}"] = level
-        fields[f"gate_spread_{branch}"] = 0.05 + 0.1 * done
         fields[f"gate_share_{branch}"] = shown[branch]
         fields[f"gate_entropy_{branch}"] = -level * math.log(level) - (1 - level) * math.log(1 - level)
-        fields[f"heads_ignoring_{branch}"] = max(0.0, 0.3 * done * depth) if branch == "cmp" else 0.0
     shares = [0.3, 0.2, 0.2, 0.15, 0.1 + 0.03 * done * depth]
     return fields | {
         "selected_distance_shares": [*shares, 1 - sum(shares)],

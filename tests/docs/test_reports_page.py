@@ -32,7 +32,7 @@ def test_a_run_writes_every_file_and_field(tmp_path) -> None:
     page, beat = text_of(ROOT / "docs/diagnostics.md"), read_run(run).heartbeats[0][-1]
     assert [name for name in (*row, *beat) if f"`{name}`" not in page] == []
     fields = [code for code in CODES if re.fullmatch(r"(selected|fewer|gate|heads)_\w+", code)]
-    assert len(fields) == 7 and set(fields) <= row.keys()
+    assert len(fields) == 6 and set(fields) <= row.keys()
 
 
 def test_figures_are_those_of_the_results() -> None:

@@ -4,10 +4,8 @@ Measured on the first sequence of a batch by a separate forward pass without gra
 compiled or not, is unchanged. The host waits for the device at the end. docs/diagnostics.md has fields and alarms.
 """
 
-import itertools
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Self
 
@@ -32,13 +30,6 @@ SATURATED_ENTROPY = 0.02
 """Alarm: a branch's gates with a mean entropy below this, in nats, are stuck at 0 or 1."""
 LOCAL_SHARE = 0.95
 """Alarm: with a greater share of free choices inside the window, selection adds nothing."""
-FALLEN = 0.5
-"""Alarm: a layer's recall of the choice above chance, the mean of _LOOKS looks, is below this share of the best."""
-_LOOKS = 4
-_TELLING = 0.2
-# Figures by which alarms are judged.
-_JUDGED = {f"gate_{name}_{branch}" for name in ("mean", "entropy") for branch in BRANCHES}
-_JUDGED |= {"choice_recall", "recall_by_chance", "free_local_share"}
 
 Describe = Callable[[LayerAttention], dict[str, Tensor]]
 
@@ -61,7 +52,6 @@ class AttentionTelemetry:
             if isinstance(layer, ChoosingAttention) and model.config.selection != "random"
         }
         self._active: set[tuple[str, int, str]] = set()
-        self._past: dict[int, RecallPast] = {}
 
     def measure(self, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> list[Row]:
         """Run the first sequence of a batch through the model and describe its attention.
@@ -145,38 +135,14 @@ class AttentionTelemetry:
         rows = self.measure(tokens, cu_seqlens=cu_seqlens)
         for row in rows:
             metrics.write("telemetry", step, **row)
-        before, alarms = self._active, self._take(rows)
+        before, alarms = self._active, {key: sentence for row in rows for key, sentence in alarms_of(row)}
+        self._active = set(alarms)
         for name, layer, branch in sorted(alarms.keys() - before):
             values: Row = {"layer": layer, "branch": branch} if branch else {"layer": layer}
             metrics.event(step, name, alarms[name, layer, branch], severity="warning", **values)
         for name, layer, branch in sorted(before - alarms.keys()):
             what = f"layer {layer}{', ' + branch if branch else ''}: {name} is over"
             metrics.event(step, f"{name}_over", what, layer=layer)
-
-    def resume(self, rows: Sequence[Row]) -> None:
-        """Take the rows that `log` wrote before a resume: alarms then begin and end as if there had been none.
-
-        Args:
-            rows: The telemetry rows of the run, in order; those of another form are left out.
-        """
-        usable = [row for row in rows if row.keys() >= _JUDGED]
-        for _, looks in itertools.groupby(usable, key=lambda row: row["step"]):
-            self._take(list(looks))
-
-    def _take(self, rows: Sequence[Row]) -> dict[tuple[str, int, str], str]:
-        """Add the rows of one look to the past; returns the sentences of the alarms that are on."""
-        alarms = {key: message for row in rows for key, message in alarms_of(row)}
-        for row in rows:
-            past = self._past.setdefault(row["layer"], RecallPast())
-            if row["choice_recall"] is not None:
-                past.add(above_chance(row))
-            if past.has_fallen:
-                sentence = f"layer {row['layer']}: the choice finds less than before"
-                if row["choice_recall"] is not None:
-                    sentence += f", recall {row['choice_recall']:.0%}"
-                alarms["choice_recall_fell", row["layer"], ""] = sentence
-        self._active = set(alarms)
-        return alarms
 
     @torch.no_grad()
     def _observe(self, tokens: Tensor, documents: Documents | None, describe: Describe) -> dict[str, Tensor]:
@@ -291,31 +257,3 @@ def alarms_of(row: Row) -> Iterator[tuple[tuple[str, int, str], str]]:
     if row["free_local_share"] is not None and row["free_local_share"] > LOCAL_SHARE:
         sentence = f"layer {layer}: {row['free_local_share']:.0%} of the free choices lie inside the window"
         yield ("choices_local", layer, ""), sentence
-
-
-def above_chance(row: Row) -> float:
-    """How far a layer's recall of the choice is on the way from chance, 0, to everything, 1.
-
-    Attention that is still even makes any choice a good one, so that the recall itself falls while it sharpens.
-    """
-    recall, chance = row["choice_recall"], row["recall_by_chance"]
-    return float((recall - chance) / max(1 - chance, 1e-3))
-
-
-class RecallPast:
-    """A layer's recall above chance so far, in means of a few looks, as each is noisy; it `has_fallen` if the last mean
-    is far below the best one.
-    """
-
-    def __init__(self) -> None:
-        self._looks: deque[float] = deque(maxlen=_LOOKS)
-        self._best = 0.0
-        self.has_fallen = False
-
-    def add(self, recall: float) -> None:
-        """Take a look."""
-        self._looks.append(recall)
-        if len(self._looks) == _LOOKS:
-            mean = sum(self._looks) / _LOOKS
-            self._best = max(self._best, mean)
-            self.has_fallen = self._best >= _TELLING and mean < FALLEN * self._best

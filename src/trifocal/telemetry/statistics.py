@@ -14,8 +14,6 @@ from trifocal.ops.choice_loss import choice_shares, free_blocks, free_places, nu
 from trifocal.telemetry.maps import LayerAttention, evenly_spaced, full_attention_shares
 
 BRANCHES = ("cmp", "slc", "win")
-IGNORED_GATE = 0.05
-"""A head with a mean gate below this ignores the branch."""
 NEIGHBOURS = (4, 8, 16)
 """Neighbouring queries whose blocks are counted together: the tiles that a kernel may take."""
 _SAMPLED_PAIRS = 128
@@ -38,14 +36,10 @@ def gate_statistics(gates: Tensor) -> dict[str, Tensor]:
     """Describe gates [..., T, H, 3] in the order cmp, slc, win; NaN where there are none, as the figures then are."""
     gates = gates.float()
     entropy = torch.special.entr(gates) + torch.special.entr(1 - gates)
-    mean = gates.mean(-3)
-    ignoring = (mean < IGNORED_GATE).float().where(~mean.isnan(), torch.nan).mean(-2)
     per_branch = {
         "gate_mean": gates.mean((-3, -2)),
-        "gate_spread": gates.std((-3, -2), correction=0),
         "gate_share": (gates / gates.sum(-1, keepdim=True).clamp(min=1e-9)).mean((-3, -2)),
         "gate_entropy": entropy.mean((-3, -2)),
-        "heads_ignoring": ignoring,
     }
     return {
         f"{name}_{branch}": value

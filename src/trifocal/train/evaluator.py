@@ -7,7 +7,6 @@ import torch
 from trifocal.data import Batch
 from trifocal.data.prefetch import Stopped
 from trifocal.inference import CachedModel, Engine, Request, Sampling
-from trifocal.runlog import read_metrics
 from trifocal.telemetry import AttentionTelemetry
 from trifocal.train.coordinator import StepCoordinator
 from trifocal.train.run_logger import RunLogger
@@ -16,8 +15,6 @@ from trifocal.train.step.micro_batch import autocast
 from trifocal.train.validation_loss import Evaluation, evaluate
 
 SAMPLE_TEMPERATURE = 0.8
-# A resumed run judges its telemetry by what the end of a long log remembers.
-_PAST_BYTES = 2**23
 
 
 class Evaluator:
@@ -32,9 +29,6 @@ class Evaluator:
         self._takes_part = setup.processes.is_rank0 or setup.parallel.sharded
         self._setup, self._log, self._coordinator = setup, log, coordinator
         self._telemetry = AttentionTelemetry(setup.model)
-        path = setup.directory / "metrics.jsonl"
-        if setup.processes.is_rank0 and setup.state.resume_step is not None and path.is_file():
-            self._telemetry.resume(read_metrics(path, "telemetry", last_bytes=_PAST_BYTES))
         self.has_telemetry = bool(self._telemetry.layers)
         """Whether the model has attention layers to measure."""
 
