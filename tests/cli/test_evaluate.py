@@ -32,10 +32,6 @@ def test_a_run_of_text_has_loss_positions_and_needles(run: Path, tmp_path: Path,
     assert "note: the model was trained on 32 tokens at a time; more are new to it" in text
     assert "needle, 20 tokens: not run: a needle and its question need 64 tokens, got 20" in text
     assert re.search(r"needle: 4 haystacks of 80 tokens, about 0:\d\d left", text)
-    said = (
-        r"no needle was found: a model of [\d,]+ parameters after 768 tokens does not copy .* --data\.source needle:4"
-    )
-    assert re.search(said, " ".join(text.split()))
     for title in ("Loss on validation data", "Loss by position", "Needles found, by depth"):
         assert title in text
     file = run / "evaluation" / "step_00000006.json"

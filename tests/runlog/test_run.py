@@ -26,7 +26,7 @@ DEEP = "[" * 100_000
 
 def shown(run: Path) -> str:
     console = Console(file=io.StringIO(), width=120)
-    console.print(render(read_run(run, live=True), width=120))
+    console.print(render(read_run(run, live=True)))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 

@@ -128,5 +128,5 @@ def test_a_fatal_signal_leaves_the_stacks_of_the_run(tmp_path: Path) -> None:
     beats[-1]["unix_time_seconds"] -= 1000.0
     assert str(run.crash_stacks(0)) in summarise(run)[3].text
     console = Console(file=io.StringIO(), width=300)
-    console.print(render(run, width=300))
+    console.print(render(run))
     assert str(run.crash_stacks(0)) in console.file.getvalue()  # type: ignore[attr-defined]

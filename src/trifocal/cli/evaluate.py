@@ -138,24 +138,8 @@ def run(args: Sequence[str]) -> int:
         if rows:
             for table in _tables(rows):
                 console.print(table)
-            if note := _note_on_needles(rows, subject, step):
-                console.print(note, markup=False, highlight=False)
             _write(found, options, _head(subject, step, options.beside), rows)
     return 0
-
-
-def _note_on_needles(rows: Sequence[dict[str, Any]], subject: Subject, step: int | None) -> str:
-    """Why no needle was found; empty if one was, or none was hidden."""
-    needles = [row for row in rows if row["task"] == "needle" and row["status"] == "ok"]
-    if not needles or any(row["accuracy"] for row in needles):
-        return ""
-    size = f"{parameter_count(subject.model.config):,} parameters"
-    if subject.run is not None and step is not None:
-        size += f" after {step * subject.run.train.global_batch_size * subject.run.train.sequence_length:,} tokens"
-    return (
-        f"no needle was found: a model of {size} does not copy a number from far back yet; that is learned late in "
-        "training. To see what the attention can retrieve, train on needles: --data.source needle:4"
-    )
 
 
 def _head(subject: Subject, step: int | None, beside: str) -> dict[str, Any]:

@@ -37,12 +37,12 @@ def run(args: Sequence[str]) -> int:
     directory = user_path(options.run_directory, "RUN_DIR")
     watched = read_run(directory, live=True)
     if options.interval_seconds == 0 or not console.is_terminal:
-        console.print(render(watched, width=console.width))
+        console.print(render(watched))
     else:
         try:
             with Live(console=console, auto_refresh=False) as live:
                 while True:
-                    live.update(render(watched, width=console.width), refresh=True)
+                    live.update(render(watched), refresh=True)
                     states = {verdict.state for verdict in verdicts(watched).values()}
                     if states and states <= OVER:
                         break

@@ -1,7 +1,5 @@
 """The live view of a run in a terminal, only from its files."""
 
-import itertools
-
 from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -26,7 +24,6 @@ _COLOURS = {
 }
 OVER = {"finished", "stopped", "failed", "dead"}
 """States of a rank that takes no more steps."""
-_BARS = "▁▂▃▄▅▆▇█"
 _ETA_ROWS = 30
 _SHOWN_EVENTS = 4
 
@@ -49,24 +46,10 @@ def remaining_seconds(run: Run) -> float | None:
     return max(0.0, (run.total_steps - run.last_step) * seconds / steps)
 
 
-def _bars(values: list[float], low: float, high: float) -> str:
-    """A bar for each value, from `low` to `high`."""
-    shares = [min(max((value - low) / max(high - low, 1e-9), 0.0), 0.999) for value in values]
-    return "".join(_BARS[int(share * len(_BARS))] for share in shares)
-
-
-def curve(values: list[float], width: int) -> str:
-    """A curve of bars, at most `width` of them: means of equal stretches."""
-    columns = min(width, len(values))
-    bounds = [len(values) * column // columns for column in range(columns + 1)]
-    means = [sum(values[start:end]) / (end - start) for start, end in itertools.pairwise(bounds)]
-    return _bars(means, min(means), max(means))
-
-
-def render(run: Run, *, width: int = 80) -> RenderableType:
+def render(run: Run) -> RenderableType:
     """Draw a run, from `read_run(directory, live=True)`: the processes first, as a low terminal cuts off the end."""
     found = verdicts(run)
-    parts: list[RenderableType] = [_progress(run, found), _ranks(run, found), _figures(run, width)]
+    parts: list[RenderableType] = [_progress(run, found), _ranks(run, found), _figures(run)]
     events = run.of_kind("event")[-_SHOWN_EVENTS:]
     if events:
         parts.append(Padding(_events(events), (1, 0, 0, 0)))
@@ -90,16 +73,13 @@ def _progress(run: Run, found: dict[int, Verdict]) -> RenderableType:
     return grid
 
 
-def _figures(run: Run, width: int) -> Table:
+def _figures(run: Run) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     losses = run.series("train", "loss")[1]
     if losses:
         grid.add_row("loss", Text.assemble((f"{losses[-1]:.4f}", "bold"), " nats per token"))
-    if len(losses) > 1:
-        line = curve(losses, max(20, min(100, width - 40)))
-        grid.add_row("", Text.assemble((line, "cyan"), f"  from {min(losses):.3f} to {max(losses):.3f}"))
     evaluations = run.series("evaluation", "validation_loss")[1]
     if evaluations:
         grid.add_row("validation", f"{evaluations[-1]:.4f}  (best {min(evaluations):.4f})")
@@ -113,28 +93,19 @@ def _figures(run: Run, width: int) -> Table:
         if is_number(row.get("executed_mfu")):
             parts.append(f"{row['executed_mfu']:.1%} MFU (executed)")
         grid.add_row("throughput", ", ".join(parts))
-    gates = _gates(run)
-    if gates is not None:
-        grid.add_row("gates", gates)
+    if gates := _gates(run):
+        grid.add_row("attention", gates)
     return grid
 
 
-def _gates(run: Run) -> Text | None:
-    """The mean gate of each branch, and a bar for each layer, from 0 to 1; and the mean recall of the choice."""
+def _gates(run: Run) -> str:
+    """The mean gate of each branch, and the mean recall of the choice."""
     last = run.last_telemetry()
-    if not last:
-        return None
-    parts: list[str | tuple[str, str]] = []
-    for branch in BRANCHES:
-        gates = [gate for row in last if is_number(gate := row.get(f"gate_mean_{branch}"))]
-        if not gates:
-            continue
-        bars = _bars(gates, 0.0, 1.0)
-        parts += [f"{branch} {sum(gates) / len(gates):.2f} ", (bars, "magenta"), "  "]
-    recalls = [recall for row in last if is_number(recall := row.get("choice_recall"))]
-    if recalls:
-        parts.append(f"choice recall {sum(recalls) / len(recalls):.0%}  ")
-    return Text.assemble(*parts, (f"bars: layers; at step {last[0]['step']:,}", "dim"))
+    means = {}
+    for name, key in {**{branch: f"gate_mean_{branch}" for branch in BRANCHES}, "recall": "choice_recall"}.items():
+        if values := [value for row in last if is_number(value := row.get(key))]:
+            means[name] = sum(values) / len(values)
+    return "  ".join(f"{name} {mean:.2f}" for name, mean in means.items())
 
 
 def _ranks(run: Run, found: dict[int, Verdict]) -> RenderableType:

@@ -10,7 +10,7 @@ from trifocal.report.charts import Chart, training_charts
 from trifocal.report.evaluation_charts import evaluation_charts
 from trifocal.report.picture import json_in_page, picture_card, pictures_of
 from trifocal.report.summary import Finding, summarise
-from trifocal.report.tables import comparison, events_table, key_figures, layer_table, of_run, ranks_table, settings
+from trifocal.report.tables import comparison, events_table, key_figures, of_run, ranks_table, settings
 from trifocal.runlog.run import Run
 from trifocal.runlog.stalls.verdict import judge
 
@@ -53,7 +53,7 @@ def build_page(runs: list[Run], plotly: str) -> str:
         shown = pictures_of(run)
         if group or shown:
             picture = picture_card(shown) if shown else ""
-            content = picture + _charts(group) + layer_table(run)
+            content = picture + _charts(group)
             body.append(_section(of_run("Attention", run, compared), content))
     for run in runs:
         if run.samples:

@@ -1,4 +1,4 @@
-"""The report's tables: key figures, comparison, figures by layer, events, ranks, environment and config."""
+"""The report's tables: key figures, comparison, events, ranks, environment and config."""
 
 import json
 import math
@@ -8,7 +8,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from trifocal.runlog.jsonl import is_number
 from trifocal.runlog.progress import duration
 from trifocal.runlog.run import Run
 from trifocal.runlog.stalls.verdict import judge
@@ -78,22 +77,6 @@ def comparison(runs: list[Run]) -> str:
     rows = [[key, *(setting.get(key, "-") for setting in settings)] for key in different]
     differences = table(["config that differs", *(run.name for run in runs)], rows)
     return f'<div class="card scroll">{side_by_side}</div><div class="card scroll second">{differences}</div>'
-
-
-def layer_table(run: Run) -> str:
-    """Every figure of the last telemetry, a column for each layer; empty without telemetry."""
-    last = run.last_telemetry()
-    if not last:
-        return ""
-    names = [name for name in last[0] if name not in ("kind", "step", "unix_time_seconds", "layer")]
-    figures = [
-        [name.replace("_", " "), *(f"{row[name]:.3f}" if is_number(row.get(name)) else "-" for row in last)]
-        for name in names
-        if not isinstance(last[0][name], list)
-    ]
-    body = table(["layer", *(str(row["layer"]) for row in last)], figures, number_columns=True)
-    summary = f"All figures of every layer, at step {last[0]['step']:,}"
-    return f'<details class="card"><summary>{summary}</summary><div class="scroll">{body}</div></details>'
 
 
 def events_table(run: Run) -> str:

@@ -274,17 +274,11 @@ def _notes(config: RunConfig, num_groups: int) -> list[str]:
     ):
         if kind in kinds and length <= window:
             notes.append(f"train.sequence_length {length} does not exceed the window of {window}: {seen}")
-    if config.model.chooses_blocks:
-        if length <= geometry.selected_tokens:
-            notes.append(
-                f"{geometry.num_selected_blocks} selected blocks of {geometry.selection_block_size} tokens cover the "
-                f"whole sequence of {length}: every block is selected"
-            )
-        if "nsa" in kinds and length < geometry.compression_block_size:
-            notes.append(
-                f"train.sequence_length {length} is shorter than a compressed block of "
-                f"{geometry.compression_block_size}: the compressed branch sees nothing"
-            )
+    if config.model.chooses_blocks and length <= geometry.selected_tokens:
+        notes.append(
+            f"{geometry.num_selected_blocks} selected blocks of {geometry.selection_block_size} tokens cover the "
+            f"whole sequence of {length}: every block is selected"
+        )
     share, most = config.train.global_batch_size // num_groups, config.train.micro_batch_size
     at_once = config.train.sequences_at_once(num_groups)
     group, groups = _kind_of_group(config)
@@ -297,10 +291,5 @@ def _notes(config: RunConfig, num_groups: int) -> list[str]:
         notes.append(
             f"data.streams {config.data.streams} is not a multiple of {num_groups} {groups}: each "
             "reads the data of others too; set it before the first step of a run, it decides the order of the rows"
-        )
-    if config.schedule.warmup_steps >= config.train.steps:
-        notes.append(
-            f"schedule.warmup_steps {config.schedule.warmup_steps} reaches to the end of {config.train.steps} steps: "
-            "the peak learning rate comes last or never"
         )
     return notes
