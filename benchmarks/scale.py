@@ -40,7 +40,7 @@ COLUMNS = (
     "executed_mfu", "checkpoint_blocked_seconds", "first_loss", "last_loss", "warnings", "wall_seconds", "outcome",
 )  # fmt: skip
 # The least and the most time of a row.
-LEAST_SECONDS, MOST_SECONDS = 30.0, 130.0
+LEAST_SECONDS, MAX_SECONDS = 30.0, 130.0
 TINY = {"model.num_layers": 2, "model.dim": 64, "model.mlp_dim": 128, "train.sequence_length": 128, "train.steps": 8,
         "train.precision": "fp32", "train.compile": False, "checkpoint.interval_steps": 4}  # fmt: skip
 
@@ -142,7 +142,7 @@ def main() -> int:
             left = deadline - time.monotonic() - STOP_SECONDS
             row, output = {"outcome": "left out: no time"}, ""
             if left >= LEAST_SECONDS:
-                row, output = measure(mode, size, min(left, MOST_SECONDS), options)
+                row, output = measure(mode, size, min(left, MAX_SECONDS), options)
             warned = [line for line in output.splitlines() if "warning" in line.lower()]
             found.append({"part": "text", "mode": mode, "gpus": size, **row, "warnings": len(warned)})
             file.write(compared(found), notes=NOTES, columns=COLUMNS)

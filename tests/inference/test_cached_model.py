@@ -393,7 +393,7 @@ def test_a_sequence_that_is_gone_is_refused(make_model: Make) -> None:
 def test_the_caches_weigh_what_the_formula_says(make_model: Make, options: dict[str, Any]) -> None:
     model = make_model(**options)
     decoder = CachedModel(model, max_sequences=3, max_length=100, page_size=10, num_pages=7, dtype=torch.bfloat16)
-    # Whole selection blocks of 8 tokens; the dense twin has none.
+    # Whole selection blocks of 8 tokens; the dense baseline has none.
     page_size = 16 if model.config.chooses_blocks else 10
     weight = cache_bytes(model.config, torch.bfloat16, 100, page_size)
     assert decoder.pages.page_size == weight.page_size == page_size

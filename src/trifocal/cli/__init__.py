@@ -36,14 +36,7 @@ _DISK_ERRORS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        arguments: Without the program's name; the process's own by default.
-
-    Returns:
-        The exit status: 0, 1 if a check fails or a run goes wrong, 2 for bad input.
-    """
+    """Run one command. The exit status is 0, 1 if a check fails or a run goes wrong, 2 for bad input."""
     replace_closed_streams()
     load_at_start()
     args = list(sys.argv[1:] if arguments is None else arguments)
