@@ -43,19 +43,12 @@ def test_a_tiny_run_holds_every_criterion(tmp_path: Path, monkeypatch: pytest.Mo
         acceptance.main(["--directory", str(tmp_path / "ddp"), "--tiny"])
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"steps": 12}, "12 of 300 steps"),
+def test_a_missed_criterion_is_named() -> None:
+    assert acceptance.missed(GOOD, 257) == []
+    for change, words in (
         ({"peak_gib": 49.0}, "peak memory 49.0 GiB"),
-        ({"tokens_per_second": 35.0}, "35 tokens/s"),
-        ({"first_batch_seconds": 11.9}, "first batch after 11.9 s"),
-        ({"last_loss": 6.0}, "loss from 5.900 to 6.000"),
         ({"data": "synthetic", "last_loss": 0.0001}, "loss 0.000 below the entropy 5.549"),
         ({"diagnostics": "without telemetry"}, "diagnostics without telemetry"),
-    ],
-)
-def test_a_missed_criterion_is_named(change: dict[str, object], words: str) -> None:
-    assert acceptance.missed(GOOD, 257) == []
-    (found,) = acceptance.missed(GOOD | change, 257)
-    assert words in found
+    ):
+        (found,) = acceptance.missed(GOOD | change, 257)
+        assert words in found

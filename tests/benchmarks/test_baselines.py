@@ -27,17 +27,6 @@ def test_dense_attention_is_causal_attention():
     assert "keys" in candidate.note
 
 
-def test_padding_and_copying_change_nothing():
-    shape = AttentionShape("", 1, 40, 4, 2, 16, 8)
-    inputs = make_inputs(shape, GEOMETRY, torch.device("cpu"), torch.float32)
-    leaves = (inputs.q, inputs.k_slc, inputs.v_slc)
-    forms = [baselines._dense(SDPBackend.MATH, shared, padding) for shared in (True, False) for padding in (0, 8)]
-    outputs = [attend(*leaves) for attend in forms]
-    assert outputs[0].shape == (1, 40, 4, 8)
-    for output in outputs[1:]:
-        torch.testing.assert_close(output, outputs[0])
-
-
 @pytest.mark.parametrize("tokens, reach", [(512, 512), (512, 200), (700, 300)])
 def test_flex_mask_marks_the_blocks_that_pytorch_marks(tokens, reach):
     flex = importlib.import_module("torch.nn.attention.flex_attention")

@@ -1,9 +1,6 @@
 """`benchmarks/context.py`: a layer in two processes, and the comparison of rows."""
 
 import argparse
-import json
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -51,18 +48,3 @@ def test_losses_are_judged_by_the_errors_of_one_gpu() -> None:
         four | {"largest_difference": pytest.approx(0.03)},
     ]
     assert context.compared([one, four]) == [one, four]
-
-
-def test_a_row_that_fails_does_not_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def layer(size: int, options: argparse.Namespace) -> dict[str, object]:
-        if size == 2:
-            raise RuntimeError("process 1 ended with status 1")
-        return {"part": "layer", "gpus": size, "tokens": options.tokens, "status": "ok", "ms": 1.0, "peak_gib": None}
-
-    monkeypatch.setattr(context, "layer_row", layer)
-    flags = ["--parts", "layer", "--gpus", "2", "1", "--tokens", "208", "--output", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["context.py", *flags])
-    assert context.main() == 1
-    (file,) = tmp_path.glob("*.json")
-    statuses = [row["status"] for row in json.loads(file.read_text())["rows"]]
-    assert statuses == ["failed: RuntimeError: process 1 ended with status 1", "ok"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lib import decode_engine, decode_layer
-from lib.decode_engine import DecodeOptions, DecodingBench, mixed_requests
+from lib.decode_engine import DecodeOptions
 from lib.plain_decoder import PlainDecoder
 from lib.recorder import Recorder
 from lib.shapes import DTYPES
@@ -56,16 +56,6 @@ def test_a_tokens_time_of_every_model(rows):
     assert small["dense_plain_ratio"] == model[2]["token_ms"] / model[0]["token_ms"]
 
 
-def test_the_mix_counts_its_tokens(rows):
-    requests = mixed_requests(DecodingBench(OPTIONS, recorder()))
-    assert all(2 <= len(request.prompt) <= 6 and 1 <= request.max_new_tokens <= 4 for request in requests)
-    sparse, dense = (row for row in rows if row["part"] == "mix")
-    for row in (sparse, dense):
-        assert row["tokens_in"] == sum(len(request.prompt) for request in requests)
-        assert row["tokens_out"] == sum(request.max_new_tokens for request in requests)
-        assert row["sequences"] == 2 and row["tokens_out_per_second"] == row["tokens_out"] / row["seconds"]
-
-
 def test_the_plain_model_is_the_dense_one():
     torch.manual_seed(0)
     model = DecoderLM(replace(MODEL, attention="dense", value_dim=4))
@@ -95,22 +85,6 @@ def test_work_is_counted():
     )
     # An index key of each token, in both layers of both sequences.
     assert (index["cache_mib"] - means["cache_mib"]) * 2**20 == 2 * 2 * 41 * 64 * 4
-
-
-def test_every_attention_has_its_work():
-    """A window reads 8 keys, selected blocks three of 8, less what the token's own block lacks."""
-    bench = DecodingBench(replace(OPTIONS, model=replace(MODEL, num_layers=4)), recorder())
-    keys = {"window": 8, "selected": 3 * 8 - 7, "dense": 41, "nsa": MODEL.geometry.keys_read_per_step(40)}
-    kept = {}
-    for name in decode_engine.ATTENTIONS:
-        config = bench.config(name)
-        work = decoding.work_per_step(config, 2, 40, DTYPES["fp32"])
-        mean = sum(keys[kind] for kind in config.attention_of_layers) / 4
-        assert work["keys_per_step"] == round(mean)
-        choosing = sum(kind in ("nsa", "selected") for kind in config.attention_of_layers) * config.has_index
-        assert work["cache_mib"] * 2**20 == 2 * 4 * (4 * mean * 2 * 16 + 41 * 64 * choosing)
-        kept[name] = work["kept_bytes"]
-    assert sorted(kept, key=lambda name: kept[name])[:2] == ["mix-dense", "mix"]
 
 
 def test_wrong_results_are_not_timed(monkeypatch):

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from lib.decode_layer import LayerShape, bench_layers, read_bytes
+from lib.decode_layer import LayerShape, bench_layers
 from lib.recorder import Recorder
 from tests.ops.cases import USUAL
-from trifocal.ops import Geometry
 
 SHAPE = LayerShape(2, 300, 4, 2, 8, 6)
 
@@ -25,9 +24,3 @@ def test_both_attentions_are_rows():
     # Sequences, groups, keys, D + V, bytes: all tokens, or compressed, chosen and window ones.
     assert dense["gib"] * 2**30 == 2 * 2 * 300 * 14 * 4
     assert nsa["gib"] * 2**30 == 2 * 2 * (74 + (3 * 16 - 4) + 11) * 14 * 4
-
-
-def test_bytes_of_the_shapes_of_the_table():
-    """64/4 heads of 128 in bf16: half a KiB a key; 4,095 compressed, 1,024 chosen and 512 window keys at 65,536."""
-    assert read_bytes("nsa", LayerShape(1, 65536), Geometry(), 2) == 4 * 512 * (4095 + 1024 + 512)
-    assert read_bytes("dense", LayerShape(32, 65536), Geometry(), 2) == 32 * 4 * 512 * 65536

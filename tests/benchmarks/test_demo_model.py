@@ -1,6 +1,5 @@
 """`benchmarks/demo_model.py`: from a run to a folder that the name `demo` stands for."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from tests.children import load_script
 from tests.cli.test_commands import Capture, refused
 from trifocal.cli import main
 from trifocal.data.tokenizers import ByteTokenizer
-from trifocal.errors import UserError
 from trifocal.runlog.run import read_run
 from trifocal.train import load_config, train
 from trifocal.train.checkpoint import pretrained
@@ -72,14 +70,6 @@ def test_the_folder(run: Path, folder: Path) -> None:
     flags = command.split()[3:]
     again = load_config("python", [*flags, "--run.directory", str(run), "--run.device", "cpu"])
     assert again == load_run(run)
-
-
-def test_a_page_claims_nothing_that_the_run_lacks(run: Path) -> None:
-    config = load_run(run)
-    with pytest.raises(UserError, match="no validation loss up to step 0, that of its weights"):
-        demo_model.page(read_run(run), config, 0)
-    with pytest.raises(UserError, match="read other text than the standard library"):
-        demo_model.page(read_run(run), replace(config, data=replace(config.data, source="text:book.txt")), 1)
 
 
 def test_the_name_stands_for_the_folder(folder: Path, capsys: Capture) -> None:

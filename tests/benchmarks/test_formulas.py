@@ -18,13 +18,6 @@ def test_operations_of_one_attention():
     assert work.backward_bytes == 2 * (2 * (q + k + v) + 2 * o)
 
 
-def test_compression_reads_tokens_once_and_writes_blocks():
-    """Keys and values of 32,768 tokens of 8 groups, 128 wide, in two bytes: 0.13 GB, and a sixteenth of it."""
-    work = branch_work(NAMED["C"], Geometry(), 2)
-    assert work["compression"].forward_bytes == 2 * 2 * 8 * 128 * (32768 + 2047)
-    assert work["end to end"].forward_bytes == work["whole"].forward_bytes + work["compression"].forward_bytes
-
-
 def test_the_long_shape_has_the_known_terms():
     """TFLOP at 65,536 tokens, 64/4 heads of 128: compressed 4.4 and 11, scoring 2.2, selected 2.2 and 5.5, window 1.1
     and 2.75."""

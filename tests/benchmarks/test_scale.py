@@ -22,20 +22,6 @@ def test_the_figures_of_a_run_are_those_of_its_files(tmp_path: Path) -> None:
     assert scale.figures(tmp_path / "none", 1) == {"outcome": "failed: no checkpoint"}
 
 
-def test_a_row_that_had_no_time_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scale, "train", lambda *args: "its output")
-    found, output = scale.measure("ddp", 2, -1.0, OPTIONS)
-    assert found["outcome"] == "stopped after -1 s, at step 0" and output == "its output"
-    monkeypatch.setattr(scale, "figures", lambda *args: [][0])
-    assert scale.measure("ddp", 2, 60.0, OPTIONS)[0]["outcome"] == "failed: IndexError: list index out of range"
-
-
-def test_flags_follow_the_mode_and_what_is_given() -> None:
-    found = scale.flags("hsdp", 4, OPTIONS)
-    assert (found["parallel.shards"], found["data.streams"], found["train.steps"]) == (2, "4", 8)
-    assert "parallel.shards" not in scale.flags("fsdp", 4, OPTIONS)
-
-
 def test_speeds_are_multiples_of_one_gpus() -> None:
     one = {"gpus": 1, "step_ms": 1.0, "tokens_per_second": 10.0}
     rows = [one, {"gpus": 2, "step_ms": 1.0, "tokens_per_second": 19.0}, {"gpus": 2, "outcome": "failed"}]

@@ -8,7 +8,6 @@ from lib.recorder import Recorder, Refused
 from lib.training_worker import TrainBench
 from tests.benchmarks.tiny import MODEL
 from tests.children import load_script
-from trifocal.errors import UserError
 
 train = load_script("benchmarks/training.py")
 TrainOptions, bench_train, speedups = train.TrainOptions, train.bench_train, train.speedups
@@ -49,13 +48,6 @@ def test_text_is_measured_beside_random_bytes():
         assert cu_seqlens[0] == 0 and cu_seqlens[-1] == 6000 and 3000 in cu_seqlens
         assert (cu_seqlens.diff() > 0).all() and cu_seqlens.numel() > 4
     assert TrainBench(cases[1]).batches[0].cu_seqlens is None
-
-
-def test_graphs_and_kernels_need_a_gpu():
-    with pytest.raises(UserError, match="--profiled-steps needs a GPU"):
-        bench_train(TrainOptions(**TINY, profiled_steps=1), recorder())
-    with pytest.raises(UserError, match="--cuda-graphs yes needs a GPU"):
-        TrainOptions(**TINY, cuda_graphs=("no", "yes")).cases()
 
 
 def test_steps_train_and_are_timed():

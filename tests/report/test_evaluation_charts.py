@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.report.browser import Browser, find
 from tests.written_runs import write_run
-from trifocal.report import write_report
 from trifocal.report.evaluation_charts import evaluation_charts
 from trifocal.report.tables import key_figures
 from trifocal.runlog.run import read_run
@@ -54,22 +52,6 @@ def test_the_last_evaluation_is_shown(tmp_path: Path) -> None:
     assert heat["y"] == ["0%", "50%", "100%"] and heat["z"] == [[0.0, 0.0], [0.5, 0.5], [1.0, 1.0]]
     assert charts["recall_pairs"].traces[0]["y"] == [1.0, 0.5]
     assert charts["recall_distance"].traces[0]["x"][:2] == ["0-7", "8-15"]
-
-
-def test_needles_of_two_sources_are_not_mixed(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", steps=20)
-    path = write_evaluation(run, 20)
-    content = json.loads(path.read_text())
-    other = [
-        row | {"source": "needle:3", "needles": 3, "accuracy": 1.0}
-        for row in content["rows"]
-        if row.get("depth") == 0.5
-    ]
-    path.write_text(json.dumps(content | {"rows": content["rows"] + other}))
-    charts = {chart.key: chart for chart in evaluation_charts([read_run(run)])}
-    (heat,) = charts["needle-0"].traces
-    assert heat["y"] == ["50%"] and heat["z"] == [[1.0, 1.0]]
-    assert "8 haystacks a cell. 3 needles in a haystack." in charts["needle-0"].caption
 
 
 def test_runs_are_compared_in_one_chart(tmp_path: Path) -> None:
@@ -122,16 +104,3 @@ def test_values_of_wrong_types_are_not_drawn(tmp_path: Path, wrong: Any) -> None
         rows = [{**row, name: wrong} if name in row else row for row in content["rows"]]
         path.write_text(json.dumps({**content, "rows": rows}))
         evaluation_charts([read_run(run)])
-
-
-def test_a_browser_draws_them(tmp_path: Path) -> None:
-    executable = find()
-    if executable is None:
-        pytest.skip("no Chromium is installed: apt-get install chromium")
-    run = write_run(tmp_path / "run", steps=20, telemetry=False)
-    write_evaluation(run, 20)
-    with Browser(executable, tmp_path / "profile") as browser:
-        browser.open(write_report(run))
-        drawn = "[...document.querySelectorAll('#evaluation .js-plotly-plot')].filter((plot) => plot.querySelector("
-        assert browser.evaluate(drawn + "'.scatterlayer .trace, .heatmaplayer image')).length") == 4
-        assert browser.problems == []

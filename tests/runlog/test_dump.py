@@ -89,16 +89,6 @@ def test_without_processes_there_is_nothing_on_record(tmp_path: Path) -> None:
     assert list(read_answers(tmp_path)) == [3]
 
 
-def test_a_pytorch_without_its_recorder_is_told_of_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.delattr(torch._C, "_distributed_c10d")
-    assert recorded_collectives() == []
-    (message,) = caplog.messages
-    assert "collectives are left out" in message
-
-
 def test_a_part_that_fails_says_so_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> list[Collective]:
         raise RuntimeError("no recorder")

@@ -105,26 +105,3 @@ def test_an_observer_that_fails_is_warned_about_once(tmp_path: Path, caplog: pyt
     with caplog.at_level(logging.WARNING), heartbeat:
         wait_for(lambda: heartbeat.path.exists() and len(rows_of(tmp_path)) > 2)
     assert len(caplog.records) == 1
-
-
-def test_bad_arguments_are_refused(tmp_path: Path) -> None:
-    with Heartbeat(tmp_path) as heartbeat, pytest.raises(ValueError, match="got 'think'"), heartbeat.phase("think"):
-        pass
-
-
-def test_a_row_has_the_time_at_which_its_phase_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, looked = Clock(), []
-
-    def slow_look(*args: object, **others: object) -> tuple[str, bool]:
-        looked.append(time.time())
-        clock.pass_seconds(50.0)
-        return "", False
-
-    monkeypatch.setattr(heartbeat_module, "where", slow_look)
-    heartbeat = Heartbeat(tmp_path, clock=clock)
-    with heartbeat.phase("data"):
-        clock.pass_seconds(2.0)
-        before = time.time()
-        row = heartbeat.snapshot()
-    assert before - 0.001 <= row["unix_time_seconds"] <= looked[0] + 0.001
-    assert row["phase_seconds"] == 2.0

@@ -74,12 +74,6 @@ def test_a_terminal_gets_a_live_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "sample: [bold] is text" in shown
 
 
-def test_a_narrow_terminal_keeps_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "40")
-    assert re.search(r"10/10 loss 1\.", shown_on_a_terminal())
-
-
 def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     lines = shown_on_a_terminal().splitlines()

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -93,14 +92,6 @@ def test_a_live_view_reads_no_samples(make_run: MakeRun, monkeypatch: pytest.Mon
     monkeypatch.setattr(Path, "open", noted)
     read_run(run, live=True)
     assert set(opened) == {"metrics.jsonl", "config.toml", "heartbeat/rank0.jsonl"}
-
-
-def test_metrics_that_are_no_regular_file_are_refused(make_run: MakeRun) -> None:
-    run = make_run(steps=100)
-    (run / "metrics.jsonl").unlink()
-    os.mkfifo(run / "metrics.jsonl")
-    with pytest.raises(UserError, match="no regular file"):
-        read_metrics(run / "metrics.jsonl")
 
 
 @pytest.mark.parametrize(

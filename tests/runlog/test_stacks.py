@@ -21,7 +21,6 @@ from tests.written_runs import wait_for
 from trifocal.report import summarise
 from trifocal.report.live_view import render
 from trifocal.runlog import Heartbeat, Watchdog
-from trifocal.runlog.heartbeat import running_threads, where
 from trifocal.runlog.run import read_run
 from trifocal.runlog.stalls.watchdog import StackDump
 
@@ -46,21 +45,6 @@ def test_a_signal_writes_every_threads_stack_and_the_run_continues(tmp_path: Pat
     other.join()
     assert dump.path.name == "stacks_rank2.txt"
     assert "test_a_signal_writes_every_threads_stack" in text and "wait_here" in text
-
-
-def test_where_names_the_innermost_frames_of_another_thread() -> None:
-    older = running_threads()
-    started, stop = threading.Event(), threading.Event()
-    other = threading.Thread(target=wait_here, args=(started, stop))
-    other.start()
-    started.wait()
-    assert other.ident is not None
-    wait_for(lambda: where(other.ident or 0, others=older)[0].startswith("wait (threading.py:"))
-    place, compiling = where(other.ident, depth=3, others=older)
-    stop.set()
-    other.join()
-    assert place.startswith("wait (threading.py:") and "wait_here (test_stacks.py:" in place
-    assert not compiling
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import ctypes
 import os
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -81,40 +80,6 @@ def test_every_rank_adds_its_stacks_to_anothers_dump(tmp_path: Path) -> None:
             wait_for(lambda: len(list(tmp_path.glob("dumps/stalled_*/stacks_rank*.txt"))) == 2)
     (summary,) = tmp_path.glob("dumps/stalled_*/summary.md")
     assert "| 1 | running |" in summary.read_text()
-
-
-def test_ranks_that_stall_at_the_same_moment_share_one_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer, both = Watchdog._answer_other_ranks, threading.Barrier(2)
-    sentences: list[str] = []
-    clock = Clock()
-
-    def looked_together(watchdog: Watchdog, row: Row) -> None:
-        answer(watchdog, row)
-        if row["phase_seconds"] > row["stall_limit_seconds"] and watchdog not in looked:
-            # Each rank has looked for dumps before the other begins one.
-            looked.append(watchdog)
-            both.wait(30)
-
-    looked: list[Watchdog] = []
-
-    def stall(rank: int) -> None:
-        heartbeat = Heartbeat(tmp_path / "heartbeat", rank, minimum_stall_seconds=120.0, clock=clock)
-        with Watchdog(heartbeat, tmp_path, on_stall=sentences.append) as watchdog:
-            with heartbeat.phase("backward"):
-                pass
-            with heartbeat.phase("backward"):
-                row = heartbeat.snapshot()
-                watchdog.observe(row | {"phase_seconds": 121.0, "stall_limit_seconds": 120.0})
-
-    monkeypatch.setattr(Watchdog, "_answer_other_ranks", looked_together)
-    ranks = [threading.Thread(target=stall, args=(rank,)) for rank in (0, 1)]
-    for thread in ranks:
-        thread.start()
-    for thread in ranks:
-        thread.join()
-    (folder,) = tmp_path.glob("dumps/stalled_*")
-    assert [text.rpartition("see ")[2] for text in sentences] == [str(folder / "summary.md")] * 2
-    assert sorted(path.name for path in folder.glob("stacks_rank*")) == ["stacks_rank0.txt", "stacks_rank1.txt"]
 
 
 def test_stacks_are_written_even_while_c_code_holds_the_interpreters_lock(tmp_path: Path) -> None:
