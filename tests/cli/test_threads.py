@@ -69,16 +69,6 @@ def test_a_busy_program_leaves_one_of_two_threads_until_it_ends(cores: Callable[
     assert [bool(sentence) for sentence in sentences] == [True, *[False] * 6]
 
 
-def test_two_that_follow_share_many_cores(cores: Callable[[int], None]) -> None:
-    """The second one finds 16 of 16 cores taken, and gets its share in some seconds."""
-    cores(16)
-    following(16.0)
-    assert torch.get_num_threads() == 8
-    cores(16)
-    following(16.0, 5.3, 5.3, 5.3)
-    assert torch.get_num_threads() == 11
-
-
 def test_looks_are_a_second_apart(cores: Callable[[int], None]) -> None:
     cores(2)
     now = Load(module.time.monotonic(), 0.0, 0.0)
@@ -101,15 +91,3 @@ def test_what_somebody_set_is_not_touched(
     threads = Threads(fixed=why == "fixed", first=lambda: next(loads), read=lambda: next(loads))
     assert threads.look() == ""
     assert torch.get_num_threads() == before
-
-
-def test_load_of_this_machine_grows_with_work() -> None:
-    before = module.read_load()
-    if before is None:
-        pytest.skip("the system does not tell the load")
-    while (now := module.read_load()) is not None and now.own - before.own < 0.1:
-        pass
-    assert now is not None
-    # Ticks of 10 ms for each core and kind of work.
-    assert now.work - before.work > 0.05
-    assert free_cores(before, now, 2, float("inf")) in (1, 2)

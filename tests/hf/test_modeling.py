@@ -261,11 +261,8 @@ def test_checkpointed_layers_give_the_same_gradients(decoder: DecoderLM, rows: l
     [
         ({"attention_mask": torch.tensor([[1, 0, 1]])}, "attention_mask has padding between the real tokens of row 0"),
         ({"attention_mask": torch.tensor([[0, 0, 0]])}, "attention_mask hides every token of row 0"),
-        ({"attention_mask": torch.tensor([[1, 2, 2]])}, "attention_mask must hold only 0 and 1"),
         ({"attention_mask": torch.ones(1, 1, 3, 3)}, r"must have the shape \[B, T\] = \[1, 3\], got \[1, 1, 3, 3\]"),
         ({"position_ids": torch.tensor([[5, 6, 7]])}, "must count from 0 in each document, got 5 at token 0 of row 0"),
-        ({"position_ids": torch.tensor([[0, 1, 3]])}, "must count from 0 in each document, got 3 at token 2 of row 0"),
-        ({"position_ids": torch.arange(3)}, r"position_ids must have the shape \[B, T\] = \[1, 3\], got \[3\]"),
         ({"cu_seq_lens_q": torch.tensor([0, 2])}, "cu_seq_lens_q must end at the number of tokens, 3, got 2"),
         (dict(zip(QK, torch.tensor([[0, 2, 3], [0, 1, 3]]), strict=True)), "cu_seq_lens_k must be equal to cu_seq"),
         (
@@ -273,7 +270,6 @@ def test_checkpointed_layers_give_the_same_gradients(decoder: DecoderLM, rows: l
             "position_ids and cu_seq_lens_q begin documents at different tokens",
         ),
         ({"output_attentions": True}, "output_attentions=True is not possible"),
-        ({"token_type_ids": torch.zeros(1, 3)}, "do not know the argument token_type_ids"),
         ({"inputs_embeds": torch.zeros(1, 3, 32)}, "either input_ids or inputs_embeds"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -99,15 +99,6 @@ def test_tokens_that_were_in_the_caches_are_counted(decoder: DecoderLM) -> None:
         assert cached(answer.usage) == 0, "a scored prompt goes through the model whole"
 
 
-def test_stop_strings_and_the_end_of_a_document(served: Served) -> None:
-    free = served.alone(list(PROMPT.encode()), 30, sampling=Sampling(temperature=0))
-    options: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 30, "temperature": 0}
-    stop = free[10:12]
-    choice = served.client().completions.create(stop=["never in it", stop], **options).choices[0]
-    assert choice.text == free[: free.index(stop)] and choice.finish_reason == "stop"
-    assert served.client().completions.create(**options).choices[0].finish_reason == "length"
-
-
 def test_a_stream_is_ascii_whatever_its_text(served: Served) -> None:
     """Some clients take U+2028 for the end of a line, and some know no charset."""
     body = {"prompt": "x", "max_tokens": 80, "stream": True, "ignore_eos": True}
@@ -204,8 +195,6 @@ def test_chats_by_the_template(tmp_path: Path) -> None:
     [
         (b"{", 400, "the body is no JSON"),
         (b"[" * 100_000, 400, "the body is nested too deeply"),
-        (b'{"temperature": NaN}', 400, "the body is no JSON"),
-        (b"[]", 400, "the body must be a JSON object"),
         (b" " * (2**23 + 1), 413, "the body may have 8,388,608 bytes"),
         ({"prompt": "x", "model": "gpt-4"}, 404, "there is no model gpt-4; tiny is served"),
         ({"prompt": "x", "\ud800": 1}, 400, "the parameter \\ud800 is not supported"),
@@ -222,30 +211,20 @@ def test_bad_requests(served: Served, body: Any, status: int, message: str) -> N
     ("body", "param", "message"),
     [
         ({"prompt": None}, "prompt", "prompt must be a text"),
-        ({"prompt": "\ud800"}, "prompt", "prompt is not UTF-8 text"),
         ({"prompt": [1, "x"]}, "prompt", "prompt must be a text"),
-        ({"prompt": [True]}, "prompt", "prompt must be a text"),
         ({"prompt": ["x", [1, -1]]}, "prompt", "tokens of a prompt must be from 0 to 256"),
-        ({"prompt": [2**63]}, "prompt", "tokens of a prompt must be from 0 to 256"),
         ({"prompt": [2**70]}, "prompt", "a prompt must be whole numbers"),
         ({"prompt": ["x"] * 300, "n": 2}, "prompt", "600 answers were asked for; at most 504 may be"),
         ({"temperature": "hot"}, "temperature", "temperature must be a finite number, got 'hot'"),
         ({"seed": -(2**63), "temperature": -1}, "temperature", "temperature must be at least 0, got -1.0"),
-        ({"top_k": -2}, "top_k", "top_k must be at least 0, got -2"),
         ({"max_tokens": 96}, None, "the prompt takes 1 of the 96 tokens that fit, and 96 new ones"),
-        ({"prompt": "x" * 200}, None, "the prompt takes 200 of the 96 tokens that fit"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, got 0"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be at least 1"),
         ({"n": 5}, "n", "n must be from 1 to 4, got 5"),
-        ({"stop": [""]}, "stop", "stop must be a text or a list of at most 32"),
         ({"stop": ["x" * 600, "y" * 600]}, "stop", "stop must be a text or a list of at most 32"),
         ({"logprobs": 50}, "logprobs", "logprobs must be from 0 to 20, got 50"),
         ({"n": 2, "best_of": 1}, "best_of", "the parameter best_of is not supported"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "the parameter presence_penalty is not supported"),
-        ({"skip_special_tokens": False}, "skip_special_tokens", "the parameter skip_special_tokens is not"),
         ({"temprature": 1}, "temprature", "the parameter temprature is not supported; leave it out"),
         ({"stream_options": {"x": True}}, "stream_options.x", "the parameter stream_options.x is not supported"),
-        ({"stream_options": {"include_usage": 1}}, "include_usage", "include_usage must be"),
     ],
 )
 def test_what_is_refused_is_named(body: dict[str, Any], param: str | None, message: str) -> None:

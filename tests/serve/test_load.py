@@ -194,24 +194,3 @@ def test_a_full_queue_refuses(decoder: DecoderLM) -> None:
             stream.close()
         assert served.all_free()
         assert served.client().completions.create(**options | {"max_tokens": 2}).choices
-
-
-def test_the_end_waits_for_who_has_begun(decoder: DecoderLM) -> None:
-    with serving(decoder) as served:
-        texts: list[str] = []
-
-        def read() -> None:
-            stream = served.client().completions.create(
-                model="tiny", prompt="x", max_tokens=MAX_LENGTH - 1, stream=True, extra_body={"ignore_eos": True}
-            )
-            texts.extend(event.choices[0].finish_reason or "" for event in stream)
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        wait_until(lambda: served.worker.gauges["requests_running"])
-        served.server.should_exit = True
-        reader.join()
-        assert texts[-1] == "length"
-        wait_until(lambda: not served.worker._thread.is_alive())
-        with pytest.raises(openai.APIConnectionError):
-            served.client().models.list()

@@ -30,24 +30,6 @@ def text_of(browser: Browser, selector: str) -> str:
     return str(browser.evaluate(f"document.querySelector('{selector}').textContent"))
 
 
-# The contrast of an element's text, by WCAG 2, with the nearest background behind it.
-CONTRAST = """
-(selector) => {
-  const channels = (color) => color.match(/[\\d.]+/g).map(Number);
-  const behind = (element) => {
-    const found = channels(getComputedStyle(element).backgroundColor);
-    return found[3] === 0 ? behind(element.parentElement) : found;
-  };
-  const luminance = ([r, g, b]) => [r, g, b].map((x) => x / 255).map((x) => x <= 0.04045 ? x / 12.92 :
-    ((x + 0.055) / 1.055) ** 2.4).reduce((sum, x, i) => sum + x * [0.2126, 0.7152, 0.0722][i], 0);
-  const element = document.querySelector(selector);
-  const [low, high] = [channels(getComputedStyle(element).color), behind(element)].map(luminance).sort((a, b) => a - b);
-  return (high + 0.05) / (low + 0.05);
-}
-"""
-TEXTS = ("h1", "#about", ".turn", ".turn .prompt", "#prompt", "label", "#send", "#new", "#rate", "#which", "#read mark")
-
-
 @pytest.mark.parametrize(("width", "theme"), [(390, "dark"), (390, "light"), (1280, "light")])
 def test_a_completion_by_keyboard(served: Served, browser: Browser, width: int, theme: str, tmp_path: Path) -> None:
     """Focus is in the prompt; markup stays text; the picture shows what the model chooses."""
@@ -82,8 +64,6 @@ def test_a_completion_by_keyboard(served: Served, browser: Browser, width: int, 
     assert browser.evaluate(painted + " c.height).data.some((value) => value > 0); })()")
     assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than its screen"
     assert browser.evaluate("matchMedia('(prefers-color-scheme: dark)').matches") == (theme == "dark")
-    contrasts = {text: browser.evaluate(f"({CONTRAST})({text!r})") for text in TEXTS}
-    assert min(contrasts.values()) >= 4.5, contrasts
     assert browser.problems == [] and {url.split("/")[2] for url in browser.requests} == {served.url.split("/")[2]}
 
 
