@@ -41,7 +41,7 @@ NOTES = (
     "graphs the memory that they hold.",
     "first_step_seconds includes the compilation, with the present caches, while other rows may prepare. "
     "The second step is recorded.",
-    "kernels and gaps: of --profiled-steps, as means of a step. gpu_busy_share is the share of those steps in which a "
+    "kernels: of --profiled-steps, as means of a step. gpu_busy_share is the share of those steps in which a "
     "kernel ran.",
     MODEL_NOTE,
     "A model whose chooser is an index takes the loss of the choice as well, of one query in 64.",
@@ -67,7 +67,7 @@ class TrainOptions(ModelOptions):
     timed_steps: int = 10
     """Steps that are timed."""
     profiled_steps: int = 0
-    """Steps to profile after the timed ones, on a GPU: a table of their kernels, and one of the gaps between these."""
+    """Steps to profile after the timed ones, on a GPU: a table of their kernels."""
     workers: int = 1
     """Rows that are prepared at a time; each needs its memory."""
     seconds: float = 900.0
@@ -185,9 +185,8 @@ def _measure_together(cases: Sequence[TrainCase], workers: int, recorder: Record
             worker.go()
             answer = worker.answer()
         worker.close()
-        for table in ("kernels", "gaps"):
-            labels = {"row": worker.name}
-            recorder.tables.setdefault(table, []).extend(labels | found for found in answer.pop(table, ()))
+        labels = {"row": worker.name}
+        recorder.tables.setdefault("kernels", []).extend(labels | found for found in answer.pop("kernels", ()))
         row = recorder.keep({**worker.case.labels(), **answer})
         recorder.say(f"{worker.name}: " + _line(row))
 

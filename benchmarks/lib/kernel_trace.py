@@ -56,30 +56,6 @@ def kernel_table(kernels: Iterable[Kernel], steps: int, rows: int) -> list[dict[
     return [*table, _row(f"{len(ordered) - rows} others", rest, steps)] if rest else table
 
 
-def gap_table(kernels: Iterable[Kernel], steps: int, rows: int) -> list[dict[str, Any]]:
-    """The pairs of kernels between which the device idles most, as means of a step."""
-    idle: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
-    ordered = sorted(kernels, key=lambda kernel: kernel.begin)
-    last = ordered[0] if ordered else None
-    for kernel in ordered:
-        assert last is not None
-        if kernel.begin > last.end:
-            idle[short_name(last.name), short_name(kernel.name)].append(kernel.begin - last.end)
-        if kernel.end > last.end:
-            last = kernel
-    longest = sorted(idle.items(), key=lambda item: -sum(item[1]))[:rows]
-    return [
-        {
-            "after": after,
-            "before": before,
-            "gaps": len(gaps) / steps,
-            "ms": sum(gaps) / steps / 1e6,
-            "longest_us": max(gaps) / 1e3,
-        }
-        for (after, before), gaps in longest
-    ]
-
-
 def short_name(name: str) -> str:
     """A kernel's name without its C++ argument list, cut to a table's width."""
     name = re.sub(r"^void ", "", name).replace("(anonymous namespace)::", "").replace("at::native::", "")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lib.kernel_trace import busy_share, gap_table, kernel_table, record_kernels
+from lib.kernel_trace import busy_share, kernel_table, record_kernels
 from lib.recorder import OK, failure
 from lib.timing import Timing, synchronized_seconds
 from trifocal.data import Batch
@@ -32,7 +32,6 @@ GIB = 2**30
 # fp32 weight and gradient, and AdamW's two moments.
 _BYTES_PER_PARAMETER = 16
 _KERNEL_ROWS = 40
-_GAP_ROWS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +224,6 @@ class TrainBench:
             "kernels_a_step": len(kernels) / steps,
             "kernel_ms_a_step": sum(kernel.end - kernel.begin for kernel in kernels) / steps / 1e6,
             "kernels": kernel_table(kernels, steps, _KERNEL_ROWS),
-            "gaps": gap_table(kernels, steps, _GAP_ROWS),
         }
 
     def _step(self) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lib.kernel_trace import Kernel, busy_share, gap_table
+from lib.kernel_trace import Kernel, busy_share
 from lib.recorder import Recorder
 from lib.shapes import AttentionShape
 from tests.children import load_script
@@ -21,20 +21,6 @@ def test_overlapping_kernels_count_once() -> None:
     kernels = [Kernel("b", 6 * MS, 8 * MS), Kernel("a", 0, 4 * MS), Kernel("c", 1 * MS, 2 * MS)]
     assert busy_share(kernels) == pytest.approx(6 / 8)
     assert busy_share([]) == 0.0
-
-
-def test_gaps_lie_between_what_ends_last_and_what_begins_next() -> None:
-    kernels = [
-        Kernel("long", 0, 5 * MS),
-        Kernel("inside", 1 * MS, 2 * MS),
-        Kernel("next", 7 * MS, 8 * MS),
-        Kernel("long", 8 * MS, 9 * MS),
-        Kernel("next", 10 * MS, 11 * MS),
-    ]
-    assert gap_table(kernels, steps=1, rows=9) == [
-        {"after": "long", "before": "next", "gaps": 2.0, "ms": 3.0, "longest_us": 2000.0}
-    ]
-    assert gap_table([], steps=1, rows=9) == []
 
 
 def test_each_kernel_of_both_directions_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

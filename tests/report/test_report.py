@@ -359,9 +359,9 @@ def test_a_dead_rank_and_waiting_for_data_are_said(make_run: MakeRun) -> None:
     assert "Rank 0 has failed at step 300" in words(run)
     set_last_beat(run, pid=2**22 + 5, unix_time_seconds=1.7e9, total_seconds=totals)
     assert "summary.md" not in words(run)
-    (run / "dumps" / "lost_step_00000300").mkdir(parents=True)
-    (run / "dumps" / "lost_step_00000300" / "summary.md").write_text("# Rank 0 stops")
-    assert summarise(read_run(run))[3].text.startswith(f"Read {run}/dumps/lost_step_00000300/summary.md: ")
+    (run / "dumps" / "stalled_step_00000300").mkdir(parents=True)
+    (run / "dumps" / "stalled_step_00000300" / "summary.md").write_text("# Rank 0 is stalled")
+    assert summarise(read_run(run))[3].text.startswith(f"Read {run}/dumps/stalled_step_00000300/summary.md: ")
     assert marks(run)[2] == "watch" and "time goes to data" in words(run)
 
 

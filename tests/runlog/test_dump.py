@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.written_runs import Clock
 from trifocal.runlog import Heartbeat, Watchdog
@@ -19,8 +18,6 @@ from trifocal.runlog.stalls.collectives import (
     recorded_collectives,
 )
 from trifocal.runlog.stalls.dump import read_answers, stall_summary, write_details, write_stacks
-
-CPU = torch.device("cpu")
 
 
 def entry(number: int, name: str = "nccl:all_reduce", **fields: Any) -> dict[str, Any]:
@@ -81,7 +78,7 @@ def test_without_processes_there_is_nothing_on_record(tmp_path: Path) -> None:
     assert recorded_collectives() == []
     write_stacks(tmp_path, 3)
     row = Heartbeat(tmp_path / "heartbeat", 3).snapshot()
-    write_details(tmp_path, 3, row, CPU)
+    write_details(tmp_path, 3, row)
     assert {path.name for path in tmp_path.iterdir()} == {"rank3.json", "stacks_rank3.txt"}
     answer = read_answers(tmp_path)[3]
     assert answer.row == json.loads(json.dumps(row)) and answer.collectives == []
@@ -94,7 +91,7 @@ def test_a_part_that_fails_says_so_in_its_file(tmp_path: Path, monkeypatch: pyte
         raise RuntimeError("no recorder")
 
     monkeypatch.setattr("trifocal.runlog.stalls.dump.recorded_collectives", broken)
-    write_details(tmp_path, 0, Heartbeat(tmp_path / "heartbeat").snapshot(), CPU)
+    write_details(tmp_path, 0, Heartbeat(tmp_path / "heartbeat").snapshot())
     assert (tmp_path / "collectives_rank0.txt").read_text() == "cannot be read: no recorder\n"
     assert 0 in read_answers(tmp_path)
 
@@ -111,7 +108,7 @@ def test_the_summary_tells_who_has_answered_and_who_has_not(tmp_path: Path, monk
 
     def answer(rank: int, *collectives: Collective) -> None:
         monkeypatch.setattr("trifocal.runlog.stalls.dump.recorded_collectives", lambda: list(collectives))
-        write_details(folder, rank, beats[rank], CPU)
+        write_details(folder, rank, beats[rank])
 
     answer(0, collective(5, ended=False))
     text = stall_summary(tmp_path, folder, 0, "is stalled", beats[0])

@@ -1,6 +1,5 @@
 """A resumed run repeats the uninterrupted one bit for bit."""
 
-import errno
 import json
 import os
 import random
@@ -21,7 +20,6 @@ from trifocal.report.tables import key_figures
 from trifocal.runlog import read_metrics
 from trifocal.runlog.run import read_run
 from trifocal.runlog.stalls.verdict import judge
-from trifocal.telemetry import attention_telemetry
 from trifocal.train import load_config, resume, train
 from trifocal.train.checkpoint.manifest import describe_file, verify_checkpoint, write_manifest
 from trifocal.train.config.load import override
@@ -156,21 +154,6 @@ def test_a_start_that_fails_leaves_the_run_as_it_was(copy: Path, monkeypatch: py
     assert load_config(copy / "config.toml").train.micro_batch_size == 4 and checkpoints() == names
 
 
-def test_a_start_that_the_disk_refuses_may_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, rename = make_config(tmp_path, "--train.steps", "1"), Path.replace
-
-    def fail(path: Path, target: Path) -> Path:
-        if target.name == "env.json":
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return rename(path, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", fail)
-        with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
-            train(config)
-    assert train(config).finished
-
-
 def test_a_run_is_prolonged_from_the_last_step_before_it_declines(tmp_path: Path) -> None:
     flags = ("--schedule.kind", "wsd", "--schedule.decay_fraction", "0.5", "--checkpoint.keep_last", "1")
     flags = (*flags, "--optimizer.kind", "muon")
@@ -241,15 +224,13 @@ def test_a_run_of_several_sources_ends_on_better_text_and_is_prolonged(
 def test_a_finished_run_continues_with_another_configuration(
     copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More steps, another batch and other hyperparameters; alarms know the rows before."""
+    """More steps, another batch and other hyperparameters."""
     config = load_config(copy / "config.toml")
     assert resume(copy).step == 9
     assert "note: continues from step 9 of 9, with the saved configuration" in capsys.readouterr().out
     groups: list[Any] = []
     names = ("weight_decay", "betas", "eps")
     before_step(monkeypatch, lambda _, given: groups.append(given["optimizer"].param_groups))
-    # By the rows before, every gate is closed already.
-    monkeypatch.setattr(attention_telemetry, "CLOSED_GATE", 1.0)
     changes = {
         "train.steps": 11, "train.global_batch_size": 6, "optimizer.weight_decay": 0.25, "optimizer.beta1": 0.5,
         "optimizer.beta2": 0.75, "optimizer.epsilon": 1e-3, "log.sample_prompt": "a",
@@ -265,7 +246,6 @@ def test_a_finished_run_continues_with_another_configuration(
     assert [taken[step]["tokens_seen"] for step in (9, 10, 11)] == [36 * 32, 42 * 32, 48 * 32]
     found = [[group[name] for name in names] for group in groups[-1]]
     assert found == [[0.25, (0.5, 0.75), 1e-3], [0.0, (0.5, 0.75), 1e-3]]
-    assert not [row for row in read_metrics(copy / "metrics.jsonl", "event") if row["name"] == "gate_closed"]
     assert load_config(copy / "config.toml").train.steps == 11
     with pytest.raises(UserError, match=r"of step 11, past train\.steps 9; raise --train\.steps, or .* --checkpoint"):
         resume(copy, config=config)

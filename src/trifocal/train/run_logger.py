@@ -230,7 +230,7 @@ def open_logger(setup: TrainSetup) -> Iterator[RunLogger]:
         logger = RunLogger(setup, metrics, heartbeat, progress)
         stack.enter_context(heartbeat)
         on_stall = functools.partial(logger.log_event, "stalled", severity="warning")
-        stack.enter_context(Watchdog(heartbeat, directory, device=device, on_stall=on_stall))
+        stack.enter_context(Watchdog(heartbeat, directory, on_stall=on_stall))
         stack.enter_context(progress)
         setup.on_data_stall = logger.report_data_stall
         yield logger

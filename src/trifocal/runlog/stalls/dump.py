@@ -12,8 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from trifocal.errors import UserError
 from trifocal.runlog.jsonl import Row, logger
 from trifocal.runlog.progress import duration
@@ -48,7 +46,7 @@ def write_stacks(folder: Path, rank: int) -> None:
         logger.warning("cannot write the stacks of rank %d: %s", rank, error)
 
 
-def write_details(folder: Path, rank: int, row: Row, device: torch.device) -> None:
+def write_details(folder: Path, rank: int, row: Row) -> None:
     """Write all files but the stacks; those that other ranks wait for come first."""
     with _one_at_a_time:
         collectives: list[Collective] = []
@@ -62,9 +60,6 @@ def write_details(folder: Path, rank: int, row: Row, device: torch.device) -> No
             _write(folder / f"collectives_rank{rank}.txt", lambda: page)
         answer = {"row": row, "collectives": [asdict(found) for found in last_of_each_group(collectives)]}
         _write(folder / f"rank{rank}.json", lambda: json.dumps(answer, indent=1) + "\n")
-        if device.type == "cuda":
-            # Last: the allocator's lock may be held by a thread that hangs in the driver.
-            _write(folder / f"cuda_memory_rank{rank}.txt", lambda: torch.cuda.memory_summary(device))
 
 
 def read_answers(folder: Path) -> dict[int, Answer]:

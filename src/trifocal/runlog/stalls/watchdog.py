@@ -16,8 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self, TextIO
 
-import torch
-
 from trifocal.errors import UserError
 from trifocal.runlog.heartbeat import Heartbeat
 from trifocal.runlog.jsonl import Row, logger
@@ -78,7 +76,6 @@ class Watchdog:
     Args:
         heartbeat: The heartbeat of this process; the watchdog runs in its thread.
         run_directory: Dumps go to `dumps` in it.
-        device: Device of the process.
         on_stall: Called in the heartbeat's thread with a sentence that names the dump, once for each stall.
     """
 
@@ -87,12 +84,10 @@ class Watchdog:
         heartbeat: Heartbeat,
         run_directory: str | os.PathLike[str],
         *,
-        device: torch.device | str = "cpu",
         on_stall: Callable[[str], None] = logger.warning,
     ) -> None:
         self._directory, self._dumps = Path(run_directory), Path(run_directory) / "dumps"
         self._heartbeat, self._rank = heartbeat, heartbeat.rank
-        self._device = torch.device(device)
         self._on_stall = on_stall
         self._stacks = StackDump(self._dumps, self._rank)
         self._stacks_size = self._stacks.size()
@@ -148,7 +143,7 @@ class Watchdog:
 
     def _complete(self, folder: Path, what: str, row: Row) -> None:
         """Add the slow parts, and rewrite the summary as the other ranks answer."""
-        write_details(folder, self._rank, row, self._device)
+        write_details(folder, self._rank, row)
         others = self._running_ranks() - {self._rank}
         deadline = time.monotonic() + _ANSWER_INTERVALS * row["interval_seconds"] + _ANSWER_SECONDS
         answered = -1
@@ -176,7 +171,7 @@ class Watchdog:
             if folder not in self._seen:
                 self._seen.add(folder)
                 write_stacks(folder, self._rank)
-                self._in_background(write_details, folder, self._rank, row, self._device)
+                self._in_background(write_details, folder, self._rank, row)
 
     def _in_background(self, action: Callable[..., None], *arguments: object) -> None:
         def guarded() -> None:
