@@ -83,11 +83,9 @@ def test_a_file_that_is_read_whole_is_regular_and_bounded(tmp_path: Path) -> Non
     ("read", "content", "says"),
     [
         (read_text, b"caf\xe9", r"is not UTF-8 text \(byte 3\)"),
-        (read_json, b"{", "is not valid JSON: Expecting"),
         (read_json, b"[" * 100_000, "is not valid JSON: it is nested too deeply"),
         (read_json, b"[]", "must hold one JSON object, got list"),
         (read_toml, b"seed = ", "is not valid TOML: Invalid value"),
-        (read_toml, b"a = " + b"[" * 9000, "is not valid TOML: it is nested too deeply"),
         (read_toml, b"#" * 2**16 + b"\n", "is too large"),
     ],
 )

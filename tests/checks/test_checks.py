@@ -13,7 +13,6 @@ from tests.checks import faults
 from trifocal.checks import (
     CHECKS,
     Skipped,
-    attention_checks,
     cost_checks,
     operation_checks,
     process_worker,
@@ -108,13 +107,6 @@ def one_wrong_gradient(measure, _):
         return o + (extra - extra.detach()) if backend == "triton" else o
 
     return measure(CPU, attention=attention)
-
-
-def test_backend_parity_passes_equal_kernels():
-    def attention(*inputs, backend, **rules):
-        return nsa_attention(*inputs, backend="reference", **rules)
-
-    assert attention_checks.backend_parity(CPU, attention=attention).passed
 
 
 @fault("choice-loss")
@@ -213,27 +205,6 @@ def loop_over_tokens(measure, _):
     return found
 
 
-def test_operation_count_looks_into_the_choice_of_blocks(monkeypatch):
-    """`select_blocks` is one operator to the dispatcher."""
-    healthy = cost_checks.reference.select_blocks
-
-    def looped(q, k_cmp, lse, *rest):
-        for t in range(q.shape[1]):
-            q[:, t].sum()
-        return healthy(q, k_cmp, lse, *rest)
-
-    monkeypatch.setattr(cost_checks.reference, "select_blocks", looped)
-    assert not cost_checks.operation_count(CPU).passed
-
-
-def test_stored_memory_finds_scores_that_are_kept():
-    def attention(q, *rest, backend):
-        mask = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
-        return nsa_attention(q, *rest) + 0 * faults.masked_attention(q, *rest[4:6], mask)
-
-    assert not cost_checks.stored_memory(CPU, attention=attention).passed
-
-
 @fault("stored-memory")
 def copy_of_keys_per_query(measure, _):
     inputs = attention_inputs(SMALL, 40, CPU, torch.float64)
@@ -299,11 +270,6 @@ def late_binding_in_every_process(measure, _):
     found = measure(CPU, prepare="tests.checks.process_faults:late_bound_checkpointing")
     assert found.figure > 0.1
     return found
-
-
-def test_parallel_gradients_find_a_lost_micro_batch():
-    found = training_checks.parallel_gradients(CPU, prepare="tests.checks.process_faults:only_the_last_micro_batch")
-    assert found.figure > 0.1 and "fsdp" in found.details[0]
 
 
 def test_parallel_gradients_find_copies_that_differ_by_a_bit(monkeypatch):

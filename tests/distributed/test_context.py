@@ -3,8 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -12,32 +10,9 @@ import torch
 from tests.distributed import context_worker
 from tests.distributed.workers import Workers, train
 from tests.train.tiny import write_config
-from trifocal.distributed.context import _one_ahead
 from trifocal.models import save_weights
 from trifocal.runlog import read_metrics
 from trifocal.testing.small_models import make_model, small_config
-
-
-@pytest.mark.parametrize(
-    ("on_a_gpu", "order"),
-    [
-        (True, "start 0, start 1, end 0, start 2, end 1, end 2"),
-        (False, "start 0, end 0, start 1, end 1, start 2, end 2"),
-    ],
-)
-def test_tensors_on_their_way(on_a_gpu: bool, order: str) -> None:
-    """Two at most on a GPU, and one on a CPU; results in the order of the tensors."""
-    seen: list[str] = []
-
-    def note(what: str, x: torch.Tensor) -> torch.Tensor:
-        seen.append(f"{what} {x.number}")
-        return x
-
-    xs: Any = [SimpleNamespace(number=number, is_cuda=on_a_gpu) for number in range(3)]
-    found = _one_ahead(xs, lambda x: note("start", x), lambda x: note("end", x))
-    assert found == xs and _one_ahead([], abs, abs) == []
-    assert ", ".join(seen) == order
-
 
 # Sums in another order, in fp64, through two layers.
 BOUND = 1e-11

@@ -100,19 +100,6 @@ def test_activations_are_not_kept(make_model: Callable[..., DecoderLM]) -> None:
     assert kept_bytes() < plain / 4
 
 
-def test_no_gradient_no_checkpoint(make_model: Callable[..., DecoderLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: Any, **options: Any) -> None:
-        raise AssertionError("checkpointed without gradients")
-
-    monkeypatch.setattr("trifocal.models.layers.checkpoint", refuse)
-    model = make_model()
-    model.set_activation_checkpointing(0, 2)
-    with torch.no_grad():
-        model(torch.randint(31, (1, 9)))
-    with pytest.raises(AssertionError, match="checkpointed"):
-        model(torch.randint(31, (1, 9)))
-
-
 def test_hooks_of_a_block_stay_outside(make_model: Callable[..., DecoderLM]) -> None:
     """FSDP's are such hooks: they run once a step, not again when backward recomputes the block."""
     model = make_model(num_layers=2)

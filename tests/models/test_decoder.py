@@ -216,14 +216,8 @@ def test_wrong_arguments_are_refused(make_model: Callable[..., DecoderLM]) -> No
         model(tokens, tokens[:, 1:])
     with pytest.raises(ValueError, match=r"targets must be of int64, got torch.int32"):
         model(tokens, tokens.int())
-    with pytest.raises(ValueError, match=r"targets must be a tensor \[B, T\], got list"):
-        model(tokens, tokens.tolist())
-    with pytest.raises(ValueError, match=r"tokens must be a tensor \[B, T\], got list"):
-        model(tokens.tolist())
     with pytest.raises(ValueError, match=r"tokens must be \[B, T\] of int64 or int32 and not empty, got \[5\]"):
         model(tokens[0])
-    with pytest.raises(ValueError, match=r"got \[2, 5\] of torch.float32"):
-        model(tokens.float())
     with pytest.raises(ValueError, match="0 <= first <= last <= 2, got 1, 3"):
         model.set_activation_checkpointing(1, 3)
 

@@ -251,12 +251,9 @@ def test_one_branch_alone_is_its_operation(branch: str, share: tuple[float, floa
     [
         ({"num_kv_heads": 3}, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
         ({"head_dim": 7}, "head_dim must be even for rotary positions, got 7"),
-        ({"compressor": "max"}, "compressor must be 'mean' or 'mlp', got 'max'"),
         ({"backend": "flash"}, "backend must be one of auto, reference, triton, got 'flash'"),
         ({"geometry": {}}, "geometry must be a Geometry, got dict"),
-        ({"dim": 0}, "dim must be at least 1, got 0"),
         ({"head_dim": 2.0}, "head_dim must be an integer, got 2.0"),
-        ({"rope_theta": 0.0}, "rope_theta must be above 0, got 0.0"),
     ],
 )
 def test_wrong_sizes_are_refused(change: dict[str, Any], message: str) -> None:
@@ -275,8 +272,6 @@ def test_wrong_inputs_are_refused() -> None:
         layer(torch.randn(5, DIM))
     with pytest.raises(ValueError, match=rf"with E = {DIM}, got \[1, 5, {DIM - 1}\]"):
         layer(torch.randn(1, 5, DIM - 1))
-    with pytest.raises(ValueError, match=r"x must be a tensor \[B, T, E\], got NoneType"):
-        layer(None)
     with pytest.raises(ValueError, match=r"the layer's weights, torch.float32, got torch.float64: cast one of them"):
         layer(torch.randn(1, 5, DIM, dtype=torch.float64))
     with torch.autocast("cpu", torch.bfloat16):

@@ -1,6 +1,5 @@
 """The dense baseline on packed documents: each attends as it would alone, at the cost of its own length."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -251,33 +250,3 @@ def test_recorded_and_replayed_with_other_documents() -> None:
         expected = gradients(by_sdpa(*x, lengths), x, upstream)
         for given, wanted in zip(recorded, expected, strict=True):
             torch.testing.assert_close(given, wanted, rtol=0.02, atol=0.02)
-
-
-def milliseconds(call: Callable[[], Any], repeats: int = 20) -> float:
-    """The least of some calls: other tests may use the GPU at the same time."""
-    for _ in range(3):
-        call()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        call()
-        mark.record()
-    marks[-1].synchronize()
-    return min(begin.elapsed_time(end) for begin, end in itertools.pairwise(marks))
-
-
-@needs_gpu
-def test_takes_no_longer_than_a_batch() -> None:
-    """16 rows of 2,048 tokens cut into documents take no longer than twice the whole rows."""
-    lengths = [1000, 1048, 300, 700, 1048, 2048, 20, 2028] * 4
-    x, upstream = gpu_inputs(lengths)
-    documents = packed(lengths, padding=96)._replace(max_length=2048, aligned=True)
-    rows = [part.detach().view(16, 2048, *part.shape[2:]).transpose(1, 2).requires_grad_() for part in x]
-    upstream_rows = upstream.view(16, 2048, 12, 64).transpose(1, 2)
-
-    def batch() -> tuple[Tensor, ...]:
-        q, k, v = rows
-        k, v = (part.repeat_interleave(6, 1) for part in (k, v))
-        return torch.autograd.grad(scaled_dot_product_attention(q, k, v, is_causal=True), rows, upstream_rows)
-
-    assert milliseconds(lambda: gradients(packed_attention(*x, documents), x, upstream)) <= 2 * milliseconds(batch)

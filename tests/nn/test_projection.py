@@ -64,13 +64,6 @@ def test_gradients_of_maps_apart_keep_autocasts_type() -> None:
     torch.testing.assert_close(x.grad, linear.weight.bfloat16().sum(0).float().expand(3, -1), rtol=0.02, atol=0.02)
 
 
-def test_products_keep_autocasts_type() -> None:
-    linears = [nn.Linear(8, 8, bias=False), nn.Linear(8, 4)]
-    with torch.autocast("cpu", torch.bfloat16):
-        outputs = project(torch.randn(3, 8, dtype=torch.bfloat16), linears)
-    assert [output.dtype for output in outputs] == [torch.bfloat16] * 2
-
-
 def test_a_map_with_an_adapter_is_applied_as_it_is() -> None:
     class Adapted(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -49,15 +49,6 @@ def test_queries_that_chose_nothing():
     assert all(gradient.isfinite().all() for gradient in (d_q, d_k, d_v))
 
 
-def test_a_chosen_block_of_the_future_holds_nothing():
-    case = HALF_BLIND
-    inputs = draw(case)
-    chosen = torch.ones(1, 20, 2, 1, dtype=torch.int32)  # block 1 starts at token 16
-    o = ops.selected_attention(inputs.q, inputs.k_slc, inputs.v_slc, chosen, case.geometry, **REFERENCE)
-    assert (o[:, :16] == 0).all()
-    assert (o[:, 16:] != 0).all()
-
-
 def every_other(tensor):
     """The same values in storage with holes: every stride is odd, none is that of `contiguous`."""
     holes = torch.full([2 * size + 1 for size in tensor.shape], torch.nan, dtype=tensor.dtype)

@@ -39,25 +39,19 @@ def calls(inputs, **given):
     [
         ({"q": INPUTS.q[0]}, "q must have the shape [B, T, H, D], got [20, 6, 8]"),
         ({"q": INPUTS.q.long()}, "q must be of float64, float32, bfloat16 or float16, got torch.int64"),
-        ({"q": INPUTS.q[:, :0], "gates": INPUTS.gates[:, :0]}, "may have no empty dimension, got [2, 0, 6, 8]"),
         ({"q": INPUTS.q[:, :, :5], "gates": INPUTS.gates[:, :, :5]}, "got H = 5 and G = 2"),
-        ({"k_slc": INPUTS.k_slc[..., :7]}, "k_slc [B, S, G, D] must share B and D with q [B, T, H, D]"),
         ({"k_slc": INPUTS.k_slc[:, :19], "v_slc": INPUTS.v_slc[:, :19]}, "T = 20 and S = 19"),
         ({"k_slc": INPUTS.k_slc.double()}, "k_slc must have the dtype of q, torch.float32, got torch.float64"),
         ({"k_cmp": INPUTS.k_cmp.to("meta")}, "k_cmp must be on the device of q, cpu, got meta"),
         ({"k_cmp": INPUTS.k_cmp[:, :3], "v_cmp": INPUTS.v_cmp[:, :3]}, "C = 4 compressed blocks for 20 keys"),
-        ({"v_cmp": INPUTS.v_cmp[:, :3]}, "v_cmp [B, C, G, V] must share B, C and G with k_cmp [B, C, G, D]"),
         ({"v_cmp": INPUTS.v_cmp[..., :1]}, "must share G and V, got [2, 4, 2, 1], [2, 20, 2, 5] and [2, 20, 2, 5]"),
         ({"gates": INPUTS.gates[..., :2]}, "gates must have the shape [B, T, H, 3] = [2, 20, 6, 3], got [2, 20, 6, 2]"),
-        ({"gates": torch.ones(2, 20, 6, 3, dtype=torch.int64)}, "gates must be floating point, got torch.int64"),
-        ({"gates": INPUTS.gates.to("meta")}, "gates must be on the device of q, cpu, got meta"),
         ({"selected_blocks": CHOSEN[:, :, :1]}, "with [B, T, G] = [2, 20, 2], got [2, 20, 1, 3]"),
         ({"selected_blocks": CHOSEN.float()}, "selected_blocks must be of int32 or int64, got torch.float32"),
         ({"num_keys": 20.0}, "num_keys must be an integer, got 20.0"),
         ({"backend": "flash"}, "backend must be one of auto, reference, triton, got 'flash'"),
         ({"geometry": {}}, "geometry must be a Geometry, got dict"),
         ({"scale": float("nan")}, "scale must be finite, got nan"),
-        ({"scale": "wide"}, "scale must be a number, got 'wide'"),
     ],
 )
 def test_nsa_attention(changes, message):
@@ -113,7 +107,6 @@ def test_scale_of_each_operation():
         (torch.tensor([0, 12, 19]), "cu_seqlens must end at the number of tokens, 20, got 19"),
         (torch.tensor([0, 12, 12, 20]), "cu_seqlens must increase, but document 1 goes from 12 to 12"),
         (torch.tensor([0.0, 20.0]), "cu_seqlens must be a tensor of int32 or int64, got torch.float32"),
-        (torch.tensor([0]), "cu_seqlens must have the shape [documents + 1], got [1]"),
     ],
 )
 def test_borders_of_documents(borders, message):

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from tests.telemetry.test_telemetry import GEOMETRY, LENGTH, model_of
 from trifocal.errors import UserError
-from trifocal.telemetry.attention_picture import AttentionPicture, picture_queries, read_picture
+from trifocal.telemetry.attention_picture import AttentionPicture, read_picture
 from trifocal.telemetry.attention_telemetry import AttentionTelemetry
 
 TEXTS = [chr(97 + index % 26) for index in range(LENGTH)]
@@ -89,14 +88,9 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     "changes",
     [
         {"step": "3"},
-        {"texts": None},
         {"texts": ["a"]},
-        {"texts": [math.nan] * LENGTH},
-        {"layers": None},
         {"layers": ["0", 1, 2]},
-        {"others": 5},
         {"others": [[1, 2, 3]]},
-        {"others": [1]},
     ],
     ids=str,
 )
@@ -116,10 +110,3 @@ def test_an_array_that_does_not_fit_is_named(tmp_path: Path, name: str) -> None:
         replace(picture, **{name: wrong}).save(tmp_path / "a.npz")
         with pytest.raises(UserError, match=r"a\.npz \(expected \w+ of shape .*\); remove it"):
             read_picture(tmp_path / "a.npz")
-
-
-def test_deep_and_long_models_are_shown_at_fewer_queries() -> None:
-    assert picture_queries(100, 1) == 100
-    assert picture_queries(2048, 12 * 2 * 32) == 128
-    assert picture_queries(65536, 30 * 4 * 1024) == 32
-    assert math.prod((picture_queries(8192, 28 * 4 * 128), 28, 4, 128)) <= 2**20

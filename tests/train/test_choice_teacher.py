@@ -121,7 +121,6 @@ def test_no_eligible_query_is_no_loss(tmp_path: Path, heartbeat: Heartbeat) -> N
     [
         ((), 0),
         (INDEX, 1),
-        ((*INDEX, "--model.attention", "dense"), 0),
         ((*INDEX, *TAUGHT), 0.5),
         # A mix whose layers have no choice.
         ((*INDEX, "--model.layer_types", "window", "dense"), 0),
@@ -165,7 +164,6 @@ def test_a_run_writes_the_loss_of_its_choice_and_teaches_the_same_when_resumed(t
             (*INDEX, "--train.only", "chooser", "--train.sequence_length", "24"),
             "nothing to learn: the blocks cover all 24 tokens of .*such as --train.sequence_length 96",
         ),
-        (("--train.choice_loss_sample", "0"), r"train.choice_loss_sample must lie in \(0, 1\], got 0"),
     ],
 )
 def test_what_cannot_be_taught_is_refused_in_one_line(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:

@@ -188,13 +188,6 @@ def test_every_evaluation_stores_the_same_sequence_as_the_model_sees_it(tmp_path
     # A new document begins after each separator.
     begins = [index for index in range(1, 32) if first.positions[index] == 0]
     assert begins == [index for index in range(1, 32) if first.texts[index - 1] == "∎"]
-    config = make_config(tmp_path, *flags)
-    for index, path in enumerate(sorted((tmp_path / "text").iterdir())):
-        path.write_text(f"{index:02} short")
-    train(config, overwrite=True)
-    picture = read_picture(paths[1])
-    begins = [index for index in range(1, 32) if picture.positions[index] == 0]
-    assert len(begins) >= 2 and begins == [index + 1 for index in range(31) if picture.texts[index] == "∎"]
     assert train(make_config(tmp_path, *flags, "--log.telemetry_interval_steps", "0"), overwrite=True).finished
     assert not (tmp_path / "run" / "attention").exists()
 

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import socket
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +15,9 @@ import torch
 
 from tests import warm
 from tests.children import environment
-from tests.train.tiny import before_step, make_config, read_checkpoint, write_config
+from tests.train.tiny import before_step, make_config, read_checkpoint
 from tests.written_runs import wait_for
 from trifocal import load_model
-from trifocal.cli import main
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
 from trifocal.train import resume, run_folder, train
@@ -177,49 +175,6 @@ def test_the_weights_are_those_of_the_last_checkpoint_however_a_run_ends(
         resume(run, checkpoint="step_00000008", config=make_config(tmp_path, "--train.steps", "12"))
     assert told == [None], "this run has another model of step 9"
     assert not (run / "weights" / "trainer_state.json").exists()
-
-
-def test_the_umask_says_who_reads_the_weights_and_takes_the_lock(tmp_path: Path) -> None:
-    before = os.umask(0o007)
-    try:
-        train(make_config(tmp_path, "--train.steps", "1"))
-    finally:
-        os.umask(before)
-    files = sorted((tmp_path / "run" / "weights").iterdir())
-    assert [path.name for path in files] == [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "modeling_trifocal.py",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "trainer_state.json",
-    ]
-    assert {stat.S_IMODE(path.stat().st_mode) for path in (*files, tmp_path / "run" / ".lock")} == {0o660}
-
-
-def test_home_is_expanded_and_advice_can_be_pasted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    path = write_config(tmp_path)
-    assert main(["train", "~/run.toml", "--run.directory", "~/at home", "--train.steps", "2"]) == 0
-    assert not (tmp_path / "~").exists() and (tmp_path / "at home" / "config.toml").is_file()
-    assert f"trifocal report '{tmp_path}/at home'" in capsys.readouterr().out
-    assert main(["train", "--resume=~/at home", "--train.steps", "3"]) == 0
-    capsys.readouterr()
-    assert main(["train", str(path), "--run.directory", "-x", "--train.steps", "1"]) == 0
-    assert 'trifocal generate ./-x --prompt "import "' in capsys.readouterr().out
-
-
-def test_a_folder_that_cannot_be_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_config(tmp_path)
-    for name, says in (("~nobody_of_that_name/x", "there is no user"), ("x" * 300, "File name too long")):
-        for arguments in ([str(path), "--run.directory", name], ["--resume", name], [name]):
-            assert main(["train", *arguments]) == 2
-            error = capsys.readouterr().err
-            assert error.count("\n") == 1 and says in error, error
 
 
 # `python -c HOLD FOLDER FILE`: makes the file when it has the lock.

@@ -221,19 +221,6 @@ def test_a_full_disk_leaves_nothing_and_harms_nothing(tmp_path: Path, monkeypatc
     assert fail_at > 8, "fewer writes than there are files"
 
 
-def test_a_real_write_that_fails_is_an_os_error(tmp_path: Path) -> None:
-    """A limit on the size of files makes the writes of the library fail, as a full disk does."""
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
-    try:
-        with pytest.raises(OSError):
-            save(tmp_path, 2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert list((tmp_path / "checkpoints").iterdir()) == []
-
-
 def test_keeps_the_last_ones_and_every_mth(tmp_path: Path) -> None:
     for step in range(2, 22, 2):
         checkpoint_path(tmp_path, step).mkdir(parents=True)
