@@ -1,24 +1,22 @@
 """Every feature with every attention: what one has, all have, or it is refused in a line.
 
-A row of the table is a test below, or in `ELSEWHERE` one of another file that has the same columns.
+Packed documents, checkpointing and counts are in tests/models, with the same layers.
 """
 
 import functools
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.attentions import ATTENTIONS
 from tests.distributed import context_worker
 from trifocal.data import make_tokenizer
 from trifocal.inference import CachedModel, Completion, Engine, Request, Sampling
 from trifocal.inference.prompt_lookup import PromptLookup
-from trifocal.models import DecoderLM, flops_per_token, parameter_count
+from trifocal.models import DecoderLM
 from trifocal.models.conversion import convert_tensors, converted_config
 from trifocal.ops import Geometry
 from trifocal.report.picture import picture_card
@@ -99,46 +97,6 @@ def test_prefix_cache_and_speculation(attention: str, monkeypatch: pytest.Monkey
     guessing, found = completions(attention, [0, 1, 2], speculate=True)
     assert [one.tokens for one in found] == greedy(attention)
     assert guessing.guessed_tokens > guessing.right_tokens > 0
-
-
-@each
-@torch.no_grad()
-def test_packed_documents(attention: str) -> None:
-    model, borders = model_of(attention), [0, 3, 20, 70]
-    tokens = random_tokens((1, 70), 64, CPU)
-    apart = [model(tokens[:, begin:end]) for begin, end in itertools.pairwise(borders)]
-    packed = model(tokens, cu_seqlens=torch.tensor(borders))
-    torch.testing.assert_close(packed, torch.cat(apart, 1), rtol=0, atol=1e-11)
-
-
-@each
-def test_activation_checkpointing(attention: str) -> None:
-    model, tokens = model_of(attention), random_tokens((2, 50), 64, CPU)
-    found: list[list[Tensor | None]] = []
-    for layers in (0, model.config.num_layers):
-        model.set_activation_checkpointing(0, layers)
-        torch.manual_seed(0)
-        model(tokens, tokens.roll(-1, 1)).backward()
-        found.append([parameter.grad for parameter in model.parameters()])
-        model.zero_grad()
-    model.set_activation_checkpointing(0, 0)
-    for mine, other in zip(*found, strict=True):
-        assert mine is not None and other is not None and torch.equal(mine, other)
-
-
-@each
-def test_parameters_and_operations_are_the_layers(attention: str) -> None:
-    """Each layer counts as in a model that has only such layers."""
-    model, length = model_of(attention), 100
-    config, embeddings = model.config, 2 * model.config.dim * model.config.vocab_size
-    assert parameter_count(config) == sum(parameter.numel() for parameter in model.parameters())
-    found, layers = flops_per_token(config, length), [0.0, 0.0]
-    for kind in config.attention_of_layers:
-        alike = flops_per_token(config.of_one_kind(kind), length)
-        layers[0] += (alike.executed_forward - embeddings) / config.num_layers
-        layers[1] += (alike.executed_training - 3 * embeddings) / config.num_layers
-    assert found.executed_forward == pytest.approx(embeddings + layers[0])
-    assert found.executed_training == pytest.approx(3 * embeddings + layers[1])
 
 
 @each

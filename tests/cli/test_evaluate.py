@@ -90,17 +90,6 @@ def test_what_was_measured_is_kept_when_the_rest_is_interrupted(
     assert {row["task"] for row in rows} == {"loss", "position", "choice", "choice_distance"}
 
 
-def test_pairs_that_do_not_fit_are_refused_before_anything_is_measured(
-    run: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    copy = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation"))
-    arguments = ("evaluate", str(copy), "--source", "recall:2", "--pairs", "1", "1", "500")
-    assert "500 pairs need" in refused(capsys, *arguments)
-    assert not (copy / "evaluation").exists()
-    text = evaluated(capsys, *arguments[1:-1], "--only", "recall", "--samples", "1")
-    assert text.count("rows of 32 tokens with 1 pairs") == 1
-
-
 def test_weights_without_a_run_need_to_be_told_the_data(run: Path, tmp_path: Path, capsys: Capture) -> None:
     weights = str(shutil.copytree(run / "weights", tmp_path / "weights"))
     assert "the data of its training are not known; name some with --source" in refused(capsys, "evaluate", weights)
@@ -157,12 +146,8 @@ def test_the_type_of_the_weights_is_that_of_the_products(
         (("--only", "needles"), "'choice', 'needle', 'recall', 'ruler', 'grade', got 'needles'"),
         (("--beside", "/nowhere"), "there is no run at /nowhere"),
         (("--validation-fraction", "1"), "--validation-fraction must lie in [0, 1), got 1"),
-        (("--depths", "0"), "--depths must be at least 1, got 0"),
-        (("--lengths", "8", "0"), "--lengths must be above 0, got 0"),
         (("--only", "recall"), "has no keys and values to recall"),
-        (("--source", "text:/nowhere"), "/nowhere"),
         (("--source", "recall:400"), "400 pairs need"),
-        (("--checkpoint", "step_00000007"), "step_00000007"),
     ],
 )
 def test_bad_input_is_refused(run: Path, capsys: Capture, arguments: tuple[str, ...], message: str) -> None:

@@ -44,13 +44,6 @@ def test_files_of_an_earlier_model_do_not_stay(make_config: Callable[..., ModelC
         assert torch.equal(load_model(tmp_path).embedding.weight, model.embedding.weight)
 
 
-def test_a_disk_that_does_not_take_them_is_an_os_error(make_config: Callable[..., ModelConfig], tmp_path: Path) -> None:
-    (tmp_path / ".model.safetensors.partial").mkdir()
-    with pytest.raises(IsADirectoryError, match=r"Is a directory: '.*model\.safetensors\.partial'"):
-        save_weights(DecoderLM(make_config()), tmp_path)
-    assert not (tmp_path / "config.json").exists()
-
-
 def test_first_wrong_tensor_is_named(make_config: Callable[..., ModelConfig], tmp_path: Path) -> None:
     def refusal(**changes: Any) -> str:
         save_weights(DecoderLM(make_config()), tmp_path)

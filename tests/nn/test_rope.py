@@ -94,7 +94,6 @@ def test_the_attention_factor_multiplies_cosines_and_sines() -> None:
     [
         ({"rope_type": "dynamic"}, "rope_type must be one of default, linear, yarn, llama3, got 'dynamic'"),
         ({"factor": 2.0}, 'rope_scaling.factor has no effect with the rope_type "default"'),
-        ({"rope_type": "linear", "factor": 0.0}, "rope_scaling.factor must be a positive number, got 0.0"),
         ({"rope_type": "yarn", "factor": 2.0}, "original_max_position_embeddings must be at least 2 for yarn, got 0"),
         (
             {
