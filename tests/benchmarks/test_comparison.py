@@ -40,3 +40,12 @@ def test_crossover_lies_where_the_lines_cross():
     assert device["measure"] == "forward_device" and device["crossover_tokens"] == pytest.approx(2000)
     # Faster from the shortest on: where the lines cross was not measured.
     assert both["first_faster_tokens"] == 1000 and both["crossover_tokens"] is None
+
+
+def test_a_later_slower_length_counts():
+    rows = [row("dense flash", t, 1.0, 1.0) for t in (1, 2, 4)]
+    rows += [row("whole", t, ms, ms, "local") for t, ms in ((1, 0.5), (2, 2.0), (4, 0.5))]
+    assert crossovers(rows)[0]["first_faster_tokens"] == 4
+    rows[-1]["forward_ms"] = 1.5
+    found = crossovers(rows)[0]
+    assert found["first_faster_tokens"] is None and found["crossover_tokens"] is None

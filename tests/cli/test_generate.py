@@ -196,3 +196,10 @@ def test_log_probabilities_follow_the_text(run: Path, capsys: Capture) -> None:
     pieces = [line.split(maxsplit=1) for line in lines]
     assert all(-10 < float(log_p) < 0 for log_p, _ in pieces)
     assert text.startswith("the dog" + ast.literal_eval(pieces[0][1]))
+
+
+def test_text_ends_before_a_stop_string(run: Path, capsys: Capture) -> None:
+    text = generated(capsys, str(run), *OPTIONS).removeprefix("the dog")
+    stop = text[4:6]
+    stopped = generated(capsys, str(run), *OPTIONS, "--stop", "never", stop)
+    assert stopped == "the dog" + text[: text.index(stop)] + "\n"

@@ -267,6 +267,8 @@ BAD: list[tuple[Callable[[Path], Any], str]] = [
     (_edit(quantization_config={"bits": 4}), "quantised weights"),
     (_edit(rope_parameters={"rope_type": "longrope"}), "rope_type must be one of default, .*, got 'longrope'"),
     (_edit(rope_parameters={"rope_type": "default", "mrope_section": [1]}), "the rope parameter 'mrope_section'"),
+    (_edit(rope_parameters={"full_attention": {}}), "rope parameters that differ between layers"),
+    (_edit(partial_rotary_factor=0.5), "the partial_rotary_factor 0.5 is not supported"),
     (_edit(rope_parameters={"rope_type": "llama3", "factor": 8.0}), "'llama3' needs the parameter 'low_freq_factor'"),
     (lambda folder: (folder / "model.safetensors.index.json").unlink(), "has no safetensors: neither"),
     (

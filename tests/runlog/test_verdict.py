@@ -45,6 +45,10 @@ def test_short_steps_between_two_rows_are_not_one_long_phase(after_seconds: floa
     assert state == "slow" and "in forward for 0:10" in reason
 
 
+def test_a_short_phase_may_jitter() -> None:
+    assert verdict(0.0, phase="data", phase_seconds=0.5, expected_phase_seconds=0.001)[0] == "running"
+
+
 def test_past_the_limit_is_stalled_and_says_where() -> None:
     state, reason = verdict(phase="backward", phase_seconds=130.0, where="hook (model.py:7)")
     assert state == "stalled" and "hook (model.py:7)" in reason and "2:10" in reason
