@@ -54,7 +54,7 @@ CASES = (
     Case("blocks of no power of two, one head a group", 30, 100, 2, 2, geometry=NO_POWER, num_selected=2),
     Case("more may be selected than there are blocks", 20, 20, num_selected=5),
 )
-ORDERS = ("block_major", "masked", "query_major")
+ORDERS = ("block_major", "masked", "query_major", "tiles")
 
 
 def few_queries(case: Case, order: str) -> Case:
@@ -94,6 +94,7 @@ def exact(case: Case, q, k, v, d_o, chosen):
     ("case", "order"),
     [(case, "block_major") for number, case in enumerate(CASES) if number != 4]
     + [(case, "masked") for case in CASES[:7]]
+    + [(case, "tiles") for case in CASES]
     + [(CASES[number], "query_major") for number in (0, 3, 5)],
     ids=lambda value: getattr(value, "why", value),
 )
@@ -106,7 +107,7 @@ def test_values_and_gradients(case: Case, order: str, device: str, monkeypatch: 
     documents, scale = documents_of(case, device), case.dim**-0.5
     o, lse = selected_forward(q, k, v, chosen, case.geometry, scale, documents)
     got = [o]
-    if order != "query_major":
+    if order in ("block_major", "masked"):
         got += selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, scale, documents)
     for name, actual, wanted in zip(("o", "d_q", "d_k", "d_v"), got, expected, strict=False):
         assert_close(name, actual, wanted, torch.float32)
@@ -173,7 +174,7 @@ def test_strides_and_what_no_query_sees(order: str, device: str, monkeypatch: py
     k, v = kv[..., :16], kv[..., 20:36]
     o, lse = selected_forward(q, k, v, chosen, case.geometry, 0.25, None)
     assert_close("o", o, expected[0], torch.float32)
-    if order != "query_major":
+    if order in ("block_major", "masked"):
         got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, None)
         assert_close("d_q", got[0], expected[1], torch.float32)
         for name, actual, wanted in zip(("d_k", "d_v"), got[1:], expected[2:], strict=True):

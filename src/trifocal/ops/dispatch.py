@@ -39,6 +39,8 @@ IMPORTANCE_BUFFER_BYTES = 2**28
 # backward only up to fewer, but for packed documents, most of which are shorter than the longest.
 MASKED_UP_TO = 4
 MASKED_BACKWARD_UP_TO = 2
+# Bits of a word that says which queries of a tile chose a block.
+MAX_QUERIES_OF_TILE = 32
 # With fewer queries than this for a block, on average, there is nothing to gain from holding the block.
 FEWEST_QUERIES_PER_BLOCK = 2
 # A slot of fewer rows cannot be copied into a tile by itself.
@@ -260,6 +262,34 @@ def selected_on_hopper(kernel: str, *tensors: Tensor, q_per_kv: int, block_size:
         and devices.is_hopper(tensors[0].device)
         and all(x.data_ptr() % 16 == 0 and _rows_are_aligned(x) for x in tensors)
     )
+
+
+def tile_forward_on_hopper(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> bool:
+    """Whether the Hopper kernel of selected attention's tiles runs: the copy engine copies whole queries and blocks.
+
+    It takes widths of 64 and 128, blocks of 64 tokens and groups of 3 to 64 heads; rows must fill its programs.
+    """
+    q_per_kv = q.shape[2] // k.shape[2]
+    heads = tiles.next_power_of_2(q_per_kv)
+    return (
+        block_size == 64
+        and 4 <= heads <= 64
+        and all(x.shape[-1] in (64, 128) for x in (q, v))
+        and devices.is_hopper(q.device)
+        and q.shape[0] * k.shape[2] * cdiv(q.shape[1], 128 // heads) >= devices.multiprocessors(q.device)
+        and tma_fits(q, k, v)
+    )
+
+
+def queries_of_tile(q: Tensor, q_per_kv: int, rows: int, groups: int) -> int:
+    """How many neighbouring queries a portable tile of selected attention holds, of at most this many rows.
+
+    Fewer where full tiles, of all batch entries' `groups`, would leave multiprocessors idle.
+    """
+    queries = max(1, min(MAX_QUERIES_OF_TILE, rows // q_per_kv))
+    while queries > 1 and cdiv(q.shape[1], queries) * groups < devices.multiprocessors(q.device):
+        queries = cdiv(queries, 2)
+    return queries
 
 
 def block_major_backward_is_warp_specialized(q_per_kv: int, *tensors: Tensor) -> bool:

@@ -143,7 +143,7 @@ def selected_tile(
     if kernel == "query_major forward":
         return SelectedTile(16, warps=4, stages=2)
     hopper = architecture == "hopper"
-    if kernel == "masked forward":
+    if kernel in ("masked forward", "tile forward"):
         if columns <= 64:
             return SelectedTile(128, warps=8, stages=3, registers=128 if hopper else None)
         return SelectedTile(128 if hopper else 64, warps=8, stages=2 if columns > 128 else 3)
@@ -168,7 +168,7 @@ def selected_tile(
 
 
 def _selected_fp32(kernel: str, rows: int) -> SelectedTile:
-    if kernel == "masked forward":
+    if kernel in ("masked forward", "tile forward"):
         return SelectedTile(32, warps=8, stages=1)
     if kernel in ("masked dkdv", "masked d_q"):
         return SelectedTile(16, warps=8, stages=1)

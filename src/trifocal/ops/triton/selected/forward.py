@@ -33,6 +33,7 @@ from trifocal.ops.triton.selected.block_csr import (
     row_token,
     split_blocks,
 )
+from trifocal.ops.triton.selected.tile_forward import tile_forward
 
 
 @triton.jit
@@ -450,6 +451,8 @@ def selected_forward(
         o = q.new_zeros(batch, num_queries, num_heads, value_dim)
         return o, q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
     order = dispatch.selected_order(num_queries, longest_document(num_keys, documents), num_selected, block_size)
+    if order == "tiles":
+        return tile_forward(q, k, v, selected_blocks, block_size, max(scale * LOG2_E, 1e-30), documents)
     q_per_kv = num_heads // groups
     widths, value_widths = split_width(q.shape[-1]), split_width(value_dim)
     o = torch.empty(batch, num_queries, num_heads, value_dim, dtype=q.dtype, device=q.device)

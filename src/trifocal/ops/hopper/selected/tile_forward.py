@@ -1,0 +1,272 @@
+"""Selected attention for Hopper, forward: tiles of 128 rows that walk through their lists of blocks.
+
+A program has three parts that run side by side, as in `hopper.interval.forward`: two of 64 rows each and a loader. It
+stays on its multiprocessor and takes one tile after the other, late ones first. A step takes a pair of blocks of 64
+tokens, which lie anywhere, into one tile of 128 keys. Rows are the heads of neighbouring queries, `HEADS` rows a query:
+the heads of a group and, up to a power of two, some that are not stored. A row that did not choose a block gets -inf
+for its scores.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from trifocal.ops import devices
+from trifocal.ops.hopper.common import (
+    PART_ROWS,
+    TILE_LAYOUT,
+    reinterpret,
+    tile_descriptor,
+    tma_load,
+    tma_store,
+)
+from trifocal.ops.hopper.interval.common import make_barriers
+from trifocal.ops.hopper.interval.forward import settle, weigh
+from trifocal.ops.tiles import next_power_of_2
+from trifocal.ops.triton.common import LN_2, LOWEST
+from trifocal.ops.triton.launch import Descriptor, Kernel, describe_tiles
+from trifocal.ops.triton.selected.tile_lists import TileLists
+
+BLOCK = gl.constexpr(64)
+KEYS = gl.constexpr(128)
+
+# fmt: off
+
+@gluon.jit
+def place_tile(slot, row_tiles, batch_groups, GROUPS: gl.constexpr):
+    """Batch, group, tile and number of the tile's list of the slot-th tile."""
+    tile = row_tiles - 1 - slot // batch_groups
+    batch_group = slot % batch_groups
+    return batch_group // GROUPS, batch_group % GROUPS, tile, batch_group.to(gl.int64) * row_tiles + tile
+
+
+@gluon.jit
+def load_pair(source, batch, first, second, group, ready, tile, COLUMNS: gl.constexpr):
+    """Ask for two blocks, one behind the other, in a tile of keys: 64 columns of a block are a box in shared memory."""
+    boxes = reinterpret(tile, source.dtype, [COLUMNS // 32] + source.block_type.shape, source.layout)
+    mbarrier.expect(ready, KEYS * COLUMNS * 2)
+    for part in gl.static_range(COLUMNS // 64):
+        tma_load(source, [batch, first, group, part * 64], ready, boxes.index(2 * part))
+        tma_load(source, [batch, second, group, part * 64], ready, boxes.index(2 * part + 1))
+
+
+@gluon.jit
+def load_blocks(
+    q_source, k_source, v_source, buffers, barriers, lists, sizes,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The loader: k of the first pair, q, then v and k by turns."""
+    q_tiles, k_tiles, v_tiles, o_tiles = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    tokens, members, counts = lists
+    slots, row_tiles, batch_groups, width, num_queries, query_shift = sizes
+    QUERIES: gl.constexpr = PART_ROWS // HEADS
+    count = 0
+    visit = 0
+    for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
+        batch, group, tile, number = place_tile(slot, row_tiles, batch_groups, GROUPS)
+        entries = gl.load(counts + number * 2 + 1)
+        of_tile = tokens + number * width
+        for entry in range(0, entries, 2):
+            first = gl.load(of_tile + entry)
+            second = gl.load(of_tile + entry + 1)
+            stage = count % STAGES
+            free = (count // STAGES & 1) ^ 1
+            mbarrier.wait(k_free.index(stage), free)
+            load_pair(k_source, batch, first, second, group, k_ready.index(stage), k_tiles.index(stage), D)
+            if entry == 0:
+                for part in gl.static_range(2):
+                    query = (2 * tile + part) * QUERIES
+                    mbarrier.wait(q_free.index(part), (visit & 1) ^ 1)
+                    mbarrier.expect(q_ready.index(part), PART_ROWS * D * 2)
+                    tma_load(q_source, [batch, query, group * Q_PER_KV, 0], q_ready.index(part), q_tiles.index(part))
+            mbarrier.wait(v_free.index(stage), free)
+            load_pair(v_source, batch, first, second, group, v_ready.index(stage), v_tiles.index(stage), V)
+            count += 1
+        visit += 1
+
+
+@gluon.jit
+def hide(scores, of_tokens, of_members, entry, bit, last_key, MASKED: gl.constexpr, LAYOUT: gl.constexpr):
+    """Put scores of blocks that a row did not choose to -inf and, if MASKED, of keys behind a row's last one."""
+    column = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
+    first = (gl.load(of_members + entry) >> bit) & 1
+    second = (gl.load(of_members + entry + 1) >> bit) & 1
+    visible = gl.where((column < BLOCK)[None, :], first[:, None], second[:, None]) != 0
+    if MASKED:
+        first_token = gl.load(of_tokens + entry)
+        second_token = gl.load(of_tokens + entry + 1)
+        key = column + gl.where(column < BLOCK, first_token, second_token - BLOCK)
+        visible = visible & (key[None, :] <= last_key[:, None])
+    return gl.where(visible, scores, float("-inf"))
+
+
+@gluon.jit
+def attend_pairs(
+    o, p, running_max, running_sum, q, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, count,
+    of_tokens, of_members, bit, last_key, start, stop, score_scale,
+    V: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
+):
+    """Entries start to stop, by pairs: each one's scores together with the pair before's product with values."""
+    for entry in range(start, stop, 2):
+        stage = count % STAGES
+        before = (count - 1) % STAGES
+        mbarrier.wait(k_ready.index(stage), count // STAGES & 1)
+        zeros = gl.zeros([PART_ROWS, KEYS], gl.float32, SCORES)
+        scores = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(v_ready.index(before), (count - 1) // STAGES & 1)
+        p_operand = gl.convert_layout(p.to(v_tiles.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
+        o = warpgroup_mma(p_operand, v_tiles.index(before), o, is_async=True)
+        scores = warpgroup_mma_wait(1, [scores])
+        mbarrier.arrive(k_free.index(stage), count=1)
+        scores = hide(scores, of_tokens, of_members, entry, bit, last_key, MASKED, SCORES)
+        p, running_max, running_sum, decay = weigh(scores, running_max, running_sum, score_scale)
+        running_sum = settle(running_sum)
+        o, p = warpgroup_mma_wait(0, [o, p])
+        mbarrier.arrive(v_free.index(before), count=1)
+        o = o * gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT))[:, None]
+        count += 1
+    return o, p, running_max, running_sum, count
+
+
+@gluon.jit
+def attend_rows(
+    PART: gl.constexpr, o_target, o_pointer, lse, buffers, barriers, lists, sizes, score_scale,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """o and lse of one half of each tile of rows."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    QUERIES: gl.constexpr = PART_ROWS // HEADS
+    q_tiles, k_tiles, v_tiles, o_tiles = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    tokens, members, counts = lists
+    slots, row_tiles, batch_groups, width, num_queries, query_shift = sizes
+    row = gl.arange(0, PART_ROWS, ROW)
+    bit = PART * QUERIES + row // HEADS
+    count = 0
+    visit = 0
+    for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
+        batch, group, tile, number = place_tile(slot, row_tiles, batch_groups, GROUPS)
+        masked = gl.load(counts + number * 2)
+        entries = gl.load(counts + number * 2 + 1)
+        of_tokens = tokens + number * width
+        of_members = members + number * width
+        first_query = (2 * tile + PART) * QUERIES
+        last_key = first_query + row // HEADS + query_shift
+
+        o = gl.zeros([PART_ROWS, V], gl.float32, OUTPUT)
+        running_max = gl.full([PART_ROWS], LOWEST, gl.float32, ROW)
+        running_sum = gl.zeros([PART_ROWS], gl.float32, ROW)
+        q = q_tiles.index(PART).reshape([PART_ROWS, D])
+        mbarrier.wait(q_ready.index(PART), visit & 1)
+        stage = count % STAGES
+        mbarrier.wait(k_ready.index(stage), count // STAGES & 1)
+        zeros = gl.zeros([PART_ROWS, KEYS], gl.float32, SCORES)
+        scores = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, [scores])
+        mbarrier.arrive(k_free.index(stage), count=1)
+        scores = hide(scores, of_tokens, of_members, 0, bit, last_key, True, SCORES)
+        p, running_max, running_sum, decay = weigh(scores, running_max, running_sum, score_scale)
+        count += 1
+        o, p, running_max, running_sum, count = attend_pairs(
+            o, p, running_max, running_sum, q, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, count,
+            of_tokens, of_members, bit, last_key, 2, masked, score_scale, V, STAGES, True, SCORES, OUTPUT)
+        o, p, running_max, running_sum, count = attend_pairs(
+            o, p, running_max, running_sum, q, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, count,
+            of_tokens, of_members, bit, last_key, masked, entries, score_scale, V, STAGES, False, SCORES, OUTPUT)
+        mbarrier.arrive(q_free.index(PART), count=1)
+        before = (count - 1) % STAGES
+        mbarrier.wait(v_ready.index(before), (count - 1) // STAGES & 1)
+        p_operand = gl.convert_layout(p.to(v_tiles.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
+        o = warpgroup_mma(p_operand, v_tiles.index(before), o, is_async=True)
+        sees = running_sum > 0
+        inverse = gl.where(sees, 1.0 / gl.where(sees, running_sum, 1.0), 0.0)
+        natural = gl.where(sees, (running_max + gl.log2(gl.where(sees, running_sum, 1.0))) * LN_2, float("-inf"))
+        place = ((batch.to(gl.int64) * num_queries + first_query) * GROUPS + group) * Q_PER_KV
+        keep = (row // HEADS < num_queries - first_query) & (row % HEADS < Q_PER_KV)
+        gl.store(lse + place + (row // HEADS * (GROUPS * Q_PER_KV) + row % HEADS), natural, mask=keep)
+        o = warpgroup_mma_wait(0, [o])
+        mbarrier.arrive(v_free.index(before), count=1)
+        column_inverse = gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
+        # A row that sees nothing may have met any values of blocks that others chose.
+        o = gl.where(column_inverse > 0, o * column_inverse, 0.0)
+        if HEADS == Q_PER_KV:
+            tma.store_wait(0)
+            o_tile = o_tiles.index(PART)
+            o_tile.reshape([PART_ROWS, V]).store(o.to(o_tiles.dtype))
+            fence_async_shared()
+            tma_store(o_target, [batch, first_query, group * Q_PER_KV, 0], o_tile)
+        else:
+            o_row = gl.arange(0, PART_ROWS, gl.SliceLayout(1, OUTPUT))
+            o_keep = (o_row // HEADS < num_queries - first_query) & (o_row % HEADS < Q_PER_KV)
+            o_place = (o_row // HEADS * (GROUPS * Q_PER_KV) + o_row % HEADS) * V
+            pointers = o_pointer + place * V + o_place[:, None] + gl.arange(0, V, gl.SliceLayout(0, OUTPUT))[None, :]
+            gl.store(pointers, o.to(o_tiles.dtype), mask=o_keep[:, None])
+        visit += 1
+    tma.store_wait(0)
+
+
+@Kernel
+@gluon.jit(do_not_specialize=["slots", "row_tiles", "width", "num_queries", "query_shift"])
+def tile_forward_hopper_kernel(
+    q_source, k_source, v_source, o_target, o_pointer, lse, tokens, members, counts,
+    slots, row_tiles, batch_groups, width, num_queries, query_shift, score_scale,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """o and lse of every tile of rows that falls to this program."""
+    # Two blocks of 64 columns are one tile of keys.
+    KEY_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    q_tiles = gl.allocate_shared_memory(q_source.dtype, [2] + q_source.block_type.shape, q_source.layout)
+    k_tiles = gl.allocate_shared_memory(k_source.dtype, [STAGES, KEYS, D], KEY_TILE)
+    v_tiles = gl.allocate_shared_memory(v_source.dtype, [STAGES, KEYS, V], KEY_TILE)
+    o_tiles = gl.allocate_shared_memory(o_target.dtype, [2] + o_target.block_type.shape, o_target.layout)
+    buffers = (q_tiles, k_tiles, v_tiles, o_tiles)
+    barriers = make_barriers(STAGES)
+    lists = (tokens, members, counts)
+    sizes = (slots, row_tiles, batch_groups, width, num_queries, query_shift)
+    gl.warp_specialize([
+        (attend_rows, (0, o_target, o_pointer, lse, buffers, barriers, lists, sizes, score_scale,
+                       GROUPS, Q_PER_KV, HEADS, D, V, STAGES)),
+        (attend_rows, (1, o_target, o_pointer, lse, buffers, barriers, lists, sizes, score_scale,
+                       GROUPS, Q_PER_KV, HEADS, D, V, STAGES)),
+        (load_blocks, (q_source, k_source, v_source, buffers, barriers, lists, sizes,
+                       GROUPS, Q_PER_KV, HEADS, D, V, STAGES)),
+    ], [4, 1], [240, 24])
+
+# fmt: on
+
+
+def block_descriptor(x: Tensor) -> Descriptor:
+    """A descriptor of x [B, S, G, columns] in boxes of a block and 64 columns."""
+    return describe_tiles(x, x.shape, x.stride(), (1, BLOCK.value, 1, 64), TILE_LAYOUT)
+
+
+def launch_tile_forward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lists: TileLists, score_scale: float
+) -> None:
+    """Fill o [B, T, H, V] and lse [B, T, H]; a tile of the lists has 128 rows, heads padded to a power of two."""
+    batch, num_queries, num_heads, dim = q.shape
+    num_keys, groups, value_dim = v.shape[1:]
+    q_per_kv = num_heads // groups
+    heads = next_power_of_2(q_per_kv)
+    queries = PART_ROWS.value // heads
+    row_tiles, width = lists.tokens.shape[2:]
+    slots = row_tiles * batch * groups
+    tile_forward_hopper_kernel[(min(slots, devices.multiprocessors(q.device)),)](
+        tile_descriptor(q, queries, heads, dim), block_descriptor(k), block_descriptor(v),
+        tile_descriptor(o, queries, heads, value_dim), o, lse, lists.tokens, lists.members, lists.counts,
+        slots, row_tiles, batch * groups, width, num_queries, num_keys - num_queries, score_scale,
+        GROUPS=groups, Q_PER_KV=q_per_kv, HEADS=heads, D=dim, V=value_dim, STAGES=2, num_warps=4, maxnreg=168,
+    )  # fmt: skip

@@ -1,0 +1,160 @@
+"""Selected attention, forward: a program holds a tile of queries and walks through the blocks that any of them chose.
+
+It is FlashAttention over the list of the tile (see `tile_lists`): a block that a row did not choose leaves the row as
+it is, by one number a row. Rows are the heads of a group of neighbouring queries. Keys and values are read once for all
+rows of a tile, and nothing but o and lse is written.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trifocal.ops import dispatch
+from trifocal.ops.layout import Documents
+from trifocal.ops.tiles import next_power_of_2, split_width
+from trifocal.ops.triton.common import LN_2, LOWEST, load_tile, store_tile, strides
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.selected.tile_lists import build_tile_lists
+
+
+@triton.jit
+def _attend_entries(
+    o_1, o_2, running_max, running_sum, q_1, q_2, k, v, k_time_stride, v_time_stride,
+    tokens, members, bit, last_key, num_keys, begin, end, score_scale,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Take the blocks of some entries into the running softmax of the rows that chose them."""
+    in_block = tl.arange(0, KEYS)
+    for entry in tl.range(begin, end):
+        first = tl.load(tokens + entry)
+        chosen = ((tl.load(members + entry) >> bit) & 1) != 0
+        keep = (in_block < BLOCK) & (first + in_block < num_keys)
+        k_base = k + first.to(tl.int64) * k_time_stride
+        v_base = v + first.to(tl.int64) * v_time_stride
+        k_1 = load_tile(k_base, in_block * k_time_stride, keep, 0, D_1, D, MASKED)
+        scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
+        if D_2 > 0:
+            k_2 = load_tile(k_base, in_block * k_time_stride, keep, D_1, D_2, D, MASKED)
+            scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
+        if MASKED:
+            visible = (in_block < BLOCK)[None, :] & (first + in_block[None, :] <= last_key[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+        new_max = tl.where(chosen, tl.maximum(running_max, tl.max(scores, 1) * score_scale), running_max)
+        # Rows that did not choose the block subtract infinity, and so add nothing.
+        p = tl.exp2(scores * score_scale - tl.where(chosen, new_max, float("inf"))[:, None])
+        decay = tl.exp2(running_max - new_max)
+        running_max = new_max
+        running_sum = running_sum * decay + tl.sum(p, 1)
+        v_1 = load_tile(v_base, in_block * v_time_stride, keep, 0, V_1, V, MASKED)
+        p = p.to(v_1.dtype)
+        o_1 = tl.dot(p, v_1, o_1 * decay[:, None], input_precision="ieee")
+        if V_2 > 0:
+            v_2 = load_tile(v_base, in_block * v_time_stride, keep, V_1, V_2, V, MASKED)
+            o_2 = tl.dot(p, v_2, o_2 * decay[:, None], input_precision="ieee")
+    return o_1, o_2, running_max, running_sum
+
+
+@Kernel
+@triton.jit(do_not_specialize=["row_tiles", "width", "num_queries", "query_shift", "num_keys"])
+def tile_forward_kernel(
+    q, k, v, o, lse, tokens, members, counts,
+    q_batch_stride, q_time_stride, q_head_stride,
+    k_batch_stride, k_time_stride, k_head_stride,
+    v_batch_stride, v_time_stride, v_head_stride,
+    row_tiles, batch_groups, width, num_queries, query_shift, num_keys, score_scale,
+    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, QUERIES: tl.constexpr,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """o and lse of one tile of rows; late tiles start first, those of all batch entries and groups together."""
+    tile = row_tiles - 1 - tl.program_id(0) // batch_groups
+    batch_group = tl.program_id(0) % batch_groups
+    batch = (batch_group // GROUPS).to(tl.int64)
+    group = batch_group % GROUPS
+    row = tl.arange(0, ROWS)
+    bit = row // Q_PER_KV
+    head = row % Q_PER_KV
+    query = tile * QUERIES + bit
+    exists = (bit < QUERIES) & (query < num_queries)
+    # Bits of a word; rows behind them belong to no query.
+    bit = tl.minimum(bit, 31)
+    last_key = query + query_shift
+    q += batch * q_batch_stride + group * Q_PER_KV * q_head_stride
+    k += batch * k_batch_stride + group * k_head_stride
+    v += batch * v_batch_stride + group * v_head_stride
+    q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
+    q_1 = load_tile(q, q_offsets, exists, 0, D_1, D, True)
+    q_2 = q_1
+    if D_2 > 0:
+        q_2 = load_tile(q, q_offsets, exists, D_1, D_2, D, True)
+    running_max = tl.full([ROWS], LOWEST, tl.float32)
+    running_sum = tl.zeros([ROWS], tl.float32)
+    o_1 = tl.zeros([ROWS, V_1], tl.float32)
+    o_2 = running_sum
+    if V_2 > 0:
+        o_2 = tl.zeros([ROWS, V_2], tl.float32)
+    of_tile = batch_group.to(tl.int64) * row_tiles + tile
+    end = tl.load(counts + of_tile * 2 + 1)
+    masked = tl.load(counts + of_tile * 2)
+    if BLOCK < KEYS:
+        masked = end
+    o_1, o_2, running_max, running_sum = _attend_entries(
+        o_1, o_2, running_max, running_sum, q_1, q_2, k, v, k_time_stride, v_time_stride,
+        tokens + of_tile * width, members + of_tile * width, bit, last_key, num_keys, 0, masked, score_scale,
+        D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, True,
+    )  # fmt: skip
+    if BLOCK == KEYS:
+        o_1, o_2, running_max, running_sum = _attend_entries(
+            o_1, o_2, running_max, running_sum, q_1, q_2, k, v, k_time_stride, v_time_stride,
+            tokens + of_tile * width, members + of_tile * width, bit, last_key, num_keys, masked, end, score_scale,
+            D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, False,
+        )  # fmt: skip
+    sees = running_sum > 0
+    safe_sum = tl.where(sees, running_sum, 1.0)
+    inverse = (1.0 / safe_sum)[:, None]
+    place = (batch * num_queries + query) * (GROUPS * Q_PER_KV) + group * Q_PER_KV + head
+    # A row that sees nothing may have met any values of blocks that others chose.
+    store_tile(o, place * V, exists, tl.where(sees[:, None], o_1 * inverse, 0.0), 0, V_1, V)
+    if V_2 > 0:
+        store_tile(o, place * V, exists, tl.where(sees[:, None], o_2 * inverse, 0.0), V_1, V_2, V)
+    natural = tl.where(sees, (running_max + tl.log2(safe_sum)) * LN_2, float("-inf"))
+    tl.store(lse + place, natural, mask=exists)
+
+
+def tile_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selected_blocks: Tensor,
+    block_size: int,
+    score_scale: float,
+    documents: Documents | None,
+) -> tuple[Tensor, Tensor]:
+    """o [B, T, H, V] and lse [B, T, H]; arguments as `selected_forward` prepares them, the scale in base 2."""
+    batch, num_queries, num_heads, dim = q.shape
+    num_keys, groups, value_dim = v.shape[1:]
+    q_per_kv = num_heads // groups
+    o = torch.empty(batch, num_queries, num_heads, value_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, num_queries, num_heads, dtype=torch.float32, device=q.device)
+    on_hopper = dispatch.tile_forward_on_hopper(q, k, v, block_size)
+    if on_hopper:
+        queries = 128 // next_power_of_2(q_per_kv)
+        lists = build_tile_lists(selected_blocks, block_size, num_keys, documents, queries)
+        dispatch.hopper("selected.tile_forward").launch_tile_forward(q, k, v, o, lse, lists, score_scale)
+        return o, lse
+    tile = dispatch.selected_tile("tile forward", q, v, q_per_kv, on_hopper=False)
+    queries = dispatch.queries_of_tile(q, q_per_kv, tile.BLOCK_M, batch * groups)
+    lists = build_tile_lists(selected_blocks, block_size, num_keys, documents, queries)
+    widths, value_widths = split_width(dim), split_width(value_dim)
+    row_tiles, width = lists.tokens.shape[2:]
+    tile_forward_kernel[(row_tiles * batch * groups,)](
+        q, k, v, o, lse, lists.tokens, lists.members, lists.counts, *strides(q), *strides(k), *strides(v),
+        row_tiles, batch * groups, width, num_queries, num_keys - num_queries, num_keys, score_scale,
+        GROUPS=groups, Q_PER_KV=q_per_kv, QUERIES=queries, D=widths.size, D_1=widths.part_1, D_2=widths.part_2,
+        V=value_widths.size, V_1=value_widths.part_1, V_2=value_widths.part_2, BLOCK=block_size,
+        KEYS=max(16, next_power_of_2(block_size)), ROWS=max(16, next_power_of_2(queries * q_per_kv)),
+        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+    )  # fmt: skip
+    return o, lse
