@@ -168,8 +168,10 @@ def selected_tile(
 
 
 def _selected_fp32(kernel: str, rows: int) -> SelectedTile:
-    if kernel in ("masked forward", "tile forward"):
+    if kernel == "masked forward":
         return SelectedTile(32, warps=8, stages=1)
+    if kernel == "tile forward":
+        return SelectedTile(16, warps=8, stages=1)
     if kernel in ("masked dkdv", "masked d_q"):
         return SelectedTile(16, warps=8, stages=1)
     if kernel == "block_major backward":
