@@ -95,15 +95,23 @@ def load_blocks(
 
 
 @gluon.jit
-def hide(scores, of_tokens, of_members, entry, bit, last_key, MASKED: gl.constexpr, LAYOUT: gl.constexpr):
-    """Put scores of blocks that a row did not choose to -inf and, if MASKED, of keys behind a row's last one."""
-    column = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
-    first = (gl.load(of_members + entry) >> bit) & 1
-    second = (gl.load(of_members + entry + 1) >> bit) & 1
-    visible = gl.where((column < BLOCK)[None, :], first[:, None], second[:, None]) != 0
+def load_entries(of_tokens, of_members, entry, MASKED: gl.constexpr):
+    """Members of a pair of entries and, if MASKED, their first tokens: asked for before the scores are ready."""
+    first, second = gl.load(of_members + entry), gl.load(of_members + entry + 1)
+    first_token, second_token = first, second
     if MASKED:
-        first_token = gl.load(of_tokens + entry)
-        second_token = gl.load(of_tokens + entry + 1)
+        first_token, second_token = gl.load(of_tokens + entry), gl.load(of_tokens + entry + 1)
+    return first, second, first_token, second_token
+
+
+@gluon.jit
+def hide(scores, entries, bit, last_key, MASKED: gl.constexpr, LAYOUT: gl.constexpr):
+    """Put scores of blocks that a row did not choose to -inf and, if MASKED, of keys behind a row's last one."""
+    first, second, first_token, second_token = entries
+    column = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
+    chosen = gl.where((column < BLOCK)[None, :], ((first >> bit) & 1)[:, None], ((second >> bit) & 1)[:, None])
+    visible = chosen != 0
+    if MASKED:
         key = column + gl.where(column < BLOCK, first_token, second_token - BLOCK)
         visible = visible & (key[None, :] <= last_key[:, None])
     return gl.where(visible, scores, float("-inf"))
@@ -119,6 +127,7 @@ def attend_pairs(
     for entry in range(start, stop, 2):
         stage = count % STAGES
         before = (count - 1) % STAGES
+        pair = load_entries(of_tokens, of_members, entry, MASKED)
         mbarrier.wait(k_ready.index(stage), count // STAGES & 1)
         zeros = gl.zeros([PART_ROWS, KEYS], gl.float32, SCORES)
         scores = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -127,7 +136,7 @@ def attend_pairs(
         o = warpgroup_mma(p_operand, v_tiles.index(before), o, is_async=True)
         scores = warpgroup_mma_wait(1, [scores])
         mbarrier.arrive(k_free.index(stage), count=1)
-        scores = hide(scores, of_tokens, of_members, entry, bit, last_key, MASKED, SCORES)
+        scores = hide(scores, pair, bit, last_key, MASKED, SCORES)
         p, running_max, running_sum, decay = weigh(scores, running_max, running_sum, score_scale)
         running_sum = settle(running_sum)
         o, p = warpgroup_mma_wait(0, [o, p])
@@ -169,6 +178,7 @@ def attend_rows(
         running_max = gl.full([PART_ROWS], LOWEST, gl.float32, ROW)
         running_sum = gl.zeros([PART_ROWS], gl.float32, ROW)
         q = q_tiles.index(PART).reshape([PART_ROWS, D])
+        pair = load_entries(of_tokens, of_members, 0, True)
         mbarrier.wait(q_ready.index(PART), visit & 1)
         stage = count % STAGES
         mbarrier.wait(k_ready.index(stage), count // STAGES & 1)
@@ -176,7 +186,7 @@ def attend_rows(
         scores = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, [scores])
         mbarrier.arrive(k_free.index(stage), count=1)
-        scores = hide(scores, of_tokens, of_members, 0, bit, last_key, True, SCORES)
+        scores = hide(scores, pair, bit, last_key, True, SCORES)
         p, running_max, running_sum, decay = weigh(scores, running_max, running_sum, score_scale)
         count += 1
         o, p, running_max, running_sum, count = attend_pairs(
