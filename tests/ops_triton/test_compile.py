@@ -73,7 +73,7 @@ def calls(part):
             rules["masked_part_queries"] = lambda *sizes: part_queries
         with mock.patch.multiple(dispatch, **rules):
             selected_forward(q, k, v, chosen, geometry, 0.1, documents)
-            if order != "query_major":
+            if order in ("block_major", "masked"):
                 selected_backward(
                     d_o, q, k, v, d_o, lse, chosen, geometry, 0.1, documents, gate=gate, delta=lse
                 )  # fmt: skip
@@ -156,6 +156,10 @@ def calls(part):
             call("192/128", selected, *wide, "block_major"),
             call("128, masked, parts", selected, *middle, "masked", **packed, part_queries=192),
             call("128, query-major", selected, *middle, "query_major"),
+            call("128, tiles", selected, *middle, "tiles"),
+            call("64, tiles, six heads", selected, *narrow, "tiles", **again),
+            call("192/128, tiles", selected, *wide, "tiles"),
+            call("256, tiles", selected, 8, 2, 256, 256, "tiles", **again),
         ],
         "ampere interval": lambda: [
             call("cmp 192/128", attention, *wide, "cmp", **packed),
@@ -169,6 +173,9 @@ def calls(part):
             call("block_major 64", selected, *narrow, "block_major", **packed, **again),
             call("masked 192/128", selected, *wide, "masked", **packed, part_queries=192),
             call("query_major 192/128", selected, *wide, "query_major", **packed),
+            call("tiles 192/128", selected, *wide, "tiles", **packed),
+            call("tiles 64", selected, *narrow, "tiles", **again),
+            call("tiles 64 fp32", selected, 8, 2, 64, 64, "tiles", torch.float32, **again),
             call("block_major 64 fp32", selected, 8, 2, 64, 64, "block_major", torch.float32, **again),
         ],
         "hopper scoring": lambda: [
@@ -292,6 +299,7 @@ def test_every_kernel_is_compiled(tmp_path):
     assert "block_major_backward_warp_specialized_kernel" in of_call("128, block-major")
     six_heads = {"block_major_forward_hopper_kernel", "block_major_backward_hopper_kernel"}
     assert six_heads <= of_call("64, block-major, six heads")
+    assert of_call("64, tiles, six heads") == {"tile_lists_kernel", "tile_forward_hopper_kernel"}
     assert of_call("few queries") == {"importance_kernel", "choice_hopper_kernel"}
 
 
