@@ -39,8 +39,6 @@ IMPORTANCE_BUFFER_BYTES = 2**28
 # backward only up to fewer, but for packed documents, most of which are shorter than the longest.
 MASKED_UP_TO = 4
 MASKED_BACKWARD_UP_TO = 2
-# Bits of a word that says which queries of a tile chose a block.
-MAX_QUERIES_OF_TILE = 32
 # With fewer queries than this for a block, on average, there is nothing to gain from holding the block.
 FEWEST_QUERIES_PER_BLOCK = 2
 # A slot of fewer rows cannot be copied into a tile by itself.
@@ -286,7 +284,7 @@ def queries_of_tile(q: Tensor, q_per_kv: int, rows: int, groups: int) -> int:
 
     Fewer where full tiles, of all batch entries' `groups`, would leave multiprocessors idle.
     """
-    queries = max(1, min(MAX_QUERIES_OF_TILE, rows // q_per_kv))
+    queries = max(1, rows // q_per_kv)
     while queries > 1 and cdiv(q.shape[1], queries) * groups < devices.multiprocessors(q.device):
         queries = cdiv(queries, 2)
     return queries

@@ -21,15 +21,19 @@ from trifocal.ops.triton.selected.tile_lists import build_tile_lists
 @triton.jit
 def _attend_entries(
     o_1, o_2, running_max, running_sum, q_1, q_2, k, v, k_time_stride, v_time_stride,
-    tokens, members, bit, last_key, num_keys, begin, end, score_scale,
+    tokens, members, query, last_key, num_keys, begin, end, score_scale,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
-    BLOCK: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, WORDS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Take the blocks of some entries into the running softmax of the rows that chose them."""
     in_block = tl.arange(0, KEYS)
     for entry in tl.range(begin, end):
         first = tl.load(tokens + entry)
-        chosen = ((tl.load(members + entry) >> bit) & 1) != 0
+        if WORDS == 1:
+            word = tl.load(members + entry)
+        else:
+            word = tl.load(members + entry * WORDS + query // 32)
+        chosen = ((word >> query % 32) & 1) != 0
         keep = (in_block < BLOCK) & (first + in_block < num_keys)
         k_base = k + first.to(tl.int64) * k_time_stride
         v_base = v + first.to(tl.int64) * v_time_stride
@@ -66,7 +70,7 @@ def tile_forward_kernel(
     row_tiles, batch_groups, width, num_queries, query_shift, num_keys, score_scale,
     GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, QUERIES: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
-    BLOCK: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """o and lse of one tile of rows; late tiles start first, those of all batch entries and groups together."""
     tile = row_tiles - 1 - tl.program_id(0) // batch_groups
@@ -74,12 +78,11 @@ def tile_forward_kernel(
     batch = (batch_group // GROUPS).to(tl.int64)
     group = batch_group % GROUPS
     row = tl.arange(0, ROWS)
-    bit = row // Q_PER_KV
     head = row % Q_PER_KV
-    query = tile * QUERIES + bit
-    exists = (bit < QUERIES) & (query < num_queries)
-    # Bits of a word; rows behind them belong to no query.
-    bit = tl.minimum(bit, 31)
+    # Rows behind the last query that fits stand for it again.
+    in_tile = tl.minimum(row // Q_PER_KV, QUERIES - 1)
+    query = tile * QUERIES + in_tile
+    exists = (row < QUERIES * Q_PER_KV) & (query < num_queries)
     last_key = query + query_shift
     q += batch * q_batch_stride + group * Q_PER_KV * q_head_stride
     k += batch * k_batch_stride + group * k_head_stride
@@ -100,16 +103,18 @@ def tile_forward_kernel(
     masked = tl.load(counts + of_tile * 2)
     if BLOCK < KEYS:
         masked = end
+    tokens += of_tile * width
+    members += of_tile * width * WORDS
     o_1, o_2, running_max, running_sum = _attend_entries(
         o_1, o_2, running_max, running_sum, q_1, q_2, k, v, k_time_stride, v_time_stride,
-        tokens + of_tile * width, members + of_tile * width, bit, last_key, num_keys, 0, masked, score_scale,
-        D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, True,
+        tokens, members, in_tile, last_key, num_keys, 0, masked, score_scale,
+        D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, WORDS, True,
     )  # fmt: skip
     if BLOCK == KEYS:
         o_1, o_2, running_max, running_sum = _attend_entries(
             o_1, o_2, running_max, running_sum, q_1, q_2, k, v, k_time_stride, v_time_stride,
-            tokens + of_tile * width, members + of_tile * width, bit, last_key, num_keys, masked, end, score_scale,
-            D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, False,
+            tokens, members, in_tile, last_key, num_keys, masked, end, score_scale,
+            D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, WORDS, False,
         )  # fmt: skip
     sees = running_sum > 0
     safe_sum = tl.where(sees, running_sum, 1.0)
@@ -154,7 +159,8 @@ def tile_forward(
         row_tiles, batch * groups, width, num_queries, num_keys - num_queries, num_keys, score_scale,
         GROUPS=groups, Q_PER_KV=q_per_kv, QUERIES=queries, D=widths.size, D_1=widths.part_1, D_2=widths.part_2,
         V=value_widths.size, V_1=value_widths.part_1, V_2=value_widths.part_2, BLOCK=block_size,
-        KEYS=max(16, next_power_of_2(block_size)), ROWS=max(16, next_power_of_2(queries * q_per_kv)),
-        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        KEYS=max(16, next_power_of_2(block_size)), WORDS=lists.members.shape[-1],
+        ROWS=max(16, next_power_of_2(queries * q_per_kv)), num_warps=tile.warps, num_stages=tile.stages,
+        maxnreg=tile.registers,
     )  # fmt: skip
     return o, lse
