@@ -184,16 +184,17 @@ def test_strides_and_what_no_query_sees(order: str, device: str, monkeypatch: py
 
 
 def test_order_follows_from_the_shape() -> None:
-    assert dispatch.selected_order(1, 65536, 16, 64) == "query_major"
-    assert dispatch.selected_order(1, 64, 16, 64) == "query_major"
-    assert dispatch.selected_order(65536, 65536, 16, 64) == "block_major"
-    assert dispatch.selected_order(512, 65536, 16, 64) == "block_major"
+    assert dispatch.selected_order(1, 65536, 16, 64, 1) == "tiles"
+    assert dispatch.selected_order(1, 64, 16, 64, 1) == "tiles"
+    for heads, forward in ((1, "block_major"), (6, "block_major"), (8, "tiles"), (64, "tiles")):
+        assert dispatch.selected_order(65536, 65536, 16, 64, heads) == forward
+        assert dispatch.selected_order(512, 65536, 16, 64, heads) == forward
     for length, forward, backward in ((2048, "masked", "masked"), (4096, "masked", "block_major")):
-        assert dispatch.selected_order(length, length, 16, 64) == forward
-        assert dispatch.selected_order(length, length, 16, 64, backward=True) == backward
-        assert dispatch.selected_order(length, length, 16, 64, backward=True, packed=True) == forward
-    for backward in (False, True):
-        assert dispatch.selected_order(4097, 4097, 16, 64, backward=backward, packed=True) == "block_major"
+        assert dispatch.selected_order(length, length, 16, 64, 16) == forward
+        assert dispatch.selected_order(length, length, 16, 64, 16, backward=True) == backward
+        assert dispatch.selected_order(length, length, 16, 64, 16, backward=True, packed=True) == forward
+    for queries in (1, 4097):
+        assert dispatch.selected_order(queries, 4097, 16, 64, 16, backward=True, packed=True) == "block_major"
 
 
 def test_of_packed_documents_the_longest_counts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

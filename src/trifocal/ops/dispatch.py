@@ -41,6 +41,8 @@ MASKED_UP_TO = 4
 MASKED_BACKWARD_UP_TO = 2
 # With fewer queries than this for a block, on average, there is nothing to gain from holding the block.
 FEWEST_QUERIES_PER_BLOCK = 2
+# Heads of a group from which on forward takes tiles of long sequences.
+FEWEST_HEADS_OF_TILES = 8
 # A slot of fewer rows cannot be copied into a tile by itself.
 FEWEST_HEADS_OF_WARP_SPECIALIZED = 8
 # Programs a multiprocessor, at most, that the masked order's d_k, d_v makes of few blocks by cutting their rows into
@@ -228,23 +230,33 @@ def choice_on_hopper(q: Tensor, blocks: int, *, packed: bool) -> bool:
 
 
 def selected_order(
-    num_queries: int, longest: int, num_selected: int, block_size: int, *, backward: bool = False, packed: bool = False
+    num_queries: int,
+    longest: int,
+    num_selected: int,
+    block_size: int,
+    q_per_kv: int,
+    *,
+    backward: bool = False,
+    packed: bool = False,
 ) -> str:
-    """The loop order of selected attention: `"masked"`, `"query_major"` or `"block_major"`.
+    """The loop order of selected attention: `"tiles"`, `"masked"` or `"block_major"`; backward has no tiles.
 
     A pair of a tile of rows and a block costs the masked order less (per multiprocessor, 128 wide, 16 heads a group,
-    µs: forward 0.65 against 1.6, backward 2.6 against 2.5), but there are more of them: at length T, in blocks,
-    (T + 1) / 2 a query instead of at most n. So forward changes at 4 n blocks or so, backward at n or 2 n, the later
-    because the index has its own cost. The number of programs does not matter: both orders cut long ones.
+    µs: backward 2.6 against 2.5), but there are more of them: at length T, in blocks, (T + 1) / 2 a query instead of at
+    most n. So backward changes at n or 2 n, the later because the index has its own cost.
+
+    In forward, tiles multiply the blocks that neighbours chose together, block-major moves each query's partial
+    results: those of a small group are little beside what its many neighbours choose. The number of programs does not
+    matter: all orders cut long ones.
 
     `longest` are the keys of a batch entry or, in packed documents, of the longest document.
     """
     num_blocks = cdiv(longest, block_size)
-    queries_per_block = num_queries * min(num_selected, num_blocks) / num_blocks
-    if queries_per_block < FEWEST_QUERIES_PER_BLOCK:
-        return "query_major"
+    few_queries = num_queries * min(num_selected, num_blocks) < FEWEST_QUERIES_PER_BLOCK * num_blocks
     up_to = MASKED_BACKWARD_UP_TO if backward and not packed else MASKED_UP_TO
-    return "masked" if num_blocks <= up_to * num_selected else "block_major"
+    if not few_queries and num_blocks <= up_to * num_selected:
+        return "masked"
+    return "tiles" if not backward and (few_queries or q_per_kv >= FEWEST_HEADS_OF_TILES) else "block_major"
 
 
 def selected_on_hopper(kernel: str, *tensors: Tensor, q_per_kv: int, block_size: int) -> bool:

@@ -53,9 +53,8 @@ def selected_backward(
     if selected_blocks.shape[-1] == 0:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     longest = longest_document(k.shape[1], documents)
-    order = dispatch.selected_order(
-        q.shape[1], longest, selected_blocks.shape[-1], block_size, backward=True, packed=documents is not None
-    )
+    sizes = q.shape[1], longest, selected_blocks.shape[-1], block_size, q.shape[2] // k.shape[2]
+    order = dispatch.selected_order(*sizes, backward=True, packed=documents is not None)
     problem = SelectedProblem(
         d_o, q, k, v,
         lse.contiguous(),

@@ -450,10 +450,11 @@ def selected_forward(
     if num_selected == 0:
         o = q.new_zeros(batch, num_queries, num_heads, value_dim)
         return o, q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-    order = dispatch.selected_order(num_queries, longest_document(num_keys, documents), num_selected, block_size)
+    q_per_kv = num_heads // groups
+    longest = longest_document(num_keys, documents)
+    order = dispatch.selected_order(num_queries, longest, num_selected, block_size, q_per_kv)
     if order == "tiles":
         return tile_forward(q, k, v, selected_blocks, block_size, max(scale * LOG2_E, 1e-30), documents)
-    q_per_kv = num_heads // groups
     widths, value_widths = split_width(q.shape[-1]), split_width(value_dim)
     o = torch.empty(batch, num_queries, num_heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, num_queries, num_heads, dtype=torch.float32, device=q.device)
