@@ -14,7 +14,7 @@ from tests.ops_triton import problems
 from tests.ops_triton.forced import order_rule, selected_tile_rule
 from tests.ops_triton.problems import LARGE, PAPER, large
 from trifocal import ops
-from trifocal.ops import Documents, dispatch, selected_attention
+from trifocal.ops import Documents, devices, dispatch, selected_attention
 from trifocal.ops.tiles import SelectedTile
 from trifocal.ops.triton.selected.backward import selected_backward
 from trifocal.ops.triton.selected.forward import selected_forward
@@ -300,9 +300,11 @@ def test_the_last_part_holds_what_a_longest_length_that_is_too_small_leaves(
 
 def assert_right_on_a_gpu(case, order: str, portable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large case in bf16: output and gradients, and the same bits twice."""
-    monkeypatch.setattr(dispatch, "selected_order", order_rule(order))
+    backward = "block_major" if order == "tiles" else order
+    monkeypatch.setattr(dispatch, "selected_order", order_rule(order, backward))
     if portable:
         monkeypatch.setattr(dispatch, "selected_on_hopper", lambda *tensors, **sizes: False)
+        monkeypatch.setattr(dispatch, "tile_forward_on_hopper", lambda *tensors: False)
     inputs = problems.draw(case, torch.bfloat16)
     chosen, documents = problems.choice(case, inputs), problems.documents_of(case)
     q, k, v = inputs.q, inputs.k_slc, inputs.v_slc
@@ -342,3 +344,16 @@ def test_block_major_in_chunks_on_a_gpu(heads, portable, lengths, monkeypatch) -
     monkeypatch.setattr(dispatch, "SELECTED_BUFFER_BYTES", 1)
     case = large("in chunks", PAPER, 400, 2 * heads, 2, 64, 128, lengths=lengths)
     assert_right_on_a_gpu(case, "block_major", portable, monkeypatch)
+
+
+@needs_gpu
+@pytest.mark.parametrize("heads", [1, 3, 4, 6, 16, 48])
+@pytest.mark.parametrize("portable", [False, True], ids=["as chosen", "portable"])
+@pytest.mark.parametrize(
+    "sizes", [{"batch": 2}, {"keys": 900}, {"lengths": (200, 1, 64, 65, 70)}], ids=["plain", "later queries", "packed"]
+)
+def test_tiles_on_a_gpu(heads, portable, sizes, monkeypatch) -> None:
+    """Groups of any size, by programs that each take many tiles."""
+    monkeypatch.setattr(devices, "multiprocessors", lambda device: 5)
+    case = large("tiles", PAPER, 400, 2 * heads, 2, 64, 128, **sizes)
+    assert_right_on_a_gpu(case, "tiles", portable, monkeypatch)
