@@ -135,9 +135,9 @@ def test_a_given_choice_low_precision_gates_and_frozen_inputs():
     [
         ("masked", USUAL, torch.int64),
         ("block_major", LARGE_BLOCKS, torch.int64),
-        ("query_major", LARGE_BLOCKS, torch.int32),
+        ("tiles", LARGE_BLOCKS, torch.int32),
     ],
-    ids=["masked", "block-major, blocks in parts", "query-major, blocks in parts, int32"],
+    ids=["masked", "block-major, blocks in parts", "tiles, blocks in parts, int32"],
 )
 def test_an_index_of_no_block_selects_nothing_whatever_its_size(order, geometry, dtype, monkeypatch):
     """In 32 bits 2**32 is 0, and 2**30 is 0 where a block has four parts."""

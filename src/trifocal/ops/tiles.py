@@ -140,8 +140,6 @@ def selected_tile(
     if dtype == torch.float32:
         # Exact products run on the ordinary units, fully unrolled: large tiles would spill.
         return _selected_fp32(kernel, max(16, next_power_of_2(q_per_kv)))
-    if kernel == "query_major forward":
-        return SelectedTile(16, warps=4, stages=2)
     hopper = architecture == "hopper"
     if kernel in ("masked forward", "tile forward"):
         if columns <= 64:

@@ -2,9 +2,9 @@
 
 | order | when | a program holds | it loops over | traffic of a query and block |
 |---|---|---|---|---|
-| block-major | the usual | a block's k and v | the queries that chose it | q in; a partial o out and in again |
+| block-major | smaller groups | a block's k and v | the queries that chose it | q in; a partial o out and in again |
 | masked | most blocks are chosen | a tile of queries | all blocks | k and v, shared by the tile |
-| query-major | few queries after a long past | one query | its own blocks | k and v |
+| tiles | groups of 8 heads and more; few queries | a tile of queries | the blocks that any of them chose | k and v |
 
 Block-major: a block's slots (see `block_csr`) come in pieces; the tile's rows are the heads of the group of
 consecutive slots, so a tile is full at any group size. Each slot gets a partial o, normalised, in the inputs' type,
@@ -30,10 +30,10 @@ from trifocal.ops.triton.selected.block_csr import (
     choice_bits,
     default_documents,
     find_piece,
-    row_token,
     split_blocks,
 )
 from trifocal.ops.triton.selected.tile_forward import tile_forward
+from trifocal.ops.triton.selected.tile_lists import bitwise_or
 
 
 @triton.jit
@@ -173,11 +173,6 @@ def reduce_slots_kernel(
     if WEIGHTED:
         natural = tl.where(total > 0, (top + tl.log2(tl.where(total > 0, total, 1.0))) * LN_2, float("-inf"))
         tl.store(lse + number, natural, mask=exists)
-
-
-@triton.jit
-def bitwise_or(a, b):
-    return a | b
 
 
 @triton.jit
@@ -362,72 +357,6 @@ def _finish_rows(
     tl.store(lse + place, natural, mask=exists)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys"])
-def query_major_forward_kernel(
-    q, k, v, o, lse, selected_blocks, ids, positions, cu_seqlens,
-    q_batch_stride, q_time_stride, q_head_stride,
-    k_batch_stride, k_time_stride, k_head_stride,
-    v_batch_stride, v_time_stride, v_head_stride,
-    num_queries, query_shift, num_keys, score_scale,
-    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr,
-    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
-    BLOCK: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """o and lse of the heads of one query and group, over its blocks one after the other."""
-    row_group = tl.program_id(0)
-    row = row_group // GROUPS
-    group = row_group % GROUPS
-    batch = (row // num_queries).to(tl.int64)
-    query = (row % num_queries).to(tl.int64)
-    _, position, document_start, _ = row_token(row, num_queries, query_shift, ids, positions, cu_seqlens, PACKED)
-    head = tl.arange(0, ROWS)
-    exists = head < Q_PER_KV
-    q += batch * q_batch_stride + query * q_time_stride + group * Q_PER_KV * q_head_stride
-    k += batch * k_batch_stride + document_start.to(tl.int64) * k_time_stride + group * k_head_stride
-    v += batch * v_batch_stride + document_start.to(tl.int64) * v_time_stride + group * v_head_stride
-    q_1 = load_tile(q, head * q_head_stride, exists, 0, D_1, D, True)
-    q_2 = q_1
-    if D_2 > 0:
-        q_2 = load_tile(q, head * q_head_stride, exists, D_1, D_2, D, True)
-    running_max = tl.full([ROWS], LOWEST, tl.float32)
-    running_sum = tl.zeros([ROWS], tl.float32)
-    o_1 = tl.zeros([ROWS, V_1], tl.float32)
-    o_2 = running_sum
-    if V_2 > 0:
-        o_2 = tl.zeros([ROWS, V_2], tl.float32)
-    in_block = tl.arange(0, KEYS)
-    choice = selected_blocks + row_group.to(tl.int64) * NUM_SELECTED
-    every_place = tl.arange(0, NUM_SELECTED_PAD)
-    for place in tl.range(0, NUM_SELECTED):
-        block = tl.load(choice + place)
-        # A choice is a set: a repeated block was taken at its first place.
-        repeated = tl.sum((tl.load(choice + every_place, mask=every_place < place, other=-1) == block).to(tl.int32)) > 0
-        used = (block >= 0) & (block <= position // BLOCK) & (repeated == 0)
-        first_position = tl.where(used, block, 0) * BLOCK
-        key_exists = used & (in_block < BLOCK) & (first_position + in_block <= position)
-        k_base = k + first_position.to(tl.int64) * k_time_stride
-        v_base = v + first_position.to(tl.int64) * v_time_stride
-        k_1 = load_tile(k_base, in_block * k_time_stride, key_exists, 0, D_1, D, True)
-        scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
-        if D_2 > 0:
-            k_2 = load_tile(k_base, in_block * k_time_stride, key_exists, D_1, D_2, D, True)
-            scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
-        scores = tl.where(key_exists[None, :], scores * score_scale, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(scores, 1))
-        p = tl.exp2(scores - new_max[:, None])
-        decay = tl.exp2(running_max - new_max)
-        running_max = new_max
-        running_sum = running_sum * decay + tl.sum(p, 1)
-        v_1 = load_tile(v_base, in_block * v_time_stride, key_exists, 0, V_1, V, True)
-        p = p.to(v_1.dtype)
-        o_1 = tl.dot(p, v_1, o_1 * decay[:, None], input_precision="ieee")
-        if V_2 > 0:
-            v_2 = load_tile(v_base, in_block * v_time_stride, key_exists, V_1, V_2, V, True)
-            o_2 = tl.dot(p, v_2, o_2 * decay[:, None], input_precision="ieee")
-    _finish_rows(o, lse, o_1, o_2, running_max, running_sum, exists, row_group * Q_PER_KV + head, V, V_1, V_2)
-
-
 def selected_forward(
     q: Tensor,
     k: Tensor,
@@ -470,14 +399,6 @@ def selected_forward(
     kernel = f"{order} forward"
     on_hopper = dispatch.selected_on_hopper(kernel, q, k, v, q_per_kv=q_per_kv, block_size=block_size)
     tile = dispatch.selected_tile(kernel, q, v, q_per_kv, on_hopper=on_hopper)
-    if order == "query_major":
-        ids, positions, cu_seqlens = default_documents(documents, lse)
-        query_major_forward_kernel[(batch * num_queries * groups,)](
-            q, k, v, o, lse, selected_blocks, ids, positions, cu_seqlens, *all_strides, *shift, score_scale,
-            **shape, NUM_SELECTED=num_selected, NUM_SELECTED_PAD=next_power_of_2(num_selected),
-            ROWS=max(16, next_power_of_2(q_per_kv)), num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
-        return o, lse
     ids, positions, cu_seqlens = default_documents(documents, lse)
     if order == "masked":
         bits = choice_bits(selected_blocks, block_size, num_keys, documents)
