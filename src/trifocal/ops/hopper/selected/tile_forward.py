@@ -1,10 +1,10 @@
 """Selected attention for Hopper, forward: tiles of 128 rows that walk through their lists of blocks.
 
 A program has three parts that run side by side, as in `hopper.interval.forward`: two of 64 rows each and a loader. It
-stays on its multiprocessor and takes one tile after the other, late ones first. A step takes a pair of blocks of 64
-tokens, which lie anywhere, into one tile of 128 keys. Rows are the heads of neighbouring queries, `HEADS` rows a query:
-the heads of a group and, up to a power of two, some that are not stored. A row that did not choose a block gets -inf
-for its scores.
+stays on its multiprocessor and takes one tile after the other, of each group the late ones first. A step takes a pair
+of blocks of 64 tokens, which lie anywhere, into one tile of 128 keys. Rows are the heads of neighbouring queries,
+`HEADS` rows a query: the heads of a group and, up to a power of two, some that are not stored. A row that did not
+choose a block gets -inf for its scores.
 """
 
 from torch import Tensor
@@ -40,10 +40,13 @@ KEYS = gl.constexpr(128)
 # fmt: off
 
 @gluon.jit
-def place_tile(slot, row_tiles, batch_groups, GROUPS: gl.constexpr):
-    """Batch, group, tile and number of the tile's list of the slot-th tile."""
-    tile = row_tiles - 1 - slot // batch_groups
-    batch_group = slot % batch_groups
+def place_tile(slot, row_tiles, GROUPS: gl.constexpr):
+    """Batch, group, tile and number of the tile's list of the slot-th tile.
+
+    One group comes after the other: its keys stay in the second-level cache, and every program gets tiles of each.
+    """
+    batch_group = slot // row_tiles
+    tile = row_tiles - 1 - slot % row_tiles
     return batch_group // GROUPS, batch_group % GROUPS, tile, batch_group.to(gl.int64) * row_tiles + tile
 
 
@@ -67,12 +70,12 @@ def load_blocks(
     q_tiles, k_tiles, v_tiles, o_tiles = buffers
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
     tokens, members, counts = lists
-    slots, row_tiles, batch_groups, width, num_queries, query_shift = sizes
+    slots, row_tiles, width, num_queries, query_shift = sizes
     QUERIES: gl.constexpr = PART_ROWS // HEADS
     count = 0
     visit = 0
     for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
-        batch, group, tile, number = place_tile(slot, row_tiles, batch_groups, GROUPS)
+        batch, group, tile, number = place_tile(slot, row_tiles, GROUPS)
         entries = gl.load(counts + number * 2 + 1)
         of_tile = tokens + number * width
         for entry in range(0, entries, 2):
@@ -160,13 +163,13 @@ def attend_rows(
     q_tiles, k_tiles, v_tiles, o_tiles = buffers
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
     tokens, members, counts = lists
-    slots, row_tiles, batch_groups, width, num_queries, query_shift = sizes
+    slots, row_tiles, width, num_queries, query_shift = sizes
     row = gl.arange(0, PART_ROWS, ROW)
     bit = PART * QUERIES + row // HEADS
     count = 0
     visit = 0
     for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
-        batch, group, tile, number = place_tile(slot, row_tiles, batch_groups, GROUPS)
+        batch, group, tile, number = place_tile(slot, row_tiles, GROUPS)
         masked = gl.load(counts + number * 2)
         entries = gl.load(counts + number * 2 + 1)
         of_tokens = tokens + number * width
@@ -231,7 +234,7 @@ def attend_rows(
 @gluon.jit(do_not_specialize=["slots", "row_tiles", "width", "num_queries", "query_shift"])
 def tile_forward_hopper_kernel(
     q_source, k_source, v_source, o_target, o_pointer, lse, tokens, members, counts,
-    slots, row_tiles, batch_groups, width, num_queries, query_shift, score_scale,
+    slots, row_tiles, width, num_queries, query_shift, score_scale,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -245,7 +248,7 @@ def tile_forward_hopper_kernel(
     buffers = (q_tiles, k_tiles, v_tiles, o_tiles)
     barriers = make_barriers(STAGES)
     lists = (tokens, members, counts)
-    sizes = (slots, row_tiles, batch_groups, width, num_queries, query_shift)
+    sizes = (slots, row_tiles, width, num_queries, query_shift)
     gl.warp_specialize([
         (attend_rows, (0, o_target, o_pointer, lse, buffers, barriers, lists, sizes, score_scale,
                        GROUPS, Q_PER_KV, HEADS, D, V, STAGES)),
@@ -277,6 +280,6 @@ def launch_tile_forward(
     tile_forward_hopper_kernel[(min(slots, devices.multiprocessors(q.device)),)](
         tile_descriptor(q, queries, heads, dim), block_descriptor(k), block_descriptor(v),
         tile_descriptor(o, queries, heads, value_dim), o, lse, lists.tokens, lists.members, lists.counts,
-        slots, row_tiles, batch * groups, width, num_queries, num_keys - num_queries, score_scale,
+        slots, row_tiles, width, num_queries, num_keys - num_queries, score_scale,
         GROUPS=groups, Q_PER_KV=q_per_kv, HEADS=heads, D=dim, V=value_dim, STAGES=2, num_warps=4, maxnreg=168,
     )  # fmt: skip

@@ -19,21 +19,44 @@ from trifocal.ops.triton.selected.tile_lists import build_tile_lists
 
 
 @triton.jit
+def _token(tokens, entry, end):
+    """First token of an entry's block."""
+    return tl.load(tokens + entry, mask=entry < end, other=0)
+
+
+@triton.jit
+def _words(members, entry, end, query, WORDS: tl.constexpr):
+    """The words that say which queries chose an entry's block: one for all rows, or that of each row's query."""
+    if WORDS == 1:
+        word = tl.load(members + entry, mask=entry < end, other=0)
+    else:
+        word = tl.load(members + entry * WORDS + query // 32, mask=entry < end, other=0)
+    return word
+
+
+@triton.jit
 def _attend_entries(
     o_1, o_2, running_max, running_sum, q_1, q_2, k, v, k_time_stride, v_time_stride,
     tokens, members, query, last_key, num_keys, begin, end, score_scale,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, WORDS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take the blocks of some entries into the running softmax of the rows that chose them."""
+    """Take the blocks of some entries into the running softmax of the rows that chose them.
+
+    The tokens of the blocks three entries ahead are on their way while a block is worked on: the pipeline fetches keys
+    two blocks ahead and must not wait for their places.
+    """
     in_block = tl.arange(0, KEYS)
+    # The compiler pipelines no loop that hands values on unchanged; it cannot know that this is zero.
+    zero = num_keys >> 31
+    first_0 = _token(tokens, begin, end)
+    first_1 = _token(tokens, begin + 1, end)
+    first_2 = _token(tokens, begin + 2, end)
+    word = _words(members, begin, end, query, WORDS)
     for entry in tl.range(begin, end):
-        first = tl.load(tokens + entry)
-        if WORDS == 1:
-            word = tl.load(members + entry)
-        else:
-            word = tl.load(members + entry * WORDS + query // 32)
+        first = first_0
         chosen = ((word >> query % 32) & 1) != 0
+        word = _words(members, entry + 1, end, query, WORDS)
         keep = (in_block < BLOCK) & (first + in_block < num_keys)
         k_base = k + first.to(tl.int64) * k_time_stride
         v_base = v + first.to(tl.int64) * v_time_stride
@@ -57,6 +80,9 @@ def _attend_entries(
         if V_2 > 0:
             v_2 = load_tile(v_base, in_block * v_time_stride, keep, V_1, V_2, V, MASKED)
             o_2 = tl.dot(p, v_2, o_2 * decay[:, None], input_precision="ieee")
+        first_0 = first_1 + zero
+        first_1 = first_2 + zero
+        first_2 = _token(tokens, entry + 3, end)
     return o_1, o_2, running_max, running_sum
 
 
@@ -67,14 +93,14 @@ def tile_forward_kernel(
     q_batch_stride, q_time_stride, q_head_stride,
     k_batch_stride, k_time_stride, k_head_stride,
     v_batch_stride, v_time_stride, v_head_stride,
-    row_tiles, batch_groups, width, num_queries, query_shift, num_keys, score_scale,
+    row_tiles, width, num_queries, query_shift, num_keys, score_scale,
     GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, QUERIES: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of one tile of rows; late tiles start first, those of all batch entries and groups together."""
-    tile = row_tiles - 1 - tl.program_id(0) // batch_groups
-    batch_group = tl.program_id(0) % batch_groups
+    """o and lse of one tile of rows; of each group the late ones start first."""
+    tile = row_tiles - 1 - tl.program_id(0) % row_tiles
+    batch_group = tl.program_id(0) // row_tiles
     batch = (batch_group // GROUPS).to(tl.int64)
     group = batch_group % GROUPS
     row = tl.arange(0, ROWS)
@@ -156,7 +182,7 @@ def tile_forward(
     row_tiles, width = lists.tokens.shape[2:]
     tile_forward_kernel[(row_tiles * batch * groups,)](
         q, k, v, o, lse, lists.tokens, lists.members, lists.counts, *strides(q), *strides(k), *strides(v),
-        row_tiles, batch * groups, width, num_queries, num_keys - num_queries, num_keys, score_scale,
+        row_tiles, width, num_queries, num_keys - num_queries, num_keys, score_scale,
         GROUPS=groups, Q_PER_KV=q_per_kv, QUERIES=queries, D=widths.size, D_1=widths.part_1, D_2=widths.part_2,
         V=value_widths.size, V_1=value_widths.part_1, V_2=value_widths.part_2, BLOCK=block_size,
         KEYS=max(16, next_power_of_2(block_size)), WORDS=lists.members.shape[-1],
