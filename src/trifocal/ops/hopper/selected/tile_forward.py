@@ -1,10 +1,11 @@
 """Selected attention for Hopper, forward: tiles of 128 rows that walk through their lists of blocks.
 
 A program has three parts that run side by side, as in `hopper.interval.forward`: two of 64 rows each and a loader. It
-stays on its multiprocessor and takes one tile after the other, of each group the late ones first. A step takes a pair
-of blocks of 64 tokens, which lie anywhere, into one tile of 128 keys. Rows are the heads of neighbouring queries,
-`HEADS` rows a query: the heads of a group and, up to a power of two, some that are not stored. A row that did not
-choose a block gets -inf for its scores.
+stays on its multiprocessor and takes one tile after the other, of each group the late ones first; lists differ in
+length, so the loader draws the next tile's number when it has asked for all of one. A step takes a pair of blocks of 64
+tokens, which lie anywhere, into one tile of 128 keys. Rows are the heads of neighbouring queries, `HEADS` rows a query:
+the heads of a group and, up to a power of two, some that are not stored. A row that did not choose a block gets -inf
+for its scores.
 """
 
 from torch import Tensor
@@ -43,7 +44,7 @@ KEYS = gl.constexpr(128)
 def place_tile(slot, row_tiles, GROUPS: gl.constexpr):
     """Batch, group, tile and number of the tile's list of the slot-th tile.
 
-    One group comes after the other: its keys stay in the second-level cache, and every program gets tiles of each.
+    One group comes after the other, so that its keys stay in the second-level cache.
     """
     batch_group = slot // row_tiles
     tile = row_tiles - 1 - slot % row_tiles
@@ -66,15 +67,19 @@ def load_blocks(
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """The loader: k of the first pair, q, then v and k by turns."""
+    """The loader: k of the first pair, q, then v and k by turns; then the number of the next tile, for all parts.
+
+    It has two places for that number: q of a tile is not asked for before both parts have read the number.
+    """
     q_tiles, k_tiles, v_tiles, o_tiles = buffers
-    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
-    tokens, members, counts = lists
+    q_ready, q_free, k_ready, k_free, v_ready, v_free, drawn_ready = barriers
+    tokens, members, counts, drawn = lists
     slots, row_tiles, width, num_queries, query_shift = sizes
     QUERIES: gl.constexpr = PART_ROWS // HEADS
     count = 0
     visit = 0
-    for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
+    slot = gl.program_id(0)
+    while slot < slots:
         batch, group, tile, number = place_tile(slot, row_tiles, GROUPS)
         entries = gl.load(counts + number * 2 + 1)
         of_tile = tokens + number * width
@@ -95,6 +100,9 @@ def load_blocks(
             load_pair(v_source, batch, first, second, group, v_ready.index(stage), v_tiles.index(stage), V)
             count += 1
         visit += 1
+        slot = gl.num_programs(0) + gl.atomic_add(drawn, 1, sem="relaxed")
+        gl.store(drawn + 1 + 2 * gl.program_id(0) + visit % 2, slot)
+        mbarrier.arrive(drawn_ready.index(visit % 2), count=1)
 
 
 @gluon.jit
@@ -161,14 +169,15 @@ def attend_rows(
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     QUERIES: gl.constexpr = PART_ROWS // HEADS
     q_tiles, k_tiles, v_tiles, o_tiles = buffers
-    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
-    tokens, members, counts = lists
+    q_ready, q_free, k_ready, k_free, v_ready, v_free, drawn_ready = barriers
+    tokens, members, counts, drawn = lists
     slots, row_tiles, width, num_queries, query_shift = sizes
     row = gl.arange(0, PART_ROWS, ROW)
     bit = PART * QUERIES + row // HEADS
     count = 0
     visit = 0
-    for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
+    slot = gl.program_id(0)
+    while slot < slots:
         batch, group, tile, number = place_tile(slot, row_tiles, GROUPS)
         masked = gl.load(counts + number * 2)
         entries = gl.load(counts + number * 2 + 1)
@@ -203,6 +212,9 @@ def attend_rows(
         mbarrier.wait(v_ready.index(before), (count - 1) // STAGES & 1)
         p_operand = gl.convert_layout(p.to(v_tiles.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         o = warpgroup_mma(p_operand, v_tiles.index(before), o, is_async=True)
+        visit += 1
+        mbarrier.wait(drawn_ready.index(visit % 2), (visit - 1) // 2 & 1)
+        slot = gl.load(drawn + 1 + 2 * gl.program_id(0) + visit % 2, volatile=True)
         sees = running_sum > 0
         inverse = gl.where(sees, 1.0 / gl.where(sees, running_sum, 1.0), 0.0)
         natural = gl.where(sees, (running_max + gl.log2(gl.where(sees, running_sum, 1.0))) * LN_2, float("-inf"))
@@ -226,14 +238,13 @@ def attend_rows(
             o_place = (o_row // HEADS * (GROUPS * Q_PER_KV) + o_row % HEADS) * V
             pointers = o_pointer + place * V + o_place[:, None] + gl.arange(0, V, gl.SliceLayout(0, OUTPUT))[None, :]
             gl.store(pointers, o.to(o_tiles.dtype), mask=o_keep[:, None])
-        visit += 1
     tma.store_wait(0)
 
 
 @Kernel
 @gluon.jit(do_not_specialize=["slots", "row_tiles", "width", "num_queries", "query_shift"])
 def tile_forward_hopper_kernel(
-    q_source, k_source, v_source, o_target, o_pointer, lse, tokens, members, counts,
+    q_source, k_source, v_source, o_target, o_pointer, lse, tokens, members, counts, drawn,
     slots, row_tiles, width, num_queries, query_shift, score_scale,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
     STAGES: gl.constexpr,
@@ -246,8 +257,11 @@ def tile_forward_hopper_kernel(
     v_tiles = gl.allocate_shared_memory(v_source.dtype, [STAGES, KEYS, V], KEY_TILE)
     o_tiles = gl.allocate_shared_memory(o_target.dtype, [2] + o_target.block_type.shape, o_target.layout)
     buffers = (q_tiles, k_tiles, v_tiles, o_tiles)
-    barriers = make_barriers(STAGES)
-    lists = (tokens, members, counts)
+    drawn_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(2):
+        mbarrier.init(drawn_ready.index(place), count=1)
+    barriers = make_barriers(STAGES) + (drawn_ready,)
+    lists = (tokens, members, counts, drawn)
     sizes = (slots, row_tiles, width, num_queries, query_shift)
     gl.warp_specialize([
         (attend_rows, (0, o_target, o_pointer, lse, buffers, barriers, lists, sizes, score_scale,
@@ -277,9 +291,12 @@ def launch_tile_forward(
     queries = PART_ROWS.value // heads
     row_tiles, width = lists.tokens.shape[2:]
     slots = row_tiles * batch * groups
-    tile_forward_hopper_kernel[(min(slots, devices.multiprocessors(q.device)),)](
+    programs = min(slots, devices.multiprocessors(q.device))
+    # How many tiles were drawn, and two numbers of each program's tiles.
+    drawn = lists.counts.new_zeros(1 + 2 * programs)
+    tile_forward_hopper_kernel[(programs,)](
         tile_descriptor(q, queries, heads, dim), block_descriptor(k), block_descriptor(v),
         tile_descriptor(o, queries, heads, value_dim), o, lse, lists.tokens, lists.members, lists.counts,
-        slots, row_tiles, width, num_queries, num_keys - num_queries, score_scale,
+        drawn, slots, row_tiles, width, num_queries, num_keys - num_queries, score_scale,
         GROUPS=groups, Q_PER_KV=q_per_kv, HEADS=heads, D=dim, V=value_dim, STAGES=2, num_warps=4, maxnreg=168,
     )  # fmt: skip
