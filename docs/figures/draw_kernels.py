@@ -93,9 +93,9 @@ def draw_orders(selected_blocks: Tensor) -> Figure:
         chosen[row, [int(block) for block in choice if block >= 0]] = True
     own = (first + np.arange(count)) // 16
     titles = (
-        ("block-major", "holds one block,\npasses the queries that chose it", "the usual"),
+        ("tiles", "holds a tile of queries,\npasses the blocks that any of them chose", "the usual"),
         ("masked", "holds a tile of queries,\npasses all blocks, masks row by row", "short pasts"),
-        ("query-major", "holds one query,\npasses the blocks that it chose", "decoding"),
+        ("block-major", "holds one block,\npasses the queries that chose it", "small groups"),
     )
     for ax, (name, what, when) in zip(figure.subplots(1, 3), titles, strict=True):
         image = np.full((count, blocks, 3), 1.0)
@@ -115,10 +115,10 @@ def draw_orders(selected_blocks: Tensor) -> Figure:
             _hold(ax, 0, 12, own[15] + 1, 4, [(b, r) for r in range(12, 16) for b in np.flatnonzero(chosen[r])])
             _path(ax, (0.5, 14), (own[15] + 0.5, 14))
         else:
-            row = 12
-            places = np.flatnonzero(chosen[row])
-            _hold(ax, 0, row, own[row] + 1, 1, [(b, row) for b in places])
-            _path(ax, (places[0] + 0.5, row + 0.5), (places[-1] + 0.5, row + 0.5))
+            places = np.flatnonzero(chosen[12:16].any(0))
+            for block in places:
+                _hold(ax, block, 12, 1, 4, [(block, r) for r in range(12, 16) if chosen[r, block]])
+            _path(ax, (places[-1] + 0.5, 14), (places[0] + 0.5, 14))
         ax.set_title(name, color=SELECTED, fontweight="bold", pad=34)
         ax.text(0.5, 1.025, what, transform=ax.transAxes, ha="center", va="bottom", fontsize=8.5, color=QUIET)
         ax.set(xticks=[], yticks=[], xlabel="blocks of keys")
