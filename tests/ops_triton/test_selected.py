@@ -177,17 +177,19 @@ def test_strides_and_what_no_query_sees(order: str, device: str, monkeypatch: py
 
 
 def test_order_follows_from_the_shape() -> None:
-    assert dispatch.selected_order(1, 65536, 16, 64, 1) == "tiles"
-    assert dispatch.selected_order(1, 64, 16, 64, 1) == "tiles"
-    for heads, forward in ((1, "block_major"), (6, "block_major"), (8, "tiles"), (64, "tiles")):
-        assert dispatch.selected_order(65536, 65536, 16, 64, heads) == forward
-        assert dispatch.selected_order(512, 65536, 16, 64, heads) == forward
-    for length, forward, backward in ((2048, "masked", "masked"), (4096, "masked", "block_major")):
-        assert dispatch.selected_order(length, length, 16, 64, 16) == forward
-        assert dispatch.selected_order(length, length, 16, 64, 16, backward=True) == backward
-        assert dispatch.selected_order(length, length, 16, 64, 16, backward=True, packed=True) == forward
+    order = dispatch.selected_order
+    for heads, longest in ((1, 4096), (2, 4096), (3, 8192), (7, 8192), (8, 2**20), (64, 2**20)):
+        assert order(1, 65536, 16, 64, heads) == order(1, 64, 16, 64, heads) == "tiles"
+        assert order(2048, 2048, 16, 64, heads) == "masked"
+        assert order(2049, 2049, 16, 64, heads) == order(longest, longest, 16, 64, heads) == "tiles"
+        if heads < 8:
+            assert order(longest + 1, longest + 1, 16, 64, heads) == "block_major"
+            assert order(512, 65536, 16, 64, heads) == "block_major"
+    for length, backward, packed in ((2048, "masked", "masked"), (4096, "block_major", "masked")):
+        assert order(length, length, 16, 64, 16, backward=True) == backward
+        assert order(length, length, 16, 64, 16, backward=True, packed=True) == packed
     for queries in (1, 4097):
-        assert dispatch.selected_order(queries, 4097, 16, 64, 16, backward=True, packed=True) == "block_major"
+        assert order(queries, 4097, 16, 64, 16, backward=True, packed=True) == "block_major"
 
 
 def test_of_packed_documents_the_longest_counts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

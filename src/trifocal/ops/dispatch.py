@@ -13,6 +13,7 @@ run `benchmarks/kernels.py`. Importing this module imports no Triton.
 
 import importlib
 import importlib.util
+import math
 from collections import Counter
 from types import ModuleType
 from typing import Any, Literal
@@ -36,13 +37,14 @@ SELECTED_CACHED_BYTES = 2**23
 FEWEST_SLOTS_OF_A_BLOCK = 32
 IMPORTANCE_BUFFER_BYTES = 2**28
 # Up to this many times the blocks of a choice, going through all of them is cheaper than sorting out the chosen; in
-# backward only up to fewer, but for packed documents, most of which are shorter than the longest.
-MASKED_UP_TO = 4
-MASKED_BACKWARD_UP_TO = 2
+# backward only, up to more for packed documents, most of which are shorter than the longest.
+MASKED_UP_TO = 2
+MASKED_PACKED_BACKWARD_UP_TO = 4
 # With fewer queries than this for a block, on average, there is nothing to gain from holding the block.
 FEWEST_QUERIES_PER_BLOCK = 2
-# Heads of a group from which on forward takes tiles of long sequences.
-FEWEST_HEADS_OF_TILES = 8
+# Up to this many times the blocks of a choice, groups of at most so many heads take tiles; larger groups always do. A
+# tile of few heads has many queries, which together choose more the more blocks there are.
+TILES_UP_TO = {2: 4, 7: 8}
 # A slot of fewer rows cannot be copied into a tile by itself.
 FEWEST_HEADS_OF_WARP_SPECIALIZED = 8
 # Programs a multiprocessor, at most, that the masked order's d_k, d_v makes of few blocks by cutting their rows into
@@ -239,24 +241,26 @@ def selected_order(
     backward: bool = False,
     packed: bool = False,
 ) -> str:
-    """The loop order of selected attention: `"tiles"`, `"masked"` or `"block_major"`; backward has no tiles.
+    """The loop order of selected attention: `"masked"`, `"block_major"` or, in forward, `"tiles"`.
 
-    A pair of a tile of rows and a block costs the masked order less (per multiprocessor, 128 wide, 16 heads a group,
-    µs: backward 2.6 against 2.5), but there are more of them: at length T, in blocks, (T + 1) / 2 a query instead of at
-    most n. So backward changes at n or 2 n, the later because the index has its own cost.
+    A pair of a tile of rows and a block costs the masked order about as much as block-major (backward, per
+    multiprocessor, 128 wide, 16 heads a group: 2.6 µs against 2.5), but there are more of them: at length T, in blocks,
+    (T + 1) / 2 a query instead of at most n. The number of programs does not matter: all orders cut long ones.
 
-    In forward, tiles multiply the blocks that neighbours chose together, block-major moves each query's partial
-    results: those of a small group are little beside what its many neighbours choose. The number of programs does not
-    matter: all orders cut long ones.
+    Forward's tiles multiply the blocks that neighbours chose together, at most all; block-major moves a partial result
+    of each query and block.
 
     `longest` are the keys of a batch entry or, in packed documents, of the longest document.
     """
     num_blocks = cdiv(longest, block_size)
     few_queries = num_queries * min(num_selected, num_blocks) < FEWEST_QUERIES_PER_BLOCK * num_blocks
-    up_to = MASKED_BACKWARD_UP_TO if backward and not packed else MASKED_UP_TO
+    up_to = MASKED_PACKED_BACKWARD_UP_TO if backward and packed else MASKED_UP_TO
     if not few_queries and num_blocks <= up_to * num_selected:
         return "masked"
-    return "tiles" if not backward and (few_queries or q_per_kv >= FEWEST_HEADS_OF_TILES) else "block_major"
+    if backward:
+        return "block_major"
+    tiles_up_to = next((most for heads, most in TILES_UP_TO.items() if q_per_kv <= heads), math.inf)
+    return "tiles" if few_queries or num_blocks <= tiles_up_to * num_selected else "block_major"
 
 
 def selected_on_hopper(kernel: str, *tensors: Tensor, q_per_kv: int, block_size: int) -> bool:
