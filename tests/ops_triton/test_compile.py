@@ -294,8 +294,8 @@ def test_every_kernel_is_compiled(tmp_path):
     for call in ("cmp 128, one head", "win 128, six heads"):
         assert interval <= of_call(call)
     assert {"interval_dkdv_hopper_kernel", "row_numbers_kernel"} <= of_call("win 64")
-    assert "block_major_backward_warp_specialized_kernel" in of_call("128, block-major")
-    six_heads = {"block_major_forward_hopper_kernel", "block_major_backward_hopper_kernel"}
+    assert "block_major_dkdv_warp_specialized_kernel" in of_call("128, block-major")
+    six_heads = {"block_major_forward_hopper_kernel", "block_major_dkdv_hopper_kernel"}
     assert six_heads <= of_call("64, block-major, six heads")
     assert of_call("64, tiles, six heads") == {"tile_lists_kernel", "tile_forward_hopper_kernel"}
     assert of_call("few queries") == {"importance_kernel", "choice_hopper_kernel"}

@@ -53,12 +53,13 @@ CASES = (
     Case("blocks larger than a tile", 40, 140, 2, 2, geometry=TWO_TILES, num_selected=2),
     Case("blocks of no power of two, one head a group", 30, 100, 2, 2, geometry=NO_POWER, num_selected=2),
     Case("more may be selected than there are blocks", 20, 20, num_selected=5),
+    Case("more heads a group than rows of a tile", 21, 37, 20, 1),
 )
 ORDERS = ("block_major", "masked", "tiles")
 
 
 def draw(case: Case, seed: int = 0):
-    """q, k, v, the gradient of o, and a choice with pads, repetitions, future blocks and no order."""
+    """q, k, v, the gradient of o, and a choice with pads, repetitions, future blocks, no order, and rows of pads."""
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(case.batch, case.queries, case.heads, case.dim, generator=generator)
     k = torch.randn(case.batch, case.keys, case.groups, case.dim, generator=generator)
@@ -67,6 +68,7 @@ def draw(case: Case, seed: int = 0):
     blocks = case.geometry.num_selection_blocks(case.keys)
     shape = (case.batch, case.queries, case.groups, case.num_selected)
     chosen = torch.randint(-1, blocks + 1, shape, generator=generator, dtype=torch.int32)
+    chosen[:, 5:9] = -1
     return q, k, v, d_o, chosen
 
 
@@ -127,6 +129,7 @@ def test_chunks_of_rows_and_pieces_of_blocks(
     monkeypatch.setattr(dispatch, "selected_order", order_rule("block_major"))
     monkeypatch.setattr(dispatch, "selected_tile", selected_tile_rule(tile))
     monkeypatch.setattr(dispatch, limit, 1)
+    monkeypatch.setattr(dispatch, "GATHERED_BYTES", 1)
     monkeypatch.setattr(dispatch, "FEWEST_SLOTS_OF_A_BLOCK", 1)
     o, lse = selected_forward(q, k, v, chosen, case.geometry, 0.25, documents)
     got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, documents)
@@ -232,6 +235,14 @@ def test_blocks_behind_a_longest_length_that_is_too_small_are_left_out(
     assert_close("d_q", d_q, expected[1], torch.float32)
 
 
+def test_a_chunk_that_is_gathered_stays_in_the_cache_and_gives_blocks_enough() -> None:
+    # 8 KiB a row: 16 heads of 128 columns of q and d_o.
+    assert dispatch.gathered_rows(8192, 1024, 16) == dispatch.GATHERED_BYTES // 8192
+    # A million tokens: 32 slots a block, on average.
+    assert dispatch.gathered_rows(8192, 16384, 16) == 32 * 16384 // 16
+    assert dispatch.gathered_rows(2**30, 1, 16) == 64
+
+
 def test_programs_are_cut_where_there_are_few() -> None:
     # 16 sequences of 2,048 tokens, 12/2 heads: 1,024 blocks are enough for 132 multiprocessors.
     assert dispatch.masked_part_queries(2048, 6, 16 * 2 * 32, 132) == 2048
@@ -299,7 +310,7 @@ def assert_right_on_a_gpu(case, order: str, portable: bool, monkeypatch: pytest.
     monkeypatch.setattr(dispatch, "selected_order", order_rule(order, backward))
     if portable:
         monkeypatch.setattr(dispatch, "selected_on_hopper", lambda *tensors, **sizes: False)
-        monkeypatch.setattr(dispatch, "tile_forward_on_hopper", lambda *tensors: False)
+        monkeypatch.setattr(dispatch, "tiles_on_hopper", lambda *tensors, **sizes: False)
     inputs = problems.draw(case, torch.bfloat16)
     chosen, documents = problems.choice(case, inputs), problems.documents_of(case)
     q, k, v = inputs.q, inputs.k_slc, inputs.v_slc
@@ -337,6 +348,7 @@ def test_block_major_in_chunks_on_a_gpu(heads, portable, lengths, monkeypatch) -
     """Groups of any size, whole slots in a tile or not; rows of several chunks, whose d_k and d_v are added up."""
     # One byte: as few rows in a chunk as can be.
     monkeypatch.setattr(dispatch, "SELECTED_BUFFER_BYTES", 1)
+    monkeypatch.setattr(dispatch, "GATHERED_BYTES", 1)
     case = large("in chunks", PAPER, 400, 2 * heads, 2, 64, 128, lengths=lengths)
     assert_right_on_a_gpu(case, "block_major", portable, monkeypatch)
 

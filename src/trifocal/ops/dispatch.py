@@ -54,6 +54,8 @@ ENOUGH_PROGRAMS = 12
 FEWEST_ROWS_OF_A_PART = 1024
 # Programs a multiprocessor from which on the Hopper kernel for the window's d_k and d_v runs.
 FEWEST_PROGRAMS_OF_WINDOW_DKDV = 0.75
+# As the bytes above, for the queries and gradients that d_k and d_v gather: a chunk's parts are summed before the next.
+GATHERED_BYTES = 2**26
 # Queries, of all batch entries, up to which the portable importance kernel runs on Hopper too: up to there the other
 # gains nothing on an H200 (0.108 ms instead of 0.109 at shape B), while its descriptors cost the host 0.1 ms.
 MAX_QUERIES_OF_PORTABLE_IMPORTANCE = 8192
@@ -63,7 +65,7 @@ ENOUGH_DECODE_PROGRAMS = 2
 MAX_DECODE_PROGRAMS = 16
 # Selection blocks up to which the Hopper kernel of the choice runs.
 MAX_BLOCKS_OF_WARP = 2048
-_BLOCK_MAJOR = ("block_major forward", "block_major backward")
+_BLOCK_MAJOR = ("block_major forward", "block_major dkdv")
 
 _choices: Counter[tuple[str, str, str]] = Counter()
 
@@ -266,7 +268,7 @@ def selected_order(
 def selected_on_hopper(kernel: str, *tensors: Tensor, q_per_kv: int, block_size: int) -> bool:
     """Whether a Hopper kernel of selected attention takes these queries, keys and values, [B, *, heads, D].
 
-    There is one for `"block_major forward"`, `"block_major backward"` and `"masked dkdv"`: 16-bit types; widths of 64
+    There is one for `"block_major forward"`, `"block_major dkdv"` and `"masked dkdv"`: 16-bit types; widths of 64
     and 128; blocks of 64 tokens; rows that are copied 16 bytes at a time; for block-major, a slot in a tile of 64 rows.
     """
     return (
@@ -278,8 +280,8 @@ def selected_on_hopper(kernel: str, *tensors: Tensor, q_per_kv: int, block_size:
     )
 
 
-def tile_forward_on_hopper(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> bool:
-    """Whether the Hopper kernel of selected attention's tiles runs: the copy engine copies whole queries and blocks.
+def tiles_on_hopper(q: Tensor, k: Tensor, v: Tensor, *others: Tensor, block_size: int) -> bool:
+    """Whether a Hopper kernel of selected attention's tiles runs: the copy engine copies whole queries and blocks.
 
     It takes groups of 3 to 64 heads, blocks of 64 tokens and widths of 64 and 128; where both are 64, the portable one
     is as fast or faster. Its programs must fill the device.
@@ -291,7 +293,7 @@ def tile_forward_on_hopper(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> 
         and (q.shape[-1], v.shape[-1]) in ((128, 128), (128, 64), (64, 128))
         and devices.is_hopper(q.device)
         and q.shape[0] * k.shape[2] * cdiv(q.shape[1], 128 // heads) >= devices.multiprocessors(q.device)
-        and tma_fits(q, k, v)
+        and tma_fits(q, k, v, *others)
     )
 
 
@@ -306,7 +308,7 @@ def queries_of_tile(q: Tensor, q_per_kv: int, rows: int, groups: int) -> int:
     return queries
 
 
-def block_major_backward_is_warp_specialized(q_per_kv: int, *tensors: Tensor) -> bool:
+def block_major_dkdv_is_warp_specialized(q_per_kv: int, *tensors: Tensor) -> bool:
     """Whether the warp-specialized one of both Hopper kernels runs: the copy engine copies the heads of one slot.
 
     The pattern of shared memory repeats after 8 rows: a slot with fewer cannot be copied into a tile by itself.
@@ -359,12 +361,14 @@ def masked_part_queries(num_queries: int, q_per_kv: int, blocks: int, multiproce
     return cdiv(cdiv(num_queries, parts), 64) * 64 if parts > 1 else num_queries
 
 
-def partial_d_q_type(dtype: torch.dtype, num_selected: int, *, on_hopper: bool) -> torch.dtype:
-    """Type of a slot's share of d_q: fp32 for short choices, where it needs no more memory than long ones' 16 bits.
+def gathered_rows(bytes_of_row: int, num_blocks: int, num_selected: int) -> int:
+    """How many rows (batch, query) the block-major d_k, d_v sorts by block at a time, a multiple of 64.
 
-    In 16 bits each share is rounded before they are added, and a sum of few shares errs by more of itself.
+    One group's queries of a chunk, which its blocks gather one after the other, pass through the second-level cache;
+    but a block is to find enough of them in a chunk that its keys, values and sums are little beside them.
     """
-    return torch.float32 if num_selected <= 8 and not on_hopper else dtype
+    most = max(GATHERED_BYTES // bytes_of_row, FEWEST_SLOTS_OF_A_BLOCK * num_blocks // num_selected)
+    return max(64, most // 64 * 64)
 
 
 def _columns(q: Tensor, v: Tensor) -> tuple[int, int]:

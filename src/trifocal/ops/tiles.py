@@ -133,8 +133,8 @@ LARGEST_BLOCK = 64
 def selected_tile(
     kernel: str, dtype: torch.dtype, q_per_kv: int, dim: int, value_dim: int, architecture: str
 ) -> SelectedTile:
-    """The tile of a kernel of selected attention: `"forward"` and an order, `"block_major backward"`, `"masked d_q"` or
-    `"masked dkdv"`. `dim` and `value_dim` are columns as a tile holds them.
+    """The tile of a kernel of selected attention: an order and `"forward"`, `"block_major dkdv"`, `"tile d_q"`,
+    `"masked d_q"` or `"masked dkdv"`. `dim` and `value_dim` are columns as a tile holds them.
     """
     columns = max(dim, value_dim)
     if dtype == torch.float32:
@@ -148,7 +148,7 @@ def selected_tile(
     if kernel == "block_major forward":
         stages = 2 if columns > 128 or q_per_kv >= 16 else 3
         return SelectedTile(64, warps=4, stages=stages, piece_slots=max(64, 512 // q_per_kv))
-    if kernel == "block_major backward":
+    if kernel == "block_major dkdv":
         if columns > 128:
             return SelectedTile(64, warps=8, stages=1, piece_slots=256)
         warps, stages = (4, 2) if hopper else (8, 2 if columns > 64 and architecture == "ampere" else 1)
@@ -157,7 +157,7 @@ def selected_tile(
         if hopper:
             return SelectedTile(64, warps=8 if columns > 128 else 4, stages=1)
         return SelectedTile(32 if columns > 128 else 64, warps=8, stages=2)
-    assert kernel == "masked d_q", kernel
+    assert kernel in ("masked d_q", "tile d_q"), kernel
     if columns <= 64:
         return SelectedTile(64, warps=4, stages=3, registers=168) if hopper else SelectedTile(64, warps=8, stages=2)
     if not hopper:
@@ -168,11 +168,9 @@ def selected_tile(
 def _selected_fp32(kernel: str, rows: int) -> SelectedTile:
     if kernel == "masked forward":
         return SelectedTile(32, warps=8, stages=1)
-    if kernel == "tile forward":
+    if kernel in ("masked dkdv", "masked d_q", "tile forward", "tile d_q"):
         return SelectedTile(16, warps=8, stages=1)
-    if kernel in ("masked dkdv", "masked d_q"):
-        return SelectedTile(16, warps=8, stages=1)
-    if kernel == "block_major backward":
+    if kernel == "block_major dkdv":
         return SelectedTile(rows, warps=8, stages=1, piece_slots=128)
     return SelectedTile(rows, warps=4 if rows == 16 else 8, stages=1, piece_slots=64)
 
@@ -182,7 +180,7 @@ def hopper_selected_tile(kernel: str, q_per_kv: int, columns: int) -> SelectedTi
     pieces = 0
     if kernel == "block_major forward":
         pieces = max(64, 1024 // q_per_kv)
-    if kernel == "block_major backward":
+    if kernel == "block_major dkdv":
         # Narrow tiles take less time each, beside which a piece's own sums are to stay small.
         pieces = max(256 if columns > 64 else 512, 2048 // q_per_kv)
     return SelectedTile(64, warps=4, stages=1, piece_slots=pieces)

@@ -1,9 +1,9 @@
-"""Selected attention, backward: the two loop orders of the forward that training takes.
+"""Selected attention, backward.
 
 | order | kernel | a program holds | it loops over | out |
 |---|---|---|---|---|
-| block-major | backward | a block's k, v, d_k, d_v | the slots of a piece | d_k, d_v of the piece; d_q of each slot |
-| | reduction | a row's d_q | its slots, in order | d_q |
+| block-major | d_q | a tile of queries, q, d_o, d_q | the list of blocks that one of them chose | d_q |
+| | d_k, d_v | a block's k, v, d_k, d_v | the slots of a piece | d_k, d_v of the piece |
 | | reduction | a block's d_k, d_v | its pieces, in order | d_k, d_v |
 | masked | d_q | a tile of queries, q, d_o, d_q | blocks | d_q |
 | | d_k, d_v | a block's k, v, d_k, d_v | all later queries, all heads of the group | d_k, d_v |
@@ -21,10 +21,11 @@ from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, longest_document
 from trifocal.ops.triton.combine import row_sums
 from trifocal.ops.triton.common import unit_stride
-from trifocal.ops.triton.selected.backward_block_major import block_major_backward
+from trifocal.ops.triton.selected.backward_block_major import block_major_dkdv
 from trifocal.ops.triton.selected.backward_masked import masked_backward
 from trifocal.ops.triton.selected.block_csr import split_blocks
 from trifocal.ops.triton.selected.problem import SelectedProblem
+from trifocal.ops.triton.selected.tile_d_q import tile_d_q
 
 
 def selected_backward(
@@ -62,4 +63,6 @@ def selected_backward(
         None if gate is None else gate.contiguous(),
         selected_blocks, block_size, scale, documents,
     )  # fmt: skip
-    return masked_backward(problem) if order == "masked" else block_major_backward(problem, order)
+    if order == "masked":
+        return masked_backward(problem)
+    return tile_d_q(problem), *block_major_dkdv(problem)

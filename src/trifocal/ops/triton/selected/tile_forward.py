@@ -169,7 +169,7 @@ def tile_forward(
     q_per_kv = num_heads // groups
     o = torch.empty(batch, num_queries, num_heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, num_queries, num_heads, dtype=torch.float32, device=q.device)
-    on_hopper = dispatch.tile_forward_on_hopper(q, k, v, block_size)
+    on_hopper = dispatch.tiles_on_hopper(q, k, v, block_size=block_size)
     if on_hopper:
         queries = 128 // next_power_of_2(q_per_kv)
         lists = build_tile_lists(selected_blocks, block_size, num_keys, documents, queries)

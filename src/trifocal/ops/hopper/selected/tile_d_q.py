@@ -1,0 +1,272 @@
+"""Hopper version of `triton.selected.tile_d_q`, in Gluon; `interval.d_q` divides its programs in the same way.
+
+Each half of the warps holds 64 rows of q, d_o and d_q, the heads of a few neighbouring queries. The loader brings the
+blocks of a tile's list; a half leaves out those that none of its own queries chose. From memory, per tile of rows: q
+and d_o once, k and v of the listed blocks, d_q out. Where a group's heads are no power of two, the rows behind them
+take the next group's heads, and are not stored.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from trifocal.ops import devices
+from trifocal.ops.hopper.common import PART_ROWS, tile_descriptor, tma_load
+from trifocal.ops.hopper.interval.common import make_barriers
+from trifocal.ops.hopper.interval.forward import settle
+from trifocal.ops.tiles import cdiv
+from trifocal.ops.triton.common import LOG2_E_KERNEL
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.selected.problem import SelectedProblem
+from trifocal.ops.triton.selected.tile_lists import TileLists
+
+# fmt: off
+
+@gluon.jit
+def place_tile(slot, lists, counts, GROUPS: gl.constexpr):
+    """Batch, group and number of the slot-th tile, late ones first; its list; entries to mask, and all."""
+    tokens, members, entries, width = lists
+    slots, row_tiles, batch_groups, num_queries = counts
+    tile = row_tiles - 1 - slot // batch_groups
+    batch_group = slot % batch_groups
+    number = batch_group.to(gl.int64) * row_tiles + tile
+    masked = gl.load(entries + number * 2)
+    end = gl.load(entries + number * 2 + 1)
+    first = number * width
+    return batch_group // GROUPS, batch_group % GROUPS, tile, tokens + first, members + first, masked, end
+
+
+@gluon.jit
+def load_blocks(
+    descriptors, buffers, barriers, lists, counts,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
+):
+    """The loader: k of the first block, q and d_o, then v and k by turns."""
+    q_source, k_source, v_source, d_o_source = descriptors
+    q_tiles, k_tiles, v_tiles, d_o_tiles = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    QUERIES: gl.constexpr = PART_ROWS // HEADS
+    count = 0
+    visit = 0
+    for slot in range(gl.program_id(0), counts[0], gl.num_programs(0)):
+        batch, group, tile, tokens, _members, _masked, end = place_tile(slot, lists, counts, GROUPS)
+        following = gl.load(tokens)
+        for entry in range(end):
+            token = following
+            following = gl.load(tokens + gl.minimum(entry + 1, end - 1))
+            stage = count % STAGES
+            free = (count // STAGES & 1) ^ 1
+            mbarrier.wait(k_free.index(stage), free)
+            mbarrier.expect(k_ready.index(stage), k_source.block_type.nbytes)
+            tma_load(k_source, [batch, token, group, 0], k_ready.index(stage), k_tiles.index(stage))
+            if entry == 0:
+                for part in gl.static_range(2):
+                    query = (2 * tile + part) * QUERIES
+                    ready = q_ready.index(part)
+                    mbarrier.wait(q_free.index(part), (visit & 1) ^ 1)
+                    mbarrier.expect(ready, q_source.block_type.nbytes + d_o_source.block_type.nbytes)
+                    tma_load(q_source, [batch, query, group * Q_PER_KV, 0], ready, q_tiles.index(part))
+                    tma_load(d_o_source, [batch, query, group * Q_PER_KV, 0], ready, d_o_tiles.index(part))
+            mbarrier.wait(v_free.index(stage), free)
+            mbarrier.expect(v_ready.index(stage), v_source.block_type.nbytes)
+            tma_load(v_source, [batch, token, group, 0], v_ready.index(stage), v_tiles.index(stage))
+            count += 1
+        visit += 1
+
+
+@gluon.jit
+def add_late(d_q, d_scores, late, k_tiles, k_free, BLOCK: gl.constexpr, D: gl.constexpr, OPERAND: gl.constexpr):
+    """Add the product that was left, if one was, and give its keys back: the loader may need their place."""
+    if late >= 0:
+        d_q = warpgroup_mma(d_scores, k_tiles.index(late).reshape([BLOCK, D]), d_q, is_async=True)
+        d_q, d_scores = warpgroup_mma_wait(0, [d_q, d_scores])
+        mbarrier.arrive(k_free.index(late), count=1)
+        d_scores = gl.zeros([PART_ROWS, BLOCK], k_tiles.dtype, OPERAND)
+    return d_q, d_scores
+
+
+@gluon.jit
+def gather_rows(
+    d_q, d_scores, late, count, rows, buffers, barriers, tokens, members, start, stop, end, score_scale,
+    PART: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, LATE: gl.constexpr, SETTLE: gl.constexpr,
+    SCORES: gl.constexpr, OUTPUT: gl.constexpr,
+):
+    """Add the shares of the entries from start to stop to d_q.
+
+    With LATE the product of a block's d_scores and keys is left for the next block, under whose scores it runs; `late`
+    is the stage of those keys, or -1.
+    """
+    QUERIES: gl.constexpr = PART_ROWS // HEADS
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
+    row_bit, row_token, row_lse, row_delta, row_gate = rows
+    q_tiles, k_tiles, v_tiles, d_o_tiles = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    q_tile = q_tiles.index(PART).reshape([PART_ROWS, D])
+    d_o_tile = d_o_tiles.index(PART).reshape([PART_ROWS, V])
+    following = gl.load(members + gl.minimum(start, end - 1))
+    for entry in range(start, stop):
+        chosen = following
+        if MASKED:
+            first_key = gl.load(tokens + entry)
+        following = gl.load(members + gl.minimum(entry + 1, end - 1))
+        stage = count % STAGES
+        phase = count // STAGES & 1
+        mbarrier.wait(k_ready.index(stage), phase)
+        if ((chosen >> (PART * QUERIES)) & ((1 << QUERIES) - 1)) == 0:
+            mbarrier.wait(v_ready.index(stage), phase)
+            mbarrier.arrive(v_free.index(stage), count=1)
+            mbarrier.arrive(k_free.index(stage), count=1)
+            if LATE:
+                d_q, d_scores = add_late(d_q, d_scores, late, k_tiles, k_free, BLOCK, D, OPERAND)
+                late = -1
+        else:
+            k_tile = k_tiles.index(stage).reshape([BLOCK, D])
+            v_tile = v_tiles.index(stage).reshape([BLOCK, V])
+            zeros = gl.zeros([PART_ROWS, BLOCK], gl.float32, SCORES)
+            scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            mbarrier.wait(v_ready.index(stage), phase)
+            d_p = warpgroup_mma(d_o_tile, v_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            if LATE:
+                late_tile = k_tiles.index(gl.where(late < 0, stage, late)).reshape([BLOCK, D])
+                d_q = warpgroup_mma(d_scores, late_tile, d_q, is_async=True)
+                scores = warpgroup_mma_wait(2, [scores])
+            else:
+                scores = warpgroup_mma_wait(1, [scores])
+            lse_here = gl.where(((chosen >> row_bit) & 1) != 0, row_lse, float("inf"))
+            p = gl.exp2(scores * score_scale - lse_here[:, None])
+            if GATED:
+                p = p * row_gate[:, None]
+            if SETTLE:
+                settle(gl.sum(p, 1))
+            if LATE:
+                d_p = warpgroup_mma_wait(1, [d_p])
+            else:
+                d_p = warpgroup_mma_wait(0, [d_p])
+            mbarrier.arrive(v_free.index(stage), count=1)
+            product = p * (d_p - row_delta[:, None])
+            if MASKED:
+                key = first_key + gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
+                product = gl.where(key[None, :] <= row_token[:, None], product, 0.0)
+            operand = gl.convert_layout(product.to(v_tiles.dtype), OPERAND)
+            if LATE:
+                d_q, d_scores = warpgroup_mma_wait(0, [d_q, d_scores])
+                if late >= 0:
+                    mbarrier.arrive(k_free.index(late), count=1)
+                d_scores = operand
+                late = stage
+            else:
+                d_q = warpgroup_mma(operand, k_tile, d_q, is_async=True)
+                d_q = warpgroup_mma_wait(0, [d_q])
+                mbarrier.arrive(k_free.index(stage), count=1)
+        count += 1
+    return d_q, d_scores, late, count
+
+
+@gluon.jit
+def sum_rows(
+    PART: gl.constexpr, lse, delta, gate, d_q_target, buffers, barriers, lists, counts, query_shift, scale, score_scale,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
+    GATED: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr, SETTLE: gl.constexpr,
+):
+    """d_q of one half of each tile of rows."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
+    QUERIES: gl.constexpr = PART_ROWS // HEADS
+    slots, row_tiles, batch_groups, num_queries = counts
+    q_tiles, k_tiles, v_tiles, d_o_tiles = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    row = gl.arange(0, PART_ROWS, gl.SliceLayout(1, SCORES))
+    count = 0
+    visit = 0
+    for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
+        batch, group, tile, tokens, members, masked, end = place_tile(slot, lists, counts, GROUPS)
+        first_query = (2 * tile + PART) * QUERIES
+        query = gl.minimum(first_query + row // HEADS, num_queries - 1)
+        head = gl.minimum(row % HEADS, Q_PER_KV - 1)
+        place = (batch * num_queries + query).to(gl.int64) * (GROUPS * Q_PER_KV) + group * Q_PER_KV + head
+        row_lse = gl.load(lse + place)
+        nothing = (row_lse == float("-inf")) | (row % HEADS >= Q_PER_KV)
+        row_lse = gl.where(nothing, float("inf"), row_lse * LOG2_E_KERNEL)
+        row_delta = gl.load(delta + place)
+        row_gate = row_delta
+        if GATED:
+            row_gate = gl.load(gate + place).to(gl.float32)
+        rows = (PART * QUERIES + row // HEADS, query + query_shift, row_lse, row_delta, row_gate)
+        d_q = gl.zeros([PART_ROWS, D], gl.float32, OUTPUT)
+        d_scores = gl.zeros([PART_ROWS, BLOCK], v_tiles.dtype, OPERAND)
+        late = -1
+        mbarrier.wait(q_ready.index(PART), visit & 1)
+        d_q, d_scores, late, count = gather_rows(
+            d_q, d_scores, late, count, rows, buffers, barriers, tokens, members, 0, masked, end, score_scale,
+            PART, HEADS, D, V, GATED, BLOCK, STAGES, True, LATE, SETTLE, SCORES, OUTPUT)
+        d_q, d_scores, late, count = gather_rows(
+            d_q, d_scores, late, count, rows, buffers, barriers, tokens, members, masked, end, end, score_scale,
+            PART, HEADS, D, V, GATED, BLOCK, STAGES, False, LATE, SETTLE, SCORES, OUTPUT)
+        mbarrier.arrive(q_free.index(PART), count=1)
+        if LATE:
+            d_q, d_scores = add_late(d_q, d_scores, late, k_tiles, k_free, BLOCK, D, OPERAND)
+        out_row = gl.arange(0, PART_ROWS, gl.SliceLayout(1, OUTPUT))
+        exists = (first_query + out_row // HEADS < num_queries) & (out_row % HEADS < Q_PER_KV)
+        target = d_q_target + ((batch.to(gl.int64) * num_queries + first_query) * GROUPS + group) * Q_PER_KV * D
+        out_place = ((out_row // HEADS) * (GROUPS * Q_PER_KV) + out_row % HEADS) * D
+        columns = gl.arange(0, D, gl.SliceLayout(0, OUTPUT))
+        gl.store(target + out_place[:, None] + columns[None, :], (d_q * scale).to(q_tiles.dtype), mask=exists[:, None])
+        visit += 1
+
+
+@Kernel
+@gluon.jit(do_not_specialize=["slots", "row_tiles", "num_queries", "query_shift", "width"])
+def tile_d_q_hopper_kernel(
+    q_source, k_source, v_source, d_o_source, lse, delta, gate, d_q_target, tokens, members, entries,
+    slots, row_tiles, batch_groups, num_queries, query_shift, width, scale, score_scale,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
+    BLOCK: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr, SETTLE: gl.constexpr,
+):
+    """d_q of every tile of rows that falls to this program."""
+    q_tiles = gl.allocate_shared_memory(q_source.dtype, [2] + q_source.block_type.shape, q_source.layout)
+    d_o_tiles = gl.allocate_shared_memory(d_o_source.dtype, [2] + d_o_source.block_type.shape, d_o_source.layout)
+    k_tiles = gl.allocate_shared_memory(k_source.dtype, [STAGES] + k_source.block_type.shape, k_source.layout)
+    v_tiles = gl.allocate_shared_memory(v_source.dtype, [STAGES] + v_source.block_type.shape, v_source.layout)
+    descriptors = (q_source, k_source, v_source, d_o_source)
+    buffers = (q_tiles, k_tiles, v_tiles, d_o_tiles)
+    barriers = make_barriers(STAGES)
+    lists = (tokens, members, entries, width)
+    counts = (slots, row_tiles, batch_groups, num_queries)
+    gl.warp_specialize([
+        (sum_rows, (0, lse, delta, gate, d_q_target, buffers, barriers, lists, counts, query_shift, scale, score_scale,
+                    GROUPS, Q_PER_KV, HEADS, D, V, GATED, BLOCK, STAGES, LATE, SETTLE)),
+        (sum_rows, (1, lse, delta, gate, d_q_target, buffers, barriers, lists, counts, query_shift, scale, score_scale,
+                    GROUPS, Q_PER_KV, HEADS, D, V, GATED, BLOCK, STAGES, LATE, SETTLE)),
+        (load_blocks, (descriptors, buffers, barriers, lists, counts, GROUPS, Q_PER_KV, HEADS, STAGES)),
+    ], [4, 1], [240, 24])
+
+# fmt: on
+
+
+def launch_tile_d_q(
+    problem: SelectedProblem, d_q: Tensor, lists: TileLists, stages: int = 3, late: bool = True, settled: bool = True
+) -> None:
+    """Write d_q [B, T, H, D], contiguous."""
+    p = problem
+    batch, num_queries, _, dim = p.q.shape
+    num_keys, groups, value_dim = p.v.shape[1:]
+    queries = lists.queries // 2
+    heads = PART_ROWS.value // queries
+    row_tiles = cdiv(num_queries, lists.queries)
+    batch_groups = batch * groups
+    slots = row_tiles * batch_groups
+    tile_d_q_hopper_kernel[(min(slots, devices.multiprocessors(p.q.device)),)](
+        tile_descriptor(p.q, queries, heads, dim), tile_descriptor(p.k, p.block_size, 1, dim),
+        tile_descriptor(p.v, p.block_size, 1, value_dim), tile_descriptor(p.d_o, queries, heads, value_dim),
+        *p.rows()[-3:], d_q, lists.tokens, lists.members, lists.counts,
+        slots, row_tiles, batch_groups, num_queries, num_keys - num_queries, lists.tokens.shape[-1], p.scale,
+        p.score_scale, GROUPS=groups, Q_PER_KV=p.q_per_kv, HEADS=heads, D=dim, V=value_dim, BLOCK=p.block_size,
+        GATED=p.gate is not None, STAGES=stages, LATE=late, SETTLE=settled, num_warps=4, maxnreg=168,
+    )  # fmt: skip

@@ -1,0 +1,150 @@
+"""d_q of the selected branch by tiles: the rows of neighbouring queries go through the blocks that any of them chose.
+
+Each row adds only what its own query chose (`tile_lists`), so the result is exact and is stored once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trifocal.ops import dispatch
+from trifocal.ops.tiles import cdiv, next_power_of_2
+from trifocal.ops.triton.common import load_tile, store_tile
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.selected.problem import SelectedProblem, row_numbers
+from trifocal.ops.triton.selected.tile_lists import build_tile_lists
+
+
+@triton.jit
+def _d_q_of_blocks(
+    d_q_1, d_q_2, q_1, q_2, d_o_1, d_o_2, k, v, k_time_stride, v_time_stride, lse_2, delta_row, gate_row,
+    tokens, members, in_tile, last_key, num_keys, first, end, score_scale,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, WORDS: tl.constexpr, MASKED: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Add the shares of some entries of the tile's list to d_q of the rows that chose them."""
+    in_block = tl.arange(0, KEYS)
+    for entry in tl.range(first, end):
+        first_token = tl.load(tokens + entry)
+        if WORDS == 1:
+            word = tl.load(members + entry)
+        else:
+            word = tl.load(members + entry * WORDS + in_tile // 32)
+        chosen = ((word >> in_tile % 32) & 1) != 0
+        keep = (in_block < BLOCK) & (first_token + in_block < num_keys)
+        k_base = k + first_token.to(tl.int64) * k_time_stride
+        v_base = v + first_token.to(tl.int64) * v_time_stride
+        k_1 = load_tile(k_base, in_block * k_time_stride, keep, 0, D_1, D, MASKED)
+        scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
+        if D_2 > 0:
+            k_2 = load_tile(k_base, in_block * k_time_stride, keep, D_1, D_2, D, MASKED)
+            scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
+        v_1 = load_tile(v_base, in_block * v_time_stride, keep, 0, V_1, V, MASKED)
+        d_p = tl.dot(d_o_1, tl.trans(v_1), input_precision="ieee")
+        if V_2 > 0:
+            v_2 = load_tile(v_base, in_block * v_time_stride, keep, V_1, V_2, V, MASKED)
+            d_p = tl.dot(d_o_2, tl.trans(v_2), d_p, input_precision="ieee")
+        p = tl.exp2(scores * score_scale - tl.where(chosen, lse_2, float("inf"))[:, None])
+        if MASKED:
+            p = tl.where(keep[None, :] & (first_token + in_block[None, :] <= last_key[:, None]), p, 0.0)
+        if GATED:
+            p = p * gate_row[:, None]
+        d_scores = (p * (d_p - delta_row[:, None])).to(k_1.dtype)
+        d_q_1 = tl.dot(d_scores, k_1, d_q_1, input_precision="ieee")
+        if D_2 > 0:
+            d_q_2 = tl.dot(d_scores, k_2, d_q_2, input_precision="ieee")
+    return d_q_1, d_q_2
+
+
+@Kernel
+@triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "row_tiles", "width"])
+def tile_d_q_kernel(
+    q, k, v, d_o, lse, delta, gate, d_q, tokens, members, counts,
+    q_batch_stride, q_time_stride, q_head_stride,
+    k_batch_stride, k_time_stride, k_head_stride,
+    v_batch_stride, v_time_stride, v_head_stride,
+    d_batch_stride, d_time_stride, d_head_stride,
+    num_queries, query_shift, num_keys, row_tiles, batch_groups, width, score_scale, scale,
+    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, GATED: tl.constexpr, QUERIES: tl.constexpr, WORDS: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """d_q of ROWS rows of a tile of queries; late tiles start first, those of all batch entries and groups together."""
+    tile = row_tiles - 1 - tl.program_id(0) // batch_groups
+    batch_group = tl.program_id(0) % batch_groups
+    batch = (batch_group // GROUPS).to(tl.int64)
+    group = batch_group % GROUPS
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    head = row % Q_PER_KV
+    # Rows behind the last query that fits stand for it again.
+    in_tile = tl.minimum(row // Q_PER_KV, QUERIES - 1)
+    query = tile * QUERIES + in_tile
+    exists = (row < QUERIES * Q_PER_KV) & (query < num_queries)
+    place = (batch * num_queries + query) * (GROUPS * Q_PER_KV) + group * Q_PER_KV + head
+    lse_2, delta_row, gate_row = row_numbers(lse, delta, gate, place, exists, GATED)
+    q += batch * q_batch_stride + group * Q_PER_KV * q_head_stride
+    d_o += batch * d_batch_stride + group * Q_PER_KV * d_head_stride
+    k += batch * k_batch_stride + group * k_head_stride
+    v += batch * v_batch_stride + group * v_head_stride
+    q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
+    d_offsets = query.to(tl.int64) * d_time_stride + head * d_head_stride
+    q_1 = load_tile(q, q_offsets, exists, 0, D_1, D, True)
+    d_o_1 = load_tile(d_o, d_offsets, exists, 0, V_1, V, True)
+    q_2 = q_1
+    d_o_2 = d_o_1
+    d_q_1 = tl.zeros([ROWS, D_1], tl.float32)
+    d_q_2 = lse_2
+    if D_2 > 0:
+        q_2 = load_tile(q, q_offsets, exists, D_1, D_2, D, True)
+        d_q_2 = tl.zeros([ROWS, D_2], tl.float32)
+    if V_2 > 0:
+        d_o_2 = load_tile(d_o, d_offsets, exists, V_1, V_2, V, True)
+    of_tile = batch_group.to(tl.int64) * row_tiles + tile
+    end = tl.load(counts + of_tile * 2 + 1)
+    masked = tl.load(counts + of_tile * 2)
+    if BLOCK < KEYS:
+        masked = end
+    tokens += of_tile * width
+    members += of_tile * width * WORDS
+    d_q_1, d_q_2 = _d_q_of_blocks(
+        d_q_1, d_q_2, q_1, q_2, d_o_1, d_o_2, k, v, k_time_stride, v_time_stride, lse_2, delta_row, gate_row,
+        tokens, members, in_tile, query + query_shift, num_keys, 0, masked, score_scale,
+        D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, WORDS, True, GATED,
+    )  # fmt: skip
+    if BLOCK == KEYS:
+        d_q_1, d_q_2 = _d_q_of_blocks(
+            d_q_1, d_q_2, q_1, q_2, d_o_1, d_o_2, k, v, k_time_stride, v_time_stride, lse_2, delta_row, gate_row,
+            tokens, members, in_tile, query + query_shift, num_keys, masked, end, score_scale,
+            D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, WORDS, False, GATED,
+        )  # fmt: skip
+    store_tile(d_q, place * D, exists, d_q_1 * scale, 0, D_1, D)
+    if D_2 > 0:
+        store_tile(d_q, place * D, exists, d_q_2 * scale, D_1, D_2, D)
+
+
+def tile_d_q(problem: SelectedProblem) -> Tensor:
+    """d_q, [B, T, H, D]."""
+    p, q_per_kv = problem, problem.q_per_kv
+    batch, num_keys, groups = p.k.shape[:3]
+    on_hopper = dispatch.tiles_on_hopper(p.q, p.k, p.v, p.d_o, block_size=p.block_size)
+    tile = dispatch.selected_tile("tile d_q", p.q, p.v, q_per_kv, on_hopper=False)
+    queries = dispatch.queries_of_tile(p.q, q_per_kv, tile.BLOCK_M, batch * groups)
+    if on_hopper:
+        queries = 128 // next_power_of_2(q_per_kv)
+    lists = build_tile_lists(p.selected_blocks, p.block_size, num_keys, p.documents, queries)
+    d_q = torch.empty(p.q.shape, dtype=p.q.dtype, device=p.q.device)
+    if on_hopper:
+        dispatch.hopper("selected.tile_d_q").launch_tile_d_q(p, d_q, lists)
+        return d_q
+    row_tiles, width = lists.tokens.shape[2:]
+    rows = min(tile.BLOCK_M, max(16, next_power_of_2(queries * q_per_kv)))
+    constants = p.constants()
+    del constants["PACKED"]
+    tile_d_q_kernel[row_tiles * batch * groups, cdiv(queries * q_per_kv, rows)](
+        *p.rows(), d_q, lists.tokens, lists.members, lists.counts, *p.sizes(), row_tiles, batch * groups, width,
+        p.score_scale, p.scale, **constants, QUERIES=queries, WORDS=lists.members.shape[-1], ROWS=rows,
+        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+    )  # fmt: skip
+    return d_q
