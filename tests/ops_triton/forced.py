@@ -12,14 +12,9 @@ TILE = Tile(32, 16, 4, 1)
 OTHER_TILE = Tile(16, 32, 4, 1)
 
 
-def order_rule(forward: str, backward: str | None = None) -> Callable[..., str]:
-    """`dispatch.selected_order` that always takes one loop order; backward the same unless given."""
-
-    def rule(*sizes: int, backward: bool = False, packed: bool = False) -> str:
-        return wanted[backward]
-
-    wanted = {False: forward, True: backward or forward}
-    return rule
+def order_rule(order: str) -> Callable[..., str]:
+    """`dispatch.selected_order` that always takes one loop order."""
+    return lambda *sizes, backward=False, packed=False: order
 
 
 def interval_tile_rule(kernel: str, *tensors: Any, window: bool) -> Tile:

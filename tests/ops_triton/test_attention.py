@@ -141,8 +141,7 @@ def test_a_given_choice_low_precision_gates_and_frozen_inputs():
 )
 def test_an_index_of_no_block_selects_nothing_whatever_its_size(order, geometry, dtype, monkeypatch):
     """In 32 bits 2**32 is 0, and 2**30 is 0 where a block has four parts."""
-    backward = "masked" if order == "masked" else "block_major"
-    monkeypatch.setattr(dispatch, "selected_order", order_rule(order, backward))
+    monkeypatch.setattr(dispatch, "selected_order", order_rule(order))
     numbers = [2**30, 2**29, 999, 2**31 - 1, -1, -(2**31)]
     if dtype == torch.int64:
         numbers += [2**31, 2**32, -(2**32), -(2**63), 2**63 - 1]

@@ -73,10 +73,7 @@ def calls(part):
             rules["masked_part_queries"] = lambda *sizes: part_queries
         with mock.patch.multiple(dispatch, **rules):
             selected_forward(q, k, v, chosen, geometry, 0.1, documents)
-            if order in ("block_major", "masked"):
-                selected_backward(
-                    d_o, q, k, v, d_o, lse, chosen, geometry, 0.1, documents, gate=gate, delta=lse
-                )  # fmt: skip
+            selected_backward(d_o, q, k, v, d_o, lse, chosen, geometry, 0.1, documents, gate=gate, delta=lse)
 
     def scoring(heads, groups, dim, packed=False, geometry=None, length=16384):
         geometry = geometry or Geometry()
@@ -158,7 +155,7 @@ def calls(part):
             call("128, tiles", selected, *middle, "tiles"),
             call("64, tiles, six heads", selected, *narrow, "tiles", **again),
             call("192/128, tiles", selected, *wide, "tiles"),
-            call("256, tiles", selected, 8, 2, 256, 256, "tiles", **again),
+            call("256, tiles", selected, 8, 2, 256, 256, "tiles", again="tile"),
         ],
         "ampere interval": lambda: [
             call("cmp 192/128", attention, *wide, "cmp", **packed),
@@ -294,10 +291,11 @@ def test_every_kernel_is_compiled(tmp_path):
     for call in ("cmp 128, one head", "win 128, six heads"):
         assert interval <= of_call(call)
     assert {"interval_dkdv_hopper_kernel", "row_numbers_kernel"} <= of_call("win 64")
-    assert "block_major_dkdv_warp_specialized_kernel" in of_call("128, block-major")
-    six_heads = {"block_major_forward_hopper_kernel", "block_major_dkdv_hopper_kernel"}
-    assert six_heads <= of_call("64, block-major, six heads")
-    assert of_call("64, tiles, six heads") == {"tile_lists_kernel", "tile_forward_hopper_kernel"}
+    gathered = {"_slot_keys_kernel", "block_major_backward_hopper_kernel", "reduce_pieces_kernel"}
+    assert gathered | {"block_major_forward_hopper_kernel"} <= of_call("64, block-major, six heads")
+    in_tiles = {"tile_lists_kernel", "tile_forward_hopper_kernel", "tile_d_q_hopper_kernel"}
+    assert of_call("64, tiles, six heads") == in_tiles | gathered
+    assert in_tiles | {"block_major_dkdv_warp_specialized_kernel"} <= of_call("128, tiles")
     assert of_call("few queries") == {"importance_kernel", "choice_hopper_kernel"}
 
 

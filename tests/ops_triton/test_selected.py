@@ -101,22 +101,24 @@ def test_values_and_gradients(case: Case, order: str, device: str, monkeypatch: 
     q, k, v, d_o, chosen = (x.to(device) for x in inputs)
     documents, scale = documents_of(case, device), case.dim**-0.5
     o, lse = selected_forward(q, k, v, chosen, case.geometry, scale, documents)
-    got = [o]
-    if order in ("block_major", "masked"):
-        got += selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, scale, documents)
-    for name, actual, wanted in zip(("o", "d_q", "d_k", "d_v"), got, expected, strict=False):
+    got = [o, *selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, scale, documents)]
+    for name, actual, wanted in zip(("o", "d_q", "d_k", "d_v"), got, expected, strict=True):
         assert_close(name, actual, wanted, torch.float32)
     nothing = expected[0].abs().sum(-1) == 0
     assert torch.equal(lse.cpu() == -math.inf, nothing)
 
 
 @pytest.mark.parametrize(
-    ("limit", "lengths"),
-    [("SELECTED_BUFFER_BYTES", None), ("SELECTED_CACHED_BYTES", (36, 17, 17))],
-    ids=["two batch entries", "packed"],
+    ("limit", "order", "lengths"),
+    [
+        ("SELECTED_BUFFER_BYTES", "block_major", None),
+        ("SELECTED_CACHED_BYTES", "block_major", (36, 17, 17)),
+        ("GATHERED_BYTES", "tiles", (36, 17, 17)),
+    ],
+    ids=["two batch entries", "packed", "tiles"],
 )
 def test_chunks_of_rows_and_pieces_of_blocks(
-    lengths: tuple[int, ...] | None, limit: str, device: str, monkeypatch: pytest.MonkeyPatch
+    lengths: tuple[int, ...] | None, limit: str, order: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks of the least size, one or several at a time, and pieces of a few slots give the same sums as one."""
     case = Case("chunks", 70, 70, heads=2, batch=1 if lengths else 2, lengths=lengths)
@@ -126,10 +128,9 @@ def test_chunks_of_rows_and_pieces_of_blocks(
     expected = exact(case, *(x.cpu() for x in (q, k, v, d_o, chosen)))
     documents = documents_of(case, device)
     tile = SelectedTile(16, warps=4, stages=1, piece_slots=16)
-    monkeypatch.setattr(dispatch, "selected_order", order_rule("block_major"))
+    monkeypatch.setattr(dispatch, "selected_order", order_rule(order))
     monkeypatch.setattr(dispatch, "selected_tile", selected_tile_rule(tile))
     monkeypatch.setattr(dispatch, limit, 1)
-    monkeypatch.setattr(dispatch, "GATHERED_BYTES", 1)
     monkeypatch.setattr(dispatch, "FEWEST_SLOTS_OF_A_BLOCK", 1)
     o, lse = selected_forward(q, k, v, chosen, case.geometry, 0.25, documents)
     got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, documents)
@@ -140,9 +141,10 @@ def test_chunks_of_rows_and_pieces_of_blocks(
         assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
 
 
-def test_gate_is_a_factor_on_the_gradient(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the block-major order; the masked one's is that of the parts below."""
-    monkeypatch.setattr(dispatch, "selected_order", order_rule("block_major"))
+@pytest.mark.parametrize("order", ["block_major", "tiles"])
+def test_gate_is_a_factor_on_the_gradient(order: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The masked order's is that of the parts below."""
+    monkeypatch.setattr(dispatch, "selected_order", order_rule(order))
     case = Case("gate", 24, 24, heads=4, groups=2)
     q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
     gate = torch.rand(1, 24, 4, generator=torch.Generator().manual_seed(3)).to(device)
@@ -170,13 +172,12 @@ def test_strides_and_what_no_query_sees(order: str, device: str, monkeypatch: py
     k, v = kv[..., :16], kv[..., 20:36]
     o, lse = selected_forward(q, k, v, chosen, case.geometry, 0.25, None)
     assert_close("o", o, expected[0], torch.float32)
-    if order in ("block_major", "masked"):
-        got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, None)
-        assert_close("d_q", got[0], expected[1], torch.float32)
-        for name, actual, wanted in zip(("d_k", "d_v"), got[1:], expected[2:], strict=True):
-            seen = torch.ones(60, dtype=torch.bool)
-            seen[16:32] = False
-            assert_close(name, actual[:, seen.to(device)], wanted[:, seen], torch.float32)
+    got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, None)
+    assert_close("d_q", got[0], expected[1], torch.float32)
+    for name, actual, wanted in zip(("d_k", "d_v"), got[1:], expected[2:], strict=True):
+        seen = torch.ones(60, dtype=torch.bool)
+        seen[16:32] = False
+        assert_close(name, actual[:, seen.to(device)], wanted[:, seen], torch.float32)
 
 
 def test_order_follows_from_the_shape() -> None:
@@ -188,11 +189,11 @@ def test_order_follows_from_the_shape() -> None:
         if heads < 8:
             assert order(longest + 1, longest + 1, 16, 64, heads) == "block_major"
             assert order(512, 65536, 16, 64, heads) == "block_major"
-    for length, backward, packed in ((2048, "masked", "masked"), (4096, "block_major", "masked")):
+    for length, backward, packed in ((2048, "masked", "masked"), (4096, "tiles", "masked")):
         assert order(length, length, 16, 64, 16, backward=True) == backward
         assert order(length, length, 16, 64, 16, backward=True, packed=True) == packed
     for queries in (1, 4097):
-        assert order(queries, 4097, 16, 64, 16, backward=True, packed=True) == "block_major"
+        assert order(queries, 4097, 16, 64, 16, backward=True, packed=True) == "tiles"
 
 
 def test_of_packed_documents_the_longest_counts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,8 +307,7 @@ def test_the_last_part_holds_what_a_longest_length_that_is_too_small_leaves(
 
 def assert_right_on_a_gpu(case, order: str, portable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large case in bf16: output and gradients, and the same bits twice."""
-    backward = "block_major" if order == "tiles" else order
-    monkeypatch.setattr(dispatch, "selected_order", order_rule(order, backward))
+    monkeypatch.setattr(dispatch, "selected_order", order_rule(order))
     if portable:
         monkeypatch.setattr(dispatch, "selected_on_hopper", lambda *tensors, **sizes: False)
         monkeypatch.setattr(dispatch, "tiles_on_hopper", lambda *tensors, **sizes: False)
@@ -348,7 +348,6 @@ def test_block_major_in_chunks_on_a_gpu(heads, portable, lengths, monkeypatch) -
     """Groups of any size, whole slots in a tile or not; rows of several chunks, whose d_k and d_v are added up."""
     # One byte: as few rows in a chunk as can be.
     monkeypatch.setattr(dispatch, "SELECTED_BUFFER_BYTES", 1)
-    monkeypatch.setattr(dispatch, "GATHERED_BYTES", 1)
     case = large("in chunks", PAPER, 400, 2 * heads, 2, 64, 128, lengths=lengths)
     assert_right_on_a_gpu(case, "block_major", portable, monkeypatch)
 
@@ -360,7 +359,8 @@ def test_block_major_in_chunks_on_a_gpu(heads, portable, lengths, monkeypatch) -
     "sizes", [{"batch": 2}, {"keys": 900}, {"lengths": (200, 1, 64, 65, 70)}], ids=["plain", "later queries", "packed"]
 )
 def test_tiles_on_a_gpu(heads, portable, sizes, monkeypatch) -> None:
-    """Groups of any size, by programs that each take many tiles."""
+    """Groups of any size, by programs that each take many tiles; in backward, rows of several chunks."""
     monkeypatch.setattr(devices, "multiprocessors", lambda device: 5)
+    monkeypatch.setattr(dispatch, "GATHERED_BYTES", 1)
     case = large("tiles", PAPER, 400, 2 * heads, 2, 64, 128, **sizes)
     assert_right_on_a_gpu(case, "tiles", portable, monkeypatch)

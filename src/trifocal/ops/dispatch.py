@@ -54,8 +54,8 @@ ENOUGH_PROGRAMS = 12
 FEWEST_ROWS_OF_A_PART = 1024
 # Programs a multiprocessor from which on the Hopper kernel for the window's d_k and d_v runs.
 FEWEST_PROGRAMS_OF_WINDOW_DKDV = 0.75
-# As the bytes above, for the queries and gradients that d_k and d_v gather: a chunk's parts are summed before the next.
-GATHERED_BYTES = 2**26
+# As the bytes above, of the queries and gradients that d_k and d_v gather: a chunk's parts are summed before the next.
+GATHERED_BYTES = 2**27
 # Queries, of all batch entries, up to which the portable importance kernel runs on Hopper too: up to there the other
 # gains nothing on an H200 (0.108 ms instead of 0.109 at shape B), while its descriptors cost the host 0.1 ms.
 MAX_QUERIES_OF_PORTABLE_IMPORTANCE = 8192
@@ -65,7 +65,7 @@ ENOUGH_DECODE_PROGRAMS = 2
 MAX_DECODE_PROGRAMS = 16
 # Selection blocks up to which the Hopper kernel of the choice runs.
 MAX_BLOCKS_OF_WARP = 2048
-_BLOCK_MAJOR = ("block_major forward", "block_major dkdv")
+_BLOCK_MAJOR = ("block_major forward", "block_major backward")
 
 _choices: Counter[tuple[str, str, str]] = Counter()
 
@@ -243,14 +243,14 @@ def selected_order(
     backward: bool = False,
     packed: bool = False,
 ) -> str:
-    """The loop order of selected attention: `"masked"`, `"block_major"` or, in forward, `"tiles"`.
+    """The loop order of selected attention: `"tiles"`, `"masked"` or `"block_major"`.
 
     A pair of a tile of rows and a block costs the masked order about as much as block-major (backward, per
     multiprocessor, 128 wide, 16 heads a group: 2.6 µs against 2.5), but there are more of them: at length T, in blocks,
     (T + 1) / 2 a query instead of at most n. The number of programs does not matter: all orders cut long ones.
 
-    Forward's tiles multiply the blocks that neighbours chose together, at most all; block-major moves a partial result
-    of each query and block.
+    Tiles multiply the blocks that neighbours chose together, block-major moves each query's partial results: those of a
+    small group are little beside what its many neighbours choose.
 
     `longest` are the keys of a batch entry or, in packed documents, of the longest document.
     """
@@ -260,15 +260,16 @@ def selected_order(
     if not few_queries and num_blocks <= up_to * num_selected:
         return "masked"
     if backward:
-        return "block_major"
-    tiles_up_to = next((most for heads, most in TILES_UP_TO.items() if q_per_kv <= heads), math.inf)
+        tiles_up_to = math.inf if q_per_kv >= FEWEST_HEADS_OF_WARP_SPECIALIZED else 0
+    else:
+        tiles_up_to = next((most for heads, most in TILES_UP_TO.items() if q_per_kv <= heads), math.inf)
     return "tiles" if few_queries or num_blocks <= tiles_up_to * num_selected else "block_major"
 
 
 def selected_on_hopper(kernel: str, *tensors: Tensor, q_per_kv: int, block_size: int) -> bool:
     """Whether a Hopper kernel of selected attention takes these queries, keys and values, [B, *, heads, D].
 
-    There is one for `"block_major forward"`, `"block_major dkdv"` and `"masked dkdv"`: 16-bit types; widths of 64
+    There is one for `"block_major forward"`, `"block_major backward"` and `"masked dkdv"`: 16-bit types; widths of 64
     and 128; blocks of 64 tokens; rows that are copied 16 bytes at a time; for block-major, a slot in a tile of 64 rows.
     """
     return (
@@ -361,8 +362,16 @@ def masked_part_queries(num_queries: int, q_per_kv: int, blocks: int, multiproce
     return cdiv(cdiv(num_queries, parts), 64) * 64 if parts > 1 else num_queries
 
 
+def partial_d_q_type(dtype: torch.dtype, num_selected: int, *, on_hopper: bool) -> torch.dtype:
+    """Type of a slot's share of d_q: fp32 for short choices, where it needs no more memory than long ones' 16 bits.
+
+    In 16 bits each share is rounded before they are added, and a sum of few shares errs by more of itself.
+    """
+    return torch.float32 if num_selected <= 8 and not on_hopper else dtype
+
+
 def gathered_rows(bytes_of_row: int, num_blocks: int, num_selected: int) -> int:
-    """How many rows (batch, query) the block-major d_k, d_v sorts by block at a time, a multiple of 64.
+    """How many rows (batch, query) are sorted by block at a time where only d_k and d_v are gathered, a multiple of 64.
 
     One group's queries of a chunk, which its blocks gather one after the other, pass through the second-level cache;
     but a block is to find enough of them in a chunk that its keys, values and sums are little beside them.

@@ -133,7 +133,7 @@ LARGEST_BLOCK = 64
 def selected_tile(
     kernel: str, dtype: torch.dtype, q_per_kv: int, dim: int, value_dim: int, architecture: str
 ) -> SelectedTile:
-    """The tile of a kernel of selected attention: an order and `"forward"`, `"block_major dkdv"`, `"tile d_q"`,
+    """The tile of a kernel of selected attention: an order and `"forward"`, `"block_major backward"`, `"tile d_q"`,
     `"masked d_q"` or `"masked dkdv"`. `dim` and `value_dim` are columns as a tile holds them.
     """
     columns = max(dim, value_dim)
@@ -148,7 +148,7 @@ def selected_tile(
     if kernel == "block_major forward":
         stages = 2 if columns > 128 or q_per_kv >= 16 else 3
         return SelectedTile(64, warps=4, stages=stages, piece_slots=max(64, 512 // q_per_kv))
-    if kernel == "block_major dkdv":
+    if kernel == "block_major backward":
         if columns > 128:
             return SelectedTile(64, warps=8, stages=1, piece_slots=256)
         warps, stages = (4, 2) if hopper else (8, 2 if columns > 64 and architecture == "ampere" else 1)
@@ -162,7 +162,10 @@ def selected_tile(
         return SelectedTile(64, warps=4, stages=3, registers=168) if hopper else SelectedTile(64, warps=8, stages=2)
     if not hopper:
         return SelectedTile(32, warps=4, stages=2)
-    return SelectedTile(64, warps=4, stages=2) if columns <= 128 else SelectedTile(64, warps=8, stages=1)
+    if columns <= 128:
+        return SelectedTile(64, warps=4, stages=2)
+    # Tiles of 256 columns spill in two stages a quarter of what they spill in one.
+    return SelectedTile(64, warps=8, stages=2 if kernel == "tile d_q" else 1)
 
 
 def _selected_fp32(kernel: str, rows: int) -> SelectedTile:
@@ -170,7 +173,7 @@ def _selected_fp32(kernel: str, rows: int) -> SelectedTile:
         return SelectedTile(32, warps=8, stages=1)
     if kernel in ("masked dkdv", "masked d_q", "tile forward", "tile d_q"):
         return SelectedTile(16, warps=8, stages=1)
-    if kernel == "block_major dkdv":
+    if kernel == "block_major backward":
         return SelectedTile(rows, warps=8, stages=1, piece_slots=128)
     return SelectedTile(rows, warps=4 if rows == 16 else 8, stages=1, piece_slots=64)
 
@@ -180,7 +183,7 @@ def hopper_selected_tile(kernel: str, q_per_kv: int, columns: int) -> SelectedTi
     pieces = 0
     if kernel == "block_major forward":
         pieces = max(64, 1024 // q_per_kv)
-    if kernel == "block_major dkdv":
+    if kernel == "block_major backward":
         # Narrow tiles take less time each, beside which a piece's own sums are to stay small.
         pieces = max(256 if columns > 64 else 512, 2048 // q_per_kv)
     return SelectedTile(64, warps=4, stages=1, piece_slots=pieces)

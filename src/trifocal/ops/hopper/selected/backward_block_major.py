@@ -1,4 +1,4 @@
-"""Selected attention on Hopper, d_k and d_v of the block-major order; see `forward` for the idea."""
+"""Selected attention on Hopper, backward by blocks; see `forward` for the idea."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,21 +17,21 @@ from trifocal.ops.triton.selected.block_csr import block_place, find_piece
 @Kernel
 @gluon.jit(
     do_not_specialize=[
-        "num_queries", "query_shift", "num_keys", "chunk", "num_blocks", "keys_per_chunk"
+        "num_queries", "query_shift", "num_keys", "chunk", "chunk_rows", "num_blocks", "keys_per_chunk"
     ]
 )  # fmt: skip
-def block_major_dkdv_hopper_kernel(
-    q, k, v, d_o, lse, delta, gate, d_k_parts, d_v_parts,
+def block_major_backward_hopper_kernel(
+    q, k, v, d_o, lse, delta, gate, d_q_slots, d_k_parts, d_v_parts,
     slots, starts, first_pieces, piece_keys, ids, positions, cu_seqlens,
     q_batch_stride, q_time_stride, q_head_stride,
     k_batch_stride, k_time_stride, k_head_stride,
     v_batch_stride, v_time_stride, v_head_stride,
     d_batch_stride, d_time_stride, d_head_stride,
-    num_queries, query_shift, num_keys, chunk, num_blocks, keys_per_chunk, score_scale,
+    num_queries, query_shift, num_keys, chunk, chunk_rows, num_blocks, keys_per_chunk, score_scale,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, NUM_SELECTED: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
-    BLOCK: gl.constexpr, PIECE: gl.constexpr, PACKED: gl.constexpr, GATED: gl.constexpr,
+    BLOCK: gl.constexpr, PIECE: gl.constexpr, PACKED: gl.constexpr, GATED: gl.constexpr, WITH_D_Q: gl.constexpr,
 ):  # fmt: skip
-    """One piece's part of d_k and d_v, all but for the factor `scale`."""
+    """One piece's part of d_k and d_v and, if asked for, d_q of its slots, all but for the factor `scale`."""
     ROWS: gl.constexpr = 64
     SLOTS_OF_ROW: gl.constexpr = GROUPS * NUM_SELECTED
     STEP: gl.constexpr = ROWS // Q_PER_KV
@@ -39,6 +39,7 @@ def block_major_dkdv_hopper_kernel(
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     of_d: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
+    of_d_scores: gl.constexpr = gl.DotOperandLayout(0, of_d, 2)
     wide_d: gl.constexpr = gl.BlockedLayout([1, 8], [D // 16, 512 // D], [4, 1], [1, 0])
     wide_v: gl.constexpr = gl.BlockedLayout([1, 8], [V // 16, 512 // V], [4, 1], [1, 0])
     d_rows: gl.constexpr = gl.SliceLayout(1, wide_d)
@@ -55,6 +56,7 @@ def block_major_dkdv_hopper_kernel(
         first_token, first_position = block_place(
             block, slots, begin, num_queries, query_shift, ids, cu_seqlens, SLOTS_OF_ROW, BLOCK, PACKED
         )
+        first_slot_of_chunk = chunk * chunk_rows * SLOTS_OF_ROW
         first_row = batch * num_queries
         q += batch.to(gl.int64) * q_batch_stride + group * Q_PER_KV * q_head_stride
         d_o += batch.to(gl.int64) * d_batch_stride + group * Q_PER_KV * d_head_stride
@@ -132,12 +134,27 @@ def block_major_dkdv_hopper_kernel(
             shared_p_tile.store(p.to(TYPE))
             shared_d_scores.store(d_scores)
             fence_async_shared()
+            d_q = gl.zeros([ROWS, D], gl.float32, of_d)
+            if WITH_D_Q:
+                d_q = warpgroup_mma(
+                    gl.convert_layout(d_scores, of_d_scores), shared_k, d_q, use_acc=False, is_async=True
+                )
             d_v = warpgroup_mma(shared_p_tile.permute((1, 0)), d_o_tile, d_v, is_async=True)
             d_k = warpgroup_mma(shared_d_scores.permute((1, 0)), queries, d_k, is_async=True)
             place_s = ((slot_next_s // SLOTS_OF_ROW).to(gl.int64) * GROUPS + group) * Q_PER_KV + row_s % Q_PER_KV
             next_exists = exists_in(row_s, first + STEP, end, Q_PER_KV)
             lse_2, delta_row, gate_row = row_numbers(lse, delta, gate, place_s, next_exists, GATED)
-            d_k, d_v = warpgroup_mma_wait(0, [d_k, d_v, queries, d_o_tile, shared_p_tile, shared_d_scores])[:2]
+            d_q, d_k, d_v = warpgroup_mma_wait(
+                0, [d_q, d_k, d_v, queries, d_o_tile, shared_k, shared_p_tile, shared_d_scores]
+            )[:3]
+            if WITH_D_Q:
+                # The queries' own tile serves to lay d_q out for wide stores.
+                queries.store(d_q.to(TYPE))
+                place = (slot_d - first_slot_of_chunk) * Q_PER_KV + row_d % Q_PER_KV
+                exists_d = exists_in(row_d, first, end, Q_PER_KV)
+                targets = d_q_slots + place[:, None] * D + columns_d[None, :]
+                gl.store(targets, queries.load(wide_d), mask=exists_d[:, None])
+            slot_d = slot_next_d
             slot_s = slot_next_s
             turn = turn ^ 1
         async_copy.wait_group(0)

@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from trifocal.ops import devices
 from trifocal.ops.hopper.common import PART_ROWS, tile_descriptor, tma_load
 from trifocal.ops.hopper.interval.common import make_barriers
-from trifocal.ops.hopper.interval.forward import settle
 from trifocal.ops.tiles import cdiv
 from trifocal.ops.triton.common import LOG2_E_KERNEL
 from trifocal.ops.triton.launch import Kernel
@@ -80,30 +79,14 @@ def load_blocks(
 
 
 @gluon.jit
-def add_late(d_q, d_scores, late, k_tiles, k_free, BLOCK: gl.constexpr, D: gl.constexpr, OPERAND: gl.constexpr):
-    """Add the product that was left, if one was, and give its keys back: the loader may need their place."""
-    if late >= 0:
-        d_q = warpgroup_mma(d_scores, k_tiles.index(late).reshape([BLOCK, D]), d_q, is_async=True)
-        d_q, d_scores = warpgroup_mma_wait(0, [d_q, d_scores])
-        mbarrier.arrive(k_free.index(late), count=1)
-        d_scores = gl.zeros([PART_ROWS, BLOCK], k_tiles.dtype, OPERAND)
-    return d_q, d_scores
-
-
-@gluon.jit
 def gather_rows(
-    d_q, d_scores, late, count, rows, buffers, barriers, tokens, members, start, stop, end, score_scale,
+    d_q, count, rows, buffers, barriers, tokens, members, start, stop, end, score_scale,
     PART: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, LATE: gl.constexpr, SETTLE: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
     SCORES: gl.constexpr, OUTPUT: gl.constexpr,
 ):
-    """Add the shares of the entries from start to stop to d_q.
-
-    With LATE the product of a block's d_scores and keys is left for the next block, under whose scores it runs; `late`
-    is the stage of those keys, or -1.
-    """
+    """Add the shares of the entries from start to stop to d_q."""
     QUERIES: gl.constexpr = PART_ROWS // HEADS
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
     row_bit, row_token, row_lse, row_delta, row_gate = rows
     q_tiles, k_tiles, v_tiles, d_o_tiles = buffers
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
@@ -122,9 +105,6 @@ def gather_rows(
             mbarrier.wait(v_ready.index(stage), phase)
             mbarrier.arrive(v_free.index(stage), count=1)
             mbarrier.arrive(k_free.index(stage), count=1)
-            if LATE:
-                d_q, d_scores = add_late(d_q, d_scores, late, k_tiles, k_free, BLOCK, D, OPERAND)
-                late = -1
         else:
             k_tile = k_tiles.index(stage).reshape([BLOCK, D])
             v_tile = v_tiles.index(stage).reshape([BLOCK, V])
@@ -132,52 +112,34 @@ def gather_rows(
             scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
             mbarrier.wait(v_ready.index(stage), phase)
             d_p = warpgroup_mma(d_o_tile, v_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            if LATE:
-                late_tile = k_tiles.index(gl.where(late < 0, stage, late)).reshape([BLOCK, D])
-                d_q = warpgroup_mma(d_scores, late_tile, d_q, is_async=True)
-                scores = warpgroup_mma_wait(2, [scores])
-            else:
-                scores = warpgroup_mma_wait(1, [scores])
+            scores = warpgroup_mma_wait(1, [scores])
             lse_here = gl.where(((chosen >> row_bit) & 1) != 0, row_lse, float("inf"))
             p = gl.exp2(scores * score_scale - lse_here[:, None])
             if GATED:
                 p = p * row_gate[:, None]
-            if SETTLE:
-                settle(gl.sum(p, 1))
-            if LATE:
-                d_p = warpgroup_mma_wait(1, [d_p])
-            else:
-                d_p = warpgroup_mma_wait(0, [d_p])
+            d_p = warpgroup_mma_wait(0, [d_p])
             mbarrier.arrive(v_free.index(stage), count=1)
-            product = p * (d_p - row_delta[:, None])
+            d_scores = p * (d_p - row_delta[:, None])
             if MASKED:
                 key = first_key + gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
-                product = gl.where(key[None, :] <= row_token[:, None], product, 0.0)
-            operand = gl.convert_layout(product.to(v_tiles.dtype), OPERAND)
-            if LATE:
-                d_q, d_scores = warpgroup_mma_wait(0, [d_q, d_scores])
-                if late >= 0:
-                    mbarrier.arrive(k_free.index(late), count=1)
-                d_scores = operand
-                late = stage
-            else:
-                d_q = warpgroup_mma(operand, k_tile, d_q, is_async=True)
-                d_q = warpgroup_mma_wait(0, [d_q])
-                mbarrier.arrive(k_free.index(stage), count=1)
+                d_scores = gl.where(key[None, :] <= row_token[:, None], d_scores, 0.0)
+            operand = gl.convert_layout(d_scores.to(v_tiles.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
+            d_q = warpgroup_mma(operand, k_tile, d_q, is_async=True)
+            d_q = warpgroup_mma_wait(0, [d_q])
+            mbarrier.arrive(k_free.index(stage), count=1)
         count += 1
-    return d_q, d_scores, late, count
+    return d_q, count
 
 
 @gluon.jit
 def sum_rows(
     PART: gl.constexpr, lse, delta, gate, d_q_target, buffers, barriers, lists, counts, query_shift, scale, score_scale,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
-    GATED: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr, SETTLE: gl.constexpr,
+    GATED: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):
     """d_q of one half of each tile of rows."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
     QUERIES: gl.constexpr = PART_ROWS // HEADS
     slots, row_tiles, batch_groups, num_queries = counts
     q_tiles, k_tiles, v_tiles, d_o_tiles = buffers
@@ -200,18 +162,14 @@ def sum_rows(
             row_gate = gl.load(gate + place).to(gl.float32)
         rows = (PART * QUERIES + row // HEADS, query + query_shift, row_lse, row_delta, row_gate)
         d_q = gl.zeros([PART_ROWS, D], gl.float32, OUTPUT)
-        d_scores = gl.zeros([PART_ROWS, BLOCK], v_tiles.dtype, OPERAND)
-        late = -1
         mbarrier.wait(q_ready.index(PART), visit & 1)
-        d_q, d_scores, late, count = gather_rows(
-            d_q, d_scores, late, count, rows, buffers, barriers, tokens, members, 0, masked, end, score_scale,
-            PART, HEADS, D, V, GATED, BLOCK, STAGES, True, LATE, SETTLE, SCORES, OUTPUT)
-        d_q, d_scores, late, count = gather_rows(
-            d_q, d_scores, late, count, rows, buffers, barriers, tokens, members, masked, end, end, score_scale,
-            PART, HEADS, D, V, GATED, BLOCK, STAGES, False, LATE, SETTLE, SCORES, OUTPUT)
+        d_q, count = gather_rows(
+            d_q, count, rows, buffers, barriers, tokens, members, 0, masked, end, score_scale,
+            PART, HEADS, D, V, GATED, BLOCK, STAGES, True, SCORES, OUTPUT)
+        d_q, count = gather_rows(
+            d_q, count, rows, buffers, barriers, tokens, members, masked, end, end, score_scale,
+            PART, HEADS, D, V, GATED, BLOCK, STAGES, False, SCORES, OUTPUT)
         mbarrier.arrive(q_free.index(PART), count=1)
-        if LATE:
-            d_q, d_scores = add_late(d_q, d_scores, late, k_tiles, k_free, BLOCK, D, OPERAND)
         out_row = gl.arange(0, PART_ROWS, gl.SliceLayout(1, OUTPUT))
         exists = (first_query + out_row // HEADS < num_queries) & (out_row % HEADS < Q_PER_KV)
         target = d_q_target + ((batch.to(gl.int64) * num_queries + first_query) * GROUPS + group) * Q_PER_KV * D
@@ -227,7 +185,7 @@ def tile_d_q_hopper_kernel(
     q_source, k_source, v_source, d_o_source, lse, delta, gate, d_q_target, tokens, members, entries,
     slots, row_tiles, batch_groups, num_queries, query_shift, width, scale, score_scale,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
-    BLOCK: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr, SETTLE: gl.constexpr,
+    BLOCK: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
 ):
     """d_q of every tile of rows that falls to this program."""
     q_tiles = gl.allocate_shared_memory(q_source.dtype, [2] + q_source.block_type.shape, q_source.layout)
@@ -241,18 +199,16 @@ def tile_d_q_hopper_kernel(
     counts = (slots, row_tiles, batch_groups, num_queries)
     gl.warp_specialize([
         (sum_rows, (0, lse, delta, gate, d_q_target, buffers, barriers, lists, counts, query_shift, scale, score_scale,
-                    GROUPS, Q_PER_KV, HEADS, D, V, GATED, BLOCK, STAGES, LATE, SETTLE)),
+                    GROUPS, Q_PER_KV, HEADS, D, V, GATED, BLOCK, STAGES)),
         (sum_rows, (1, lse, delta, gate, d_q_target, buffers, barriers, lists, counts, query_shift, scale, score_scale,
-                    GROUPS, Q_PER_KV, HEADS, D, V, GATED, BLOCK, STAGES, LATE, SETTLE)),
+                    GROUPS, Q_PER_KV, HEADS, D, V, GATED, BLOCK, STAGES)),
         (load_blocks, (descriptors, buffers, barriers, lists, counts, GROUPS, Q_PER_KV, HEADS, STAGES)),
     ], [4, 1], [240, 24])
 
 # fmt: on
 
 
-def launch_tile_d_q(
-    problem: SelectedProblem, d_q: Tensor, lists: TileLists, stages: int = 3, late: bool = True, settled: bool = True
-) -> None:
+def launch_tile_d_q(problem: SelectedProblem, d_q: Tensor, lists: TileLists) -> None:
     """Write d_q [B, T, H, D], contiguous."""
     p = problem
     batch, num_queries, _, dim = p.q.shape
@@ -268,5 +224,5 @@ def launch_tile_d_q(
         *p.rows()[-3:], d_q, lists.tokens, lists.members, lists.counts,
         slots, row_tiles, batch_groups, num_queries, num_keys - num_queries, lists.tokens.shape[-1], p.scale,
         p.score_scale, GROUPS=groups, Q_PER_KV=p.q_per_kv, HEADS=heads, D=dim, V=value_dim, BLOCK=p.block_size,
-        GATED=p.gate is not None, STAGES=stages, LATE=late, SETTLE=settled, num_warps=4, maxnreg=168,
+        GATED=p.gate is not None, STAGES=3, num_warps=4, maxnreg=168,
     )  # fmt: skip

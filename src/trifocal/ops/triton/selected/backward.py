@@ -1,10 +1,12 @@
-"""Selected attention, backward.
+"""Selected attention, backward: the three loop orders of the forward.
 
 | order | kernel | a program holds | it loops over | out |
 |---|---|---|---|---|
-| block-major | d_q | a tile of queries, q, d_o, d_q | the list of blocks that one of them chose | d_q |
-| | d_k, d_v | a block's k, v, d_k, d_v | the slots of a piece | d_k, d_v of the piece |
+| tiles | d_q | a tile of queries, q, d_o, d_q | the list of blocks that one of them chose | d_q |
+| tiles, block-major | d_k, d_v | a block's k, v, d_k, d_v | the slots of a piece | d_k, d_v of the piece |
 | | reduction | a block's d_k, d_v | its pieces, in order | d_k, d_v |
+| block-major | besides | | | d_q of each slot |
+| | reduction | a row's d_q | its slots, in order | d_q |
 | masked | d_q | a tile of queries, q, d_o, d_q | blocks | d_q |
 | | d_k, d_v | a block's k, v, d_k, d_v | all later queries, all heads of the group | d_k, d_v |
 | | or, of few programs | the same | those of one part of the queries | d_k, d_v of the part |
@@ -21,7 +23,7 @@ from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, longest_document
 from trifocal.ops.triton.combine import row_sums
 from trifocal.ops.triton.common import unit_stride
-from trifocal.ops.triton.selected.backward_block_major import block_major_dkdv
+from trifocal.ops.triton.selected.backward_block_major import block_major_backward
 from trifocal.ops.triton.selected.backward_masked import masked_backward
 from trifocal.ops.triton.selected.block_csr import split_blocks
 from trifocal.ops.triton.selected.problem import SelectedProblem
@@ -65,4 +67,6 @@ def selected_backward(
     )  # fmt: skip
     if order == "masked":
         return masked_backward(problem)
-    return tile_d_q(problem), *block_major_dkdv(problem)
+    d_q = tile_d_q(problem) if order == "tiles" else None
+    found, d_k, d_v = block_major_backward(problem, with_d_q=d_q is None)
+    return found if d_q is None else d_q, d_k, d_v

@@ -1,7 +1,7 @@
-"""d_k and d_v of the selected branch, block-major: a block's keys stay put, and the queries that chose it pass by.
+"""Backward of the selected branch by blocks: a block's keys stay put, and the queries that chose it pass by.
 
-A piece of a block's slots makes its part of d_k and d_v; a reduction adds up a block's pieces, in order. Parts exist
-for a chunk of rows at a time.
+A piece of a block's slots makes its part of d_k and d_v and, in the block-major order, d_q of each slot; reductions add
+up a row's slots and a block's pieces, in order. Slots and parts exist for a chunk of rows at a time.
 """
 
 from collections.abc import Callable
@@ -16,34 +16,35 @@ from trifocal.ops.tiles import SelectedTile, cdiv, next_power_of_2
 from trifocal.ops.triton.common import add_product, load_tile, nothing_lost, store_tile, strides
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.selected.block_csr import BlockCSR, block_place, build_block_csr, find_piece
-from trifocal.ops.triton.selected.forward import hopper_sizes, load_slots
+from trifocal.ops.triton.selected.forward import hopper_sizes, load_slots, reduce_slots, rows_of_chunk
 from trifocal.ops.triton.selected.problem import SelectedProblem, row_numbers
 
 
 @Kernel
 @triton.jit(
     do_not_specialize=[
-        "num_queries", "query_shift", "num_keys", "chunk", "num_blocks", "keys_per_chunk"
+        "num_queries", "query_shift", "num_keys", "chunk", "chunk_rows", "num_blocks", "keys_per_chunk"
     ]
 )  # fmt: skip
-def block_major_dkdv_kernel(
-    q, k, v, d_o, lse, delta, gate, d_k_parts, d_v_parts,
+def block_major_backward_kernel(
+    q, k, v, d_o, lse, delta, gate, d_q_slots, d_k_parts, d_v_parts,
     slots, starts, first_pieces, piece_keys, ids, positions, cu_seqlens,
     q_batch_stride, q_time_stride, q_head_stride,
     k_batch_stride, k_time_stride, k_head_stride,
     v_batch_stride, v_time_stride, v_head_stride,
     d_batch_stride, d_time_stride, d_head_stride,
-    num_queries, query_shift, num_keys, chunk, num_blocks, keys_per_chunk, score_scale,
+    num_queries, query_shift, num_keys, chunk, chunk_rows, num_blocks, keys_per_chunk, score_scale,
     GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, NUM_SELECTED: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PACKED: tl.constexpr, GATED: tl.constexpr,
-    ROWS: tl.constexpr,
+    WITH_D_Q: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One piece's part of d_k and d_v, all but for the factor `scale`."""
+    """One piece's part of d_k and d_v and, if asked for, d_q of its slots, all but for the factor `scale`."""
     begin, end, batch, group, block = find_piece(
         tl.program_id(0), chunk, 1, starts, first_pieces, piece_keys, keys_per_chunk, num_blocks, GROUPS, PIECE
     )
     if begin < end:
+        first_slot_of_chunk = chunk * chunk_rows * (GROUPS * NUM_SELECTED)
         first_token, first_position = block_place(
             block, slots, begin, num_queries, query_shift, ids, cu_seqlens, GROUPS * NUM_SELECTED, BLOCK, PACKED
         )
@@ -98,6 +99,12 @@ def block_major_dkdv_kernel(
                 d_o_2 = load_tile(d_o, d_offsets, exists, V_1, V_2, V, True)
                 d_p = tl.dot(d_o_2, tl.trans(v_2), d_p, input_precision="ieee")
             d_scores = (p * (d_p - delta_row[:, None])).to(q_1.dtype)
+            if WITH_D_Q:
+                place = ((slot - first_slot_of_chunk).to(tl.int64) * Q_PER_KV + head) * D
+                store_tile(d_q_slots, place, exists, tl.dot(d_scores, k_1, input_precision="ieee"), 0, D_1, D)
+                if D_2 > 0:
+                    d_q_2 = tl.dot(d_scores, k_2, input_precision="ieee")
+                    store_tile(d_q_slots, place, exists, d_q_2, D_1, D_2, D)
             p = p.to(d_o_1.dtype)
             d_v_1, lost_v_1 = add_product(d_v_1, lost_v_1, tl.trans(p), d_o_1)
             if V_2 > 0:
@@ -158,21 +165,28 @@ def reduce_pieces_kernel(
         tl.store(target, (total * factor).to(d_x.dtype.element_ty), mask=exists)
 
 
-def block_major_dkdv(problem: SelectedProblem) -> tuple[Tensor, Tensor]:
-    """d_k and d_v."""
+def block_major_backward(problem: SelectedProblem, *, with_d_q: bool) -> tuple[Tensor | None, Tensor, Tensor]:
+    """d_q if asked for, d_k and d_v."""
     p, q, q_per_kv = problem, problem.q, problem.q_per_kv
-    rows, dim, (num_keys, _, value_dim) = q.shape[0] * q.shape[1], q.shape[3], p.v.shape[1:]
+    rows, dim, (num_keys, groups, value_dim) = q.shape[0] * q.shape[1], q.shape[3], p.v.shape[1:]
     on_hopper = dispatch.selected_on_hopper(
-        "block_major dkdv", q, p.k, p.v, p.d_o, q_per_kv=q_per_kv, block_size=p.block_size
+        "block_major backward", q, p.k, p.v, p.d_o, q_per_kv=q_per_kv, block_size=p.block_size
     )
-    tile = dispatch.selected_tile("block_major dkdv", q, p.v, q_per_kv, on_hopper=on_hopper)
-    chunk_rows = dispatch.gathered_rows(
-        q_per_kv * (dim + value_dim) * q.element_size(), cdiv(num_keys, p.block_size), p.num_selected
-    )
+    tile = dispatch.selected_tile("block_major backward", q, p.v, q_per_kv, on_hopper=on_hopper)
+    row_slots = groups * p.num_selected
+    d_q_type = dispatch.partial_d_q_type(q.dtype, p.num_selected, on_hopper=on_hopper)
+    if with_d_q:
+        chunk_rows = rows_of_chunk(row_slots * q_per_kv * dim * d_q_type.itemsize, rows)
+    else:
+        bytes_of_row = q_per_kv * (dim + value_dim) * q.element_size()
+        chunk_rows = dispatch.gathered_rows(bytes_of_row, cdiv(num_keys, p.block_size), p.num_selected)
     index = build_block_csr(
-        p.selected_blocks, p.block_size, num_keys, p.documents,
-        chunk_rows=min(rows, chunk_rows), piece_slots=tile.piece_slots,
-    )  # fmt: skip
+        p.selected_blocks, p.block_size, num_keys, p.documents, chunk_rows=chunk_rows, piece_slots=tile.piece_slots
+    )
+    d_q, d_q_slots = None, p.lse
+    if with_d_q:
+        d_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        d_q_slots = torch.empty(index.chunk_rows * row_slots * q_per_kv, dim, dtype=d_q_type, device=q.device)
     parts_of_keys = index.pieces_per_chunk * p.block_size
     d_k_parts = torch.empty(parts_of_keys, dim, dtype=torch.float32, device=q.device)
     d_v_parts = torch.empty(parts_of_keys, value_dim, dtype=torch.float32, device=q.device)
@@ -180,44 +194,53 @@ def block_major_dkdv(problem: SelectedProblem) -> tuple[Tensor, Tensor]:
     several = index.num_chunks > 1
     d_k, d_v = (torch.zeros(x.shape, dtype=torch.float32 if several else x.dtype, device=x.device) for x in (p.k, p.v))
 
-    if on_hopper and dispatch.block_major_dkdv_is_warp_specialized(q_per_kv, q, p.k, p.v, p.d_o):
+    if not with_d_q and on_hopper and dispatch.block_major_dkdv_is_warp_specialized(q_per_kv, q, p.k, p.v, p.d_o):
         kernels = dispatch.hopper("selected.backward_warp_specialized")
         compute = kernels.block_major_dkdv_of_chunk(problem, index, d_k_parts, d_v_parts)
     else:
-        compute = _kernel_of_pieces(p, index, tile, on_hopper, d_k_parts, d_v_parts)
+        compute = _kernel_of_pieces(p, index, tile, on_hopper, with_d_q, d_q_slots, d_k_parts, d_v_parts)
     for chunk in range(index.num_chunks):
         compute(chunk)
+        if d_q is not None:
+            first_row = chunk * index.chunk_rows
+            end_row = min(first_row + index.chunk_rows, rows)
+            reduce_slots(
+                d_q_slots, None, index.keys, d_q, None, first_row, end_row, index.unused, p.scale, q_per_kv,
+                p.num_selected,
+            )  # fmt: skip
         _reduce_pieces(p, index, chunk, d_k_parts, d_k, 1.0 if several else p.scale, add=several)
         _reduce_pieces(p, index, chunk, d_v_parts, d_v, 1.0, add=several)
     if several:
         # Scaled and rounded in one pass.
         d_k = torch.mul(d_k, p.scale, out=torch.empty_like(d_k, dtype=p.k.dtype))
         d_v = d_v.to(p.v.dtype)
-    return d_k, d_v
+    return d_q, d_k, d_v
 
 
 def _kernel_of_pieces(
-    problem: SelectedProblem, index: BlockCSR, tile: SelectedTile, on_hopper: bool, *targets: Tensor
+    problem: SelectedProblem, index: BlockCSR, tile: SelectedTile, on_hopper: bool, with_d_q: bool, *targets: Tensor
 ) -> Callable[[int], None]:
-    """A function that computes d_k and d_v of one chunk's pieces, without the factor `scale`."""
+    """A function that computes d_k, d_v of one chunk's pieces and, if asked for, d_q of its slots, without the factor
+    `scale`.
+    """
     # The same for every chunk.
     arguments = (
         *problem.rows(), *targets, index.slots, index.starts, index.first_pieces, index.piece_keys,
         *problem.documents_or_lse(), *problem.sizes(),
     )  # fmt: skip
     kernel, constants = (
-        block_major_dkdv_kernel,
+        block_major_backward_kernel,
         {**problem.constants(), "ROWS": tile.BLOCK_M, "maxnreg": tile.registers},
     )
     if on_hopper:
-        kernel = dispatch.hopper("selected.backward_block_major").block_major_dkdv_hopper_kernel
+        kernel = dispatch.hopper("selected.backward_block_major").block_major_backward_hopper_kernel
         constants = hopper_sizes(problem.constants())
 
     def compute(chunk: int) -> None:
         kernel[(index.pieces_per_chunk,)](
-            *arguments, chunk, index.num_blocks, index.keys_per_chunk, problem.score_scale,
-            **constants, NUM_SELECTED=problem.num_selected, PIECE=tile.piece_slots, num_warps=tile.warps,
-            num_stages=tile.stages,
+            *arguments, chunk, index.chunk_rows, index.num_blocks, index.keys_per_chunk, problem.score_scale,
+            **constants, NUM_SELECTED=problem.num_selected, PIECE=tile.piece_slots, WITH_D_Q=with_d_q,
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
     return compute
