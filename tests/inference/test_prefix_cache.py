@@ -71,6 +71,16 @@ def test_a_past_ends_where_a_chunk_and_a_page_do(
     assert lengths(cache, PROMPTS[:1]) == [kept]
 
 
+def test_a_past_that_is_kept_is_not_kept_again(model: DecoderLM) -> None:
+    """Two requests may go through the same prompt side by side."""
+    cache, cached = make_cache(model)
+    keep(cache, cached, PROMPTS[0][:8])
+    keep(cache, cached, PROMPTS[0][:8])
+    assert cached.num_free_rows == 3 and cached.pages.num_free == cached.pages.num_pages - 1
+    assert cache.drop() and not cache.drop()
+    assert cached.num_free_rows == 4 and cached.pages.num_free == cached.pages.num_pages
+
+
 def test_the_past_that_is_about_to_be_forked_is_not_given_up(model: DecoderLM) -> None:
     cache, cached = make_cache(model)
     keep(cache, cached, PROMPTS[0][:8])

@@ -24,6 +24,11 @@ def test_norm_of_bf16_is_computed_in_fp32() -> None:
     assert torch.equal(norm(x), RMSNorm(16)(x.float()).bfloat16())
 
 
+def test_norm_gives_the_type_of_the_products_that_follow() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert RMSNorm(16)(torch.randn(2, 5, 16)).dtype == torch.bfloat16
+
+
 def test_swiglu_formula() -> None:
     torch.manual_seed(0)
     mlp = SwiGLU(6, 10).double()
