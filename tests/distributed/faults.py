@@ -9,6 +9,7 @@ import errno
 import functools
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from trifocal.cli import main
 from trifocal.data.sources.text import TextSource
 from trifocal.distributed import peers
 from trifocal.nn.block import SwiGLU
-from trifocal.train import run_logger
+from trifocal.train import run_logger, validation_loss
 from trifocal.train import setup as train_setup
 from trifocal.train.checkpoint import save_load as checkpoint_module
 from trifocal.train.step import cuda_graphs
@@ -186,6 +187,33 @@ def data():
         yield from original(self, shard, cursor)
 
     TextSource.read = read
+
+
+def stalled_data():
+    """The disk of the text never answers one process, some files on."""
+    original = TextSource.read
+    files = [0]
+
+    def read(self, shard, cursor):
+        files[0] += 1
+        if files[0] > 8 and RANK == 1:
+            mark()
+            threading.Event().wait()
+        yield from original(self, shard, cursor)
+
+    TextSource.read = read
+
+
+def endless_evaluation():
+    """Every rank evaluates for hours."""
+    batches, loss = train_setup.TrainSetup.validation_batches, validation_loss.batch_loss
+    train_setup.TrainSetup.validation_batches = lambda self: batches(self) * 100_000
+
+    def batch_loss(*args):
+        mark()
+        return loss(*args)
+
+    validation_loss.batch_loss = batch_loss
 
 
 def full():

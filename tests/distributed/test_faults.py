@@ -92,6 +92,27 @@ def test_a_signal_to_one_saves_and_ends_all_well(case: Case) -> None:
     case.resumed_to_the_end()
 
 
+def test_a_signal_to_one_ends_the_evaluation_of_all(case: Case) -> None:
+    """A sharded model needs all for each batch."""
+    workers = case.start("endless_evaluation", "--evaluate.interval_steps", "3", mode="fsdp")
+    workers.wait_for(case.fault_file)
+    workers.send(signal.SIGTERM, 1)
+    workers.finish()
+    assert case.checkpoints()[-1] == "step_00000003"
+    assert not read_metrics(case.run / "metrics.jsonl", "evaluation")
+
+
+def test_a_signal_to_one_ends_the_wait_of_another_for_its_data(case: Case) -> None:
+    flags = ("--data.prefetch_batches", "1", "--log.heartbeat_seconds", "0.2", "--train.steps", "60")
+    workers = case.start("stalled_data", *flags)
+    workers.wait_for(case.run / "heartbeat" / "rank1.jsonl")
+    wait_for(lambda: (beat := last_beat(case.run, 1))["phase"] == "data" and beat["step"] and beat["phase_seconds"] > 1)
+    workers.send(signal.SIGTERM, 0)
+    workers.finish()
+    steps = [row["step"] for row in read_metrics(case.run / "metrics.jsonl", "train")]
+    assert case.checkpoints()[-1] == f"step_{steps[-1]:08}"
+
+
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 def test_a_signal_before_the_first_step_of_a_start_loses_nothing(case: Case, ranks: tuple[int, ...]) -> None:
     """A new run is as if it had never begun; a resumed one keeps its checkpoint. No rank waits for another."""

@@ -17,6 +17,7 @@ from trifocal.models import DecoderLM
 from trifocal.nn.block import SwiGLU
 from trifocal.runlog import read_metrics
 from trifocal.runlog.traces import TRACES
+from trifocal.runlog.traces.base import ModuleHooks
 from trifocal.train import TrainResult, train
 from trifocal.train.config.check import preflight
 
@@ -240,6 +241,26 @@ def test_a_window_that_never_comes_is_said_and_the_backends_that_ran_are_written
     )
     assert (attention["backend"], attention["reason"]) == ("reference", "the tensors are not on a CUDA device")
     assert attention["calls"] > 0
+
+
+def test_hooks_close_what_an_exception_left_open() -> None:
+    """Checkpointing ends a repeated pass by an exception as soon as it has what it needs."""
+
+    class Raises(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise KeyError("enough")
+
+    stack: list[str] = []
+    model = torch.nn.Sequential(torch.nn.Identity(), Raises())
+    hooks = ModuleHooks(model, entered=lambda name, _: stack.append(name), left=lambda name, _: pop(stack, name))
+    with pytest.raises(KeyError):
+        model(torch.ones(1))
+    hooks.remove()
+    assert stack == [] and hooks_left(model) == 0
+
+
+def pop(stack: list[str], name: str) -> None:
+    assert stack.pop() == name
 
 
 ON_A_GPU = ("--run.device", "cuda")
