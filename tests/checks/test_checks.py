@@ -205,6 +205,19 @@ def loop_over_tokens(measure, _):
     return found
 
 
+def test_operation_count_looks_into_the_choice_of_blocks(monkeypatch):
+    """`select_blocks` is one operator to the dispatcher."""
+    healthy = cost_checks.reference.select_blocks
+
+    def looped(q, k_cmp, lse, *rest):
+        for t in range(q.shape[1]):
+            q[:, t].sum()
+        return healthy(q, k_cmp, lse, *rest)
+
+    monkeypatch.setattr(cost_checks.reference, "select_blocks", looped)
+    assert not cost_checks.operation_count(CPU).passed
+
+
 @fault("stored-memory")
 def copy_of_keys_per_query(measure, _):
     inputs = attention_inputs(SMALL, 40, CPU, torch.float64)

@@ -110,6 +110,27 @@ def test_the_youngest_leaves_and_comes_back(model: DecoderLM) -> None:
     assert [result(completion) for completion in found] == expected
 
 
+def test_a_prompt_in_the_making_leaves_too(model: DecoderLM) -> None:
+    """It is the youngest; its chunks continue where they were."""
+    short, long = Request(prompt=[1] * 8, max_new_tokens=40), Request(prompt=[2] * 40, max_new_tokens=2)
+    expected = alone(model, [short, long], prefill_chunk_size=2)
+    engine, _ = make_engine(model, 2, num_pages=8, prefill_chunk_size=2)
+    engine.submit(short)
+    for _ in range(2):
+        engine.step()
+    engine.submit(long)
+    left = []
+    found = []
+    while not engine.idle:
+        found += [update.completion for update in engine.step() if update.completion is not None]
+        assert all(job.request is long for job in engine._scheduler.swapped)
+        left += [job.swapped.length for job in engine._scheduler.swapped if job.swapped is not None]
+    found.sort(key=lambda completion: completion.request is long)
+    assert [result(completion) for completion in found] == expected
+    # It entered while there was room, and left with some of its chunks.
+    assert left and all(0 < length < 40 for length in left)
+
+
 def test_samples_share_their_prompt(model: DecoderLM) -> None:
     request = Request(prompt=list(range(20)), max_new_tokens=6, sampling=Sampling(seed=7), samples=3)
     engine, cached = make_engine(model, 4)
@@ -396,6 +417,13 @@ def test_what_never_fits_is_refused_with_the_number_that_would(model: DecoderLM)
         engine.submit(Request(prompt=[1, 31], max_new_tokens=1, name="q"))
     with pytest.raises(ValueError, match="need a tokenizer"):
         engine.submit(Request(prompt=[1], max_new_tokens=1, stop=("x",)))
+
+
+def test_what_does_not_fit_now_waits_in_order(model: DecoderLM) -> None:
+    engine, _ = make_engine(model, 2)
+    requests = [Request(prompt=[i], max_new_tokens=3) for i in range(5)]
+    order = [update.request for update in engine.run(requests) if update.completion is not None]
+    assert order == requests
 
 
 def test_who_needs_no_more_pages_keeps_nobody_waiting(model: DecoderLM) -> None:

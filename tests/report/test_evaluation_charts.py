@@ -54,6 +54,22 @@ def test_the_last_evaluation_is_shown(tmp_path: Path) -> None:
     assert charts["recall_distance"].traces[0]["x"][:2] == ["0-7", "8-15"]
 
 
+def test_needles_of_two_sources_are_not_mixed(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=20)
+    path = write_evaluation(run, 20)
+    content = json.loads(path.read_text())
+    other = [
+        row | {"source": "needle:3", "needles": 3, "accuracy": 1.0}
+        for row in content["rows"]
+        if row.get("depth") == 0.5
+    ]
+    path.write_text(json.dumps(content | {"rows": content["rows"] + other}))
+    charts = {chart.key: chart for chart in evaluation_charts([read_run(run)])}
+    (heat,) = charts["needle-0"].traces
+    assert heat["y"] == ["50%"] and heat["z"] == [[1.0, 1.0]]
+    assert "8 haystacks a cell. 3 needles in a haystack." in charts["needle-0"].caption
+
+
 def test_runs_are_compared_in_one_chart(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, steps=20) for name in ("sparse", "dense", "other")]
     for run in runs[:2]:

@@ -15,9 +15,10 @@ import torch
 
 from tests import warm
 from tests.children import environment
-from tests.train.tiny import before_step, make_config, read_checkpoint
+from tests.train.tiny import before_step, make_config, read_checkpoint, write_config
 from tests.written_runs import wait_for
 from trifocal import load_model
+from trifocal.cli import main
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
 from trifocal.train import resume, run_folder, train
@@ -175,6 +176,21 @@ def test_the_weights_are_those_of_the_last_checkpoint_however_a_run_ends(
         resume(run, checkpoint="step_00000008", config=make_config(tmp_path, "--train.steps", "12"))
     assert told == [None], "this run has another model of step 9"
     assert not (run / "weights" / "trainer_state.json").exists()
+
+
+def test_home_is_expanded_and_advice_can_be_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    path = write_config(tmp_path)
+    assert main(["train", "~/run.toml", "--run.directory", "~/at home", "--train.steps", "2"]) == 0
+    assert not (tmp_path / "~").exists() and (tmp_path / "at home" / "config.toml").is_file()
+    assert f"trifocal report '{tmp_path}/at home'" in capsys.readouterr().out
+    assert main(["train", "--resume=~/at home", "--train.steps", "3"]) == 0
+    capsys.readouterr()
+    assert main(["train", str(path), "--run.directory", "-x", "--train.steps", "1"]) == 0
+    assert 'trifocal generate ./-x --prompt "import "' in capsys.readouterr().out
 
 
 # `python -c HOLD FOLDER FILE`: makes the file when it has the lock.
