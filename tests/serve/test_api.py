@@ -236,6 +236,41 @@ def test_what_is_refused_is_named(body: dict[str, Any], param: str | None, messa
     assert (caught.value.status, error["param"], error["message"][: len(message)]) == (400, param, message)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        # LiteLLM 1.110: completion, with its own parameters, and as a stream.
+        {"max_tokens": 12},
+        {"temperature": 0, "top_p": 0.9, "n": 2, "stop": ["."], "max_tokens": 12, "seed": 1},
+        {"max_tokens": 12, "stream": True, "stream_options": {"include_usage": True}},
+        {"max_tokens": 12, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}},
+        # ChatOpenAI of langchain-openai 1.7: invoke, with log-probabilities, and as a stream.
+        {"stream": False, "max_completion_tokens": 12, "n": 1, "temperature": 0.0},
+        {"stream": False, "max_completion_tokens": 12, "logprobs": True},
+        {"stream": True, "max_completion_tokens": 12, "stream_options": {"include_usage": True}},
+    ],
+)
+def test_chats_of_known_clients_are_taken(tmp_path: Path, more: dict[str, Any]) -> None:
+    """Bodies as LiteLLM and LangChain sent them to a server that recorded them; both read answers with `openai`."""
+    tokenizer = make_tokenizer(str(write_tokenizer(tmp_path)))
+    service = Service("tiny", tokenizer, tokenizer.vocab_size, MAX_LENGTH, 4, 504, chats=True)
+    messages = [{"content": "Hi", "role": "user"}]
+    call = service.read({"model": "tiny", "messages": messages} | more, chat=True)
+    assert [request.max_new_tokens for request in call.requests] == [12]
+    assert call.stream == call.include_usage == more.get("stream", False)
+    for name, value in (("tools", [{"type": "function"}]), ("response_format", {"type": "json_object"})):
+        with pytest.raises(ApiError, match=f"the parameter {name} is not supported"):
+            service.read({"model": "tiny", "messages": messages, name: value} | more, chat=True)
+
+
+def test_completions_of_known_clients_are_taken() -> None:
+    """A body as the class OpenAI of langchain-openai 1.7 sent it."""
+    service = Service("tiny", make_tokenizer("bytes"), 257, MAX_LENGTH, 4, 504, chats=False)
+    body = {"model": "tiny", "prompt": ["Once"], "frequency_penalty": 0, "logprobs": None, "max_tokens": 12, "n": 1}
+    call = service.read(body | {"presence_penalty": 0, "seed": None, "temperature": 0.7, "top_p": 1}, chat=False)
+    assert [request.max_new_tokens for request in call.requests] == [12] and not call.logprobs
+
+
 def test_what_asks_for_nothing_is_taken(served: Served) -> None:
     body = {"prompt": "x", "max_tokens": 1, "presence_penalty": 0, "suffix": None, "user": "me", "logit_bias": {}}
     body |= {"n": 2, "best_of": 2, "service_tier": "auto", "stop_token_ids": [], "skip_special_tokens": True}

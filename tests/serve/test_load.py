@@ -5,6 +5,7 @@ import contextlib
 import random
 import threading
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 from tests.serve.servers import MAX_LENGTH, SEQUENCES, serving
 from trifocal.inference import Completion, Request, Sampling, TokenScore, Update
 from trifocal.models import DecoderLM
-from trifocal.serve.worker import Worker
+from trifocal.serve.app import _AnswerResponse
+from trifocal.serve.worker import Updates, Worker
 
 
 def wait_until(condition: Any) -> None:
@@ -101,6 +103,34 @@ def test_who_leaves_frees_its_pages_within_a_step(decoder: DecoderLM) -> None:
             served.client(timeout=0.3).completions.create(**options)
         assert served.all_free() and len(steps) < 3000
         assert 'trifocal_requests_total{end="cancelled"} 2' in served.worker.metrics.text({})
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_leaves_leaves_no_task(stream: bool) -> None:
+    """Nothing would ever wake a task that waits for more of an answer."""
+
+    class Idle:
+        @contextlib.contextmanager
+        def open(self, requests: Any) -> Iterator[Updates]:
+            yield Updates(requests)
+
+    async def leave() -> set[asyncio.Task[Any]]:
+        begun = asyncio.Event()
+
+        async def receive() -> dict[str, str]:
+            if stream:
+                await begun.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            begun.set()
+
+        call = SimpleNamespace(requests=[], stream=stream)
+        await _AnswerResponse(Idle(), None, call, SimpleNamespace(open=True))({}, receive, send)  # type: ignore[arg-type]
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        return (await asyncio.wait(left, timeout=5))[1] if left else left
+
+    assert asyncio.run(leave()) == set()
 
 
 def test_tokens_come_together_while_the_event_loop_is_busy() -> None:
