@@ -251,8 +251,10 @@ def test_a_gguf_is_named_or_lies_in_a_folder(
     )
     (tmp_path / "b.gguf").unlink()
     for source in (tmp_path, tmp_path / "a.gguf"):
-        monkeypatch.setattr(gguf.importlib.util, "find_spec", lambda name: None)
-        assert "a GGUF needs a package: pip install gguf" in refused(capsys, "convert", str(source), out, "--to", "nsa")
+        for there, missing in (("", "gguf accelerate"), ("gguf", "accelerate")):
+            monkeypatch.setattr(gguf.importlib.util, "find_spec", lambda name, there=there: name == there or None)
+            message = refused(capsys, "convert", str(source), out, "--to", "nsa")
+            assert message.rstrip().endswith(f"a GGUF needs more packages: pip install {missing}")
         monkeypatch.setattr(gguf.importlib.util, "find_spec", lambda name: name)
         message = refused(capsys, "convert", str(source), out, "--to", "nsa")
         assert "a.gguf: transformers cannot read this GGUF: " in message

@@ -109,7 +109,7 @@ def _read(source: Path, partial: Path) -> tuple[ModelConfig, dict[str, Tensor], 
         try:
             from trifocal.hf.gguf import write_folder_of_gguf
         except ImportError as error:
-            raise UserError(f"{file}: a GGUF needs an extra: pip install 'trifocal[hf]' gguf") from error
+            raise UserError(f"{file}: a GGUF needs an extra: pip install 'trifocal[hf]' gguf accelerate") from error
         with tempfile.TemporaryDirectory(prefix=".gguf-", dir=partial) as unpacked:
             write_folder_of_gguf(file, Path(unpacked))
             return _read(Path(unpacked), partial)

@@ -15,8 +15,9 @@ def write_folder_of_gguf(file: Path, folder: Path) -> None:
     """Write `config.json`, weights in fp32 and the tokenizer into a folder that exists. UserError if a package is
     missing, or transformers cannot read the file: an architecture or quantisation that it does not know, for example.
     """
-    if importlib.util.find_spec("gguf") is None:
-        raise UserError(f"{file}: a GGUF needs a package: pip install gguf")
+    # transformers reads it with both.
+    if missing := [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]:
+        raise UserError(f"{file}: a GGUF needs more packages: pip install {' '.join(missing)}")
     try:
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
         AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
