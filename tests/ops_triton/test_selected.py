@@ -182,13 +182,14 @@ def test_strides_and_what_no_query_sees(order: str, device: str, monkeypatch: py
 
 def test_order_follows_from_the_shape() -> None:
     order = dispatch.selected_order
-    for heads, longest in ((1, 4096), (2, 4096), (3, 8192), (7, 8192), (8, 2**20), (64, 2**20)):
+    for heads, masked, tiles in ((1, 4096, 0), (2, 4096, 0), (3, 4096, 8192), (7, 4096, 8192), (8, 2048, 2**20)):
         assert order(1, 65536, 16, 64, heads) == order(1, 64, 16, 64, heads) == "tiles"
-        assert order(2048, 2048, 16, 64, heads) == "masked"
-        assert order(2049, 2049, 16, 64, heads) == order(longest, longest, 16, 64, heads) == "tiles"
+        assert order(masked, masked, 16, 64, heads) == "masked"
+        assert order(masked + 1, masked + 1, 16, 64, heads) == ("tiles" if tiles else "block_major")
+        if tiles:
+            assert order(tiles, tiles, 16, 64, heads) == "tiles"
         if heads < 8:
-            assert order(longest + 1, longest + 1, 16, 64, heads) == "block_major"
-            assert order(512, 65536, 16, 64, heads) == "block_major"
+            assert order(8193, 8193, 16, 64, heads) == order(512, 65536, 16, 64, heads) == "block_major"
     for length, backward, packed in ((2048, "masked", "masked"), (4096, "tiles", "masked")):
         assert order(length, length, 16, 64, 16, backward=True) == backward
         assert order(length, length, 16, 64, 16, backward=True, packed=True) == packed

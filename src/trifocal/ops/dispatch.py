@@ -13,7 +13,6 @@ run `benchmarks/kernels.py`. Importing this module imports no Triton.
 
 import importlib
 import importlib.util
-import math
 from collections import Counter
 from types import ModuleType
 from typing import Any, Literal
@@ -36,15 +35,17 @@ SELECTED_BUFFER_BYTES = 2**31
 SELECTED_CACHED_BYTES = 2**23
 FEWEST_SLOTS_OF_A_BLOCK = 32
 IMPORTANCE_BUFFER_BYTES = 2**28
-# Up to this many times the blocks of a choice, going through all of them is cheaper than sorting out the chosen; in
-# backward only, up to more for packed documents, most of which are shorter than the longest.
+# Up to this many times the blocks of a choice, going through all of them is cheaper than sorting out the chosen. Up to
+# more in backward of packed documents, most of which are shorter than the longest, and in forward of small groups.
 MASKED_UP_TO = 2
-MASKED_PACKED_BACKWARD_UP_TO = 4
+MASKED_LONGER_UP_TO = 4
 # With fewer queries than this for a block, on average, there is nothing to gain from holding the block.
 FEWEST_QUERIES_PER_BLOCK = 2
-# Up to this many times the blocks of a choice, groups of at most so many heads take tiles; larger groups always do. A
-# tile of few heads has many queries, which together choose more the more blocks there are.
-TILES_UP_TO = {2: 4, 7: 8}
+# A tile of fewer heads a group has many queries, which together choose more the more blocks there are: forward takes
+# tiles up to this many times the blocks of a choice, and with still fewer heads none.
+FEWEST_HEADS_OF_TILES = 8
+SMALL_TILES_UP_TO = 8
+FEWEST_HEADS_OF_SMALL_TILES = 3
 # A slot of fewer rows cannot be copied into a tile by itself.
 FEWEST_HEADS_OF_WARP_SPECIALIZED = 8
 # Programs a multiprocessor, at most, that the masked order's d_k, d_v makes of few blocks by cutting their rows into
@@ -256,14 +257,14 @@ def selected_order(
     """
     num_blocks = cdiv(longest, block_size)
     few_queries = num_queries * min(num_selected, num_blocks) < FEWEST_QUERIES_PER_BLOCK * num_blocks
-    up_to = MASKED_PACKED_BACKWARD_UP_TO if backward and packed else MASKED_UP_TO
+    small = q_per_kv < FEWEST_HEADS_OF_TILES
+    up_to = MASKED_LONGER_UP_TO if (packed if backward else small) else MASKED_UP_TO
     if not few_queries and num_blocks <= up_to * num_selected:
         return "masked"
-    if backward:
-        tiles_up_to = math.inf if q_per_kv >= FEWEST_HEADS_OF_WARP_SPECIALIZED else 0
-    else:
-        tiles_up_to = next((most for heads, most in TILES_UP_TO.items() if q_per_kv <= heads), math.inf)
-    return "tiles" if few_queries or num_blocks <= tiles_up_to * num_selected else "block_major"
+    if few_queries or not small:
+        return "tiles"
+    some = not backward and q_per_kv >= FEWEST_HEADS_OF_SMALL_TILES
+    return "tiles" if some and num_blocks <= SMALL_TILES_UP_TO * num_selected else "block_major"
 
 
 def selected_on_hopper(kernel: str, *tensors: Tensor, q_per_kv: int, block_size: int) -> bool:
