@@ -293,6 +293,7 @@ def test_every_kernel_is_compiled(tmp_path):
     assert {"interval_dkdv_hopper_kernel", "row_numbers_kernel"} <= of_call("win 64")
     gathered = {"_slot_keys_kernel", "block_major_backward_hopper_kernel", "reduce_pieces_kernel"}
     assert gathered | {"block_major_forward_hopper_kernel"} <= of_call("64, block-major, six heads")
+    assert "block_major_backward_warp_specialized_kernel" in of_call("128, block-major")
     in_tiles = {"tile_lists_kernel", "tile_forward_hopper_kernel", "tile_d_q_hopper_kernel"}
     portable = {"tile_lists_kernel", "tile_forward_kernel", "tile_d_q_kernel"}
     assert of_call("64, tiles, six heads") == portable | gathered

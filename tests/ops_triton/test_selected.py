@@ -182,15 +182,15 @@ def test_strides_and_what_no_query_sees(order: str, device: str, monkeypatch: py
 
 def test_order_follows_from_the_shape() -> None:
     order = dispatch.selected_order
-    for heads, masked, tiles in ((1, 4096, 0), (2, 4096, 0), (3, 4096, 8192), (7, 4096, 8192), (8, 2048, 2**20)):
+    for heads, masked, tiles in ((1, 4096, 0), (2, 4096, 0), (3, 4096, 8192), (7, 4096, 8192), (8, 2048, 16384)):
         assert order(1, 65536, 16, 64, heads) == order(1, 64, 16, 64, heads) == "tiles"
         assert order(masked, masked, 16, 64, heads) == "masked"
         assert order(masked + 1, masked + 1, 16, 64, heads) == ("tiles" if tiles else "block_major")
         if tiles:
             assert order(tiles, tiles, 16, 64, heads) == "tiles"
-        if heads < 8:
-            assert order(8193, 8193, 16, 64, heads) == order(512, 65536, 16, 64, heads) == "block_major"
-    for length, backward, packed in ((2048, "masked", "masked"), (4096, "tiles", "masked")):
+        assert order(tiles + 4097, tiles + 4097, 16, 64, heads) == order(512, 65536, 16, 64, heads) == "block_major"
+    lengths = ((2048, "masked", "masked"), (4096, "tiles", "masked"), (16385, "block_major", "block_major"))
+    for length, backward, packed in lengths:
         assert order(length, length, 16, 64, 16, backward=True) == backward
         assert order(length, length, 16, 64, 16, backward=True, packed=True) == packed
     for queries in (1, 4097):

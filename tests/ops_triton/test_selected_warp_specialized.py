@@ -15,7 +15,7 @@ BLOCK, PIECE, TOKENS, GROUPS, NUM_SELECTED = 64, 64, 300, 2, 4
 @pytest.mark.parametrize("q_per_kv", [4, 16])
 @pytest.mark.parametrize("lengths", [None, (100, 1, 199)])
 def test_pieces_cover_every_slot_once(lengths, q_per_kv, device):
-    from trifocal.ops.hopper.selected.backward_warp_specialized import _piece_table
+    from trifocal.ops.hopper.selected.dkdv_warp_specialized import piece_table
     from trifocal.ops.triton.selected.block_csr import build_block_csr
     from trifocal.ops.triton.selected.problem import SelectedProblem
 
@@ -30,7 +30,7 @@ def test_pieces_cover_every_slot_once(lengths, q_per_kv, device):
     packed = documents is not None
     q, k = (torch.empty(batch, TOKENS, heads, 8, device=device) for heads in (GROUPS * q_per_kv, GROUPS))
     rows = torch.empty(q.shape[:3], device=device)
-    table = _piece_table(SelectedProblem(q, q, k, k, rows, rows, None, chosen, BLOCK, 1.0, documents), index)
+    table = piece_table(SelectedProblem(q, q, k, k, rows, rows, None, chosen, BLOCK, 1.0, documents), index)
     # What follows counts on the host.
     index = type(index)(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in index))
     table, chosen = table.cpu(), chosen.cpu()

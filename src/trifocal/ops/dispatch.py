@@ -41,9 +41,10 @@ MASKED_UP_TO = 2
 MASKED_LONGER_UP_TO = 4
 # With fewer queries than this for a block, on average, there is nothing to gain from holding the block.
 FEWEST_QUERIES_PER_BLOCK = 2
-# A tile of fewer heads a group has many queries, which together choose more the more blocks there are: forward takes
-# tiles up to this many times the blocks of a choice, and with still fewer heads none.
+# Neighbours together choose more the more blocks there are, and a tile of fewer heads a group has more of them: up to so
+# many times the blocks of a choice it is tiles; of few heads in forward only, and of still fewer never.
 FEWEST_HEADS_OF_TILES = 8
+TILES_UP_TO = 16
 SMALL_TILES_UP_TO = 8
 FEWEST_HEADS_OF_SMALL_TILES = 3
 # A slot of fewer rows cannot be copied into a tile by itself.
@@ -261,10 +262,12 @@ def selected_order(
     up_to = MASKED_LONGER_UP_TO if (packed if backward else small) else MASKED_UP_TO
     if not few_queries and num_blocks <= up_to * num_selected:
         return "masked"
-    if few_queries or not small:
-        return "tiles"
-    some = not backward and q_per_kv >= FEWEST_HEADS_OF_SMALL_TILES
-    return "tiles" if some and num_blocks <= SMALL_TILES_UP_TO * num_selected else "block_major"
+    if small:
+        some = not backward and q_per_kv >= FEWEST_HEADS_OF_SMALL_TILES
+        tiles_up_to = SMALL_TILES_UP_TO if some else 0
+    else:
+        tiles_up_to = TILES_UP_TO
+    return "tiles" if few_queries or num_blocks <= tiles_up_to * num_selected else "block_major"
 
 
 def selected_on_hopper(kernel: str, *tensors: Tensor, q_per_kv: int, block_size: int) -> bool:
@@ -310,7 +313,7 @@ def queries_of_tile(q: Tensor, q_per_kv: int, rows: int, groups: int) -> int:
     return queries
 
 
-def block_major_dkdv_is_warp_specialized(q_per_kv: int, *tensors: Tensor) -> bool:
+def block_major_backward_is_warp_specialized(q_per_kv: int, *tensors: Tensor) -> bool:
     """Whether the warp-specialized one of both Hopper kernels runs: the copy engine copies the heads of one slot.
 
     The pattern of shared memory repeats after 8 rows: a slot with fewer cannot be copied into a tile by itself.

@@ -2,9 +2,9 @@
 
 | order | when | a program holds | it loops over | traffic of a query and block |
 |---|---|---|---|---|
-| block-major | smaller groups | a block's k and v | the queries that chose it | q in; a partial o out and in again |
+| block-major | long rows, smaller groups | a block's k and v | the queries that chose it | q in; a partial o out and in again |
 | masked | most blocks are chosen | a tile of queries | all blocks | k and v, shared by the tile |
-| tiles | groups of 8 heads and more; few queries | a tile of queries | the blocks that any of them chose | k and v |
+| tiles | shorter rows; few queries | a tile of queries | the blocks that any of them chose | k and v |
 
 Block-major: a block's slots (see `block_csr`) come in pieces; the tile's rows are the heads of the group of
 consecutive slots, so a tile is full at any group size. Each slot gets a partial o, normalised, in the inputs' type,
