@@ -2,7 +2,7 @@
 
 | order | when | a program holds | it loops over | traffic of a query and block |
 |---|---|---|---|---|
-| block-major | long rows, smaller groups | a block's k and v | the queries that chose it | q in; a partial o out and in again |
+| block-major | long rows, few heads | a block's k and v | queries that chose it | q in; a partial o out and in again |
 | masked | most blocks are chosen | a tile of queries | all blocks | k and v, shared by the tile |
 | tiles | shorter rows; few queries | a tile of queries | the blocks that any of them chose | k and v |
 
