@@ -8,6 +8,7 @@ import pty
 import shutil
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.cli.test_commands import Capture, refused, run
 from tests.data.test_tokenizers import TEXT, tokenizer_file
 from trifocal import load_model
 from trifocal.cli import main
+from trifocal.cli.generate_model import GenerateArguments, LoadedModel
 from trifocal.cli.output import printable
 from trifocal.data import make_tokenizer
 from trifocal.errors import UserError
@@ -196,6 +198,14 @@ def test_log_probabilities_follow_the_text(run: Path, capsys: Capture) -> None:
     pieces = [line.split(maxsplit=1) for line in lines]
     assert all(-10 < float(log_p) < 0 for log_p, _ in pieces)
     assert text.startswith("the dog" + ast.literal_eval(pieces[0][1]))
+
+
+@pytest.mark.parametrize("stop", [True, False])
+def test_the_document_end_stops_where_asked_for(stop: bool) -> None:
+    tokenizer = make_tokenizer("bytes")
+    loaded = LoadedModel(Path(), cast(CachedModel, None), tokenizer, [[1, 2]])
+    request = loaded.request(GenerateArguments(path="", stop_at_document_end=stop), 0, "")
+    assert request.stop_tokens == (tokenizer.ends if stop else ())
 
 
 def test_text_ends_before_a_stop_string(run: Path, capsys: Capture) -> None:

@@ -221,6 +221,7 @@ def test_bad_requests(served: Served, body: Any, status: int, message: str) -> N
         ({"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, got 0"),
         ({"n": 5}, "n", "n must be from 1 to 4, got 5"),
         ({"stop": [""]}, "stop", "stop must be a text or a list of at most 32"),
+        ({"stop": ["x"] * 33}, "stop", "stop must be a text or a list of at most 32"),
         ({"stop": ["x" * 600, "y" * 600]}, "stop", "stop must be a text or a list of at most 32"),
         ({"logprobs": 50}, "logprobs", "logprobs must be from 0 to 20, got 50"),
         ({"n": 2, "best_of": 1}, "best_of", "the parameter best_of is not supported"),
