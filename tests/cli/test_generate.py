@@ -204,7 +204,7 @@ def test_log_probabilities_follow_the_text(run: Path, capsys: Capture) -> None:
 def test_the_document_end_stops_where_asked_for(stop: bool) -> None:
     tokenizer = make_tokenizer("bytes")
     loaded = LoadedModel(Path(), cast(CachedModel, None), tokenizer, [[1, 2]])
-    request = loaded.request(GenerateArguments(path="", stop_at_document_end=stop), 0, "")
+    request = loaded.request(GenerateArguments(path="", prompt="x", stop_at_document_end=stop), 0, "")
     assert request.stop_tokens == (tokenizer.ends if stop else ())
 
 
