@@ -236,9 +236,14 @@ def test_only_what_a_run_does_not_have_is_advised(make_run: MakeRun) -> None:
     assert expected in advice_on_speed(run, settings | larger)
     text = advice_on_speed(make_run("full", steps=300, gpu=True), settings | {"cuda_graphs": True})
     assert "Find what takes the time of a step with --trace.what profiler" in text
-    # Two processes have a row each.
-    run = make_run("two", steps=300, gpu=True, ranks=2)
-    assert "Try train.cuda_graphs" in advice_on_speed(run, settings | {"micro_batch_size": 2, "global_batch_size": 4})
+    # Two processes take two rows each.
+    run, two = make_run("two", steps=300, gpu=True, ranks=2), {"micro_batch_size": 2, "global_batch_size": 4}
+    assert "Try train.cuda_graphs" in advice_on_speed(run, settings | two)
+    # If they share their rows, they are one group, which accumulates.
+    run = make_run("shared", steps=300, gpu=True, ranks=2)
+    with (run / "config.toml").open("a") as config:
+        config.write("[parallel]\ncontext = 2\n")
+    assert expected in advice_on_speed(run, settings | two)
 
 
 def advice_on_speed(run: Path, train: dict[str, object]) -> str:

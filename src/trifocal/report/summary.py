@@ -18,6 +18,7 @@ from trifocal.runlog.jsonl import is_number
 from trifocal.runlog.run import Run
 from trifocal.runlog.stalls.verdict import judge
 from trifocal.train.checkpoint.folders import list_checkpoints
+from trifocal.train.config.sections import ParallelSection
 
 Mark = Literal["good", "watch", "bad", "unknown"]
 
@@ -238,8 +239,10 @@ def _speed_advice(run: Run) -> str:
     """The settings for faster steps that this run does not have."""
     train = run.config.get("train", {})
     missing = []
-    # A process accumulates if its share is more than it may take at once.
-    share = (run.setting("train", "global_batch_size") or 0) // max(1, len(run.heartbeats))
+    # Processes that share rows are one group. It accumulates if its share is more than it may take at once.
+    context = int(run.setting("parallel", "context") or 1)
+    groups = max(1, ParallelSection(context=context).groups(len(run.heartbeats)))
+    share = (run.setting("train", "global_batch_size") or 0) // groups
     if share > (run.setting("train", "micro_batch_size") or 1):
         missing.append("a larger train.micro_batch_size")
     if train.get("precision") != "bf16":
