@@ -18,18 +18,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from trifocal.ops import devices
-from trifocal.ops.hopper.common import tile_descriptor, tma_load, tma_store
+from trifocal.ops.hopper.common import tile_descriptor, tma_store
 from trifocal.ops.hopper.selected.dkdv_warp_specialized import (
     LINE,
-    LOG2_E,
     ROWS,
-    ask_for_rows,
     boxes_of,
+    load_numbers,
+    load_rows,
     piece_table,
-    place_of,
-    slot_at,
     slots_of,
     span_of,
+    work_of,
 )
 from trifocal.ops.triton.launch import Descriptor, Kernel, describe_tiles
 from trifocal.ops.triton.selected.block_csr import BlockCSR
@@ -52,100 +51,12 @@ def send_rows(target, tile, numbers, first, end, first_slot, Q_PER_KV: gl.conste
 
 
 @gluon.jit
-def work_of(slots, table, first_pieces, chunk, keys_per_chunk, chunk_rows, SLOTS_OF_ROW: gl.constexpr):
-    """The pieces of a chunk, and the slot that partial results are counted from."""
-    first_key = chunk * keys_per_chunk
-    first_piece = gl.load(first_pieces + first_key)
-    end_piece = gl.load(first_pieces + first_key + keys_per_chunk)
-    return slots, table, first_piece, end_piece, chunk * chunk_rows * SLOTS_OF_ROW
-
-
-@gluon.jit
-def load_rows(
-    descriptors, buffers, barriers, work, num_queries,
-    Q_PER_KV: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
-):
-    """The loader: k and v of a piece, then its tiles of q and d_o."""
-    q_source, k_source, v_source, d_o_source, d_q_target = descriptors
-    q_tiles, k_tiles, v_tiles, d_o_tiles, d_scores_tile, lse_tiles, delta_tiles, gate_tiles, key_tiles = buffers
-    kv_ready, kv_free, rows_ready, numbers_ready, rows_free, d_q_ready = barriers
-    slots, table, first_piece, end_piece, first_slot = work
-    STEP: gl.constexpr = ROWS // Q_PER_KV
-    count = 0
-    visit = 0
-    for piece in range(first_piece + gl.program_id(0), end_piece, gl.num_programs(0)):
-        begin, end, _masked_end = span_of(table, piece)
-        batch, group, first_token = place_of(table, piece)
-        mbarrier.wait(kv_free, (visit & 1) ^ 1)
-        mbarrier.expect(kv_ready, k_source.block_type.nbytes + v_source.block_type.nbytes)
-        tma_load(k_source, [batch, first_token, group, 0], kv_ready, k_tiles)
-        tma_load(v_source, [batch, first_token, group, 0], kv_ready, v_tiles)
-        for first in range(begin, end, STEP):
-            stage = count % STAGES
-            ready = rows_ready.index(stage)
-            numbers = slots_of(slots, first, end, Q_PER_KV)
-            mbarrier.wait(rows_free.index(stage), (count // STAGES & 1) ^ 1)
-            mbarrier.expect(ready, ROWS * (D + V) * 2)
-            ask_for_rows(
-                q_source, ready, q_tiles.index(stage), numbers, batch, num_queries, group,
-                Q_PER_KV, SLOTS_OF_ROW, D)
-            ask_for_rows(
-                d_o_source, ready, d_o_tiles.index(stage), numbers, batch, num_queries, group,
-                Q_PER_KV, SLOTS_OF_ROW, V)
-            count += 1
-        visit += 1
-
-
-@gluon.jit
-def load_numbers(
-    lse, delta, gate, buffers, barriers, work, num_queries, query_shift,
-    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
-):
-    """Numbers of the rows of one tile after the other.
-
-    lse in base 2 (infinite where the row adds nothing), delta, gate, and the last key of the block that it sees.
-    """
-    q_tiles, k_tiles, v_tiles, d_o_tiles, d_scores_tile, lse_tiles, delta_tiles, gate_tiles, key_tiles = buffers
-    kv_ready, kv_free, rows_ready, numbers_ready, rows_free, d_q_ready = barriers
-    slots, table, first_piece, end_piece, first_slot = work
-    STEP: gl.constexpr = ROWS // Q_PER_KV
-    LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    row = gl.arange(0, ROWS, LANES)
-    count = 0
-    for piece in range(first_piece + gl.program_id(0), end_piece, gl.num_programs(0)):
-        begin, end, _masked_end = span_of(table, piece)
-        batch, group, first_token = place_of(table, piece)
-        for first in range(begin, end, STEP):
-            stage = count % STAGES
-            slot = slot_at(slots, gl.minimum(first + row // Q_PER_KV, end - 1))
-            last_key = slot // SLOTS_OF_ROW - batch * num_queries + query_shift - first_token
-            place = ((slot // SLOTS_OF_ROW).to(gl.int64) * GROUPS + group) * Q_PER_KV + row % Q_PER_KV
-            lse_2 = gl.load(lse + place) * LOG2_E
-            delta_row = gl.load(delta + place)
-            gate_row = delta_row
-            if GATED:
-                gate_row = gl.load(gate + place).to(gl.float32)
-            nothing = (lse_2 == float("-inf")) | (first + row // Q_PER_KV >= end)
-            lse_2 = gl.where(nothing, float("inf"), lse_2)
-            mbarrier.wait(rows_free.index(stage), (count // STAGES & 1) ^ 1)
-            lse_tiles.index(stage).store(lse_2)
-            delta_tiles.index(stage).store(delta_row)
-            key_tiles.index(stage).store(last_key)
-            if GATED:
-                gate_tiles.index(stage).store(gate_row)
-            mbarrier.arrive(numbers_ready.index(stage), count=1)
-            count += 1
-
-
-@gluon.jit
 def store_d_q(
-    descriptors, buffers, barriers, work, Q_PER_KV: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    d_q_target, q_tiles, d_q_ready, rows_free, work, first_slot,
+    Q_PER_KV: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):
     """The storer: d_q of one tile after the other, out of the tiles of queries, which it gives back."""
-    q_source, k_source, v_source, d_o_source, d_q_target = descriptors
-    q_tiles, k_tiles, v_tiles, d_o_tiles, d_scores_tile, lse_tiles, delta_tiles, gate_tiles, key_tiles = buffers
-    kv_ready, kv_free, rows_ready, numbers_ready, rows_free, d_q_ready = barriers
-    slots, table, first_piece, end_piece, first_slot = work
+    slots, table, first_piece, end_piece = work
     STEP: gl.constexpr = ROWS // Q_PER_KV
     count = 0
     for piece in range(first_piece + gl.program_id(0), end_piece, gl.num_programs(0)):
@@ -173,7 +84,7 @@ def sum_slots(
     ROW: gl.constexpr = gl.SliceLayout(0, SCORES)
     q_tiles, k_tiles, v_tiles, d_o_tiles, d_scores_tile, lse_tiles, delta_tiles, gate_tiles, key_tiles = buffers
     kv_ready, kv_free, rows_ready, numbers_ready, rows_free, d_q_ready = barriers
-    slots, table, first_piece, end_piece, first_slot = work
+    slots, table, first_piece, end_piece = work
     STEP: gl.constexpr = ROWS // Q_PER_KV
     TYPE: gl.constexpr = q_tiles.dtype
     k_tile = k_tiles.reshape([BLOCK, D])
@@ -263,17 +174,19 @@ def block_major_backward_warp_specialized_kernel(
         mbarrier.init(numbers_ready.index(stage), count=1)
         mbarrier.init(rows_free.index(stage), count=1)
         mbarrier.init(d_q_ready.index(stage), count=1)
-    descriptors = (q_source, k_source, v_source, d_o_source, d_q_target)
+    descriptors = (q_source, k_source, v_source, d_o_source)
     buffers = (q_tiles, k_tiles, v_tiles, d_o_tiles, d_scores_tile, lse_tiles, delta_tiles, gate_tiles, key_tiles)
     barriers = (kv_ready, kv_free, rows_ready, numbers_ready, rows_free, d_q_ready)
-    work = work_of(slots, table, first_pieces, chunk, keys_per_chunk, chunk_rows, SLOTS_OF_ROW)
+    work = work_of(slots, table, first_pieces, chunk, keys_per_chunk)
     gl.warp_specialize([
         (sum_slots, (d_k_parts, d_v_parts, buffers, barriers, work, score_scale,
                      Q_PER_KV, D, V, BLOCK, GATED, STAGES)),
-        (load_rows, (descriptors, buffers, barriers, work, num_queries, Q_PER_KV, SLOTS_OF_ROW, D, V, STAGES)),
-        (load_numbers, (lse, delta, gate, buffers, barriers, work, num_queries, query_shift,
-                        GROUPS, Q_PER_KV, SLOTS_OF_ROW, GATED, STAGES)),
-        (store_d_q, (descriptors, buffers, barriers, work, Q_PER_KV, D, STAGES)),
+        (load_rows, (descriptors, (q_tiles, k_tiles, v_tiles, d_o_tiles), (kv_ready, kv_free, rows_ready, rows_free),
+                     work, num_queries, Q_PER_KV, SLOTS_OF_ROW, D, V, STAGES)),
+        (load_numbers, (lse, delta, gate, (lse_tiles, delta_tiles, gate_tiles, key_tiles), (numbers_ready, rows_free),
+                        work, num_queries, query_shift, GROUPS, Q_PER_KV, SLOTS_OF_ROW, GATED, STAGES)),
+        (store_d_q, (d_q_target, q_tiles, d_q_ready, rows_free, work, chunk * chunk_rows * SLOTS_OF_ROW,
+                     Q_PER_KV, D, STAGES)),
     ], [1, 1, 1], [24, 24, 24])
 
 # fmt: on

@@ -143,13 +143,13 @@ def work_of(slots, table, first_pieces, chunk, keys_per_chunk):
 
 @gluon.jit
 def load_rows(
-    descriptors, buffers, barriers, work, num_queries,
+    descriptors, tiles, barriers, work, num_queries,
     Q_PER_KV: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
 ):
     """The loader: k and v of a piece, then its tiles of q and d_o."""
     q_source, k_source, v_source, d_o_source = descriptors
-    q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles, key_tiles = buffers
-    kv_ready, kv_free, rows_ready, numbers_ready, rows_free = barriers
+    q_tiles, k_tiles, v_tiles, d_o_tiles = tiles
+    kv_ready, kv_free, rows_ready, rows_free = barriers
     slots, table, first_piece, end_piece = work
     STEP: gl.constexpr = ROWS // Q_PER_KV
     count = 0
@@ -179,15 +179,15 @@ def load_rows(
 
 @gluon.jit
 def load_numbers(
-    lse, delta, gate, buffers, barriers, work, num_queries, query_shift,
+    lse, delta, gate, tiles, barriers, work, num_queries, query_shift,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
 ):
     """Numbers of the rows of one tile after the other.
 
     lse in base 2 (infinite where the row adds nothing), delta, gate, and the last key of the block that it sees.
     """
-    q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles, key_tiles = buffers
-    kv_ready, kv_free, rows_ready, numbers_ready, rows_free = barriers
+    lse_tiles, delta_tiles, gate_tiles, key_tiles = tiles
+    numbers_ready, rows_free = barriers
     slots, table, first_piece, end_piece = work
     STEP: gl.constexpr = ROWS // Q_PER_KV
     LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
@@ -319,9 +319,10 @@ def block_major_dkdv_warp_specialized_kernel(
     gl.warp_specialize([
         (sum_slots, (d_k_parts, d_v_parts, buffers, barriers, work, score_scale,
                      Q_PER_KV, D, V, BLOCK, GATED, STAGES)),
-        (load_rows, (descriptors, buffers, barriers, work, num_queries, Q_PER_KV, SLOTS_OF_ROW, D, V, STAGES)),
-        (load_numbers, (lse, delta, gate, buffers, barriers, work, num_queries, query_shift,
-                        GROUPS, Q_PER_KV, SLOTS_OF_ROW, GATED, STAGES)),
+        (load_rows, (descriptors, (q_tiles, k_tiles, v_tiles, d_o_tiles), (kv_ready, kv_free, rows_ready, rows_free),
+                     work, num_queries, Q_PER_KV, SLOTS_OF_ROW, D, V, STAGES)),
+        (load_numbers, (lse, delta, gate, (lse_tiles, delta_tiles, gate_tiles, key_tiles), (numbers_ready, rows_free),
+                        work, num_queries, query_shift, GROUPS, Q_PER_KV, SLOTS_OF_ROW, GATED, STAGES)),
     ], [1, 1], [24, 24])
 
 # fmt: on
