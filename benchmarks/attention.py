@@ -298,7 +298,7 @@ def _line(row: Mapping[str, Any]) -> str:
         for name, key, unit in (
             ("forward", "forward_ms", "ms"),
             ("forward+backward", "forward_backward_ms", "ms"),
-            ("of the device alone", "forward_backward_device_ms", "ms"),
+            ("device", "forward_backward_device_ms", "ms"),
             ("extra peak", "forward_backward_extra_peak_gib", "GiB"),
         )
         if row.get(key) is not None

@@ -12,7 +12,7 @@
 | `losses` | ten steps of that model on packed text, two rows of 16,384 tokens a step; one GPU in fp32 too |
 
 Before a layer is timed, its gradients in fp64 are compared with one process's on a short sequence. `exposed share` is
-the part of its time that goes away when each process computes on copies of its own keys in place of the others'. A
+the part of its time that is saved when each process computes on copies of its own keys in place of the others'. A
 layer that a GPU's memory does not hold is left out.
 
 `losses` in bf16 are compared with one GPU's in fp32: a run whose rows are shared may err twice as much as one GPU's in
@@ -43,7 +43,7 @@ from trifocal.testing.processes import run_processes
 CONFIG = Path(__file__).parent.parent / "configs" / "m7c_long.toml"
 PARTS = ("layer", "model", "losses")
 GIB = 2**30
-# Of a layer, forward and backward: 40.6 GiB at 262,144 tokens, and 20.5 at half of them.
+# A layer, forward and backward: 40.6 GiB at 262,144 tokens, and 20.5 at half of them.
 LAYER_BYTES_A_TOKEN = 168_000
 LAYER = LayerProblem(262144, 2048, 64, 4, 128, tuple(vars(Geometry()).values()), calls=7)
 TINY_LAYER = LayerProblem(208, 32, 4, 2, 8, (4, 2, 8, 3, 1, 1, 8), calls=2)
@@ -53,7 +53,7 @@ TINY_MODEL = {"model.num_layers": 2, "model.dim": 64, "model.mlp_dim": 128, "tra
 
 
 def layer_row(size: int, options: argparse.Namespace) -> dict[str, Any]:
-    """The layer in so many processes."""
+    """The layer in `size` processes."""
     problem = TINY_LAYER if options.tiny else LAYER
     problem = dataclasses.replace(
         problem, tokens=options.tokens or problem.tokens, calls=options.calls or problem.calls
@@ -73,7 +73,7 @@ def layer_row(size: int, options: argparse.Namespace) -> dict[str, Any]:
 def trained(
     size: int, steps: int, tokens: int, flags: Mapping[str, Any], options: argparse.Namespace
 ) -> tuple[list[dict[str, Any]], str]:
-    """The rows of metrics of the model, trained in so many processes, and whether all steps are there."""
+    """The rows of metrics of the model, trained in `size` processes, and whether all steps are there."""
     flags = {
         "run.device": options.device, "parallel.context": size, "train.sequence_length": tokens,
         "train.steps": steps, "train.cuda_graphs": False, "schedule.warmup_steps": steps,
@@ -92,7 +92,7 @@ def trained(
 
 
 def model_row(size: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Steps of the model in so many processes."""
+    """Steps of the model in `size` processes."""
     tokens = options.tokens or (208 if options.tiny else 2**20)
     rows, status = trained(
         size, options.steps, tokens, {"data.source": "synthetic", "train.global_batch_size": 1}, options
@@ -122,7 +122,7 @@ def losses_row(size: int, precision: str, options: argparse.Namespace) -> dict[s
 
 
 def measured(part: str, size: int, precision: str, options: argparse.Namespace) -> dict[str, Any]:
-    """A row of any part; if it fails, the next one goes on."""
+    """A row of any part; if it fails, the next one follows."""
     try:
         if part == "losses":
             return losses_row(size, precision, options)

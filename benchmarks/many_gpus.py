@@ -58,7 +58,7 @@ LEAST_SECONDS = 10.0
 # A worker for each test: none waits for another.
 WORKERS = 20
 LONG, SHORT = 2**20, 2**18
-# Published for a million tokens on 8 H800, 64/4 heads of 128: the attention alone, without the projections of a layer.
+# Published for a million tokens on 8 H800, 64/4 heads of 128: only the attention, without the projections of a layer.
 SFNSA = {"sfnsa_forward_ms": 575.6, "sfnsa_backward_ms": 1509.2}
 COLUMNS = (
     "mode", "gpus", "tokens", "status", "outcome", "forward_ms", "ms", *SFNSA, "tokens_per_second", "step_ms",
@@ -68,7 +68,7 @@ COLUMNS = (
 NOTES = (
     "Layer: times of the slowest process and memory of the fullest GPU, the projections of a layer included; `ms` "
     "is forward and backward.",
-    "SFNSA: published for 8 H800, the attention alone, mean compression. It keeps no outputs of branches, so its "
+    "SFNSA: published for 8 H800, only the attention, mean compression. It keeps no outputs of branches, so its "
     "backward time holds another forward pass; a training call there is the sum of both, 2,085 ms.",
     "Losses: differences are from one GPU in fp32; rows that all share may err twice as much as on one in bf16.",
     "Text: one is a single GPU; 8 sequences a GPU, recorded steps, no activation checkpointing.",
@@ -134,7 +134,7 @@ def command(part: Part, options: argparse.Namespace) -> list[str]:
 
 
 def groups(names: Sequence[str], size: int) -> Iterator[list[str]]:
-    """The parts that run at the same time: each alone, but those on one GPU together, as many as there are GPUs."""
+    """The parts that run at the same time: each by itself, but those on one GPU together, as many as there are GPUs."""
     group: list[str] = []
     for name in names:
         if group and not (name in ON_ONE and group[0] in ON_ONE and len(group) < size):

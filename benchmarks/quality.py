@@ -20,7 +20,7 @@ with blocks drawn at random: it lacks the choice. In `learned`, the compressor i
 `shared`, the branches share their keys and values. In `exact`, blocks are chosen by exact mass: a ceiling, which
 costs more than dense attention. In `index`, index heads choose, which a loss teaches, beside the learned compressor
 and at three times the learning rate; with `-l1` at the same rate, with `-s256` on one query in 256 instead of 64,
-with `-mean` without the learned compressor. In `selected-index`, the selected branch is alone. In `mix`, every fourth
+with `-mean` without the learned compressor. `selected-index` has only the selected branch. In `mix`, every fourth
 layer is such a branch and the others have a window; in `mix-dense`, every fourth layer is dense.
 Each training is its own process and folder, `DIRECTORY/PART/VARIANT-SEED`. Trainings of `long` and `needle`
 start from the weights of a training on short rows, in a folder with `-short` behind its name, and those of

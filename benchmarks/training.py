@@ -30,7 +30,7 @@ SIZES = ("16x2048", "4x8192", "1x32768", "1x65536", PRODUCTION)
 
 NOTES = (
     "data: random is random bytes, every sequence whole; text is random bytes in packed documents whose lengths are "
-    "log-normal with a median of 1,000 tokens; attention crosses no document boundary. MFU: whole sequences alone.",
+    "log-normal with a median of 1,000 tokens; attention crosses no document boundary. MFU: only whole sequences.",
     "One optimizer step is the trainer's: forward, backward, clipping, fused AdamW, fp32 "
     "weights. Medians over the timed steps; p20 and p80 are the spread.",
     "executed_mfu counts the products that the model needs, dense_equivalent_mfu those of the dense baseline, both "
@@ -61,7 +61,7 @@ class TrainOptions(ModelOptions):
     """Compile both with torch.compile."""
     cuda_graphs: tuple[Literal["no", "yes"], ...] = ()
     """yes: rows that replay forward and backward as CUDA graphs, which come first; no: rows whose kernels Python starts
-    one by one. By default both on a GPU, and no on a CPU. production is recorded unless no is given alone."""
+    one by one. By default both on a GPU, and no on a CPU. production is recorded unless only no is given."""
     warmup_steps: int = 3
     """Steps before the timed ones, the compiling one included."""
     timed_steps: int = 10

@@ -102,18 +102,17 @@ class DataConfig:
     of messages gives chats. Several sources of text are mixed, by weights."""
 
     weights: tuple[float, ...] = ()
-    """Of several sources: the share of the tokens that each has, in any unit, like 3, 1; empty: equal shares. A source
-    of weight 0 is only evaluated."""
+    """With several sources: each one's share of the tokens, in any unit, like 3, 1; empty: equal shares. A source of
+    weight 0 is only evaluated."""
 
     weights_after: tuple[float, ...] = ()
-    """Of several sources: the weights after change_step steps; empty: they do not change."""
+    """With several sources: the weights after change_step steps; empty: they do not change."""
 
     change_step: int = 0
     """The last step with weights, before weights_after; 0: the last one before "wsd" lowers the learning rate."""
 
     split: str | tuple[str, ...] = "train"
-    """hf, fineweb-edu: the split to train on. Of several sources: one for all, or as many as there are sources; so are
-    the next two."""
+    """hf, fineweb-edu: the split to train on; with several sources one for all, or one each, as are the next two."""
 
     validation_split: str | tuple[str, ...] = ""
     """hf, fineweb-edu: the split to validate on; empty: the one named validation, or if there is none,

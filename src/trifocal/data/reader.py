@@ -91,9 +91,9 @@ class SourceReader:
 
     def state(self) -> dict[str, Any]:
         """The position, with the name of the data and their settings."""
-        alone = self.num_streams == 1
+        single = self.num_streams == 1
         streams = {str(index): stream.state() for index, stream in self.streams.items()}
-        position = streams["0"] if alone else {"streams": streams}
+        position = streams["0"] if single else {"streams": streams}
         return {"source": self.name, "settings": self._settings, "position": position}
 
     def describe(self) -> str:

@@ -47,7 +47,7 @@ class Need:
         disk_bytes: Checkpoints, at most at a time.
         device: The device that it was measured on; empty if it was not.
         memory_bytes: Memory of one device: the whole of a GPU, the available memory of a host; None if unknown.
-        peak_bytes, step_seconds: Of the first device, and of the whole global batch; None if no step ended.
+        peak_bytes, step_seconds: On the first device, and for the whole global batch; None if no step ended.
         data: The data of the steps, where they are not the config's own.
         problem: The reason why the run would fail; empty if it would not.
     """

@@ -33,7 +33,7 @@ from trifocal.ops.decode.caches import MAX_NEW_TOKENS, Place
 from trifocal.ops.decode.linear import Norm, Residual
 
 _MAX_PREFILL_TOKENS = {"cuda": 65536, "cpu": 8192}
-# Of the widest activations of a chunk.
+# For the widest activations of a chunk.
 _PREFILL_BYTES = 2**30
 # Tokens of the shortest chunk that is recorded: starting its kernels takes as long as running them.
 _MIN_RECORDED_TOKENS = 256

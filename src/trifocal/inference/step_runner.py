@@ -111,7 +111,7 @@ class StepRunner:
     ) -> int:
         """Give a sequence a place; its next token is drawn from `draw_first`, or follows `tokens[-1]`.
 
-        Its caches hold all tokens but the last drawn one, if one was drawn. Of its tokens the last one is enough
+        Its caches hold all tokens but the last drawn one, if one was drawn. Only the last of its tokens is needed
         without a repetition penalty. With `likeliest`, its likeliest tokens come beside each drawn one.
         """
         place = min(self._free)

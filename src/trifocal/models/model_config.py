@@ -58,7 +58,7 @@ class ModelConfig:
         o_bias: Whether the attention's output projection has a bias.
         mlp_bias: Whether the SwiGLU's maps have biases.
         rope_theta: Base of the rotary frequencies.
-        rope_scaling: Of the rotary frequencies, for sequences longer than those of pretraining.
+        rope_scaling: Scaling of the rotary frequencies, for sequences longer than those of pretraining.
         unscaled_layers: Layers, by number, whose rotary frequencies `rope_scaling` does not change.
         unrotated_layers: Layers, by number, whose queries and keys are not rotated.
         norm_eps: Added to the mean square in every norm.

@@ -131,12 +131,12 @@ def _compress(
 
 
 def _linear_pair(weights: list[Tensor], x: Tensor) -> Tensor:
-    """Two linear maps, each of its own input: [2, B, C, G, inputs] -> [2, B, C, G, outputs]."""
+    """Two linear maps, each with its own input: [2, B, C, G, inputs] -> [2, B, C, G, outputs]."""
     return _LinearPair.apply(x.flatten(1, 3), *weights).unflatten(1, x.shape[1:4])  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _LinearPair(torch.autograd.Function):
-    """Two linear maps, each of its own input: [2, M, inputs] -> [2, M, outputs]. Weights get gradients in rows."""
+    """Two linear maps, each with its own input: [2, M, inputs] -> [2, M, outputs]. Weights get gradients in rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, first: Tensor, second: Tensor) -> Tensor:  # type: ignore[override]

@@ -42,7 +42,7 @@ MASKED_LONGER_UP_TO = 4
 # With fewer queries than this for a block, on average, there is nothing to gain from holding the block.
 FEWEST_QUERIES_PER_BLOCK = 2
 # Neighbours together choose more the more blocks there are, and a tile of fewer heads a group has more of them: it is
-# tiles up to so many times the blocks of a choice; of few heads in forward only, and of still fewer never.
+# tiles up to n times the blocks of a choice; with few heads in forward only, and with still fewer never.
 FEWEST_HEADS_OF_TILES = 8
 TILES_UP_TO = 16
 SMALL_TILES_UP_TO = 8

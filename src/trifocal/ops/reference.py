@@ -1,12 +1,12 @@
 """The specification: Native Sparse Attention in plain PyTorch, on any device, in any float type.
 
-Every branch is the same masked attention. A key is visible to the queries of its own document from position
+Every branch is the same masked attention. A key is visible to the queries of its document from position
 `first` to position `last`: compressed blocks from their last token on, window keys for `w` positions, selected keys
 from their own position on in the blocks that the query chose. The number of operations does not depend on length.
 
 What is kept for backward is q, k, v, o and the log-sum-exp, linear in length; masks and probabilities are made again.
 Working memory is two tiles of scores, [B, H, T, keys] in fp32, forward and three backward. Packed documents are cut
-into rows as long as the longest of them, a batch whose queries see keys of their own row and of the row before.
+into rows as long as the longest of them, a batch whose queries see keys of their row and of the row before.
 
 Shape suffixes: B batch, T queries, S keys of any branch, G groups, R heads of a group, X rows (heads of a group ×
 queries), D and V dims, C compressed and J selection blocks, K taps. The arguments were checked by `trifocal.ops.api`.

@@ -81,7 +81,7 @@ def _loss(runs: list[Run]) -> Chart:
             dot = {"size": 7 if few else 4, "color": "@surface", "line": {"color": colour, "width": 2 if few else 1}}
             dotted = line(steps, losses, label, colour, width=1.5, dash="dot")
             traces.append({**dotted, "mode": "lines+markers", "marker": dot})
-        # Of one run each source has a colour.
+        # In one run each source has a colour.
         for number, source in enumerate(run.of_sources("evaluation", "validation_loss") if len(runs) == 1 else ()):
             points = run.series("evaluation", f"validation_loss/{source}")
             traces.append(line(*points, f"validation, {source}", f"@run{number + 1}", width=1, dash="dot"))

@@ -119,7 +119,7 @@ def _data(pictures: list[AttentionPicture]) -> dict[str, Any]:
 
 
 def _shown(picture: AttentionPicture) -> dict[int, tuple[int, int]]:
-    """Of each layer of the model, by number: the place of its arrays and 0; or -1 and its window, 0 for everything."""
+    """For each layer of the model, by number: the place of its arrays and 0; or -1 and its window, 0 for everything."""
     shown = {number: (place, 0) for place, number in enumerate(picture.layers)}
     return dict(sorted((shown | {number: (-1, window) for number, window in picture.others}).items()))
 

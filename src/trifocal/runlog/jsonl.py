@@ -161,7 +161,7 @@ def parse_row(line: bytes) -> Row | None:
 class ThinOut:
     """Chooses lines of a file by whose rows its readers can do without the others: at most about `MAX_BYTES` of them.
 
-    A smaller file is read whole. Of a larger one, every n-th step is chosen of the rows that fill it, and everything
+    A smaller file is read whole. From a larger one, every n-th step is taken of the rows that fill it, and everything
     else: lines that are rare, and the end. The pattern matches the beginning of a line of a kind that fills the file;
     its groups are the kind and the step.
     """

@@ -24,7 +24,7 @@ class Evaluation:
         perplexity: Its exponential.
         bits_per_byte: Bits for each byte of the text that the targets stand for, which makes tokenizers comparable;
             None where there is no text.
-        of_sources: Of several sources, the evaluation of each by its string; the first three are then means over the
+        of_sources: With several sources, the evaluation of each by its string; the first three are then means over the
             sources, whatever their weights, the second the exponential of the mean.
     """
 
