@@ -72,7 +72,7 @@ class TrainCase:
 
 
 def document_boundaries(sequences: int, tokens: int) -> torch.Tensor:
-    """First tokens of documents that fill sequences one behind the other, as the loader packs them, and the end.
+    """First tokens of documents that fill sequences one after the other, as the loader packs them, and the end.
 
     Lengths are log-normal: a median of 1,000 tokens, a mean of 1,650, one in six above 2,700. The loader cuts a
     document at the end of a sequence: the start of every sequence is among the [documents + 1], int32.

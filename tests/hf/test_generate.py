@@ -273,7 +273,7 @@ def test_what_a_cache_cannot_is_refused_by_name(model: TrifocalForCausalLM, rows
         mask = torch.ones(1, 42, dtype=torch.int64)
         mask[0, 0] = 0
         model(one, past_key_values=cache, attention_mask=mask)
-    with pytest.raises(ValueError, match="past_key_values are of 1 rows, the tokens of 2"):
+    with pytest.raises(ValueError, match="past_key_values have 1 rows, the tokens 2"):
         model(one.expand(2, 1), past_key_values=cache)
 
 

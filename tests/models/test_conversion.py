@@ -314,5 +314,5 @@ def test_options_that_do_not_fit_are_refused() -> None:
     # The fourth layer would select blocks.
     with pytest.raises(UserError, match="no layer is left to select blocks"):
         converted_config(config, "mix", COVERING)
-    with pytest.raises(UserError, match="layer 0 is of the type 'nsa' already"):
+    with pytest.raises(UserError, match="layer 0 has the type 'nsa' already"):
         converted_config(ModelConfig(), "selected", COVERING)

@@ -320,7 +320,7 @@ def test_wrong_padding_is_refused() -> None:
     with pytest.raises(ValueError, match=r"got torch.bool, \[2, 4\]"):
         layer(x, key_padding_mask=mask[:, :4])
     mask[1, 0] = True
-    with pytest.raises(ValueError, match=r"padding before a token of row 1: pad behind the tokens"):
+    with pytest.raises(ValueError, match=r"padding before a token of row 1: pad after the tokens"):
         layer(x, key_padding_mask=mask)
     with pytest.raises(ValueError, match="key_padding_mask does not go with cu_seqlens"):
         layer(x[:1], key_padding_mask=mask[:1], cu_seqlens=torch.tensor([0, 5]))

@@ -121,7 +121,7 @@ def test_documents_of_each_operation():
         with refused("cu_seqlens must start at 0, got 1"):
             call()
     for call in calls(INPUTS, cu_seqlens=PACKED.cu_seqlens).values():
-        with refused("cu_seqlens needs B = 1: pack the documents one behind the other, got B = 2"):
+        with refused("cu_seqlens needs B = 1: pack the documents one after the other, got B = 2"):
             call()
 
 

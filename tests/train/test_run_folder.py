@@ -160,7 +160,7 @@ def test_the_weights_are_those_of_the_last_checkpoint_however_a_run_ends(
         at_step(patch, 9, stop)
         assert resume(run, config=make_config(tmp_path, "--train.steps", "20")).step == 9
     assert steps == [run / "checkpoints" / "step_00000008"], "the weights are of an earlier step"
-    assert f"{run / 'weights'} is of an earlier step until this run ends" in capsys.readouterr().out
+    assert f"{run / 'weights'} has an earlier step until this run ends" in capsys.readouterr().out
     assert step_of(run / "weights") == 9
     saved = read_checkpoint(run / "checkpoints" / "step_00000009")
     for name, tensor in load_model(run / "weights").state_dict().items():

@@ -27,7 +27,7 @@ _collectives = torch.ops._c10d_functional
 def _one_ahead(
     xs: Iterable[Tensor], start: Callable[[Tensor], Tensor], end: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
-    """Exchange tensors one behind the other; on a GPU each is started before the one in front of it is ended.
+    """Exchange tensors one after the other; on a GPU each is started before the one in front of it is ended.
 
     Two are on their way at most, so that few buffers are taken. On a CPU only one: two threads of a Gloo group write
     the name of the collective that they have ended into the same string, and free it twice (PyTorch 2.13).

@@ -46,7 +46,7 @@ class NewTokens:
             self._places = places.flatten().nonzero()[:, 0].to(device)
 
     def align(self, x: Tensor) -> Tensor:
-        """[1, N, ...] -> each row's tokens one behind the other from the first column on, [B, T, ...]."""
+        """[1, N, ...] -> each row's tokens one after the other from the first column on, [B, T, ...]."""
         shape = (len(self.counts), max(self.counts), *x.shape[2:])
         if self._places is None:
             return x.reshape(shape)

@@ -31,13 +31,13 @@ def cached_tokens(
     error it is unchanged.
 
     The mask is 1 for tokens in all columns, also the cache's, [B, S + T]; `position_ids` are those of the new tokens,
-    [B, T]. Raises ValueError if the cache is of another model or kind, or tokens do not follow those that it holds.
+    [B, T]. Raises ValueError if the cache has another model or kind, or tokens do not follow those that it holds.
     """
     layers = _layers(cache, config)
     batch, num_new = x.shape[:2]
     before = layers[0].columns if len(layers[0].columns) else torch.zeros(batch, 0, dtype=torch.bool)
     if len(before) != batch:
-        raise ValueError(f"past_key_values are of {len(before)} rows, the tokens of {batch}")
+        raise ValueError(f"past_key_values have {len(before)} rows, the tokens {batch}")
     earlier, new = real_tokens(attention_mask, (batch, before.shape[1] + num_new), may_be_empty=True).split(
         [before.shape[1], num_new], dim=1
     )

@@ -25,7 +25,7 @@ SLACK = 64
 class TrifocalLayer(DynamicLayer):
     """Keys and values of one layer, in pages of tokens and in rings of the last ones, as `trifocal.ops` decodes them.
 
-    The pages of a row lie one behind the other, and none is shared: a beam that splits is copied.
+    The pages of a row lie one after the other, and none is shared: a beam that splits is copied.
 
     Attributes:
         columns: Which columns of the batch it has tokens of, without padding, [B, columns], bool, on the host.
@@ -111,7 +111,7 @@ class TrifocalLayer(DynamicLayer):
                 tensors[name] = x.index_select(0, indices.to(x.device))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row several times, one behind the other."""
+        """Each row several times, one after the other."""
         self.batch_select_indices(torch.arange(len(self.columns)).repeat_interleave(repeats))
 
 

@@ -1,6 +1,6 @@
 """Where the tokens of a batch lie: padding, and documents packed into rows.
 
-Rows with padding, and rows of several documents, are run as packed documents: real tokens one behind the other, with
+Rows with padding, and rows of several documents, are run as packed documents: real tokens one after the other, with
 block grids that start at each document's first token. So padding changes nothing, on whichever side it is.
 """
 

@@ -142,7 +142,7 @@ class CachedModel:
         self._rows = list(range(num_rows - 1, -1, -1))
         self.cache = PagedCache(
             config,
-            # Padding lies in one behind the others.
+            # Padding lies in one after the others.
             num_pages=self.pages.num_pages + record_chunks,
             num_rows=num_rows,
             page_size=page_size,

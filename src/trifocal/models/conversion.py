@@ -41,9 +41,7 @@ def converted_config(
     kinds = config.attention_of_layers
     sparse = [index for index, kind in enumerate(kinds) if kind in ("nsa", "selected")]
     if sparse:
-        raise UserError(
-            f"layer {sparse[0]} is of the type {kinds[sparse[0]]!r} already; only dense models are converted"
-        )
+        raise UserError(f"layer {sparse[0]} has the type {kinds[sparse[0]]!r} already; only dense models are converted")
     unknown = sorted(index for index in dense_layers if not 0 <= index < len(kinds))
     if unknown:
         raise UserError(f"--dense-layers names layer {unknown[0]}, but the model has layers 0 to {len(kinds) - 1}")

@@ -133,7 +133,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
     except KeyError as error:
         raise UserError(f"{path} lacks the key {error.args[0]!r}") from error
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        # The configuration refuses a value, or a value is of a wrong type.
+        # The configuration refuses a value, or a value has a wrong type.
         raise UserError(f"{path}: {error}") from error
 
 

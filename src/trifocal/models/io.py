@@ -235,7 +235,7 @@ def read_tensors(
             except SafetensorError as error:
                 raise UserError(f"{path} lacks the tensor {file_name}, or is broken: {error}") from error
             if not tensor.is_floating_point() or tensor.element_size() < 2:
-                raise UserError(f"{path}: the tensor {file_name} is of the type {tensor.dtype}, which is not supported")
+                raise UserError(f"{path}: the tensor {file_name} has the type {tensor.dtype}, which is not supported")
             tensors[name] = tensor
     return tensors
 

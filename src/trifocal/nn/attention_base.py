@@ -247,4 +247,4 @@ def check_padding(x: Tensor, key_padding_mask: Tensor, cu_seqlens: Tensor | Docu
     wrong = key_padding_mask[:, :-1] & ~key_padding_mask[:, 1:]
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0, 0])
-        raise ValueError(f"key_padding_mask has padding before a token of row {row}: pad behind the tokens (right)")
+        raise ValueError(f"key_padding_mask has padding before a token of row {row}: pad after the tokens (right)")

@@ -23,7 +23,7 @@ class ContextShard:
 
     `gather(xs)` collects the local tokens of every process, for each of some tensors, [B, T, ...] -> [B, S, ...] in the
     order of the sequence. `gather(xs, past)` collects only the `past` tokens, of one chunk at most, in front of both
-    local chunks, one behind the other; the first chunk of a sequence has none. Differentiable: the backward pass sums
+    local chunks, one after the other; the first chunk of a sequence has none. Differentiable: the backward pass sums
     the gradients of all processes.
     """
 
@@ -48,7 +48,7 @@ class ContextShard:
 
 
 class Chunk(NamedTuple):
-    """Queries that lie one behind the other, at `begin` to `end` among the T of a layer, and the keys up to their end.
+    """Queries that lie one after the other, at `begin` to `end` among the T of a layer, and the keys up to their end.
 
     `num_keys` are S, tokens up to the last of them; `documents` are those of these tokens, or None.
     """
@@ -137,5 +137,5 @@ def _rows(x: Tensor, begin: int, end: int) -> Tensor:
 
 
 def joined(parts: list[Tensor]) -> Tensor:
-    """Results of the chunks, one behind the other, [B, T, ...]."""
+    """Results of the chunks, one after the other, [B, T, ...]."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -296,7 +296,7 @@ def _sampled(q: Tensor, num_tokens: int, sample: Sample) -> Tensor:
 def _token_scores(q: Tensor, k: Tensor, sample: Sample, geometry: Geometry, documents: Documents | None) -> Tensor:
     """Scaled scores of all keys [B, S, G, D] by sampled queries [B, M, G, R, D], [B, G, R, M, blocks, l'].
 
-    Keys lie by block, those of all documents one behind the other; what a query does not see is -inf.
+    Keys lie by block, those of all documents one after the other; what a query does not see is -inf.
     """
     grid = block_grid(k.shape[1], geometry.selection_block_size, documents, k.device)
     exact = accumulator(q)

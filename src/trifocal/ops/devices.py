@@ -76,7 +76,7 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether a device is of the one generation with Hopper's matrix units."""
+    """Whether a device belongs to the one generation with Hopper's matrix units."""
     return _generation(device) == 9
 
 

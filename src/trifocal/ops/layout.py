@@ -1,4 +1,4 @@
-"""Where tokens and blocks lie: in one sequence, or in documents packed one behind the other."""
+"""Where tokens and blocks lie: in one sequence, or in documents packed one after the other."""
 
 import itertools
 from collections.abc import Sequence

@@ -241,7 +241,7 @@ def select_blocks_by_index(q_idx: Tensor, k_idx: Tensor, geometry: Geometry, doc
 
 
 class BlockGrid(NamedTuple):
-    """Where the tokens of selection blocks lie, those of all documents one behind the other: [blocks, l'], int64; any
+    """Where the tokens of selection blocks lie, those of all documents one after the other: [blocks, l'], int64; any
     token where a block has none, and then it is not `filled`.
 
     `first_blocks` are the first block of each document, [documents].

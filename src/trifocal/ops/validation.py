@@ -97,7 +97,7 @@ def resolve_documents(
     if cu_seqlens is None:
         return None
     if batch != 1:
-        raise ValueError(f"cu_seqlens needs B = 1: pack the documents one behind the other, got B = {batch}")
+        raise ValueError(f"cu_seqlens needs B = 1: pack the documents one after the other, got B = {batch}")
     documents = Documents.of(cu_seqlens, num_keys)
     if documents.ids.device != device:
         raise ValueError(f"cu_seqlens must be on the device of q, {device}, got {documents.ids.device}")

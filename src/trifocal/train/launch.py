@@ -134,7 +134,7 @@ def resume(
         How it ended, see `train`.
 
     Raises:
-        UserError: If there is no such run or checkpoint, a file of it is damaged, or it is of another model.
+        UserError: If there is no such run or checkpoint, a file of it is damaged, or it belongs to another model.
         NonFiniteError: If a loss or gradient is not finite; that update was not applied.
     """
     directory = user_path(directory, "--resume")

@@ -334,4 +334,4 @@ class Trainer:
         with self.log.pause("checkpoint"):
             processes.run_on_rank0(commit)
         if (directory / WEIGHTS).is_dir() and self.state.step < self.config.train.steps:
-            self.log.log_event("note", f"{directory / WEIGHTS} is of an earlier step until this run ends")
+            self.log.log_event("note", f"{directory / WEIGHTS} has an earlier step until this run ends")

@@ -93,7 +93,7 @@ class Saver:
         except OSError as error:
             raise UserError(
                 f"step {self._state.step} is saved, but its weights could not be written to {folder}: {error}; "
-                "files there are of an earlier step, or not whole"
+                "files there are from an earlier step, or not whole"
             ) from error
 
     @contextmanager
@@ -125,8 +125,8 @@ class Saver:
         if not self._log.folder_is_there():
             raise UserError(
                 f"{self._directory} was moved, deleted or replaced while its run trained: the run stopped after step "
-                f"{self._state.step}, and its last checkpoint is of step {self._saved_step}; if you moved it, continue "
-                "with trifocal train --resume NEW_FOLDER"
+                f"{self._state.step}, and its last checkpoint is from step {self._saved_step}; if you moved it, "
+                "continue with trifocal train --resume NEW_FOLDER"
             )
 
     def _write(self, *, must_succeed: bool) -> None:

@@ -211,8 +211,8 @@ class TrainSetup:
         step, last = saved["step"], self.config.train.steps
         if step > last:
             raise UserError(
-                f"{checkpoint} is of step {step}, past train.steps {last}; raise --train.steps, or take an earlier one "
-                "with --checkpoint"
+                f"{checkpoint} is from step {step}, past train.steps {last}; raise --train.steps, or take an earlier "
+                "one with --checkpoint"
             )
         try:
             self.loader.load_state_dict(saved["data"])

@@ -39,7 +39,7 @@ class Kernel:
     """A function of `triton.jit` or `gluon.jit` that is launched as `kernel[grid](...)`; inside of `only_compile`,
     compiled.
 
-    All its arguments are given; those by name are constants. Launches are of one kind if they agree in whatever code
+    All its arguments are given; those by name are constants. Launches share a kind if they agree in whatever code
     may depend on: constants, types, the alignment of pointers, and numbers that the function specializes on.
     """
 

@@ -172,7 +172,7 @@ def load_pretrained_weights(model: DecoderLM, folder: str) -> None:
 
 def load_frozen(folder: str, vocab_size: int, device: torch.device) -> DecoderLM:
     """The model of `distill.from`, without gradients and in the types of its files. UserError if there is none, it is
-    damaged, or its vocabulary is of another size.
+    damaged, or its vocabulary has another size.
     """
     with open_pretrained(user_path(folder, "distill.from")) as found:
         frozen = found.model()
@@ -193,7 +193,7 @@ def _run_of(folder: Path) -> RunConfig | None:
 def open_pretrained(path: Path, checkpoint: str = "") -> Iterator[Pretrained]:
     """Find a trained model. If a run that still trains deletes it while the context lasts, an error says so.
 
-    The path is a checkpoint, a folder of weights, or a run: its weights, if they are of its newest step, else its
+    The path is a checkpoint, a folder of weights, or a run: its weights, if they have its newest step, else its
     newest checkpoint; or another one by name. Raises UserError if there is none, or it is damaged.
     """
     if (path / MODEL_CONFIG_FILE).is_file():

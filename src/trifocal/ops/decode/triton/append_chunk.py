@@ -141,7 +141,7 @@ def append_chunk_kernel(
     GATHERS_WINDOW: tl.constexpr, GATHERS_RAW: tl.constexpr, ZERO: tl.constexpr, STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Jobs one behind the other: heads of q, groups in pages, of the window and its end, of raw and its end, index.
+    """Jobs one after the other: heads of q, groups in pages, of the window and its end, of raw and its end, index.
 
     RINGs and PAGE_ROWS: their tokens; 0 where is none. A tensor that is not there is never read.
     """

@@ -1,7 +1,7 @@
 """Hopper version of `triton.selected.tile_d_q`, in Gluon; `interval.d_q` divides its programs in the same way.
 
 Each half of the warps holds 64 rows of q, d_o and d_q, the heads of a few neighbouring queries. The loader brings the
-blocks of a tile's list; a half leaves out those that none of its queries chose. From memory, per tile of rows: q
+blocks of a tile's list; a half leaves out those that none of its own queries chose. From memory, per tile of rows: q
 and d_o once, k and v of the listed blocks, d_q out. Where a group's heads are no power of two, the rows behind them
 take the next group's heads, and are not stored.
 """

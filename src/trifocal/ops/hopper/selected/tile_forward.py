@@ -53,7 +53,7 @@ def place_tile(slot, row_tiles, GROUPS: gl.constexpr):
 
 @gluon.jit
 def load_pair(source, batch, first, second, group, ready, tile, COLUMNS: gl.constexpr):
-    """Ask for two blocks, one behind the other, in a tile of keys: 64 columns of a block are a box in shared memory."""
+    """Ask for two blocks, one after the other, in a tile of keys: 64 columns of a block are a box in shared memory."""
     boxes = reinterpret(tile, source.dtype, [COLUMNS // 32] + source.block_type.shape, source.layout)
     mbarrier.expect(ready, KEYS * COLUMNS * 2)
     for part in gl.static_range(COLUMNS // 64):

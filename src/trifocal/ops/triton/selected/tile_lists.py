@@ -1,6 +1,6 @@
 """The blocks that neighbouring queries chose, tile by tile: what kernels that hold a tile of queries walk through.
 
-A tile is some queries of one group, one behind the other. Its list has every block that any of them chose, once, with
+A tile is some queries of one group, one after the other. Its list has every block that any of them chose, once, with
 words of bits that say who did: one word for up to 32 queries. Nothing here looks at the data on the host: widths are
 upper bounds from shapes.
 
