@@ -86,16 +86,16 @@ def _loss_table(result: dict[str, Any]) -> list[str]:
     for row in result["rows"]:
         if row["tokens_per_second"]:
             speeds.setdefault(row["variant"], []).append(row["tokens_per_second"])
-    alone = all(row["trainings_at_a_time"] == 1 for row in result["rows"])
+    one_at_a_time = all(row["trainings_at_a_time"] == 1 for row in result["rows"])
     steps, tokens = min(row["steps"] for row in result["rows"]), max(row["tokens"] for row in result["rows"])
     short = {row["variant"]: row for row in result.get("means_on_short_rows", [])}
     head = ["attention", "seeds", *(["above dense, short rows"] if short else [])]
-    head += ["loss, nats/byte", "above dense"] + ["tokens/s"] * alone
+    head += ["loss, nats/byte", "above dense"] + ["tokens/s"] * one_at_a_time
     lines = [f"After {steps:,} steps, {tokens / 1e6:,.1f} M bytes each:", "", *_head(head)]
     for row in result["means"]:
         cells = [row["variant"], str(row["seeds"]), *([_above_dense(short[row["variant"]])] if short else [])]
         cells += [_with_error(row["mean_loss"], row["standard_deviation"]), _above_dense(row)]
-        if alone:
+        if one_at_a_time:
             cells.append(f"{np.median(speeds[row['variant']]):,.0f}" if row["variant"] in speeds else "")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
