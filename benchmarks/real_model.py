@@ -228,12 +228,15 @@ class Work:
         }
 
     def speed(self, row: Row, folder: Path) -> dict[str, Any]:
-        """Seconds of a prompt of all tokens, and of a token behind it, with the draw and the host: medians of three."""
+        """Seconds of a prompt of all tokens, and of a token after it, as `serve` computes them: medians of three."""
         device = choose_device(self.options.device)
         with open_pretrained(self.model(row, folder)) as found:
             model, dtype = found.model().to(device).eval(), torch.bfloat16 if device.type == "cuda" else torch.float32
         length = self.options.length
-        cached = CachedModel(model, max_sequences=1, max_length=length + _NEW_TOKENS, dtype=dtype)
+        recorded = device.type == "cuda"
+        cached = CachedModel(
+            model, max_sequences=1, max_length=length + _NEW_TOKENS, dtype=dtype, record_chunks=recorded
+        )
         engine = Engine(cached)
         generator = torch.Generator().manual_seed(0)
 
@@ -300,14 +303,24 @@ def main_script(arguments: Sequence[str] | None = None) -> Path:
     options = parse(arguments)
     found = Work(options).take_all()
     names = list(dict.fromkeys(name for row in found for name in row))
+    tasks = [name for name in names if name.split()[-1].isdigit()]
+    by_task = [
+        {"row": row["row"], "tokens": length, **{name.split()[0]: row[name] for name in own if name in row}}
+        for row in found
+        for length in options.ruler_lengths
+        if row.get(f"ruler_{length}") is not None
+        for own in [[name for name in tasks if name.endswith(f" {length}")]]
+    ]
+    names = [name for name in names if name not in tasks]
     notes = [
-        f"{options.data}; {options.sequences} held-out rows of {options.length:,} tokens.",
+        f"{options.data}; {options.sequences} held-out rows of {options.length:,} tokens. `beside_loss`: the untouched "
+        "dense model's loss, in the same precision; `above_dense` is a share of it.",
         f"RULER: the mean of its generated tasks, {options.samples} prompts a task, with its standard error.",
     ]
     file = ResultFile(
         "real_model", "A real model made sparse", folder=Path(options.results) if options.results else None
     )
-    return file.write([{name: row.get(name) for name in names} for row in found], notes=notes)
+    return file.write([{name: row.get(name) for name in names} for row in found], notes=notes, ruler_by_task=by_task)
 
 
 if __name__ == "__main__":
