@@ -181,21 +181,23 @@ def _draw_above_dense(axes: Axes, result: dict[str, Any]) -> None:
 
 
 def draw_time(results: Path = RESULTS) -> Figure:
-    """Validation loss of the production model in rows of 8,192 over the minutes of a GPU, from the newest result."""
-    path = newest("production_8192", results)
-    assert path is not None, "no result of the part production_8192"
-    result = json.loads(path.read_text())
+    """Validation loss in rows of 8,192 over the minutes of a GPU, from the result with the most variants."""
+    found = [json.loads(path.read_text()) for path in sorted(results.glob("quality_production_8192_*.json"))]
+    result = max(found, key=lambda result: len(_variants(result["rows"])))
+    rows = [row for row in result["rows"] if row["variant"] in COLOURS]
+    # `tokens` are those up to the last step that all have reached.
+    common = min(row["curve"][-1][0] for row in rows)
     figure = Figure(figsize=(5.2, 3.0), layout="constrained", facecolor="white")
     axes = figure.subplots()
-    for variant in _variants(result["rows"]):
-        for number, row in enumerate(row for row in result["rows"] if row["variant"] == variant):
-            minutes_a_step = row["tokens"] / row["steps"] / row["tokens_per_second"] / 60
+    for variant in _variants(rows):
+        for number, row in enumerate(row for row in rows if row["variant"] == variant):
+            minutes_a_step = row["tokens"] / common / row["tokens_per_second"] / 60
             steps, losses = zip(*row["curve"], strict=True)
             label = variant if number == 0 else None
             minutes = [step * minutes_a_step for step in steps]
             axes.plot(minutes, losses, color=COLOURS[variant], marker="o", markersize=3, label=label)
     device = result["device"].removeprefix("NVIDIA ")
-    axes.set(xlabel=f"minutes of one {device}", ylabel="nats per byte", title="validation loss")
+    axes.set(xlabel=f"minutes of one {device}", ylabel="nats per byte", title="validation loss", ylim=(0.58, 1.1))
     return _finished(figure, axes)
 
 
