@@ -39,9 +39,13 @@ def normed_linear(
 
 
 def normed_swiglu(residual: Residual, norm: Norm, weight: Tensor) -> Tensor:
-    """See `trifocal.ops.decode.linear.normed_swiglu`."""
-    gate, up = functional.linear(_normed(residual, norm, weight.dtype), weight).chunk(2, dim=-1)
-    return functional.silu(gate) * up
+    """See `trifocal.ops.decode.linear.normed_swiglu`.
+
+    Two products, not halves of one: with gaps between its rows the activation takes more than twice as long.
+    """
+    x = _normed(residual, norm, weight.dtype)
+    gate, up = (functional.linear(x, half) for half in weight.chunk(2))
+    return functional.silu(gate, inplace=True).mul_(up)
 
 
 def residual_linear(
