@@ -345,3 +345,23 @@ def test_tables_that_were_rounded_on_the_way_are_made_again(attention: str) -> N
     x = torch.randn(1, 40, SIZES["dim"], dtype=torch.bfloat16)
     rounded = RotaryTables(*(table if table is None else table.bfloat16() for table in layer.rotary_tables(x)))
     assert torch.equal(layer(x, rotary=rounded), layer(x))
+
+
+@pytest.mark.parametrize("obstacle", ["", "the tensors are not on a CUDA device"])
+def test_dense_attention_copies_keys_only_where_it_must(obstacle: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where FlashAttention serves, SDPA shares keys between heads; the math is that of PyTorch's own kernel here."""
+    q, k, v = (torch.randn(1, 9, heads, 8, dtype=torch.float64) for heads in (6, 2, 2))
+    sdpa, heads_of_k = attention_module.nn.functional.scaled_dot_product_attention, []
+
+    def counting(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        heads_of_k.append(k.shape[1])
+        return sdpa(q, k, v, **options)
+
+    monkeypatch.setattr(attention_module.nn.functional, "scaled_dot_product_attention", counting)
+    expected = attention_module._dense_attention(q, k, v)
+    monkeypatch.setattr(attention_module, "flash_attention_obstacle", lambda *_: obstacle)
+    found = attention_module._dense_attention(q, k, v)
+    torch.testing.assert_close(found, expected)
+    # Without as many values as keys FlashAttention does not serve.
+    attention_module._dense_attention(q, k, v[..., :4])
+    assert heads_of_k == [6, 6 if obstacle else 2, 6]

@@ -120,7 +120,7 @@ def test_rules_of_the_choice(
     device: str, dtype: torch.dtype, width: int, obstacle: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    found = packed_module._varlen_obstacle(device, 0, dtype, width)
+    found = packed_module.flash_attention_obstacle(device, 0, dtype, width)
     assert (obstacle in found) if obstacle else not found
 
 

@@ -24,6 +24,7 @@ from trifocal.nn.rope import UNSCALED, RopeScaling, rotate
 from trifocal.ops import Documents, Geometry, nsa_attention, window_attention
 from trifocal.ops.dispatch import check_backend
 from trifocal.ops.geometry import LARGEST_SIZE
+from trifocal.ops.support import flash_attention_obstacle
 from trifocal.ops.validation import check_whole_number
 
 
@@ -258,7 +259,10 @@ class WindowAttention(DenseAttention):
 
 def _dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention: q [B, T, H, D], k [B, T, G, D], v [B, T, G, V]."""
-    # Copied for every head, because not every kernel behind SDPA shares keys between heads.
-    q_per_kv = q.shape[2] // k.shape[2]
-    q, k, v = q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(q_per_kv, dim=1) for x in (k, v))
-    return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    # Not every kernel behind SDPA shares keys between heads; those for other types and devices get copies.
+    obstacle = flash_attention_obstacle(q.device.type, q.device.index, q.dtype, q.shape[3])
+    shared = not obstacle and q.shape[3] == v.shape[3]
+    copies = 1 if shared else q.shape[2] // k.shape[2]
+    q, k, v = q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(copies, dim=1) for x in (k, v))
+    o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+    return o.transpose(1, 2)

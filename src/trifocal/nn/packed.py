@@ -18,10 +18,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from trifocal.ops import Documents
 from trifocal.ops.dispatch import count_choice
 from trifocal.ops.layout import Rows, take
+from trifocal.ops.support import flash_attention_obstacle
 
-OLDEST_CAPABILITY = (8, 0)
-# Up to 256, but the backward pass of wider heads than this needs the shared memory of some GPUs.
-WIDEST_HEAD = 192
 # FlashAttention reads 16 bytes at a time.
 HEAD_MULTIPLE = 8
 
@@ -35,30 +33,12 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> T
 
     The documents' `max_length` bounds the work; without it the pack counts as one document.
     """
-    obstacle = _varlen_obstacle(q.device.type, q.device.index, q.dtype, max(q.shape[3], v.shape[3]))
+    obstacle = flash_attention_obstacle(q.device.type, q.device.index, q.dtype, max(q.shape[3], v.shape[3]))
     if obstacle:
         count_choice("packed_attention", "rows", obstacle)
         return _rows(q, k, v, documents)
     count_choice("packed_attention", "varlen", "supported")
     return _varlen(q, k, v, documents)
-
-
-def _varlen_obstacle(device_type: str, device_index: int | None, dtype: torch.dtype, width: int) -> str:
-    """Why FlashAttention cannot take these; empty when it can."""
-    if device_type != "cuda" or torch.version.hip is not None:
-        return "the tensors are not on a CUDA device"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"FlashAttention takes bfloat16 and float16, got {dtype}"
-    if width > WIDEST_HEAD:
-        return f"FlashAttention takes D and V up to {WIDEST_HEAD} here, got {width}"
-    capability = torch.cuda.get_device_capability(device_index)
-    if capability < OLDEST_CAPABILITY:
-        return f"FlashAttention needs compute capability 8.0, got {capability[0]}.{capability[1]}"
-    return ""
-
-
-# Compiled graphs take the answer as a constant, as that of `trifocal.ops.support`.
-_varlen_obstacle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:

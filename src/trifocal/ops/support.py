@@ -15,6 +15,8 @@ WIDEST_HEAD = 256
 MAX_HEADS_OF_A_GROUP = 64
 BLOCK_MULTIPLE = 16
 MAX_STRIDES_OF_BLOCK = 64
+# PyTorch's FlashAttention takes 256, but the backward pass of wider heads than this needs the memory of some GPUs.
+WIDEST_FLASH_HEAD = 192
 FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -77,3 +79,20 @@ def _device_obstacle(device_type: str, device_index: int | None, dtype: torch.dt
     if dtype not in FLOAT_TYPES:
         return f"the type must be bfloat16, float16 or float32, got {dtype}"
     return None
+
+
+def flash_attention_obstacle(device_type: str, device_index: int | None, dtype: torch.dtype, width: int) -> str:
+    """Why FlashAttention of PyTorch, for the dense baseline, cannot take heads of this width; empty when it can."""
+    if device_type != "cuda" or torch.version.hip is not None:
+        return "the tensors are not on a CUDA device"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"FlashAttention takes bfloat16 and float16, got {dtype}"
+    if width > WIDEST_FLASH_HEAD:
+        return f"FlashAttention takes D and V up to {WIDEST_FLASH_HEAD} here, got {width}"
+    capability = torch.cuda.get_device_capability(device_index)
+    if capability < OLDEST_CAPABILITY:
+        return f"FlashAttention needs compute capability 8.0, got {capability[0]}.{capability[1]}"
+    return ""
+
+
+flash_attention_obstacle._dynamo_marked_constant = True  # type: ignore[attr-defined]
