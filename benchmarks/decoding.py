@@ -1,4 +1,4 @@
-"""Decoding: a token's time through the engine, prefill, one layer, a mix of requests.
+"""Decoding: a token's time through the engine, and a mix of requests.
 
 python benchmarks/decoding.py --parts model --sizes 1x1024 8x8192
 """
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lib import decode_engine, decode_layer
+from lib import decode_engine
 from lib.decode_engine import DecodeOptions, DecodingBench
-from lib.decode_layer import LayerShape, bench_layers, check_memory, check_step
+from lib.decode_layer import LayerShape, check_memory, check_step
 from lib.plain_decoder import PlainDecoder
 from lib.recorder import OK, Recorder
 from lib.script import MODEL_NOTE, Benchmark, parse_size
@@ -39,8 +39,6 @@ NOTES = (
     "past.",
     "dense plain: only PyTorch, one compiled and recorded step, SDPA without a mask over a cache as long as the past, "
     "the likeliest token; the host is not waited for.",
-    *decode_engine.PREFILL_NOTES,
-    *(f"layer: {note}" for note in decode_layer.NOTES),
     *decode_engine.MIX_NOTES,
 )
 
@@ -198,19 +196,6 @@ def keys_read(config: ModelConfig, kind: str, past: int) -> int:
     return window if kind == "window" else past + 1
 
 
-def _bench_layer(bench: DecodingBench) -> None:
-    options = bench.options
-    shapes = [LayerShape(*parse_size(size)) for size in options.layer_sizes]
-    bench_layers(
-        bench.recorder,
-        bench.device,
-        DTYPES[options.precision],
-        shapes=shapes,
-        geometry=options.model.geometry,
-        seconds=options.row_seconds,
-    )
-
-
 def speedups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """How many times faster each sparse model takes a token than those with dense layers, by size."""
     measured = {
@@ -235,8 +220,6 @@ def speedups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 _PARTS: dict[str, Callable[[DecodingBench], None]] = {
     "model": _bench_model,
-    "prefill": decode_engine.bench_prefill,
-    "layer": _bench_layer,
     "mix": decode_engine.bench_mix,
 }
 
@@ -249,10 +232,7 @@ DECODING = Benchmark(
     {
         "attention": "attention", "sequences": "sequences", "tokens": "tokens",
         "requests": "requests", "token_ms": "ms/token", "keys_per_step": "keys/step", "cache_mib": "cache MiB/step",
-        "kept_bytes": "bytes kept/token",
-        "prefill_seconds": "prefill s", "training_forward_seconds": "training forward s",
-        "prefill_ratio": "ratio", "first_token_seconds": "first token s", "layer_ms": "ms",
-        "floor_ms": "floor ms", "seconds": "s",
+        "kept_bytes": "bytes kept/token", "seconds": "s",
         "tokens_out_per_second": "tokens/s out", "tokens_in_per_second": "tokens/s in", "peak_gib": "peak GiB",
         "status": "status",
     },

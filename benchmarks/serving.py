@@ -43,29 +43,18 @@ NOTES = (
     "random is a prompt of random tokens.",
 )
 
-REPETITIVE = """class Point:
-    def __init__(self, x, y):
-        self.x = x
-        self.y = y
-
-    def __eq__(self, other):
+_METHOD = """
+    def __{}__(self, other):
         if not isinstance(other, Point):
             return NotImplemented
-        return self.x == other.x and self.y == other.y
-
-    def __ne__(self, other):
-        if not isinstance(other, Point):
-            return NotImplemented
-        return self.x != other.x or self.y != other.y
-
-    def __lt__(self, other):
-        if not isinstance(other, Point):
-            return NotImplemented
-        return self.x < other.x and self.y < other.y
-
-    def __le__(self, other):
-        if not isinstance(other, Point):
+        return self.x {} other.x {} self.y {} other.y
 """
+REPETITIVE = "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n" + "".join(
+    _METHOD.format(*words)
+    for words in (("eq", "==", "and", "=="), ("ne", "!=", "or", "!="), ("lt", "<", "and", "<"), ("le", "", "", ""))
+)
+# A model writes the rest.
+REPETITIVE = REPETITIVE[: REPETITIVE.rindex("            return NotImplemented")]
 
 
 @dataclass(frozen=True, kw_only=True)

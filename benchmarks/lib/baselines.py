@@ -1,8 +1,10 @@
-"""Baselines on the same inputs: dense attention of PyTorch, FlexAttention, fla-core's sparse attention."""
+"""Baselines on the same inputs: dense attention, FlexAttention, and others' sparse attention."""
 
-import importlib.util
+import importlib
+import importlib.metadata
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +24,32 @@ DENSE = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTIO
 # Tokens and query blocks of FlexAttention's mask.
 _FLEX_BLOCK = 128
 _PROBE_TOKENS = 128
+# Width of flash-msa's heads, and tokens of its blocks.
+_MSA_SIZE = 128
+
+
+def _imported(module: str, package: str, device: torch.device) -> tuple[ModuleType, str]:
+    """A module of another package, and the package's name with its version."""
+    if device.type != "cuda":
+        raise Unavailable(f"{package} needs a CUDA device")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(module), f"{package} {importlib.metadata.version(package)}"
+    except (ImportError, RuntimeError) as error:
+        raise Unavailable(f"needs `pip install {package}`: {error}") from error
+
+
+def fa4_attention(inputs: Inputs, shape: AttentionShape) -> Candidate:
+    """Causal dense attention by flash-attn-4."""
+    module, version = _imported("flash_attn.cute", "flash-attn-4", inputs.q.device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o: Tensor | tuple[Tensor, ...] = module.flash_attn_func(q, k, v, causal=True)
+        return o[0] if isinstance(o, tuple) else o
+
+    work = attention_work(shape, dense_keys(shape.tokens), shape.tokens, inputs.q.element_size())
+    return Candidate(attend, (inputs.q, inputs.k_slc, inputs.v_slc), work, f"{version}, gradients by atomics")
 
 
 def dense_attention(name: str, inputs: Inputs, shape: AttentionShape) -> Candidate:
@@ -74,20 +102,13 @@ def _dense(backend: SDPBackend, shared: bool, padding: int) -> Callable[..., Ten
     return attend
 
 
-def flex_attention(mask: str, inputs: Inputs, shape: AttentionShape, geometry: Geometry) -> Candidate:
-    """Compiled FlexAttention: "causal" over the whole past, or "window" over the sliding window.
-
-    The selected branch has no row: its mask differs from query to query, and FlexAttention skips blocks of 128
-    queries by 128 keys only where no query of them sees a key.
-    """
+def flex_attention(inputs: Inputs, shape: AttentionShape, geometry: Geometry) -> Candidate:
+    """Compiled FlexAttention over the sliding window; it skips no blocks of a choice that differs between queries."""
     if inputs.q.device.type != "cuda":
         raise Unavailable("compiled FlexAttention is timed only on CUDA devices")
     from torch.nn.attention import flex_attention as flex
 
-    if mask == "causal":
-        reach, keys = shape.tokens, dense_keys(shape.tokens)
-    else:
-        reach, keys = geometry.window_size, window_keys(geometry.window_size, shape.tokens)
+    reach = geometry.window_size
 
     def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (query - key < reach)
@@ -101,9 +122,8 @@ def flex_attention(mask: str, inputs: Inputs, shape: AttentionShape, geometry: G
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return compiled(q, k, v, block_mask=blocks, enable_gqa=True).transpose(1, 2)
 
-    work = attention_work(shape, keys, shape.tokens, inputs.q.element_size())
-    note = "dense" if mask == "causal" else "only the window branch: no compressed, no selected branch"
-    return Candidate(attend, (inputs.q, inputs.k_slc, inputs.v_slc), work, note)
+    work = attention_work(shape, window_keys(reach, shape.tokens), shape.tokens, inputs.q.element_size())
+    return Candidate(attend, (inputs.q, inputs.k_win, inputs.v_win), work, "only the window branch")
 
 
 def _block_mask(flex: Any, tokens: int, reach: int, visible: Callable[..., Tensor], device: torch.device) -> Any:
@@ -127,21 +147,17 @@ def _block_mask(flex: Any, tokens: int, reach: int, visible: Callable[..., Tenso
 
 def fla_attention(inputs: Inputs, shape: AttentionShape, geometry: Geometry) -> Candidate:
     """fla-core's `parallel_nsa`, whose compressed blocks are the selection blocks: less work than the paper's."""
-    if inputs.q.device.type != "cuda" or importlib.util.find_spec("fla") is None:
-        raise Unavailable("needs a CUDA device and `pip install fla-core`")
+    fla, version = _imported("fla.ops.nsa.parallel", "fla-core", inputs.q.device)
     heads_per_group = shape.heads // shape.groups
     if heads_per_group < 16 or heads_per_group & (heads_per_group - 1):
         raise Unavailable(f"its groups have a power of two of at least 16 heads, here {heads_per_group}")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from fla.ops.nsa.parallel import parallel_nsa
-
     size = geometry.selection_block_size
-    window = geometry.window_size if importlib.util.find_spec("flash_attn") else 0
+    # flash-attn-4 is not the flash-attn that it asks for.
+    window = geometry.window_size if fla.flash_attn_func is not None else 0
 
     def attend(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
         g_cmp, g_slc, g_win = gates.unbind(-1)
-        o: Tensor = parallel_nsa(
+        o: Tensor = fla.parallel_nsa(
             q, k, v, g_cmp, g_slc, g_win,
             block_counts=geometry.num_selected_blocks, block_size=size, window_size=window,
         )  # fmt: skip
@@ -152,7 +168,30 @@ def fla_attention(inputs: Inputs, shape: AttentionShape, geometry: Geometry) -> 
     keys = compressed + selected + (window_keys(window, shape.tokens) if window else 0)
     work = attention_work(shape, keys, shape.tokens, inputs.q.element_size())
     scoring = 2.0 * shape.batch * shape.heads * shape.head_dim * compressed
-    note = f"does less: compression block = stride = {size}, one k and v for all branches"
+    note = f"{version}, does less: compression block = stride = {size}, one k and v for all branches"
     note += "" if window else ", no window (that needs flash-attn)"
     leaves = (inputs.q, inputs.k_slc, inputs.v_slc, inputs.gates)
     return Candidate(attend, leaves, work._replace(forward_flops=work.forward_flops + scoring), note)
+
+
+def msa_attention(inputs: Inputs, shape: AttentionShape, geometry: Geometry) -> Candidate:
+    """flash-msa: as many tokens a query, in blocks of 128 chosen by proxy heads, whose gradients backward has too."""
+    module, version = _imported("flash_msa", "flash-msa", inputs.q.device)
+    if (shape.head_dim, shape.value_dim) != (_MSA_SIZE, _MSA_SIZE) or shape.tokens % _MSA_SIZE:
+        raise Unavailable(f"it takes D and V of {_MSA_SIZE} and tokens in multiples of that")
+    blocks = min(geometry.selected_tokens, shape.tokens) // _MSA_SIZE
+    q_proxy, k_proxy = (
+        torch.randn(shape.batch, heads, shape.tokens, _MSA_SIZE, device=inputs.q.device, dtype=inputs.q.dtype)
+        for heads in (shape.groups, 1)
+    )
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o: Tensor = module.flash_msa_func(q_proxy, k_proxy, q, k, v, blocks * _MSA_SIZE, _MSA_SIZE**-0.5)[0]
+        return o.unflatten(-1, (shape.heads, _MSA_SIZE))
+
+    read = selected_keys(Geometry(_MSA_SIZE, _MSA_SIZE, _MSA_SIZE, blocks, 0, 1, 1), shape.tokens)
+    work = attention_work(shape, read, shape.tokens, inputs.q.element_size())
+    scores = 2.0 * shape.batch * shape.groups * _MSA_SIZE * dense_keys(shape.tokens)
+    leaves = tuple(x.transpose(1, 2).contiguous() for x in (inputs.q, inputs.k_slc, inputs.v_slc))
+    note = f"{version}, {blocks} blocks of {_MSA_SIZE}, its selector included; gradients by atomics, the selector's too"
+    return Candidate(attend, leaves, work._replace(forward_flops=work.forward_flops + scores), note)

@@ -10,26 +10,25 @@ from lib.formulas import Work
 from lib.timing import device_ms, extra_peak_bytes, time_call
 
 GIB = 2**30
-Result = Tensor | tuple[Tensor, ...]
 
 
 class Candidate(NamedTuple):
     """A call to time: `attend` makes o, [B, T, H, V], of its leaves; the note says how it differs from others."""
 
-    attend: Callable[..., Result]
+    attend: Callable[..., Tensor]
     leaves: tuple[Tensor, ...]
     work: Work
     note: str = ""
 
 
 def measure_candidate(
-    candidate: Candidate, d_o: Result, direction: str, device: torch.device, budget_seconds: float
+    candidate: Candidate, d_o: Tensor, direction: str, device: torch.device, budget_seconds: float
 ) -> dict[str, Any]:
     """The figures of one row."""
     work, attend = candidate.work, candidate.attend
     leaves = tuple(x.detach() for x in candidate.leaves)
 
-    def forward() -> Result:
+    def forward() -> Tensor:
         with torch.no_grad():
             return attend(*leaves)
 

@@ -1,7 +1,8 @@
-"""A random choice by an index and the loss that teaches it, in an attention's shape; whether the kernels are right."""
+"""A random index and the loss that teaches it, in an attention's shape; whether the kernels are right."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,24 @@ from trifocal.nn.attention_base import INDEX_DIM
 from trifocal.ops import Geometry, select_blocks_by_index
 from trifocal.ops.choice_loss import Sample, choice_loss, sample_queries
 from trifocal.testing.tolerances import allowed, error
+
+
+def random_index(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Index queries [B, T, G, Di] and keys [B, T, Di], whose products are exact in any order of the sums."""
+    generator = torch.Generator(device).manual_seed(1)
+    sizes = (shape.groups, INDEX_DIM), (INDEX_DIM,)
+    drawn = (torch.randn(shape.batch, shape.tokens, *size, generator=generator, device=device) for size in sizes)
+    q_idx, k_idx = (x.mul(16).round().div(16).to(dtype) for x in drawn)
+    return q_idx, k_idx
+
+
+def check_index(shape: AttentionShape, geometry: Geometry, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse an index that does not choose what the reference does, at an odd length."""
+    tokens = (geometry.num_selected_blocks + 20) * geometry.selection_block_size + 5
+    index = random_index(replace(shape, batch=1, tokens=tokens), device, dtype)
+    chosen, expected = (select_blocks_by_index(*index, geometry, backend=name) for name in ("auto", "reference"))
+    if not torch.equal(chosen, expected):
+        raise Refused(f"an index chooses other blocks than the reference at {tokens} tokens")
 
 
 class ChoiceProblem(NamedTuple):
@@ -31,23 +50,16 @@ class ChoiceProblem(NamedTuple):
         """Draw one, with one query of each `stretch` tokens."""
         generator = torch.Generator(device).manual_seed(0)
         rows = (shape.batch, shape.tokens)
-        q, k, q_idx, k_idx = (
-            torch.randn(*rows, *heads, generator=generator, device=device).to(dtype)
-            for heads in (
-                (shape.heads, shape.head_dim), (shape.groups, shape.head_dim), (shape.groups, INDEX_DIM), (INDEX_DIM,)
-            )
-        )  # fmt: skip
-        # Sums of an index's products are exact in any order: a block's largest one is the same token's in every kernel.
-        q_idx, k_idx = (x.mul(16).round().div(16) for x in (q_idx, k_idx))
+        q, k = (
+            torch.randn(*rows, heads, shape.head_dim, generator=generator, device=device).to(dtype)
+            for heads in (shape.heads, shape.groups)
+        )
+        q_idx, k_idx = random_index(shape, device, dtype)
         tokens = torch.randint(256, rows, generator=generator, device=device)
         positions = torch.arange(shape.tokens, device=device)
         samples = sample_queries(tokens, positions, 0, 1, geometry, shape.tokens, stretch)
         sample = Sample(*(field[0] for field in samples))
         return cls(q, k, (q_idx.requires_grad_(), k_idx.requires_grad_()), sample, geometry)
-
-    def choose(self) -> Tensor:
-        """The choice of every query."""
-        return select_blocks_by_index(*self.index, self.geometry)
 
     def loss(self, backend: str = "auto") -> tuple[Tensor, Tensor]:
         """The mean loss and recall of an eligible query and group."""

@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from lib.recorder import OK
 
 Row = Mapping[str, Any]
 SERIES = ("batch", "heads", "groups", "head_dim", "value_dim", "dtype")
-SPARSE = ("end to end", "whole", "fla parallel_nsa")
-BASELINES = ("dense cudnn", "dense flash", "flex causal")
+OURS = ("whole", "one branch")
+SPARSE = ("end to end", *OURS, "fla parallel_nsa", "flash-msa")
+BASELINES = ("dense cudnn", "dense flash", "dense fa4")
 # Figures that are compared over lengths: times of whole calls, and of the device.
 CALLS = ("forward_ms", "forward_device_ms", "forward_backward_ms", "forward_backward_device_ms")
 MEASURES = (*CALLS, "backward_ms")
@@ -33,7 +35,7 @@ def speedups(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def crossovers(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """From which length on the whole attention is faster than each dense one, for each series of lengths.
+    """From which length on the attention of `OURS` is faster than each dense one, for each series of lengths.
 
     `first_faster_tokens` is the shortest measured length from which it is faster at every longer one,
     `crossover_tokens` the length at which the two lines cross between measured ones (straight on logarithmic axes).
@@ -41,27 +43,27 @@ def crossovers(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """
     found = []
     for series, members in series_of(rows).items():
-        for choices in dict.fromkeys(row["choices"] for row in members if row["row"] == "whole"):
-            for baseline in BASELINES:
-                for measure in CALLS:
-                    ours = points(members, "whole", choices, measure)
-                    theirs = points(members, baseline, "", measure)
-                    lengths = sorted(ours.keys() & theirs.keys())
-                    if len(lengths) < 2:
-                        continue
-                    first, crossing = _crossing([(t, theirs[t] / ours[t]) for t in lengths])
-                    found.append(
-                        {
-                            **dict(zip(SERIES, series, strict=True)),
-                            "choices": choices,
-                            "over": baseline,
-                            "measure": measure.removesuffix("_ms"),
-                            "first_faster_tokens": first,
-                            "crossover_tokens": crossing,
-                            "longest_tokens": lengths[-1],
-                            "ratio_at_longest": theirs[lengths[-1]] / ours[lengths[-1]],
-                        }
-                    )
+        kinds = dict.fromkeys((row["row"], row["choices"]) for row in members if row["row"] in OURS)
+        for (name, choices), baseline, measure in product(kinds, BASELINES, CALLS):
+            ours = points(members, name, choices, measure)
+            theirs = points(members, baseline, "", measure)
+            lengths = sorted(ours.keys() & theirs.keys())
+            if len(lengths) < 2:
+                continue
+            first, crossing = _crossing([(t, theirs[t] / ours[t]) for t in lengths])
+            found.append(
+                {
+                    **dict(zip(SERIES, series, strict=True)),
+                    "row": name,
+                    "choices": choices,
+                    "over": baseline,
+                    "measure": measure.removesuffix("_ms"),
+                    "first_faster_tokens": first,
+                    "crossover_tokens": crossing,
+                    "longest_tokens": lengths[-1],
+                    "ratio_at_longest": theirs[lengths[-1]] / ours[lengths[-1]],
+                }
+            )
     return found
 
 

@@ -1,16 +1,12 @@
-"""The parts of `benchmarks/decoding.py` that run prompts, and a mix of requests."""
+"""What the parts of `benchmarks/decoding.py` share, and the mix of requests."""
 
 import gc
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
-from lib.parity import check_model_parity
 from lib.recorder import OK, Recorder, Unavailable
 from lib.script import ModelOptions, parse_size
 from lib.shapes import DTYPES
@@ -20,9 +16,7 @@ from trifocal.inference import CachedModel, Engine, Request, Sampling
 from trifocal.inference.paged_cache import memory_for_caches, plan_cache
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.models.conversion import MIX
-from trifocal.train.step.micro_batch import autocast
 
-Part = Literal["model", "prefill", "layer", "mix"]
 ATTENTIONS: dict[str, dict[str, Any]] = {
     "nsa": {},
     "selected": {"attention": "selected", "chooser": "index"},
@@ -33,11 +27,6 @@ ATTENTIONS: dict[str, dict[str, Any]] = {
 """How the models of the rows differ from the sparse one."""
 SIZES = ("1x1024", "1x4096", "1x16384", "1x65536", "8x8192", "64x8192", "64x65536")
 
-PREFILL_NOTES = (
-    "prefill: one sequence of random tokens, medians, the host included. training_forward_seconds is the forward pass "
-    "of training with its loss and everything that backward needs, compiled where compiled is True. "
-    "first_token_seconds is from the request to the first token on the host.",
-)
 MIX_NOTES = (
     "mix: requests of random tokens, lengths in and out uniform between --mix-in and --mix-out and the same in every "
     "row, all submitted at once; continuous batching. seconds is from the first request to the last token; the kernels "
@@ -52,23 +41,16 @@ class DecodeOptions(ModelOptions):
     attention: tuple[Literal["nsa", "selected", "mix", "dense", "mix-dense"], ...] = ("nsa", "dense")  # type: ignore[assignment]
     """The models to measure: with three branches; one branch with an index; three windows and one such layer again and
     again; dense; three windows and a dense layer."""
-    parts: tuple[Part, ...] = ("model", "prefill", "layer", "mix")
-    """model: a token's time at --sizes; prefill: prompts of --prompt-tokens; layer: one attention at --layer-sizes;
-    mix: many requests of many lengths."""
+    parts: tuple[Literal["model", "mix"], ...] = ("model", "mix")
+    """model: a token's time at --sizes; mix: many requests of many lengths."""
     sizes: tuple[str, ...] = SIZES
     """Sequences x tokens of the past of each, like 8x8192."""
     new_tokens: int = 64
     """Tokens of a sequence that are timed at each size."""
     plain: bool = True
     """Time a plain dense model beside the engine's, compiled and recorded."""
-    prompt_tokens: tuple[int, ...] = (8192, 65536)
-    """Lengths of the prompts of the part prefill."""
     prefill_chunk_size: int = 0
     """Tokens of a prompt that go through the model at a time; 0: as trifocal generate chooses."""
-    compile: bool = True
-    """Compile the training forward that prefill is compared with; without effect on a CPU."""
-    layer_sizes: tuple[str, ...] = ("1x65536", "32x65536", "256x8192", "512x4096")
-    """Sequences x tokens of the part layer: 64 query heads and 4 KV heads of 128."""
     requests: int = 256
     """Requests of the mix."""
     mix_in: tuple[int, int] = (4096, 7680)
@@ -77,22 +59,18 @@ class DecodeOptions(ModelOptions):
     """Fewest and most new tokens of a request of the mix."""
     max_sequences: int = 256
     """Sequences that the mix runs at a time, as far as memory allows."""
-    repeats: int = 5
-    """Calls that are timed for a row of prefill."""
     row_seconds: float = 1.0
-    """Time to spend on a row of layer and of the plain model."""
+    """Time to spend on a row of the plain model."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_positive("new_tokens", "requests", "max_sequences", "repeats", "row_seconds")
-        for size in (*self.sizes, *self.layer_sizes):
+        self.check_positive("new_tokens", "requests", "max_sequences", "row_seconds")
+        for size in self.sizes:
             parse_size(size)
         for name in ("mix_in", "mix_out"):
             fewest, most = getattr(self, name)
             if not 1 <= fewest <= most:
                 raise UserError(f"--{name.replace('_', '-')} must be two numbers from 1 on, got {fewest} {most}")
-        if any(length < 1 for length in self.prompt_tokens):
-            raise UserError(f"--prompt-tokens must be at least 1 each, got {' '.join(map(str, self.prompt_tokens))}")
 
 
 class DecodingBench:
@@ -121,93 +99,6 @@ class DecodingBench:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
-
-
-def bench_prefill(bench: DecodingBench) -> None:
-    """Measure every prompt; rows are in the recorder."""
-    for tokens in bench.options.prompt_tokens:
-        for attention in bench.options.attention:
-            labels = {"part": "prefill", "attention": attention, "sequences": 1, "tokens": tokens}
-            row = bench.recorder.measure(labels, partial(_prefill_figures, bench, attention, tokens))
-            bench.release()
-            figure = row["status"]
-            if figure == OK:
-                figure = f"{row['prefill_seconds']:.3g} s, {row['prefill_ratio']:.2f} of the training forward's"
-            bench.recorder.say(f"{attention}, prompt of {tokens}: {figure}")
-
-
-def _prefill_figures(bench: DecodingBench, attention: str, tokens: int) -> dict[str, Any]:
-    options, device = bench.options, bench.device
-    if bench.config(attention).chooses_blocks:
-        check_model_parity(bench.config(attention), device, DTYPES[options.precision])
-    generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(options.model.vocab_size, (tokens,), generator=generator)
-    figures = _prefill(bench, attention, prompt)
-    bench.release()
-    compiled = options.compile and device.type == "cuda"
-    forward_seconds = _median_seconds(_training_forward(bench, attention, prompt, compiled), bench)
-    return {
-        **figures,
-        "training_forward_seconds": forward_seconds,
-        "compiled": compiled,
-        "prefill_ratio": figures["prefill_seconds"] / forward_seconds,
-    }
-
-
-def _prefill(bench: DecodingBench, attention: str, prompt: Tensor) -> dict[str, Any]:
-    options = bench.options
-    cached = CachedModel(
-        bench.model(attention),
-        max_sequences=1,
-        max_length=len(prompt),
-        dtype=DTYPES[options.precision],
-        prefill_chunk_size=options.prefill_chunk_size,
-    )
-    engine, request = Engine(cached), Request(prompt=prompt.tolist(), max_new_tokens=1)
-
-    def prefill() -> None:
-        sequence = cached.admit()
-        cached.prefill(sequence, prompt)
-        cached.free(sequence)
-
-    def first_token() -> None:
-        (update,) = engine.run([request])
-        if update.token is None:
-            raise ArithmeticError("a logit was not finite")
-
-    return {
-        "prefill_seconds": _median_seconds(prefill, bench),
-        "prefill_chunk_size": cached.prefill_chunk_size,
-        "first_token_seconds": _median_seconds(first_token, bench),
-        "peak_gib": peak_gib(bench.device),
-    }
-
-
-def _training_forward(bench: DecodingBench, attention: str, prompt: Tensor, compiled: bool) -> Callable[[], object]:
-    model = bench.model(attention)
-    if compiled:
-        # Shapes are compiled in, and the number of compilations of one function is limited.
-        torch.compiler.reset()
-        model.compile_training()
-    tokens = prompt[None].to(bench.device)
-    targets = tokens.roll(-1, dims=1)
-
-    def forward() -> None:
-        with torch.enable_grad(), autocast(bench.device, bench.options.precision):
-            model(tokens, targets)
-
-    return forward
-
-
-def _median_seconds(call: Callable[[], object], bench: DecodingBench) -> float:
-    """Median of the calls behind the first, which compiles."""
-    call()
-    times = []
-    for _ in range(bench.options.repeats):
-        begin = synchronized_seconds(bench.device)
-        call()
-        times.append(synchronized_seconds(bench.device) - begin)
-    return statistics.median(times)
 
 
 def bench_mix(bench: DecodingBench) -> None:

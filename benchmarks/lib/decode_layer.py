@@ -1,14 +1,12 @@
-"""One layer's attention in a decode step, by itself: append and attend, recorded, beside dense attention over pages."""
+"""Whether one layer's attention in a decode step is right: append and attend, beside the reference."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lib.recorder import Recorder, Refused, Unavailable
-from lib.timing import device_ms, recorded, time_call
+from lib.recorder import Refused, Unavailable
 from trifocal.nn.attention_base import INDEX_DIM
 from trifocal.nn.rope import rotary_tables
 from trifocal.ops import (
@@ -27,14 +25,6 @@ from trifocal.testing.tolerances import allowed, error
 _PAGE_SIZE = 256
 # Left free beside the caches: partial results, and what flushes the L2 cache.
 _SPARE_BYTES = 2**31
-_COPY_BYTES = 2**30
-
-NOTES = (
-    "One layer of one step: the new token of every sequence is appended and attends, with keys and values of all "
-    "branches in caches of their own; dense attention reads the pages of the selected branch. Random inputs.",
-    "layer_ms: of the device, a recorded graph of append and attention, the L2 cache flushed before it.",
-    "gib: keys and values that the token must read, by formula. floor_ms: their time at copy_tb_s, measured beside.",
-)
 
 
 class LayerShape(NamedTuple):
@@ -42,68 +32,10 @@ class LayerShape(NamedTuple):
 
     sequences: int
     tokens: int
-    heads: int = 64
-    groups: int = 4
-    head_dim: int = 128
-    value_dim: int = 128
-
-
-SHAPES = (LayerShape(1, 65536), LayerShape(32, 65536), LayerShape(256, 8192), LayerShape(512, 4096))
-
-
-def bench_layers(
-    recorder: Recorder,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    shapes: Sequence[LayerShape] = SHAPES,
-    geometry: Geometry | None = None,
-    seconds: float = 2.0,
-) -> None:
-    """Measure every shape, sparse and dense; rows are in `recorder.rows`."""
-    geometry = geometry or Geometry()
-    copy_tb_s = _copy_bandwidth(device)
-    for shape in shapes:
-        for attention in ("nsa", "dense"):
-            labels = {
-                "part": "layer",
-                "attention": attention,
-                **shape._asdict(),
-                "dtype": str(dtype).removeprefix("torch."),
-            }
-            figures = partial(_figures, attention, shape, geometry, device, dtype, seconds, copy_tb_s)
-            row = recorder.measure(labels, figures)
-            figure = f"{row['layer_ms']:.3g} ms" if "layer_ms" in row else row["status"]
-            recorder.say(f"a layer's {attention} attention, {shape.sequences} x {shape.tokens}: {figure}")
-
-
-def read_bytes(attention: str, shape: LayerShape, geometry: Geometry, element_bytes: int) -> int:
-    """Bytes of keys and values that the new tokens must read."""
-    keys = geometry.keys_read_per_step(shape.tokens - 1) if attention == "nsa" else shape.tokens
-    return shape.sequences * shape.groups * keys * (shape.head_dim + shape.value_dim) * element_bytes
-
-
-def _figures(
-    attention: str,
-    shape: LayerShape,
-    geometry: Geometry,
-    device: torch.device,
-    dtype: torch.dtype,
-    seconds: float,
-    copy_tb_s: float,
-) -> dict[str, Any]:
-    check_step(attention, shape, geometry, device, dtype)
-    step = recorded(_step(attention, shape, geometry, device, dtype, "auto"), device)
-    milliseconds = device_ms(step, device, budget_seconds=seconds, calls=50)
-    if milliseconds is None:
-        milliseconds = time_call(step, device, budget_seconds=seconds).median_ms
-    num_bytes = read_bytes(attention, shape, geometry, dtype.itemsize)
-    return {
-        "layer_ms": milliseconds,
-        "gib": num_bytes / 2**30,
-        "floor_ms": num_bytes / copy_tb_s / 1e9,
-        "copy_tb_s": copy_tb_s,
-    }
+    heads: int
+    groups: int
+    head_dim: int
+    value_dim: int
 
 
 def _step(
@@ -198,11 +130,3 @@ def check_memory(needed: int, device: torch.device) -> None:
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         if needed + _SPARE_BYTES > free:
             raise Unavailable(f"the caches take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free")
-
-
-def _copy_bandwidth(device: torch.device) -> float:
-    """Terabytes a second that a large copy reads and writes."""
-    source = torch.empty(_COPY_BYTES if device.type == "cuda" else 2**20, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    timing = time_call(lambda: target.copy_(source), device, budget_seconds=0.2)
-    return 2 * source.numel() / timing.median_ms / 1e9

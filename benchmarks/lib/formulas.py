@@ -8,7 +8,8 @@ the gradients of q, k and v, and of the probabilities. Every input is read once 
 from typing import NamedTuple
 
 from lib.shapes import AttentionShape
-from trifocal.models.counts import compressed_keys, selected_keys, window_keys
+from trifocal.models.counts import compressed_keys, dense_keys, selected_keys, window_keys
+from trifocal.nn.attention_base import INDEX_DIM
 from trifocal.ops import Geometry
 
 
@@ -46,6 +47,13 @@ def scoring_work(shape: AttentionShape, geometry: Geometry, element_bytes: int) 
     return Work(2.0 * shape.batch * shape.heads * shape.head_dim * keys, 0.0, float(moved), 0.0)
 
 
+def index_work(shape: AttentionShape, geometry: Geometry, element_bytes: int) -> Work:
+    """Products of one index query a group with the index keys of its past, to indices (int32)."""
+    pairs = 2.0 * shape.batch * shape.groups * INDEX_DIM * dense_keys(shape.tokens)
+    moved = element_bytes * INDEX_DIM * (shape.groups + 1) + 4 * shape.groups * geometry.num_selected_blocks
+    return Work(pairs, 0.0, float(shape.batch * shape.tokens * moved), 0.0)
+
+
 def compression_work(shape: AttentionShape, geometry: Geometry, element_bytes: int) -> Work:
     """Means of keys and values: additions, the tokens once and the blocks once."""
     numbers = shape.batch * shape.groups * (shape.head_dim + shape.value_dim)
@@ -56,7 +64,7 @@ def compression_work(shape: AttentionShape, geometry: Geometry, element_bytes: i
 
 
 def branch_work(shape: AttentionShape, geometry: Geometry, element_bytes: int) -> dict[str, Work]:
-    """The four parts; "whole": their operations together, with q and o moved once; "compression" and "end to end"."""
+    """The four parts; "whole": their operations together, with q and o moved once; and the rows of other names."""
     tokens = shape.tokens
     parts = {
         "compressed": attention_work(
@@ -76,6 +84,8 @@ def branch_work(shape: AttentionShape, geometry: Geometry, element_bytes: int) -
         moved.forward_bytes + gates,
         moved.backward_bytes + 2 * gates,
     )
-    parts["compression"] = compression_work(shape, geometry, element_bytes)
-    parts["end to end"] = Work(*map(sum, zip(parts["whole"], parts["compression"], strict=True)))
-    return parts
+    sums = {
+        "end to end": (parts["whole"], compression_work(shape, geometry, element_bytes)),
+        "one branch": (parts["selected"], index_work(shape, geometry, element_bytes)),
+    }
+    return parts | {name: Work(*map(sum, zip(*terms, strict=True))) for name, terms in sums.items()}

@@ -52,10 +52,6 @@ class Recorder:
             return [self.keep({**labels, "status": f"not run: the limit of {self._seconds:g} s has passed"})]
         try:
             return [self.keep({**labels, **row, "status": OK}) for row in figures()]
-        except Unavailable as reason:
-            status = f"not available: {reason}"
-        except Refused as reason:
-            status = f"refused: {reason}"
         except Exception as error:
             status = failure(error)
         if torch.cuda.is_initialized():
@@ -77,6 +73,8 @@ class Recorder:
 
 def failure(error: BaseException) -> str:
     """The status of a row that raised."""
+    if isinstance(error, Unavailable | Refused):
+        return f"{'not available' if isinstance(error, Unavailable) else 'refused'}: {error}"
     lines = str(error).strip().splitlines()
     return f"failed: {type(error).__name__}" + (f": {lines[0][:300]}" if lines else "")
 

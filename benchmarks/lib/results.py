@@ -80,11 +80,12 @@ class ResultFile:
         self.json.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self.json, json.dumps(content, indent=1) + "\n")
         head = self._head
-        versions = f"torch {head['torch']}" + (f", Triton {head['triton']}" if head["triton"] else "")
+        named = {"torch": "torch", "Triton": "triton", "cuDNN": "cudnn", "Python": "python"}
+        versions = ", ".join(f"{name} {head[key]}" for name, key in named.items() if head[key])
         lines = [
             f"# {head['title']}",
             "",
-            f"{head['device']}, {versions}, Python {head['python']}, {head['date']}, commit `{head['commit']}`.",
+            f"{head['device']}, {versions}, {head['date']}, commit `{head['commit']}`.",
             "",
             f"Command: `{head['command']}`",
             "",

@@ -40,11 +40,15 @@ class AttentionShape:
 NAMED = {
     shape.name: shape
     for shape in (
-        # Long, at the paper's group of 16 heads; the same short; small groups; a small model's batch.
+        # Long, at the paper's group of 16 heads; the same short; small groups; small models' batches; an odd length;
+        # the heads of presets with windows.
         AttentionShape("A", 1, 65536, 64, 4, 128, 128),
         AttentionShape("B", 1, 8192, 64, 4, 128, 128),
         AttentionShape("C", 1, 32768, 32, 8, 128, 128),
         AttentionShape("D", 16, 2048, 12, 2, 64, 64),
+        AttentionShape("E", 4, 4096, 32, 2, 64, 64),
+        AttentionShape("F", 2, 12000, 48, 3, 128, 128),
+        AttentionShape("G", 4, 8192, 12, 1, 64, 64),
         # The paper's own heads at its four lengths.
         *(AttentionShape(f"P{length // 1024}k", 1, length, 64, 4, 192, 128) for length in (8192, 16384, 32768, 65536)),
     )

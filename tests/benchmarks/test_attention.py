@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from lib import block_choices
 from lib.recorder import Recorder, Refused
 from tests.children import load_script
 from trifocal.ops import Geometry
@@ -27,7 +28,7 @@ def bench(**changes):
 
 @pytest.fixture(scope="module")
 def everything():
-    return bench(choices=("random", "smooth"))[0].recorder.rows
+    return bench(choices=("random", "smooth", "real"))[0].recorder.rows
 
 
 def test_rows_of_every_kind(everything):
@@ -35,27 +36,28 @@ def test_rows_of_every_kind(everything):
     assert found == [
         ("dense cudnn", "", "not available"),
         ("dense flash", "", "ok"),
-        ("compression", "", "ok"),
         ("end to end", "random", "ok"),
         ("whole", "random", "ok"),
+        ("one branch", "random", "ok"),
         ("compressed", "", "ok"),
         ("scoring", "", "ok"),
         ("selected", "random", "ok"),
         ("window", "", "ok"),
-        ("rest", "random", "ok"),
         ("whole", "smooth", "ok"),
+        ("one branch", "smooth", "ok"),
         ("selected", "smooth", "ok"),
-        ("rest", "smooth", "ok"),
-        ("flex causal", "", "not available"),
+        ("choices", "real", "not available"),
+        ("dense fa4", "", "not available"),
         ("flex window", "", "not available"),
         ("fla parallel_nsa", "", "not available"),
+        ("flash-msa", "", "not available"),
     ]
 
 
 def test_figures_fit_one_another(everything):
     json.dumps(everything)
     for row in everything:
-        if row["status"] != "ok" or row["row"] == "rest":
+        if row["status"] != "ok":
             continue
         assert row["forward_tflop_per_second"] == pytest.approx(row["forward_tflop"] / row["forward_ms"] * 1000)
         if row["row"] != "scoring":
@@ -64,10 +66,11 @@ def test_figures_fit_one_another(everything):
             assert row["forward_backward_gib"] > row["forward_gib"] > 0
         assert row["backend"] == (None if row["row"].startswith("dense") else "reference")
     at_80 = {(row["row"], row["choices"]): row for row in everything if row["tokens"] == 80}
-    whole, rest = at_80["whole", "random"], at_80["rest", "random"]
     parts = [at_80[key] for key in (("compressed", ""), ("scoring", ""), ("selected", "random"), ("window", ""))]
-    assert rest["forward_ms"] + sum(part["forward_ms"] for part in parts) == pytest.approx(whole["forward_ms"])
-    assert sum(part["forward_tflop"] for part in parts) == pytest.approx(whole["forward_tflop"])
+    assert sum(part["forward_tflop"] for part in parts) == pytest.approx(at_80["whole", "random"]["forward_tflop"])
+    # Five blocks, of which three are chosen.
+    unions = {at_80[row, "smooth"]["blocks_of_8_neighbours"] for row in ("whole", "one branch")}
+    assert len(unions) == 1 and 1 <= unions.pop() <= 5 / 3
 
 
 def test_wrong_results_are_not_timed(monkeypatch):
@@ -75,16 +78,15 @@ def test_wrong_results_are_not_timed(monkeypatch):
         raise Refused("the gradient of q is off")
 
     monkeypatch.setattr(attention, "check_parity", refuse)
-    made, said = bench(tokens=(48,), rows=("whole", "parts", "flash", "end_to_end", "compression"))
+    made, said = bench(tokens=(48,), rows=("whole", "parts", "flash", "end_to_end"))
     statuses = {row["row"]: row["status"] for row in made.recorder.rows}
-    refused = dict.fromkeys(("whole", "end to end", "compression"), "refused: the gradient of q is off")
-    assert statuses == {"dense flash": "ok", **refused}
+    assert statuses == {"dense flash": "ok", "sparse": "refused: the gradient of q is off"}
     assert made.recorder.exit_status == 1 and any("refused" in line for line in said)
 
 
 FLAGS = [
     "--tokens", "40", "72", "--heads", "4/2", "--head-dim", "16", "--dtype", "fp32", "--device", "cpu",
-    "--rows", "whole", "flash", "--call-seconds", "1e-4",
+    "--rows", "whole", "flash", "--choices", "random", "--call-seconds", "1e-4",
     "--geometry.compression_block_size", "8", "--geometry.compression_stride", "4",
     "--geometry.selection_block_size", "16", "--geometry.num_selected_blocks", "3",
     "--geometry.num_initial_blocks", "1", "--geometry.num_local_blocks", "1", "--geometry.window_size", "16",
@@ -106,12 +108,12 @@ def test_a_run_from_flags_to_files(tmp_path, capsys):
 
 
 def test_what_failed_gives_status_1_and_bad_flags_status_2(tmp_path, capsys, monkeypatch):
-    assert attention.ATTENTION.main([*FLAGS, "--shapes", "E"]) == 2
-    assert 'attention.py: unknown shape "E"' in capsys.readouterr().err
+    assert attention.ATTENTION.main([*FLAGS, "--shapes", "Z"]) == 2
+    assert 'attention.py: unknown shape "Z"' in capsys.readouterr().err
 
     def broken(*args, **rules):
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr(attention, "nsa_attention", broken)
+    monkeypatch.setattr(block_choices, "nsa_attention", broken)
     assert attention.ATTENTION.main([*FLAGS, "--output", str(tmp_path)]) == 1
     assert "\nfailed: RuntimeError: no kernel\n" in capsys.readouterr().out

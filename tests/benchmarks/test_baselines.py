@@ -1,6 +1,7 @@
 """Baselines compute plain attention where they are dense, and the right mask where they are not."""
 
 import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from lib import baselines
-from lib.baselines import dense_attention
+from lib.baselines import dense_attention, fa4_attention, fla_attention, msa_attention
+from lib.recorder import Unavailable
 from lib.shapes import AttentionShape, make_inputs
 from trifocal.ops import Geometry
 
@@ -25,6 +27,52 @@ def test_dense_attention_is_causal_attention():
         expected = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
     torch.testing.assert_close(o, expected)
     assert "keys" in candidate.note
+
+
+def causal(q, k, v):
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def flash_attn_func(q, k, v, causal):
+    assert causal
+    o = scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True)
+    return o.transpose(1, 2), None
+
+
+def flash_msa_func(q_proxy, k_proxy, q, k, v, top_k, scale):
+    """All blocks are chosen."""
+    assert top_k == 256 and scale == 128**-0.5
+    assert [x.shape[1] for x in (q_proxy, k_proxy, q, k, v)] == [2, 1, 4, 2, 2]
+    return causal(q, k, v).transpose(1, 2).flatten(2), torch.zeros(())
+
+
+@pytest.mark.parametrize("make", [fa4_attention, lambda *args: msa_attention(*args, Geometry())])
+def test_other_packages_get_their_own_layout(make, monkeypatch):
+    """Their kernels need a GPU; PyTorch's attention stands for them."""
+    module = SimpleNamespace(flash_attn_func=flash_attn_func, flash_msa_func=flash_msa_func)
+    monkeypatch.setattr(baselines, "_imported", lambda *_: (module, "a package 1.0"))
+    shape = AttentionShape("", 2, 256, 4, 2, 128, 128)
+    inputs = make_inputs(shape, Geometry(), torch.device("cpu"), torch.float32)
+    candidate = make(inputs, shape)
+    o = candidate.attend(*candidate.leaves)
+    expected = causal(*(x.transpose(1, 2) for x in (inputs.q, inputs.k_slc, inputs.v_slc))).transpose(1, 2)
+    torch.testing.assert_close(o, expected)
+    assert candidate.note.startswith("a package 1.0") and candidate.work.forward_flops > 0
+
+
+def test_a_missing_package_and_a_wrong_size_are_said(monkeypatch):
+    gpu, narrow = torch.device("cuda"), AttentionShape("", 1, 256, 4, 2, 64, 64)
+    inputs = make_inputs(narrow, GEOMETRY, torch.device("cpu"), torch.float32)
+    with pytest.raises(Unavailable, match="needs `pip install no-such-package`: No module named 'no_such_package'"):
+        baselines._imported("no_such_package", "no-such-package", gpu)
+    for attention in (fla_attention, msa_attention):
+        with pytest.raises(Unavailable, match="needs a CUDA device"):
+            attention(inputs, narrow, GEOMETRY)
+    monkeypatch.setattr(baselines, "_imported", lambda *_: (None, ""))
+    with pytest.raises(Unavailable, match="D and V of 128"):
+        msa_attention(inputs, narrow, GEOMETRY)
+    with pytest.raises(Unavailable, match="at least 16 heads, here 2"):
+        fla_attention(inputs, narrow, GEOMETRY)
 
 
 @pytest.mark.parametrize("tokens, reach", [(512, 512), (512, 200), (700, 300)])

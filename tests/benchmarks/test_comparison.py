@@ -33,7 +33,11 @@ def test_crossover_lies_where_the_lines_cross():
     rows += [row("whole", t, t * 4000 / 1e6, t * 1e-5, "random") for t in lengths]
     for of_length in rows:
         of_length["forward_device_ms"] = of_length["forward_ms"] / (2.0 if of_length["row"] == "whole" else 1.0)
-    forward, device, both = crossovers(rows)
+    # Another row, faster from the shortest length on.
+    rows += [row("one branch", t, t * 500 / 1e6, t * 5e-6, "real") for t in lengths]
+    forward, device, both, *branch = crossovers(rows)
+    assert [found["row"] for found in branch] == ["one branch"] * 2 and forward["row"] == "whole"
+    assert {found["first_faster_tokens"] for found in branch} == {1000}
     assert forward["measure"] == "forward" and forward["first_faster_tokens"] == 8000
     assert forward["crossover_tokens"] == pytest.approx(4000)
     assert forward["ratio_at_longest"] == pytest.approx(4.0)

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,12 +25,13 @@ def test_overlapping_kernels_count_once() -> None:
 def test_each_kernel_of_both_directions_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, where the profiler sees nothing, made-up kernels stand for the GPU's."""
     monkeypatch.setattr(kernel_times, "named_shapes", lambda _: [AttentionShape("tiny", 1, 96, 4, 2, 16, 16)])
-    monkeypatch.setattr(kernel_times.KernelsOptions, "torch_device", SimpleNamespace(type="cuda"))
-    for name in ("check_parity", "check_choice_parity"):
+    monkeypatch.setattr(kernel_times.KernelsOptions, "torch_device", torch.device("cuda"))
+    for name in ("check_parity", "check_index", "check_choice_parity"):
         monkeypatch.setattr(kernel_times, name, lambda *_: 0.5)
     make = kernel_times.make_inputs
-    draw = kernel_times.ChoiceProblem.draw
+    draw, index = kernel_times.ChoiceProblem.draw, kernel_times.random_index
     monkeypatch.setattr(kernel_times, "make_inputs", lambda s, g, _, t: make(s, g, torch.device("cpu"), t))
+    monkeypatch.setattr(kernel_times, "random_index", lambda s, _, t: index(s, torch.device("cpu"), t))
     monkeypatch.setattr(
         kernel_times.ChoiceProblem, "draw", lambda s, g, _, *rest: draw(s, g, torch.device("cpu"), *rest)
     )
@@ -43,11 +43,17 @@ def test_each_kernel_of_both_directions_is_a_row(monkeypatch: pytest.MonkeyPatch
         return [Kernel("a", 0, 4 * MS), Kernel("b", 5 * MS, 6 * MS)]
 
     monkeypatch.setattr(kernel_times, "record_kernels", record)
+    geometry = Geometry(16, 8, 32, 2, 1, 1, 32)
     options = kernel_times.KernelsOptions(
-        shapes=("A",), geometry=Geometry(16, 8, 32, 2, 1, 1, 32), dtype="fp32", calls=2, teaching=8
+        shapes=("A",), geometry=geometry, choices=("random", "smooth", "real"), dtype="fp32", calls=2, teaching=8
     )
     recorder = Recorder(60.0, lambda _: None, lambda: None)
     kernel_times.bench_kernels(options, recorder)
-    directions = ("forward", "backward", "index choice", "choice loss, forward", "choice loss, backward")
-    assert [(row["direction"], row["kernel"]) for row in recorder.rows] == list(itertools.product(directions, "ab"))
-    assert recorder.rows[0]["ms"] == 2.0 and recorder.rows[0]["launches"] == 0.5 and len(ran) == 5
+    measured, reals = ([row for row in recorder.rows if (row["choices"] == "real") == real] for real in (False, True))
+    calls = [*itertools.product(("random", "smooth"), ("whole", "one branch")), ("", "choice loss")]
+    assert {row["status"] for row in measured} == {"ok"}
+    assert [(row["choices"], row["row"], row["direction"], row["kernel"]) for row in measured] == [
+        (*call, direction, kernel) for call in calls for direction in ("forward", "backward") for kernel in "ab"
+    ]
+    assert [row["status"].partition(":")[0] for row in reals] == ["not available"] * 2
+    assert recorder.rows[0]["ms"] == 2.0 and recorder.rows[0]["launches"] == 0.5 and len(ran) == 10
