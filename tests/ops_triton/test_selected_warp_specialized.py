@@ -17,7 +17,7 @@ BLOCK, PIECE, TOKENS, GROUPS, NUM_SELECTED = 64, 64, 300, 2, 4
 def test_pieces_cover_every_slot_once(lengths, q_per_kv, device):
     from trifocal.ops.hopper.selected.dkdv_warp_specialized import piece_table
     from trifocal.ops.triton.selected.block_csr import build_block_csr
-    from trifocal.ops.triton.selected.problem import SelectedProblem
+    from trifocal.ops.triton.selected.common import SelectedProblem
 
     generator = torch.Generator().manual_seed(0)
     batch, documents = 2, None

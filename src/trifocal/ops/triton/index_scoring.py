@@ -25,7 +25,7 @@ from trifocal.ops import dispatch
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents
 from trifocal.ops.tiles import cdiv, next_power_of_2, split_width
-from trifocal.ops.triton.common import LOWEST, load_tile, strides, unit_stride
+from trifocal.ops.triton.common import LOWEST, load_and_multiply, load_parts, strides, unit_stride
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.scoring import LINE, Chunk, choose_in_chunks
 from trifocal.ops.triton.selected.block_csr import default_documents
@@ -69,11 +69,8 @@ def score_block(
         if MASKED:
             keep = keep & (token < tl.max(row_end))
         offsets = token.to(tl.int64) * k_time_stride
-        k_1 = load_tile(k, offsets, keep, 0, D_1, D, MASKED or (part + 1) * KEYS > SELECTION)
-        scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
-        if D_2 > 0:
-            k_2 = load_tile(k, offsets, keep, D_1, D_2, D, MASKED or (part + 1) * KEYS > SELECTION)
-            scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
+        scores, _k_1, _k_2 = load_and_multiply(
+            q_1, q_2, k, offsets, keep, D, D_1, D_2, MASKED or (part + 1) * KEYS > SELECTION)
         if MASKED:
             scores = tl.where(keep[None, :] & (token[None, :] < row_end[:, None]), scores, float("-inf"))
         elif (part + 1) * KEYS > SELECTION:
@@ -157,10 +154,7 @@ def score_tile(
         last_document = tl.max(document_of_row)
     q += batch * q_batch_stride + group * Q_PER_KV * q_head_stride
     q_offsets = (token - query_shift).to(tl.int64) * q_time_stride + (row % Q_PER_KV) * q_head_stride
-    q_1 = load_tile(q, q_offsets, exists, 0, D_1, D, True)
-    q_2 = q_1
-    if D_2 > 0:
-        q_2 = load_tile(q, q_offsets, exists, D_1, D_2, D, True)
+    q_1, q_2 = load_parts(q, q_offsets, exists, D, D_1, D_2, True)
     k += batch * k_batch_stride + group * k_head_stride
     # Rows [B, queries of the chunk, G, heads of a group].
     out_row = (batch * (end_query - first_query) + query - first_query) * GROUPS + group

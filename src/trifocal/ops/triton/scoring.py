@@ -33,7 +33,8 @@ from trifocal.ops.tiles import cdiv, next_power_of_2, split_width
 from trifocal.ops.triton.common import (
     LOG2_E,
     LOG2_E_KERNEL,
-    load_tile,
+    load_and_multiply_left,
+    load_parts,
     strides,
     unit_stride,
 )
@@ -114,20 +115,13 @@ def importance_kernel(
                 compressed = (first_block + block_of_column) * (SELECTION // STRIDE) + tap
                 column_exists = (tap < SELECTION // STRIDE) & (first + compressed < last)
                 k_offsets = (first + compressed).to(tl.int64) * k_time_stride
-                k_1 = load_tile(k_cmp, k_offsets, column_exists, 0, D_1, D, True)
-                k_2 = k_1
-                if D_2 > 0:
-                    k_2 = load_tile(k_cmp, k_offsets, column_exists, D_1, D_2, D, True)
+                k_1, k_2 = load_parts(k_cmp, k_offsets, column_exists, D, D_1, D_2, True)
                 p = tl.zeros([QUERIES, COLUMNS], tl.float32)
                 for head in tl.range(0, Q_PER_KV):
                     # Asked for before the products, it is there when they are.
                     lse_of_head = tl.load(lse + lse_offsets + head * lse_head_stride, mask=exists, other=0.0)
                     q_head = q + head * q_head_stride
-                    q_1 = load_tile(q_head, q_offsets, exists, 0, D_1, D, True)
-                    scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
-                    if D_2 > 0:
-                        q_2 = load_tile(q_head, q_offsets, exists, D_1, D_2, D, True)
-                        scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
+                    scores, _q_1, _q_2 = load_and_multiply_left(k_1, k_2, q_head, q_offsets, exists, D, D_1, D_2)
                     p += tl.exp2(scores * score_scale - (lse_of_head * LOG2_E_KERNEL)[:, None])
                 last_token = compressed * STRIDE + (COMPRESSION - 1)
                 visible = column_exists[None, :] & (last_token[None, :] <= position[:, None])

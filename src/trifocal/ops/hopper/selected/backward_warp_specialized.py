@@ -32,7 +32,7 @@ from trifocal.ops.hopper.selected.dkdv_warp_specialized import (
 )
 from trifocal.ops.triton.launch import Descriptor, Kernel, describe_tiles
 from trifocal.ops.triton.selected.block_csr import BlockCSR
-from trifocal.ops.triton.selected.problem import SelectedProblem
+from trifocal.ops.triton.selected.common import SelectedProblem
 
 SLOT_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 

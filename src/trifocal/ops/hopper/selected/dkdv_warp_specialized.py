@@ -33,7 +33,7 @@ from trifocal.ops import devices
 from trifocal.ops.hopper.common import reinterpret, tile_descriptor, tma_load
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.selected.block_csr import BlockCSR, block_place
-from trifocal.ops.triton.selected.problem import SelectedProblem
+from trifocal.ops.triton.selected.common import SelectedProblem
 
 ROWS = tl.constexpr(64)
 LOG2_E = tl.constexpr(1.4426950408889634)

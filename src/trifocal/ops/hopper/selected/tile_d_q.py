@@ -21,7 +21,7 @@ from trifocal.ops.hopper.interval.common import make_barriers
 from trifocal.ops.tiles import cdiv
 from trifocal.ops.triton.common import LOG2_E_KERNEL
 from trifocal.ops.triton.launch import Kernel
-from trifocal.ops.triton.selected.problem import SelectedProblem
+from trifocal.ops.triton.selected.common import SelectedProblem
 from trifocal.ops.triton.selected.tile_lists import TileLists
 
 # fmt: off

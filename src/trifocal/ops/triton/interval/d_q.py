@@ -6,11 +6,11 @@ from torch import Tensor
 
 from trifocal.ops import dispatch
 from trifocal.ops.tiles import cdiv, split_width
-from trifocal.ops.triton.common import load_tile, store_tile, strides
+from trifocal.ops.triton.common import load_tile, store_tile, strides, zeros_in_parts
 from trifocal.ops.triton.interval.common import (
     IntervalProblem,
     key_sources,
-    load_keys,
+    load_and_multiply_keys,
     load_rows,
     log2_sum,
     place_rows_of_program,
@@ -31,20 +31,12 @@ def _sum_d_q(
         first_key = key_origin + (number + tl.where(number >= split, jump, 0)) * KEYS
         key = first_key + tl.arange(0, KEYS)
         keep = key < key_limit
-        k_1 = load_keys(
-            k_source_1, batch, group, first_key, k_stride, keep, 0, D_1, D, KEYS, MASKED, PACKED, TMA)
-        scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
-        if D_2 > 0:
-            k_2 = load_keys(
-                k_source_2, batch, group, first_key, k_stride, keep, D_1, D_2, D, KEYS, MASKED, PACKED, TMA)
-            scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
-        v_1 = load_keys(
-            v_source_1, batch, group, first_key, v_stride, keep, 0, V_1, V, KEYS, MASKED, PACKED, TMA)
-        d_p = tl.dot(d_o_1, tl.trans(v_1), input_precision="ieee")
-        if V_2 > 0:
-            v_2 = load_keys(
-                v_source_2, batch, group, first_key, v_stride, keep, V_1, V_2, V, KEYS, MASKED, PACKED, TMA)
-            d_p = tl.dot(d_o_2, tl.trans(v_2), d_p, input_precision="ieee")
+        scores, k_1, k_2 = load_and_multiply_keys(
+            q_1, q_2, k_source_1, k_source_2, batch, group, first_key, k_stride, keep, D, D_1, D_2,
+            KEYS, MASKED, PACKED, TMA)
+        d_p, _v_1, _v_2 = load_and_multiply_keys(
+            d_o_1, d_o_2, v_source_1, v_source_2, batch, group, first_key, v_stride, keep, V, V_1, V_2,
+            KEYS, MASKED, PACKED, TMA)
         p = tl.exp2(scores * score_scale - lse[:, None])
         if GATED:
             p = p * gate[:, None]
@@ -107,10 +99,7 @@ def interval_d_q_kernel(
         gate += batch.to(tl.int64) * gate_batch_stride + group * Q_PER_KV * gate_head_stride
         row_gate = tl.load(gate + query.to(tl.int64) * gate_time_stride + head * gate_head_stride).to(tl.float32)
 
-    d_q_1 = tl.zeros([ROWS, D_1], tl.float32)
-    d_q_2 = row_delta
-    if D_2 > 0:
-        d_q_2 = tl.zeros([ROWS, D_2], tl.float32)
+    d_q_1, d_q_2 = zeros_in_parts(ROWS, D_1, D_2)
     d_q_1, d_q_2 = _sum_d_q(
         d_q_1, d_q_2, q_1, q_2, d_o_1, d_o_2, row_lse, row_delta, row_gate,
         k_source_1, k_source_2, v_source_1, v_source_2, batch, group, k_time_stride, v_time_stride,

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from trifocal.ops import dispatch
 from trifocal.ops.tiles import cdiv, split_width
-from trifocal.ops.triton.common import add_product, load_tile, nothing_lost, store_tile, strides, unit_stride
+from trifocal.ops.triton.common import (
+    add_product,
+    load_parts,
+    nothing_lost,
+    store_parts,
+    strides,
+    unit_stride,
+    zeros_in_parts,
+)
 from trifocal.ops.triton.interval.common import (
     IntervalProblem,
     full_tiles,
@@ -126,14 +134,8 @@ def interval_dkdv_kernel(
     keep = first_key + in_tile < num_keys
     k += batch.to(tl.int64) * k_batch_stride + group * k_head_stride + first_key.to(tl.int64) * k_time_stride
     v += batch.to(tl.int64) * v_batch_stride + group * v_head_stride + first_key.to(tl.int64) * v_time_stride
-    k_1 = load_tile(k, in_tile * k_time_stride, keep, 0, D_1, D, True)
-    k_2 = k_1
-    if D_2 > 0:
-        k_2 = load_tile(k, in_tile * k_time_stride, keep, D_1, D_2, D, True)
-    v_1 = load_tile(v, in_tile * v_time_stride, keep, 0, V_1, V, True)
-    v_2 = v_1
-    if V_2 > 0:
-        v_2 = load_tile(v, in_tile * v_time_stride, keep, V_1, V_2, V, True)
+    k_1, k_2 = load_parts(k, in_tile * k_time_stride, keep, D, D_1, D_2, True)
+    v_1, v_2 = load_parts(v, in_tile * v_time_stride, keep, V, V_1, V_2, True)
     if not TMA:
         q_source_1 += batch.to(tl.int64) * q_batch_stride + group * Q_PER_KV * q_head_stride
         q_source_2 += batch.to(tl.int64) * q_batch_stride + group * Q_PER_KV * q_head_stride
@@ -144,14 +146,8 @@ def interval_dkdv_kernel(
     if GATED:
         gate += batch.to(tl.int64) * gate_batch_stride + group * Q_PER_KV * gate_head_stride
 
-    d_k_1 = tl.zeros([KEYS, D_1], tl.float32)
-    d_k_2 = d_k_1
-    if D_2 > 0:
-        d_k_2 = tl.zeros([KEYS, D_2], tl.float32)
-    d_v_1 = tl.zeros([KEYS, V_1], tl.float32)
-    d_v_2 = d_v_1
-    if V_2 > 0:
-        d_v_2 = tl.zeros([KEYS, V_2], tl.float32)
+    d_k_1, d_k_2 = zeros_in_parts(KEYS, D_1, D_2)
+    d_v_1, d_v_2 = zeros_in_parts(KEYS, V_1, V_2)
     d_k_1, d_k_2, d_v_1, d_v_2 = _sum_dkdv(
         d_k_1, d_k_2, d_v_1, d_v_2, k_1, k_2, v_1, v_2, q_source_1, q_source_2, d_o_source_1, d_o_source_2,
         batch, group, lse, delta, gate, q_time_stride, q_head_stride, d_o_time_stride, d_o_head_stride,
@@ -167,12 +163,8 @@ def interval_dkdv_kernel(
     first_place = ((part * batches + batch).to(tl.int64) * num_keys + first_key) * GROUPS + group
     d_k += first_place * D
     d_v += first_place * V
-    store_tile(d_k, in_tile * (GROUPS * D), keep, d_k_1 * scale, 0, D_1, D)
-    if D_2 > 0:
-        store_tile(d_k, in_tile * (GROUPS * D), keep, d_k_2 * scale, D_1, D_2, D)
-    store_tile(d_v, in_tile * (GROUPS * V), keep, d_v_1, 0, V_1, V)
-    if V_2 > 0:
-        store_tile(d_v, in_tile * (GROUPS * V), keep, d_v_2, V_1, V_2, V)
+    store_parts(d_k, in_tile * (GROUPS * D), keep, scale, d_k_1, d_k_2, D, D_1, D_2)
+    store_parts(d_v, in_tile * (GROUPS * V), keep, 1.0, d_v_1, d_v_2, V, V_1, V_2)
 
 # fmt: on
 

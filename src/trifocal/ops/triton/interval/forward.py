@@ -7,10 +7,11 @@ from torch import Tensor
 
 from trifocal.ops import dispatch
 from trifocal.ops.tiles import cdiv, split_width
-from trifocal.ops.triton.common import LN_2, LOG2_E, LOWEST, store_tile, strides, unit_stride
+from trifocal.ops.triton.common import LN_2, LOG2_E, LOWEST, store_parts, strides, unit_stride, zeros_in_parts
 from trifocal.ops.triton.interval.common import (
     Branch,
     key_sources,
+    load_and_multiply_keys,
     load_keys,
     load_rows,
     place_rows_of_program,
@@ -31,13 +32,9 @@ def _attend(
         first_key = key_origin + (number + tl.where(number >= split, jump, 0)) * KEYS
         key = first_key + tl.arange(0, KEYS)
         keep = key < key_limit
-        k_1 = load_keys(
-            k_source_1, batch, group, first_key, k_stride, keep, 0, D_1, D, KEYS, MASKED, PACKED, TMA)
-        scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
-        if D_2 > 0:
-            k_2 = load_keys(
-                k_source_2, batch, group, first_key, k_stride, keep, D_1, D_2, D, KEYS, MASKED, PACKED, TMA)
-            scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
+        scores, _k_1, _k_2 = load_and_multiply_keys(
+            q_1, q_2, k_source_1, k_source_2, batch, group, first_key, k_stride, keep, D, D_1, D_2,
+            KEYS, MASKED, PACKED, TMA)
         if MASKED:
             visible = (key[None, :] >= row_begin[:, None]) & (key[None, :] < row_end[:, None])
             scores = tl.where(visible, scores, float("-inf"))
@@ -88,10 +85,7 @@ def interval_forward_kernel(
             q, batch, group, first_query, query, head, q_time_stride, q_head_stride, D_1, D_2, D, ROWS, Q_PER_KV, False)
     running_max = tl.full([ROWS], LOWEST, tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
-    o_1 = tl.zeros([ROWS, V_1], tl.float32)
-    o_2 = running_sum
-    if V_2 > 0:
-        o_2 = tl.zeros([ROWS, V_2], tl.float32)
+    o_1, o_2 = zeros_in_parts(ROWS, V_1, V_2)
     o_1, o_2, running_max, running_sum = _attend(
         o_1, o_2, running_max, running_sum, q_1, q_2, k_source_1, k_source_2, v_source_1, v_source_2, batch, group,
         k_time_stride, v_time_stride, begin, end, row_begin, row_end, full, 0, first_full, score_scale,
@@ -107,10 +101,7 @@ def interval_forward_kernel(
     # o and lse are contiguous, so one number places a row: ((batch * T + query) * G + group) * R + head.
     first_place = ((batch.to(tl.int64) * num_queries + first_query) * GROUPS + group) * Q_PER_KV
     place = (query - first_query) * (GROUPS * Q_PER_KV) + head
-    o += first_place * V
-    store_tile(o, place * V, keep, o_1 * inverse[:, None], 0, V_1, V)
-    if V_2 > 0:
-        store_tile(o, place * V, keep, o_2 * inverse[:, None], V_1, V_2, V)
+    store_parts(o + first_place * V, place * V, keep, inverse[:, None], o_1, o_2, V, V_1, V_2)
     natural = tl.where(sees, (running_max + tl.log2(tl.where(sees, running_sum, 1.0))) * LN_2, float("-inf"))
     tl.store(lse + first_place + place, natural, mask=keep)
 

@@ -26,7 +26,7 @@ from trifocal.ops.triton.common import unit_stride
 from trifocal.ops.triton.selected.backward_block_major import block_major_backward
 from trifocal.ops.triton.selected.backward_masked import masked_backward
 from trifocal.ops.triton.selected.block_csr import split_blocks
-from trifocal.ops.triton.selected.problem import SelectedProblem
+from trifocal.ops.triton.selected.common import SelectedProblem
 from trifocal.ops.triton.selected.tile_d_q import tile_d_q
 
 

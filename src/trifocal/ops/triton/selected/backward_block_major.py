@@ -13,11 +13,17 @@ from torch import Tensor
 
 from trifocal.ops import dispatch
 from trifocal.ops.tiles import SelectedTile, cdiv, next_power_of_2
-from trifocal.ops.triton.common import add_product, load_tile, nothing_lost, store_tile, strides
+from trifocal.ops.triton.common import (
+    add_product,
+    load_and_multiply_left,
+    nothing_lost,
+    store_tile,
+    strides,
+)
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.selected.block_csr import BlockCSR, block_place, build_block_csr, find_piece
+from trifocal.ops.triton.selected.common import SelectedProblem, load_block, row_numbers
 from trifocal.ops.triton.selected.forward import hopper_sizes, load_slots, reduce_slots, rows_of_chunk
-from trifocal.ops.triton.selected.problem import SelectedProblem, row_numbers
 
 
 @Kernel
@@ -54,19 +60,16 @@ def block_major_backward_kernel(
         d_o += batch.to(tl.int64) * d_batch_stride + group * Q_PER_KV * d_head_stride
         k += batch.to(tl.int64) * k_batch_stride + first_token.to(tl.int64) * k_time_stride + group * k_head_stride
         v += batch.to(tl.int64) * v_batch_stride + first_token.to(tl.int64) * v_time_stride + group * v_head_stride
-        k_1 = load_tile(k, in_block * k_time_stride, key_exists, 0, D_1, D, True)
-        v_1 = load_tile(v, in_block * v_time_stride, key_exists, 0, V_1, V, True)
-        k_2 = k_1
-        v_2 = v_1
+        k_1, k_2, v_1, v_2 = load_block(
+            k, v, k_time_stride, v_time_stride, in_block, key_exists, D, D_1, D_2, V, V_1, V_2
+        )
         d_k_1 = tl.zeros([KEYS, D_1], tl.float32)
         d_v_1 = tl.zeros([KEYS, V_1], tl.float32)
         d_k_2 = d_k_1
         d_v_2 = d_v_1
         if D_2 > 0:
-            k_2 = load_tile(k, in_block * k_time_stride, key_exists, D_1, D_2, D, True)
             d_k_2 = tl.zeros([KEYS, D_2], tl.float32)
         if V_2 > 0:
-            v_2 = load_tile(v, in_block * v_time_stride, key_exists, V_1, V_2, V, True)
             d_v_2 = tl.zeros([KEYS, V_2], tl.float32)
         lost_k_1, lost_k_2 = nothing_lost(d_k_1, k_1), nothing_lost(d_k_2, k_1)
         lost_v_1, lost_v_2 = nothing_lost(d_v_1, v_1), nothing_lost(d_v_2, v_1)
@@ -84,20 +87,12 @@ def block_major_backward_kernel(
             )
             q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
             d_offsets = query.to(tl.int64) * d_time_stride + head * d_head_stride
-            q_1 = load_tile(q, q_offsets, exists, 0, D_1, D, True)
-            scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
-            if D_2 > 0:
-                q_2 = load_tile(q, q_offsets, exists, D_1, D_2, D, True)
-                scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
+            scores, q_1, q_2 = load_and_multiply_left(k_1, k_2, q, q_offsets, exists, D, D_1, D_2)
             visible = key_exists[None, :] & (first_position + in_block[None, :] <= position[:, None])
             p = tl.where(visible, tl.exp2(scores * score_scale - lse_2[:, None]), 0.0)
             if GATED:
                 p = p * gate_row[:, None]
-            d_o_1 = load_tile(d_o, d_offsets, exists, 0, V_1, V, True)
-            d_p = tl.dot(d_o_1, tl.trans(v_1), input_precision="ieee")
-            if V_2 > 0:
-                d_o_2 = load_tile(d_o, d_offsets, exists, V_1, V_2, V, True)
-                d_p = tl.dot(d_o_2, tl.trans(v_2), d_p, input_precision="ieee")
+            d_p, d_o_1, d_o_2 = load_and_multiply_left(v_1, v_2, d_o, d_offsets, exists, V, V_1, V_2)
             d_scores = (p * (d_p - delta_row[:, None])).to(q_1.dtype)
             if WITH_D_Q:
                 place = ((slot - first_slot_of_chunk).to(tl.int64) * Q_PER_KV + head) * D

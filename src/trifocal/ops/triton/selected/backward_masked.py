@@ -13,12 +13,20 @@ from torch import Tensor
 from trifocal.ops import devices, dispatch
 from trifocal.ops.layout import longest_document
 from trifocal.ops.tiles import cdiv, next_power_of_2
-from trifocal.ops.triton.common import add_product, load_tile, nothing_lost, store_tile
+from trifocal.ops.triton.common import (
+    add_product,
+    load_and_multiply,
+    load_tile,
+    nothing_lost,
+    store_parts,
+    store_tile,
+    zeros_in_parts,
+)
 from trifocal.ops.triton.documents import documents_of_blocks
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.selected.block_csr import block_of_program, choice_bits
+from trifocal.ops.triton.selected.common import SelectedProblem, add_d_q, load_block, load_rows, row_numbers
 from trifocal.ops.triton.selected.forward import blocks_of_document, blocks_of_word, hopper_sizes, place_tile
-from trifocal.ops.triton.selected.problem import SelectedProblem, row_numbers
 
 
 @triton.jit
@@ -38,26 +46,13 @@ def _d_q_of_blocks(
             keep = keep & (in_block < BLOCK) & (first_token + in_block < document_end)
         k_base = k + first_token.to(tl.int64) * k_time_stride
         v_base = v + first_token.to(tl.int64) * v_time_stride
-        k_1 = load_tile(k_base, in_block * k_time_stride, keep, 0, D_1, D, True)
-        scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
-        if D_2 > 0:
-            k_2 = load_tile(k_base, in_block * k_time_stride, keep, D_1, D_2, D, True)
-            scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
-        v_1 = load_tile(v_base, in_block * v_time_stride, keep, 0, V_1, V, True)
-        d_p = tl.dot(d_o_1, tl.trans(v_1), input_precision="ieee")
-        if V_2 > 0:
-            v_2 = load_tile(v_base, in_block * v_time_stride, keep, V_1, V_2, V, True)
-            d_p = tl.dot(d_o_2, tl.trans(v_2), d_p, input_precision="ieee")
+        scores, k_1, k_2 = load_and_multiply(q_1, q_2, k_base, in_block * k_time_stride, keep, D, D_1, D_2, True)
+        d_p, _v_1, _v_2 = load_and_multiply(d_o_1, d_o_2, v_base, in_block * v_time_stride, keep, V, V_1, V_2, True)
         chosen = ((bits >> (block & 31)) & 1) != 0
-        p = tl.exp2(scores * score_scale - tl.where(chosen, lse_2, float("inf"))[:, None])
-        if MASKED:
-            p = tl.where(keep[None, :] & (first_position + in_block[None, :] <= position[:, None]), p, 0.0)
-        if GATED:
-            p = p * gate_row[:, None]
-        d_scores = (p * (d_p - delta_row[:, None])).to(k_1.dtype)
-        d_q_1 = tl.dot(d_scores, k_1, d_q_1, input_precision="ieee")
-        if D_2 > 0:
-            d_q_2 = tl.dot(d_scores, k_2, d_q_2, input_precision="ieee")
+        d_q_1, d_q_2 = add_d_q(
+            d_q_1, d_q_2, k_1, k_2, scores, d_p, chosen, keep, first_position, position, lse_2, delta_row, gate_row,
+            score_scale, D_2, KEYS, MASKED, GATED,
+        )  # fmt: skip
     return d_q_1, d_q_2
 
 
@@ -88,17 +83,8 @@ def masked_d_q_kernel(
     v += batch * v_batch_stride + group * v_head_stride
     q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
     d_offsets = query.to(tl.int64) * d_time_stride + head * d_head_stride
-    q_1 = load_tile(q, q_offsets, exists, 0, D_1, D, True)
-    d_o_1 = load_tile(d_o, d_offsets, exists, 0, V_1, V, True)
-    q_2 = q_1
-    d_o_2 = d_o_1
-    d_q_1 = tl.zeros([ROWS, D_1], tl.float32)
-    d_q_2 = lse_2
-    if D_2 > 0:
-        q_2 = load_tile(q, q_offsets, exists, D_1, D_2, D, True)
-        d_q_2 = tl.zeros([ROWS, D_2], tl.float32)
-    if V_2 > 0:
-        d_o_2 = load_tile(d_o, d_offsets, exists, V_1, V_2, V, True)
+    q_1, q_2, d_o_1, d_o_2 = load_rows(q, d_o, q_offsets, d_offsets, exists, D, D_1, D_2, V, V_1, V_2)
+    d_q_1, d_q_2 = zeros_in_parts(ROWS, D_1, D_2)
     for document in range(first_document, last_document + 1):
         in_document, document_start, document_end, first_masked, end_block = blocks_of_document(
             document, exists, document_of_row, position, num_keys, cu_seqlens, PACKED, BLOCK, KEYS
@@ -119,10 +105,7 @@ def masked_d_q_kernel(
                 document_start, document_end, middle, end, score_scale,
                 D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, True, GATED,
             )  # fmt: skip
-    place = place.to(tl.int64) * D
-    store_tile(d_q, place, exists, d_q_1 * scale, 0, D_1, D)
-    if D_2 > 0:
-        store_tile(d_q, place, exists, d_q_2 * scale, D_1, D_2, D)
+    store_parts(d_q, place * D, exists, scale, d_q_1, d_q_2, D, D_1, D_2)
 
 
 @Kernel
@@ -155,19 +138,16 @@ def masked_dkdv_kernel(
         d_o += batch * d_batch_stride + group * Q_PER_KV * d_head_stride
         k += batch * k_batch_stride + first_token.to(tl.int64) * k_time_stride + group * k_head_stride
         v += batch * v_batch_stride + first_token.to(tl.int64) * v_time_stride + group * v_head_stride
-        k_1 = load_tile(k, in_block * k_time_stride, key_exists, 0, D_1, D, True)
-        v_1 = load_tile(v, in_block * v_time_stride, key_exists, 0, V_1, V, True)
-        k_2 = k_1
-        v_2 = v_1
+        k_1, k_2, v_1, v_2 = load_block(
+            k, v, k_time_stride, v_time_stride, in_block, key_exists, D, D_1, D_2, V, V_1, V_2
+        )
         d_k_1 = tl.zeros([KEYS, D_1], tl.float32)
         d_v_1 = tl.zeros([KEYS, V_1], tl.float32)
         d_k_2 = d_k_1
         d_v_2 = d_v_1
         if D_2 > 0:
-            k_2 = load_tile(k, in_block * k_time_stride, key_exists, D_1, D_2, D, True)
             d_k_2 = tl.zeros([KEYS, D_2], tl.float32)
         if V_2 > 0:
-            v_2 = load_tile(v, in_block * v_time_stride, key_exists, V_1, V_2, V, True)
             d_v_2 = tl.zeros([KEYS, V_2], tl.float32)
         lost_k_1, lost_k_2 = nothing_lost(d_k_1, k_1), nothing_lost(d_k_2, k_1)
         lost_v_1, lost_v_2 = nothing_lost(d_v_1, v_1), nothing_lost(d_v_2, v_1)
@@ -186,11 +166,7 @@ def masked_dkdv_kernel(
             q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
             d_offsets = query.to(tl.int64) * d_time_stride + head * d_head_stride
             # Keys are rows here, so that p and d_scores go from registers into the products for d_v and d_k.
-            q_1 = load_tile(q, q_offsets, in_tile, 0, D_1, D, True)
-            scores = tl.dot(k_1, tl.trans(q_1), input_precision="ieee")
-            if D_2 > 0:
-                q_2 = load_tile(q, q_offsets, in_tile, D_1, D_2, D, True)
-                scores = tl.dot(k_2, tl.trans(q_2), scores, input_precision="ieee")
+            scores, q_1, q_2 = load_and_multiply(k_1, k_2, q, q_offsets, in_tile, D, D_1, D_2, True)
             # A query of the block's own document sits as far behind the key as its token does.
             visible = key_exists[:, None] & (first_token + in_block[:, None] <= (query + query_shift)[None, :])
             p = tl.where(visible, tl.exp2(scores * score_scale - lse_2[None, :]), 0.0)

@@ -22,7 +22,19 @@ from trifocal.ops import dispatch, tiles
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, longest_document
 from trifocal.ops.tiles import cdiv, next_power_of_2, split_width
-from trifocal.ops.triton.common import LN_2, LOG2_E, LOWEST, load_tile, store_tile, strides, unit_stride
+from trifocal.ops.triton.common import (
+    LN_2,
+    LOG2_E,
+    LOWEST,
+    load_and_multiply,
+    load_and_multiply_left,
+    load_parts,
+    store_parts,
+    store_tile,
+    strides,
+    unit_stride,
+    zeros_in_parts,
+)
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.selected.block_csr import (
     block_place,
@@ -32,6 +44,7 @@ from trifocal.ops.triton.selected.block_csr import (
     find_piece,
     split_blocks,
 )
+from trifocal.ops.triton.selected.common import attend_block, load_block
 from trifocal.ops.triton.selected.tile_forward import tile_forward
 from trifocal.ops.triton.selected.tile_lists import bitwise_or
 
@@ -78,14 +91,9 @@ def block_major_forward_kernel(
         q += batch.to(tl.int64) * q_batch_stride + group * Q_PER_KV * q_head_stride
         k += batch.to(tl.int64) * k_batch_stride + first_token.to(tl.int64) * k_time_stride + group * k_head_stride
         v += batch.to(tl.int64) * v_batch_stride + first_token.to(tl.int64) * v_time_stride + group * v_head_stride
-        k_1 = load_tile(k, in_block * k_time_stride, key_exists, 0, D_1, D, True)
-        v_1 = load_tile(v, in_block * v_time_stride, key_exists, 0, V_1, V, True)
-        k_2 = k_1
-        v_2 = v_1
-        if D_2 > 0:
-            k_2 = load_tile(k, in_block * k_time_stride, key_exists, D_1, D_2, D, True)
-        if V_2 > 0:
-            v_2 = load_tile(v, in_block * v_time_stride, key_exists, V_1, V_2, V, True)
+        k_1, k_2, v_1, v_2 = load_block(
+            k, v, k_time_stride, v_time_stride, in_block, key_exists, D, D_1, D_2, V, V_1, V_2
+        )
 
         head = tl.arange(0, ROWS) % Q_PER_KV
         first_row = batch * num_queries
@@ -99,11 +107,7 @@ def block_major_forward_kernel(
             exists, slot = load_slots(slots, first, end, Q_PER_KV, ROWS)
             query = slot_0 // (GROUPS * NUM_SELECTED) - first_row
             q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
-            q_1 = load_tile(q, q_offsets, exists, 0, D_1, D, True)
-            scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
-            if D_2 > 0:
-                q_2 = load_tile(q, q_offsets, exists, D_1, D_2, D, True)
-                scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
+            scores, _q_1, _q_2 = load_and_multiply_left(k_1, k_2, q, q_offsets, exists, D, D_1, D_2)
             slot_0 = slot_1 + zero
             slot_1 = slot_2 + zero
             _later, slot_2 = load_slots(slots, first + 3 * STEP, end, Q_PER_KV, ROWS)
@@ -195,27 +199,15 @@ def _attend_blocks(
             keep = keep & (in_block < BLOCK) & (first_token + in_block < document_end)
         k_base = k + first_token.to(tl.int64) * k_time_stride
         v_base = v + first_token.to(tl.int64) * v_time_stride
-        k_1 = load_tile(k_base, in_block * k_time_stride, keep, 0, D_1, D, True)
-        scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
-        if D_2 > 0:
-            k_2 = load_tile(k_base, in_block * k_time_stride, keep, D_1, D_2, D, True)
-            scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
+        scores, _k_1, _k_2 = load_and_multiply(q_1, q_2, k_base, in_block * k_time_stride, keep, D, D_1, D_2, True)
         if MASKED:
             visible = keep[None, :] & (first_position + in_block[None, :] <= position[:, None])
             scores = tl.where(visible, scores, float("-inf"))
         chosen = ((bits >> (block & 31)) & 1) != 0
-        new_max = tl.where(chosen, tl.maximum(running_max, tl.max(scores, 1) * score_scale), running_max)
-        # Rows that did not choose the block subtract infinity, and so add nothing.
-        p = tl.exp2(scores * score_scale - tl.where(chosen, new_max, float("inf"))[:, None])
-        decay = tl.exp2(running_max - new_max)
-        running_max = new_max
-        running_sum = running_sum * decay + tl.sum(p, 1)
-        v_1 = load_tile(v_base, in_block * v_time_stride, keep, 0, V_1, V, True)
-        p = p.to(v_1.dtype)
-        o_1 = tl.dot(p, v_1, o_1 * decay[:, None], input_precision="ieee")
-        if V_2 > 0:
-            v_2 = load_tile(v_base, in_block * v_time_stride, keep, V_1, V_2, V, True)
-            o_2 = tl.dot(p, v_2, o_2 * decay[:, None], input_precision="ieee")
+        o_1, o_2, running_max, running_sum = attend_block(
+            o_1, o_2, running_max, running_sum, scores, chosen, v_base, in_block * v_time_stride, keep, score_scale,
+            V, V_1, V_2, True,
+        )  # fmt: skip
     return o_1, o_2, running_max, running_sum
 
 
@@ -308,16 +300,10 @@ def masked_forward_kernel(
     k += batch * k_batch_stride + group * k_head_stride
     v += batch * v_batch_stride + group * v_head_stride
     q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
-    q_1 = load_tile(q, q_offsets, exists, 0, D_1, D, True)
-    q_2 = q_1
-    if D_2 > 0:
-        q_2 = load_tile(q, q_offsets, exists, D_1, D_2, D, True)
+    q_1, q_2 = load_parts(q, q_offsets, exists, D, D_1, D_2, True)
     running_max = tl.full([ROWS], LOWEST, tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
-    o_1 = tl.zeros([ROWS, V_1], tl.float32)
-    o_2 = running_sum
-    if V_2 > 0:
-        o_2 = tl.zeros([ROWS, V_2], tl.float32)
+    o_1, o_2 = zeros_in_parts(ROWS, V_1, V_2)
     for document in range(first_document, last_document + 1):
         in_document, document_start, document_end, first_masked, end_block = blocks_of_document(
             document, exists, document_of_row, position, num_keys, cu_seqlens, PACKED, BLOCK, KEYS
@@ -337,22 +323,11 @@ def masked_forward_kernel(
                 D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, True,
             )  # fmt: skip
     place = (batch * num_queries + query) * (GROUPS * Q_PER_KV) + group * Q_PER_KV + head
-    _finish_rows(o, lse, o_1, o_2, running_max, running_sum, exists, place, V, V_1, V_2)
-
-
-@triton.jit
-def _finish_rows(
-    o, lse, o_1, o_2, running_max, running_sum, exists, place,
-    V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
-):  # fmt: skip
-    """Normalise and store rows; o and lse are contiguous. Rows that saw nothing get zeros and -inf."""
+    # Rows that saw nothing get zeros and -inf. o and lse are contiguous.
     sees = running_sum > 0
     safe_sum = tl.where(sees, running_sum, 1.0)
     inverse = tl.where(sees, 1.0 / safe_sum, 0.0)
-    place = place.to(tl.int64)
-    store_tile(o, place * V, exists, o_1 * inverse[:, None], 0, V_1, V)
-    if V_2 > 0:
-        store_tile(o, place * V, exists, o_2 * inverse[:, None], V_1, V_2, V)
+    store_parts(o, place * V, exists, inverse[:, None], o_1, o_2, V, V_1, V_2)
     natural = tl.where(sees, (running_max + tl.log2(safe_sum)) * LN_2, float("-inf"))
     tl.store(lse + place, natural, mask=exists)
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from trifocal.ops import dispatch
 from trifocal.ops.tiles import cdiv, next_power_of_2
-from trifocal.ops.triton.common import load_tile, store_tile
+from trifocal.ops.triton.common import load_and_multiply, store_parts, zeros_in_parts
 from trifocal.ops.triton.launch import Kernel
-from trifocal.ops.triton.selected.problem import SelectedProblem, row_numbers
+from trifocal.ops.triton.selected.common import SelectedProblem, add_d_q, load_rows, row_numbers
 from trifocal.ops.triton.selected.tile_lists import build_tile_lists
 
 
@@ -35,25 +35,12 @@ def _d_q_of_blocks(
         keep = (in_block < BLOCK) & (first_token + in_block < num_keys)
         k_base = k + first_token.to(tl.int64) * k_time_stride
         v_base = v + first_token.to(tl.int64) * v_time_stride
-        k_1 = load_tile(k_base, in_block * k_time_stride, keep, 0, D_1, D, MASKED)
-        scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
-        if D_2 > 0:
-            k_2 = load_tile(k_base, in_block * k_time_stride, keep, D_1, D_2, D, MASKED)
-            scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
-        v_1 = load_tile(v_base, in_block * v_time_stride, keep, 0, V_1, V, MASKED)
-        d_p = tl.dot(d_o_1, tl.trans(v_1), input_precision="ieee")
-        if V_2 > 0:
-            v_2 = load_tile(v_base, in_block * v_time_stride, keep, V_1, V_2, V, MASKED)
-            d_p = tl.dot(d_o_2, tl.trans(v_2), d_p, input_precision="ieee")
-        p = tl.exp2(scores * score_scale - tl.where(chosen, lse_2, float("inf"))[:, None])
-        if MASKED:
-            p = tl.where(keep[None, :] & (first_token + in_block[None, :] <= last_key[:, None]), p, 0.0)
-        if GATED:
-            p = p * gate_row[:, None]
-        d_scores = (p * (d_p - delta_row[:, None])).to(k_1.dtype)
-        d_q_1 = tl.dot(d_scores, k_1, d_q_1, input_precision="ieee")
-        if D_2 > 0:
-            d_q_2 = tl.dot(d_scores, k_2, d_q_2, input_precision="ieee")
+        scores, k_1, k_2 = load_and_multiply(q_1, q_2, k_base, in_block * k_time_stride, keep, D, D_1, D_2, MASKED)
+        d_p, _v_1, _v_2 = load_and_multiply(d_o_1, d_o_2, v_base, in_block * v_time_stride, keep, V, V_1, V_2, MASKED)
+        d_q_1, d_q_2 = add_d_q(
+            d_q_1, d_q_2, k_1, k_2, scores, d_p, chosen, keep, first_token, last_key, lse_2, delta_row, gate_row,
+            score_scale, D_2, KEYS, MASKED, GATED,
+        )  # fmt: skip
     return d_q_1, d_q_2
 
 
@@ -90,17 +77,8 @@ def tile_d_q_kernel(
     v += batch * v_batch_stride + group * v_head_stride
     q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
     d_offsets = query.to(tl.int64) * d_time_stride + head * d_head_stride
-    q_1 = load_tile(q, q_offsets, exists, 0, D_1, D, True)
-    d_o_1 = load_tile(d_o, d_offsets, exists, 0, V_1, V, True)
-    q_2 = q_1
-    d_o_2 = d_o_1
-    d_q_1 = tl.zeros([ROWS, D_1], tl.float32)
-    d_q_2 = lse_2
-    if D_2 > 0:
-        q_2 = load_tile(q, q_offsets, exists, D_1, D_2, D, True)
-        d_q_2 = tl.zeros([ROWS, D_2], tl.float32)
-    if V_2 > 0:
-        d_o_2 = load_tile(d_o, d_offsets, exists, V_1, V_2, V, True)
+    q_1, q_2, d_o_1, d_o_2 = load_rows(q, d_o, q_offsets, d_offsets, exists, D, D_1, D_2, V, V_1, V_2)
+    d_q_1, d_q_2 = zeros_in_parts(ROWS, D_1, D_2)
     of_tile = batch_group.to(tl.int64) * row_tiles + tile
     end = tl.load(counts + of_tile * 2 + 1)
     masked = tl.load(counts + of_tile * 2)
@@ -119,9 +97,7 @@ def tile_d_q_kernel(
             tokens, members, in_tile, query + query_shift, num_keys, masked, end, score_scale,
             D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, WORDS, False, GATED,
         )  # fmt: skip
-    store_tile(d_q, place * D, exists, d_q_1 * scale, 0, D_1, D)
-    if D_2 > 0:
-        store_tile(d_q, place * D, exists, d_q_2 * scale, D_1, D_2, D)
+    store_parts(d_q, place * D, exists, scale, d_q_1, d_q_2, D, D_1, D_2)
 
 
 def tile_d_q(problem: SelectedProblem) -> Tensor:

@@ -13,8 +13,17 @@ from torch import Tensor
 from trifocal.ops import dispatch
 from trifocal.ops.layout import Documents
 from trifocal.ops.tiles import next_power_of_2, split_width
-from trifocal.ops.triton.common import LN_2, LOWEST, load_tile, store_tile, strides
+from trifocal.ops.triton.common import (
+    LN_2,
+    LOWEST,
+    load_and_multiply,
+    load_parts,
+    store_tile,
+    strides,
+    zeros_in_parts,
+)
 from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.selected.common import attend_block
 from trifocal.ops.triton.selected.tile_lists import build_tile_lists
 
 
@@ -60,26 +69,14 @@ def _attend_entries(
         keep = (in_block < BLOCK) & (first + in_block < num_keys)
         k_base = k + first.to(tl.int64) * k_time_stride
         v_base = v + first.to(tl.int64) * v_time_stride
-        k_1 = load_tile(k_base, in_block * k_time_stride, keep, 0, D_1, D, MASKED)
-        scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
-        if D_2 > 0:
-            k_2 = load_tile(k_base, in_block * k_time_stride, keep, D_1, D_2, D, MASKED)
-            scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
+        scores, _k_1, _k_2 = load_and_multiply(q_1, q_2, k_base, in_block * k_time_stride, keep, D, D_1, D_2, MASKED)
         if MASKED:
             visible = (in_block < BLOCK)[None, :] & (first + in_block[None, :] <= last_key[:, None])
             scores = tl.where(visible, scores, float("-inf"))
-        new_max = tl.where(chosen, tl.maximum(running_max, tl.max(scores, 1) * score_scale), running_max)
-        # Rows that did not choose the block subtract infinity, and so add nothing.
-        p = tl.exp2(scores * score_scale - tl.where(chosen, new_max, float("inf"))[:, None])
-        decay = tl.exp2(running_max - new_max)
-        running_max = new_max
-        running_sum = running_sum * decay + tl.sum(p, 1)
-        v_1 = load_tile(v_base, in_block * v_time_stride, keep, 0, V_1, V, MASKED)
-        p = p.to(v_1.dtype)
-        o_1 = tl.dot(p, v_1, o_1 * decay[:, None], input_precision="ieee")
-        if V_2 > 0:
-            v_2 = load_tile(v_base, in_block * v_time_stride, keep, V_1, V_2, V, MASKED)
-            o_2 = tl.dot(p, v_2, o_2 * decay[:, None], input_precision="ieee")
+        o_1, o_2, running_max, running_sum = attend_block(
+            o_1, o_2, running_max, running_sum, scores, chosen, v_base, in_block * v_time_stride, keep, score_scale,
+            V, V_1, V_2, MASKED,
+        )  # fmt: skip
         first_0 = first_1 + zero
         first_1 = first_2 + zero
         first_2 = _token(tokens, entry + 3, end)
@@ -114,16 +111,10 @@ def tile_forward_kernel(
     k += batch * k_batch_stride + group * k_head_stride
     v += batch * v_batch_stride + group * v_head_stride
     q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
-    q_1 = load_tile(q, q_offsets, exists, 0, D_1, D, True)
-    q_2 = q_1
-    if D_2 > 0:
-        q_2 = load_tile(q, q_offsets, exists, D_1, D_2, D, True)
+    q_1, q_2 = load_parts(q, q_offsets, exists, D, D_1, D_2, True)
     running_max = tl.full([ROWS], LOWEST, tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
-    o_1 = tl.zeros([ROWS, V_1], tl.float32)
-    o_2 = running_sum
-    if V_2 > 0:
-        o_2 = tl.zeros([ROWS, V_2], tl.float32)
+    o_1, o_2 = zeros_in_parts(ROWS, V_1, V_2)
     of_tile = batch_group.to(tl.int64) * row_tiles + tile
     end = tl.load(counts + of_tile * 2 + 1)
     masked = tl.load(counts + of_tile * 2)
