@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma, warpgroup_mma
 
 from trifocal.ops.tiles import Widths
 from trifocal.ops.triton.launch import Descriptor, describe_tiles
@@ -60,6 +60,18 @@ def allocate_tiles(source, source_2, COUNT: gl.constexpr, D_2: gl.constexpr):
     if D_2 > 0:
         tiles_2 = gl.allocate_shared_memory(source.dtype, [COUNT] + source_2.block_type.shape, source.layout)
     return tiles, tiles_2
+
+
+@gluon.jit
+def make_barriers(COUNT: gl.constexpr, ARRIVALS):
+    """An array of COUNT barriers for each of the numbers of arrivals that end a phase."""
+    barriers = ()
+    for _ in gl.static_range(len(ARRIVALS)):
+        barriers = barriers + (gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout()),)
+    for place in gl.static_range(COUNT):
+        for number in gl.static_range(len(ARRIVALS)):
+            mbarrier.init(barriers[number].index(place), count=ARRIVALS[number])
+    return barriers
 
 # fmt: on
 

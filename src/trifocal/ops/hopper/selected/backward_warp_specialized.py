@@ -1,11 +1,27 @@
-"""Block-major selected attention, backward, warp-specialized for Hopper, in Gluon: `dkdv_warp_specialized` with d_q.
+"""Block-major selected attention, backward, warp-specialized for Hopper, in Gluon: d_k and d_v, also with d_q.
 
-A fourth part, the storer, one warp, starts the copies of d_q to the places of its slots; the loader gets a tile's rows
-back from it. d_scores go through shared memory, as they are for d_k and transposed for d_q.
+The same loop order, work and results as `block_major_backward_kernel` in `triton.selected.backward_block_major`, for
+16-bit types, widths of 64 and 128, blocks of 64 tokens and groups of 8 to 64 heads that are a power of two. Each warp
+has one task:
+
+| part | warps | does |
+|---|---|---|
+| rows | 4 | p and d_scores of a tile of 64 rows (slots x heads of the group); d_k, d_v of the piece |
+| loader | 1 | starts the copies of k, v of a piece, and of a tile's rows of q and d_o, one copy a slot |
+| numbers | 1 | lse, delta and gate of a tile's rows |
+| storer, for d_q | 1 | starts the copies of d_q to the places of its slots, and gives the loader the tile's rows back |
+
+Two programs share a multiprocessor: one's products run under the other's arithmetic. A program stays and takes one
+piece after the other from a table made before. A box of the copy engine (TMA) is the group's heads of one query, 64
+columns wide; the boxes of a tile stack to the layout that the matrix units read. With keys as the rows of the scores, p
+is a left factor of d_v's product out of registers. Every sum has one order: two runs give equal bits.
 """
 
 from collections.abc import Callable
 
+import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,25 +34,195 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from trifocal.ops import devices
-from trifocal.ops.hopper.common import tile_descriptor, tma_store
-from trifocal.ops.hopper.selected.dkdv_warp_specialized import (
-    LINE,
-    ROWS,
-    boxes_of,
-    load_numbers,
-    load_rows,
-    piece_table,
-    slots_of,
-    span_of,
-    work_of,
-)
-from trifocal.ops.triton.launch import Descriptor, Kernel, describe_tiles
-from trifocal.ops.triton.selected.block_csr import BlockCSR
+from trifocal.ops.hopper.common import make_barriers, reinterpret, tile_descriptor, tma_load, tma_store
+from trifocal.ops.triton.launch import Kernel, describe_tiles
+from trifocal.ops.triton.selected.block_csr import BlockCSR, block_place
 from trifocal.ops.triton.selected.common import SelectedProblem
 
+ROWS = tl.constexpr(64)
+LOG2_E = tl.constexpr(1.4426950408889634)
+# A piece's numbers in the table: first slot, end, end of those that need a mask, batch, group, first token of keys.
+FIELDS = tl.constexpr(8)
+LINE = tl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 SLOT_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+TILE = tl.constexpr(SLOT_LAYOUT)
 
 # fmt: off
+
+@Kernel
+@triton.jit(do_not_specialize=["num_queries", "query_shift", "num_blocks", "keys_per_chunk", "num_of_keys"])
+def piece_table_kernel(
+    table, slots, starts, first_pieces, piece_keys, ids, cu_seqlens,
+    num_queries, query_shift, num_blocks, keys_per_chunk, num_of_keys,
+    GROUPS: tl.constexpr, SLOTS_OF_ROW: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr, STEP: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """The numbers of one piece; pieces past the last are left as they are."""
+    piece = tl.program_id(0)
+    key = tl.load(piece_keys + piece)
+    if key < num_of_keys:
+        start = tl.load(starts + key)
+        key_end = tl.load(starts + key + 1)
+        # A block's pieces are of one length, up to a tile: programs take as many pieces each, and should end together.
+        first = tl.load(first_pieces + key)
+        length = tl.cdiv(tl.cdiv(key_end - start, tl.load(first_pieces + key + 1) - first), STEP) * STEP
+        begin = start + (piece - first) * length
+        end = tl.minimum(begin + length, key_end)
+        batch_group = (key % keys_per_chunk) // num_blocks
+        batch = batch_group // GROUPS
+        first_token, _ = block_place(
+            (key % keys_per_chunk) % num_blocks, slots, begin, num_queries, query_shift, ids, cu_seqlens,
+            SLOTS_OF_ROW, BLOCK, PACKED)
+        place = begin + tl.arange(0, PIECE)
+        slot = tl.load(slots + place, mask=place < end, other=0).to(tl.int32)
+        # Slots come in the order of their queries: those that do not see the whole block are the first ones.
+        token = slot // SLOTS_OF_ROW - batch * num_queries + query_shift
+        masked = tl.sum(((place < end) & (token < first_token + (BLOCK - 1))).to(tl.int32))
+        row = table + piece * FIELDS
+        tl.store(row, begin)
+        tl.store(row + 1, end)
+        tl.store(row + 2, begin + masked)
+        tl.store(row + 3, batch)
+        tl.store(row + 4, batch_group % GROUPS)
+        tl.store(row + 5, first_token)
+
+
+@gluon.jit
+def slot_at(slots, place):
+    """The number of one slot, or of several."""
+    return gl.load(slots + place).to(gl.int32)
+
+
+@gluon.jit
+def span_of(table, piece):
+    """First slot of a piece, end, and end of those that need a mask."""
+    row = table + piece * FIELDS
+    return gl.load(row), gl.load(row + 1), gl.load(row + 2)
+
+
+@gluon.jit
+def place_of(table, piece):
+    """Batch, group and first token of a piece's block."""
+    row = table + piece * FIELDS
+    return gl.load(row + 3), gl.load(row + 4), gl.load(row + 5)
+
+
+@gluon.jit
+def boxes_of(tile, source, WIDTH: gl.constexpr):
+    """A tile [64, WIDTH] as the boxes that it stacks up from: halves of 64 columns, then slots."""
+    Q_PER_KV: gl.constexpr = source.block_type.shape[len(source.block_type.shape) - 2]
+    return reinterpret(
+        tile, source.dtype, [WIDTH // 64 * (ROWS // Q_PER_KV)] + source.block_type.shape, source.layout)
+
+
+@gluon.jit
+def slots_of(slots, first, end, Q_PER_KV: gl.constexpr):
+    """The slots of a tile, one by one; past the end, the last again. Loads are issued together and early."""
+    numbers = ()
+    for s in gl.static_range(ROWS // Q_PER_KV):
+        numbers = numbers + (slot_at(slots, gl.minimum(first + s, end - 1)),)
+    return numbers
+
+
+@gluon.jit
+def ask_for_rows(
+    source, ready, tile, numbers, batch, num_queries, group,
+    Q_PER_KV: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, WIDTH: gl.constexpr,
+):
+    """Start the copies of a tile's rows, the heads of its slots."""
+    STEP: gl.constexpr = ROWS // Q_PER_KV
+    boxes = boxes_of(tile, source, WIDTH)
+    for s in gl.static_range(STEP):
+        query = numbers[s] // SLOTS_OF_ROW - batch * num_queries
+        for half in gl.static_range(WIDTH // 64):
+            tma_load(source, [batch, query, group * Q_PER_KV, half * 64], ready, boxes.index(half * STEP + s))
+
+
+@gluon.jit
+def work_of(slots, table, first_pieces, chunk, keys_per_chunk):
+    """The pieces of a chunk."""
+    first_key = chunk * keys_per_chunk
+    first_piece = gl.load(first_pieces + first_key)
+    end_piece = gl.load(first_pieces + first_key + keys_per_chunk)
+    return slots, table, first_piece, end_piece
+
+
+@gluon.jit
+def load_rows(
+    descriptors, tiles, barriers, work, num_queries,
+    Q_PER_KV: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+):
+    """The loader: k and v of a piece, then its tiles of q and d_o."""
+    q_source, k_source, v_source, d_o_source = descriptors
+    q_tiles, k_tiles, v_tiles, d_o_tiles = tiles
+    kv_ready, kv_free, rows_ready, rows_free = barriers
+    slots, table, first_piece, end_piece = work
+    STEP: gl.constexpr = ROWS // Q_PER_KV
+    count = 0
+    visit = 0
+    for piece in range(first_piece + gl.program_id(0), end_piece, gl.num_programs(0)):
+        begin, end, _masked_end = span_of(table, piece)
+        batch, group, first_token = place_of(table, piece)
+        mbarrier.wait(kv_free, (visit & 1) ^ 1)
+        mbarrier.expect(kv_ready, k_source.block_type.nbytes + v_source.block_type.nbytes)
+        tma_load(k_source, [batch, first_token, group, 0], kv_ready, k_tiles)
+        tma_load(v_source, [batch, first_token, group, 0], kv_ready, v_tiles)
+        for first in range(begin, end, STEP):
+            stage = count % STAGES
+            ready = rows_ready.index(stage)
+            numbers = slots_of(slots, first, end, Q_PER_KV)
+            mbarrier.wait(rows_free.index(stage), (count // STAGES & 1) ^ 1)
+            mbarrier.expect(ready, ROWS * (D + V) * 2)
+            ask_for_rows(
+                q_source, ready, q_tiles.index(stage), numbers, batch, num_queries, group,
+                Q_PER_KV, SLOTS_OF_ROW, D)
+            ask_for_rows(
+                d_o_source, ready, d_o_tiles.index(stage), numbers, batch, num_queries, group,
+                Q_PER_KV, SLOTS_OF_ROW, V)
+            count += 1
+        visit += 1
+
+
+@gluon.jit
+def load_numbers(
+    lse, delta, gate, tiles, barriers, work, num_queries, query_shift,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
+):
+    """Numbers of the rows of one tile after the other.
+
+    lse in base 2 (infinite where the row adds nothing), delta, gate, and the last key of the block that it sees.
+    """
+    lse_tiles, delta_tiles, gate_tiles, key_tiles = tiles
+    numbers_ready, rows_free = barriers
+    slots, table, first_piece, end_piece = work
+    STEP: gl.constexpr = ROWS // Q_PER_KV
+    LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    row = gl.arange(0, ROWS, LANES)
+    count = 0
+    for piece in range(first_piece + gl.program_id(0), end_piece, gl.num_programs(0)):
+        begin, end, _masked_end = span_of(table, piece)
+        batch, group, first_token = place_of(table, piece)
+        for first in range(begin, end, STEP):
+            stage = count % STAGES
+            slot = slot_at(slots, gl.minimum(first + row // Q_PER_KV, end - 1))
+            last_key = slot // SLOTS_OF_ROW - batch * num_queries + query_shift - first_token
+            place = ((slot // SLOTS_OF_ROW).to(gl.int64) * GROUPS + group) * Q_PER_KV + row % Q_PER_KV
+            lse_2 = gl.load(lse + place) * LOG2_E
+            delta_row = gl.load(delta + place)
+            gate_row = delta_row
+            if GATED:
+                gate_row = gl.load(gate + place).to(gl.float32)
+            nothing = (lse_2 == float("-inf")) | (first + row // Q_PER_KV >= end)
+            lse_2 = gl.where(nothing, float("inf"), lse_2)
+            mbarrier.wait(rows_free.index(stage), (count // STAGES & 1) ^ 1)
+            lse_tiles.index(stage).store(lse_2)
+            delta_tiles.index(stage).store(delta_row)
+            key_tiles.index(stage).store(last_key)
+            if GATED:
+                gate_tiles.index(stage).store(gate_row)
+            mbarrier.arrive(numbers_ready.index(stage), count=1)
+            count += 1
+
 
 @gluon.jit
 def send_rows(target, tile, numbers, first, end, first_slot, Q_PER_KV: gl.constexpr, WIDTH: gl.constexpr):
@@ -73,17 +259,21 @@ def store_d_q(
 
 @gluon.jit
 def sum_slots(
-    d_k_parts, d_v_parts, buffers, barriers, work, score_scale,
+    d_k_parts, d_v_parts, tiles, numbers, d_scores_tile, barriers, d_q_ready, work, score_scale,
     Q_PER_KV: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK: gl.constexpr,
-    GATED: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr, WITH_D_Q: gl.constexpr, STAGES: gl.constexpr,
 ):
-    """d_q of each tile, d_k and d_v of each piece."""
+    """d_k and d_v of each piece and, if asked for, d_q of each tile, for the storer.
+
+    Then d_scores go through shared memory, as they are for d_k and transposed for d_q; otherwise out of registers.
+    """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     OUTPUT_D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OUTPUT_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
     ROW: gl.constexpr = gl.SliceLayout(0, SCORES)
-    q_tiles, k_tiles, v_tiles, d_o_tiles, d_scores_tile, lse_tiles, delta_tiles, gate_tiles, key_tiles = buffers
-    kv_ready, kv_free, rows_ready, numbers_ready, rows_free, d_q_ready = barriers
+    q_tiles, k_tiles, v_tiles, d_o_tiles = tiles
+    lse_tiles, delta_tiles, gate_tiles, key_tiles = numbers
+    kv_ready, kv_free, rows_ready, numbers_ready, rows_free = barriers
     slots, table, first_piece, end_piece = work
     STEP: gl.constexpr = ROWS // Q_PER_KV
     TYPE: gl.constexpr = q_tiles.dtype
@@ -120,16 +310,22 @@ def sum_slots(
             row_delta = delta_tiles.index(stage).load(ROW)
             d_p = warpgroup_mma_wait(1, [d_p])
             d_scores = (p * (d_p - row_delta[None, :])).to(TYPE)
-            d_scores_tile.store(d_scores)
-            fence_async_shared()
-            d_v = warpgroup_mma_wait(0, [d_v])
-            d_k = warpgroup_mma(d_scores_tile, q_tile, d_k, is_async=True)
-            d_q = gl.zeros([ROWS, D], gl.float32, OUTPUT_D)
-            d_q = warpgroup_mma(d_scores_tile.permute((1, 0)), k_tile, d_q, use_acc=False, is_async=True)
-            d_q, d_k = warpgroup_mma_wait(0, [d_q, d_k])
-            q_tile.store(d_q.to(TYPE))
-            fence_async_shared()
-            mbarrier.arrive(d_q_ready.index(stage), count=1)
+            if WITH_D_Q:
+                d_scores_tile.store(d_scores)
+                fence_async_shared()
+                d_v = warpgroup_mma_wait(0, [d_v])
+                d_k = warpgroup_mma(d_scores_tile, q_tile, d_k, is_async=True)
+                d_q = gl.zeros([ROWS, D], gl.float32, OUTPUT_D)
+                d_q = warpgroup_mma(d_scores_tile.permute((1, 0)), k_tile, d_q, use_acc=False, is_async=True)
+                d_q, d_k = warpgroup_mma_wait(0, [d_q, d_k])
+                q_tile.store(d_q.to(TYPE))
+                fence_async_shared()
+                mbarrier.arrive(d_q_ready.index(stage), count=1)
+            else:
+                d_scores = gl.convert_layout(d_scores, gl.DotOperandLayout(0, OUTPUT_D, 2))
+                d_k = warpgroup_mma(d_scores, q_tile, d_k, is_async=True)
+                d_v, d_k = warpgroup_mma_wait(0, [d_v, d_k])
+                mbarrier.arrive(rows_free.index(stage), count=1)
             count += 1
         mbarrier.arrive(kv_free, count=1)
         key_d = (piece - first_piece).to(gl.int64) * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, OUTPUT_D))
@@ -141,6 +337,48 @@ def sum_slots(
         visit += 1
 
 
+@gluon.jit
+def allocate(q_source, k_source, v_source, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr):
+    """Shared memory for q, k, v and d_o, for numbers of rows, and for the barriers of keys."""
+    TYPE: gl.constexpr = q_source.dtype
+    q_tiles = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, D], TILE)
+    d_o_tiles = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, V], TILE)
+    k_tiles = gl.allocate_shared_memory(TYPE, k_source.block_type.shape, k_source.layout)
+    v_tiles = gl.allocate_shared_memory(TYPE, v_source.block_type.shape, v_source.layout)
+    lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], LINE)
+    delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], LINE)
+    gate_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], LINE)
+    key_tiles = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], LINE)
+    kv_ready, kv_free = make_barriers(1, (1, 1))
+    return (
+        (q_tiles, k_tiles, v_tiles, d_o_tiles), (lse_tiles, delta_tiles, gate_tiles, key_tiles),
+        kv_ready.index(0), kv_free.index(0))
+
+
+@Kernel
+@gluon.jit(do_not_specialize=["num_queries", "query_shift", "chunk", "keys_per_chunk"])
+def block_major_dkdv_warp_specialized_kernel(
+    q_source, k_source, v_source, d_o_source, lse, delta, gate, d_k_parts, d_v_parts,
+    slots, first_pieces, table, num_queries, query_shift, chunk, keys_per_chunk, score_scale,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
+    BLOCK: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
+):
+    """d_k and d_v of the pieces of one chunk, all but for the factor `scale`."""
+    tiles, numbers, kv_ready, kv_free = allocate(q_source, k_source, v_source, D, V, STAGES)
+    rows_ready, numbers_ready, rows_free = make_barriers(STAGES, (1, 1, 1))
+    descriptors = (q_source, k_source, v_source, d_o_source)
+    barriers = (kv_ready, kv_free, rows_ready, numbers_ready, rows_free)
+    work = work_of(slots, table, first_pieces, chunk, keys_per_chunk)
+    gl.warp_specialize([
+        (sum_slots, (d_k_parts, d_v_parts, tiles, numbers, tiles[0], barriers, rows_free, work, score_scale,
+                     Q_PER_KV, D, V, BLOCK, GATED, False, STAGES)),
+        (load_rows, (descriptors, tiles, (kv_ready, kv_free, rows_ready, rows_free),
+                     work, num_queries, Q_PER_KV, SLOTS_OF_ROW, D, V, STAGES)),
+        (load_numbers, (lse, delta, gate, numbers, (numbers_ready, rows_free),
+                        work, num_queries, query_shift, GROUPS, Q_PER_KV, SLOTS_OF_ROW, GATED, STAGES)),
+    ], [1, 1], [24, 24])
+
+
 @Kernel
 @gluon.jit(do_not_specialize=["num_queries", "query_shift", "chunk", "chunk_rows", "keys_per_chunk"])
 def block_major_backward_warp_specialized_kernel(
@@ -149,78 +387,72 @@ def block_major_backward_warp_specialized_kernel(
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
     BLOCK: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
 ):
-    """d_q of the slots of one chunk, d_k and d_v of its pieces, all but for the factor `scale`."""
-    TYPE: gl.constexpr = q_source.dtype
-    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    q_tiles = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, D], TILE)
-    d_o_tiles = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, V], TILE)
-    k_tiles = gl.allocate_shared_memory(TYPE, k_source.block_type.shape, k_source.layout)
-    v_tiles = gl.allocate_shared_memory(TYPE, v_source.block_type.shape, v_source.layout)
-    d_scores_tile = gl.allocate_shared_memory(TYPE, [BLOCK, ROWS], TILE)
-    lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], LINE)
-    delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], LINE)
-    gate_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], LINE)
-    key_tiles = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], LINE)
-    kv_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    kv_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    rows_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    numbers_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    rows_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    d_q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_ready, count=1)
-    mbarrier.init(kv_free, count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(rows_ready.index(stage), count=1)
-        mbarrier.init(numbers_ready.index(stage), count=1)
-        mbarrier.init(rows_free.index(stage), count=1)
-        mbarrier.init(d_q_ready.index(stage), count=1)
+    """The same, and d_q of the slots of the chunk."""
+    tiles, numbers, kv_ready, kv_free = allocate(q_source, k_source, v_source, D, V, STAGES)
+    d_scores_tile = gl.allocate_shared_memory(q_source.dtype, [BLOCK, ROWS], TILE)
+    rows_ready, numbers_ready, rows_free, d_q_ready = make_barriers(STAGES, (1, 1, 1, 1))
     descriptors = (q_source, k_source, v_source, d_o_source)
-    buffers = (q_tiles, k_tiles, v_tiles, d_o_tiles, d_scores_tile, lse_tiles, delta_tiles, gate_tiles, key_tiles)
-    barriers = (kv_ready, kv_free, rows_ready, numbers_ready, rows_free, d_q_ready)
+    barriers = (kv_ready, kv_free, rows_ready, numbers_ready, rows_free)
     work = work_of(slots, table, first_pieces, chunk, keys_per_chunk)
     gl.warp_specialize([
-        (sum_slots, (d_k_parts, d_v_parts, buffers, barriers, work, score_scale,
-                     Q_PER_KV, D, V, BLOCK, GATED, STAGES)),
-        (load_rows, (descriptors, (q_tiles, k_tiles, v_tiles, d_o_tiles), (kv_ready, kv_free, rows_ready, rows_free),
+        (sum_slots, (d_k_parts, d_v_parts, tiles, numbers, d_scores_tile, barriers, d_q_ready, work, score_scale,
+                     Q_PER_KV, D, V, BLOCK, GATED, True, STAGES)),
+        (load_rows, (descriptors, tiles, (kv_ready, kv_free, rows_ready, rows_free),
                      work, num_queries, Q_PER_KV, SLOTS_OF_ROW, D, V, STAGES)),
-        (load_numbers, (lse, delta, gate, (lse_tiles, delta_tiles, gate_tiles, key_tiles), (numbers_ready, rows_free),
+        (load_numbers, (lse, delta, gate, numbers, (numbers_ready, rows_free),
                         work, num_queries, query_shift, GROUPS, Q_PER_KV, SLOTS_OF_ROW, GATED, STAGES)),
-        (store_d_q, (d_q_target, q_tiles, d_q_ready, rows_free, work, chunk * chunk_rows * SLOTS_OF_ROW,
+        (store_d_q, (d_q_target, tiles[0], d_q_ready, rows_free, work, chunk * chunk_rows * SLOTS_OF_ROW,
                      Q_PER_KV, D, STAGES)),
     ], [1, 1, 1], [24, 24, 24])
 
 # fmt: on
 
 
-def _rows_descriptor(x: Tensor, q_per_kv: int) -> Descriptor:
-    """A descriptor of rows [rows, columns] in boxes of one slot's rows and 64 columns."""
-    return describe_tiles(x, x.shape, x.stride(), (q_per_kv, 64), SLOT_LAYOUT)
+def piece_table(problem: SelectedProblem, index: BlockCSR) -> Tensor:
+    """The numbers of all pieces, [pieces, FIELDS], int32."""
+    ids, _, cu_seqlens = problem.documents_or_lse()
+    pieces, groups = index.piece_keys.shape[0], problem.k.shape[2]
+    num_queries, num_keys = problem.q.shape[1], problem.k.shape[1]
+    table = torch.empty(pieces, FIELDS.value, dtype=torch.int32, device=problem.k.device)
+    piece_table_kernel[(pieces,)](
+        table, index.slots, index.starts, index.first_pieces, index.piece_keys, ids, cu_seqlens,
+        num_queries, num_keys - num_queries, index.num_blocks, index.keys_per_chunk, index.unused,
+        GROUPS=groups, SLOTS_OF_ROW=groups * problem.num_selected, BLOCK=problem.block_size, PIECE=index.piece_slots,
+        STEP=ROWS.value // problem.q_per_kv, PACKED=problem.documents is not None, num_warps=1,
+    )  # fmt: skip
+    return table
 
 
 def block_major_backward_of_chunk(
-    problem: SelectedProblem, index: BlockCSR, d_q_slots: Tensor, d_k_parts: Tensor, d_v_parts: Tensor
+    problem: SelectedProblem, index: BlockCSR, d_q_slots: Tensor | None, d_k_parts: Tensor, d_v_parts: Tensor
 ) -> Callable[[int], None]:
-    """A function that computes d_q of one chunk's slots and d_k, d_v of its pieces, without the factor `scale`."""
+    """A function that computes d_k, d_v of one chunk's pieces and, if there is memory for it, d_q of its slots, without
+    the factor `scale`.
+    """
     p, q_per_kv = problem, problem.q_per_kv
     num_queries, dim = p.q.shape[1], p.q.shape[3]
     num_keys, groups, value_dim = p.v.shape[1:]
-    table = piece_table(problem, index)
+    kernel, chunk_rows = block_major_dkdv_warp_specialized_kernel, ()
     sources = (
         tile_descriptor(p.q, 1, q_per_kv, 64),
         tile_descriptor(p.k, p.block_size, 1, dim),
         tile_descriptor(p.v, p.block_size, 1, value_dim),
         tile_descriptor(p.d_o, 1, q_per_kv, 64),
-        _rows_descriptor(d_q_slots, q_per_kv),
     )
-    row_numbers = p.rows()[-3:]
+    if d_q_slots is not None:
+        kernel, chunk_rows = block_major_backward_warp_specialized_kernel, (index.chunk_rows,)
+        # Rows [rows, columns] in boxes of one slot's rows and 64 columns.
+        sources += (describe_tiles(d_q_slots, d_q_slots.shape, d_q_slots.stride(), (q_per_kv, 64), SLOT_LAYOUT),)
+    arguments = (
+        *sources, *p.rows()[-3:], d_k_parts, d_v_parts, index.slots, index.first_pieces, piece_table(problem, index),
+        num_queries, num_keys - num_queries,
+    )  # fmt: skip
 
     def compute(chunk: int) -> None:
-        block_major_backward_warp_specialized_kernel[(2 * devices.multiprocessors(p.q.device),)](
-            *sources, *row_numbers, d_k_parts, d_v_parts, index.slots, index.first_pieces, table,
-            num_queries, num_keys - num_queries, chunk, index.chunk_rows, index.keys_per_chunk, p.score_scale,
+        kernel[(2 * devices.multiprocessors(p.q.device),)](
+            *arguments, chunk, *chunk_rows, index.keys_per_chunk, p.score_scale,
             GROUPS=groups, Q_PER_KV=q_per_kv, SLOTS_OF_ROW=groups * p.num_selected, D=dim, V=value_dim,
-            BLOCK=p.block_size,
-            GATED=p.gate is not None, STAGES=2, num_warps=4, maxnreg=128,
+            BLOCK=p.block_size, GATED=p.gate is not None, STAGES=2, num_warps=4, maxnreg=128,
         )  # fmt: skip
 
     return compute

@@ -190,12 +190,9 @@ def block_major_backward(problem: SelectedProblem, *, with_d_q: bool) -> tuple[T
     d_k, d_v = (torch.zeros(x.shape, dtype=torch.float32 if several else x.dtype, device=x.device) for x in (p.k, p.v))
 
     if on_hopper and dispatch.block_major_backward_is_warp_specialized(q_per_kv, q, p.k, p.v, p.d_o):
-        if with_d_q:
-            kernels = dispatch.hopper("selected.backward_warp_specialized")
-            compute = kernels.block_major_backward_of_chunk(problem, index, d_q_slots, d_k_parts, d_v_parts)
-        else:
-            kernels = dispatch.hopper("selected.dkdv_warp_specialized")
-            compute = kernels.block_major_dkdv_of_chunk(problem, index, d_k_parts, d_v_parts)
+        kernels = dispatch.hopper("selected.backward_warp_specialized")
+        slots = d_q_slots if with_d_q else None
+        compute = kernels.block_major_backward_of_chunk(problem, index, slots, d_k_parts, d_v_parts)
     else:
         compute = _kernel_of_pieces(p, index, tile, on_hopper, with_d_q, d_q_slots, d_k_parts, d_v_parts)
     for chunk in range(index.num_chunks):
