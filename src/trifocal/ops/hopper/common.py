@@ -63,7 +63,7 @@ def allocate_tiles(source, source_2, COUNT: gl.constexpr, D_2: gl.constexpr):
 
 
 @gluon.jit
-def make_barriers(COUNT: gl.constexpr, ARRIVALS):
+def allocate_barriers(COUNT: gl.constexpr, ARRIVALS):
     """An array of COUNT barriers for each of the numbers of arrivals that end a phase."""
     barriers = ()
     for _ in gl.static_range(len(ARRIVALS)):

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from trifocal.ops import devices
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.hopper.common import allocate_tiles, copy_tile, multiply, part_descriptors
+from trifocal.ops.hopper.common import allocate_barriers, allocate_tiles, copy_tile, multiply, part_descriptors
 from trifocal.ops.tiles import cdiv, split_width
 from trifocal.ops.triton.common import LOG2_E_KERNEL, strides
 from trifocal.ops.triton.launch import Kernel
@@ -267,22 +267,6 @@ def score_keys(
                 count += 1
 
 
-@gluon.jit
-def make_barriers(K_STAGES: gl.constexpr):
-    """Barriers of q's buffers, read by both parts, and of k's, each read by one: ready, free."""
-    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [2 * K_STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [2 * K_STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(q_ready.index(stage), count=1)
-        mbarrier.init(q_free.index(stage), count=2)
-    for stage in gl.static_range(2 * K_STAGES):
-        mbarrier.init(k_ready.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=1)
-    return q_ready, q_free, k_ready, k_free
-
-
 @Kernel
 @gluon.jit(do_not_specialize=[
     "units", "stacks", "pairs", "batch_groups", "first_query", "end_query", "query_shift", "block_lines",
@@ -298,7 +282,8 @@ def importance_hopper_kernel(
     """`direct` and `overflow`, as `scoring.importance_kernel` writes them, of every unit that falls to this program."""
     q_tiles = allocate_tiles(q_source, q_source_2, STAGES, D_2)
     buffers = (q_tiles, allocate_tiles(k_source, k_source_2, 2 * K_STAGES, D_2))
-    barriers = make_barriers(K_STAGES)
+    # Ready and free: q's buffers are read by both parts, each of k's by one.
+    barriers = allocate_barriers(STAGES, (1, 2)) + allocate_barriers(2 * K_STAGES, (1, 1))
     lse_strides = (lse_batch_stride, lse_time_stride, lse_head_stride)
     counts = (units, stacks, pairs, batch_groups, first_query, end_query, query_shift)
     descriptors = ((q_source, q_source_2), (k_source, k_source_2))

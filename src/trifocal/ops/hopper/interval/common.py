@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from trifocal.ops.hopper.common import PART_ROWS, copy_tile, tma_load
+from trifocal.ops.hopper.common import PART_ROWS, allocate_barriers, copy_tile, tma_load
 from trifocal.ops.triton.interval.common import full_tiles, visible_keys
 
 # fmt: off
@@ -43,25 +43,11 @@ def first_key_of(number, begin, tiles, first_full, last_full, KEYS: gl.constexpr
 
 @gluon.jit
 def make_barriers(STAGES: gl.constexpr):
-    """Barriers of a loader and two row parts: of each buffer, that it is filled, and that every reader is done with it.
+    """Barriers of a loader and two row parts: of q, k and v, that a buffer is filled, and that its readers are done.
 
     Each part has its own queries; keys and values are read by both.
     """
-    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for part in gl.static_range(2):
-        mbarrier.init(q_ready.index(part), count=1)
-        mbarrier.init(q_free.index(part), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=2)
-        mbarrier.init(v_ready.index(stage), count=1)
-        mbarrier.init(v_free.index(stage), count=2)
-    return q_ready, q_free, k_ready, k_free, v_ready, v_free
+    return allocate_barriers(2, (1, 1)) + allocate_barriers(STAGES, (1, 2, 1, 2))
 
 
 @gluon.jit

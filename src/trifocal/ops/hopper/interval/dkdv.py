@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from trifocal.ops.hopper.common import (
     PART_ROWS,
+    allocate_barriers,
     allocate_tiles,
     copy_tile,
     multiply,
@@ -327,17 +328,8 @@ def interval_dkdv_hopper_kernel(
     lse_tiles = gl.allocate_shared_memory(gl.float32, numbers, lse_source.layout)
     delta_tiles = gl.allocate_shared_memory(gl.float32, numbers, lse_source.layout)
     gate_tiles = gl.allocate_shared_memory(gl.float32, numbers, lse_source.layout)
-    keys_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    d_o_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    d_o_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(keys_ready, count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(q_ready.index(stage), count=1)
-        mbarrier.init(q_free.index(stage), count=2)
-        mbarrier.init(d_o_ready.index(stage), count=1)
-        mbarrier.init(d_o_free.index(stage), count=2)
+    keys_ready = allocate_barriers(1, (1,))[0].index(0)
+    q_ready, q_free, d_o_ready, d_o_free = allocate_barriers(STAGES, (1, 2, 1, 2))
     descriptors = (
         (q_source, q_source_2), (k_source, k_source_2), v_source, d_o_source, lse_source, delta_source, gate_source)
     buffers = (q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles)

@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from trifocal.ops import devices
-from trifocal.ops.hopper.common import make_barriers, reinterpret, tile_descriptor, tma_load, tma_store
+from trifocal.ops.hopper.common import allocate_barriers, reinterpret, tile_descriptor, tma_load, tma_store
 from trifocal.ops.triton.launch import Kernel, describe_tiles
 from trifocal.ops.triton.selected.block_csr import BlockCSR, block_place
 from trifocal.ops.triton.selected.common import SelectedProblem
@@ -349,7 +349,7 @@ def allocate(q_source, k_source, v_source, D: gl.constexpr, V: gl.constexpr, STA
     delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], LINE)
     gate_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], LINE)
     key_tiles = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], LINE)
-    kv_ready, kv_free = make_barriers(1, (1, 1))
+    kv_ready, kv_free = allocate_barriers(1, (1, 1))
     return (
         (q_tiles, k_tiles, v_tiles, d_o_tiles), (lse_tiles, delta_tiles, gate_tiles, key_tiles),
         kv_ready.index(0), kv_free.index(0))
@@ -365,7 +365,7 @@ def block_major_dkdv_warp_specialized_kernel(
 ):
     """d_k and d_v of the pieces of one chunk, all but for the factor `scale`."""
     tiles, numbers, kv_ready, kv_free = allocate(q_source, k_source, v_source, D, V, STAGES)
-    rows_ready, numbers_ready, rows_free = make_barriers(STAGES, (1, 1, 1))
+    rows_ready, numbers_ready, rows_free = allocate_barriers(STAGES, (1, 1, 1))
     descriptors = (q_source, k_source, v_source, d_o_source)
     barriers = (kv_ready, kv_free, rows_ready, numbers_ready, rows_free)
     work = work_of(slots, table, first_pieces, chunk, keys_per_chunk)
@@ -390,7 +390,7 @@ def block_major_backward_warp_specialized_kernel(
     """The same, and d_q of the slots of the chunk."""
     tiles, numbers, kv_ready, kv_free = allocate(q_source, k_source, v_source, D, V, STAGES)
     d_scores_tile = gl.allocate_shared_memory(q_source.dtype, [BLOCK, ROWS], TILE)
-    rows_ready, numbers_ready, rows_free, d_q_ready = make_barriers(STAGES, (1, 1, 1, 1))
+    rows_ready, numbers_ready, rows_free, d_q_ready = allocate_barriers(STAGES, (1, 1, 1, 1))
     descriptors = (q_source, k_source, v_source, d_o_source)
     barriers = (kv_ready, kv_free, rows_ready, numbers_ready, rows_free)
     work = work_of(slots, table, first_pieces, chunk, keys_per_chunk)
