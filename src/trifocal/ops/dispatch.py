@@ -67,7 +67,6 @@ ENOUGH_DECODE_PROGRAMS = 2
 MAX_DECODE_PROGRAMS = 16
 # Selection blocks up to which the Hopper kernel of the choice runs.
 MAX_BLOCKS_OF_WARP = 2048
-_BLOCK_MAJOR = ("block_major forward", "block_major backward")
 
 _choices: Counter[tuple[str, str, str]] = Counter()
 
@@ -158,8 +157,8 @@ def interval_on_hopper(
     """How the Hopper kernel of the compressed or the window branch is launched; None where the portable one runs.
 
     The kernel is `"forward"`, `"d_q"` or `"dkdv"`; the tensors that it reads are [B, *, heads, D or V]. The Hopper
-    kernels take any number of heads a group up to 64, up to 32 at 192 wide, in shares that divide a tile. The copy
-    engine must be able to read all. In packed documents, the compressed slots that no document fills would reach the
+    kernels take any number of heads a group, up to 32 at 192 wide, in shares that divide a tile. The copy engine must
+    be able to read all. In packed documents, the compressed slots that no document fills would reach the
     products. The window's d_k and d_v are not cut into parts: one program for 128 keys must make enough.
     """
     heads = q.shape[2] // k.shape[2]
@@ -171,7 +170,6 @@ def interval_on_hopper(
     fits = (
         configuration is not None
         and devices.is_hopper(q.device)
-        and heads <= 64
         and (heads <= 32 or q.shape[-1] <= 128)
         and v.shape[-1] in (64, 128)
         and q.shape[1] * heads >= 128
@@ -270,16 +268,13 @@ def selected_order(
     return "tiles" if few_queries or num_blocks <= tiles_up_to * num_selected else "block_major"
 
 
-def selected_on_hopper(kernel: str, *tensors: Tensor, q_per_kv: int, block_size: int) -> bool:
-    """Whether a Hopper kernel of selected attention takes these queries, keys and values, [B, *, heads, D].
-
-    There is one for `"block_major forward"`, `"block_major backward"` and `"masked dkdv"`: 16-bit types; widths of 64
-    and 128; blocks of 64 tokens; rows that are copied 16 bytes at a time; for block-major, a slot in a tile of 64 rows.
+def selected_on_hopper(*tensors: Tensor, block_size: int) -> bool:
+    """Whether the Hopper kernels that gather rows (block-major, and d_k, d_v of the masked order) take these queries,
+    keys and values, [B, *, heads, D]: 16-bit types; widths of 64 and 128; blocks of 64 tokens; 16 bytes at a time.
     """
     return (
         all(x.dtype != torch.float32 and x.shape[-1] in (64, 128) for x in tensors)
         and block_size == 64
-        and (kernel == "masked dkdv" or (kernel in _BLOCK_MAJOR and q_per_kv <= 64))
         and devices.is_hopper(tensors[0].device)
         and all(x.data_ptr() % 16 == 0 and _rows_are_aligned(x) for x in tensors)
     )
@@ -288,13 +283,13 @@ def selected_on_hopper(kernel: str, *tensors: Tensor, q_per_kv: int, block_size:
 def tiles_on_hopper(q: Tensor, k: Tensor, v: Tensor, *others: Tensor, block_size: int) -> bool:
     """Whether a Hopper kernel of selected attention's tiles runs: the copy engine copies whole queries and blocks.
 
-    It takes groups of 3 to 64 heads, blocks of 64 tokens and widths of 64 and 128; where both are 64, the portable one
-    is as fast or faster. Its programs must fill the device.
+    It takes groups of 3 heads and more, blocks of 64 tokens and widths of 64 and 128; where both are 64, the portable
+    one is as fast or faster. Its programs must fill the device.
     """
     heads = tiles.next_power_of_2(q.shape[2] // k.shape[2])
     return (
         block_size == 64
-        and 4 <= heads <= 64
+        and heads >= 4
         and (q.shape[-1], v.shape[-1]) in ((128, 128), (128, 64), (64, 128))
         and devices.is_hopper(q.device)
         and q.shape[0] * k.shape[2] * cdiv(q.shape[1], 128 // heads) >= devices.multiprocessors(q.device)

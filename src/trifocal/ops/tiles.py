@@ -63,6 +63,13 @@ def split_width(size: int) -> Widths:
     return Widths(size, 128, 64) if 128 < size <= 192 else Widths(size, whole, 0)
 
 
+@functools.cache
+def named_widths(**sizes: int) -> dict[str, int]:
+    """Constants of kernels: of each NAME its size and, as NAME_1 and NAME_2, the parts that cover it."""
+    names = ("", "_1", "_2")
+    return {name + part: n for name, size in sizes.items() for part, n in zip(names, split_width(size), strict=True)}
+
+
 # Columns of the wider of q and v up to which a configuration holds -> the configuration, first fit. fp32 multiplies
 # on the ordinary units, exactly, so its tiles are small. Rows "hopper" of 64, 128 and 192 columns: the fastest of
 # several on an H200 (`benchmarks/kernels.py`).

@@ -24,7 +24,7 @@ from torch import Tensor
 from trifocal.ops import dispatch
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents
-from trifocal.ops.tiles import cdiv, next_power_of_2, split_width
+from trifocal.ops.tiles import cdiv, named_widths, next_power_of_2
 from trifocal.ops.triton.common import LOWEST, load_and_multiply, load_parts, strides, unit_stride
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.scoring import LINE, Chunk, choose_in_chunks
@@ -257,7 +257,7 @@ def launch_block_scores(
     [B, S, 1, Di], and the buffers of all sampled queries for their scores and for the block's token of each,
     [B, M, G, lines of 16 blocks].
     """
-    widths, tile = split_width(q.shape[3]), dispatch.index_tile(q)
+    tile = dispatch.index_tile(q)
     groups, q_per_kv = k.shape[2], q.shape[2] // k.shape[2]
     heads, sharing = (q_per_kv, groups) if student is None else (max(q_per_kv, groups), groups + 1)
     tiles = cdiv((chunk.end_query - chunk.first_query) * heads, tile.BLOCK_M)
@@ -268,7 +268,7 @@ def launch_block_scores(
     where = sampled, *default_documents(documents, sampled), *strides(q), *strides(k)
     numbers = chunk.first_query, chunk.end_query, sampled.shape[-1], chunk.query_shift, chunk.block_lines, scale
     constants = {
-        "GROUPS": groups, "Q_PER_KV": q_per_kv, "D": widths.size, "D_1": widths.part_1, "D_2": widths.part_2,
+        "GROUPS": groups, "Q_PER_KV": q_per_kv, **named_widths(D=q.shape[3]),
         "SELECTION": geometry.selection_block_size, "NUM_SELECTED": geometry.num_selected_blocks,
         "PACKED": documents is not None, "ROWS": tile.BLOCK_M,
         "KEYS": min(tile.BLOCK_N, next_power_of_2(geometry.selection_block_size)), "PIECE": piece, "PIECES": pieces,
@@ -278,10 +278,9 @@ def launch_block_scores(
         block_scores_kernel[grid](q, k, scores, *where, *numbers, **constants)
         return
     q_idx, k_idx, products, places = student
-    index = split_width(q_idx.shape[3])
     loss_scores_kernel[grid](
         q, k, scores, q_idx, k_idx, products, places, *where, *strides(q_idx), *strides(k_idx)[:2], *numbers,
-        INDEX_D=index.size, INDEX_D_1=index.part_1, INDEX_D_2=index.part_2, **constants,
+        **named_widths(INDEX_D=q_idx.shape[3]), **constants,
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from trifocal.ops import dispatch
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, longest_document
-from trifocal.ops.tiles import cdiv, next_power_of_2, split_width
+from trifocal.ops.tiles import cdiv, named_widths, next_power_of_2
 from trifocal.ops.triton.common import (
     LOG2_E,
     LOG2_E_KERNEL,
@@ -230,7 +230,7 @@ def select_blocks_forward(
     q, k_cmp = unit_stride(q), unit_stride(k_cmp)
     batch, num_queries, num_heads, dim = q.shape
     num_compressed, groups = k_cmp.shape[1:3]
-    q_per_kv, widths, packed = num_heads // groups, split_width(dim), documents is not None
+    q_per_kv, packed = num_heads // groups, documents is not None
     ids, positions, first_compressed = default_documents(documents, lse)
     if documents is not None:
         first_compressed = first_compressed_blocks(documents, geometry)
@@ -258,7 +258,7 @@ def select_blocks_forward(
             first_query, end_query, shift, block_lines, num_compressed, tiles_of_program, scale * LOG2_E,
             GROUPS=groups, COMPRESSION=geometry.compression_block_size, STRIDE=geometry.compression_stride,
             SELECTION=geometry.selection_block_size, NUM_SELECTED=geometry.num_selected_blocks, PACKED=packed,
-            Q_PER_KV=q_per_kv, D=widths.size, D_1=widths.part_1, D_2=widths.part_2, TAPS=taps, PARTS=parts,
+            Q_PER_KV=q_per_kv, **named_widths(D=dim), TAPS=taps, PARTS=parts,
             QUERIES=tile.BLOCK_M, BLOCKS=blocks_of_tile, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 

@@ -25,7 +25,7 @@ from trifocal.ops.decode.triton.combine import decode_combine_kernel
 from trifocal.ops.decode.triton.index import decode_index_kernel
 from trifocal.ops.decode.triton.scores import decode_scores_kernel
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.tiles import Tile, cdiv, next_power_of_2, split_width
+from trifocal.ops.tiles import Tile, cdiv, named_widths, next_power_of_2
 from trifocal.ops.triton.common import LOG2_E, unit_stride
 from trifocal.ops.triton.dependent_launch import dependent_launch
 from trifocal.ops.triton.scoring import LINE
@@ -94,7 +94,7 @@ def decode_attention(
     where = batch.lengths, batch.num_new, batch.block_table
     columns = batch.block_table.stride(0)
     sizes = {"NEW": new, "GROUPS": groups, "Q_PER_KV": q_per_kv}
-    widths = _widths(dim, value_dim)
+    widths = named_widths(D=dim, V=value_dim)
     block_sizes = {
         "COMPRESSION": g.compression_block_size, "STRIDE": g.compression_stride, "SELECTION": g.selection_block_size,
     }  # fmt: skip
@@ -163,7 +163,7 @@ def _index_scores(index: Index, cache: SparseCache, batch: DecodeBatch, geometry
     assert k_idx is not None
     num_sequences, new, groups, dim = q_idx.shape
     block, page_size = geometry.selection_block_size, k_idx.shape[2]
-    tile, widths = dispatch.decode_tile(q_idx, k_idx, new * groups, "scores"), split_width(dim)
+    tile, widths = dispatch.decode_tile(q_idx, k_idx, new * groups, "scores"), named_widths(D=dim)
     taps = min(tile.BLOCK_N, next_power_of_2(block))
     blocks = tile.BLOCK_N // taps
     num_tiles = cdiv(table.shape[1] * page_size // block, blocks)
@@ -175,7 +175,7 @@ def _index_scores(index: Index, cache: SparseCache, batch: DecodeBatch, geometry
     decode_index_kernel[grid, row_tiles, num_sequences](
         q_idx, k_idx, *index[1], batch.lengths, batch.num_new, table, scores,
         *q_idx.stride()[:3], k_idx.stride(0), k_idx.stride(2), table.stride(0), block_lines,
-        NEW=new, GROUPS=groups, D=widths.size, D_1=widths.part_1, D_2=widths.part_2, SELECTION=block,
+        NEW=new, GROUPS=groups, **widths, SELECTION=block,
         NUM_SELECTED=geometry.num_selected_blocks, PAGE_ROWS=page_size, BLOCKS=blocks, TAPS=taps,
         ONE_TILE=grid == num_tiles and block <= taps, **_options(q_idx, tile),
     )  # fmt: skip
@@ -210,7 +210,7 @@ def decode_dense_attention(
         q, cache.k, cache.v, *rotary, batch.lengths, batch.num_new, batch.block_table, *parts,
         *q.stride()[:3], *cache.k.stride()[:3], *cache.v.stride()[:3],
         batch.block_table.stride(0), num_parts, scale * LOG2_E,
-        NEW=new, GROUPS=groups, Q_PER_KV=q_per_kv, **_widths(dim, value_dim), PAGE_ROWS=page_size,
+        NEW=new, GROUPS=groups, Q_PER_KV=q_per_kv, **named_widths(D=dim, V=value_dim), PAGE_ROWS=page_size,
         KEYS=tile.BLOCK_N, UNIT_KEYS=tiles.DECODE_UNIT, UNITS=units, **_options(q, tile),
     )  # fmt: skip
     return _combine_one_branch(parts, q, batch, value_dim, num_parts, units, None)
@@ -235,7 +235,7 @@ def _decode_window(
         q, *(k, v) * 3, *rotary, batch.rows, batch.lengths, batch.num_new, table, table, table,
         *parts, *q.stride()[:3], *strides * 3, table.stride(0), num_parts, 0, 0, num_parts, window_size,
         scale * LOG2_E,
-        NEW=new, GROUPS=groups, Q_PER_KV=heads // groups, **_widths(dim, value_dim), SELECTION=tile.BLOCK_N,
+        NEW=new, GROUPS=groups, Q_PER_KV=heads // groups, **named_widths(D=dim, V=value_dim), SELECTION=tile.BLOCK_N,
         NUM_SELECTED=1, PAGE_ROWS=tile.BLOCK_N, RING=ring, KEYS=tile.BLOCK_N,
         UNIT_TILES=tiles.DECODE_UNIT // tile.BLOCK_N, UNITS=units,
         COMPRESSION=0, STRIDE=1, TAPS=1, BLOCKS=1, BLOCK_TILES=1, COMPRESSED_PAGE_ROWS=1,
@@ -294,11 +294,6 @@ def _at_once(parts: int, units: int) -> int:
 def _more_parts(parts: int, units: int) -> bool:
     """Whether there are more parts than combine asks for together."""
     return parts * units > _at_once(parts, units) * tiles.DECODE_GROUP
-
-
-def _widths(dim: int, value_dim: int) -> dict[str, int]:
-    d, v = split_width(dim), split_width(value_dim)
-    return {"D": d.size, "D_1": d.part_1, "D_2": d.part_2, "V": v.size, "V_1": v.part_1, "V_2": v.part_2}
 
 
 def _empty_parts(q: Tensor, num_parts: int, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -164,9 +164,7 @@ def block_major_backward(problem: SelectedProblem, *, with_d_q: bool) -> tuple[T
     """d_q if asked for, d_k and d_v."""
     p, q, q_per_kv = problem, problem.q, problem.q_per_kv
     rows, dim, (num_keys, groups, value_dim) = q.shape[0] * q.shape[1], q.shape[3], p.v.shape[1:]
-    on_hopper = dispatch.selected_on_hopper(
-        "block_major backward", q, p.k, p.v, p.d_o, q_per_kv=q_per_kv, block_size=p.block_size
-    )
+    on_hopper = dispatch.selected_on_hopper(q, p.k, p.v, p.d_o, block_size=p.block_size)
     tile = dispatch.selected_tile("block_major backward", q, p.v, q_per_kv, on_hopper=on_hopper)
     row_slots = groups * p.num_selected
     d_q_type = dispatch.partial_d_q_type(q.dtype, p.num_selected, on_hopper=on_hopper)
@@ -224,10 +222,7 @@ def _kernel_of_pieces(
         *problem.rows(), *targets, index.slots, index.starts, index.first_pieces, index.piece_keys,
         *problem.documents_or_lse(), *problem.sizes(),
     )  # fmt: skip
-    kernel, constants = (
-        block_major_backward_kernel,
-        {**problem.constants(), "ROWS": tile.BLOCK_M, "maxnreg": tile.registers},
-    )
+    kernel, constants = block_major_backward_kernel, {**problem.constants(), "ROWS": tile.BLOCK_M}
     if on_hopper:
         kernel = dispatch.hopper("selected.backward_block_major").block_major_backward_hopper_kernel
         constants = hopper_sizes(problem.constants())
@@ -236,7 +231,7 @@ def _kernel_of_pieces(
         kernel[(index.pieces_per_chunk,)](
             *arguments, chunk, index.chunk_rows, index.num_blocks, index.keys_per_chunk, problem.score_scale,
             **constants, NUM_SELECTED=problem.num_selected, PIECE=tile.piece_slots, WITH_D_Q=with_d_q,
-            num_warps=tile.warps, num_stages=tile.stages,
+            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         )  # fmt: skip
 
     return compute

@@ -24,7 +24,7 @@ from trifocal.ops.triton.common import (
 )
 from trifocal.ops.triton.documents import documents_of_blocks
 from trifocal.ops.triton.launch import Kernel
-from trifocal.ops.triton.selected.block_csr import block_of_program, choice_bits
+from trifocal.ops.triton.selected.block_csr import block_of_program, choice_bits, count_blocks
 from trifocal.ops.triton.selected.common import SelectedProblem, add_d_q, load_block, load_rows, row_numbers
 from trifocal.ops.triton.selected.forward import blocks_of_document, blocks_of_word, hopper_sizes, place_tile
 
@@ -259,14 +259,11 @@ def _launch_d_q(problem: SelectedProblem, bits: Tensor) -> Tensor:
 def _launch_dkdv(problem: SelectedProblem, bits: Tensor) -> tuple[Tensor, Tensor]:
     p, q_per_kv = problem, problem.q_per_kv
     (batch, num_queries), (num_keys, groups, value_dim), dim = p.q.shape[:2], p.v.shape[1:], p.q.shape[3]
-    on_hopper = dispatch.selected_on_hopper(
-        "masked dkdv", p.q, p.k, p.v, p.d_o, q_per_kv=q_per_kv, block_size=p.block_size
-    )
+    on_hopper = dispatch.selected_on_hopper(p.q, p.k, p.v, p.d_o, block_size=p.block_size)
     tile = dispatch.selected_tile("masked dkdv", p.q, p.v, q_per_kv, on_hopper=on_hopper)
     ids, _, cu_seqlens = p.documents_or_lse()
-    num_blocks, block_documents = cdiv(num_keys, p.block_size), p.lse
+    num_blocks, block_documents = count_blocks(num_keys, p.block_size, p.documents), p.lse
     if p.documents is not None:
-        num_blocks = num_keys // p.block_size + cu_seqlens.shape[0] - 1
         block_documents = documents_of_blocks(cu_seqlens, num_blocks, p.block_size)
     most_queries = min(num_queries, longest_document(num_keys, p.documents))
     part_queries = dispatch.masked_part_queries(

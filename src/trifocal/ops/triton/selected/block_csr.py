@@ -87,6 +87,13 @@ def split_blocks(selected_blocks: Tensor, block_size: int, largest: int) -> tupl
     return finer.flatten(3), block_size // parts
 
 
+def count_blocks(num_keys: int, block_size: int, documents: Documents | None) -> int:
+    """Blocks of one batch entry; of packed documents an upper bound, which needs no look at the data."""
+    if documents is None:
+        return cdiv(num_keys, block_size)
+    return num_keys // block_size + documents.cu_seqlens.shape[0] - 1
+
+
 @triton.jit
 def row_token(row, num_queries, query_shift, ids, positions, cu_seqlens, PACKED: tl.constexpr):
     """Token, position in its document, first token of the document and number of the document of rows."""
@@ -149,9 +156,7 @@ def build_block_csr(
     batch, num_queries, groups, num_selected = selected_blocks.shape
     device = selected_blocks.device
     rows, num_slots = batch * num_queries, selected_blocks.numel()
-    num_blocks = cdiv(num_keys, block_size)
-    if documents is not None:
-        num_blocks = num_keys // block_size + documents.cu_seqlens.shape[0] - 1
+    num_blocks = count_blocks(num_keys, block_size, documents)
     chunk_rows = min(chunk_rows, rows)
     num_chunks = cdiv(rows, chunk_rows)
     keys_per_chunk = batch * groups * num_blocks

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trifocal.ops.layout import Documents
-from trifocal.ops.tiles import Widths, next_power_of_2, split_width
+from trifocal.ops.tiles import named_widths, next_power_of_2
 from trifocal.ops.triton.common import LOG2_E, LOG2_E_KERNEL, load_tile, strides
 from trifocal.ops.triton.selected.block_csr import default_documents
 
@@ -54,11 +54,6 @@ class SelectedProblem(NamedTuple):
         """Factor on the scores in base 2."""
         return self.scale * LOG2_E
 
-    @property
-    def widths(self) -> tuple[Widths, Widths]:
-        """How the columns of q and of v split into tiles."""
-        return split_width(self.q.shape[3]), split_width(self.v.shape[3])
-
     def rows(self) -> tuple[Tensor, ...]:
         """The tensors that kernels read: q, k, v, d_o, and the rows' lse, delta and gate."""
         return self.q, self.k, self.v, self.d_o, self.lse, self.delta, self.delta if self.gate is None else self.gate
@@ -68,20 +63,29 @@ class SelectedProblem(NamedTuple):
         return default_documents(self.documents, self.lse)
 
     def sizes(self) -> tuple[int, ...]:
-        """Strides of q, k, v and d_o; queries, the token of the first one, and keys."""
-        num_queries, num_keys = self.q.shape[1], self.k.shape[1]
-        of_all = (*strides(self.q), *strides(self.k), *strides(self.v), *strides(self.d_o))
-        return *of_all, num_queries, num_keys - num_queries, num_keys
+        """See `kernel_sizes`."""
+        return kernel_sizes(self.q, self.k, self.v, self.d_o)
 
-    def constants(self) -> dict[str, int | bool]:
+    def constants(self) -> dict[str, int]:
         """Compile-time constants of the kernels."""
-        d, v = self.widths
-        return {
-            "GROUPS": self.k.shape[2], "Q_PER_KV": self.q_per_kv, "D": d.size, "D_1": d.part_1, "D_2": d.part_2,
-            "V": v.size, "V_1": v.part_1, "V_2": v.part_2,
-            "BLOCK": self.block_size, "KEYS": max(16, next_power_of_2(self.block_size)),
-            "PACKED": self.documents is not None, "GATED": self.gate is not None,
-        }  # fmt: skip
+        constants = kernel_constants(self.q, self.k, self.v, self.block_size)
+        return {**constants, "PACKED": self.documents is not None, "GATED": self.gate is not None}
+
+
+def kernel_sizes(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[int, ...]:
+    """Strides of all; queries, the token of the first one, and keys."""
+    num_queries, num_keys = q.shape[1], k.shape[1]
+    of_all = (stride for x in (q, k, v, *others) for stride in strides(x))
+    return *of_all, num_queries, num_keys - num_queries, num_keys
+
+
+def kernel_constants(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> dict[str, int]:
+    """Compile-time constants of every kernel: heads, widths, and tokens of a block and of its tile."""
+    groups = k.shape[2]
+    return {
+        "GROUPS": groups, "Q_PER_KV": q.shape[2] // groups, **named_widths(D=q.shape[3], V=v.shape[3]),
+        "BLOCK": block_size, "KEYS": max(16, next_power_of_2(block_size)),
+    }  # fmt: skip
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from torch import Tensor
 from trifocal.ops import dispatch, tiles
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, longest_document
-from trifocal.ops.tiles import cdiv, next_power_of_2, split_width
+from trifocal.ops.tiles import cdiv, next_power_of_2
 from trifocal.ops.triton.common import (
     LN_2,
     LOG2_E,
@@ -31,7 +31,6 @@ from trifocal.ops.triton.common import (
     load_parts,
     store_parts,
     store_tile,
-    strides,
     unit_stride,
     zeros_in_parts,
 )
@@ -44,7 +43,7 @@ from trifocal.ops.triton.selected.block_csr import (
     find_piece,
     split_blocks,
 )
-from trifocal.ops.triton.selected.common import attend_block, load_block
+from trifocal.ops.triton.selected.common import attend_block, kernel_constants, kernel_sizes, load_block
 from trifocal.ops.triton.selected.tile_forward import tile_forward
 from trifocal.ops.triton.selected.tile_lists import bitwise_or
 
@@ -136,7 +135,7 @@ def block_major_forward_kernel(
 def reduce_slots_kernel(
     parts, lse_slots, keys, out, lse, first_row, end_row, unused, factor,
     GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, NUM_SELECTED: tl.constexpr,
-    V: tl.constexpr, V_PAD: tl.constexpr, ROWS: tl.constexpr, WEIGHTED: tl.constexpr, UNROLL: tl.constexpr,
+    V: tl.constexpr, V_PAD: tl.constexpr, ROWS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """Add the slots of rows in order: weighted by their share of the softmax, or as they are, times `factor`."""
     first_head = first_row.to(tl.int64) * (GROUPS * Q_PER_KV)
@@ -153,7 +152,7 @@ def reduce_slots_kernel(
     total = tl.zeros([ROWS], tl.float32)
     inverse = total
     if WEIGHTED:
-        for place in tl.range(0, NUM_SELECTED, loop_unroll_factor=UNROLL):
+        for place in tl.range(0, NUM_SELECTED, loop_unroll_factor=4):
             used = exists & (tl.load(keys + row_group * NUM_SELECTED + place) != unused)
             part_lse = tl.load(lse_slots + (first_slot + place) * Q_PER_KV + head, mask=used, other=float("-inf"))
             new_top = tl.maximum(top, part_lse)
@@ -161,7 +160,7 @@ def reduce_slots_kernel(
             top = new_top
         inverse = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
     result = tl.zeros([ROWS, V_PAD], tl.float32)
-    for place in tl.range(0, NUM_SELECTED, loop_unroll_factor=UNROLL):
+    for place in tl.range(0, NUM_SELECTED, loop_unroll_factor=4):
         used = exists & (tl.load(keys + row_group * NUM_SELECTED + place) != unused)
         source = (first_slot + place) * Q_PER_KV + head
         part = tl.load(parts + source[:, None] * V + columns[None, :], mask=used[:, None] & inside, other=0.0)
@@ -359,26 +358,20 @@ def selected_forward(
     order = dispatch.selected_order(num_queries, longest, num_selected, block_size, q_per_kv)
     if order == "tiles":
         return tile_forward(q, k, v, selected_blocks, block_size, max(scale * LOG2_E, 1e-30), documents)
-    widths, value_widths = split_width(q.shape[-1]), split_width(value_dim)
     o = torch.empty(batch, num_queries, num_heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, num_queries, num_heads, dtype=torch.float32, device=q.device)
-    shape = {
-        "GROUPS": groups, "Q_PER_KV": q_per_kv, "D": widths.size, "D_1": widths.part_1, "D_2": widths.part_2,
-        "V": value_widths.size, "V_1": value_widths.part_1, "V_2": value_widths.part_2,
-        "BLOCK": block_size, "KEYS": max(16, next_power_of_2(block_size)), "PACKED": documents is not None,
-    }  # fmt: skip
-    all_strides = (*strides(q), *strides(k), *strides(v))
-    shift = num_queries, num_keys - num_queries, num_keys
+    shape = {**kernel_constants(q, k, v, block_size), "PACKED": documents is not None}
+    sizes = kernel_sizes(q, k, v)
     # Zero would turn masked scores into NaN; this is as good, since exp2(1e-30 x) is 1.
     score_scale = max(scale * LOG2_E, 1e-30)
     kernel = f"{order} forward"
-    on_hopper = dispatch.selected_on_hopper(kernel, q, k, v, q_per_kv=q_per_kv, block_size=block_size)
+    on_hopper = order == "block_major" and dispatch.selected_on_hopper(q, k, v, block_size=block_size)
     tile = dispatch.selected_tile(kernel, q, v, q_per_kv, on_hopper=on_hopper)
     ids, positions, cu_seqlens = default_documents(documents, lse)
     if order == "masked":
         bits = choice_bits(selected_blocks, block_size, num_keys, documents)
         masked_forward_kernel[(batch * groups, cdiv(num_queries * q_per_kv, tile.BLOCK_M))](
-            q, k, v, o, lse, bits, ids, positions, cu_seqlens, *all_strides, *shift, bits.shape[2], score_scale,
+            q, k, v, o, lse, bits, ids, positions, cu_seqlens, *sizes, bits.shape[2], score_scale,
             **shape, ROWS=tile.BLOCK_M, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         )  # fmt: skip
         return o, lse
@@ -396,22 +389,17 @@ def selected_forward(
     kept_rows = together * index.chunk_rows
     o_slots = torch.empty(kept_rows * row_slots * q_per_kv, value_dim, dtype=q.dtype, device=q.device)
     lse_slots = torch.empty(kept_rows * row_slots * q_per_kv, dtype=torch.float32, device=q.device)
-    block_major_kernel, configuration = (
-        block_major_forward_kernel,
-        {**shape, "ROWS": tile.BLOCK_M, "maxnreg": tile.registers},
-    )
+    block_major_kernel, constants = block_major_forward_kernel, {**shape, "ROWS": tile.BLOCK_M}
     if on_hopper:
-        block_major_kernel, configuration = (
-            dispatch.hopper("selected.forward").block_major_forward_hopper_kernel,
-            hopper_sizes(shape),
-        )
+        block_major_kernel = dispatch.hopper("selected.forward").block_major_forward_hopper_kernel
+        constants = hopper_sizes(shape)
     for chunk in range(0, index.num_chunks, together):
         num_chunks = min(together, index.num_chunks - chunk)
         block_major_kernel[(num_chunks * index.pieces_per_chunk,)](
             q, k, v, o_slots, lse_slots, index.slots, index.starts, index.first_pieces, index.piece_keys,
-            ids, positions, cu_seqlens, *all_strides, *shift, chunk, num_chunks, index.chunk_rows, index.num_blocks,
-            index.keys_per_chunk, score_scale, **configuration, NUM_SELECTED=num_selected, PIECE=tile.piece_slots,
-            num_warps=tile.warps, num_stages=tile.stages,
+            ids, positions, cu_seqlens, *sizes, chunk, num_chunks, index.chunk_rows, index.num_blocks,
+            index.keys_per_chunk, score_scale, **constants, NUM_SELECTED=num_selected, PIECE=tile.piece_slots,
+            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         )  # fmt: skip
         first_row = chunk * index.chunk_rows
         end_row = min(first_row + kept_rows, rows)
@@ -476,5 +464,5 @@ def reduce_slots(
         parts, placeholder if lse_slots is None else lse_slots, keys, out, placeholder if lse is None else lse,
         first_row, end_row, unused, factor,
         GROUPS=groups, Q_PER_KV=q_per_kv, NUM_SELECTED=num_selected, V=width, V_PAD=columns, ROWS=rows,
-        WEIGHTED=lse_slots is not None, UNROLL=4, num_warps=4,
+        WEIGHTED=lse_slots is not None, num_warps=4,
     )  # fmt: skip

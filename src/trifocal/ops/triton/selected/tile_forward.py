@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trifocal.ops import dispatch
 from trifocal.ops.layout import Documents
-from trifocal.ops.tiles import next_power_of_2, split_width
+from trifocal.ops.tiles import next_power_of_2
 from trifocal.ops.triton.common import (
     LN_2,
     LOWEST,
@@ -23,7 +23,7 @@ from trifocal.ops.triton.common import (
     zeros_in_parts,
 )
 from trifocal.ops.triton.launch import Kernel
-from trifocal.ops.triton.selected.common import attend_block
+from trifocal.ops.triton.selected.common import attend_block, kernel_constants
 from trifocal.ops.triton.selected.tile_lists import build_tile_lists
 
 
@@ -155,7 +155,7 @@ def tile_forward(
     documents: Documents | None,
 ) -> tuple[Tensor, Tensor]:
     """o [B, T, H, V] and lse [B, T, H]; arguments as `selected_forward` prepares them, the scale in base 2."""
-    batch, num_queries, num_heads, dim = q.shape
+    batch, num_queries, num_heads, _ = q.shape
     num_keys, groups, value_dim = v.shape[1:]
     q_per_kv = num_heads // groups
     o = torch.empty(batch, num_queries, num_heads, value_dim, dtype=q.dtype, device=q.device)
@@ -169,14 +169,11 @@ def tile_forward(
     tile = dispatch.selected_tile("tile forward", q, v, q_per_kv, on_hopper=False)
     queries = dispatch.queries_of_tile(q, q_per_kv, tile.BLOCK_M, batch * groups)
     lists = build_tile_lists(selected_blocks, block_size, num_keys, documents, queries)
-    widths, value_widths = split_width(dim), split_width(value_dim)
     row_tiles, width = lists.tokens.shape[2:]
     tile_forward_kernel[(row_tiles * batch * groups,)](
         q, k, v, o, lse, lists.tokens, lists.members, lists.counts, *strides(q), *strides(k), *strides(v),
         row_tiles, width, num_queries, num_keys - num_queries, num_keys, score_scale,
-        GROUPS=groups, Q_PER_KV=q_per_kv, QUERIES=queries, D=widths.size, D_1=widths.part_1, D_2=widths.part_2,
-        V=value_widths.size, V_1=value_widths.part_1, V_2=value_widths.part_2, BLOCK=block_size,
-        KEYS=max(16, next_power_of_2(block_size)), WORDS=lists.members.shape[-1],
+        **kernel_constants(q, k, v, block_size), QUERIES=queries, WORDS=lists.members.shape[-1],
         ROWS=max(16, next_power_of_2(queries * q_per_kv)), num_warps=tile.warps, num_stages=tile.stages,
         maxnreg=tile.registers,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from torch import Tensor
 from trifocal.ops.layout import Documents
 from trifocal.ops.tiles import cdiv, next_power_of_2
 from trifocal.ops.triton.launch import Kernel
-from trifocal.ops.triton.selected.block_csr import default_documents, row_token
+from trifocal.ops.triton.selected.block_csr import count_blocks, default_documents, row_token
 
 
 class TileLists(NamedTuple):
@@ -104,10 +104,7 @@ def build_tile_lists(
     """
     batch, num_queries, groups, num_selected = selected_blocks.shape
     row_tiles = cdiv(num_queries, queries)
-    num_blocks = cdiv(num_keys, block_size)
-    if documents is not None:
-        num_blocks = num_keys // block_size + documents.cu_seqlens.shape[0] - 1
-    width = 2 * cdiv(min(queries * num_selected, num_blocks), 2)
+    width = 2 * cdiv(min(queries * num_selected, count_blocks(num_keys, block_size, documents)), 2)
     places, rows = next_power_of_2(num_selected), next_power_of_2(queries)
     words = cdiv(rows, 32)
     tokens = selected_blocks.new_empty(batch, groups, row_tiles, width)
