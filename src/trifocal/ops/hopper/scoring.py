@@ -1,20 +1,13 @@
 """The importance kernel of scoring for Hopper, in Gluon; `triton.scoring` explains its task.
 
-With 128 columns the exponentials of a tile of scores take the unit that makes them (16 a clock of a multiprocessor) as
-long as its products take the matrix units. So the two must run side by side, all the time. A program has three parts:
+With 128 columns the exponentials of a tile take as long as its products, so the two must run side by side. Two parts of
+four warps have 128 keys each: scores of the next head while this head's become exponentials. A loader, one warp, starts
+the copies (TMA) of keys, and of q head after head. Both parts read the same tile of 64 queries, which halves its way
+through the second-level cache.
 
-| part | warps | does |
-|---|---|---|
-| first keys, second keys | 4 each | 128 keys each: scores of the next head while this head's become exponentials |
-| loader | 1 | starts the copies (TMA) of keys, and of q head after head, as soon as a buffer is free |
-
-Both parts read the same tile of 64 queries: a query comes through the second-level cache once and is multiplied by 256
-keys, which keeps the traffic at half of that cache's bandwidth. A program stays on its multiprocessor and takes one
-unit after the other, those with the longest past first. A unit is a batch entry and group, 256 keys, and enough tiles
-of queries that copies of keys are few beside those of q. Keys in the future of all queries are not read, and the part
-that owns them skips the tile.
-
-From memory, per unit: k once; q and lse of every head of the group; importance in fp32 out.
+A program stays on its multiprocessor and takes one unit after the other, those with the longest past first: a batch
+entry and group, 256 keys, and enough tiles of queries that copies of keys are few beside those of q. Keys in the future
+of all queries are not read, and the part that owns them skips the tile.
 """
 
 from torch import Tensor

@@ -1,13 +1,9 @@
 """Kernels of the loss that teaches the choice; `trifocal.ops.choice_loss` says what the loss is.
 
-Teacher. The masses of blocks are sums of a softmax over the whole past. The kernel of `index_scoring` makes, for every
-head, log2 of each block's sum of exponentials, in one pass over the keys; a row of them is added to the log-sum-exp and
-the heads' shares to masses. At 65,536 tokens, 64/4 heads of 128 and one query in 64 that is 0.27 GB of block sums, 0.09
-ms on an H100; a second pass over the keys would take 0.75 ms. Sums exist for a chunk of queries at a time.
-
-Student. One kernel has all blocks of a row in registers: it makes the masses, the student's softmax, the loss, both
-choices and their recall, and the loss's gradient by the products, which it writes over them. Backward only carries that
-to queries and keys: a block's product is that of one token, which forward kept.
+The kernel of `index_scoring` makes log2 of each block's sum of exponentials for every head of the teacher, in one pass
+over the keys, for a chunk of queries at a time. One kernel has all blocks of a row in registers: it makes the masses,
+the student's softmax, the loss, both choices and their recall, and the loss's gradient by the products, which it writes
+over them. Backward only carries that to queries and keys: a block's product is that of one token, which forward kept.
 
 | kernel | a program holds | it loops over | in and out of memory, bytes |
 |---|---|---|---|

@@ -1,8 +1,7 @@
-"""Gated combination of the branches, `o = sum over branches of gate * o_branch`, and its gradient.
+"""Gated combination of the branches, `o = sum over branches of gate * o_branch`, and its gradient: memory traffic only.
 
-Nothing but memory traffic: forward reads three outputs and writes one. Backward reads d_o and the three outputs once
-and writes, for each row and branch, `sum(d_o * o_branch)`: that number is the gate's gradient, and it is the row sum
-that attention's backward subtracts (`delta`). A row is one (batch, position, head); tiles are `ROWS` rows by all V.
+Backward writes, for each row (batch, position, head) and branch, `sum(d_o * o_branch)`: that number is the gate's
+gradient, and the row sum that attention's backward subtracts (`delta`). Tiles are `ROWS` rows by all V.
 """
 
 import torch

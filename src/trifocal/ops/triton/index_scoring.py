@@ -7,11 +7,8 @@
 | student | the same queries, in the same launch; heads of the choice | the largest product, and which token has it |
 
 A tile's rows are (query, head) pairs that share keys. A program holds a tile of rows and goes through pieces of 16 or 4
-blocks, a block at a time: one product, one reduction over the block's tokens, and nothing of the size of a score is
-written. Blocks wholly in the past of all rows need no mask; they come first.
-
-FLOPs: `2 * D` for every row and visible key. From memory, per program: its keys once; 4 bytes a row and block out. The
-choice from these scores is that of `scoring`; the loss is that of `choice_loss`.
+blocks, a block at a time: one product, one reduction over the block's tokens, 4 bytes a row and block out. Blocks
+wholly in the past of all rows need no mask; they come first.
 """
 
 import dataclasses

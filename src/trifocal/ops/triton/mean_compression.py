@@ -1,14 +1,8 @@
-"""Mean compression: `C` means over `l` tokens each, `d` tokens apart, and its gradient.
-
-Memory traffic and nothing else: `S·G·D` numbers in and `1 / d` as many out, the gradient the other way round.
-
-| kernel | a program holds | it loops over |
-|---|---|---|
-| forward | the fp32 sums of a tile of blocks of one group | the tokens of a block |
-| backward | the fp32 sums of a tile of tokens of one group | the `l / d` blocks that hold a token |
+"""Mean compression: `C` means over `l` tokens each, `d` tokens apart, and its gradient: memory traffic, nothing else.
 
 Forward goes through a block's `l / d` splits of `d` tokens at the same time, first token of each, second token of each:
-the blocks that share a token load it together, and all but the first find it in the cache.
+the blocks that share a token load it together, and all but the first find it in the cache. Backward holds a tile of
+tokens and adds the shares of the `l / d` blocks that hold a token.
 """
 
 import math

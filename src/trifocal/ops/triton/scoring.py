@@ -1,21 +1,14 @@
-"""Scoring and top-n: which blocks each query group attends to.
-
-Two kernels, over chunks of queries so that memory stays bounded at any length:
+"""Scoring and top-n: which blocks each query group attends to, in chunks of queries, so that memory is bounded.
 
 | kernel | a program holds | it loops over | memory |
 |---|---|---|---|
 | importance | compressed keys, a tile of queries × those keys | the heads of the group | q in; importance in fp32 out |
 | choice | the importance of all blocks of one or more rows | halvings of the threshold | importance in; choice out |
 
-Importance. A tile of columns holds whole selection blocks, `l'/d` compressed blocks each, padded to a power of two. A
-compressed block overlaps the selection block that it starts in, and at most the next: each selection block's importance
-is written in two parts, so that no tile needs its neighbour: from compressed blocks that start in it (`direct`), and
-from those that reach over from the block before (`overflow`).
-
-Choice. The bits of non-negative floats order like integers: halving finds the largest threshold that n values
-reach, exactly; of the values equal to it, the lower indices are taken.
-
-`hopper.scoring` and `hopper.choice` have both for Hopper; `dispatch` says when they run.
+A tile of columns holds whole selection blocks, `l'/d` compressed blocks each, padded to a power of two. Each selection
+block's importance is written in two parts, so that no tile needs its neighbour: from compressed blocks that start in it
+(`direct`), and from those that reach over from the block before (`overflow`). The choice halves the bits of
+non-negative floats, which order like integers, to the largest threshold that n values reach.
 """
 
 from collections.abc import Callable

@@ -1,17 +1,9 @@
 """Decoding's attention: what is launched, and the partial results in between.
 
-| kernel | a program holds | it loops over | memory |
-|---|---|---|---|
-| scores | rows of a group | a part of the compressed blocks | compressed keys, values in; parts of o, block sums out |
-| index | rows of all groups | some tiles of the index keys | index keys in; block scores out |
-| choice | the importance of a token's blocks | the heads of its group | block sums in, choice out |
-| attend | heads of a group, of one token | a part of a branch | keys, values in; parts out |
-| combine | some heads of one token | the parts of every branch | parts in, o out |
-
-Either the scores are launched or the index; with an index, attend takes the compressed branch along. Where the batch
-says that every token takes all of its blocks, there is no index, no choice, and no block sum that anybody reads.
-
-Dense attention is a kernel like attend over the whole past, and combine. What a part is: `common`.
+Either the scores are launched or the index, then the choice, attend and combine; with an index, attend takes the
+compressed branch along. Where the batch says that every token takes all of its blocks, there is no index, no choice,
+and no block sum that anybody reads. Dense attention is a kernel like attend over the whole past, and combine. What a
+part is: `common`.
 """
 
 import torch

@@ -7,17 +7,9 @@ columns and 8 rows in the same order; all other sums are added pair by pair in t
 with a sum but in the same thread. Products in fp32 have no such instructions, and always take 8 rows.
 
 A product of few rows takes as long as reading its weights, so a program loads them before it waits for its inputs (see
-`dependent_launch`), and a kernel takes its neighbours along:
-
-| call | reads | before the product | after it |
-|---|---|---|---|
-| `normed_linear` | the residual stream | | root of the norm; bias; the last columns through a sigmoid, in fp32 |
-| `normed_swiglu` | the residual stream | | root of the norm; `silu(gate) * up` of two products |
-| `residual_linear` | a branch's output | | bias, sum with the residual stream; what the next norm's product reads |
-
-A norm needs the mean square of a whole row, which no tile of columns has. So the kernel that writes the residual stream
-also writes the sum of squares of each of its tiles, and the row times the next norm's weight, in the products' type;
-the next kernel scales its product by the root.
+`dependent_launch`). A norm needs the mean square of a whole row, which no tile of columns has: the kernel that writes
+the residual stream also writes the sum of squares of each of its tiles, and the row times the next norm's weight; the
+next kernel scales its product by the root.
 
 Weights and rows go from memory to matrix instructions without shared memory: each thread loads 16 bytes along K of the
 two columns and of the row that it has in an instruction, and sums take K in that order (`columns_of_operand`). Two

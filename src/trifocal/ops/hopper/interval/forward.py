@@ -1,16 +1,9 @@
 """Hopper version of `triton.interval.forward`, in Gluon.
 
-The portable kernel leaves more than a third of the matrix units' limit unused there: one program's warps all multiply
-or all exponentiate at a time. Here a program has three parts that run side by side:
-
-| part | warps | does |
-|---|---|---|
-| first rows, second rows | 4 each | 64 rows each: scores of the next key tile while the last product with values runs |
-| loader | 1 | starts the copies of q, k and v (TMA) as soon as a buffer is free |
-
-A program stays on its multiprocessor and takes one tile of 128 rows after the other, those with the longest past
-first. Order of keys per tile: the tiles that need a mask, then the others. From memory, per tile of rows: q once, k and
-v of the range, o and lse out.
+A program has three parts that run side by side. Two of four warps have 64 rows each: scores of the next key tile while
+the last product with values runs. A loader, one warp, starts the copies of q, k and v (TMA) as soon as a buffer is
+free. A program stays on its multiprocessor and takes one tile of 128 rows after the other, those with the longest past
+first; of its key tiles those that need a mask come first.
 """
 
 import torch

@@ -1,15 +1,9 @@
-"""Selected attention for Hopper, in Gluon: the block-major order, and d_k, d_v of the masked order.
+"""Block-major selected attention for Hopper, in Gluon: loop order, work and results are those of the portable kernel.
 
-These kernels, here and in `backward_block_major` and `backward_masked`, have the loop orders, work and results of the
-portable ones in the files of the same names. They take 16-bit types, widths of 64 and 128, blocks of 64 tokens and
-groups of up to 64 heads (`dispatch.selected_on_hopper`).
-
-The portable kernels load the next tile's queries at the end of an iteration and wait for them at once. Here they are
-loaded as soon as the tile before has arrived, a whole iteration ahead, with no more shared memory: three programs still
-fit on a multiprocessor. Only tiles that hold queries of the block's own positions are masked.
-
-Shared memory: k and v of the block, two tiles of queries (and of d_o); d_q of a tile is laid out for wide stores in the
-tile of queries that made it. How many rows a warp copies at a time was measured.
+That loads the next tile's queries at the end of an iteration and waits for them at once. Here, and in
+`backward_block_major` and `backward_masked`, they are asked for as soon as the tile before has arrived, a whole
+iteration ahead, with no more shared memory: three programs still fit on a multiprocessor. Only tiles that hold queries
+of the block's own positions are masked. How many rows a warp copies at a time was measured.
 """
 
 from triton.experimental import gluon

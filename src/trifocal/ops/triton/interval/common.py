@@ -1,21 +1,12 @@
 """FlashAttention in which query `t` sees the keys from `begin(t)` to `end(t)`: the compressed and the window branch.
 
 Both ends never decrease along the sequence. So a tile of rows sees one range of keys, from its first row's begin to its
-last row's end, and only the tiles at the ends of the range pay for a mask.
-
-Three kernels, as in FlashAttention-2 (arXiv:2307.08691); rows as in `common`:
-
-| kernel | a program holds | it loops over | from memory, per program |
-|---|---|---|---|
-| forward | a tile of queries, running maximum, sum, o | key tiles | q once, k and v of the range, o and lse out |
-| d_q | a tile of queries and d_o, d_q | key tiles | q and d_o once, k and v of the range, d_q out |
-| d_k, d_v | a tile of keys and values, d_k, d_v | row tiles of the whole group | k, v once, q and d_o of the rows |
+last row's end, and only the tiles at the ends of the range pay for a mask. A program of `forward` and of `d_q` holds a
+tile of rows and loops over key tiles, one of `dkdv` a tile of keys and loops over the rows of the whole group.
 
 Where the device has a tensor copy engine (TMA) and strides allow, a loop reads through it. Keys are [1, 1, keys,
 columns] of [B, G, S, D]; rows are [1, 1, queries, heads, columns] of [B, G, T, R, D], if the heads of a group divide a
 tile. Masked keys and values never reach a product: both ways load them as zeros.
-
-`hopper.interval` has the same kernels for Hopper; `dispatch.interval_on_hopper` says when they run.
 """
 
 from typing import NamedTuple

@@ -1,9 +1,4 @@
-"""Compressed attention: query `t` sees the blocks that end at or before it. Kernels: `interval.common`.
-
-A FlashAttention whose causal staircase has steps of `d` queries: with 128 rows of 16 heads a tile holds 8 queries, so
-nearly every tile of keys is full. FLOPs: forward `T * C * H * (D + V)` (half of the T × C scores are visible), backward
-2.5 times as many, 7/5 of that executed.
-"""
+"""Compressed attention: query `t` sees the blocks that end at or before it. Kernels: `interval.common`."""
 
 from torch import Tensor
 

@@ -4,16 +4,12 @@
 |---|---|---|---|---|
 | tiles | d_q | a tile of queries, q, d_o, d_q | the list of blocks that one of them chose | d_q |
 | tiles, block-major | d_k, d_v | a block's k, v, d_k, d_v | the slots of a piece | d_k, d_v of the piece |
-| | reduction | a block's d_k, d_v | its pieces, in order | d_k, d_v |
 | block-major | besides | | | d_q of each slot |
-| | reduction | a row's d_q | its slots, in order | d_q |
 | masked | d_q | a tile of queries, q, d_o, d_q | blocks | d_q |
-| | d_k, d_v | a block's k, v, d_k, d_v | all later queries, all heads of the group | d_k, d_v |
-| | or, of few programs | the same | those of one part of the queries | d_k, d_v of the part |
-| | addition | some keys' d_k or d_v | their parts, in order | d_k, d_v |
+| | d_k, d_v | a block's k, v, d_k, d_v | all later queries, or one part of them | d_k, d_v, of the part |
 
-No atomics, every sum has one order. `gate` multiplies o in the mixed output: backward takes the gradient of the mixture
-and the gate instead of their product.
+Pieces, slots and parts are added by further kernels. No atomics, every sum has one order. `gate` multiplies o in the
+mixed output: backward takes the gradient of the mixture and the gate instead of their product.
 """
 
 from torch import Tensor

@@ -1,12 +1,9 @@
 """The queries that chose a block: the selected branch's index, and the choice as bits.
 
-A query's choice lists blocks; kernels that keep a block's keys in place need the reverse, the queries that chose
-it. A slot is one place of the choice, number `(row * G + group) * N + place` with `row = batch * T + query`. The index
-is a stable sort of the slots by block, so a block's slots come in the order of their queries: every sum over them has
-one order. Blocks are then cut into pieces of a bounded number of slots, so that one that everybody chose is no
-longer work than the others.
-
-Nothing here looks at the data on the host: sizes are upper bounds from shapes.
+A slot is one place of the choice, number `(row * G + group) * N + place` with `row = batch * T + query`. The index is a
+stable sort of the slots by block, so a block's slots come in the order of their queries: every sum over them has one
+order. Blocks are then cut into pieces of a bounded number of slots, so that one that everybody chose is no longer work
+than the others. Nothing here looks at the data on the host: sizes are upper bounds from shapes.
 
 A choice is a set. Repetitions, blocks past the query's own and pads (negative) are unused slots.
 """

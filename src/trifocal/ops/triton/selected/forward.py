@@ -1,10 +1,4 @@
-"""Selected attention, forward: three loop orders, chosen only by shape.
-
-| order | when | a program holds | it loops over | traffic of a query and block |
-|---|---|---|---|---|
-| block-major | long rows, few heads | a block's k and v | queries that chose it | q in; a partial o out and in again |
-| masked | most blocks are chosen | a tile of queries | all blocks | k and v, shared by the tile |
-| tiles | shorter rows; few queries | a tile of queries | the blocks that any of them chose | k and v |
+"""Selected attention, forward: the masked and the block-major order, and which of the three orders runs.
 
 Block-major: a block's slots (see `block_csr`) come in pieces; the tile's rows are the heads of the group of
 consecutive slots, so a tile is full at any group size. Each slot gets a partial o, normalised, in the inputs' type,
