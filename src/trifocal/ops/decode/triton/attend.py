@@ -145,33 +145,26 @@ def attend_compressed(
 ):  # fmt: skip
     """Partial attention of one token to the compressed blocks of some tiles, whole units but for the last."""
     ONE_TILE: tl.constexpr = UNITS * UNIT_TILES == 1
-    whole_maximum, whole_total, whole_1, whole_2 = nothing_yet(ROWS, V_1, V_2, True)
-    maximum, total, o_1, o_2 = nothing_yet(ROWS, V_1, V_2, True)
+    whole = nothing_yet(ROWS, V_1, V_2, True)
+    softmax = nothing_yet(ROWS, V_1, V_2, True)
     if not ONE_TILE:
-        q_1, q_2 = load_rotated_parts(q, offsets, positions, exists, cos, sin, D, D_1, D_2)
+        queries = load_rotated_parts(q, offsets, positions, exists, cos, sin, D, D_1, D_2)
     # Without a pipeline, whose registers the other branches need: compressed blocks are few.
     for tile in tl.range(first_tile, end_tile, num_stages=1):
         if UNITS > 1:
-            whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2 = begin_tile(
-                tile, UNIT_TILES, whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2,
-                ROWS, V_1, V_2, True,
-            )  # fmt: skip
+            whole, softmax = begin_tile(tile, UNIT_TILES, whole, softmax, ROWS, V_1, V_2, True)
         index, is_block, k_offsets, v_offsets = compressed_tile(
             block_table, tile, compressed, k_page_stride, k_row_stride, v_page_stride, v_row_stride,
             COMPRESSION, STRIDE, SELECTION, PAGE_ROWS, TAPS, BLOCKS,
         )  # fmt: skip
-        k_1, k_2, v_1, v_2 = load_keys(k_cmp, v_cmp, k_offsets, v_offsets, is_block, D, D_1, D_2, V, V_1, V_2, True)
+        keys = load_keys(k_cmp, v_cmp, k_offsets, v_offsets, is_block, D, D_1, D_2, V, V_1, V_2, True)
         if ONE_TILE:
-            q_1, q_2 = load_rotated_parts(q, offsets, positions, exists, cos, sin, D, D_1, D_2)
+            queries = load_rotated_parts(q, offsets, positions, exists, cos, sin, D, D_1, D_2)
         visible = is_block & (index * STRIDE + (COMPRESSION - 1) <= position)
-        maximum, total, o_1, o_2, _ = attend_tile(
-            q_1, q_2, k_1, k_2, v_1, v_2, visible[None, :], score_scale, maximum, total, o_1, o_2, D_2, V_2, True
-        )
+        softmax, _ = attend_tile(queries, keys, visible[None, :], score_scale, softmax, D_2, V_2, True)
     if UNITS > 1:
-        maximum, total, o_1, o_2 = add_softmax(
-            whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2, V_2, True
-        )
-    return maximum, total, o_1, o_2
+        softmax = add_softmax(whole, softmax, V_2, True)
+    return softmax
 
 
 @Kernel
@@ -263,7 +256,7 @@ def decode_attend_kernel(
     positions = position + head * 0
     row = (batch * NEW + token) * (GROUPS * Q_PER_KV) + head
     if (is_compressed == 0) & (token < new) & (first_tile * KEYS < num_keys):
-        maximum, total, o_1, o_2 = nothing_yet(ROWS, V_1, V_2, True)
+        softmax = nothing_yet(ROWS, V_1, V_2, True)
         if ONE_TILE:
             key = first_tile * KEYS + tl.arange(0, KEYS)
             is_key = key < num_keys
@@ -279,42 +272,29 @@ def decode_attend_kernel(
                     taken, taken_place, key, is_key, position, k_page_stride, k_row_stride, v_page_stride, v_row_stride,
                     SELECTION, PAGE_BLOCKS,
                 )  # fmt: skip
-            k_1, k_2, v_1, v_2 = load_keys(k, v, k_offsets, v_offsets, is_key, D, D_1, D_2, V, V_1, V_2, True)
-            q_1, q_2 = load_rotated_parts(q, offsets, positions, exists, cos, sin, D, D_1, D_2)
-            maximum, total, o_1, o_2, _ = attend_tile(
-                q_1, q_2, k_1, k_2, v_1, v_2, is_key[None, :], score_scale, maximum, total, o_1, o_2, D_2, V_2, True
-            )
+            keys = load_keys(k, v, k_offsets, v_offsets, is_key, D, D_1, D_2, V, V_1, V_2, True)
+            queries = load_rotated_parts(q, offsets, positions, exists, cos, sin, D, D_1, D_2)
+            softmax, _ = attend_tile(queries, keys, is_key[None, :], score_scale, softmax, D_2, V_2, True)
         else:
-            q_1, q_2 = load_rotated_parts(q, offsets, positions, exists, cos, sin, D, D_1, D_2)
-            whole_maximum, whole_total, whole_1, whole_2 = nothing_yet(ROWS, V_1, V_2, True)
+            queries = load_rotated_parts(q, offsets, positions, exists, cos, sin, D, D_1, D_2)
+            whole = nothing_yet(ROWS, V_1, V_2, True)
             end_tile = tl.minimum(first_tile + PART_TILES, tl.cdiv(num_keys, KEYS))
             if in_window:
                 for tile in tl.range(first_tile, end_tile, num_stages=WINDOW_STAGES):
                     if UNITS > 1:
-                        whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2 = begin_tile(
-                            tile, UNIT_TILES, whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2,
-                            ROWS, V_1, V_2, True,
-                        )  # fmt: skip
+                        whole, softmax = begin_tile(tile, UNIT_TILES, whole, softmax, ROWS, V_1, V_2, True)
                     key = tile * KEYS + tl.arange(0, KEYS)
                     is_key = key < num_keys
                     k_offsets, v_offsets = window_offsets(
                         block_table, key + position + 1 - num_keys, is_key, k_page_stride, k_row_stride,
                         v_page_stride, v_row_stride, k_ring_row_stride, v_ring_row_stride, PAGE_ROWS, RING,
                     )  # fmt: skip
-                    k_1, k_2, v_1, v_2 = load_keys(
-                        window_k, window_v, k_offsets, v_offsets, is_key, D, D_1, D_2, V, V_1, V_2, True
-                    )
-                    maximum, total, o_1, o_2, _ = attend_tile(
-                        q_1, q_2, k_1, k_2, v_1, v_2, is_key[None, :], score_scale, maximum, total, o_1, o_2,
-                        D_2, V_2, True,
-                    )  # fmt: skip
+                    keys = load_keys(window_k, window_v, k_offsets, v_offsets, is_key, D, D_1, D_2, V, V_1, V_2, True)
+                    softmax, _ = attend_tile(queries, keys, is_key[None, :], score_scale, softmax, D_2, V_2, True)
             else:
                 for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
                     if UNITS > 1:
-                        whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2 = begin_tile(
-                            tile, UNIT_TILES, whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2,
-                            ROWS, V_1, V_2, True,
-                        )  # fmt: skip
+                        whole, softmax = begin_tile(tile, UNIT_TILES, whole, softmax, ROWS, V_1, V_2, True)
                     key = tile * KEYS + tl.arange(0, KEYS)
                     slot, block, place = load_choice(
                         selected_blocks, places, tile, takes_all == 0, SELECTION, NUM_SELECTED, KEYS
@@ -324,18 +304,13 @@ def decode_attend_kernel(
                         taken, taken_place, key, key < num_keys, position, k_page_stride, k_row_stride,
                         v_page_stride, v_row_stride, SELECTION, PAGE_BLOCKS,
                     )  # fmt: skip
-                    k_1, k_2, v_1, v_2 = load_keys(k, v, k_offsets, v_offsets, is_key, D, D_1, D_2, V, V_1, V_2, True)
-                    maximum, total, o_1, o_2, _ = attend_tile(
-                        q_1, q_2, k_1, k_2, v_1, v_2, is_key[None, :], score_scale, maximum, total, o_1, o_2,
-                        D_2, V_2, True,
-                    )  # fmt: skip
+                    keys = load_keys(k, v, k_offsets, v_offsets, is_key, D, D_1, D_2, V, V_1, V_2, True)
+                    softmax, _ = attend_tile(queries, keys, is_key[None, :], score_scale, softmax, D_2, V_2, True)
             if UNITS > 1:
-                maximum, total, o_1, o_2 = add_softmax(
-                    whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2, V_2, True
-                )
+                softmax = add_softmax(whole, softmax, V_2, True)
         store_part(
             part_maximum, part_total, part_o, row * num_parts + first_part + part, exists,
-            maximum, total, o_1, o_2, V, V_1, V_2,
+            softmax, V, V_1, V_2,
         )  # fmt: skip
     if COMPRESSION > 0:  # noqa: SIM102
         if is_compressed & (token < new):
@@ -344,7 +319,7 @@ def decode_attend_kernel(
             first, step = part - first_compressed, tl.num_programs(0) - first_compressed
             for compressed_part in range(first, tl.cdiv(tiles, UNITS * BLOCK_TILES), step):
                 begin = compressed_part * (UNITS * BLOCK_TILES)
-                maximum, total, o_1, o_2 = attend_compressed(
+                softmax = attend_compressed(
                     q, offsets, positions, exists, cos, sin, k_cmp, v_cmp, block_table, begin,
                     tl.minimum(begin + UNITS * BLOCK_TILES, tiles), position, compressed,
                     k_cmp_page_stride, k_cmp_row_stride, v_cmp_page_stride, v_cmp_row_stride, score_scale,
@@ -353,7 +328,7 @@ def decode_attend_kernel(
                 )  # fmt: skip
                 store_part(
                     part_maximum, part_total, part_o, row * num_parts + compressed_part, exists,
-                    maximum, total, o_1, o_2, V, V_1, V_2,
+                    softmax, V, V_1, V_2,
                 )  # fmt: skip
 
 
@@ -379,20 +354,17 @@ def decode_dense_kernel(
     tiles = tl.cdiv(num_keys, KEYS)
     head += group * Q_PER_KV
     offsets = batch * q_batch_stride + token.to(tl.int64) * q_time_stride + head * q_head_stride
-    q_1, q_2 = load_rotated_parts(q, offsets, position, exists, cos, sin, D, D_1, D_2)
+    queries = load_rotated_parts(q, offsets, position, exists, cos, sin, D, D_1, D_2)
     k += group.to(tl.int64) * k_group_stride
     v += group.to(tl.int64) * v_group_stride
     block_table += batch * table_columns
     row = (batch * NEW + token) * (GROUPS * Q_PER_KV) + head
     for part in range(tl.program_id(0), tl.cdiv(tiles, UNITS * unit_tiles), tl.num_programs(0)):
-        whole_maximum, whole_total, whole_1, whole_2 = nothing_yet(ROWS, V_1, V_2, True)
-        maximum, total, o_1, o_2 = nothing_yet(ROWS, V_1, V_2, True)
+        whole = nothing_yet(ROWS, V_1, V_2, True)
+        softmax = nothing_yet(ROWS, V_1, V_2, True)
         first_tile = part * (UNITS * unit_tiles)
         for tile in tl.range(first_tile, tl.minimum(first_tile + UNITS * unit_tiles, tiles), num_stages=STAGES):
-            whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2 = begin_tile(
-                tile, unit_tiles, whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2,
-                ROWS, V_1, V_2, True,
-            )  # fmt: skip
+            whole, softmax = begin_tile(tile, unit_tiles, whole, softmax, ROWS, V_1, V_2, True)
             key = tile * KEYS + tl.arange(0, KEYS)
             is_key = key < num_keys
             if PAGE_ROWS % KEYS == 0:
@@ -401,17 +373,12 @@ def decode_dense_kernel(
             else:
                 page = tl.load(block_table + key // PAGE_ROWS, mask=is_key, other=0).to(tl.int64)
             visible = key[None, :] <= position[:, None]
-            k_1, k_2, v_1, v_2 = load_keys(
+            keys = load_keys(
                 k, v, page * k_page_stride + key % PAGE_ROWS * k_row_stride,
                 page * v_page_stride + key % PAGE_ROWS * v_row_stride, is_key, D, D_1, D_2, V, V_1, V_2, True,
             )  # fmt: skip
-            maximum, total, o_1, o_2, _ = attend_tile(
-                q_1, q_2, k_1, k_2, v_1, v_2, visible, score_scale, maximum, total, o_1, o_2, D_2, V_2, True
-            )
-        whole_maximum, whole_total, whole_1, whole_2 = add_softmax(
-            whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2, V_2, True
-        )
+            softmax, _ = attend_tile(queries, keys, visible, score_scale, softmax, D_2, V_2, True)
+        whole = add_softmax(whole, softmax, V_2, True)
         store_part(
-            part_maximum, part_total, part_o, row * num_parts + part, exists,
-            whole_maximum, whole_total, whole_1, whole_2, V, V_1, V_2,
+            part_maximum, part_total, part_o, row * num_parts + part, exists, whole, V, V_1, V_2,
         )  # fmt: skip

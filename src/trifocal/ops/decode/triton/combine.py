@@ -17,14 +17,13 @@ from trifocal.ops.triton.launch import Kernel
 
 @triton.jit
 def add_groups(
-    part_maximum, part_total, part_o, place, exists, first, count, whole_maximum, whole_total, whole_o,
-    V: tl.constexpr, V_PAD: tl.constexpr, ROWS: tl.constexpr, GROUP_UNITS: tl.constexpr, UNITS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    part_maximum, part_total, part_o, place, exists, first, count, whole, V: tl.constexpr, V_PAD: tl.constexpr,
+    ROWS: tl.constexpr, GROUP_UNITS: tl.constexpr, UNITS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Add some groups, from part `first` on, to the sum of those before."""
     column = tl.arange(0, V_PAD)
     for group in tl.static_range(GROUPS):
-        maximum, total, o, none = nothing_yet(ROWS, V_PAD, 0, True)
+        softmax = nothing_yet(ROWS, V_PAD, 0, True)
         for step in tl.static_range(GROUP_UNITS // UNITS):
             part = first + group * (GROUP_UNITS // UNITS) + step
             is_part = exists & (part < count)
@@ -32,13 +31,9 @@ def add_groups(
             next_maximum = tl.load(part_maximum + place + part, mask=is_part, other=LOWEST)
             next_total = tl.load(part_total + place + part, mask=is_part, other=0.0)
             next_o = tl.load(part_o + (place + part)[:, None] * V + column[None, :], mask=inside, other=0.0)
-            maximum, total, o, none = add_softmax(
-                maximum, total, o, none, next_maximum, next_total, next_o, none, 0, True
-            )
-        whole_maximum, whole_total, whole_o, none = add_softmax(
-            whole_maximum, whole_total, whole_o, none, maximum, total, o, none, 0, True
-        )
-    return whole_maximum, whole_total, whole_o
+            softmax = add_softmax(softmax, (next_maximum, next_total, next_o, next_o), 0, True)
+        whole = add_softmax(whole, softmax, 0, True)
+    return whole
 
 
 @triton.jit
@@ -51,21 +46,22 @@ def add_parts(
 
     The parts of AT_ONCE groups are asked for together. MORE: whether there may be more.
     """
-    whole_maximum, whole_total, whole_o, _none = nothing_yet(ROWS, V_PAD, 0, True)
+    whole = nothing_yet(ROWS, V_PAD, 0, True)
     if MORE:
         PARTS: tl.constexpr = GROUP_UNITS // UNITS * AT_ONCE
         for first in range(0, count, PARTS):
-            whole_maximum, whole_total, whole_o = add_groups(
-                part_maximum, part_total, part_o, place, exists, first, count, whole_maximum, whole_total, whole_o,
+            whole = add_groups(
+                part_maximum, part_total, part_o, place, exists, first, count, whole,
                 V, V_PAD, ROWS, GROUP_UNITS, UNITS, AT_ONCE,
             )  # fmt: skip
     else:
         # Without a loop, the parts of all branches are asked for together. Not in front of the loop too: Triton needs
         # eight times as long for twice as many loads, as each depends on the results of those before.
-        whole_maximum, whole_total, whole_o = add_groups(
-            part_maximum, part_total, part_o, place, exists, 0, count, whole_maximum, whole_total, whole_o,
+        whole = add_groups(
+            part_maximum, part_total, part_o, place, exists, 0, count, whole,
             V, V_PAD, ROWS, GROUP_UNITS, UNITS, AT_ONCE,
         )  # fmt: skip
+    _, whole_total, whole_o, _ = whole
     # Not `> 0`: a NaN stays one.
     sees = whole_total != 0.0
     return whole_o * tl.where(sees, 1.0 / tl.where(sees, whole_total, 1.0), 0.0)[:, None]

@@ -92,10 +92,12 @@ def load_keys(
 
 @triton.jit
 def attend_tile(
-    q_1, q_2, k_1, k_2, v_1, v_2, visible, score_scale, maximum, total, o_1, o_2,
-    D_2: tl.constexpr, V_2: tl.constexpr, HAS_V: tl.constexpr,
-):  # fmt: skip
-    """Take a tile of keys into a running softmax; also the tile's probabilities, relative to the new maximum."""
+    queries, keys, visible, score_scale, softmax, D_2: tl.constexpr, V_2: tl.constexpr, HAS_V: tl.constexpr
+):
+    """Take a tile of keys into the running softmax of queries; also its probabilities, relative to the new maximum."""
+    q_1, q_2 = queries
+    k_1, k_2, v_1, v_2 = keys
+    maximum, total, o_1, o_2 = softmax
     scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
     if D_2 > 0:
         scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
@@ -112,7 +114,7 @@ def attend_tile(
         o_1 = tl.dot(weights, v_1, o_1 * decay[:, None], input_precision="ieee")
         if V_2 > 0:
             o_2 = tl.dot(weights, v_2, o_2 * decay[:, None], input_precision="ieee")
-    return new_maximum, total, o_1, o_2, p
+    return (new_maximum, total, o_1, o_2), p
 
 
 @triton.jit
@@ -129,7 +131,7 @@ def prefetch_rows(base, offsets, SIZE: tl.constexpr):
 
 @triton.jit
 def nothing_yet(ROWS: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr, HAS_V: tl.constexpr):
-    """A softmax over no key: maximum, sum, and o in one or two parts."""
+    """A softmax over no key: a tuple of maximum, sum, and o in one or two parts."""
     total = tl.zeros([ROWS], tl.float32)
     o_1 = total
     o_2 = total
@@ -141,9 +143,10 @@ def nothing_yet(ROWS: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr, HAS_V:
 
 
 @triton.jit
-def add_softmax(maximum, total, o_1, o_2, other_maximum, other_total, other_1, other_2,
-                V_2: tl.constexpr, HAS_V: tl.constexpr):  # fmt: skip
+def add_softmax(softmax, other, V_2: tl.constexpr, HAS_V: tl.constexpr):
     """Two partial results as one. Weights are powers of two: in any compiled code the sums are the same."""
+    maximum, total, o_1, o_2 = softmax
+    other_maximum, other_total, other_1, other_2 = other
     new_maximum = tl.maximum(maximum, other_maximum)
     weight, other_weight = power_of_2(maximum - new_maximum), power_of_2(other_maximum - new_maximum)
     total = total * weight + other_total * other_weight
@@ -155,23 +158,22 @@ def add_softmax(maximum, total, o_1, o_2, other_maximum, other_total, other_1, o
 
 
 @triton.jit
-def begin_tile(tile, UNIT_TILES, whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2,
-               ROWS: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr, HAS_V: tl.constexpr):  # fmt: skip
+def begin_tile(
+    tile, UNIT_TILES, whole, softmax, ROWS: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr, HAS_V: tl.constexpr
+):
     """In front of a unit's first tile: the unit before it goes into the whole, and the running softmax begins anew."""
     if tile % UNIT_TILES == 0:
-        whole_maximum, whole_total, whole_1, whole_2 = add_softmax(
-            whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2, V_2, HAS_V
-        )
-        maximum, total, o_1, o_2 = nothing_yet(ROWS, V_1, V_2, HAS_V)
-    return whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2
+        whole = add_softmax(whole, softmax, V_2, HAS_V)
+        softmax = nothing_yet(ROWS, V_1, V_2, HAS_V)
+    return whole, softmax
 
 
 @triton.jit
 def store_part(
-    part_maximum, part_total, part_o, place, keep, maximum, total, o_1, o_2,
-    V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
-):  # fmt: skip
+    part_maximum, part_total, part_o, place, keep, softmax, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr
+):
     """Write a partial result; `place` counts rows and their parts, [B, T, H, parts]."""
+    maximum, total, o_1, o_2 = softmax
     tl.store(part_maximum + place, maximum, mask=keep)
     tl.store(part_total + place, total, mask=keep)
     store_tile(part_o, place * V, keep, o_1, 0, V_1, V)

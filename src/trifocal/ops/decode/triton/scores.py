@@ -120,39 +120,32 @@ def decode_scores_kernel(
     head += group * Q_PER_KV
     offsets = batch * q_batch_stride + token.to(tl.int64) * q_time_stride + head * q_head_stride
     if not ONE_TILE:
-        q_1, q_2 = load_rotated_parts(q, offsets, position, exists, cos, sin, D, D_1, D_2)
+        queries = load_rotated_parts(q, offsets, position, exists, cos, sin, D, D_1, D_2)
     row = (batch * NEW + token) * (GROUPS * Q_PER_KV) + head
 
     # Overlaps in units of the stride: with the block that the compressed one starts in, and the next.
     direct_weight = tl.minimum(COMPRESSION, SELECTION - tap * STRIDE).to(tl.float32) / STRIDE
     overflow_weight = COMPRESSION / STRIDE - direct_weight
     for part in range(tl.program_id(0), tl.cdiv(tiles, UNITS * UNIT_TILES), tl.num_programs(0)):
-        whole_maximum, whole_total, whole_1, whole_2 = nothing_yet(ROWS, V_1, V_2, HAS_V)
-        maximum, total, o_1, o_2 = nothing_yet(ROWS, V_1, V_2, HAS_V)
+        whole = nothing_yet(ROWS, V_1, V_2, HAS_V)
+        softmax = nothing_yet(ROWS, V_1, V_2, HAS_V)
         first_tile = part * (UNITS * UNIT_TILES)
         for tile in tl.range(
             first_tile, tl.minimum(first_tile + UNITS * UNIT_TILES, tiles), num_stages=1 if ONE_TILE else STAGES
         ):
             if UNITS > 1:
-                whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2 = begin_tile(
-                    tile, UNIT_TILES, whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2,
-                    ROWS, V_1, V_2, HAS_V,
-                )  # fmt: skip
+                whole, softmax = begin_tile(tile, UNIT_TILES, whole, softmax, ROWS, V_1, V_2, HAS_V)
             index, is_block, k_offsets, v_offsets = compressed_tile(
                 block_table, tile, compressed, k_page_stride, k_row_stride, v_page_stride, v_row_stride,
                 COMPRESSION, STRIDE, SELECTION, PAGE_ROWS, TAPS, BLOCKS,
             )  # fmt: skip
-            k_1, k_2, v_1, v_2 = load_keys(
-                k_cmp, v_cmp, k_offsets, v_offsets, is_block, D, D_1, D_2, V, V_1, V_2, HAS_V
-            )
+            keys = load_keys(k_cmp, v_cmp, k_offsets, v_offsets, is_block, D, D_1, D_2, V, V_1, V_2, HAS_V)
             if ONE_TILE:
-                q_1, q_2 = load_rotated_parts(q, offsets, position, exists, cos, sin, D, D_1, D_2)
+                queries = load_rotated_parts(q, offsets, position, exists, cos, sin, D, D_1, D_2)
             visible = is_block[None, :] & ((index * STRIDE + (COMPRESSION - 1))[None, :] <= position[:, None])
-            maximum, total, o_1, o_2, p = attend_tile(
-                q_1, q_2, k_1, k_2, v_1, v_2, visible, score_scale, maximum, total, o_1, o_2, D_2, V_2, HAS_V
-            )
-            tl.store(tile_maximum + row * num_tiles + tile, maximum, mask=exists)
-            tl.store(tile_total + row * num_tiles + tile, total, mask=exists)
+            softmax, p = attend_tile(queries, keys, visible, score_scale, softmax, D_2, V_2, HAS_V)
+            tl.store(tile_maximum + row * num_tiles + tile, softmax[0], mask=exists)
+            tl.store(tile_total + row * num_tiles + tile, softmax[1], mask=exists)
             places = row[:, None] * (block_lines * LINE) + (tile * BLOCKS + tl.arange(0, BLOCKS))[None, :]
             direct = tl.sum(tl.reshape(p * direct_weight[None, :], [ROWS, BLOCKS, TAPS]), 2)
             tl.store(sums + places, direct, mask=exists[:, None])
@@ -163,10 +156,7 @@ def decode_scores_kernel(
                 tl.store(sums + places, overflow, mask=exists[:, None])
         if HAS_V:
             if UNITS > 1:
-                maximum, total, o_1, o_2 = add_softmax(
-                    whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2, V_2, HAS_V
-                )
+                softmax = add_softmax(whole, softmax, V_2, HAS_V)
             store_part(
-                part_maximum, part_total, part_o, row * num_parts + part, exists, maximum, total, o_1, o_2,
-                V, V_1, V_2,
+                part_maximum, part_total, part_o, row * num_parts + part, exists, softmax, V, V_1, V_2,
             )  # fmt: skip
