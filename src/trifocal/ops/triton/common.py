@@ -68,7 +68,7 @@ def store_tile(base, offsets, keep, values, FIRST: tl.constexpr, PART: tl.conste
 def load_parts(
     base, offsets, keep, SIZE: tl.constexpr, PART_1: tl.constexpr, PART_2: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """All columns of the rows at `offsets`, in two parts, the first again for one that is 0; see `load_tile`."""
+    """All columns of the rows at `offsets`, a tuple of two parts; the first again for one that is 0."""
     part_1 = load_tile(base, offsets, keep, 0, PART_1, SIZE, MASKED)
     part_2 = part_1
     if PART_2 > 0:
@@ -78,41 +78,40 @@ def load_parts(
 
 @triton.jit
 def load_and_multiply(
-    held_1, held_2, base, offsets, keep, SIZE: tl.constexpr, PART_1: tl.constexpr, PART_2: tl.constexpr,
-    MASKED: tl.constexpr,
+    held, base, offsets, keep, SIZE: tl.constexpr, PART_1: tl.constexpr, PART_2: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
     """Products of held rows and of rows as `load_parts` loads them, [held, loaded], and the latter."""
     part_1 = load_tile(base, offsets, keep, 0, PART_1, SIZE, MASKED)
     part_2 = part_1
-    product = tl.dot(held_1, tl.trans(part_1), input_precision="ieee")
+    product = tl.dot(held[0], tl.trans(part_1), input_precision="ieee")
     if PART_2 > 0:
         part_2 = load_tile(base, offsets, keep, PART_1, PART_2, SIZE, MASKED)
-        product = tl.dot(held_2, tl.trans(part_2), product, input_precision="ieee")
-    return product, part_1, part_2
+        product = tl.dot(held[1], tl.trans(part_2), product, input_precision="ieee")
+    return product, (part_1, part_2)
 
 
 @triton.jit
 def load_and_multiply_left(
-    held_1, held_2, base, offsets, keep, SIZE: tl.constexpr, PART_1: tl.constexpr, PART_2: tl.constexpr
-):
+    held, base, offsets, keep, SIZE: tl.constexpr, PART_1: tl.constexpr, PART_2: tl.constexpr
+):  # fmt: skip
     """The same, masked, as [loaded, held]."""
     part_1 = load_tile(base, offsets, keep, 0, PART_1, SIZE, True)
     part_2 = part_1
-    product = tl.dot(part_1, tl.trans(held_1), input_precision="ieee")
+    product = tl.dot(part_1, tl.trans(held[0]), input_precision="ieee")
     if PART_2 > 0:
         part_2 = load_tile(base, offsets, keep, PART_1, PART_2, SIZE, True)
-        product = tl.dot(part_2, tl.trans(held_2), product, input_precision="ieee")
-    return product, part_1, part_2
+        product = tl.dot(part_2, tl.trans(held[1]), product, input_precision="ieee")
+    return product, (part_1, part_2)
 
 
 @triton.jit
 def store_parts(
-    base, offsets, keep, factor, part_1, part_2, SIZE: tl.constexpr, PART_1: tl.constexpr, PART_2: tl.constexpr
-):
+    base, offsets, keep, factor, parts, SIZE: tl.constexpr, PART_1: tl.constexpr, PART_2: tl.constexpr
+):  # fmt: skip
     """Store all columns of the rows to keep, times a factor."""
-    store_tile(base, offsets, keep, part_1 * factor, 0, PART_1, SIZE)
+    store_tile(base, offsets, keep, parts[0] * factor, 0, PART_1, SIZE)
     if PART_2 > 0:
-        store_tile(base, offsets, keep, part_2 * factor, PART_1, PART_2, SIZE)
+        store_tile(base, offsets, keep, parts[1] * factor, PART_1, PART_2, SIZE)
 
 
 @triton.jit
@@ -123,6 +122,13 @@ def zeros_in_parts(ROWS: tl.constexpr, PART_1: tl.constexpr, PART_2: tl.constexp
     if PART_2 > 0:
         part_2 = tl.zeros([ROWS, PART_2], tl.float32)
     return part_1, part_2
+
+
+@triton.jit
+def nothing_yet(ROWS: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr):
+    """A running softmax over no key: a tuple of both parts of o, maximum and sum."""
+    o_1, o_2 = zeros_in_parts(ROWS, V_1, V_2)
+    return o_1, o_2, tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32)
 
 
 @triton.jit

@@ -48,17 +48,17 @@ def as_importance(score):
 
 @triton.jit
 def score_block(
-    q_1, q_2, k, first_token, row_end, k_time_stride, score_scale,
+    queries, k, first_token, row_end, k_time_stride, score_scale,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, SELECTION: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, PURPOSE: tl.constexpr,
 ):
     """The score of one block for each row, and the place of the block's first token that has it; MASKED: of the tokens
     before `row_end`."""
-    largest = tl.full([q_1.shape[0]], float("-inf"), tl.float32)
+    largest = tl.full([queries[0].shape[0]], float("-inf"), tl.float32)
     if PURPOSE == "teacher":
-        largest = tl.full([q_1.shape[0]], LOWEST, tl.float32)
-    total = tl.zeros([q_1.shape[0]], tl.float32)
-    place = tl.zeros([q_1.shape[0]], tl.int32)
+        largest = tl.full([queries[0].shape[0]], LOWEST, tl.float32)
+    total = tl.zeros([queries[0].shape[0]], tl.float32)
+    place = tl.zeros([queries[0].shape[0]], tl.int32)
     for part in tl.static_range((SELECTION + KEYS - 1) // KEYS):
         in_block = part * KEYS + tl.arange(0, KEYS)
         token = first_token + in_block
@@ -66,8 +66,8 @@ def score_block(
         if MASKED:
             keep = keep & (token < tl.max(row_end))
         offsets = token.to(tl.int64) * k_time_stride
-        scores, _k_1, _k_2 = load_and_multiply(
-            q_1, q_2, k, offsets, keep, D, D_1, D_2, MASKED or (part + 1) * KEYS > SELECTION)
+        scores, _keys = load_and_multiply(
+            queries, k, offsets, keep, D, D_1, D_2, MASKED or (part + 1) * KEYS > SELECTION)
         if MASKED:
             scores = tl.where(keep[None, :] & (token[None, :] < row_end[:, None]), scores, float("-inf"))
         elif (part + 1) * KEYS > SELECTION:
@@ -90,17 +90,17 @@ def score_block(
 
 @triton.jit
 def score_piece(
-    q_1, q_2, k, first_token, blocks, row_end, out, places, keep, k_time_stride, score_scale,
+    queries, k, first_token, blocks, row_end, out, places, keep, k_time_stride, score_scale,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, SELECTION: tl.constexpr, KEYS: tl.constexpr,
     PIECE: tl.constexpr, MASKED: tl.constexpr, PURPOSE: tl.constexpr,
 ):
     """Write the scores of a piece, of which `blocks` exist."""
     column = tl.arange(0, PIECE)[None, :]
-    scores = tl.full([q_1.shape[0], PIECE], float("-inf"), tl.float32)
-    best = tl.zeros([q_1.shape[0], PIECE], tl.int32)
+    scores = tl.full([queries[0].shape[0], PIECE], float("-inf"), tl.float32)
+    best = tl.zeros([queries[0].shape[0], PIECE], tl.int32)
     for number in range(blocks):
         of_block, place = score_block(
-            q_1, q_2, k, first_token + number * SELECTION, row_end, k_time_stride, score_scale,
+            queries, k, first_token + number * SELECTION, row_end, k_time_stride, score_scale,
             D, D_1, D_2, SELECTION, KEYS, MASKED, PURPOSE)
         scores = tl.where(column == number, of_block[:, None], scores)
         if PURPOSE == "student":
@@ -151,7 +151,7 @@ def score_tile(
         last_document = tl.max(document_of_row)
     q += batch * q_batch_stride + group * Q_PER_KV * q_head_stride
     q_offsets = (token - query_shift).to(tl.int64) * q_time_stride + (row % Q_PER_KV) * q_head_stride
-    q_1, q_2 = load_parts(q, q_offsets, exists, D, D_1, D_2, True)
+    queries = load_parts(q, q_offsets, exists, D, D_1, D_2, True)
     k += batch * k_batch_stride + group * k_head_stride
     # Rows [B, queries of the chunk, G, heads of a group].
     out_row = (batch * (end_query - first_query) + query - first_query) * GROUPS + group
@@ -176,12 +176,12 @@ def score_tile(
         whole_piece = tl.maximum(tl.minimum(whole // PIECE, end_piece), first_piece)
         for piece in range(first_piece, whole_piece):
             score_piece(
-                q_1, q_2, k, start + piece * PIECE * SELECTION, PIECE, row_end, scores + place + piece * PIECE,
+                queries, k, start + piece * PIECE * SELECTION, PIECE, row_end, scores + place + piece * PIECE,
                 places + place + piece * PIECE, in_document, k_time_stride, score_scale,
                 D, D_1, D_2, SELECTION, KEYS, PIECE, False, PURPOSE)
         for piece in range(whole_piece, end_piece):
             score_piece(
-                q_1, q_2, k, start + piece * PIECE * SELECTION, tl.minimum(candidates - piece * PIECE, PIECE),
+                queries, k, start + piece * PIECE * SELECTION, tl.minimum(candidates - piece * PIECE, PIECE),
                 row_end, scores + place + piece * PIECE, places + place + piece * PIECE, in_document, k_time_stride,
                 score_scale, D, D_1, D_2, SELECTION, KEYS, PIECE, True, PURPOSE)
 

@@ -108,13 +108,13 @@ def importance_kernel(
                 compressed = (first_block + block_of_column) * (SELECTION // STRIDE) + tap
                 column_exists = (tap < SELECTION // STRIDE) & (first + compressed < last)
                 k_offsets = (first + compressed).to(tl.int64) * k_time_stride
-                k_1, k_2 = load_parts(k_cmp, k_offsets, column_exists, D, D_1, D_2, True)
+                keys = load_parts(k_cmp, k_offsets, column_exists, D, D_1, D_2, True)
                 p = tl.zeros([QUERIES, COLUMNS], tl.float32)
                 for head in tl.range(0, Q_PER_KV):
                     # Asked for before the products, it is there when they are.
                     lse_of_head = tl.load(lse + lse_offsets + head * lse_head_stride, mask=exists, other=0.0)
                     q_head = q + head * q_head_stride
-                    scores, _q_1, _q_2 = load_and_multiply_left(k_1, k_2, q_head, q_offsets, exists, D, D_1, D_2)
+                    scores, _queries = load_and_multiply_left(keys, q_head, q_offsets, exists, D, D_1, D_2)
                     p += tl.exp2(scores * score_scale - (lse_of_head * LOG2_E_KERNEL)[:, None])
                 last_token = compressed * STRIDE + (COMPRESSION - 1)
                 visible = column_exists[None, :] & (last_token[None, :] <= position[:, None])

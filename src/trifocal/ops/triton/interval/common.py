@@ -127,18 +127,18 @@ def load_keys(
 
 @triton.jit
 def load_and_multiply_keys(
-    held_1, held_2, source_1, source_2, batch, group, first_key, stride, keep, SIZE: tl.constexpr, PART_1: tl.constexpr,
+    held, sources, batch, group, first_key, stride, keep, SIZE: tl.constexpr, PART_1: tl.constexpr,
     PART_2: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, TMA: tl.constexpr,
 ):
     """Products of held rows and of a tile of keys, [rows, keys], and the latter in two parts."""
-    part_1 = load_keys(source_1, batch, group, first_key, stride, keep, 0, PART_1, SIZE, KEYS, MASKED, PACKED, TMA)
+    part_1 = load_keys(sources[0], batch, group, first_key, stride, keep, 0, PART_1, SIZE, KEYS, MASKED, PACKED, TMA)
     part_2 = part_1
-    product = tl.dot(held_1, tl.trans(part_1), input_precision="ieee")
+    product = tl.dot(held[0], tl.trans(part_1), input_precision="ieee")
     if PART_2 > 0:
         part_2 = load_keys(
-            source_2, batch, group, first_key, stride, keep, PART_1, PART_2, SIZE, KEYS, MASKED, PACKED, TMA)
-        product = tl.dot(held_2, tl.trans(part_2), product, input_precision="ieee")
-    return product, part_1, part_2
+            sources[1], batch, group, first_key, stride, keep, PART_1, PART_2, SIZE, KEYS, MASKED, PACKED, TMA)
+        product = tl.dot(held[1], tl.trans(part_2), product, input_precision="ieee")
+    return product, (part_1, part_2)
 
 
 @triton.jit

@@ -21,8 +21,8 @@ from trifocal.ops.triton.launch import Kernel
 
 @triton.jit
 def _sum_d_q(
-    d_q_1, d_q_2, q_1, q_2, d_o_1, d_o_2, lse, delta, gate, k_source_1, k_source_2, v_source_1, v_source_2,
-    batch, group, k_stride, v_stride, key_origin, key_limit, row_begin, row_end, count, split, jump, score_scale,
+    d_q_1, d_q_2, queries, d_o, lse, delta, gate, k_sources, v_sources, batch, group,
+    k_stride, v_stride, key_origin, key_limit, row_begin, row_end, count, split, jump, score_scale,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     KEYS: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, GATED: tl.constexpr, TMA: tl.constexpr,
 ):
@@ -31,12 +31,10 @@ def _sum_d_q(
         first_key = key_origin + (number + tl.where(number >= split, jump, 0)) * KEYS
         key = first_key + tl.arange(0, KEYS)
         keep = key < key_limit
-        scores, k_1, k_2 = load_and_multiply_keys(
-            q_1, q_2, k_source_1, k_source_2, batch, group, first_key, k_stride, keep, D, D_1, D_2,
-            KEYS, MASKED, PACKED, TMA)
-        d_p, _v_1, _v_2 = load_and_multiply_keys(
-            d_o_1, d_o_2, v_source_1, v_source_2, batch, group, first_key, v_stride, keep, V, V_1, V_2,
-            KEYS, MASKED, PACKED, TMA)
+        scores, keys = load_and_multiply_keys(
+            queries, k_sources, batch, group, first_key, k_stride, keep, D, D_1, D_2, KEYS, MASKED, PACKED, TMA)
+        d_p, _values = load_and_multiply_keys(
+            d_o, v_sources, batch, group, first_key, v_stride, keep, V, V_1, V_2, KEYS, MASKED, PACKED, TMA)
         p = tl.exp2(scores * score_scale - lse[:, None])
         if GATED:
             p = p * gate[:, None]
@@ -44,10 +42,10 @@ def _sum_d_q(
         if MASKED:
             visible = (key[None, :] >= row_begin[:, None]) & (key[None, :] < row_end[:, None])
             d_scores = tl.where(visible, d_scores, 0.0)
-        d_scores = d_scores.to(k_1.dtype)
-        d_q_1 = tl.dot(d_scores, k_1, d_q_1, input_precision="ieee")
+        d_scores = d_scores.to(keys[0].dtype)
+        d_q_1 = tl.dot(d_scores, keys[0], d_q_1, input_precision="ieee")
         if D_2 > 0:
-            d_q_2 = tl.dot(d_scores, k_2, d_q_2, input_precision="ieee")
+            d_q_2 = tl.dot(d_scores, keys[1], d_q_2, input_precision="ieee")
     return d_q_1, d_q_2
 
 
@@ -101,13 +99,13 @@ def interval_d_q_kernel(
 
     d_q_1, d_q_2 = zeros_in_parts(ROWS, D_1, D_2)
     d_q_1, d_q_2 = _sum_d_q(
-        d_q_1, d_q_2, q_1, q_2, d_o_1, d_o_2, row_lse, row_delta, row_gate,
-        k_source_1, k_source_2, v_source_1, v_source_2, batch, group, k_time_stride, v_time_stride,
+        d_q_1, d_q_2, (q_1, q_2), (d_o_1, d_o_2), row_lse, row_delta, row_gate,
+        (k_source_1, k_source_2), (v_source_1, v_source_2), batch, group, k_time_stride, v_time_stride,
         begin, end, row_begin, row_end, full, 0, first_full, score_scale,
         D, D_1, D_2, V, V_1, V_2, KEYS, False, PACKED, GATED, TMA)
     d_q_1, d_q_2 = _sum_d_q(
-        d_q_1, d_q_2, q_1, q_2, d_o_1, d_o_2, row_lse, row_delta, row_gate,
-        k_source_1, k_source_2, v_source_1, v_source_2, batch, group, k_time_stride, v_time_stride,
+        d_q_1, d_q_2, (q_1, q_2), (d_o_1, d_o_2), row_lse, row_delta, row_gate,
+        (k_source_1, k_source_2), (v_source_1, v_source_2), batch, group, k_time_stride, v_time_stride,
         begin, end, row_begin, row_end, tiles - full, first_full, full, score_scale,
         D, D_1, D_2, V, V_1, V_2, KEYS, True, PACKED, GATED, TMA)
     keep = row < num_queries * Q_PER_KV

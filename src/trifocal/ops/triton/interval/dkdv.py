@@ -163,8 +163,8 @@ def interval_dkdv_kernel(
     first_place = ((part * batches + batch).to(tl.int64) * num_keys + first_key) * GROUPS + group
     d_k += first_place * D
     d_v += first_place * V
-    store_parts(d_k, in_tile * (GROUPS * D), keep, scale, d_k_1, d_k_2, D, D_1, D_2)
-    store_parts(d_v, in_tile * (GROUPS * V), keep, 1.0, d_v_1, d_v_2, V, V_1, V_2)
+    store_parts(d_k, in_tile * (GROUPS * D), keep, scale, (d_k_1, d_k_2), D, D_1, D_2)
+    store_parts(d_v, in_tile * (GROUPS * V), keep, 1.0, (d_v_1, d_v_2), V, V_1, V_2)
 
 # fmt: on
 

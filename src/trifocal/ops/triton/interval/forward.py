@@ -7,7 +7,7 @@ from torch import Tensor
 
 from trifocal.ops import dispatch
 from trifocal.ops.tiles import cdiv, split_width
-from trifocal.ops.triton.common import LN_2, LOG2_E, LOWEST, store_parts, strides, unit_stride, zeros_in_parts
+from trifocal.ops.triton.common import LN_2, LOG2_E, nothing_yet, store_parts, strides, unit_stride
 from trifocal.ops.triton.interval.common import (
     Branch,
     key_sources,
@@ -22,19 +22,19 @@ from trifocal.ops.triton.launch import Kernel
 
 @triton.jit
 def _attend(
-    o_1, o_2, running_max, running_sum, q_1, q_2, k_source_1, k_source_2, v_source_1, v_source_2, batch, group,
+    softmax, queries, k_sources, v_sources, batch, group,
     k_stride, v_stride, key_origin, key_limit, row_begin, row_end, count, split, jump, score_scale,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     KEYS: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, TMA: tl.constexpr,
 ):
     """Take `count` key tiles into the running softmax; tiles from number `split` on lie `jump` tiles further."""
+    o_1, o_2, running_max, running_sum = softmax
     for number in tl.range(0, count):
         first_key = key_origin + (number + tl.where(number >= split, jump, 0)) * KEYS
         key = first_key + tl.arange(0, KEYS)
         keep = key < key_limit
-        scores, _k_1, _k_2 = load_and_multiply_keys(
-            q_1, q_2, k_source_1, k_source_2, batch, group, first_key, k_stride, keep, D, D_1, D_2,
-            KEYS, MASKED, PACKED, TMA)
+        scores, _keys = load_and_multiply_keys(
+            queries, k_sources, batch, group, first_key, k_stride, keep, D, D_1, D_2, KEYS, MASKED, PACKED, TMA)
         if MASKED:
             visible = (key[None, :] >= row_begin[:, None]) & (key[None, :] < row_end[:, None])
             scores = tl.where(visible, scores, float("-inf"))
@@ -44,12 +44,12 @@ def _attend(
         running_max = new_max
         running_sum = running_sum * decay + tl.sum(p, 1)
         v_1 = load_keys(
-            v_source_1, batch, group, first_key, v_stride, keep, 0, V_1, V, KEYS, MASKED, PACKED, TMA)
+            v_sources[0], batch, group, first_key, v_stride, keep, 0, V_1, V, KEYS, MASKED, PACKED, TMA)
         p = p.to(v_1.dtype)
         o_1 = tl.dot(p, v_1, o_1 * decay[:, None], input_precision="ieee")
         if V_2 > 0:
             v_2 = load_keys(
-                v_source_2, batch, group, first_key, v_stride, keep, V_1, V_2, V, KEYS, MASKED, PACKED, TMA)
+                v_sources[1], batch, group, first_key, v_stride, keep, V_1, V_2, V, KEYS, MASKED, PACKED, TMA)
             o_2 = tl.dot(p, v_2, o_2 * decay[:, None], input_precision="ieee")
     return o_1, o_2, running_max, running_sum
 
@@ -83,25 +83,24 @@ def interval_forward_kernel(
     if D_2 > 0:
         q_2 = load_rows(
             q, batch, group, first_query, query, head, q_time_stride, q_head_stride, D_1, D_2, D, ROWS, Q_PER_KV, False)
-    running_max = tl.full([ROWS], LOWEST, tl.float32)
-    running_sum = tl.zeros([ROWS], tl.float32)
-    o_1, o_2 = zeros_in_parts(ROWS, V_1, V_2)
-    o_1, o_2, running_max, running_sum = _attend(
-        o_1, o_2, running_max, running_sum, q_1, q_2, k_source_1, k_source_2, v_source_1, v_source_2, batch, group,
+    softmax = nothing_yet(ROWS, V_1, V_2)
+    softmax = _attend(
+        softmax, (q_1, q_2), (k_source_1, k_source_2), (v_source_1, v_source_2), batch, group,
         k_time_stride, v_time_stride, begin, end, row_begin, row_end, full, 0, first_full, score_scale,
         D, D_1, D_2, V, V_1, V_2, KEYS, False, PACKED, TMA)
-    o_1, o_2, running_max, running_sum = _attend(
-        o_1, o_2, running_max, running_sum, q_1, q_2, k_source_1, k_source_2, v_source_1, v_source_2, batch, group,
+    softmax = _attend(
+        softmax, (q_1, q_2), (k_source_1, k_source_2), (v_source_1, v_source_2), batch, group,
         k_time_stride, v_time_stride, begin, end, row_begin, row_end, tiles - full, first_full, full, score_scale,
         D, D_1, D_2, V, V_1, V_2, KEYS, True, PACKED, TMA)
 
+    o_1, o_2, running_max, running_sum = softmax
     sees = running_sum > 0
     inverse = tl.where(sees, 1.0 / tl.where(sees, running_sum, 1.0), 0.0)
     keep = row < num_queries * Q_PER_KV
     # o and lse are contiguous, so one number places a row: ((batch * T + query) * G + group) * R + head.
     first_place = ((batch.to(tl.int64) * num_queries + first_query) * GROUPS + group) * Q_PER_KV
     place = (query - first_query) * (GROUPS * Q_PER_KV) + head
-    store_parts(o + first_place * V, place * V, keep, inverse[:, None], o_1, o_2, V, V_1, V_2)
+    store_parts(o + first_place * V, place * V, keep, inverse[:, None], (o_1, o_2), V, V_1, V_2)
     natural = tl.where(sees, (running_max + tl.log2(tl.where(sees, running_sum, 1.0))) * LN_2, float("-inf"))
     tl.store(lse + first_place + place, natural, mask=keep)
 

@@ -60,9 +60,7 @@ def block_major_backward_kernel(
         d_o += batch.to(tl.int64) * d_batch_stride + group * Q_PER_KV * d_head_stride
         k += batch.to(tl.int64) * k_batch_stride + first_token.to(tl.int64) * k_time_stride + group * k_head_stride
         v += batch.to(tl.int64) * v_batch_stride + first_token.to(tl.int64) * v_time_stride + group * v_head_stride
-        k_1, k_2, v_1, v_2 = load_block(
-            k, v, k_time_stride, v_time_stride, in_block, key_exists, D, D_1, D_2, V, V_1, V_2
-        )
+        keys, values = load_block(k, v, k_time_stride, v_time_stride, in_block, key_exists, D, D_1, D_2, V, V_1, V_2)
         d_k_1 = tl.zeros([KEYS, D_1], tl.float32)
         d_v_1 = tl.zeros([KEYS, V_1], tl.float32)
         d_k_2 = d_k_1
@@ -71,8 +69,8 @@ def block_major_backward_kernel(
             d_k_2 = tl.zeros([KEYS, D_2], tl.float32)
         if V_2 > 0:
             d_v_2 = tl.zeros([KEYS, V_2], tl.float32)
-        lost_k_1, lost_k_2 = nothing_lost(d_k_1, k_1), nothing_lost(d_k_2, k_1)
-        lost_v_1, lost_v_2 = nothing_lost(d_v_1, v_1), nothing_lost(d_v_2, v_1)
+        lost_k_1, lost_k_2 = nothing_lost(d_k_1, keys[0]), nothing_lost(d_k_2, keys[0])
+        lost_v_1, lost_v_2 = nothing_lost(d_v_1, keys[0]), nothing_lost(d_v_2, keys[0])
 
         head = tl.arange(0, ROWS) % Q_PER_KV
         for first in tl.range(begin, end, ROWS // Q_PER_KV):
@@ -87,26 +85,26 @@ def block_major_backward_kernel(
             )
             q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
             d_offsets = query.to(tl.int64) * d_time_stride + head * d_head_stride
-            scores, q_1, q_2 = load_and_multiply_left(k_1, k_2, q, q_offsets, exists, D, D_1, D_2)
+            scores, queries = load_and_multiply_left(keys, q, q_offsets, exists, D, D_1, D_2)
             visible = key_exists[None, :] & (first_position + in_block[None, :] <= position[:, None])
             p = tl.where(visible, tl.exp2(scores * score_scale - lse_2[:, None]), 0.0)
             if GATED:
                 p = p * gate_row[:, None]
-            d_p, d_o_1, d_o_2 = load_and_multiply_left(v_1, v_2, d_o, d_offsets, exists, V, V_1, V_2)
-            d_scores = (p * (d_p - delta_row[:, None])).to(q_1.dtype)
+            d_p, d_o_rows = load_and_multiply_left(values, d_o, d_offsets, exists, V, V_1, V_2)
+            d_scores = (p * (d_p - delta_row[:, None])).to(queries[0].dtype)
             if WITH_D_Q:
                 place = ((slot - first_slot_of_chunk).to(tl.int64) * Q_PER_KV + head) * D
-                store_tile(d_q_slots, place, exists, tl.dot(d_scores, k_1, input_precision="ieee"), 0, D_1, D)
+                store_tile(d_q_slots, place, exists, tl.dot(d_scores, keys[0], input_precision="ieee"), 0, D_1, D)
                 if D_2 > 0:
-                    d_q_2 = tl.dot(d_scores, k_2, input_precision="ieee")
+                    d_q_2 = tl.dot(d_scores, keys[1], input_precision="ieee")
                     store_tile(d_q_slots, place, exists, d_q_2, D_1, D_2, D)
-            p = p.to(d_o_1.dtype)
-            d_v_1, lost_v_1 = add_product(d_v_1, lost_v_1, tl.trans(p), d_o_1)
+            p = p.to(d_o_rows[0].dtype)
+            d_v_1, lost_v_1 = add_product(d_v_1, lost_v_1, tl.trans(p), d_o_rows[0])
             if V_2 > 0:
-                d_v_2, lost_v_2 = add_product(d_v_2, lost_v_2, tl.trans(p), d_o_2)
-            d_k_1, lost_k_1 = add_product(d_k_1, lost_k_1, tl.trans(d_scores), q_1)
+                d_v_2, lost_v_2 = add_product(d_v_2, lost_v_2, tl.trans(p), d_o_rows[1])
+            d_k_1, lost_k_1 = add_product(d_k_1, lost_k_1, tl.trans(d_scores), queries[0])
             if D_2 > 0:
-                d_k_2, lost_k_2 = add_product(d_k_2, lost_k_2, tl.trans(d_scores), q_2)
+                d_k_2, lost_k_2 = add_product(d_k_2, lost_k_2, tl.trans(d_scores), queries[1])
 
         part = tl.program_id(0).to(tl.int64) * BLOCK + in_block
         in_part = in_block < BLOCK

@@ -31,7 +31,7 @@ from trifocal.ops.triton.selected.forward import blocks_of_document, blocks_of_w
 
 @triton.jit
 def _d_q_of_blocks(
-    d_q_1, d_q_2, q_1, q_2, d_o_1, d_o_2, k, v, k_time_stride, v_time_stride, lse_2, delta_row, gate_row,
+    d_q, queries, d_o, k, v, k_time_stride, v_time_stride, numbers,
     bits, tile_bits, position, document_start, document_end, first_block, end_block, score_scale,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, GATED: tl.constexpr,
@@ -46,14 +46,14 @@ def _d_q_of_blocks(
             keep = keep & (in_block < BLOCK) & (first_token + in_block < document_end)
         k_base = k + first_token.to(tl.int64) * k_time_stride
         v_base = v + first_token.to(tl.int64) * v_time_stride
-        scores, k_1, k_2 = load_and_multiply(q_1, q_2, k_base, in_block * k_time_stride, keep, D, D_1, D_2, True)
-        d_p, _v_1, _v_2 = load_and_multiply(d_o_1, d_o_2, v_base, in_block * v_time_stride, keep, V, V_1, V_2, True)
+        scores, keys = load_and_multiply(queries, k_base, in_block * k_time_stride, keep, D, D_1, D_2, True)
+        d_p, _values = load_and_multiply(d_o, v_base, in_block * v_time_stride, keep, V, V_1, V_2, True)
         chosen = ((bits >> (block & 31)) & 1) != 0
-        d_q_1, d_q_2 = add_d_q(
-            d_q_1, d_q_2, k_1, k_2, scores, d_p, chosen, keep, first_position, position, lse_2, delta_row, gate_row,
-            score_scale, D_2, KEYS, MASKED, GATED,
+        d_q = add_d_q(
+            d_q, keys, scores, d_p, chosen, keep, first_position, position, numbers, score_scale,
+            D_2, KEYS, MASKED, GATED,
         )  # fmt: skip
-    return d_q_1, d_q_2
+    return d_q
 
 
 @Kernel
@@ -76,15 +76,15 @@ def masked_d_q_kernel(
     batch = (batch_group // GROUPS).to(tl.int64)
     group = batch_group % GROUPS
     place = (batch * num_queries + query) * (GROUPS * Q_PER_KV) + group * Q_PER_KV + head
-    lse_2, delta_row, gate_row = row_numbers(lse, delta, gate, place, exists, GATED)
+    numbers = row_numbers(lse, delta, gate, place, exists, GATED)
     q += batch * q_batch_stride + group * Q_PER_KV * q_head_stride
     d_o += batch * d_batch_stride + group * Q_PER_KV * d_head_stride
     k += batch * k_batch_stride + group * k_head_stride
     v += batch * v_batch_stride + group * v_head_stride
     q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
     d_offsets = query.to(tl.int64) * d_time_stride + head * d_head_stride
-    q_1, q_2, d_o_1, d_o_2 = load_rows(q, d_o, q_offsets, d_offsets, exists, D, D_1, D_2, V, V_1, V_2)
-    d_q_1, d_q_2 = zeros_in_parts(ROWS, D_1, D_2)
+    queries, d_o_rows = load_rows(q, d_o, q_offsets, d_offsets, exists, D, D_1, D_2, V, V_1, V_2)
+    d_q_sum = zeros_in_parts(ROWS, D_1, D_2)
     for document in range(first_document, last_document + 1):
         in_document, document_start, document_end, first_masked, end_block = blocks_of_document(
             document, exists, document_of_row, position, num_keys, cu_seqlens, PACKED, BLOCK, KEYS
@@ -93,19 +93,19 @@ def masked_d_q_kernel(
             word_place = (batch_group.to(tl.int64) * num_words + word) * num_queries
             chosen_bits = tl.load(bits + word_place + query, mask=in_document, other=0)
             tile_bits, first, middle, end = blocks_of_word(word, chosen_bits, first_masked, end_block)
-            d_q_1, d_q_2 = _d_q_of_blocks(
-                d_q_1, d_q_2, q_1, q_2, d_o_1, d_o_2, k, v, k_time_stride, v_time_stride,
-                lse_2, delta_row, gate_row, chosen_bits, tile_bits, position,
+            d_q_sum = _d_q_of_blocks(
+                d_q_sum, queries, d_o_rows, k, v, k_time_stride, v_time_stride, numbers,
+                chosen_bits, tile_bits, position,
                 document_start, document_end, first, middle, score_scale,
                 D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, False, GATED,
             )  # fmt: skip
-            d_q_1, d_q_2 = _d_q_of_blocks(
-                d_q_1, d_q_2, q_1, q_2, d_o_1, d_o_2, k, v, k_time_stride, v_time_stride,
-                lse_2, delta_row, gate_row, chosen_bits, tile_bits, position,
+            d_q_sum = _d_q_of_blocks(
+                d_q_sum, queries, d_o_rows, k, v, k_time_stride, v_time_stride, numbers,
+                chosen_bits, tile_bits, position,
                 document_start, document_end, middle, end, score_scale,
                 D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, True, GATED,
             )  # fmt: skip
-    store_parts(d_q, place * D, exists, scale, d_q_1, d_q_2, D, D_1, D_2)
+    store_parts(d_q, place * D, exists, scale, d_q_sum, D, D_1, D_2)
 
 
 @Kernel
@@ -138,9 +138,7 @@ def masked_dkdv_kernel(
         d_o += batch * d_batch_stride + group * Q_PER_KV * d_head_stride
         k += batch * k_batch_stride + first_token.to(tl.int64) * k_time_stride + group * k_head_stride
         v += batch * v_batch_stride + first_token.to(tl.int64) * v_time_stride + group * v_head_stride
-        k_1, k_2, v_1, v_2 = load_block(
-            k, v, k_time_stride, v_time_stride, in_block, key_exists, D, D_1, D_2, V, V_1, V_2
-        )
+        keys, values = load_block(k, v, k_time_stride, v_time_stride, in_block, key_exists, D, D_1, D_2, V, V_1, V_2)
         d_k_1 = tl.zeros([KEYS, D_1], tl.float32)
         d_v_1 = tl.zeros([KEYS, V_1], tl.float32)
         d_k_2 = d_k_1
@@ -149,8 +147,8 @@ def masked_dkdv_kernel(
             d_k_2 = tl.zeros([KEYS, D_2], tl.float32)
         if V_2 > 0:
             d_v_2 = tl.zeros([KEYS, V_2], tl.float32)
-        lost_k_1, lost_k_2 = nothing_lost(d_k_1, k_1), nothing_lost(d_k_2, k_1)
-        lost_v_1, lost_v_2 = nothing_lost(d_v_1, v_1), nothing_lost(d_v_2, v_1)
+        lost_k_1, lost_k_2 = nothing_lost(d_k_1, keys[0]), nothing_lost(d_k_2, keys[0])
+        lost_v_1, lost_v_2 = nothing_lost(d_v_1, keys[0]), nothing_lost(d_v_2, keys[0])
         word_place = (tl.program_id(0).to(tl.int64) * num_words + tl.minimum(block // 32, num_words - 1)) * num_queries
         end_row = end_query * Q_PER_KV
         for first_row in tl.range(begin_query * Q_PER_KV, end_row, ROWS):
@@ -166,7 +164,7 @@ def masked_dkdv_kernel(
             q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
             d_offsets = query.to(tl.int64) * d_time_stride + head * d_head_stride
             # Keys are rows here, so that p and d_scores go from registers into the products for d_v and d_k.
-            scores, q_1, q_2 = load_and_multiply(k_1, k_2, q, q_offsets, in_tile, D, D_1, D_2, True)
+            scores, queries = load_and_multiply(keys, q, q_offsets, in_tile, D, D_1, D_2, True)
             # A query of the block's own document sits as far behind the key as its token does.
             visible = key_exists[:, None] & (first_token + in_block[:, None] <= (query + query_shift)[None, :])
             p = tl.where(visible, tl.exp2(scores * score_scale - lse_2[None, :]), 0.0)
@@ -174,15 +172,15 @@ def masked_dkdv_kernel(
                 p = p * gate_row[None, :]
             d_o_1 = load_tile(d_o, d_offsets, in_tile, 0, V_1, V, True)
             d_v_1, lost_v_1 = add_product(d_v_1, lost_v_1, p.to(d_o_1.dtype), d_o_1)
-            d_p = tl.dot(v_1, tl.trans(d_o_1), input_precision="ieee")
+            d_p = tl.dot(values[0], tl.trans(d_o_1), input_precision="ieee")
             if V_2 > 0:
                 d_o_2 = load_tile(d_o, d_offsets, in_tile, V_1, V_2, V, True)
                 d_v_2, lost_v_2 = add_product(d_v_2, lost_v_2, p.to(d_o_1.dtype), d_o_2)
-                d_p = tl.dot(v_2, tl.trans(d_o_2), d_p, input_precision="ieee")
-            d_scores = (p * (d_p - delta_row[None, :])).to(q_1.dtype)
-            d_k_1, lost_k_1 = add_product(d_k_1, lost_k_1, d_scores, q_1)
+                d_p = tl.dot(values[1], tl.trans(d_o_2), d_p, input_precision="ieee")
+            d_scores = (p * (d_p - delta_row[None, :])).to(queries[0].dtype)
+            d_k_1, lost_k_1 = add_product(d_k_1, lost_k_1, d_scores, queries[0])
             if D_2 > 0:
-                d_k_2, lost_k_2 = add_product(d_k_2, lost_k_2, d_scores, q_2)
+                d_k_2, lost_k_2 = add_product(d_k_2, lost_k_2, d_scores, queries[1])
         # d_k and d_v are contiguous, [B, S, G, *] or, split, [parts, B, S, G, *].
         if SPLIT:
             batch += part.to(tl.int64) * (tl.num_programs(0) // GROUPS)

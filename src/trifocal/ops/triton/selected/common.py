@@ -113,7 +113,7 @@ def load_block(
         k_2 = load_tile(k, in_block * k_time_stride, keep, D_1, D_2, D, True)
     if V_2 > 0:
         v_2 = load_tile(v, in_block * v_time_stride, keep, V_1, V_2, V, True)
-    return k_1, k_2, v_1, v_2
+    return (k_1, k_2), (v_1, v_2)
 
 
 @triton.jit
@@ -129,15 +129,16 @@ def load_rows(
         q_2 = load_tile(q, q_offsets, keep, D_1, D_2, D, True)
     if V_2 > 0:
         d_o_2 = load_tile(d_o, d_offsets, keep, V_1, V_2, V, True)
-    return q_1, q_2, d_o_1, d_o_2
+    return (q_1, q_2), (d_o_1, d_o_2)
 
 
 @triton.jit
 def attend_block(
-    o_1, o_2, running_max, running_sum, scores, chosen, v, offsets, keep, score_scale,
+    softmax, scores, chosen, v, offsets, keep, score_scale,
     V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Take a block, of which there are scores, into the running softmax of the rows that chose it."""
+    o_1, o_2, running_max, running_sum = softmax
     new_max = tl.where(chosen, tl.maximum(running_max, tl.max(scores, 1) * score_scale), running_max)
     # Rows that did not choose the block subtract infinity, and so add nothing.
     p = tl.exp2(scores * score_scale - tl.where(chosen, new_max, float("inf"))[:, None])
@@ -154,10 +155,13 @@ def attend_block(
 
 @triton.jit
 def add_d_q(
-    d_q_1, d_q_2, k_1, k_2, scores, d_p, chosen, keep, first_key, last_key, lse_2, delta_row, gate_row, score_scale,
+    d_q, keys, scores, d_p, chosen, keep, first_key, last_key, numbers, score_scale,
     D_2: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Add a block's share to d_q of the rows that chose it. MASKED: of the keys to keep, up to each row's last one."""
+    d_q_1, d_q_2 = d_q
+    k_1, k_2 = keys
+    lse_2, delta_row, gate_row = numbers
     p = tl.exp2(scores * score_scale - tl.where(chosen, lse_2, float("inf"))[:, None])
     if MASKED:
         key = first_key + tl.arange(0, KEYS)

@@ -84,9 +84,7 @@ def block_major_forward_kernel(
         q += batch.to(tl.int64) * q_batch_stride + group * Q_PER_KV * q_head_stride
         k += batch.to(tl.int64) * k_batch_stride + first_token.to(tl.int64) * k_time_stride + group * k_head_stride
         v += batch.to(tl.int64) * v_batch_stride + first_token.to(tl.int64) * v_time_stride + group * v_head_stride
-        k_1, k_2, v_1, v_2 = load_block(
-            k, v, k_time_stride, v_time_stride, in_block, key_exists, D, D_1, D_2, V, V_1, V_2
-        )
+        keys, values = load_block(k, v, k_time_stride, v_time_stride, in_block, key_exists, D, D_1, D_2, V, V_1, V_2)
 
         head = tl.arange(0, ROWS) % Q_PER_KV
         first_row = batch * num_queries
@@ -100,7 +98,7 @@ def block_major_forward_kernel(
             exists, slot = load_slots(slots, first, end, Q_PER_KV, ROWS)
             query = slot_0 // (GROUPS * NUM_SELECTED) - first_row
             q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
-            scores, _q_1, _q_2 = load_and_multiply_left(k_1, k_2, q, q_offsets, exists, D, D_1, D_2)
+            scores, _queries = load_and_multiply_left(keys, q, q_offsets, exists, D, D_1, D_2)
             slot_0 = slot_1 + zero
             slot_1 = slot_2 + zero
             _later, slot_2 = load_slots(slots, first + 3 * STEP, end, Q_PER_KV, ROWS)
@@ -114,12 +112,12 @@ def block_major_forward_kernel(
             p = tl.exp2(scores * score_scale - top[:, None])
             total = tl.maximum(tl.sum(p, 1), 1.0e-30)
             inverse = 1.0 / total
-            p = p.to(v_1.dtype)
+            p = p.to(values[0].dtype)
             place = (slot - first_slot_of_chunk).to(tl.int64) * Q_PER_KV + head
-            o_1 = tl.dot(p, v_1, input_precision="ieee")
+            o_1 = tl.dot(p, values[0], input_precision="ieee")
             store_tile(o_slots, place * V, exists, o_1 * inverse[:, None], 0, V_1, V)
             if V_2 > 0:
-                o_2 = tl.dot(p, v_2, input_precision="ieee")
+                o_2 = tl.dot(p, values[1], input_precision="ieee")
                 store_tile(o_slots, place * V, exists, o_2 * inverse[:, None], V_1, V_2, V)
             tl.store(lse_slots + place, top + tl.log2(total), mask=exists)
 
@@ -174,7 +172,7 @@ def reduce_slots_kernel(
 
 @triton.jit
 def _attend_blocks(
-    o_1, o_2, running_max, running_sum, q_1, q_2, k, v, k_time_stride, v_time_stride,
+    softmax, queries, k, v, k_time_stride, v_time_stride,
     bits, tile_bits, position, document_start, document_end, first_block, end_block, score_scale,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
@@ -192,16 +190,15 @@ def _attend_blocks(
             keep = keep & (in_block < BLOCK) & (first_token + in_block < document_end)
         k_base = k + first_token.to(tl.int64) * k_time_stride
         v_base = v + first_token.to(tl.int64) * v_time_stride
-        scores, _k_1, _k_2 = load_and_multiply(q_1, q_2, k_base, in_block * k_time_stride, keep, D, D_1, D_2, True)
+        scores, _keys = load_and_multiply(queries, k_base, in_block * k_time_stride, keep, D, D_1, D_2, True)
         if MASKED:
             visible = keep[None, :] & (first_position + in_block[None, :] <= position[:, None])
             scores = tl.where(visible, scores, float("-inf"))
         chosen = ((bits >> (block & 31)) & 1) != 0
-        o_1, o_2, running_max, running_sum = attend_block(
-            o_1, o_2, running_max, running_sum, scores, chosen, v_base, in_block * v_time_stride, keep, score_scale,
-            V, V_1, V_2, True,
-        )  # fmt: skip
-    return o_1, o_2, running_max, running_sum
+        softmax = attend_block(
+            softmax, scores, chosen, v_base, in_block * v_time_stride, keep, score_scale, V, V_1, V_2, True
+        )
+    return softmax
 
 
 @triton.jit
@@ -293,7 +290,7 @@ def masked_forward_kernel(
     k += batch * k_batch_stride + group * k_head_stride
     v += batch * v_batch_stride + group * v_head_stride
     q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
-    q_1, q_2 = load_parts(q, q_offsets, exists, D, D_1, D_2, True)
+    queries = load_parts(q, q_offsets, exists, D, D_1, D_2, True)
     running_max = tl.full([ROWS], LOWEST, tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
     o_1, o_2 = zeros_in_parts(ROWS, V_1, V_2)
@@ -306,13 +303,15 @@ def masked_forward_kernel(
             chosen_bits = tl.load(bits + word_place + query, mask=in_document, other=0)
             tile_bits, first, middle, end = blocks_of_word(word, chosen_bits, first_masked, end_block)
             o_1, o_2, running_max, running_sum = _attend_blocks(
-                o_1, o_2, running_max, running_sum, q_1, q_2, k, v, k_time_stride, v_time_stride,
-                chosen_bits, tile_bits, position, document_start, document_end, first, middle, score_scale,
+                (o_1, o_2, running_max, running_sum), queries, k, v, k_time_stride, v_time_stride,
+                chosen_bits, tile_bits, position,
+                document_start, document_end, first, middle, score_scale,
                 D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, False,
             )  # fmt: skip
             o_1, o_2, running_max, running_sum = _attend_blocks(
-                o_1, o_2, running_max, running_sum, q_1, q_2, k, v, k_time_stride, v_time_stride,
-                chosen_bits, tile_bits, position, document_start, document_end, middle, end, score_scale,
+                (o_1, o_2, running_max, running_sum), queries, k, v, k_time_stride, v_time_stride,
+                chosen_bits, tile_bits, position,
+                document_start, document_end, middle, end, score_scale,
                 D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, True,
             )  # fmt: skip
     place = (batch * num_queries + query) * (GROUPS * Q_PER_KV) + group * Q_PER_KV + head
@@ -320,7 +319,7 @@ def masked_forward_kernel(
     sees = running_sum > 0
     safe_sum = tl.where(sees, running_sum, 1.0)
     inverse = tl.where(sees, 1.0 / safe_sum, 0.0)
-    store_parts(o, place * V, exists, inverse[:, None], o_1, o_2, V, V_1, V_2)
+    store_parts(o, place * V, exists, inverse[:, None], (o_1, o_2), V, V_1, V_2)
     natural = tl.where(sees, (running_max + tl.log2(safe_sum)) * LN_2, float("-inf"))
     tl.store(lse + place, natural, mask=exists)
 

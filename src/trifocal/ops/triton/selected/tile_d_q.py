@@ -18,7 +18,7 @@ from trifocal.ops.triton.selected.tile_lists import build_tile_lists
 
 @triton.jit
 def _d_q_of_blocks(
-    d_q_1, d_q_2, q_1, q_2, d_o_1, d_o_2, k, v, k_time_stride, v_time_stride, lse_2, delta_row, gate_row,
+    d_q, queries, d_o, k, v, k_time_stride, v_time_stride, numbers,
     tokens, members, in_tile, last_key, num_keys, first, end, score_scale,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, WORDS: tl.constexpr, MASKED: tl.constexpr, GATED: tl.constexpr,
@@ -35,13 +35,13 @@ def _d_q_of_blocks(
         keep = (in_block < BLOCK) & (first_token + in_block < num_keys)
         k_base = k + first_token.to(tl.int64) * k_time_stride
         v_base = v + first_token.to(tl.int64) * v_time_stride
-        scores, k_1, k_2 = load_and_multiply(q_1, q_2, k_base, in_block * k_time_stride, keep, D, D_1, D_2, MASKED)
-        d_p, _v_1, _v_2 = load_and_multiply(d_o_1, d_o_2, v_base, in_block * v_time_stride, keep, V, V_1, V_2, MASKED)
-        d_q_1, d_q_2 = add_d_q(
-            d_q_1, d_q_2, k_1, k_2, scores, d_p, chosen, keep, first_token, last_key, lse_2, delta_row, gate_row,
-            score_scale, D_2, KEYS, MASKED, GATED,
+        scores, keys = load_and_multiply(queries, k_base, in_block * k_time_stride, keep, D, D_1, D_2, MASKED)
+        d_p, _values = load_and_multiply(d_o, v_base, in_block * v_time_stride, keep, V, V_1, V_2, MASKED)
+        d_q = add_d_q(
+            d_q, keys, scores, d_p, chosen, keep, first_token, last_key, numbers, score_scale,
+            D_2, KEYS, MASKED, GATED,
         )  # fmt: skip
-    return d_q_1, d_q_2
+    return d_q
 
 
 @Kernel
@@ -70,15 +70,15 @@ def tile_d_q_kernel(
     query = tile * QUERIES + in_tile
     exists = (row < QUERIES * Q_PER_KV) & (query < num_queries)
     place = (batch * num_queries + query) * (GROUPS * Q_PER_KV) + group * Q_PER_KV + head
-    lse_2, delta_row, gate_row = row_numbers(lse, delta, gate, place, exists, GATED)
+    numbers = row_numbers(lse, delta, gate, place, exists, GATED)
     q += batch * q_batch_stride + group * Q_PER_KV * q_head_stride
     d_o += batch * d_batch_stride + group * Q_PER_KV * d_head_stride
     k += batch * k_batch_stride + group * k_head_stride
     v += batch * v_batch_stride + group * v_head_stride
     q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
     d_offsets = query.to(tl.int64) * d_time_stride + head * d_head_stride
-    q_1, q_2, d_o_1, d_o_2 = load_rows(q, d_o, q_offsets, d_offsets, exists, D, D_1, D_2, V, V_1, V_2)
-    d_q_1, d_q_2 = zeros_in_parts(ROWS, D_1, D_2)
+    queries, d_o_rows = load_rows(q, d_o, q_offsets, d_offsets, exists, D, D_1, D_2, V, V_1, V_2)
+    d_q_sum = zeros_in_parts(ROWS, D_1, D_2)
     of_tile = batch_group.to(tl.int64) * row_tiles + tile
     end = tl.load(counts + of_tile * 2 + 1)
     masked = tl.load(counts + of_tile * 2)
@@ -86,18 +86,18 @@ def tile_d_q_kernel(
         masked = end
     tokens += of_tile * width
     members += of_tile * width * WORDS
-    d_q_1, d_q_2 = _d_q_of_blocks(
-        d_q_1, d_q_2, q_1, q_2, d_o_1, d_o_2, k, v, k_time_stride, v_time_stride, lse_2, delta_row, gate_row,
+    d_q_sum = _d_q_of_blocks(
+        d_q_sum, queries, d_o_rows, k, v, k_time_stride, v_time_stride, numbers,
         tokens, members, in_tile, query + query_shift, num_keys, 0, masked, score_scale,
         D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, WORDS, True, GATED,
     )  # fmt: skip
     if BLOCK == KEYS:
-        d_q_1, d_q_2 = _d_q_of_blocks(
-            d_q_1, d_q_2, q_1, q_2, d_o_1, d_o_2, k, v, k_time_stride, v_time_stride, lse_2, delta_row, gate_row,
+        d_q_sum = _d_q_of_blocks(
+            d_q_sum, queries, d_o_rows, k, v, k_time_stride, v_time_stride, numbers,
             tokens, members, in_tile, query + query_shift, num_keys, masked, end, score_scale,
             D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, WORDS, False, GATED,
         )  # fmt: skip
-    store_parts(d_q, place * D, exists, scale, d_q_1, d_q_2, D, D_1, D_2)
+    store_parts(d_q, place * D, exists, scale, d_q_sum, D, D_1, D_2)
 
 
 def tile_d_q(problem: SelectedProblem) -> Tensor:

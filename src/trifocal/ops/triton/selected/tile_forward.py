@@ -15,12 +15,11 @@ from trifocal.ops.layout import Documents
 from trifocal.ops.tiles import next_power_of_2
 from trifocal.ops.triton.common import (
     LN_2,
-    LOWEST,
     load_and_multiply,
     load_parts,
+    nothing_yet,
     store_tile,
     strides,
-    zeros_in_parts,
 )
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.selected.common import attend_block, kernel_constants
@@ -45,7 +44,7 @@ def _words(members, entry, end, query, WORDS: tl.constexpr):
 
 @triton.jit
 def _attend_entries(
-    o_1, o_2, running_max, running_sum, q_1, q_2, k, v, k_time_stride, v_time_stride,
+    softmax, queries, k, v, k_time_stride, v_time_stride,
     tokens, members, query, last_key, num_keys, begin, end, score_scale,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, WORDS: tl.constexpr, MASKED: tl.constexpr,
@@ -69,18 +68,17 @@ def _attend_entries(
         keep = (in_block < BLOCK) & (first + in_block < num_keys)
         k_base = k + first.to(tl.int64) * k_time_stride
         v_base = v + first.to(tl.int64) * v_time_stride
-        scores, _k_1, _k_2 = load_and_multiply(q_1, q_2, k_base, in_block * k_time_stride, keep, D, D_1, D_2, MASKED)
+        scores, _keys = load_and_multiply(queries, k_base, in_block * k_time_stride, keep, D, D_1, D_2, MASKED)
         if MASKED:
             visible = (in_block < BLOCK)[None, :] & (first + in_block[None, :] <= last_key[:, None])
             scores = tl.where(visible, scores, float("-inf"))
-        o_1, o_2, running_max, running_sum = attend_block(
-            o_1, o_2, running_max, running_sum, scores, chosen, v_base, in_block * v_time_stride, keep, score_scale,
-            V, V_1, V_2, MASKED,
-        )  # fmt: skip
+        softmax = attend_block(
+            softmax, scores, chosen, v_base, in_block * v_time_stride, keep, score_scale, V, V_1, V_2, MASKED
+        )
         first_0 = first_1 + zero
         first_1 = first_2 + zero
         first_2 = _token(tokens, entry + 3, end)
-    return o_1, o_2, running_max, running_sum
+    return softmax
 
 
 @Kernel
@@ -111,10 +109,8 @@ def tile_forward_kernel(
     k += batch * k_batch_stride + group * k_head_stride
     v += batch * v_batch_stride + group * v_head_stride
     q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
-    q_1, q_2 = load_parts(q, q_offsets, exists, D, D_1, D_2, True)
-    running_max = tl.full([ROWS], LOWEST, tl.float32)
-    running_sum = tl.zeros([ROWS], tl.float32)
-    o_1, o_2 = zeros_in_parts(ROWS, V_1, V_2)
+    queries = load_parts(q, q_offsets, exists, D, D_1, D_2, True)
+    softmax = nothing_yet(ROWS, V_1, V_2)
     of_tile = batch_group.to(tl.int64) * row_tiles + tile
     end = tl.load(counts + of_tile * 2 + 1)
     masked = tl.load(counts + of_tile * 2)
@@ -122,17 +118,18 @@ def tile_forward_kernel(
         masked = end
     tokens += of_tile * width
     members += of_tile * width * WORDS
-    o_1, o_2, running_max, running_sum = _attend_entries(
-        o_1, o_2, running_max, running_sum, q_1, q_2, k, v, k_time_stride, v_time_stride,
+    softmax = _attend_entries(
+        softmax, queries, k, v, k_time_stride, v_time_stride,
         tokens, members, in_tile, last_key, num_keys, 0, masked, score_scale,
         D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, WORDS, True,
     )  # fmt: skip
     if BLOCK == KEYS:
-        o_1, o_2, running_max, running_sum = _attend_entries(
-            o_1, o_2, running_max, running_sum, q_1, q_2, k, v, k_time_stride, v_time_stride,
+        softmax = _attend_entries(
+            softmax, queries, k, v, k_time_stride, v_time_stride,
             tokens, members, in_tile, last_key, num_keys, masked, end, score_scale,
             D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, WORDS, False,
         )  # fmt: skip
+    o_1, o_2, running_max, running_sum = softmax
     sees = running_sum > 0
     safe_sum = tl.where(sees, running_sum, 1.0)
     inverse = (1.0 / safe_sum)[:, None]
