@@ -54,11 +54,10 @@ class Sample(NamedTuple):
 
 def stretch_keys(tokens: Tensor, row_length: int, stretch: int) -> Tensor:
     """A number for each stretch of each row, from its tokens and their places: tokens [B, T] -> [rows, stretches],
-    int64.
+    int64. It does not depend on how rows are put into batches.
 
-    It does not depend on how rows are put into batches, so that the same queries are drawn with any accumulation and in
-    any number of processes. `tokens` are whole rows of `row_length`, side by side if they are packed into one; the last
-    stretch of a row may be shorter.
+    `tokens` are whole rows of `row_length`, side by side if they are packed into one; the last stretch of a row may be
+    shorter.
     """
     places = hash_numbers(torch.arange(row_length, device=tokens.device))
     mixed = hash_numbers(tokens.reshape(-1, row_length).long() + places)
@@ -75,9 +74,6 @@ def sample_queries(
     stretch: int,
 ) -> Sample:
     """Draw one query of each stretch for every layer: by a hash of the stretch, the training step and the layer.
-
-    All layers at once, since the tensors are small: what a layer draws does not depend on how many there are. Some 50
-    operations: in training they are compiled to two kernels.
 
     `tokens` are as in `stretch_keys`. `positions`, of each token in its document, are [T], the same for all rows, or
     those of all rows laid end to end; `step` is a scalar on the device, so that recorded graphs draw anew in each. The

@@ -154,9 +154,10 @@ def tma_fits(*tensors: Tensor) -> bool:
 def interval_on_hopper(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, window: bool, packed: bool
 ) -> dict[str, Any] | None:
-    """How the Hopper kernel of the compressed or the window branch is launched; None where the portable one runs.
+    """How the Hopper kernel `"forward"`, `"d_q"` or `"dkdv"` of the compressed or the window branch is launched; None
+    where the portable one runs. The tensors that it reads are [B, *, heads, D or V].
 
-    The kernel is `"forward"`, `"d_q"` or `"dkdv"`; the tensors that it reads are [B, *, heads, D or V]. The Hopper
+    The Hopper
     kernels take any number of heads a group, up to 32 at 192 wide, in shares that divide a tile. The copy engine must
     be able to read all. In packed documents, the compressed slots that no document fills would reach the
     products. The window's d_k and d_v are not cut into parts: one program for 128 keys must make enough.
@@ -245,14 +246,10 @@ def selected_order(
 ) -> str:
     """The loop order of selected attention: `"tiles"`, `"masked"` or `"block_major"`.
 
-    A pair of a tile of rows and a block costs the masked order about as much as block-major (backward, per
-    multiprocessor, 128 wide, 16 heads a group: 2.6 µs against 2.5), but there are more of them: at length T, in blocks,
-    (T + 1) / 2 a query instead of at most n. The number of programs does not matter: all orders cut long ones.
-
-    Tiles multiply the blocks that neighbours chose together, block-major moves each query's partial results: those of a
-    small group are little beside what its many neighbours choose.
-
-    `longest` are the keys of a batch entry or, in packed documents, of the longest document.
+    A pair of a tile of rows and a block costs the masked order about as much as block-major, but there are more of
+    them. Tiles multiply the blocks that neighbours chose together, block-major moves each query's partial results:
+    those of a small group are little beside what its many neighbours choose. `longest` are the keys of a batch entry
+    or, in packed documents, of the longest document.
     """
     num_blocks = cdiv(longest, block_size)
     few_queries = num_queries * min(num_selected, num_blocks) < FEWEST_QUERIES_PER_BLOCK * num_blocks

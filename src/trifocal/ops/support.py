@@ -25,11 +25,8 @@ def unsupported_reason(
 ) -> str | None:
     """Why the kernels cannot take these inputs; None when they can.
 
-    They take tensors on a CUDA device of compute capability 8.0 or newer, where Triton is installed, and on the CPU
-    where TRITON_INTERPRET is 1; of bfloat16 (not interpreted), float16 or float32; D and V up to 256; up to 64 query
-    heads a group; a compression stride that is a power of two and a selection block that is a multiple of 16 tokens, in
-    decoding of at most 64 strides; and a positive scale. Only device, type and shape of q [B, T, H, D] and v
-    [B, *, G, V] are looked at; v is None for an operation without heads, geometry for one that has none.
+    Only device, type and shape of q [B, T, H, D] and v [B, *, G, V] are looked at; v is None for an operation without
+    heads, geometry for one that has none.
     """
     if scale is not None and not 0.0 < scale < math.inf:
         return f"the scale must be positive and finite, got {scale}"

@@ -310,11 +310,7 @@ def launch_importance(
     stack: int,
 ) -> None:
     """Write the importance of the first blocks for the queries `first_query` to `end_query`; buffers and chunk as in
-    `launch_choice`.
-
-    A selection block must hold 2 to 64 compression strides, a power of two. `score_scale` is for exponentials to base
-    2, `k_stages` the tiles of keys in shared memory for each part, `stack` the tiles of queries that a program takes
-    before other keys.
+    `launch_choice`, `k_stages` and `stack` as in `tiles.HOPPER_IMPORTANCE`. `score_scale` is in base 2.
     """
     batch, groups = q.shape[0], k_cmp.shape[2]
     width = split_width(q.shape[3])

@@ -271,14 +271,10 @@ def index_loss_forward(
     """Loss and recall of an index q_idx [B, T, G, Di], k_idx [B, S, Di], taught by q [B, T, H, D] and k [B, S, G, D],
     and what backward needs.
 
-    The sampled queries' tokens [B, M] are int64, ascending, `starts` the first token of each one's document; no two
-    eligible ones share a token. `share_floor` is added to the student's shares; with less than `least_mass` on its
-    free blocks a query teaches nothing.
-
-    Returns loss and recall of each query and group, [2, B, M, G], fp32; the gradient of the loss by the largest product
-    of each block, fp32, and the place in its block of the first token that has it, `place_type`, both
-    [B, M, G, whole lines of 16 blocks]. All are 0 where a query is not eligible, the latter two where a block is not
-    free.
+    `sampled`, `starts` and `eligible` are as in `trifocal.ops.choice_loss.Sample`. Returns loss and recall of each
+    query and group, [2, B, M, G], fp32; the gradient of the loss by the largest product of each block, fp32, and the
+    place in its block of the first token that has it, `place_type`, both [B, M, G, whole lines of 16 blocks]. All are 0
+    where a query is not eligible, the latter two where a block is not free.
     """
     q_idx, keys = unit_stride(q_idx), unit_stride(k_idx[:, :, None])
     sampled, starts, eligible = sampled.contiguous(), starts.contiguous(), eligible.contiguous()

@@ -248,11 +248,10 @@ def launch_block_scores(
 ) -> None:
     """Write the scores of a chunk of queries, [B, queries of the chunk, H, lines of 16 blocks].
 
-    They are those of the choice, or with a student those of the loss: q [B, T, H, D] and k [B, S, G, D] are then the
-    teacher's. `sampled` are the queries' tokens, [B, M], int64, ascending; not read for the choice, which takes every
-    query. `scale` on the products is in base 2, for the teacher. The student is index queries [B, T, G, Di] and keys
-    [B, S, 1, Di], and the buffers of all sampled queries for their scores and for the block's token of each,
-    [B, M, G, lines of 16 blocks].
+    They are those of the choice, or with a student those of the loss: q [B, T, H, D], k [B, S, G, D] and `scale`, in
+    base 2, are then the teacher's, and `sampled` the queries' tokens, [B, M], int64, ascending. The student is index
+    queries [B, T, G, Di] and keys [B, S, 1, Di], and buffers of all sampled queries for their scores and for the
+    block's token of each, [B, M, G, lines of 16 blocks].
     """
     tile = dispatch.index_tile(q)
     groups, q_per_kv = k.shape[2], q.shape[2] // k.shape[2]

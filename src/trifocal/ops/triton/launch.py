@@ -137,10 +137,8 @@ def only_compile(device: torch.device) -> Iterator[None]:
 def _load(kernels: Sequence[Any], pool: ThreadPoolExecutor) -> None:
     """Load compiled kernels, with the launcher of each, which Triton makes when it first looks for it.
 
-    Up to Triton 3.6 each launcher is an extension, in C, and all have one name. When Python loads one that it
-    has loaded before, it puts its functions into the last module of that name, even another kernel's: in another thread
-    a kernel would get the wrong launcher. So they are compiled at the same time, and loaded, from Triton's cache, one
-    by one.
+    Up to Triton 3.6 all launchers are C extensions of one name, and Python, loading one again, puts its functions into
+    the last module of that name, even another kernel's. So they are compiled at the same time, and loaded one by one.
     """
     list(pool.map(lambda kernel: driver.active.launcher_cls(kernel.src, kernel.metadata), kernels))
     list(map(operator.attrgetter("run"), kernels))

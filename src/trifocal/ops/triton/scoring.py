@@ -58,9 +58,8 @@ def importance_kernel(
 ):  # fmt: skip
     """Importance of `column_tiles` tiles of selection blocks for one tile of queries.
 
-    `direct` and `overflow` are [B, queries of the chunk, G, num_blocks],
-    with blocks in whole lines. Queries that may take
-    all their candidates need no importance; tiles of such queries do nothing.
+    `direct` and `overflow` are [B, queries of the chunk, G, num_blocks], with blocks in whole lines. Queries that may
+    take all their candidates need no importance; tiles of such queries do nothing.
     """
     COLUMNS: tl.constexpr = BLOCKS * TAPS
     num_blocks = block_lines * LINE

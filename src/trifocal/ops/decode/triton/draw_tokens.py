@@ -70,14 +70,18 @@ def load_rule(temperatures, top_k, penalties, row):
 
 @triton.jit
 def weigh(raw, scored, exists, highest, most, temperature, takes_own, keep, FILTERED: tl.constexpr):
-    """Weights that tokens are drawn by, and those of the model itself; 0 for tokens that do not exist."""
+    """Weights that tokens are drawn by, and those of the model itself; 0 for tokens that do not exist. Whether no logit
+    is broken, and the largest one: broken logits count as zeros."""
+    is_whole = highest < float("inf")
+    raw, scored = tl.where(is_whole, raw, 0.0), tl.where(is_whole, scored, 0.0)
+    highest, most = tl.where(is_whole, highest, 0.0), tl.where(is_whole, most, 0.0)
     own = tl.where(exists, whole_number(raw - highest), 0)
     weights = own
     if takes_own == 0:
         weights = tl.where(exists, whole_number(tl.div_rn(scored - most, temperature)), 0)
     if FILTERED:
         weights = tl.where(tl.load(keep, mask=exists, other=0) != 0, weights, 0)
-    return weights, own
+    return weights, own, is_whole, highest
 
 
 @triton.jit
@@ -138,11 +142,7 @@ def draw_sums_kernel(
     penalty, temperature, _, takes_own = load_rule(temperatures, top_k, penalties, row)
     raw, scored = load_logits(logits + row * logits_stride, seen + row * V, index, exists, penalty)
     highest, most, _ = load_largest(maxima, row, PARTS, PARTS_PAD)
-    # Broken logits count as zeros from here on.
-    is_whole = highest < float("inf")
-    raw, scored = tl.where(is_whole, raw, 0.0), tl.where(is_whole, scored, 0.0)
-    highest, most = tl.where(is_whole, highest, 0.0), tl.where(is_whole, most, 0.0)
-    weights, own = weigh(
+    weights, own, _, _ = weigh(
         raw, scored, exists, highest, most, temperature, takes_own, keep + row * V + index, FILTERED
     )  # fmt: skip
     tl.store(sums + 2 * (row * PARTS + part), tl.sum(weights, 0))
@@ -189,11 +189,7 @@ def draw_tokens_kernel(
         index += tl.minimum(tl.sum(is_before.to(tl.int32), 0), PARTS - 1) * TILE
         raw, scored = load_logits(logits, seen, index, index < V, penalty)
     exists = index < V
-    # Broken logits count as zeros from here on.
-    is_whole = highest < float("inf")
-    raw, scored = tl.where(is_whole, raw, 0.0), tl.where(is_whole, scored, 0.0)
-    highest, most = tl.where(is_whole, highest, 0.0), tl.where(is_whole, most, 0.0)
-    weights, own = weigh(
+    weights, own, is_whole, highest = weigh(
         raw, scored, exists, highest, most, temperature, takes_own, keep + row * V + index, FILTERED
     )  # fmt: skip
     if PARTS == 1:

@@ -338,16 +338,13 @@ def linear(
     swiglu: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`x W^T` and what goes with it; see the table above.
+    """`x W^T` and what goes with it, as the functions of `ops.decode.linear` ask for it.
 
     x is [M, K] in the type of the products; weight [N, K], with `swiglu` [2 N, K], the gate's rows first. With `norm`,
     sums of squares [M, parts] and epsilon, x is the rows times the norm's weight. `residual` [M, N], fp32, is added to
-    the result; `next_norm` reads this sum next. The last `num_sigmoids` columns go through a sigmoid. `out_dtype` is
-    that of the products unless given, fp32 with `residual`.
-
-    Returns the result, [M, N - num_sigmoids]; the sigmoids [M, num_sigmoids] or the sums of squares [M, tiles] in fp32,
-    or None; and the result times the next norm's weight, [M, N] in the norm's type, or None. Raises ValueError if a
-    weight or the bias is not contiguous.
+    the result; `next_norm` reads this sum next. Returns the result, [M, N - num_sigmoids]; the sigmoids
+    [M, num_sigmoids] or the sums of squares [M, tiles] in fp32, or None; and the result times the next norm's weight,
+    [M, N] in the norm's type, or None.
     """
     x = unit_stride(x)
     squares, eps = norm or (x, 0.0)

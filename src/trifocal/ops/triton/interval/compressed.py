@@ -49,9 +49,8 @@ def compressed_backward(
     """Gradients of compressed attention: d_q, d_k_cmp, d_v_cmp in the types of q, k_cmp, v_cmp; zero for slots that no
     document fills.
 
-    d_o is the gradient of o or, with this branch's gate [B, T, H], of the mixed output, [B, T, H, V]. `delta`, the row
-    sums of `d_o * o` [B, T, H], fp32, is computed here unless given, from o and, where there is one, the gradient of
-    lse. A contiguous d_q from other branches is added to in place.
+    d_o and `delta` are as in `IntervalProblem`; `delta` is computed here unless given. A contiguous d_q from other
+    branches is added to in place.
     """
     if delta is None:
         delta = row_sums(d_o, o, d_lse)
