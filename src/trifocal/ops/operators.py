@@ -239,60 +239,48 @@ index_loss_backward: Operator[tuple[Tensor, Tensor]] = Operator(
 )
 index_loss.differentiate(index_loss_backward, lambda x, outputs: (*outputs[1:], *x[:2], *x[4:6], x[7]))
 
-_QKV = "Tensor q, Tensor k, Tensor v"
-_RULES = {
-    "compressed": f"SymInt[] geometry, SymInt num_keys, float scale, {DOCUMENTS}",
-    "selected": f"Tensor selected_blocks, SymInt[] geometry, float scale, {DOCUMENTS}",
-    "window": f"SymInt window_size, float scale, {DOCUMENTS}",
-}
-compressed_attention: Operator[tuple[Tensor, Tensor]] = Operator(
-    "compressed_attention",
-    f"{_QKV}, {_RULES['compressed']}",
-    "(Tensor, Tensor)",
+
+def _attention(
+    name: str, rules: str, forward: Callable[..., Any], backward: Callable[..., Any], num_outputs: int = 1
+) -> Operator[tuple[Tensor, Tensor]]:
+    """The operator `NAME_attention` from q, k, v and rules to o and lse, and its backward, which takes the gradients of
+    the first `num_outputs` of these.
+    """
+    qkv, rules = "Tensor q, Tensor k, Tensor v", f"{rules}, float scale, {DOCUMENTS}"
+    d_outputs = "Tensor d_o" if num_outputs == 1 else "Tensor? d_o, Tensor? d_lse"
+    attention: Operator[tuple[Tensor, Tensor]] = Operator(
+        f"{name}_attention", f"{qkv}, {rules}", "(Tensor, Tensor)", forward, _attention_results
+    )
+    gradients: Operator[tuple[Tensor, ...]] = Operator(
+        f"{name}_attention_backward",
+        f"{d_outputs}, {qkv}, Tensor o, Tensor lse, {rules}",
+        "(Tensor, Tensor, Tensor)",
+        backward,
+        lambda *args: _empty(*args[num_outputs : num_outputs + 3]),
+    )
+    attention.differentiate(gradients, lambda x, outputs: (*x[:3], *outputs, *x[3:]), num_outputs)
+    return attention
+
+
+compressed_attention = _attention(
+    "compressed",
+    "SymInt[] geometry, SymInt num_keys",
     _kernels("interval.compressed", "compressed_forward"),
-    _attention_results,
+    _compressed_backward,
+    num_outputs=2,
 )
 """o and lse over the compressed blocks, both differentiable."""
-compressed_attention_backward: Operator[tuple[Tensor, ...]] = Operator(
-    "compressed_attention_backward",
-    f"Tensor? d_o, Tensor? d_lse, {_QKV}, Tensor o, Tensor lse, {_RULES['compressed']}",
-    "(Tensor, Tensor, Tensor)",
-    _compressed_backward,
-    lambda d_o, d_lse, *inputs: _empty(*inputs[:3]),
-)
-selected_attention: Operator[tuple[Tensor, Tensor]] = Operator(
-    "selected_attention",
-    f"{_QKV}, {_RULES['selected']}",
-    "(Tensor, Tensor)",
+selected_attention = _attention(
+    "selected",
+    "Tensor selected_blocks, SymInt[] geometry",
     _kernels("selected.forward", "selected_forward"),
-    _attention_results,
+    _kernels("selected.backward", "selected_backward"),
 )
 """o and lse over the tokens of the chosen blocks; lse is not differentiable."""
-selected_attention_backward: Operator[tuple[Tensor, ...]] = Operator(
-    "selected_attention_backward",
-    f"Tensor d_o, {_QKV}, Tensor o, Tensor lse, {_RULES['selected']}",
-    "(Tensor, Tensor, Tensor)",
-    _kernels("selected.backward", "selected_backward"),
-    lambda d_o, *inputs: _empty(*inputs[:3]),
-)
-window_attention: Operator[tuple[Tensor, Tensor]] = Operator(
-    "window_attention",
-    f"{_QKV}, {_RULES['window']}",
-    "(Tensor, Tensor)",
+window_attention = _attention(
+    "window",
+    "SymInt window_size",
     _kernels("interval.window", "window_forward"),
-    _attention_results,
+    _kernels("interval.window", "window_backward"),
 )
 """o and lse over the window; lse is not differentiable."""
-window_attention_backward: Operator[tuple[Tensor, ...]] = Operator(
-    "window_attention_backward",
-    f"Tensor d_o, {_QKV}, Tensor o, Tensor lse, {_RULES['window']}",
-    "(Tensor, Tensor, Tensor)",
-    _kernels("interval.window", "window_backward"),
-    lambda d_o, *inputs: _empty(*inputs[:3]),
-)
-for forward, backward, outputs in (
-    (compressed_attention, compressed_attention_backward, 2),
-    (selected_attention, selected_attention_backward, 1),
-    (window_attention, window_attention_backward, 1),
-):
-    forward.differentiate(backward, lambda x, outputs: (*x[:3], *outputs, *x[3:]), outputs)
