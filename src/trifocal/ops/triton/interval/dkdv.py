@@ -36,7 +36,7 @@ from trifocal.ops.triton.launch import Kernel
 
 @triton.jit
 def _sum_dkdv(
-    d_k_1, d_k_2, d_v_1, d_v_2, k_1, k_2, v_1, v_2, q_source_1, q_source_2, d_o_source_1, d_o_source_2,
+    d_k, d_v, keys, values, q_sources, d_o_sources,
     batch, group, lse, delta, gate, q_time_stride, q_head_stride, d_o_time_stride, d_o_head_stride,
     gate_time_stride, gate_head_stride, num_queries, row_origin, key_begin, key_end, count, split, jump, score_scale,
     GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr,
@@ -44,8 +44,10 @@ def _sum_dkdv(
     ROWS: tl.constexpr, MASKED: tl.constexpr, GATED: tl.constexpr, TMA: tl.constexpr,
 ):
     """Add the shares of `count` tiles of rows to d_k and d_v; tiles from number `split` on lie `jump` further."""
-    lost_k_1, lost_k_2 = nothing_lost(d_k_1, k_1), nothing_lost(d_k_2, k_1)
-    lost_v_1, lost_v_2 = nothing_lost(d_v_1, v_1), nothing_lost(d_v_2, v_1)
+    d_k_1, d_k_2 = d_k
+    d_v_1, d_v_2 = d_v
+    lost_k_1, lost_k_2 = nothing_lost(d_k_1, keys[0]), nothing_lost(d_k_2, keys[0])
+    lost_v_1, lost_v_2 = nothing_lost(d_v_1, keys[0]), nothing_lost(d_v_2, keys[0])
     for number in tl.range(0, count):
         first_row = row_origin + (number + tl.where(number >= split, jump, 0)) * ROWS
         first_query = first_row // Q_PER_KV
@@ -59,14 +61,14 @@ def _sum_dkdv(
         if GATED:
             row_gate = tl.load(gate + query.to(tl.int64) * gate_time_stride + head * gate_head_stride)
         q_1 = load_rows(
-            q_source_1, batch, group, first_query, query, head, q_time_stride, q_head_stride,
+            q_sources[0], batch, group, first_query, query, head, q_time_stride, q_head_stride,
             0, D_1, D, ROWS, Q_PER_KV, TMA)
-        scores = tl.dot(k_1, tl.trans(q_1), input_precision="ieee")
+        scores = tl.dot(keys[0], tl.trans(q_1), input_precision="ieee")
         if D_2 > 0:
             q_2 = load_rows(
-                q_source_2, batch, group, first_query, query, head, q_time_stride, q_head_stride,
+                q_sources[1], batch, group, first_query, query, head, q_time_stride, q_head_stride,
                 D_1, D_2, D, ROWS, Q_PER_KV, TMA)
-            scores = tl.dot(k_2, tl.trans(q_2), scores, input_precision="ieee")
+            scores = tl.dot(keys[1], tl.trans(q_2), scores, input_precision="ieee")
         p = tl.exp2(scores * score_scale - row_lse[None, :])
         if GATED:
             p = p * row_gate.to(tl.float32)[None, :]
@@ -75,16 +77,16 @@ def _sum_dkdv(
             visible = (row[None, :] >= (key_begin * Q_PER_KV)[:, None]) & (row[None, :] < (key_end * Q_PER_KV)[:, None])
             p = tl.where(visible, p, 0.0)
         d_o_1 = load_rows(
-            d_o_source_1, batch, group, first_query, query, head, d_o_time_stride, d_o_head_stride,
+            d_o_sources[0], batch, group, first_query, query, head, d_o_time_stride, d_o_head_stride,
             0, V_1, V, ROWS, Q_PER_KV, TMA)
         d_v_1, lost_v_1 = add_product(d_v_1, lost_v_1, p.to(d_o_1.dtype), d_o_1)
-        d_p = tl.dot(v_1, tl.trans(d_o_1), input_precision="ieee")
+        d_p = tl.dot(values[0], tl.trans(d_o_1), input_precision="ieee")
         if V_2 > 0:
             d_o_2 = load_rows(
-                d_o_source_2, batch, group, first_query, query, head, d_o_time_stride, d_o_head_stride,
+                d_o_sources[1], batch, group, first_query, query, head, d_o_time_stride, d_o_head_stride,
                 V_1, V_2, V, ROWS, Q_PER_KV, TMA)
             d_v_2, lost_v_2 = add_product(d_v_2, lost_v_2, p.to(d_o_2.dtype), d_o_2)
-            d_p = tl.dot(v_2, tl.trans(d_o_2), d_p, input_precision="ieee")
+            d_p = tl.dot(values[1], tl.trans(d_o_2), d_p, input_precision="ieee")
         d_scores = p * (d_p - row_delta[None, :])
         if MASKED:
             d_scores = tl.where(visible, d_scores, 0.0)
@@ -92,7 +94,7 @@ def _sum_dkdv(
         d_k_1, lost_k_1 = add_product(d_k_1, lost_k_1, d_scores, q_1)
         if D_2 > 0:
             d_k_2, lost_k_2 = add_product(d_k_2, lost_k_2, d_scores, q_2)
-    return d_k_1, d_k_2, d_v_1, d_v_2
+    return (d_k_1, d_k_2), (d_v_1, d_v_2)
 
 
 @Kernel
@@ -134,8 +136,8 @@ def interval_dkdv_kernel(
     keep = first_key + in_tile < num_keys
     k += batch.to(tl.int64) * k_batch_stride + group * k_head_stride + first_key.to(tl.int64) * k_time_stride
     v += batch.to(tl.int64) * v_batch_stride + group * v_head_stride + first_key.to(tl.int64) * v_time_stride
-    k_1, k_2 = load_parts(k, in_tile * k_time_stride, keep, D, D_1, D_2, True)
-    v_1, v_2 = load_parts(v, in_tile * v_time_stride, keep, V, V_1, V_2, True)
+    keys = load_parts(k, in_tile * k_time_stride, keep, D, D_1, D_2, True)
+    values = load_parts(v, in_tile * v_time_stride, keep, V, V_1, V_2, True)
     if not TMA:
         q_source_1 += batch.to(tl.int64) * q_batch_stride + group * Q_PER_KV * q_head_stride
         q_source_2 += batch.to(tl.int64) * q_batch_stride + group * Q_PER_KV * q_head_stride
@@ -146,16 +148,15 @@ def interval_dkdv_kernel(
     if GATED:
         gate += batch.to(tl.int64) * gate_batch_stride + group * Q_PER_KV * gate_head_stride
 
-    d_k_1, d_k_2 = zeros_in_parts(KEYS, D_1, D_2)
-    d_v_1, d_v_2 = zeros_in_parts(KEYS, V_1, V_2)
-    d_k_1, d_k_2, d_v_1, d_v_2 = _sum_dkdv(
-        d_k_1, d_k_2, d_v_1, d_v_2, k_1, k_2, v_1, v_2, q_source_1, q_source_2, d_o_source_1, d_o_source_2,
+    d_keys, d_values = zeros_in_parts(KEYS, D_1, D_2), zeros_in_parts(KEYS, V_1, V_2)
+    d_keys, d_values = _sum_dkdv(
+        d_keys, d_values, keys, values, (q_source_1, q_source_2), (d_o_source_1, d_o_source_2),
         batch, group, lse, delta, gate, q_time_stride, q_head_stride, d_o_time_stride, d_o_head_stride,
         gate_time_stride, gate_head_stride, num_queries, row_origin, key_begin, key_end,
         full, 0, first_full, score_scale,
         GROUPS, Q_PER_KV, D, D_1, D_2, V, V_1, V_2, ROWS, False, GATED, TMA)
-    d_k_1, d_k_2, d_v_1, d_v_2 = _sum_dkdv(
-        d_k_1, d_k_2, d_v_1, d_v_2, k_1, k_2, v_1, v_2, q_source_1, q_source_2, d_o_source_1, d_o_source_2,
+    d_keys, d_values = _sum_dkdv(
+        d_keys, d_values, keys, values, (q_source_1, q_source_2), (d_o_source_1, d_o_source_2),
         batch, group, lse, delta, gate, q_time_stride, q_head_stride, d_o_time_stride, d_o_head_stride,
         gate_time_stride, gate_head_stride, num_queries, row_origin, key_begin, key_end,
         tiles - full, first_full, full, score_scale,
@@ -163,8 +164,8 @@ def interval_dkdv_kernel(
     first_place = ((part * batches + batch).to(tl.int64) * num_keys + first_key) * GROUPS + group
     d_k += first_place * D
     d_v += first_place * V
-    store_parts(d_k, in_tile * (GROUPS * D), keep, scale, (d_k_1, d_k_2), D, D_1, D_2)
-    store_parts(d_v, in_tile * (GROUPS * V), keep, 1.0, (d_v_1, d_v_2), V, V_1, V_2)
+    store_parts(d_k, in_tile * (GROUPS * D), keep, scale, d_keys, D, D_1, D_2)
+    store_parts(d_v, in_tile * (GROUPS * V), keep, 1.0, d_values, V, V_1, V_2)
 
 # fmt: on
 
