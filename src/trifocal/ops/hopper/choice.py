@@ -14,9 +14,8 @@ from triton.experimental.gluon import language as gl
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.tiles import next_power_of_2
 from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.scoring import INFINITY_BITS, LINE
 
-LINE = gl.constexpr(16)
-INFINITY_BITS = gl.constexpr(0x7F800000)
 # In bits of fp32, a factor of two.
 OCTAVE = gl.constexpr(1 << 23)
 LONGEST_LEAP = gl.constexpr(1 << 30)

@@ -21,11 +21,11 @@ from trifocal.ops.hopper.common import allocate_barriers, allocate_tiles, copy_t
 from trifocal.ops.tiles import cdiv, split_width
 from trifocal.ops.triton.common import LOG2_E_KERNEL, strides
 from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.scoring import LINE
 
 QUERIES = gl.constexpr(64)
 # Compressed keys of one part of a program.
 KEYS = gl.constexpr(128)
-LINE = gl.constexpr(16)
 # Tiles of q in shared memory.
 STAGES = gl.constexpr(4)
 

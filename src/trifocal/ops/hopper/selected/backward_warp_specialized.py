@@ -35,12 +35,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from trifocal.ops import devices
 from trifocal.ops.hopper.common import allocate_barriers, reinterpret, tile_descriptor, tma_load, tma_store
+from trifocal.ops.triton.common import LOG2_E_KERNEL
 from trifocal.ops.triton.launch import Kernel, describe_tiles
 from trifocal.ops.triton.selected.block_csr import BlockCSR, block_place
 from trifocal.ops.triton.selected.common import SelectedProblem
 
 ROWS = tl.constexpr(64)
-LOG2_E = tl.constexpr(1.4426950408889634)
 # A piece's numbers in the table: first slot, end, end of those that need a mask, batch, group, first token of keys.
 FIELDS = tl.constexpr(8)
 LINE = tl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -207,7 +207,7 @@ def load_numbers(
             slot = slot_at(slots, gl.minimum(first + row // Q_PER_KV, end - 1))
             last_key = slot // SLOTS_OF_ROW - batch * num_queries + query_shift - first_token
             place = ((slot // SLOTS_OF_ROW).to(gl.int64) * GROUPS + group) * Q_PER_KV + row % Q_PER_KV
-            lse_2 = gl.load(lse + place) * LOG2_E
+            lse_2 = gl.load(lse + place) * LOG2_E_KERNEL
             delta_row = gl.load(delta + place)
             gate_row = delta_row
             if GATED:
