@@ -17,8 +17,10 @@ from trifocal.ops.triton.common import (
     add_product,
     load_and_multiply_left,
     nothing_lost,
+    store_parts,
     store_tile,
     strides,
+    zeros_in_parts,
 )
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.selected.block_csr import BlockCSR, block_place, build_block_csr, find_piece
@@ -61,14 +63,8 @@ def block_major_backward_kernel(
         k += batch.to(tl.int64) * k_batch_stride + first_token.to(tl.int64) * k_time_stride + group * k_head_stride
         v += batch.to(tl.int64) * v_batch_stride + first_token.to(tl.int64) * v_time_stride + group * v_head_stride
         keys, values = load_block(k, v, k_time_stride, v_time_stride, in_block, key_exists, D, D_1, D_2, V, V_1, V_2)
-        d_k_1 = tl.zeros([KEYS, D_1], tl.float32)
-        d_v_1 = tl.zeros([KEYS, V_1], tl.float32)
-        d_k_2 = d_k_1
-        d_v_2 = d_v_1
-        if D_2 > 0:
-            d_k_2 = tl.zeros([KEYS, D_2], tl.float32)
-        if V_2 > 0:
-            d_v_2 = tl.zeros([KEYS, V_2], tl.float32)
+        d_k_1, d_k_2 = zeros_in_parts(KEYS, D_1, D_2)
+        d_v_1, d_v_2 = zeros_in_parts(KEYS, V_1, V_2)
         lost_k_1, lost_k_2 = nothing_lost(d_k_1, keys[0]), nothing_lost(d_k_2, keys[0])
         lost_v_1, lost_v_2 = nothing_lost(d_v_1, keys[0]), nothing_lost(d_v_2, keys[0])
 
@@ -108,12 +104,8 @@ def block_major_backward_kernel(
 
         part = tl.program_id(0).to(tl.int64) * BLOCK + in_block
         in_part = in_block < BLOCK
-        store_tile(d_k_parts, part * D, in_part, d_k_1, 0, D_1, D)
-        store_tile(d_v_parts, part * V, in_part, d_v_1, 0, V_1, V)
-        if D_2 > 0:
-            store_tile(d_k_parts, part * D, in_part, d_k_2, D_1, D_2, D)
-        if V_2 > 0:
-            store_tile(d_v_parts, part * V, in_part, d_v_2, V_1, V_2, V)
+        store_parts(d_k_parts, part * D, in_part, 1.0, (d_k_1, d_k_2), D, D_1, D_2)
+        store_parts(d_v_parts, part * V, in_part, 1.0, (d_v_1, d_v_2), V, V_1, V_2)
 
 
 @Kernel

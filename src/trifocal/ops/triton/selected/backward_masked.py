@@ -19,7 +19,6 @@ from trifocal.ops.triton.common import (
     load_tile,
     nothing_lost,
     store_parts,
-    store_tile,
     zeros_in_parts,
 )
 from trifocal.ops.triton.documents import documents_of_blocks
@@ -139,14 +138,8 @@ def masked_dkdv_kernel(
         k += batch * k_batch_stride + first_token.to(tl.int64) * k_time_stride + group * k_head_stride
         v += batch * v_batch_stride + first_token.to(tl.int64) * v_time_stride + group * v_head_stride
         keys, values = load_block(k, v, k_time_stride, v_time_stride, in_block, key_exists, D, D_1, D_2, V, V_1, V_2)
-        d_k_1 = tl.zeros([KEYS, D_1], tl.float32)
-        d_v_1 = tl.zeros([KEYS, V_1], tl.float32)
-        d_k_2 = d_k_1
-        d_v_2 = d_v_1
-        if D_2 > 0:
-            d_k_2 = tl.zeros([KEYS, D_2], tl.float32)
-        if V_2 > 0:
-            d_v_2 = tl.zeros([KEYS, V_2], tl.float32)
+        d_k_1, d_k_2 = zeros_in_parts(KEYS, D_1, D_2)
+        d_v_1, d_v_2 = zeros_in_parts(KEYS, V_1, V_2)
         lost_k_1, lost_k_2 = nothing_lost(d_k_1, keys[0]), nothing_lost(d_k_2, keys[0])
         lost_v_1, lost_v_2 = nothing_lost(d_v_1, keys[0]), nothing_lost(d_v_2, keys[0])
         word_place = (tl.program_id(0).to(tl.int64) * num_words + tl.minimum(block // 32, num_words - 1)) * num_queries
@@ -185,12 +178,8 @@ def masked_dkdv_kernel(
         if SPLIT:
             batch += part.to(tl.int64) * (tl.num_programs(0) // GROUPS)
         key_place = (batch * num_keys + first_token + in_block) * GROUPS + group
-        store_tile(d_k, key_place * D, key_exists, d_k_1 * scale, 0, D_1, D)
-        store_tile(d_v, key_place * V, key_exists, d_v_1, 0, V_1, V)
-        if D_2 > 0:
-            store_tile(d_k, key_place * D, key_exists, d_k_2 * scale, D_1, D_2, D)
-        if V_2 > 0:
-            store_tile(d_v, key_place * V, key_exists, d_v_2, V_1, V_2, V)
+        store_parts(d_k, key_place * D, key_exists, scale, (d_k_1, d_k_2), D, D_1, D_2)
+        store_parts(d_v, key_place * V, key_exists, 1.0, (d_v_1, d_v_2), V, V_1, V_2)
 
 
 @triton.jit
