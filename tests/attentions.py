@@ -1,10 +1,8 @@
 """The attentions that a model may have, for tests that walk all of them."""
 
-from typing import Any
-
 from trifocal.models.conversion import MIX
 
-ATTENTIONS: dict[str, dict[str, Any]] = {
+ATTENTIONS = {
     "nsa": {},
     "selected": {"attention": "selected", "chooser": "index"},
     "window": {"attention": "window"},
@@ -15,7 +13,7 @@ ATTENTIONS: dict[str, dict[str, Any]] = {
 """How each differs from three branches in two layers."""
 
 
-def flags(changes: dict[str, Any]) -> list[str]:
+def flags(changes):
     """Changes of a model as flags of the command."""
     words = []
     for name, value in changes.items():

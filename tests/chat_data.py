@@ -1,8 +1,6 @@
 """A tokenizer with a chat template, and chats, made on the spot."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +16,7 @@ PLAIN = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", ""
 """The same without marks."""
 
 
-def write_tokenizer(folder: Path, template: str = MARKED, merges: tuple[tuple[str, str], ...] = ()) -> Path:
+def write_tokenizer(folder, template=MARKED, merges=()):
     """Bytes with the given merges, in a folder that transformers wrote."""
     import tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -36,7 +34,7 @@ def write_tokenizer(folder: Path, template: str = MARKED, merges: tuple[tuple[st
     return folder
 
 
-def write_llama_tokenizer(folder: Path) -> Path:
+def write_llama_tokenizer(folder):
     """A vocabulary of the kind of Llama 2: words begin with a space, bytes as a fallback, <s> in front of a text."""
     import tokenizers
     from tokenizers import decoders, normalizers, processors
@@ -60,7 +58,7 @@ def write_llama_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def make_chats(count: int, seed: int = 0) -> list[list[dict[str, Any]]]:
+def make_chats(count, seed=0):
     """Chats of one or two turns, some with a system message."""
     random = np.random.default_rng(seed)
     chats = []

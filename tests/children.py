@@ -9,10 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from trifocal.runlog.proc import process_state
 
@@ -23,7 +20,7 @@ _PORTS_OF_A_WORKER = 400
 _ports = itertools.count(os.getpid())
 
 
-def free_port() -> int:
+def free_port():
     """A free port, from a range of this test worker's own."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     for number in itertools.islice(_ports, _PORTS_OF_A_WORKER):
@@ -37,7 +34,7 @@ def free_port() -> int:
     raise AssertionError("no port is free")
 
 
-def environment(**variables: object) -> dict[str, str]:
+def environment(**variables):
     """This process's variables and some more; the package and the tests come first on Python's path.
 
     PyTorch's compiler warns about Python 3.13.0, which has nothing to do with the tests. A fault or `abort_with_stacks`
@@ -51,7 +48,7 @@ def environment(**variables: object) -> dict[str, str]:
     return {**always, **os.environ, "PYTHONPATH": path, **{name: str(value) for name, value in variables.items()}}
 
 
-def children_of(pid: int) -> list[str]:
+def children_of(pid):
     """The processes that any thread of a process has started."""
     found = []
     for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -60,7 +57,7 @@ def children_of(pid: int) -> list[str]:
     return found
 
 
-def wait_for_end(process: Any, seconds: float) -> int:
+def wait_for_end(process, seconds):
     """The status of a process; if it does not end in this time, fail with its stacks and those of its children."""
     try:
         return int(process.wait(seconds))
@@ -69,7 +66,7 @@ def wait_for_end(process: Any, seconds: float) -> int:
         raise AssertionError(f"process {process.pid} did not end in {seconds} s\n{stacks}") from None
 
 
-def wait_until_gone(pids: Iterable[str], seconds: float = 20) -> None:
+def wait_until_gone(pids, seconds=20):
     """Fail, with stacks, unless processes end, and are collected, in this time."""
     deadline = time.monotonic() + seconds
     while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
@@ -77,7 +74,7 @@ def wait_until_gone(pids: Iterable[str], seconds: float = 20) -> None:
         time.sleep(0.05)
 
 
-def abort_with_stacks(pids: Iterable[int]) -> str:
+def abort_with_stacks(pids):
     """End processes and all that they have started by SIGABRT, and return the ends of what they wrote then.
 
     Python writes its stacks to standard error if `environment` is a process's; a run writes them to its `dumps`.
@@ -104,7 +101,7 @@ def abort_with_stacks(pids: Iterable[int]) -> str:
     return "\n".join([*lines, *(f"{path}:\n{path.read_text(errors='replace')[-8000:]}" for path in files)])
 
 
-def load_script(path: str) -> ModuleType:
+def load_script(path):
     """Import a script of the repository, such as `benchmarks/scale.py`, without running its `main`."""
     name = f"script_{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(name, ROOT / path)

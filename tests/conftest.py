@@ -4,7 +4,6 @@ import gc
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,12 +25,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 @pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> torch.device:
+def device(request):
     """Each test that takes it runs on a CPU, and on a GPU where there is one."""
     return torch.device(request.param)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """End the process of a test that takes too long on a GPU: no signal interrupts a wait for it.
 
     With `-n` the test counts as failed, and another worker takes the rest.
@@ -44,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """The modules of all tests stay: the garbage collector need not look at them again and again.
 
     Nor often at what comes later, such as PyTorch's compiler: a look at all of it takes a third of a second.
@@ -55,14 +54,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=torch.cuda.is_available())
-def _memory_goes_back() -> Iterator[None]:
+def _memory_goes_back():
     """A GPU that several test processes share has none left for what their allocators keep."""
     yield
     if torch.cuda.is_initialized() and not _context_is_lost():
         torch.cuda.empty_cache()
 
 
-def pytest_runtest_logfinish() -> None:
+def pytest_runtest_logfinish():
     """An illegal address fails every later test of its process too. So the process ends; xdist starts another."""
     if torch.cuda.is_initialized() and _context_is_lost():
         if "PYTEST_XDIST_WORKER" in os.environ:
@@ -70,7 +69,7 @@ def pytest_runtest_logfinish() -> None:
         pytest.exit("the GPU's context is lost: the tests after this one would fail as well", 1)
 
 
-def _context_is_lost() -> bool:
+def _context_is_lost():
     try:
         torch.cuda.synchronize()
     except RuntimeError:
@@ -79,7 +78,7 @@ def _context_is_lost() -> bool:
 
 
 @pytest.fixture
-def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+def sleeper():
     """A process that only sleeps."""
     process = subprocess.Popen(["sleep", "600"])
     yield process

@@ -5,8 +5,6 @@ Packed documents, checkpointing and counts are in tests/models, with the same la
 
 import functools
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ import torch
 from tests.attentions import ATTENTIONS
 from tests.distributed import context_worker
 from trifocal.data import make_tokenizer
-from trifocal.inference import CachedModel, Completion, Engine, Request, Sampling
+from trifocal.inference import CachedModel, Engine, Request, Sampling
 from trifocal.inference.prompt_lookup import PromptLookup
 from trifocal.models import DecoderLM
 from trifocal.models.conversion import convert_tensors, converted_config
@@ -30,13 +28,13 @@ each = pytest.mark.parametrize("attention", ATTENTIONS)
 
 
 @functools.cache
-def model_of(attention: str) -> DecoderLM:
+def model_of(attention):
     """In float64, so that another order of a sum is told from another result."""
     return make_model(small_config(**ATTENTIONS[attention]), CPU, torch.float64)
 
 
 @functools.cache
-def prompts() -> list[list[int]]:
+def prompts():
     """Three that begin with the same tokens, again and again the same few ones, which are easy to guess."""
     begin = random_tokens((6,), 64, CPU).tolist() * 5
     return [[*begin, number, *begin[: 3 * number]] for number in range(3)]
@@ -44,7 +42,7 @@ def prompts() -> list[list[int]]:
 
 @functools.cache
 @torch.no_grad()
-def greedy(attention: str) -> list[list[int]]:
+def greedy(attention):
     """The likeliest tokens behind each prompt, every sequence computed from its start for every token."""
     found = []
     for prompt in prompts():
@@ -55,9 +53,7 @@ def greedy(attention: str) -> list[list[int]]:
     return found
 
 
-def completions(
-    attention: str, numbers: list[int], speculate: bool = False, **sizes: int
-) -> tuple[Engine, list[Completion]]:
+def completions(attention, numbers, speculate=False, **sizes):
     sizes = {"max_sequences": 3, "max_length": 90, "page_size": 8, "prefill_chunk_size": 16} | sizes
     engine = Engine(CachedModel(model_of(attention), **sizes), speculate=speculate)
     sampling = Sampling(temperature=0)
@@ -66,7 +62,7 @@ def completions(
 
 
 @each
-def test_decoding_paged_caches_and_company(attention: str) -> None:
+def test_decoding_paged_caches_and_company(attention):
     """Bits do not depend on the batch, nor on pages so few that sequences leave and come back."""
     alone = [completions(attention, [number])[1][0] for number in range(3)]
     assert [one.tokens for one in alone] == greedy(attention)
@@ -76,7 +72,7 @@ def test_decoding_paged_caches_and_company(attention: str) -> None:
 
 
 @each
-def test_prefix_cache_and_speculation(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefix_cache_and_speculation(attention, monkeypatch):
     """A window reads of a prefix what its ring kept, and of a guess that was wrong nothing."""
     engine, _ = completions(attention, [0], spare_rows=2)
     for number in (1, 2, 0):
@@ -86,7 +82,7 @@ def test_prefix_cache_and_speculation(attention: str, monkeypatch: pytest.Monkey
         assert again.tokens == greedy(attention)[number] and again.reused_tokens >= 16
     texts = [prompt + new for prompt, new in zip(prompts(), greedy(attention), strict=True)]
 
-    def guess(lookup: PromptLookup, most: int) -> list[int]:
+    def guess(lookup, most):
         """What will come, at every second place with a wrong token at the end."""
         size = len(lookup._tokens)
         [text] = [text for text in texts if text[:size] == lookup._tokens]
@@ -100,7 +96,7 @@ def test_prefix_cache_and_speculation(attention: str, monkeypatch: pytest.Monkey
 
 
 @each
-def test_telemetry_and_the_picture_have_the_layers(attention: str) -> None:
+def test_telemetry_and_the_picture_have_the_layers(attention):
     """Figures of those that choose blocks; in the picture the others too."""
     telemetry, tokens = AttentionTelemetry(model_of(attention)), random_tokens((1, 60), 64, CPU)
     kinds = model_of(attention).config.attention_of_layers
@@ -119,7 +115,7 @@ def test_telemetry_and_the_picture_have_the_layers(attention: str) -> None:
 
 # The layers of a model without selected blocks, and what it is converted to: no target is without some, so models
 # of windows stay what they are.
-CONVERTED: dict[str, tuple[str, Any]] = {
+CONVERTED = {
     "nsa": ("dense", "nsa"), "selected": ("dense", "selected"), "window": ("window", "selected"),
     "dense": ("dense", "dense"), "mix": ("dense", "mix"), "mix-dense": ("mix-dense", "dense"),
 }  # fmt: skip
@@ -127,7 +123,7 @@ CONVERTED: dict[str, tuple[str, Any]] = {
 
 @each
 @torch.no_grad()
-def test_conversion(attention: str) -> None:
+def test_conversion(attention):
     """Where the blocks cover everything, a converted model computes what the dense one does; three branches never."""
     source, target = CONVERTED[attention]
     changes = {"num_layers": model_of(attention).config.num_layers}
@@ -143,13 +139,13 @@ def test_conversion(attention: str) -> None:
         torch.testing.assert_close(after(tokens), before(tokens), rtol=0, atol=1e-9)
 
 
-def replace_geometry(**changes: int) -> Geometry:
+def replace_geometry(**changes):
     return Geometry(**(vars(small_config().geometry) | changes))
 
 
 @each
 @torch.no_grad()
-def test_export_and_transformers(attention: str, tmp_path: Path) -> None:
+def test_export_and_transformers(attention, tmp_path):
     transformers = pytest.importorskip("transformers")
     import trifocal.hf  # noqa: F401
 
@@ -164,7 +160,7 @@ def test_export_and_transformers(attention: str, tmp_path: Path) -> None:
     assert torch.equal(generate(), generate(use_cache=False))
 
 
-def test_rows_in_other_files_have_every_column() -> None:
+def test_rows_in_other_files_have_every_column():
     """Context parallelism knows layers, not models: each kind, and each beside another."""
     kinds = {kind for changes in context_worker.MODELS.values() for kind in small_config(**changes).attention_of_layers}
     assert kinds == {"nsa", "selected", "window", "dense"}

@@ -3,9 +3,7 @@
 import errno
 import os
 import shlex
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +11,7 @@ from trifocal.errors import UserError
 from trifocal.paths import expand_path, read_file, read_json, read_text, read_toml, shell_path, user_path
 
 
-def test_home_is_expanded_only_at_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_is_expanded_only_at_the_beginning(monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")
     assert user_path("~/runs/a") == user_path(Path("~/runs/a")) == Path("/home/ada/runs/a")
     assert user_path("runs/~") == Path("runs/~")
@@ -32,12 +30,12 @@ def test_home_is_expanded_only_at_the_beginning(monkeypatch: pytest.MonkeyPatch)
         ),
     ],
 )
-def test_what_no_path_can_be_is_refused(given: str, says: str) -> None:
+def test_what_no_path_can_be_is_refused(given, says):
     with pytest.raises(UserError, match=says):
         user_path(given, "--to")
 
 
-def test_what_cannot_be_looked_at_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_looked_at_is_refused(tmp_path, monkeypatch):
     """From Python 3.14 on, pathlib takes it for absent."""
     with pytest.raises(UserError, match=r"^--to x{300}: File name too long$"):
         user_path("x" * 300, "--to")
@@ -47,7 +45,7 @@ def test_what_cannot_be_looked_at_is_refused(tmp_path: Path, monkeypatch: pytest
         file.touch()
     stat = os.stat
 
-    def denied(path: Any, **options: Any) -> Any:
+    def denied(path, **options):
         if str(path).startswith(f"{tmp_path}/"):
             raise PermissionError(errno.EACCES, "Permission denied", path)
         return stat(path, **options)
@@ -60,12 +58,12 @@ def test_what_cannot_be_looked_at_is_refused(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("path", ["-x", "a b", "it's"])
-def test_a_path_in_a_command_is_one_argument_and_no_flag(path: str) -> None:
+def test_a_path_in_a_command_is_one_argument_and_no_flag(path):
     (argument,) = shlex.split(shell_path(path))
     assert Path(argument) == Path(path) and not argument.startswith("-")
 
 
-def test_a_file_that_is_read_whole_is_regular_and_bounded(tmp_path: Path) -> None:
+def test_a_file_that_is_read_whole_is_regular_and_bounded(tmp_path):
     path, pipe = tmp_path / "a.json", tmp_path / "pipe"
     path.write_bytes(b"12345678")
     assert read_file(path, 8) == read_file(str(path)) == b"12345678"
@@ -89,9 +87,7 @@ def test_a_file_that_is_read_whole_is_regular_and_bounded(tmp_path: Path) -> Non
         (read_toml, b"#" * 2**16 + b"\n", "is too large"),
     ],
 )
-def test_a_file_of_another_kind_is_refused_in_a_line(
-    tmp_path: Path, read: Callable[[Path], object], content: bytes, says: str
-) -> None:
+def test_a_file_of_another_kind_is_refused_in_a_line(tmp_path, read, content, says):
     path = tmp_path / "file"
     path.write_bytes(content)
     with pytest.raises(UserError, match=f"^{path} {says}") as caught:
@@ -99,7 +95,7 @@ def test_a_file_of_another_kind_is_refused_in_a_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
     path = tmp_path / "file"
     for read, content, value in (
         (read_text, "é", "é"),

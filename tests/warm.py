@@ -12,15 +12,11 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 
 from tests.children import environment
@@ -35,15 +31,7 @@ class Popen:
     `subprocess`; `env` are all its variables.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        stdout: Any,
-        stderr: Any,
-        env: Mapping[str, str],
-        start_new_session: bool = False,
-    ) -> None:
+    def __init__(self, command, *, stdout, stderr, env, start_new_session=False):
         assert command[0] == sys.executable
         same = {subprocess.DEVNULL: os.devnull, subprocess.STDOUT: None}
         paths = [same[file] if isinstance(file, int) else file.name for file in (stdout, stderr)]
@@ -54,39 +42,39 @@ class Popen:
         self.pid = self._process.pid
 
     @property
-    def returncode(self) -> int | None:
+    def returncode(self):
         return self._process.exitcode
 
-    def poll(self) -> int | None:
+    def poll(self):
         return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout=None):
         self._process.join(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired("a forked Python", timeout or 0.0)
         return self.returncode
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number):
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def kill(self) -> None:
+    def kill(self):
         self.send_signal(signal.SIGKILL)
 
 
-def take_the_place_of_subprocess(patch: pytest.MonkeyPatch, module: str) -> None:
+def take_the_place_of_subprocess(patch, module):
     """Let the processes of a module, `package.module`, be warm ones."""
     constants = {name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")}
     patch.setattr(f"{module}.subprocess", SimpleNamespace(Popen=popen, **constants))
 
 
-def popen(command: Sequence[str], **options: Any) -> Any:
+def popen(command, **options):
     """A `Popen`; where there is a GPU the usual one, as a GPU's driver must not be forked."""
     return (subprocess.Popen if torch.cuda.is_available() else Popen)(command, **options)
 
 
 @functools.cache
-def _server() -> ForkServerContext:
+def _server():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     variables = environment(OMP_NUM_THREADS=1)
@@ -97,9 +85,7 @@ def _server() -> ForkServerContext:
     return context
 
 
-def _run(
-    arguments: Sequence[str], variables: Mapping[str, str], outputs: Sequence[str | None], leads_a_session: bool
-) -> None:
+def _run(arguments, variables, outputs, leads_a_session):
     """Take on the variables and outputs, and do what Python does with its command line."""
     if leads_a_session:
         os.setsid()

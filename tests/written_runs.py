@@ -5,9 +5,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +42,7 @@ learning_rate = {learning_rate}
 """
 
 
-def beat(**fields: Any) -> dict[str, Any]:
+def beat(**fields):
     """A heartbeat row as a healthy rank in the middle of training writes it, with some fields replaced."""
     row = Heartbeat(Path(os.devnull)).snapshot()
     row |= {
@@ -61,7 +59,7 @@ def beat(**fields: Any) -> dict[str, Any]:
     return row | fields
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_for(condition, seconds=60.0):
     """Wait until something has happened, however slow the machine is."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -72,31 +70,31 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 class Clock:
     """A clock that moves when a test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 1000.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
-    def pass_seconds(self, seconds: float) -> None:
+    def pass_seconds(self, seconds):
         """Let time pass."""
         self.now += seconds
 
 
 def write_run(
-    directory: Path,
+    directory,
     *,
-    steps: int = 2000,
-    log_every: int = 10,
-    learning_rate: float = 3e-4,
-    final_loss: float = 1.6,
-    layers: int = 4,
-    gpu: bool = False,
-    telemetry: bool = True,
-    samples: int = 4,
-    ranks: int = 1,
-    seed: int = 0,
-) -> Path:
+    steps=2000,
+    log_every=10,
+    learning_rate=3e-4,
+    final_loss=1.6,
+    layers=4,
+    gpu=False,
+    telemetry=True,
+    samples=4,
+    ranks=1,
+    seed=0,
+):
     """Write a run whose figures look like those of a real one."""
     rng = random.Random(seed)
     directory.mkdir(parents=True)
@@ -156,10 +154,10 @@ def write_run(
     return directory
 
 
-def telemetry_fields(done: float, layer: int, layers: int) -> dict[str, Any]:
+def telemetry_fields(done, layer, layers):
     """One layer's telemetry: compressed gates close with depth, selection learns to look further."""
     depth = layer / max(1, layers - 1)
-    fields: dict[str, Any] = {}
+    fields = {}
     shown = {"cmp": 0.4, "slc": 0.3, "win": 0.3}
     for branch, level in (("cmp", 0.5 - 0.3 * done * depth), ("slc", 0.5 + 0.2 * done), ("win", 0.5 + 0.3 * done)):
         fields[f"gate_mean_{branch}"] = level
@@ -193,7 +191,7 @@ GEOMETRY = Geometry(
 TEXT = "def add(a, b):\n    return a + b\n∎# <script>: a second document that is longer than the first one &c.\n"
 
 
-def write_picture(directory: Path, step: int, layers: int) -> None:
+def write_picture(directory, step, layers):
     """A picture of two documents: every query chooses the latest blocks, and full attention likes the first."""
     texts = list(TEXT)
     second = texts.index("∎") + 1
@@ -222,16 +220,16 @@ def write_picture(directory: Path, step: int, layers: int) -> None:
 
 
 @pytest.fixture
-def make_run(tmp_path: Path) -> Callable[..., Path]:
+def make_run(tmp_path):
     """Writes a run directory of this name under the test's own folder."""
 
-    def make(name: str = "showcase", **settings: Any) -> Path:
+    def make(name="showcase", **settings):
         return write_run(tmp_path / name, **settings)
 
     return make
 
 
-def set_last_beat(run: Path, rank: int = 0, **fields: Any) -> None:
+def set_last_beat(run, rank=0, **fields):
     """Append a heartbeat row with these fields."""
     with JsonLinesWriter(run / "heartbeat" / f"rank{rank}.jsonl") as writer:
         writer.append(json.loads(json.dumps(beat(rank=rank, **fields))))

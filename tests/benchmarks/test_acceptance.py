@@ -1,7 +1,6 @@
 """The acceptance run: a tiny one passes, and a run that misses a criterion fails the whole."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -20,12 +19,12 @@ GOOD = {
 class FewModules(BuiltinSource):
     """Some of the modules: to parse them all takes five seconds."""
 
-    def __init__(self, **options: bool) -> None:
+    def __init__(self, **options):
         super().__init__(**options)
         self.shards = self.shards[:100]
 
 
-def test_a_tiny_run_holds_every_criterion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tiny_run_holds_every_criterion(tmp_path, monkeypatch):
     """Both kinds of data and of sharing, in two processes: the small part of the whole that two cores can do."""
     warm.take_the_place_of_subprocess(monkeypatch, "lib.processes")
     monkeypatch.setattr(acceptance, "BuiltinSource", FewModules)
@@ -43,7 +42,7 @@ def test_a_tiny_run_holds_every_criterion(tmp_path: Path, monkeypatch: pytest.Mo
         acceptance.main(["--directory", str(tmp_path / "ddp"), "--tiny"])
 
 
-def test_a_missed_criterion_is_named() -> None:
+def test_a_missed_criterion_is_named():
     assert acceptance.missed(GOOD, 257) == []
     for change, words in (
         ({"peak_gib": 49.0}, "peak memory 49.0 GiB"),

@@ -18,7 +18,7 @@ def test_a_layer_is_compared_and_timed(monkeypatch):
     assert row["peak_gib"] is None
 
 
-def test_rows_are_multiples_of_the_fewest_gpus() -> None:
+def test_rows_are_multiples_of_the_fewest_gpus():
     one = {"part": "layer", "gpus": 1, "tokens": 8, "status": "ok", "ms": 100.0, "peak_gib": 10.0}
     two = {**one, "gpus": 2, "ms": 50.0, "peak_gib": 6.0, "without_exchange_ms": 48.0}
     failed = {"part": "model", "gpus": 2, "tokens": 8, "status": "failed after 0 of 8 steps"}
@@ -32,7 +32,7 @@ def test_rows_are_multiples_of_the_fewest_gpus() -> None:
     assert (found[5]["base_gpus"], found[5]["times_base"], found[5]["efficiency"]) == (2, 3.0, 0.75)
 
 
-def test_losses_are_judged_by_the_errors_of_one_gpu() -> None:
+def test_losses_are_judged_by_the_errors_of_one_gpu():
     exact = {"part": "losses", "tokens": 8, "status": "ok", "gpus": 1, "precision": "fp32", "losses": [5.0, 4.0]}
     one = {**exact, "precision": "bf16", "losses": [5.0, 4.01]}
     for value, ok in ((4.019, True), (3.981, True), (4.03, False)):

@@ -24,7 +24,7 @@ OPTIONS = DecodeOptions(
 )  # fmt: skip
 
 
-def recorder() -> Recorder:
+def recorder():
     return Recorder(600, lambda text: None, lambda: None)
 
 

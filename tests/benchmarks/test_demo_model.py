@@ -1,14 +1,12 @@
 """`benchmarks/demo_model.py`: from a run to a folder that the name `demo` stands for."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import trifocal
 from tests.children import load_script
-from tests.cli.test_commands import Capture, refused
+from tests.cli.test_commands import refused
 from trifocal.cli import main
 from trifocal.data.tokenizers import ByteTokenizer
 from trifocal.runlog.run import read_run
@@ -35,14 +33,14 @@ SMALL = {
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo") / "run"
     train(load_config("python", SMALL | {"run.directory": str(folder)}))
     return folder
 
 
 @pytest.fixture
-def folder(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(run, tmp_path, monkeypatch):
     """The model of the package, for one test."""
     folder = tmp_path / "package" / "demo_model"
     folder.mkdir(parents=True)
@@ -53,7 +51,7 @@ def folder(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_folder(run: Path, folder: Path) -> None:
+def test_the_folder(run, folder):
     """The weights in bf16, and a page with the command and the loss of the run; nothing else is left."""
     assert {path.name for path in folder.iterdir()} == {
         "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
@@ -72,7 +70,7 @@ def test_the_folder(run: Path, folder: Path) -> None:
     assert again == load_run(run)
 
 
-def test_the_name_stands_for_the_folder(folder: Path, capsys: Capture) -> None:
+def test_the_name_stands_for_the_folder(folder, capsys):
     """In Python, and in every command that reads a model."""
     assert isinstance(trifocal.load_tokenizer("demo"), ByteTokenizer)
     options = {"max_new_tokens": 5, "temperature": 0.0}
@@ -88,7 +86,7 @@ def test_the_name_stands_for_the_folder(folder: Path, capsys: Capture) -> None:
     assert main(["evaluate", "exported", *measured]) == 0
 
 
-def test_a_path_of_this_name_goes_first(run: Path, folder: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_path_of_this_name_goes_first(run, folder, tmp_path, capsys):
     (tmp_path / "demo").symlink_to(run)
     assert trifocal.load_model("demo").embedding.weight.dtype == torch.float32
     note = f"note: demo is {tmp_path / 'demo'}, not the model that comes with the package\n"

@@ -1,7 +1,6 @@
 """The figures that `benchmarks/kernels.py` reads from a trace."""
 
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,13 +15,13 @@ kernel_times = load_script("benchmarks/kernels.py")
 MS = 1_000_000
 
 
-def test_overlapping_kernels_count_once() -> None:
+def test_overlapping_kernels_count_once():
     kernels = [Kernel("b", 6 * MS, 8 * MS), Kernel("a", 0, 4 * MS), Kernel("c", 1 * MS, 2 * MS)]
     assert busy_share(kernels) == pytest.approx(6 / 8)
     assert busy_share([]) == 0.0
 
 
-def test_each_kernel_of_both_directions_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kernel_of_both_directions_is_a_row(monkeypatch):
     """On the CPU, where the profiler sees nothing, made-up kernels stand for the GPU's."""
     monkeypatch.setattr(kernel_times, "named_shapes", lambda _: [AttentionShape("tiny", 1, 96, 4, 2, 16, 16)])
     monkeypatch.setattr(kernel_times.KernelsOptions, "torch_device", torch.device("cuda"))
@@ -37,7 +36,7 @@ def test_each_kernel_of_both_directions_is_a_row(monkeypatch: pytest.MonkeyPatch
     )
     ran = []
 
-    def record(work: Callable[[], None], _: object) -> list[Kernel]:
+    def record(work, _):
         work()
         ran.append(work)
         return [Kernel("a", 0, 4 * MS), Kernel("b", 5 * MS, 6 * MS)]

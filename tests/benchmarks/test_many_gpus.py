@@ -3,9 +3,6 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from tests import warm
 from tests.children import load_script
@@ -14,12 +11,12 @@ many_gpus = load_script("benchmarks/many_gpus.py")
 SCRIPTS = {name: load_script(f"benchmarks/{name}.py") for name in ("context", "scale")}
 
 
-def results(folder: Path) -> dict[str, Any]:
+def results(folder):
     (file,) = folder.glob("many_gpus_*.json")
     return dict(json.loads(file.read_text()))
 
 
-def test_a_part_that_takes_too_long_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_takes_too_long_is_stopped(tmp_path, monkeypatch):
     """Two at the same time, and one after them: each has its own end, and sees its own GPU."""
     warm.take_the_place_of_subprocess(monkeypatch, many_gpus.__name__)
     sleeps = "import time; print('begun', flush=True); time.sleep(600)"
@@ -35,20 +32,20 @@ def test_a_part_that_takes_too_long_is_stopped(tmp_path: Path, monkeypatch: pyte
     assert done.summary() == {"name": "done", "status": "ok", "seconds": done.took}
 
 
-def test_every_part_is_a_command_of_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_part_is_a_command_of_its_script(tmp_path, monkeypatch):
     """The scripts' own arguments and results, without what they measure: eight GPUs; four can hold a long layer."""
     speeds = {1: 100.0, 8: 760.0}
 
-    def layer(size: int, options: Any) -> dict[str, Any]:
+    def layer(size, options):
         status = "ok" if options.tokens / size <= many_gpus.LONG / 4 else "left out: needs 81 GiB a GPU"
         head = {"part": "layer", "gpus": size, "tokens": options.tokens, "status": status}
         return head if status != "ok" else head | {"ms": options.tokens / size, "peak_gib": 1.0}
 
-    def measure(mode: str, size: int, seconds: float, options: Any) -> tuple[dict[str, Any], str]:
+    def measure(mode, size, seconds, options):
         assert seconds > 60 and options.set == ["data.streams=8"]
         return {"outcome": "ended", "step_ms": 1.0, "tokens_per_second": speeds[size]}, ""
 
-    def trained(size: int, steps: int, tokens: int, flags: Any, *others: Any) -> tuple[list[dict[str, Any]], str]:
+    def trained(size, steps, tokens, flags, *others):
         error = 0.0 if flags["train.precision"] == "fp32" else 0.01 * size
         return [{"loss": 5.0}] * (steps - 1) + [{"loss": 5.0 + error}], "ok"
 
@@ -56,7 +53,7 @@ def test_every_part_is_a_command_of_its_script(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(SCRIPTS["context"], "trained", trained)
     monkeypatch.setattr(SCRIPTS["scale"], "measure", measure)
 
-    def run(group: list[tuple[Any, list[str]]]) -> None:
+    def run(group):
         for number, (part, arguments) in enumerate(group):
             part.log.write_text("= 17 passed =\n")
             assert part.gpu == (visible[number] if part.name in many_gpus.ON_ONE else None)

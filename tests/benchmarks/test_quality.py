@@ -3,19 +3,16 @@
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
 from tests.children import load_script
 from trifocal.cli import main
-from trifocal.train import RunConfig, load_config
+from trifocal.train import load_config
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
+def script():
     return load_script("benchmarks/quality.py")
 
 
@@ -23,7 +20,7 @@ PARTS = ["production", "production_8192", "production_32768", "seeds", "long", "
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_trainings_of_a_part_differ_in_the_attention_alone(script: ModuleType, part: str, tmp_path: Path) -> None:
+def test_trainings_of_a_part_differ_in_the_attention_alone(script, part, tmp_path):
     found = script.trainings(part, tmp_path, [], [], {})
     assert len(found) == len(script.PARTS[part].seeds) * len(script.PARTS[part].variants)
     # The weights of a training on short rows are not there.
@@ -50,13 +47,13 @@ def test_trainings_of_a_part_differ_in_the_attention_alone(script: ModuleType, p
         assert config.train.steps == one.steps and config.checkpoint.interval_steps < config.train.steps
 
 
-def of_stage(training: Any) -> RunConfig:
+def of_stage(training):
     path, *flags = training.arguments(resume=False)
     return load_config(path, flags)
 
 
 @pytest.mark.parametrize("part", ["long", "needle", "production_32768"])
-def test_short_rows_train_the_same_model(script: ModuleType, part: str, tmp_path: Path) -> None:
+def test_short_rows_train_the_same_model(script, part, tmp_path):
     for one in script.trainings(part, tmp_path, [], [], {}):
         short, long = of_stage(one.short), of_stage(replace(one, short=None))
         assert short.train.sequence_length < long.train.sequence_length
@@ -64,7 +61,7 @@ def test_short_rows_train_the_same_model(script: ModuleType, part: str, tmp_path
         assert short.data.seed == long.data.seed
 
 
-def test_long_rows_start_from_another_part(script: ModuleType, tmp_path: Path) -> None:
+def test_long_rows_start_from_another_part(script, tmp_path):
     """Which is trained, evaluated and written down for itself; nothing of its text is in the long rows."""
     (one,) = script.trainings("production_32768", tmp_path, [5], ["mix"], {})
     (first,) = script.trainings("production_8192", tmp_path, [5], ["mix"], {})
@@ -83,11 +80,11 @@ TINY = {
 
 
 @pytest.fixture
-def commands(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def commands(script, monkeypatch):
     """The commands of the script, which run in this process."""
-    commands: list[list[str]] = []
+    commands = []
 
-    def run_here(pairs: Any, **settings: Any) -> list[int]:
+    def run_here(pairs, **settings):
         commands.extend(arguments for arguments, _ in pairs)
         for _, log in pairs:
             log.parent.mkdir(parents=True, exist_ok=True)
@@ -98,9 +95,7 @@ def commands(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[s
     return commands
 
 
-def test_a_part_trains_evaluates_and_writes_its_tables(
-    script: ModuleType, commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_trains_evaluates_and_writes_its_tables(script, commands, tmp_path, monkeypatch):
     part = script.PARTS["recall"]
     short = (("--only", "recall", "loss", "position", "--samples", "2", "--pairs", "2", "4"),)
     monkeypatch.setitem(script.PARTS, "recall", replace(part, evaluate=short))

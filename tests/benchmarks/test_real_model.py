@@ -1,9 +1,7 @@
 """`benchmarks/real_model.py` with a tiny model: every kind of row, and a second call that finds all done."""
 
 import json
-from pathlib import Path
 
-import pytest
 import torch
 
 from tests.children import load_script
@@ -20,7 +18,7 @@ BLOCKS = "compression-block-size=4 compression-stride=2 selection-block-size=8 n
 ROWS = ["dense", "n = 32", "text", "window"]
 
 
-def test_every_kind_of_row_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kind_of_row_is_made_once(tmp_path, monkeypatch):
     need = Need(name="", parameters=1, state_bytes=1, disk_bytes=1, step_seconds=0.1)
     monkeypatch.setattr(sparsify, "need_of", lambda name, config: need)
     monkeypatch.setattr(real_model, "_NEW_TOKENS", 2)
@@ -40,7 +38,7 @@ def test_every_kind_of_row_is_made_once(tmp_path: Path, monkeypatch: pytest.Monk
         assert row["ruler_700"] == 0
     assert 0 < rows[1]["recall_worst"] <= rows[1]["recall_best"] <= 1.01
 
-    def refuse(*words: str) -> int:
+    def refuse(*words):
         raise AssertionError(words)
 
     monkeypatch.setattr(real_model, "main", refuse)

@@ -1,7 +1,6 @@
 """The rows of `benchmarks/scale.py`, from the files of a run."""
 
 import argparse
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ scale = load_script("benchmarks/scale.py")
 OPTIONS = argparse.Namespace(device="cpu", gpus=[1], steps=100, tiny=True, set=["data.streams=4"])
 
 
-def test_the_figures_of_a_run_are_those_of_its_files(tmp_path: Path) -> None:
+def test_the_figures_of_a_run_are_those_of_its_files(tmp_path):
     train(make_config(tmp_path, "--evaluate.interval_steps", "0"))
     found = scale.figures(tmp_path / "run", 4 * 32)
     assert found["outcome"] == "ended" and found["steps"] == 6
@@ -22,7 +21,7 @@ def test_the_figures_of_a_run_are_those_of_its_files(tmp_path: Path) -> None:
     assert scale.figures(tmp_path / "none", 1) == {"outcome": "failed: no checkpoint"}
 
 
-def test_speeds_are_multiples_of_one_gpus() -> None:
+def test_speeds_are_multiples_of_one_gpus():
     one = {"gpus": 1, "step_ms": 1.0, "tokens_per_second": 10.0}
     rows = [one, {"gpus": 2, "step_ms": 1.0, "tokens_per_second": 19.0}, {"gpus": 2, "outcome": "failed"}]
     assert [found.get("times_one_gpu") for found in scale.compared(rows)] == [1.0, 1.9, None]

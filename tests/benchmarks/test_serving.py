@@ -1,9 +1,7 @@
 """`benchmarks/serving.py` on a CPU."""
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -25,7 +23,7 @@ OPTIONS = serving.ServingOptions(
 )  # fmt: skip
 
 
-def measure(monkeypatch: pytest.MonkeyPatch, *parts: str) -> list[dict[str, Any]]:
+def measure(monkeypatch, *parts):
     # Has tests of its own.
     monkeypatch.setattr(serving, "check_model_parity", lambda *args: None)
     recorder = Recorder(600, lambda text: None, lambda: None)
@@ -34,16 +32,16 @@ def measure(monkeypatch: pytest.MonkeyPatch, *parts: str) -> list[dict[str, Any]
     return recorder.rows
 
 
-def test_tokens_by_their_texts() -> None:
+def test_tokens_by_their_texts():
     assert [serving._token(text) for text in ("a", "\n", "token_id:200", "<|endoftext|>")] == [97, 10, 200, 256]
 
 
-def test_load_and_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_and_guesses(monkeypatch):
     """On a server in this process."""
     calls = []
 
     @contextmanager
-    def server(options: Any, path: str, *given: str) -> Iterator[tuple[str, int]]:
+    def server(options, path, *given):
         calls.append((path == "demo", *given))
         model = replace(MODEL, vocab_size=257)
         with in_process(DecoderLM(model), max_length=1024) as served:
@@ -60,7 +58,7 @@ def test_load_and_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert serving.speedups([load, *dense]) == [{"clients": 3, "dense_ratio": pytest.approx(2)}]
 
 
-def test_the_second_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_turn(monkeypatch):
     """On the command: 512 of 600 tokens are found again."""
     [turns] = measure(monkeypatch, "turns")
     assert turns["second_ratio"] == turns["second_turn_ms"] / turns["first_turn_ms"] < 1

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from trifocal.models import DecoderLM
 from trifocal.nn import Block, NSAttention
 from trifocal.nn import attention as nn_attention
 from trifocal.ops import DecodeBatch, compressed_attention, nsa_attention, select_blocks, window_attention
@@ -82,7 +81,7 @@ def copies_per_query(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, geometr
     return (torch.stack((o_cmp, o_slc, o_win), -2) * gates[..., None]).sum(-2)
 
 
-def with_attention(model: DecoderLM, function) -> DecoderLM:
+def with_attention(model, function):
     """Let the sparse layers of one model call another function; other models are left alone."""
     for layer in model.attention_layers():
         code = NSAttention.forward
@@ -105,7 +104,7 @@ def late_bound_residual(self, tokens, documents, choice_samples=None, local_toke
     return x
 
 
-def late_bound_checkpointing(model: DecoderLM) -> None:
+def late_bound_checkpointing(model):
     """The fault in one model."""
     model.set_activation_checkpointing(0, model.config.num_layers)
     model._last_residual = types.MethodType(late_bound_residual, model)

@@ -5,11 +5,11 @@ from trifocal.distributed import Parallel
 from trifocal.models import DecoderLM
 
 
-def late_bound_checkpointing(rank: int) -> None:
+def late_bound_checkpointing(rank):
     DecoderLM._last_residual = late_bound_residual
 
 
-def only_the_last_micro_batch(rank: int) -> None:
+def only_the_last_micro_batch(rank):
     """Under sharding, the gradients of the earlier micro-batches are lost."""
     healthy = Parallel.micro_batch
 

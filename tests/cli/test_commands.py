@@ -31,7 +31,7 @@ ENVIRONMENT = environment()
 Capture = pytest.CaptureFixture[str]
 
 
-def refused(capsys: Capture, *arguments: str) -> str:
+def refused(capsys, *arguments):
     """Run a command that must refuse: exit status 2, one line on standard error, no traceback."""
     capsys.readouterr()
     assert main(arguments) == 2
@@ -41,7 +41,7 @@ def refused(capsys: Capture, *arguments: str) -> str:
     return output.err
 
 
-def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+def test_a_closed_pipe_is_no_error(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
     # Names in the working directory, such as a folder named wandb, are no packages, as for the command `trifocal`.
@@ -53,21 +53,21 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     """A finished tiny run."""
     folder = tmp_path_factory.mktemp("trained")
     assert main(["train", str(write_config(folder))]) == 0
     return folder / "run"
 
 
-def test_no_folder_for_temporary_files_is_said_in_a_line(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_folder_for_temporary_files_is_said_in_a_line(capsys, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
     for command in ("train", "watch", "doctor"):
         assert "no folder for temporary files can be written; free space in /tmp" in refused(capsys, command)
 
 
-def test_help_and_version(capsys: Capture) -> None:
+def test_help_and_version(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in COMMANDS)
@@ -76,12 +76,12 @@ def test_help_and_version(capsys: Capture) -> None:
     assert capsys.readouterr().out.endswith(f"trifocal {__version__}\n")
 
 
-def test_help_does_not_wait_for_pytorch() -> None:
+def test_help_does_not_wait_for_pytorch():
     code = "import sys, trifocal.cli as c; c.main(['--help']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, timeout=60).returncode == 0
 
 
-def test_a_run_from_start_to_page(tmp_path: Path, capsys: Capture) -> None:
+def test_a_run_from_start_to_page(tmp_path, capsys):
     config = write_config(tmp_path)
     directory = tmp_path / "other"
     flags = ["--run.directory", str(directory), "--log.sample_interval_steps", "6", "--log.sample_tokens", "5"]
@@ -119,9 +119,7 @@ BAD_TRAIN = [
 
 
 @pytest.mark.parametrize(("arguments", "expected"), BAD_TRAIN, ids=lambda value: str(value)[:60])
-def test_train_refuses_bad_input(
-    tmp_path: Path, run: Path, capsys: Capture, arguments: list[str], expected: str
-) -> None:
+def test_train_refuses_bad_input(tmp_path, run, capsys, arguments, expected):
     places = {"CONFIG": write_config(tmp_path), "RUN": run, "LATIN": tmp_path / "a.txt"}
     places["LATIN"].write_bytes("naïve café ".encode("latin-1") * 40)
     filled = []
@@ -159,11 +157,11 @@ def test_train_refuses_bad_input(
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_other_commands_refuse_bad_input(run: Path, capsys: Capture, arguments: list[str], expected: str) -> None:
+def test_other_commands_refuse_bad_input(run, capsys, arguments, expected):
     assert expected in refused(capsys, *(str(run) if argument == "RUN" else argument for argument in arguments))
 
 
-def test_generate_without_a_checkpoint_or_with_a_damaged_one(run: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_generate_without_a_checkpoint_or_with_a_damaged_one(run, tmp_path, capsys):
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "weights")
@@ -192,20 +190,18 @@ def test_generate_without_a_checkpoint_or_with_a_damaged_one(run: Path, tmp_path
     assert "is not valid TOML" in refused(capsys, "generate", str(copy), "--prompt", "x")
 
 
-def test_a_full_disk_is_one_line(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
+def test_a_full_disk_is_one_line(tmp_path, capsys, monkeypatch):
+    def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "run" / "env.json"))
 
     monkeypatch.setattr(run_logger, "write_environment", full)
     assert "No space left on device" in refused(capsys, "train", str(write_config(tmp_path)))
 
 
-def test_a_run_that_goes_wrong_is_one_line_and_status_1(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def explode(step: int, arguments: dict[str, object]) -> None:
+def test_a_run_that_goes_wrong_is_one_line_and_status_1(tmp_path, capsys, monkeypatch):
+    def explode(step, arguments):
         if step == 3:
-            next(arguments["loss_function"].parameters()).data.fill_(float("inf"))  # type: ignore[attr-defined]
+            next(arguments["loss_function"].parameters()).data.fill_(float("inf"))
 
     before_step(monkeypatch, explode)
     assert main(["train", str(write_config(tmp_path))]) == 1
@@ -213,7 +209,7 @@ def test_a_run_that_goes_wrong_is_one_line_and_status_1(
     assert re.fullmatch(r"trifocal: step 3: loss nan is not finite; first parameter [^\n]+\n", error)
 
 
-def test_a_folder_of_a_sweep_gets_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_a_sweep_gets_its_number(tmp_path, monkeypatch):
     config = RunConfig(run=RunSection(directory=str(tmp_path / "demo-{n}")))
     for number in (1, 2, 3):
         directory = Path(numbered(config).run.directory)
@@ -224,13 +220,13 @@ def test_a_folder_of_a_sweep_gets_its_number(tmp_path: Path, monkeypatch: pytest
         numbered(config)
 
 
-def test_a_real_process_stops_saves_and_continues(tmp_path: Path, capsys: Capture) -> None:
+def test_a_real_process_stops_saves_and_continues(tmp_path, capsys):
     write_documents(tmp_path / "text")
     text = TOML.format(directory="run", text="text").replace("steps = 6", "steps = 900", 1)
     (tmp_path / "tiny.toml").write_text(text)
     command = [sys.executable, "-m", "trifocal", "train", "tiny.toml"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, **pipes)  # type: ignore[call-overload]
+    process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, **pipes)
     run = tmp_path / "run"
     wait_for(lambda: process.poll() is not None or '"step":3,' in metrics_of(run), 120)
     process.send_signal(signal.SIGTERM)
@@ -238,7 +234,7 @@ def test_a_real_process_stops_saves_and_continues(tmp_path: Path, capsys: Captur
     out, err = process.communicate()
     assert process.returncode == 0, err
     assert "continue with:\n  trifocal train --resume run" in out
-    stopped = int(re.search(r"stopped at step (\d+)", out)[1])  # type: ignore[index]
+    stopped = int(re.search(r"stopped at step (\d+)", out)[1])
     assert (run / "checkpoints" / f"step_{stopped:08d}" / "manifest.json").exists()
 
     config = (run / "config.toml").read_text().replace('"text:text"', f'"text:{tmp_path / "text"}"')
@@ -248,12 +244,12 @@ def test_a_real_process_stops_saves_and_continues(tmp_path: Path, capsys: Captur
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl", "train")] == list(range(1, stopped + 3))
 
 
-def metrics_of(run: Path) -> str:
+def metrics_of(run):
     path = run / "metrics.jsonl"
     return path.read_text() if path.exists() else ""
 
 
-def test_a_second_signal_ends_a_real_process(tmp_path: Path) -> None:
+def test_a_second_signal_ends_a_real_process(tmp_path):
     """The step that is under way never ends."""
     code = """
 import sys, time
@@ -287,11 +283,9 @@ raise SystemExit(main(["train", sys.argv[2]]))
 
 
 @pytest.mark.parametrize("command", ["check", "doctor"])
-def test_a_file_that_cannot_be_written_is_refused_before_any_work(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(command, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
-    worked: list[str] = []
+    worked = []
     monkeypatch.setattr("trifocal.checks.run", lambda **_: worked.append("check"))
     monkeypatch.setattr("trifocal.cli.doctor.examine", lambda *_, **__: worked.append("doctor"))
     assert main([command, "--json", str(tmp_path / "file" / "x.json")]) == 2
@@ -300,7 +294,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(
     assert worked == []
 
 
-def test_a_disk_that_fills_up_leaves_no_file(tmp_path: Path, capsys: Capture) -> None:
+def test_a_disk_that_fills_up_leaves_no_file(tmp_path, capsys):
     new = tmp_path / "check.json"
     arguments = ("check", "--device", "cpu", "--only", "unknown-flags", "--json")
     assert "cannot write /dev/full: No space left" in refused(capsys, *arguments, "/dev/full")

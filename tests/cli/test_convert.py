@@ -6,13 +6,12 @@ import json
 import os
 import shutil
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.cli.test_commands import Capture, refused
+from tests.cli.test_commands import refused
 from tests.data.test_tokenizers import tokenizer_file
 from tests.train.tiny import write_config, write_documents
 from trifocal import load_model
@@ -34,7 +33,7 @@ TRAIN += ["--train.micro-batch-size", "2", "--evaluate.interval-steps", "0", "--
 
 
 @pytest.fixture(scope="module")
-def dense_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dense_run(tmp_path_factory):
     """A finished tiny run of a dense model."""
     folder = tmp_path_factory.mktemp("dense")
     assert main(["train", str(write_config(folder)), "--model.attention", "dense", "--train.steps", "2"]) == 0
@@ -42,9 +41,7 @@ def dense_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("tokenizer_file", ["ByteLevel"], indirect=True)
-def test_a_model_of_hugging_face_becomes_sparse_and_trains_on(
-    tmp_path: Path, tokenizer_file: Path, capsys: Capture
-) -> None:
+def test_a_model_of_hugging_face_becomes_sparse_and_trains_on(tmp_path, tokenizer_file, capsys):
     transformers = pytest.importorskip("transformers")
     folder, out = tmp_path / "theirs", tmp_path / "new" / "ours"
     config = transformers.LlamaConfig(
@@ -89,7 +86,7 @@ def test_a_model_of_hugging_face_becomes_sparse_and_trains_on(
         assert json.loads((place / "tokenizer_config.json").read_text())["model_max_length"] == 64
 
 
-def test_an_index_is_taught_with_the_model_frozen(tmp_path: Path, capsys: Capture) -> None:
+def test_an_index_is_taught_with_the_model_frozen(tmp_path, capsys):
     dense, out, run = tmp_path / "dense", tmp_path / "out", tmp_path / "index"
     # An index can do what its attention does, which is far from uniform.
     config = small_config(attention="dense", vocab_size=257, num_heads=2, num_layers=4, unrotated_layers=(0, 1, 3))
@@ -122,9 +119,7 @@ def test_an_index_is_taught_with_the_model_frozen(tmp_path: Path, capsys: Captur
 
 
 @pytest.mark.parametrize("part", ["", "weights"])
-def test_a_dense_run_of_ours_becomes_sparse(
-    dense_run: Path, tmp_path: Path, part: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dense_run_of_ours_becomes_sparse(dense_run, tmp_path, part, capsys, monkeypatch):
     out = tmp_path / "out"
     # An empty folder may be there, also with the shell in it.
     out.mkdir()
@@ -151,7 +146,7 @@ def test_a_dense_run_of_ours_becomes_sparse(
     assert "'nsa' already" in refused(capsys, "convert", str(out), str(tmp_path / "twice"), "--to", "selected")
 
 
-def test_bad_input_is_one_line_and_leaves_nothing(dense_run: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_bad_input_is_one_line_and_leaves_nothing(dense_run, tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
@@ -176,17 +171,15 @@ def test_bad_input_is_one_line_and_leaves_nothing(dense_run: Path, tmp_path: Pat
     assert "dangling: File exists" in refused(capsys, "export", str(dense_run), str(tmp_path / "dangling"))
 
 
-def test_what_ends_early_leaves_what_others_wrote(
-    dense_run: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ends_early_leaves_what_others_wrote(dense_run, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     out, note = Path("out"), Path("out/note.txt")
 
-    def interrupt(*_: Any, **__: Any) -> None:
+    def interrupt(*_, **__):
         note.write_text("mine")
         raise KeyboardInterrupt
 
-    def fail(path: Path, target: Path) -> None:
+    def fail(path, target):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path), None, str(target))
 
     for command in (["convert", str(dense_run), "out", "--to", "nsa"], ["export", str(dense_run), "out"]):
@@ -206,7 +199,7 @@ def test_what_ends_early_leaves_what_others_wrote(
         shutil.rmtree(out)
 
 
-def test_weights_and_tokenizers_are_checked_before_anything_is_written(tmp_path: Path, capsys: Capture) -> None:
+def test_weights_and_tokenizers_are_checked_before_anything_is_written(tmp_path, capsys):
     model = make_model(small_config(attention="dense"), torch.device("cpu"))
     source, out = tmp_path / "source", tmp_path / "out"
     save_weights(model, source)
@@ -234,15 +227,13 @@ def test_weights_and_tokenizers_are_checked_before_anything_is_written(tmp_path:
 
 
 @pytest.fixture
-def gguf() -> ModuleType:
+def gguf():
     """The module that needs transformers."""
     pytest.importorskip("transformers")
     return importlib.import_module("trifocal.hf.gguf")
 
 
-def test_a_gguf_is_named_or_lies_in_a_folder(
-    gguf: Any, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gguf_is_named_or_lies_in_a_folder(gguf, tmp_path, capsys, monkeypatch):
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"no GGUF")
     out = str(tmp_path / "out")
@@ -262,9 +253,7 @@ def test_a_gguf_is_named_or_lies_in_a_folder(
 
 
 @pytest.mark.parametrize("tokenizer_file", ["ByteLevel"], indirect=True)
-def test_the_weights_of_a_gguf_are_a_folder_like_any_other(
-    gguf: Any, tmp_path: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_weights_of_a_gguf_are_a_folder_like_any_other(gguf, tmp_path, tokenizer_file, monkeypatch):
     """What transformers reads is written; its own writer refuses weights that were quantised once."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

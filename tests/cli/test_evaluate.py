@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.cli.test_commands import Capture, refused, run
+from tests.cli.test_commands import refused, run
 from tests.train.tiny import make_config
 from trifocal.cli import main
 from trifocal.evaluation import measure
@@ -19,13 +19,13 @@ from trifocal.train import load_config, train
 __all__ = ["run"]
 
 
-def evaluated(capsys: Capture, *arguments: str) -> str:
+def evaluated(capsys, *arguments):
     capsys.readouterr()
     assert main(["evaluate", *arguments]) == 0
     return capsys.readouterr().out
 
 
-def test_a_run_of_text_has_loss_positions_and_needles(run: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_run_of_text_has_loss_positions_and_needles(run, tmp_path, capsys):
     short = ("--samples", "2", "--depths", "2", "--lengths", "20,80")
     text = evaluated(capsys, str(run), *short)
     assert 'recall is left out: data.source "text:' in text and "has no keys and values to recall" in text
@@ -58,7 +58,7 @@ def test_a_run_of_text_has_loss_positions_and_needles(run: Path, tmp_path: Path,
     assert not (tmp_path / "run" / "evaluation").exists()
 
 
-def test_a_run_of_a_task_is_measured_by_it(tmp_path: Path, capsys: Capture) -> None:
+def test_a_run_of_a_task_is_measured_by_it(tmp_path, capsys):
     flags = ("--train.steps", "1", "--log.telemetry_interval_steps", "0")
     train(make_config(tmp_path, "--data.source", "recall:4", *flags))
     text = evaluated(capsys, str(tmp_path / "run"), "--samples", "2", "--depths", "2")
@@ -75,12 +75,10 @@ def test_a_run_of_a_task_is_measured_by_it(tmp_path: Path, capsys: Capture) -> N
     assert [row["samples"] for row in after if row["task"] == "recall"] == [2, 2, 1]
 
 
-def test_what_was_measured_is_kept_when_the_rest_is_interrupted(
-    run: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_measured_is_kept_when_the_rest_is_interrupted(run, tmp_path, capsys, monkeypatch):
     copy = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation"))
 
-    def interrupted(*_: object) -> None:
+    def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(measure, "measure_needles", interrupted)
@@ -90,7 +88,7 @@ def test_what_was_measured_is_kept_when_the_rest_is_interrupted(
     assert {row["task"] for row in rows} == {"loss", "position", "choice", "choice_distance"}
 
 
-def test_weights_without_a_run_need_to_be_told_the_data(run: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_weights_without_a_run_need_to_be_told_the_data(run, tmp_path, capsys):
     weights = str(shutil.copytree(run / "weights", tmp_path / "weights"))
     assert "the data of its training are not known; name some with --source" in refused(capsys, "evaluate", weights)
     source = ("--source", "synthetic")
@@ -114,9 +112,7 @@ def test_weights_without_a_run_need_to_be_told_the_data(run: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("beside_run", [False, True])
-def test_the_type_of_the_weights_is_that_of_the_products(
-    run: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, beside_run: bool
-) -> None:
+def test_the_type_of_the_weights_is_that_of_the_products(run, tmp_path, capsys, monkeypatch, beside_run):
     """What is recorded is what computed, also of weights in bf16 beside a run in fp32."""
     folder = shutil.copytree(run / "weights", tmp_path / "run" / "weights")
     if beside_run:
@@ -124,7 +120,7 @@ def test_the_type_of_the_weights_is_that_of_the_products(
             shutil.copy(run / name, tmp_path / "run" / name)
     linear, seen = torch.nn.functional.linear, set[torch.dtype]()
 
-    def noted(*inputs: torch.Tensor) -> torch.Tensor:
+    def noted(*inputs):
         out = linear(*inputs)
         seen.add(out.dtype)
         return out
@@ -150,11 +146,11 @@ def test_the_type_of_the_weights_is_that_of_the_products(
         (("--source", "recall:400"), "400 pairs need"),
     ],
 )
-def test_bad_input_is_refused(run: Path, capsys: Capture, arguments: tuple[str, ...], message: str) -> None:
+def test_bad_input_is_refused(run, capsys, arguments, message):
     assert message in refused(capsys, "evaluate", str(run), *arguments)
 
 
-def test_a_folder_without_a_run_and_broken_weights_are_refused(run: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_folder_without_a_run_and_broken_weights_are_refused(run, tmp_path, capsys):
     assert "no run" in refused(capsys, "evaluate", str(tmp_path / "nothing"))
     assert "missing argument: RUN_DIR" in refused(capsys, "evaluate")
     weights = shutil.copytree(run / "weights", tmp_path / "weights")

@@ -8,7 +8,6 @@ import pty
 import shutil
 import sys
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ import torch
 import trifocal
 from tests.chat_data import write_tokenizer
 from tests.children import environment
-from tests.cli.test_commands import Capture, refused, run
+from tests.cli.test_commands import refused, run
 from tests.data.test_tokenizers import TEXT, tokenizer_file
 from trifocal import load_model
 from trifocal.cli import main
@@ -33,15 +32,13 @@ ENVIRONMENT = environment(PYTHONWARNINGS="ignore")
 OPTIONS = ["--prompt", "the dog", "--max-new-tokens", "12", "--stop-at-document-end", "false", "--temperature", "0"]
 
 
-def generated(capsys: Capture, *arguments: str) -> str:
+def generated(capsys, *arguments):
     capsys.readouterr()
     assert main(["generate", *arguments]) == 0
     return capsys.readouterr().out
 
 
-def test_a_run_a_checkpoint_and_weights_give_the_same(
-    run: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_a_checkpoint_and_weights_give_the_same(run, tmp_path, capsys, monkeypatch):
     newest = run / "checkpoints" / "step_00000006"
     text = generated(capsys, str(run), *OPTIONS)
     assert generated(capsys, str(newest), *OPTIONS) == text
@@ -66,8 +63,8 @@ def test_a_run_a_checkpoint_and_weights_give_the_same(
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_prompt_is_read_from_standard_input(run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    def with_input(content: bytes) -> list[str]:
+def test_the_prompt_is_read_from_standard_input(run, capsys, monkeypatch):
+    def with_input(content):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
         return ["generate", str(run), "--prompt", "-", "--max-new-tokens", "3"]
 
@@ -77,7 +74,7 @@ def test_the_prompt_is_read_from_standard_input(run: Path, capsys: Capture, monk
     assert "standard input is empty" in refused(capsys, *with_input(b""))
 
 
-def test_a_message_of_a_chat_is_answered(tmp_path: Path, capsys: Capture) -> None:
+def test_a_message_of_a_chat_is_answered(tmp_path, capsys):
     tokenizer = make_tokenizer(str(write_tokenizer(tmp_path / "from")))
     decoder = make_model(small_config(vocab_size=tokenizer.vocab_size), torch.device("cpu"))
     export_folder(decoder, tokenizer, tmp_path / "model")
@@ -90,7 +87,7 @@ def test_a_message_of_a_chat_is_answered(tmp_path: Path, capsys: Capture) -> Non
     assert "neither may be empty" in refused(capsys, "generate", "demo", "--prompt", "")
 
 
-def test_prompts_may_be_longer_than_training(run: Path, capsys: Capture) -> None:
+def test_prompts_may_be_longer_than_training(run, capsys):
     assert main(["generate", str(run), "--prompt", "x" * 50, "--max-new-tokens", "10"]) == 0
     output = capsys.readouterr()
     assert output.out.startswith("x" * 50)
@@ -99,13 +96,13 @@ def test_prompts_may_be_longer_than_training(run: Path, capsys: Capture) -> None
     )
 
 
-def test_text_is_written_while_it_is_made(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_written_while_it_is_made(run, monkeypatch):
     written, seen = io.StringIO(), []
     original = CachedModel.step
 
-    def watched(*arguments: object) -> object:
+    def watched(*arguments):
         seen.append(written.getvalue())
-        return original(*arguments)  # type: ignore[arg-type]
+        return original(*arguments)
 
     monkeypatch.setattr(CachedModel, "step", watched)
     monkeypatch.setattr(sys, "stdout", written)
@@ -123,7 +120,7 @@ def test_text_is_written_while_it_is_made(run: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("kind", ["bytes", "file"])
-def test_streamed_text_is_that_of_all_tokens(kind: str, tokenizer_file: Path) -> None:
+def test_streamed_text_is_that_of_all_tokens(kind, tokenizer_file):
     tokenizer = make_tokenizer("bytes" if kind == "bytes" else str(tokenizer_file))
     text = tokenizer.encode(TEXT).tolist()
     cases = [text, [*text, tokenizer.separator, tokenizer.separator]]
@@ -140,13 +137,13 @@ def test_streamed_text_is_that_of_all_tokens(kind: str, tokenizer_file: Path) ->
         assert sum(map(bool, parts)) > len(parts) / 3
 
 
-def test_without_a_standard_output_nothing_fails(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_standard_output_nothing_fails(run, monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["generate", str(run), "--prompt", "x", "--max-new-tokens", "1"]) == 0
     sys.stdout.close()
 
 
-def test_a_terminal_gets_no_control_characters(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_no_control_characters(run, monkeypatch):
     parent, child = pty.openpty()
     prompt = "a\x1b[2J\x07b"
     with os.fdopen(child, "w") as terminal, monkeypatch.context() as patch:
@@ -159,7 +156,7 @@ def test_a_terminal_gets_no_control_characters(run: Path, monkeypatch: pytest.Mo
     assert printable("turned \u061c\u200e\u202e\u2066") == "turned "
 
 
-def test_what_cannot_be_read_is_one_line(run: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_what_cannot_be_read_is_one_line(run, tmp_path, capsys):
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     manifest = copy / "checkpoints" / "step_00000006" / "manifest.json"
@@ -173,7 +170,7 @@ def test_what_cannot_be_read_is_one_line(run: Path, tmp_path: Path, capsys: Capt
     assert refused(capsys, "generate", str(tmp_path), "--prompt", "x").startswith("trifocal: there is no run at")
 
 
-def test_python_gives_the_text_of_the_command(run: Path, capsys: Capture) -> None:
+def test_python_gives_the_text_of_the_command(run, capsys):
     sampled = {"max_new_tokens": 12, "temperature": 0.7, "top_k": 9, "seed": 3, "stop_at_document_end": False}
     flags = [text for name, value in sampled.items() for text in (f"--{name.replace('_', '-')}", str(value).lower())]
     text = generated(capsys, str(run), "--prompt", "the dog", *flags, "--device", "cpu")
@@ -184,14 +181,14 @@ def test_python_gives_the_text_of_the_command(run: Path, capsys: Capture) -> Non
     with pytest.raises(UserError, match="temperature must be at least 0, got -1"):
         trifocal.generate(str(run), "x", temperature=-1)
     with pytest.raises(UserError, match="seed must be an integer, got None"):
-        trifocal.generate(str(run), "x", seed=None)  # type: ignore[arg-type]
+        trifocal.generate(str(run), "x", seed=None)
 
     for folder in (run, run / "checkpoints" / "step_00000006", str(run / "weights")):
         assert trifocal.load_tokenizer(folder).name == "bytes"
         assert isinstance(trifocal.load_model(folder), trifocal.DecoderLM)
 
 
-def test_log_probabilities_follow_the_text(run: Path, capsys: Capture) -> None:
+def test_log_probabilities_follow_the_text(run, capsys):
     text = generated(capsys, str(run), *OPTIONS)
     lines = generated(capsys, str(run), *OPTIONS, "--logprobs").removeprefix(text).splitlines()
     assert len(lines) == 12
@@ -201,14 +198,14 @@ def test_log_probabilities_follow_the_text(run: Path, capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("stop", [True, False])
-def test_the_document_end_stops_where_asked_for(stop: bool) -> None:
+def test_the_document_end_stops_where_asked_for(stop):
     tokenizer = make_tokenizer("bytes")
-    loaded = LoadedModel(Path(), cast(CachedModel, None), tokenizer, [[1, 2]])
+    loaded = LoadedModel(Path(), None, tokenizer, [[1, 2]])
     request = loaded.request(GenerateArguments(path="", prompt="x", stop_at_document_end=stop), 0, "")
     assert request.stop_tokens == (tokenizer.ends if stop else ())
 
 
-def test_text_ends_before_a_stop_string(run: Path, capsys: Capture) -> None:
+def test_text_ends_before_a_stop_string(run, capsys):
     text = generated(capsys, str(run), *OPTIONS).removeprefix("the dog")
     stop = text[4:6]
     stopped = generated(capsys, str(run), *OPTIONS, "--stop", "never", stop)

@@ -3,14 +3,12 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.cli.test_commands import Capture, refused, run
+from tests.cli.test_commands import refused, run
 from tests.cli.test_generate import generated
 from trifocal.cli import generate_file as command
 from trifocal.cli import main
@@ -23,23 +21,21 @@ PROMPTS = ["the dog", "☃ jumps over\n", "x", "seven lazy wizards jump", "quick
 FLAGS = ("--max-new-tokens", "9", "--stop-at-document-end", "false", "--device", "cpu")
 
 
-def write(path: Path, lines: Sequence[dict[str, Any]]) -> Path:
+def write(path, lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture
-def prompts(tmp_path: Path) -> Path:
+def prompts(tmp_path):
     return write(tmp_path / "prompts.jsonl", [{"prompt": prompt, "id": i} for i, prompt in enumerate(PROMPTS)])
 
 
-def test_a_line_has_the_index_of_its_prompt(
-    run: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_a_line_has_the_index_of_its_prompt(run, prompts, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "_INTERVAL_SECONDS", 0.0)
     output = tmp_path / "made" / "out.jsonl"
     arguments = ["generate", str(run), "--prompts", str(prompts), "--output", str(output), *FLAGS, "--logprobs"]
@@ -61,9 +57,7 @@ def test_a_line_has_the_index_of_its_prompt(
     assert output.read_bytes() == before
 
 
-def test_prompts_share_their_beginnings(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_prompts_share_their_beginnings(run, tmp_path, monkeypatch, capsys):
     """A chunk of 256 tokens goes through the model once, and no text changes."""
     texts = ["x" * 256 + end for end in ("one", "two", "three")]
     prompts = write(tmp_path / "prompts.jsonl", [{"prompt": text} for text in texts])
@@ -81,9 +75,7 @@ def test_prompts_share_their_beginnings(
 
 
 @pytest.mark.parametrize(("samples", "cut"), [(1, 20), (2, 3)])
-def test_an_interrupted_output_is_continued(
-    run: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, samples: int, cut: int
-) -> None:
+def test_an_interrupted_output_is_continued(run, prompts, tmp_path, monkeypatch, capsys, samples, cut):
     output, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
     # Equal prompts, and keys in front of the prompt.
     write(prompts, [{"id": i, "index": "mine", "prompt": PROMPTS[max(i, 1)]} for i in range(5)])
@@ -104,12 +96,10 @@ def test_an_interrupted_output_is_continued(
     assert len(submitted) == 5 - there
 
 
-def test_broken_logits_end_a_line_and_the_command_says_so(
-    run: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_broken_logits_end_a_line_and_the_command_says_so(run, prompts, tmp_path, monkeypatch, capsys):
     healthy = CachedModel.prefill_chunk
 
-    def prefill(self: CachedModel, sequence: Any, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+    def prefill(self, sequence, tokens, **options):
         logits = healthy(self, sequence, tokens, **options)
         return logits * torch.nan if len(tokens) == 1 else logits
 
@@ -132,14 +122,14 @@ def test_broken_logits_end_a_line_and_the_command_says_so(
     ],
     ids=range(4),
 )
-def test_a_broken_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
+def test_a_broken_line_is_named(tmp_path, line, message):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_bytes(b'{"prompt": "a"}\n' + line + b'\n{"prompt": "b"}\n')
     with pytest.raises(UserError, match=re.escape(message)):
         read_prompts(prompts)
 
 
-def test_other_files_are_not_touched(run: Path, prompts: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_other_files_are_not_touched(run, prompts, tmp_path, capsys):
     output = tmp_path / "out.jsonl"
     arguments = ("generate", str(run), "--prompts", str(prompts), "--output", str(output), *FLAGS)
     whole = b'{"index": 0, "prompt": "the dog"}\n'
@@ -165,13 +155,13 @@ def test_other_files_are_not_touched(run: Path, prompts: Path, tmp_path: Path, c
     assert prompts.read_bytes() == before
 
 
-def test_a_full_disk_is_named() -> None:
+def test_a_full_disk_is_named():
     message = "cannot write out.jsonl: No space left on device; --append continues it"
     with open("/dev/full", "wb", buffering=0) as full, pytest.raises(UserError, match=message):  # noqa: PTH123
         write_line(full, Path("out.jsonl"), {"index": 0})
 
 
-def test_files_of_other_systems_are_read(tmp_path: Path) -> None:
+def test_files_of_other_systems_are_read(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_bytes('\ufeff{"prompt": "a ☃"}\r\n{"prompt": "b"}\r\n'.encode())
     assert [line.prompt for line in read_prompts(path)] == ["a ☃", "b"]
@@ -181,7 +171,7 @@ def test_files_of_other_systems_are_read(tmp_path: Path) -> None:
             read_prompts(path)
 
 
-def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
+def test_a_text_file_has_a_prompt_a_line(tmp_path):
     path = tmp_path / "prompts.TXT"
     path.write_bytes('\ufeffa ☃ \r\n\n{"prompt": 1}\u2028b\n \n'.encode())
     assert [(line.prompt, line.name) for line in read_prompts(path)] == [
@@ -194,7 +184,7 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
             read_prompts(path)
 
 
-def test_lines_that_are_there_are_read_and_a_torn_one_is_cut_off(tmp_path: Path) -> None:
+def test_lines_that_are_there_are_read_and_a_torn_one_is_cut_off(tmp_path):
     prompts = read_prompts(write(tmp_path / "prompts.jsonl", [{"prompt": "a"}] * 3))
     output = write(tmp_path / "out", [{"index": 2, "prompt": "a", "sample": 1}, {"index": 0, "prompt": "a"}])
     whole = output.read_bytes()

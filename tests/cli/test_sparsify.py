@@ -3,13 +3,11 @@
 import errno
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.cli.test_commands import Capture, refused
+from tests.cli.test_commands import refused
 from tests.train.tiny import write_documents
 from trifocal import load_model, load_tokenizer
 from trifocal.cli import main, sparsify
@@ -19,7 +17,6 @@ from trifocal.models import save_weights
 from trifocal.runlog import read_metrics
 from trifocal.runlog.run import read_evaluation
 from trifocal.testing.small_models import make_model, small_config
-from trifocal.train import RunConfig
 from trifocal.train.run_folder import load_run
 
 BLOCKS = ["--geometry.compression-block-size", "4", "--geometry.compression-stride", "2"]
@@ -29,7 +26,7 @@ SHORT += ["--validation-fraction", "0.3", "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dense(tmp_path_factory):
     """A dense model of bytes."""
     folder = tmp_path_factory.mktemp("dense") / "dense"
     config = small_config(attention="dense", vocab_size=257, num_heads=2)
@@ -39,13 +36,13 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
+def planned(monkeypatch):
     """The configurations whose needs were asked for; none is measured."""
-    asked: list[RunConfig] = []
+    asked = []
 
-    def need_of(name: str, config: RunConfig) -> Need:
+    def need_of(name, config):
         asked.append(config)
-        need: dict[str, Any] = {"name": name, "parameters": 10, "state_bytes": 160, "disk_bytes": 120, "device": "CPU"}
+        need = {"name": name, "parameters": 10, "state_bytes": 160, "disk_bytes": 120, "device": "CPU"}
         if config.train.micro_batch_size > 1:
             remedies = ("--train.micro_batch_size 1", "--train.sequence_length 32")
             return Need(**need, problem="the memory does not suffice: 1 GiB", remedies=remedies)
@@ -55,20 +52,18 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     return asked
 
 
-def arguments(dense: Path, folder: Path, *more: str) -> list[str]:
+def arguments(dense, folder, *more):
     text = write_documents(folder / "text")
     return [str(dense), str(folder / "out"), "--data", f"text:{text}", *BLOCKS, *SHORT, *more]
 
 
-def test_a_dense_model_becomes_a_sparse_one_that_was_measured(
-    dense: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, planned: list[RunConfig]
-) -> None:
+def test_a_dense_model_becomes_a_sparse_one_that_was_measured(dense, tmp_path, capsys, monkeypatch, planned):
     words, out = arguments(dense, tmp_path, "--keep-dense", "1"), tmp_path / "out"
     monkeypatch.setattr(sparsify, "_LEG", 2)
     # It ends in the middle, as a full disk would end it; what was done stays.
     train = sparsify._Work._train
 
-    def full(self: Any, folder: Path, *rest: Any) -> None:
+    def full(self, folder, *rest):
         if folder.name == "trained":
             raise OSError(errno.ENOSPC, "No space left on device", str(folder))
         train(self, folder, *rest)
@@ -117,21 +112,21 @@ def test_a_dense_model_becomes_a_sparse_one_that_was_measured(
     assert capsys.readouterr().out.count(": done before, in ") == 7
 
 
-def test_trainings_of_several_processes_are_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainings_of_several_processes_are_launched(tmp_path, monkeypatch):
     """The other commands are not; a status that is not 0 ends all."""
-    launched: list[list[str]] = []
+    launched = []
 
     class Launched:
-        def __init__(self, words: list[str]) -> None:
+        def __init__(self, words):
             launched.append(words)
 
-        def __enter__(self) -> "Launched":
+        def __enter__(self):
             return self
 
-        def __exit__(self, *_: object) -> None:
+        def __exit__(self, *_):
             pass
 
-        def wait(self) -> int:
+        def wait(self):
             return len(launched) - 1
 
     monkeypatch.setattr(sparsify.subprocess, "Popen", Launched)
@@ -145,7 +140,7 @@ def test_trainings_of_several_processes_are_launched(tmp_path: Path, monkeypatch
     assert ended.value.args == (1,)
 
 
-def test_recall_that_stands_still_ends_the_teaching(tmp_path: Path) -> None:
+def test_recall_that_stands_still_ends_the_teaching(tmp_path):
     rows = [{"kind": "train", "step": step, "unix_time_seconds": 0, "choice_recall": [None, min(0.9, step / 100)]}
             for step in range(2, 121, 2)]  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -166,9 +161,7 @@ def test_recall_that_stands_still_ends_the_teaching(tmp_path: Path) -> None:
         (("--to", "dense"), "--to must be one of 'selected', 'mix', 'nsa', got 'dense'"),
     ],
 )
-def test_bad_input_is_one_line(
-    dense: Path, tmp_path: Path, capsys: Capture, more: tuple[str, ...], message: str
-) -> None:
+def test_bad_input_is_one_line(dense, tmp_path, capsys, more, message):
     words = arguments(dense, tmp_path)
     for flag in more[::2]:
         if flag in words:
@@ -177,7 +170,7 @@ def test_bad_input_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_source_that_is_no_model_is_one_line(dense: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_source_that_is_no_model_is_one_line(dense, tmp_path, capsys):
     words = arguments(tmp_path / "nothing", tmp_path)
     assert "no such folder; a model of the hub is downloaded first" in refused(capsys, "sparsify", *words)
     bare = shutil.copytree(dense, tmp_path / "bare")

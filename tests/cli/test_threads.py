@@ -1,7 +1,6 @@
 """The number of threads that a command computes with follows the load, unless the user or the run fixes it."""
 
 import itertools
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,14 +10,14 @@ from trifocal.cli.threads import VARIABLES, Load, Threads, free_cores
 
 
 @pytest.fixture
-def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+def cores(monkeypatch):
     """A machine with some cores, on which nobody has set a number of threads."""
     before = torch.get_num_threads()
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(module, "core_quota", lambda: float("inf"))
 
-    def make(count: int) -> None:
+    def make(count):
         monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: set(range(count)))
         torch.set_num_threads(count)
 
@@ -26,7 +25,7 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-def following(*others: float) -> tuple[Threads, list[str]]:
+def following(*others):
     """Threads that look at loads of other programs, in cores, one a second, and the sentences of all looks."""
     own = iter(range(len(others) + 2))
     busy = itertools.accumulate(others, lambda work, other: work + other + 1, initial=0.0)
@@ -36,8 +35,8 @@ def following(*others: float) -> tuple[Threads, list[str]]:
     return threads, [threads.look() for _ in others]
 
 
-def test_free_cores() -> None:
-    def free(others: float, cores: int = 2, quota: float = float("inf")) -> int:
+def test_free_cores():
+    def free(others, cores=2, quota=float("inf")):
         return free_cores(Load(10.0, 100.0, 50.0), Load(12.0, 100.0 + 2 * others + 3.0, 53.0), cores, quota)
 
     assert [free(others) for others in (0.0, 0.4, 0.6, 1.0, 2.0, 3.0)] == [2, 2, 1, 1, 1, 1]
@@ -47,7 +46,7 @@ def test_free_cores() -> None:
     assert [free(10.0, cores=64, quota=quota) for quota in (2.0, 0.5, 100.0)] == [2, 1, 54]
 
 
-def test_a_busy_program_leaves_one_of_two_threads_until_it_ends(cores: Callable[[int], None]) -> None:
+def test_a_busy_program_leaves_one_of_two_threads_until_it_ends(cores):
     cores(2)
     _, sentences = following(0.1, 0.9)
     assert torch.get_num_threads() == 1
@@ -69,7 +68,7 @@ def test_a_busy_program_leaves_one_of_two_threads_until_it_ends(cores: Callable[
     assert [bool(sentence) for sentence in sentences] == [True, *[False] * 6]
 
 
-def test_looks_are_a_second_apart(cores: Callable[[int], None]) -> None:
+def test_looks_are_a_second_apart(cores):
     cores(2)
     now = Load(module.time.monotonic(), 0.0, 0.0)
     reads = iter([now])
@@ -80,9 +79,7 @@ def test_looks_are_a_second_apart(cores: Callable[[int], None]) -> None:
 
 
 @pytest.mark.parametrize("why", [*VARIABLES, "fixed", "one thread", "no readings"])
-def test_what_somebody_set_is_not_touched(
-    why: str, cores: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_somebody_set_is_not_touched(why, cores, monkeypatch):
     cores(1 if why == "one thread" else 2)
     if why in VARIABLES:
         monkeypatch.setenv(why, "2")

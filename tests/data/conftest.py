@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from tests.data.server import FaultyServer
 WORDS = ["gate", "lens", "block", "far", "near", "ümlaut", "☃", "key", "value", "query", "head", "\n"]
 
 
-def make_texts(count: int, seed: int = 0, longest: int = 60) -> list[str]:
+def make_texts(count, seed=0, longest=60):
     """Distinct texts of very different lengths, with characters of more than one byte."""
     random = np.random.default_rng(seed)
     lengths = random.integers(0, longest, count)
@@ -22,12 +20,12 @@ def make_texts(count: int, seed: int = 0, longest: int = 60) -> list[str]:
 
 
 @pytest.fixture
-def texts() -> Callable[..., list[str]]:
+def texts():
     return make_texts
 
 
 @pytest.fixture(autouse=True)
-def _no_threads_left() -> Iterator[None]:
+def _no_threads_left():
     before = set(threading.enumerate())
     yield
     # tqdm, which datasets uses, keeps its own thread for the whole process.
@@ -35,11 +33,11 @@ def _no_threads_left() -> Iterator[None]:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., FaultyServer]]:
+def serve():
     """Starts a server of files given by name; closed after the test."""
-    servers: list[FaultyServer] = []
+    servers = []
 
-    def start(files: dict[str, bytes], kind: type[FaultyServer] = FaultyServer) -> FaultyServer:
+    def start(files, kind=FaultyServer):
         servers.append(kind(files))
         return servers[-1]
 
@@ -49,12 +47,12 @@ def serve() -> Iterator[Callable[..., FaultyServer]]:
 
 
 @pytest.fixture
-def write_parquet(tmp_path: Path) -> Callable[..., Path]:
+def write_parquet(tmp_path):
     """Writes texts as a parquet file with small row groups."""
     pyarrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet as parquet
 
-    def write(name: str, texts: list[str | None], *, field: str = "text", rows: int = 16) -> Path:
+    def write(name, texts, *, field="text", rows=16):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         table = pyarrow.table({"id": list(range(len(texts))), field: pyarrow.array(texts, pyarrow.string())})

@@ -13,20 +13,20 @@ class FaultyServer:
     A fault is a status code, `cut` (half of the bytes, then the connection ends) or `drop` (ends without a word).
     """
 
-    def __init__(self, files: dict[str, bytes]) -> None:
+    def __init__(self, files):
         self.files = files
-        self.faults: dict[int, int | str] = {}
-        self.requests: list[str] = []
-        self.authorizations: list[str | None] = []
-        self.redirects: dict[str, str] = {}
+        self.faults = {}
+        self.requests = []
+        self.authorizations = []
+        self.redirects = {}
         self._lock = threading.Lock()
         owner = self
 
         class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *_: object) -> None:
+            def log_message(self, *_):
                 """Quiet."""
 
-            def do_GET(self) -> None:
+            def do_GET(self):
                 owner.answer(self)
 
             do_HEAD = do_GET
@@ -40,7 +40,7 @@ class FaultyServer:
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
         self._thread.start()
 
-    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+    def answer(self, handler):
         with self._lock:
             number = len(self.requests)
             self.requests.append(handler.path)
@@ -75,7 +75,7 @@ class FaultyServer:
         handler.end_headers()
         handler.wfile.write(part[: len(part) // 2] if fault == "cut" else part)
 
-    def close(self) -> None:
+    def close(self):
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

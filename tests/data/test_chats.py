@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ pytest.importorskip("transformers")
 from tests.chat_data import MARKED, PLAIN, make_chats, write_tokenizer
 from tests.data import loaders
 from tests.data.loaders import same, take
-from trifocal.data import Loader, Tokenizer, make_tokenizer
+from trifocal.data import make_tokenizer
 from trifocal.data.sources.chats import BadChat, read_chat
 from trifocal.data.tokenizers import ByteTokenizer
 from trifocal.errors import UserError
@@ -26,26 +24,24 @@ CHATS = make_chats(60)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def tokenizer(tmp_path_factory):
     return make_tokenizer(str(write_tokenizer(tmp_path_factory.mktemp("tokenizer"))))
 
 
 @pytest.fixture(scope="module")
-def lines(tmp_path_factory: pytest.TempPathFactory) -> str:
+def lines(tmp_path_factory):
     """The chats in four files of JSON lines."""
     return f"jsonl:{write_lines(tmp_path_factory.mktemp('lines'))}#messages"
 
 
-def write_lines(folder: Path, chats: list[Any] = CHATS) -> Path:
+def write_lines(folder, chats=CHATS):
     for part in range(4):
         text = "".join(json.dumps({"messages": chat}) + "\n" for chat in chats[part::4])
         (folder / f"{part}.jsonl").write_text(text)
     return folder
 
 
-def open_loader(
-    source: str | tuple[str, ...], tokenizer: Tokenizer, *, length: int = LENGTH, **settings: Any
-) -> Loader:
+def open_loader(source, tokenizer, *, length=LENGTH, **settings):
     settings = {"shuffle_sequences": 4, "shuffle_documents": 8, "vocab_size": tokenizer.vocab_size} | settings
     return loaders.open_loader(source, length, 2, tokenizer=tokenizer, **settings)
 
@@ -55,9 +51,7 @@ SPACED = MARKED.replace("assistant\n", "assistant ").replace("<|im_end|>", "\n")
 
 
 @pytest.mark.parametrize(("template", "merges"), [(MARKED, ()), (SPACED, (("Ġ", "Ã"), ("Ċ", "Ċ")))])
-def test_tokens_and_answers_are_those_of_transformers(
-    tmp_path: Path, template: str, merges: tuple[tuple[str, str], ...]
-) -> None:
+def test_tokens_and_answers_are_those_of_transformers(tmp_path, template, merges):
     from transformers import AutoTokenizer
 
     folder = write_tokenizer(tmp_path, template, merges)
@@ -72,7 +66,7 @@ def test_tokens_and_answers_are_those_of_transformers(
         assert 0 < answers.sum() < len(answers)
 
 
-def test_threads_share_a_template(tokenizer: Tokenizer) -> None:
+def test_threads_share_a_template(tokenizer):
     """The loaders of training and of validation do."""
     expected = [tokenizer.encode_chat(chat).answers.tolist() for chat in CHATS]
     interval = sys.getswitchinterval()
@@ -85,7 +79,7 @@ def test_threads_share_a_template(tokenizer: Tokenizer) -> None:
     assert found == expected * 10
 
 
-def test_answers_of_a_template_without_marks(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_answers_of_a_template_without_marks(tmp_path, tokenizer):
     plain = make_tokenizer(str(write_tokenizer(tmp_path, PLAIN)))
     for chat in CHATS[:8]:
         tokens, answers = plain.encode_chat(chat)
@@ -95,7 +89,7 @@ def test_answers_of_a_template_without_marks(tmp_path: Path, tokenizer: Tokenize
         assert plain.decode(tokens[answers]) == said
 
 
-def test_a_template_that_writes_answers_anew_is_refused(tmp_path: Path) -> None:
+def test_a_template_that_writes_answers_anew_is_refused(tmp_path):
     again = PLAIN.replace("message.content + '<|im_end|>'", "('?' if loop.last else '') + message.content")
     tokenizer = make_tokenizer(str(write_tokenizer(tmp_path, again)))
     one, two = (next(chat for chat in CHATS if len(chat) == length) for length in (2, 4))
@@ -104,7 +98,7 @@ def test_a_template_that_writes_answers_anew_is_refused(tmp_path: Path) -> None:
         tokenizer.encode_chat(two)
 
 
-def test_tokenizers_without_a_template(tmp_path: Path) -> None:
+def test_tokenizers_without_a_template(tmp_path):
     advice = r"has no chat template; set data\.tokenizer to a folder that has one, such as the model's own"
     with pytest.raises(UserError, match=f"tokenizer bytes {advice}"):
         ByteTokenizer().encode_chat(CHATS[0])
@@ -116,7 +110,7 @@ def test_tokenizers_without_a_template(tmp_path: Path) -> None:
         tokenizer.encode_prompt(CHATS[0])
 
 
-def test_the_prompt_of_an_answer_is_that_of_transformers(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_the_prompt_of_an_answer_is_that_of_transformers(tokenizer, tmp_path):
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path))
@@ -127,7 +121,7 @@ def test_the_prompt_of_an_answer_is_that_of_transformers(tokenizer: Tokenizer, t
         ByteTokenizer().encode_prompt(CHATS[0])
 
 
-def test_rows_hold_whole_chats_and_learn_their_answers(lines: str, tokenizer: Tokenizer) -> None:
+def test_rows_hold_whole_chats_and_learn_their_answers(lines, tokenizer):
     """Each document of a row is a chat from its first token on, and each answer is learned once an epoch."""
     chats = {f"{part}.jsonl:{i + 1}": chat for part in range(4) for i, chat in enumerate(CHATS[part::4])}
     seen = dict.fromkeys(chats, 0)
@@ -156,7 +150,7 @@ def test_rows_hold_whole_chats_and_learn_their_answers(lines: str, tokenizer: To
     assert sum(tokenizer.count_bytes(batch.targets[batch.targets >= 0].numpy()) for batch in batches) == answer_bytes
 
 
-def test_a_resume_repeats_the_uninterrupted_run(lines: str, tokenizer: Tokenizer) -> None:
+def test_a_resume_repeats_the_uninterrupted_run(lines, tokenizer):
     with open_loader(lines, tokenizer) as loader:
         whole, states = [], []
         for _ in range(30):
@@ -169,7 +163,7 @@ def test_a_resume_repeats_the_uninterrupted_run(lines: str, tokenizer: Tokenizer
             assert all(map(same, take(loader, min(3, 30 - at)), whole[at:]))
 
 
-def test_chats_keep_their_targets_beside_texts(tmp_path: Path, lines: str, tokenizer: Tokenizer) -> None:
+def test_chats_keep_their_targets_beside_texts(tmp_path, lines, tokenizer):
     (tmp_path / "a.txt").write_text("plain text " * 2000)
     with open_loader((f"text:{tmp_path}/a.txt", lines), tokenizer, weights=(2, 1)) as loader:
         batches = take(loader, 9)
@@ -185,7 +179,7 @@ def test_chats_keep_their_targets_beside_texts(tmp_path: Path, lines: str, token
         assert all(map(torch.equal, found, expected))
 
 
-def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, lines: str, tokenizer: Tokenizer) -> None:
+def test_every_kind_of_file_gives_the_same_rows(tmp_path, lines, tokenizer):
     """Parquet gives every message the keys of all, with nulls."""
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
@@ -210,7 +204,7 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, lines: str, toke
             assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
 
 
-def test_long_chats_are_cut_and_those_without_an_answer_left_out(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_long_chats_are_cut_and_those_without_an_answer_left_out(tmp_path, tokenizer):
     ask, answer = ({"role": role, "content": "x" * 20} for role in ("user", "assistant"))
     long_answer, late_answer = {"role": "assistant", "content": "y" * 100}, {"role": "user", "content": "x" * 100}
     chats = [[ask, answer], [ask, long_answer], [late_answer, answer], [ask, {"role": "assistant", "content": "z"}]]
@@ -239,17 +233,17 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("messages", "reason"), BROKEN)
-def test_broken_chats(messages: Any, reason: str) -> None:
+def test_broken_chats(messages, reason):
     with pytest.raises(BadChat, match=reason):
         read_chat(messages)
 
 
-def test_a_call_of_a_tool_needs_no_content_and_nulls_are_left_out() -> None:
+def test_a_call_of_a_tool_needs_no_content_and_nulls_are_left_out():
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "id": None}]}
     assert read_chat([{**QUESTION, "name": None}, call])[1] == {"role": "assistant", "tool_calls": [{"name": "f"}]}
 
 
-def test_broken_chats_stop_the_run_or_are_counted(tmp_path: Path) -> None:
+def test_broken_chats_stop_the_run_or_are_counted(tmp_path):
     """By the record's check, and by the template's."""
     strict = "{% if messages[0].role == 'tool' %}{{ raise_exception('no tool first') }}{% endif %}" + MARKED
     tokenizer = make_tokenizer(str(write_tokenizer(tmp_path / "tokenizer", strict)))

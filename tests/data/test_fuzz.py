@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from pathlib import Path
 
 import pytest
 
@@ -15,11 +14,11 @@ from trifocal.errors import UserError
 TRIES = 60
 
 
-def texts() -> list[str]:
+def texts():
     return [f"{number} gate lens ☃ " * (number % 7) for number in range(60)]
 
 
-def write(path: Path) -> None:
+def write(path):
     if ".parquet" in path.name:
         pyarrow = pytest.importorskip("pyarrow")
         parquet = pytest.importorskip("pyarrow.parquet")
@@ -31,7 +30,7 @@ def write(path: Path) -> None:
     path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
 
 
-def damage(content: bytes, generator: random.Random) -> bytes:
+def damage(content, generator):
     """Bits flipped (in the tail most often: the footer of parquet), bytes left out, doubled, overwritten or odd."""
     broken = bytearray(content)
     kind = generator.choice(["flip", "flip", "tail", "tail", "cut", "double", "zeros", "insert"])
@@ -54,7 +53,7 @@ def damage(content: bytes, generator: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["a.text", "a.text.gz", "a.jsonl", "a.jsonl.gz", "a.parquet"])
-def test_damaged_files_give_batches_or_one_line(tmp_path: Path, name: str) -> None:
+def test_damaged_files_give_batches_or_one_line(tmp_path, name):
     path, kind = tmp_path / name, name.split(".")[1]
     write(path)
     content = path.read_bytes()

@@ -7,12 +7,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from types import SimpleNamespace
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -21,7 +18,7 @@ from tests.data.loaders import open_loader
 from tests.data.server import FaultyServer
 from trifocal.data import DataConfig
 from trifocal.data.prefetch import Activity
-from trifocal.data.sources.base import BadDocuments, Source
+from trifocal.data.sources.base import BadDocuments
 from trifocal.data.sources.hub import open_dataset
 from trifocal.errors import UserError
 
@@ -53,24 +50,24 @@ FILES = (
 
 
 @pytest.fixture
-def repository(write_parquet: Callable[..., Path], texts: Callable[..., list[str]], tmp_path: Path) -> Path:
+def repository(write_parquet, texts, tmp_path):
     for number, name in enumerate(FILES):
         write_parquet(f"repository/{name}", texts(60, seed=number))
     (tmp_path / "repository" / "README.md").write_text(CARD)
     return tmp_path / "repository"
 
 
-def open_source(source: str = "fineweb-edu", *, reads: str = "train", **settings: Any) -> Source:
+def open_source(source="fineweb-edu", *, reads="train", **settings):
     config = DataConfig(source=source, **settings)
     return open_dataset(config, reads, Activity(), BadDocuments())[0]
 
 
-def first_batches(config: DataConfig) -> list[list[list[int]]]:
+def first_batches(config):
     with open_loader(config, 128, 4) as loader:
         return [next(loader).tokens.tolist() for _ in range(20)]
 
 
-def test_a_local_copy_of_the_repository(repository: Path) -> None:
+def test_a_local_copy_of_the_repository(repository):
     source = open_source(f"hf:{repository}:sample-10BT")
     assert source.shards == ["sample/10BT/000.parquet", "sample/10BT/001.parquet"]
     assert open_source(f"hf:{repository}:sample-10BT", split="held").shards == ["sample/held/0.parquet"]
@@ -79,13 +76,13 @@ def test_a_local_copy_of_the_repository(repository: Path) -> None:
     assert len({source.fingerprint, default.fingerprint}) == 2
 
 
-def test_a_folder_of_its_files_gives_the_same_rows(repository: Path) -> None:
+def test_a_folder_of_its_files_gives_the_same_rows(repository):
     config = DataConfig(source=f"hf:{repository}:sample-10BT", shuffle_sequences=8)
     folder = DataConfig(source=f"fineweb-edu:{repository}/sample/10BT", shuffle_sequences=8)
     assert first_batches(config) == first_batches(folder)
 
 
-def test_a_split_for_validation(repository: Path) -> None:
+def test_a_split_for_validation(repository):
     """The one named validation, or another by name; without one, a share of the documents."""
     source = f"hf:{repository}:sample-10BT"
     share = open_source(source, reads="validation")
@@ -104,7 +101,7 @@ def test_a_split_for_validation(repository: Path) -> None:
         open_source(source)
 
 
-def test_a_run_keeps_its_split_for_validation(repository: Path) -> None:
+def test_a_run_keeps_its_split_for_validation(repository):
     """Without it, a share of what was trained on would be held out."""
     source = f"hf:{repository}:sample-10BT"
     with open_loader(source, validation_split="held") as loader:
@@ -113,7 +110,7 @@ def test_a_run_keeps_its_split_for_validation(repository: Path) -> None:
         loader.load_state_dict(state)
 
 
-def test_unknown_names(repository: Path, tmp_path: Path) -> None:
+def test_unknown_names(repository, tmp_path):
     with pytest.raises(UserError, match=r"cannot be opened: BuilderConfig 'sample-10B' not found\. Available: .*-10BT"):
         open_source(f"hf:{repository}:sample-10B")
     for key in ("split", "validation_split"):
@@ -131,16 +128,16 @@ def test_unknown_names(repository: Path, tmp_path: Path) -> None:
         open_source(f"hf:{tmp_path / 'nowhere'}")
 
 
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r"^data\.source hf:a/b needs an extra: pip install 'trifocal\[data\]'$"):
         open_source("hf:a/b")
 
 
-def test_a_run_keeps_the_commit_that_it_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_keeps_the_commit_that_it_began_with(monkeypatch):
     commits = {"main": "a" * 40}
 
-    def builder(repository: str, *, name: str, revision: str) -> SimpleNamespace:
+    def builder(repository, *, name, revision):
         file = f"hf://datasets/{repository}@{commits.get(revision, revision)}/sample/10BT/000.parquet"
         return SimpleNamespace(config=SimpleNamespace(data_files={"train": [file]}))
 
@@ -167,7 +164,7 @@ class StandInHub(FaultyServer):
 
     sizes: dict[str, int]
 
-    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+    def answer(self, handler):
         path = unquote(urlsplit(handler.path).path)
         resolve = re.fullmatch(rf"/datasets/{NAME}/resolve/(main|{REVISION})/(.+)", path)
         if resolve is not None and resolve[2].endswith(".parquet"):
@@ -184,7 +181,7 @@ class StandInHub(FaultyServer):
         else:
             self._reply(handler, None, {})
 
-    def _list(self, folder: str, *, recursive: bool) -> list[dict[str, object]]:
+    def _list(self, folder, *, recursive):
         names = set(FILES)
         for name in FILES:
             names |= {str(parent) for parent in PurePosixPath(name).parents}
@@ -203,7 +200,7 @@ class StandInHub(FaultyServer):
             for path in chosen
         ]
 
-    def _reply(self, handler: BaseHTTPRequestHandler, body: bytes | None, headers: dict[str, str]) -> None:
+    def _reply(self, handler, body, headers):
         handler.send_response(404 if body is None else 200)
         if body is None:
             headers = headers | {"X-Error-Code": "EntryNotFound"}
@@ -231,9 +228,7 @@ with Loader(loader.config, **sizes) as again:
 """
 
 
-def test_a_hub_that_lists_redirects_refuses_and_breaks_off(
-    repository: Path, serve: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_hub_that_lists_redirects_refuses_and_breaks_off(repository, serve, tmp_path):
     """The whole way as it is online, `datasets` and all, with a server of this test for the hub's address."""
     prefix = f"datasets/{NAME}/resolve/{REVISION}"
     store = serve({name: (repository / name).read_bytes() for name in FILES})

@@ -8,16 +8,13 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.data import loaders
 from tests.data.loaders import same, take
-from trifocal.data import Batch, DataConfig, Loader, make_tokenizer, merge_states, prefetch
+from trifocal.data import DataConfig, Loader, make_tokenizer, merge_states, prefetch
 from trifocal.data.prefetch import Activity
 from trifocal.data.reader import make_source
 from trifocal.data.sources.base import BadDocuments
@@ -32,7 +29,7 @@ DEFAULTS = {"shuffle_documents": 8, "shuffle_sequences": 20, "validation_fractio
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> str:
+def source(tmp_path_factory):
     """Three files of documents; an epoch is about 6,000 tokens."""
     folder = tmp_path_factory.mktemp("lines")
     for file in range(3):
@@ -41,19 +38,19 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"jsonl:{folder}"
 
 
-def open_loader(source: str, *, length: int = 48, batch_size: int = 2, **settings) -> Loader:
+def open_loader(source, *, length=48, batch_size=2, **settings):
     return loaders.open_loader(source, length, batch_size, **DEFAULTS | settings)
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(source: str) -> list[Batch]:
+def uninterrupted(source):
     with open_loader(source) as loader:
         batches = take(loader, 150)
     assert batches[-1].epoch >= 1
     return batches
 
 
-def test_a_running_loader_can_be_set_back(source: str, uninterrupted: list[Batch]) -> None:
+def test_a_running_loader_can_be_set_back(source, uninterrupted):
     with open_loader(source) as loader:
         start = loader.state_dict()
         take(loader, 9)
@@ -64,7 +61,7 @@ def test_a_running_loader_can_be_set_back(source: str, uninterrupted: list[Batch
 @pytest.mark.parametrize(
     ("kind", "world_size", "streams"), [("lines", 2, 1), ("lines", 4, 3), ("lines", 4, 4), ("synthetic", 4, 1)]
 )
-def test_processes_share_what_one_would_see(source: str, kind: str, world_size: int, streams: int) -> None:
+def test_processes_share_what_one_would_see(source, kind, world_size, streams):
     """With 4 streams each process reads its own, with 1 and 3 those of others too: the rows are the same."""
     name = source if kind == "lines" else "synthetic"
     with open_loader(name, batch_size=2 * world_size, streams=streams) as loader:
@@ -91,7 +88,7 @@ def test_processes_share_what_one_would_see(source: str, kind: str, world_size: 
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_processes_that_share_rows_get_their_chunks(source: str, uninterrupted: list[Batch], batch_size: int) -> None:
+def test_processes_that_share_rows_get_their_chunks(source, uninterrupted, batch_size):
     """Rows laid end to end are cut; a row of several begins a document. The position is that of one process."""
     shards = [ContextShard(rank, 2, list) for rank in range(2)]
     with open_loader(source, batch_size=batch_size) as loader:
@@ -113,11 +110,11 @@ def test_processes_that_share_rows_get_their_chunks(source: str, uninterrupted: 
             assert loader.state_dict() == position
 
 
-def test_a_process_opens_only_the_files_of_its_own_streams(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[int] = []
+def test_a_process_opens_only_the_files_of_its_own_streams(source, monkeypatch):
+    opened = []
     healthy = JsonlSource.read
 
-    def read(self: JsonlSource, shard: int, cursor: tuple[int, ...] | None) -> Iterator[Any]:
+    def read(self, shard, cursor):
         opened.append(shard)
         return healthy(self, shard, cursor)
 
@@ -133,9 +130,9 @@ def test_a_process_opens_only_the_files_of_its_own_streams(source: str, monkeypa
 
 
 @pytest.mark.parametrize("streams", [1, 3, 7])
-def test_streams_share_out_every_document(source: str, streams: int) -> None:
+def test_streams_share_out_every_document(source, streams):
     """In each of its epochs a stream has its part: together they have all, each once."""
-    names: Counter[str] = Counter()
+    names = Counter()
     opened, _ = make_source(DataConfig(source=source), Activity(), "train", BadDocuments())
     for part in range(streams):
         documents = DocumentStream(
@@ -150,7 +147,7 @@ def test_streams_share_out_every_document(source: str, streams: int) -> None:
     assert len(names) == 111 - sum(in_validation(text, 0.1) for text in TEXTS)
 
 
-def test_one_process_of_several_streams_cannot_continue_without_the_others(source: str) -> None:
+def test_one_process_of_several_streams_cannot_continue_without_the_others(source):
     with open_loader(source, streams=4, rank=0, world_size=2) as loader:
         next(loader)
         state = loader.state_dict()
@@ -158,7 +155,7 @@ def test_one_process_of_several_streams_cannot_continue_without_the_others(sourc
         loader.load_state_dict(state)
 
 
-def test_synthetic_tokens_are_drawn_alike_and_predict_the_next() -> None:
+def test_synthetic_tokens_are_drawn_alike_and_predict_the_next():
     with open_loader("synthetic", length=512) as loader:
         batches = take(loader, 6)
     assert torch.equal(batches[0].tokens[:, 1:], batches[0].targets[:, :-1])
@@ -167,7 +164,7 @@ def test_synthetic_tokens_are_drawn_alike_and_predict_the_next() -> None:
     assert len(counts) == 257 and abs(counts - 6144 / 257).max() < 6 * (6144 / 257) ** 0.5
 
 
-def test_other_data_settings_refuse_the_state(source: str) -> None:
+def test_other_data_settings_refuse_the_state(source):
     with open_loader(source) as loader:
         state = loader.state_dict()
     for key, value in {"seed": 1, "shuffle_sequences": 21, "length": 64, "validation_fraction": 0.2}.items():
@@ -181,7 +178,7 @@ def test_other_data_settings_refuse_the_state(source: str) -> None:
         loader.load_state_dict(state)
 
 
-def test_other_files_refuse_the_state(tmp_path: Path) -> None:
+def test_other_files_refuse_the_state(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("some text " * 50)
     with open_loader(f"text:{path}", validation_fraction=0.0) as loader:
@@ -194,11 +191,11 @@ def test_other_files_refuse_the_state(tmp_path: Path) -> None:
             loader.load_state_dict(state | {"version": 2})
 
 
-def test_work_ahead_is_bounded(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_ahead_is_bounded(source, monkeypatch):
     made, depth = [], 3
     original = Loader._produce
 
-    def counted(self: Loader):
+    def counted(self):
         made.append(None)
         return original(self)
 
@@ -214,12 +211,12 @@ def test_work_ahead_is_bounded(source: str, monkeypatch: pytest.MonkeyPatch) -> 
             assert taken + depth <= len(made) <= taken + depth + 1
 
 
-def broken_read(self: JsonlSource, shard: int, cursor: object) -> Iterator[object]:
+def broken_read(self, shard, cursor):
     raise ZeroDivisionError("a bug in a source")
     yield
 
 
-def test_an_error_in_the_thread_reaches_the_consumer(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_thread_reaches_the_consumer(source, monkeypatch):
     monkeypatch.setattr(JsonlSource, "read", broken_read)
     with open_loader(source) as loader:
         for _ in range(2):
@@ -230,7 +227,7 @@ def test_an_error_in_the_thread_reaches_the_consumer(source: str, monkeypatch: p
             assert traceback.extract_tb(cause.__traceback__)[-1].name == "broken_read"
 
 
-def test_good_batches_before_a_bad_line_are_given_and_the_error_keeps_its_kind(tmp_path: Path) -> None:
+def test_good_batches_before_a_bad_line_are_given_and_the_error_keeps_its_kind(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "%s"}\nbroken\n' % ("x" * 95))
     with open_loader(f"jsonl:{path}", validation_fraction=0.0, shuffle_documents=1, shuffle_sequences=1) as loader:
@@ -243,22 +240,22 @@ def test_good_batches_before_a_bad_line_are_given_and_the_error_keeps_its_kind(t
 class Blocked:
     """Reading that hangs until it is let go."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.release = threading.Event()
         original = JsonlSource.read
 
-        def read(source: JsonlSource, shard: int, cursor: object) -> Iterator[object]:
+        def read(source, shard, cursor):
             self.release.wait(20)
             yield from original(source, shard, cursor)
 
         monkeypatch.setattr(JsonlSource, "read", read)
 
 
-def test_a_stall_is_reported_while_it_lasts_and_then_passes(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stall_is_reported_while_it_lasts_and_then_passes(source, monkeypatch):
     blocked = Blocked(monkeypatch)
-    reports: list[tuple[float, str]] = []
+    reports = []
 
-    def on_stall(age: float, activity: str) -> None:
+    def on_stall(age, activity):
         reports.append((age, activity))
         if len(reports) == 3:
             blocked.release.set()
@@ -273,11 +270,11 @@ def test_a_stall_is_reported_while_it_lasts_and_then_passes(source: str, monkeyp
     assert loader.latency()[1] >= 0.15
 
 
-def test_the_activity_is_that_of_the_work_at_hand() -> None:
+def test_the_activity_is_that_of_the_work_at_hand():
     """Reading, not the wait for the trainer before it."""
     activity, seen = Activity(), []
 
-    def produce() -> int:
+    def produce():
         seen.append(activity.text)
         activity.text = f"reading {len(seen)}"
         return len(seen)
@@ -288,9 +285,7 @@ def test_the_activity_is_that_of_the_work_at_hand() -> None:
     assert seen[:3] == ["starting", "reading 1", "reading 2"]
 
 
-def test_a_stall_past_the_limit_is_an_error(
-    source: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stall_past_the_limit_is_an_error(source, monkeypatch, caplog):
     blocked = Blocked(monkeypatch)
     monkeypatch.setattr(prefetch, "STALL_SECONDS", 0.05)
     monkeypatch.setattr(prefetch, "STALL_LIMIT_SECONDS", 0.2)
@@ -301,7 +296,7 @@ def test_a_stall_past_the_limit_is_an_error(
     assert "data stall: no batch for" in caplog.text
 
 
-def test_a_wait_can_be_interrupted_and_loses_nothing(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_can_be_interrupted_and_loses_nothing(source, monkeypatch):
     with open_loader(source) as loader:
         expected = next(loader)
     blocked = Blocked(monkeypatch)
@@ -315,7 +310,7 @@ def test_a_wait_can_be_interrupted_and_loses_nothing(source: str, monkeypatch: p
         assert same(next(loader), expected)
 
 
-def test_closing_ends_the_thread_and_the_loader(source: str) -> None:
+def test_closing_ends_the_thread_and_the_loader(source):
     before = threading.active_count()
     loader = open_loader(source)
     next(loader)
@@ -328,7 +323,7 @@ def test_closing_ends_the_thread_and_the_loader(source: str) -> None:
         next(loader)
 
 
-def test_each_epoch_has_all_documents_in_another_order(tmp_path: Path) -> None:
+def test_each_epoch_has_all_documents_in_another_order(tmp_path):
     """A single file in a single block: neither shards nor blocks move."""
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
@@ -337,7 +332,7 @@ def test_each_epoch_has_all_documents_in_another_order(tmp_path: Path) -> None:
         opened, TOKENIZER, longest_chat=1, validation=True, validation_fraction=0.5, seed=3,
         block_documents=1000, activity=Activity(),
     )  # fmt: skip
-    orders: dict[int, list[str]] = {}
+    orders = {}
     for document in documents.read(Position()):
         if document.position.epoch == 4:
             break

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import random
 import tomllib
-from collections.abc import Sequence
 from fractions import Fraction
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.data.loaders import open_loader, same, take
-from trifocal.data import Batch, DataConfig, Loader, make_tokenizer, merge_states, read_validation
+from trifocal.data import DataConfig, make_tokenizer, merge_states, read_validation
 from trifocal.data.mix import SourceDraw, next_source
 from trifocal.errors import UserError
 from trifocal.fields import from_table
@@ -22,13 +19,13 @@ from trifocal.train import RunConfig
 from trifocal.train.config.load import override
 from trifocal.train.config.toml import to_toml
 
-SETTINGS: dict[str, Any] = {"shuffle_documents": 8, "shuffle_sequences": 5, "validation_fraction": 0.2}
+SETTINGS = {"shuffle_documents": 8, "shuffle_sequences": 5, "validation_fraction": 0.2}
 LENGTH = 24
 WEIGHTS = (3.0, 1.0, 0.5)
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+def sources(tmp_path_factory):
     """Three files of JSON lines, whose documents have the letter of their source. An epoch of b is a few rows."""
     folder = tmp_path_factory.mktemp("mix")
     for name, count in (("a", 90), ("b", 20), ("c", 60)):
@@ -37,11 +34,11 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return tuple(f"jsonl:{folder}/{name}.jsonl" for name in "abc")
 
 
-def open_mix(sources: Sequence[str], weights: Sequence[float] = WEIGHTS, *, batch_size: int = 1, **more: Any) -> Loader:
+def open_mix(sources, weights=WEIGHTS, *, batch_size=1, **more):
     return open_loader(tuple(sources), LENGTH, batch_size, **SETTINGS | {"weights": tuple(weights)} | more)
 
 
-def letters(batches: Sequence[Batch]) -> str:
+def letters(batches):
     """The source of each row, by its letter."""
     return "".join(
         "abc"[int((row == ord("b")).any()) + 2 * int((row == ord("c")).any())] for b in batches for row in b.tokens
@@ -49,7 +46,7 @@ def letters(batches: Sequence[Batch]) -> str:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_each_source_has_its_share_to_less_than_one_row_at_every_row(seed: int) -> None:
+def test_each_source_has_its_share_to_less_than_one_row_at_every_row(seed):
     generator = random.Random(seed)
     weights = [generator.choice((generator.random(), generator.randint(0, 9), 1e-3)) for _ in range(2 + seed)]
     weights[0] = weights[0] or 1.0
@@ -61,7 +58,7 @@ def test_each_source_has_its_share_to_less_than_one_row_at_every_row(seed: int) 
 
 
 @pytest.mark.parametrize("streams", [2, 3])
-def test_with_several_streams_shares_are_exact_after_each_round_and_every_stream_is_read(streams: int) -> None:
+def test_with_several_streams_shares_are_exact_after_each_round_and_every_stream_is_read(streams):
     draw = SourceDraw(streams, lambda row: (1.0, 1.0), seed=5)
     drawn = [draw.source(row) for row in range(40 * streams)]
     for end in range(streams, len(drawn), streams):
@@ -78,7 +75,7 @@ def test_with_several_streams_shares_are_exact_after_each_round_and_every_stream
         assert [again.source(i) for i in range(row, row + 9)] == drawn[row : row + 9]
 
 
-def test_a_source_gives_the_rows_that_it_gives_without_the_others(sources: tuple[str, ...]) -> None:
+def test_a_source_gives_the_rows_that_it_gives_without_the_others(sources):
     with open_mix(sources) as loader:
         batches = take(loader, 90)
     order = letters(batches)
@@ -94,11 +91,9 @@ def test_a_source_gives_the_rows_that_it_gives_without_the_others(sources: tuple
 
 @pytest.mark.parametrize("streams", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_processes_share_what_one_would_see_and_continue_in_any_number(
-    sources: tuple[str, ...], streams: int, world_size: int
-) -> None:
+def test_processes_share_what_one_would_see_and_continue_in_any_number(sources, streams, world_size):
     """The weights change on the way, too, and a position may lie within a round of the streams."""
-    settings: dict[str, Any] = {"streams": streams, "weights_after": (0.0, 1.0, 3.0), "change_row": 60}
+    settings = {"streams": streams, "weights_after": (0.0, 1.0, 3.0), "change_row": 60}
     with open_mix(sources, batch_size=world_size, **settings) as loader:
         whole = take(loader, 60 // world_size + 20)
     for batches in (7, 60 // world_size + 3):
@@ -119,12 +114,12 @@ def test_processes_share_what_one_would_see_and_continue_in_any_number(
             assert torch.equal(torch.cat([batch.tokens for batch in take(loader, 5)]), rows[_second_of_two(state)][:5])
 
 
-def _second_of_two(state: dict[str, Any]) -> slice:
+def _second_of_two(state):
     """The rows behind a position that the second of two processes has."""
     return slice((state["sample_index"] + 1) % 2, None, 2)
 
 
-def test_a_resume_repeats_the_uninterrupted_rows(sources: tuple[str, ...]) -> None:
+def test_a_resume_repeats_the_uninterrupted_rows(sources):
     with open_mix(sources, batch_size=2) as loader:
         whole, states = [], []
         for _ in range(30):
@@ -139,7 +134,7 @@ def test_a_resume_repeats_the_uninterrupted_rows(sources: tuple[str, ...]) -> No
             assert all(map(same, take(loader, 9), whole[at:]))
 
 
-def test_weights_change_at_a_row_and_count_from_there(sources: tuple[str, ...]) -> None:
+def test_weights_change_at_a_row_and_count_from_there(sources):
     with open_mix(sources, weights_after=(0.0, 1.0, 1.0), change_row=10) as loader:
         order = letters(take(loader, 30))
     assert [order[:10].count(letter) for letter in "abc"] == [7, 2, 1]
@@ -148,14 +143,14 @@ def test_weights_change_at_a_row_and_count_from_there(sources: tuple[str, ...]) 
     assert "a" not in order[10:]
 
 
-def test_a_resume_may_change_weights_and_add_or_leave_out_sources(sources: tuple[str, ...]) -> None:
+def test_a_resume_may_change_weights_and_add_or_leave_out_sources(sources):
     a, b, c = sources
     rows = {}
     for source in sources:
         with open_loader(source, LENGTH, **SETTINGS) as loader:
             rows[source] = [batch.tokens for batch in take(loader, 40)]
 
-    def check(loader: Loader, used: dict[str, int], counts: dict[str, int]) -> dict[str, Any]:
+    def check(loader, used, counts):
         """Take as many rows as counted: from each source those behind the used ones."""
         batches = take(loader, sum(counts.values()))
         for number, source in enumerate(sources):
@@ -189,14 +184,12 @@ def test_a_resume_may_change_weights_and_add_or_leave_out_sources(sources: tuple
         loader.load_state_dict(state)
 
 
-def test_files_of_a_mix_that_changed_are_refused_and_moved_ones_are_found(
-    tmp_path: Path, sources: tuple[str, ...]
-) -> None:
+def test_files_of_a_mix_that_changed_are_refused_and_moved_ones_are_found(tmp_path, sources):
     (tmp_path / "old").mkdir()
     for name in ("one", "two"):
         (tmp_path / "old" / f"{name}.txt").write_text(f"{name} text " * 200)
 
-    def of(folder: str) -> tuple[str, ...]:
+    def of(folder):
         return tuple(f"text:{tmp_path}/{folder}/{name}.txt" for name in ("one", "two"))
 
     with open_mix(of("old"), (1, 1)) as loader:
@@ -215,8 +208,8 @@ def test_files_of_a_mix_that_changed_are_refused_and_moved_ones_are_found(
         loader.load_state_dict(state)
 
 
-def test_validation_has_the_rows_of_each_source(sources: tuple[str, ...]) -> None:
-    def read(config: DataConfig) -> list[Batch]:
+def test_validation_has_the_rows_of_each_source(sources):
+    def read(config):
         sizes = {"sequence_length": LENGTH, "sequences": 6, "at_once": 4, "vocab_size": 257}
         return read_validation(config, tokenizer=make_tokenizer("bytes"), **sizes)
 
@@ -225,7 +218,7 @@ def test_validation_has_the_rows_of_each_source(sources: tuple[str, ...]) -> Non
     assert len(mixed) == 6 and all(map(same, mixed, [batch for part in parts for batch in part]))
 
 
-def test_bad_documents_of_all_sources_are_counted(tmp_path: Path, sources: tuple[str, ...]) -> None:
+def test_bad_documents_of_all_sources_are_counted(tmp_path, sources):
     path = tmp_path / "broken.jsonl"
     path.write_text("".join(json.dumps({"text": f"a{i}"} if i % 2 else {"other": i}) + "\n" for i in range(40)))
     with open_mix((sources[2], f"jsonl:{path}"), (1, 1), on_bad_document="skip") as loader:
@@ -251,13 +244,13 @@ def test_bad_documents_of_all_sources_are_counted(tmp_path: Path, sources: tuple
         ({"source": "builtin", "revision": ("a", "b")}, "data.revision has 2 values, data.source 1"),
     ],
 )
-def test_bad_settings(values: dict[str, Any], message: str) -> None:
+def test_bad_settings(values, message):
     with pytest.raises(UserError) as caught:
         from_table(RunConfig, {"data": {"source": ("builtin", "text:x")} | values})
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_one_file_twice_and_a_source_that_is_empty(tmp_path: Path, sources: tuple[str, ...]) -> None:
+def test_one_file_twice_and_a_source_that_is_empty(tmp_path, sources):
     twice = sources[0].replace("/a.jsonl", "/../" + sources[0].split("/")[-2] + "/a.jsonl")
     with pytest.raises(UserError, match="are the same files; give one of them a larger weight"):
         open_mix((sources[0], twice), (1, 1))
@@ -271,7 +264,7 @@ def test_one_file_twice_and_a_source_that_is_empty(tmp_path: Path, sources: tupl
         open_mix((sources[0], f"jsonl:{tmp_path}/missing"), (1, 1))
 
 
-def test_a_config_with_several_sources_is_written_and_read(sources: tuple[str, ...]) -> None:
+def test_a_config_with_several_sources_is_written_and_read(sources):
     flags = ["--data.source", *sources[:2], "--data.weights", "3,1", "--data.split", "train", "train_sft"]
     config = override(RunConfig(), flags)
     assert (config.data.source, config.data.weights) == (sources[:2], (3.0, 1.0))

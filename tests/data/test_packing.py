@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,19 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.loaders import open_loader
-from trifocal.data import Batch, Loader
 from trifocal.data.packing import Row, ShuffledStream
 
 SEPARATOR = 256
 
 
-def write_texts(folder: Path, texts: list[str]) -> str:
+def write_texts(folder, texts):
     for number, text in enumerate(texts):
         (folder / f"{number:03}.txt").write_text(text, encoding="utf-8")
     return f"text:{folder}"
 
 
-def segments(batch: Batch) -> list[tuple[str, np.ndarray, np.ndarray]]:
+def segments(batch):
     """Document, tokens and targets between each two borders."""
     rows, length = batch.tokens.shape
     borders = range(0, rows * length + 1, length) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
@@ -41,14 +37,12 @@ def segments(batch: Batch) -> list[tuple[str, np.ndarray, np.ndarray]]:
 
 
 @pytest.mark.parametrize(("sequence_length", "batch_size"), [(1, 3), (64, 4)])
-def test_every_token_of_every_document_once_an_epoch_and_in_order(
-    tmp_path: Path, texts: Callable[..., list[str]], sequence_length: int, batch_size: int
-) -> None:
+def test_every_token_of_every_document_once_an_epoch_and_in_order(tmp_path, texts, sequence_length, batch_size):
     documents = texts(40)
     source = write_texts(tmp_path, documents)
     expected = {f"{number:03}.txt": [*text.encode(), SEPARATOR] for number, text in enumerate(documents) if text}
     total = sum(map(len, expected.values()))
-    stream: list[tuple[str, int, int]] = []
+    stream = []
     with open_loader(source, sequence_length, batch_size, validation_fraction=0.0, shuffle_sequences=1) as loader:
         index = 0
         while len(stream) < 3 * total:
@@ -60,7 +54,7 @@ def test_every_token_of_every_document_once_an_epoch_and_in_order(
                 stream += zip([name] * len(tokens), tokens.tolist(), targets.tolist(), strict=True)
     orders = []
     for epoch in range(3):
-        got: dict[str, list[int]] = defaultdict(list)
+        got = defaultdict(list)
         for name, token, target in stream[epoch * total : (epoch + 1) * total]:
             # The target is the document's next token, wherever a row ends; nothing follows the separator.
             whole = expected[name]
@@ -72,7 +66,7 @@ def test_every_token_of_every_document_once_an_epoch_and_in_order(
     assert orders[0] != orders[1] != orders[2] != sorted(orders[0])
 
 
-def test_documents_of_one_file_are_shuffled_in_blocks(tmp_path: Path) -> None:
+def test_documents_of_one_file_are_shuffled_in_blocks(tmp_path):
     (tmp_path / "all.jsonl").write_text("".join(f'{{"text": "{i:04}"}}\n' for i in range(64)))
     settings = {"shuffle_documents": 16, "shuffle_sequences": 1, "validation_fraction": 0.0}
     with open_loader(f"jsonl:{tmp_path}", 5, 64, **settings) as loader:
@@ -84,7 +78,7 @@ def test_documents_of_one_file_are_shuffled_in_blocks(tmp_path: Path) -> None:
     assert len({tuple(np.argsort(block)) for block in blocks}) == 4
 
 
-def test_train_and_validation_share_no_text(tmp_path: Path, texts: Callable[..., list[str]]) -> None:
+def test_train_and_validation_share_no_text(tmp_path, texts):
     documents = texts(400, longest=10)
     # Twice under other names: copies must fall on the same side.
     source = write_texts(tmp_path, documents + documents)
@@ -109,12 +103,12 @@ EPOCH_ROWS = 10
 class CountingStream:
     """Row `i` holds nothing but `i`; an epoch has ten rows. It keeps track of the rows that are in memory."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.number = 0
         self.read = 0
-        self.living: list[weakref.ref[Any]] = []
+        self.living = []
 
-    def next_row(self) -> Row:
+    def next_row(self):
         tokens = np.array([self.number], dtype=np.int32)
         self.living.append(weakref.ref(tokens))
         row = Row(tokens, tokens + 1, [0], [f"{self.number}"], self.number // EPOCH_ROWS)
@@ -122,35 +116,35 @@ class CountingStream:
         self.read += 1
         return row
 
-    def state(self) -> dict[str, Any]:
+    def state(self):
         return {"number": self.number}
 
-    def seek(self, state: dict[str, Any]) -> None:
+    def seek(self, state):
         self.number = state["number"]
 
-    def in_memory(self) -> int:
+    def in_memory(self):
         self.living = [reference for reference in self.living if reference() is not None]
         return len(self.living)
 
 
-def order(count: int, block_rows: int, seed: int = 0) -> list[int]:
+def order(count, block_rows, seed=0):
     stream = ShuffledStream(CountingStream(), block_rows, seed=seed)
     return [int(stream.next_row().tokens[0]) for _ in range(count)]
 
 
-def test_blocks_and_seeds_have_different_orders() -> None:
+def test_blocks_and_seeds_have_different_orders():
     orders = [tuple(n % 64 for n in order(256, 64, seed)[first : first + 64]) for seed in range(3) for first in (0, 64)]
     assert len({tuple(range(64)), *orders}) == 7
 
 
-def test_orders_never_change() -> None:
+def test_orders_never_change():
     # Fixed figures: in another order a resumed run would see other rows.
     assert order(10, 5, seed=1337) == [2, 4, 0, 3, 1, 6, 9, 5, 8, 7]
 
 
 @settings(max_examples=60, deadline=None)
 @given(block_rows=st.integers(1, 40), jumps=st.lists(st.integers(0, 60), max_size=4))
-def test_resumes_anywhere_repeat_the_rows(block_rows: int, jumps: list[int]) -> None:
+def test_resumes_anywhere_repeat_the_rows(block_rows, jumps):
     whole = order(400, block_rows)
     at, state = 0, None
     for count in [*jumps, 50]:
@@ -171,7 +165,7 @@ def test_resumes_anywhere_repeat_the_rows(block_rows: int, jumps: list[int]) -> 
 
 
 @pytest.mark.parametrize(("block_rows", "used"), [(1, 0), (5, 0), (5, 4), (32, 31)])
-def test_a_block_is_in_memory_and_reading_is_even(block_rows: int, used: int) -> None:
+def test_a_block_is_in_memory_and_reading_is_even(block_rows, used):
     inner = CountingStream()
     stream = ShuffledStream(inner, block_rows, seed=3)
     row_in_block = used % block_rows
@@ -194,7 +188,7 @@ ROWS = 600
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> str:
+def source(tmp_path_factory):
     """Documents from a few bytes to ten rows; an epoch is about 130 rows."""
     folder = tmp_path_factory.mktemp("lines")
     texts = [f"{i} " + "".join(chr(97 + (i * j) % 26) for j in range(i * 37 % 320)) for i in range(27)]
@@ -202,7 +196,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"jsonl:{folder}"
 
 
-def open_rows(source: str, block_rows: int, batch_size: int = 1, **settings: Any) -> Loader:
+def open_rows(source, block_rows, batch_size=1, **settings):
     settings = {"validation_fraction": 0.2, "shuffle_sequences": block_rows} | settings
     return open_loader(source, LENGTH, batch_size, **settings)
 
@@ -210,7 +204,7 @@ def open_rows(source: str, block_rows: int, batch_size: int = 1, **settings: Any
 Content = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[str, ...]]
 
 
-def contents(batch: Batch) -> list[Content]:
+def contents(batch):
     """Tokens, targets, borders and documents of each row."""
     rows, length = batch.tokens.shape
     borders = range(0, rows * length + 1, length) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
@@ -230,7 +224,7 @@ def contents(batch: Batch) -> list[Content]:
 
 
 @cache
-def sequence(source: str, block_rows: int, split: str) -> tuple[tuple[Content, int], ...]:
+def sequence(source, block_rows, split):
     """Rows of an undisturbed loader, one by one, with their epochs."""
     with open_rows(source, block_rows, split=split) as loader:
         batches = [next(loader) for _ in range(ROWS)]
@@ -245,9 +239,7 @@ def sequence(source: str, block_rows: int, split: str) -> tuple[tuple[Content, i
     stops=st.tuples(st.integers(0, 40), st.integers(0, 40), st.just(4)),
     data=st.data(),
 )
-def test_any_resumes_depths_and_processes_see_the_same_rows(
-    source: str, block_rows: int, split: str, stops: tuple[int, ...], data: st.DataObject
-) -> None:
+def test_any_resumes_depths_and_processes_see_the_same_rows(source, block_rows, split, stops, data):
     whole = sequence(source, block_rows, split)
     at, state = 0, None
     for count in stops:

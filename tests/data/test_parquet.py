@@ -23,11 +23,11 @@ import pyarrow.parquet
 Write = Callable[..., Path]
 
 
-def open_source(path: object, field: str = "text", bad: BadDocuments | None = None) -> ParquetSource:
+def open_source(path, field="text", bad=None):
     return ParquetSource.from_path(f"parquet:{path}#{field}", str(path), field, bad)
 
 
-def error_of(path: object, field: str = "text") -> str:
+def error_of(path, field="text"):
     with pytest.raises(UserError) as info, open_loader(f"parquet:{path}#{field}") as loader:
         next(loader)
     assert "\n" not in str(info.value)
@@ -35,8 +35,8 @@ def error_of(path: object, field: str = "text") -> str:
 
 
 @pytest.mark.parametrize("rows", [7, 1000])
-def test_every_row_once_and_from_every_place(write_parquet: Write, texts: Callable[..., list[str]], rows: int) -> None:
-    content: list[str | None] = [*texts(50)]
+def test_every_row_once_and_from_every_place(write_parquet, texts, rows):
+    content = [*texts(50)]
     content[0] = content[7] = content[31] = content[49] = None
     content[8] = content[32] = ""
     path = write_parquet("a.parquet", content, field="body", rows=rows)
@@ -49,7 +49,7 @@ def test_every_row_once_and_from_every_place(write_parquet: Write, texts: Callab
         assert list(source.read(0, cursor)) == whole[index + 1 :]
 
 
-def test_more_rows_in_a_group_than_are_decoded_at_once(write_parquet: Write) -> None:
+def test_more_rows_in_a_group_than_are_decoded_at_once(write_parquet):
     source = open_source(write_parquet("a.parquet", [f"{i}" for i in range(5000)], rows=5000))
     whole = list(source.read(0, None))
     assert [document.text for document, _ in whole] == [f"{i}" for i in range(5000)]
@@ -57,20 +57,20 @@ def test_more_rows_in_a_group_than_are_decoded_at_once(write_parquet: Write) -> 
         assert next(source.read(0, whole[index][1])) == whole[index + 1]
 
 
-def test_other_string_types(tmp_path: Path) -> None:
+def test_other_string_types(tmp_path):
     for number, kind in enumerate([pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())]):
         path = tmp_path / f"{number}.parquet"
         pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array(["one", "two", "one"]).cast(kind)}), path)
         assert [document.text for document, _ in open_source(path).read(0, None)] == ["one", "two", "one"]
 
 
-def test_a_missing_field_names_those_there_are(write_parquet: Write) -> None:
+def test_a_missing_field_names_those_there_are(write_parquet):
     path = write_parquet("a.parquet", ["x"], field="content")
     assert f"{path} has no field 'text'; its fields are id, content" in error_of(path)
     assert f"{path}: field 'id' must hold strings or lists of messages, got int64" in error_of(path, "id")
 
 
-def test_a_field_beside_one_of_the_same_path(tmp_path: Path) -> None:
+def test_a_field_beside_one_of_the_same_path(tmp_path):
     """Parquet selects columns by their path: both come, in the file's order."""
     table = pyarrow.table({"meta": [{"text": "inside", "n": 1}], "meta.text": ["beside"]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
@@ -78,7 +78,7 @@ def test_a_field_beside_one_of_the_same_path(tmp_path: Path) -> None:
     assert [document.text for document, _ in source.read(0, None)] == ["beside"]
 
 
-def test_files_that_are_broken(write_parquet: Write, texts: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_files_that_are_broken(write_parquet, texts, tmp_path):
     assert f"no .parquet file in folder {tmp_path}" in error_of(tmp_path)
     path = write_parquet("a.parquet", texts(100))
     whole = path.read_bytes()
@@ -89,7 +89,7 @@ def test_files_that_are_broken(write_parquet: Write, texts: Callable[..., list[s
     assert f"{path}: row group 0 cannot be read: " in error_of(path)
 
 
-def test_text_that_is_not_utf8(tmp_path: Path) -> None:
+def test_text_that_is_not_utf8(tmp_path):
     path = tmp_path / "a.parquet"
     broken = pyarrow.array([b"fine", b"caf\xe9"]).cast(pyarrow.string(), safe=False)
     pyarrow.parquet.write_table(pyarrow.table({"text": broken}), path)
@@ -102,18 +102,18 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
 class CountedFile(io.BytesIO):
     """Counts the bytes that are read."""
 
-    def read(self, size: int | None = -1) -> bytes:
+    def read(self, size=-1):
         content = super().read(size)
         self.count = getattr(self, "count", 0) + len(content)
         return content
 
 
-def test_going_on_reads_the_footer_and_the_present_row_group(write_parquet: Write) -> None:
+def test_going_on_reads_the_footer_and_the_present_row_group(write_parquet):
     texts = ["".join(hashlib.sha256(f"{i} {j}".encode()).hexdigest() for j in range(20)) for i in range(800)]
     content = write_parquet("a.parquet", texts).read_bytes()
-    opened: list[CountedFile] = []
+    opened = []
 
-    def open_address(address: str) -> CountedFile:
+    def open_address(address):
         assert address == "hf://a.parquet"
         opened.append(CountedFile(content))
         return opened[-1]
@@ -134,7 +134,7 @@ print(number, re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1
 """
 
 
-def test_a_small_file_of_20_gb_of_text_is_read_in_small_parts(tmp_path: Path) -> None:
+def test_a_small_file_of_20_gb_of_text_is_read_in_small_parts(tmp_path):
     path = tmp_path / "a.parquet"
     column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1000), ["a" * 20_000_000])
     pyarrow.parquet.write_table(

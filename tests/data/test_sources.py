@@ -11,9 +11,7 @@ import os
 import platform
 import re
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,18 +19,18 @@ from tests.data.loaders import open_loader
 from trifocal.cli import main
 from trifocal.data import make_tokenizer
 from trifocal.data.data_config import parse_source
-from trifocal.data.sources.base import BadDocuments, Document, Source
+from trifocal.data.sources.base import BadDocuments, Document
 from trifocal.data.sources.builtin import BuiltinSource
 from trifocal.data.sources.text import JsonlSource, TextSource
 from trifocal.data.stream import in_validation
 from trifocal.errors import UserError
 
 
-def read_all(source: Source) -> list[Document]:
+def read_all(source):
     return [document for shard in range(len(source.shards)) for document, _ in source.read(shard, None)]
 
 
-def check_cursors(source: Source) -> None:
+def check_cursors(source):
     """From every cursor on come the very documents that came after it."""
     for shard in range(len(source.shards)):
         whole = list(source.read(shard, None))
@@ -40,7 +38,7 @@ def check_cursors(source: Source) -> None:
             assert list(source.read(shard, cursor)) == whole[index + 1 :]
 
 
-def first_error(source: str, **settings: object) -> str:
+def first_error(source, **settings):
     """The message of the error up to the first batch: one line."""
     with pytest.raises(UserError) as info, open_loader(source, **settings) as loader:
         next(loader)
@@ -49,7 +47,7 @@ def first_error(source: str, **settings: object) -> str:
     return message
 
 
-def test_builtin_is_the_standard_library_without_its_tests() -> None:
+def test_builtin_is_the_standard_library_without_its_tests():
     source = BuiltinSource()
     root = Path(sysconfig.get_paths()["stdlib"])
     documents = {document.id: document.text for document in read_all(source)}
@@ -63,7 +61,7 @@ def test_builtin_is_the_standard_library_without_its_tests() -> None:
     assert list(source.read(0, cursor)) == []
 
 
-def test_builtin_leaves_out_what_is_not_utf8(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_builtin_leaves_out_what_is_not_utf8(monkeypatch, tmp_path):
     (tmp_path / "a.py").write_bytes(b"# caf\xe9\n")
     (tmp_path / "b.py").write_text("pass\n")
     (tmp_path / "empty.py").write_text("")
@@ -75,9 +73,7 @@ def test_builtin_leaves_out_what_is_not_utf8(monkeypatch: pytest.MonkeyPatch, tm
 
 
 @pytest.mark.parametrize("document_bytes", [64, 1000, 1 << 16])
-def test_a_long_text_is_cut_at_line_ends_and_nothing_is_lost(
-    tmp_path: Path, texts: Callable[..., list[str]], document_bytes: int
-) -> None:
+def test_a_long_text_is_cut_at_line_ends_and_nothing_is_lost(tmp_path, texts, document_bytes):
     text = "\n".join(texts(60)) + "\r\nlast ☃"
     (tmp_path / "a.txt").write_bytes(text.encode())
     source = TextSource(str(tmp_path / "a.txt"), document_bytes=document_bytes)
@@ -96,7 +92,7 @@ def test_a_long_text_is_cut_at_line_ends_and_nothing_is_lost(
     check_cursors(source)
 
 
-def test_a_text_without_lines_is_cut_between_characters(tmp_path: Path) -> None:
+def test_a_text_without_lines_is_cut_between_characters(tmp_path):
     for text in ("é" * 500, *("x" * shift + "𝄞" * 500 for shift in range(4))):
         (tmp_path / "a.txt").write_text(text, encoding="utf-8")
         source = TextSource(str(tmp_path / "a.txt"), document_bytes=64)
@@ -104,7 +100,7 @@ def test_a_text_without_lines_is_cut_between_characters(tmp_path: Path) -> None:
     check_cursors(source)
 
 
-def test_folders_and_globs(tmp_path: Path) -> None:
+def test_folders_and_globs(tmp_path):
     for name in ("b.txt", "a/c.txt", "a/d.md", "a/e.rst", ".git/f.txt", "a/.hidden.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -119,7 +115,7 @@ def test_folders_and_globs(tmp_path: Path) -> None:
     moved.rename(tmp_path)
 
 
-def test_jsonl_reads_the_field(tmp_path: Path) -> None:
+def test_jsonl_reads_the_field(tmp_path):
     records = [{"body": "one ☃", "id": 1}, {"body": ""}, {"body": "two\nlines"}]
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(json.dumps(record) for record in records) + "\n\n  \n" + '{"body": "last"}')
@@ -132,7 +128,7 @@ def test_jsonl_reads_the_field(tmp_path: Path) -> None:
     check_cursors(source)
 
 
-def test_a_nested_field_of_jsonl(tmp_path: Path) -> None:
+def test_a_nested_field_of_jsonl(tmp_path):
     path = tmp_path / "a.jsonl"
     records = [{"a": {"b": {"text": "deep"}}}, {"a.b.text": "flat", "a": {"b": {"text": "deep"}}}, {"a": {"b": "x"}}]
     path.write_text("\n".join(map(json.dumps, records)))
@@ -142,7 +138,7 @@ def test_a_nested_field_of_jsonl(tmp_path: Path) -> None:
     assert bad.first == f"{path}:3: no field 'a.b.text'; it has 'a'"
 
 
-def test_a_name_may_have_a_number_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_may_have_a_number_sign(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert parse_source("jsonl:c#.jsonl") == ("jsonl", "c", ".jsonl")
     (tmp_path / "c#.jsonl").touch()
@@ -150,7 +146,7 @@ def test_a_name_may_have_a_number_sign(tmp_path: Path, monkeypatch: pytest.Monke
     assert parse_source("jsonl:c#.jsonl#body") == ("jsonl", "c#.jsonl", "body")
 
 
-def test_a_file_may_begin_with_a_byte_order_mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_may_begin_with_a_byte_order_mark(monkeypatch, tmp_path):
     (tmp_path / "a.txt").write_text("\ufeffone \ufefftwo", encoding="utf-8")
     assert read_all(TextSource(str(tmp_path))) == [Document("a.txt", "one \ufefftwo")]
     (tmp_path / "b.py").write_text("\ufeffpass", encoding="utf-8")
@@ -174,7 +170,7 @@ def test_a_file_may_begin_with_a_byte_order_mark(monkeypatch: pytest.MonkeyPatch
         ("text:a#b.txt", ("text", "a#b.txt", "text")),
     ],
 )
-def test_source_names(source: str, expected: tuple[str, str, str]) -> None:
+def test_source_names(source, expected):
     assert parse_source(source) == expected
 
 
@@ -193,11 +189,11 @@ def test_source_names(source: str, expected: tuple[str, str, str]) -> None:
         ("text:tests/data", ".py); a glob such as tests/data/**/*.* reads"),
     ],
 )
-def test_bad_sources(source: str, message: str) -> None:
+def test_bad_sources(source, message):
     assert message in first_error(source)
 
 
-def test_a_path_without_its_kind_gets_a_hint(tmp_path: Path) -> None:
+def test_a_path_without_its_kind_gets_a_hint(tmp_path):
     path = tmp_path / "book.txt"
     path.write_text("text")
     assert f"for this path write text:{path}" in first_error(str(path))
@@ -205,7 +201,7 @@ def test_a_path_without_its_kind_gets_a_hint(tmp_path: Path) -> None:
     assert f"for this path write parquet:{path}" in first_error(str(path))
 
 
-def test_a_file_that_goes_away(tmp_path: Path) -> None:
+def test_a_file_that_goes_away(tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text("text " * 20)
     with open_loader(f"text:{tmp_path}", validation_fraction=0.0) as loader:
@@ -215,10 +211,10 @@ def test_a_file_that_goes_away(tmp_path: Path) -> None:
                 next(loader)
 
 
-def test_what_cannot_be_read_in_a_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_in_a_folder_is_named(tmp_path, monkeypatch):
     access, scan = os.access, os.scandir
 
-    def refuse(path: Any) -> Any:
+    def refuse(path):
         if Path(path).name == "forbidden":
             raise PermissionError(errno.EACCES, "Permission denied", path)
         return scan(path)
@@ -240,7 +236,7 @@ def test_what_cannot_be_read_in_a_folder_is_named(tmp_path: Path, monkeypatch: p
             (tmp_path / name).unlink()
 
 
-def test_a_folder_is_read_through_links_and_says_what_it_leaves_out(tmp_path: Path) -> None:
+def test_a_folder_is_read_through_links_and_says_what_it_leaves_out(tmp_path):
     folder, other = tmp_path / "folder", tmp_path / "other"
     for name in ("a.jsonl", "b.JSONL", "c.jsonl.GZ", "d.jsonl.zst", "e.jsonl.zst", "f.json", "README", ".hidden"):
         folder.mkdir(exist_ok=True)
@@ -263,7 +259,7 @@ def test_a_folder_is_read_through_links_and_says_what_it_leaves_out(tmp_path: Pa
     assert re.search(r"no \.parquet file in folder \S+ \(it has 3 \.jsonl, 2 \.zst", first_error(f"parquet:{folder}"))
 
 
-def test_text_that_is_not_utf8(tmp_path: Path) -> None:
+def test_text_that_is_not_utf8(tmp_path):
     path = tmp_path / "a.txt"
     for offset in (0, 5, 700, 1499):
         content = bytearray(b"line of text\n" * 200)[:1500]
@@ -286,15 +282,13 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
         (b'{"text": "a \\ud800 b"}', "field 'text' holds half a surrogate pair at character 2"),
     ],
 )
-def test_broken_jsonl_lines(tmp_path: Path, line: bytes, message: str) -> None:
+def test_broken_jsonl_lines(tmp_path, line, message):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
     assert f"{path}:3: {message}" in first_error(f"jsonl:{path}")
 
 
-def test_a_password_in_an_address_is_refused_and_written_nowhere(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_password_in_an_address_is_refused_and_written_nowhere(tmp_path, capfd):
     source = "parquet:https://me:hunter2@host/a.parquet?token=hunter2"
     assert (
         main(["train", "configs/showcase.toml", "--data.source", source, "--run.directory", str(tmp_path / "run")]) == 2
@@ -304,12 +298,12 @@ def test_a_password_in_an_address_is_refused_and_written_nowhere(
     assert "hunter2" not in captured.out + captured.err and not (tmp_path / "run").exists()
 
 
-def test_an_empty_validation_split(tmp_path: Path) -> None:
+def test_an_empty_validation_split(tmp_path):
     """Of a text, or because there is no text at all."""
     path = tmp_path / "a.txt"
     path.write_text("a single document")
 
-    def error(fraction: float, **settings: Any) -> str:
+    def error(fraction, **settings):
         settings |= {"validation_fraction": fraction, "split": "validation"}
         with (
             open_loader(f"text:{path}", **settings) as loader,
@@ -326,13 +320,11 @@ def test_an_empty_validation_split(tmp_path: Path) -> None:
     assert error(0.05) == f"text:{path} has no document; give it text"
 
 
-COMPRESS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 
 
 @pytest.mark.parametrize("packed", COMPRESS)
-def test_compressed_files_are_read_from_any_cursor(
-    tmp_path: Path, texts: Callable[..., list[str]], packed: str
-) -> None:
+def test_compressed_files_are_read_from_any_cursor(tmp_path, texts, packed):
     lines = texts(100)
     records = [json.dumps({"text": text}) for text in lines]
     plain = {"a.txt": "\n".join(lines).encode(), "b.jsonl": "\n".join(records).encode()}
@@ -347,13 +339,13 @@ def test_compressed_files_are_read_from_any_cursor(
         check_cursors(source)
 
 
-def test_compressed_files_of_other_kinds(tmp_path: Path) -> None:
+def test_compressed_files_of_other_kinds(tmp_path):
     (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
     with pytest.raises(UserError, match=r"a.jsonl.zst: .zst files are not read; unpack it, or compress it as .gz"):
         read_all(JsonlSource(str(tmp_path / "a.jsonl.zst"), "text"))
 
 
-def test_compressed_files_that_are_damaged(tmp_path: Path) -> None:
+def test_compressed_files_that_are_damaged(tmp_path):
     content = gzip.compress(b"some text\n" * 500)
     for number, broken in enumerate([content[:-20], content[:30] + b"\xff" * 20 + content[50:], b"no gzip at all"]):
         path = tmp_path / f"{number}.txt.gz"
@@ -361,7 +353,7 @@ def test_compressed_files_that_are_damaged(tmp_path: Path) -> None:
         assert f"{path} is a damaged .gz file: " in first_error(f"text:{path}", validation_fraction=0.0)
 
 
-def splits(path: Path, fraction: float) -> tuple[list[Document], list[Document]]:
+def splits(path, fraction):
     """The documents of training and of validation."""
     source = TextSource(str(path), validation_fraction=fraction)
     documents = read_all(source)
@@ -380,9 +372,7 @@ def splits(path: Path, fraction: float) -> tuple[list[Document], list[Document]]
     ("kind", "size", "fraction"),
     [("lines", 1200, 0.5), ("one line", 20_000, 0.05), ("lines", 1_115_394, 0.01), ("the same word", 1_115_394, 0.01)],
 )
-def test_of_one_text_file_some_is_held_out(
-    tmp_path: Path, texts: Callable[..., list[str]], size: int, kind: str, fraction: float
-) -> None:
+def test_of_one_text_file_some_is_held_out(tmp_path, texts, size, kind, fraction):
     """Tiny Shakespeare is one file of 1,115,394 bytes."""
     text = "\n".join(texts(400)) * (size // 30_000 + 1)
     content = "word " * size if kind == "the same word" else text.replace("\n", " " if kind == "one line" else "\n")
@@ -400,7 +390,7 @@ def test_of_one_text_file_some_is_held_out(
         check_cursors(TextSource(str(path), validation_fraction=fraction))
 
 
-def test_a_folder_of_few_short_files_has_a_validation_split(tmp_path: Path, texts: Callable[..., list[str]]) -> None:
+def test_a_folder_of_few_short_files_has_a_validation_split(tmp_path, texts):
     for number in range(5):
         (tmp_path / f"{number}.txt").write_text("\n".join(texts(400, seed=number)))
     train, validation = splits(tmp_path, 0.05)
@@ -410,7 +400,7 @@ def test_a_folder_of_few_short_files_has_a_validation_split(tmp_path: Path, text
 BAD = [b'{"text": null}', b"[", b'{"body": 1}', b'{"text": "\xe9"}', b'{"text": "\\ud800"}', b'{"text": 5}', b'"a"']
 
 
-def test_bad_documents_are_skipped_and_counted_alike_everywhere(tmp_path: Path) -> None:
+def test_bad_documents_are_skipped_and_counted_alike_everywhere(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     good = [f"{number} good" for number in range(50)]
@@ -435,7 +425,7 @@ def test_bad_documents_are_skipped_and_counted_alike_everywhere(tmp_path: Path) 
         assert 'data.on_bad_document "skip" leaves such documents out' in says
 
 
-def test_a_line_longer_than_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_longer_than_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("trifocal.data.sources.text.MAX_FILE_BYTES", 1000)
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "fine"}) + "\n" + json.dumps({"text": "x" * 5000}))

@@ -14,7 +14,7 @@ ORDER = [9, 7, 5, 4, 3, 8, 6, 0, 2, 1]
 WORDS = [14845571948390548708, 8666386433734135567]
 
 
-def test_the_held_out_texts_never_change() -> None:
+def test_the_held_out_texts_never_change():
     for text in ("", "hello", "☃" * 1000):
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         share = int(digest, 16) / 2**64
@@ -24,18 +24,18 @@ def test_the_held_out_texts_never_change() -> None:
     assert not in_validation("hello", 0.0)
 
 
-def test_orders_never_change() -> None:
+def test_orders_never_change():
     assert shuffled(10, "shards", 1337, 0).tolist() == ORDER
     assert random_words(2, "synthetic", 1337, 0, 0).tolist() == WORDS
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 1000])
-def test_shuffled_is_a_permutation_of_its_key(count: int) -> None:
+def test_shuffled_is_a_permutation_of_its_key(count):
     assert sorted(shuffled(count, "block", 1, 2)) == list(range(count))
     assert np.array_equal(shuffled(count, "block", 1, 2), shuffled(count, "block", 1, 2))
 
 
-def test_every_place_is_equally_likely() -> None:
+def test_every_place_is_equally_likely():
     first = np.array([shuffled(8, "block", seed)[0] for seed in range(4000)])
     # 500 expected each, standard deviation 21: six of them.
     assert abs(np.bincount(first, minlength=8) - 500).max() < 126

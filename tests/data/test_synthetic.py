@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from tests.data.loaders import open_loader, same, take
-from trifocal.data import DataConfig, Loader
+from trifocal.data import DataConfig
 from trifocal.data.sources.synthetic import associations, haystack, synthetic_stream
 from trifocal.errors import UserError
 
 
-def open_task(source: str, **settings: int | str) -> Loader:
+def open_task(source, **settings):
     sizes = {"length": 256, "batch_size": 4, "vocab_size": 64}
     return open_loader(source, **(sizes | settings))
 
 
 @pytest.mark.parametrize("length, pairs, vocab_size", [(64, 8, 257), (63, 16, 32)])
-def test_recall_asks_for_the_value_of_every_key(length: int, pairs: int, vocab_size: int) -> None:
+def test_recall_asks_for_the_value_of_every_key(length, pairs, vocab_size):
     places = []
     for number in range(20):
         tokens, targets = associations(vocab_size, length, pairs, (0, 0, number))
@@ -42,7 +42,7 @@ def test_recall_asks_for_the_value_of_every_key(length: int, pairs: int, vocab_s
 
 
 @pytest.mark.parametrize("needles, length", [(1, 200), (3, 96), (4, 48)])
-def test_a_haystack_answers_its_own_questions(needles: int, length: int) -> None:
+def test_a_haystack_answers_its_own_questions(needles, length):
     """Also where needles fill all of it: a length of 48 is 4 needles of 6 tokens and their questions."""
     found = set()
     for number in range(30):
@@ -65,7 +65,7 @@ def test_a_haystack_answers_its_own_questions(needles: int, length: int) -> None
 
 
 @pytest.mark.parametrize(("needles", "depth"), [(1, 0.0), (1, 0.5), (3, 1.0)])
-def test_depth_places_the_needle_that_is_asked_for_first(needles: int, depth: float) -> None:
+def test_depth_places_the_needle_that_is_asked_for_first(needles, depth):
     for number in range(10):
         tokens, _ = haystack(50, 124, needles, (number,), depth=depth)
         key = tokens[124 - 6 * needles + 1]
@@ -75,7 +75,7 @@ def test_depth_places_the_needle_that_is_asked_for_first(needles: int, depth: fl
 
 
 @pytest.mark.parametrize("task", ["recall", "needle"])
-def test_rows_have_documents_of_all_lengths(task: str) -> None:
+def test_rows_have_documents_of_all_lengths(task):
     counts, lengths = Counter[int](), []
     source, vocab_size = ("recall:32", 257) if task == "recall" else ("needle:4", 64)
     rows = synthetic_stream(DataConfig(source=source), vocab_size, 1024, validation=False)
@@ -98,7 +98,7 @@ def test_rows_have_documents_of_all_lengths(task: str) -> None:
 
 
 @pytest.mark.parametrize("source", ["synthetic", "recall:5", "needle:2"])
-def test_rows_depend_only_on_their_number(source: str) -> None:
+def test_rows_depend_only_on_their_number(source):
     with open_task(source) as loader:
         batches = take(loader, 6)
     with open_task(source) as loader:
@@ -128,7 +128,7 @@ def test_rows_depend_only_on_their_number(source: str) -> None:
         ("needle:0", "needle takes a whole number above 0"),
     ],
 )
-def test_what_does_not_fit_is_refused(source: str, message: str) -> None:
+def test_what_does_not_fit_is_refused(source, message):
     with pytest.raises(UserError) as caught:
         open_task(source)
     assert message in str(caught.value)

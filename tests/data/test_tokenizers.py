@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -17,11 +16,11 @@ TEXT = "Hello wörld, ☃ and 𝄞.\n\tdef f(x): return x\n" * 3
 
 
 @pytest.fixture(params=["ByteLevel", "Metaspace"])
-def tokenizer_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def tokenizer_file(request, tmp_path):
     """A small vocabulary trained on the spot, of the kind of GPT-2 or of Llama."""
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=request.param == "Metaspace"))
-    alphabet: list[str] = []
+    alphabet = []
     special = ["<|endoftext|>"]
     if request.param == "ByteLevel":
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -53,7 +52,7 @@ def tokenizer_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
-def test_bytes_there_and_back() -> None:
+def test_bytes_there_and_back():
     tokenizer = make_tokenizer("bytes")
     ids = tokenizer.encode(TEXT)
     assert ids.tolist() == list(TEXT.encode())
@@ -63,7 +62,7 @@ def test_bytes_there_and_back() -> None:
     assert tokenizer.count_bytes(np.array([[1, 255, 256], [-100, 0, 256]])) == 3
 
 
-def test_bytes_with_further_tokens_are_no_plain_bytes(tmp_path: Path) -> None:
+def test_bytes_with_further_tokens_are_no_plain_bytes(tmp_path):
     pytest.importorskip("tokenizers")
     make_tokenizer("bytes").save(tmp_path)
     content = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -73,7 +72,7 @@ def test_bytes_with_further_tokens_are_no_plain_bytes(tmp_path: Path) -> None:
     assert tokenizer.vocab_size == 258 and tokenizer.encode("a<|user|>").tolist() == [97, 257]
 
 
-def test_a_tokenizer_file_there_and_back(tokenizer_file: Path) -> None:
+def test_a_tokenizer_file_there_and_back(tokenizer_file):
     tokenizer = make_tokenizer(str(tokenizer_file))
     ids = tokenizer.encode(TEXT)
     # Neither the cutting nor the padding that the file asks for.
@@ -84,7 +83,7 @@ def test_a_tokenizer_file_there_and_back(tokenizer_file: Path) -> None:
     assert make_tokenizer(str(tokenizer_file.parent)).encode(TEXT).tolist() == ids.tolist()
 
 
-def test_added_tokens_have_the_bytes_of_their_text(tokenizer_file: Path) -> None:
+def test_added_tokens_have_the_bytes_of_their_text(tokenizer_file):
     content = json.loads(tokenizer_file.read_text())
     first = max(content["model"]["vocab"].values()) + 1
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
@@ -103,7 +102,7 @@ PROMPTS = ("the dog on a mat", " two  spaces", "\u2603 snow", "", CHATML, "a</s>
 
 
 @pytest.mark.parametrize("kind", ["Llama", "ChatML", "bytes"])
-def test_prompts_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
+def test_prompts_are_those_of_transformers(tmp_path, kind):
     transformers = pytest.importorskip("transformers")
     make = {"Llama": write_llama_tokenizer, "ChatML": write_tokenizer, "bytes": make_tokenizer("bytes").save}
     make[kind](tmp_path)
@@ -117,7 +116,7 @@ def test_prompts_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     assert tokenizer.separator not in document
 
 
-def test_the_ends_of_an_answer_are_those_of_the_model(tmp_path: Path) -> None:
+def test_the_ends_of_an_answer_are_those_of_the_model(tmp_path):
     write_tokenizer(tmp_path)
     assert make_tokenizer(str(tmp_path)).ends == (256,)
     (tmp_path / "config.json").write_text('{"eos_token_id": [258], "bos_token_id": 7, "pad_token_id": null}')
@@ -134,7 +133,7 @@ def test_the_ends_of_an_answer_are_those_of_the_model(tmp_path: Path) -> None:
         make_tokenizer(str(tmp_path))
 
 
-def test_the_text_of_a_token_has_its_leading_space(tmp_path: Path) -> None:
+def test_the_text_of_a_token_has_its_leading_space(tmp_path):
     pytest.importorskip("tokenizers")
     tokenizer = make_tokenizer(str(write_llama_tokenizer(tmp_path)))
     tokens = tokenizer.encode_prompt("the a dog on").tolist()
@@ -144,12 +143,12 @@ def test_the_text_of_a_token_has_its_leading_space(tmp_path: Path) -> None:
     assert tokenizer.token_text(tokens[1]) == " the" and "\ufffd" in tokenizer.token_text(3 + 0xE2)
 
 
-def test_a_separator_spelled_in_a_text_does_not_end_it(tokenizer_file: Path) -> None:
+def test_a_separator_spelled_in_a_text_does_not_end_it(tokenizer_file):
     tokenizer = make_tokenizer(str(tokenizer_file))
     assert tokenizer.separator not in tokenizer.encode("before <|endoftext|> after")
 
 
-def test_separators_by_name(tokenizer_file: Path) -> None:
+def test_separators_by_name(tokenizer_file):
     given = make_tokenizer(str(tokenizer_file), separator="e")
     assert given.separator != make_tokenizer(str(tokenizer_file)).separator
     assert given.fingerprint != make_tokenizer(str(tokenizer_file)).fingerprint
@@ -161,7 +160,7 @@ def test_separators_by_name(tokenizer_file: Path) -> None:
     assert make_tokenizer(str(tokenizer_file), separator="<|other|>").separator == 0
 
 
-def test_a_folder_without_and_a_file_that_is_none(tmp_path: Path) -> None:
+def test_a_folder_without_and_a_file_that_is_none(tmp_path):
     with pytest.raises(UserError, match=r"no such file; give the path of a tokenizer\.json"):
         make_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text('{"model": 1}')
@@ -186,7 +185,7 @@ def test_a_folder_without_and_a_file_that_is_none(tmp_path: Path) -> None:
         ("", 2, None),
     ],
 )
-def test_an_added_token_has_the_id_of_its_file(tmp_path: Path, content: str, given: int, read: int | None) -> None:
+def test_an_added_token_has_the_id_of_its_file(tmp_path, content, given, read):
     """The library counts on where an id is not the next one; the model would be asked for other tokens."""
     tokenizers = pytest.importorskip("tokenizers")
     path = tmp_path / "tokenizer.json"
@@ -203,7 +202,7 @@ def test_an_added_token_has_the_id_of_its_file(tmp_path: Path, content: str, giv
     assert f"reads it as {read:,}; added tokens must follow" in str(caught.value)
 
 
-def test_a_vocabulary_without_an_unknown_token(tmp_path: Path) -> None:
+def test_a_vocabulary_without_an_unknown_token(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"known": 0, "<eos>": 1}))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -214,12 +213,12 @@ def test_a_vocabulary_without_an_unknown_token(tmp_path: Path) -> None:
         tokenizer.encode("known unknown")
 
 
-def test_an_id_of_the_hub(tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_id_of_the_hub(tokenizer_file, monkeypatch):
     """The folder that the hub's library gives for an id is read as any other, with its end token and template."""
     hub = pytest.importorskip("huggingface_hub")
     asked = []
 
-    def download(name: str, *, allow_patterns: list[str]) -> str:
+    def download(name, *, allow_patterns):
         asked.append((name, set(allow_patterns)))
         return str(tokenizer_file.parent)
 
@@ -233,7 +232,7 @@ def test_an_id_of_the_hub(tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch)
     assert found.fingerprint != make_tokenizer(str(tokenizer_file), separator="e").fingerprint
 
 
-def test_gpt2_without_a_hub_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpt2_without_a_hub_is_a_clear_error(tmp_path, monkeypatch):
     constants = pytest.importorskip("huggingface_hub").constants
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -244,10 +243,10 @@ def test_gpt2_without_a_hub_is_a_clear_error(tmp_path: Path, monkeypatch: pytest
         make_tokenizer("gpt2")
 
 
-def test_a_name_that_the_hub_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_the_hub_does_not_know(monkeypatch):
     hub = pytest.importorskip("huggingface_hub")
 
-    def download(name: str, *, allow_patterns: list[str]) -> str:
+    def download(name, *, allow_patterns):
         # The library's text is a paragraph with an address and the number of the request.
         raise hub.errors.RepositoryNotFoundError("404 Client Error.\n\nRepository Not Found", response=Response())
 

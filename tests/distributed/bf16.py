@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from trifocal.checks.process_worker import Case, backward, full_tensor
-from trifocal.distributed import DistributedContext, parallelize, processes_started
+from trifocal.distributed import parallelize, processes_started
 from trifocal.models import DecoderLM
 from trifocal.testing.small_models import random_tokens, small_config
 from trifocal.train.step.optimizer import gradient_norm
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 LENGTH = 40
 
 
-def bf16_error(mode: str, processes: DistributedContext) -> float:
+def bf16_error(mode, processes):
     """Error of the whole gradient under bf16, relative to its size: against fp32 in one process."""
     config = small_config()
     tokens = random_tokens((4, LENGTH), 64, CPU)
@@ -27,8 +27,8 @@ def bf16_error(mode: str, processes: DistributedContext) -> float:
     case = Case(mode)
     model = DecoderLM(config)
     model.init_weights(0)
-    parallel = parallelize(model, processes, mode, precision="bf16")  # type: ignore[arg-type]
-    streams: list[torch.dtype] = []
+    parallel = parallelize(model, processes, mode, precision="bf16")
+    streams = []
     for block in model.blocks:
         block.register_forward_hook(lambda _module, _inputs, output: streams.append(output.dtype))
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -12,11 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trifocal.distributed import DistributedContext, processes_started
+from trifocal.distributed import processes_started
 from trifocal.distributed.context import make_context_shard
-from trifocal.models import DecoderLM
 from trifocal.models.choice_teaching import ChoiceTeaching
-from trifocal.nn.context import ContextShard
 from trifocal.nn.rope import RopeScaling
 from trifocal.ops import Geometry
 from trifocal.testing.small_models import make_model, random_tokens, small_config
@@ -42,7 +40,7 @@ class Case:
     checkpointing: bool = False
 
 
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     "nsa": {},
     "nsa, learned compressor, shared keys, norms": {"compressor": "mlp", "shared_kv": True, "qk_norm": True},
     "nsa, index": {"chooser": "index", "rope_scaling": YARN},
@@ -60,20 +58,18 @@ TAUGHT = ("nsa, index", "selected, index", "window, selected, index")
 class Choices(TorchDispatchMode):
     """Keeps the blocks that each call chooses while it is entered, [B, T, G, N]."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.found: list[Tensor] = []
+        self.found = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func in (torch.ops.trifocal.select_blocks.default, torch.ops.trifocal.select_blocks_by_index.default):
             self.found.append(result)
         return result
 
 
-def cases() -> list[Case]:
+def cases():
     """Every model, plain and packed; the choice is taught where it can be."""
     found = []
     for packed in (False, True):
@@ -86,10 +82,10 @@ def cases() -> list[Case]:
 Found = tuple[Tensor, list[Tensor], list[Tensor], Tensor]
 
 
-def run(case: Case, shard: ContextShard | None) -> Found:
+def run(case, shard):
     """Loss, gradients, choices of the forward pass, and the totals of the teaching."""
     config = small_config(geometry=GEOMETRY, backend="reference", **case.changes)
-    model: DecoderLM = make_model(config, CPU, torch.float64)
+    model = make_model(config, CPU, torch.float64)
     if case.checkpointing:
         model.set_activation_checkpointing(0, config.num_layers)
     model.context = shard
@@ -97,7 +93,7 @@ def run(case: Case, shard: ContextShard | None) -> Found:
     # Valid targets are not as many in each chunk.
     targets = tokens.roll(-1, 1).masked_fill(torch.arange(LENGTH) % 13 > 10, -100)
     targets[:, :9] = -100
-    given: dict[str, Any] = {}
+    given = {}
     layers = config.num_layers
     totals = torch.zeros(layers, 2, dtype=torch.float64)
     if case.taught:
@@ -115,29 +111,29 @@ def run(case: Case, shard: ContextShard | None) -> Found:
     return loss.detach(), gradients, choices.found, totals
 
 
-def runs_alone(processes: DistributedContext) -> list[Found]:
+def runs_alone(processes):
     """Every case in one process; each process takes its part of the cases, and all get all."""
     parts = processes.gather([run(case, None) for case in cases()[processes.rank :: processes.size]])
     return [parts[number % processes.size][number // processes.size] for number in range(len(cases()))]
 
 
-def difference(case: Case, alone: Found, shard: ContextShard, group: dist.ProcessGroup) -> dict[str, Any]:
+def difference(case, alone, shard, group):
     """What the processes of a group differ by from one process, relative to the largest entry."""
-    received: list[int] = []
+    received = []
 
-    def counted(*given: Any) -> list[Tensor]:
+    def counted(*given):
         found = shard.gather(*given)
         received.append(sum(x.nbytes for x in found))
         return found
 
     together = run(case, dataclasses.replace(shard, gather=counted))
 
-    def summed(x: Tensor) -> Tensor:
+    def summed(x):
         x = x.clone()
         dist.all_reduce(x, group=group)
         return x
 
-    def relative(mine: Tensor, exact: Tensor) -> float:
+    def relative(mine, exact):
         return ((mine - exact).abs().max() / exact.abs().max().clamp(min=1e-30)).item()
 
     # Of each layer two choices, one a chunk.
@@ -157,7 +153,7 @@ def difference(case: Case, alone: Found, shard: ContextShard, group: dist.Proces
     }
 
 
-def main(path: str, processes: DistributedContext) -> None:
+def main(path, processes):
     """Measure all cases in groups of two, of which each has every other case, and in one of four."""
     found, alone = [], list(zip(cases(), runs_alone(processes), strict=True))
     groups = {2: [dist.new_group([0, 1]), dist.new_group([2, 3])], 4: [dist.new_group([0, 1, 2, 3])]}

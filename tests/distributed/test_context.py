@@ -18,7 +18,7 @@ from trifocal.testing.small_models import make_model, small_config
 BOUND = 1e-11
 
 
-def test_every_layer_is_one_process(tmp_path: Path) -> None:
+def test_every_layer_is_one_process(tmp_path):
     """Loss, every gradient, the choice and its loss: two processes a sequence, and four, all in one start."""
     path = tmp_path / "found.json"
     ended = Workers([[str(Path(context_worker.__file__)), str(path)]] * 4, tmp_path).join(120)
@@ -34,7 +34,7 @@ def test_every_layer_is_one_process(tmp_path: Path) -> None:
     windows_exchange_their_neighbours_keys({row["name"]: row["received"] for row in found})
 
 
-def windows_exchange_their_neighbours_keys(received: dict[str, list[int]]) -> None:
+def windows_exchange_their_neighbours_keys(received):
     """Bytes of the layers: a window of 9 gets 8 tokens in front of each chunk, but of the first; a dense layer all."""
     rows, length, config = context_worker.ROWS, context_worker.LENGTH, small_config()
     token = config.num_kv_heads * (config.head_dim + config.value_dim) * torch.float64.itemsize
@@ -64,7 +64,7 @@ FLAGS = (
 TWO_ROWS = ("--train.micro_batch_size", "2")
 
 
-def figures(run: Path) -> dict[str, list[float]]:
+def figures(run):
     """Figures of the training steps and evaluations."""
     rows = read_metrics(run / "metrics.jsonl", "train")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -75,9 +75,7 @@ def figures(run: Path) -> dict[str, list[float]]:
     return found | {name: [row[name] for row in evaluations] for name in ("validation_loss", "bits_per_byte")}
 
 
-def finish(
-    folder: Path, size: int, *flags: str, config: bool = True, follows: bool = True, fault: str = "", **variables: str
-) -> Path:
+def finish(folder, size, *flags, config=True, follows=True, fault="", **variables):
     """A run, or the rest of one; what it learns from a model that it follows is shared like its loss."""
     folder.mkdir(exist_ok=True)
     path = write_config(folder) if config else None
@@ -92,18 +90,18 @@ def finish(
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one(tmp_path_factory):
     """The run of one process."""
     return finish(tmp_path_factory.mktemp("one"), 1, *FLAGS)
 
 
-def same(run: Path, one: Path) -> None:
+def same(run, one):
     """Sums over processes round otherwise; six steps at 1e-2 pass that on."""
     for name, values in figures(one).items():
         assert figures(run)[name] == pytest.approx(values, rel=1e-3), name
 
 
-def test_a_run_is_that_of_one_process(one: Path, tmp_path: Path) -> None:
+def test_a_run_is_that_of_one_process(one, tmp_path):
     """Two processes with rows of packed documents, two at a time; the attention's statistics are of whole rows."""
     run = finish(tmp_path, 2, *FLAGS, "--parallel.context", "2", *TWO_ROWS)
     same(run, one)
@@ -115,7 +113,7 @@ def test_a_run_is_that_of_one_process(one: Path, tmp_path: Path) -> None:
         assert mine["gate_mean_slc"] == pytest.approx(theirs["gate_mean_slc"], rel=1e-3)
 
 
-def test_recorded_steps_are_the_same(one: Path, tmp_path: Path) -> None:
+def test_recorded_steps_are_the_same(one, tmp_path):
     """Four processes, two a row, their weights sharded; gradients are added up in fixed buffers."""
     same(
         finish(tmp_path, 4, *FLAGS, *TWO_ROWS, "--parallel.context", "2", "--parallel.mode", "fsdp", fault="graphs"),
@@ -123,7 +121,7 @@ def test_recorded_steps_are_the_same(one: Path, tmp_path: Path) -> None:
     )
 
 
-def test_compiled_layers_are_the_same(tmp_path: Path) -> None:
+def test_compiled_layers_are_the_same(tmp_path):
     """The exchange of keys is an operator for the compiler, and is repeated where activations are made again.
 
     The compiler takes most of the time, so there is one layer.
@@ -139,7 +137,7 @@ def test_compiled_layers_are_the_same(tmp_path: Path) -> None:
     assert (tmp_path / "graphs1").read_text()
 
 
-def test_a_run_goes_on_with_any_number(one: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_any_number(one, tmp_path):
     """One process, then two that share rows, then four, two by two and with two copies of the weights, then one."""
     run = tmp_path / "run"
     shutil.copytree(one, run)

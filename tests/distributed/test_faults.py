@@ -7,15 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests import warm
 from tests.children import ROOT, environment, free_port, wait_for_end
-from tests.distributed.workers import Workers, train
+from tests.distributed.workers import train
 from tests.train.tiny import write_config
 from tests.written_runs import wait_for
 from trifocal.errors import UserError
@@ -34,35 +32,35 @@ QUICK = ("--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0"
 class Case:
     """A tiny run of two processes with a fault."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder, self.run = folder, folder / "run"
         self.config = write_config(folder)
         self.fault_file = folder / "fault"
-        self.started: list[Workers] = []
+        self.started = []
 
-    def start(self, fault: str, *flags: str, mode: str = "ddp", **options: object) -> Workers:
+    def start(self, fault, *flags, mode="ddp", **options):
         """Start it; with `--resume` among the flags, continue it."""
         flags = (*QUICK, "--parallel.mode", mode, *flags)
         config = None if "--resume" in flags else self.config
-        workers = train(self.folder, config, *flags, fault=fault, FAULT_FILE=str(self.fault_file), **options)  # type: ignore[arg-type]
+        workers = train(self.folder, config, *flags, fault=fault, FAULT_FILE=str(self.fault_file), **options)
         self.started.append(workers)
         return workers
 
-    def checkpoints(self) -> list[str]:
+    def checkpoints(self):
         """The complete ones, verified."""
         found = list_checkpoints(self.run / "checkpoints")
         for path in found:
             verify_checkpoint(path)
         return [path.name for path in found]
 
-    def resumed_to_the_end(self, *flags: str) -> None:
+    def resumed_to_the_end(self, *flags):
         """Continue in this process, and finish."""
         assert resume(self.run, config=override(load_run(self.run), flags)).finished
         steps = [row["step"] for row in read_metrics(self.run / "metrics.jsonl", "train")]
         assert steps == [1, 2, 3, 4, 5, 6]
 
 
-def last_beat(run: Path, rank: int) -> dict[str, Any]:
+def last_beat(run, rank):
     """The last row of a rank's heartbeat, whose file is there before its first row."""
     path = run / "heartbeat" / f"rank{rank}.jsonl"
     wait_for(lambda: bool(read_lines(path)))
@@ -70,14 +68,14 @@ def last_beat(run: Path, rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def case(tmp_path: Path) -> Iterator[Case]:
+def case(tmp_path):
     case = Case(tmp_path)
     yield case
     for workers in case.started:
         workers.kill()
 
 
-def test_a_signal_to_one_saves_and_ends_all_well(case: Case) -> None:
+def test_a_signal_to_one_saves_and_ends_all_well(case):
     """Before step 3: step 3 ends, all agree before step 4, and that one is saved."""
     workers = case.start("wait_at_step", "--checkpoint.interval_steps", "0", mode="fsdp")
     workers.wait_for(case.fault_file)
@@ -92,7 +90,7 @@ def test_a_signal_to_one_saves_and_ends_all_well(case: Case) -> None:
     case.resumed_to_the_end()
 
 
-def test_a_signal_to_one_ends_the_evaluation_of_all(case: Case) -> None:
+def test_a_signal_to_one_ends_the_evaluation_of_all(case):
     """A sharded model needs all for each batch."""
     workers = case.start("endless_evaluation", "--evaluate.interval_steps", "3", mode="fsdp")
     workers.wait_for(case.fault_file)
@@ -102,7 +100,7 @@ def test_a_signal_to_one_ends_the_evaluation_of_all(case: Case) -> None:
     assert not read_metrics(case.run / "metrics.jsonl", "evaluation")
 
 
-def test_a_signal_to_one_ends_the_wait_of_another_for_its_data(case: Case) -> None:
+def test_a_signal_to_one_ends_the_wait_of_another_for_its_data(case):
     flags = ("--data.prefetch_batches", "1", "--log.heartbeat_seconds", "0.2", "--train.steps", "60")
     workers = case.start("stalled_data", *flags)
     workers.wait_for(case.run / "heartbeat" / "rank1.jsonl")
@@ -114,7 +112,7 @@ def test_a_signal_to_one_ends_the_wait_of_another_for_its_data(case: Case) -> No
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
-def test_a_signal_before_the_first_step_of_a_start_loses_nothing(case: Case, ranks: tuple[int, ...]) -> None:
+def test_a_signal_before_the_first_step_of_a_start_loses_nothing(case, ranks):
     """A new run is as if it had never begun; a resumed one keeps its checkpoint. No rank waits for another."""
     compiling = ("--train.compile", "true")
     new = ranks == (0, 1)
@@ -139,7 +137,7 @@ def test_a_signal_before_the_first_step_of_a_start_loses_nothing(case: Case, ran
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_nan_in_one_rank_stops_all_and_is_named(case: Case, mode: str) -> None:
+def test_nan_in_one_rank_stops_all_and_is_named(case, mode):
     ended = case.start("nan", mode=mode).join()
     assert [end.status for end in ended] == [1, 1], ended
     for end in ended:
@@ -149,7 +147,7 @@ def test_nan_in_one_rank_stops_all_and_is_named(case: Case, mode: str) -> None:
     assert read_metrics(case.run / "metrics.jsonl", "event")[-1]["name"] == "non_finite"
 
 
-def test_data_that_fail_in_one_rank_stop_all_with_the_error(case: Case) -> None:
+def test_data_that_fail_in_one_rank_stop_all_with_the_error(case):
     ended = case.start("data").join()
     assert [end.status for end in ended] == [2, 2], ended
     assert "rank 1: text:" in ended[0].error and "cannot be read: [Errno 5]" in ended[0].error, ended[0].error
@@ -158,7 +156,7 @@ def test_data_that_fail_in_one_rank_stop_all_with_the_error(case: Case) -> None:
     assert case.checkpoints()
 
 
-def test_a_checkpoint_that_one_rank_cannot_write_is_loud_and_stops_no_run(case: Case) -> None:
+def test_a_checkpoint_that_one_rank_cannot_write_is_loud_and_stops_no_run(case):
     ended = case.start("full", "--checkpoint.asynchronous", "true", mode="fsdp").finish()
     says = "[Errno 28] rank 1: [Errno 28] No space left on device"
     assert f"ERROR: the checkpoint of step 4 could not be written: {says}" in ended[0].out, ended[0].out
@@ -166,7 +164,7 @@ def test_a_checkpoint_that_one_rank_cannot_write_is_loud_and_stops_no_run(case: 
     assert sorted(path.name for path in (case.run / "checkpoints").iterdir()) == case.checkpoints()
 
 
-def test_another_config_is_refused(case: Case) -> None:
+def test_another_config_is_refused(case):
     ended = case.start("", rank_flags={1: ("--train.steps", "7")}).join()
     assert [end.status for end in ended] == [2, 2], ended
     for end in ended:
@@ -176,7 +174,7 @@ def test_another_config_is_refused(case: Case) -> None:
     assert train_here(load_config(case.config, QUICK)).finished
 
 
-def test_a_killed_rank_stops_the_others_and_is_named(case: Case) -> None:
+def test_a_killed_rank_stops_the_others_and_is_named(case):
     workers = case.start("hang", mode="fsdp")
     workers.wait_for(case.fault_file)
     begin = time.monotonic()
@@ -192,7 +190,7 @@ def test_a_killed_rank_stops_the_others_and_is_named(case: Case) -> None:
     case.resumed_to_the_end()
 
 
-def test_a_killed_rank_0_is_named_though_it_kept_the_store(case: Case) -> None:
+def test_a_killed_rank_0_is_named_though_it_kept_the_store(case):
     workers = case.start("wait_at_step")
     workers.wait_for(case.fault_file)
     time.sleep(1.5)
@@ -204,7 +202,7 @@ def test_a_killed_rank_0_is_named_though_it_kept_the_store(case: Case) -> None:
     case.resumed_to_the_end()
 
 
-def test_a_frozen_rank_is_named_and_the_others_stop(case: Case) -> None:
+def test_a_frozen_rank_is_named_and_the_others_stop(case):
     workers = case.start("hang_with_a_short_pause", "--parallel.silence_seconds", "3")
     workers.wait_for(case.fault_file)
     time.sleep(1.5)
@@ -222,7 +220,7 @@ def test_a_frozen_rank_is_named_and_the_others_stop(case: Case) -> None:
     assert (event["name"], event["severity"]) == ("rank_lost", "error") and "rank 1 (process " in event["message"]
 
 
-def test_an_endless_loop_ends_in_bounded_time_with_the_rank_named(case: Case) -> None:
+def test_an_endless_loop_ends_in_bounded_time_with_the_rank_named(case):
     """The other rank is alive all the while: the exchange times out, and names the phase of that rank."""
     limits = ("--parallel.timeout_seconds", "4", "--parallel.silence_seconds", "2")
     workers = case.start("hang_with_a_short_pause", *limits)
@@ -232,7 +230,7 @@ def test_an_endless_loop_ends_in_bounded_time_with_the_rank_named(case: Case) ->
     assert "rank 0 has failed: PeerLost" in ended[1].error, ended[1].error
 
 
-def test_torchrun_on_two_machines_starts_again_from_the_last_checkpoint(case: Case) -> None:
+def test_torchrun_on_two_machines_starts_again_from_the_last_checkpoint(case):
     """Two torchruns meet as on two machines. The one whose process was killed counts a restart, the other none."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=2",
@@ -258,7 +256,7 @@ def test_torchrun_on_two_machines_starts_again_from_the_last_checkpoint(case: Ca
     assert [row["step"] for row in rows if row.get("name") == "resumed"] == [4]
 
 
-def test_a_run_that_the_launcher_starts_again_continues(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_the_launcher_starts_again_continues(case, monkeypatch):
     """From its newest checkpoint, or from the beginning; a run of another command is refused as in a first start."""
     config = load_config(case.config, (*QUICK, "--train.steps", "2"))
     assert train_here(config).finished

@@ -14,12 +14,12 @@ from tests.distributed.workers import Workers
 from trifocal.checks.training_checks import GRADIENT_BOUND, PARALLEL_CASES, compare_processes
 
 
-def make_warnings_errors(rank: int) -> None:
+def make_warnings_errors(rank):
     """Called in each process before it measures."""
     warnings.simplefilter("error")
 
 
-def test_every_case_is_one_process() -> None:
+def test_every_case_is_one_process():
     """Every gradient, in one start of two processes, where any warning is an error.
 
     At 5 layers where the check takes 5 and 12, which would take half of the time.
@@ -37,7 +37,7 @@ def test_every_case_is_one_process() -> None:
     assert not wrong
 
 
-def test_bf16_costs_a_sharded_model_what_it_costs_one_process(tmp_path: Path) -> None:
+def test_bf16_costs_a_sharded_model_what_it_costs_one_process(tmp_path):
     """Weights are rounded once more where they are collected in bf16; the sum over processes stays in fp32."""
     path = tmp_path / "errors.json"
     Workers([[str(Path(bf16.__file__)), str(path)]] * 2, tmp_path).finish()

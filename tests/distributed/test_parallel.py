@@ -3,7 +3,6 @@
 import runpy
 import socket
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,21 +25,21 @@ CPU = torch.device("cpu")
 TWO = DistributedContext(0, 2)
 
 
-def test_one_process_shares_nothing() -> None:
+def test_one_process_shares_nothing():
     assert choose_mode("auto", DistributedContext(), small_config()) == ("none", "")
     mode, note = choose_mode("fsdp", DistributedContext(), small_config())
     assert mode == "none"
     assert "there is one process" in note
 
 
-def test_several_processes_need_a_mode() -> None:
+def test_several_processes_need_a_mode():
     with pytest.raises(UserError, match=r'parallel\.mode is "none", but 2 processes were started'):
         choose_mode("none", TWO, small_config())
     assert choose_mode("hsdp", TWO, small_config()) == ("hsdp", "2 processes, hsdp")
     assert choose_mode("auto", TWO, small_config())[0] == "ddp"
 
 
-def test_a_pytorch_that_has_moved_fsdp_s_collectives_is_told_of_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pytorch_that_has_moved_fsdp_s_collectives_is_told_of_in_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.distributed.fsdp._fully_shard._fsdp_collectives", None)
     module = runpy.run_path(str(parallel.__file__))
     with pytest.raises(UserError, match=r'moved FSDP\'s collectives.*set parallel\.mode "ddp"'):
@@ -48,7 +47,7 @@ def test_a_pytorch_that_has_moved_fsdp_s_collectives_is_told_of_in_one_line(monk
 
 
 @pytest.mark.parametrize(("gib", "expected"), [(80, "ddp"), (8, "fsdp")])
-def test_the_model_is_sharded_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch, gib: int, expected: str) -> None:
+def test_the_model_is_sharded_where_it_does_not_fit(monkeypatch, gib, expected):
     """16 bytes a parameter may take 60 % of the GPU; 8 GiB hold 322 million parameters that way."""
     memory = SimpleNamespace(total_memory=gib * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
@@ -63,9 +62,7 @@ def test_the_model_is_sharded_where_it_does_not_fit(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("rank", "why"), [(0, "the port is taken, perhaps .*take another"), (1, ".*timed out.*; start all of them")]
 )
-def test_a_place_to_meet_that_is_taken_or_out_of_reach_is_named(
-    monkeypatch: pytest.MonkeyPatch, rank: int, why: str
-) -> None:
+def test_a_place_to_meet_that_is_taken_or_out_of_reach_is_named(monkeypatch, rank, why):
     port = free_port()
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
     for name, value in (place | {"MASTER_PORT": port}).items():
@@ -82,7 +79,7 @@ def test_a_place_to_meet_that_is_taken_or_out_of_reach_is_named(
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 
 
-def set_launched(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+def set_launched(monkeypatch, variables):
     """A launcher's environment variables: these, and no others."""
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
@@ -90,7 +87,7 @@ def set_launched(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> 
         monkeypatch.setenv(name, value)
 
 
-def test_a_single_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_process_needs_no_launcher(monkeypatch):
     set_launched(monkeypatch, {"WORLD_SIZE": "", "RANK": "0"})
     with processes_started(CPU) as processes:
         assert (processes.rank, processes.size, processes.local_size, processes.restarted) == (0, 1, 1, False)
@@ -104,9 +101,7 @@ def test_a_single_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> 
         ({"WORLD_SIZE": "two"}, "the environment variable WORLD_SIZE must be a whole number, got 'two'"),
     ],
 )
-def test_what_a_launcher_left_out_is_named(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
-) -> None:
+def test_what_a_launcher_left_out_is_named(monkeypatch, variables, message):
     set_launched(monkeypatch, variables)
     with pytest.raises(UserError, match=f"^{message}" if "=" in message else message), processes_started(CPU):
         pass
@@ -125,19 +120,19 @@ with processes_started(torch.device("cpu")) as processes:
 """
 
 
-def test_values_of_all_processes_come_in_the_order_of_ranks(tmp_path: Path) -> None:
+def test_values_of_all_processes_come_in_the_order_of_ranks(tmp_path):
     # Some launchers name no place on the machine.
     ended = Workers([["-c", GATHER]] * 3, tmp_path, LOCAL_RANK="", LOCAL_WORLD_SIZE="").join(60)
     assert [end.status for end in ended] == [0, 0, 0], [end.error for end in ended]
 
 
-def test_what_shares_a_sequence_or_the_model_must_divide_the_processes() -> None:
+def test_what_shares_a_sequence_or_the_model_must_divide_the_processes():
     for mode, name in (("ddp", "context"), ("hsdp", "shards")):
         with pytest.raises(UserError, match=rf"parallel\.{name} 3 does not divide the 2 processes"):
             parallelize(DecoderLM(small_config()), TWO, mode, **{name: 3})
 
 
-def test_flat_gradients_are_checked_before_they_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flat_gradients_are_checked_before_they_are_summed(monkeypatch):
     """The sum has the NaN of any process."""
     monkeypatch.setattr(torch.distributed, "all_reduce", torch.Tensor.zero_)
     watch, flat = parallel.GradientWatch(CPU), parallel.FlatGradients([torch.nn.Parameter(torch.ones(2, 3))])

@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import time
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -21,7 +20,7 @@ WHAT = {"step": 7, "phase": "forward", "phase_seconds": 1.0, "where": "forward (
 
 
 @pytest.fixture(autouse=True)
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+def fast(monkeypatch):
     monkeypatch.setattr(module, "_INTERVAL_SECONDS", 0.05)
     monkeypatch.setattr(module, "_PAUSE_SECONDS", 0.2)
     # There is no group: the processes here do not meet.
@@ -29,19 +28,19 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def store() -> dist.Store:
+def store():
     return dist.HashStore()
 
 
-def note(store: dist.Store, rank: int, beat: int, **values: Any) -> None:
+def note(store, rank, beat, **values):
     """A note as another process leaves it."""
     row = {"beat": beat, "status": "running", "message": "", "pid": os.getpid(), "host": socket.gethostname()}
     store.set(f"rank{rank}", json.dumps({**row, "time": float(beat), **WHAT, **values}))
 
 
-def watched(store: dist.Store, size: int = 2, seconds: float = 0.6) -> tuple[PeerMonitor, list[str], list[int]]:
-    sentences: list[str] = []
-    statuses: list[int] = []
+def watched(store, size=2, seconds=0.6):
+    sentences = []
+    statuses = []
     peers = PeerMonitor(
         DistributedContext(0, size, store=store),
         lambda: dict(WHAT),
@@ -53,7 +52,7 @@ def watched(store: dist.Store, size: int = 2, seconds: float = 0.6) -> tuple[Pee
     return peers, sentences, statuses
 
 
-def test_a_process_that_is_gone_is_named_and_this_one_ends(store: dist.Store, sleeper: Any, capfd: Any) -> None:
+def test_a_process_that_is_gone_is_named_and_this_one_ends(store, sleeper, capfd):
     note(store, 1, 1, pid=sleeper.pid)
     peers, sentences, statuses = watched(store, seconds=60)
     with peers:
@@ -69,7 +68,7 @@ def test_a_process_that_is_gone_is_named_and_this_one_ends(store: dist.Store, sl
     assert expected in capfd.readouterr().err
 
 
-def test_a_silent_process_is_named(store: dist.Store) -> None:
+def test_a_silent_process_is_named(store):
     note(store, 1, 1)
     peers, sentences, statuses = watched(store)
     with peers:
@@ -77,7 +76,7 @@ def test_a_silent_process_is_named(store: dist.Store) -> None:
     assert sentences[0].startswith(f"rank 1 (process {os.getpid()} on {socket.gethostname()}) has been silent for")
 
 
-def test_a_process_never_seen_here_is_not_gone(store: dist.Store) -> None:
+def test_a_process_never_seen_here_is_not_gone(store):
     """Two containers may have one host name and not see each other's processes."""
     note(store, 1, 1, pid=2**22 + 1)
     peers, _, statuses = watched(store, seconds=60)
@@ -86,7 +85,7 @@ def test_a_process_never_seen_here_is_not_gone(store: dist.Store) -> None:
     assert not statuses
 
 
-def test_signs_of_life_and_an_end_are_no_loss(store: dist.Store) -> None:
+def test_signs_of_life_and_an_end_are_no_loss(store):
     note(store, 1, 1)
     note(store, 2, 1, status="finished")
     peers, _, statuses = watched(store, size=3)
@@ -100,7 +99,7 @@ def test_signs_of_life_and_an_end_are_no_loss(store: dist.Store) -> None:
     assert (last["status"], last["message"]) == ("failed", "UserError: bad data")
 
 
-def test_who_went_without_a_word_comes_before_those_who_failed_because_of_it(store: dist.Store, sleeper: Any) -> None:
+def test_who_went_without_a_word_comes_before_those_who_failed_because_of_it(store, sleeper):
     note(store, 1, 1, status="failed", message="ValueError: late", time=20.0)
     note(store, 2, 1, status="failed", message="ValueError: early", time=10.0)
     note(store, 3, 1, pid=sleeper.pid)
@@ -115,7 +114,7 @@ def test_who_went_without_a_word_comes_before_those_who_failed_because_of_it(sto
     assert "rank 3" in str(lost) and "is gone" in str(lost)
 
 
-def test_who_went_first_is_named_when_others_have_followed(store: dist.Store, sleeper: Any) -> None:
+def test_who_went_first_is_named_when_others_have_followed(store, sleeper):
     """The others end because of it, the lower ranks among them before this one."""
     follower = subprocess.Popen(["sleep", "600"])
     try:
@@ -135,8 +134,8 @@ def test_who_went_first_is_named_when_others_have_followed(store: dist.Store, sl
         follower.wait()
 
 
-def test_a_request_to_another_process_to_stop_is_known_here(store: dist.Store) -> None:
-    asked: list[str] = []
+def test_a_request_to_another_process_to_stop_is_known_here(store):
+    asked = []
     peers = PeerMonitor(
         DistributedContext(0, 2, store=store),
         lambda: WHAT | {"stop": True},
@@ -150,18 +149,18 @@ def test_a_request_to_another_process_to_stop_is_known_here(store: dist.Store) -
     assert asked == ["stop"] and json.loads(store.get("rank0"))["stop"]
 
 
-def test_nobody_is_blamed_while_all_are_well(store: dist.Store) -> None:
+def test_nobody_is_blamed_while_all_are_well(store):
     note(store, 1, 1)
     peers, _, statuses = watched(store, seconds=0.4)
     stop = time.monotonic() + 0.9
     beats = iter(range(2, 1000))
     healthy = peers._exchange
 
-    def exchange(now: float) -> None:
+    def exchange(now):
         note(store, 1, next(beats))
         healthy(now)
 
-    peers._exchange = exchange  # type: ignore[method-assign]
+    peers._exchange = exchange
     with peers:
         assert peers.explain() is None
         assert time.monotonic() > stop - 0.6

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ FLAGS = ("--log.sample_interval_steps", "3", "--log.sample_tokens", "4", "--chec
 LOSS_TOLERANCE = 1e-4
 
 
-def losses(run: Path) -> list[float]:
+def losses(run):
     """The training losses by step, and then the validation losses."""
     rows = read_metrics(run / "metrics.jsonl", "train")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -30,7 +28,7 @@ def losses(run: Path) -> list[float]:
     return [row["loss"] for row in rows] + [row["validation_loss"] for row in evaluations]
 
 
-def finish(folder: Path, mode: str, size: int, *flags: str, fault: str = "", **variables: str) -> Path:
+def finish(folder, mode, size, *flags, fault="", **variables):
     """A whole run."""
     folder.mkdir(exist_ok=True)
     flags = (*FLAGS, "--parallel.mode", mode, *flags)
@@ -40,7 +38,7 @@ def finish(folder: Path, mode: str, size: int, *flags: str, fault: str = "", **v
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(tmp_path_factory):
     """A run of one process and of two in each mode; under ddp, each has fewer sequences than a micro-batch may have."""
     folder = tmp_path_factory.mktemp("runs")
     whole = ("--train.micro_batch_size", "4")
@@ -52,7 +50,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_losses_do_not_depend_on_the_number_of_processes(runs: dict[str, Path], mode: str) -> None:
+def test_losses_do_not_depend_on_the_number_of_processes(runs, mode):
     """Training and validation; four sequences are one micro-batch each of two processes, or two of one.
 
     AdamW forgives a gradient of twice the size, and the logged norms do not.
@@ -67,13 +65,13 @@ def test_losses_do_not_depend_on_the_number_of_processes(runs: dict[str, Path], 
         torch.testing.assert_close(whole[name], tensor, rtol=0, atol=1e-4)
 
 
-def test_gradients_of_recorded_graphs_are_the_same(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_gradients_of_recorded_graphs_are_the_same(runs, tmp_path):
     """Exchanged after backward; two micro-batches a step, plain rows and packed documents."""
     run = finish(tmp_path / "graphs", "ddp", 2, "--train.micro_batch_size", "1", fault="graphs")
     assert losses(run) == pytest.approx(losses(runs["ddp"]), rel=LOSS_TOLERANCE)
 
 
-def test_a_taught_choice_is_that_of_one_process(tmp_path: Path) -> None:
+def test_a_taught_choice_is_that_of_one_process(tmp_path):
     """The queries, their loss and its scale: two processes, and two sharded and recorded ones; and what is learned from
     a frozen model meanwhile, on two sources.
     """
@@ -114,7 +112,7 @@ def test_a_taught_choice_is_that_of_one_process(tmp_path: Path) -> None:
             torch.testing.assert_close(whole[name], tensor, rtol=0.05, atol=5e-3)
 
 
-def test_compiled_checkpointed_layers_are_the_same(tmp_path: Path) -> None:
+def test_compiled_checkpointed_layers_are_the_same(tmp_path):
     """And compiled: the hooks of FSDP stay outside, so that all layers share one's graphs. The layers are OLMo 2's."""
     olmo = (f"--model.{name}=true" for name in ("norm_after", "qk_norm", "qk_norm_all_heads"))
     dense = ("--model.attention", "dense", *olmo, "--evaluate.interval_steps", "0", "--log.sample_interval_steps", "0")
@@ -127,7 +125,7 @@ def test_compiled_checkpointed_layers_are_the_same(tmp_path: Path) -> None:
     assert len(made[0]) == len(made[1]) == 3
 
 
-def test_each_rank_writes_its_own_and_rank_0_the_rest(runs: dict[str, Path]) -> None:
+def test_each_rank_writes_its_own_and_rank_0_the_rest(runs):
     run = runs["fsdp"]
     assert sorted(path.name for path in (run / "heartbeat").iterdir()) == ["rank0.jsonl", "rank1.jsonl"]
     for rank in (0, 1):
@@ -144,7 +142,7 @@ def test_each_rank_writes_its_own_and_rank_0_the_rest(runs: dict[str, Path]) -> 
     assert any("2 processes, fsdp" in note for note in notes)
 
 
-def test_any_number_continues_from_any_other(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_any_number_continues_from_any_other(runs, tmp_path):
     """Four from the checkpoint of one, two from that of four, one from that of two."""
     expected = losses(runs["none"])
     # The same rows in each evaluation, though a micro-batch of four processes has one.
@@ -160,7 +158,7 @@ def test_any_number_continues_from_any_other(runs: dict[str, Path], tmp_path: Pa
 
 
 @pytest.mark.parametrize(("mode", "size"), [("fsdp", 2), ("ddp", 3)])
-def test_the_same_number_continues_bit_for_bit(runs: dict[str, Path], tmp_path: Path, mode: str, size: int) -> None:
+def test_the_same_number_continues_bit_for_bit(runs, tmp_path, mode, size):
     """Sums of three depend on their order; and DDP's first step differs in its buckets, and in how it accumulates.
 
     And Muon's matrices, which three processes divide.
@@ -181,7 +179,6 @@ def test_the_same_number_continues_bit_for_bit(runs: dict[str, Path], tmp_path: 
     assert [final(resumed, rank) for rank in range(size)] == [final(run, rank) for rank in range(size)]
 
 
-def final(run: Path, rank: int = 0) -> dict[str, Any]:
+def final(run, rank=0):
     """The state of a process in the last checkpoint."""
-    state: dict[str, Any] = json.loads((run / "checkpoints" / "step_00000006" / f"rank{rank}.json").read_text())
-    return state
+    return json.loads((run / "checkpoints" / "step_00000006" / f"rank{rank}.json").read_text())

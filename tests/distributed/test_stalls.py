@@ -8,24 +8,23 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.children import environment
-from tests.distributed.test_faults import QUICK, Case
+from tests.distributed.test_faults import QUICK
 from tests.distributed.test_faults import case as case
 from tests.written_runs import wait_for
 from trifocal.errors import UserError
 from trifocal.runlog import Heartbeat, read_metrics
 from trifocal.runlog.run import read_run
-from trifocal.runlog.stalls.verdict import Verdict, judge
+from trifocal.runlog.stalls.verdict import judge
 
 OFTEN = ("--log.heartbeat_seconds", "0.2")
 
 
-def verdicts(run: Path) -> dict[int, Verdict]:
+def verdicts(run):
     """The verdict on each rank by its files, now."""
     try:
         return {rank: judge(rows[-1]) for rank, rows in read_run(run, live=True).heartbeats.items()}
@@ -33,7 +32,7 @@ def verdicts(run: Path) -> dict[int, Verdict]:
         return {}
 
 
-def test_an_endless_loop_in_a_backward_hook_of_one_rank_is_stalled_and_named(case: Case) -> None:
+def test_an_endless_loop_in_a_backward_hook_of_one_rank_is_stalled_and_named(case):
     workers = case.start("endless_hook", *OFTEN)
     workers.wait_for(case.fault_file)
     wait_for(lambda: {rank: found.state for rank, found in verdicts(case.run).items()} == {0: "stalled", 1: "stalled"})
@@ -60,10 +59,10 @@ def test_an_endless_loop_in_a_backward_hook_of_one_rank_is_stalled_and_named(cas
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiler_of_pytorch_is_told_from_a_stall() -> None:
+def test_a_compiler_of_pytorch_is_told_from_a_stall():
     heartbeat, seen = Heartbeat(Path(os.devnull)), []
 
-    def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+    def compiler(graph, inputs):
         # In the heartbeat's thread, as in a run.
         seen.append(pool.submit(heartbeat.snapshot).result()["compiling"])
         return graph
@@ -73,7 +72,7 @@ def test_a_compiler_of_pytorch_is_told_from_a_stall() -> None:
         assert seen == [True] and not pool.submit(heartbeat.snapshot).result()["compiling"]
 
 
-def can_mount() -> bool:
+def can_mount():
     """Whether this user may mount a small disk."""
     if shutil.which("unshare") is None:
         return False
@@ -82,7 +81,7 @@ def can_mount() -> bool:
 
 
 @pytest.mark.skipif(not can_mount(), reason="no disk can be mounted here")
-def test_a_full_disk_under_the_diagnostics_never_stops_training(case: Case) -> None:
+def test_a_full_disk_under_the_diagnostics_never_stops_training(case):
     """A disk of 4 MB that is full for three steps, one of them stalled: rows, dumps and a checkpoint are missing."""
     faults = Path(__file__).with_name("faults.py")
     # All happens in the namespace that has the disk; its files are copied out at the end.

@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ TRACED = "traces/steps_2-3"
 EVERY_TRACE = ",".join(TRACES)
 
 
-def traced(folder: Path, mode: str) -> Path:
+def traced(folder, mode):
     """Two processes with one micro-batch each a step, steps 2 and 3 traced."""
     flags = (*QUICK, "--parallel.mode", mode, "--trace.what", EVERY_TRACE, "--trace.steps", "2:4")
     train(folder, write_config(folder), *flags).finish()
@@ -26,13 +25,13 @@ def traced(folder: Path, mode: str) -> Path:
 
 
 @pytest.fixture
-def sizes(tmp_path: Path) -> dict[str, int]:
+def sizes(tmp_path):
     """The parameters of the tiny model by name."""
     model = DecoderLM(make_config(tmp_path).model)
     return {name: parameter.numel() for name, parameter in model.named_parameters()}
 
 
-def test_buckets_of_ddp_hold_every_gradient_once(tmp_path: Path, sizes: dict[str, int]) -> None:
+def test_buckets_of_ddp_hold_every_gradient_once(tmp_path, sizes):
     run = traced(tmp_path, "ddp")
     every_trace_saw_something(run, "ddp", 4 * sum(sizes.values()))
     folder = run / TRACED
@@ -56,7 +55,7 @@ def test_buckets_of_ddp_hold_every_gradient_once(tmp_path: Path, sizes: dict[str
         assert collectives["all_reduce"] >= 2 * len(mine)
 
 
-def test_weights_are_gathered_and_gradients_scattered_part_by_part(tmp_path: Path, sizes: dict[str, int]) -> None:
+def test_weights_are_gathered_and_gradients_scattered_part_by_part(tmp_path, sizes):
     run = traced(tmp_path, "fsdp")
     # Every first dimension of the tiny model is even: half of each parameter.
     every_trace_saw_something(run, "fsdp", 2 * sum(sizes.values()))
@@ -80,7 +79,7 @@ def test_weights_are_gathered_and_gradients_scattered_part_by_part(tmp_path: Pat
     assert shape == "16x16", "half of 32 x 16"
 
 
-def every_trace_saw_something(run: Path, mode: str, parameter_bytes: int) -> None:
+def every_trace_saw_something(run, mode, parameter_bytes):
     """And the memory table counts the part of each process."""
     saved = []
     for rank in (0, 1):

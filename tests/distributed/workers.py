@@ -1,13 +1,10 @@
 """Real processes for the tests, given their places as torchrun gives them, on the CPU over gloo."""
 
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tests import children, warm
 
@@ -25,11 +22,11 @@ class Ended:
 class Workers:
     """Processes that train together, by the arguments of each rank's Python; their outputs go to a folder."""
 
-    def __init__(self, commands: Sequence[Sequence[str]], folder: Path, **environment: str) -> None:
+    def __init__(self, commands, folder, **environment):
         port = children.free_port()
         self.folder = folder
         self.begin = time.monotonic()
-        self.processes: list[Any] = []
+        self.processes = []
         for rank, command in enumerate(commands):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(commands), "LOCAL_WORLD_SIZE": len(commands)}
             place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "PYTHONUNBUFFERED": 1}
@@ -41,17 +38,17 @@ class Workers:
                 started = warm.popen([sys.executable, *command], stdout=out, stderr=error, env=variables)
             self.processes.append(started)
 
-    def error(self, rank: int) -> str:
+    def error(self, rank):
         return (self.folder / f"error{rank}").read_text(errors="replace")
 
-    def out(self, rank: int) -> str:
+    def out(self, rank):
         return (self.folder / f"out{rank}").read_text(errors="replace")
 
-    def send(self, number: signal.Signals, *ranks: int) -> None:
+    def send(self, number, *ranks):
         for rank in ranks:
             self.processes[rank].send_signal(number)
 
-    def wait_for(self, path: Path, timeout: float = 60) -> None:
+    def wait_for(self, path, timeout=60):
         """Wait until a file is there."""
         deadline = time.monotonic() + timeout
         while not path.exists():
@@ -59,7 +56,7 @@ class Workers:
             assert all(process.poll() is None for process in self.processes), f"{self.error(0)}\n{self.error(1)}"
             time.sleep(0.02)
 
-    def join(self, timeout: float = 90, ranks: Sequence[int] | None = None) -> list[Ended]:
+    def join(self, timeout=90, ranks=None):
         """Wait for some or all to end; the others are killed."""
         deadline = time.monotonic() + timeout
         ended = []
@@ -78,28 +75,20 @@ class Workers:
                     process.wait()
         return ended
 
-    def finish(self, timeout: float = 120) -> list[Ended]:
+    def finish(self, timeout=120):
         """Wait for all to end, and to end well."""
         ended = self.join(timeout)
         assert not any(end.status for end in ended), "\n".join(end.error for end in ended)
         return ended
 
-    def kill(self) -> None:
+    def kill(self):
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
                 process.wait()
 
 
-def train(
-    folder: Path,
-    config: Path | None,
-    *flags: str,
-    size: int = 2,
-    fault: str = "",
-    rank_flags: dict[int, tuple[str, ...]] | None = None,
-    **environment: str,
-) -> Workers:
+def train(folder, config, *flags, size=2, fault="", rank_flags=None, **environment):
     """`trifocal train` in several processes, with a fault of tests/distributed/faults.py in some of them."""
     command = [str(Path(__file__).with_name("faults.py")), fault, "train", *([str(config)] if config else []), *flags]
     commands = [[*command, *(rank_flags or {}).get(rank, ())] for rank in range(size)]

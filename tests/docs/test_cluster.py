@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +24,7 @@ COMMANDS = {
 
 
 @pytest.fixture
-def slurm(tmp_path: Path) -> dict[str, str]:
+def slurm(tmp_path):
     """The environment of a job on one machine with one process."""
     standins = tmp_path / "standins"
     standins.mkdir()
@@ -38,9 +37,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     )  # fmt: skip
 
 
-def test_the_slurm_job_saves_when_its_time_is_up_and_goes_on_when_it_runs_again(
-    tmp_path: Path, slurm: dict[str, str]
-) -> None:
+def test_the_slurm_job_saves_when_its_time_is_up_and_goes_on_when_it_runs_again(tmp_path, slurm):
     run, requeued = tmp_path / "run", tmp_path / "standins" / "requeued"
     flags = ["--train.steps", "60", "--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0"]
     flags += ["--checkpoint.interval_steps", "0"]
@@ -69,7 +66,7 @@ def test_the_slurm_job_saves_when_its_time_is_up_and_goes_on_when_it_runs_again(
     assert saved.name == f"step_{resumed['step']:08}"
 
 
-def test_the_job_for_skypilot_is_yaml_with_commands_that_bash_reads() -> None:
+def test_the_job_for_skypilot_is_yaml_with_commands_that_bash_reads():
     yaml = pytest.importorskip("yaml")
     job = yaml.safe_load((CLUSTER / "train.sky.yaml").read_text())
     assert job["num_nodes"] == 2

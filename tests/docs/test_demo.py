@@ -4,7 +4,7 @@ from tests.docs.pages import ROOT
 from trifocal.cli import main
 
 
-def test_five_lines_say_what_is_trained_before_the_first_step(tmp_path, capsys) -> None:
+def test_five_lines_say_what_is_trained_before_the_first_step(tmp_path, capsys):
     run = tmp_path / "demo run"
     flags = ["--train.steps", "2", "--train.sequence_length", "256", "--data.shuffle_sequences", "4"]
     flags += ["--log.sample_tokens", "2", "--evaluate.sequences", "2", "--schedule.warmup_steps", "1"]

@@ -32,7 +32,7 @@ def test_every_example_is_run():
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {*PRINTS, "huggingface"}
 
 
-def test_cells_of_the_script_are_the_blocks_of_the_page() -> None:
+def test_cells_of_the_script_are_the_blocks_of_the_page():
     text = (ROOT / "examples/huggingface.py").read_text(encoding="utf-8")
     # The first cell makes a folder; the others may print more than the page.
     _, _, *cells = text.split("\n# %% ")

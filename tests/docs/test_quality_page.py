@@ -3,9 +3,6 @@
 import importlib
 import re
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -13,35 +10,35 @@ from tests.docs.pages import ROOT
 
 
 @pytest.fixture(scope="module")
-def quality() -> Iterator[ModuleType]:
+def quality():
     sys.path.insert(0, str(ROOT / "docs" / "figures"))
     yield importlib.import_module("draw_quality")
     sys.path.remove(str(ROOT / "docs" / "figures"))
 
 
-def test_the_page_is_what_the_script_writes(quality: ModuleType) -> None:
+def test_the_page_is_what_the_script_writes(quality):
     text = quality.PAGE.read_text(encoding="utf-8")
     assert quality.page(text) == text, "a result has been added: make docs"
 
 
-def test_without_results_the_page_says_so(quality: ModuleType, tmp_path: Path) -> None:
+def test_without_results_the_page_says_so(quality, tmp_path):
     empty = quality.page(quality.PAGE.read_text(encoding="utf-8"), tmp_path)
     assert empty.count("Not measured yet.") == 7 and quality.figures(tmp_path) == {}
 
 
-def test_every_measured_part_has_a_figure(quality: ModuleType) -> None:
+def test_every_measured_part_has_a_figure(quality):
     figures = quality.figures()
     assert figures and set(figures) <= {f"quality_{part}.svg" for part in quality.PARTS}
     for draw in figures.values():
         assert draw().axes
 
 
-def test_the_page_names_the_parts_of_the_script(quality: ModuleType) -> None:
+def test_the_page_names_the_parts_of_the_script(quality):
     script = (ROOT / "benchmarks" / "lib" / "quality_parts.py").read_text(encoding="utf-8")
     assert set(quality.PARTS) == set(re.findall(r'^    "(\w+)": Part\(', script, re.MULTILINE))
 
 
-def test_every_variant_has_a_colour(quality: ModuleType) -> None:
+def test_every_variant_has_a_colour(quality):
     script = (ROOT / "benchmarks" / "lib" / "quality_parts.py").read_text(encoding="utf-8")
     (names,) = re.findall(r"^_CHANGES: [^\n]* = \{\n(.*?)^\}", script, re.MULTILINE | re.DOTALL)
     assert list(quality.COLOURS) == re.findall(r'^    "([\w-]+)":', names, re.MULTILINE)

@@ -13,7 +13,7 @@ PAGE = text_of(ROOT / "docs/reports.md")
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def table(head: str) -> list[list[str]]:
+def table(head):
     body = PAGE[PAGE.index(f"| {head} |") :].split("\n\n")[0]
     return [line.strip("| ").split(" | ") for line in body.splitlines()[2:]]
 
@@ -21,7 +21,7 @@ def table(head: str) -> list[list[str]]:
 CODES = [code for _, here in table("there") for code in re.findall(r"`([^`]+)`", here)]
 
 
-def test_a_run_writes_every_file_and_field(tmp_path) -> None:
+def test_a_run_writes_every_file_and_field(tmp_path):
     flags = ("--trace.what", "memory,dtypes,gradients", "--trace.steps", "1:4", "--log.telemetry_interval_steps", "2")
     run = train(make_config(tmp_path, *flags)).directory
     files = [code for code in CODES if re.search(r"\.(jsonl|json|csv)$", code)]
@@ -35,7 +35,7 @@ def test_a_run_writes_every_file_and_field(tmp_path) -> None:
     assert len(fields) == 6 and set(fields) <= row.keys()
 
 
-def test_figures_are_those_of_the_results() -> None:
+def test_figures_are_those_of_the_results():
     measured = {criterion: here for criterion, _, here in table("criterion")}
     rows = json.loads((RESULTS / "scale_4_500_h200_2026-11-21.json").read_text())["rows"]
     runs = {(row["part"], row["mode"]): row for row in rows}

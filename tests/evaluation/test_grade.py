@@ -5,15 +5,13 @@ import json
 import shutil
 import tarfile
 import zipfile
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.chat_data import write_tokenizer
-from tests.cli.test_commands import Capture, refused
+from tests.cli.test_commands import refused
 from tests.train.tiny import make_config
 from trifocal.cli import main
 from trifocal.data import DataConfig, make_tokenizer
@@ -42,7 +40,7 @@ SET = GradeSet(
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """A folder with the packages as downloaded."""
     monkeypatch.setattr(grade, "GRADE", SET)
     place = tmp_path / "set"
@@ -61,14 +59,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return place
 
 
-def make_model(length: int = 64, vocab_size: int = 257) -> DecoderLM:
+def make_model(length=64, vocab_size=257):
     torch.manual_seed(0)
     model = DecoderLM(small_config(vocab_size=vocab_size))
     model.init_weights(1)
     return model.eval()
 
 
-def test_documents_are_chosen_by_their_hash_up_to_a_size() -> None:
+def test_documents_are_chosen_by_their_hash_up_to_a_size():
     texts = [f"{number} ".encode() * 600 for number in range(20)]
     chosen = choose([*texts, *texts, b"short", b"\xff" * 3000, b"long" * 20_000], 5000)
     assert choose(reversed(texts), 5000) == chosen and len(set(chosen)) == len(chosen)
@@ -76,7 +74,7 @@ def test_documents_are_chosen_by_their_hash_up_to_a_size() -> None:
     assert digest_of(chosen) != digest_of(chosen[:-1])
 
 
-def test_archives_and_what_was_unpacked_give_the_same_documents(folder: Path, tmp_path: Path) -> None:
+def test_archives_and_what_was_unpacked_give_the_same_documents(folder, tmp_path):
     found = read_grade_set(str(folder))
     assert {name: len(texts) for name, texts in found.items()} == {"prose": 2, "code": 2}
     assert all(text.encode() in PROSE.values() for text in found["prose"])
@@ -88,7 +86,7 @@ def test_archives_and_what_was_unpacked_give_the_same_documents(folder: Path, tm
     assert read_grade_set(str(unpacked)) == found
 
 
-def test_a_part_that_is_missing_other_or_damaged_is_named(folder: Path, tmp_path: Path) -> None:
+def test_a_part_that_is_missing_other_or_damaged_is_named(folder, tmp_path):
     wheel = folder / "small-1-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for name, content in PROSE.items():
@@ -109,9 +107,9 @@ def test_a_part_that_is_missing_other_or_damaged_is_named(folder: Path, tmp_path
 
 
 @pytest.mark.parametrize(("count", "length"), [(2, 8), (9, 8), (10, 8), (30, 8), (31, 7), (5, 1)])
-def test_each_token_but_the_first_counts_once_with_at_least_half_a_window(count: int, length: int) -> None:
+def test_each_token_but_the_first_counts_once_with_at_least_half_a_window(count, length):
     tokens, stride = np.arange(100, 100 + count), max(1, length // 2)
-    counted: list[int] = []
+    counted = []
     for number, (inputs, targets) in enumerate(grade._windows(tokens, length, stride)):
         assert len(inputs) <= length and inputs[0] == tokens[number * stride]
         for place in np.flatnonzero(targets >= 0):
@@ -121,14 +119,14 @@ def test_each_token_but_the_first_counts_once_with_at_least_half_a_window(count:
     assert counted == tokens[1:].tolist()
 
 
-def test_bits_are_those_of_each_byte_in_any_tokens(tmp_path: Path) -> None:
+def test_bits_are_those_of_each_byte_in_any_tokens(tmp_path):
     documents = {"prose": ["Ünder the tree. " * 5, "short"], "code": ["x = 1\n" * 9]}
     sizes = {name: sum(len(text.encode()) for text in texts) for name, texts in documents.items()}
     folder = write_tokenizer(tmp_path / "tokenizer", merges=(("t", "h"), ("th", "e")))
     for tokenizer in (make_tokenizer("bytes"), make_tokenizer(str(folder))):
         model = make_model(vocab_size=tokenizer.vocab_size)
         subject = Subject(model, tokenizer, None, None, CPU, "fp32")
-        shares: list[float] = []
+        shares = []
         rows = list(measure_grade(subject, documents, 16, shares.append))
         assert shares == sorted(shares) and shares[-1] == 1
         assert [row["name"] for row in rows] == ["prose", "code", grade.GRADE.name]
@@ -148,7 +146,7 @@ def test_bits_are_those_of_each_byte_in_any_tokens(tmp_path: Path) -> None:
         assert rows[-1]["bytes"] == sum(row["bytes"] for row in rows[:-1])
 
 
-def test_a_run_is_graded_by_the_command(folder: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_run_is_graded_by_the_command(folder, tmp_path, capsys):
     train(make_config(tmp_path, "--train.steps", "1", "--log.telemetry_interval_steps", "0"))
     run, arguments = tmp_path / "run", ["--only", "grade", "--grade-set", str(folder)]
     capsys.readouterr()
@@ -169,7 +167,7 @@ def test_a_run_is_graded_by_the_command(folder: Path, tmp_path: Path, capsys: Ca
     assert "pip download --dest" in refused(capsys, "evaluate", str(run), "--only", "grade")
 
 
-def test_the_set_is_asked_for_only_where_the_task_is_and_random_tokens_have_no_grade() -> None:
-    config: Any = small_config()
+def test_the_set_is_asked_for_only_where_the_task_is_and_random_tokens_have_no_grade():
+    config = small_config()
     assert "is no text" in not_possible("grade", DataConfig(source="synthetic"), config)
     assert not not_possible("grade", None, config)

@@ -4,17 +4,15 @@ import itertools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from tests.devices import WIDE, needs_gpu
 from tests.train.tiny import make_config
 from tests.written_runs import Clock
-from trifocal.data import Batch, DataConfig, make_tokenizer, read_validation
+from trifocal.data import DataConfig, make_tokenizer, read_validation
 from trifocal.evaluation import Plan, Subject, evaluate_model, measure, not_possible, subject
 from trifocal.evaluation.measure import TimeLeft, planned_tokens, rows_name
 from trifocal.evaluation.needles import Haystacks, measure_needles
@@ -33,19 +31,19 @@ SMALL_MODEL = small_config()
 class Copier:
     """Predicts what followed the longest earlier match of the last tokens, as far back as it sees."""
 
-    def __init__(self, vocab_size: int, sees: int = 10**9) -> None:
-        self.config: Any = SimpleNamespace(vocab_size=vocab_size, attention_of_layers=("dense",))
+    def __init__(self, vocab_size, sees=10**9):
+        self.config = SimpleNamespace(vocab_size=vocab_size, attention_of_layers=("dense",))
         self._sees = sees
 
-    def hidden_states(self, tokens: Tensor) -> Tensor:
+    def hidden_states(self, tokens):
         """The predicted token of each position, [B, T, 1]."""
         return torch.tensor([[[self._guess(row[: end + 1])] for end in range(len(row))] for row in tokens.tolist()])
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden):
         """All on the predicted token."""
         return 9.0 * torch.nn.functional.one_hot(hidden[..., 0], self.config.vocab_size)
 
-    def _guess(self, past: list[int]) -> int:
+    def _guess(self, past):
         best, guess = 0, 0
         for at in range(max(0, len(past) - 1 - self._sees), len(past) - 1):
             match = 0
@@ -56,17 +54,17 @@ class Copier:
         return guess
 
 
-def copying(source: str, vocab_size: int = 257, sees: int = 10**9) -> Subject:
-    return Subject(Copier(vocab_size, sees), TOKENIZER, DataConfig(source=source), None, CPU, "fp32")  # type: ignore[arg-type]
+def copying(source, vocab_size=257, sees=10**9):
+    return Subject(Copier(vocab_size, sees), TOKENIZER, DataConfig(source=source), None, CPU, "fp32")
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+def text(tmp_path_factory):
     return make_config(tmp_path_factory.mktemp("text")).data.source
 
 
 @pytest.mark.parametrize("source", ["text", "needle", "needle:3"])
-def test_a_model_that_copies_finds_every_needle(source: str, text: str) -> None:
+def test_a_model_that_copies_finds_every_needle(source, text):
     model = copying(text if source == "text" else source)
     rows = list(measure_needles(model, 160, (0.0, 0.3, 1.0), 2))
     assert [row["depth"] for row in rows] == [0.0, 0.3, 1.0]
@@ -75,7 +73,7 @@ def test_a_model_that_copies_finds_every_needle(source: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("source", ["text", "needle"])
-def test_a_model_that_sees_the_near_past_finds_only_late_needles(source: str, text: str) -> None:
+def test_a_model_that_sees_the_near_past_finds_only_late_needles(source, text):
     """The needle and the question are 31 bytes each in text, 6 tokens each in the task."""
     model = copying(text if source == "text" else source, sees=88)
     rows = {row["depth"]: row for row in measure_needles(model, 160, (0.0, 0.25, 1.0), 2)}
@@ -84,7 +82,7 @@ def test_a_model_that_sees_the_near_past_finds_only_late_needles(source: str, te
 
 
 @pytest.mark.parametrize("source", ["text", "needle"])
-def test_needles_of_a_depth_lie_in_a_block_in_many_ways(source: str, text: str) -> None:
+def test_needles_of_a_depth_lie_in_a_block_in_many_ways(source, text):
     haystacks = Haystacks(copying(text if source == "text" else source))
     for depth, prompts in haystacks.prompts(2048, (0.0, 0.5, 1.0), 16):
         places = []
@@ -98,7 +96,7 @@ def test_needles_of_a_depth_lie_in_a_block_in_many_ways(source: str, text: str) 
         assert all(abs(place - depth * 2048) < 200 for place in places)
 
 
-def test_recall_by_distance_shows_where_a_window_ends() -> None:
+def test_recall_by_distance_shows_where_a_window_ends():
     whole = list(measure_recall(copying("recall"), 256, 16, 3))
     assert all(row["accuracy"] == 1.0 for row in whole)
     assert (whole[0]["task"], whole[0]["pairs"], whole[0]["samples"]) == ("recall", 16, 3)
@@ -107,11 +105,11 @@ def test_recall_by_distance_shows_where_a_window_ends() -> None:
     assert near[0] == 1.0 and near[64] < 0.2 and near[128] < 0.2
 
 
-def rows_of(batches: list[Batch]) -> Tensor:
+def rows_of(batches):
     return torch.cat([batch.tokens for batch in batches])
 
 
-def test_settings_of_training_do_not_decide_which_sequences_are_evaluated(tmp_path: Any) -> None:
+def test_settings_of_training_do_not_decide_which_sequences_are_evaluated(tmp_path):
     """Nor does a batch have more than a step; one takes the largest number that divides the sequences."""
     text = make_config(tmp_path).data.source
     shapes, rows = [], []
@@ -129,13 +127,13 @@ def test_settings_of_training_do_not_decide_which_sequences_are_evaluated(tmp_pa
     assert len({tuple(row) for row in rows[0].tolist()}) == 6
 
 
-def test_weights_and_their_run_are_measured_on_the_same_sequences(tmp_path: Any) -> None:
+def test_weights_and_their_run_are_measured_on_the_same_sequences(tmp_path):
     """At any length; a line says which they are. The choice is measured on some of them, one at a time."""
     run = make_config(tmp_path, "--data.shuffle_sequences", "5")
     model = DecoderLM(run.model)
     model.init_weights(3)
     data = DataConfig(source=run.data.source, validation_fraction=run.data.validation_fraction)
-    said: list[str] = []
+    said = []
     for length, sequences in ((32, 5), (64, 3)):
         plan = Plan(tasks=("loss", "choice"), sequence_length=length, sequences=sequences)
         figures = []
@@ -147,14 +145,14 @@ def test_weights_and_their_run_are_measured_on_the_same_sequences(tmp_path: Any)
         assert figures[0][0][0] > 0
         for one, other in zip(*figures, strict=True):
             assert one == pytest.approx(other, rel=1e-6)
-        sizes: dict[str, int] = {"sequence_length": length, "sequences": sequences, "at_once": 9, "vocab_size": 257}
+        sizes = {"sequence_length": length, "sequences": sequences, "at_once": 9, "vocab_size": 257}
         name = rows_name(read_validation(data, tokenizer=TOKENIZER, **sizes))
         line = f"loss: {sequences} sequences of {length} tokens of {data.source}, 0.3 of it held out, rows {name}"
         assert said.count(line) >= 2
 
 
 @torch.no_grad()
-def test_a_model_is_compared_with_the_one_beside_it(tmp_path: Any) -> None:
+def test_a_model_is_compared_with_the_one_beside_it(tmp_path):
     """Against both models' whole logits, by position."""
     config = make_config(tmp_path)
     dense, sparse = (DecoderLM(small_config(attention=kind, vocab_size=257)) for kind in ("dense", "selected"))
@@ -183,7 +181,7 @@ def test_a_model_is_compared_with_the_one_beside_it(tmp_path: Any) -> None:
     assert whole["divergence"] > 0 and 0 < whole["agreement"] < 1
 
 
-def test_the_mean_does_not_depend_on_the_batches(tmp_path: Any) -> None:
+def test_the_mean_does_not_depend_on_the_batches(tmp_path):
     run = make_config(tmp_path)
     model = DecoderLM(run.model)
     model.init_weights(3)
@@ -196,14 +194,14 @@ def test_the_mean_does_not_depend_on_the_batches(tmp_path: Any) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-6) and losses[2] == pytest.approx(losses[0], rel=1e-6)
 
 
-def test_losses_are_those_of_training_and_add_up_by_position(tmp_path: Any) -> None:
+def test_losses_are_those_of_training_and_add_up_by_position(tmp_path):
     """Packed rows, so a position is counted from its document's beginning."""
     run = make_config(tmp_path)
     model = DecoderLM(run.model)
     model.init_weights(3)
     batches = known = read_validation_batches(run, TOKENIZER)
     whole, *positions = measure_loss(Subject(model, TOKENIZER, run.data, run, CPU, "fp32"), batches, lambda done: None)
-    done: list[int] = []
+    done = []
     settings = {"tokenizer": TOKENIZER, "data": run.data, "device": CPU, "precision": "fp32"}
     expected = evaluate(model, known, **settings, on_batch=done.append)
     assert done == list(range(1, len(known) + 1))
@@ -211,7 +209,7 @@ def test_losses_are_those_of_training_and_add_up_by_position(tmp_path: Any) -> N
     assert whole["bits_per_byte"] == pytest.approx(expected.bits_per_byte, rel=1e-6)
     assert whole["bits_per_token"] == pytest.approx(whole["loss"] / math.log(2))
     # By hand, document by document.
-    sums: dict[int, list[float]] = {}
+    sums = {}
     for batch in batches:
         borders = (batch.cu_seqlens if batch.cu_seqlens is not None else torch.tensor([0, 32, 64])).tolist()
         for start, end in itertools.pairwise(borders):
@@ -227,8 +225,8 @@ def test_losses_are_those_of_training_and_add_up_by_position(tmp_path: Any) -> N
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_recall_of_the_choice_is_by_layer_and_by_distance(text: str, exact: bool) -> None:
-    changes: dict[str, Any] = {"selection": "exact"} if exact else {"chooser": "index"}
+def test_recall_of_the_choice_is_by_layer_and_by_distance(text, exact):
+    changes = {"selection": "exact"} if exact else {"chooser": "index"}
     model = DecoderLM(small_config(num_layers=3, layer_types=("nsa", "dense", "selected"), vocab_size=257, **changes))
     model.init_weights(3)
     data = DataConfig(source=text, validation_fraction=0.3)
@@ -246,7 +244,7 @@ def test_recall_of_the_choice_is_by_layer_and_by_distance(text: str, exact: bool
     assert row["status"] == "not run: no query of 16 tokens has more free blocks than it chooses"
 
 
-def test_logits_of_large_vocabularies_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_of_large_vocabularies_are_made_in_parts(monkeypatch):
     model = DecoderLM(SMALL_MODEL)
     tokens = torch.randint(SMALL_MODEL.vocab_size, (2, 17))
     whole, parts = (PositionLosses(model, position_edges(16), CPU) for _ in range(2))
@@ -259,11 +257,9 @@ def test_logits_of_large_vocabularies_are_made_in_parts(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("length", "batches", "rows"), [(32, 2, 2), (64, 2, 1), (16, 2, 4), (128, 1, 1), (256, 1, 1)])
-def test_other_lengths_read_as_many_tokens(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, length: int, batches: int, rows: int
-) -> None:
+def test_other_lengths_read_as_many_tokens(tmp_path, monkeypatch, length, batches, rows):
     run = make_config(tmp_path)
-    found: list[tuple[int, ...]] = []
+    found = []
     monkeypatch.setattr(
         measure, "measure_loss", lambda subject, batches, on_batch: found.extend(b.tokens.shape for b in batches) or []
     )
@@ -272,7 +268,7 @@ def test_other_lengths_read_as_many_tokens(
     assert found == [(rows, length)] * batches
 
 
-def test_what_makes_no_sense_or_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_what_makes_no_sense_or_does_not_fit_is_said(monkeypatch, text):
     dense = small_config(attention="dense")
     for task, source, config, reason in (
         ("recall", "builtin", dense, 'data.source "builtin" has no keys and values to recall'),
@@ -288,7 +284,7 @@ def test_what_makes_no_sense_or_does_not_fit_is_said(monkeypatch: pytest.MonkeyP
     ):
         assert not_possible(task, DataConfig(source=source) if source else None, config) == reason
 
-    said: list[str] = []
+    said = []
     plan = Plan(tasks=("needle",), sequence_length=64, lengths=(40, 100), depths=1, samples=1)
     rows = list(evaluate_model(copying(text), plan, lambda line, detail="": said.append(line)))
     assert [row["status"] for row in rows] == ["not run: a needle and its question need 64 tokens, got 40", "ok"]
@@ -304,7 +300,7 @@ def test_what_makes_no_sense_or_does_not_fit_is_said(monkeypatch: pytest.MonkeyP
     assert copying("needle").lacks_memory(10**6) == ""
 
 
-def test_weights_that_are_broken_are_found() -> None:
+def test_weights_that_are_broken_are_found():
     model = DecoderLM(SMALL_MODEL)
     with torch.no_grad():
         model.embedding.weight.fill_(math.nan)
@@ -314,7 +310,7 @@ def test_weights_that_are_broken_are_found() -> None:
         list(evaluate_model(broken, plan, lambda line, detail="": None))
 
 
-def test_the_time_left_goes_by_the_tokens_of_the_plan() -> None:
+def test_the_time_left_goes_by_the_tokens_of_the_plan():
     clock = Clock()
     subject = copying("recall:8")
     plan = Plan(tasks=("loss", "needle", "recall"), sequence_length=512, sequences=3, depths=2, samples=4)
@@ -327,7 +323,7 @@ def test_the_time_left_goes_by_the_tokens_of_the_plan() -> None:
     assert left.words() == ", about 1:00 left"
 
 
-def gpu_subject(source: str, **changes: Any) -> Subject:
+def gpu_subject(source, **changes):
     model = DecoderLM(ModelConfig(num_layers=2, **(WIDE | {"num_kv_heads": 1} | changes)))
     model.init_weights(0)
     return Subject(model.to(GPU), TOKENIZER, DataConfig(source=source), None, GPU, "bf16")
@@ -338,7 +334,7 @@ def gpu_subject(source: str, **changes: Any) -> Subject:
     "changes", [{}, {"attention": "dense"}, {"attention": "window"}, {"selection": "random"}], ids=str
 )
 @pytest.mark.parametrize("source", ["builtin", "needle:4"])
-def test_the_loss_is_that_of_the_trainer(source: str, changes: dict[str, Any]) -> None:
+def test_the_loss_is_that_of_the_trainer(source, changes):
     """In packed rows of 4,096 tokens; both round to bf16, and add in another order."""
     model = gpu_subject(source, **changes)
     assert model.data is not None
@@ -354,7 +350,7 @@ def test_the_loss_is_that_of_the_trainer(source: str, changes: dict[str, Any]) -
 
 
 @needs_gpu
-def test_long_haystacks_fit_and_are_guessed_before_training() -> None:
+def test_long_haystacks_fit_and_are_guessed_before_training():
     """65,536 tokens in one pass; an untrained model knows nothing of the half of the vocabulary that answers."""
     rows = list(measure_needles(gpu_subject("needle:4"), 65536, (0.0, 1.0), 2))
     assert [row["accuracy"] for row in rows] == [0.0, 0.0]

@@ -3,16 +3,13 @@
 import json
 import random
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.cli.test_commands import Capture, refused
+from tests.cli.test_commands import refused
 from trifocal.cli import main
 from trifocal.data import DataConfig, make_tokenizer
 from trifocal.evaluation import Subject, ruler
@@ -34,11 +31,11 @@ ESSAYS = [f"Sentence {number} says little." for number in range(400)]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def packages(tmp_path_factory):
     """Words and essays as they are installed, but few: lm-eval sorts millions of pairs of them as it is imported."""
     import nltk
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_):
         raise AssertionError("nothing is downloaded")
 
     folder = tmp_path_factory.mktemp("packages")
@@ -51,7 +48,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     (essays / "one.txt").write_text("\n\n".join(ESSAYS[:200]))
     (essays / "two.txt").write_text(" ".join(ESSAYS[200:]))
 
-    def forget() -> None:
+    def forget():
         for name in [name for name in sys.modules if name.startswith(("wonderwords", "lm_eval.tasks.ruler."))]:
             del sys.modules[name]
 
@@ -63,17 +60,17 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     forget()
 
 
-def subject(tokenizer: Any = None) -> Subject:
-    model: Any = SimpleNamespace(config=SimpleNamespace(vocab_size=257))
+def subject(tokenizer=None):
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=257))
     return Subject(model, tokenizer or make_tokenizer("bytes"), DataConfig(), None, CPU, "fp32")
 
 
 @pytest.mark.parametrize("name", list(RULER_TASKS))
-def test_samples_fit_their_length_have_their_answers_and_repeat(name: ruler.RulerName, capsys: Capture) -> None:
+def test_samples_fit_their_length_have_their_answers_and_repeat(name, capsys):
     task, length = RULER_TASKS[name], 4000
-    before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    before = random.getstate(), np.random.get_state()[1].tolist()
     found = make_samples(subject(), name, length, 3)
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # type: ignore[index]
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
     for sample, tokens in found:
         assert length / 2 < len(tokens) + task.new_tokens <= length
         assert bytes(tokens).decode() == sample["input"] + task.delimiter + sample["gen_prefix"]
@@ -86,12 +83,12 @@ def test_samples_fit_their_length_have_their_answers_and_repeat(name: ruler.Rule
     assert tuple(capsys.readouterr()) == ("", "")
 
 
-def test_needles_are_as_many_as_in_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_needles_are_as_many_as_in_lm_eval(monkeypatch):
     from lm_eval.tasks.ruler import niah_utils, prepare_niah
 
-    found: list[tuple[Any, dict[str, Any]]] = []
+    found = []
 
-    def generate(haystack: Any, *_: Any, **options: Any) -> list[Any]:
+    def generate(haystack, *_, **options):
         options = {name: value for name, value in options.items() if name not in ("num_samples", "TOKENIZER")}
         found.append((haystack, options))
         return []
@@ -108,7 +105,7 @@ def test_needles_are_as_many_as_in_lm_eval(monkeypatch: pytest.MonkeyPatch) -> N
         assert found[-1] == found[-2]
 
 
-def test_scores_are_those_of_lm_eval() -> None:
+def test_scores_are_those_of_lm_eval():
     from lm_eval.tasks.ruler.common_utils import process_results
 
     for name in ("vt", "cwe", "niah_multikey_3"):
@@ -119,14 +116,14 @@ def test_scores_are_those_of_lm_eval() -> None:
     assert score_answer("it is 12345 and ABC", ["12345", "abc", "x\ny"]) == pytest.approx(2 / 3)
 
 
-def test_a_chat_begins_the_answer() -> None:
+def test_a_chat_begins_the_answer():
     """The tokens around a message and of the answer's beginning have room in the length."""
 
     class Chats:
-        def encode_prompt(self, prompt: Any) -> Any:
+        def encode_prompt(self, prompt):
             return np.arange(500 + len(prompt[0]["content"].split()))
 
-        def encode(self, text: str) -> Any:
+        def encode(self, text):
             return np.full(100 * bool(text), -1)
 
     for name in RULER_TASKS:
@@ -135,7 +132,7 @@ def test_a_chat_begins_the_answer() -> None:
             assert len(tokens) + RULER_TASKS[name].new_tokens <= 2500
 
 
-def test_what_is_too_short_or_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_too_short_or_not_installed(monkeypatch):
     for name in RULER_TASKS:
         with pytest.raises(TooShort, match=rf"{name} needs [\d,]{{3,}} tokens, got 300"):
             next(measure_ruler(subject(), name, 300, 1))
@@ -152,7 +149,7 @@ def test_what_is_too_short_or_not_installed(monkeypatch: pytest.MonkeyPatch) -> 
         ruler.possible_tasks(())
 
 
-def test_a_model_is_measured_by_the_command(tmp_path: Path, capsys: Capture) -> None:
+def test_a_model_is_measured_by_the_command(tmp_path, capsys):
     """Without any text; a model that has learned nothing finds nothing."""
     folder, file = tmp_path / "model", tmp_path / "figures.json"
     save_weights(make_model(small_config(attention="dense", vocab_size=257), CPU), folder, max_position_embeddings=256)

@@ -1,7 +1,5 @@
 """A dump on GPUs: NCCL's flight recorder."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ pytestmark = list(NEEDS_GPU)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_rank_that_waits_in_nccl_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_waits_in_nccl_is_named(tmp_path):
     """One of two ranks loops in a backward hook: the other one's all-reduce is open in NCCL's recorder."""
     run, fault_file = tmp_path / "run", tmp_path / "fault"
     flags = (*QUICK, "--run.device", "cuda", "--parallel.mode", "ddp", "--log.heartbeat_seconds", "0.2")

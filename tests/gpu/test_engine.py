@@ -17,7 +17,7 @@ CONFIG = ModelConfig(
 )
 
 
-def test_steps_of_every_kind_draw_the_same() -> None:
+def test_steps_of_every_kind_draw_the_same():
     """Greedy, in fp32: a guess differs from one token at a time by rounding alone."""
     model = DecoderLM(CONFIG)
     model.init_weights(0)
@@ -44,19 +44,19 @@ def test_steps_of_every_kind_draw_the_same() -> None:
     assert all(score.likeliest[0][1] == score.log_probability for score in scores if score.likeliest)
 
 
-def test_work_beyond_the_limit_runs_unrecorded() -> None:
+def test_work_beyond_the_limit_runs_unrecorded():
     work, x = RecordedWork(torch.device("cuda"), most=1), torch.zeros(2, device="cuda")
     calls = []
     for _ in range(4):
         for key in range(2):
-            work.run(key, lambda key=key: calls.append(key) or x[key].add_(1))  # type: ignore[func-returns-value, misc]
+            work.run(key, lambda key=key: calls.append(key) or x[key].add_(1))
     # Of the first key, the second call records.
     assert calls.count(0) == 2 and calls.count(1) == 4 and x.tolist() == [4, 4]
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_recorded_chunks_give_equal_bits(dtype: torch.dtype, attention: str) -> None:
+def test_recorded_chunks_give_equal_bits(dtype, attention):
     """Unrecorded, while it is recorded, replayed, behind a kept past; and in fp32 what unpadded chunks give."""
     model = DecoderLM(replace(CONFIG, attention=attention))
     model.init_weights(0)

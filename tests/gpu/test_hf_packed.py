@@ -19,7 +19,7 @@ LENGTHS = [130, 1, 700, 57, 300]
 
 
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
-def test_boundaries_on_the_device_are_not_read(compiles: bool) -> None:
+def test_boundaries_on_the_device_are_not_read(compiles):
     device = torch.device("cuda")
     model = TrifocalForCausalLM.from_decoder(make_model(minimal_config(2), device)).train()
     tokens = torch.randint(256, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(0)).to(device)

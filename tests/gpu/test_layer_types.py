@@ -26,15 +26,15 @@ CONFIG = ModelConfig(
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_kernels_give_the_references_loss(precision: str, packed: bool) -> None:
+def test_kernels_give_the_references_loss(precision, packed):
     tokens = random_tokens((1, 2048), 257, CUDA)
     documents = Documents.from_cu_seqlens(torch.tensor([0, 900, 901, 2048]), 2048).to(CUDA) if packed else None
-    found: dict[str, tuple[float, torch.Tensor]] = {}
+    found = {}
     for name, backend in (("reference", "reference"), ("kernels", "auto"), ("compiled", "auto")):
         config = replace(CONFIG, backend=backend)
         # Large weights tell layers apart, but pass a rounding to 8 bits on a hundred times as large: the reference's
         # own gradient then changes by 4 %.
-        model: DecoderLM = (make_model(config, CUDA) if precision == "fp32" else first_model(config)).train()
+        model = (make_model(config, CUDA) if precision == "fp32" else first_model(config)).train()
         if name == "compiled":
             model.compile_training()
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=precision == "bf16"):
@@ -49,7 +49,7 @@ def test_kernels_give_the_references_loss(precision: str, packed: bool) -> None:
         torch.testing.assert_close(found[name][1], found["reference"][1], rtol=norm_bound, atol=0.0)
 
 
-def first_model(config: ModelConfig) -> DecoderLM:
+def first_model(config):
     """A model as training begins with it."""
     model = DecoderLM(config)
     model.init_weights(0)

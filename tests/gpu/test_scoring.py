@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.ops.cases import geometry
 from tests.ops_triton import problems
@@ -42,7 +41,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
 
     @property
-    def num_keys(self) -> int:
+    def num_keys(self):
         return self.keys or self.queries
 
 
@@ -60,7 +59,7 @@ CASES = (
 
 
 @pytest.fixture(autouse=True)
-def also_for_few_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+def also_for_few_queries(monkeypatch):
     """The rule would leave these cases to the portable kernel."""
     monkeypatch.setattr(dispatch, "MAX_QUERIES_OF_PORTABLE_IMPORTANCE", 0)
 
@@ -68,7 +67,7 @@ def also_for_few_queries(monkeypatch: pytest.MonkeyPatch) -> None:
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])
 
 
-def draw(case: Case, *, equal_keys: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def draw(case, *, equal_keys=False):
     """q, compressed keys and the log-sum-exp."""
     generator = torch.Generator("cuda").manual_seed(0)
     q = torch.randn(case.batch, case.queries, case.heads, case.dim, generator=generator, device="cuda")
@@ -82,7 +81,7 @@ def draw(case: Case, *, equal_keys: bool = False) -> tuple[Tensor, Tensor, Tenso
     return q, k, lse.float()
 
 
-def importance_parts(case: Case, q: Tensor, k: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def importance_parts(case, q, k, lse):
     """`direct` and `overflow` of all queries, NaN where the kernel wrote nothing; zero where no block reaches over."""
     from trifocal.ops.hopper.scoring import launch_importance
     from trifocal.ops.triton.common import LOG2_E
@@ -105,7 +104,7 @@ def importance_parts(case: Case, q: Tensor, k: Tensor, lse: Tensor) -> tuple[Ten
     return direct[..., :blocks], overflow[..., :blocks]
 
 
-def candidates(case: Case) -> Tensor:
+def candidates(case):
     """Whether a block is a candidate of a query whose blocks are scored, [T, J]."""
     position = torch.arange(case.num_keys - case.queries, case.num_keys, device="cuda")
     count = position // case.geometry.selection_block_size + 1
@@ -113,12 +112,12 @@ def candidates(case: Case) -> Tensor:
     return (blocks < count[:, None]) & (count > case.geometry.num_selected_blocks)[:, None]
 
 
-def added(direct: Tensor, overflow: Tensor) -> Tensor:
+def added(direct, overflow):
     """Importance: nothing reaches over into the first block."""
     return torch.cat((direct[..., :1], direct[..., 1:] + overflow[..., 1:]), -1)
 
 
-def exact_importance(case: Case, q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
+def exact_importance(case, q, k, lse):
     """Equations 8 to 10 in float64, [B, T, G, J]."""
     rules, heads = case.geometry, case.heads // case.groups
     q, lse = q.double().unflatten(2, (case.groups, heads)), lse.double().unflatten(2, (case.groups, heads))
@@ -137,7 +136,7 @@ def exact_importance(case: Case, q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
 
 
 @each_case
-def test_importance(case: Case) -> None:
+def test_importance(case):
     inputs = draw(case)
     parts, again = importance_parts(case, *inputs), importance_parts(case, *inputs)
     assert all(map(torch.equal, (x.nan_to_num(-1.0) for x in parts), (x.nan_to_num(-1.0) for x in again)))
@@ -154,9 +153,7 @@ def test_importance(case: Case) -> None:
     [*((case, 2**28) for case in CASES), (CASES[0], 1)],
     ids=lambda value: getattr(value, "why", value),
 )
-def test_the_choice_is_the_rule_on_the_same_importance(
-    case: Case, buffer_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_choice_is_the_rule_on_the_same_importance(case, buffer_bytes, monkeypatch):
     """Exactly: forced blocks, then the most important, ties to the lower index."""
     from trifocal.ops.triton.scoring import select_blocks_forward
 
@@ -178,7 +175,7 @@ def test_the_choice_is_the_rule_on_the_same_importance(
     assert torch.equal(chosen, order.masked_fill(order == len(block), -1).to(torch.int32))
 
 
-def test_equal_keys_make_equal_blocks() -> None:
+def test_equal_keys_make_equal_blocks():
     """In every bit, or ties would not go to the lower index."""
     case = Case("ties", PAPER, 2300, 16, 1, 128)
     direct, overflow = importance_parts(case, *draw(case, equal_keys=True))

@@ -1,7 +1,6 @@
 """Training through accelerate's FSDP2 on the CPU, and the same in one process."""
 
 import os
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -16,7 +15,7 @@ STEPS = 3
 PROCESSES = 2
 
 
-def train(model: TrifocalForCausalLM, accelerator: Accelerator | None) -> tuple[TrifocalForCausalLM, list[float]]:
+def train(model, accelerator):
     """A few steps on a batch of four rows, of which each process has its share; the model and the losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     rank, size = 0, 1
@@ -37,7 +36,7 @@ def train(model: TrifocalForCausalLM, accelerator: Accelerator | None) -> tuple[
     return model, losses
 
 
-def tiny_model() -> TrifocalForCausalLM:
+def tiny_model():
     """The model that all begin with; every query teaches its index, so that nothing is drawn."""
     config = small_config(chooser="index", geometry=Geometry(4, 2, 4, 3, 1, 1, 8))
     model = TrifocalForCausalLM.from_decoder(make_model(config, torch.device("cpu"), torch.float64))
@@ -46,7 +45,7 @@ def tiny_model() -> TrifocalForCausalLM:
     return model
 
 
-def train_sharded(rank: int, port: int, out: Path) -> None:
+def train_sharded(rank, port, out):
     """One of the processes; rank 0 writes losses and whole weights."""
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": PROCESSES, "LOCAL_WORLD_SIZE": PROCESSES}
     places |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
@@ -63,7 +62,7 @@ def train_sharded(rank: int, port: int, out: Path) -> None:
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
     )
     model, losses = train(tiny_model(), accelerator)
-    weights = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}  # type: ignore[operator]
+    weights = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
     if rank == 0:
         blocks = [type(block).__name__ for block in model.model.blocks]
         torch.save({"losses": losses, "weights": weights, "blocks": blocks}, out)

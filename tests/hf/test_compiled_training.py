@@ -1,10 +1,7 @@
 """The model as transformers compiles it: the losses and gradients of the eager one, in few graphs; and exported."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from tests.hf.test_modeling import padded
 from trifocal.hf import TrifocalForCausalLM
@@ -15,20 +12,20 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def gradients(model: Any, batch: dict[str, Any]) -> tuple[float, list[Tensor]]:
+def gradients(model, batch):
     model.zero_grad()
     loss = model(**batch).loss
     loss.backward()
     return float(loss), [parameter.grad.clone() for parameter in model.parameters()]
 
 
-def packed(lengths: list[int]) -> dict[str, Tensor]:
+def packed(lengths):
     tokens = random_tokens((1, sum(lengths)), 64, CPU)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     return {"input_ids": tokens, "position_ids": positions, "labels": tokens.masked_fill(positions == 0, -100)}
 
 
-def test_it_is_the_eager_model(rows: list[Tensor]) -> None:
+def test_it_is_the_eager_model(rows):
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -54,7 +51,7 @@ def test_it_is_the_eager_model(rows: list[Tensor]) -> None:
 
 
 @torch.no_grad()
-def test_an_exported_graph_takes_tokens_only(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:
+def test_an_exported_graph_takes_tokens_only(model, rows):
     tokens, mask = padded(rows, "right", more=3)
     graph = torch.export.export(model, (), {"input_ids": tokens}).module()
     expected = model(tokens, use_cache=False).logits

@@ -1,12 +1,8 @@
 """Generating with transformers' caches gives what the whole sequence gives, row by row, whatever padding there is."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import transformers
-from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
@@ -18,7 +14,7 @@ from trifocal.testing.small_models import make_model, random_tokens, small_confi
 
 # transformers 5.24 has another name for it.
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
-KINDS: list[dict[str, Any]] = [
+KINDS = [
     {},
     {"compressor": "mlp", "shared_kv": True, "rope_scaling": RopeScaling(rope_type="linear", factor=2.0)},
     {"layer_types": ("window", "selected"), "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
@@ -30,17 +26,17 @@ NEW = 12
 
 
 @pytest.fixture(autouse=True)
-def _small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_pages(monkeypatch):
     """So that short sequences fill several, and the tensors grow."""
     monkeypatch.setattr("trifocal.hf.cached_forward.PAGE_SIZE", 8)
 
 
-def model_of(**options: Any) -> TrifocalForCausalLM:
+def model_of(**options):
     decoder = make_model(small_config(**options), torch.device("cpu"), torch.float64)
     return TrifocalForCausalLM.from_decoder(decoder, eos_token_id=1, pad_token_id=0).eval()
 
 
-def generate(model: TrifocalForCausalLM, tokens: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+def generate(model, tokens, mask=None, **options):
     """The new tokens."""
     torch.manual_seed(3)
     options = {"max_new_tokens": NEW, "eos_token_id": None, "do_sample": False, **options}
@@ -49,7 +45,7 @@ def generate(model: TrifocalForCausalLM, tokens: Tensor, mask: Tensor | None = N
 
 @pytest.mark.parametrize("options", KINDS, ids=lambda options: " ".join(options) or "plain")
 @torch.no_grad()
-def test_a_cache_changes_nothing(options: dict[str, Any], rows: list[Tensor]) -> None:
+def test_a_cache_changes_nothing(options, rows):
     model = model_of(**options)
     tokens, mask = padded(rows, "left")
     new = generate(model, tokens, mask)
@@ -70,7 +66,7 @@ def test_a_cache_changes_nothing(options: dict[str, Any], rows: list[Tensor]) ->
 
 
 @torch.no_grad()
-def test_a_cache_sees_what_a_hook_makes_of_a_learned_compressor(rows: list[Tensor]) -> None:
+def test_a_cache_sees_what_a_hook_makes_of_a_learned_compressor(rows):
     """Decoding reads φ's weights, so it does not run where they are not all that φ computes."""
     model = model_of(compressor="mlp")
     new, tokens = generate(model, rows[0][None]), rows[0][None]
@@ -82,7 +78,7 @@ def test_a_cache_sees_what_a_hook_makes_of_a_learned_compressor(rows: list[Tenso
 
 @pytest.mark.parametrize("options", KINDS, ids=lambda options: " ".join(options) or "plain")
 @torch.no_grad()
-def test_a_pass_that_fails_leaves_the_cache_as_it_was(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_fails_leaves_the_cache_as_it_was(options, monkeypatch):
     """Behind the last layer, with more tokens than the rings hold."""
     model = model_of(**options)
     tokens = torch.randint(2, 64, (1, 160), generator=torch.Generator().manual_seed(7))
@@ -90,7 +86,7 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was(options: dict[str, Any], m
     cache = DynamicCache(config=model.config)
     first = model(tokens[:, :20], past_key_values=cache).logits
 
-    def fail(*_: Any) -> Tensor:
+    def fail(*_):
         raise torch.OutOfMemoryError("no memory is left")
 
     with monkeypatch.context() as patch:
@@ -103,7 +99,7 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was(options: dict[str, Any], m
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])
 @torch.no_grad()
-def test_a_cache_has_the_name_of_each_version(model: TrifocalForCausalLM, rows: list[Tensor], name: str) -> None:
+def test_a_cache_has_the_name_of_each_version(model, rows, name):
     """`generate` of transformers 5.24 passes and reads it as `cache`."""
     tokens = rows[0][None]
     cache = DynamicCache(config=model.config)
@@ -121,7 +117,7 @@ def test_a_cache_has_the_name_of_each_version(model: TrifocalForCausalLM, rows: 
         torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_a_cache_with_gradients_is_refused(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:
+def test_a_cache_with_gradients_is_refused(model, rows):
     tokens = rows[0][None]
     with pytest.raises(ValueError, match=r"use_cache=True: caches are for decoding without gradients"):
         model(tokens, use_cache=True)
@@ -132,7 +128,7 @@ def test_a_cache_with_gradients_is_refused(model: TrifocalForCausalLM, rows: lis
             model(tokens[:, :1], past_key_values=cache)
 
 
-def test_strings_that_stop(model: TrifocalForCausalLM, rows: list[Tensor], tmp_path: Path) -> None:
+def test_strings_that_stop(model, rows, tmp_path):
     make_tokenizer("bytes").save(tmp_path)
     new = generate(model, rows[0][None])[0].tolist()
     options = {"stop_strings": [chr(new[3])], "tokenizer": transformers.AutoTokenizer.from_pretrained(tmp_path)}
@@ -151,20 +147,20 @@ def test_strings_that_stop(model: TrifocalForCausalLM, rows: list[Tensor], tmp_p
     ],
     ids=lambda options: " ".join(options),
 )
-def test_ways_of_generating(model: TrifocalForCausalLM, rows: list[Tensor], options: dict[str, Any]) -> None:
+def test_ways_of_generating(model, rows, options):
     tokens, mask = padded([rows[2], rows[3]], "left")
     without = {name: value for name, value in options.items() if name != "prefill_chunk_size"}
     expected = generate(model, tokens, mask, use_cache=False, **without)
     assert torch.equal(generate(model, tokens, mask, **options), expected)
 
 
-def test_tokens_that_are_guessed_and_taken_back(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:
+def test_tokens_that_are_guessed_and_taken_back(model, rows):
     prompt = torch.cat((rows[0], rows[0][:30]))[None]
     expected = generate(model, prompt)
     assert torch.equal(generate(model, prompt, prompt_lookup_num_tokens=12), expected)
 
 
-def test_a_conversation_continues_with_its_cache(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:
+def test_a_conversation_continues_with_its_cache(model, rows):
     cache = DynamicCache(config=model.config)
     first = generate(model, rows[0][None], past_key_values=cache)
     # Embedded prompts, as PEFT's prompt tuning gives them; and a cache need not know the configuration.
@@ -184,7 +180,7 @@ def test_a_conversation_continues_with_its_cache(model: TrifocalForCausalLM, row
 
 
 @torch.no_grad()
-def test_rows_are_repeated_chosen_and_cut(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:
+def test_rows_are_repeated_chosen_and_cut(model, rows):
     tokens, mask = padded(rows, "left")
     cache = model(tokens, attention_mask=mask).past_key_values
     cache.batch_repeat_interleave(2)
@@ -208,7 +204,7 @@ def test_rows_are_repeated_chosen_and_cut(model: TrifocalForCausalLM, rows: list
 
 
 @torch.no_grad()
-def test_padding_on_the_right_is_cut_before_tokens(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:
+def test_padding_on_the_right_is_cut_before_tokens(model, rows):
     rows = [rows[0], rows[3]]
     tokens, mask = padded(rows, "right")
     cache = model(tokens, attention_mask=mask).past_key_values
@@ -224,7 +220,7 @@ def test_padding_on_the_right_is_cut_before_tokens(model: TrifocalForCausalLM, r
 
 
 @torch.no_grad()
-def test_tokens_that_the_rings_have_lost_are_not_taken_back(model: TrifocalForCausalLM) -> None:
+def test_tokens_that_the_rings_have_lost_are_not_taken_back(model):
     """Each crop counts, until as many tokens have come."""
     tokens = random_tokens((1, 160), 64, torch.device("cpu"))
     cache = model(tokens).past_key_values
@@ -240,8 +236,8 @@ def test_tokens_that_the_rings_have_lost_are_not_taken_back(model: TrifocalForCa
 
 
 @torch.no_grad()
-def test_what_a_cache_cannot_is_refused_by_name(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:
-    def refused(message: str, **options: Any) -> None:
+def test_what_a_cache_cannot_is_refused_by_name(model, rows):
+    def refused(message, **options):
         with pytest.raises(ValueError, match=message):
             generate(model, rows[0][None], **options)
 
@@ -278,7 +274,7 @@ def test_what_a_cache_cannot_is_refused_by_name(model: TrifocalForCausalLM, rows
 
 
 @torch.no_grad()
-def test_an_early_exit_is_refused_and_leaves_the_model_whole(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:
+def test_an_early_exit_is_refused_and_leaves_the_model_whole(model, rows):
     expected = generate(model, rows[0][None])
     with pytest.raises(ValueError, match="assistant_early_exit is not possible for Trifocal's models"):
         generate(model, rows[0][None], assistant_early_exit=1)
@@ -286,7 +282,7 @@ def test_an_early_exit_is_refused_and_leaves_the_model_whole(model: TrifocalForC
 
 
 @torch.no_grad()
-def test_a_model_that_cannot_keep_a_cache_does_without(rows: list[Tensor]) -> None:
+def test_a_model_that_cannot_keep_a_cache_does_without(rows):
     """In every way of calling it: transformers' tools ask for a cache, or leave it to the model."""
     model, tokens = model_of(selection="random"), rows[0][None]
     decoder = model.to_decoder()

@@ -2,8 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ from lm_eval.tasks import TaskManager
 from trifocal import generate
 from trifocal.data import make_tokenizer
 from trifocal.hf import TrifocalConfig
-from trifocal.models import DecoderLM
 from trifocal.testing.small_models import make_model, small_config
 from trifocal.train.checkpoint.export import export_folder
 
@@ -55,13 +52,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 
 @pytest.fixture(scope="module")
-def decoder() -> DecoderLM:
+def decoder():
     """In float64: in fp32 two blocks may be so nearly as important that rounding decides which one is chosen."""
     return make_model(small_config(vocab_size=257), torch.device("cpu"), torch.float64).eval()
 
 
 @pytest.fixture
-def folder(decoder: DecoderLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(decoder, tmp_path, monkeypatch):
     """An exported model, where transformers does not know its class: the command lm_eval does not import it."""
     monkeypatch.delitem(transformers.CONFIG_MAPPING._extra_content, "trifocal")
     monkeypatch.delitem(transformers.MODEL_FOR_CAUSAL_LM_MAPPING._extra_content, TrifocalConfig)
@@ -71,14 +68,14 @@ def folder(decoder: DecoderLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     return tmp_path / "model"
 
 
-def test_tasks_give_the_figures_of_our_own_model(decoder: DecoderLM, folder: Path, tmp_path: Path) -> None:
+def test_tasks_give_the_figures_of_our_own_model(decoder, folder, tmp_path):
     # lm-eval stops at the token that ends a text too.
     arguments = f"pretrained={folder},trust_remote_code=True"
     check_figures(decoder, tmp_path, "hf", arguments, device="cpu")
     assert list((tmp_path / "modules").rglob("modeling_trifocal.py"))
 
 
-def check_figures(decoder: DecoderLM, folder: Path, *model: str, **options: Any) -> None:
+def check_figures(decoder, folder, *model, **options):
     """Compare what lm-eval measures with our own model's figures, row by row, without padding."""
     data, tasks = folder / "rows.jsonl", folder / "tasks"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -100,14 +97,14 @@ def check_figures(decoder: DecoderLM, folder: Path, *model: str, **options: Any)
         assert written["resps"] == [[generate(decoder, row["context"], 8, tokenizer=TOKENIZER, temperature=0)]]
 
 
-def log_likelihood(decoder: DecoderLM, context: str, continuation: str) -> float:
+def log_likelihood(decoder, context, continuation):
     tokens = torch.from_numpy(TOKENIZER.encode(context + continuation)).long()[None]
     with torch.no_grad():
         log_p = decoder(tokens)[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])
     return float(log_p[-len(continuation) :].sum())
 
 
-def test_a_folder_that_is_not_trusted_says_how(folder: Path) -> None:
+def test_a_folder_that_is_not_trusted_says_how(folder):
     with pytest.raises(ValueError, match="pass the argument `trust_remote_code=True`"):
         transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     # Its tokenizer needs no code.

@@ -1,15 +1,11 @@
 """The model of transformers is ours: the same bits there and back, padding and packing change nothing."""
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from torch import Tensor
 
 from trifocal import load_model
 from trifocal.errors import UserError
@@ -26,7 +22,7 @@ QK = ("cu_seq_lens_q", "cu_seq_lens_k")
 TOKENS = random_tokens((2, 30), 64, CPU)
 
 
-def padded(rows: Sequence[Tensor], side: str, more: int = 0) -> tuple[Tensor, Tensor]:
+def padded(rows, side, more=0):
     """A batch of rows of one length, and its mask; `more` adds padding to the longest row too."""
     length = max(map(len, rows)) + more
     tokens, mask = torch.zeros(2, len(rows), length, dtype=torch.int64)
@@ -53,7 +49,7 @@ def padded(rows: Sequence[Tensor], side: str, more: int = 0) -> tuple[Tensor, Te
     ],
     ids=lambda options: " ".join(options) or "plain",
 )
-def test_the_same_bits_there_and_back(options: dict[str, Any], tmp_path: Path) -> None:
+def test_the_same_bits_there_and_back(options, tmp_path):
     decoder = make_model(small_config(**options), CPU).eval()
     model = TrifocalForCausalLM.from_decoder(decoder)
     expected = decoder(TOKENS)
@@ -79,7 +75,7 @@ def test_the_same_bits_there_and_back(options: dict[str, Any], tmp_path: Path) -
     assert torch.equal(base(TOKENS).last_hidden_state, decoder.hidden_states(TOKENS))
 
 
-def test_weights_in_one_file_replace_shards(decoder: DecoderLM, tmp_path: Path) -> None:
+def test_weights_in_one_file_replace_shards(decoder, tmp_path):
     save_weights(decoder, tmp_path, shard_bytes=20_000)
     save_weights(decoder, tmp_path)
     files = {path.name for path in tmp_path.iterdir()}
@@ -87,7 +83,7 @@ def test_weights_in_one_file_replace_shards(decoder: DecoderLM, tmp_path: Path) 
     assert load_model(tmp_path).embedding.weight.dtype == torch.float64
 
 
-def test_scores_of_sequences(decoder: DecoderLM, rows: list[Tensor], tmp_path: Path) -> None:
+def test_scores_of_sequences(decoder, rows, tmp_path):
     """A reward model begins with the weights of a language model, and reads the last token of each row."""
     save_weights(decoder, tmp_path, pad_token_id=0)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1).train()
@@ -108,7 +104,7 @@ def test_scores_of_sequences(decoder: DecoderLM, rows: list[Tensor], tmp_path: P
     torch.testing.assert_close(again(tokens, attention_mask=mask).logits, scores, rtol=1e-9, atol=1e-9)
 
 
-def test_new_weights_are_drawn_as_ours() -> None:
+def test_new_weights_are_drawn_as_ours():
     torch.manual_seed(0)
     model = TrifocalForCausalLM(TrifocalConfig.from_model_config(small_config(compressor="mlp", dim=64)))
     ours = DecoderLM(small_config(compressor="mlp", dim=64)).state_dict()
@@ -119,10 +115,10 @@ def test_new_weights_are_drawn_as_ours() -> None:
         assert float(weight.mean()) == pytest.approx(1.0 if name.endswith("norm.weight") else 0.0, abs=0.05), name
 
 
-def test_a_new_index_starts_as_ours(tmp_path: Path) -> None:
+def test_a_new_index_starts_as_ours(tmp_path):
     """With new weights, and with loaded ones: there by the keys that are read in the blocks it chooses."""
 
-    def check(layer: Any, branch: int) -> None:
+    def check(layer, branch):
         keys = layer.k_proj.weight.chunk(layer.branches)[branch]
         begun = first_index(layer.q_proj.weight, keys, layer.num_kv_heads, layer.head_dim)
         assert all(torch.equal(one.weight, first) for one, first in zip(layer.index.maps, begun, strict=True))
@@ -136,10 +132,10 @@ def test_a_new_index_starts_as_ours(tmp_path: Path) -> None:
     check(TrifocalForCausalLM.from_pretrained(tmp_path, config=config).model.blocks[1].attention, 1)
 
 
-def test_padding_and_packing_change_nothing(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:
+def test_padding_and_packing_change_nothing(model, rows):
     """To the bit, of the hidden states: how a matrix product adds up may depend on its number of rows."""
 
-    def states(tokens: Tensor, **options: Any) -> Tensor:
+    def states(tokens, **options):
         return model.model(tokens, **options).last_hidden_state
 
     alone = [states(row[None], use_cache=False)[0] for row in rows]
@@ -180,7 +176,7 @@ def test_padding_and_packing_change_nothing(model: TrifocalForCausalLM, rows: li
 
 
 @torch.no_grad()
-def test_the_loss_is_ours(model: TrifocalForCausalLM, decoder: DecoderLM) -> None:
+def test_the_loss_is_ours(model, decoder):
     labels = TOKENS.clone()
     labels[0, :10] = -100
     expected = decoder(TOKENS[:, :-1], labels[:, 1:])
@@ -193,7 +189,7 @@ def test_the_loss_is_ours(model: TrifocalForCausalLM, decoder: DecoderLM) -> Non
     assert float(model(TOKENS, shift_labels=shifted).loss) == pytest.approx(float(expected), rel=1e-6)
 
 
-def test_what_is_returned(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:
+def test_what_is_returned(model, rows):
     tokens, mask = padded(rows, "left")
     output = model(tokens, attention_mask=mask, output_hidden_states=True, use_cache=False)
     assert len(output.hidden_states) == 3
@@ -208,7 +204,7 @@ def test_what_is_returned(model: TrifocalForCausalLM, rows: list[Tensor]) -> Non
     assert isinstance(as_tuple, tuple) and torch.equal(as_tuple[0], output.logits)
 
 
-def test_checkpointed_layers_draw_the_dropout_of_adapters_once() -> None:
+def test_checkpointed_layers_draw_the_dropout_of_adapters_once():
     """The pass that is made again leaves out what the first one left out."""
     model = TrifocalForCausalLM.from_decoder(make_model(small_config(), CPU, torch.float64)).train()
     for block in model.model.blocks:
@@ -225,7 +221,7 @@ def test_checkpointed_layers_draw_the_dropout_of_adapters_once() -> None:
         assert torch.equal(apart, together)
 
 
-def test_checkpointed_layers_give_the_same_gradients(decoder: DecoderLM, rows: list[Tensor]) -> None:
+def test_checkpointed_layers_give_the_same_gradients(decoder, rows):
     model = TrifocalForCausalLM.from_decoder(make_model(decoder.config, CPU, torch.float64)).train()
     tokens, mask = padded(rows, "right")
     labels = tokens.masked_fill(mask == 0, -100)
@@ -235,7 +231,7 @@ def test_checkpointed_layers_give_the_same_gradients(decoder: DecoderLM, rows: l
             model.gradient_checkpointing_enable()
         elements = 0
 
-        def count(x: Tensor) -> Tensor:
+        def count(x):
             nonlocal elements
             elements += x.numel()
             return x
@@ -274,14 +270,12 @@ def test_checkpointed_layers_give_the_same_gradients(decoder: DecoderLM, rows: l
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_is_not_possible_is_refused_by_name(
-    model: TrifocalForCausalLM, given: dict[str, Any], message: str
-) -> None:
+def test_what_is_not_possible_is_refused_by_name(model, given, message):
     with pytest.raises(ValueError, match=message):
         model(torch.tensor([[2, 3, 4]]), use_cache=False, **given)
 
 
-def test_configurations() -> None:
+def test_configurations():
     config = TrifocalConfig(hidden_size=48, num_hidden_layers=3, num_heads=6, num_key_value_heads=2, eos_token_id=5)
     assert (config.model["dim"], config.model["num_layers"], config.num_attention_heads) == (48, 3, 6)
     content = json.loads(config.to_json_string())
@@ -298,7 +292,7 @@ def test_configurations() -> None:
         TrifocalForCausalLM._from_config(config, attn_implementation="flash_attention_2")
 
 
-def test_another_vocabulary(decoder: DecoderLM, tmp_path: Path) -> None:
+def test_another_vocabulary(decoder, tmp_path):
     model = TrifocalForCausalLM.from_decoder(make_model(decoder.config, CPU))
     model.resize_token_embeddings(70)
     assert model(TOKENS).logits.shape == (2, 30, 70)
@@ -306,7 +300,7 @@ def test_another_vocabulary(decoder: DecoderLM, tmp_path: Path) -> None:
     assert load_model(tmp_path).config.vocab_size == 70
 
 
-def test_broken_folders_are_named(decoder: DecoderLM, tmp_path: Path) -> None:
+def test_broken_folders_are_named(decoder, tmp_path):
     save_weights(decoder, tmp_path, shard_bytes=20_000)
     shard = sorted(tmp_path.glob("model-*"))[1]
     shard.rename(tmp_path / "elsewhere")

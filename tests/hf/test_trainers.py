@@ -2,7 +2,6 @@
 
 import multiprocessing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -38,7 +37,7 @@ from trifocal.testing.small_models import make_model, small_config
 from trifocal.train.checkpoint.export import export_folder
 
 WORDS = 60
-QUIET: dict[str, Any] = {
+QUIET = {
     "use_cpu": True,
     "report_to": [],
     "disable_tqdm": True,
@@ -50,14 +49,14 @@ QUIET: dict[str, Any] = {
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
 
-def fresh_model(**changes: Any) -> TrifocalForCausalLM:
+def fresh_model(**changes):
     torch.manual_seed(0)
     config = TrifocalConfig.from_model_config(small_config(**changes), pad_token_id=60, eos_token_id=61)
     return TrifocalForCausalLM(config)
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> transformers.PreTrainedTokenizerFast:
+def tokenizer():
     vocabulary = {f"w{i}": i for i in range(WORDS)} | {"<pad>": 60, "<eos>": 61, "<unk>": 62}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -67,7 +66,7 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="module")
-def texts() -> datasets.Dataset:
+def texts():
     """Each text counts on from one of two words, so that the next word is soon learned."""
     lengths = [5 + i % 9 for i in range(48)]
     return datasets.Dataset.from_dict(
@@ -75,11 +74,11 @@ def texts() -> datasets.Dataset:
     )
 
 
-def losses_of(trainer: transformers.Trainer) -> list[float]:
+def losses_of(trainer):
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
-def test_trainer(tokenizer: Any, texts: datasets.Dataset, tmp_path: Path) -> None:
+def test_trainer(tokenizer, texts, tmp_path):
     rows = texts.map(lambda row: tokenizer(row["text"]), remove_columns="text")
     collator = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
     losses = []
@@ -103,7 +102,7 @@ def test_trainer(tokenizer: Any, texts: datasets.Dataset, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("task", ["smoothed labels", "classes of rows"])
-def test_accumulated_batches_give_the_loss_of_one_batch(tokenizer: Any, tmp_path: Path, task: str) -> None:
+def test_accumulated_batches_give_the_loss_of_one_batch(tokenizer, tmp_path, task):
     """And smoothed labels are those of the next tokens."""
     rows = [{"input_ids": [2 + 7 * k % 50 for k in range(i, i + 9)]} for i in range(4)]
     collator, options, model = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False), {}, fresh_model()
@@ -128,15 +127,13 @@ def test_accumulated_batches_give_the_loss_of_one_batch(tokenizer: Any, tmp_path
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["all weights", "LoRA"])
-def test_packed_fine_tuning_by_trl(
-    tokenizer: Any, texts: datasets.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: bool
-) -> None:
+def test_packed_fine_tuning_by_trl(tokenizer, texts, tmp_path, monkeypatch, adapter):
     model = fresh_model()
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    documents: list[int] = []
+    documents = []
     original = TrifocalModel.forward
 
-    def forward(self: TrifocalModel, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args, **kwargs):
         documents.append(int((kwargs["position_ids"] == 0).sum()))
         return original(self, *args, **kwargs)
 
@@ -184,7 +181,7 @@ def test_packed_fine_tuning_by_trl(
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_trl_ends_the_texts_of_a_byte_model_with_its_separator(tmp_path: Path, packing: bool) -> None:
+def test_trl_ends_the_texts_of_a_byte_model_with_its_separator(tmp_path, packing):
     """TRL writes the end behind a text by its name."""
     export_folder(
         make_model(small_config(vocab_size=257), torch.device("cpu")), make_tokenizer("bytes"), tmp_path / "m"
@@ -206,7 +203,7 @@ def test_trl_ends_the_texts_of_a_byte_model_with_its_separator(tmp_path: Path, p
     assert int((batch["labels"] == 256).sum()) == 2
 
 
-def test_trl_reads_chats_as_our_trainer_does(tmp_path: Path) -> None:
+def test_trl_reads_chats_as_our_trainer_does(tmp_path):
     tokenizer = make_tokenizer(str(write_tokenizer(tmp_path / "from")))
     decoder = make_model(small_config(vocab_size=tokenizer.vocab_size), torch.device("cpu"))
     export_folder(decoder, tokenizer, tmp_path / "m")
@@ -225,7 +222,7 @@ def test_trl_reads_chats_as_our_trainer_does(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def converted(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def converted(tokenizer, tmp_path_factory):
     """A dense model in blocks with an index."""
     dense, sparse = (str(tmp_path_factory.mktemp("converted") / name) for name in ("dense", "sparse"))
     save_weights(make_model(small_config(attention="dense", num_heads=2), torch.device("cpu")), dense)
@@ -238,9 +235,7 @@ def converted(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("way", ["transformers, checkpointed", "TRL", "TRL, LoRA"])
-def test_the_index_of_a_converted_model_learns_in_every_trainer(
-    tokenizer: Any, converted: Path, tmp_path: Path, way: str
-) -> None:
+def test_the_index_of_a_converted_model_learns_in_every_trainer(tokenizer, converted, tmp_path, way):
     """Nothing is asked of the user; a callback logs the recall."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(converted).train()
@@ -276,7 +271,7 @@ def test_the_index_of_a_converted_model_learns_in_every_trainer(
     assert len(choice_recall(trainer.model)) == 2
 
 
-def test_the_loss_of_the_choice_is_scaled_as_that_of_the_labels() -> None:
+def test_the_loss_of_the_choice_is_scaled_as_that_of_the_labels():
     """By the labels of all accumulated batches, and by what a loop does with the loss."""
     model = tiny_model().train()
     tokens = torch.arange(40).view(1, 40)
@@ -291,7 +286,7 @@ def test_the_loss_of_the_choice_is_scaled_as_that_of_the_labels() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")
-def test_prompt_tuning() -> None:
+def test_prompt_tuning():
     """PEFT reads the sizes of the model in its configuration, and gives embedded tokens."""
     tuned = get_peft_model(fresh_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).train()
     tokens = torch.arange(40).view(2, 20)
@@ -310,7 +305,7 @@ def test_prompt_tuning() -> None:
         prefix(tokens, attention_mask=mask, labels=tokens)
 
 
-def test_two_processes_by_accelerates_fsdp(tmp_path: Path) -> None:
+def test_two_processes_by_accelerates_fsdp(tmp_path):
     out = tmp_path / "out.pt"
     # Forked, which spares each of them the imports of this file.
     context, port = multiprocessing.get_context("fork"), free_port()

@@ -1,9 +1,8 @@
 """Decoding from paged caches gives what one pass over the whole sequence gives, whatever else the caches hold."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,17 +13,16 @@ from torch.utils._pytree import tree_leaves
 
 from trifocal.errors import UserError
 from trifocal.inference import cached_attention, cached_model, prompts
-from trifocal.inference.cached_model import CachedModel, CachedSequence, OutOfRows
+from trifocal.inference.cached_model import CachedModel, OutOfRows
 from trifocal.inference.paged_cache import cache_bytes, longest_that_fits, plan_cache
 from trifocal.inference.pages import OutOfPages
 from trifocal.inference.prefill import Chunk
 from trifocal.models import DecoderLM
 from trifocal.nn import RopeScaling
 from trifocal.ops import Geometry, nsa_attention
-from trifocal.ops.decode.caches import Place
 from trifocal.train import load_config
 
-OPTIONS: list[dict[str, Any]] = [
+OPTIONS = [
     {},
     {"compressor": "mlp"},
     {"shared_kv": True},
@@ -53,7 +51,7 @@ PREFILLS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 24)
 Make = Callable[..., DecoderLM]
 
 
-def cached(model: DecoderLM, max_sequences: int = 1, max_length: int = 60, **options: Any) -> CachedModel:
+def cached(model, max_sequences=1, max_length=60, **options):
     """With caches full of NaN: what nobody wrote must reach nobody."""
     made = CachedModel(model, max_sequences=max_sequences, max_length=max_length, page_size=8, **options)
     with torch.inference_mode():
@@ -62,11 +60,11 @@ def cached(model: DecoderLM, max_sequences: int = 1, max_length: int = 60, **opt
     return made
 
 
-def draw_tokens(*shape: int) -> Tensor:
+def draw_tokens(*shape):
     return torch.randint(31, shape, generator=torch.Generator().manual_seed(0))
 
 
-def in_pieces(model: CachedModel, sequence: CachedSequence, tokens: Tensor, sizes: Sequence[int]) -> Tensor:
+def in_pieces(model, sequence, tokens, sizes):
     """Logits of all positions: the first piece and long ones by prefill, the others by decoding."""
     found = []
     for piece in tokens.split(list(sizes)):
@@ -78,7 +76,7 @@ def in_pieces(model: CachedModel, sequence: CachedSequence, tokens: Tensor, size
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_decoding_equals_one_pass_after_prefills_of_many_lengths(make_model: Make, options: dict[str, Any]) -> None:
+def test_decoding_equals_one_pass_after_prefills_of_many_lengths(make_model, options):
     model, length = make_model(**options), PREFILLS[-1] + 6
     tokens = draw_tokens(length)
     with torch.no_grad():
@@ -94,7 +92,7 @@ def test_decoding_equals_one_pass_after_prefills_of_many_lengths(make_model: Mak
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
-def test_chunks_and_several_new_tokens_equal_one_pass(make_model: Make, geometry: Geometry) -> None:
+def test_chunks_and_several_new_tokens_equal_one_pass(make_model, geometry):
     for options in (*OPTIONS[:3], *OPTIONS[4:]):
         model, tokens = make_model(geometry=geometry, **options), draw_tokens(60)
         with torch.no_grad():
@@ -106,19 +104,17 @@ def test_chunks_and_several_new_tokens_equal_one_pass(make_model: Make, geometry
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_padding_of_recorded_chunks_reaches_nobody(
-    make_model: Make, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_padding_of_recorded_chunks_reaches_nobody(make_model, options, monkeypatch):
     """Prompts of every length, chunks and their padding of several; neighbours in the caches keep their bits."""
     monkeypatch.setattr(cached_model, "_MIN_RECORDED_TOKENS", 4)
     model, tokens = make_model(**options), draw_tokens(77)
     with torch.no_grad():
         expected = model(tokens[None])[0]
     decoder = cached(model, 2, 77, prefill_chunk_size=32, record_chunks=True)
-    kinds: set[tuple[int, int]] = set()
+    kinds = set()
     healthy = Chunk.__init__
 
-    def watched(chunk: Chunk, place: Place, first: int, length: int) -> None:
+    def watched(chunk, place, first, length):
         kinds.add((first, length))
         healthy(chunk, place, first, length)
 
@@ -146,17 +142,17 @@ def test_padding_of_recorded_chunks_reaches_nobody(
 class Replays:
     """In place of `RecordedWork`: from the second time on, the operations of the first run on the same tensors."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.graphs: dict[Any, list[tuple[Any, ...]]] = {}
+    def __init__(self, *_, **__):
+        self.graphs = {}
         self.count = 0
 
-    def run(self, key: Any, work: Callable[[], None]) -> None:
+    def run(self, key, work):
         """Do work."""
         if key not in self.graphs:
             operations = self.graphs[key] = []
 
             class Recorder(TorchDispatchMode):
-                def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                def __torch_dispatch__(self, func, types, args=(), kwargs=None):
                     assert func is not torch.ops.aten._local_scalar_dense.default, "a look at the device"
                     out = func(*args, **kwargs or {})
                     operations.append((func, args, kwargs or {}, out))
@@ -176,9 +172,7 @@ class Replays:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_recorded_chunk_is_that_of_any_sequence(
-    make_model: Make, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recorded_chunk_is_that_of_any_sequence(make_model, options, monkeypatch):
     """What was recorded for one prompt, row and pages runs again for others, as a CUDA graph does."""
     monkeypatch.setattr(cached_model, "_MIN_RECORDED_TOKENS", 4)
     monkeypatch.setattr(cached_model, "RecordedWork", Replays)
@@ -200,11 +194,11 @@ def test_a_recorded_chunk_is_that_of_any_sequence(
     assert decoder._recorded.graphs.count == 9
 
 
-def test_every_chunk_is_recorded_before_prompts_come(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_chunk_is_recorded_before_prompts_come(make_model, monkeypatch):
     """Twice each, those of most memory first; the caches are as before. Chunks may have one token."""
     cached(make_model(), 1, 3, prefill_chunk_size=1, record_chunks=True).warm_up_chunks()
     decoder = cached(make_model(), 1, 1000, prefill_chunk_size=600, record_chunks=True)
-    ran: list[Any] = []
+    ran = []
     assert decoder._recorded is not None
     monkeypatch.setattr(decoder._recorded.graphs, "run", lambda key, work: ran.append(key))
     decoder.warm_up_chunks()
@@ -224,7 +218,7 @@ def test_every_chunk_is_recorded_before_prompts_come(make_model: Make, monkeypat
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_later_changes_of_the_model_are_not_seen(make_model: Make, options: dict[str, Any]) -> None:
+def test_later_changes_of_the_model_are_not_seen(make_model, options):
     """Also where weights have the type of the products already, and a conversion would copy nothing."""
     model, tokens = make_model(**options), draw_tokens(20)
     with torch.no_grad():
@@ -237,16 +231,14 @@ def test_later_changes_of_the_model_are_not_seen(make_model: Make, options: dict
 
 
 @pytest.mark.parametrize("first", [0, 20])
-def test_prefill_gives_attention_rows_that_a_copy_engine_reads(
-    make_model: Make, monkeypatch: pytest.MonkeyPatch, first: int
-) -> None:
+def test_prefill_gives_attention_rows_that_a_copy_engine_reads(make_model, monkeypatch, first):
     """At 16 bytes all strides and beginnings, also where the gates make the joined projection's rows odd."""
     geometry = Geometry(32, 16, 64, 4, 1, 1, 16)
     model = make_model(geometry=geometry, num_heads=2, num_kv_heads=1, head_dim=16, value_dim=16, shared_kv=False)
     decoder = cached(model.bfloat16(), max_length=200)
-    given: list[Tensor] = []
+    given = []
 
-    def watched(*inputs: Any, **options: Any) -> Tensor:
+    def watched(*inputs, **options):
         given.extend(inputs[:7])
         return nsa_attention(*inputs, **options)
 
@@ -261,7 +253,7 @@ def test_prefill_gives_attention_rows_that_a_copy_engine_reads(
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_ragged_batches_and_forks_equal_one_pass(make_model: Make, options: dict[str, Any]) -> None:
+def test_ragged_batches_and_forks_equal_one_pass(make_model, options):
     """Sequences of other lengths, with fewer new tokens than others, and forks at every kind of border."""
     model, tokens = make_model(**options), draw_tokens(3, 60)
     # Forks share the full pages of 16 and of 23 tokens.
@@ -294,9 +286,7 @@ def test_ragged_batches_and_forks_equal_one_pass(make_model: Make, options: dict
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_failure_leaves_every_sequence_as_it_was(
-    make_model: Make, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_leaves_every_sequence_as_it_was(make_model, options, monkeypatch):
     model, tokens = make_model(**options), draw_tokens(40)
     with torch.no_grad():
         expected = model(tokens[None])[0]
@@ -305,7 +295,7 @@ def test_a_failure_leaves_every_sequence_as_it_was(
     decoder.prefill(sequence, tokens[:9])
     last = decoder._layers[-1]
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise MemoryError("no room")
 
     free = decoder.pages.num_free
@@ -321,7 +311,7 @@ def test_a_failure_leaves_every_sequence_as_it_was(
     torch.testing.assert_close(given, expected[9:], rtol=0, atol=1e-11)
 
 
-def test_pages_and_rows_run_out_with_a_number_and_nothing_is_taken(make_model: Make) -> None:
+def test_pages_and_rows_run_out_with_a_number_and_nothing_is_taken(make_model):
     decoder = cached(make_model(), 2, num_pages=3)
     first, second = decoder.admit(), decoder.admit()
     with pytest.raises(OutOfRows, match="2 sequences are admitted"):
@@ -341,7 +331,7 @@ def test_pages_and_rows_run_out_with_a_number_and_nothing_is_taken(make_model: M
     assert decoder.swap_in(swapped).length == 8
 
 
-def test_misuse_is_refused(make_model: Make) -> None:
+def test_misuse_is_refused(make_model):
     decoder = cached(make_model(), 2, max_length=20)
     sequence = decoder.admit()
     with pytest.raises(ValueError, match=r"at least one token, got \[0\]"):
@@ -363,7 +353,7 @@ def test_misuse_is_refused(make_model: Make) -> None:
         CachedModel(make_model(), max_sequences=0, max_length=5)
 
 
-def test_a_sequence_that_is_gone_is_refused(make_model: Make) -> None:
+def test_a_sequence_that_is_gone_is_refused(make_model):
     """Its row may be another's already."""
     decoder = cached(make_model(), 2)
     freed, swapped = decoder.admit(), decoder.admit()
@@ -385,7 +375,7 @@ def test_a_sequence_that_is_gone_is_refused(make_model: Make) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_the_caches_weigh_what_the_formula_says(make_model: Make, options: dict[str, Any]) -> None:
+def test_the_caches_weigh_what_the_formula_says(make_model, options):
     model = make_model(**options)
     decoder = CachedModel(model, max_sequences=3, max_length=100, page_size=10, num_pages=7, dtype=torch.bfloat16)
     # Whole selection blocks of 8 tokens; the dense baseline has none.
@@ -402,7 +392,7 @@ def test_the_caches_weigh_what_the_formula_says(make_model: Make, options: dict[
         assert weight.row == (14 + 11) * per_token
 
 
-def test_windows_keep_their_last_tokens_only() -> None:
+def test_windows_keep_their_last_tokens_only():
     """Of 65,536 tokens the recommended layers keep a fourth, the keys of the indexes, and windows."""
     long, tokens = load_config("base_long").model, 65536
     for config, most in (
@@ -420,7 +410,7 @@ def test_windows_keep_their_last_tokens_only() -> None:
         assert mix / dense < most
 
 
-def test_a_model_of_windows_needs_no_pages(make_model: Make) -> None:
+def test_a_model_of_windows_needs_no_pages(make_model):
     """As many sequences as their rings fit, at any length."""
     model = make_model(attention="window")
     row = cache_bytes(model.config, torch.float64, 60).row
@@ -437,13 +427,13 @@ def test_a_model_of_windows_needs_no_pages(make_model: Make) -> None:
     torch.testing.assert_close(given, expected, rtol=0, atol=1e-11)
 
 
-def test_rows_of_prefixes_leave_room_for_sequences(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_prefixes_leave_room_for_sequences(make_model, monkeypatch):
     """A wide window has large rows: fewer prefixes are kept then, and the caches still fit."""
     model = make_model(attention="window")
     row = cache_bytes(model.config, torch.float64, 60).row
     monkeypatch.setattr(prompts, "memory_for_caches", lambda *_: 9 * row)
 
-    def sizes(**limit: int) -> tuple[int, int]:
+    def sizes(**limit):
         device, words = torch.device("cpu"), {"what": "", "remedy": ""}
         made = prompts.make_cached_model(
             lambda: model,
@@ -461,14 +451,14 @@ def test_rows_of_prefixes_leave_room_for_sequences(make_model: Make, monkeypatch
     assert sizes() == (2, 7) and sizes(max_bytes=4 * row) == (1, 4)
 
 
-def test_random_choices_are_refused(make_model: Make) -> None:
+def test_random_choices_are_refused(make_model):
     with pytest.raises(UserError, match=r"model\.selection .random. is a control for training and evaluation"):
         cached(make_model(selection="random"))
 
 
-def test_layers_that_compute_more_than_their_weights_are_refused(make_model: Make) -> None:
+def test_layers_that_compute_more_than_their_weights_are_refused(make_model):
     class Adapter(torch.nn.Module):
-        def __init__(self, base: torch.nn.Linear) -> None:
+        def __init__(self, base):
             super().__init__()
             self.base, self.weight = base, base.weight
 
@@ -489,7 +479,7 @@ def test_layers_that_compute_more_than_their_weights_are_refused(make_model: Mak
         cached(model)
 
 
-def test_autocast_decides_the_type(make_model: Make) -> None:
+def test_autocast_decides_the_type(make_model):
     model = make_model().float()
     with torch.autocast("cpu", torch.bfloat16):
         decoder = CachedModel(model, max_sequences=1, max_length=40)

@@ -4,30 +4,26 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from trifocal.data import make_tokenizer
-from trifocal.inference import CachedModel, Completion, Engine, Request, RequestTooLong, Sampling, TokenScore, Update
+from trifocal.inference import CachedModel, Engine, Request, RequestTooLong, Sampling
 from trifocal.inference.prompt_lookup import PromptLookup
 from trifocal.models import DecoderLM
-from trifocal.ops import DecodeBatch
 
 Make = Callable[..., DecoderLM]
 VOCABULARY = 31
 
 
 @pytest.fixture
-def model(make_model: Make) -> DecoderLM:
+def model(make_model):
     return make_model().float()
 
 
-def make_engine(
-    model: DecoderLM, max_sequences: int = 4, *, tokenizer: Any = None, **options: Any
-) -> tuple[Engine, CachedModel]:
+def make_engine(model, max_sequences=4, *, tokenizer=None, **options):
     cached = CachedModel(model, max_sequences=max_sequences, max_length=60, page_size=8, **options)
     with torch.inference_mode():
         for tensor in (*cached.cache._pages, *cached.cache._rings):
@@ -35,7 +31,7 @@ def make_engine(
     return Engine(cached, tokenizer), cached
 
 
-def draw_requests(count: int, seed: int = 0, **options: Any) -> list[Request]:
+def draw_requests(count, seed=0, **options):
     """Requests of all kinds: greedy and drawn, with and without filters and penalty, long and short."""
     rng = random.Random(seed)
     samplings = [
@@ -58,11 +54,11 @@ def draw_requests(count: int, seed: int = 0, **options: Any) -> list[Request]:
     ]
 
 
-def result(completion: Completion) -> tuple[Any, ...]:
+def result(completion):
     return completion.tokens, completion.log_probabilities, completion.finish_reason
 
 
-def alone(model: DecoderLM, requests: list[Request], **options: Any) -> list[tuple[Any, ...]]:
+def alone(model, requests, **options):
     engine, _ = make_engine(model, 1, **options)
     return [result(completion) for request in requests for completion in engine.complete([request])]
 
@@ -76,7 +72,7 @@ def alone(model: DecoderLM, requests: list[Request], **options: Any) -> list[tup
     ],
     ids=str,
 )
-def test_company_changes_no_bit(make_model: Make, options: dict[str, Any]) -> None:
+def test_company_changes_no_bit(make_model, options):
     """Tokens and log-probabilities, in a batch that others enter and leave, with pages so few that some must leave."""
     model = make_model(**options).float()
     requests = draw_requests(8)
@@ -89,28 +85,28 @@ def test_company_changes_no_bit(make_model: Make, options: dict[str, Any]) -> No
         assert cached.pages.num_free == cached.pages.num_pages
 
 
-def test_the_youngest_leaves_and_comes_back(model: DecoderLM) -> None:
+def test_the_youngest_leaves_and_comes_back(model):
     requests = [
         Request(prompt=[i] * 8, max_new_tokens=30, sampling=Sampling(seed=i, repetition_penalty=1.3)) for i in range(4)
     ]
     expected = alone(model, requests)
     engine, cached = make_engine(model, 4, num_pages=12)
-    swapped: list[int] = []
+    swapped = []
     healthy = cached.swap_out
 
-    def swap_out(sequence: Any) -> Any:
+    def swap_out(sequence):
         [job] = [job for job in engine._scheduler.running if job.cached is sequence]
         assert job.age == max(job.age for job in engine._scheduler.running)
         swapped.append(job.age)
         return healthy(sequence)
 
-    cached.swap_out = swap_out  # type: ignore[method-assign]
+    cached.swap_out = swap_out
     found = engine.complete(requests)
     assert swapped and 0 not in swapped
     assert [result(completion) for completion in found] == expected
 
 
-def test_a_prompt_in_the_making_leaves_too(model: DecoderLM) -> None:
+def test_a_prompt_in_the_making_leaves_too(model):
     """It is the youngest; its chunks continue where they were."""
     short, long = Request(prompt=[1] * 8, max_new_tokens=40), Request(prompt=[2] * 40, max_new_tokens=2)
     expected = alone(model, [short, long], prefill_chunk_size=2)
@@ -131,7 +127,7 @@ def test_a_prompt_in_the_making_leaves_too(model: DecoderLM) -> None:
     assert left and all(0 < length < 40 for length in left)
 
 
-def test_samples_share_their_prompt(model: DecoderLM) -> None:
+def test_samples_share_their_prompt(model):
     request = Request(prompt=list(range(20)), max_new_tokens=6, sampling=Sampling(seed=7), samples=3)
     engine, cached = make_engine(model, 4)
     engine.submit(request)
@@ -150,10 +146,10 @@ def test_samples_share_their_prompt(model: DecoderLM) -> None:
     assert len({tuple(completion.tokens) for completion in found}) > 1
 
 
-def test_scores_are_those_of_the_whole_model(model: DecoderLM) -> None:
+def test_scores_are_those_of_the_whole_model(model):
     """Prompts, also in pieces, and drawn tokens; and the likeliest beside them."""
     requests = draw_requests(4, likeliest=3, score_prompt=True) + draw_requests(2)
-    scores: dict[int, list[TokenScore]] = {id(request): [] for request in requests}
+    scores = {id(request): [] for request in requests}
     engine, _ = make_engine(model, prefill_chunk_size=7)
     for update in engine.run(requests):
         scores[id(update.request)] += [*update.prompt_scores, update.score]
@@ -172,8 +168,8 @@ def test_scores_are_those_of_the_whole_model(model: DecoderLM) -> None:
     assert not scores
 
 
-def test_nothing_is_computed_after_the_last_stop(model: DecoderLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"prompt": [1, 2, 3], "max_new_tokens": 50, "sampling": Sampling(temperature=0)}
+def test_nothing_is_computed_after_the_last_stop(model, monkeypatch):
+    options = {"prompt": [1, 2, 3], "max_new_tokens": 50, "sampling": Sampling(temperature=0)}
     first = make_engine(model)[0].complete([Request(**options)])[0].tokens[0]
     calls = []
     for name in ("prefill_chunk", "step"):
@@ -185,7 +181,7 @@ def test_nothing_is_computed_after_the_last_stop(model: DecoderLM, monkeypatch: 
     assert (calls, found.tokens) == (["prefill_chunk"], [first])
 
 
-def test_a_long_prompt_stops_nobody(model: DecoderLM) -> None:
+def test_a_long_prompt_stops_nobody(model):
     """Who runs gets a token in every step, a short prompt passes the long one, and no bit changes."""
     running, long, short = (
         Request(prompt=[i] * length, max_new_tokens=20, sampling=Sampling(seed=i))
@@ -196,7 +192,7 @@ def test_a_long_prompt_stops_nobody(model: DecoderLM) -> None:
     engine.submit(running)
     engine.step()
     engine.submit(long, short)
-    first: dict[int, int] = {}
+    first = {}
     found = {}
     for number in range(100):
         updates = engine.step()
@@ -211,7 +207,7 @@ def test_a_long_prompt_stops_nobody(model: DecoderLM) -> None:
     assert first[id(short)] == 3 and first[id(long)] == 9
 
 
-def test_prefixes_of_prompts_are_found_again(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefixes_of_prompts_are_found_again(make_model, monkeypatch):
     """No bit changes, at any number of pages; what was found is not prefilled again."""
     model = make_model().float()
     rng = random.Random(0)
@@ -240,7 +236,7 @@ def test_prefixes_of_prompts_are_found_again(make_model: Make, monkeypatch: pyte
     # Two turns of a chat: 24 of 29 tokens are there, whatever else came between.
     engine, cached = make_engine(model, 2, spare_rows=9, **sizes)
     engine.complete([Request(prompt=beginnings[0], max_new_tokens=2), Request(prompt=beginnings[1], max_new_tokens=2)])
-    pieces: list[int] = []
+    pieces = []
     healthy = cached.prefill_chunk
     monkeypatch.setattr(cached, "prefill_chunk", lambda c, x, **o: pieces.append(len(x)) or healthy(c, x, **o))
     turn = engine.complete([Request(prompt=[*beginnings[0], 1, 2, 3, 4], max_new_tokens=2, samples=2)])
@@ -254,7 +250,7 @@ def test_prefixes_of_prompts_are_found_again(make_model: Make, monkeypatch: pyte
         assert engine.reused_tokens - reused == (8 if prompt[:8] in (first, beginnings[1][:8]) else 0)
 
 
-def test_guessed_tokens_are_those_of_one_at_a_time(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guessed_tokens_are_those_of_one_at_a_time(make_model, monkeypatch):
     """In float64, where rounding decides nothing: greedy and drawn, among others, with few pages and stops."""
     rng = random.Random(0)
     model = make_model()
@@ -271,7 +267,7 @@ def test_guessed_tokens_are_those_of_one_at_a_time(make_model: Make, monkeypatch
         for number in range(7)
     ]
 
-    def run(engine: Engine, requests: list[Request]) -> list[tuple[Any, ...]]:
+    def run(engine, requests):
         updates = [update for update in engine.run(requests) if update.token is not None]
         return sorted(
             (requests.index(u.request), u.sample, number, u.token, pytest.approx(u.score.log_probability, abs=1e-9))
@@ -285,7 +281,7 @@ def test_guessed_tokens_are_those_of_one_at_a_time(make_model: Make, monkeypatch
         for sample in range(request.samples)
     ]
 
-    def guess(lookup: PromptLookup, most: int) -> list[int]:
+    def guess(lookup, most):
         """What will come, half of the time with a token that will not."""
         size = len(lookup._tokens)
         text = next(text for text in texts if text[:size] == lookup._tokens)
@@ -306,15 +302,13 @@ def test_guessed_tokens_are_those_of_one_at_a_time(make_model: Make, monkeypatch
 
 
 @pytest.mark.parametrize("speculate", [False, True])
-def test_a_step_spares_what_no_sequence_needs(
-    make_model: Make, speculate: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_spares_what_no_sequence_needs(make_model, speculate, monkeypatch):
     """What the host says of a step's lengths is what the device has, as sequences come, go, move and are guessed."""
     model = make_model(chooser="index").float()
     cached = CachedModel(model, max_sequences=3, max_length=60, page_size=8, num_pages=18)
     geometry, step, seen = cached.config.geometry, cached.step, set()
 
-    def checked(tokens: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
+    def checked(tokens, batch):
         new = batch.num_new > 0
         spans = zip(batch.lengths[new].tolist(), (batch.lengths + batch.num_new)[new].tolist(), strict=True)
         blocks = [(geometry.num_compressed_blocks(begin), geometry.num_compressed_blocks(end)) for begin, end in spans]
@@ -332,7 +326,7 @@ def test_a_step_spares_what_no_sequence_needs(
     assert len(seen) == 4
 
 
-def test_a_guess_is_what_followed_last() -> None:
+def test_a_guess_is_what_followed_last():
     lookup = PromptLookup([1, 2, 3, 4, 9, 1, 2, 3, 5, 6, 1, 2, 3])
     assert lookup.guess(7) == [5, 6, 1, 2, 3] and lookup.guess(2) == [5, 6] and lookup.guess(0) == []
     lookup.add(4)
@@ -342,7 +336,7 @@ def test_a_guess_is_what_followed_last() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 8])
-def test_a_cancelled_request_leaves_nothing(model: DecoderLM, steps: int) -> None:
+def test_a_cancelled_request_leaves_nothing(model, steps):
     """Waiting, in its prompt, running with samples, and swapped out; the others' tokens stay the same."""
     victims = draw_requests(6, seed=1, samples=2)
     others = draw_requests(4)
@@ -366,9 +360,7 @@ def test_a_cancelled_request_leaves_nothing(model: DecoderLM, steps: int) -> Non
     assert cached.pages.num_free == 10 and cached.num_free_rows == 4 and engine.idle
 
 
-def test_a_cancelled_request_is_not_returned_after_a_step_that_failed(
-    model: DecoderLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cancelled_request_is_not_returned_after_a_step_that_failed(model, monkeypatch):
     """Its last token was read by the step that failed, which returned nothing."""
     first, second = Request(prompt=[1], max_new_tokens=2), Request(prompt=[2], max_new_tokens=1)
     engine, cached = make_engine(model)
@@ -385,12 +377,12 @@ def test_a_cancelled_request_is_not_returned_after_a_step_that_failed(
     assert engine.idle and engine.step() == []
 
 
-def test_every_batch_size_is_recorded_before_requests_come(model: DecoderLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_batch_size_is_recorded_before_requests_come(model, monkeypatch):
     """The first step of a kind compiles, the second is recorded; then requests find nothing changed."""
-    steps: list[tuple[int, bool, bool]] = []
+    steps = []
     healthy = CachedModel.step
 
-    def step(cached: CachedModel, tokens: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
+    def step(cached, tokens, batch):
         steps.append((len(tokens), batch.takes_all, batch.ends_block))
         return healthy(cached, tokens, batch)
 
@@ -402,7 +394,7 @@ def test_every_batch_size_is_recorded_before_requests_come(model: DecoderLM, mon
     assert [result(done) for done in engine.complete(requests)] == alone(model, requests)
 
 
-def test_what_never_fits_is_refused_with_the_number_that_would(model: DecoderLM) -> None:
+def test_what_never_fits_is_refused_with_the_number_that_would(model):
     engine, _ = make_engine(model, 2, num_pages=3)
     with pytest.raises(RequestTooLong, match="question 4: a prompt of 20 tokens with 6 new ones is too long") as caught:
         engine.submit(Request(prompt=[1] * 20, max_new_tokens=6, name="question 4"))
@@ -419,14 +411,14 @@ def test_what_never_fits_is_refused_with_the_number_that_would(model: DecoderLM)
         engine.submit(Request(prompt=[1], max_new_tokens=1, stop=("x",)))
 
 
-def test_what_does_not_fit_now_waits_in_order(model: DecoderLM) -> None:
+def test_what_does_not_fit_now_waits_in_order(model):
     engine, _ = make_engine(model, 2)
     requests = [Request(prompt=[i], max_new_tokens=3) for i in range(5)]
     order = [update.request for update in engine.run(requests) if update.completion is not None]
     assert order == requests
 
 
-def test_who_needs_no_more_pages_keeps_nobody_waiting(model: DecoderLM) -> None:
+def test_who_needs_no_more_pages_keeps_nobody_waiting(model):
     cached = CachedModel(model, max_sequences=2, max_length=30)
     assert cached.pages.num_pages == 2
     engine = Engine(cached)
@@ -438,7 +430,7 @@ def test_who_needs_no_more_pages_keeps_nobody_waiting(model: DecoderLM) -> None:
     assert len(engine.step()) == 2
 
 
-def test_broken_logits_end_only_their_sequence(make_model: Make) -> None:
+def test_broken_logits_end_only_their_sequence(make_model):
     model = make_model().float()
     requests = [Request(prompt=[i, i], max_new_tokens=4, sampling=Sampling(temperature=0)) for i in range(6)]
     expected = alone(model, requests)
@@ -474,9 +466,7 @@ def test_broken_logits_end_only_their_sequence(make_model: Make) -> None:
         ("runner", "run"),
     ],
 )
-def test_a_failure_anywhere_loses_no_sequence(
-    model: DecoderLM, monkeypatch: pytest.MonkeyPatch, part: str, method: str
-) -> None:
+def test_a_failure_anywhere_loses_no_sequence(model, monkeypatch, part, method):
     """Prompts in chunks, samples, and few pages; every third call fails before it does anything."""
     requests = [
         Request(prompt=[i] * (5 + i), max_new_tokens=10, sampling=Sampling(seed=i, repetition_penalty=1.3), samples=2)
@@ -490,7 +480,7 @@ def test_a_failure_anywhere_loses_no_sequence(
     owner = {"model": cached, "cache": cached.cache, "runner": engine._runner}[part]
     healthy, calls = getattr(owner, method), 0
 
-    def sometimes(*arguments: Any, **options: Any) -> Any:
+    def sometimes(*arguments, **options):
         nonlocal calls
         calls += 1
         if calls % 3 == 1:
@@ -499,7 +489,7 @@ def test_a_failure_anywhere_loses_no_sequence(
 
     monkeypatch.setattr(owner, method, sometimes)
     engine.submit(*requests)
-    updates: list[Update] = []
+    updates = []
     for _ in range(1000):
         try:
             updates += engine.step()
@@ -516,7 +506,7 @@ def test_a_failure_anywhere_loses_no_sequence(
     assert cached.pages.num_free == 5 and cached.num_free_rows == 4
 
 
-def test_an_abandoned_run_does_not_spoil_the_next(model: DecoderLM) -> None:
+def test_an_abandoned_run_does_not_spoil_the_next(model):
     first, second = draw_requests(2)
     engine, _ = make_engine(model)
     for _ in engine.run([first]):
@@ -529,7 +519,7 @@ def test_an_abandoned_run_does_not_spoil_the_next(model: DecoderLM) -> None:
     assert engine.idle
 
 
-def test_stop_tokens_and_strings(make_model: Make) -> None:
+def test_stop_tokens_and_strings(make_model):
     model = make_model(vocab_size=257).float()
     tokenizer = make_tokenizer("bytes")
     engine, _ = make_engine(model, tokenizer=tokenizer)
@@ -538,7 +528,7 @@ def test_stop_tokens_and_strings(make_model: Make) -> None:
     # The text continues the prompt's.
     assert "AB" + free.text == tokenizer.decode([65, 66, *free.tokens])
 
-    def stopped(**options: Any) -> Completion:
+    def stopped(**options):
         [completion] = make_engine(model, tokenizer=tokenizer)[0].complete(
             [Request(prompt=[65, 66], max_new_tokens=30, sampling=Sampling(seed=1), **options)]
         )
@@ -564,14 +554,14 @@ def test_stop_tokens_and_strings(make_model: Make) -> None:
         ({"stop": "end"}, "stop must be a sequence of strings, got 'end'"),
     ],
 )
-def test_bad_requests_are_refused(options: dict[str, Any], message: str) -> None:
+def test_bad_requests_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Request(**{"prompt": [1], "max_new_tokens": 1, **options})
 
 
 @pytest.mark.parametrize("kind", [list, np.array])
-def test_a_prompt_may_change_once_the_request_is_made(model: DecoderLM, kind: Callable[[Any], Any]) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 4, "sampling": Sampling(temperature=0, repetition_penalty=2)}
+def test_a_prompt_may_change_once_the_request_is_made(model, kind):
+    options = {"max_new_tokens": 4, "sampling": Sampling(temperature=0, repetition_penalty=2)}
     expected = make_engine(model)[0].complete([Request(prompt=[1, 2, 3] * 7, **options)])[0].tokens
     prompt = kind([1, 2, 3] * 7)
     request = Request(prompt=prompt, **options)

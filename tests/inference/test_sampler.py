@@ -1,10 +1,7 @@
 """The sampler: the probabilities of what is kept, seeds, log-probabilities, broken logits."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from trifocal.errors import UserError
 from trifocal.inference.sampler import NO_TOKEN, Sampling, SamplingTensors, draw, penalised, pick, uniform, weights_of
@@ -12,14 +9,14 @@ from trifocal.inference.sampler import NO_TOKEN, Sampling, SamplingTensors, draw
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
 
 
-def settings_of(samplings: list[Sampling], vocab_size: int, seen: list[list[int]] | None = None) -> SamplingTensors:
+def settings_of(samplings, vocab_size, seen=None):
     settings = SamplingTensors.empty(len(samplings), vocab_size, torch.device("cpu"))
     for row, sampling in enumerate(samplings):
         settings.set_row(row, sampling, torch.tensor(seen[row] if seen else [], dtype=torch.int64))
     return settings
 
 
-def probabilities(logits: Tensor = LOGITS, seen: tuple[int, ...] = (), **options: Any) -> Tensor:
+def probabilities(logits=LOGITS, seen=(), **options):
     sampling = Sampling(**options)
     settings = settings_of([sampling], len(logits), [list(seen)])
     found = []
@@ -30,7 +27,7 @@ def probabilities(logits: Tensor = LOGITS, seen: tuple[int, ...] = (), **options
     return found[0].float()
 
 
-def drawn(logits: Tensor, position: int = 0, **options: Any) -> int:
+def drawn(logits, position=0, **options):
     sampling = Sampling(**options)
     settings = settings_of([sampling], len(logits))
     return int(draw(logits[None], settings, torch.tensor([position]), filtered=sampling.filters)[0])
@@ -51,24 +48,24 @@ def drawn(logits: Tensor, position: int = 0, **options: Any) -> int:
         ({"top_k": 2, "min_p": 0.1}, [1, 3]),
     ],
 )
-def test_what_is_kept_keeps_its_proportions(options: dict[str, Any], kept: list[int]) -> None:
+def test_what_is_kept_keeps_its_proportions(options, kept):
     expected = torch.zeros(5)
     expected[kept] = LOGITS[kept].softmax(-1)
     torch.testing.assert_close(probabilities(**options), expected, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 3.0])
-def test_temperature_divides_logits(temperature: float) -> None:
+def test_temperature_divides_logits(temperature):
     torch.testing.assert_close(probabilities(temperature=temperature), (LOGITS / temperature).softmax(-1))
 
 
-def test_the_penalty_lowers_what_the_sequence_has() -> None:
+def test_the_penalty_lowers_what_the_sequence_has():
     expected = torch.tensor([0.0, 1.5, 1.0, 2.0, -2.0]).softmax(-1)
     torch.testing.assert_close(probabilities(seen=(0, 1, 4), repetition_penalty=2.0), expected)
     torch.testing.assert_close(probabilities(seen=(0, 1, 4)), LOGITS.softmax(-1))
 
 
-def test_settings_are_those_given_then_the_models_then_the_default() -> None:
+def test_settings_are_those_given_then_the_models_then_the_default():
     of_model = {"temperature": 0.6, "top_k": 5, "eos_token_id": [1, 2]}
     assert Sampling.of(of_model, seed=3, top_k="auto", top_p=0.5) == Sampling(
         temperature=0.6, top_k=5, top_p=0.5, seed=3
@@ -83,7 +80,7 @@ def test_settings_are_those_given_then_the_models_then_the_default() -> None:
     assert not isinstance(refused.value, UserError)
 
 
-def test_a_drawn_token_is_penalised_from_then_on() -> None:
+def test_a_drawn_token_is_penalised_from_then_on():
     settings = settings_of([Sampling(temperature=0, repetition_penalty=2.0)], 5, [[]])
     order = [int(draw(LOGITS[None], settings, torch.tensor([t]), filtered=False)[0]) for t in range(3)]
     # 3.0 becomes 1.5, under 2.0; 2.0 becomes 1.0, under 1.5.
@@ -91,7 +88,7 @@ def test_a_drawn_token_is_penalised_from_then_on() -> None:
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 1}, {"temperature": 1e-46, "top_k": 1}])
-def test_top_1_takes_the_lowest_of_equal_ones(options: dict[str, Any]) -> None:
+def test_top_1_takes_the_lowest_of_equal_ones(options):
     # A vocabulary long enough for a sort that keeps no order.
     logits = torch.zeros(1000)
     logits[[700, 300, 999]] = 2.0
@@ -99,19 +96,19 @@ def test_top_1_takes_the_lowest_of_equal_ones(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("k", [2, 3, 5])
-def test_top_k_keeps_exactly_k_of_equal_ones(k: int) -> None:
+def test_top_k_keeps_exactly_k_of_equal_ones(k):
     logits = torch.zeros(1000)
     logits[400] = 0.5
     assert probabilities(logits, top_k=k).nonzero().flatten().tolist() == [*range(k - 1), 400]
 
 
 @pytest.mark.parametrize("temperature", [1e-38, 1e-40, 1e-46, 1e-320])
-def test_no_temperature_is_too_low(temperature: float) -> None:
+def test_no_temperature_is_too_low(temperature):
     assert {drawn(LOGITS, position, temperature=temperature) for position in range(20)} == {1}
     assert drawn(LOGITS, temperature=temperature, top_k=3, top_p=0.5) == 1
 
 
-def test_a_token_is_picked_in_proportion_to_its_weight() -> None:
+def test_a_token_is_picked_in_proportion_to_its_weight():
     weights = torch.tensor([3, 0, 5, 2, 0])
     u = (torch.arange(1000) + 0.5) / 1000
     found = pick(weights.expand(1000, -1), u.double())
@@ -121,11 +118,11 @@ def test_a_token_is_picked_in_proportion_to_its_weight() -> None:
     assert pick(heavy, torch.tensor([1 - 2.0**-53], dtype=torch.float64)).tolist() == [1]
 
 
-def test_splitmix64_is_the_published_one() -> None:
+def test_splitmix64_is_the_published_one():
     """The first numbers of the generator whose state is the mixed seed."""
     mask = 2**64 - 1
 
-    def mix(x: int) -> int:
+    def mix(x):
         x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
         x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
         return x ^ (x >> 31)
@@ -139,7 +136,7 @@ def test_splitmix64_is_the_published_one() -> None:
             assert float(uniform(settings.seed, torch.tensor([position]))) == expected
 
 
-def test_log_probabilities_are_those_of_the_model() -> None:
+def test_log_probabilities_are_those_of_the_model():
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
     samplings = [
         Sampling(seed=3),
@@ -154,7 +151,7 @@ def test_log_probabilities_are_those_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
-def test_broken_logits_give_no_token_and_change_no_other(broken: float) -> None:
+def test_broken_logits_give_no_token_and_change_no_other(broken):
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     settings = [settings_of([Sampling(seed=i, top_k=9) for i in range(3)], 50) for _ in range(2)]
     expected = draw(logits, settings[0], torch.arange(3), filtered=True)
@@ -165,7 +162,7 @@ def test_broken_logits_give_no_token_and_change_no_other(broken: float) -> None:
         assert torch.equal(given[[0, 2]], wanted[[0, 2]])
 
 
-def test_rows_are_moved_whole() -> None:
+def test_rows_are_moved_whole():
     sampling = Sampling(temperature=0.5, top_k=3, top_p=0.5, min_p=0.2, repetition_penalty=2.0, seed=2**64 - 3)
     settings = settings_of([Sampling(), sampling], 5, [[], [1, 2]])
     settings.copy_row(1, 0)
@@ -185,11 +182,11 @@ def test_rows_are_moved_whole() -> None:
         ({"seed": 2**64}, "seed may be at most"),
     ],
 )
-def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None:
+def test_bad_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**options)
 
 
 @pytest.mark.parametrize(("options", "same"), [({"top_k": 2**40}, {}), ({"temperature": 1e300}, {"temperature": 1e38})])
-def test_settings_beyond_their_type_are_its_largest(options: dict[str, Any], same: dict[str, Any]) -> None:
+def test_settings_beyond_their_type_are_its_largest(options, same):
     assert [drawn(LOGITS, i, **options) for i in range(50)] == [drawn(LOGITS, i, **same) for i in range(50)]

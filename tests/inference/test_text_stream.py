@@ -8,7 +8,7 @@ from trifocal.inference import TextStream
 TOKENIZER = make_tokenizer("bytes")
 
 
-def test_any_text_is_cut_at_its_first_stop_string() -> None:
+def test_any_text_is_cut_at_its_first_stop_string():
     rng = random.Random(0)
     for _ in range(300):
         text = "".join(rng.choice("ab☃") for _ in range(rng.randint(0, 12)))

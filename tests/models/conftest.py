@@ -1,8 +1,5 @@
 """Small models, deep enough to tell their layers apart."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
@@ -11,7 +8,7 @@ from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
 from trifocal.testing.small_models import SMALL, draw_keys_apart
 
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": 31,
     "dim": 24,
     "num_layers": 2,
@@ -25,16 +22,16 @@ SIZES: dict[str, Any] = {
 
 
 @pytest.fixture
-def make_config() -> Callable[..., ModelConfig]:
+def make_config():
     """A small configuration, changed by keywords."""
     return lambda **changes: ModelConfig(**{**SIZES, **changes})
 
 
 @pytest.fixture
-def make_model(make_config: Callable[..., ModelConfig]) -> Callable[..., DecoderLM]:
+def make_model(make_config):
     """A small fp64 model, changed by keywords; weights large enough for attention to be far from uniform."""
 
-    def make(**changes: Any) -> DecoderLM:
+    def make(**changes):
         model = DecoderLM(make_config(**changes))
         model.init_weights(0)
         draw_keys_apart(model)
@@ -50,7 +47,7 @@ def make_model(make_config: Callable[..., ModelConfig]) -> Callable[..., Decoder
     return make
 
 
-def gpu_model() -> DecoderLM:
+def gpu_model():
     """Two layers with the kernels, of the widths of training."""
     config = ModelConfig(vocab_size=257, num_layers=2, geometry=Geometry(), backend="triton", **WIDE)
     model = DecoderLM(config).cuda()
@@ -59,5 +56,5 @@ def gpu_model() -> DecoderLM:
     return model
 
 
-def gpu_tokens(batch: int = 2) -> torch.Tensor:
+def gpu_tokens(batch=2):
     return torch.randint(257, (batch, 1100), generator=torch.Generator().manual_seed(0)).cuda()

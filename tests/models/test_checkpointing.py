@@ -1,21 +1,16 @@
 """Activation checkpointing gives the very gradients of the plain backward, and chooses blocks once."""
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
 from tests.devices import needs_gpu
 from tests.models.conftest import gpu_model, gpu_tokens
-from trifocal.models import DecoderLM
 from trifocal.ops import reference
 
 
-def gradients(
-    model: DecoderLM, tokens: torch.Tensor, cu_seqlens: torch.Tensor | None = None, autocast: bool = False
-) -> dict[str, torch.Tensor]:
+def gradients(model, tokens, cu_seqlens=None, autocast=False):
     model.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = model(tokens, tokens.roll(-1, 1), cu_seqlens=cu_seqlens)
@@ -38,14 +33,9 @@ def gradients(
     ],
     ids=str,
 )
-def test_gradients_are_those_of_the_plain_backward(
-    make_model: Callable[..., DecoderLM],
-    num_layers: int,
-    layers: tuple[int, int],
-    options: dict[str, Any],
-) -> None:
+def test_gradients_are_those_of_the_plain_backward(make_model, num_layers, layers, options):
     model = make_model(num_layers=num_layers, **options)
-    ways: list[tuple[Any, ...]] = [(torch.randint(31, (2, 40)),)]
+    ways = [(torch.randint(31, (2, 40)),)]
     if layers == (0, 5) and not options:
         # Packed documents, and under autocast.
         ways += [(torch.randint(31, (1, 40)), torch.tensor([0, 1, 4, 30, 37, 40])), (*ways[0], None, True)]
@@ -57,15 +47,13 @@ def test_gradients_are_those_of_the_plain_backward(
         assert not [name for name in plain if not torch.equal(given[name], plain[name])]
 
 
-def test_blocks_are_chosen_once_and_all_else_again(
-    make_model: Callable[..., DecoderLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: Counter[str] = Counter()
+def test_blocks_are_chosen_once_and_all_else_again(make_model, monkeypatch):
+    calls = Counter()
 
-    def count(name: str) -> None:
+    def count(name):
         original = getattr(reference, name)
 
-        def counted(*arguments: Any) -> Any:
+        def counted(*arguments):
             calls[name] += 1
             return original(*arguments)
 
@@ -79,14 +67,14 @@ def test_blocks_are_chosen_once_and_all_else_again(
     assert calls == {"select_blocks": 5, "compressed_attention": 5 + 4}
 
 
-def test_activations_are_not_kept(make_model: Callable[..., DecoderLM]) -> None:
+def test_activations_are_not_kept(make_model):
     model = make_model(num_layers=4)
     tokens = torch.randint(31, (1, 40))
 
-    def kept_bytes() -> int:
-        sizes: dict[int, int] = {}
+    def kept_bytes():
+        sizes = {}
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
+        def pack(tensor):
             sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
@@ -100,7 +88,7 @@ def test_activations_are_not_kept(make_model: Callable[..., DecoderLM]) -> None:
     assert kept_bytes() < plain / 4
 
 
-def test_hooks_of_a_block_stay_outside(make_model: Callable[..., DecoderLM]) -> None:
+def test_hooks_of_a_block_stay_outside(make_model):
     """FSDP's are such hooks: they run once a step, not again when backward recomputes the block."""
     model = make_model(num_layers=2)
     names, calls = list(model.state_dict()), []
@@ -114,12 +102,12 @@ def test_hooks_of_a_block_stay_outside(make_model: Callable[..., DecoderLM]) -> 
 
 @needs_gpu
 @pytest.mark.parametrize("borders", [None, [0, 1, 40, 700, 731, 1100]], ids=["one document a row", "packed"])
-def test_kernels_give_the_plain_gradients(borders: list[int] | None) -> None:
+def test_kernels_give_the_plain_gradients(borders):
     model = gpu_model()
     tokens = gpu_tokens(1 if borders else 2)
     cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32)
 
-    def found() -> list[torch.Tensor]:
+    def found():
         with torch.autocast("cuda", torch.bfloat16):
             loss = model(tokens, tokens, cu_seqlens=cu_seqlens)
         return [loss, *torch.autograd.grad(loss, list(model.parameters()))]

@@ -1,7 +1,5 @@
 """The loss that teaches the choice: in a loop of anybody's, and its queries where processes share a row."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch.nn import functional
@@ -11,14 +9,14 @@ from trifocal.models.choice_teaching import ChoiceSamples, ChoiceTeaching
 from trifocal.nn import choice_recall
 from trifocal.nn.context import ContextShard, TokenShard
 from trifocal.ops import Documents, Geometry
-from trifocal.ops.choice_loss import Sample, draw_queries
+from trifocal.ops.choice_loss import draw_queries
 from trifocal.testing.small_models import make_model, random_tokens, small_config
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("borders", [None, (0, 1, 30, 52, 60, 104)])
-def test_chunks_share_out_the_queries(borders: tuple[int, ...] | None) -> None:
+def test_chunks_share_out_the_queries(borders):
     """Stretches of 5 tokens lie over the ends of chunks of 13. A query of another chunk is moved inside, untaught."""
     model = DecoderLM(small_config(attention="selected", chooser="index", geometry=Geometry(4, 2, 8, 3, 1, 1, 19)))
     config = model.config
@@ -48,7 +46,7 @@ STRETCH = 16
 
 
 @pytest.fixture
-def model() -> DecoderLM:
+def model():
     sizes = {"geometry": Geometry(4, 2, 8, 4, 1, 1, 16), "num_layers": 3, "chooser": "index"}
     model = make_model(small_config(layer_types=("selected", "window", "nsa"), **sizes), CPU, torch.float64)
     for layer in model.attention_layers():
@@ -56,23 +54,21 @@ def model() -> DecoderLM:
     return model
 
 
-def _gradients(model: DecoderLM, loss: torch.Tensor) -> dict[str, torch.Tensor | None]:
+def _gradients(model, loss):
     model.zero_grad()
     loss.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_any_loop_has_the_gradient_of_the_trainers_loss(
-    model: DecoderLM, packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_loop_has_the_gradient_of_the_trainers_loss(model, packed, monkeypatch):
     """On the same queries; with the loss made in the model, scaled by a loop as it likes, or outside of it."""
     tokens = random_tokens((1 if packed else 2, 129), 64, CPU)
     targets, tokens = tokens[:, 1:], tokens[:, :-1]
     given = {"cu_seqlens": torch.tensor([0, 30, 128])} if packed else {}
-    drawn: list[Sample] = []
+    drawn = []
 
-    def draw(*arguments: Any) -> Sample:
+    def draw(*arguments):
         drawn.append(draw_queries(*arguments))
         return drawn[-1]
 
@@ -105,7 +101,7 @@ def test_any_loop_has_the_gradient_of_the_trainers_loss(
         torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-14)
 
 
-def test_recomputed_layers_learn_from_the_same_queries(model: DecoderLM) -> None:
+def test_recomputed_layers_learn_from_the_same_queries(model):
     tokens = random_tokens((2, 65), 64, CPU)
     found = []
     for checkpointed in (0, 3):
@@ -116,7 +112,7 @@ def test_recomputed_layers_learn_from_the_same_queries(model: DecoderLM) -> None
 
 
 @pytest.mark.parametrize("state", ["evaluation", "no gradients", "frozen", "weight 0"])
-def test_nothing_is_taught_and_nothing_drawn(model: DecoderLM, state: str) -> None:
+def test_nothing_is_taught_and_nothing_drawn(model, state):
     tokens = random_tokens((2, 65), 64, CPU)
     for layer in model.attention_layers():
         if state == "frozen" and layer.index is not None:

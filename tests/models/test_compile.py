@@ -7,15 +7,12 @@ long: one case does it.
 import copy
 import functools
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
 from tests.devices import needs_gpu
 from tests.models.conftest import gpu_model, gpu_tokens
-from trifocal.models import DecoderLM
 from trifocal.models.choice_teaching import ChoiceTeaching
 from trifocal.ops import Documents
 
@@ -23,9 +20,7 @@ from trifocal.ops import Documents
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def gradients(
-    model: Callable[..., Any], tokens: torch.Tensor, documents: Documents | None = None
-) -> list[torch.Tensor]:
+def gradients(model, tokens, documents=None):
     loss = model(tokens, tokens, cu_seqlens=documents)
     return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
@@ -49,15 +44,7 @@ def gradients(
     ],
     ids=str,
 )
-def test_layers_share_what_is_compiled(
-    make_model: Callable[..., DecoderLM],
-    monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, Any],
-    checkpointed: int,
-    kinds: int,
-    tables: int,
-    backend: str,
-) -> None:
+def test_layers_share_what_is_compiled(make_model, monkeypatch, options, checkpointed, kinds, tables, backend):
     """Some layers, rows and packed documents with other borders: two graphs of a kind, and eager's gradients."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -69,7 +56,7 @@ def test_layers_share_what_is_compiled(
         Documents.from_checked(torch.tensor(borders), 60, row_length=30)
         for borders in ([0, 5, 30, 44, 60], [0, 1, 30, 58, 60])
     ]
-    calls: list[tuple[torch.Tensor, Documents | None]] = [
+    calls = [
         (tokens, None), *((tokens.view(1, 60), documents) for documents in packed), (tokens, None)
     ]  # fmt: skip
     expected = [gradients(model, *call) for call in calls]
@@ -85,9 +72,7 @@ def test_layers_share_what_is_compiled(
     assert counters["stats"]["unique_graphs"] == 2 * (tables + kinds + 1), "passes without gradients are eager"
 
 
-def test_a_copy_of_a_compiled_model_compiles_its_own(
-    make_model: Callable[..., DecoderLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_of_a_compiled_model_compiles_its_own(make_model, monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     model = make_model(num_layers=1, attention="dense")
@@ -103,7 +88,7 @@ def test_a_copy_of_a_compiled_model_compiles_its_own(
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
 
 
-def test_exports_a_range_of_lengths(make_model: Callable[..., DecoderLM]) -> None:
+def test_exports_a_range_of_lengths(make_model):
     """One program for all lengths with more selection blocks than are chosen, as docs/training.md says it."""
     model = make_model(num_layers=1).eval()
     length = torch.export.Dim("length", min=32, max=512)
@@ -117,7 +102,7 @@ def test_exports_a_range_of_lengths(make_model: Callable[..., DecoderLM]) -> Non
         torch.testing.assert_close(program.module()(tokens), model(tokens), rtol=0, atol=1e-12)
 
 
-def test_other_lengths_do_not_compile_anew(make_model: Callable[..., DecoderLM]) -> None:
+def test_other_lengths_do_not_compile_anew(make_model):
     """The whole model by PyTorch's defaults: the second length makes one graph for all lengths."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -129,7 +114,7 @@ def test_other_lengths_do_not_compile_anew(make_model: Callable[..., DecoderLM])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
-def test_a_taught_choice_is_compiled(make_model: Callable[..., DecoderLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_taught_choice_is_compiled(make_model, monkeypatch):
     """Rows and packed documents, in two steps: five graphs each, one of them of the draw, and eager's gradients."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -139,13 +124,13 @@ def test_a_taught_choice_is_compiled(make_model: Callable[..., DecoderLM], monke
     tokens = torch.randint(31, (2, 30))
     packed = Documents.from_checked(torch.tensor([0, 5, 30, 58, 60]), 60, row_length=30)
 
-    def taught(rows: torch.Tensor, documents: Documents | None, step: int) -> list[torch.Tensor]:
+    def taught(rows, documents, step):
         teaching = ChoiceTeaching(torch.tensor(step), torch.full((2,), 0.1), torch.zeros(2, 2), 30, 4)
         model.zero_grad()
         loss = model(rows, rows, cu_seqlens=documents, teaching=teaching)
         loss.backward()
         assert teaching.totals.all()
-        return [loss.detach(), teaching.totals, *(parameter.grad for parameter in model.parameters())]  # type: ignore[list-item]
+        return [loss.detach(), teaching.totals, *(parameter.grad for parameter in model.parameters())]
 
     calls = [(tokens, None, 1), (tokens.view(1, 60), packed, 1), (tokens, None, 2)]
     expected = [taught(*call) for call in calls]
@@ -156,7 +141,7 @@ def test_a_taught_choice_is_compiled(make_model: Callable[..., DecoderLM], monke
     assert not counters["graph_break"]
 
 
-def train_on_a_gpu(model: DecoderLM, function: Callable[..., Any]) -> torch.Tensor:
+def train_on_a_gpu(model, function):
     """Losses of five steps in bf16."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens, losses = gpu_tokens(), []
@@ -171,7 +156,7 @@ def train_on_a_gpu(model: DecoderLM, function: Callable[..., Any]) -> torch.Tens
 
 
 @needs_gpu
-def test_compiled_training_equals_eager() -> None:
+def test_compiled_training_equals_eager():
     """As one graph: five steps of the optimizer give the same losses to bf16's rounding, with and without
     checkpointing."""
     eager = train_on_a_gpu(model := gpu_model(), model)

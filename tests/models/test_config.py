@@ -2,9 +2,7 @@
 
 import json
 import tomllib
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -14,7 +12,7 @@ from trifocal.nn import RopeScaling
 from trifocal.ops import Geometry
 
 
-def test_plain_values_and_back() -> None:
+def test_plain_values_and_back():
     config = ModelConfig(
         dim=64,
         num_layers=2,
@@ -26,7 +24,7 @@ def test_plain_values_and_back() -> None:
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_from_toml() -> None:
+def test_from_toml():
     text = 'dim = 128\nattention = "dense"\n[geometry]\nwindow_size = 64\nnum_selected_blocks = 8\n'
     config = ModelConfig.from_dict(tomllib.loads(text))
     assert config == ModelConfig(dim=128, attention="dense", geometry=Geometry(window_size=64, num_selected_blocks=8))
@@ -53,7 +51,7 @@ def test_from_toml() -> None:
         ({"norm_eps": float("nan")}, "model.norm_eps must be a finite number, got nan"),
     ],
 )
-def test_bad_values_are_named(make_config: Callable[..., ModelConfig], changes: dict[str, Any], message: str) -> None:
+def test_bad_values_are_named(make_config, changes, message):
     with pytest.raises(UserError, match=message.replace("(", r"\(")):
         make_config(**changes)
 
@@ -70,12 +68,12 @@ def test_bad_values_are_named(make_config: Callable[..., ModelConfig], changes: 
         ({"geometry": 3}, "model.geometry must be a table, got 3"),
     ],
 )
-def test_bad_keys_are_named(values: dict[str, Any], message: str) -> None:
+def test_bad_keys_are_named(values, message):
     with pytest.raises(UserError, match=message):
         ModelConfig.from_dict(values)
 
 
-def test_few_types_of_layers_repeat() -> None:
+def test_few_types_of_layers_repeat():
     config = ModelConfig(num_layers=8, layer_types=("window", "window", "window", "selected"))
     assert config.attention_of_layers == ("window", "window", "window", "selected") * 2
     assert config.to_dict()["layer_types"] == [*config.attention_of_layers]

@@ -2,9 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 LENGTH = 45
 COVERING = Geometry(4, 2, 8, num_selected_blocks=6, num_initial_blocks=1, num_local_blocks=1, window_size=8)
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": 53,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -30,14 +27,14 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-ROPES: dict[str, dict[str, Any]] = {
+ROPES = {
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.2, "mscale_all_dim": 0.8},
     "linear": {"factor": 2.0},
 }
 # Their own special tokens lie beyond this vocabulary.
-TOKENS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+CASES = {
     "llama, biases, tied": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "llama, wide heads": ("Llama", {"head_dim": 24, "num_key_value_heads": 1}),
     **{
@@ -74,7 +71,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def theirs(kind: str, folder: Path, **changes: Any) -> Any:
+def theirs(kind, folder, **changes):
     """A random model of transformers, also as a folder; all weights drawn, those of norms and biases too."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
@@ -89,21 +86,21 @@ def theirs(kind: str, folder: Path, **changes: Any) -> Any:
     return model
 
 
-def ours(config: ModelConfig, tensors: dict[str, torch.Tensor]) -> DecoderLM:
+def ours(config, tensors):
     with torch.device("meta"):
         model = DecoderLM(config)
     model.load_state_dict(tensors, assign=True)
     return model
 
 
-def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+def logits(model, tokens):
     with torch.no_grad():
         found = model(tokens)
     return found if isinstance(found, torch.Tensor) else found.logits
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_transformers(tmp_path: Path, case: str) -> None:
+def test_logits_are_those_of_transformers(tmp_path, case):
     kind, changes = CASES[case]
     model = theirs(kind, tmp_path, **changes)
     tokens = torch.randint(53, (2, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -126,7 +123,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "shared_kv"), [("Qwen2", False), ("Qwen2", True), ("Olmo2", False)])
-def test_nsa_has_the_dense_keys_and_values_in_open_branches(tmp_path: Path, kind: str, shared_kv: bool) -> None:
+def test_nsa_has_the_dense_keys_and_values_in_open_branches(tmp_path, kind, shared_kv):
     model = theirs(kind, tmp_path, **TOKENS)
     tokens = torch.randint(53, (1, LENGTH), generator=torch.Generator().manual_seed(1))
     config, tensors = read_hf_model(tmp_path)
@@ -145,7 +142,7 @@ def test_nsa_has_the_dense_keys_and_values_in_open_branches(tmp_path: Path, kind
         assert parameter.grad is not None and parameter.grad.any(), name
 
 
-def test_a_mix_has_windows_and_then_selected_blocks(tmp_path: Path) -> None:
+def test_a_mix_has_windows_and_then_selected_blocks(tmp_path):
     """While windows and blocks cover the past it is the dense model, which "dense" leaves as it is."""
     model = theirs("Llama", tmp_path, num_hidden_layers=6)
     tokens = torch.randint(53, (1, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -162,7 +159,7 @@ def test_a_mix_has_windows_and_then_selected_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
-def test_an_index_begins_as_the_layers_attention(tmp_path: Path, kind: str) -> None:
+def test_an_index_begins_as_the_layers_attention(tmp_path, kind):
     theirs(kind, tmp_path)
     config, tensors = read_hf_model(tmp_path)
     wanted = converted_config(config, "nsa", COVERING, chooser="index")
@@ -179,7 +176,7 @@ def test_an_index_begins_as_the_layers_attention(tmp_path: Path, kind: str) -> N
     assert config.qk_norm == (kind == "Qwen3")
 
 
-def test_layers_with_a_sliding_window_keep_it(tmp_path: Path) -> None:
+def test_layers_with_a_sliding_window_keep_it(tmp_path):
     options = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "head_dim": 16}
     model = theirs("Qwen3", tmp_path, **options, attn_implementation="eager")
     tokens = torch.randint(53, (1, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -193,7 +190,7 @@ def test_layers_with_a_sliding_window_keep_it(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A Llama in several files."""
     path = tmp_path_factory.mktemp("llama")
     theirs("Llama", path).save_pretrained(path, max_shard_size="20KB")
@@ -202,22 +199,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_shards_are_read_as_one_file(folder: Path, tmp_path: Path) -> None:
+def test_shards_are_read_as_one_file(folder, tmp_path):
     theirs("Llama", tmp_path)
     whole, sharded = read_hf_model(tmp_path)[1], read_hf_model(folder)[1]
     assert whole.keys() == sharded.keys()
     assert all(torch.equal(whole[name], sharded[name]) for name in whole)
 
 
-def test_the_type_of_the_weights_stays(tmp_path: Path) -> None:
+def test_the_type_of_the_weights_stays(tmp_path):
     theirs("Llama", tmp_path).bfloat16().save_pretrained(tmp_path)
     config, tensors = read_hf_model(tmp_path)
     converted = convert_tensors(tensors, converted_config(config, "nsa", Geometry()))
     assert {tensor.dtype for tensor in converted.values()} == {torch.bfloat16}
 
 
-def _edit(**changes: Any) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
+def _edit(**changes):
+    def edit(folder):
         path = folder / "config.json"
         content = json.loads(path.read_text())
         for name, value in changes.items():
@@ -227,7 +224,7 @@ def _edit(**changes: Any) -> Callable[[Path], None]:
     return edit
 
 
-def test_a_folder_without_a_key_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+def test_a_folder_without_a_key_is_read_as_transformers_reads_it(tmp_path):
     options = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
     theirs("Qwen2", tmp_path, **options, rope_parameters={"rope_type": "default", "rope_theta": 5e3})
     _edit(sliding_window=..., rope_scaling={"type": "linear", "factor": 2.0})(tmp_path)
@@ -242,12 +239,12 @@ def test_a_folder_without_a_key_is_read_as_transformers_reads_it(tmp_path: Path)
     assert found.rope_theta == expected.rope_parameters["rope_theta"] == 7000.0
 
 
-def _second(folder: Path) -> Path:
+def _second(folder):
     return sorted(folder.glob("*.safetensors"))[1]
 
 
-def _edit_tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
+def _edit_tensors(change):
+    def edit(folder):
         tensors = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
         change(tensors)
         save_file(tensors, folder / "model.safetensors")
@@ -255,7 +252,7 @@ def _edit_tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[
     return edit
 
 
-BAD: list[tuple[Callable[[Path], Any], str]] = [
+BAD = [
     (_edit(model_type="phi3"), "the architecture 'phi3' is not supported; it must be one of llama, mistral"),
     (
         _edit(model_type="olmo3", rope_parameters={"sliding_attention": {"rope_type": "linear", "factor": 2.0}}),
@@ -286,9 +283,7 @@ BAD: list[tuple[Callable[[Path], Any], str]] = [
 
 
 @pytest.mark.parametrize(("damage", "message"), BAD, ids=[message[:30] for _, message in BAD])
-def test_bad_folders_are_named_in_a_line(
-    folder: Path, tmp_path: Path, damage: Callable[[Path], Any], message: str
-) -> None:
+def test_bad_folders_are_named_in_a_line(folder, tmp_path, damage, message):
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     damage(copy)
@@ -297,7 +292,7 @@ def test_bad_folders_are_named_in_a_line(
     assert "\n" not in str(caught.value)
 
 
-def test_options_that_do_not_fit_are_refused() -> None:
+def test_options_that_do_not_fit_are_refused():
     config = ModelConfig(num_layers=3, attention="dense")
     with pytest.raises(UserError, match="--dense-layers names layer 3, but the model has layers 0 to 2"):
         converted_config(config, "selected", COVERING, dense_layers=[3])

@@ -1,8 +1,5 @@
 """Counts by formula against the model itself and against PyTorch's counter of matrix products."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -12,7 +9,7 @@ from trifocal.models import DecoderLM, ModelConfig, flops_per_token, parameter_c
 from trifocal.models.counts import attended_keys
 from trifocal.ops import Geometry
 
-OPTIONS: list[dict[str, Any]] = [
+OPTIONS = [
     {"shared_kv": True, "num_layers": 3},
     {"compressor": "mlp", "tie_embeddings": True},
     {"attention": "dense", "tie_embeddings": True, "qk_norm": True, "o_bias": True},
@@ -23,7 +20,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", [*OPTIONS, {"chooser": "index", "layer_types": ("nsa", "selected")}], ids=str)
-def test_parameter_count(make_config: Callable[..., ModelConfig], options: dict[str, Any]) -> None:
+def test_parameter_count(make_config, options):
     config = make_config(**options)
     assert parameter_count(config) == sum(parameter.numel() for parameter in DecoderLM(config).parameters())
 
@@ -38,14 +35,14 @@ def test_parameter_count(make_config: Callable[..., ModelConfig], options: dict[
     ],
     ids=str,
 )
-def test_attended_keys_sum_over_positions(geometry: Geometry) -> None:
+def test_attended_keys_sum_over_positions(geometry):
     expected = 0
     for position in range(1500):
         assert attended_keys(geometry, position) == expected
         expected += geometry.keys_read_per_step(position)
 
 
-def counted_flops(model: DecoderLM, tokens: torch.Tensor) -> tuple[int, int]:
+def counted_flops(model, tokens):
     """PyTorch's count of the forward pass, and of forward and backward together."""
     with FlopCounterMode(display=False) as forward:
         loss = model(tokens, tokens)
@@ -54,14 +51,14 @@ def counted_flops(model: DecoderLM, tokens: torch.Tensor) -> tuple[int, int]:
     return forward.get_total_flops(), forward.get_total_flops() + backward.get_total_flops()
 
 
-def attention_tiles(config: ModelConfig, kind: str, length: int) -> int:
+def attention_tiles(config, kind, length):
     """Pairs of query and key that the code multiplies in one layer: whole tiles, masked afterwards."""
     if kind == "nsa":
         return length * (2 * length + config.geometry.num_compressed_blocks(length))
     return length * length
 
 
-def attention_pairs(config: ModelConfig, kind: str, length: int) -> int:
+def attention_pairs(config, kind, length):
     """Pairs of query and key that the mathematics needs in one layer."""
     geometry, positions = config.geometry, range(length)
     window = config.sliding_window or geometry.window_size
@@ -75,7 +72,7 @@ def attention_pairs(config: ModelConfig, kind: str, length: int) -> int:
     }[kind]
 
 
-def choosing_excess(config: ModelConfig, kind: str, length: int) -> float:
+def choosing_excess(config, kind, length):
     """Operations of a head for selected attention's choice: those of the code less those of the formula."""
     if kind != "selected":
         return 0
@@ -85,7 +82,7 @@ def choosing_excess(config: ModelConfig, kind: str, length: int) -> float:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_flops_match_the_counter(make_config: Callable[..., ModelConfig], options: dict[str, Any]) -> None:
+def test_flops_match_the_counter(make_config, options):
     config = make_config(**options)
     batch, length = 2, 48
     with sdpa_kernel(SDPBackend.MATH):
@@ -106,7 +103,7 @@ def test_flops_match_the_counter(make_config: Callable[..., ModelConfig], option
     assert training == pytest.approx(expected_training + 2 * config.head_dim * again, rel=1e-12)
 
 
-def test_dense_equivalent_is_the_dense_baseline(make_config: Callable[..., ModelConfig]) -> None:
+def test_dense_equivalent_is_the_dense_baseline(make_config):
     sparse = flops_per_token(make_config(), 500)
     dense = flops_per_token(make_config(attention="dense"), 500)
     assert sparse.dense_equivalent_forward == dense.executed_forward == dense.dense_equivalent_forward
@@ -115,19 +112,19 @@ def test_dense_equivalent_is_the_dense_baseline(make_config: Callable[..., Model
 
 
 @pytest.mark.parametrize(("length", "message"), [(0, "at least 1, got 0"), (2.5, "an integer, got 2.5")])
-def test_a_length_must_be_a_positive_integer(length: Any, message: str) -> None:
+def test_a_length_must_be_a_positive_integer(length, message):
     with pytest.raises(ValueError, match=f"sequence_length must be {message}"):
         flops_per_token(ModelConfig(), length)
 
 
-def test_sparse_attention_needs_less_at_length() -> None:
+def test_sparse_attention_needs_less_at_length():
     config = ModelConfig()
     short, long = flops_per_token(config, 512), flops_per_token(config, 65536)
     assert short.executed_forward > short.dense_equivalent_forward
     assert long.executed_forward < long.dense_equivalent_forward / 3
 
 
-def test_an_index_is_counted(make_config: Callable[..., ModelConfig]) -> None:
+def test_an_index_is_counted(make_config):
     """Its weights, and its products with the keys of all tokens up to each, which no gradient goes back through."""
     length, without, index = 99, make_config(), make_config(chooser="index")
     pairs = length * (length + 1) // 2

@@ -1,8 +1,6 @@
 """The decoder: loss, initialisation, gradients, no future, packed documents, precision."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from trifocal.nn import RopeScaling
 from trifocal.nn.chooser import first_index
 
 YARN = RopeScaling(rope_type="yarn", factor=2.0, original_max_position_embeddings=12, attention_factor=1.2)
-OPTIONS: list[dict[str, Any]] = [
+OPTIONS = [
     {"compressor": "mlp"},
     {"shared_kv": True, "tie_embeddings": True},
     {"attention": "dense"},
@@ -38,12 +36,12 @@ OPTIONS: list[dict[str, Any]] = [
 LENGTHS = [3, 1, 4, 21, 1, 9]
 
 
-def trained(model: DecoderLM) -> dict[str, torch.nn.Parameter]:
+def trained(model):
     """The parameters that the loss of the language model reaches: all but those of an index."""
     return {name: parameter for name, parameter in model.named_parameters() if ".index." not in name}
 
 
-def test_loss_is_the_mean_over_targets_that_count(make_model: Callable[..., DecoderLM]) -> None:
+def test_loss_is_the_mean_over_targets_that_count(make_model):
     model = make_model()
     tokens = torch.randint(31, (2, 9))
     targets = torch.randint(31, (2, 9))
@@ -60,7 +58,7 @@ def test_loss_is_the_mean_over_targets_that_count(make_model: Callable[..., Deco
     torch.testing.assert_close(model(tokens, targets), expected, rtol=0, atol=1e-12)
 
 
-def test_no_target_gives_zero_loss_and_zero_gradients(make_model: Callable[..., DecoderLM]) -> None:
+def test_no_target_gives_zero_loss_and_zero_gradients(make_model):
     model = make_model()
     loss = model(torch.randint(31, (1, 5)), torch.full((1, 5), -100))
     loss.backward()
@@ -71,7 +69,7 @@ def test_no_target_gives_zero_loss_and_zero_gradients(make_model: Callable[..., 
 
 
 @pytest.mark.parametrize("tie_embeddings", [False, True])
-def test_untrained_loss_is_near_that_of_guessing(tie_embeddings: bool) -> None:
+def test_untrained_loss_is_near_that_of_guessing(tie_embeddings):
     config = ModelConfig(
         vocab_size=256, dim=128, num_layers=12, num_heads=8, head_dim=16, value_dim=16, mlp_dim=344,
         tie_embeddings=tie_embeddings,
@@ -85,7 +83,7 @@ def test_untrained_loss_is_near_that_of_guessing(tie_embeddings: bool) -> None:
     assert abs(loss - (math.log(256) + 0.5)) < 0.15
 
 
-def test_initial_weights(make_config: Callable[..., ModelConfig]) -> None:
+def test_initial_weights(make_config):
     model = DecoderLM(make_config(num_layers=8, dim=128, mlp_dim=256, compressor="mlp"))
     again = DecoderLM(model.config)
     model.init_weights(3)
@@ -115,9 +113,7 @@ def test_initial_weights(make_config: Callable[..., ModelConfig]) -> None:
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_an_index_starts_as_the_keys_and_the_mean_of_the_queries(
-    make_config: Callable[..., ModelConfig], qk_norm: bool
-) -> None:
+def test_an_index_starts_as_the_keys_and_the_mean_of_the_queries(make_config, qk_norm):
     layers = ("nsa", "selected", "dense")
     model = DecoderLM(make_config(num_layers=3, layer_types=layers, chooser="index", qk_norm=qk_norm))
     model.init_weights(3)
@@ -130,12 +126,12 @@ def test_an_index_starts_as_the_keys_and_the_mean_of_the_queries(
         )
 
 
-def test_a_model_without_weights_computes_nothing(make_config: Callable[..., ModelConfig]) -> None:
+def test_a_model_without_weights_computes_nothing(make_config):
     """On the meta device many operations import PyTorch's compiler, for seconds."""
-    computed: set[str] = set()
+    computed = set()
 
     class Watched(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             computed.add(func.overloadpacket.__name__)
             return func(*args, **kwargs or {})
 
@@ -146,9 +142,7 @@ def test_a_model_without_weights_computes_nothing(make_config: Callable[..., Mod
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("lengths", [[1], [2, 1, 30, 3]], ids=str)
-def test_every_parameter_gets_a_gradient(
-    make_model: Callable[..., DecoderLM], options: dict[str, Any], lengths: list[int]
-) -> None:
+def test_every_parameter_gets_a_gradient(make_model, options, lengths):
     model = make_model(**options)
     tokens = torch.randint(31, (1, sum(lengths)))
     borders = torch.tensor([0, *lengths]).cumsum(0) if len(lengths) > 1 else None
@@ -159,7 +153,7 @@ def test_every_parameter_gets_a_gradient(
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_no_logit_sees_the_future(make_model: Callable[..., DecoderLM], options: dict[str, Any]) -> None:
+def test_no_logit_sees_the_future(make_model, options):
     model, length = make_model(**options), 40
     torch.manual_seed(0)
     tokens = torch.randint(31, (1, length))
@@ -172,7 +166,7 @@ def test_no_logit_sees_the_future(make_model: Callable[..., DecoderLM], options:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_packed_documents_equal_separate_ones(make_model: Callable[..., DecoderLM], options: dict[str, Any]) -> None:
+def test_packed_documents_equal_separate_ones(make_model, options):
     model = make_model(**options)
     torch.manual_seed(0)
     tokens, targets = torch.randint(31, (2, 1, sum(LENGTHS)))
@@ -190,9 +184,7 @@ def test_packed_documents_equal_separate_ones(make_model: Callable[..., DecoderL
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_autocast_keeps_weights_gradients_and_loss_in_fp32(
-    make_model: Callable[..., DecoderLM], options: dict[str, Any]
-) -> None:
+def test_autocast_keeps_weights_gradients_and_loss_in_fp32(make_model, options):
     exact = make_model(**options)
     model = make_model(**options).float()
     tokens, targets = torch.randint(31, (2, 2, 40))
@@ -209,7 +201,7 @@ def test_autocast_keeps_weights_gradients_and_loss_in_fp32(
         assert parameter.grad.dtype == torch.float32
 
 
-def test_wrong_arguments_are_refused(make_model: Callable[..., DecoderLM]) -> None:
+def test_wrong_arguments_are_refused(make_model):
     model = make_model()
     tokens = torch.randint(31, (2, 5))
     with pytest.raises(ValueError, match=r"targets must have the shape of tokens, \[2, 5\], got \[2, 4\]"):
@@ -223,7 +215,7 @@ def test_wrong_arguments_are_refused(make_model: Callable[..., DecoderLM]) -> No
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_runs_on_the_meta_device(make_config: Callable[..., ModelConfig], options: dict[str, Any]) -> None:
+def test_runs_on_the_meta_device(make_config, options):
     """Shapes of everything without memory, as for planning: logits, loss, gradients, packed documents."""
     with torch.device("meta"):
         model = DecoderLM(make_config(**options))

@@ -1,13 +1,11 @@
 """What a model learns from a frozen one, against PyTorch's own divergence over whole logits."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
-from trifocal.models import DecoderLM, distillation
+from trifocal.models import distillation
 from trifocal.models.decoder import Distillation
 from trifocal.ops import Documents
 from trifocal.testing.small_models import make_model, small_config
@@ -15,7 +13,7 @@ from trifocal.testing.small_models import make_model, small_config
 CPU = torch.device("cpu")
 
 
-def pair(**changes: Any) -> tuple[DecoderLM, DecoderLM]:
+def pair(**changes):
     """A sparse model and a frozen dense one with other weights, float64."""
     sparse = make_model(small_config(attention="selected", **changes), CPU, torch.float64)
     dense = make_model(small_config(attention="dense"), CPU, torch.float64)
@@ -25,7 +23,7 @@ def pair(**changes: Any) -> tuple[DecoderLM, DecoderLM]:
     return sparse, dense.requires_grad_(False)
 
 
-def expected(model: DecoderLM, dense: DecoderLM, tokens: Tensor, targets: Tensor, documents: Any, weight: float) -> Any:
+def expected(model, dense, tokens, targets, documents, weight):
     log_q, log_p = (one(tokens, cu_seqlens=documents).log_softmax(-1)[targets >= 0] for one in (model, dense))
     divergence = functional.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
     text = functional.nll_loss(log_q, targets[targets >= 0])
@@ -35,9 +33,7 @@ def expected(model: DecoderLM, dense: DecoderLM, tokens: Tensor, targets: Tensor
 
 @pytest.mark.parametrize("weight", [0.0, 0.3])
 @pytest.mark.parametrize("case", ["rows", "documents", "checkpointed", "tied"])
-def test_the_gradient_is_that_of_the_plain_divergence(
-    weight: float, case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gradient_is_that_of_the_plain_divergence(weight, case, monkeypatch):
     # 80 tokens in chunks of 16.
     monkeypatch.setattr(distillation, "_LOGITS_AT_ONCE", 16 * 64)
     model, dense = pair(tie_embeddings=case == "tied")
@@ -61,15 +57,15 @@ def test_the_gradient_is_that_of_the_plain_divergence(
     assert any(gradient.any() for gradient in gradients) and all(one.grad is None for one in dense.parameters())
 
 
-def test_no_logits_of_all_tokens_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_logits_of_all_tokens_exist(monkeypatch):
     """Neither forward nor backward: the largest product of an output weight has one chunk's rows."""
     monkeypatch.setattr(distillation, "_LOGITS_AT_ONCE", 8 * 64)
     model, dense = pair()
     tokens = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(2))
-    rows: list[int] = []
+    rows = []
     linear = nn.functional.linear
 
-    def noted(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    def noted(x, weight, *rest):
         if weight.shape[0] == 64 and weight.shape[1] == 32 and x.ndim == 2:
             rows.append(x.shape[0])
         return linear(x, weight, *rest)
@@ -80,7 +76,7 @@ def test_no_logits_of_all_tokens_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows == [8] * (4 * 64 // 8)
 
 
-def test_a_model_that_is_the_frozen_one_has_nothing_to_learn() -> None:
+def test_a_model_that_is_the_frozen_one_has_nothing_to_learn():
     _, dense = pair()
     model = make_model(small_config(attention="dense"), CPU, torch.float64)
     model.load_state_dict(dense.state_dict())
@@ -94,7 +90,7 @@ def test_a_model_that_is_the_frozen_one_has_nothing_to_learn() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-def test_chunks_are_one_graph_for_the_compiler() -> None:
+def test_chunks_are_one_graph_for_the_compiler():
     model, dense = pair()
     tokens = torch.randint(64, (1, 40), generator=torch.Generator().manual_seed(2))
     gradients = []

@@ -1,9 +1,6 @@
 """Weights as safetensors: there and back; a tensor that does not fit is named."""
 
 import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,14 +8,14 @@ from safetensors.torch import load_file
 
 from trifocal import load_model
 from trifocal.errors import UserError
-from trifocal.models import DecoderLM, ModelConfig, save_weights
+from trifocal.models import DecoderLM, save_weights
 from trifocal.models.io import write_tensors
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"tie_embeddings": True}, {"attention": "dense"}, {"compressor": "mlp"}], ids=str
 )
-def test_there_and_back(make_config: Callable[..., ModelConfig], tmp_path: Path, options: dict[str, Any]) -> None:
+def test_there_and_back(make_config, tmp_path, options):
     model = DecoderLM(make_config(**options))
     save_weights(model, tmp_path / "export")
     before = torch.get_rng_state()
@@ -34,7 +31,7 @@ def test_there_and_back(make_config: Callable[..., ModelConfig], tmp_path: Path,
     assert all(parameter.grad is not None for parameter in loaded.parameters())
 
 
-def test_files_of_an_earlier_model_do_not_stay(make_config: Callable[..., ModelConfig], tmp_path: Path) -> None:
+def test_files_of_an_earlier_model_do_not_stay(make_config, tmp_path):
     """Whole weights, shards, whole weights again: each time the last ones are read."""
     for shard_bytes, files in ((10**9, 1), (8000, 4), (10**9, 1)):
         model = DecoderLM(make_config())
@@ -44,8 +41,8 @@ def test_files_of_an_earlier_model_do_not_stay(make_config: Callable[..., ModelC
         assert torch.equal(load_model(tmp_path).embedding.weight, model.embedding.weight)
 
 
-def test_first_wrong_tensor_is_named(make_config: Callable[..., ModelConfig], tmp_path: Path) -> None:
-    def refusal(**changes: Any) -> str:
+def test_first_wrong_tensor_is_named(make_config, tmp_path):
+    def refusal(**changes):
         save_weights(DecoderLM(make_config()), tmp_path)
         other = tmp_path / "other"
         save_weights(DecoderLM(make_config(**changes)), other)
@@ -61,7 +58,7 @@ def test_first_wrong_tensor_is_named(make_config: Callable[..., ModelConfig], tm
     assert "makes it [41, 24]" in message
 
 
-def test_missing_and_broken_files_are_named(make_config: Callable[..., ModelConfig], tmp_path: Path) -> None:
+def test_missing_and_broken_files_are_named(make_config, tmp_path):
     with pytest.raises(UserError, match="there is no run at"):
         load_model(tmp_path)
     save_weights(DecoderLM(make_config()), tmp_path)
@@ -77,7 +74,7 @@ def test_missing_and_broken_files_are_named(make_config: Callable[..., ModelConf
         load_model(tmp_path)
 
 
-def test_tensors_are_readable_by_the_umask_and_need_not_be_contiguous(tmp_path: Path) -> None:
+def test_tensors_are_readable_by_the_umask_and_need_not_be_contiguous(tmp_path):
     path = tmp_path / "tensors.safetensors"
     written = {"turned": torch.arange(6.0).view(2, 3).T, "part": torch.arange(20)[3:8], "empty": torch.empty(0, 5)}
     before = os.umask(0o027)

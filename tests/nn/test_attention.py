@@ -1,7 +1,6 @@
 """The attention layers: against dense attention, no future, packed documents, positions, arguments."""
 
 import inspect
-from typing import Any
 
 import pytest
 import torch
@@ -33,25 +32,25 @@ from trifocal.testing.small_models import SMALL
 from trifocal.testing.tolerances import FULL_COVERAGE
 
 DIM = 24
-SIZES: dict[str, Any] = {"dim": DIM, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 6}
-OTHERS: list[dict[str, Any]] = [
+SIZES = {"dim": DIM, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 6}
+OTHERS = [
     {"attention": "dense", "qk_norm": True, "qkv_bias": True, "o_bias": True},
     {"attention": "window"},
     {"attention": "selected", "qk_norm": True, "qkv_bias": True},
 ]
 
 
-def sparse(geometry: Geometry = SMALL, **options: Any) -> NSAttention:
+def sparse(geometry=SMALL, **options):
     torch.manual_seed(0)
     return NSAttention(geometry=geometry, **SIZES, **options).double()
 
 
-def dense() -> DenseAttention:
+def dense():
     torch.manual_seed(0)
     return DenseAttention(**SIZES).double()
 
 
-def layer_of(attention: str = "nsa", **options: Any) -> AttentionBase:
+def layer_of(attention="nsa", **options):
     """A layer with all weights drawn, those of norms and biases too."""
     own = {"nsa": {"geometry": SMALL}, "selected": {"geometry": SMALL}, "window": {"window_size": 7}, "dense": {}}
     kinds = {"nsa": NSAttention, "selected": SelectedAttention, "window": WindowAttention, "dense": DenseAttention}
@@ -64,7 +63,7 @@ def layer_of(attention: str = "nsa", **options: Any) -> AttentionBase:
     return layer
 
 
-def covering(length: int, block_size: int = 1) -> Geometry:
+def covering(length, block_size=1):
     """All blocks selected and a window over everything: these two are dense attention.
 
     With blocks of one token the compressed branch is dense attention too.
@@ -80,7 +79,7 @@ def covering(length: int, block_size: int = 1) -> Geometry:
     )
 
 
-def equalise(layer: NSAttention, twin: DenseAttention, shares: tuple[float, float, float]) -> None:
+def equalise(layer, twin, shares):
     """Give every branch the twin's projections, and the branches fixed shares."""
     with torch.no_grad():
         layer.q_proj.weight.copy_(twin.q_proj.weight)
@@ -93,7 +92,7 @@ def equalise(layer: NSAttention, twin: DenseAttention, shares: tuple[float, floa
 
 @pytest.mark.parametrize(("block_size", "shares"), [(1, (0.2, 0.5, 0.3)), (8, (0.0, 0.25, 0.75))])
 @pytest.mark.parametrize("packed", [False, True])
-def test_full_coverage_equals_dense(block_size: int, shares: tuple[float, float, float], packed: bool) -> None:
+def test_full_coverage_equals_dense(block_size, shares, packed):
     dtype = torch.float32 if packed else torch.float64
     layer, twin = sparse(covering(45, block_size)).to(dtype), dense().to(dtype)
     equalise(layer, twin, shares)
@@ -112,7 +111,7 @@ def test_full_coverage_equals_dense(block_size: int, shares: tuple[float, float,
 
 
 @pytest.mark.parametrize("options", OTHERS, ids=str)
-def test_a_layer_of_one_softmax_is_plain_attention(options: dict[str, Any]) -> None:
+def test_a_layer_of_one_softmax_is_plain_attention(options):
     layer = layer_of(**options)
     x = torch.randn(2, 40, DIM, dtype=torch.float64)
     q = layer.q_proj(x).unflatten(-1, (4, 8))
@@ -142,7 +141,7 @@ def test_a_layer_of_one_softmax_is_plain_attention(options: dict[str, Any]) -> N
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-13)
 
 
-def test_selected_blocks_that_cover_the_past_equal_dense() -> None:
+def test_selected_blocks_that_cover_the_past_equal_dense():
     torch.manual_seed(0)
     layer = SelectedAttention(geometry=covering(45, 8), **SIZES, qk_norm=True, qkv_bias=True).double()
     twin = DenseAttention(**SIZES, qk_norm=True, qkv_bias=True).double()
@@ -162,16 +161,16 @@ def test_selected_blocks_that_cover_the_past_equal_dense() -> None:
 
 
 @pytest.mark.parametrize("attention", ["nsa", "selected"])
-def test_given_blocks_are_read_instead_of_chosen_ones(attention: str) -> None:
+def test_given_blocks_are_read_instead_of_chosen_ones(attention):
     layer = layer_of(attention)
     x = torch.randn(1, 40, DIM, dtype=torch.float64)
     blocks = random_blocks(torch.arange(40), SMALL, 2, 0)
-    chosen: list[Tensor] = []
+    chosen = []
     module = attention_module if attention == "nsa" else selected_module
     name = "nsa_attention" if attention == "nsa" else "selected_attention"
     original = getattr(module, name)
 
-    def record(*tensors: Any, **options: Any) -> Tensor:
+    def record(*tensors, **options):
         chosen.append(options.get("selected_blocks", tensors[3]))
         return original(*tensors, **options)
 
@@ -182,12 +181,12 @@ def test_given_blocks_are_read_instead_of_chosen_ones(attention: str) -> None:
     assert not torch.equal(given, layer(x))
 
 
-def test_compressed_scores_depend_on_distance_alone() -> None:
+def test_compressed_scores_depend_on_distance_alone():
     layer = sparse(compressor="mlp")
     q = torch.randn(1, 12, 4, 8, dtype=torch.float64)
     k = torch.randn(1, 12, 2, 8, dtype=torch.float64)
 
-    def scores(shift: int) -> Tensor:
+    def scores(shift):
         tables = rotary_tables(torch.arange(12) + shift, 8, 10000.0, torch.float64)
         q_rotated = attention_module.rotate(q, *tables)
         starts = torch.arange(5) * layer.geometry.compression_stride + shift
@@ -199,10 +198,10 @@ def test_compressed_scores_depend_on_distance_alone() -> None:
         torch.testing.assert_close(scores(shift), scores(0), rtol=0, atol=1e-10)
 
 
-def test_products_run_in_autocast_type_and_gates_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Tensor] = []
+def test_products_run_in_autocast_type_and_gates_in_fp32(monkeypatch):
+    seen = []
 
-    def record(*tensors: Any, **options: Any) -> Tensor:
+    def record(*tensors, **options):
         seen.extend(tensor for tensor in tensors if isinstance(tensor, Tensor))
         return original(*tensors, **options)
 
@@ -218,7 +217,7 @@ def test_products_run_in_autocast_type_and_gates_in_fp32(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("branch", "share"), [("cmp", (1.0, 0.0, 0.0)), ("slc", (0.0, 1.0, 0.0)), ("win", (0.0, 0.0, 1.0))]
 )
-def test_one_branch_alone_is_its_operation(branch: str, share: tuple[float, float, float]) -> None:
+def test_one_branch_alone_is_its_operation(branch, share):
     """The layer written out with the public operations: which projection, which position, which gate."""
     layer = sparse()
     with torch.no_grad():
@@ -227,11 +226,11 @@ def test_one_branch_alone_is_its_operation(branch: str, share: tuple[float, floa
     x = torch.randn(1, 40, DIM, dtype=torch.float64)
     k_rows, v_rows = layer.k_proj.weight.unflatten(0, (3, 2, 8)), layer.v_proj.weight.unflatten(0, (3, 2, 6))
 
-    def at(tensor: Tensor, positions: Tensor) -> Tensor:
+    def at(tensor, positions):
         tables = rotary_tables(positions, 8, 10000.0, torch.float64)
         return rotate(tensor, *tables)
 
-    def project(rows: Tensor) -> Tensor:
+    def project(rows):
         return torch.einsum("bte,gde->btgd", x, rows)
 
     tokens = torch.arange(40)
@@ -256,17 +255,17 @@ def test_one_branch_alone_is_its_operation(branch: str, share: tuple[float, floa
         ({"head_dim": 2.0}, "head_dim must be an integer, got 2.0"),
     ],
 )
-def test_wrong_sizes_are_refused(change: dict[str, Any], message: str) -> None:
+def test_wrong_sizes_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         NSAttention(**{**SIZES, "geometry": SMALL, **change})
 
 
-def test_a_window_of_nothing_is_refused() -> None:
+def test_a_window_of_nothing_is_refused():
     with pytest.raises(ValueError, match="window_size must be at least 1, got 0"):
         WindowAttention(**SIZES, window_size=0)
 
 
-def test_wrong_inputs_are_refused() -> None:
+def test_wrong_inputs_are_refused():
     layer = NSAttention(**SIZES, geometry=SMALL)
     with pytest.raises(ValueError, match=rf"x must have the shape \[B, T, E\], got \[5, {DIM}\]"):
         layer(torch.randn(5, DIM))
@@ -278,7 +277,7 @@ def test_wrong_inputs_are_refused() -> None:
         assert layer(torch.randn(1, 5, DIM, dtype=torch.bfloat16)).isfinite().all()
 
 
-def test_the_sizes_of_nsa_are_in_its_signature() -> None:
+def test_the_sizes_of_nsa_are_in_its_signature():
     own, base = (inspect.signature(kind).parameters for kind in (NSAttention, AttentionBase))
     assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in own.values())
     shared = {*own} & {*base}
@@ -287,7 +286,7 @@ def test_the_sizes_of_nsa_are_in_its_signature() -> None:
 
 
 @pytest.mark.parametrize("attention", ["nsa", "selected", "window", "dense"])
-def test_padded_rows_are_as_each_row_by_itself(attention: str) -> None:
+def test_padded_rows_are_as_each_row_by_itself(attention):
     """Outputs and gradients of rows padded on the right, whatever stands in the padding; one row is padding only."""
     layer, lengths = layer_of(attention), [70, 0, 1, 33, 69]
     x = torch.randn(len(lengths), max(lengths), DIM, dtype=torch.float64)
@@ -312,7 +311,7 @@ def test_padded_rows_are_as_each_row_by_itself(attention: str) -> None:
         torch.testing.assert_close(parameter.grad, of_weights[name], rtol=1e-9, atol=1e-11)
 
 
-def test_wrong_padding_is_refused() -> None:
+def test_wrong_padding_is_refused():
     layer, x = layer_of("dense"), torch.randn(2, 5, DIM, dtype=torch.float64)
     mask = torch.zeros(2, 5, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"must be bool, \[2, 5\], True at padding, got torch.int64, \[2, 5\]"):
@@ -326,7 +325,7 @@ def test_wrong_padding_is_refused() -> None:
         layer(x[:1], key_padding_mask=mask[:1], cu_seqlens=torch.tensor([0, 5]))
 
 
-def test_wrong_packing_is_refused() -> None:
+def test_wrong_packing_is_refused():
     layer = sparse()
     with pytest.raises(ValueError, match="needs a batch of 1"):
         layer(torch.randn(2, 5, DIM, dtype=torch.float64), cu_seqlens=torch.tensor([0, 5]))
@@ -339,7 +338,7 @@ def test_wrong_packing_is_refused() -> None:
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_tables_that_were_rounded_on_the_way_are_made_again(attention: str) -> None:
+def test_tables_that_were_rounded_on_the_way_are_made_again(attention):
     """FSDP's mixed precision casts every tensor that a layer is called with."""
     layer = layer_of(attention).bfloat16()
     x = torch.randn(1, 40, SIZES["dim"], dtype=torch.bfloat16)
@@ -348,12 +347,12 @@ def test_tables_that_were_rounded_on_the_way_are_made_again(attention: str) -> N
 
 
 @pytest.mark.parametrize("obstacle", ["", "the tensors are not on a CUDA device"])
-def test_dense_attention_copies_keys_only_where_it_must(obstacle: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_attention_copies_keys_only_where_it_must(obstacle, monkeypatch):
     """Where FlashAttention serves, SDPA shares keys between heads; the math is that of PyTorch's own kernel here."""
     q, k, v = (torch.randn(1, 9, heads, 8, dtype=torch.float64) for heads in (6, 2, 2))
     sdpa, heads_of_k = attention_module.nn.functional.scaled_dot_product_attention, []
 
-    def counting(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def counting(q, k, v, **options):
         heads_of_k.append(k.shape[1])
         return sdpa(q, k, v, **options)
 

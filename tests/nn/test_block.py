@@ -1,13 +1,12 @@
 """Norm, SwiGLU, gates and the residual stream."""
 
-import pytest
 import torch
 
 from trifocal.nn import Block, DenseAttention, NSAttention, RMSNorm, SigmoidGate, SwiGLU
 from trifocal.testing.small_models import SMALL
 
 
-def test_norm_formula_and_types() -> None:
+def test_norm_formula_and_types():
     torch.manual_seed(0)
     norm = RMSNorm(16, eps=1e-3)
     torch.nn.init.normal_(norm.weight)
@@ -17,19 +16,19 @@ def test_norm_formula_and_types() -> None:
     assert norm.double()(x.double()).dtype == torch.float64
 
 
-def test_norm_of_bf16_is_computed_in_fp32() -> None:
+def test_norm_of_bf16_is_computed_in_fp32():
     torch.manual_seed(0)
     norm = RMSNorm(16).bfloat16()
     x = torch.randn(2, 5, 16, dtype=torch.bfloat16)
     assert torch.equal(norm(x), RMSNorm(16)(x.float()).bfloat16())
 
 
-def test_norm_gives_the_type_of_the_products_that_follow() -> None:
+def test_norm_gives_the_type_of_the_products_that_follow():
     with torch.autocast("cpu", torch.bfloat16):
         assert RMSNorm(16)(torch.randn(2, 5, 16)).dtype == torch.bfloat16
 
 
-def test_swiglu_formula() -> None:
+def test_swiglu_formula():
     torch.manual_seed(0)
     mlp = SwiGLU(6, 10).double()
     x = torch.randn(3, 6, dtype=torch.float64)
@@ -38,14 +37,14 @@ def test_swiglu_formula() -> None:
     torch.testing.assert_close(mlp(x), expected, rtol=0, atol=1e-13)
 
 
-def test_residual_stream_stays_fp32_under_autocast() -> None:
+def test_residual_stream_stays_fp32_under_autocast():
     attention = DenseAttention(dim=16, num_heads=2, num_kv_heads=1, head_dim=8, value_dim=8)
     block = Block(attention, dim=16, mlp_dim=24)
     with torch.autocast("cpu", torch.bfloat16):
         assert block(torch.randn(1, 4, 16)).dtype == torch.float32
 
 
-def test_gates_of_each_head_and_branch_start_half_open() -> None:
+def test_gates_of_each_head_and_branch_start_half_open():
     torch.manual_seed(0)
     gate = SigmoidGate(dim=64, num_heads=4)
     x = torch.randn(2, 50, 64)
@@ -59,13 +58,13 @@ def test_gates_of_each_head_and_branch_start_half_open() -> None:
         assert gate(x).dtype == torch.float32
 
 
-def test_swiglu_of_a_long_sequence_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swiglu_of_a_long_sequence_in_parts(monkeypatch):
     torch.manual_seed(0)
     mlp = SwiGLU(6, 10, bias=True).double()
     x = torch.randn(2, 9, 6, dtype=torch.float64, requires_grad=True)
     d_y = torch.randn(2, 9, 6, dtype=torch.float64)
 
-    def results() -> list[torch.Tensor]:
+    def results():
         y = mlp(x)
         return [y, *torch.autograd.grad(y, [x, *mlp.parameters()], d_y)]
 
@@ -78,7 +77,7 @@ def test_swiglu_of_a_long_sequence_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
         torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
 
 
-def test_layers_of_the_meta_device_are_reset_as_those_of_pytorch() -> None:
+def test_layers_of_the_meta_device_are_reset_as_those_of_pytorch():
     with torch.device("meta"):
         attention = NSAttention(
             dim=16, num_heads=2, num_kv_heads=1, head_dim=8, value_dim=8, geometry=SMALL, compressor="mlp",

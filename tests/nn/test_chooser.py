@@ -14,7 +14,7 @@ from trifocal.ops import Geometry
 from trifocal.ops.choice_loss import Sample
 
 
-def test_a_layer_without_an_index_has_nothing_to_teach() -> None:
+def test_a_layer_without_an_index_has_nothing_to_teach():
     layer = NSAttention(
         geometry=Geometry(4, 2, 8, 3, 1, 1, 8), dim=16, num_heads=4, num_kv_heads=2, head_dim=8, value_dim=8
     )
@@ -25,7 +25,7 @@ def test_a_layer_without_an_index_has_nothing_to_teach() -> None:
 
 
 @pytest.mark.parametrize("kind", [NSAttention, SelectedAttention])
-def test_an_index_is_taught_alone_and_by_its_sample_alone(kind: type[NSAttention] | type[SelectedAttention]) -> None:
+def test_an_index_is_taught_alone_and_by_its_sample_alone(kind):
     torch.manual_seed(0)
     layer = kind(
         geometry=Geometry(4, 2, 8, 3, 1, 1, 8), chooser="index", backend="reference", dim=16,
@@ -50,7 +50,7 @@ def test_an_index_is_taught_alone_and_by_its_sample_alone(kind: type[NSAttention
     torch.testing.assert_close(with_sample, alone, rtol=1e-12, atol=1e-14)
 
 
-def test_a_layer_in_a_model_of_ones_own_teaches_its_index() -> None:
+def test_a_layer_in_a_model_of_ones_own_teaches_its_index():
     """Whatever its output is used for, and checkpointed, from the same queries; its recall rises."""
     torch.manual_seed(0)
     layer = SelectedAttention(
@@ -83,13 +83,13 @@ def test_a_layer_in_a_model_of_ones_own_teaches_its_index() -> None:
 
 
 @pytest.mark.parametrize(("head_dim", "positions"), [(64, [0, 3, 40, 1000]), (32, [0, 0]), (16, [0, 0])])
-def test_an_index_begins_with_the_scores_of_its_attention(head_dim: int, positions: list[int]) -> None:
+def test_an_index_begins_with_the_scores_of_its_attention(head_dim, positions):
     """Exactly, with one head a group: where heads are narrower, but for their rotation."""
     torch.manual_seed(0)
     x = torch.randn(1, len(positions), 24, dtype=torch.float64)
     q, k = torch.randn(head_dim, 24, dtype=torch.float64), torch.randn(head_dim, 24, dtype=torch.float64)
 
-    def scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    def scores(q, k):
         tables = rotary_tables(torch.tensor(positions), len(q), 10000.0, torch.float64)
         asked, answered = (rotate((x @ weight.T)[:, :, None], *tables)[0, :, 0] for weight in (q, k))
         return asked @ answered.T * len(q) ** -0.5
@@ -97,7 +97,7 @@ def test_an_index_begins_with_the_scores_of_its_attention(head_dim: int, positio
     torch.testing.assert_close(scores(*first_index(q, k, 1, head_dim)), scores(q, k), rtol=1e-12, atol=1e-12)
 
 
-def test_an_index_begins_with_the_mean_of_heads() -> None:
+def test_an_index_begins_with_the_mean_of_heads():
     """Heads of 128: every second pair of dimensions turns like one of the index."""
     torch.manual_seed(0)
     q, k = torch.randn(3, 2, 128, 24), torch.randn(3, 128, 24)
@@ -110,7 +110,7 @@ def test_an_index_begins_with_the_mean_of_heads() -> None:
 GEOMETRY = Geometry(4, 2, 8, num_selected_blocks=6, num_initial_blocks=1, num_local_blocks=2, window_size=7)
 
 
-def test_forced_blocks_are_there_and_none_is_twice_or_ahead() -> None:
+def test_forced_blocks_are_there_and_none_is_twice_or_ahead():
     positions = torch.arange(200)
     blocks = random_blocks(positions, GEOMETRY, 3, layer=1)
     assert blocks.shape == (1, 200, 3, 6) and blocks.dtype == torch.int32
@@ -124,7 +124,7 @@ def test_forced_blocks_are_there_and_none_is_twice_or_ahead() -> None:
         assert (many == forced[48:]).any(-1).all()
 
 
-def test_the_rest_is_drawn_uniformly() -> None:
+def test_the_rest_is_drawn_uniformly():
     # At one position in many layers: 11 blocks to draw 3 of.
     drawn = torch.cat([random_blocks(torch.tensor([8 * 13]), GEOMETRY, 8, layer)[0, 0] for layer in range(500)])
     counts = torch.bincount(drawn.flatten().long(), minlength=14)
@@ -135,7 +135,7 @@ def test_the_rest_is_drawn_uniformly() -> None:
     assert len(pairs) == 11 * 10 * 9 // 6
 
 
-def test_a_choice_depends_on_position_layer_and_head_alone() -> None:
+def test_a_choice_depends_on_position_layer_and_head_alone():
     positions = torch.arange(300)
     blocks = random_blocks(positions, GEOMETRY, 2, layer=0)
     assert torch.equal(random_blocks(positions[250:], GEOMETRY, 2, layer=0), blocks[:, 250:])

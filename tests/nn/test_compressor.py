@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from trifocal.nn import MeanCompressor, MLPCompressor
 from trifocal.nn.compressor import compress_keys_and_values
@@ -15,13 +14,13 @@ GEOMETRY = Geometry(
 FEATURES = 6
 
 
-def make(kind: str) -> MeanCompressor | MLPCompressor:
+def make(kind):
     torch.manual_seed(0)
     compressor = MeanCompressor(GEOMETRY) if kind == "mean" else MLPCompressor(GEOMETRY, FEATURES)
     return compressor.double()
 
 
-def compress_one(compressor: MeanCompressor | MLPCompressor, block: Tensor) -> Tensor:
+def compress_one(compressor, block):
     """φ of one block [l, D], written out."""
     mean = block.mean(0)
     if isinstance(compressor, MeanCompressor):
@@ -30,7 +29,7 @@ def compress_one(compressor: MeanCompressor | MLPCompressor, block: Tensor) -> T
     return mean + compressor.down_proj.weight @ (hidden * torch.sigmoid(hidden))
 
 
-def compress_by_loop(compressor: MeanCompressor | MLPCompressor, x: Tensor) -> Tensor:
+def compress_by_loop(compressor, x):
     starts = range(0, x.shape[1] - 8 + 1, 4)
     return torch.stack(
         [
@@ -42,7 +41,7 @@ def compress_by_loop(compressor: MeanCompressor | MLPCompressor, x: Tensor) -> T
 
 @pytest.mark.parametrize("kind", ["mean", "mlp"])
 @pytest.mark.parametrize("lengths", [[8], [33], [5, 1, 8, 21, 7, 13]], ids=str)
-def test_keys_and_gradients_are_those_of_the_loop(kind: str, lengths: list[int]) -> None:
+def test_keys_and_gradients_are_those_of_the_loop(kind, lengths):
     """Documents have grids of their own: of a block's length, shorter, not divided by the stride, of one token."""
     compressor = make(kind)
     total = sum(lengths)
@@ -63,7 +62,7 @@ def test_keys_and_gradients_are_those_of_the_loop(kind: str, lengths: list[int])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_keys_without_a_gradient_are_the_same_bits(dtype: torch.dtype) -> None:
+def test_keys_without_a_gradient_are_the_same_bits(dtype):
     """Where no gradient is asked for, blocks are not copied together."""
     compressor = make("mlp").to(dtype)
     rows = torch.randn(2, 33, 4 * FEATURES, dtype=dtype).chunk(2, dim=-1)[1].unflatten(-1, (2, -1))
@@ -72,7 +71,7 @@ def test_keys_without_a_gradient_are_the_same_bits(dtype: torch.dtype) -> None:
         assert torch.equal(compressor(rows), expected)
 
 
-def test_no_block_gives_no_row_and_a_zero_gradient() -> None:
+def test_no_block_gives_no_row_and_a_zero_gradient():
     compressor = make("mlp")
     x = torch.randn(2, 7, 2, FEATURES, dtype=torch.float64, requires_grad=True)
     compressed = compressor(x)
@@ -83,13 +82,13 @@ def test_no_block_gives_no_row_and_a_zero_gradient() -> None:
         assert not tensor.grad.any()
 
 
-def test_learned_compressor_knows_places_in_the_block() -> None:
+def test_learned_compressor_knows_places_in_the_block():
     compressor = make("mlp")
     block = torch.randn(1, 8, 1, FEATURES, dtype=torch.float64)
     assert (compressor(block) - compressor(block.flip(1))).abs().max() > 1e-6
 
 
-def test_learned_compressor_starts_near_the_mean() -> None:
+def test_learned_compressor_starts_near_the_mean():
     torch.manual_seed(0)
     x = torch.randn(1, 64, 2, 16)
     learned, mean = MLPCompressor(GEOMETRY, 16)(x), MeanCompressor(GEOMETRY)(x)
@@ -101,9 +100,7 @@ def test_learned_compressor_starts_near_the_mean() -> None:
     [("of one width", [5, 1, 8, 21, 7, 13]), ("of one width", [7]), ("of two widths", [33]), ("hooked", [33])],
     ids=str,
 )
-def test_keys_and_values_together_are_as_each_alone(
-    kind: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_and_values_together_are_as_each_alone(kind, lengths, monkeypatch):
     torch.manual_seed(0)
     pair = (
         MLPCompressor(GEOMETRY, FEATURES).double(),

@@ -2,8 +2,6 @@
 
 import copy
 import pickle
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -17,13 +15,13 @@ from trifocal.testing.small_models import random_tokens, small_config
 TOKENS = torch.arange(24)[None]
 
 
-def shards(size: int) -> list[ContextShard]:
+def shards(size):
     """Of all processes; none exchanges anything."""
     return [ContextShard(rank, size, list) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_chunks_cover_the_sequence_with_equal_work(size: int) -> None:
+def test_chunks_cover_the_sequence_with_equal_work(size):
     seen, work = [], set()
     for shard in shards(size):
         tokens = shard.local_tokens(TOKENS)
@@ -37,7 +35,7 @@ def test_chunks_cover_the_sequence_with_equal_work(size: int) -> None:
     assert sorted(seen) == TOKENS[0].tolist() and len(work) == 1
 
 
-def test_documents_end_at_the_end_of_a_chunk() -> None:
+def test_documents_end_at_the_end_of_a_chunk():
     documents = Documents.from_cu_seqlens(torch.tensor([0, 5, 6, 17, 24]), 24)
     first, last = TokenShard.of(shards(2)[1], shards(2)[1].local_tokens(TOKENS), documents).chunks
     assert first.documents is not None and last.documents is not None
@@ -46,7 +44,7 @@ def test_documents_end_at_the_end_of_a_chunk() -> None:
     assert last.documents.cu_seqlens.tolist() == [0, 5, 6, 17, 18]
 
 
-def test_a_length_that_does_not_cut_is_refused() -> None:
+def test_a_length_that_does_not_cut_is_refused():
     tokens = random_tokens((1, 25), 64, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"3 processes share a sequence in 6 equal chunks, got 25 tokens; .* of 6$"):
         shards(3)[0].local_tokens(tokens)
@@ -58,7 +56,7 @@ def test_a_length_that_does_not_cut_is_refused() -> None:
         model(tokens, tokens)
 
 
-def test_without_targets_each_process_has_whole_sequences() -> None:
+def test_without_targets_each_process_has_whole_sequences():
     """And a copy of a model shares with nobody."""
     model = DecoderLM(small_config()).eval()
     tokens = random_tokens((2, 25), 64, torch.device("cpu"))
@@ -77,11 +75,11 @@ def test_without_targets_each_process_has_whole_sequences() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_a_layer_has_one_exchange(kind: dict[str, Any]) -> None:
+def test_a_layer_has_one_exchange(kind):
     """A compiler may change the order of several, and in another way in each process: they would not match."""
     model, calls = DecoderLM(small_config(**kind)), []
 
-    def gather(xs: Sequence[torch.Tensor], past: int = 0) -> list[torch.Tensor]:
+    def gather(xs, past=0):
         calls.append(len(xs))
         return [x[:, :past] if past else torch.cat((x, x), 1) for x in xs]
 

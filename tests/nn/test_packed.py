@@ -1,11 +1,7 @@
 """The dense baseline on packed documents: each attends as it would alone, at the cost of its own length."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
@@ -27,17 +23,17 @@ PACKS = {
 }
 
 
-def inputs(lengths: list[int], dtype: torch.dtype = torch.float64, device: str | torch.device = "cpu") -> list[Tensor]:
+def inputs(lengths, dtype=torch.float64, device="cpu"):
     generator = torch.Generator().manual_seed(0)
     drawn = (torch.randn(1, sum(lengths), *s, generator=generator, dtype=dtype) for s in ((6, 8), (2, 8), (2, 5)))
     return [x.to(device).requires_grad_() for x in drawn]
 
 
-def borders(lengths: list[int]) -> Tensor:
+def borders(lengths):
     return torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
 
 
-def alone(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+def alone(q, k, v, lengths):
     """A softmax for each document by itself, without SDPA."""
     found = []
     for q_THD, k_TGD, v_TGV in zip(*(x[0].split(lengths) for x in (q, k, v)), strict=True):
@@ -49,7 +45,7 @@ def alone(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS)
-def test_documents_attend_as_if_alone(lengths: list[int], device: torch.device) -> None:
+def test_documents_attend_as_if_alone(lengths, device):
     dtype = torch.float64
     x = inputs(lengths, dtype, device)
     documents = Documents.from_cu_seqlens(borders(lengths), sum(lengths)).to(device)
@@ -73,27 +69,27 @@ def test_documents_attend_as_if_alone(lengths: list[int], device: torch.device) 
         (PACKS["one"], (21, True)),
     ],
 )
-def test_length_of_rows(lengths: list[int], expected: tuple[int, bool]) -> None:
+def test_length_of_rows(lengths, expected):
     """Where no document crosses a multiple of the longest, or of the next power of two, rows are whole."""
     documents = Documents.from_cu_seqlens(borders(lengths), sum(lengths))
     assert (documents.max_length, documents.aligned) == expected
     assert documents.max_length >= max(lengths)
 
 
-def products(call: Callable[[], Any]) -> int:
+def products(call):
     # PyTorch does not count those of the CPU's fused kernel.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         call()
     return counter.get_total_flops()
 
 
-def test_costs_what_a_batch_costs() -> None:
+def test_costs_what_a_batch_costs():
     """32 documents of 64 beside 32 rows of 64: as many products; documents of other lengths, at most twice as many."""
     lengths = [64] * 32
     q, k, v = (x.detach() for x in inputs(lengths, torch.float32))
     v = torch.randn(*v.shape[:3], k.shape[3])
 
-    def cost(lengths: list[int]) -> int:
+    def cost(lengths):
         documents = Documents.from_cu_seqlens(borders(lengths), sum(lengths))
         return products(lambda: packed_attention(q, k, v, documents))
 
@@ -116,15 +112,13 @@ def test_costs_what_a_batch_costs() -> None:
         ("cuda", torch.bfloat16, 192, ""),
     ],
 )
-def test_rules_of_the_choice(
-    device: str, dtype: torch.dtype, width: int, obstacle: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rules_of_the_choice(device, dtype, width, obstacle, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     found = packed_module.flash_attention_obstacle(device, 0, dtype, width)
     assert (obstacle in found) if obstacle else not found
 
 
-def test_varlen_is_asked_for_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_is_asked_for_what_it_can_do(monkeypatch):
     """One width of 8, 16, 24 …, the bound of the host, the scale of D: with the operator's own arithmetic in its place.
 
     The kernel needs a GPU, where `test_values_and_gradients_on_a_gpu` runs it.
@@ -132,7 +126,7 @@ def test_varlen_is_asked_for_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> 
     lengths = PACKS["across"]
     asked = []
 
-    def varlen_attn(q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float, **options: Any) -> Tensor:
+    def varlen_attn(q, k, v, *rest, scale, **options):
         asked.append((q.shape, k.shape, v.shape, *rest[2:], options["window_size"]))
         assert scale == 12**-0.5
         return alone(q[None] * (q.shape[2] ** 0.5 * scale), k[None], v[None], lengths)[0]
@@ -151,9 +145,7 @@ def test_varlen_is_asked_for_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> 
 GPU_LENGTHS = [3, 1, 500, 37, 128, 1, 355, 999]
 
 
-def gpu_inputs(
-    lengths: list[int], dtype: torch.dtype = torch.bfloat16, dim: int = 64, value_dim: int = 64
-) -> tuple[list[Tensor], Tensor]:
+def gpu_inputs(lengths, dtype=torch.bfloat16, dim=64, value_dim=64):
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v, upstream = (
         torch.randn(1, sum(lengths), *s, generator=generator, device="cuda", dtype=dtype)
@@ -162,7 +154,7 @@ def gpu_inputs(
     return [x.requires_grad_() for x in (q, k, v)], upstream
 
 
-def packed(lengths: list[int], padding: int = 0) -> Documents:
+def packed(lengths, padding=0):
     """Documents, and behind them empty ones, as the trainer pads them."""
     documents = Documents.from_cu_seqlens(borders(lengths), sum(lengths)).to("cuda")
     if not padding:
@@ -171,7 +163,7 @@ def packed(lengths: list[int], padding: int = 0) -> Documents:
     return documents._replace(cu_seqlens=padded)
 
 
-def by_sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+def by_sdpa(q, k, v, lengths):
     """PyTorch's attention, document by document."""
     found = []
     for parts in zip(*(x[0].split(lengths) for x in (q, k, v)), strict=True):
@@ -181,7 +173,7 @@ def by_sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
     return torch.cat(found)[None]
 
 
-def gradients(o: Tensor, x: list[Tensor], upstream: Tensor) -> list[Tensor]:
+def gradients(o, x, upstream):
     return [o, *torch.autograd.grad(o, x, upstream)]
 
 
@@ -197,7 +189,7 @@ def gradients(o: Tensor, x: list[Tensor], upstream: Tensor) -> list[Tensor]:
         (torch.float32, 64, 32, "rows"),
     ],
 )
-def test_values_and_gradients_on_a_gpu(dtype: torch.dtype, dim: int, value_dim: int, row: str, padding: int) -> None:
+def test_values_and_gradients_on_a_gpu(dtype, dim, value_dim, row, padding):
     """Against fp64: no further from it than twice what SDPA is, document by document, in the same type."""
     x, upstream = gpu_inputs(GPU_LENGTHS, dtype, dim, value_dim)
     before = {key: count for key, count in backend_choices().items() if key[:2] == ("packed_attention", row)}
@@ -215,7 +207,7 @@ def test_values_and_gradients_on_a_gpu(dtype: torch.dtype, dim: int, value_dim: 
 
 @needs_gpu
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_as_one_graph() -> None:
+def test_compiled_as_one_graph():
     """One graph for documents of other lengths, as many of them: nothing is read off the device."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -231,7 +223,7 @@ def test_compiled_as_one_graph() -> None:
 @needs_gpu
 # PyTorch's warning of a gradient that is accumulated on another stream than it was made on is meant here.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
-def test_recorded_and_replayed_with_other_documents() -> None:
+def test_recorded_and_replayed_with_other_documents():
     """A CUDA graph of forward and backward, replayed with other borders and empty documents behind them."""
     x, upstream = gpu_inputs([1024])
     documents = packed([512, 500, 12], padding=5)._replace(max_length=512)

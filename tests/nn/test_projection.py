@@ -10,7 +10,7 @@ from trifocal.nn.projection import project
 
 @pytest.mark.parametrize("parts", [None, [1, 3, 1], [1, 3, 2]], ids=str)
 @pytest.mark.parametrize("biased", [(4,), (6, 4)], ids=str)
-def test_one_product_is_the_several(parts: list[int] | None, biased: tuple[int, ...]) -> None:
+def test_one_product_is_the_several(parts, biased):
     torch.manual_seed(0)
     linears = [nn.Linear(5, size, bias=size in biased, dtype=torch.float64) for size in (7, 6, 4)]
     x = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
@@ -31,7 +31,7 @@ def test_one_product_is_the_several(parts: list[int] | None, biased: tuple[int, 
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_maps_apart_give_the_input_no_gradient(frozen: bool) -> None:
+def test_maps_apart_give_the_input_no_gradient(frozen):
     torch.manual_seed(0)
     linears = [nn.Linear(5, size, bias=size == 6, dtype=torch.float64) for size in (7, 6)]
     apart = [nn.Linear(5, size, bias=False, dtype=torch.float64) for size in (4, 2)]
@@ -52,7 +52,7 @@ def test_maps_apart_give_the_input_no_gradient(frozen: bool) -> None:
         torch.testing.assert_close(project(x, linears, [1, 2], apart), expected, rtol=0, atol=0)
 
 
-def test_gradients_of_maps_apart_keep_autocasts_type() -> None:
+def test_gradients_of_maps_apart_keep_autocasts_type():
     linear, apart = nn.Linear(8, 8), nn.Linear(8, 4, bias=False)
     x = torch.randn(3, 8, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
@@ -64,9 +64,9 @@ def test_gradients_of_maps_apart_keep_autocasts_type() -> None:
     torch.testing.assert_close(x.grad, linear.weight.bfloat16().sum(0).float().expand(3, -1), rtol=0.02, atol=0.02)
 
 
-def test_a_map_with_an_adapter_is_applied_as_it_is() -> None:
+def test_a_map_with_an_adapter_is_applied_as_it_is():
     class Adapted(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return super().forward(x) + 1
 
     linears = [nn.Linear(3, 3), Adapted(3, 3)]
@@ -74,7 +74,7 @@ def test_a_map_with_an_adapter_is_applied_as_it_is() -> None:
     torch.testing.assert_close(project(x, linears), [linear(x) for linear in linears])
 
 
-def test_hooks_of_a_map_run_in_training_too() -> None:
+def test_hooks_of_a_map_run_in_training_too():
     """Pruning makes the weight anew in a hook at each call."""
     linears, x = [nn.Linear(3, 4), nn.Linear(3, 2)], torch.randn(2, 3, requires_grad=True)
     prune.l1_unstructured(linears[0], "weight", amount=4)
@@ -91,16 +91,16 @@ def test_hooks_of_a_map_run_in_training_too() -> None:
     assert torch.equal(project(x, linears)[1], x)
 
 
-def test_a_map_without_a_weight_tensor_is_applied_as_it_is() -> None:
+def test_a_map_without_a_weight_tensor_is_applied_as_it_is():
     """As quantised modules are: dynamic int8 has a method of this name, GPTQ has none."""
 
     class Doubled(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return 2 * x
 
     x, linear = torch.randn(3, 4, requires_grad=True), nn.Linear(4, 2)
     for grad in (False, True):
         with torch.set_grad_enabled(grad):
-            doubled, plain, apart = project(x, [Doubled(), linear], apart=[Doubled()])  # type: ignore[list-item]
+            doubled, plain, apart = project(x, [Doubled(), linear], apart=[Doubled()])
         assert torch.equal(doubled, 2 * x) and torch.equal(plain, linear(x)) and torch.equal(apart, 2 * x)
         assert plain.requires_grad == grad and not apart.requires_grad

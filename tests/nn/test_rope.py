@@ -1,7 +1,6 @@
 """Rotary positions: one pair at a time, each head by itself, scores by distance alone."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -11,12 +10,12 @@ from trifocal.nn import RopeScaling, rotary_frequencies, rotary_tables, rotate
 THETA = 10000.0
 
 
-def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def rotated(x, positions):
     exact = torch.promote_types(x.dtype, torch.float32)
     return rotate(x, *rotary_tables(positions, x.shape[-1], THETA, exact))
 
 
-def test_pairs_turn_as_complex_numbers() -> None:
+def test_pairs_turn_as_complex_numbers():
     torch.manual_seed(0)
     x = torch.randn(2, 5, 3, 8, dtype=torch.float64)
     positions = torch.tensor([0, 1, 2, 100, 12345])
@@ -26,11 +25,11 @@ def test_pairs_turn_as_complex_numbers() -> None:
     torch.testing.assert_close(rotated(x, positions), expected, rtol=0, atol=1e-12)
 
 
-def test_scores_depend_on_distance_alone() -> None:
+def test_scores_depend_on_distance_alone():
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 1, 4, 16, dtype=torch.float64)
 
-    def score(q_position: int, k_position: int) -> torch.Tensor:
+    def score(q_position, k_position):
         return (rotated(q, torch.tensor([q_position])) * rotated(k, torch.tensor([k_position]))).sum(-1)
 
     for distance in (0, 1, 7, 300):
@@ -39,14 +38,14 @@ def test_scores_depend_on_distance_alone() -> None:
     assert (score(7, 0) - score(8, 0)).abs().max() > 1e-2
 
 
-def test_fp32_angles_do_not_drift_at_a_million_tokens() -> None:
+def test_fp32_angles_do_not_drift_at_a_million_tokens():
     torch.manual_seed(0)
     x = torch.randn(1, 1, 2, 16)
     far = torch.tensor([1_000_003])
     torch.testing.assert_close(rotated(x, far).double(), rotated(x.double(), far), rtol=0, atol=1e-6)
 
 
-def test_bf16_is_rotated_in_fp32() -> None:
+def test_bf16_is_rotated_in_fp32():
     torch.manual_seed(0)
     x = torch.randn(1, 9, 2, 16, dtype=torch.bfloat16)
     positions = torch.arange(9) * 37
@@ -54,7 +53,7 @@ def test_bf16_is_rotated_in_fp32() -> None:
 
 
 D, ORIGINAL, LONGEST = 16, 64, 256
-SCALED: dict[str, dict[str, Any]] = {
+SCALED = {
     "linear": {"factor": 4.0},
     "yarn": {"factor": 4.0, "beta_fast": 20.0, "beta_slow": 0.5},
     "yarn, not rounded": {"rope_type": "yarn", "factor": 4.0, "truncate": False, "attention_factor": 1.3},
@@ -63,7 +62,7 @@ SCALED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_frequencies_are_those_of_transformers(name: str) -> None:
+def test_frequencies_are_those_of_transformers(name):
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -83,7 +82,7 @@ def test_frequencies_are_those_of_transformers(name: str) -> None:
     assert found_factor == pytest.approx(factor, rel=1e-12)
 
 
-def test_the_attention_factor_multiplies_cosines_and_sines() -> None:
+def test_the_attention_factor_multiplies_cosines_and_sines():
     scaling = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
     cos, sin = rotary_tables(torch.arange(5), 8, THETA, torch.float64, scaling)
     torch.testing.assert_close(cos**2 + sin**2, torch.full_like(cos, (0.1 * math.log(4) + 1) ** 2))
@@ -106,6 +105,6 @@ def test_the_attention_factor_multiplies_cosines_and_sines() -> None:
         ),
     ],
 )
-def test_scalings_that_do_not_fit_are_refused(fields: dict[str, Any], message: str) -> None:
+def test_scalings_that_do_not_fit_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         RopeScaling(**fields)

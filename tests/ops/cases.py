@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from trifocal import Geometry
 from trifocal.testing import oracle
-from trifocal.testing.inputs import Inputs, attention_inputs
+from trifocal.testing.inputs import attention_inputs
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def geometry(l: int, d: int, selection: int, n: int, n_init: int, n_local: int, w: int) -> Geometry:  # noqa: E741
+def geometry(l, d, selection, n, n_init, n_local, w):  # noqa: E741
     """A geometry from the paper's letters, in the paper's order."""
     return Geometry(
         compression_block_size=l,
@@ -54,21 +53,21 @@ class Case:
     lengths: tuple[int, ...] | None = None
 
     @property
-    def num_keys(self) -> int:
+    def num_keys(self):
         return self.keys or self.queries
 
     @property
-    def document_lengths(self) -> list[int] | None:
+    def document_lengths(self):
         return None if self.lengths is None else list(self.lengths)
 
     @property
-    def cu_seqlens(self) -> Tensor | None:
+    def cu_seqlens(self):
         if self.lengths is None:
             return None
         return torch.tensor([0, *self.lengths]).cumsum(0).to(torch.int32)
 
     @property
-    def num_compressed(self) -> int:
+    def num_compressed(self):
         return len(oracle.compression_spans(self.geometry, self.num_keys, self.document_lengths))
 
 
@@ -102,7 +101,7 @@ CASES = (
 )
 
 
-def named(start: str) -> Case:
+def named(start):
     """The one case whose reason starts with these words."""
     (case,) = (case for case in CASES if case.why.startswith(start))
     return case
@@ -115,7 +114,7 @@ def each_case(test):
     return pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])(test)
 
 
-def draw(case: Case, dtype: torch.dtype = torch.float64, seed: int = 0) -> Inputs:
+def draw(case, dtype=torch.float64, seed=0):
     """Inputs for a case, rounded to `dtype`."""
     return attention_inputs(
         case.geometry,

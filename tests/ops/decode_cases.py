@@ -52,11 +52,11 @@ class Case:
     index: int = 0
 
     @property
-    def compresses(self) -> bool:
+    def compresses(self):
         return not (self.selected_only and self.index)
 
     @property
-    def page_size(self) -> int:
+    def page_size(self):
         return self.page_blocks * self.geometry.selection_block_size
 
 
@@ -90,14 +90,14 @@ class Tokens(NamedTuple):
     q_idx: Tensor
     k_idx: Tensor
 
-    def part(self, sequence: int, stop: int) -> Tokens:
+    def part(self, sequence, stop):
         return Tokens(*(x[sequence : sequence + 1, :stop] for x in self))
 
 
-def draw(case: Case, batch: int, length: int, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Tokens:
+def draw(case, batch, length, dtype, device="cpu", seed=0):
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(heads: int, width: int) -> Tensor:
+    def normal(heads, width):
         return torch.randn(batch, length, heads, width, generator=generator, dtype=torch.float64).to(device, dtype)
 
     k, v = (case.groups, case.dim), (case.groups, case.value_dim)
@@ -108,12 +108,12 @@ def draw(case: Case, batch: int, length: int, dtype: torch.dtype, device: str = 
     return tokens._replace(k_win=tokens.k_slc, v_win=tokens.v_slc) if case.window == "shared" else tokens
 
 
-def tables(case: Case, length: int, like: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
+def tables(case, length, like, dim=0):
     dtype = torch.promote_types(like.dtype, torch.float32)
     return rotary_tables(torch.arange(length, device=like.device), dim or case.dim, 10000.0, dtype)
 
 
-def compressor(width: int, geometry: Geometry, like: Tensor):
+def compressor(width, geometry, like):
     """A learned φ; its hidden units are no multiple of what a program of the kernels makes."""
     generator = torch.Generator().manual_seed(width)
     length, hidden = geometry.compression_block_size, 2 * width + 3
@@ -125,7 +125,7 @@ def compressor(width: int, geometry: Geometry, like: Tensor):
     return LearnedCompressor(draw(length, width), draw(hidden, length * width), draw(width, hidden))
 
 
-def compressed(case: Case, x: Tensor) -> Tensor:
+def compressed(case, x):
     """[1, S, G, *] -> [1, C, G, *] by the case's φ; keys are not rotated."""
     rules = case.geometry
     if x.shape[1] < rules.compression_block_size:
@@ -139,7 +139,7 @@ def compressed(case: Case, x: Tensor) -> Tensor:
     return mean + functional.silu(placed @ up.T) @ down.T
 
 
-def whole(case: Case, tokens: Tokens) -> Tensor:
+def whole(case, tokens):
     """Attention of one whole sequence, [1, S, H, V], by the reference."""
     rules, length = case.geometry, tokens.q.shape[1]
     cos, sin = tables(case, length, tokens.q)
@@ -179,18 +179,9 @@ class Decoder:
         spared: What its batches say of themselves, `takes_all` and `ends_block`.
     """
 
-    def __init__(
-        self,
-        case: Case,
-        tokens: Tokens,
-        most_new: int,
-        backend: str,
-        spare_pages: int = 1,
-        seed: int = 0,
-        length: int = 0,
-    ) -> None:
+    def __init__(self, case, tokens, most_new, backend, spare_pages=1, seed=0, length=0):
         self.case, self.tokens, self.most_new, self.backend = case, tokens, most_new, backend
-        self.spared: dict[str, bool] = {}
+        self.spared = {}
         rules, device, dtype = case.geometry, tokens.q.device, tokens.q.dtype
         batch, length = len(tokens.q), length or tokens.q.shape[1]
         self.rotary = tables(case, length, tokens.q)
@@ -207,10 +198,10 @@ class Decoder:
         widths = (case.dim, case.value_dim) if case.learned else ()
         self.phi = tuple(compressor(width, rules, tokens.q) for width in widths) or None
 
-        def empty(first: int, size: int, width: int, groups: int = case.groups) -> Tensor:
+        def empty(first, size, width, groups=case.groups):
             return torch.full((first, groups, size, width), torch.nan, device=device, dtype=dtype)
 
-        def ring(reach: int, width: int) -> Tensor:
+        def ring(reach, width):
             return empty(rows, reach - 1 + most_new, width)
 
         slots = case.page_size // rules.compression_stride
@@ -227,9 +218,9 @@ class Decoder:
             k_idx=empty(pages, case.page_size, case.index, 1) if case.index else None,
         )
         self.dense = DenseCache(self.cache.k_slc.clone(), self.cache.v_slc.clone())
-        self.rings: WindowCache | None = None
+        self.rings = None
 
-    def fill(self, lengths: list[int]) -> None:
+    def fill(self, lengths):
         """Put the first tokens of each sequence where they belong, one by one, without `append_sparse`."""
         case, rules, cache = self.case, self.case.geometry, self.cache
         stride, late = rules.compression_stride, rules.compression_block_size // rules.compression_stride - 1
@@ -261,7 +252,7 @@ class Decoder:
                     held.transpose(1, 2)[row, index % held.shape[2]] = x[0, index]
         self.lengths.copy_(torch.tensor(lengths))
 
-    def randomise(self, lengths: list[int]) -> None:
+    def randomise(self, lengths):
         """Random numbers everywhere in the caches: for lengths that `fill` would take too long for."""
         generator = torch.Generator(self.lengths.device).manual_seed(7)
         for x in (*vars(self.cache).values(), self.dense.k, self.dense.v):
@@ -269,11 +260,11 @@ class Decoder:
                 x.normal_(generator=generator)
         self.lengths.copy_(torch.tensor(lengths))
 
-    def batch(self, num_new: list[int]) -> DecodeBatch:
+    def batch(self, num_new):
         new = torch.tensor(num_new, dtype=torch.int32, device=self.lengths.device)
         return DecodeBatch(self.rows, self.lengths.clone(), new, self.table, **self.spared)
 
-    def new_tokens(self, num_new: list[int]) -> Tokens:
+    def new_tokens(self, num_new):
         """The next T tokens of each sequence, NaN past its new ones."""
         index = self.lengths.long()[:, None] + torch.arange(self.most_new, device=self.lengths.device)
         exists = index < (self.lengths + torch.tensor(num_new, device=self.lengths.device))[:, None]
@@ -281,13 +272,13 @@ class Decoder:
         rows = torch.arange(len(num_new), device=index.device)[:, None]
         return Tokens(*(x[rows, index].where(exists[..., None, None], torch.nan) for x in self.tokens))
 
-    def append(self, num_new: list[int]) -> tuple[Tokens, DecodeBatch]:
+    def append(self, num_new):
         """Put the next tokens of each sequence into the caches; `lengths` stay as they are."""
         new, batch = self.new_tokens(num_new), self.batch(num_new)
         self.append_tokens(new, batch)
         return new, batch
 
-    def append_tokens(self, new: Tokens, batch: DecodeBatch) -> None:
+    def append_tokens(self, new, batch):
         case = self.case
         own, values = case.window == "own", not case.selected_only
         append_sparse(
@@ -297,24 +288,24 @@ class Decoder:
             index=self.index(new.k_idx[:, :, 0]),
         )  # fmt: skip
 
-    def index(self, x: Tensor):
+    def index(self, x):
         return None if self.rotary_idx is None else (x, self.rotary_idx)
 
-    def step(self, num_new: list[int]) -> Tensor:
+    def step(self, num_new):
         """Append the next tokens of each sequence and attend: o [B, T, H, V]."""
         new, batch = self.append(num_new)
         o = self.attend(new, batch)
         self.lengths += batch.num_new
         return o
 
-    def attend(self, new: Tokens, batch: DecodeBatch) -> Tensor:
+    def attend(self, new, batch):
         case = self.case
         return decode_attention(
             new.q, None if case.selected_only else new.gates, self.cache, batch, case.geometry, self.rotary,
             window=case.window != "none", backend=self.backend, index=self.index(new.q_idx),
         )  # fmt: skip
 
-    def windows(self, window_size: int) -> WindowCache:
+    def windows(self, window_size):
         """Rings of the last tokens, made when they are first asked for."""
         if self.rings is None:
             size, rings = window_size - 1 + self.most_new, []
@@ -328,7 +319,7 @@ class Decoder:
             self.rings = WindowCache(*rings)
         return self.rings
 
-    def step_dense(self, num_new: list[int], window_size: int | None = None) -> Tensor:
+    def step_dense(self, num_new, window_size=None):
         """As `step`, for full attention over the selected branch's keys, or for the last tokens alone."""
         new, batch = self.new_tokens(num_new), self.batch(num_new)
         cache = self.dense if window_size is None else self.windows(window_size)
@@ -338,7 +329,7 @@ class Decoder:
         return o
 
 
-def whole_dense(case: Case, tokens: Tokens, window_size: int | None = None) -> Tensor:
+def whole_dense(case, tokens, window_size=None):
     cos, sin = tables(case, tokens.q.shape[1], tokens.q)
     q, k = rotate(tokens.q, cos, sin), rotate(tokens.k_slc, cos, sin)
     return window_attention(q, k, tokens.v_slc, window_size or tokens.q.shape[1], backend="reference")

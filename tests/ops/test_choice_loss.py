@@ -152,7 +152,7 @@ def test_refusals_of_the_index():
         ops.select_blocks_by_index(q, drawn(1, 20, DIM + 1), GEOMETRY)
 
 
-def test_blocks_of_a_document_that_was_cut_short() -> None:
+def test_blocks_of_a_document_that_was_cut_short():
     """So many numbers of each sampled query are kept for backward."""
     documents = Documents.from_cu_seqlens(torch.tensor([0, 3 * TOKENS]), 3 * TOKENS).part(0, TOKENS)
     assert choice_loss.num_blocks(TOKENS, GEOMETRY, documents) == GEOMETRY.num_selection_blocks(TOKENS)

@@ -19,7 +19,7 @@ PACKED_BLIND = Case("documents under l", cases.USUAL, 20, lengths=(7, 1, 12), he
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", [BLIND, HALF_BLIND, PACKED_BLIND], ids=lambda case: case.why)
-def test_queries_that_see_no_compressed_block(case: Case, dtype):
+def test_queries_that_see_no_compressed_block(case, dtype):
     inputs = draw(case, dtype).leaves()
     o, lse = ops.compressed_attention(*inputs[:3], case.geometry, cu_seqlens=case.cu_seqlens, **REFERENCE)
     spans = oracle.document_spans(case.num_keys, case.document_lengths)
@@ -69,7 +69,7 @@ def heads_first(tensor):
     [cases.named("chunked"), cases.named("packed: 1 token")],
     ids=lambda case: case.why,
 )
-def test_strides_are_taken_as_they_come(case: Case, layout):
+def test_strides_are_taken_as_they_come(case, layout):
     inputs = draw(case).leaves()
     strided = cases.Inputs(*(layout(tensor) for tensor in inputs))
     o, o_strided = (nsa_attention(*x, case.geometry, cu_seqlens=case.cu_seqlens) for x in (inputs, strided))

@@ -14,11 +14,11 @@ from trifocal.testing.inputs import cotangent
 REFERENCE = {"backend": "reference"}
 
 
-def attend(case: Case, inputs, **changes):
+def attend(case, inputs, **changes):
     return nsa_attention(*inputs._replace(**changes), case.geometry, cu_seqlens=case.cu_seqlens, **REFERENCE)
 
 
-def from_tokens(case: Case, tokens):
+def from_tokens(case, tokens):
     """All inputs of a case from one stream of tokens, [B, S, F]: a one-layer model, so that a change of one token
     reaches its key, its value, its compressed blocks and its gates."""
     generator = torch.Generator().manual_seed(5)
@@ -46,7 +46,7 @@ def from_tokens(case: Case, tokens):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @each_case
-def test_a_change_of_one_token_reaches_no_earlier_output(case: Case, dtype):
+def test_a_change_of_one_token_reaches_no_earlier_output(case, dtype):
     """Bit for bit: a change of any token leaves all earlier ones, and other documents, as they were."""
     generator = torch.Generator().manual_seed(4)
     tokens = torch.randn(case.batch, case.num_keys, 6, generator=generator, dtype=torch.float64).to(dtype)
@@ -68,7 +68,7 @@ def test_a_change_of_one_token_reaches_no_earlier_output(case: Case, dtype):
 
 
 @each_case
-def test_no_gradient_flows_from_a_query_to_what_it_may_not_see(case: Case):
+def test_no_gradient_flows_from_a_query_to_what_it_may_not_see(case):
     generator = torch.Generator().manual_seed(4)
     shape = (case.batch, case.num_keys, 6)
     tokens = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
@@ -214,7 +214,7 @@ def test_window_keys_may_be_the_last_ones_only(kept):
     [cases.named("odd length"), cases.named("blocks without overlap")],
     ids=lambda case: case.why,
 )
-def test_last_queries_alone_give_the_same(case: Case):
+def test_last_queries_alone_give_the_same(case):
     """T < S is the tail of T = S, for every T."""
     inputs = draw(case)
     whole = attend(case, inputs)

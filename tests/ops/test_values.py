@@ -51,7 +51,7 @@ def twins(inputs, *names):
 
 
 @each_case_and_dtype
-def test_mean_compress(case: Case, dtype):
+def test_mean_compress(case, dtype):
     leaves = twins(draw(case, dtype), "k_slc")
     mine, theirs = leaves["k_slc"]
     actual = ops.mean_compress(mine, case.geometry, cu_seqlens=case.cu_seqlens)
@@ -83,7 +83,7 @@ def window(package, case, leaves, chosen, **rules):
     ],
 )
 @each_case_and_dtype
-def test_branches(case: Case, dtype, branch, names):
+def test_branches(case, dtype, branch, names):
     leaves = twins(draw(case, dtype), *names)
     mine, theirs = ([pair[side] for pair in leaves.values()] for side in (0, 1))
     chosen = random_choice(case)
@@ -100,7 +100,7 @@ def test_branches(case: Case, dtype, branch, names):
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("case", [named("paper geometry"), named("packed: long first")], ids=lambda case: case.why)
-def test_select_blocks_is_as_good_in_low_precision(case: Case, dtype):
+def test_select_blocks_is_as_good_in_low_precision(case, dtype):
     """Rounding may swap near ties: so the importance of the chosen blocks has to agree."""
     inputs = draw(case, dtype)
     rules = {"num_keys": case.num_keys, "cu_seqlens": case.cu_seqlens, **REFERENCE}
@@ -129,7 +129,7 @@ def test_select_blocks_is_as_good_in_low_precision(case: Case, dtype):
 
 
 @pytest.mark.parametrize(("case", "dtype"), ROUNDED, ids=lambda value: getattr(value, "why", value))
-def test_nsa_attention(case: Case, dtype):
+def test_nsa_attention(case, dtype):
     inputs = draw(case, dtype)
     leaves = twins(inputs, *inputs._fields)
     mine, theirs = ([pair[side] for pair in leaves.values()] for side in (0, 1))
@@ -165,7 +165,7 @@ def test_large_scores_do_not_overflow():
         assert_close("lse", lse, lse64, dtype)
 
 
-def random_choice(case: Case) -> torch.Tensor:
+def random_choice(case):
     """Blocks chosen at random for every query and group, ascending, -1 behind; some choose none."""
     generator = torch.Generator().manual_seed(2)
     slots = case.geometry.num_selected_blocks

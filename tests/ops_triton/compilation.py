@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -48,7 +48,7 @@ class Call(NamedTuple):
     each: str = "$^"
 
 
-def compile_in_subprocess(*parts: str, folder: Path, only_record: bool = False) -> list[dict[str, Any]]:
+def compile_in_subprocess(*parts, folder, only_record=False):
     """Rows of the kernels that parts of test_compile.py launch; see `compile_launches`. Output goes to the folder."""
     variables = environment(OMP_NUM_THREADS=1)
     variables.pop("TRITON_INTERPRET", None)
@@ -59,7 +59,7 @@ def compile_in_subprocess(*parts: str, folder: Path, only_record: bool = False) 
     return [json.loads(line) for line in (folder / "rows").read_text().splitlines()]
 
 
-def compile_launches(calls: Iterable[Call], *, only_record: bool = False) -> Iterator[dict[str, Any]]:
+def compile_launches(calls, *, only_record=False):
     """Make calls with every launch recorded instead of made, and compile their kernels, unless `only_record`.
 
     Yields:
@@ -84,14 +84,14 @@ def compile_launches(calls: Iterable[Call], *, only_record: bool = False) -> Ite
             yield row
 
 
-def _record(architecture: str, call: Callable[[], Any]) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
+def _record(architecture, call):
     from triton.runtime.jit import JITFunction
 
     from trifocal.ops import devices
 
     launches = []
 
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    def run(self, *args, grid, warmup, **kwargs):
         names = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion")
         options = {key: kwargs.pop(key) for key in names if key in kwargs}
         arguments = inspect.signature(self.fn).bind(*args, **kwargs).arguments
@@ -106,15 +106,15 @@ def _record(architecture: str, call: Callable[[], Any]) -> list[tuple[Any, dict[
     return launches
 
 
-def _compile(kernel: Any, arguments: dict[str, Any], options: dict[str, Any], capability: int) -> Any:
+def _compile(kernel, arguments, options, capability):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    signature: dict[str, str] = {}
-    constants: dict[str, Any] = {}
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    signature = {}
+    constants = {}
+    attributes = {}
     for parameter in kernel.params:
         value = arguments[parameter.name]
         plain = parameter.do_not_specialize
@@ -131,7 +131,7 @@ def _compile(kernel: Any, arguments: dict[str, Any], options: dict[str, Any], ca
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def _type_of(value: Any) -> str:
+def _type_of(value):
     names = {
         torch.bfloat16: "bf16",
         torch.float16: "fp16",
@@ -155,7 +155,7 @@ def _type_of(value: Any) -> str:
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
-def _usage(cubin: bytes) -> dict[str, int]:
+def _usage(cubin):
     from triton.backends import nvidia
 
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"

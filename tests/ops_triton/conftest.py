@@ -7,12 +7,12 @@ from tests.ops_triton.interpreter import make_quick
 
 
 @pytest.fixture
-def device() -> str:
+def device():
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(scope="package", autouse=not torch.cuda.is_available())
-def quick_interpreter() -> None:
+def quick_interpreter():
     """The interpreter of these tests."""
     pytest.importorskip("triton.runtime.interpreter")
     make_quick()

@@ -1,11 +1,9 @@
 """Triton's interpreter without work that it does again and again, or in vain; the results of kernels are the same."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 
-def make_quick() -> None:
+def make_quick():
     """Change the interpreter of this process."""
     _check_no_overflow()
     _replace_the_language_once_a_helper()
@@ -13,7 +11,7 @@ def make_quick() -> None:
     _leave_equal_types_alone()
 
 
-def _check_no_overflow() -> None:
+def _check_no_overflow():
     """Sums and products of integers would be made again in 64 bits, for a check that is made in debug mode alone."""
     from triton.runtime.interpreter import interpreter_builder as builder
 
@@ -21,13 +19,13 @@ def _check_no_overflow() -> None:
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
-def _replace_the_language_once_a_helper() -> None:
+def _replace_the_language_once_a_helper():
     """A kernel that is launched replaces Triton's language by NumPy's; each call of a helper would do so once more."""
     from triton.runtime import interpreter
 
-    known: set[Callable[..., Any]] = set()
+    known = set()
 
-    def call_helper(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_helper(self, *args, **kwargs):
         if self.fn not in known:
             known.add(self.fn)
             interpreter._patch_lang(self.fn)
@@ -36,17 +34,17 @@ def _replace_the_language_once_a_helper() -> None:
     interpreter.InterpretedFunction.__call__ = call_helper
 
 
-def _describe_types_once() -> None:
+def _describe_types_once():
     """Every result of an operation would check its type's shape and write its name; types never change."""
     from triton.language import core
     from triton.runtime import interpreter
 
     make_type, make_tensor, find_dtype = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
-    types: dict[tuple[Any, ...], dict[str, Any]] = {}
-    tensors: dict[str, dict[str, Any]] = {}
-    dtypes: dict[str, Any] = {}
+    types = {}
+    tensors = {}
+    dtypes = {}
 
-    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    def block_type(self, element_ty, shape):
         key = (element_ty.name, *(size.value if isinstance(size, core.constexpr) else size for size in shape))
         found = types.get(key)
         if found is None:
@@ -56,7 +54,7 @@ def _describe_types_once() -> None:
             vars(self).update(found)
             self.element_ty = element_ty
 
-    def tensor(self: Any, handle: Any, type: Any) -> None:
+    def tensor(self, handle, type):
         found = tensors.get(type.name)
         if found is None:
             make_tensor(self, handle, type)
@@ -64,7 +62,7 @@ def _describe_types_once() -> None:
         else:
             vars(self).update(found, handle=handle, type=type, dtype=type.scalar)
 
-    def np_dtype(type: Any) -> Any:
+    def np_dtype(type):
         found = dtypes.get(type.name)
         if found is None:
             found = dtypes[type.name] = find_dtype(type)
@@ -73,7 +71,7 @@ def _describe_types_once() -> None:
     core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype = block_type, tensor, np_dtype
 
 
-def _leave_equal_types_alone() -> None:
+def _leave_equal_types_alone():
     """Two operands of one type need no promotion, and of one shape no broadcasting."""
     from triton.language import core
     from triton.language.semantic import TritonSemantic
@@ -82,19 +80,19 @@ def _leave_equal_types_alone() -> None:
     equal, with_element = core.dtype.__eq__, core.block_type.with_element_ty
     # A quotient of two numbers of 16 bits has 32.
     names = {dtype.name for dtype in (core.int1, core.int32, core.int64, core.float32, core.float64)}
-    types: dict[tuple[str, str], Any] = {}
+    types = {}
 
-    def binary_op_type_checking_impl(self: Any, lhs: Any, rhs: Any, *args: Any, **options: Any) -> Any:
+    def binary_op_type_checking_impl(self, lhs, rhs, *args, **options):
         if type(lhs) is type(rhs) is core.tensor and lhs.dtype.name == rhs.dtype.name and lhs.dtype.name in names:
             return broadcast_impl_value(self, lhs, rhs)
         return promote(self, lhs, rhs, *args, **options)
 
-    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
+    def broadcast_impl_value(self, lhs, rhs):
         if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values:
             return lhs, rhs
         return broadcast(self, lhs, rhs)
 
-    def with_element_ty(self: Any, element: Any) -> Any:
+    def with_element_ty(self, element):
         found = types.get((self.name, element.name))
         if found is None:
             found = types[self.name, element.name] = with_element(self, element)

@@ -6,12 +6,8 @@ ones on it, in bf16, fp16 and fp32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from tests.devices import NEEDS_GPU
@@ -31,9 +27,7 @@ PAPER = Geometry()
 SMALL = geometry(8, 4, 16, 3, 1, 1, 40)
 
 
-def large(
-    why: str, rules: Geometry, queries: int, heads: int, groups: int, dim: int, value_dim: int, **rest: Any
-) -> Case:
+def large(why, rules, queries, heads, groups, dim, value_dim, **rest):
     """A case with as many tokens as a GPU is needed for."""
     return Case(why, rules, queries, heads=heads, groups=groups, dim=dim, value_dim=value_dim, **rest)
 
@@ -69,7 +63,7 @@ INTERVALS = (
 """For the kernels of window and compressed attention in small tiles."""
 
 
-def problems(small: Sequence[Case], big: Sequence[Case], *, fewer: Sequence[Case] = ()) -> Any:
+def problems(small, big, *, fewer=()):
     """Parametrise a test by `case` and `dtype`: each case in bf16 on a GPU, in fp32 elsewhere.
 
     Args:
@@ -88,23 +82,23 @@ def problems(small: Sequence[Case], big: Sequence[Case], *, fewer: Sequence[Case
     return pytest.mark.parametrize(("case", "dtype"), named)
 
 
-def suits_copy_engine(case: Case) -> bool:
+def suits_copy_engine(case):
     """Whether rows of 4-byte floats lie at multiples of 16 bytes, and heads divide a tile."""
     heads = case.heads // case.groups
     return case.dim % 4 == 0 and case.value_dim % 4 == 0 and heads & (heads - 1) == 0
 
 
-def documents_of(case: Case, device: str = DEVICE) -> Documents | None:
+def documents_of(case, device=DEVICE):
     return None if case.cu_seqlens is None else Documents.from_cu_seqlens(case.cu_seqlens.to(device), case.num_keys)
 
 
-def compare(names: str, actual: Sequence[Tensor], exact: Sequence[Tensor]) -> None:
+def compare(names, actual, exact):
     """Compare tensors, named in one string, with exact ones at float32's tolerance."""
     for name, a, e in zip(names.split(), actual, exact, strict=True):
         assert_close(name, a, e, torch.float32)
 
 
-def draw(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
+def draw(case, dtype, seed=0):
     """Inputs for a case, rounded to `dtype`; the window's keys are as few as will do."""
     reach = case.num_keys
     if case.lengths is None:
@@ -126,7 +120,7 @@ def draw(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
     )
 
 
-def padded(case: Case, inputs: Inputs) -> Inputs:
+def padded(case, inputs):
     """As nn has it for documents: S // d compressed slots, NaN in those that no document fills."""
     if case.lengths is None:
         return inputs
@@ -135,7 +129,7 @@ def padded(case: Case, inputs: Inputs) -> Inputs:
     return inputs._replace(k_cmp=k, v_cmp=v)
 
 
-def choice(case: Case, inputs: Inputs) -> Tensor:
+def choice(case, inputs):
     """The blocks that float64 chooses, for both sides of a comparison."""
     q, k_cmp, v_cmp = (x.detach().double() for x in inputs[:3])
     rules = {"num_keys": case.num_keys, "cu_seqlens": documents_of(case), "backend": "reference"}
@@ -143,7 +137,7 @@ def choice(case: Case, inputs: Inputs) -> Tensor:
     return select_blocks(q, k_cmp, lse, case.geometry, **rules)
 
 
-def allowed(case: Case, inputs: Inputs, chosen: Tensor, branch: int | None = None) -> float:
+def allowed(case, inputs, chosen, branch=None):
     """The largest error of an output or a gradient.
 
     On a GPU, twice the worst error of PyTorch's attention on the same problem; in the interpreter, that of fp32.
@@ -158,7 +152,7 @@ def allowed(case: Case, inputs: Inputs, chosen: Tensor, branch: int | None = Non
         return tolerances.allowed(torch.float32)
     masks = _branch_masks(case, inputs, chosen)
 
-    def results(leaves: Inputs) -> list[Tensor]:
+    def results(leaves):
         pairs = [(leaves.k_cmp, leaves.v_cmp), (leaves.k_slc, leaves.v_slc), (leaves.k_win, leaves.v_win)]
         if branch is not None:
             o = _masked(leaves.q, *pairs[branch], masks[branch])
@@ -178,7 +172,7 @@ def allowed(case: Case, inputs: Inputs, chosen: Tensor, branch: int | None = Non
     return max(found, torch.finfo(inputs.q.dtype).eps) if case.num_keys < 128 else found
 
 
-def _branch_masks(case: Case, inputs: Inputs, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _branch_masks(case, inputs, chosen):
     """Which keys each head of each query sees in each branch, [B, H, T, keys], bool.
 
     Read off the reference: with the identity for values, an output is its probabilities.
@@ -186,7 +180,7 @@ def _branch_masks(case: Case, inputs: Inputs, chosen: Tensor) -> tuple[Tensor, T
     x = Inputs(*(leaf.detach().double() for leaf in inputs))
     rules = {"cu_seqlens": documents_of(case), "backend": "reference"}
 
-    def identity(k: Tensor) -> Tensor:
+    def identity(k):
         size = k.shape[1]
         return torch.eye(size, device=DEVICE, dtype=torch.float64)[:, None].expand(case.batch, size, case.groups, size)
 
@@ -196,7 +190,7 @@ def _branch_masks(case: Case, inputs: Inputs, chosen: Tensor) -> tuple[Tensor, T
     return p_cmp.transpose(1, 2) > 0, p_slc.transpose(1, 2) > 0, p_win.transpose(1, 2) > 0
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def _masked(q, k, v, mask):
     """PyTorch's attention; zeros, without gradients, for queries that see nothing."""
     if k.shape[1] == 0:
         return q.new_zeros(*q.shape[:3], v.shape[3]) + 0.0 * q.sum()

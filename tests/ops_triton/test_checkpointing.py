@@ -1,6 +1,5 @@
 """Activation checkpointing of layers whose operators are kernels."""
 
-import pytest
 import torch
 
 from trifocal.models import DecoderLM, ModelConfig
@@ -11,7 +10,7 @@ from trifocal.ops.triton import choice_loss as kernels
 LAYERS, LENGTH = 2, 64
 
 
-def test_the_loss_of_an_index_is_kept(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_of_an_index_is_kept(device, monkeypatch):
     """It is made once; loss, recall and gradients are those without checkpointing."""
     model = DecoderLM(
         ModelConfig(
@@ -22,13 +21,13 @@ def test_the_loss_of_an_index_is_kept(device: str, monkeypatch: pytest.MonkeyPat
     model.init_weights(0)
     model.to(device)
     for block in model.blocks:
-        block.attention.backend = "triton"  # type: ignore[union-attr]
+        block.attention.backend = "triton"
     tokens = torch.randint(64, (1, LENGTH), generator=torch.Generator().manual_seed(0)).to(device)
     calls = []
     forward = kernels.index_loss_forward
     monkeypatch.setattr(kernels, "index_loss_forward", lambda *args: calls.append(1) or forward(*args))
 
-    def taught(last: int) -> list[torch.Tensor]:
+    def taught(last):
         model.set_activation_checkpointing(0, last)
         model.zero_grad()
         step = torch.zeros((), dtype=torch.int64, device=device)

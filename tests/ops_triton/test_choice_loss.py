@@ -62,7 +62,7 @@ PACKED = Case("packed: short, 1 token, long enough to choose", 108, 4, 4, 2, len
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])
 
 
-def draw(case: Case, device: str):
+def draw(case, device):
     """Documents, a sample, and q, k, q_idx, k_idx in float64, with many equal index scores."""
     generator = torch.Generator().manual_seed(0)
     documents, positions = None, torch.arange(case.keys)
@@ -93,13 +93,13 @@ def taught(case, backend, documents, sample, q, k, q_idx, k_idx):
     return [loss, recall, *torch.autograd.grad(loss, list(leaves.values()))]
 
 
-def assert_near(actual, exact, bound: float = BOUND) -> None:
+def assert_near(actual, exact, bound=BOUND):
     for a, e in zip(actual, exact, strict=True):
         assert (a.double() - e).abs().max() <= bound * e.abs().max()
 
 
 @each_case
-def test_loss_and_gradients_of_an_index(case: Case, device: str) -> None:
+def test_loss_and_gradients_of_an_index(case, device):
     documents, sample, inputs = draw(case, device)
     exact = taught(case, "reference", documents, sample, *inputs)
     single = [x.float() for x in inputs]
@@ -110,7 +110,7 @@ def test_loss_and_gradients_of_an_index(case: Case, device: str) -> None:
         assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True)), "two runs differ"
 
 
-def test_pieces_of_a_program_change_no_bit(device: str) -> None:
+def test_pieces_of_a_program_change_no_bit(device):
     from trifocal.ops.triton import index_scoring
 
     case, sizes = CASES[3], index_scoring.PIECES_OF_PROGRAM
@@ -123,7 +123,7 @@ def test_pieces_of_a_program_change_no_bit(device: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(large, small, strict=True))
 
 
-def test_loss_of_an_index_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_of_an_index_in_parts(device, monkeypatch):
     case = CASES[4]
     documents, sample, inputs = draw(case, device)
     exact = taught(case, "reference", documents, sample, *inputs)
@@ -131,7 +131,7 @@ def test_loss_of_an_index_in_parts(device: str, monkeypatch: pytest.MonkeyPatch)
     assert_near(taught(case, "triton", documents, sample, *(x.float() for x in inputs)), exact)
 
 
-def test_last_queries_alone(device: str) -> None:
+def test_last_queries_alone(device):
     """Queries that are the last ones of the keys, as a process has them that shares a sequence."""
     case, begin = CASES[4], 61
     documents, sample, (q, k, q_idx, k_idx) = draw(case, device)
@@ -146,7 +146,7 @@ def test_last_queries_alone(device: str) -> None:
     assert_near(got, exact)
 
 
-def test_what_is_not_eligible_is_zero_and_harms_nobody(device: str) -> None:
+def test_what_is_not_eligible_is_zero_and_harms_nobody(device):
     """A query that is drawn and does not exist has the token of the last that does, whose gradient must stay."""
     case = CASES[4]
     documents, sample, inputs = draw(case, device)
@@ -164,7 +164,7 @@ def test_what_is_not_eligible_is_zero_and_harms_nobody(device: str) -> None:
     assert all((x == 0).all() for x in taught(case, "triton", documents, nobody, *single))
 
 
-def test_a_query_of_the_first_key_of_a_tile(device: str) -> None:
+def test_a_query_of_the_first_key_of_a_tile(device):
     """Its own block, which is not forced here, has that key alone: no other query gives it a gradient."""
     case = Case("", 133, geometry=geometry(4, 4, 16, 2, 1, 0, 11))
     documents, sample, inputs = draw(case, device)
@@ -175,7 +175,7 @@ def test_a_query_of_the_first_key_of_a_tile(device: str) -> None:
     assert_near(taught(case, "triton", documents, sample, *(x.float() for x in inputs)), exact)
 
 
-def test_a_teacher_without_mass_on_free_blocks_teaches_nothing(device: str) -> None:
+def test_a_teacher_without_mass_on_free_blocks_teaches_nothing(device):
     """The free blocks have 1e-11 of the mass, until one of them gets as much as the forced one."""
     case = CASES[0]
     documents, sample, (q, k, *others) = draw(case, device)
@@ -191,7 +191,7 @@ def test_a_teacher_without_mass_on_free_blocks_teaches_nothing(device: str) -> N
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the same on any device")
-def test_operators_pass_pytorch_s_own_check_and_compile_whole() -> None:
+def test_operators_pass_pytorch_s_own_check_and_compile_whole():
     """Schema, fake tensors and autograd, judged by PyTorch's own tool; and one graph with eager's bits."""
     case = PACKED
     documents, sample, inputs = draw(case, "cpu")
@@ -210,7 +210,7 @@ def test_operators_pass_pytorch_s_own_check_and_compile_whole() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the same on any device")
 @pytest.mark.filterwarnings("ignore")
-def test_sizes_of_a_geometry_may_be_symbols_of_a_compiler() -> None:
+def test_sizes_of_a_geometry_may_be_symbols_of_a_compiler():
     """They are where dynamic shapes are asked for and the geometry is an argument."""
     case = PACKED
     documents, sample, inputs = draw(case, "cpu")

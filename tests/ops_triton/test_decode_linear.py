@@ -27,22 +27,22 @@ both_backends = pytest.mark.parametrize("backend", ["reference", "triton"])
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def draw(*shape: int, seed: int = 0, dtype=torch.float32, scale: float = 1.0) -> torch.Tensor:
+def draw(*shape, seed=0, dtype=torch.float32, scale=1.0):
     return (scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(DEVICE, dtype)
 
 
-def stream(rows: int, parts: int = 3) -> Residual:
+def stream(rows, parts=3):
     """Without what a norm's product reads, so that it is made on the way."""
     x = draw(rows, WIDTH)
     squares = torch.stack([part.square().sum(-1) for part in x.chunk(parts, dim=1)], dim=1)
     return Residual(x, squares)
 
 
-def tensors(*residuals: Residual) -> tuple[torch.Tensor, ...]:
+def tensors(*residuals):
     return tuple(part for residual in residuals for part in residual if part is not None)
 
 
-def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def normed(x, weight):
     return functional.rms_norm(x.double(), (x.shape[1],), weight.double(), EPS)
 
 
@@ -110,7 +110,7 @@ def test_embedding(backend):
     assert error(out.sum_of_squares.sum(1), out.x.double().square().sum(1)) < BOUND
 
 
-def gaps(x: torch.Tensor) -> torch.Tensor:
+def gaps(x):
     return torch.stack((x, torch.full_like(x, torch.nan)), -1)[..., 0]
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.ops.cases import geometry
 from trifocal.ops import Documents
@@ -17,13 +16,13 @@ LENGTHS = {
 each_pack = pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 
 
-def boundaries(lengths: list[int], device: str) -> Tensor:
+def boundaries(lengths, device):
     found = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return (pad_boundaries(found, int(found[-1])) if len(lengths) > 256 else found).to(device)
 
 
 @each_pack
-def test_compressed_blocks(lengths: list[int], device: str) -> None:
+def test_compressed_blocks(lengths, device):
     documents = Documents.from_checked(boundaries(lengths, device), sum(lengths))
     slots = sum(lengths) // RULES.compression_stride
     layout = compressed_layout(documents, slots, RULES)
@@ -39,7 +38,7 @@ def test_compressed_blocks(lengths: list[int], device: str) -> None:
 
 
 @each_pack
-def test_compressed_blocks_are_placed_once_for_all_layers(lengths: list[int], device: str) -> None:
+def test_compressed_blocks_are_placed_once_for_all_layers(lengths, device):
     """Documents keep the places of one geometry, and nobody takes them for those of another or of a part."""
     documents = Documents.from_checked(boundaries(lengths, device), sum(lengths))
     slots = sum(lengths) // RULES.compression_stride
@@ -57,7 +56,7 @@ def test_compressed_blocks_are_placed_once_for_all_layers(lengths: list[int], de
 
 
 @each_pack
-def test_selection_blocks(lengths: list[int], device: str) -> None:
+def test_selection_blocks(lengths, device):
     """Every token's block names its document."""
     cu_seqlens = boundaries(lengths, device)
     documents, size = Documents.from_checked(cu_seqlens, sum(lengths)), RULES.selection_block_size

@@ -25,14 +25,14 @@ FILTERED = (Sampling(top_k=3, seed=3), Sampling(top_p=0.6, seed=4), Sampling(min
 VOCAB_SIZE = 19
 
 
-def settings_of(samplings: tuple[Sampling, ...], vocab_size: int = VOCAB_SIZE) -> SamplingTensors:
+def settings_of(samplings, vocab_size=VOCAB_SIZE):
     settings = SamplingTensors.empty(len(samplings), vocab_size, torch.device(DEVICE))
     for row, sampling in enumerate(samplings):
         settings.set_row(row, sampling, torch.arange(row, vocab_size, 3))
     return settings
 
 
-def logits_of(rows: int, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
+def logits_of(rows, vocab_size=VOCAB_SIZE):
     return (3 * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(0), device="cpu")).to(DEVICE)
 
 

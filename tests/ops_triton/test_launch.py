@@ -18,7 +18,7 @@ from trifocal.ops.tiles import cdiv, next_power_of_2  # noqa: E402
 from trifocal.ops.triton.launch import Kernel, _load, describe_tiles  # noqa: E402
 
 
-def scaled(x, tiles, stride, length, factor, SIZE: triton.language.constexpr, GATED: triton.language.constexpr):
+def scaled(x, tiles, stride, length, factor, SIZE, GATED):
     """Never compiled."""
 
 

@@ -93,7 +93,7 @@ def test_values_and_gradient(case, dtype):
 
 @interpreted
 @pytest.mark.parametrize("case", [CASES[0], CASES[6]], ids=lambda case: case.why)
-def test_strides_are_taken_as_they_come(case: Case):
+def test_strides_are_taken_as_they_come(case):
     """Columns of a projection, every second number, features far apart; gradients expanded and transposed."""
     x, documents = draw(case), documents_of(case)
     shape = x.shape

@@ -26,7 +26,7 @@ CASES = {
 PARTS = ("interval_forward", "combine_forward", "combine_backward", "interval_d_q", "interval_dkdv")
 
 
-def asked_for(length: int, packed: bool, given: bool) -> list[tuple[str, bool]]:
+def asked_for(length, packed, given):
     """Names of the kernels that are asked for on a Hopper GPU that need not be there, and whether to be compiled."""
     from unittest import mock
 

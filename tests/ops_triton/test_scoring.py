@@ -37,7 +37,7 @@ class Case:
     sign: int = 1
 
     @property
-    def documents(self) -> list[int] | None:
+    def documents(self):
         return self.lengths and list(self.lengths)
 
 
@@ -61,7 +61,7 @@ CASES = (
 )
 
 
-def draw(case: Case):
+def draw(case):
     """The arguments of the choice in fp32: q, k_cmp and the log-sum-exp, or index queries and keys."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(case.batch, case.queries, case.heads or case.groups, case.dim, generator=generator)
@@ -73,12 +73,12 @@ def draw(case: Case):
     return q, k_cmp, lse_of(case, q, k_cmp)
 
 
-def lse_of(case: Case, q, k_cmp):
+def lse_of(case, q, k_cmp):
     rules = {"num_keys": case.keys, "lengths": case.documents}
     return oracle.compressed_attention(q, k_cmp, k_cmp, case.geometry, **rules)[1].float()
 
 
-def run(case: Case, device: str, inputs):
+def run(case, device, inputs):
     boundaries = None if case.lengths is None else torch.tensor([0, *case.lengths], device=device).cumsum(0)
     documents = None if boundaries is None else Documents.from_cu_seqlens(boundaries, case.keys)
     choose = select_blocks if case.heads else select_blocks_by_index
@@ -87,13 +87,13 @@ def run(case: Case, device: str, inputs):
         return choose(*(x.to(device) for x in inputs), case.geometry, **rules).cpu()
 
 
-def exact_scores(case: Case, inputs) -> list[list[list[list[float]]]]:
+def exact_scores(case, inputs):
     """Scores of the candidates, by batch entry, query, group and block, in float64."""
     if case.heads:
         return oracle.importance(*inputs, case.geometry, num_keys=case.keys, lengths=case.documents)
     q, k, size = *(x.double() for x in inputs), case.geometry.selection_block_size
 
-    def scores(b: int, t: int, g: int) -> list[float]:
+    def scores(b, t, g):
         position = case.keys - case.queries + t
         start = oracle.document_at(position, case.keys, case.documents).start
         return [float(block.max()) for block in (k[b, start : position + 1] @ q[b, t, g]).split(size)]
@@ -102,7 +102,7 @@ def exact_scores(case: Case, inputs) -> list[list[list[list[float]]]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])
-def test_choice_has_the_largest_scores(case: Case, device: str) -> None:
+def test_choice_has_the_largest_scores(case, device):
     """Scores of the chosen blocks, not indices: where fp32 cannot tell two blocks apart, either is right."""
     inputs = draw(case)
     chosen, exact = run(case, device, inputs), exact_scores(case, inputs)
@@ -126,7 +126,7 @@ def test_choice_has_the_largest_scores(case: Case, device: str) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 @pytest.mark.parametrize("heads", [4, 0], ids=["compressed keys", "index"])
-def test_a_longest_length_that_is_too_small(heads: int, device: str) -> None:
+def test_a_longest_length_that_is_too_small(heads, device):
     """On a GPU it is trusted: shorter documents are as they were, and no block behind it is chosen."""
     case = Case("packed", 330, 330, heads, 1, lengths=(20, 290, 20))
     inputs = [x.to(device) for x in draw(case)]
@@ -144,7 +144,7 @@ def test_a_longest_length_that_is_too_small(heads: int, device: str) -> None:
 
 @pytest.mark.parametrize(("lengths", "sign"), [(None, 1), ((60, 90), -1)], ids=["plus", "packed, minus"])
 @pytest.mark.parametrize("heads", [4, 0], ids=["compressed keys", "index"])
-def test_exact_ties_go_to_the_lower_index(heads: int, lengths, sign: int, device: str) -> None:
+def test_exact_ties_go_to_the_lower_index(heads, lengths, sign, device):
     """With equal keys all blocks that see as many of them are equal, in fp32 too, whatever the sign of their scores."""
     case = Case("ties", 150, 150, heads, 2, lengths=lengths)
     q, k, *_ = draw(case)
@@ -159,7 +159,7 @@ def test_exact_ties_go_to_the_lower_index(heads: int, lengths, sign: int, device
             assert [block for block in chosen[0, t, g].tolist() if block >= 0] == expected, (t, g)
 
 
-def test_order_of_scores_is_kept_by_their_bits() -> None:
+def test_order_of_scores_is_kept_by_their_bits():
     """The map of an index's scores, in NumPy's place: order of all signs and sizes, and no NaN among its results."""
     scores = torch.tensor([-torch.inf, -3e38, -1.0, -1e-30, 0.0, 1e-30, 1e-3, 1.0, 3.0, 1e4])
     bits = scores.view(torch.int32)

@@ -58,7 +58,7 @@ CASES = (
 ORDERS = ("block_major", "masked", "tiles")
 
 
-def draw(case: Case, seed: int = 0):
+def draw(case, seed=0):
     """q, k, v, the gradient of o, and a choice with pads, repetitions, future blocks, no order, and rows of pads."""
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(case.batch, case.queries, case.heads, case.dim, generator=generator)
@@ -72,14 +72,14 @@ def draw(case: Case, seed: int = 0):
     return q, k, v, d_o, chosen
 
 
-def documents_of(case: Case, device: str):
+def documents_of(case, device):
     if case.lengths is None:
         return None
     borders = torch.tensor([0, *case.lengths], device=device).cumsum(0)
     return Documents.from_cu_seqlens(borders, case.keys)
 
 
-def exact(case: Case, q, k, v, d_o, chosen):
+def exact(case, q, k, v, d_o, chosen):
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     blocks = case.geometry.num_selection_blocks(case.keys)
     chosen = chosen.masked_fill(chosen >= blocks, -1)
@@ -94,7 +94,7 @@ def exact(case: Case, q, k, v, d_o, chosen):
     + [(case, "tiles") for case in CASES],
     ids=lambda value: getattr(value, "why", value),
 )
-def test_values_and_gradients(case: Case, order: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_and_gradients(case, order, device, monkeypatch):
     monkeypatch.setattr(dispatch, "selected_order", order_rule(order))
     inputs = draw(case)
     expected = exact(case, *inputs)
@@ -117,9 +117,7 @@ def test_values_and_gradients(case: Case, order: str, device: str, monkeypatch: 
     ],
     ids=["two batch entries", "packed", "tiles"],
 )
-def test_chunks_of_rows_and_pieces_of_blocks(
-    lengths: tuple[int, ...] | None, limit: str, order: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_of_rows_and_pieces_of_blocks(lengths, limit, order, device, monkeypatch):
     """Chunks of the least size, one or several at a time, and pieces of a few slots give the same sums as one."""
     case = Case("chunks", 70, 70, heads=2, batch=1 if lengths else 2, lengths=lengths)
     q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
@@ -142,7 +140,7 @@ def test_chunks_of_rows_and_pieces_of_blocks(
 
 
 @pytest.mark.parametrize("order", ["block_major", "tiles"])
-def test_gate_is_a_factor_on_the_gradient(order: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_is_a_factor_on_the_gradient(order, device, monkeypatch):
     """The masked order's is that of the parts below."""
     monkeypatch.setattr(dispatch, "selected_order", order_rule(order))
     case = Case("gate", 24, 24, heads=4, groups=2)
@@ -156,7 +154,7 @@ def test_gate_is_a_factor_on_the_gradient(order: str, device: str, monkeypatch: 
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_strides_and_what_no_query_sees(order: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strides_and_what_no_query_sees(order, device, monkeypatch):
     """Views of wider tensors give what copies give, and NaN in blocks that nobody chose reaches nothing."""
     monkeypatch.setattr(dispatch, "selected_order", order_rule(order))
     case = Case("strides", 40, 60, heads=4, groups=2, batch=2)
@@ -180,7 +178,7 @@ def test_strides_and_what_no_query_sees(order: str, device: str, monkeypatch: py
         assert_close(name, actual[:, seen.to(device)], wanted[:, seen], torch.float32)
 
 
-def test_order_follows_from_the_shape() -> None:
+def test_order_follows_from_the_shape():
     order = dispatch.selected_order
     for heads, masked, tiles in ((1, 4096, 0), (2, 4096, 0), (3, 4096, 8192), (7, 4096, 8192), (8, 2048, 16384)):
         assert order(1, 65536, 16, 64, heads) == order(1, 64, 16, 64, heads) == "tiles"
@@ -197,11 +195,11 @@ def test_order_follows_from_the_shape() -> None:
         assert order(queries, 4097, 16, 64, 16, backward=True, packed=True) == "tiles"
 
 
-def test_of_packed_documents_the_longest_counts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_packed_documents_the_longest_counts(device, monkeypatch):
     """In both passes, behind the operator."""
     found, rule = [], dispatch.selected_order
 
-    def order(num_queries: int, longest: int, *others: int, **options: bool) -> str:
+    def order(num_queries, longest, *others, **options):
         found.append(longest)
         return rule(num_queries, longest, *others, **options)
 
@@ -221,9 +219,7 @@ def test_of_packed_documents_the_longest_counts(device: str, monkeypatch: pytest
         found.clear()
 
 
-def test_blocks_behind_a_longest_length_that_is_too_small_are_left_out(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_behind_a_longest_length_that_is_too_small_are_left_out(device, monkeypatch):
     """Of documents on a GPU the length is trusted; a wrong one must not read memory that is no choice's."""
     monkeypatch.setattr(dispatch, "selected_order", order_rule("masked"))
     case = Case("too long", 40, 600, lengths=(600,))
@@ -237,7 +233,7 @@ def test_blocks_behind_a_longest_length_that_is_too_small_are_left_out(
     assert_close("d_q", d_q, expected[1], torch.float32)
 
 
-def test_a_chunk_that_is_gathered_stays_in_the_cache_and_gives_blocks_enough() -> None:
+def test_a_chunk_that_is_gathered_stays_in_the_cache_and_gives_blocks_enough():
     # 8 KiB a row: 16 heads of 128 columns of q and d_o.
     assert dispatch.gathered_rows(8192, 1024, 16) == dispatch.GATHERED_BYTES // 8192
     # A million tokens: 32 slots a block, on average.
@@ -245,7 +241,7 @@ def test_a_chunk_that_is_gathered_stays_in_the_cache_and_gives_blocks_enough() -
     assert dispatch.gathered_rows(2**30, 1, 16) == 64
 
 
-def test_programs_are_cut_where_there_are_few() -> None:
+def test_programs_are_cut_where_there_are_few():
     # 16 sequences of 2,048 tokens, 12/2 heads: 1,024 blocks are enough for 132 multiprocessors.
     assert dispatch.masked_part_queries(2048, 6, 16 * 2 * 32, 132) == 2048
     # Two of them: 128 blocks, of which the first has 192 tiles of 64 rows; parts of 18.
@@ -271,9 +267,7 @@ PARTED = (
     [(PARTED[0], 32), *((case, 7) for case in PARTED[1:])],
     ids=lambda value: getattr(value, "why", value),
 )
-def test_parts_of_a_block_are_added(
-    case: Case, part_queries: int, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_a_block_are_added(case, part_queries, device, monkeypatch):
     """Cut at any query, with a gate, the parts add up to the gradient; memory that no part wrote is not read."""
     q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
     gate = torch.rand(q.shape[:3], generator=torch.Generator().manual_seed(3)).to(device)
@@ -292,9 +286,7 @@ def test_parts_of_a_block_are_added(
         assert_close(name, actual, wanted, torch.float32)
 
 
-def test_the_last_part_holds_what_a_longest_length_that_is_too_small_leaves(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_part_holds_what_a_longest_length_that_is_too_small_leaves(device, monkeypatch):
     case = Case("too long", 40, 40, lengths=(31, 9))
     q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
     documents, scale = documents_of(case, device)._replace(max_length=16), case.dim**-0.5
@@ -306,7 +298,7 @@ def test_the_last_part_holds_what_a_longest_length_that_is_too_small_leaves(
         assert_close(name, actual, wanted, torch.float32)
 
 
-def assert_right_on_a_gpu(case, order: str, portable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_right_on_a_gpu(case, order, portable, monkeypatch):
     """A large case in bf16: output and gradients, and the same bits twice."""
     monkeypatch.setattr(dispatch, "selected_order", order_rule(order))
     if portable:
@@ -335,7 +327,7 @@ def assert_right_on_a_gpu(case, order: str, portable: bool, monkeypatch: pytest.
 @pytest.mark.parametrize("case", [LARGE[1], LARGE[8], *LARGE[11:]], ids=lambda case: case.why)
 @pytest.mark.parametrize("portable", [False, True], ids=["as chosen", "portable"])
 @pytest.mark.parametrize("part_queries", [100, 192, 10_000])
-def test_parts_of_a_block_on_a_gpu(case, portable, part_queries, monkeypatch) -> None:
+def test_parts_of_a_block_on_a_gpu(case, portable, part_queries, monkeypatch):
     """d_k and d_v of the masked order, cut anywhere or not at all."""
     monkeypatch.setattr(dispatch, "masked_part_queries", lambda *sizes: part_queries)
     assert_right_on_a_gpu(case, "masked", portable, monkeypatch)
@@ -345,7 +337,7 @@ def test_parts_of_a_block_on_a_gpu(case, portable, part_queries, monkeypatch) ->
 @pytest.mark.parametrize("heads", [1, 3, 6, 7, 16, 48])
 @pytest.mark.parametrize("portable", [False, True], ids=["as chosen", "portable"])
 @pytest.mark.parametrize("lengths", [None, (200, 1, 64, 65, 70)], ids=["one document", "packed"])
-def test_block_major_in_chunks_on_a_gpu(heads, portable, lengths, monkeypatch) -> None:
+def test_block_major_in_chunks_on_a_gpu(heads, portable, lengths, monkeypatch):
     """Groups of any size, whole slots in a tile or not; rows of several chunks, whose d_k and d_v are added up."""
     # One byte: as few rows in a chunk as can be.
     monkeypatch.setattr(dispatch, "SELECTED_BUFFER_BYTES", 1)
@@ -359,7 +351,7 @@ def test_block_major_in_chunks_on_a_gpu(heads, portable, lengths, monkeypatch) -
 @pytest.mark.parametrize(
     "sizes", [{"batch": 2}, {"keys": 900}, {"lengths": (200, 1, 64, 65, 70)}], ids=["plain", "later queries", "packed"]
 )
-def test_tiles_on_a_gpu(heads, portable, sizes, monkeypatch) -> None:
+def test_tiles_on_a_gpu(heads, portable, sizes, monkeypatch):
     """Groups of any size, by programs that each take many tiles; in backward, rows of several chunks."""
     monkeypatch.setattr(devices, "multiprocessors", lambda device: 5)
     monkeypatch.setattr(dispatch, "GATHERED_BYTES", 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from trifocal.ops import Documents
 
@@ -13,19 +12,17 @@ pytest.importorskip("triton")
 BLOCK = 16
 
 
-def expected_lists(
-    chosen: Tensor, num_keys: int, lengths: tuple[int, ...] | None, queries: int
-) -> dict[tuple[int, int, int], tuple[dict[int, int], int]]:
+def expected_lists(chosen, num_keys, lengths, queries):
     """By batch entry, group and tile: who chose each block, by its first token; how many blocks are seen in part."""
     batch, num_queries, groups, _ = chosen.shape
     starts = [0]
     for length in lengths or ():
         starts.append(starts[-1] + length)
-    found: dict[tuple[int, int, int], tuple[dict[int, int], int]] = {}
+    found = {}
     for entry in range(batch):
         for group in range(groups):
             for first in range(0, num_queries, queries):
-                members: dict[int, int] = {}
+                members = {}
                 for query in range(first, min(first + queries, num_queries)):
                     token = query + num_keys - num_queries
                     start = max(start for start in starts if start <= token)
@@ -52,14 +49,8 @@ def expected_lists(
     ],
 )
 def test_lists_have_every_block_that_a_tile_chose_once(
-    batch: int,
-    num_queries: int,
-    num_keys: int,
-    num_selected: int,
-    queries: int,
-    lengths: tuple[int, ...] | None,
-    device: str,
-) -> None:
+    batch, num_queries, num_keys, num_selected, queries, lengths, device
+):
     """Latest first, with the bits of who chose it; pads, repetitions and blocks ahead are nobody's."""
     from trifocal.ops.triton.selected.tile_lists import build_tile_lists
 

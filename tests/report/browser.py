@@ -6,14 +6,11 @@ import os
 import shutil
 import subprocess
 import time
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
 
-def find() -> str | None:
+def find():
     """The path of an installed Chromium, if there is one."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
@@ -21,7 +18,7 @@ def find() -> str | None:
 class Browser:
     """One tab. Collects the messages and the errors of the page."""
 
-    def __init__(self, executable: str, profile: Path) -> None:
+    def __init__(self, executable, profile):
         child_reads, self._writes = os.pipe()
         self._reads, child_writes = os.pipe()
         # The pipe speaks on descriptors 3 and 4 of the browser.
@@ -39,19 +36,19 @@ class Browser:
         os.close(child_writes)
         self._buffer = b""
         self._next_id = 0
-        self._session: str | None = None
-        self.problems: list[str] = []
-        self.requests: list[str] = []
+        self._session = None
+        self.problems = []
+        self.requests = []
         targets = self.call("Target.getTargets")["targetInfos"]
         target = next(info["targetId"] for info in targets if info["type"] == "page")
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
-    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+    def call(self, method, **parameters):
         """Send one command and wait for its answer; events on the way are taken in."""
         self._next_id += 1
-        message: dict[str, Any] = {"id": self._next_id, "method": method, "params": parameters}
+        message = {"id": self._next_id, "method": method, "params": parameters}
         if self._session is not None:
             message["sessionId"] = self._session
         data = json.dumps(message).encode() + b"\0"
@@ -65,7 +62,7 @@ class Browser:
                 return dict(answer["result"])
             self._take_in(answer)
 
-    def open(self, page: Path | str, *, width: int = 1280, height: int = 900, theme: str = "light") -> None:
+    def open(self, page, *, width=1280, height=900, theme="light"):
         """Load a file or an address at a size and in a colour scheme, and wait until it says that it is drawn."""
         phone = width < 600
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
@@ -78,20 +75,20 @@ class Browser:
                 raise TimeoutError(f"{page} was not drawn in time; problems: {self.problems}")
             time.sleep(0.1)
 
-    def evaluate(self, expression: str) -> Any:
+    def evaluate(self, expression):
         """The value of a JavaScript expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
-    def press(self, key: str, text: str = "", *, control: bool = False) -> None:
+    def press(self, key, text="", *, control=False):
         """Press a key, which may write a text."""
-        event: dict[str, Any] = {"key": key, "code": key, "modifiers": 2 * control}
+        event = {"key": key, "code": key, "modifiers": 2 * control}
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **event)
         self.call("Input.dispatchKeyEvent", type="keyUp", **event)
 
-    def wait_for(self, expression: str) -> None:
+    def wait_for(self, expression):
         """Wait until a JavaScript expression is true."""
         deadline = time.time() + 60
         while not self.evaluate(expression):
@@ -99,13 +96,13 @@ class Browser:
                 raise TimeoutError(f"{expression} did not come true; problems: {self.problems}")
             time.sleep(0.02)
 
-    def screenshot(self, path: Path, *, whole_page: bool = True, clip: dict[str, float] | None = None) -> None:
+    def screenshot(self, path, *, whole_page=True, clip=None):
         """Save the page, its visible part, or a rectangle of it as PNG."""
         area = {} if clip is None else {"clip": clip}
         answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole_page, **area)
         path.write_bytes(base64.b64decode(answer["data"]))
 
-    def _receive(self) -> dict[str, Any]:
+    def _receive(self):
         while b"\0" not in self._buffer:
             part = os.read(self._reads, 1 << 20)
             if not part:
@@ -114,7 +111,7 @@ class Browser:
         message, _, self._buffer = self._buffer.partition(b"\0")
         return dict(json.loads(message))
 
-    def _take_in(self, event: dict[str, Any]) -> None:
+    def _take_in(self, event):
         method, parameters = event.get("method"), event.get("params", {})
         if method == "Runtime.exceptionThrown":
             self.problems.append(json.dumps(parameters["exceptionDetails"]))
@@ -125,12 +122,10 @@ class Browser:
         elif method == "Network.requestWillBeSent":
             self.requests.append(parameters["request"]["url"])
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind, error, trace):
         os.close(self._writes)
         os.close(self._reads)
         self._process.terminate()

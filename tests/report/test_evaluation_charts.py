@@ -2,8 +2,6 @@
 
 import itertools
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +11,7 @@ from trifocal.report.tables import key_figures
 from trifocal.runlog.run import read_run
 
 
-def write_evaluation(run: Path, step: int, **changes: Any) -> Path:
+def write_evaluation(run, step, **changes):
     """An evaluation with every task; the further back, the less is found."""
     common = {"source": "builtin", "status": "ok", **changes}
     rows = [{"task": "loss", "length": 256, "loss": 1.5, "bits_per_byte": 2.1, **common}]
@@ -37,7 +35,7 @@ def write_evaluation(run: Path, step: int, **changes: Any) -> Path:
     return path
 
 
-def test_the_last_evaluation_is_shown(tmp_path: Path) -> None:
+def test_the_last_evaluation_is_shown(tmp_path):
     run = write_run(tmp_path / "run", steps=20)
     assert evaluation_charts([read_run(run)]) == []
     write_evaluation(run, 10, source="earlier")
@@ -54,7 +52,7 @@ def test_the_last_evaluation_is_shown(tmp_path: Path) -> None:
     assert charts["recall_distance"].traces[0]["x"][:2] == ["0-7", "8-15"]
 
 
-def test_needles_of_two_sources_are_not_mixed(tmp_path: Path) -> None:
+def test_needles_of_two_sources_are_not_mixed(tmp_path):
     run = write_run(tmp_path / "run", steps=20)
     path = write_evaluation(run, 20)
     content = json.loads(path.read_text())
@@ -70,7 +68,7 @@ def test_needles_of_two_sources_are_not_mixed(tmp_path: Path) -> None:
     assert "8 haystacks a cell. 3 needles in a haystack." in charts["needle-0"].caption
 
 
-def test_runs_are_compared_in_one_chart(tmp_path: Path) -> None:
+def test_runs_are_compared_in_one_chart(tmp_path):
     runs = [write_run(tmp_path / name, steps=20) for name in ("sparse", "dense", "other")]
     for run in runs[:2]:
         write_evaluation(run, 20)
@@ -80,7 +78,7 @@ def test_runs_are_compared_in_one_chart(tmp_path: Path) -> None:
     assert {key for key in charts if key.startswith("needle")} == {"needle-0", "needle-1"}
 
 
-def test_the_model_beside_is_drawn_beside(tmp_path: Path) -> None:
+def test_the_model_beside_is_drawn_beside(tmp_path):
     run = write_run(tmp_path / "sparse")
     path = write_evaluation(run, 20)
     content = json.loads(path.read_text())
@@ -97,7 +95,7 @@ def test_the_model_beside_is_drawn_beside(tmp_path: Path) -> None:
     assert figures["loss, beside SmolLM2"] == "1.5000, 1.4000" and figures["same likeliest token"] == "90.00%"
 
 
-def test_a_file_that_is_no_evaluation_is_left_out_and_said(tmp_path: Path) -> None:
+def test_a_file_that_is_no_evaluation_is_left_out_and_said(tmp_path):
     run = write_run(tmp_path / "run", steps=20)
     for content in ("", "[]", '{"rows": [3]}', '{"rows": [{"task": "loss"}]}', "{"):
         write_evaluation(run, 20).write_text(content)
@@ -110,7 +108,7 @@ def test_a_file_that_is_no_evaluation_is_left_out_and_said(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("wrong", [None, True, "x", [[1]]], ids=str)
-def test_values_of_wrong_types_are_not_drawn(tmp_path: Path, wrong: Any) -> None:
+def test_values_of_wrong_types_are_not_drawn(tmp_path, wrong):
     run = write_run(tmp_path / "run", steps=20)
     path = write_evaluation(run, 20)
     content = json.loads(path.read_text())

@@ -5,7 +5,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +30,7 @@ GPU_ONLY_CHARTS = 1
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def browser(tmp_path_factory):
     executable = find()
     if executable is None:
         pytest.skip("no Chromium is installed: apt-get install chromium")
@@ -39,13 +39,13 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def opened(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Browser:
+def opened(browser, tmp_path_factory):
     """The browser with one report in it; each test that takes it touches another part of the page."""
     browser.open(write_report(write_run(tmp_path_factory.mktemp("report") / "run", steps=400)))
     return browser
 
 
-def drawn(browser: Browser) -> int:
+def drawn(browser):
     """Charts in the page whose plot has marks on it."""
     script = """[...document.querySelectorAll('.js-plotly-plot')].filter(
         (plot) => plot.querySelector('.scatterlayer .trace, .barlayer .trace, .heatmaplayer image')).length"""
@@ -54,9 +54,7 @@ def drawn(browser: Browser) -> int:
 
 # The page of `opened` is wide and light.
 @pytest.mark.parametrize(("width", "theme"), [(1280, "dark"), (390, "light")])
-def test_every_chart_is_drawn_without_a_word_on_the_console(
-    make_run: MakeRun, browser: Browser, width: int, theme: str
-) -> None:
+def test_every_chart_is_drawn_without_a_word_on_the_console(make_run, browser, width, theme):
     page = write_report(make_run(steps=300, gpu=True, ranks=2))
     browser.requests.clear()
     browser.open(page, width=width, theme=theme)
@@ -68,10 +66,10 @@ def test_every_chart_is_drawn_without_a_word_on_the_console(
     assert fetched == {page.resolve().as_uri()}
 
 
-def test_the_picture_shows_the_text_that_a_query_reads(opened: Browser) -> None:
+def test_the_picture_shows_the_text_that_a_query_reads(opened):
     key = TEXT.index("second")
 
-    def pane(selector: str) -> str:
+    def pane(selector):
         parts = f"[...document.querySelectorAll('.reader .text {selector}')].map((part) => part.textContent)"
         return str(opened.evaluate(f"{parts}.join('|')"))
 
@@ -103,7 +101,7 @@ def test_the_picture_shows_the_text_that_a_query_reads(opened: Browser) -> None:
     assert opened.problems == []
 
 
-def test_layer_group_and_step_of_the_picture_can_be_chosen(opened: Browser) -> None:
+def test_layer_group_and_step_of_the_picture_can_be_chosen(opened):
     assert opened.evaluate("[...document.querySelectorAll('.picture select.layer option')].length") == 6
     script = """(async () => {
       const set = (name, value) => {
@@ -121,7 +119,7 @@ def test_layer_group_and_step_of_the_picture_can_be_chosen(opened: Browser) -> N
     assert opened.problems == []
 
 
-def test_a_long_run_keeps_a_few_pictures_with_both_ends(make_run: MakeRun) -> None:
+def test_a_long_run_keeps_a_few_pictures_with_both_ends(make_run):
     run = make_run(steps=300)
     for step in range(310, 420, 10):
         write_picture(run, step, 4)
@@ -129,7 +127,7 @@ def test_a_long_run_keeps_a_few_pictures_with_both_ends(make_run: MakeRun) -> No
     assert len(steps) == 6 and (steps[0], steps[-1]) == (150, 410)
 
 
-def test_a_comparison_draws_every_run(make_run: MakeRun, browser: Browser) -> None:
+def test_a_comparison_draws_every_run(make_run, browser):
     runs = [make_run("nsa", steps=300), make_run("dense", steps=300, learning_rate=1e-3, telemetry=False)]
     page = write_report(runs, runs[0].parent / "both.html")
     browser.open(page)
@@ -139,7 +137,7 @@ def test_a_comparison_draws_every_run(make_run: MakeRun, browser: Browser) -> No
     assert "optimizer.learning_rate" in text and "data.source" not in text.split("Environment and config")[0]
 
 
-def test_the_page_is_one_file_with_plotly_in_it_once(make_run: MakeRun) -> None:
+def test_the_page_is_one_file_with_plotly_in_it_once(make_run):
     run = make_run(steps=300)
     page = write_report(run)
     assert page == run / "report.html" and page.stat().st_size < 7e6
@@ -147,7 +145,7 @@ def test_the_page_is_one_file_with_plotly_in_it_once(make_run: MakeRun) -> None:
     assert scripts == 4 and not re.findall(r"""(?:src|href)=["'](?!data:|#)""", outside)
 
 
-def test_text_of_the_run_cannot_become_part_of_the_page(make_run: MakeRun) -> None:
+def test_text_of_the_run_cannot_become_part_of_the_page(make_run):
     run = make_run(steps=300)
     evil = "</script><script>alert(1)</script>"
     (run / "samples" / "step_99999999.txt").write_text(evil)
@@ -160,7 +158,7 @@ def test_text_of_the_run_cannot_become_part_of_the_page(make_run: MakeRun) -> No
     assert "<script>alert" not in write_report(run).read_text()
 
 
-def test_cells_of_tables_are_escaped(tmp_path: Path) -> None:
+def test_cells_of_tables_are_escaped(tmp_path):
     """The names of runs and hosts, and the values of their configurations, side by side."""
     evil = "<b class=evil>"
     runs = [write_run(tmp_path / f"{evil}{number}", steps=100, layers=1) for number in (1, 2)]
@@ -176,7 +174,7 @@ def test_cells_of_tables_are_escaped(tmp_path: Path) -> None:
     assert page.count("&lt;b class=evil&gt;1") > 5 and "text:/&lt;b class=evil&gt;1" in page
 
 
-def test_a_report_is_not_written_through_a_link(make_run: MakeRun, tmp_path: Path) -> None:
+def test_a_report_is_not_written_through_a_link(make_run, tmp_path):
     run, outside = make_run(steps=100), tmp_path / "outside"
     outside.write_text("mine")
     (run / "report.html").symlink_to(outside)
@@ -184,7 +182,7 @@ def test_a_report_is_not_written_through_a_link(make_run: MakeRun, tmp_path: Pat
     assert outside.read_text() == "mine" and page.is_file() and not page.is_symlink()
 
 
-def test_a_run_that_only_began_and_what_is_no_run(make_run: MakeRun, tmp_path: Path) -> None:
+def test_a_run_that_only_began_and_what_is_no_run(make_run, tmp_path):
     empty = tmp_path / "empty"
     (empty / "heartbeat").mkdir(parents=True)
     page = write_report(empty).read_text()
@@ -201,27 +199,27 @@ def test_a_run_that_only_began_and_what_is_no_run(make_run: MakeRun, tmp_path: P
         write_report(fine, tmp_path / "file" / "report.html")
 
 
-def test_without_plotly_the_error_names_the_extra(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_plotly_the_error_names_the_extra(make_run, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(UserError, match=r"pip install 'trifocal\[report\]'"):
         write_report(make_run(steps=100))
 
 
-def marks(run: Path) -> list[str]:
+def marks(run):
     return [finding.mark for finding in summarise(read_run(run))]
 
 
-def words(run: Path) -> str:
+def words(run):
     return " ".join(finding.text for finding in summarise(read_run(run)))
 
 
-def test_a_good_run_is_called_good(make_run: MakeRun) -> None:
+def test_a_good_run_is_called_good(make_run):
     run = make_run(steps=2000, final_loss=1.6, gpu=True)
     assert marks(run)[:3] == ["good", "good", "good"]
     assert "1.690 nats per token" in words(run) and "of the GPU's peak (executed FLOPs): it is well used" in words(run)
 
 
-def test_a_recall_near_chance_is_too_early_to_tell(make_run: MakeRun) -> None:
+def test_a_recall_near_chance_is_too_early_to_tell(make_run):
     run = read_run(make_run(steps=300, gpu=True))
     for recall, said in ((0.48, "chance would find 43%: too early to tell."), (0.6, "chance would find 43%.")):
         for row in run.of_kind("telemetry"):
@@ -229,7 +227,7 @@ def test_a_recall_near_chance_is_too_early_to_tell(make_run: MakeRun) -> None:
         assert f"The choice finds {recall:.0%} of what the exact choice would; {said}" in summarise(run)[1].text
 
 
-def test_only_what_a_run_does_not_have_is_advised(make_run: MakeRun) -> None:
+def test_only_what_a_run_does_not_have_is_advised(make_run):
     run, settings = make_run(steps=300, gpu=True), {"precision": "bf16", "compile": True}
     larger = {"micro_batch_size": 2, "global_batch_size": 8}
     expected = "Try a larger train.micro_batch_size and train.cuda_graphs: the GPU has room."
@@ -246,7 +244,7 @@ def test_only_what_a_run_does_not_have_is_advised(make_run: MakeRun) -> None:
     assert expected in advice_on_speed(run, settings | two)
 
 
-def advice_on_speed(run: Path, train: dict[str, object]) -> str:
+def advice_on_speed(run, train):
     """The sentence about the speed of a slow run with these settings of training."""
     rewrite_training(run, lambda row: row.update(executed_mfu=0.05))
     lines = "".join(f"{name} = {json.dumps(value)}\n" for name, value in train.items())
@@ -255,7 +253,7 @@ def advice_on_speed(run: Path, train: dict[str, object]) -> str:
     return summarise(read_run(run))[3].text
 
 
-def rewrite_training(run: Path, change: Callable[[dict[str, float]], None]) -> None:
+def rewrite_training(run, change):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
         if row["kind"] in ("train", "evaluation"):
@@ -263,11 +261,11 @@ def rewrite_training(run: Path, change: Callable[[dict[str, float]], None]) -> N
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def evaluated(loss: Callable[[int], float]) -> Callable[[dict[str, float]], None]:
+def evaluated(loss):
     return lambda row: row.update(validation_loss=loss(row["step"])) if row["kind"] == "evaluation" else None
 
 
-def spiking(steps: Callable[[int], bool]) -> Callable[[dict[str, float]], None]:
+def spiking(steps):
     return lambda row: row.update(gradient_norm=100.0 if steps(row["step"]) else 1.0)
 
 
@@ -281,15 +279,13 @@ def spiking(steps: Callable[[int], bool]) -> Callable[[dict[str, float]], None]:
         (spiking(lambda step: step <= 200), 1, "good", "no spikes"),
     ],
 )
-def test_a_finding_has_its_evidence(
-    make_run: MakeRun, change: Callable[[dict[str, float]], None], finding: int, mark: str, said: str
-) -> None:
+def test_a_finding_has_its_evidence(make_run, change, finding, mark, said):
     run = make_run(steps=2000)
     rewrite_training(run, change)
     assert marks(run)[finding] == mark and said in words(run)
 
 
-def test_longer_training_is_advised_only_at_the_end(make_run: MakeRun) -> None:
+def test_longer_training_is_advised_only_at_the_end(make_run):
     run = make_run(steps=2000)
     rewrite_training(run, evaluated(lambda step: 4.0 - step / 1000))
     assert "Train longer" in words(run)
@@ -297,7 +293,7 @@ def test_longer_training_is_advised_only_at_the_end(make_run: MakeRun) -> None:
     assert "Train longer" not in words(run) and "It is still falling." in words(run)
 
 
-def test_warnings_and_lost_losses_are_unhealthy(make_run: MakeRun) -> None:
+def test_warnings_and_lost_losses_are_unhealthy(make_run):
     run = make_run(steps=2000)
     with MetricsWriter(run / "metrics.jsonl") as metrics:
         metrics.event(2000, "gate_closed", "layer 3: the compressed gate is closed", severity="warning")
@@ -306,7 +302,7 @@ def test_warnings_and_lost_losses_are_unhealthy(make_run: MakeRun) -> None:
     assert "layer 3: the compressed gate is closed" in words(run) and "not a number at step 2,001" in words(run)
 
 
-def test_what_selection_cannot_choose_is_neither_drawn_nor_praised(make_run: MakeRun) -> None:
+def test_what_selection_cannot_choose_is_neither_drawn_nor_praised(make_run):
     run = make_run(steps=300)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
@@ -319,7 +315,7 @@ def test_what_selection_cannot_choose_is_neither_drawn_nor_praised(make_run: Mak
     assert "gates are open" in words(run) and "exact choice" not in words(run)
 
 
-def test_the_choice_is_compared_with_the_exact_one(make_run: MakeRun) -> None:
+def test_the_choice_is_compared_with_the_exact_one(make_run):
     charts = {chart.key: chart for chart in attention_charts(read_run(make_run(steps=400)))}
     *layers, choice, chance = charts["recall"].traces
     assert len(layers) == 4 and choice["y"] == [0.475, 0.55, 0.625, 0.7] and chance["y"] == [0.35] * 4
@@ -328,7 +324,7 @@ def test_the_choice_is_compared_with_the_exact_one(make_run: MakeRun) -> None:
     assert sum(held["y"]) == pytest.approx(0.7) and held["y"][-1] < exact["y"][-1]
 
 
-def test_a_phone_stacks_charts_and_scrolls_wide_tables_sideways(make_run: MakeRun, browser: Browser) -> None:
+def test_a_phone_stacks_charts_and_scrolls_wide_tables_sideways(make_run, browser):
     names = ("first", "a run with a long name", "another one", "the last of them")
     browser.open(write_report(make_run("alone", steps=300, layers=12)), width=390, theme="dark")
     assert browser.evaluate("document.documentElement.scrollWidth") == 390
@@ -344,14 +340,14 @@ def test_a_phone_stacks_charts_and_scrolls_wide_tables_sideways(make_run: MakeRu
     assert browser.problems == []
 
 
-def test_a_stopped_run_is_not_a_finished_one(make_run: MakeRun) -> None:
+def test_a_stopped_run_is_not_a_finished_one(make_run):
     run = make_run(steps=300)
     set_last_beat(run, status="stopped", step=300)
     assert marks(run)[1] == "watch" and "It was stopped at step 300" in words(run)
     assert f"trifocal train --resume {run} continues to its last step." in words(run)
 
 
-def test_a_dead_rank_and_waiting_for_data_are_said(make_run: MakeRun) -> None:
+def test_a_dead_rank_and_waiting_for_data_are_said(make_run):
     run = make_run(steps=300)
     totals = {"data": 500.0, "forward": 50.0, "backward": 50.0}
     set_last_beat(run, pid=2**22 + 5, unix_time_seconds=1.7e9, total_seconds=totals)
@@ -370,7 +366,7 @@ def test_a_dead_rank_and_waiting_for_data_are_said(make_run: MakeRun) -> None:
     assert marks(run)[2] == "watch" and "time goes to data" in words(run)
 
 
-def test_time_by_phase_adds_up_over_resumes(make_run: MakeRun) -> None:
+def test_time_by_phase_adds_up_over_resumes(make_run):
     run = make_run(steps=300)
     before = read_run(run).phase_seconds()
     set_last_beat(run, pid=1, status="running", total_seconds={"forward": 5.0})
@@ -382,7 +378,7 @@ def test_time_by_phase_adds_up_over_resumes(make_run: MakeRun) -> None:
     assert after["data"] == before["data"] + 1.0
 
 
-def test_thinning_keeps_ends_spikes_and_order() -> None:
+def test_thinning_keeps_ends_spikes_and_order():
     values = [1.0] * 100_000
     values[54_321], values[77_777] = 9.0, -9.0
     steps, kept = thin(list(range(100_000)), values, most=1000)

@@ -27,13 +27,13 @@ from trifocal.runlog.run import read_run
 MakeRun = Callable[..., Path]
 
 
-def shown(run: Path, width: int = 100) -> str:
+def shown(run, width=100):
     console = Console(file=io.StringIO(), width=width)
     console.print(render(read_run(run, live=True)))
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    return console.file.getvalue()
 
 
-def test_one_look_shows_what_matters(make_run: MakeRun) -> None:
+def test_one_look_shows_what_matters(make_run):
     run = make_run(steps=500, gpu=True, ranks=2)
     text = shown(run)
     for part in (
@@ -50,7 +50,7 @@ def test_one_look_shows_what_matters(make_run: MakeRun) -> None:
     assert "saved checkpoints/step_500" in text
 
 
-def test_each_source_has_its_loss_and_its_epochs(make_run: MakeRun) -> None:
+def test_each_source_has_its_loss_and_its_epochs(make_run):
     run = make_run(steps=500)
     with MetricsWriter(run / "metrics.jsonl") as metrics:
         metrics.write("train", 500, **{"loss": 1.0, "epoch/builtin": 3, "epoch/text:a": 0})
@@ -63,7 +63,7 @@ def test_each_source_has_its_loss_and_its_epochs(make_run: MakeRun) -> None:
     assert [trace["name"] for trace in chart.traces][-2:] == ["validation, builtin", "validation, text:a"]
 
 
-def test_an_end_has_no_eta(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_has_no_eta(make_run, monkeypatch):
     run = make_run(steps=500)
     (run / "config.toml").write_text((run / "config.toml").read_text().replace("steps = 500", "steps = 900"))
     # The rows were written at once.
@@ -75,7 +75,7 @@ def test_an_end_has_no_eta(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -
         assert "500/900" in shown(run) and "ETA" not in shown(run)
 
 
-def test_nothing_in_a_file_moves_the_terminal(make_run: MakeRun) -> None:
+def test_nothing_in_a_file_moves_the_terminal(make_run):
     attack = "\x1b]0;title\x07\x1b[2J\x9b31m\u202eharmless"
     run = make_run(steps=100)
     run = run.rename(run.with_name(f"a{attack}"))
@@ -84,13 +84,13 @@ def test_nothing_in_a_file_moves_the_terminal(make_run: MakeRun) -> None:
     set_last_beat(run, 0, unix_time_seconds=time.time(), phase=attack, where=attack, phase_seconds=500.0)
     console = SafeConsole(file=io.StringIO(), width=200, force_terminal=True)
     console.print(render(read_run(run, live=True)))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = console.file.getvalue()
     assert text.count("]0;title[2J31mharmless") >= 3
     # Rich's own colours remain.
     assert not set(re.sub(r"\x1b\[[0-9;]*m", "", text)) & set("\x1b\x07\x9b\u202e\r\b")
 
 
-def test_what_is_no_file_is_passed_over(make_run: MakeRun) -> None:
+def test_what_is_no_file_is_passed_over(make_run):
     run = make_run(steps=100)
     # Opening one of these would wait for ever.
     os.mkfifo(run / "heartbeat" / "rank7.jsonl")
@@ -102,7 +102,7 @@ def test_what_is_no_file_is_passed_over(make_run: MakeRun) -> None:
     assert "finished" in shown(run)
 
 
-def test_the_exit_status_tells_a_script(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exit_status_tells_a_script(make_run, capsys):
     run = make_run(steps=100)
     assert main(["watch", str(run)]) == 0
     set_last_beat(run, 0, unix_time_seconds=time.time(), phase_seconds=500.0)
@@ -113,7 +113,7 @@ def test_the_exit_status_tells_a_script(make_run: MakeRun, capsys: pytest.Captur
     assert "at least 0" in capsys.readouterr().err
 
 
-def test_it_is_live_on_a_terminal_and_ends_with_the_run(make_run: MakeRun) -> None:
+def test_it_is_live_on_a_terminal_and_ends_with_the_run(make_run):
     run = make_run(steps=100)
     # Not late for as long as it takes to start.
     set_last_beat(run, 0, unix_time_seconds=time.time(), step=77, expected_phase_seconds=60.0, interval_seconds=600.0)
@@ -145,7 +145,7 @@ def test_it_is_live_on_a_terminal_and_ends_with_the_run(make_run: MakeRun) -> No
     assert seen.index("running") < seen.rindex("finished")
 
 
-def test_the_time_left_follows_the_pace(make_run: MakeRun) -> None:
+def test_the_time_left_follows_the_pace(make_run):
     path = make_run(steps=400)
     run = read_run(path)
     run.heartbeats = {}

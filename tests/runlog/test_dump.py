@@ -1,10 +1,6 @@
 """The contents of a dump: collectives in words, and never a failure."""
 
 import json
-from pathlib import Path
-from typing import Any
-
-import pytest
 
 from tests.written_runs import Clock
 from trifocal.runlog import Heartbeat, Watchdog
@@ -20,7 +16,7 @@ from trifocal.runlog.stalls.collectives import (
 from trifocal.runlog.stalls.dump import read_answers, stall_summary, write_details, write_stacks
 
 
-def entry(number: int, name: str = "nccl:all_reduce", **fields: Any) -> dict[str, Any]:
+def entry(number, name="nccl:all_reduce", **fields):
     """A record as NCCL's flight recorder gives it."""
     return {
         "record_id": number,
@@ -43,7 +39,7 @@ def entry(number: int, name: str = "nccl:all_reduce", **fields: Any) -> dict[str
     } | fields
 
 
-def test_records_are_told_in_words() -> None:
+def test_records_are_told_in_words():
     found = decode({"entries": [entry(1), entry(2, state="started", retired=False, duration_ms=None)]}, now=1012.0)
     assert [collective.ended for collective in found] == [True, False]
     page = describe(found)
@@ -55,12 +51,12 @@ def test_records_are_told_in_words() -> None:
     assert last_of_each_group(found) == found[1:]
 
 
-def collective(number: int, *, ended: bool, library: str = "nccl", group: str = "0 default_pg") -> Collective:
+def collective(number, *, ended, library="nccl", group="0 default_pg"):
     state = "completed" if ended else "started"
     return Collective(library, group, number, "all_reduce", "[1] Float", ended, state, 5.0, None, "")
 
 
-def test_it_says_who_waits_for_whom() -> None:
+def test_it_says_who_waits_for_whom():
     open_one, before = collective(5, ended=False), collective(4, ended=True)
     assert describe_waiting_ranks({0: [open_one], 1: [before], 2: [open_one]}) == [
         "Ranks 0, 2 wait in nccl's all_reduce number 5 of group 0 default_pg for rank 1, which has not called it."
@@ -74,7 +70,7 @@ def test_it_says_who_waits_for_whom() -> None:
     assert describe_waiting_ranks({}) == []
 
 
-def test_without_processes_there_is_nothing_on_record(tmp_path: Path) -> None:
+def test_without_processes_there_is_nothing_on_record(tmp_path):
     assert recorded_collectives() == []
     write_stacks(tmp_path, 3)
     row = Heartbeat(tmp_path / "heartbeat", 3).snapshot()
@@ -86,8 +82,8 @@ def test_without_processes_there_is_nothing_on_record(tmp_path: Path) -> None:
     assert list(read_answers(tmp_path)) == [3]
 
 
-def test_a_part_that_fails_says_so_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> list[Collective]:
+def test_a_part_that_fails_says_so_in_its_file(tmp_path, monkeypatch):
+    def broken():
         raise RuntimeError("no recorder")
 
     monkeypatch.setattr("trifocal.runlog.stalls.dump.recorded_collectives", broken)
@@ -96,7 +92,7 @@ def test_a_part_that_fails_says_so_in_its_file(tmp_path: Path, monkeypatch: pyte
     assert 0 in read_answers(tmp_path)
 
 
-def test_the_summary_tells_who_has_answered_and_who_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_summary_tells_who_has_answered_and_who_has_not(tmp_path, monkeypatch):
     beats = {}
     for rank in (0, 1, 2):
         with JsonLinesWriter(tmp_path / "heartbeat" / f"rank{rank}.jsonl") as writer:
@@ -106,7 +102,7 @@ def test_the_summary_tells_who_has_answered_and_who_has_not(tmp_path: Path, monk
     folder = tmp_path / "dumps" / "stalled"
     folder.mkdir(parents=True)
 
-    def answer(rank: int, *collectives: Collective) -> None:
+    def answer(rank, *collectives):
         monkeypatch.setattr("trifocal.runlog.stalls.dump.recorded_collectives", lambda: list(collectives))
         write_details(folder, rank, beats[rank])
 
@@ -125,12 +121,10 @@ def test_the_summary_tells_who_has_answered_and_who_has_not(tmp_path: Path, monk
     assert "- Rank 0 waits in nccl's all_reduce number 5 of group 0 default_pg for rank 1, which has not called" in text
 
 
-def test_where_nothing_can_be_written_the_stall_is_said_all_the_same(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_nothing_can_be_written_the_stall_is_said_all_the_same(tmp_path, caplog):
     """A file stands where the folder of dumps should be."""
     (tmp_path / "dumps").write_text("")
-    said: list[str] = []
+    said = []
     clock = Clock()
     heartbeat = Heartbeat(tmp_path / "heartbeat", clock=clock)
     with Watchdog(heartbeat, tmp_path, on_stall=said.append) as watchdog:

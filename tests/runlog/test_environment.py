@@ -14,7 +14,7 @@ import torch
 from trifocal.runlog import memory_statistics, peak_bf16_flops, write_environment
 
 
-def test_versions_settings_and_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_versions_settings_and_hash(monkeypatch, tmp_path):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -38,7 +38,7 @@ def test_versions_settings_and_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert description["trifocal"]["git_commit"] == (answer.stdout.strip() or None)
 
 
-def test_secrets_are_masked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_secrets_are_masked(monkeypatch, tmp_path):
     for name in ("NVIDIA_API_KEY", "TORCH_HUB_TOKEN", "CUDA_secret", "TRITON_Password", "MKL_CREDENTIALS"):
         monkeypatch.setenv(name, "hunter2")
     monkeypatch.setenv("TORCH_HOME_MIRROR", "https://me:hunter2@mirror/x@y?token=hunter2&page=3")
@@ -53,7 +53,7 @@ def test_secrets_are_masked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     ]  # fmt: skip
 
 
-def test_memory_follows_an_allocation() -> None:
+def test_memory_follows_an_allocation():
     size = 50_000_000
     before = memory_statistics("cpu")
     # An array could take memory that this process has freed and not given back.
@@ -76,5 +76,5 @@ def test_memory_follows_an_allocation() -> None:
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
     ],
 )
-def test_peaks_of_the_data_sheets_without_a_guess(name: str, tflops: float | None) -> None:
+def test_peaks_of_the_data_sheets_without_a_guess(name, tflops):
     assert peak_bf16_flops(name) == (tflops and pytest.approx(tflops * 1e12))

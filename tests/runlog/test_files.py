@@ -5,7 +5,6 @@ import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ from trifocal.runlog import write_environment
 from trifocal.runlog.whole_files import write_output, write_whole
 
 
-def test_a_full_disk_leaves_the_earlier_file_and_nothing_beside_it(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_earlier_file_and_nothing_beside_it(tmp_path):
     path = tmp_path / "env.json"
     write_environment(path)
     before = path.read_bytes()
@@ -27,13 +26,11 @@ def test_a_full_disk_leaves_the_earlier_file_and_nothing_beside_it(tmp_path: Pat
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
-def test_what_must_outlive_a_power_cut_is_on_the_disk_before_it_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_must_outlive_a_power_cut_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     path, found = tmp_path / "config.toml", []
     flush = os.fsync
 
-    def seen(descriptor: int) -> Any:
+    def seen(descriptor):
         found.append((os.fstat(descriptor).st_size, path.exists()))
         return flush(descriptor)
 
@@ -43,12 +40,12 @@ def test_what_must_outlive_a_power_cut_is_on_the_disk_before_it_has_its_name(
     assert found == [(8, False)] and path.read_text() == "seed = 22"
 
 
-def test_two_writers_of_one_file_leave_one_of_two_whole_files(tmp_path: Path) -> None:
+def test_two_writers_of_one_file_leave_one_of_two_whole_files(tmp_path):
     path, contents = tmp_path / "report.html", ["a" * 100_000, "b" * 100_000]
     write_whole(path, contents[0])
     stop = threading.Event()
 
-    def write(content: str) -> None:
+    def write(content):
         while not stop.is_set():
             write_whole(path, content)
 
@@ -62,7 +59,7 @@ def test_two_writers_of_one_file_leave_one_of_two_whole_files(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_of_the_user_keeps_its_link_and_a_device_stays_a_device(tmp_path: Path) -> None:
+def test_a_file_of_the_user_keeps_its_link_and_a_device_stays_a_device(tmp_path):
     target, link = tmp_path / "there" / "page.html", tmp_path / "page.html"
     link.symlink_to(target)
     write_output(link, "new")

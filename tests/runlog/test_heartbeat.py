@@ -2,21 +2,20 @@
 
 import logging
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.written_runs import Clock, wait_for
 from trifocal.runlog import Heartbeat
 from trifocal.runlog import heartbeat as heartbeat_module
-from trifocal.runlog.jsonl import Row, read_lines
+from trifocal.runlog.jsonl import read_lines
 
 
-def rows_of(folder: Path, rank: int = 0) -> list[Row]:
+def rows_of(folder, rank=0):
     return read_lines(folder / f"rank{rank}.jsonl")
 
 
-def test_phases_learn_what_to_expect(tmp_path: Path) -> None:
+def test_phases_learn_what_to_expect(tmp_path):
     clock = Clock()
     heartbeat = Heartbeat(tmp_path, minimum_stall_seconds=0.01, clock=clock)
     assert heartbeat.snapshot()["phase"] == "start"
@@ -31,7 +30,7 @@ def test_phases_learn_what_to_expect(tmp_path: Path) -> None:
     assert (row["phase_seconds"], row["total_seconds"]["data"]) == (0.25, 3.75)
 
 
-def test_no_limit_before_a_phase_has_ended_once_nor_at_start_or_compile(tmp_path: Path) -> None:
+def test_no_limit_before_a_phase_has_ended_once_nor_at_start_or_compile(tmp_path):
     with Heartbeat(tmp_path, interval_seconds=60) as heartbeat:
         with heartbeat.phase("forward"):
             assert heartbeat.snapshot()["stall_limit_seconds"] is None
@@ -42,7 +41,7 @@ def test_no_limit_before_a_phase_has_ended_once_nor_at_start_or_compile(tmp_path
             assert heartbeat.snapshot()["stall_limit_seconds"] == 120
 
 
-def test_a_compilers_time_is_not_the_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compilers_time_is_not_the_phases(tmp_path, monkeypatch):
     answers = iter([False, True, True, False, False, False])
     monkeypatch.setattr(heartbeat_module, "where", lambda thread, others: ("", next(answers)))
     clock = Clock()
@@ -60,7 +59,7 @@ def test_a_compilers_time_is_not_the_phases(tmp_path: Path, monkeypatch: pytest.
     assert rows[-1]["total_seconds"]["forward"] == 5.0
 
 
-def test_nested_phases_return_to_the_outer_one_and_totals_add_up(tmp_path: Path) -> None:
+def test_nested_phases_return_to_the_outer_one_and_totals_add_up(tmp_path):
     clock = Clock()
     heartbeat = Heartbeat(tmp_path, clock=clock)
     with heartbeat.phase("evaluate"):
@@ -73,7 +72,7 @@ def test_nested_phases_return_to_the_outer_one_and_totals_add_up(tmp_path: Path)
     assert heartbeat.snapshot()["total_seconds"] == {"start": 0.0, "evaluate": 4.0, "data": 5.0, "other": 0.0}
 
 
-def test_progress_keeps_what_is_not_given(tmp_path: Path) -> None:
+def test_progress_keeps_what_is_not_given(tmp_path):
     with Heartbeat(tmp_path, interval_seconds=60) as heartbeat:
         heartbeat.update(step=4, loss=2.0, tokens_per_second=100.0)
         heartbeat.update(step=5)
@@ -83,13 +82,13 @@ def test_progress_keeps_what_is_not_given(tmp_path: Path) -> None:
     assert row["memory_allocated_bytes"] > 1e6
 
 
-def test_the_last_row_says_whether_it_failed(tmp_path: Path) -> None:
+def test_the_last_row_says_whether_it_failed(tmp_path):
     with pytest.raises(KeyError), Heartbeat(tmp_path):
         raise KeyError("boom")
     assert rows_of(tmp_path)[-1]["status"] == "failed"
 
 
-def test_a_full_disk_never_reaches_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_never_reaches_training(tmp_path, caplog):
     (tmp_path / "rank0.jsonl").symlink_to("/dev/full")
     with caplog.at_level(logging.WARNING), Heartbeat(tmp_path, interval_seconds=0.01) as heartbeat:
         for _ in range(5):
@@ -99,7 +98,7 @@ def test_a_full_disk_never_reaches_training(tmp_path: Path, caplog: pytest.LogCa
     assert len(thread_warnings) == 1
 
 
-def test_an_observer_that_fails_is_warned_about_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_observer_that_fails_is_warned_about_once(tmp_path, caplog):
     heartbeat = Heartbeat(tmp_path, interval_seconds=0.01)
     heartbeat.observers.append(lambda row: row["no such field"])
     with caplog.at_level(logging.WARNING), heartbeat:

@@ -2,7 +2,6 @@
 
 import logging
 import resource
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from trifocal.runlog import jsonl
 from trifocal.runlog.jsonl import JsonLinesWriter, lines_from_the_end, read_lines
 
 
-def test_rows_come_back_in_order_and_a_second_writer_appends(tmp_path: Path) -> None:
+def test_rows_come_back_in_order_and_a_second_writer_appends(tmp_path):
     path = tmp_path / "new" / "rows.jsonl"
     with JsonLinesWriter(path) as writer:
         assert writer.append({"a": 1})
@@ -20,7 +19,7 @@ def test_rows_come_back_in_order_and_a_second_writer_appends(tmp_path: Path) -> 
     assert read_lines(path) == [{"a": 1}, {"a": [2.5, None, "ä\n"]}]
 
 
-def test_a_torn_last_line_is_ignored_by_readers_and_removed_by_the_next_writer(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_ignored_by_readers_and_removed_by_the_next_writer(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a":1}\n{"a":2}\n{"a":')
     assert [row["a"] for row in read_lines(path)] == [1, 2]
@@ -29,14 +28,14 @@ def test_a_torn_last_line_is_ignored_by_readers_and_removed_by_the_next_writer(t
     assert path.read_text() == '{"a":1}\n{"a":2}\n{"a":3}\n'
 
 
-def test_a_torn_line_longer_than_a_read_block_is_found(tmp_path: Path) -> None:
+def test_a_torn_line_longer_than_a_read_block_is_found(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a":1}\n' + "x" * 200_000)
     JsonLinesWriter(path).close()
     assert path.read_text() == '{"a":1}\n'
 
 
-def test_a_broken_line_in_the_middle_is_skipped_and_counted(tmp_path: Path) -> None:
+def test_a_broken_line_in_the_middle_is_skipped_and_counted(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a":1}\nnonsense\n{"a":2}\n[]\n')
     rows = read_lines(path)
@@ -48,7 +47,7 @@ def test_a_broken_line_in_the_middle_is_skipped_and_counted(tmp_path: Path) -> N
         read_lines(tmp_path / "missing.jsonl")
 
 
-def test_reading_the_end_gives_whole_lines_of_it(tmp_path: Path) -> None:
+def test_reading_the_end_gives_whole_lines_of_it(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(f'{{"a":{number}}}\n' for number in range(1000)))
     rows = read_lines(path, last_bytes=100)
@@ -56,7 +55,7 @@ def test_reading_the_end_gives_whole_lines_of_it(tmp_path: Path) -> None:
     assert 5 <= len(rows) <= 11
 
 
-def test_lines_come_from_the_end_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_come_from_the_end_in_parts(tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl"
     lines = [b"%d\n" % 10**power for power in (0, 1, 12, 30, 5, 0)]
     path.write_bytes(b"".join(lines))
@@ -67,7 +66,7 @@ def test_lines_come_from_the_end_in_parts(tmp_path: Path, monkeypatch: pytest.Mo
         assert all(path.read_bytes()[offset:].startswith(line) for offset, line in found)
 
 
-def test_a_full_disk_warns_once_and_loses_rows_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_warns_once_and_loses_rows_only(tmp_path, caplog):
     path = tmp_path / "rows.jsonl"
     path.symlink_to("/dev/full")
     with caplog.at_level(logging.WARNING), JsonLinesWriter(path) as writer:
@@ -77,9 +76,7 @@ def test_a_full_disk_warns_once_and_loses_rows_only(tmp_path: Path, caplog: pyte
     assert "training continues" in caplog.text
 
 
-def test_a_row_cut_short_by_a_full_disk_is_taken_back_and_writing_recovers(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_row_cut_short_by_a_full_disk_is_taken_back_and_writing_recovers(tmp_path, caplog):
     path = tmp_path / "rows.jsonl"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with caplog.at_level(logging.WARNING), JsonLinesWriter(path) as writer:
@@ -94,7 +91,7 @@ def test_a_row_cut_short_by_a_full_disk_is_taken_back_and_writing_recovers(
     assert read_lines(path) == [{"a": 1}, {"a": 3}]
 
 
-def test_an_unwritable_folder_never_raises(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unwritable_folder_never_raises(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING), JsonLinesWriter(tmp_path / "file" / "rows.jsonl") as writer:
         assert not writer.append({"a": 1})

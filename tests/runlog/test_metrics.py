@@ -1,14 +1,12 @@
 """One stream, one line of history."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from trifocal.runlog import MetricsWriter, read_metrics
 
 
-def test_rows_carry_kind_step_and_time(tmp_path: Path) -> None:
+def test_rows_carry_kind_step_and_time(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(path) as metrics:
         metrics.write("train", 1, loss=2.5)
@@ -21,7 +19,7 @@ def test_rows_carry_kind_step_and_time(tmp_path: Path) -> None:
     assert rows[2]["name"] == "checkpoint_saved" and rows[2]["directory"] == "step_1"
 
 
-def test_resuming_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+def test_resuming_drops_what_came_after_the_checkpoint(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(path) as metrics:
         for step in range(1, 8):
@@ -36,7 +34,7 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
     assert (event["name"], event["step"], event["rows_dropped"]) == ("resumed", 4, 3)
 
 
-def test_a_resume_reads_the_end_of_a_log_of_any_size(tmp_path: Path) -> None:
+def test_a_resume_reads_the_end_of_a_log_of_any_size(tmp_path):
     """This one begins with a hole of a terabyte, which takes no space."""
     path = tmp_path / "metrics.jsonl"
     with path.open("wb") as file:
@@ -52,12 +50,12 @@ def test_a_resume_reads_the_end_of_a_log_of_any_size(tmp_path: Path) -> None:
     assert (rows[-1]["name"], rows[-1]["rows_dropped"]) == ("resumed", 10_000)
 
 
-def test_a_tensor_is_the_callers_mistake(tmp_path: Path) -> None:
+def test_a_tensor_is_the_callers_mistake(tmp_path):
     with MetricsWriter(tmp_path / "metrics.jsonl") as metrics, pytest.raises(TypeError):
         metrics.write("train", 1, loss=torch.zeros(()))
 
 
-def test_a_loss_that_is_not_finite_is_kept_as_such(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_is_kept_as_such(tmp_path):
     with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
         metrics.write("train", 1, loss=float("nan"), gradient_norm=float("inf"))
     (row,) = read_metrics(tmp_path / "metrics.jsonl")

@@ -12,7 +12,7 @@ from tests.written_runs import Clock
 from trifocal.runlog.progress import Progress, duration
 
 
-def test_plain_lines_have_the_figures_and_no_control_characters() -> None:
+def test_plain_lines_have_the_figures_and_no_control_characters():
     stream = io.StringIO()
     with Progress(100, stream=stream, interval_seconds=0.0) as progress:
         for step in range(1, 101):
@@ -25,7 +25,7 @@ def test_plain_lines_have_the_figures_and_no_control_characters() -> None:
     assert stream.getvalue().isascii() and not re.search(r"[\x00-\x09\x0b-\x1f]", stream.getvalue())
 
 
-def test_plain_lines_are_rare_but_the_last_step_always_shows() -> None:
+def test_plain_lines_are_rare_but_the_last_step_always_shows():
     stream = io.StringIO()
     with Progress(1000, stream=stream, interval_seconds=60) as progress:
         for step in range(1, 1001):
@@ -36,7 +36,7 @@ def test_plain_lines_are_rare_but_the_last_step_always_shows() -> None:
     assert lines[0].startswith("step    1/1000") and lines[1].startswith("step 1000/1000")
 
 
-def test_a_long_evaluation_is_no_silence() -> None:
+def test_a_long_evaluation_is_no_silence():
     stream, clock = io.StringIO(), Clock()
     with Progress(1000, stream=stream, interval_seconds=5, clock=clock) as progress:
         progress.update(1, loss=1.0)
@@ -46,7 +46,7 @@ def test_a_long_evaluation_is_no_silence() -> None:
     assert stream.getvalue().splitlines()[1:3] == ["evaluating 5/32", "evaluating 10/32"]
 
 
-def shown_on_a_terminal() -> str:
+def shown_on_a_terminal():
     """What a run of ten steps with an evaluation shows on a pseudo-terminal."""
     parent, child = pty.openpty()
     with os.fdopen(child, "w") as stream:
@@ -63,7 +63,7 @@ def shown_on_a_terminal() -> str:
     return shown
 
 
-def test_a_terminal_gets_a_live_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_a_live_bar(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "110")
     shown = shown_on_a_terminal()
@@ -74,13 +74,13 @@ def test_a_terminal_gets_a_live_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "sample: [bold] is text" in shown
 
 
-def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     lines = shown_on_a_terminal().splitlines()
     assert [line[: len("step 10/10")] for line in lines[:10]] == [f"step {step:2}/10" for step in range(1, 11)]
 
 
-def test_remaining_time_counts_without_the_first_step() -> None:
+def test_remaining_time_counts_without_the_first_step():
     """It compiles, and half a minute times all steps is no time left."""
     stream = io.StringIO()
     clock = Clock()
@@ -97,5 +97,5 @@ def test_remaining_time_counts_without_the_first_step() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0:00"), (42.4, "0:42"), (187, "3:07"), (7500, "2:05:00"), (273600, "3d 04:00")]
 )
-def test_durations(seconds: float, text: str) -> None:
+def test_durations(seconds, text):
     assert duration(seconds) == text

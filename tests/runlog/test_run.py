@@ -5,7 +5,6 @@ import json
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,13 +22,13 @@ MakeRun = Callable[..., Path]
 DEEP = "[" * 100_000
 
 
-def shown(run: Path) -> str:
+def shown(run):
     console = Console(file=io.StringIO(), width=120)
     console.print(render(read_run(run, live=True)))
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    return console.file.getvalue()
 
 
-def test_damaged_lines_are_left_out_and_counted(make_run: MakeRun) -> None:
+def test_damaged_lines_are_left_out_and_counted(make_run):
     run = make_run(steps=200)
     whole = len(read_run(run).rows)
     with (run / "metrics.jsonl").open("a") as file:
@@ -40,7 +39,7 @@ def test_damaged_lines_are_left_out_and_counted(make_run: MakeRun) -> None:
     assert sentence in write_report(run).read_text() and sentence in shown(run)
 
 
-def test_a_large_log_is_thinned_out_and_its_end_is_whole(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_log_is_thinned_out_and_its_end_is_whole(make_run, monkeypatch):
     run = make_run()
     path = run / "metrics.jsonl"
     rows = sorted(read_metrics(path), key=lambda row: row["step"])
@@ -63,7 +62,7 @@ def test_a_large_log_is_thinned_out_and_its_end_is_whole(make_run: MakeRun, monk
     assert live == rows[-len(live) :] and 0 < len(live) < len(rows)
 
 
-def test_a_damaged_file_is_left_out_of_the_report(make_run: MakeRun) -> None:
+def test_a_damaged_file_is_left_out_of_the_report(make_run):
     run = make_run(steps=200, gpu=True)
     (run / "evaluation").mkdir()
     for file, content in (
@@ -79,13 +78,13 @@ def test_a_damaged_file_is_left_out_of_the_report(make_run: MakeRun) -> None:
     assert "finished" in shown(run)
 
 
-def test_a_live_view_reads_no_samples(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_view_reads_no_samples(make_run, monkeypatch):
     """They may be large; nothing of the environment, the pictures and the evaluations is shown either."""
     run = make_run(steps=200)
     opened = []
     path_open = Path.open
 
-    def noted(path: Path, *args: Any, **kwargs: Any) -> Any:
+    def noted(path, *args, **kwargs):
         opened.append(str(path.relative_to(run)))
         return path_open(path, *args, **kwargs)
 
@@ -102,9 +101,7 @@ def test_a_live_view_reads_no_samples(make_run: MakeRun, monkeypatch: pytest.Mon
         ({"zeros": np.zeros(2**27, np.uint8)}, {}, "it expands to 134,"),
     ],
 )
-def test_a_damaged_picture_is_named_in_one_line(
-    make_run: MakeRun, arrays: dict[str, Any], header: dict[str, Any], said: str
-) -> None:
+def test_a_damaged_picture_is_named_in_one_line(make_run, arrays, header, said):
     run = make_run(steps=200)
     path = run / "attention" / "step_00000200.npz"
     with np.load(path) as file:
@@ -116,7 +113,7 @@ def test_a_damaged_picture_is_named_in_one_line(
         write_report(run)
 
 
-def test_a_picture_with_a_header_that_asks_for_gigabytes_is_refused(make_run: MakeRun) -> None:
+def test_a_picture_with_a_header_that_asks_for_gigabytes_is_refused(make_run):
     run = make_run(steps=200)
     path = run / "attention" / "step_00000200.npz"
     with zipfile.ZipFile(path) as archive:

@@ -3,8 +3,6 @@
 import logging
 import sys
 import types
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +13,7 @@ from trifocal.runlog.sinks import SINKS, TensorBoardSink, WandbSink
 from trifocal.train import train
 
 
-def write_rows(directory: Path, sinks: list[Any]) -> None:
+def write_rows(directory, sinks):
     """A few rows of every kind."""
     with MetricsWriter(directory / "metrics.jsonl", sinks=sinks) as metrics:
         metrics.write("train", 1, loss=2.5, executed_mfu=None)
@@ -26,7 +24,7 @@ def write_rows(directory: Path, sinks: list[Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard_reads_back_every_number_and_every_event(tmp_path: Path) -> None:
+def test_tensorboard_reads_back_every_number_and_every_event(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     folder = tmp_path / "tensorboard"
     write_rows(tmp_path, [TensorBoardSink(folder)])
@@ -57,44 +55,42 @@ class FakeService(types.ModuleType):
     class AlertLevel:
         WARN, ERROR = "warn", "error"
 
-    def __init__(self, name: str, fails: str = "") -> None:
+    def __init__(self, name, fails=""):
         super().__init__(name)
         # find_spec looks at it.
-        self.__spec__ = types.SimpleNamespace(name=name)  # type: ignore[assignment]
+        self.__spec__ = types.SimpleNamespace(name=name)
         self.fails = fails
-        self.calls: list[tuple[str, Any]] = []
+        self.calls = []
 
-    def _note(self, what: str, value: Any) -> None:
+    def _note(self, what, value):
         self.calls.append((what, value))
         if what == self.fails:
             raise ConnectionError("no network")
 
-    def Settings(self, **settings: Any) -> dict[str, Any]:
+    def Settings(self, **settings):
         return settings
 
-    def init(self, **arguments: Any) -> "FakeService":
+    def init(self, **arguments):
         self._note("init", arguments)
         return self
 
-    def define_metric(self, name: str, step_metric: str) -> None:
+    def define_metric(self, name, step_metric):
         self._note("define_metric", (name, step_metric))
 
-    def log(self, values: dict[str, float], **arguments: Any) -> None:
+    def log(self, values, **arguments):
         self._note("log", (values, arguments))
 
-    def alert(self, **arguments: Any) -> None:
+    def alert(self, **arguments):
         self._note("alert", arguments)
 
-    def finish(self) -> None:
+    def finish(self):
         self._note("finish", None)
 
-    def of(self, what: str) -> list[Any]:
+    def of(self, what):
         return [value for name, value in self.calls if name == what]
 
 
-def test_wandb_gets_numbers_over_a_step_of_their_own_and_alerts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_gets_numbers_over_a_step_of_their_own_and_alerts(tmp_path, monkeypatch):
     wandb = FakeService("wandb")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for _ in range(2):
@@ -114,9 +110,7 @@ def test_wandb_gets_numbers_over_a_step_of_their_own_and_alerts(
 
 
 @pytest.mark.parametrize("fails", ["init", "finish"])
-def test_a_sink_without_a_network_is_said_once_and_the_run_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: str
-) -> None:
+def test_a_sink_without_a_network_is_said_once_and_the_run_continues(tmp_path, monkeypatch, caplog, fails):
     wandb, run = FakeService("wandb", fails), tmp_path / "run"
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     with caplog.at_level(logging.WARNING):
@@ -132,9 +126,7 @@ def test_a_sink_without_a_network_is_said_once_and_the_run_continues(
 
 
 @pytest.mark.parametrize("name", SINKS)
-def test_a_missing_package_names_the_extra_before_the_run_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_missing_package_names_the_extra_before_the_run_begins(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     expected = rf"pip install 'trifocal\[{name}\]'"
@@ -145,7 +137,7 @@ def test_a_missing_package_names_the_extra_before_the_run_begins(
     assert not (tmp_path / "run").exists()
 
 
-def test_an_unknown_sink_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_sink_is_refused(tmp_path):
     with pytest.raises(UserError, match=r'log\.sinks must name some of tensorboard, wandb, got "wandbb"'):
         make_config(tmp_path, "--log.sinks", "tensorboard, wandbb")
     assert make_config(tmp_path, "--log.sinks", "wandb, tensorboard,wandb").log.sink_names() == ["wandb", "tensorboard"]

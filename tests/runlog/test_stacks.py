@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,12 +24,12 @@ from trifocal.runlog.run import read_run
 from trifocal.runlog.stalls.watchdog import StackDump
 
 
-def wait_here(started: threading.Event, stop: threading.Event) -> None:
+def wait_here(started, stop):
     started.set()
     stop.wait()
 
 
-def test_a_signal_writes_every_threads_stack_and_the_run_continues(tmp_path: Path) -> None:
+def test_a_signal_writes_every_threads_stack_and_the_run_continues(tmp_path):
     started, stop = threading.Event(), threading.Event()
     other = threading.Thread(target=wait_here, args=(started, stop))
     other.start()
@@ -56,16 +55,16 @@ def no_garbage_collector():
     gc.enable()
 
 
-def test_a_look_holds_no_tensor_of_the_frames_that_it_saw(no_garbage_collector: None, tmp_path: Path) -> None:
+def test_a_look_holds_no_tensor_of_the_frames_that_it_saw(no_garbage_collector, tmp_path):
     heartbeat = Heartbeat(tmp_path / "heartbeat", interval_seconds=0.01)
-    rows: list[object] = []
+    rows = []
     seen = threading.Event()
 
-    def observe(row: object) -> None:
+    def observe(row):
         rows.append(row)
         seen.set()
 
-    def backward() -> "weakref.ref[torch.Tensor]":
+    def backward():
         tile = torch.ones(1000)
         for _ in range(3):
             seen.clear()
@@ -99,7 +98,7 @@ sys.exit(main(["train", sys.argv[1]]))
 """
 
 
-def test_a_fatal_signal_leaves_the_stacks_of_the_run(tmp_path: Path) -> None:
+def test_a_fatal_signal_leaves_the_stacks_of_the_run(tmp_path):
     """An abort of NCCL or a fault in a driver ends a process so."""
     command = [sys.executable, "-c", FATAL_STEP, str(write_config(tmp_path))]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -113,4 +112,4 @@ def test_a_fatal_signal_leaves_the_stacks_of_the_run(tmp_path: Path) -> None:
     assert str(run.crash_stacks(0)) in summarise(run)[3].text
     console = Console(file=io.StringIO(), width=300)
     console.print(render(run))
-    assert str(run.crash_stacks(0)) in console.file.getvalue()  # type: ignore[attr-defined]
+    assert str(run.crash_stacks(0)) in console.file.getvalue()

@@ -3,18 +3,14 @@
 import ctypes
 import os
 import signal
-from pathlib import Path
-
-import pytest
 
 from tests.written_runs import Clock, wait_for
 from trifocal.runlog import Heartbeat, Watchdog
-from trifocal.runlog.jsonl import Row
 
 
-def test_a_healthy_run_that_is_asked_says_that_nothing_is_stuck(tmp_path: Path) -> None:
+def test_a_healthy_run_that_is_asked_says_that_nothing_is_stuck(tmp_path):
     heartbeat = Heartbeat(tmp_path / "heartbeat", interval_seconds=0.05)
-    rows: list[Row] = []
+    rows = []
     with heartbeat, Watchdog(heartbeat, tmp_path):
         heartbeat.observers.append(rows.append)
         with heartbeat.phase("data"):
@@ -30,13 +26,13 @@ def test_a_healthy_run_that_is_asked_says_that_nothing_is_stuck(tmp_path: Path) 
     assert "- Rank 0 was in data for 0:00 (usually " in text
 
 
-def test_one_dump_a_stall_and_a_new_one_for_the_next(tmp_path: Path) -> None:
-    sentences: list[str] = []
+def test_one_dump_a_stall_and_a_new_one_for_the_next(tmp_path):
+    sentences = []
     clock = Clock()
     # Its thread is not started: the test beats.
     heartbeat = Heartbeat(tmp_path / "heartbeat", minimum_stall_seconds=120.0, clock=clock)
 
-    def stay(seconds: int) -> None:
+    def stay(seconds):
         with heartbeat.phase("data"):
             for _ in range(seconds):
                 clock.pass_seconds(1.0)
@@ -57,9 +53,9 @@ def test_one_dump_a_stall_and_a_new_one_for_the_next(tmp_path: Path) -> None:
     assert not (tmp_path / "dumps" / "stacks_rank0.txt").exists()
 
 
-def test_no_timer_is_left_that_would_write_into_a_closed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_timer_is_left_that_would_write_into_a_closed_file(tmp_path, monkeypatch):
     """The heartbeat's thread may still be looking at its last row: here, just before the file is closed."""
-    calls: list[str] = []
+    calls = []
     monkeypatch.setattr("faulthandler.dump_traceback_later", lambda *_, **__: calls.append("set"))
     monkeypatch.setattr("faulthandler.cancel_dump_traceback_later", lambda: calls.append("cancelled"))
     heartbeat = Heartbeat(tmp_path / "heartbeat")
@@ -70,7 +66,7 @@ def test_no_timer_is_left_that_would_write_into_a_closed_file(tmp_path: Path, mo
     assert calls == ["set", "cancelled"]
 
 
-def test_every_rank_adds_its_stacks_to_anothers_dump(tmp_path: Path) -> None:
+def test_every_rank_adds_its_stacks_to_anothers_dump(tmp_path):
     healthy = Heartbeat(tmp_path / "heartbeat", 1, interval_seconds=0.05)
     stuck = Heartbeat(tmp_path / "heartbeat", 0, interval_seconds=0.05, minimum_stall_seconds=0.2)
     with healthy, Watchdog(healthy, tmp_path), stuck, Watchdog(stuck, tmp_path):
@@ -82,9 +78,9 @@ def test_every_rank_adds_its_stacks_to_anothers_dump(tmp_path: Path) -> None:
     assert "| 1 | running |" in summary.read_text()
 
 
-def test_stacks_are_written_even_while_c_code_holds_the_interpreters_lock(tmp_path: Path) -> None:
+def test_stacks_are_written_even_while_c_code_holds_the_interpreters_lock(tmp_path):
     heartbeat = Heartbeat(tmp_path / "heartbeat", interval_seconds=0.05, minimum_stall_seconds=0.4)
-    rows: list[Row] = []
+    rows = []
     with heartbeat, Watchdog(heartbeat, tmp_path):
         heartbeat.observers.append(rows.append)
         wait_for(lambda: bool(rows))

@@ -3,7 +3,6 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import uvicorn
@@ -42,18 +41,18 @@ class Served:
     decoder: DecoderLM
     tokenizer: Tokenizer = field(default_factory=lambda: make_tokenizer("bytes"))
 
-    def client(self, **options: object) -> OpenAI:
+    def client(self, **options):
         """A client that does not repeat what fails."""
-        return OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0} | options)  # type: ignore[arg-type]
+        return OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0} | options)
 
-    def alone(self, prompt: list[int], max_new_tokens: int, **options: object) -> str:
+    def alone(self, prompt, max_new_tokens, **options):
         """The text of one request on an engine without other requests."""
         request = Request(
             prompt=prompt, max_new_tokens=max_new_tokens, stop_tokens=(self.tokenizer.separator,), **options
-        )  # type: ignore[arg-type]
+        )
         return Engine(caches(self.decoder, 1), self.tokenizer).complete([request])[0].text
 
-    def all_free(self) -> bool:
+    def all_free(self):
         """Whether every page and row is free or keeps a prompt; waits a little for the step that frees them."""
         model, kept = self.model, self.worker._engine._prefixes._kept
         for _ in range(200):
@@ -66,7 +65,7 @@ class Served:
         return False
 
 
-def caches(decoder: DecoderLM, max_sequences: int, **options: int) -> CachedModel:
+def caches(decoder, max_sequences, **options):
     """Small caches, in which prompts go in several pieces, padded as on a GPU."""
     options = {"max_length": MAX_LENGTH, "page_size": 8, "prefill_chunk_size": 16, "record_chunks": True} | options
     return CachedModel(decoder, max_sequences=max_sequences, **options)
@@ -74,16 +73,16 @@ def caches(decoder: DecoderLM, max_sequences: int, **options: int) -> CachedMode
 
 @contextlib.contextmanager
 def serving(
-    decoder: DecoderLM,
-    tokenizer: Tokenizer | None = None,
+    decoder,
+    tokenizer=None,
     *,
-    max_waiting: int = 500,
-    api_key: str = "",
-    allowed_origins: Sequence[str] = (),
-    chats: bool = False,
-    max_sequences: int = SEQUENCES,
-    **options: int,
-) -> Iterator[Served]:
+    max_waiting=500,
+    api_key="",
+    allowed_origins=(),
+    chats=False,
+    max_sequences=SEQUENCES,
+    **options,
+):
     """A server in a thread."""
     tokenizer = tokenizer or make_tokenizer("bytes")
     model = caches(decoder, max_sequences, **options)

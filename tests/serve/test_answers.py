@@ -1,11 +1,9 @@
 """Answers of a completion: the prompt as it came, and log-probabilities whose tokens are told apart."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.chat_data import write_llama_tokenizer, write_tokenizer
-from trifocal.data import Tokenizer, make_tokenizer
+from trifocal.data import make_tokenizer
 from trifocal.inference import Completion, TextStream, TokenScore, Update
 from trifocal.serve.answers import Answer
 from trifocal.serve.service import Service
@@ -13,7 +11,7 @@ from trifocal.serve.service import Service
 pytest.importorskip("tokenizers")
 
 
-def answered(tokenizer: Tokenizer, body: dict[str, object], new: list[int], top: list[int]) -> dict[str, object]:
+def answered(tokenizer, body, new, top):
     """The choice of an answer of these new tokens; in each place, `top` are the likeliest."""
     service = Service("tiny", tokenizer, tokenizer.vocab_size, 96, 4, 4, False)
     call = service.read({"max_tokens": len(new), "logprobs": 2, **body}, chat=False)
@@ -25,10 +23,10 @@ def answered(tokenizer: Tokenizer, body: dict[str, object], new: list[int], top:
         completion = Completion(request, 0, new, [], "", "length") if last else None
         scores = [score] * (len(request.prompt) - 1) if place == 0 else []
         choices.append(answer.choice(Update(request, 0, token, score, stream.add(token), completion, scores)))
-    return answer.whole(choices)["choices"][0]  # type: ignore[no-any-return]
+    return answer.whole(choices)["choices"][0]
 
 
-def test_tokens_that_begin_with_a_space_are_told_apart(tmp_path: Path) -> None:
+def test_tokens_that_begin_with_a_space_are_told_apart(tmp_path):
     tokenizer = make_tokenizer(str(write_llama_tokenizer(tmp_path)))
     with_space, without = tokenizer.encode("the")[0], tokenizer.encode("xthe")[-1]
     # The byte of a letter is another token than the letter.
@@ -47,7 +45,7 @@ def test_tokens_that_begin_with_a_space_are_told_apart(tmp_path: Path) -> None:
         assert set(logprobs["top_logprobs"][-3]) == {" the", "a", f"token_id:{byte}"}
 
 
-def test_a_request_gets_the_settings_of_the_model(tmp_path: Path) -> None:
+def test_a_request_gets_the_settings_of_the_model(tmp_path):
     (write_tokenizer(tmp_path) / "generation_config.json").write_text(
         '{"eos_token_id": [258, 256], "do_sample": true, "temperature": 0.6, "top_p": 0.9, "max_length": 20}'
     )
@@ -60,7 +58,7 @@ def test_a_request_gets_the_settings_of_the_model(tmp_path: Path) -> None:
     assert request.stop_tokens == ()
 
 
-def test_a_prompt_is_repeated_as_it_came(tmp_path: Path) -> None:
+def test_a_prompt_is_repeated_as_it_came(tmp_path):
     tokenizer = make_tokenizer(str(write_tokenizer(tmp_path)))
     prompt = "<|im_start|>user\nHi<|im_end|>\n"
     choice = answered(tokenizer, {"prompt": prompt, "echo": True}, tokenizer.encode("é!").tolist(), [1])

@@ -5,18 +5,15 @@ import copy
 import json
 import urllib.error
 import urllib.request
-from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
 import torch
 
 from tests.chat_data import write_tokenizer
-from tests.serve.servers import MAX_LENGTH, Served, serving
+from tests.serve.servers import MAX_LENGTH, serving
 from trifocal.data import make_tokenizer
 from trifocal.inference import Sampling
-from trifocal.models import DecoderLM
 from trifocal.serve.errors import ApiError
 from trifocal.serve.service import Service
 from trifocal.testing.small_models import make_model, small_config
@@ -24,14 +21,14 @@ from trifocal.testing.small_models import make_model, small_config
 PROMPT = "def main():"
 
 
-def open_request(served: Served, body: Any, path: str, **headers: str) -> Any:
+def open_request(served, body, path, **headers):
     """The answer to a request, to read."""
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json", **{name.replace("_", "-"): text for name, text in headers.items()}}
     return urllib.request.urlopen(urllib.request.Request(served.url + path, data, headers), timeout=30)
 
 
-def ask(served: Served, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, Any]:
+def ask(served, body, path="/v1/completions", **headers):
     """Status and content of a request without a client's help."""
     try:
         with open_request(served, body, path, **headers) as answer:
@@ -41,11 +38,11 @@ def ask(served: Served, body: Any, path: str = "/v1/completions", **headers: str
             return error.code, json.load(error)
 
 
-def test_completions_are_those_of_the_engine(served: Served) -> None:
+def test_completions_are_those_of_the_engine(served):
     client = served.client()
     tokens = list(PROMPT.encode())
     expected = served.alone(tokens, 20, sampling=Sampling(temperature=0.9, top_k=40, seed=5))
-    options: Any = {"model": "tiny", "max_tokens": 20, "temperature": 0.9, "seed": 5, "extra_body": {"top_k": 40}}
+    options = {"model": "tiny", "max_tokens": 20, "temperature": 0.9, "seed": 5, "extra_body": {"top_k": 40}}
     for prompt in (PROMPT, tokens, [PROMPT], [tokens]):
         answer = client.completions.create(prompt=prompt, **options)
         assert answer.choices[0].text == expected
@@ -66,10 +63,10 @@ def test_completions_are_those_of_the_engine(served: Served) -> None:
     texts = {client.completions.create(prompt=PROMPT, **unseeded).choices[0].text for _ in range(3)}
     assert len(texts) == 3
 
-    async def streamed() -> tuple[list[Any], str]:
+    async def streamed():
         async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none") as asynchronous:
             usage = {"include_usage": True}
-            stream = await asynchronous.completions.create(prompt=PROMPT, stream=True, stream_options=usage, **options)  # type: ignore[call-overload]
+            stream = await asynchronous.completions.create(prompt=PROMPT, stream=True, stream_options=usage, **options)
             events = [event async for event in stream]
         return events, "".join(event.choices[0].text for event in events if event.choices)
 
@@ -78,13 +75,13 @@ def test_completions_are_those_of_the_engine(served: Served) -> None:
     assert events[-2].choices[0].finish_reason == "length" and events[-1].usage.completion_tokens == 20
 
 
-def test_tokens_that_were_in_the_caches_are_counted(decoder: DecoderLM) -> None:
+def test_tokens_that_were_in_the_caches_are_counted(decoder):
     """Whole pieces of 16 of an earlier prompt, once for each prompt and not for each of its answers."""
-    options: Any = {"model": "tiny", "max_tokens": 2, "n": 2}
+    options = {"model": "tiny", "max_tokens": 2, "n": 2}
 
-    def cached(usage: Any) -> int:
+    def cached(usage):
         assert usage.prompt_tokens_details is not None
-        return usage.prompt_tokens_details.cached_tokens  # type: ignore[no-any-return]
+        return usage.prompt_tokens_details.cached_tokens
 
     with serving(decoder, spare_rows=8) as served, served.client() as client:
         first, other = "the same beginning of both prompts ", "x" * 20
@@ -99,7 +96,7 @@ def test_tokens_that_were_in_the_caches_are_counted(decoder: DecoderLM) -> None:
         assert cached(answer.usage) == 0, "a scored prompt goes through the model whole"
 
 
-def test_a_stream_is_ascii_whatever_its_text(served: Served) -> None:
+def test_a_stream_is_ascii_whatever_its_text(served):
     """Some clients take U+2028 for the end of a line, and some know no charset."""
     body = {"prompt": "x", "max_tokens": 80, "stream": True, "ignore_eos": True}
     with open_request(served, body, "/v1/completions") as answer:
@@ -109,9 +106,9 @@ def test_a_stream_is_ascii_whatever_its_text(served: Served) -> None:
     assert content.isascii() and b"\\ufffd" in content
 
 
-def test_scores_are_those_of_the_model(served: Served) -> None:
+def test_scores_are_those_of_the_model(served):
     """With the prompt repeated, as evaluation harnesses ask."""
-    options: Any = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "logprobs": 3, "echo": True}
+    options = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "logprobs": 3, "echo": True}
     whole = served.client().completions.create(max_tokens=4, **options).choices[0]
     assert whole.logprobs is not None and whole.text.startswith(PROMPT)
     tokens = [*PROMPT.encode(), *(ord(t) if len(t) == 1 else int(t[9:]) for t in whole.logprobs.tokens[len(PROMPT) :])]
@@ -134,24 +131,24 @@ def test_scores_are_those_of_the_model(served: Served) -> None:
     assert [choice.text for choice in two] == [PROMPT, PROMPT, "x", "x"]
     none = served.client().completions.create(max_tokens=0, **options)
     assert none.choices[0].text == PROMPT and none.usage is not None and none.usage.completion_tokens == 0
-    assert none.choices[0].logprobs.token_logprobs == whole.logprobs.token_logprobs[: len(PROMPT)]  # type: ignore[union-attr]
+    assert none.choices[0].logprobs.token_logprobs == whole.logprobs.token_logprobs[: len(PROMPT)]
     events = list(served.client().completions.create(max_tokens=4, stream=True, **options))
     assert "".join(event.choices[0].text for event in events) == whole.text
     parts = [value for event in events for value in event.choices[0].logprobs.token_logprobs]
     assert parts == whole.logprobs.token_logprobs
 
 
-def test_chats_by_the_template(tmp_path: Path) -> None:
+def test_chats_by_the_template(tmp_path):
     tokenizer = make_tokenizer(str(write_tokenizer(tmp_path)))
     decoder = make_model(small_config(vocab_size=tokenizer.vocab_size), torch.device("cpu"), torch.float32).eval()
-    messages: Any = [{"role": "user", "content": "Hi"}]
+    messages = [{"role": "user", "content": "Hi"}]
     with serving(decoder, tokenizer, chats=True) as served, served.client() as client:
         prompt = tokenizer.encode_prompt(messages).tolist()
         expected = served.alone(prompt, 12, sampling=Sampling(temperature=0))
-        options: Any = {"model": "tiny", "temperature": 0, "max_completion_tokens": 12}
+        options = {"model": "tiny", "temperature": 0, "max_completion_tokens": 12}
         for content in ("Hi", [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]):
             chat = [{"role": "user", "content": content}]
-            answer = client.chat.completions.create(messages=chat, logprobs=True, top_logprobs=2, **options)  # type: ignore[arg-type]
+            answer = client.chat.completions.create(messages=chat, logprobs=True, top_logprobs=2, **options)
             assert answer.choices[0].message.content == expected and answer.choices[0].message.role == "assistant"
             assert answer.usage is not None and answer.usage.prompt_tokens == len(prompt)
             scores = answer.choices[0].logprobs
@@ -201,7 +198,7 @@ def test_chats_by_the_template(tmp_path: Path) -> None:
         (b'{"metadata": ' + b"[" * 900 + b"]" * 900 + b', "prompt": ""}', 400, "the prompt is empty"),
     ],
 )
-def test_bad_requests(served: Served, body: Any, status: int, message: str) -> None:
+def test_bad_requests(served, body, status, message):
     got, content = ask(served, body)
     assert (got, content["error"]["message"][: len(message)]) == (status, message)
     assert set(content["error"]) == {"message", "type", "param", "code"}
@@ -229,7 +226,7 @@ def test_bad_requests(served: Served, body: Any, status: int, message: str) -> N
         ({"stream_options": {"x": True}}, "stream_options.x", "the parameter stream_options.x is not supported"),
     ],
 )
-def test_what_is_refused_is_named(body: dict[str, Any], param: str | None, message: str) -> None:
+def test_what_is_refused_is_named(body, param, message):
     service = Service("tiny", make_tokenizer("bytes"), 257, MAX_LENGTH, 4, 504, chats=False)
     with pytest.raises(ApiError) as caught:
         service.read({"prompt": "x", **body}, chat=False)
@@ -251,7 +248,7 @@ def test_what_is_refused_is_named(body: dict[str, Any], param: str | None, messa
         {"stream": True, "max_completion_tokens": 12, "stream_options": {"include_usage": True}},
     ],
 )
-def test_chats_of_known_clients_are_taken(tmp_path: Path, more: dict[str, Any]) -> None:
+def test_chats_of_known_clients_are_taken(tmp_path, more):
     """Bodies as LiteLLM and LangChain sent them to a server that recorded them; both read answers with `openai`."""
     tokenizer = make_tokenizer(str(write_tokenizer(tmp_path)))
     service = Service("tiny", tokenizer, tokenizer.vocab_size, MAX_LENGTH, 4, 504, chats=True)
@@ -264,7 +261,7 @@ def test_chats_of_known_clients_are_taken(tmp_path: Path, more: dict[str, Any]) 
             service.read({"model": "tiny", "messages": messages, name: value} | more, chat=True)
 
 
-def test_completions_of_known_clients_are_taken() -> None:
+def test_completions_of_known_clients_are_taken():
     """A body as the class OpenAI of langchain-openai 1.7 sent it."""
     service = Service("tiny", make_tokenizer("bytes"), 257, MAX_LENGTH, 4, 504, chats=False)
     body = {"model": "tiny", "prompt": ["Once"], "frequency_penalty": 0, "logprobs": None, "max_tokens": 12, "n": 1}
@@ -272,7 +269,7 @@ def test_completions_of_known_clients_are_taken() -> None:
     assert [request.max_new_tokens for request in call.requests] == [12] and not call.logprobs
 
 
-def test_what_asks_for_nothing_is_taken(served: Served) -> None:
+def test_what_asks_for_nothing_is_taken(served):
     body = {"prompt": "x", "max_tokens": 1, "presence_penalty": 0, "suffix": None, "user": "me", "logit_bias": {}}
     body |= {"n": 2, "best_of": 2, "service_tier": "auto", "stop_token_ids": [], "skip_special_tokens": True}
     body |= {"functions": [], "modalities": ["text"], "top_k": -1, "stream_options": {"include_obfuscation": False}}
@@ -281,7 +278,7 @@ def test_what_asks_for_nothing_is_taken(served: Served) -> None:
     assert ask(served, {"prompt": "x", "max_completion_tokens": MAX_LENGTH - 1, "top_p": 0})[0] == 200
 
 
-def test_routes_without_a_model(served: Served) -> None:
+def test_routes_without_a_model(served):
     assert [model.id for model in served.client().models.list()] == ["tiny"]
     assert served.client().models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError, match="there is no model org/other; tiny is served"):
@@ -304,7 +301,7 @@ def test_routes_without_a_model(served: Served) -> None:
     assert float(figures['trifocal_time_to_first_token_seconds_bucket{le="+Inf"}']) >= 1
 
 
-def test_a_key(decoder: DecoderLM) -> None:
+def test_a_key(decoder):
     with serving(decoder, api_key="sesame") as served:
         assert served.client(api_key="sesame").completions.create(model="tiny", prompt="x", max_tokens=1).choices
         with pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong"):
@@ -321,7 +318,7 @@ def test_a_key(decoder: DecoderLM) -> None:
             assert ask(served, body, Authorization=given)[0] == status, given
 
 
-def test_pages_of_allowed_origins_may_ask(decoder: DecoderLM) -> None:
+def test_pages_of_allowed_origins_may_ask(decoder):
     """With a key and the headers that OpenAI's client adds; what the server refuses can be read too."""
     allowed = "https://chat.example.org"
     wanted = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-stainless-os"}
@@ -339,7 +336,7 @@ def test_pages_of_allowed_origins_may_ask(decoder: DecoderLM) -> None:
                     assert (answer.status, answer.headers["Access-Control-Allow-Origin"]) == (expected, shown)
 
 
-def test_a_failure_is_told_without_its_reason(decoder: DecoderLM, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_told_without_its_reason(decoder, capfd):
     """And the server continues; a lack of memory may pass."""
     with serving(decoder) as served:
         healthy = served.model.step
@@ -348,12 +345,12 @@ def test_a_failure_is_told_without_its_reason(decoder: DecoderLM, capfd: pytest.
         ):  # fmt: skip
             left = iter(errors)
 
-            def step(*arguments: Any, left: Any = left) -> Any:
+            def step(*arguments, left=left):
                 for error in left:
                     raise error
                 return healthy(*arguments)
 
-            served.model.step = step  # type: ignore[method-assign]
+            served.model.step = step
             status, content = ask(served, {"prompt": "x", "max_tokens": 4})
             assert status == expected
             if status == 500:

@@ -10,10 +10,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +26,6 @@ from trifocal.cli.serve import ServeArguments
 from trifocal.data import make_tokenizer
 from trifocal.errors import UserError
 from trifocal.inference.paged_cache import cache_bytes
-from trifocal.models import DecoderLM
 from trifocal.train.checkpoint import pretrained
 from trifocal.train.checkpoint.export import export_folder
 
@@ -37,13 +33,13 @@ SERVE = "import sys; from trifocal.cli import main; sys.exit(main(sys.argv[1:]))
 
 
 @pytest.fixture
-def folder(decoder: DecoderLM, tmp_path: Path) -> Path:
+def folder(decoder, tmp_path):
     export_folder(decoder, make_tokenizer("bytes"), tmp_path / "tiny", sequence_length=96)
     return tmp_path / "tiny"
 
 
 @contextlib.contextmanager
-def serve(folder: Path, *flags: str) -> Iterator[tuple[warm.Popen, str, Path]]:
+def serve(folder, *flags):
     """A server as a process, its address, and what it writes to standard error."""
     output, errors = folder.parent / "output", folder.parent / "errors"
     with output.open("w") as out, errors.open("w") as err:
@@ -61,14 +57,14 @@ def serve(folder: Path, *flags: str) -> Iterator[tuple[warm.Popen, str, Path]]:
     assert "Traceback" not in errors.read_text()
 
 
-def test_a_folder_is_served_until_a_signal(folder: Path) -> None:
+def test_a_folder_is_served_until_a_signal(folder):
     with serve(folder, "--max-length", "3000") as (process, url, errors):
         # Whoever serves has no data.tokenizer to set.
         assert "only completions, no chats: tokenizer bytes has no chat template\n" in errors.read_text()
         client = OpenAI(base_url=f"{url}/v1", api_key="sesame")
         [model] = client.models.list()
-        assert model.id == "tiny" and model.max_model_len == 3000  # type: ignore[attr-defined]
-        options: Any = {"prompt": "x", "max_tokens": 80, "stream": True, "extra_body": {"ignore_eos": True}}
+        assert model.id == "tiny" and model.max_model_len == 3000
+        options = {"prompt": "x", "max_tokens": 80, "stream": True, "extra_body": {"ignore_eos": True}}
         events = iter(client.completions.create(model="tiny", **options))
         next(events)
         process.send_signal(signal.SIGTERM)
@@ -76,7 +72,7 @@ def test_a_folder_is_served_until_a_signal(folder: Path) -> None:
         assert wait_for_end(process, 30) == 0
 
 
-def test_caches_on_a_cpu_take_no_more_than_they_may(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_on_a_cpu_take_no_more_than_they_may(folder, monkeypatch):
     with pretrained.open_pretrained(folder) as found:
         options = ServeArguments(path=str(folder), device="cpu", max_length=1000, precision="fp32")
         per_sequence = cache_bytes(found.config(), torch.float32, 1000).of_sequence(1000)
@@ -87,10 +83,10 @@ def test_caches_on_a_cpu_take_no_more_than_they_may(folder: Path, monkeypatch: p
         assert asked.max_sequences == 6 and asked.cache.nbytes > 5 * per_sequence
 
 
-def test_a_second_interrupt_ends_a_server_that_is_at_work(folder: Path) -> None:
+def test_a_second_interrupt_ends_a_server_that_is_at_work(folder):
     with serve(folder, "--max-length", "30000") as (process, url, errors):
         client = OpenAI(base_url=f"{url}/v1", api_key="sesame", max_retries=0)
-        options: Any = {"prompt": "x", "max_tokens": 29_000, "stream": True, "extra_body": {"ignore_eos": True}}
+        options = {"prompt": "x", "max_tokens": 29_000, "stream": True, "extra_body": {"ignore_eos": True}}
         events = iter(client.completions.create(model="tiny", **options))
         next(events)
         process.send_signal(signal.SIGINT)
@@ -103,25 +99,23 @@ def test_a_second_interrupt_ends_a_server_that_is_at_work(folder: Path) -> None:
         assert wait_for_end(process, 30) == 130 and errors.read_text().count("\n") == 1
 
 
-def test_the_model_of_the_package_has_its_name_and_pictures(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_model_of_the_package_has_its_name_and_pictures(folder, tmp_path, monkeypatch, capsys):
     """A server without them keeps no model but that of its engine, and one with them loads it when it is asked to."""
     monkeypatch.chdir(tmp_path)
     package = shutil.copytree(folder, tmp_path / "package")
     for module in (pretrained, server):
         monkeypatch.setattr(module, "DEMO_FOLDER", package)
-    seconds: list[dict[str, int]] = []
-    pictures: list[bool] = []
-    made: list[weakref.ref[DecoderLM]] = []
+    seconds = []
+    pictures = []
+    made = []
     healthy = pretrained.Pretrained.model
 
-    def load(self: pretrained.Pretrained) -> DecoderLM:
+    def load(self):
         model = healthy(self)
         made.append(weakref.ref(model))
         return model
 
-    def run_server(app: Starlette, listeners: list[socket.socket], **options: int) -> None:
+    def run_server(app, listeners, **options):
         seconds.append(options)
         gc.collect()
         assert [model() for model in made] == [None]
@@ -149,7 +143,7 @@ def test_the_model_of_the_package_has_its_name_and_pictures(
 @pytest.mark.parametrize(
     ("host", "reached"), [("localhost", "127.0.0.1 ::1"), ("::", "127.0.0.1 ::1"), ("0.0.0.0", "127.0.0.1")]
 )
-def test_both_families_reach_the_port(host: str, reached: str) -> None:
+def test_both_families_reach_the_port(host, reached):
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
@@ -163,10 +157,10 @@ def test_both_families_reach_the_port(host: str, reached: str) -> None:
             socket.create_connection((address, port), timeout=10).close()
 
 
-def test_a_machine_without_ipv6_has_a_localhost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_ipv6_has_a_localhost(monkeypatch):
     healthy = socket.create_server
 
-    def create_server(address: tuple[str, int], **options: Any) -> socket.socket:
+    def create_server(address, **options):
         if ":" in address[0]:
             raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
         return healthy(address, **options)
@@ -179,7 +173,7 @@ def test_a_machine_without_ipv6_has_a_localhost(monkeypatch: pytest.MonkeyPatch)
             server.listen(host, 0)
 
 
-def test_what_cannot_be_served_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_served_is_refused(folder, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for arguments, message in (
             (["--port", str(taken.getsockname()[1])], "choose another --host or --port"),

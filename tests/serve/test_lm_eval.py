@@ -1,7 +1,5 @@
 """lm-eval asks the server, and gets the figures of the model in this process."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,7 +14,7 @@ from trifocal.testing.small_models import make_model, small_config
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
 
-def test_figures_are_those_in_process(tmp_path: Path) -> None:
+def test_figures_are_those_in_process(tmp_path):
     # In float64: see tests/hf/test_lm_eval.py.
     decoder = make_model(small_config(vocab_size=257), torch.device("cpu"), torch.float64).eval()
     TOKENIZER.save(tmp_path)

@@ -5,7 +5,6 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,23 +13,22 @@ import pytest
 
 from tests.serve.servers import MAX_LENGTH, SEQUENCES, serving
 from trifocal.inference import Completion, Request, Sampling, TokenScore, Update
-from trifocal.models import DecoderLM
 from trifocal.serve.app import _AnswerResponse
 from trifocal.serve.worker import Updates, Worker
 
 
-def wait_until(condition: Any) -> None:
+def wait_until(condition):
     deadline = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
-def test_many_clients_get_the_answers_of_one(decoder: DecoderLM) -> None:
+def test_many_clients_get_the_answers_of_one(decoder):
     """A third of them leaves early; pages are so few that sequences are swapped out."""
     rng = random.Random(0)
     beginnings = [[rng.randrange(256) for _ in range(MAX_LENGTH // 2 - 15)] for _ in range(3)]
-    kinds: list[dict[str, Any]] = [
+    kinds = [
         {
             "prompt": beginnings[number % 3][: rng.randint(0, 40)] + [rng.randrange(256)] * rng.randint(1, 15),
             "max_tokens": rng.randint(1, MAX_LENGTH // 4),
@@ -49,12 +47,12 @@ def test_many_clients_get_the_answers_of_one(decoder: DecoderLM) -> None:
         assert served.all_free()
 
 
-async def soak(url: str, kinds: list[Any], expected: list[str], *, clients: int, requests: int) -> tuple[int, int]:
+async def soak(url, kinds, expected, *, clients, requests):
     """Send requests of a few kinds, from as many clients at a time; how many answers were compared, and cut off."""
     compared = cut_off = 0
     numbers = iter(range(requests))
 
-    async def work() -> None:
+    async def work():
         nonlocal compared, cut_off
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600) as client:
             for number in numbers:
@@ -83,18 +81,18 @@ async def soak(url: str, kinds: list[Any], expected: list[str], *, clients: int,
     return compared, cut_off
 
 
-def test_who_leaves_frees_its_pages_within_a_step(decoder: DecoderLM) -> None:
+def test_who_leaves_frees_its_pages_within_a_step(decoder):
     """In the middle of a stream, and of an answer that is given as a whole."""
     with serving(decoder, max_length=5000, max_sequences=1) as served:
-        options: Any = {"model": "tiny", "prompt": "x" * 50, "max_tokens": 4000, "extra_body": {"ignore_eos": True}}
-        steps: list[int] = []
+        options = {"model": "tiny", "prompt": "x" * 50, "max_tokens": 4000, "extra_body": {"ignore_eos": True}}
+        steps = []
         healthy = served.worker._engine.step
 
-        def step() -> Any:
+        def step():
             steps.append(served.model.pages.num_free)
             return healthy()
 
-        served.worker._engine.step = step  # type: ignore[method-assign]
+        served.worker._engine.step = step
         stream = served.client().completions.create(stream=True, **options)
         next(iter(stream))
         stream.close()
@@ -106,34 +104,34 @@ def test_who_leaves_frees_its_pages_within_a_step(decoder: DecoderLM) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_leaves_leaves_no_task(stream: bool) -> None:
+def test_who_leaves_leaves_no_task(stream):
     """Nothing would ever wake a task that waits for more of an answer."""
 
     class Idle:
         @contextlib.contextmanager
-        def open(self, requests: Any) -> Iterator[Updates]:
+        def open(self, requests):
             yield Updates(requests)
 
-    async def leave() -> set[asyncio.Task[Any]]:
+    async def leave():
         begun = asyncio.Event()
 
-        async def receive() -> dict[str, str]:
+        async def receive():
             if stream:
                 await begun.wait()
             return {"type": "http.disconnect"}
 
-        async def send(message: Any) -> None:
+        async def send(message):
             begun.set()
 
         call = SimpleNamespace(requests=[], stream=stream)
-        await _AnswerResponse(Idle(), None, call, SimpleNamespace(open=True))({}, receive, send)  # type: ignore[arg-type]
+        await _AnswerResponse(Idle(), None, call, SimpleNamespace(open=True))({}, receive, send)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         return (await asyncio.wait(left, timeout=5))[1] if left else left
 
     assert asyncio.run(leave()) == set()
 
 
-def test_tokens_come_together_while_the_event_loop_is_busy() -> None:
+def test_tokens_come_together_while_the_event_loop_is_busy():
     """Those of the first step at once, all others when the loop has had its rest, or when nothing runs any more."""
     request, score = Request(prompt=[1], max_new_tokens=10), TokenScore(-1.0, [])
     done = Completion(request, 0, [*range(10)], [-1.0] * 10, "", "length")
@@ -141,18 +139,18 @@ def test_tokens_come_together_while_the_event_loop_is_busy() -> None:
     class Steps:
         idle, left = True, 10
 
-        def submit(self, *_: Request) -> None:
+        def submit(self, *_):
             self.idle = False
 
-        def step(self) -> list[Update]:
+        def step(self):
             self.left -= 1
             self.idle = not self.left
             return [Update(request, 0, 9 - self.left, score, "", done if self.idle else None, [])]
 
-    engine: Any = Steps()
+    engine = Steps()
     looks, posts = list[int](), list[Any]()
     worker = Worker(engine, engine, max_open=1, before_step=lambda: looks.append(engine.left))
-    worker._loop = SimpleNamespace(call_soon_threadsafe=lambda function, *given: posts.append(given))  # type: ignore[assignment]
+    worker._loop = SimpleNamespace(call_soon_threadsafe=lambda function, *given: posts.append(given))
     worker._thread.start()
     worker._inbox.put(("submit", [request]))
     wait_until(lambda: len(posts) == 2)
@@ -163,9 +161,7 @@ def test_tokens_come_together_while_the_event_loop_is_busy() -> None:
 
 
 @pytest.mark.parametrize("ends", ["by a cancelled request", "by a failure for good"])
-def test_an_answer_that_is_held_back_does_not_wait_for_the_end_of_another(
-    ends: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_is_held_back_does_not_wait_for_the_end_of_another(ends, capsys, monkeypatch):
     """The loop has had no rest since the first token when the other request, the only one left, comes to its end."""
     mine, other = (Request(prompt=[1], max_new_tokens=2) for _ in range(2))
     done = Completion(mine, 0, [5, 6], [-1.0] * 2, "", "length")
@@ -173,26 +169,26 @@ def test_an_answer_that_is_held_back_does_not_wait_for_the_end_of_another(
     class Steps:
         idle, count, broken = True, 0, False
 
-        def check(self) -> None:
+        def check(self):
             if self.broken:
                 raise RuntimeError("it is broken")
 
-        def submit(self, *_: Request) -> None:
+        def submit(self, *_):
             self.idle = False
 
-        def cancel(self, _: Request) -> None:
+        def cancel(self, _):
             self.check()
             self.idle = True
 
-        def step(self) -> list[Update]:
+        def step(self):
             self.check()
             self.count += 1
             score, completion = TokenScore(-1.0, []), done if self.count == 2 else None
             return [Update(mine, 0, 4 + self.count, score, "", completion, [])] if self.count <= 2 else []
 
-    engine: Any = Steps()
+    engine = Steps()
     worker, posts = Worker(engine, engine, max_open=2), list[Any]()
-    worker._loop = SimpleNamespace(call_soon_threadsafe=lambda *call: posts.append(call))  # type: ignore[assignment]
+    worker._loop = SimpleNamespace(call_soon_threadsafe=lambda *call: posts.append(call))
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     worker._thread.start()
     worker._inbox.put(("submit", [mine, other]))
@@ -211,9 +207,9 @@ def test_an_answer_that_is_held_back_does_not_wait_for_the_end_of_another(
         worker.stop()
 
 
-def test_a_full_queue_refuses(decoder: DecoderLM) -> None:
+def test_a_full_queue_refuses(decoder):
     with serving(decoder, max_length=5000, max_waiting=1) as served:
-        options: Any = {"model": "tiny", "prompt": "x", "max_tokens": 4000, "extra_body": {"ignore_eos": True}}
+        options = {"model": "tiny", "prompt": "x", "max_tokens": 4000, "extra_body": {"ignore_eos": True}}
         streams = [served.client().completions.create(stream=True, **options) for _ in range(SEQUENCES + 1)]
         wait_until(lambda: served.worker.gauges["requests_running"] == SEQUENCES)
         assert served.worker.gauges["requests_waiting"] == 1

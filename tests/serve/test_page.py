@@ -3,15 +3,13 @@
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.chat_data import write_tokenizer
 from tests.report.browser import Browser, find
-from tests.serve.servers import Served, serving
+from tests.serve.servers import serving
 from trifocal.data import make_tokenizer
 from trifocal.inference import Sampling
 from trifocal.testing.small_models import make_model, small_config
@@ -20,18 +18,18 @@ PROMPT = "def <b>main</b>():"
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def browser(tmp_path_factory):
     executable = find() or pytest.skip("no Chromium is installed")
     with Browser(executable, tmp_path_factory.mktemp("profile")) as browser:
         yield browser
 
 
-def text_of(browser: Browser, selector: str) -> str:
+def text_of(browser, selector):
     return str(browser.evaluate(f"document.querySelector('{selector}').textContent"))
 
 
 @pytest.mark.parametrize(("width", "theme"), [(390, "dark"), (390, "light"), (1280, "light")])
-def test_a_completion_by_keyboard(served: Served, browser: Browser, width: int, theme: str, tmp_path: Path) -> None:
+def test_a_completion_by_keyboard(served, browser, width, theme, tmp_path):
     """Focus is in the prompt; markup stays text; the picture shows what the model chooses."""
     browser.requests.clear()
     browser.problems.clear()
@@ -67,7 +65,7 @@ def test_a_completion_by_keyboard(served: Served, browser: Browser, width: int, 
     assert browser.problems == [] and {url.split("/")[2] for url in browser.requests} == {served.url.split("/")[2]}
 
 
-def test_a_chat_of_two_turns_and_stop(browser: Browser, tmp_path: Path) -> None:
+def test_a_chat_of_two_turns_and_stop(browser, tmp_path):
     tokenizer = make_tokenizer(str(write_tokenizer(tmp_path)))
     decoder = make_model(small_config(vocab_size=tokenizer.vocab_size), torch.device("cpu"), torch.float32).eval()
     with serving(decoder, tokenizer, chats=True, max_length=4000, max_sequences=1) as served:
@@ -103,7 +101,7 @@ def test_a_chat_of_two_turns_and_stop(browser: Browser, tmp_path: Path) -> None:
         assert "of the 4,000 tokens that fit" in text_of(browser, ".turn.error")
 
 
-def test_the_picture_has_a_window_for_the_layers_that_have_one() -> None:
+def test_the_picture_has_a_window_for_the_layers_that_have_one():
     config = small_config(vocab_size=257, num_layers=3, layer_types=("nsa", "dense", "selected"))
     mixed = make_model(config, torch.device("cpu"), torch.float32).eval()
     with serving(mixed) as served:

@@ -3,8 +3,6 @@
 import contextlib
 import functools
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,19 +10,19 @@ import torch
 
 from tests.telemetry.test_telemetry import GEOMETRY, LENGTH, model_of
 from trifocal.errors import UserError
-from trifocal.telemetry.attention_picture import AttentionPicture, read_picture
+from trifocal.telemetry.attention_picture import read_picture
 from trifocal.telemetry.attention_telemetry import AttentionTelemetry
 
 TEXTS = [chr(97 + index % 26) for index in range(LENGTH)]
 
 
 @functools.cache
-def plain() -> AttentionPicture:
+def plain():
     """One picture for the tests of its file."""
     return picture_of()
 
 
-def picture_of(borders: list[int] | None = None, **changes: str) -> AttentionPicture:
+def picture_of(borders=None, **changes):
     tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % 64
     cu_seqlens = None if borders is None else torch.tensor(borders)
     return AttentionTelemetry(model_of(**changes)).picture(7, tokens, TEXTS, cu_seqlens=cu_seqlens)
@@ -32,7 +30,7 @@ def picture_of(borders: list[int] | None = None, **changes: str) -> AttentionPic
 
 @pytest.mark.parametrize("chooser", ["compressed", "index"])
 @pytest.mark.parametrize("borders", [None, [0, 60, 200, 2 * LENGTH]])
-def test_it_shows_what_a_query_may_read_and_no_more(borders: list[int] | None, chooser: str) -> None:
+def test_it_shows_what_a_query_may_read_and_no_more(borders, chooser):
     picture = picture_of(borders, chooser=chooser)
     layers, queries, groups, blocks = picture.importance.shape
     # A document of 90 tokens may have 16 blocks.
@@ -56,7 +54,7 @@ def test_it_shows_what_a_query_may_read_and_no_more(borders: list[int] | None, c
     assert picture.gates.mean() / 255 == pytest.approx(0.5, abs=0.1)
 
 
-def test_the_file_gives_back_what_was_written(tmp_path: Path) -> None:
+def test_the_file_gives_back_what_was_written(tmp_path):
     picture = plain()
     path = tmp_path / "attention" / "step_00000007.npz"
     picture.save(path)
@@ -70,7 +68,7 @@ def test_the_file_gives_back_what_was_written(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_a_damaged_file_is_named(tmp_path):
     path = tmp_path / "step_1.npz"
     path.write_bytes(b"no picture")
     with pytest.raises(UserError, match=r"step_1\.npz"):
@@ -94,14 +92,14 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_header_that_does_not_fit_is_named(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_header_that_does_not_fit_is_named(tmp_path, changes):
     replace(plain(), **changes).save(tmp_path / "a.npz")
     with pytest.raises(UserError, match=r"cannot read the attention picture .*a\.npz \(expected .*\); remove it"):
         read_picture(tmp_path / "a.npz")
 
 
 @pytest.mark.parametrize("name", ["positions", "selected", "gates"])
-def test_an_array_that_does_not_fit_is_named(tmp_path: Path, name: str) -> None:
+def test_an_array_that_does_not_fit_is_named(tmp_path, name):
     picture = plain()
     array = getattr(picture, name)
     # Any number of slots will do.

@@ -2,8 +2,6 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -38,7 +36,7 @@ GEOMETRY = Geometry(
 LENGTH = 150  # 19 blocks, the last one short; far more than n
 
 
-def layer_of(borders: list[int] | None, *, by_index: bool = False) -> LayerAttention:
+def layer_of(borders, *, by_index=False):
     generator = torch.Generator().manual_seed(5)
     q = 3 * torch.randn(1, LENGTH, 4, 8, generator=generator)
     k = torch.randn(1, LENGTH, 2, 8, generator=generator)
@@ -55,12 +53,12 @@ def layer_of(borders: list[int] | None, *, by_index: bool = False) -> LayerAtten
     return LayerAttention(gates, q, k, selected, chooser, GEOMETRY, documents_of(borders))
 
 
-def documents_of(borders: list[int] | None) -> Documents | None:
+def documents_of(borders):
     return None if borders is None else Documents.from_cu_seqlens(torch.tensor(borders), LENGTH)
 
 
 @pytest.mark.parametrize("borders", [None, [0, 5, 90, LENGTH]])
-def test_selection_figures_equal_counting_by_hand(borders: list[int] | None) -> None:
+def test_selection_figures_equal_counting_by_hand(borders):
     selected = layer_of(borders).selected[0]
     figures = selection_statistics(selected, GEOMETRY, documents_of(borders))
     starts = [0] if borders is None else borders[:-1]
@@ -68,7 +66,7 @@ def test_selection_figures_equal_counting_by_hand(borders: list[int] | None) -> 
     total = forced = free = local = queries = shared = compared = 0
     counts = [0] * 5
     # Tiles of neighbours in one document, whose first query has more than four candidates.
-    tiles: dict[int, list[int]] = {4: [], 8: [], 16: []}
+    tiles = {4: [], 8: [], 16: []}
     for t in range(LENGTH):
         position = t - max(start for start in starts if start <= t)
         own = position // 8
@@ -105,7 +103,7 @@ def test_selection_figures_equal_counting_by_hand(borders: list[int] | None) -> 
     assert 1 < together[0] < together[1] < together[2]
 
 
-def test_no_neighbours_have_no_blocks_together() -> None:
+def test_no_neighbours_have_no_blocks_together():
     selected = layer_of(None).selected[:, :5]
     figures = selection_statistics(selected, GEOMETRY, None)["blocks_of_neighbours"]
     assert figures.shape == (1, 3) and figures.isnan().all(), "five queries, none of which has a choice"
@@ -113,7 +111,7 @@ def test_no_neighbours_have_no_blocks_together() -> None:
 
 @pytest.mark.parametrize("by_index", [False, True], ids=["compressed", "index"])
 @pytest.mark.parametrize("kind", ["whole", "packed", "padded"])
-def test_recall_of_the_choice_equals_a_loop_over_tokens(kind: str, by_index: bool) -> None:
+def test_recall_of_the_choice_equals_a_loop_over_tokens(kind, by_index):
     borders = None if kind == "whole" else [0, 5, 90, 148, 149, LENGTH]
     layer = layer_of(borders, by_index=by_index)
     if kind == "padded":
@@ -151,7 +149,7 @@ def test_recall_of_the_choice_equals_a_loop_over_tokens(kind: str, by_index: boo
     assert by_index or figures["recall_by_chance"] < figures["choice_recall"] < 1.0
 
 
-def test_the_exact_choice_finds_everything_and_forced_blocks_count_for_nothing() -> None:
+def test_the_exact_choice_finds_everything_and_forced_blocks_count_for_nothing():
     layer = layer_of(None)
     mass = full_attention_shares(layer, torch.arange(LENGTH))
     assert torch.allclose(mass.sum(-1), torch.ones(1, LENGTH, 2))
@@ -167,7 +165,7 @@ def test_the_exact_choice_finds_everything_and_forced_blocks_count_for_nothing()
 
 
 @pytest.mark.parametrize("borders", [None, [0, 5, 90, LENGTH]])
-def test_many_layers_at_once_are_those_one_by_one(borders: list[int] | None) -> None:
+def test_many_layers_at_once_are_those_one_by_one(borders):
     first = layer_of(borders)
     second = replace(first, q=first.q.flip(-1), selected=first.selected.flip(2), gates=first.gates * 0.1)
     together = attention_statistics(LayerAttention.stack([first, second]))
@@ -176,13 +174,13 @@ def test_many_layers_at_once_are_those_one_by_one(borders: list[int] | None) -> 
             assert torch.allclose(together[name][index], value[0], equal_nan=True), name
 
 
-def test_layers_are_described_in_parts_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_described_in_parts_that_fit(monkeypatch):
     tokens = torch.arange(LENGTH)[None] % 64
     telemetry = AttentionTelemetry(model_of())
     whole = telemetry.measure(tokens)
-    sizes: list[int] = []
+    sizes = []
 
-    def counting(layer: LayerAttention) -> dict[str, torch.Tensor]:
+    def counting(layer):
         sizes.append(len(layer.q))
         return attention_statistics(layer)
 
@@ -193,7 +191,7 @@ def test_layers_are_described_in_parts_that_fit(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_layers_are_seen() -> None:
+def test_compiled_layers_are_seen():
     model, tokens = model_of(), torch.arange(LENGTH)[None] % 64
     rows = AttentionTelemetry(model).measure(tokens)
     for block in model.blocks:
@@ -202,14 +200,14 @@ def test_compiled_layers_are_seen() -> None:
     assert AttentionTelemetry(model).measure(tokens) == rows
 
 
-def test_few_queries_stand_for_a_long_sequence() -> None:
+def test_few_queries_stand_for_a_long_sequence():
     layer = layer_of(None)
     assert layer.sampled_queries().tolist()[-1] == LENGTH - 1 and len(layer.sampled_queries()) == 128
     long = replace(layer, q=torch.empty(1, 65536, 64, 1, device="meta"))
     assert len(long.sampled_queries()) == 16
 
 
-def test_gate_figures() -> None:
+def test_gate_figures():
     gates = torch.full((10, 4, 3), 0.5)
     gates[:, 0, 0] = 0.0
     gates[:, 1, 1] = torch.linspace(0, 1, 10)
@@ -221,7 +219,7 @@ def test_gate_figures() -> None:
     assert sum(figures[f"gate_share_{branch}"] for branch in ("cmp", "slc", "win")) == pytest.approx(1)
 
 
-def model_of(**changes: Any) -> DecoderLM:
+def model_of(**changes):
     model = DecoderLM(small_config(num_layers=3, value_dim=8, geometry=GEOMETRY, **changes))
     model.init_weights(3)
     draw_keys_apart(model)
@@ -229,7 +227,7 @@ def model_of(**changes: Any) -> DecoderLM:
 
 
 @pytest.mark.parametrize("attention", ["nsa", "selected"])
-def test_every_chooser_is_measured(attention: str) -> None:
+def test_every_chooser_is_measured(attention):
     tokens = torch.arange(LENGTH).view(1, LENGTH) % 64
     recalls = {}
     for chooser, changes in (("compressed", {}), ("index", {"chooser": "index"}), ("exact", {"selection": "exact"})):
@@ -242,7 +240,7 @@ def test_every_chooser_is_measured(attention: str) -> None:
     assert all(0 < recall < 1 for recall in recalls["compressed"] + recalls["index"])
 
 
-def test_a_model_gives_a_row_for_each_layer() -> None:
+def test_a_model_gives_a_row_for_each_layer():
     model = model_of()
     rows = AttentionTelemetry(model).measure(torch.arange(2 * LENGTH).view(2, LENGTH) % 64)
     assert [row["layer"] for row in rows] == [0, 1, 2]
@@ -255,7 +253,7 @@ def test_a_model_gives_a_row_for_each_layer() -> None:
         assert row["fewer_than_n_share"] == pytest.approx(24 / LENGTH, abs=1e-4)
 
 
-def test_measuring_leaves_the_model_and_its_training_as_they_were() -> None:
+def test_measuring_leaves_the_model_and_its_training_as_they_were():
     tokens = torch.arange(LENGTH).view(1, LENGTH) % 64
     model, twin = model_of(), model_of()
     telemetry = AttentionTelemetry(model)
@@ -271,11 +269,11 @@ def test_measuring_leaves_the_model_and_its_training_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"attention": "dense"}, {"attention": "window"}, {"selection": "random"}], ids=str)
-def test_a_model_that_chooses_no_blocks_has_none(changes: dict[str, Any]) -> None:
+def test_a_model_that_chooses_no_blocks_has_none(changes):
     assert AttentionTelemetry(model_of(**changes)).measure(torch.zeros(1, 8, dtype=torch.long)) == []
 
 
-def test_layers_without_choice_are_left_out_and_those_without_gates_have_no_figures_of_them(tmp_path: Path) -> None:
+def test_layers_without_choice_are_left_out_and_those_without_gates_have_no_figures_of_them(tmp_path):
     layers = {"layer_types": ("window", "selected", "nsa"), "sliding_window": 9}
     model = model_of(**layers, norm_after=True, qk_norm=True, qk_norm_all_heads=True)
     telemetry = AttentionTelemetry(model)
@@ -295,7 +293,7 @@ def test_layers_without_choice_are_left_out_and_those_without_gates_have_no_figu
     assert read_picture(tmp_path / "attention" / "picture.npz").layers == [1, 2]
 
 
-def test_alarms_are_events_once_and_end(tmp_path: Path) -> None:
+def test_alarms_are_events_once_and_end(tmp_path):
     model = model_of()
     tokens = torch.arange(LENGTH).view(1, LENGTH) % 64
     telemetry = AttentionTelemetry(model)
@@ -318,7 +316,7 @@ def test_alarms_are_events_once_and_end(tmp_path: Path) -> None:
     assert len(read_metrics(tmp_path / "metrics.jsonl", "telemetry")) == 12
 
 
-def test_gates_that_are_no_numbers_raise_nothing(tmp_path: Path) -> None:
+def test_gates_that_are_no_numbers_raise_nothing(tmp_path):
     """The update before the look may have been one too far; the loss tells so, the look must not end the run first."""
     telemetry = AttentionTelemetry(model_of())
     with torch.no_grad():
@@ -339,7 +337,7 @@ def test_gates_that_are_no_numbers_raise_nothing(tmp_path: Path) -> None:
         ({"free_local_share": 0.99}, "choices_local"),
     ],
 )
-def test_every_alarm_has_its_threshold(change: dict[str, float], name: str | None) -> None:
+def test_every_alarm_has_its_threshold(change, name):
     row = {"layer": 0, "free_local_share": 0.5}
     for branch in ("cmp", "slc", "win"):
         row |= {f"gate_mean_{branch}": 0.5, f"gate_entropy_{branch}": 0.6}
@@ -349,14 +347,14 @@ def test_every_alarm_has_its_threshold(change: dict[str, float], name: str | Non
 GPU_LENGTH = 2048
 
 
-def gpu_telemetry(backend: str) -> AttentionTelemetry:
+def gpu_telemetry(backend):
     config = ModelConfig(vocab_size=257, num_layers=2, geometry=Geometry(), backend=backend, **WIDE)
     model = DecoderLM(config).cuda()
     model.init_weights(0)
     return AttentionTelemetry(model)
 
 
-def gpu_tokens() -> torch.Tensor:
+def gpu_tokens():
     return torch.randint(257, (2, GPU_LENGTH), generator=torch.Generator().manual_seed(0)).cuda()
 
 
@@ -364,7 +362,7 @@ def gpu_tokens() -> torch.Tensor:
 # PyTorch warns that this mode of it is a prototype.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("borders", [None, [0, 700, 3000, 2 * GPU_LENGTH]])
-def test_no_figure_makes_the_host_wait(borders: list[int] | None) -> None:
+def test_no_figure_makes_the_host_wait(borders):
     telemetry, tokens = gpu_telemetry("triton"), gpu_tokens()
     cu_seqlens = None if borders is None else torch.tensor(borders)
     with torch.autocast("cuda", torch.bfloat16):
@@ -380,7 +378,7 @@ def test_no_figure_makes_the_host_wait(borders: list[int] | None) -> None:
 
 
 @needs_gpu
-def test_kernels_and_reference_give_the_same_figures() -> None:
+def test_kernels_and_reference_give_the_same_figures():
     tokens = gpu_tokens()
     for mine, other in zip(
         gpu_telemetry("triton").measure(tokens), gpu_telemetry("reference").measure(tokens), strict=True
@@ -392,7 +390,7 @@ def test_kernels_and_reference_give_the_same_figures() -> None:
 
 
 @needs_gpu
-def test_a_picture_of_the_kernels_choice() -> None:
+def test_a_picture_of_the_kernels_choice():
     tokens = gpu_tokens()
     picture = gpu_telemetry("triton").picture(1, tokens, ["x"] * GPU_LENGTH)
     blocks = GPU_LENGTH // 64

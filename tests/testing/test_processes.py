@@ -6,8 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,16 +14,16 @@ from tests.children import environment, wait_for_end
 from trifocal.testing.processes import ProcessesFailed, run_processes
 
 
-def test_a_signal_while_processes_start_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_while_processes_start_leaves_none(tmp_path, monkeypatch):
     popen, started = subprocess.Popen, []
     begin = threading.Thread.start
 
-    def slowly(thread: threading.Thread) -> None:
+    def slowly(thread):
         # On a busy machine, a thread does much before the one that started it goes on.
         begin(thread)
         time.sleep(0.5)
 
-    def start(*args: Any, **options: Any) -> Any:
+    def start(*args, **options):
         started.append(popen(*args, **options))
         if len(started) == 2:
             os.kill(os.getpid(), signal.SIGINT)
@@ -43,7 +41,7 @@ def test_a_signal_while_processes_start_leaves_none(tmp_path: Path, monkeypatch:
     assert len(started) == 2 and not left
 
 
-def test_errors_are_quoted_without_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_quoted_without_colours(tmp_path, monkeypatch):
     """As Python 3.13 and newer would write them in a service of CI."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     with pytest.raises(ProcessesFailed, match=r"\nRuntimeError: 0$"):
@@ -52,7 +50,7 @@ def test_errors_are_quoted_without_colours(tmp_path: Path, monkeypatch: pytest.M
         )
 
 
-def test_a_process_that_does_not_end_leaves_its_stacks_and_its_child_s(tmp_path: Path) -> None:
+def test_a_process_that_does_not_end_leaves_its_stacks_and_its_child_s(tmp_path):
     """The tests' own wait, whose message is all that a failure in CI leaves."""
     code = (
         "import subprocess, sys, threading, pathlib\n"

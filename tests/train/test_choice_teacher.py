@@ -1,6 +1,5 @@
 """The loss of the choice in a training step: it teaches the index only, however a batch is cut."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,16 +9,14 @@ import torch
 
 from tests.train.step.test_step import read_batches
 from tests.train.tiny import make_config, read_checkpoint
-from trifocal.data import Batch
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.runlog import Heartbeat, read_metrics
 from trifocal.train import resume, train
 from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.config.check import preflight
-from trifocal.train.config.sections import RunConfig
 from trifocal.train.step.optimizer import make_optimizer
-from trifocal.train.step.step import StepResult, TrainStep
+from trifocal.train.step.step import TrainStep
 
 CPU = torch.device("cpu")
 # Rows of 32 tokens in which the last queries of each document have more free blocks than places.
@@ -29,14 +26,12 @@ Gradients = dict[str, torch.Tensor]
 
 
 @pytest.fixture
-def heartbeat(tmp_path: Path) -> Iterator[Heartbeat]:
+def heartbeat(tmp_path):
     with Heartbeat(tmp_path / "heartbeat", interval_seconds=60) as heartbeat:
         yield heartbeat
 
 
-def take_step(
-    config: RunConfig, batches: list[Batch], heartbeat: Heartbeat, *, step: int = 3
-) -> tuple[StepResult, Gradients, DecoderLM]:
+def take_step(config, batches, heartbeat, *, step=3):
     model = DecoderLM(config.model)
     model.init_weights(5)
     model.set_activation_checkpointing(*config.train.checkpointed_layers(config.model.num_layers))
@@ -53,7 +48,7 @@ def take_step(
 
 
 @pytest.mark.parametrize("attention", ["nsa", "selected"])
-def test_all_but_the_index_gets_the_same_update(tmp_path: Path, heartbeat: Heartbeat, attention: str) -> None:
+def test_all_but_the_index_gets_the_same_update(tmp_path, heartbeat, attention):
     config = make_config(tmp_path, *INDEX, *TAUGHT, "--model.attention", attention)
     batches = read_batches(config, 2, 2)
     silent = replace(config, train=replace(config.train, choice_loss_weight=0.0))
@@ -71,7 +66,7 @@ def test_all_but_the_index_gets_the_same_update(tmp_path: Path, heartbeat: Heart
         assert (name in index) != torch.equal(parameter, others[name]), name
 
 
-def test_how_a_batch_is_cut_does_not_matter(tmp_path: Path, heartbeat: Heartbeat) -> None:
+def test_how_a_batch_is_cut_does_not_matter(tmp_path, heartbeat):
     config = make_config(tmp_path, *INDEX, *TAUGHT, "--train.gradient_clip_norm", "0")
     whole = take_step(config, read_batches(config, 4, 1), heartbeat)
     assert whole[0].choice is not None
@@ -88,7 +83,7 @@ def test_how_a_batch_is_cut_does_not_matter(tmp_path: Path, heartbeat: Heartbeat
     assert not torch.equal(another.choice, whole[0].choice), "each step has its own sample"
 
 
-def test_an_index_has_its_own_learning_rate(tmp_path: Path, heartbeat: Heartbeat) -> None:
+def test_an_index_has_its_own_learning_rate(tmp_path, heartbeat):
     """The first step of Adam without decay moves each parameter by its learning rate."""
     config = make_config(tmp_path, *INDEX, *TAUGHT, "--optimizer.weight_decay", "0", "--optimizer.index_lr_factor", "1")
     batches = read_batches(config, 2, 2)
@@ -107,7 +102,7 @@ def test_an_index_has_its_own_learning_rate(tmp_path: Path, heartbeat: Heartbeat
         assert taught.any() and ratio.detach() == pytest.approx(3.0, rel=1e-2), name
 
 
-def test_no_eligible_query_is_no_loss(tmp_path: Path, heartbeat: Heartbeat) -> None:
+def test_no_eligible_query_is_no_loss(tmp_path, heartbeat):
     config = make_config(tmp_path, *INDEX, *TAUGHT, "--model.geometry.num_selected_blocks", "4")
     batches = read_batches(config, 2, 2)
     assert sum(ChoiceTeacher(DecoderLM(config.model), config.train, CPU).eligible(batches, 3)) == 0
@@ -126,14 +121,14 @@ def test_no_eligible_query_is_no_loss(tmp_path: Path, heartbeat: Heartbeat) -> N
         ((*INDEX, "--model.layer_types", "window", "dense"), 0),
     ],
 )
-def test_the_weight_follows_the_model_unless_it_is_given(tmp_path: Path, model: tuple[str, ...], weight: float) -> None:
+def test_the_weight_follows_the_model_unless_it_is_given(tmp_path, model, weight):
     config = make_config(tmp_path, *model)
     assert config.train.choice_weight(config.model) == weight
     preflight(config, CPU)
 
 
 @pytest.mark.parametrize("only", ["all", "chooser"])
-def test_a_run_writes_the_loss_of_its_choice_and_teaches_the_same_when_resumed(tmp_path: Path, only: str) -> None:
+def test_a_run_writes_the_loss_of_its_choice_and_teaches_the_same_when_resumed(tmp_path, only):
     # Traces and telemetry find nothing of what is frozen.
     seen = ("--trace.what", "gradients,modules,memory", "--trace.steps", "2:3", "--log.telemetry_interval_steps", "2")
     config = make_config(tmp_path, *INDEX, *TAUGHT, *seen, "--train.only", only)
@@ -166,7 +161,7 @@ def test_a_run_writes_the_loss_of_its_choice_and_teaches_the_same_when_resumed(t
         ),
     ],
 )
-def test_what_cannot_be_taught_is_refused_in_one_line(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+def test_what_cannot_be_taught_is_refused_in_one_line(tmp_path, arguments, message):
     with pytest.raises(UserError, match=message) as raised:
         train(make_config(tmp_path, "--log.sample_interval_steps", "0", *arguments))
     assert "\n" not in str(raised.value)

@@ -2,9 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,10 +22,10 @@ CPU = torch.device("cpu")
 class FakeLoader:
     """Batches of four targets, one of them ignored; the position is how many were read."""
 
-    def __init__(self, events: list[str], fail_at: int = 0) -> None:
+    def __init__(self, events, fail_at=0):
         self.events, self.fail_at, self.read, self.stopped = events, fail_at, 0, False
 
-    def __next__(self) -> Batch:
+    def __next__(self):
         if self.stopped:
             raise Stopped
         self.read += 1
@@ -38,40 +36,38 @@ class FakeLoader:
         targets = torch.tensor([[1, 2, 3, -100]])
         return Batch(tokens, targets, None, (str(self.read),), self.read, (0,), int((targets != -100).sum()))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"read": self.read}
 
 
 class FakeHeartbeat:
     """Phases that are not measured."""
 
-    def phase(self, name: str) -> Any:
+    def phase(self, name):
         return torch.no_grad()
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self):
         return {"step": 0}
 
 
 @pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def events(monkeypatch):
     """The events in order; the other process always has the same answers as this one."""
-    found: list[str] = []
+    found = []
 
-    def async_all_reduce(
-        self: DistributedContext, values: Sequence[float], operation: str = "sum"
-    ) -> Callable[[], list[float]]:
+    def async_all_reduce(self, values, operation="sum"):
         if operation == "max":
             # The other process has two packed documents in every micro-batch.
             return lambda: [max(value, 2.0) for value in values]
         found.append("send")
 
-        def answer() -> list[float]:
+        def answer():
             found.append("answer")
             return [2 * value for value in values]
 
         return answer
 
-    def agree(self: DistributedContext, error: Exception | None) -> None:
+    def agree(self, error):
         if error is not None:
             raise error
 
@@ -80,17 +76,17 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield found
 
 
-def next_step(company: StepCoordinator, loader: FakeLoader, *, last: bool = False) -> Any:
-    return company.next_step(loader, 1, FakeHeartbeat(), last=last)  # type: ignore[arg-type]
+def next_step(company, loader, *, last=False):
+    return company.next_step(loader, 1, FakeHeartbeat(), last=last)
 
 
-def make_company(size: int = 2) -> tuple[StepCoordinator, StopSignals]:
+def make_company(size=2):
     """The coordinator of one of two processes, and its signals."""
     signals = StopSignals()
     return StepCoordinator(DistributedContext(0, size), signals), signals
 
 
-def test_the_exchange_of_the_next_step_is_under_way_while_a_step_runs(events: list[str]) -> None:
+def test_the_exchange_of_the_next_step_is_under_way_while_a_step_runs(events):
     (company, _), loader = make_company(), FakeLoader(events)
     for step in (1, 2, 3):
         data = next_step(company, loader, last=step == 3)
@@ -104,7 +100,7 @@ def test_the_exchange_of_the_next_step_is_under_way_while_a_step_runs(events: li
     ]  # fmt: skip
 
 
-def test_a_signal_ends_the_run_after_the_step_that_was_agreed_on(events: list[str]) -> None:
+def test_a_signal_ends_the_run_after_the_step_that_was_agreed_on(events):
     (company, signals), loader = make_company(), FakeLoader(events)
     assert next_step(company, loader) is not None
     # Step 1 is running, and the exchange for step 2 is on its way.
@@ -119,7 +115,7 @@ def test_a_signal_ends_the_run_after_the_step_that_was_agreed_on(events: list[st
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_wait_for_data_ends_with_the_steps_that_have_them(events: list[str], size: int) -> None:
+def test_a_wait_for_data_ends_with_the_steps_that_have_them(events, size):
     (company, signals), loader = make_company(size), FakeLoader(events)
     assert next_step(company, loader) is not None
     signals.received, signals.something_to_save = "SIGTERM", True
@@ -131,9 +127,7 @@ def test_a_wait_for_data_ends_with_the_steps_that_have_them(events: list[str], s
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_all_agree_to_stop_once_there_is_a_step_to_save(
-    events: list[str], monkeypatch: pytest.MonkeyPatch, elsewhere: bool
-) -> None:
+def test_all_agree_to_stop_once_there_is_a_step_to_save(events, monkeypatch, elsewhere):
     """The one that did not get the signal takes no further step either."""
     (company, signals), loader = make_company(), FakeLoader(events)
     assert next_step(company, loader) is not None
@@ -146,26 +140,26 @@ def test_all_agree_to_stop_once_there_is_a_step_to_save(
     assert next_step(company, loader) is None
 
 
-def test_data_that_fail_are_reported_before_their_own_step(events: list[str]) -> None:
+def test_data_that_fail_are_reported_before_their_own_step(events):
     (company, _), loader = make_company(), FakeLoader(events, fail_at=2)
     assert next_step(company, loader).position == {"read": 1}
     with pytest.raises(UserError, match="no more"):
         next_step(company, loader)
 
 
-def test_of_a_library_s_many_sentences_the_line_has_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_library_s_many_sentences_the_line_has_the_first(monkeypatch):
     class NobodyIsLost(contextlib.nullcontext[None]):
-        def __init__(self, *_: object, **__: object) -> None:
+        def __init__(self, *_, **__):
             super().__init__()
 
-        def explain(self) -> None: ...
+        def explain(self): ...
 
-        def table(self) -> str:
+        def table(self):
             return "rank 1: forward for 1 s at step 7"
 
     monkeypatch.setattr(coordinator, "PeerMonitor", NobodyIsLost)
     (company, _), heartbeat = make_company(), Heartbeat(Path(os.devnull))
-    sentences: list[str] = []
+    sentences = []
     with (
         pytest.raises(PeerLost) as lost,
         company.watched(heartbeat, 1.0, lambda name, sentence, severity: sentences.append(sentence)),

@@ -5,9 +5,7 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +27,7 @@ STEPS = ("--train.steps", "9")
 MEASURED = ("seconds", "bytes", "tokens_per_second")
 
 
-def rows(run: Path, kind: str) -> list[dict[str, Any]]:
+def rows(run, kind):
     found = read_metrics(run / "metrics.jsonl", kind)
     exact = {"bits_per_byte"}
     return [
@@ -38,12 +36,12 @@ def rows(run: Path, kind: str) -> list[dict[str, Any]]:
     ]
 
 
-def state(run: Path) -> str:
+def state(run):
     """The verdict on the run's process."""
     return judge(read_run(run).heartbeats[0][-1]).state
 
 
-def assert_same_run(run: Path, other: Path, last: int = 9) -> None:
+def assert_same_run(run, other, last=9):
     """Every weight, every moment, every loss, the data's position and the generators."""
     name = f"step_{last:08d}"
     mine, theirs = read_checkpoint(run / "checkpoints" / name), read_checkpoint(other / "checkpoints" / name)
@@ -62,7 +60,7 @@ def assert_same_run(run: Path, other: Path, last: int = 9) -> None:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(tmp_path_factory):
     """A run of nine steps, with the checkpoints of the last two; other runs in its folder read the same files."""
     config = make_config(tmp_path_factory.mktemp("runs"), *STEPS, name="whole")
     assert train(config).finished
@@ -70,18 +68,16 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def copy(uninterrupted: Path, tmp_path: Path) -> Path:
+def copy(uninterrupted, tmp_path):
     """A copy of it, to be resumed."""
     return shutil.copytree(uninterrupted, tmp_path / "run")
 
 
-def signal_at(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, step: int) -> None:
+def signal_at(monkeypatch, number, step):
     before_step(monkeypatch, lambda now, _: os.kill(os.getpid(), number) if now == step else None)
 
 
-def test_interruptions_change_nothing(
-    uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_interruptions_change_nothing(uninterrupted, monkeypatch, capfd):
     """Crashed in step 4, stopped by SIGTERM in step 5 and by Ctrl-C in step 7; other random numbers in between.
 
     No checkpoint is due at either signal. Nor is an evaluation: an interrupted one leaves no figure. Row 3, which no
@@ -90,7 +86,7 @@ def test_interruptions_change_nothing(
     run = uninterrupted.with_name("interrupted")
     config = make_config(run.parent, *STEPS, name=run.name)
 
-    def crash(step: int, _: Any) -> None:
+    def crash(step, _):
         if step == 4:
             raise MemoryError
 
@@ -113,7 +109,7 @@ def test_interruptions_change_nothing(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_an_earlier_checkpoint_replaces_the_later_one(copy: Path, uninterrupted: Path) -> None:
+def test_an_earlier_checkpoint_replaces_the_later_one(copy, uninterrupted):
     newest = copy / "checkpoints" / "step_00000009"
     shutil.copytree(newest, newest.with_name("step_00000011"))
     (newest / "rank0.json").write_text("{}")
@@ -125,12 +121,12 @@ def test_an_earlier_checkpoint_replaces_the_later_one(copy: Path, uninterrupted:
     assert (newest / "rank0.json").read_text() != "{}"
 
 
-def test_a_start_that_fails_leaves_the_run_as_it_was(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_fails_leaves_the_run_as_it_was(copy, monkeypatch):
     """Its configuration and later checkpoints: whether the model or the data do not fit, or the first step fails."""
     names, saved = ["step_00000008", "step_00000009"], (copy / "config.toml").read_text()
     config = load_config(copy / "config.toml")
 
-    def checkpoints() -> list[str]:
+    def checkpoints():
         return sorted(path.name for path in (copy / "checkpoints").iterdir())
 
     for changes, expected in (
@@ -141,7 +137,7 @@ def test_a_start_that_fails_leaves_the_run_as_it_was(copy: Path, monkeypatch: py
             resume(copy, checkpoint=names[0], config=override(config, changes))
         assert checkpoints() == names and (copy / "config.toml").read_text() == saved
 
-    def fail(step: int, _: Any) -> None:
+    def fail(step, _):
         raise MemoryError
 
     larger = override(config, {"train.micro_batch_size": 4})
@@ -154,7 +150,7 @@ def test_a_start_that_fails_leaves_the_run_as_it_was(copy: Path, monkeypatch: py
     assert load_config(copy / "config.toml").train.micro_batch_size == 4 and checkpoints() == names
 
 
-def test_a_run_is_prolonged_from_the_last_step_before_it_declines(tmp_path: Path) -> None:
+def test_a_run_is_prolonged_from_the_last_step_before_it_declines(tmp_path):
     flags = ("--schedule.kind", "wsd", "--schedule.decay_fraction", "0.5", "--checkpoint.keep_last", "1")
     flags = (*flags, "--optimizer.kind", "muon")
     train(make_config(tmp_path, *flags))
@@ -172,9 +168,7 @@ def test_a_run_is_prolonged_from_the_last_step_before_it_declines(tmp_path: Path
     )
 
 
-def test_a_run_of_several_sources_ends_on_better_text_and_is_prolonged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_several_sources_ends_on_better_text_and_is_prolonged(tmp_path, capsys):
     better = write_documents(tmp_path / "better", count=12)
     names = [f"text:{tmp_path / 'text'}", f"text:{better}"]
     for path in better.glob("*.txt"):
@@ -221,14 +215,12 @@ def test_a_run_of_several_sources_ends_on_better_text_and_is_prolonged(
     assert [own["rows"] for own in saved["sources"]] == [4, 28] and saved["sample_index"] == 12 + 5 * 8
 
 
-def test_a_finished_run_continues_with_another_configuration(
-    copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_continues_with_another_configuration(copy, capsys, monkeypatch):
     """More steps, another batch and other hyperparameters."""
     config = load_config(copy / "config.toml")
     assert resume(copy).step == 9
     assert "note: continues from step 9 of 9, with the saved configuration" in capsys.readouterr().out
-    groups: list[Any] = []
+    groups = []
     names = ("weight_decay", "betas", "eps")
     before_step(monkeypatch, lambda _, given: groups.append(given["optimizer"].param_groups))
     changes = {
@@ -251,11 +243,11 @@ def test_a_finished_run_continues_with_another_configuration(
         resume(copy, config=config)
 
 
-def test_a_position_that_cannot_be_read_is_one_line(copy: Path) -> None:
+def test_a_position_that_cannot_be_read_is_one_line(copy):
     """Intact by its manifest: written by another version, or by somebody who knows the format."""
     path = copy / "checkpoints" / "step_00000009"
     manifest, content = verify_checkpoint(path), (path / "rank0.json").read_text()
-    damages: list[Callable[[dict[str, Any]], Any]] = [
+    damages = [
         lambda state: state.pop("step"),
         lambda state: state["data"].pop("settings"),
         lambda state: state["data"]["position"].clear(),

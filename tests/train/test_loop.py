@@ -7,9 +7,7 @@ import math
 import os
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +17,10 @@ from tests.train.tiny import WORDS, before_step, make_config, read_checkpoint
 from tests.written_runs import Clock
 from trifocal import load_model
 from trifocal.cli.train import _summary
-from trifocal.data import DataConfig, Loader, make_tokenizer, prefetch
+from trifocal.data import Loader, make_tokenizer, prefetch
 from trifocal.data.sources.text import TextSource
 from trifocal.errors import UserError
-from trifocal.inference import Engine, Request
+from trifocal.inference import Engine
 from trifocal.runlog import read_metrics
 from trifocal.telemetry.attention_picture import read_picture
 from trifocal.train import load_config, resume, train
@@ -30,11 +28,11 @@ from trifocal.train import setup as train_setup
 from trifocal.train.validation_loss import evaluate, read_validation_batches
 
 
-def test_a_deterministic_run_is_so_while_it_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deterministic_run_is_so_while_it_lasts(tmp_path, monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    seen: list[tuple[bool, str | None]] = []
+    seen = []
 
-    def look(step: int, arguments: dict[str, Any]) -> None:
+    def look(step, arguments):
         seen.append((torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
 
     before_step(monkeypatch, look)
@@ -42,10 +40,10 @@ def test_a_deterministic_run_is_so_while_it_lasts(tmp_path: Path, monkeypatch: p
     train(make_config(tmp_path, "--train.steps", "1", "--run.deterministic", "true"), overwrite=True)
     assert seen == [(False, None), (True, ":4096:8")]
     assert not torch.are_deterministic_algorithms_enabled()
-    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    assert torch.utils.deterministic.fill_uninitialized_memory
 
 
-def test_a_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_writes_what_it_promises(tmp_path, capsys):
     config = make_config(
         tmp_path, "--log.sample_tokens", "8", "--train.steps", "40",
         "--log.interval_steps", "10", "--evaluate.interval_steps", "20", "--checkpoint.interval_steps", "10",
@@ -92,14 +90,12 @@ def test_a_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFix
     assert "step 40/40" in capsys.readouterr().out
 
 
-def test_the_saved_config_names_the_commit_that_the_loader_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_saved_config_names_the_commit_that_the_loader_found(tmp_path, monkeypatch, capsys):
     """And the first lines name the attention of the layers."""
     commit, asked = "0123456789abcdef", []
     original = train_setup.Loader
 
-    def pinning(data: DataConfig, **arguments: Any) -> Loader:
+    def pinning(data, **arguments):
         asked.append(data.revision)
         loader = original(data, **arguments)
         loader.config = replace(loader.config, revision=commit)
@@ -114,7 +110,7 @@ def test_the_saved_config_names_the_commit_that_the_loader_found(
     assert asked == ["main", commit]
 
 
-def test_exported_weights_load_back_as_the_checkpoint_and_give_the_reported_loss(tmp_path: Path) -> None:
+def test_exported_weights_load_back_as_the_checkpoint_and_give_the_reported_loss(tmp_path):
     config = make_config(tmp_path)
     result = train(config)
     model = load_model(tmp_path / "run" / "weights")
@@ -143,10 +139,8 @@ def test_exported_weights_load_back_as_the_checkpoint_and_give_the_reported_loss
     assert again.bits_per_byte == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-5)
 
 
-def test_a_full_disk_under_samples_and_pictures_costs_only_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def block(step: int, *_: Any) -> None:
+def test_a_full_disk_under_samples_and_pictures_costs_only_them(tmp_path, monkeypatch, capsys):
+    def block(step, *_):
         for name in ("samples", "attention"):
             (tmp_path / "run" / name).touch()
 
@@ -160,13 +154,11 @@ def test_a_full_disk_under_samples_and_pictures_costs_only_them(
         assert any(f"the {what} of" in row["message"] for row in events)
 
 
-def test_a_first_step_that_fails_empties_a_folder_that_is_a_link(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_first_step_that_fails_empties_a_folder_that_is_a_link(tmp_path, monkeypatch):
     (tmp_path / "volume").mkdir()
     (tmp_path / "run").symlink_to("volume")
 
-    def refuse(step: int, _: Any) -> None:
+    def refuse(step, _):
         raise UserError("bad data")
 
     with monkeypatch.context() as patch:
@@ -177,7 +169,7 @@ def test_a_first_step_that_fails_empties_a_folder_that_is_a_link(
     assert train(make_config(tmp_path)).finished
 
 
-def test_every_evaluation_stores_the_same_sequence_as_the_model_sees_it(tmp_path: Path) -> None:
+def test_every_evaluation_stores_the_same_sequence_as_the_model_sees_it(tmp_path):
     flags = ("--train.steps", "2", "--evaluate.interval_steps", "1")
     assert train(make_config(tmp_path, *flags)).finished
     paths = sorted((tmp_path / "run" / "attention").iterdir())
@@ -192,10 +184,10 @@ def test_every_evaluation_stores_the_same_sequence_as_the_model_sees_it(tmp_path
     assert not (tmp_path / "run" / "attention").exists()
 
 
-def test_samples_share_a_seed_and_pauses_are_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_share_a_seed_and_pauses_are_no_training(tmp_path, monkeypatch):
     seeds, original, clock = [], Engine.run, Clock()
 
-    def slow(self: Engine, requests: list[Request]) -> Any:
+    def slow(self, requests):
         seeds.extend(request.sampling.seed for request in requests)
         clock.pass_seconds(20.0)
         return original(self, requests)
@@ -213,7 +205,7 @@ def test_samples_share_a_seed_and_pauses_are_no_training(tmp_path: Path, monkeyp
 
 # PyTorch's tracer warns about its own calls.
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_checkpointed_and_plain_runs_learn_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_checkpointed_and_plain_runs_learn_the_same(tmp_path, monkeypatch):
     """torch.compile with the eager backend: the wiring is ours, the code generator is not. Any attention will do."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     losses = {}
@@ -234,12 +226,10 @@ def test_compiled_checkpointed_and_plain_runs_learn_the_same(tmp_path: Path, mon
     assert "compiled in" in events["compiled"]
 
 
-def test_a_source_that_gives_nothing_for_a_while_is_an_event(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_source_that_gives_nothing_for_a_while_is_an_event(tmp_path, monkeypatch, capsys):
     original, reads = TextSource.read, itertools.count()
 
-    def slow_read(self: TextSource, shard: Any, cursor: Any) -> Any:
+    def slow_read(self, shard, cursor):
         time.sleep(0.6 if next(reads) == 0 else 0.0)
         return original(self, shard, cursor)
 
@@ -256,14 +246,14 @@ def test_a_source_that_gives_nothing_for_a_while_is_an_event(
     assert "WARNING: data stall" in capsys.readouterr().out
 
 
-def test_data_without_held_out_text_are_refused_before_any_work(tmp_path: Path) -> None:
+def test_data_without_held_out_text_are_refused_before_any_work(tmp_path):
     config = make_config(tmp_path, "--data.validation_fraction", "1e-9", "--evaluate.interval_steps", "6")
     with pytest.raises(UserError, match="the validation split is empty"):
         train(config)
     assert not (tmp_path / "run").exists()
 
 
-def test_skipped_documents_are_counted_and_said(tmp_path: Path) -> None:
+def test_skipped_documents_are_counted_and_said(tmp_path):
     lines = [json.dumps({"text": None if number in (3, 4) else " ".join(WORDS)}) for number in range(40)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     flags = ("--data.source", f"jsonl:{tmp_path / 'a.jsonl'}", "--evaluate.interval_steps", "0", "--train.steps", "3")
@@ -279,7 +269,7 @@ def test_skipped_documents_are_counted_and_said(tmp_path: Path) -> None:
     assert "a.jsonl:4: field 'text' is null" in event["message"] and event["severity"] == "warning"
 
 
-def test_validation_reads_the_validation_split(tmp_path: Path) -> None:
+def test_validation_reads_the_validation_split(tmp_path):
     """Every document has its own letter, and no letter is in both splits."""
     config = make_config(tmp_path, "--checkpoint.interval_steps", "0")
     for index, path in enumerate(sorted((tmp_path / "text").iterdir())):

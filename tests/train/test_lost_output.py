@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -19,11 +18,11 @@ from trifocal.train.checkpoint.manifest import verify_checkpoint
 QUICK = ("--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0")
 
 
-def command(folder: Path, *flags: str, module: tuple[str, ...] = ("-m", "trifocal")) -> str:
+def command(folder, *flags, module=("-m", "trifocal")):
     return shlex.join([sys.executable, *module, "train", str(write_config(folder)), *QUICK, *flags])
 
 
-def shell(script: str, **variables: object) -> subprocess.CompletedProcess[str]:
+def shell(script, **variables):
     """Run a script of bash; its processes end with the test."""
     variables = {"OMP_NUM_THREADS": 1, **variables}
     return subprocess.run(
@@ -31,12 +30,12 @@ def shell(script: str, **variables: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def steps(run: Path) -> list[int]:
+def steps(run):
     return [row["step"] for row in read_metrics(run / "metrics.jsonl", "train")]
 
 
 @pytest.mark.parametrize("script", ["{train} > /dev/full 2> /dev/full", "{train} >&- 2>&-"], ids=["full", "closed"])
-def test_lost_output_costs_no_step(tmp_path: Path, script: str) -> None:
+def test_lost_output_costs_no_step(tmp_path, script):
     run = tmp_path / "run"
     done = shell(script.format(train=command(tmp_path)))
     assert (done.returncode, done.stderr) == (0, "")
@@ -44,7 +43,7 @@ def test_lost_output_costs_no_step(tmp_path: Path, script: str) -> None:
     assert (run / "weights" / "model.safetensors").is_file()
 
 
-def test_a_closed_terminal_stops_and_saves(tmp_path: Path) -> None:
+def test_a_closed_terminal_stops_and_saves(tmp_path):
     """With the live bar on the terminal, which goes away: SIGHUP, and an error at each write from then on."""
     run, script = tmp_path / "run", tmp_path / "script"
     script.write_text(f"exec {command(tmp_path, '--train.steps', '100000')}\n")

@@ -2,8 +2,6 @@
 
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,14 +12,14 @@ from trifocal.runlog import read_metrics
 from trifocal.train import NonFiniteError, train
 
 
-def poison(step: int, name: str, value: float) -> Any:
+def poison(step, name, value):
     """Make one entry of a parameter's gradient not finite in one step."""
 
-    def action(now: int, arguments: dict[str, Any]) -> None:
+    def action(now, arguments):
         parameter = dict(arguments["loss_function"].named_parameters())[name]
         if now == step:
             handle = parameter.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([1]), value))
-            action.handle = handle  # type: ignore[attr-defined]
+            action.handle = handle
         elif hasattr(action, "handle"):
             action.handle.remove()
 
@@ -29,9 +27,7 @@ def poison(step: int, name: str, value: float) -> Any:
 
 
 @pytest.mark.parametrize(("value", "log_interval"), [(math.nan, "100"), (math.inf, "1")])
-def test_a_bad_gradient_stops_the_run_before_it_is_applied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float, log_interval: str
-) -> None:
+def test_a_bad_gradient_stops_the_run_before_it_is_applied(tmp_path, monkeypatch, value, log_interval):
     """Whether or not the host would have looked at the step for its own sake (a log interval of 100)."""
     bad = "blocks.1.mlp.up_proj.weight"
     flags = ("--log.interval_steps", log_interval, "--checkpoint.interval_steps", "4", "--evaluate.interval_steps", "0")
@@ -49,12 +45,10 @@ def test_a_bad_gradient_stops_the_run_before_it_is_applied(
 
 
 @pytest.mark.parametrize("interval", ["0", "2"], ids=["last", "checkpoint"])
-def test_an_update_that_makes_weights_infinite_is_not_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval: str
-) -> None:
+def test_an_update_that_makes_weights_infinite_is_not_saved(tmp_path, monkeypatch, interval):
     """Loss and gradient of the step are finite; no evaluation and no later step sees the weights."""
 
-    def action(now: int, arguments: dict[str, Any]) -> None:
+    def action(now, arguments):
         if now == 4:
             arguments["optimizer"].param_groups[0]["lr"] = math.inf
 
@@ -72,11 +66,11 @@ def test_an_update_that_makes_weights_infinite_is_not_saved(
     assert (event["name"], event["severity"]) == ("non_finite", "error")
 
 
-def test_a_bad_loss_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_loss_stops_the_run(tmp_path, monkeypatch):
     forward = DecoderLM.forward
     calls = []
 
-    def broken(self: DecoderLM, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def broken(self, *args, **kwargs):
         calls.append(1)
         loss = forward(self, *args, **kwargs)
         # Two micro-batches a step: the second of step 2.
@@ -87,10 +81,8 @@ def test_a_bad_loss_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         train(make_config(tmp_path))
 
 
-def test_a_step_that_was_not_sound_is_not_saved_when_it_is_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def explode(step: int, arguments: dict[str, Any]) -> None:
+def test_a_step_that_was_not_sound_is_not_saved_when_it_is_looked_at(tmp_path, monkeypatch):
+    def explode(step, arguments):
         if step == 3:
             next(arguments["loss_function"].parameters()).data.fill_(float("inf"))
 

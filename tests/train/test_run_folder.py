@@ -7,8 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,17 +25,15 @@ from trifocal.train.checkpoint.pretrained import open_pretrained
 from trifocal.train.run_folder import RunLock
 
 
-def at_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Any) -> None:
+def at_step(monkeypatch, number, action):
     before_step(monkeypatch, lambda step, _: action() if step == number else None)
 
 
 @pytest.mark.parametrize("fate", ["moved", "replaced"])
-def test_a_run_whose_folder_is_gone_stops_and_leaves_another_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fate: str
-) -> None:
+def test_a_run_whose_folder_is_gone_stops_and_leaves_another_alone(tmp_path, monkeypatch, fate):
     run, moved = tmp_path / "run", tmp_path / "moved"
 
-    def lose() -> None:
+    def lose():
         run.rename(moved)
         if fate == "replaced":
             run.mkdir()
@@ -56,13 +52,11 @@ def test_a_run_whose_folder_is_gone_stops_and_leaves_another_alone(
         assert [row["step"] for row in read_metrics(moved / "metrics.jsonl", "train")] == [1, 2, 3, 4, 5, 6]
 
 
-def old_names(run: Path) -> list[str]:
+def old_names(run):
     return sorted(path.name for path in run.parent.glob(f"{run.name}.*") if path.is_dir())
 
 
-def test_only_overwrite_renames_the_earlier_run_and_leaves_it_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_overwrite_renames_the_earlier_run_and_leaves_it_there(tmp_path, capsys, monkeypatch):
     run, place = tmp_path / "run", tmp_path / "volume" / "real"
     place.mkdir(parents=True)
     run.symlink_to(place)
@@ -83,7 +77,7 @@ def test_only_overwrite_renames_the_earlier_run_and_leaves_it_there(
     assert resume(old).step == 1
 
     # A start that fails leaves the earlier run renamed, and says where it is.
-    def interrupt(*_: Any, **__: Any) -> None:
+    def interrupt(*_, **__):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -107,7 +101,7 @@ def test_only_overwrite_renames_the_earlier_run_and_leaves_it_there(
 LINKS = (".lock", ".trifocal_run", ".config.toml.partial", "metrics.jsonl", "heartbeat/rank0.jsonl", "checkpoints")
 
 
-def test_no_link_in_a_foreign_run_is_followed(tmp_path: Path) -> None:
+def test_no_link_in_a_foreign_run_is_followed(tmp_path):
     run = train(make_config(tmp_path, "--train.steps", "2", "--log.telemetry_interval_steps", "0")).directory
     longer = make_config(tmp_path, "--train.steps", "4")
     for name in LINKS:
@@ -128,18 +122,16 @@ def test_no_link_in_a_foreign_run_is_followed(tmp_path: Path) -> None:
     assert resume(run, config=longer).finished
 
 
-def open_path(run: Path) -> Path:
+def open_path(run):
     with open_pretrained(run) as found:
         return found.path
 
 
-def step_of(weights: Path) -> int:
+def step_of(weights):
     return int(json.loads((weights / "trainer_state.json").read_text())["global_step"])
 
 
-def test_the_weights_are_those_of_the_last_checkpoint_however_a_run_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_weights_are_those_of_the_last_checkpoint_however_a_run_ends(tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
     assert train(make_config(tmp_path)).finished
     assert step_of(run / "weights") == 6
@@ -150,10 +142,10 @@ def test_the_weights_are_those_of_the_last_checkpoint_however_a_run_ends(
     with pytest.raises(UserError, match=r"model\.safetensors has changed .*; take a checkpoint of its run instead"):
         load_model(run)
     file.write_bytes(content)
-    steps: list[Path] = []
+    steps = []
     with monkeypatch.context() as patch:
 
-        def stop() -> None:
+        def stop():
             steps.append(open_path(run))
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -166,11 +158,11 @@ def test_the_weights_are_those_of_the_last_checkpoint_however_a_run_ends(
     for name, tensor in load_model(run / "weights").state_dict().items():
         assert torch.equal(tensor, saved[f"model.{name}"]), name
 
-    def full(*_: Any, **__: Any) -> None:
+    def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("trifocal.train.checkpoint.export.save_weights", full)
-    told: list[int | None] = []
+    told = []
     at_step(monkeypatch, 10, lambda: told.append(weights_step(run / "weights")))
     with pytest.raises(UserError, match=r"step 12 is saved, but its weights could not .*No space left.*earlier"):
         resume(run, checkpoint="step_00000008", config=make_config(tmp_path, "--train.steps", "12"))
@@ -178,9 +170,7 @@ def test_the_weights_are_those_of_the_last_checkpoint_however_a_run_ends(
     assert not (run / "weights" / "trainer_state.json").exists()
 
 
-def test_home_is_expanded_and_advice_can_be_pasted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_home_is_expanded_and_advice_can_be_pasted(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     path = write_config(tmp_path)
@@ -205,11 +195,11 @@ with RunLock() as lock:
 """
 
 
-def test_a_run_that_trains_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_trains_is_left_alone(tmp_path, monkeypatch):
     config = make_config(tmp_path)
-    refused: list[str] = []
+    refused = []
 
-    def intrude() -> None:
+    def intrude():
         for second in (lambda: resume(config.run.directory), lambda: train(config, overwrite=True)):
             with pytest.raises(UserError, match=rf"run is in use: process {os.getpid()} on .*trains there") as caught:
                 second()
@@ -222,7 +212,7 @@ def test_a_run_that_trains_is_left_alone(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "run/checkpoints/step_00000006").is_dir()
 
 
-def test_a_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
+def test_a_lock_ends_with_its_process_however_that_ends(tmp_path):
     held = tmp_path / "held"
     command = [sys.executable, "-c", HOLD, str(tmp_path), str(held)]
     child = warm.popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment())
@@ -238,8 +228,8 @@ def test_a_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
             assert lock.acquire(tmp_path) == ""
 
 
-def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_locks(*_: object) -> None:
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
+    def no_locks(*_):
         raise OSError(38, os.strerror(38))
 
     monkeypatch.setattr(run_folder.fcntl, "flock", no_locks)

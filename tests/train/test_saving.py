@@ -4,8 +4,6 @@ import errno
 import os
 import re
 import threading
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,18 +19,18 @@ from trifocal.train.evaluator import Evaluator
 ON = ("--checkpoint.asynchronous", "true", "--checkpoint.keep_last", "9")
 
 
-def slow_writing(monkeypatch: pytest.MonkeyPatch, until_step: int) -> list[int]:
+def slow_writing(monkeypatch, until_step):
     """Writing step 2 ends only when step `until_step` begins; returns the steps begun meanwhile."""
     reached = threading.Event()
-    begun: list[int] = []
+    begun = []
     healthy = saving.write_checkpoint
 
-    def write(root: Path, step: int, **parts: Any) -> Path:
+    def write(root, step, **parts):
         if step == 2:
             assert reached.wait(60)
         return healthy(root, step, **parts)
 
-    def action(step: int, _: Any) -> None:
+    def action(step, _):
         begun.append(step)
         if step == until_step:
             reached.set()
@@ -42,9 +40,7 @@ def slow_writing(monkeypatch: pytest.MonkeyPatch, until_step: int) -> list[int]:
     return begun
 
 
-def test_training_continues_and_what_is_written_is_the_right_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_continues_and_what_is_written_is_the_right_step(tmp_path, monkeypatch):
     train(make_config(tmp_path, "--checkpoint.keep_last", "9", name="waiting"))
     with monkeypatch.context() as patch:
         begun = slow_writing(patch, until_step=4)
@@ -64,18 +60,16 @@ def test_training_continues_and_what_is_written_is_the_right_step(
     assert resume(tmp_path / "run", checkpoint="step_00000002").finished
 
 
-def test_a_full_disk_is_loud_and_an_error_at_the_last_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_is_loud_and_an_error_at_the_last_checkpoint(tmp_path, monkeypatch, capsys):
     """An old checkpoint that cannot be deleted ends no run."""
     original = saving.write_checkpoint
 
-    def save(root: Path, step: int, **kwargs: Any) -> Path:
+    def save(root, step, **kwargs):
         if step in (4, 6):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return original(root, step, **kwargs)
 
-    def busy(*_: Any, **__: Any) -> None:
+    def busy(*_, **__):
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
     monkeypatch.setattr(saving, "write_checkpoint", save)
@@ -92,11 +86,11 @@ def test_a_full_disk_is_loud_and_an_error_at_the_last_checkpoint(
     assert resume(tmp_path / "run").finished
 
 
-def test_steps_are_saved_before_a_run_ends_by_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_saved_before_a_run_ends_by_its_data(tmp_path, monkeypatch):
     config = make_config(tmp_path, "--checkpoint.asynchronous", "true", "--evaluate.interval_steps", "0")
     original, calls = Loader.__next__, []
 
-    def fail(loader: Loader) -> Any:
+    def fail(loader):
         calls.append(loader)
         if len(calls) == 11:
             raise UserError("the network is gone")
@@ -120,12 +114,10 @@ def test_steps_are_saved_before_a_run_ends_by_its_data(tmp_path: Path, monkeypat
         ("sample", "try --log.sample_tokens with a smaller number, or --log.sample_interval_steps 0"),
     ],
 )
-def test_steps_are_saved_before_a_look_at_the_model_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: str, remedy: str
-) -> None:
+def test_steps_are_saved_before_a_look_at_the_model_ends_the_run(tmp_path, monkeypatch, look, remedy):
     """A GPU may have memory for a step, and none for more."""
 
-    def too_much(*_: Any, **__: Any) -> None:
+    def too_much(*_, **__):
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(Evaluator, look, too_much)

@@ -1,7 +1,5 @@
 """The parallel form of a model by a run's configuration."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,7 +14,7 @@ from trifocal.train.setup import parallelize_model
     ("shards", "local_size", "says"),
     [(1, 2, r"^parallel\.shards is 1: hsdp would share nothing"), (0, 1, "^each machine has one process, and ")],
 )
-def test_hybrid_sharding_without_shards_is_refused(tmp_path: Path, shards: int, local_size: int, says: str) -> None:
+def test_hybrid_sharding_without_shards_is_refused(tmp_path, shards, local_size, says):
     """It would be a slower DDP, which could not name the process whose gradient is not finite."""
     config = make_config(tmp_path, "--parallel.mode", "hsdp", "--parallel.shards", str(shards))
     with torch.device("meta"):

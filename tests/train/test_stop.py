@@ -7,10 +7,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -31,15 +28,15 @@ from trifocal.train.stop import StoppedBeforeFirstStep, StopSignals
 from trifocal.train.validation_loss import read_validation_batches
 
 
-def kill(*numbers: signal.Signals) -> None:
+def kill(*numbers):
     """Send signals to this process, and let the thread that takes them take them."""
     for number in numbers:
         os.kill(os.getpid(), number)
         time.sleep(0.1)
 
 
-def test_a_signal_twice_at_once_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    left: list[int] = []
+def test_a_signal_twice_at_once_is_one_request(monkeypatch):
+    left = []
     monkeypatch.setattr(stop.os, "_exit", left.append)
     before = signal.getsignal(signal.SIGTERM)
     with StopSignals() as signals:
@@ -55,7 +52,7 @@ def test_a_signal_twice_at_once_is_one_request(monkeypatch: pytest.MonkeyPatch) 
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def test_a_closed_terminal_asks_unless_nohup_was_asked() -> None:
+def test_a_closed_terminal_asks_unless_nohup_was_asked():
     for handler, expected in ((signal.SIG_DFL, "SIGHUP"), (signal.SIG_IGN, None)):
         before = signal.signal(signal.SIGHUP, handler)
         try:
@@ -68,7 +65,7 @@ def test_a_closed_terminal_asks_unless_nohup_was_asked() -> None:
             signal.signal(signal.SIGHUP, before)
 
 
-def test_before_the_first_step_a_wait_ends_at_once() -> None:
+def test_before_the_first_step_a_wait_ends_at_once():
     begin = time.monotonic()
     with pytest.raises(StoppedBeforeFirstStep, match="SIGTERM") as stopped, StopSignals():
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
@@ -78,10 +75,10 @@ def test_before_the_first_step_a_wait_ends_at_once() -> None:
     assert time.monotonic() - begin < 10
 
 
-def test_a_signal_counts_though_its_exception_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_counts_though_its_exception_is_dropped(monkeypatch):
     """Python drops what is raised in a weak reference's callback; PyTorch's compiler has many of them."""
 
-    def dropped(_: object) -> None:
+    def dropped(_):
         kill(signal.SIGTERM)
 
     monkeypatch.setattr(stop, "_AGAIN_SECONDS", 0.1)
@@ -95,7 +92,7 @@ def test_a_signal_counts_though_its_exception_is_dropped(monkeypatch: pytest.Mon
         threading.Event().wait(20)
 
 
-def test_the_way_out_is_not_interrupted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_way_out_is_not_interrupted_again(monkeypatch):
     monkeypatch.setattr(stop, "_AGAIN_SECONDS", 0.01)
     with StopSignals() as signals:
         with pytest.raises(StoppedBeforeFirstStep), signals.as_stop_request():
@@ -103,10 +100,8 @@ def test_the_way_out_is_not_interrupted_again(monkeypatch: pytest.MonkeyPatch) -
         threading.Event().wait(0.1)
 
 
-def test_an_error_that_a_library_makes_of_a_signal_is_the_signal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def traced(*_: object, **__: object) -> None:
+def test_an_error_that_a_library_makes_of_a_signal_is_the_signal(tmp_path, monkeypatch):
+    def traced(*_, **__):
         try:
             kill(signal.SIGTERM)
         except KeyboardInterrupt as interruption:
@@ -117,7 +112,7 @@ def test_an_error_that_a_library_makes_of_a_signal_is_the_signal(
         train(load_config(write_config(tmp_path)))
 
 
-def test_an_error_of_a_step_stays_after_a_signal_that_saves() -> None:
+def test_an_error_of_a_step_stays_after_a_signal_that_saves():
     with pytest.raises(RuntimeError, match="a failure"), StopSignals() as signals, signals.as_stop_request():
         signals.something_to_save = True
         kill(signal.SIGTERM)
@@ -125,27 +120,27 @@ def test_an_error_of_a_step_stays_after_a_signal_that_saves() -> None:
 
 
 @pytest.mark.parametrize("work", ["evaluation", "validation data", "sample", "training data"])
-def test_work_beside_steps_ends_when_a_signal_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str) -> None:
+def test_work_beside_steps_ends_when_a_signal_asks(tmp_path, monkeypatch, work):
     """Each would never end here. The step is saved, and the work leaves nothing."""
     overrides = {"evaluate.interval_steps": 3, "log.sample_interval_steps": 3, "data.prefetch_batches": 1}
     if work == "training data":
         overrides |= {"evaluate.interval_steps": 0, "log.sample_interval_steps": 0, "train.steps": 30}
     config = load_config(write_config(tmp_path), overrides)
-    made: list[StopSignals] = []
+    made = []
 
     class Signals(StopSignals):
-        def __enter__(self) -> StopSignals:
+        def __enter__(self):
             made.append(self)
             return super().__enter__()
 
-    def ask(*_: object) -> None:
+    def ask(*_):
         made[0].received = "SIGTERM"
 
-    def for_ever(*_: object, **__: object) -> Any:
+    def for_ever(*_, **__):
         ask()
         threading.Event().wait()
 
-    def blocking_read(self: TextSource, *args: Any) -> Iterator[Any]:
+    def blocking_read(self, *args):
         if made and made[0].something_to_save:
             for_ever()
         yield from read(self, *args)
@@ -200,7 +195,7 @@ raise SystemExit(main(["train", *sys.argv[4:]]))
 
 
 @pytest.mark.parametrize(("number", "step"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
-def test_a_signal_to_the_group_while_a_pool_compiles(tmp_path: Path, number: signal.Signals, step: int) -> None:
+def test_a_signal_to_the_group_while_a_pool_compiles(tmp_path, number, step):
     """In the first step of a start it stops at once; later the compilers continue, and the step is saved."""
     marker, run = tmp_path / "marker", tmp_path / "run"
     seconds = 150 if step == 1 else 3

@@ -5,7 +5,6 @@ import gzip
 import json
 import pickle
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from trifocal.nn.block import SwiGLU
 from trifocal.runlog import read_metrics
 from trifocal.runlog.traces import TRACES
 from trifocal.runlog.traces.base import ModuleHooks
-from trifocal.train import TrainResult, train
+from trifocal.train import train
 from trifocal.train.config.check import preflight
 
 QUICK = ("--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0", "--checkpoint.interval_steps", "0")
@@ -26,23 +25,23 @@ QUICK = ("--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0"
 BUSY = ("--evaluate.interval_steps", "1", "--evaluate.sequences", "2", "--log.telemetry_interval_steps", "1")
 
 
-def traced(folder: Path, what: str, *flags: str, steps: str = "2:4") -> Path:
+def traced(folder, what, *flags, steps="2:4"):
     """A run with traces of its steps 2 and 3; the folder of the first window."""
     config = make_config(folder, "--trace.what", what, "--trace.steps", steps, *QUICK, *flags)
     assert train(config).finished
     return folder / "run" / "traces" / "steps_2-3"
 
 
-def table(path: Path) -> list[dict[str, str]]:
+def table(path):
     with path.open() as file:
         return list(csv.DictReader(file))
 
 
-def expected_model(folder: Path) -> DecoderLM:
+def expected_model(folder):
     return DecoderLM(make_config(folder, name="other").model)
 
 
-def test_gradients_arrive_once_a_micro_batch_and_the_last_layers_first(tmp_path: Path) -> None:
+def test_gradients_arrive_once_a_micro_batch_and_the_last_layers_first(tmp_path):
     folder = traced(tmp_path, "gradients")
     rows = table(folder / "gradients_rank0.csv")
     names = [name for name, _ in expected_model(tmp_path).named_parameters()]
@@ -61,13 +60,13 @@ def test_gradients_arrive_once_a_micro_batch_and_the_last_layers_first(tmp_path:
     assert len(rows) == 4 * len(names)
 
 
-def test_a_parameter_without_a_gradient_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parameter_without_a_gradient_is_listed(tmp_path, monkeypatch):
     """A module of a step that is not called in it."""
     original = SwiGLU.forward
     now = [0]
     before_step(monkeypatch, lambda step, arguments: now.__setitem__(0, step))
 
-    def skips(self: SwiGLU, x: torch.Tensor) -> torch.Tensor:
+    def skips(self, x):
         return x if now[0] == 3 else original(self, x)
 
     monkeypatch.setattr(SwiGLU, "forward", skips)
@@ -78,13 +77,13 @@ def test_a_parameter_without_a_gradient_is_listed(tmp_path: Path, monkeypatch: p
     assert {(row["step"], row["order"], row["remark"]) for row in missing} == {("3", "", "no gradient in this step")}
 
 
-def test_modules_run_forward_in_order_backward_in_reverse_and_again_when_checkpointed(tmp_path: Path) -> None:
+def test_modules_run_forward_in_order_backward_in_reverse_and_again_when_checkpointed(tmp_path):
     flags = ("--train.activation_checkpointing", "0:1", "--data.source", "synthetic", "--train.micro_batch_size", "4")
     rows = table(traced(tmp_path, "modules", *flags, *BUSY) / "modules_rank0.csv")
     assert {row["step"] for row in rows} == {"2", "3"} and {row["micro_batch"] for row in rows} == {"1"}
     names = [name or "model" for name, _ in expected_model(tmp_path).named_modules()]
 
-    def order(event: str, step: str = "2") -> list[str]:
+    def order(event, step="2"):
         return [row["module"] for row in rows if (row["event"], row["step"]) == (event, step)]
 
     # A row stands where a module ends: the model itself comes last, and of the blocks the parts come before the whole.
@@ -105,9 +104,7 @@ def test_modules_run_forward_in_order_backward_in_reverse_and_again_when_checkpo
     assert float(part["host_milliseconds"]) < float(whole["host_milliseconds"])
 
 
-def test_the_audit_of_types_sees_fp32_weights_and_bf16_activations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_audit_of_types_sees_fp32_weights_and_bf16_activations(tmp_path, monkeypatch):
     # PyTorch computes bf16 on any CPU; without its instructions, only slowly.
     monkeypatch.setattr("trifocal.train.config.check.computes_bf16", lambda _: True)
     rows = table(traced(tmp_path, "dtypes", "--train.precision", "bf16", *BUSY) / "dtypes_rank0.csv")
@@ -124,7 +121,7 @@ def test_the_audit_of_types_sees_fp32_weights_and_bf16_activations(
     assert not any(row["remark"] for row in rows)
 
 
-def test_the_memory_table_adds_up(tmp_path: Path) -> None:
+def test_the_memory_table_adds_up(tmp_path):
     flags = ("--data.source", "synthetic", "--train.micro_batch_size", "4", "--model.attention", "dense")
     rows = {row.pop("module"): {name: int(value) for name, value in row.items()} for row in table(
         traced(tmp_path, "memory", *flags) / "memory_rank0.csv"
@@ -142,11 +139,11 @@ def test_the_memory_table_adds_up(tmp_path: Path) -> None:
     assert rows["blocks.0.mlp.down_proj"]["parameter_bytes"] == 4 * 32 * 16
 
 
-def expected_dense(folder: Path) -> DecoderLM:
+def expected_dense(folder):
     return DecoderLM(make_config(folder, "--model.attention", "dense", name="other").model)
 
 
-def test_the_profile_holds_every_phase_and_its_table_the_operations(tmp_path: Path) -> None:
+def test_the_profile_holds_every_phase_and_its_table_the_operations(tmp_path):
     folder = traced(tmp_path, "profiler", "--model.num_layers", "1", "--model.attention", "dense")
     operations = (folder / "operations_rank0.txt").read_text()
     assert "aten::mm" in operations and "Self CPU" in operations
@@ -158,15 +155,13 @@ def test_the_profile_holds_every_phase_and_its_table_the_operations(tmp_path: Pa
     assert names["step 1: forward"] == names["step 4: forward"] == 0
 
 
-def hooks_left(model: torch.nn.Module) -> int:
+def hooks_left(model):
     of_modules = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
     return of_modules + sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
 
 
-def test_nothing_is_installed_but_in_the_traced_steps_and_they_change_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts: dict[int, int] = {}
+def test_nothing_is_installed_but_in_the_traced_steps_and_they_change_nothing(tmp_path, monkeypatch):
+    counts = {}
     before_step(monkeypatch, lambda step, arguments: counts.__setitem__(step, hooks_left(arguments["loss_function"])))
     what = ",".join(name for name in TRACES if name not in ("exchange", "profiler"))
     flags = (*BUSY, "--checkpoint.interval_steps", "6")
@@ -181,7 +176,7 @@ def test_nothing_is_installed_but_in_the_traced_steps_and_they_change_nothing(
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
-def test_memory_is_written_down_every_n_steps(tmp_path: Path) -> None:
+def test_memory_is_written_down_every_n_steps(tmp_path):
     flags = ("--trace.what", "memory", "--trace.steps", "3:6", "--trace.interval_steps", "2", "--train.steps", "9")
     result = train(make_config(tmp_path, *QUICK, *flags, "--data.source", "synthetic"))
     folders = sorted((tmp_path / "run" / "traces").iterdir())
@@ -192,12 +187,10 @@ def test_memory_is_written_down_every_n_steps(tmp_path: Path) -> None:
     assert not any("nothing is traced" in note for note in notes(result))
 
 
-def test_a_disk_that_does_not_take_the_files_is_said_and_stops_no_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_does_not_take_the_files_is_said_and_stops_no_run(tmp_path, capsys, monkeypatch):
     """In a window that the run ends in, which is written too."""
 
-    def full(trace: object, folder: Path, rank: int) -> None:
+    def full(trace, folder, rank):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("trifocal.runlog.traces.layers.GradientTrace.write", full)
@@ -216,18 +209,18 @@ def test_a_disk_that_does_not_take_the_files_is_said_and_stops_no_run(
         (("--trace.what", "gradients", "--train.cuda_graphs", "true"), "see nothing with train.cuda_graphs"),
     ],
 )
-def test_what_cannot_be_traced_is_refused(tmp_path: Path, flags: tuple[str, ...], expected: str) -> None:
+def test_what_cannot_be_traced_is_refused(tmp_path, flags, expected):
     with pytest.raises(UserError, match=expected):
         preflight(make_config(tmp_path, *flags), torch.device("cpu"))
 
 
-def notes(result: TrainResult) -> list[str]:
+def notes(result):
     return [
         row["message"] for row in read_metrics(result.directory / "metrics.jsonl", "event") if row["name"] == "note"
     ]
 
 
-def test_a_window_that_never_comes_is_said_and_the_backends_that_ran_are_written_down(tmp_path: Path) -> None:
+def test_a_window_that_never_comes_is_said_and_the_backends_that_ran_are_written_down(tmp_path):
     flags = ("--trace.what", "gradients,exchange", "--trace.steps", "70:80", "--trace.interval_steps", "20")
     result = train(make_config(tmp_path, *QUICK, *flags))
     expected = (
@@ -243,14 +236,14 @@ def test_a_window_that_never_comes_is_said_and_the_backends_that_ran_are_written
     assert attention["calls"] > 0
 
 
-def test_hooks_close_what_an_exception_left_open() -> None:
+def test_hooks_close_what_an_exception_left_open():
     """Checkpointing ends a repeated pass by an exception as soon as it has what it needs."""
 
     class Raises(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             raise KeyError("enough")
 
-    stack: list[str] = []
+    stack = []
     model = torch.nn.Sequential(torch.nn.Identity(), Raises())
     hooks = ModuleHooks(model, entered=lambda name, _: stack.append(name), left=lambda name, _: pop(stack, name))
     with pytest.raises(KeyError):
@@ -259,7 +252,7 @@ def test_hooks_close_what_an_exception_left_open() -> None:
     assert stack == [] and hooks_left(model) == 0
 
 
-def pop(stack: list[str], name: str) -> None:
+def pop(stack, name):
     assert stack.pop() == name
 
 
@@ -267,7 +260,7 @@ ON_A_GPU = ("--run.device", "cuda")
 
 
 @needs_gpu
-def test_times_of_the_device_and_the_allocators_history(tmp_path: Path) -> None:
+def test_times_of_the_device_and_the_allocators_history(tmp_path):
     folder = traced(tmp_path, "gradients,modules,dtypes,memory", *ON_A_GPU, "--train.activation_checkpointing", "all")
     for row in table(folder / "gradients_rank0.csv"):
         assert float(row["device_milliseconds"]) > 0
@@ -282,7 +275,7 @@ def test_times_of_the_device_and_the_allocators_history(tmp_path: Path) -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("graphs", ["false", "true"])
-def test_the_profile_has_kernels(tmp_path: Path, graphs: str) -> None:
+def test_the_profile_has_kernels(tmp_path, graphs):
     folder = traced(tmp_path, "profiler", *ON_A_GPU, "--train.cuda_graphs", graphs)
     assert "Self CUDA" in (folder / "operations_rank0.txt").read_text()
     with gzip.open(folder / "profile_rank0.json.gz", "rt") as file:

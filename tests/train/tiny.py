@@ -2,14 +2,11 @@
 
 import random
 import warnings
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 
-from trifocal.train import RunConfig, load_config
+from trifocal.train import load_config
 from trifocal.train.step.step import TrainStep
 
 WORDS = ("quick", "brown", "fox", "jumps", "over", "lazy", "dog", "seven", "wizards", "liquid", "ink", "a")
@@ -70,7 +67,7 @@ heartbeat_seconds = 60.0
 """
 
 
-def write_documents(folder: Path, count: int = 24) -> Path:
+def write_documents(folder, count=24):
     """Text files of 10 to 60 random words each: some longer than a row of 32 bytes, some border inside most rows."""
     generator = random.Random(3)
     folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +77,7 @@ def write_documents(folder: Path, count: int = 24) -> Path:
     return folder
 
 
-def write_config(folder: Path, name: str = "run") -> Path:
+def write_config(folder, name="run"):
     """A TOML file of the tiny run, its documents beside it, its run directory `folder/name`."""
     text = write_documents(folder / "text")
     path = folder / f"{name}.toml"
@@ -88,16 +85,16 @@ def write_config(folder: Path, name: str = "run") -> Path:
     return path
 
 
-def make_config(folder: Path, *overrides: str, name: str = "run") -> RunConfig:
+def make_config(folder, *overrides, name="run"):
     """The tiny run's configuration with overrides."""
     return load_config(write_config(folder, name), overrides)
 
 
-def read_checkpoint(path: Path) -> dict[str, torch.Tensor]:
+def read_checkpoint(path):
     """Every tensor of a checkpoint, by name, without building a model."""
     reader = dcp.HuggingFaceStorageReader(str(path / "weights"))
     metadata = reader.read_metadata().state_dict_metadata
-    tensors: dict[str, Any] = {
+    tensors = {
         name: torch.empty(item.size, dtype=item.properties.dtype)
         for name, item in metadata.items()
         if hasattr(item, "properties")
@@ -108,11 +105,11 @@ def read_checkpoint(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def before_step(monkeypatch: Any, action: Callable[..., None]) -> None:
+def before_step(monkeypatch, action):
     """Call `action(step, parts)` before every training step; the parts are `loss_function`, `optimizer` and others."""
     original = TrainStep.run
 
-    def wrapped(self: TrainStep, step: int, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(self, step, *args, **kwargs):
         action(step, vars(self))
         return original(self, step, *args, **kwargs)
 

@@ -3,8 +3,6 @@
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.runlog import read_metrics
 from trifocal.testing.small_models import small_config
-from trifocal.train import RunConfig, load_config, resume, train
+from trifocal.train import load_config, resume, train
 from trifocal.train.checkpoint.export import export_folder
 from trifocal.train.checkpoint.pretrained import open_pretrained
 from trifocal.train.run_folder import load_run
@@ -49,7 +47,7 @@ FLAGS = [f"--{name}={value}" for name, value in SETTINGS.items()]
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_folder(tmp_path_factory):
     """An exported model of random weights, with a tokenizer and its chat template."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer = make_tokenizer(str(write_tokenizer(folder / "tokenizer")))
@@ -60,7 +58,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def chats(tmp_path_factory):
     """A data set of two splits."""
     folder = tmp_path_factory.mktemp("chats")
     for name, count, seed in (("train", 40, 0), ("validation", 8, 1)):
@@ -68,7 +66,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_one_command_fine_tunes_and_resumes_exactly(model_folder: Path, chats: Path, tmp_path: Path) -> None:
+def test_one_command_fine_tunes_and_resumes_exactly(model_folder, chats, tmp_path):
     source = ["--model.from", str(model_folder), "--data.source", f"hf:{chats}#messages"]
     whole, other = tmp_path / "whole", tmp_path / "other"
     assert main(["train", *source, *FLAGS, "--run.directory", str(whole)]) == 0
@@ -92,7 +90,7 @@ def test_one_command_fine_tunes_and_resumes_exactly(model_folder: Path, chats: P
     assert rows(other, "train") == train and rows(other, "evaluation") == evaluations
 
 
-def test_a_folder_without_a_tokenizer_is_refused(model_folder: Path, chats: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_refused(model_folder, chats, tmp_path):
     bare = tmp_path / "bare"
     shutil.copytree(model_folder, bare)
     flags = {"model.from": str(bare), "data.source": f"hf:{chats}#messages"}
@@ -110,7 +108,7 @@ def test_a_folder_without_a_tokenizer_is_refused(model_folder: Path, chats: Path
         load_tokenizer(bare)
 
 
-def test_the_tokenizer_that_lies_with_the_weights_wins(tmp_path: Path) -> None:
+def test_the_tokenizer_that_lies_with_the_weights_wins(tmp_path):
     named, run = write_tokenizer(tmp_path / "tokenizer"), tmp_path / "run"
     first = make_tokenizer(str(named)).fingerprint
     overrides = {"data.tokenizer": str(named), "model.vocab_size": 300, "train.steps": 1, "schedule.warmup_steps": 0}
@@ -130,15 +128,15 @@ def test_the_tokenizer_that_lies_with_the_weights_wins(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     """A finished run of two steps, whose model is not that of the tiny configuration."""
     folder = tmp_path_factory.mktemp("source")
     train(make_config(folder, "--train.steps", "2", "--model.mlp_dim", "24", "--model.rope_theta", "500.0"))
     return folder / "run"
 
 
-def test_only_a_folder_marked_as_a_run_has_the_configuration_of_its_weights(source: Path, tmp_path: Path) -> None:
-    def run_of(path: Path) -> RunConfig | None:
+def test_only_a_folder_marked_as_a_run_has_the_configuration_of_its_weights(source, tmp_path):
+    def run_of(path):
         with open_pretrained(path) as found:
             return found.run
 
@@ -153,13 +151,13 @@ def test_only_a_folder_marked_as_a_run_has_the_configuration_of_its_weights(sour
     assert run_of(tmp_path / "weights") is None
 
 
-def begin(folder: Path, source: Path, **changes: Any) -> Any:
+def begin(folder, source, **changes):
     overrides = {"model.from": str(source), "train.steps": 2, **changes}
     return load_config(write_config(folder), overrides)
 
 
 @pytest.mark.parametrize("part", ["weights", "checkpoints/step_00000002"])
-def test_the_first_step_begins_with_the_weights(source: Path, tmp_path: Path, part: str) -> None:
+def test_the_first_step_begins_with_the_weights(source, tmp_path, part):
     # So small a learning rate leaves them as they are.
     config = begin(tmp_path, source / part, **{"optimizer.learning_rate": 1e-30, "train.steps": 1})
     assert (config.model.mlp_dim, config.model.rope_theta) == (24, 500.0)
@@ -173,7 +171,7 @@ def test_the_first_step_begins_with_the_weights(source: Path, tmp_path: Path, pa
     )
 
 
-def test_a_resumed_run_does_not_read_them_again(source: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_does_not_read_them_again(source, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(source / "weights", copy)
     train(begin(tmp_path, copy))
@@ -187,7 +185,7 @@ def test_a_resumed_run_does_not_read_them_again(source: Path, tmp_path: Path) ->
     assert whole.keys() == load_model(other / "run").state_dict().keys()
 
 
-def test_flags_go_before_the_weights_where_they_fit(source: Path, tmp_path: Path) -> None:
+def test_flags_go_before_the_weights_where_they_fit(source, tmp_path):
     changes = {"model.geometry.window_size": 4, "model.layer_types": ("nsa", "nsa"), "model.backend": "reference"}
     config = begin(tmp_path, source, **changes)
     assert (config.model.geometry.window_size, config.model.mlp_dim) == (4, 24)
@@ -205,7 +203,7 @@ def test_flags_go_before_the_weights_where_they_fit(source: Path, tmp_path: Path
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def theirs(tmp_path_factory):
     """A dense Llama as transformers saves it, in bf16, with a tokenizer."""
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("llama")
@@ -219,7 +217,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_dense_folder_of_transformers_is_a_model_as_converted_to_dense(theirs: Path, tmp_path: Path) -> None:
+def test_a_dense_folder_of_transformers_is_a_model_as_converted_to_dense(theirs, tmp_path):
     """For training, measuring and generating; nothing is converted, and the same rows are measured."""
     assert main(["convert", str(theirs), str(tmp_path / "ours"), "--to", "dense"]) == 0
     expected, found = (load_model(folder) for folder in (tmp_path / "ours", theirs))
@@ -247,7 +245,7 @@ def test_a_dense_folder_of_transformers_is_a_model_as_converted_to_dense(theirs:
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-2)
 
 
-def test_a_frozen_model_of_another_vocabulary_is_refused(theirs: Path, source: Path, tmp_path: Path) -> None:
+def test_a_frozen_model_of_another_vocabulary_is_refused(theirs, source, tmp_path):
     config = make_config(tmp_path, "--distill.from", str(theirs))
     with pytest.raises(UserError, match=r"distill\.from .* has a vocabulary of 259 tokens, the model 257; both need"):
         train(config)
@@ -264,7 +262,7 @@ def test_a_frozen_model_of_another_vocabulary_is_refused(theirs: Path, source: P
         assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
 
 
-def test_a_run_that_follows_a_frozen_model_resumes_exactly(source: Path, tmp_path: Path) -> None:
+def test_a_run_that_follows_a_frozen_model_resumes_exactly(source, tmp_path):
     """It comes near to it; the loss in the metrics stays that on the text."""
     flags = ("--distill.from", str(source), "--distill.text_weight", "0.1", "--evaluate.interval_steps", "0")
     train(make_config(tmp_path, *flags))

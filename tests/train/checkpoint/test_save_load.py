@@ -8,7 +8,6 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -53,7 +52,7 @@ CONFIG = ModelConfig(
 STATE = {"step": 3, "data": {"sample_index": 12}}
 
 
-def make_model(seed: int = 0) -> tuple[DecoderLM, torch.optim.AdamW]:
+def make_model(seed=0):
     model = DecoderLM(CONFIG)
     model.init_weights(seed)
     optimizer = make_optimizer(model, OptimizerSection())
@@ -63,7 +62,7 @@ def make_model(seed: int = 0) -> tuple[DecoderLM, torch.optim.AdamW]:
     return model, optimizer
 
 
-def save(run: Path, step: int, seed: int = 0) -> Path:
+def save(run, step, seed=0):
     return write_checkpoint(
         run / "checkpoints",
         step,
@@ -74,11 +73,11 @@ def save(run: Path, step: int, seed: int = 0) -> Path:
     )
 
 
-def files_of(path: Path) -> list[Path]:
+def files_of(path):
     return sorted(file for file in path.rglob("*") if file.is_file())
 
 
-def test_what_was_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_what_was_saved_comes_back_bit_for_bit(tmp_path):
     model, optimizer = make_model(1)
     path = save(tmp_path, 3, seed=1)
     other, other_optimizer = make_model(2)
@@ -95,7 +94,7 @@ def test_what_was_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_any_damage_to_any_file_is_found_and_the_file_named(tmp_path: Path) -> None:
+def test_any_damage_to_any_file_is_found_and_the_file_named(tmp_path):
     path = save(tmp_path, 3)
     files = files_of(path)
     names = {"manifest.json", "rank0.json", "shard-00001-model-00001-of-00001.safetensors"}
@@ -114,13 +113,11 @@ def test_any_damage_to_any_file_is_found_and_the_file_named(tmp_path: Path) -> N
     verify_checkpoint(path)
 
 
-def test_the_optimizer_s_files_are_hashed_for_those_who_read_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_optimizer_s_files_are_hashed_for_those_who_read_them(tmp_path, monkeypatch):
     """Large weights lie in several files."""
     monkeypatch.setattr(module, "_FILE_BYTES", 1000)
     path = save(tmp_path, 1)
-    hashed: list[str] = []
+    hashed = []
     real = manifest._hash
     monkeypatch.setattr(manifest, "_hash", lambda file: (hashed.append(file.name), real(file))[1])
     first, *_, last = sorted((path / "weights").iterdir())
@@ -146,7 +143,7 @@ def test_the_optimizer_s_files_are_hashed_for_those_who_read_them(
         assert torch.equal(mine, theirs)
 
 
-def test_the_error_offers_the_newest_intact_checkpoint_before(tmp_path: Path) -> None:
+def test_the_error_offers_the_newest_intact_checkpoint_before(tmp_path):
     paths = [save(tmp_path, step) for step in (1, 2, 3, 4)]
     for path in paths[2:]:
         (path / "rank0.json").write_text("{}")
@@ -160,7 +157,7 @@ def test_the_error_offers_the_newest_intact_checkpoint_before(tmp_path: Path) ->
         find_checkpoint(tmp_path / "checkpoints")
 
 
-def test_no_checkpoint_and_no_such_checkpoint(tmp_path: Path) -> None:
+def test_no_checkpoint_and_no_such_checkpoint(tmp_path):
     with pytest.raises(UserError, match=r"has no checkpoint yet; .*trifocal train \S+/config\.toml --overwrite$"):
         find_checkpoint(tmp_path / "checkpoints")
     save(tmp_path, 3)
@@ -168,7 +165,7 @@ def test_no_checkpoint_and_no_such_checkpoint(tmp_path: Path) -> None:
         find_checkpoint(tmp_path / "checkpoints", "step_4")
 
 
-def test_another_model_is_refused_and_the_difference_named(tmp_path: Path) -> None:
+def test_another_model_is_refused_and_the_difference_named(tmp_path):
     path = save(tmp_path, 3)
     wider = replace(CONFIG, mlp_dim=16, geometry=replace(CONFIG.geometry, window_size=9))
     model = DecoderLM(wider)
@@ -183,14 +180,14 @@ def test_another_model_is_refused_and_the_difference_named(tmp_path: Path) -> No
     load_checkpoint(path, model=model, optimizer=optimizer, model_config=replace(CONFIG, backend="reference"))
 
 
-def test_a_full_disk_leaves_nothing_and_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_nothing_and_harms_nothing(tmp_path, monkeypatch):
     """The error comes at each of the writes, the flushes and the rename in turn."""
     complete = save(tmp_path, 1)
     before = {file: file.read_bytes() for file in files_of(complete)}
     calls = 0
 
-    def counted(original: Any, fail_at: int) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def counted(original, fail_at):
+        def call(*args, **kwargs):
             nonlocal calls
             calls += 1
             if calls == fail_at:
@@ -221,7 +218,7 @@ def test_a_full_disk_leaves_nothing_and_harms_nothing(tmp_path: Path, monkeypatc
     assert fail_at > 8, "fewer writes than there are files"
 
 
-def test_keeps_the_last_ones_and_every_mth(tmp_path: Path) -> None:
+def test_keeps_the_last_ones_and_every_mth(tmp_path):
     for step in range(2, 22, 2):
         checkpoint_path(tmp_path, step).mkdir(parents=True)
         prune_checkpoints(tmp_path, keep_last=2, keep_every_steps=8)
@@ -230,7 +227,7 @@ def test_keeps_the_last_ones_and_every_mth(tmp_path: Path) -> None:
     assert [int(path.name[5:]) for path in list_checkpoints(tmp_path)] == [16, 20]
 
 
-def test_what_is_deleted_while_it_is_read_is_said(tmp_path: Path) -> None:
+def test_what_is_deleted_while_it_is_read_is_said(tmp_path):
     path = save(tmp_path, 1)
     with (
         pytest.raises(UserError, match="step_00000001 was deleted while it was read; try again"),
@@ -243,15 +240,15 @@ def test_what_is_deleted_while_it_is_read_is_said(tmp_path: Path) -> None:
 class Attack:
     """Makes a folder when it is unpickled."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
 
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
+    def __reduce__(self):
         return os.mkdir, (str(self.folder),)
 
 
 @pytest.mark.parametrize("kind", ["pickle", "cut", "another shape", "absent"])
-def test_a_broken_or_hostile_file_with_a_right_manifest_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_broken_or_hostile_file_with_a_right_manifest_is_refused(tmp_path, kind):
     path, made = save(tmp_path, 2), tmp_path / "made by the attack"
     (file,) = (path / "weights").iterdir()
     tensors = load_file(file)
@@ -275,14 +272,14 @@ def test_a_broken_or_hostile_file_with_a_right_manifest_is_refused(tmp_path: Pat
     assert not made.exists()
 
 
-def test_a_file_of_tensors_that_does_not_belong_to_it_is_found(tmp_path: Path) -> None:
+def test_a_file_of_tensors_that_does_not_belong_to_it_is_found(tmp_path):
     path = save(tmp_path, 2)
     save_file({"model.embedding.weight": torch.zeros(2)}, path / "weights" / "another.safetensors")
     with pytest.raises(UserError, match=r"another\.safetensors does not belong to it"):
         find_checkpoint(tmp_path / "checkpoints")
 
 
-def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_format_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "FORMAT", 99)
     path = save(tmp_path, 1)
     monkeypatch.undo()

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -37,18 +36,14 @@ MIXED = ("--data.source", "builtin", "text:x", "--data.weights_after", "1,2")
         (MIXED, r"below 6, now 0, or schedule\.kind to \"wsd\""),
     ],
 )
-def test_a_run_that_cannot_end_well_is_refused_before_any_work(
-    tmp_path: Path, flags: tuple[str, ...], expected: str
-) -> None:
+def test_a_run_that_cannot_end_well_is_refused_before_any_work(tmp_path, flags, expected):
     config = make_config(tmp_path, *flags)
     with pytest.raises(UserError, match=expected):
         train(config)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_continues_only_where_its_checkpoints_can_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_continues_only_where_its_checkpoints_can_be_written(tmp_path, monkeypatch):
     train(make_config(tmp_path, "--train.steps", "2"))
     checkpoints = tmp_path / "run" / "checkpoints"
     allowed = os.access
@@ -63,7 +58,7 @@ def test_a_run_continues_only_where_its_checkpoints_can_be_written(
         resume(tmp_path / "run", config=make_config(tmp_path, "--train.steps", "4"))
 
 
-def test_processes_share_the_global_batch(tmp_path: Path) -> None:
+def test_processes_share_the_global_batch(tmp_path):
     preflight(make_config(tmp_path), CPU, num_processes=2)
     with pytest.raises(UserError, match=r"size 4 is not a multiple of 3 processes; the next one is .* 6$"):
         preflight(make_config(tmp_path), CPU, num_processes=3)
@@ -72,9 +67,7 @@ def test_processes_share_the_global_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("whole", "most", "groups", "at_once"), [(4, 4, 1, 4), (4, 4, 2, 2), (12, 4, 2, 3), (7, 4, 1, 1)]
 )
-def test_micro_batches_divide_the_share_of_a_process(
-    tmp_path: Path, whole: int, most: int, groups: int, at_once: int
-) -> None:
+def test_micro_batches_divide_the_share_of_a_process(tmp_path, whole, most, groups, at_once):
     flags = ("--train.global_batch_size", str(whole), "--train.micro_batch_size", str(most))
     config = make_config(tmp_path, *flags)
     assert config.train.sequences_at_once(groups) == at_once
@@ -90,8 +83,8 @@ def test_micro_batches_divide_the_share_of_a_process(
         assert any(f"{whole // groups} sequences that a group of 2 processes has of" in note for note in notes)
 
 
-def test_processes_that_share_sequences_need_equal_chunks(tmp_path: Path) -> None:
-    def check(num_processes: int, *flags: str) -> None:
+def test_processes_that_share_sequences_need_equal_chunks(tmp_path):
+    def check(num_processes, *flags):
         preflight(make_config(tmp_path, *flags), CPU, num_processes=num_processes)
 
     two = ("--parallel.context", "2")
@@ -108,7 +101,7 @@ def test_processes_that_share_sequences_need_equal_chunks(tmp_path: Path) -> Non
         check(6, *two)
 
 
-def test_bf16_needs_hardware_that_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_needs_hardware_that_has_it(tmp_path, monkeypatch):
     config = make_config(tmp_path, "--train.precision", "bf16")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_bf16": True})
     preflight(config, CPU)
@@ -117,14 +110,14 @@ def test_bf16_needs_hardware_that_has_it(tmp_path: Path, monkeypatch: pytest.Mon
         preflight(config, CPU)
 
 
-def test_compiling_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_needs_a_compiler(tmp_path, monkeypatch):
     config = make_config(tmp_path, "--train.compile", "true")
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(UserError, match="needs a C\\+\\+ compiler"):
         preflight(config, CPU)
 
 
-def test_a_disk_too_small_for_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_too_small_for_the_checkpoints(tmp_path, monkeypatch):
     config = make_config(tmp_path)
     needed = disk_bytes(config)
     # Two that are kept and one being written, of 12 bytes a parameter.
@@ -137,7 +130,7 @@ def test_a_disk_too_small_for_the_checkpoints(tmp_path: Path, monkeypatch: pytes
         preflight(config, CPU)
 
 
-def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto") == choose_device("cpu") == CPU
     with pytest.raises(UserError, match="PyTorch sees no GPU"):
@@ -147,7 +140,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert choose_device("cpu") == CPU
 
 
-def test_notes_say_what_is_fine_but_notable(tmp_path: Path) -> None:
+def test_notes_say_what_is_fine_but_notable(tmp_path):
     assert preflight(make_config(tmp_path), CPU)[1] == []
     notes = preflight(make_config(tmp_path, "--train.sequence_length", "8"), CPU)[1]
     assert len(notes) == 2

@@ -46,9 +46,7 @@ class Everything:
     truth=st.booleans(),
     either=st.floats(allow_nan=False, allow_infinity=False) | st.just("auto"),
 )
-def test_what_is_written_loads_back_equal(
-    text: str, number: int, real: float, truth: bool, either: float | Literal["auto"]
-) -> None:
+def test_what_is_written_loads_back_equal(text, number, real, truth, either):
     value = Everything(text, number, real, truth, either=either, inner=Inner(number, text))
     table = tomllib.loads(to_toml(value))
     loaded = from_table(Everything, table, "test")
@@ -56,7 +54,7 @@ def test_what_is_written_loads_back_equal(
     assert [type(getattr(loaded, name)) for name in ("number", "real", "truth")] == [int, float, bool]
 
 
-def test_every_field_is_read_somewhere() -> None:
+def test_every_field_is_read_somewhere():
     """A field that nothing reads is a bug: each must be an attribute that some code outside its class asks for."""
     sources = [path.read_text() for path in (ROOT / "src").rglob("*.py") if path.name != "config.py"]
     code = "\n".join(sources)
@@ -64,7 +62,7 @@ def test_every_field_is_read_somewhere() -> None:
     assert not unread
 
 
-def test_every_field_is_documented_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_field_is_documented_in_the_help(capsys):
     from trifocal.cli import main
 
     assert main(["train", "--help"]) == 0
@@ -86,7 +84,7 @@ def test_every_field_is_documented_in_the_help(capsys: pytest.CaptureFixture[str
     assert {flag[2:].replace("-", "_") for flag in first} <= {*FIELDS, *ALIASES, "resume", "overwrite"}
 
 
-def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path):
     flags = ["--train.steps", "9", "--model.geometry.window-size=16", "--train.compile", "--run.directory", "-x"]
     config = load_config(write_config(tmp_path), flags)
     assert (config.train.steps, config.model.geometry.window_size, config.train.compile) == (9, 16, True)
@@ -107,7 +105,7 @@ def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) 
         (("dim = 16", "layer_types = 5"), "model.layer_types must be a list, got 5"),
     ],
 )
-def test_a_bad_file_is_refused_by_name(tmp_path: Path, edit: tuple[str, str], expected: str) -> None:
+def test_a_bad_file_is_refused_by_name(tmp_path, edit, expected):
     path = write_config(tmp_path)
     text = path.read_text()
     if "geometry" in edit[0]:
@@ -131,7 +129,7 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, edit: tuple[str, str], ex
         (["steps", "5"], "expected a flag like --train.steps, got 'steps'"),
     ],
 )
-def test_bad_flags_are_refused_in_one_line(tmp_path: Path, flags: list[str], expected: str) -> None:
+def test_bad_flags_are_refused_in_one_line(tmp_path, flags, expected):
     path = write_config(tmp_path)
     with pytest.raises(UserError, match=re.escape(expected)) as caught:
         load_config(path, flags)
@@ -141,7 +139,7 @@ def test_bad_flags_are_refused_in_one_line(tmp_path: Path, flags: list[str], exp
 @pytest.mark.parametrize(
     "words", [["dense", "window"], ["dense,window"], ["dense,", "window"], ['["dense", "window"]'], ["=dense,window"]]
 )
-def test_lists_are_words_or_between_commas_or_json(words: list[str]) -> None:
+def test_lists_are_words_or_between_commas_or_json(words):
     flag = "--model.layer_types"
     flags = [flag + words[0]] if words[0].startswith("=") else [flag, *words]
     given = ["--model.num_layers", "2", "--model.unscaled_layers", "0", *flags]
@@ -153,7 +151,7 @@ def test_lists_are_words_or_between_commas_or_json(words: list[str]) -> None:
     assert read_flags({"stop": tuple[str, ...]}, ["--stop", "[a], b", "c"]) == ([], {"stop": ("[a], b", "c")})
 
 
-def test_the_nearest_name_is_of_the_same_leaf_or_alike() -> None:
+def test_the_nearest_name_is_of_the_same_leaf_or_alike():
     assert nearest("train.learning_rate", FIELDS) == "optimizer.learning_rate"
     assert nearest("train.sequence_lenght", FIELDS) == "train.sequence_length"
     assert nearest("windowsize", FIELDS) == "model.geometry.window_size"
@@ -161,7 +159,7 @@ def test_the_nearest_name_is_of_the_same_leaf_or_alike() -> None:
     assert str(unknown("key", "windowsize", [])) == 'unknown key "windowsize"; there is none'
 
 
-def test_an_integer_of_any_size_is_named_in_a_message(tmp_path: Path) -> None:
+def test_an_integer_of_any_size_is_named_in_a_message(tmp_path):
     (tmp_path / "a.toml").write_text(f"[model]\nattention = 0x{'f' * 5000}\n")
     with pytest.raises(UserError, match="got an integer of 20000 bits"):
         load_config(tmp_path / "a.toml", [])
@@ -177,13 +175,13 @@ TEXTS = ["", " ", "\0", "\udcff", "é", "\u0663:\u0665", "0:1", "1:" + "9" * 500
 OTHERS = ["true", "[]", "{}", "2020-01-01", "[[1]]", "[" * 3000 + "]" * 3000, "{a=" * 80 + "1" + "}" * 80]
 
 
-def check_saved(config: RunConfig) -> None:
+def check_saved(config):
     assert from_table(RunConfig, tomllib.loads(to_toml(config))) == config
 
 
 @QUICK
 @given(st.sampled_from(sorted(FIELDS)), st.sampled_from(NUMBERS + TEXTS + OTHERS) | st.text(max_size=20))
-def test_flags(name: str, value: str) -> None:
+def test_flags(name, value):
     try:
         config = override(TINY, [f"--{name}={value}"])
     except UserError as error:
@@ -198,7 +196,7 @@ def test_flags(name: str, value: str) -> None:
     st.sampled_from(sorted(FIELDS)),
     st.sampled_from(NUMBERS + OTHERS + ['"\\u0000"', '"\\uDCFF"', "'~'"]) | st.text(max_size=20),
 )
-def test_files(tmp_path_factory: pytest.TempPathFactory, name: str, value: str) -> None:
+def test_files(tmp_path_factory, name, value):
     path = tmp_path_factory.getbasetemp() / "fuzz.toml"
     section, _, leaf = name.rpartition(".")
     text = "[model]\n" if not section.startswith("model") else ""

@@ -23,13 +23,13 @@ ROOT = Path(__file__).parents[3]
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.toml"))
 
 
-def test_the_package_has_every_file_of_configs() -> None:
+def test_the_package_has_every_file_of_configs():
     folder = resources.files("trifocal") / "configs"
     assert sorted(file.name for file in folder.iterdir()) == sorted(f"{name}.toml" for name in NAMES)
     assert list(presets()) == NAMES
 
 
-def test_a_wheel_has_every_file_that_is_no_python(tmp_path: Path) -> None:
+def test_a_wheel_has_every_file_that_is_no_python(tmp_path):
     pytest.importorskip("setuptools", minversion="77")
     # Where the repository lies, setuptools would leave its traces.
     for name in ("pyproject.toml", "README.md", "LICENSE", "configs"):
@@ -57,9 +57,7 @@ def test_a_wheel_has_every_file_that_is_no_python(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_new_prints_every_key_with_a_comment_and_trains_as_the_preset_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_new_prints_every_key_with_a_comment_and_trains_as_the_preset_does(tmp_path, monkeypatch, capsys, name):
     assert main(["new", name]) == 0
     text = capsys.readouterr().out
     # So that any terminal and any shell can redirect it.
@@ -78,7 +76,7 @@ def test_new_prints_every_key_with_a_comment_and_trains_as_the_preset_does(
     assert load_config(name).run.seed == 5
 
 
-def test_new_lists_the_presets_with_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_lists_the_presets_with_a_line_each(capsys):
     assert main(["new"]) == 0
     lines = capsys.readouterr().out.splitlines()
     for name, path in presets().items():
@@ -86,16 +84,14 @@ def test_new_lists_the_presets_with_a_line_each(capsys: pytest.CaptureFixture[st
         assert len(summary(path)) < 160
 
 
-def test_an_unknown_preset_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_preset_is_refused_with_the_nearest(capsys):
     assert main(["new", "m7c_125"]) == 2
     assert capsys.readouterr().err == 'trifocal: unknown preset "m7c_125"; the nearest valid one is "m7c_125m"\n'
     assert main(["train", "showcas"]) == 2
     assert capsys.readouterr().err.endswith('preset "showcas"; the nearest valid one is "showcase"\n')
 
 
-def test_a_package_without_its_presets_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_package_without_its_presets_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(load, "_PRESETS", tmp_path / "configs")
     for command in (["new"], ["new", "demo"], ["train", "demo"]):
         assert main(command) == 2
@@ -106,7 +102,7 @@ def test_a_package_without_its_presets_says_so(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_another_attention_is_one_key_away(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_attention_is_one_key_away(name, monkeypatch):
     monkeypatch.setattr(check, "disk_bytes", lambda config: 0)
     preset = load_config(name)
     production = name.startswith(("m7c", "wide", "base"))
@@ -128,7 +124,7 @@ def test_another_attention_is_one_key_away(name: str, monkeypatch: pytest.Monkey
             DecoderLM(config.model)
 
 
-def test_the_second_stage_of_long_rows_is_the_same_model() -> None:
+def test_the_second_stage_of_long_rows_is_the_same_model():
     """But for the folder, which the first stage makes."""
     [line] = re.findall("^# trifocal train base_long (--model.from .*)$", comment(presets()["base_long"]), re.MULTILINE)
     first = load_config("base_long")
@@ -139,7 +135,7 @@ def test_the_second_stage_of_long_rows_is_the_same_model() -> None:
     assert rows[0] * first.train.sequence_length == rows[1] * second.train.sequence_length
 
 
-def test_the_demo_selects_a_part_of_what_it_sees() -> None:
+def test_the_demo_selects_a_part_of_what_it_sees():
     config = load_config(ROOT / "configs" / "demo.toml")
     geometry = config.model.geometry
     assert 4 * geometry.num_selected_blocks * geometry.selection_block_size <= config.train.sequence_length

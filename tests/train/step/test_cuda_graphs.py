@@ -6,8 +6,6 @@ That a GPU's recording gives the same is in tests/gpu/test_training.py.
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,16 +14,15 @@ from torch import Tensor
 from tests.attentions import ATTENTIONS, flags
 from tests.train.step.test_step import CPU, read_batches
 from tests.train.tiny import make_config
-from trifocal.data import Batch
 from trifocal.models import DecoderLM
 from trifocal.runlog import Heartbeat, read_metrics
-from trifocal.train import RunConfig, train
+from trifocal.train import train
 from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.step import cuda_graphs
 from trifocal.train.step.cuda_graphs import MicroBatchGraphs
 from trifocal.train.step.micro_batch import model_inputs
 from trifocal.train.step.optimizer import make_optimizer
-from trifocal.train.step.step import StepResult, TrainStep
+from trifocal.train.step.step import TrainStep
 
 
 class Repeater:
@@ -35,41 +32,39 @@ class Repeater:
     passes = 0
     memory_bytes = 0
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device):
         assert device == CPU
 
-    def warm_up(self, work: Callable[[], list[Tensor]]) -> list[Tensor]:
+    def warm_up(self, work):
         """One pass."""
         Repeater.passes += 1
         return work()
 
-    def record(self, work: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
+    def record(self, work):
         """A recording does nothing yet."""
         Repeater.recordings += 1
-        results: list[Tensor] = []
+        results = []
 
-        def replay() -> None:
+        def replay():
             results[:] = self.warm_up(work)
 
         return replay, results
 
 
 @pytest.fixture(autouse=True)
-def _repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+def _repeat(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "GraphRecorder", Repeater)
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
     Repeater.recordings = Repeater.passes = 0
 
 
 @pytest.fixture
-def heartbeat(tmp_path: Path) -> Iterator[Heartbeat]:
+def heartbeat(tmp_path):
     with Heartbeat(tmp_path / "heartbeat", interval_seconds=60) as heartbeat:
         yield heartbeat
 
 
-def take_steps(
-    config: RunConfig, steps: list[list[Batch]], heartbeat: Heartbeat, recorded: bool
-) -> tuple[list[StepResult], DecoderLM]:
+def take_steps(config, steps, heartbeat, recorded):
     """Results, and the model with the gradients of the last step."""
     model = DecoderLM(config.model)
     model.init_weights(5)
@@ -83,7 +78,7 @@ def take_steps(
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_recorded_steps_are_the_plain_ones(attention: str, tmp_path: Path, heartbeat: Heartbeat) -> None:
+def test_recorded_steps_are_the_plain_ones(attention, tmp_path, heartbeat):
     """Several steps of several micro-batches, with and without borders: the same losses, norms and weights."""
     config = make_config(tmp_path, *flags(ATTENTIONS[attention]))
     batches = read_batches(config, 2, 24)
@@ -103,9 +98,7 @@ def test_recorded_steps_are_the_plain_ones(attention: str, tmp_path: Path, heart
 
 
 @pytest.mark.parametrize("options", [("--model.compressor", "mlp"), ("--model.tie_embeddings", "true")], ids=str)
-def test_bf16_copies_of_the_matrices_give_the_plain_bits(
-    tmp_path: Path, heartbeat: Heartbeat, options: tuple[str, ...]
-) -> None:
+def test_bf16_copies_of_the_matrices_give_the_plain_bits(tmp_path, heartbeat, options):
     """Matrices cast once a step, and gradients written in bf16: no bit of loss, norm, gradient or weight changes."""
     config = make_config(tmp_path, "--train.precision", "bf16", "--data.source", "synthetic", *options)
     batches = read_batches(config, 2, 6)
@@ -123,7 +116,7 @@ def test_bf16_copies_of_the_matrices_give_the_plain_bits(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_layers_with_copies_share_what_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_with_copies_share_what_is_compiled(tmp_path, monkeypatch):
     """And autograd hands each gradient over as it is: copies would be kernels. (Tracing takes seconds.)"""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -145,7 +138,7 @@ def test_layers_with_copies_share_what_is_compiled(tmp_path: Path, monkeypatch: 
     assert {part.name for event in taken for part in event.cpu_children} == {"aten::detach"}
 
 
-def test_gradients_keep_their_memory_and_take_the_last_ones_place(tmp_path: Path) -> None:
+def test_gradients_keep_their_memory_and_take_the_last_ones_place(tmp_path):
     config = make_config(tmp_path)
     batch = read_batches(config, 2, 1)[0]
     model = DecoderLM(config.model)
@@ -153,7 +146,7 @@ def test_gradients_keep_their_memory_and_take_the_last_ones_place(tmp_path: Path
     graphs.begin_step()
     first = graphs.add_gradients(batch, 0.5).item()
     parameter = next(model.parameters())
-    gradient, place = parameter.grad.clone(), parameter.grad.data_ptr()  # type: ignore[union-attr]
+    gradient, place = parameter.grad.clone(), parameter.grad.data_ptr()
     graphs.add_gradients(batch, 0.25)
     torch.testing.assert_close(parameter.grad, 1.5 * gradient)
     graphs.begin_step()
@@ -166,7 +159,7 @@ def test_gradients_keep_their_memory_and_take_the_last_ones_place(tmp_path: Path
     assert recorded and all(reference() is None for reference in recorded)
 
 
-def test_padded_documents_change_nothing(tmp_path: Path) -> None:
+def test_padded_documents_change_nothing(tmp_path):
     """Empty documents behind the last one: the same loss and gradients, and one shape for many batches."""
     config = make_config(tmp_path)
     model = DecoderLM(config.model).double()
@@ -184,7 +177,7 @@ def test_padded_documents_change_nothing(tmp_path: Path) -> None:
     assert len(shapes) == 1
 
 
-def test_rows_become_documents_where_others_have_some(tmp_path: Path) -> None:
+def test_rows_become_documents_where_others_have_some(tmp_path):
     config = make_config(tmp_path)
     model = DecoderLM(config.model).double()
     batch = next(batch for batch in read_batches(config, 2, 30) if batch.cu_seqlens is None)
@@ -197,7 +190,7 @@ def test_rows_become_documents_where_others_have_some(tmp_path: Path) -> None:
     torch.testing.assert_close(both[1], both[0], rtol=1e-12, atol=1e-14)
 
 
-def test_a_cpu_run_says_that_it_records_nothing(tmp_path: Path) -> None:
+def test_a_cpu_run_says_that_it_records_nothing(tmp_path):
     train(make_config(tmp_path, "--train.cuda_graphs", "true", "--train.steps", "1"))
     assert Repeater.recordings == 0
     notes = [row["message"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "event") if "message" in row]

@@ -2,11 +2,10 @@
 
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, ModelConfig
@@ -30,13 +29,13 @@ SMALL = ModelConfig(
 )
 
 
-def names_of_group(model: nn.Module, optimizer: torch.optim.AdamW, decayed: bool) -> set[str]:
+def names_of_group(model, optimizer, decayed):
     wanted = {id(p) for g in optimizer.param_groups if (g["weight_decay"] > 0) == decayed for p in g["params"]}
     return {name for name, parameter in model.named_parameters() if id(parameter) in wanted}
 
 
 @pytest.mark.parametrize("tie_embeddings", [False, True])
-def test_only_the_matrices_of_linear_maps_decay(tie_embeddings: bool) -> None:
+def test_only_the_matrices_of_linear_maps_decay(tie_embeddings):
     model = DecoderLM(replace(SMALL, tie_embeddings=tie_embeddings))
     optimizer = make_optimizer(model, OptimizerSection(weight_decay=0.1))
     decayed, spared = names_of_group(model, optimizer, True), names_of_group(model, optimizer, False)
@@ -50,7 +49,7 @@ def test_only_the_matrices_of_linear_maps_decay(tie_embeddings: bool) -> None:
     assert ("head.weight" in decayed) != tie_embeddings
 
 
-def make_problem(gradient: Tensor) -> tuple[nn.Linear, torch.optim.AdamW, list[nn.Parameter]]:
+def make_problem(gradient):
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     optimizer = make_optimizer(model, OptimizerSection(learning_rate=0.1))
@@ -63,7 +62,7 @@ def make_problem(gradient: Tensor) -> tuple[nn.Linear, torch.optim.AdamW, list[n
 
 
 @pytest.mark.parametrize(("bad_gradient", "bad_loss"), [(float("nan"), 1.0), (float("inf"), 1.0), (1.0, float("nan"))])
-def test_a_step_that_is_not_finite_changes_nothing(bad_gradient: float, bad_loss: float) -> None:
+def test_a_step_that_is_not_finite_changes_nothing(bad_gradient, bad_loss):
     gradient = torch.ones(2, 3)
     gradient[1, 2] = bad_gradient
     _, optimizer, parameters = make_problem(gradient.clone())
@@ -84,13 +83,13 @@ def test_a_step_that_is_not_finite_changes_nothing(bad_gradient: float, bad_loss
     assert optimizer.state[parameters[0]]["step"] == 2
 
 
-def test_the_host_can_know_before_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_can_know_before_the_update(monkeypatch):
     """The copy of the flag is queued in front of the update, which the host then need not wait for."""
     _, adamw, parameters = make_problem(torch.ones(2, 3))
     queued = []
 
     class Flag(DeviceFlag):
-        def __init__(self, value: Tensor) -> None:
+        def __init__(self, value):
             queued.append("flag")
             super().__init__(value)
 
@@ -100,7 +99,7 @@ def test_the_host_can_know_before_the_update(monkeypatch: pytest.MonkeyPatch) ->
     assert queued == ["flag", "update"]
 
 
-def test_clips_to_the_norm_and_steps_like_plain_adamw() -> None:
+def test_clips_to_the_norm_and_steps_like_plain_adamw():
     gradient = torch.full((2, 3), 3.0)
     model, optimizer, parameters = make_problem(gradient.clone())
     twin = nn.Linear(3, 2)
@@ -123,7 +122,7 @@ def test_clips_to_the_norm_and_steps_like_plain_adamw() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
-def test_muon_trains_the_matrices_of_layers_as_pytorch_s_does() -> None:
+def test_muon_trains_the_matrices_of_layers_as_pytorch_s_does():
     torch.manual_seed(0)
     model = DecoderLM(replace(SMALL, chooser="index"))
     section = OptimizerSection(kind="muon", learning_rate=0.01, weight_decay=0.1, index_lr_factor=5.0)
@@ -156,7 +155,7 @@ def test_muon_trains_the_matrices_of_layers_as_pytorch_s_does() -> None:
 
 
 @pytest.mark.parametrize("shape", [(8, 32), (32, 8), (8, 8)])
-def test_orthogonalised_matrices_keep_their_singular_vectors(shape: tuple[int, int]) -> None:
+def test_orthogonalised_matrices_keep_their_singular_vectors(shape):
     """Each by itself: singular values from a tenth of the largest come near 1, others at least grow."""
     torch.manual_seed(0)
     left, _ = torch.linalg.qr(torch.randn(3, shape[0], 8, dtype=torch.float64))
@@ -169,7 +168,7 @@ def test_orthogonalised_matrices_keep_their_singular_vectors(shape: tuple[int, i
     assert (diagonal[:, 6] > 0.5).all() and (diagonal[:, 7].abs() < 1e-9).all()
 
 
-def test_muon_without_a_matrix_is_refused() -> None:
+def test_muon_without_a_matrix_is_refused():
     model = DecoderLM(SMALL)
     for block in model.blocks:
         block.requires_grad_(False)
@@ -177,7 +176,7 @@ def test_muon_without_a_matrix_is_refused() -> None:
         make_optimizer(model, OptimizerSection(kind="muon"))
 
 
-def rates(warmup_steps: int, total_steps: int, minimum_factor: float = 0.1, **options: Any) -> list[float]:
+def rates(warmup_steps, total_steps, minimum_factor=0.1, **options):
     config = RunConfig(
         train=TrainSection(steps=total_steps),
         optimizer=OptimizerSection(learning_rate=2.0),
@@ -186,7 +185,7 @@ def rates(warmup_steps: int, total_steps: int, minimum_factor: float = 0.1, **op
     return [learning_rate(config, step) for step in range(1, total_steps + 1)]
 
 
-def test_warms_up_linearly_to_the_peak_and_ends_on_the_floor() -> None:
+def test_warms_up_linearly_to_the_peak_and_ends_on_the_floor():
     values = rates(4, 20)
     assert values[:4] == [0.5, 1.0, 1.5, 2.0]
     assert values[-1] == pytest.approx(0.2)
@@ -195,13 +194,13 @@ def test_warms_up_linearly_to_the_peak_and_ends_on_the_floor() -> None:
     assert values[11] == pytest.approx((2.0 + 0.2) / 2)
 
 
-def test_rates_at_the_corners() -> None:
+def test_rates_at_the_corners():
     """Without a warm-up; with one that is longer than the run; with a floor of one."""
     assert rates(0, 10)[0] == 2.0
     assert rates(20, 4) == pytest.approx([0.1, 0.2, 0.3, 0.4])
 
 
-def test_wsd_stays_at_the_peak_and_declines_linearly_at_the_end() -> None:
+def test_wsd_stays_at_the_peak_and_declines_linearly_at_the_end():
     values = rates(2, 10, kind="wsd", decay_fraction=0.4)
     assert values == pytest.approx([1.0, *[2.0] * 5, 1.55, 1.1, 0.65, 0.2])
     # The decline waits for the warm-up, and takes one step at least.
@@ -209,5 +208,5 @@ def test_wsd_stays_at_the_peak_and_declines_linearly_at_the_end() -> None:
     assert rates(0, 3, kind="wsd", decay_fraction=0.01) == pytest.approx([2.0, 2.0, 0.2])
 
 
-def test_a_floor_of_one_is_a_constant_rate() -> None:
+def test_a_floor_of_one_is_a_constant_rate():
     assert rates(0, 5, minimum_factor=1.0) == [2.0] * 5

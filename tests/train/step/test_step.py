@@ -1,19 +1,15 @@
 """The gradient of a step is that of the mean over the whole global batch, however the batch is cut."""
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.train.tiny import make_config
-from trifocal.data import Batch, Loader, make_tokenizer
+from trifocal.data import Loader, make_tokenizer
 from trifocal.models import DecoderLM
 from trifocal.runlog import Heartbeat
-from trifocal.train import RunConfig
-from trifocal.train.config.sections import TrainSection
 from trifocal.train.step.optimizer import make_optimizer
 from trifocal.train.step.step import TrainStep
 
@@ -21,12 +17,12 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def heartbeat(tmp_path: Path) -> Iterator[Heartbeat]:
+def heartbeat(tmp_path):
     with Heartbeat(tmp_path / "heartbeat", interval_seconds=60) as heartbeat:
         yield heartbeat
 
 
-def read_batches(config: RunConfig, micro_batch_size: int, count: int) -> list[Batch]:
+def read_batches(config, micro_batch_size, count):
     with Loader(
         config.data,
         tokenizer=make_tokenizer("bytes"),
@@ -37,9 +33,7 @@ def read_batches(config: RunConfig, micro_batch_size: int, count: int) -> list[B
         return [next(loader) for _ in range(count)]
 
 
-def gradients(
-    config: RunConfig, batches: list[Batch], heartbeat: Heartbeat, train: TrainSection
-) -> tuple[float, float, dict[str, torch.Tensor]]:
+def gradients(config, batches, heartbeat, train):
     model = DecoderLM(config.model)
     model.init_weights(5)
     result = TrainStep(model, make_optimizer(model, config.optimizer), CPU, train).run(1, batches, phases=heartbeat)
@@ -49,7 +43,7 @@ def gradients(
     return result.loss.item(), result.gradient_norm.item(), collected
 
 
-def test_micro_batches_of_unequal_weight_add_up_to_the_whole_batch(tmp_path: Path, heartbeat: Heartbeat) -> None:
+def test_micro_batches_of_unequal_weight_add_up_to_the_whole_batch(tmp_path, heartbeat):
     config = make_config(tmp_path, "--train.gradient_clip_norm", "0")
     micro = read_batches(config, 1, 12)
     assert len({batch.valid_targets for batch in micro}) > 1, "equal weights would not tell a mean of means apart"
@@ -65,7 +59,7 @@ def test_micro_batches_of_unequal_weight_add_up_to_the_whole_batch(tmp_path: Pat
             torch.testing.assert_close(cut[name], gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_loss_and_gradient_are_those_of_the_mean_over_valid_targets(tmp_path: Path, heartbeat: Heartbeat) -> None:
+def test_loss_and_gradient_are_those_of_the_mean_over_valid_targets(tmp_path, heartbeat):
     """Against float64 and one document at a time."""
     config = make_config(tmp_path, "--train.gradient_clip_norm", "0")
     batches = read_batches(config, 2, 2)
@@ -91,7 +85,7 @@ def test_loss_and_gradient_are_those_of_the_mean_over_valid_targets(tmp_path: Pa
         torch.testing.assert_close(computed[name].double(), parameter.grad, rtol=1e-3, atol=1e-6)
 
 
-def test_bf16_keeps_weights_and_gradients_in_fp32(tmp_path: Path, heartbeat: Heartbeat) -> None:
+def test_bf16_keeps_weights_and_gradients_in_fp32(tmp_path, heartbeat):
     # Dense: with sparse attention a rounding can change which blocks are chosen, which is no small error.
     config = make_config(tmp_path, "--model.attention", "dense", "--train.gradient_clip_norm", "0")
     batches = read_batches(config, 2, 2)
