@@ -8,7 +8,7 @@ from tests.ops.cases import Case, draw
 from trifocal import nsa_attention, ops
 from trifocal.ops import Documents, operators
 from trifocal.testing import oracle
-from trifocal.testing.inputs import cotangent
+from trifocal.testing.inputs import Inputs, cotangent
 from trifocal.testing.tolerances import assert_close
 
 REFERENCE = {"backend": "reference"}
@@ -71,7 +71,7 @@ def heads_first(tensor):
 )
 def test_strides_are_taken_as_they_come(case, layout):
     inputs = draw(case).leaves()
-    strided = cases.Inputs(*(layout(tensor) for tensor in inputs))
+    strided = Inputs(*(layout(tensor) for tensor in inputs))
     o, o_strided = (nsa_attention(*x, case.geometry, cu_seqlens=case.cu_seqlens) for x in (inputs, strided))
     torch.testing.assert_close(o_strided, o, rtol=1e-12, atol=1e-12)
     upstream = cotangent(o)
@@ -86,8 +86,8 @@ def test_expanded_inputs_and_gradients():
     """Strides of zero: keys shared by the batch, and the gradient that a plain sum sends."""
     case = cases.named("odd length")
     inputs = draw(case)
-    shared = cases.Inputs(*(tensor[:1].expand_as(tensor).requires_grad_() for tensor in inputs))
-    copied = cases.Inputs(*(tensor.detach().clone().requires_grad_() for tensor in shared))
+    shared = Inputs(*(tensor[:1].expand_as(tensor).requires_grad_() for tensor in inputs))
+    copied = Inputs(*(tensor.detach().clone().requires_grad_() for tensor in shared))
     results = [torch.autograd.grad(nsa_attention(*x, case.geometry).sum(), x) for x in (shared, copied)]
     for a, b, leaf in zip(*results, copied, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

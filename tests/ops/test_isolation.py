@@ -9,7 +9,7 @@ from tests.ops import cases
 from tests.ops.cases import Case, draw, each_case
 from trifocal import nsa_attention, ops
 from trifocal.testing import oracle
-from trifocal.testing.inputs import cotangent
+from trifocal.testing.inputs import Inputs, cotangent
 
 REFERENCE = {"backend": "reference"}
 
@@ -32,7 +32,7 @@ def from_tokens(case, tokens):
 
     first = case.num_keys - case.queries
     keys, values = (case.groups, case.dim), (case.groups, case.value_dim)
-    return cases.Inputs(
+    return Inputs(
         project(case.heads, case.dim)[:, first:],
         compress(project(*keys)),
         compress(project(*values)),
@@ -101,7 +101,7 @@ def test_packed_equals_separate(geometry, lengths):
     gradients = torch.autograd.grad(o, packed, upstream)
     for i, _ in enumerate(lengths):
         tokens, slots = slice(borders[i], borders[i + 1]), slice(blocks[i], blocks[i + 1])
-        alone = cases.Inputs(
+        alone = Inputs(
             *(
                 tensor[:, slots if name in ("k_cmp", "v_cmp") else tokens].detach().requires_grad_()
                 for name, tensor in packed._asdict().items()
