@@ -66,14 +66,6 @@ def wait_for_end(process, seconds):
         raise AssertionError(f"process {process.pid} did not end in {seconds} s\n{stacks}") from None
 
 
-def wait_until_gone(pids, seconds=20):
-    """Fail, with stacks, unless processes end, and are collected, in this time."""
-    deadline = time.monotonic() + seconds
-    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < deadline, abort_with_stacks(map(int, left))
-        time.sleep(0.05)
-
-
 def abort_with_stacks(pids):
     """End processes and all that they have started by SIGABRT, and return the ends of what they wrote then.
 

@@ -1,7 +1,5 @@
 """Faults that were really made once, to be put into healthy code: each has to make its check fail."""
 
-from __future__ import annotations
-
 import types
 from dataclasses import replace
 

@@ -28,7 +28,6 @@ from trifocal.train.config.sections import RunConfig, RunSection
 from trifocal.train.stop import SAME_REQUEST_SECONDS
 
 ENVIRONMENT = environment()
-Capture = pytest.CaptureFixture[str]
 
 
 def refused(capsys, *arguments):

@@ -14,7 +14,6 @@ import torch
 
 import trifocal
 from tests.chat_data import write_tokenizer
-from tests.children import environment
 from tests.cli.test_commands import refused, run
 from tests.data.test_tokenizers import TEXT, tokenizer_file
 from trifocal import load_model
@@ -28,7 +27,6 @@ from trifocal.testing.small_models import make_model, small_config
 from trifocal.train.checkpoint.export import export_folder
 
 __all__ = ["run", "tokenizer_file"]
-ENVIRONMENT = environment(PYTHONWARNINGS="ignore")
 OPTIONS = ["--prompt", "the dog", "--max-new-tokens", "12", "--stop-at-document-end", "false", "--temperature", "0"]
 
 

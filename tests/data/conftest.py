@@ -1,7 +1,5 @@
 """Texts to read, servers to read them from, and a watch over threads."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

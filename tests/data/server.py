@@ -1,7 +1,5 @@
 """A server of files that misbehaves on order."""
 
-from __future__ import annotations
-
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

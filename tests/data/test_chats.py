@@ -1,7 +1,5 @@
 """Chats: the answers that a template marks, rows that never divide a chat, and the same from every kind of file."""
 
-from __future__ import annotations
-
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Damaged data files of every kind: batches, or one line that names the fault; never a traceback."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

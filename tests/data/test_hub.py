@@ -1,7 +1,5 @@
 """FineWeb-Edu: from a local copy of its repository, from a stand-in for the hub, and without any."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

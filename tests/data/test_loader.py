@@ -1,7 +1,5 @@
 """The loader: exact state, any number of processes, bounded work ahead, and how it fails."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

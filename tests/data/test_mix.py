@@ -1,7 +1,5 @@
 """Several sources: exact shares, the rows of each as without the others, and what a resume may change."""
 
-from __future__ import annotations
-
 import json
 import random
 import tomllib

@@ -1,7 +1,5 @@
 """Rows against the documents that they are made of."""
 
-from __future__ import annotations
-
 import json
 import weakref
 from collections import defaultdict
@@ -199,9 +197,6 @@ def source(tmp_path_factory):
 def open_rows(source, block_rows, batch_size=1, **settings):
     settings = {"validation_fraction": 0.2, "shuffle_sequences": block_rows} | settings
     return open_loader(source, LENGTH, batch_size, **settings)
-
-
-Content = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[str, ...]]
 
 
 def contents(batch):

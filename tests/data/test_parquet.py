@@ -1,13 +1,9 @@
 """Parquet on disk: rows, places, and files that are damaged or of another kind."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -19,8 +15,6 @@ from trifocal.errors import UserError
 pytest.importorskip("pyarrow")
 import pyarrow
 import pyarrow.parquet
-
-Write = Callable[..., Path]
 
 
 def open_source(path, field="text", bad=None):

@@ -1,7 +1,5 @@
 """Documents from files, and the messages if files cannot be read."""
 
-from __future__ import annotations
-
 import bz2
 import errno
 import gzip

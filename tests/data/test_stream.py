@@ -1,7 +1,5 @@
 """Figures that may never change between versions, or a resumed run would see other data; and the meaning of order."""
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

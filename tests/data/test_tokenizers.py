@@ -1,7 +1,5 @@
 """Tokenizers: there and back, byte counts, and the messages if there is none."""
 
-from __future__ import annotations
-
 import json
 from typing import ClassVar
 

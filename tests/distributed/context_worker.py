@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trifocal.distributed import processes_started
@@ -77,9 +76,6 @@ def cases():
             label = name + (", packed" if packed else "")
             found.append(Case(label, changes, packed, name in TAUGHT, checkpointing=packed and name == "nsa"))
     return found
-
-
-Found = tuple[Tensor, list[Tensor], list[Tensor], Tensor]
 
 
 def run(case, shard):

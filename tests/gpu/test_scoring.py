@@ -1,8 +1,6 @@
 """The importance kernel for Hopper against float64, the choice against the rule on the same fp32 importance, and the
 Hopper kernel for keys and values of the window."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import pytest

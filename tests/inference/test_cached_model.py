@@ -1,7 +1,6 @@
 """Decoding from paged caches gives what one pass over the whole sequence gives, whatever else the caches hold."""
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,7 +16,6 @@ from trifocal.inference.cached_model import CachedModel, OutOfRows
 from trifocal.inference.paged_cache import cache_bytes, longest_that_fits, plan_cache
 from trifocal.inference.pages import OutOfPages
 from trifocal.inference.prefill import Chunk
-from trifocal.models import DecoderLM
 from trifocal.nn import RopeScaling
 from trifocal.ops import Geometry, nsa_attention
 from trifocal.train import load_config
@@ -48,7 +46,6 @@ GEOMETRIES = [
 ]
 # Around the block sizes and the window, up to three times the largest; `trifocal check` has every length.
 PREFILLS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 24)
-Make = Callable[..., DecoderLM]
 
 
 def cached(model, max_sequences=1, max_length=60, **options):

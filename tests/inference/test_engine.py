@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from itertools import product
 
 import numpy as np
@@ -12,9 +11,7 @@ import torch
 from trifocal.data import make_tokenizer
 from trifocal.inference import CachedModel, Engine, Request, RequestTooLong, Sampling
 from trifocal.inference.prompt_lookup import PromptLookup
-from trifocal.models import DecoderLM
 
-Make = Callable[..., DecoderLM]
 VOCABULARY = 31
 
 

@@ -1,7 +1,5 @@
 """Shapes and geometries that the tests of the operations share, each with the reason why it is there."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Sequences, caches full of NaN, and the attention of whole sequences that decoding must equal."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@ makes the calls of parts of test_compile.py, all of them by default, and prints 
 call launches; with --record it compiles none. Tensors are on the meta device: only shapes, strides and types matter.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import inspect

@@ -1,7 +1,5 @@
 """Forcing a kernel or a configuration: stand-ins for one rule of `dispatch`."""
 
-from __future__ import annotations
-
 from trifocal.ops.tiles import Tile
 
 # Small tiles make several of them out of short sequences; the d_k, d_v tile has other proportions on purpose.

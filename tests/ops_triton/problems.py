@@ -4,8 +4,6 @@ One suite for two devices: without a GPU, small problems in Triton's interpreter
 ones on it, in bf16, fp16 and fp32.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention

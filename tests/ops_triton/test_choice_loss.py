@@ -1,7 +1,5 @@
 """The loss of the choice on the kernels: loss, recall and every gradient against float64."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from unittest import mock
 

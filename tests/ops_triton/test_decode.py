@@ -1,7 +1,5 @@
 """Decoding's kernels against the reference: caches, choices, outputs, bits; on a GPU also at real sizes, in graphs."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, fields, replace
 from unittest import mock

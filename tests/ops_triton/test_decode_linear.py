@@ -1,7 +1,5 @@
 """The products of a decode step: against float64, equal bits in any company; on a GPU also at real sizes, in graphs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional

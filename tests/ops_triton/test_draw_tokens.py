@@ -1,7 +1,5 @@
 """The kernels that end a decode step: the tokens, log-probabilities and books of the PyTorch draw."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The choice of blocks, by compressed keys and by an index: kernels against float64 scores, and exact ties."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from unittest import mock
 

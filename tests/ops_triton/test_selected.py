@@ -1,7 +1,5 @@
 """Selected attention's kernels against the float64 oracle: values, log-sum-exp and every gradient, fp32."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

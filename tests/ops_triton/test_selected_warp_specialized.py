@@ -1,7 +1,5 @@
 """The table of pieces of the warp-specialized kernel, against the index that it is made of."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

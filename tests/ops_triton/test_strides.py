@@ -1,7 +1,5 @@
 """The kernels, interpreted, read tensors that lie anyhow in memory: as the same numbers without gaps, bit for bit."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """The lists of blocks that neighbouring queries chose, against lists made in plain Python."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

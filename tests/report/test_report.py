@@ -5,9 +5,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +20,6 @@ from trifocal.runlog import MetricsWriter
 from trifocal.runlog.run import read_run
 from trifocal.telemetry.attention_picture import read_picture
 
-MakeRun = Callable[..., Path]
 CHARTS_OF_A_CPU_RUN = 7
 ATTENTION_CHARTS = 6
 MAPS = 4

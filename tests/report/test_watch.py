@@ -8,8 +8,6 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -23,8 +21,6 @@ from trifocal.report.charts import training_charts
 from trifocal.report.live_view import remaining_seconds, render
 from trifocal.runlog import MetricsWriter
 from trifocal.runlog.run import read_run
-
-MakeRun = Callable[..., Path]
 
 
 def shown(run, width=100):

@@ -3,7 +3,6 @@
 import io
 import json
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from trifocal.runlog import run as run_module
 from trifocal.runlog.jsonl import ThinOut
 from trifocal.runlog.run import read_run
 
-MakeRun = Callable[..., Path]
 DEEP = "[" * 100_000
 
 

@@ -22,7 +22,6 @@ CPU = torch.device("cpu")
 # Rows of 32 tokens in which the last queries of each document have more free blocks than places.
 TAUGHT = ("--train.choice_loss_weight", "0.5", "--train.choice_loss_sample", "0.5")
 INDEX = ("--model.chooser", "index")
-Gradients = dict[str, torch.Tensor]
 
 
 @pytest.fixture

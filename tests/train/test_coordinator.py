@@ -16,8 +16,6 @@ from trifocal.train import coordinator
 from trifocal.train.coordinator import StepCoordinator
 from trifocal.train.stop import StopSignals
 
-CPU = torch.device("cpu")
-
 
 class FakeLoader:
     """Batches of four targets, one of them ignored; the position is how many were read."""
