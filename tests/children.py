@@ -97,7 +97,6 @@ def load_script(path):
     """Import a script of the repository, such as `benchmarks/scale.py`, without running its `main`."""
     name = f"script_{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(name, ROOT / path)
-    assert spec is not None and spec.loader is not None
     # A dataclass looks its module up.
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -38,7 +38,6 @@ class Popen:
         arguments = (list(command[1:]), dict(env), paths, start_new_session)
         self._process = _server().Process(target=_run, args=arguments)
         self._process.start()
-        assert self._process.pid is not None
         self.pid = self._process.pid
 
     @property

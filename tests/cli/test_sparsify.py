@@ -95,7 +95,7 @@ def test_a_dense_model_becomes_a_sparse_one_that_was_measured(dense, tmp_path, c
     assert rows[-1]["step"] == 4 and all(row["divergence"] > 0 for row in rows)
 
     evaluation = read_evaluation(out / "steps" / "trained" / "evaluation" / "step_00000004.json")
-    assert evaluation is not None and evaluation["beside"] == str(dense)
+    assert evaluation["beside"] == str(dense)
     loss = next(row for row in evaluation["rows"] if row["task"] == "loss")
     assert record["measure"]["loss"] == loss["loss"] and loss["beside_loss"] != loss["loss"]
     assert 0 < loss["divergence"] < 1 and 0.5 < loss["agreement"] < 1 and loss["sequences"] == 2

@@ -337,7 +337,6 @@ def gpu_subject(source, **changes):
 def test_the_loss_is_that_of_the_trainer(source, changes):
     """In packed rows of 4,096 tokens; both round to bf16, and add in another order."""
     model = gpu_subject(source, **changes)
-    assert model.data is not None
     batches = read_validation(
         model.data, tokenizer=TOKENIZER, vocab_size=257, sequence_length=4096, sequences=4, at_once=2
     )

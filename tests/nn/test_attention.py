@@ -301,7 +301,6 @@ def test_padded_rows_are_as_each_row_by_itself(attention):
     padded = x.masked_fill(padding[..., None], float("nan")).requires_grad_()
     o = layer(padded, key_padding_mask=padding)
     o.backward(d_o)
-    assert padded.grad is not None
     for found in (o, padded.grad):
         assert not found[padding].any()
     torch.testing.assert_close(o[~padding], torch.cat(expected, 1)[0], rtol=0, atol=1e-12)

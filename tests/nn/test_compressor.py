@@ -78,7 +78,6 @@ def test_no_block_gives_no_row_and_a_zero_gradient():
     assert compressed.shape == (2, 0, 2, FEATURES)
     compressed.sum().backward()
     for tensor in (x, *compressor.parameters()):
-        assert tensor.grad is not None
         assert not tensor.grad.any()
 
 

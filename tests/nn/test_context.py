@@ -38,7 +38,6 @@ def test_chunks_cover_the_sequence_with_equal_work(size):
 def test_documents_end_at_the_end_of_a_chunk():
     documents = Documents.from_cu_seqlens(torch.tensor([0, 5, 6, 17, 24]), 24)
     first, last = TokenShard.of(shards(2)[1], shards(2)[1].local_tokens(TOKENS), documents).chunks
-    assert first.documents is not None and last.documents is not None
     assert first.documents.cu_seqlens.tolist() == [0, 5, 6, 12, 12]
     assert torch.equal(first.documents.positions, documents.positions[:12])
     assert last.documents.cu_seqlens.tolist() == [0, 5, 6, 17, 18]

@@ -189,7 +189,7 @@ def test_a_run_of_several_sources_ends_on_better_text_and_is_prolonged(tmp_path,
     losses = [row[f"validation_loss/{name}"] for name in names]
     assert row["validation_loss"] == pytest.approx(sum(losses) / 2) and losses[0] != losses[1]
     assert row["bits_per_byte"] == pytest.approx(sum(row[f"bits_per_byte/{name}"] for name in names) / 2)
-    assert result.evaluation is not None and [*result.evaluation.of_sources] == names
+    assert [*result.evaluation.of_sources] == names
     out = capsys.readouterr().out
     assert f"{names[0]} + {names[1]}, 32 tokens a row" in out and f"({names[0]} {losses[0]:.4f}, {names[1]}" in out
     figures = key_figures(read_run(run))

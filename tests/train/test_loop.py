@@ -76,10 +76,10 @@ def test_a_run_writes_what_it_promises(tmp_path, capsys):
     assert [row["step"] for row in evaluations] == [20, 40]
     last = evaluations[-1]
     assert last["perplexity"] == pytest.approx(math.exp(last["validation_loss"]))
-    assert result.evaluation is not None and result.evaluation.validation_loss == last["validation_loss"]
+    assert result.evaluation.validation_loss == last["validation_loss"]
 
     assert [path.name for path in sorted((run / "samples").iterdir())] == ["step_00000020.txt", "step_00000040.txt"]
-    assert result.sample is not None and result.sample.startswith("def ")
+    assert result.sample.startswith("def ")
     assert (run / "samples" / "step_00000040.txt").read_text() == result.sample + "\n"
     assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step_00000020", "step_00000040"]
 

@@ -109,7 +109,6 @@ def test_bf16_copies_of_the_matrices_give_the_plain_bits(tmp_path, heartbeat, op
     for mine, theirs in zip(recorded, plain, strict=True):
         assert torch.equal(mine.loss, theirs.loss) and torch.equal(mine.gradient_norm, theirs.gradient_norm)
     for (name, mine), theirs in zip(given.named_parameters(), expected.parameters(), strict=True):
-        assert mine.grad is not None and theirs.grad is not None
         assert mine.dtype == mine.grad.dtype == torch.float32, name
         assert torch.equal(mine.grad, theirs.grad), name
         assert torch.equal(mine, theirs), name
@@ -153,7 +152,7 @@ def test_gradients_keep_their_memory_and_take_the_last_ones_place(tmp_path):
     torch.testing.assert_close(parameter.grad, 1.5 * gradient)  # Until the next pass, a bad step can be looked at.
     assert graphs.add_gradients(batch, 1.0).item() == pytest.approx(2 * first, rel=1e-6)
     torch.testing.assert_close(parameter.grad, 2 * gradient)
-    assert parameter.grad is not None and parameter.grad.data_ptr() == place
+    assert parameter.grad.data_ptr() == place
     recorded = [weakref.ref(one) for recording in graphs._recordings.values() for one in recording.results]
     graphs.release()
     assert recorded and all(reference() is None for reference in recorded)

@@ -81,7 +81,6 @@ def test_loss_and_gradient_are_those_of_the_mean_over_valid_targets(tmp_path, he
     (total / count).backward()
     assert loss == pytest.approx((total / count).item(), rel=1e-6)
     for name, parameter in exact.named_parameters():
-        assert parameter.grad is not None
         torch.testing.assert_close(computed[name].double(), parameter.grad, rtol=1e-3, atol=1e-6)
 
 
