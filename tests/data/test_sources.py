@@ -184,7 +184,7 @@ def test_source_names(source, expected):
         ("text:/dev/zero", "/dev/zero is no regular file"),
         ("text:a\0b.txt", "has a NUL character"),
         ("text:~nobody-of-this-name/a.txt", "~nobody-of-this-name/a.txt"),
-        ("text:tests/data", ".py); a glob such as tests/data/**/*.* reads"),
+        ("text:configs", ".toml); a glob such as configs/**/*.* reads"),
     ],
 )
 def test_bad_sources(source, message):
