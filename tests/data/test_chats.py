@@ -115,8 +115,6 @@ def test_the_prompt_of_an_answer_is_that_of_transformers(tokenizer, tmp_path):
     for chat in CHATS[:5]:
         expected = theirs.apply_chat_template(chat[:-1], add_generation_prompt=True, return_dict=False)
         assert tokenizer.encode_prompt(chat[:-1]).tolist() == expected
-    with pytest.raises(UserError, match=r"^tokenizer bytes has no chat template$"):
-        ByteTokenizer().encode_prompt(CHATS[0])
 
 
 def test_rows_hold_whole_chats_and_learn_their_answers(lines, tokenizer):

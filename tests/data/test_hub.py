@@ -74,12 +74,6 @@ def test_a_local_copy_of_the_repository(repository):
     assert len({source.fingerprint, default.fingerprint}) == 2
 
 
-def test_a_folder_of_its_files_gives_the_same_rows(repository):
-    config = DataConfig(source=f"hf:{repository}:sample-10BT", shuffle_sequences=8)
-    folder = DataConfig(source=f"fineweb-edu:{repository}/sample/10BT", shuffle_sequences=8)
-    assert first_batches(config) == first_batches(folder)
-
-
 def test_a_split_for_validation(repository):
     """The one named validation, or another by name; without one, a share of the documents."""
     source = f"hf:{repository}:sample-10BT"

@@ -136,8 +136,12 @@ def test_a_nested_field_of_jsonl(tmp_path):
     assert bad.first == f"{path}:3: no field 'a.b.text'; it has 'a'"
 
 
-def test_a_name_may_have_a_number_sign(tmp_path, monkeypatch):
+def test_kind_path_and_field_of_a_source(tmp_path, monkeypatch):
+    """A name may have a number sign."""
     monkeypatch.chdir(tmp_path)
+    assert parse_source("builtin") == ("builtin", "", "text")
+    assert parse_source("hf:owner/name:config#messages") == ("hf", "owner/name:config", "messages")
+    assert parse_source("text:a#b.txt") == ("text", "a#b.txt", "text")
     assert parse_source("jsonl:c#.jsonl") == ("jsonl", "c", ".jsonl")
     (tmp_path / "c#.jsonl").touch()
     assert parse_source("jsonl:c#.jsonl") == ("jsonl", "c#.jsonl", "text")
@@ -158,18 +162,6 @@ def test_a_file_may_begin_with_a_byte_order_mark(monkeypatch, tmp_path):
     assert [document for document, _ in source.read(0, cursors[0])] == [documents[1]]
     path.write_bytes(b"\xef\xbb\xbf\n")
     assert not list(source.read(0, None))
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("builtin", ("builtin", "", "text")),
-        ("hf:owner/name:config#messages", ("hf", "owner/name:config", "messages")),
-        ("text:a#b.txt", ("text", "a#b.txt", "text")),
-    ],
-)
-def test_source_names(source, expected):
-    assert parse_source(source) == expected
 
 
 @pytest.mark.parametrize(
@@ -337,18 +329,15 @@ def test_compressed_files_are_read_from_any_cursor(tmp_path, texts, packed):
         check_cursors(source)
 
 
-def test_compressed_files_of_other_kinds(tmp_path):
-    (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
-    with pytest.raises(UserError, match=r"a.jsonl.zst: .zst files are not read; unpack it, or compress it as .gz"):
-        read_all(JsonlSource(str(tmp_path / "a.jsonl.zst"), "text"))
-
-
-def test_compressed_files_that_are_damaged(tmp_path):
+def test_compressed_files_that_are_damaged_or_of_another_kind(tmp_path):
     content = gzip.compress(b"some text\n" * 500)
     for number, broken in enumerate([content[:-20], content[:30] + b"\xff" * 20 + content[50:], b"no gzip at all"]):
         path = tmp_path / f"{number}.txt.gz"
         path.write_bytes(broken)
         assert f"{path} is a damaged .gz file: " in first_error(f"text:{path}", validation_fraction=0.0)
+    (tmp_path / "a.txt.zst").write_bytes(b"\x28\xb5\x2f\xfd")
+    says = f"{tmp_path / 'a.txt.zst'}: .zst files are not read; unpack it, or compress it as .gz"
+    assert says in first_error(f"text:{tmp_path / 'a.txt.zst'}")
 
 
 def splits(path, fraction):

@@ -141,11 +141,6 @@ def test_the_text_of_a_token_has_its_leading_space(tmp_path):
     assert tokenizer.token_text(tokens[1]) == " the" and "\ufffd" in tokenizer.token_text(3 + 0xE2)
 
 
-def test_a_separator_spelled_in_a_text_does_not_end_it(tokenizer_file):
-    tokenizer = make_tokenizer(str(tokenizer_file))
-    assert tokenizer.separator not in tokenizer.encode("before <|endoftext|> after")
-
-
 def test_separators_by_name(tokenizer_file):
     given = make_tokenizer(str(tokenizer_file), separator="e")
     assert given.separator != make_tokenizer(str(tokenizer_file)).separator
