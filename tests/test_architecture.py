@@ -77,30 +77,6 @@ def test_no_file_imports_another_in_a_circle():
     assert circles(arrows) == []
 
 
-def test_a_circle_is_found(tmp_path):
-    sources = {
-        "one": "def late():\n    from package import two",
-        "package": "",
-        "package.two": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from one import late\nimport other",
-        "other": "import sys",
-        "user": "from one import late",
-        # Its package imports a file that imports it: an import of `gathered.file` first finds half a package.
-        "gathered": "from user_of import name",
-        "gathered.file": "",
-        "user_of": "import gathered.file",
-    }
-    files = {name: tmp_path / f"{name}.py" for name in sources}
-    for name, path in files.items():
-        path.write_text(sources[name])
-    arrows = {(start, end) for start, path in files.items() for end in imported(start, path, files)}
-    assert circles(arrows) == [
-        ("gathered", "user_of"),
-        ("one", "package.two"),
-        ("package.two", "one"),
-        ("user_of", "gathered"),
-    ]
-
-
 def test_public_names_are_loaded_when_they_are_used():
     """Neither PyTorch for `trifocal --help`, nor Triton or CUDA for the library."""
     code = (

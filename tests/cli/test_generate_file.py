@@ -12,7 +12,7 @@ from tests.cli.test_commands import refused, run
 from tests.cli.test_generate import generated
 from trifocal.cli import generate_file as command
 from trifocal.cli import main
-from trifocal.cli.generate_file import read_prompts, read_written, write_line
+from trifocal.cli.generate_file import read_prompts, write_line
 from trifocal.errors import UserError
 from trifocal.inference import CachedModel, Request
 
@@ -182,12 +182,3 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path):
         path.write_bytes(content)
         with pytest.raises(UserError, match=message):
             read_prompts(path)
-
-
-def test_lines_that_are_there_are_read_and_a_torn_one_is_cut_off(tmp_path):
-    prompts = read_prompts(write(tmp_path / "prompts.jsonl", [{"prompt": "a"}] * 3))
-    output = write(tmp_path / "out", [{"index": 2, "prompt": "a", "sample": 1}, {"index": 0, "prompt": "a"}])
-    whole = output.read_bytes()
-    for torn in (b"", b"{", b'{"index": 1, "prompt": "a\xe2'):
-        output.write_bytes(whole + torn)
-        assert read_written(output, prompts) == {(2, 1), (0, 0)} and output.read_bytes() == whole

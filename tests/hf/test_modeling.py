@@ -75,14 +75,6 @@ def test_the_same_bits_there_and_back(options, tmp_path):
     assert torch.equal(base(TOKENS).last_hidden_state, decoder.hidden_states(TOKENS))
 
 
-def test_weights_in_one_file_replace_shards(decoder, tmp_path):
-    save_weights(decoder, tmp_path, shard_bytes=20_000)
-    save_weights(decoder, tmp_path)
-    files = {path.name for path in tmp_path.iterdir()}
-    assert files == {"config.json", "model.safetensors", "modeling_trifocal.py"}
-    assert load_model(tmp_path).embedding.weight.dtype == torch.float64
-
-
 def test_scores_of_sequences(decoder, rows, tmp_path):
     """A reward model begins with the weights of a language model, and reads the last token of each row."""
     save_weights(decoder, tmp_path, pad_token_id=0)
@@ -298,20 +290,3 @@ def test_another_vocabulary(decoder, tmp_path):
     assert model(TOKENS).logits.shape == (2, 30, 70)
     model.save_pretrained(tmp_path)
     assert load_model(tmp_path).config.vocab_size == 70
-
-
-def test_broken_folders_are_named(decoder, tmp_path):
-    save_weights(decoder, tmp_path, shard_bytes=20_000)
-    shard = sorted(tmp_path.glob("model-*"))[1]
-    shard.rename(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match=rf"lacks the shard {shard.name}, which"):
-        load_model(tmp_path)
-    with pytest.raises(OSError, match=shard.name):
-        TrifocalForCausalLM.from_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
-    with pytest.raises(UserError, match="the architecture 'gpt2' is not supported; it must be one of llama"):
-        load_model(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "trifocal"}))
-    with pytest.raises(UserError, match='lacks the table "model"'):
-        load_model(tmp_path)

@@ -1,33 +1,11 @@
 """The model's configuration: refused values, and the way through plain values and back."""
 
-import json
-import tomllib
 from dataclasses import replace
 
 import pytest
 
 from trifocal.errors import UserError
 from trifocal.models import ModelConfig
-from trifocal.nn import RopeScaling
-from trifocal.ops import Geometry
-
-
-def test_plain_values_and_back():
-    config = ModelConfig(
-        dim=64,
-        num_layers=2,
-        geometry=Geometry(window_size=128),
-        layer_types=("dense", "nsa"),
-        shared_kv=True,
-        rope_scaling=RopeScaling(rope_type="linear", factor=2.0),
-    )
-    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-
-
-def test_from_toml():
-    text = 'dim = 128\nattention = "dense"\n[geometry]\nwindow_size = 64\nnum_selected_blocks = 8\n'
-    config = ModelConfig.from_dict(tomllib.loads(text))
-    assert config == ModelConfig(dim=128, attention="dense", geometry=Geometry(window_size=64, num_selected_blocks=8))
 
 
 @pytest.mark.parametrize(

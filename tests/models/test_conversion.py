@@ -42,6 +42,10 @@ CASES = {
         for kind, values in ROPES.items()
     },
     "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3, sliding": (
+        "Qwen3",
+        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    ),
     "qwen2": ("Qwen2", {}),
     "mistral, sliding": ("Mistral", {"sliding_window": 7}),
     "smollm3": ("SmolLM3", {**TOKENS, "no_rope_layers": [1, 0, 1]}),
@@ -142,22 +146,6 @@ def test_nsa_has_the_dense_keys_and_values_in_open_branches(tmp_path, kind, shar
         assert parameter.grad.any(), name
 
 
-def test_a_mix_has_windows_and_then_selected_blocks(tmp_path):
-    """While windows and blocks cover the past it is the dense model, which "dense" leaves as it is."""
-    model = theirs("Llama", tmp_path, num_hidden_layers=6)
-    tokens = torch.randint(53, (1, LENGTH), generator=torch.Generator().manual_seed(1))
-    expected = logits(model, tokens)
-    config, tensors = read_hf_model(tmp_path)
-    windows = Geometry(4, 2, 8, 6, 1, 1, window_size=LENGTH)
-    wanted = converted_config(config, "mix", windows, dense_layers=[4], chooser="index")
-    assert wanted.layer_types == ("window", "window", "window", "selected", "dense", "window")
-    assert wanted.sliding_window == LENGTH and wanted.has_index
-    assert converted_config(config, "dense", windows) == config
-    for changed in (wanted, config):
-        found = logits(ours(changed, convert_tensors(tensors, changed)), tokens)
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * expected.abs().max().item())
-
-
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
 def test_an_index_begins_as_the_layers_attention(tmp_path, kind):
     theirs(kind, tmp_path)
@@ -176,19 +164,6 @@ def test_an_index_begins_as_the_layers_attention(tmp_path, kind):
     assert config.qk_norm == (kind == "Qwen3")
 
 
-def test_layers_with_a_sliding_window_keep_it(tmp_path):
-    options = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "head_dim": 16}
-    model = theirs("Qwen3", tmp_path, **options, attn_implementation="eager")
-    tokens = torch.randint(53, (1, LENGTH), generator=torch.Generator().manual_seed(1))
-    config, tensors = read_hf_model(tmp_path)
-    wanted = converted_config(config, "selected", COVERING)
-    assert wanted.layer_types == ("selected", "window", "window") and wanted.sliding_window == 7
-    expected = logits(model, tokens)
-    torch.testing.assert_close(
-        logits(ours(wanted, tensors), tokens), expected, rtol=0, atol=2e-5 * expected.abs().max().item()
-    )
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A Llama in several files."""
@@ -197,13 +172,6 @@ def folder(tmp_path_factory):
     (path / "model.safetensors").unlink()
     assert len(list(path.glob("*.safetensors"))) > 2
     return path
-
-
-def test_shards_are_read_as_one_file(folder, tmp_path):
-    theirs("Llama", tmp_path)
-    whole, sharded = read_hf_model(tmp_path)[1], read_hf_model(folder)[1]
-    assert whole.keys() == sharded.keys()
-    assert all(torch.equal(whole[name], sharded[name]) for name in whole)
 
 
 def test_the_type_of_the_weights_stays(tmp_path):

@@ -76,19 +76,6 @@ def test_no_logits_of_all_tokens_exist(monkeypatch):
     assert rows == [8] * (4 * 64 // 8)
 
 
-def test_a_model_that_is_the_frozen_one_has_nothing_to_learn():
-    _, dense = pair()
-    model = make_model(small_config(attention="dense"), CPU, torch.float64)
-    model.load_state_dict(dense.state_dict())
-    tokens = torch.randint(64, (1, 40), generator=torch.Generator().manual_seed(2))
-    given = Distillation(dense, 0.0, torch.zeros((), dtype=torch.float64))
-    model(tokens, tokens, distillation=given).backward()
-    assert abs(float(given.total)) < 1e-12
-    # A rounding of each logit.
-    bound = tokens.numel() * 64 * torch.finfo(torch.float64).eps
-    assert max(float(parameter.grad.abs().max()) for parameter in model.parameters()) < bound
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 def test_chunks_are_one_graph_for_the_compiler():
     model, dense = pair()

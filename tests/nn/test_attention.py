@@ -141,25 +141,6 @@ def test_a_layer_of_one_softmax_is_plain_attention(options):
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-13)
 
 
-def test_selected_blocks_that_cover_the_past_equal_dense():
-    torch.manual_seed(0)
-    layer = SelectedAttention(geometry=covering(45, 8), **SIZES, qk_norm=True, qkv_bias=True).double()
-    twin = DenseAttention(**SIZES, qk_norm=True, qkv_bias=True).double()
-    # The same weights under the same names.
-    twin.load_state_dict(layer.state_dict())
-    x = torch.randn(1, 45, DIM, dtype=torch.float64, requires_grad=True)
-    cu_seqlens = torch.tensor([0, 1, 20, 22, 45])
-    outputs = [each(x, cu_seqlens=cu_seqlens) for each in (layer, twin)]
-    torch.testing.assert_close(*outputs, rtol=0, atol=1e-13)
-    probe = torch.randn_like(x)
-    gradients = [
-        torch.autograd.grad((output * probe).sum(), [x, *each.parameters()])
-        for output, each in zip(outputs, (layer, twin), strict=True)
-    ]
-    for given, expected in zip(*gradients, strict=True):
-        torch.testing.assert_close(given, expected, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("attention", ["nsa", "selected"])
 def test_given_blocks_are_read_instead_of_chosen_ones(attention):
     layer = layer_of(attention)

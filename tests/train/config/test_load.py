@@ -165,7 +165,6 @@ def test_an_integer_of_any_size_is_named_in_a_message(tmp_path):
         load_config(tmp_path / "a.toml", [])
 
 
-FIELDS = dotted_fields(RunConfig)
 TINY = from_table(RunConfig, tomllib.loads(TOML.format(directory="run", text="text")))
 QUICK = settings(max_examples=60, deadline=None)
 

@@ -8,25 +8,14 @@ import torch
 from torch import nn
 
 from trifocal.errors import UserError
-from trifocal.models import DecoderLM, ModelConfig
-from trifocal.ops import Geometry
+from trifocal.models import DecoderLM
+from trifocal.testing.small_models import small_config
 from trifocal.train.config.sections import OptimizerSection, RunConfig, ScheduleSection, TrainSection
 from trifocal.train.step.muon import orthogonalise
 from trifocal.train.step.optimizer import DeviceFlag, gradient_norm, guarded_step, make_optimizer
 from trifocal.train.step.schedule import learning_rate
 
-SMALL = ModelConfig(
-    vocab_size=20,
-    dim=16,
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    value_dim=8,
-    mlp_dim=32,
-    compressor="mlp",
-    geometry=Geometry(4, 2, 8, 3, 1, 1, 8),
-)
+SMALL = small_config(num_layers=1, compressor="mlp")
 
 
 def names_of_group(model, optimizer, decayed):
