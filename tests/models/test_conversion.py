@@ -42,10 +42,6 @@ CASES = {
         for kind, values in ROPES.items()
     },
     "qwen3": ("Qwen3", {"head_dim": 16}),
-    "qwen3, sliding": (
-        "Qwen3",
-        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
-    ),
     "qwen2": ("Qwen2", {}),
     "mistral, sliding": ("Mistral", {"sliding_window": 7}),
     "smollm3": ("SmolLM3", {**TOKENS, "no_rope_layers": [1, 0, 1]}),
@@ -195,8 +191,9 @@ def _edit(**changes):
 def test_a_folder_without_a_key_is_read_as_transformers_reads_it(tmp_path):
     options = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
     theirs("Qwen2", tmp_path, **options, rope_parameters={"rope_type": "default", "rope_theta": 5e3})
-    _edit(sliding_window=..., rope_scaling={"type": "linear", "factor": 2.0})(tmp_path)
+    _edit(sliding_window=..., layer_types=..., rope_scaling={"type": "linear", "factor": 2.0})(tmp_path)
     expected, found = transformers.AutoConfig.from_pretrained(tmp_path), read_hf_config(tmp_path)
+    assert [kind == "window" for kind in found.layer_types] == [kind[0] == "s" for kind in expected.layer_types]
     assert found.sliding_window == expected.sliding_window == 4096
     # Beside rope_parameters, rope_scaling is the one that somebody has added.
     assert found.rope_theta == expected.rope_parameters["rope_theta"] == 10000.0
