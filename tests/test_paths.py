@@ -24,10 +24,7 @@ def test_home_is_expanded_only_at_the_beginning(monkeypatch):
     [
         ("a\0b", r"--to 'a\\x00b' has a NUL character"),
         (os.fsdecode(b"\xff"), r"--to '\\udcff' is not UTF-8 text"),
-        (
-            "~nobody_of_that_name/a",
-            r"no user 'nobody_of_that_name'; .* \./~nobody_of_that_name/a",
-        ),
+        ("~nobody_of_that_name/a", r"no user 'nobody_of_that_name'; .* \./~nobody_of_that_name/a"),
     ],
 )
 def test_what_no_path_can_be_is_refused(given, says):

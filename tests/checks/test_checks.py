@@ -10,14 +10,7 @@ import torch
 
 from tests import warm
 from tests.checks import faults
-from trifocal.checks import (
-    CHECKS,
-    Skipped,
-    cost_checks,
-    operation_checks,
-    process_worker,
-    training_checks,
-)
+from trifocal.checks import CHECKS, Skipped, cost_checks, operation_checks, process_worker, training_checks
 from trifocal.checks.process_worker import Case
 from trifocal.data import DataConfig
 from trifocal.distributed import DistributedContext

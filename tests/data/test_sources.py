@@ -295,10 +295,7 @@ def test_an_empty_validation_split(tmp_path):
 
     def error(fraction, **settings):
         settings |= {"validation_fraction": fraction, "split": "validation"}
-        with (
-            open_loader(f"text:{path}", **settings) as loader,
-            pytest.raises(UserError) as info,
-        ):
+        with open_loader(f"text:{path}", **settings) as loader, pytest.raises(UserError) as info:
             next(loader)
         return str(info.value)
 

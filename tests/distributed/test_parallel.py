@@ -10,13 +10,7 @@ import torch
 
 from tests.children import free_port
 from tests.distributed.workers import Workers
-from trifocal.distributed import (
-    DistributedContext,
-    choose_mode,
-    parallel,
-    parallelize,
-    processes_started,
-)
+from trifocal.distributed import DistributedContext, choose_mode, parallel, parallelize, processes_started
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.testing.small_models import small_config

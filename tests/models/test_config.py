@@ -16,10 +16,7 @@ from trifocal.models import ModelConfig
         ({"vocab_size": 0}, "model.vocab_size must be at least 1, got 0"),
         ({"dim": 12.5}, "model.dim must be an integer, got 12.5"),
         ({"attention": "sparse"}, "model.attention must be one of 'nsa', 'selected', 'window', 'dense', got 'sparse'"),
-        (
-            {"layer_types": ("nsa", "dense", "nsa")},
-            "or of a few that repeat: their number must divide 2 layers, got 3",
-        ),
+        ({"layer_types": ("nsa", "dense", "nsa")}, "or of a few that repeat: their number must divide 2 layers, got 3"),
         ({"sliding_window": -1}, "sliding_window must be at least 0, got -1"),
         ({"selection": "all"}, "model.selection must be one of 'importance', 'exact', 'random', got 'all'"),
         ({"unrotated_layers": (2,)}, "unrotated_layers must be layers from 0 to 1, got "),

@@ -82,12 +82,7 @@ def test_the_attention_factor_multiplies_cosines_and_sines():
         ({"factor": 2.0}, 'rope_scaling.factor has no effect with the rope_type "default"'),
         ({"rope_type": "yarn", "factor": 2.0}, "original_max_position_embeddings must be at least 2 for yarn, got 0"),
         (
-            {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "original_max_position_embeddings": 64,
-                "low_freq_factor": 4.0,
-            },
+            {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64, "low_freq_factor": 4.0},
             "low_freq_factor must be below high_freq_factor, got 4.0 and 4.0",
         ),
     ],

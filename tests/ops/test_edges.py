@@ -64,11 +64,7 @@ def heads_first(tensor):
 
 
 @pytest.mark.parametrize("layout", [every_other, heads_first])
-@pytest.mark.parametrize(
-    "case",
-    [cases.named("chunked"), cases.named("packed: 1 token")],
-    ids=lambda case: case.why,
-)
+@pytest.mark.parametrize("case", [cases.named("chunked"), cases.named("packed: 1 token")], ids=lambda case: case.why)
 def test_strides_are_taken_as_they_come(case, layout):
     inputs = draw(case).leaves()
     strided = Inputs(*(layout(tensor) for tensor in inputs))

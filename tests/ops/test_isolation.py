@@ -152,8 +152,7 @@ def test_padded_compressed_slots_are_never_read(lengths):
     slots = ops.mean_compress(exact.k_slc, case.geometry, cu_seqlens=documents)
     assert slots.shape[1] == case.num_keys // case.geometry.compression_stride
     assert torch.equal(
-        slots[:, : case.num_compressed],
-        ops.mean_compress(exact.k_slc, case.geometry, cu_seqlens=case.cu_seqlens),
+        slots[:, : case.num_compressed], ops.mean_compress(exact.k_slc, case.geometry, cu_seqlens=case.cu_seqlens)
     )
     assert (slots[:, case.num_compressed :] == 0).all()
 
@@ -210,9 +209,7 @@ def test_window_keys_may_be_the_last_ones_only(kept):
 
 
 @pytest.mark.parametrize(
-    "case",
-    [cases.named("odd length"), cases.named("blocks without overlap")],
-    ids=lambda case: case.why,
+    "case", [cases.named("odd length"), cases.named("blocks without overlap")], ids=lambda case: case.why
 )
 def test_last_queries_alone_give_the_same(case):
     """T < S is the tail of T = S, for every T."""

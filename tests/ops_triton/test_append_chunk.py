@@ -112,10 +112,7 @@ def test_what_does_not_fit_is_refused(device):
             {"q": rows["q"]._replace(x=rows["q"].x[0])},
             r"q must have the shape \[1, n, heads, width\], got \[4, 6, 12\]",
         ),
-        (
-            {"v": rows["v"]._replace(pages=rows["k"].pages)},
-            r"cache of v must be .*, 2, 8, 7\] .* got \[9, 2, 8, 12\]",
-        ),
+        ({"v": rows["v"]._replace(pages=rows["k"].pages)}, r"cache of v must be .*, 2, 8, 7\] .* got \[9, 2, 8, 12\]"),
         ({"v": rows["v"]._replace(rotary=rows["k"].rotary)}, "v must have pages, and nothing else"),
         ({"v_win": rows["v"]}, "must have k_win too"),
         ({"v": rows["v"]._replace(x=rows["v"].x[:, 1:])}, r"v must have .* = \(4, 0, 8\), got \(3, 0, 8\)"),

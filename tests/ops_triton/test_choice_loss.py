@@ -9,14 +9,7 @@ import torch
 from tests.ops.cases import geometry
 from trifocal import Geometry
 from trifocal.ops import dispatch, operators
-from trifocal.ops.choice_loss import (
-    FLOOR,
-    LEAST_MASS,
-    Sample,
-    choice_loss,
-    free_places,
-    num_free,
-)
+from trifocal.ops.choice_loss import FLOOR, LEAST_MASS, Sample, choice_loss, free_places, num_free
 from trifocal.ops.layout import Documents, pad_boundaries
 
 pytest.importorskip("triton")

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.devices import needs_gpu
 from tests.ops import decode_cases
 from tests.ops.cases import geometry
 from tests.ops.decode_cases import Decoder, draw, whole, whole_dense
@@ -24,10 +25,6 @@ from trifocal.ops import (
 from trifocal.testing.tolerances import allowed, error
 
 pytest.importorskip("triton")
-
-
-def on_a_gpu(test):
-    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
 
 
 BOUND = 1e-5
@@ -350,7 +347,7 @@ def each_model(models=MODELS):
     return pytest.mark.parametrize("case", models, ids=[case.why for case in models])
 
 
-@on_a_gpu
+@needs_gpu
 @each_model()
 # Compiling is what takes the time, half a minute a case.
 @pytest.mark.parametrize(("dtype", "num_new"), [(torch.bfloat16, 1), (torch.float32, 3), (torch.bfloat16, 8)], ids=str)
@@ -363,7 +360,7 @@ def test_values_at_real_sizes(case, dtype, num_new):
         assert error(layer.step(**way), layer.step("reference", **way).double()) <= bound, way
 
 
-@on_a_gpu
+@needs_gpu
 @each_model(MODELS[:4])
 @both_kinds
 def test_equal_bits_in_any_batch(case, dense):
@@ -375,7 +372,7 @@ def test_equal_bits_in_any_batch(case, dense):
     assert torch.equal(layer.step(dense=dense), together)
 
 
-@on_a_gpu
+@needs_gpu
 @each_model()
 @both_kinds
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -391,7 +388,7 @@ def test_equal_bits_with_any_table_and_parts(case, dense, dtype, monkeypatch):
     assert all(torch.equal(o, results[0]) for o in results[1:])
 
 
-@on_a_gpu
+@needs_gpu
 def test_a_nan_stays_with_its_sequence():
     layer = Layer(MODELS[1], torch.bfloat16)
     expected = layer.step()
@@ -402,7 +399,7 @@ def test_a_nan_stays_with_its_sequence():
     assert torch.equal(o[kept], expected[kept])
 
 
-@on_a_gpu
+@needs_gpu
 @each_model(MODELS[:4])
 def test_a_recorded_step_is_replayed_while_sequences_grow(case):
     """Each kernel may begin while the one before ends: one that reads too early shows in one of many replays."""

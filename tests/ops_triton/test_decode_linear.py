@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests.devices import needs_gpu
 from tests.models.conftest import make_config, make_model
 from tests.ops_triton.problems import FACTOR
 from trifocal.inference.cached_model import CachedModel
@@ -228,10 +229,6 @@ def test_a_model_s_kernels_know_the_next_norm(monkeypatch, make_model, options):
     assert len(made) == 2 * model.config.num_layers + 1 and not any(made)
 
 
-def on_a_gpu(test):
-    return pytest.mark.gpu(pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")(test))
-
-
 # Width of the residual stream, columns of queries, keys, values and gates, hidden width of the MLP; the third are odd;
 # the last take one matrix instruction a warp.
 SIZES = ((768, 1572, 2048), (4096, 6336, 11008), (200, 333, 150), (48, 40, 16))
@@ -283,7 +280,7 @@ sizes_and_types = pytest.mark.parametrize(
 )
 
 
-@on_a_gpu
+@needs_gpu
 @sizes_and_types
 def test_values_at_real_sizes(sizes, dtype):
     weights = layer(sizes, dtype)
@@ -297,7 +294,7 @@ def test_values_at_real_sizes(sizes, dtype):
     assert torch.equal(got["scaled"], (got["after"] * weights["norm"]).to(dtype))
 
 
-@on_a_gpu
+@needs_gpu
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_equal_bits_for_any_number_of_rows(sizes, dtype):
@@ -327,7 +324,7 @@ def chain(weights, table, tokens, layers):
     return results
 
 
-@on_a_gpu
+@needs_gpu
 @pytest.mark.parametrize("layers", [2, 12])
 @pytest.mark.parametrize("rows", [1, 17, 64])
 def test_dependent_launches_give_the_bits_of_plain_ones_in_every_replay(monkeypatch, rows, layers):

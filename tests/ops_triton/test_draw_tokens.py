@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.devices import needs_gpu
 from trifocal.inference.sampler import Sampling, SamplingTensors, draw_step
 from trifocal.ops.decode.triton import draw_tokens as kernel
 
@@ -82,8 +83,7 @@ def test_the_kernels_draw_as_pytorch(parts, samplings):
     assert expected["tokens"][1] == 7
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@needs_gpu
 @pytest.mark.parametrize("vocab_size", [257, 4000, 50_000])
 def test_draws_at_real_sizes(vocab_size):
     samplings = (*PLAIN, *FILTERED)

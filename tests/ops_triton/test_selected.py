@@ -10,7 +10,7 @@ from tests.devices import needs_gpu
 from tests.ops.cases import geometry
 from tests.ops_triton import problems
 from tests.ops_triton.forced import order_rule, selected_tile_rule
-from tests.ops_triton.problems import LARGE, PAPER, large
+from tests.ops_triton.problems import LARGE, PAPER, compare, large
 from trifocal import ops
 from trifocal.ops import Documents, devices, dispatch, selected_attention
 from trifocal.ops.tiles import SelectedTile
@@ -100,8 +100,7 @@ def test_values_and_gradients(case, order, device, monkeypatch):
     documents, scale = documents_of(case, device), case.dim**-0.5
     o, lse = selected_forward(q, k, v, chosen, case.geometry, scale, documents)
     got = [o, *selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, scale, documents)]
-    for name, actual, wanted in zip(("o", "d_q", "d_k", "d_v"), got, expected, strict=True):
-        assert_close(name, actual, wanted, torch.float32)
+    compare("o d_q d_k d_v", got, expected)
     nothing = expected[0].abs().sum(-1) == 0
     assert torch.equal(lse.cpu() == -math.inf, nothing)
 
@@ -130,8 +129,7 @@ def test_chunks_of_rows_and_pieces_of_blocks(lengths, limit, order, device, monk
     monkeypatch.setattr(dispatch, "FEWEST_SLOTS_OF_A_BLOCK", 1)
     o, lse = selected_forward(q, k, v, chosen, case.geometry, 0.25, documents)
     got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, documents)
-    for name, actual, wanted in zip(("o", "d_q", "d_k", "d_v"), (o, *got), expected, strict=True):
-        assert_close(name, actual, wanted, torch.float32)
+    compare("o d_q d_k d_v", (o, *got), expected)
     if device == "cuda":
         again = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, documents)
         assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
@@ -147,8 +145,7 @@ def test_gate_is_a_factor_on_the_gradient(order, device, monkeypatch):
     expected = exact(case, *(x.cpu() for x in (q, k, v, d_o * gate[..., None], chosen)))[1:]
     o, lse = selected_forward(q, k, v, chosen, case.geometry, 0.25, None)
     got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, None, gate=gate)
-    for name, actual, wanted in zip(("d_q", "d_k", "d_v"), got, expected, strict=True):
-        assert_close(name, actual, wanted, torch.float32)
+    compare("d_q d_k d_v", got, expected)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -211,8 +208,7 @@ def test_of_packed_documents_the_longest_counts(device, monkeypatch):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         o = selected_attention(*leaves, chosen, case.geometry, cu_seqlens=documents, backend="triton")
         got = [o, *torch.autograd.grad(o, leaves, d_o)]
-        for name, actual, wanted in zip(("o", "d_q", "d_k", "d_v"), got, exact(case, *draw(case)), strict=True):
-            assert_close(name, actual, wanted, torch.float32)
+        compare("o d_q d_k d_v", got, exact(case, *draw(case)))
         assert found == [longest] * 2
         found.clear()
 
@@ -280,8 +276,7 @@ def test_parts_of_a_block_are_added(case, part_queries, device, monkeypatch):
 
     monkeypatch.setattr(torch, "empty", poisoned)
     got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, scale, documents, gate=gate)
-    for name, actual, wanted in zip(("d_q", "d_k", "d_v"), got, expected, strict=True):
-        assert_close(name, actual, wanted, torch.float32)
+    compare("d_q d_k d_v", got, expected)
 
 
 def test_the_last_part_holds_what_a_longest_length_that_is_too_small_leaves(device, monkeypatch):
@@ -292,8 +287,7 @@ def test_the_last_part_holds_what_a_longest_length_that_is_too_small_leaves(devi
     monkeypatch.setattr(dispatch, "masked_part_queries", lambda *sizes: 7)
     o, lse = selected_forward(q, k, v, chosen, case.geometry, scale, documents)
     got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, scale, documents)
-    for name, actual, wanted in zip(("d_q", "d_k", "d_v"), got, exact(case, *draw(case))[1:], strict=True):
-        assert_close(name, actual, wanted, torch.float32)
+    compare("d_q d_k d_v", got, exact(case, *draw(case))[1:])
 
 
 def assert_right_on_a_gpu(case, order, portable, monkeypatch):
