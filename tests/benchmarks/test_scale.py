@@ -19,11 +19,3 @@ def test_the_figures_of_a_run_are_those_of_its_files(tmp_path):
     assert found["tokens_per_second"] == pytest.approx(4 * 32 / found["step_ms"] * 1000)
     assert found["checkpoint_blocked_seconds"] > 0 and len(found["rows_step_ms"]) == 6
     assert scale.figures(tmp_path / "none", 1) == {"outcome": "failed: no checkpoint"}
-
-
-def test_speeds_are_multiples_of_one_gpus():
-    one = {"gpus": 1, "step_ms": 1.0, "tokens_per_second": 10.0}
-    rows = [one, {"gpus": 2, "step_ms": 1.0, "tokens_per_second": 19.0}, {"gpus": 2, "outcome": "failed"}]
-    assert [found.get("times_one_gpu") for found in scale.compared(rows)] == [1.0, 1.9, None]
-    assert [found.get("efficiency") for found in scale.compared(rows)] == [1.0, 0.95, None]
-    assert scale.compared(rows[1:]) == rows[1:]

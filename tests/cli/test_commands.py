@@ -75,11 +75,6 @@ def test_help_and_version(capsys):
     assert capsys.readouterr().out.endswith(f"trifocal {__version__}\n")
 
 
-def test_help_does_not_wait_for_pytorch():
-    code = "import sys, trifocal.cli as c; c.main(['--help']); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, timeout=60).returncode == 0
-
-
 def test_a_run_from_start_to_page(tmp_path, capsys):
     config = write_config(tmp_path)
     directory = tmp_path / "other"

@@ -319,21 +319,3 @@ def test_closing_ends_the_thread_and_the_loader(source):
     assert loader.state_dict()["sample_index"] == 2
     with pytest.raises(ValueError, match="closed"):
         next(loader)
-
-
-def test_each_epoch_has_all_documents_in_another_order(tmp_path):
-    """A single file in a single block: neither shards nor blocks move."""
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    opened, _ = make_source(DataConfig(source=f"jsonl:{path}"), Activity(), "train", BadDocuments())
-    documents = DocumentStream(
-        opened, TOKENIZER, longest_chat=1, validation=True, validation_fraction=0.5, seed=3,
-        block_documents=1000, activity=Activity(),
-    )  # fmt: skip
-    orders = {}
-    for document in documents.read(Position()):
-        if document.position.epoch == 4:
-            break
-        orders.setdefault(document.position.epoch, []).append(document.id)
-    assert len(orders[0]) > 20 and all(sorted(order) == sorted(orders[0]) for order in orders.values())
-    assert len(set(map(tuple, orders.values()))) == 4

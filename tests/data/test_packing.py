@@ -68,12 +68,13 @@ def test_documents_of_one_file_are_shuffled_in_blocks(tmp_path):
     (tmp_path / "all.jsonl").write_text("".join(f'{{"text": "{i:04}"}}\n' for i in range(64)))
     settings = {"shuffle_documents": 16, "shuffle_sequences": 1, "validation_fraction": 0.0}
     with open_loader(f"jsonl:{tmp_path}", 5, 64, **settings) as loader:
-        numbers = [int(name.rpartition(":")[2]) for name in next(loader).document_ids]
-    blocks = [numbers[i : i + 16] for i in range(0, 64, 16)]
+        numbers = [int(name.rpartition(":")[2]) for _ in range(2) for name in next(loader).document_ids]
+    blocks = [numbers[i : i + 16] for i in range(0, 128, 16)]
     for number, block in enumerate(blocks):
-        assert sorted(block) == list(range(16 * number + 1, 16 * number + 17)) != block
-    # Each block has its own order.
-    assert len({tuple(np.argsort(block)) for block in blocks}) == 4
+        first = number % 4 * 16
+        assert sorted(block) == list(range(first + 1, first + 17)) != block
+    # Each block has its own order, and another one in the second epoch.
+    assert len({tuple(np.argsort(block)) for block in blocks}) == 8
 
 
 def test_train_and_validation_share_no_text(tmp_path, texts):

@@ -260,18 +260,12 @@ def test_chats_of_known_clients_are_taken(tmp_path, more):
             service.read({"model": "tiny", "messages": messages, name: value} | more, chat=True)
 
 
-def test_completions_of_known_clients_are_taken():
-    """A body as the class OpenAI of langchain-openai 1.7 sent it."""
-    service = Service("tiny", make_tokenizer("bytes"), 257, MAX_LENGTH, 4, 504, chats=False)
-    body = {"model": "tiny", "prompt": ["Once"], "frequency_penalty": 0, "logprobs": None, "max_tokens": 12, "n": 1}
-    call = service.read(body | {"presence_penalty": 0, "seed": None, "temperature": 0.7, "top_p": 1}, chat=False)
-    assert [request.max_new_tokens for request in call.requests] == [12] and not call.logprobs
-
-
 def test_what_asks_for_nothing_is_taken(served):
     body = {"prompt": "x", "max_tokens": 1, "presence_penalty": 0, "suffix": None, "user": "me", "logit_bias": {}}
     body |= {"n": 2, "best_of": 2, "service_tier": "auto", "stop_token_ids": [], "skip_special_tokens": True}
     body |= {"functions": [], "modalities": ["text"], "top_k": -1, "stream_options": {"include_obfuscation": False}}
+    # As the class OpenAI of langchain-openai 1.7 sends it.
+    body |= {"prompt": ["Once"], "frequency_penalty": 0, "logprobs": None, "seed": None, "top_p": 1}
     assert ask(served, body)[0] == 200
     # A prompt and its answer may fill the caches.
     assert ask(served, {"prompt": "x", "max_completion_tokens": MAX_LENGTH - 1, "top_p": 0})[0] == 200

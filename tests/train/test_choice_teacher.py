@@ -11,7 +11,7 @@ from tests.train.step.test_step import read_batches
 from tests.train.tiny import make_config, read_checkpoint
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
-from trifocal.runlog import Heartbeat, read_metrics
+from trifocal.runlog import read_metrics
 from trifocal.train import resume, train
 from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.config.check import preflight
@@ -22,12 +22,6 @@ CPU = torch.device("cpu")
 # Rows of 32 tokens in which the last queries of each document have more free blocks than places.
 TAUGHT = ("--train.choice_loss_weight", "0.5", "--train.choice_loss_sample", "0.5")
 INDEX = ("--model.chooser", "index")
-
-
-@pytest.fixture
-def heartbeat(tmp_path):
-    with Heartbeat(tmp_path / "heartbeat", interval_seconds=60) as heartbeat:
-        yield heartbeat
 
 
 def take_step(config, batches, heartbeat, *, step=3):

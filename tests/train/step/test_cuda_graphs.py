@@ -15,7 +15,7 @@ from tests.attentions import ATTENTIONS, flags
 from tests.train.step.test_step import CPU, read_batches
 from tests.train.tiny import make_config
 from trifocal.models import DecoderLM
-from trifocal.runlog import Heartbeat, read_metrics
+from trifocal.runlog import read_metrics
 from trifocal.train import train
 from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.step import cuda_graphs
@@ -56,12 +56,6 @@ def _repeat(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "GraphRecorder", Repeater)
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
     Repeater.recordings = Repeater.passes = 0
-
-
-@pytest.fixture
-def heartbeat(tmp_path):
-    with Heartbeat(tmp_path / "heartbeat", interval_seconds=60) as heartbeat:
-        yield heartbeat
 
 
 def take_steps(config, steps, heartbeat, recorded):

@@ -9,17 +9,10 @@ import torch
 from tests.train.tiny import make_config
 from trifocal.data import Loader, make_tokenizer
 from trifocal.models import DecoderLM
-from trifocal.runlog import Heartbeat
 from trifocal.train.step.optimizer import make_optimizer
 from trifocal.train.step.step import TrainStep
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def heartbeat(tmp_path):
-    with Heartbeat(tmp_path / "heartbeat", interval_seconds=60) as heartbeat:
-        yield heartbeat
 
 
 def read_batches(config, micro_batch_size, count):
