@@ -179,15 +179,7 @@ def telemetry_fields(done, layer, layers):
     }
 
 
-GEOMETRY = Geometry(
-    compression_block_size=8,
-    compression_stride=4,
-    selection_block_size=8,
-    num_selected_blocks=4,
-    num_initial_blocks=1,
-    num_local_blocks=1,
-    window_size=12,
-)
+GEOMETRY = Geometry(8, 4, 8, 4, num_initial_blocks=1, num_local_blocks=1, window_size=12)
 TEXT = "def add(a, b):\n    return a + b\n∎# <script>: a second document that is longer than the first one &c.\n"
 
 

@@ -6,25 +6,13 @@ import torch
 from tests.devices import WIDE
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
-from trifocal.testing.small_models import SMALL, draw_keys_apart
-
-SIZES = {
-    "vocab_size": 31,
-    "dim": 24,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 8,
-    "value_dim": 6,
-    "mlp_dim": 40,
-    "geometry": SMALL,
-}
+from trifocal.testing.small_models import draw_keys_apart, small_config
 
 
 @pytest.fixture
 def make_config():
     """A small configuration, changed by keywords."""
-    return lambda **changes: ModelConfig(**{**SIZES, **changes})
+    return lambda **changes: small_config(**{"vocab_size": 31, "dim": 24, "value_dim": 6, "mlp_dim": 40} | changes)
 
 
 @pytest.fixture

@@ -68,15 +68,7 @@ def covering(length, block_size=1):
 
     With blocks of one token the compressed branch is dense attention too.
     """
-    return Geometry(
-        compression_block_size=block_size,
-        compression_stride=block_size,
-        selection_block_size=block_size,
-        num_selected_blocks=-(-length // block_size),
-        num_initial_blocks=1,
-        num_local_blocks=1,
-        window_size=length,
-    )
+    return Geometry(block_size, block_size, block_size, -(-length // block_size), 1, 1, length)
 
 
 def equalise(layer, twin, shares):

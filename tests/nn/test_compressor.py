@@ -8,9 +8,7 @@ from trifocal.nn.compressor import compress_keys_and_values
 from trifocal.ops import Documents, Geometry
 
 # Overlapping blocks (8 every 4), and strides that the lengths below do not divide.
-GEOMETRY = Geometry(
-    compression_block_size=8, compression_stride=4, selection_block_size=8, num_selected_blocks=3, window_size=6
-)
+GEOMETRY = Geometry(8, 4, 8, num_selected_blocks=3, window_size=6)
 FEATURES = 6
 
 

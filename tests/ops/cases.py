@@ -13,15 +13,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def geometry(l, d, selection, n, n_init, n_local, w):  # noqa: E741
     """A geometry from the paper's letters, in the paper's order."""
-    return Geometry(
-        compression_block_size=l,
-        compression_stride=d,
-        selection_block_size=selection,
-        num_selected_blocks=n,
-        num_initial_blocks=n_init,
-        num_local_blocks=n_local,
-        window_size=w,
-    )
+    return Geometry(l, d, selection, n, n_init, n_local, w)
 
 
 USUAL = geometry(8, 4, 16, 3, 1, 1, 11)  # the paper's proportions, small

@@ -24,15 +24,7 @@ from trifocal.telemetry.statistics import (
 )
 from trifocal.testing.small_models import draw_keys_apart, small_config
 
-GEOMETRY = Geometry(
-    compression_block_size=8,
-    compression_stride=4,
-    selection_block_size=8,
-    num_selected_blocks=4,
-    num_initial_blocks=1,
-    num_local_blocks=2,
-    window_size=16,
-)
+GEOMETRY = Geometry(8, 4, 8, 4, num_initial_blocks=1, num_local_blocks=2, window_size=16)
 LENGTH = 150  # 19 blocks, the last one short; far more than n
 
 
