@@ -6,7 +6,6 @@ import torch
 from tests.ops import cases
 from tests.ops.cases import Case, draw
 from trifocal import nsa_attention, ops
-from trifocal.ops import Documents, operators
 from trifocal.testing import oracle
 from trifocal.testing.inputs import Inputs, cotangent
 from trifocal.testing.tolerances import assert_close
@@ -157,17 +156,6 @@ def test_autocast_around_does_not_lower_the_precision():
     assert torch.equal(inside, plain)
     for a, b in zip(gradients, torch.autograd.grad(plain, inputs, cotangent(plain)), strict=True):
         assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("lengths", [None, (20, 17)], ids=["one document", "packed"])
-def test_the_registered_operator_is_sound(lengths):
-    """Schema, fake tensors and dispatch of `trifocal::select_blocks`, judged by PyTorch's own tool."""
-    case = Case("", cases.USUAL, 37, heads=4, groups=2, lengths=lengths)
-    inputs = draw(case, torch.float32)
-    lse = torch.zeros(1, 37, 4)
-    documents = None if lengths is None else Documents.from_cu_seqlens(case.cu_seqlens, 37)
-    arguments = operators.flat((inputs.q, inputs.k_cmp, lse, cases.USUAL, 37, 0.3, documents, "reference"))
-    torch.library.opcheck(torch.ops.trifocal.select_blocks.default, tuple(arguments))
 
 
 def test_tensors_without_data():
