@@ -16,7 +16,6 @@ from trifocal.inference import CachedModel, Engine, Request, Sampling
 from trifocal.inference.prompt_lookup import PromptLookup
 from trifocal.models import DecoderLM
 from trifocal.models.conversion import convert_tensors, converted_config
-from trifocal.ops import Geometry
 from trifocal.report.picture import picture_card
 from trifocal.telemetry.attention_telemetry import AttentionTelemetry
 from trifocal.testing.small_models import make_model, random_tokens, small_config
@@ -129,7 +128,8 @@ def test_conversion(attention):
     changes = {"num_layers": model_of(attention).config.num_layers}
     before = make_model(small_config(**(ATTENTIONS[source] | changes)), CPU, torch.float64)
     chooser = "compressed" if target == "dense" else model_of(attention).config.chooser
-    geometry = replace_geometry(num_selected_blocks=9, window_size=7 if source != "dense" else 70)
+    window = 7 if source != "dense" else 70
+    geometry = replace(small_config().geometry, num_selected_blocks=9, window_size=window)
     config = converted_config(before.config, target, geometry, chooser=chooser)
     assert config.attention_of_layers == model_of(attention).config.attention_of_layers
     after = DecoderLM(config).double()
@@ -137,10 +137,6 @@ def test_conversion(attention):
     tokens = random_tokens((1, 70), 64, CPU)
     if target != "nsa":
         torch.testing.assert_close(after(tokens), before(tokens), rtol=0, atol=1e-9)
-
-
-def replace_geometry(**changes):
-    return Geometry(**(vars(small_config().geometry) | changes))
 
 
 @each

@@ -81,31 +81,18 @@ class Clock:
         self.now += seconds
 
 
-def write_run(
-    directory,
-    *,
-    steps=2000,
-    log_every=10,
-    learning_rate=3e-4,
-    final_loss=1.6,
-    layers=4,
-    gpu=False,
-    telemetry=True,
-    samples=4,
-    ranks=1,
-    seed=0,
-):
+def write_run(directory, *, steps=2000, learning_rate=3e-4, layers=4, gpu=False, telemetry=True, ranks=1):
     """Write a run whose figures look like those of a real one."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     directory.mkdir(parents=True)
     text = CONFIG.format(directory=directory.name, layers=layers, steps=steps, learning_rate=learning_rate)
     (directory / "config.toml").write_text(text)
     write_environment(directory / "env.json", text)
     began = time.time() - 700
     with MetricsWriter(directory / "metrics.jsonl") as metrics:
-        for step in range(log_every, steps + 1, log_every):
+        for step in range(10, steps + 1, 10):
             done = step / steps
-            loss = final_loss + (5.55 - final_loss) * math.exp(-6 * done)
+            loss = 1.6 + 3.95 * math.exp(-6 * done)
             rate = (41_000 if not gpu else 410_000) * (1 + rng.gauss(0, 0.02))
             metrics.write(
                 "train",
@@ -124,7 +111,7 @@ def write_run(
                 executed_mfu=0.41 + rng.gauss(0, 0.01) if gpu else None,
                 dense_equivalent_mfu=0.55 + rng.gauss(0, 0.01) if gpu else None,
             )
-            if step % (10 * log_every) == 0:
+            if step % 100 == 0:
                 metrics.write(
                     "evaluation",
                     step,
@@ -147,8 +134,8 @@ def write_run(
         for step in (steps // 2, steps):
             write_picture(directory, step, layers)
     (directory / "samples").mkdir()
-    for index in range(samples):
-        step = steps * (index + 1) // samples
+    for index in range(4):
+        step = steps * (index + 1) // 4
         sample = 'def forward(self, x):\n    """Return <b>x</b> & more."""\n    return x\n' * (index + 1)
         (directory / "samples" / f"step_{step:08}.txt").write_text(sample)
     return directory

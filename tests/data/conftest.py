@@ -10,16 +10,16 @@ from tests.data.server import FaultyServer
 WORDS = ["gate", "lens", "block", "far", "near", "ümlaut", "☃", "key", "value", "query", "head", "\n"]
 
 
-def make_texts(count, seed=0, longest=60):
-    """Distinct texts of very different lengths, with characters of more than one byte."""
-    random = np.random.default_rng(seed)
-    lengths = random.integers(0, longest, count)
-    return [f"{i} " + " ".join(random.choice(WORDS, n)) for i, n in enumerate(lengths)]
-
-
 @pytest.fixture
 def texts():
-    return make_texts
+    """Makes distinct texts of very different lengths, with characters of more than one byte."""
+
+    def make(count, seed=0, longest=60):
+        random = np.random.default_rng(seed)
+        lengths = random.integers(0, longest, count)
+        return [f"{i} " + " ".join(random.choice(WORDS, n)) for i, n in enumerate(lengths)]
+
+    return make
 
 
 @pytest.fixture(autouse=True)

@@ -60,11 +60,6 @@ def open_source(source="fineweb-edu", *, reads="train", **settings):
     return open_dataset(config, reads, Activity(), BadDocuments())[0]
 
 
-def first_batches(config):
-    with open_loader(config, 128, 4) as loader:
-        return [next(loader).tokens.tolist() for _ in range(20)]
-
-
 def test_a_local_copy_of_the_repository(repository):
     source = open_source(f"hf:{repository}:sample-10BT")
     assert source.shards == ["sample/10BT/000.parquet", "sample/10BT/001.parquet"]
@@ -241,7 +236,8 @@ def test_a_hub_that_lists_redirects_refuses_and_breaks_off(repository, serve, tm
     assert done.returncode == 0, done.stderr
     batches, state, revision = json.loads(done.stdout.splitlines()[-1])
     folder = DataConfig(source=f"fineweb-edu:{repository}/sample/10BT", shuffle_sequences=8)
-    assert batches == first_batches(folder)
+    with open_loader(folder, 128, 4) as loader:
+        assert batches == [next(loader).tokens.tolist() for _ in range(20)]
     assert revision == REVISION
     assert state["source"] == f"hf:{NAME}:sample-10BT@{REVISION}"
     assert len(hub.requests) > 4 and set(hub.authorizations) == {"Bearer example"}

@@ -54,8 +54,8 @@ class Copier:
         return guess
 
 
-def copying(source, vocab_size=257, sees=10**9):
-    return Subject(Copier(vocab_size, sees), TOKENIZER, DataConfig(source=source), None, CPU, "fp32")
+def copying(source, sees=10**9):
+    return Subject(Copier(257, sees), TOKENIZER, DataConfig(source=source), None, CPU, "fp32")
 
 
 @pytest.fixture(scope="module")

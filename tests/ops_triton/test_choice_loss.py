@@ -84,9 +84,9 @@ def taught(case, backend, documents, sample, q, k, q_idx, k_idx):
     return [loss, recall, *torch.autograd.grad(loss, list(leaves.values()))]
 
 
-def assert_near(actual, exact, bound=BOUND):
+def assert_near(actual, exact):
     for a, e in zip(actual, exact, strict=True):
-        assert (a.double() - e).abs().max() <= bound * e.abs().max()
+        assert (a.double() - e).abs().max() <= BOUND * e.abs().max()
 
 
 @each_case

@@ -96,10 +96,10 @@ class Browser:
                 raise TimeoutError(f"{expression} did not come true; problems: {self.problems}")
             time.sleep(0.02)
 
-    def screenshot(self, path, *, whole_page=True, clip=None):
-        """Save the page, its visible part, or a rectangle of it as PNG."""
+    def screenshot(self, path, *, clip=None):
+        """Save the page, or a rectangle of it, as PNG."""
         area = {} if clip is None else {"clip": clip}
-        answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole_page, **area)
+        answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, **area)
         path.write_bytes(base64.b64decode(answer["data"]))
 
     def _receive(self):

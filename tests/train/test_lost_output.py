@@ -18,8 +18,8 @@ from trifocal.train.checkpoint.manifest import verify_checkpoint
 QUICK = ("--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0")
 
 
-def command(folder, *flags, module=("-m", "trifocal")):
-    return shlex.join([sys.executable, *module, "train", str(write_config(folder)), *QUICK, *flags])
+def command(folder, *flags):
+    return shlex.join([sys.executable, "-m", "trifocal", "train", str(write_config(folder)), *QUICK, *flags])
 
 
 def shell(script, **variables):

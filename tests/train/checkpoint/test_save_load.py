@@ -52,11 +52,11 @@ def make_model(seed=0):
     return model, optimizer
 
 
-def save(run, step, seed=0):
+def save(run, step):
     return write_checkpoint(
         run / "checkpoints",
         step,
-        state=collect_state(*make_model(seed)),
+        state=collect_state(*make_model()),
         model_config=CONFIG,
         process_state=STATE,
         processes=DistributedContext(),
