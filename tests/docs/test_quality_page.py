@@ -1,7 +1,6 @@
 """The tables of docs/quality.md are those of the newest results, and a sceptic can repeat each."""
 
 import importlib
-import re
 import sys
 
 import pytest
@@ -31,14 +30,3 @@ def test_every_measured_part_has_a_figure(quality):
     assert figures and set(figures) <= {f"quality_{part}.svg" for part in quality.PARTS}
     for draw in figures.values():
         assert draw().axes
-
-
-def test_the_page_names_the_parts_of_the_script(quality):
-    script = (ROOT / "benchmarks" / "lib" / "quality_parts.py").read_text(encoding="utf-8")
-    assert set(quality.PARTS) == set(re.findall(r'^    "(\w+)": Part\(', script, re.MULTILINE))
-
-
-def test_every_variant_has_a_colour(quality):
-    script = (ROOT / "benchmarks" / "lib" / "quality_parts.py").read_text(encoding="utf-8")
-    (names,) = re.findall(r"^_CHANGES: [^\n]* = \{\n(.*?)^\}", script, re.MULTILINE | re.DOTALL)
-    assert list(quality.COLOURS) == re.findall(r'^    "([\w-]+)":', names, re.MULTILINE)
