@@ -11,7 +11,7 @@ from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.testing.small_models import small_config
 from trifocal.train.config.sections import OptimizerSection, RunConfig, ScheduleSection, TrainSection
-from trifocal.train.step.muon import orthogonalise
+from trifocal.train.step.muon import SCALE, orthogonalise
 from trifocal.train.step.optimizer import DeviceFlag, gradient_norm, guarded_step, make_optimizer
 from trifocal.train.step.schedule import learning_rate
 
@@ -111,7 +111,20 @@ def test_clips_to_the_norm_and_steps_like_plain_adamw():
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
-def test_muon_trains_the_matrices_of_layers_as_pytorch_s_does():
+def orthogonalise_as_pytorch_does(matrices):
+    """In bf16, one after the other: a step from zero, against the gradient."""
+    found = [torch.zeros(matrices.shape[1:]) for _ in matrices]
+    rate = 5.0 / max(matrices.shape[1:]) ** 0.5
+    options = {"momentum": 0.0, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}
+    for zero, matrix in zip(found, matrices.float(), strict=True):
+        zero.grad = -matrix
+    torch.optim.Muon(found, lr=rate, weight_decay=0.0, **options).step()
+    return torch.stack(found)
+
+
+def test_muon_trains_the_matrices_of_layers_as_pytorch_s_does(monkeypatch):
+    """Apart from Newton–Schulz, which is PyTorch's here and has its own test, to a rounding of fp32."""
+    monkeypatch.setattr("trifocal.train.step.muon.orthogonalise", lambda x: SCALE * orthogonalise_as_pytorch_does(x))
     torch.manual_seed(0)
     model = DecoderLM(replace(SMALL, chooser="index"))
     section = OptimizerSection(kind="muon", learning_rate=0.01, weight_decay=0.1, index_lr_factor=5.0)
@@ -131,9 +144,12 @@ def test_muon_trains_the_matrices_of_layers_as_pytorch_s_does():
             for parameter, twin in zip(group, theirs, strict=True):
                 parameter.grad = twin.grad = torch.randn_like(parameter)
         if step == 1:
-            before = [one.detach().clone() for one in model.parameters()]
-            assert not guarded_step(optimizer, matrices, torch.tensor(float("nan")), torch.tensor(1.0), 0.0).wait()
-            assert all(map(torch.equal, before, model.parameters()))
+            values = [*model.parameters(), *(optimizer.state[one]["momentum_buffer"] for one in matrices)]
+            before = [one.detach().clone() for one in values]
+            sound, matrices[0].grad = matrices[0].grad, torch.full_like(matrices[0], float("nan"))
+            assert not guarded_step(optimizer, matrices, gradient_norm(matrices), torch.tensor(1.0), 0.0).wait()
+            assert all(map(torch.equal, before, values))
+            matrices[0].grad = sound
         guarded_step(optimizer, matrices, torch.tensor(1.0), torch.tensor(1.0), 0.0)
         plain.step()
     for parameter, twin in zip(matrices, twins[0], strict=True):
@@ -150,11 +166,26 @@ def test_orthogonalised_matrices_keep_their_singular_vectors(shape):
     left, _ = torch.linalg.qr(torch.randn(3, shape[0], 8, dtype=torch.float64))
     right, _ = torch.linalg.qr(torch.randn(3, shape[1], 8, dtype=torch.float64))
     values = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0, 0.5, 0.01, 0.0], dtype=torch.float64)
-    found = left.mT @ orthogonalise(left * values @ right.mT) @ right
+    found = left.mT @ orthogonalise(left * values @ right.mT, torch.float64) @ right / SCALE
     diagonal = found.diagonal(dim1=1, dim2=2)
     torch.testing.assert_close(found, torch.diag_embed(diagonal), rtol=0, atol=1e-9)
     assert (diagonal[:, :6] - 1).abs().max() < 0.35
     assert (diagonal[:, 6] > 0.5).all() and (diagonal[:, 7].abs() < 1e-9).all()
+
+
+@pytest.mark.parametrize("shape", [(16, 48), (48, 16), (32, 32)])
+@pytest.mark.parametrize("smallest", [0.0, -3.0])
+def test_orthogonalising_rounds_less_than_pytorch_s_does(shape, smallest):
+    """Beside the same iteration in float64, with singular values as momentum has them; of any size."""
+    torch.manual_seed(0)
+    left, _, right = torch.linalg.svd(torch.randn(4, *shape), full_matrices=False)
+    matrices = (left * torch.logspace(0, smallest, min(shape)) @ right).bfloat16()
+    exact = orthogonalise(matrices, torch.float64) / SCALE
+    theirs = (orthogonalise_as_pytorch_does(matrices) - exact).norm()
+    for size in (1.0, 2.0**20, 2.0**-20):
+        found = orthogonalise(size * matrices).double() / SCALE
+        assert (found - exact).norm() < 0.5 * theirs
+        assert torch.linalg.svdvals(found).max() < 1.25
 
 
 def test_muon_without_a_matrix_is_refused():

@@ -17,8 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from trifocal.distributed.parallel import local_shard
 
-# The quintic of https://kellerjordan.github.io/posts/muon/: singular values between 0 and 1 come near 1.
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+# The quintic a x + b x³ + c x⁵ of https://kellerjordan.github.io/posts/muon/: values between 0 and 1 come near 1.
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+# For y = s x, with s⁴ = c, it is ((y² + shift)² + rest) y: products without an addend, which would cost half of one more.
+SCALE = _C**0.25
+_SHIFT = _B / (2 * SCALE**2)
+_REST = _A - _SHIFT**2
 _ITERATIONS = 5
 _EPSILON = 1e-7
 # Updates of this many entries are computed at a time.
@@ -55,36 +59,44 @@ class MuonWithAdamW(torch.optim.AdamW):
 
     def _update(self, matrices: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
         """Update matrices of one shape."""
-        momentum, rate = group["momentum"], group["lr"]
-        gradients = torch.stack([local_shard(matrix.grad) for matrix in matrices if matrix.grad is not None])
-        taken = torch.ones((), device=gradients.device)
-        if self.found_inf is not None:
-            taken -= self.found_inf
-            gradients = torch.where(taken > 0, gradients, 0.0)
+        momentum, rows, columns = group["momentum"], *matrices[0].shape
         for matrix in matrices:
             if not self.state[matrix]:
                 self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
+        gradients = [local_shard(matrix.grad) for matrix in matrices if matrix.grad is not None]
         buffers = [local_shard(self.state[matrix]["momentum_buffer"]) for matrix in matrices]
-        torch._foreach_mul_(buffers, 1 - (1 - momentum) * taken)
-        torch._foreach_add_(buffers, gradients.unbind(), alpha=1 - momentum)
-        update = gradients.lerp_(torch.stack(buffers), momentum)
-        rows, columns = matrices[0].shape
-        update = _orthogonalised(update.bfloat16(), matrices[0]).float()
-        update *= -rate * 0.2 * math.sqrt(max(rows, columns)) * taken
+        # buffer += (1 - momentum) (gradient - buffer)
+        self._descend(buffers, gradients, momentum - 1, -1.0)
+        update = gradients[0].new_empty(len(matrices), *gradients[0].shape, dtype=torch.bfloat16)
+        torch._foreach_copy_(update.unbind(), torch._foreach_lerp(gradients, buffers, momentum))
+        update = _orthogonalised(update, matrices[0]).float()
+        factor = 0.2 * math.sqrt(max(rows, columns)) / SCALE
         weights = [local_shard(matrix) for matrix in matrices]
-        torch._foreach_mul_(weights, 1 - rate * group["weight_decay"] * taken)
-        torch._foreach_add_(weights, update.unbind())
+        self._descend(weights, list(update.unbind()), group["lr"] * factor, group["weight_decay"] / factor)
+
+    def _descend(self, values: list[Tensor], slopes: list[Tensor], rate: Any, decay: float) -> None:
+        """values -= rate (slopes + decay values), in one pass; nothing where `found_inf` is set."""
+        torch._fused_sgd_(
+            values, slopes, [], weight_decay=decay, momentum=0.0, lr=rate, dampening=0.0, nesterov=False,
+            maximize=False, is_first_step=False, found_inf=self.found_inf,
+        )  # fmt: skip
 
 
-def orthogonalise(matrices: Tensor) -> Tensor:
-    """Newton–Schulz: matrices [n, rows, columns] with the same singular vectors, and singular values near 1."""
-    a, b, c = _COEFFICIENTS
-    wide = matrices.mT if matrices.shape[1] > matrices.shape[2] else matrices
-    wide = wide / wide.norm(dim=(1, 2), keepdim=True).clamp(min=_EPSILON)
+def orthogonalise(matrices: Tensor, dtype: torch.dtype = torch.float16) -> Tensor:
+    """Newton–Schulz: matrices [n, rows, columns] with the same singular vectors, and singular values near `SCALE`.
+
+    No entry is far from 1 in size: fp16 has room for all, and rounds an eighth of what bf16 does.
+    """
+    tall = matrices.shape[1] > matrices.shape[2]
+    norms = matrices.norm(dim=(1, 2), keepdim=True, dtype=torch.promote_types(torch.float32, dtype))
+    x = torch.mul(matrices, SCALE / norms.clamp(min=_EPSILON), out=torch.empty_like(matrices, dtype=dtype))
     for _ in range(_ITERATIONS):
-        gram = wide @ wide.mT
-        wide = torch.baddbmm(wide, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    return wide.mT if matrices.shape[1] > matrices.shape[2] else wide
+        gram = x.mT @ x if tall else x @ x.mT
+        gram.diagonal(dim1=1, dim2=2).add_(_SHIFT)
+        square = gram @ gram
+        square.diagonal(dim1=1, dim2=2).add_(_REST)
+        x = x @ square if tall else square @ x
+    return x
 
 
 def _batches(matrices: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
@@ -117,11 +129,10 @@ def _shares(count: int, size: int) -> list[int]:
 def _of_replicas(update: Tensor) -> Tensor:
     count, size = len(update), dist.get_world_size()
     share = -(-count // size)
-    mine = update.new_zeros(share, *update.shape[1:])
-    part = update[dist.get_rank() * share : (dist.get_rank() + 1) * share]
-    if len(part):
-        mine[: len(part)] = orthogonalise(part)
-    gathered = update.new_empty(size, *mine.shape)
+    part = orthogonalise(update[dist.get_rank() * share : (dist.get_rank() + 1) * share])
+    mine = part.new_zeros(share, *part.shape[1:])
+    mine[: len(part)] = part
+    gathered = mine.new_empty(size, *mine.shape)
     dist.all_gather(list(gathered), mine)
     return gathered.flatten(0, 1)[:count]
 
@@ -140,9 +151,8 @@ def _of_shards(update: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
         part.view(counts[rank], height, columns)
         for part, height in zip(received.split(by_source), heights, strict=True)
     ]
-    if counts[rank]:
-        whole = orthogonalise(torch.cat(shards, dim=1))
-        received = torch.cat([part.flatten() for part in whole.split(heights, dim=1)])
-    back = torch.empty_like(update)
-    dist.all_to_all_single(back.view(-1), received, by_owner, by_source, group=group)
+    whole = orthogonalise(torch.cat(shards, dim=1))
+    results = torch.cat([part.flatten() for part in whole.split(heights, dim=1)])
+    back = torch.empty_like(update, dtype=results.dtype)
+    dist.all_to_all_single(back.view(-1), results, by_owner, by_source, group=group)
     return back
