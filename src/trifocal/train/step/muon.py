@@ -19,7 +19,7 @@ from trifocal.distributed.parallel import local_shard
 
 # The quintic a x + b x³ + c x⁵ of https://kellerjordan.github.io/posts/muon/: values between 0 and 1 come near 1.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
-# For y = s x, with s⁴ = c, it is ((y² + shift)² + rest) y: products without an addend, which would cost half of one more.
+# For y = s x, with s⁴ = c, it is ((y² + shift)² + rest) y: products without an addend, which costs half of one more.
 SCALE = _C**0.25
 _SHIFT = _B / (2 * SCALE**2)
 _REST = _A - _SHIFT**2
