@@ -67,12 +67,13 @@ class MuonWithAdamW(torch.optim.AdamW):
         buffers = [local_shard(self.state[matrix]["momentum_buffer"]) for matrix in matrices]
         # buffer += (1 - momentum) (gradient - buffer)
         self._descend(buffers, gradients, momentum - 1, -1.0)
-        update = gradients[0].new_empty(len(matrices), *gradients[0].shape, dtype=torch.bfloat16)
-        torch._foreach_copy_(update.unbind(), torch._foreach_lerp(gradients, buffers, momentum))
-        update = _orthogonalised(update, matrices[0]).float()
+        slopes = list(torch._foreach_lerp(gradients, buffers, momentum))
+        update = slopes[0].new_empty(len(slopes), *slopes[0].shape, dtype=torch.bfloat16)
+        torch._foreach_copy_(update.unbind(), slopes)
+        torch._foreach_copy_(slopes, _orthogonalised(update, matrices[0]).unbind())
         factor = 0.2 * math.sqrt(max(rows, columns)) / SCALE
         weights = [local_shard(matrix) for matrix in matrices]
-        self._descend(weights, list(update.unbind()), group["lr"] * factor, group["weight_decay"] / factor)
+        self._descend(weights, slopes, group["lr"] * factor, group["weight_decay"] / factor)
 
     def _descend(self, values: list[Tensor], slopes: list[Tensor], rate: Any, decay: float) -> None:
         """values -= rate (slopes + decay values), in one pass; nothing where `found_inf` is set."""
