@@ -2,10 +2,10 @@
 
 A program has three parts that run side by side, as in `hopper.interval.forward`: two of 64 rows each and a loader. It
 stays on its multiprocessor and takes one tile after the other, of each group the late ones first; lists differ in
-length, so the loader draws the next tile's number when it has asked for all of one. A step takes a pair of blocks of 64
-tokens, which lie anywhere, into one tile of 128 keys. Rows are the heads of neighbouring queries, `HEADS` rows a query:
-the heads of a group and, up to a power of two, some that are not stored. A row that did not choose a block gets -inf
-for its scores.
+length, so the loader draws the next tile's number when it has asked for all of one. Rows are the heads of neighbouring
+queries, `HEADS` rows a query: the heads of a group and, up to a power of two, some that are not stored. A part passes
+over a block that none of its own queries chose, and leaves a row that did not choose a block as it is, by one number a
+row.
 """
 
 from torch import Tensor
@@ -20,23 +20,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from trifocal.ops import devices
-from trifocal.ops.hopper.common import (
-    PART_ROWS,
-    TILE_LAYOUT,
-    reinterpret,
-    tile_descriptor,
-    tma_load,
-    tma_store,
-)
+from trifocal.ops.hopper.common import PART_ROWS, tile_descriptor, tma_load, tma_store
 from trifocal.ops.hopper.interval.common import make_barriers
-from trifocal.ops.hopper.interval.forward import settle, weigh
 from trifocal.ops.tiles import next_power_of_2
 from trifocal.ops.triton.common import LN_2, LOWEST
-from trifocal.ops.triton.launch import Descriptor, Kernel, describe_tiles
+from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.selected.tile_lists import TileLists
 
 BLOCK = gl.constexpr(64)
-KEYS = gl.constexpr(128)
 
 # fmt: off
 
@@ -52,22 +43,12 @@ def place_tile(slot, row_tiles, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def load_pair(source, batch, first, second, group, ready, tile, COLUMNS: gl.constexpr):
-    """Ask for two blocks, one after the other, in a tile of keys: 64 columns of a block are a box in shared memory."""
-    boxes = reinterpret(tile, source.dtype, [COLUMNS // 32] + source.block_type.shape, source.layout)
-    mbarrier.expect(ready, KEYS * COLUMNS * 2)
-    for part in gl.static_range(COLUMNS // 64):
-        tma_load(source, [batch, first, group, part * 64], ready, boxes.index(2 * part))
-        tma_load(source, [batch, second, group, part * 64], ready, boxes.index(2 * part + 1))
-
-
-@gluon.jit
 def load_blocks(
     q_source, k_source, v_source, buffers, barriers, lists, sizes,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """The loader: k of the first pair, q, then v and k by turns; then the number of the next tile, for all parts.
+    """The loader: k of the first block, q, then v and k by turns; then the number of the next tile, for all parts.
 
     It has two places for that number: q of a tile is not asked for before both parts have read the number.
     """
@@ -83,21 +64,24 @@ def load_blocks(
         batch, group, tile, number = place_tile(slot, row_tiles, GROUPS)
         entries = gl.load(counts + number * 2 + 1)
         of_tile = tokens + number * width
-        for entry in range(0, entries, 2):
-            first = gl.load(of_tile + entry)
-            second = gl.load(of_tile + entry + 1)
+        following = gl.load(of_tile)
+        for entry in range(entries):
+            token = following
+            following = gl.load(of_tile + gl.minimum(entry + 1, entries - 1))
             stage = count % STAGES
             free = (count // STAGES & 1) ^ 1
             mbarrier.wait(k_free.index(stage), free)
-            load_pair(k_source, batch, first, second, group, k_ready.index(stage), k_tiles.index(stage), D)
+            mbarrier.expect(k_ready.index(stage), k_source.block_type.nbytes)
+            tma_load(k_source, [batch, token, group, 0], k_ready.index(stage), k_tiles.index(stage))
             if entry == 0:
                 for part in gl.static_range(2):
                     query = (2 * tile + part) * QUERIES
                     mbarrier.wait(q_free.index(part), (visit & 1) ^ 1)
-                    mbarrier.expect(q_ready.index(part), PART_ROWS * D * 2)
+                    mbarrier.expect(q_ready.index(part), q_source.block_type.nbytes)
                     tma_load(q_source, [batch, query, group * Q_PER_KV, 0], q_ready.index(part), q_tiles.index(part))
             mbarrier.wait(v_free.index(stage), free)
-            load_pair(v_source, batch, first, second, group, v_ready.index(stage), v_tiles.index(stage), V)
+            mbarrier.expect(v_ready.index(stage), v_source.block_type.nbytes)
+            tma_load(v_source, [batch, token, group, 0], v_ready.index(stage), v_tiles.index(stage))
             count += 1
         visit += 1
         slot = gl.num_programs(0) + gl.atomic_add(drawn, 1, sem="relaxed")
@@ -106,55 +90,50 @@ def load_blocks(
 
 
 @gluon.jit
-def load_entries(of_tokens, of_members, entry, MASKED: gl.constexpr):
-    """Members of a pair of entries and, if MASKED, their first tokens: asked for before the scores are ready."""
-    first, second = gl.load(of_members + entry), gl.load(of_members + entry + 1)
-    first_token, second_token = first, second
-    if MASKED:
-        first_token, second_token = gl.load(of_tokens + entry), gl.load(of_tokens + entry + 1)
-    return first, second, first_token, second_token
-
-
-@gluon.jit
-def hide(scores, entries, bit, last_key, MASKED: gl.constexpr, LAYOUT: gl.constexpr):
-    """Put scores of blocks that a row did not choose to -inf and, if MASKED, of keys behind a row's last one."""
-    first, second, first_token, second_token = entries
-    column = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
-    chosen = gl.where((column < BLOCK)[None, :], ((first >> bit) & 1)[:, None], ((second >> bit) & 1)[:, None])
-    visible = chosen != 0
-    if MASKED:
-        key = column + gl.where(column < BLOCK, first_token, second_token - BLOCK)
-        visible = visible & (key[None, :] <= last_key[:, None])
-    return gl.where(visible, scores, float("-inf"))
-
-
-@gluon.jit
-def attend_pairs(
-    o, p, running_max, running_sum, q, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, count,
-    of_tokens, of_members, bit, last_key, start, stop, score_scale,
-    V: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
+def attend_blocks(
+    o, running_max, running_sum, count, q, bit, last_key, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
+    of_tokens, of_members, start, stop, entries, score_scale,
+    PART: gl.constexpr, QUERIES: gl.constexpr, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+    MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
 ):
-    """Entries start to stop, by pairs: each one's scores together with the pair before's product with values."""
-    for entry in range(start, stop, 2):
+    """Take the blocks of the entries from start to stop into the running softmax."""
+    following = gl.load(of_members + gl.minimum(start, entries - 1))
+    for entry in range(start, stop):
+        members = following
+        if MASKED:
+            token = gl.load(of_tokens + entry)
+        following = gl.load(of_members + gl.minimum(entry + 1, entries - 1))
         stage = count % STAGES
-        before = (count - 1) % STAGES
-        pair = load_entries(of_tokens, of_members, entry, MASKED)
-        mbarrier.wait(k_ready.index(stage), count // STAGES & 1)
-        zeros = gl.zeros([PART_ROWS, KEYS], gl.float32, SCORES)
-        scores = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        mbarrier.wait(v_ready.index(before), (count - 1) // STAGES & 1)
-        p_operand = gl.convert_layout(p.to(v_tiles.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
-        o = warpgroup_mma(p_operand, v_tiles.index(before), o, is_async=True)
-        scores = warpgroup_mma_wait(1, [scores])
-        mbarrier.arrive(k_free.index(stage), count=1)
-        scores = hide(scores, pair, bit, last_key, MASKED, SCORES)
-        p, running_max, running_sum, decay = weigh(scores, running_max, running_sum, score_scale)
-        running_sum = settle(running_sum)
-        o, p = warpgroup_mma_wait(0, [o, p])
-        mbarrier.arrive(v_free.index(before), count=1)
-        o = o * gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT))[:, None]
+        phase = count // STAGES & 1
+        mbarrier.wait(k_ready.index(stage), phase)
+        if ((members >> (PART * QUERIES)) & ((1 << QUERIES) - 1)) == 0:
+            mbarrier.wait(v_ready.index(stage), phase)
+            mbarrier.arrive(k_free.index(stage), count=1)
+            mbarrier.arrive(v_free.index(stage), count=1)
+        else:
+            zeros = gl.zeros([PART_ROWS, BLOCK], gl.float32, SCORES)
+            k = k_tiles.index(stage).reshape([BLOCK, D])
+            scores = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            scores = warpgroup_mma_wait(0, [scores])
+            mbarrier.arrive(k_free.index(stage), count=1)
+            if MASKED:
+                key = token + gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
+                scores = gl.where(key[None, :] <= last_key[:, None], scores, float("-inf"))
+            chosen = ((members >> bit) & 1) != 0
+            new_max = gl.where(chosen, gl.maximum(running_max, gl.max(scores, 1) * score_scale), running_max)
+            # Rows that did not choose the block subtract infinity, and so add nothing.
+            p = gl.exp2(scores * score_scale - gl.where(chosen, new_max, float("inf"))[:, None])
+            decay = gl.exp2(running_max - new_max)
+            running_sum = running_sum * decay + gl.sum(p, 1)
+            running_max = new_max
+            o = o * gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT))[:, None]
+            p_operand = gl.convert_layout(p.to(v_tiles.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
+            mbarrier.wait(v_ready.index(stage), phase)
+            o = warpgroup_mma(p_operand, v_tiles.index(stage).reshape([BLOCK, V]), o, is_async=True)
+            o = warpgroup_mma_wait(0, [o])
+            mbarrier.arrive(v_free.index(stage), count=1)
         count += 1
-    return o, p, running_max, running_sum, count
+    return o, running_max, running_sum, count
 
 
 @gluon.jit
@@ -164,7 +143,7 @@ def attend_rows(
     STAGES: gl.constexpr,
 ):
     """o and lse of one half of each tile of rows."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     QUERIES: gl.constexpr = PART_ROWS // HEADS
@@ -189,29 +168,16 @@ def attend_rows(
         o = gl.zeros([PART_ROWS, V], gl.float32, OUTPUT)
         running_max = gl.full([PART_ROWS], LOWEST, gl.float32, ROW)
         running_sum = gl.zeros([PART_ROWS], gl.float32, ROW)
-        q = q_tiles.index(PART).reshape([PART_ROWS, D])
-        pair = load_entries(of_tokens, of_members, 0, True)
         mbarrier.wait(q_ready.index(PART), visit & 1)
-        stage = count % STAGES
-        mbarrier.wait(k_ready.index(stage), count // STAGES & 1)
-        zeros = gl.zeros([PART_ROWS, KEYS], gl.float32, SCORES)
-        scores = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(0, [scores])
-        mbarrier.arrive(k_free.index(stage), count=1)
-        scores = hide(scores, pair, bit, last_key, True, SCORES)
-        p, running_max, running_sum, decay = weigh(scores, running_max, running_sum, score_scale)
-        count += 1
-        o, p, running_max, running_sum, count = attend_pairs(
-            o, p, running_max, running_sum, q, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, count,
-            of_tokens, of_members, bit, last_key, 2, masked, score_scale, V, STAGES, True, SCORES, OUTPUT)
-        o, p, running_max, running_sum, count = attend_pairs(
-            o, p, running_max, running_sum, q, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, count,
-            of_tokens, of_members, bit, last_key, masked, entries, score_scale, V, STAGES, False, SCORES, OUTPUT)
+        q = q_tiles.index(PART).reshape([PART_ROWS, D])
+        o, running_max, running_sum, count = attend_blocks(
+            o, running_max, running_sum, count, q, bit, last_key, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
+            of_tokens, of_members, 0, masked, entries, score_scale, PART, QUERIES, D, V, STAGES, True, SCORES, OUTPUT)
+        o, running_max, running_sum, count = attend_blocks(
+            o, running_max, running_sum, count, q, bit, last_key, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
+            of_tokens, of_members, masked, entries, entries, score_scale, PART, QUERIES, D, V, STAGES, False,
+            SCORES, OUTPUT)
         mbarrier.arrive(q_free.index(PART), count=1)
-        before = (count - 1) % STAGES
-        mbarrier.wait(v_ready.index(before), (count - 1) // STAGES & 1)
-        p_operand = gl.convert_layout(p.to(v_tiles.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
-        o = warpgroup_mma(p_operand, v_tiles.index(before), o, is_async=True)
         visit += 1
         mbarrier.wait(drawn_ready.index(visit % 2), (visit - 1) // 2 & 1)
         slot = gl.load(drawn + 1 + 2 * gl.program_id(0) + visit % 2, volatile=True)
@@ -221,8 +187,6 @@ def attend_rows(
         place = ((batch.to(gl.int64) * num_queries + first_query) * GROUPS + group) * Q_PER_KV
         keep = (row // HEADS < num_queries - first_query) & (row % HEADS < Q_PER_KV)
         gl.store(lse + place + (row // HEADS * (GROUPS * Q_PER_KV) + row % HEADS), natural, mask=keep)
-        o = warpgroup_mma_wait(0, [o])
-        mbarrier.arrive(v_free.index(before), count=1)
         column_inverse = gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
         # A row that sees nothing may have met any values of blocks that others chose.
         o = gl.where(column_inverse > 0, o * column_inverse, 0.0)
@@ -250,11 +214,9 @@ def tile_forward_hopper_kernel(
     STAGES: gl.constexpr,
 ):
     """o and lse of every tile of rows that falls to this program."""
-    # Two blocks of 64 columns are one tile of keys.
-    KEY_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     q_tiles = gl.allocate_shared_memory(q_source.dtype, [2] + q_source.block_type.shape, q_source.layout)
-    k_tiles = gl.allocate_shared_memory(k_source.dtype, [STAGES, KEYS, D], KEY_TILE)
-    v_tiles = gl.allocate_shared_memory(v_source.dtype, [STAGES, KEYS, V], KEY_TILE)
+    k_tiles = gl.allocate_shared_memory(k_source.dtype, [STAGES] + k_source.block_type.shape, k_source.layout)
+    v_tiles = gl.allocate_shared_memory(v_source.dtype, [STAGES] + v_source.block_type.shape, v_source.layout)
     o_tiles = gl.allocate_shared_memory(o_target.dtype, [2] + o_target.block_type.shape, o_target.layout)
     buffers = (q_tiles, k_tiles, v_tiles, o_tiles)
     drawn_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -275,11 +237,6 @@ def tile_forward_hopper_kernel(
 # fmt: on
 
 
-def block_descriptor(x: Tensor) -> Descriptor:
-    """A descriptor of x [B, S, G, columns] in boxes of a block and 64 columns."""
-    return describe_tiles(x, x.shape, x.stride(), (1, BLOCK.value, 1, 64), TILE_LAYOUT)
-
-
 def launch_tile_forward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lists: TileLists, score_scale: float
 ) -> None:
@@ -295,8 +252,9 @@ def launch_tile_forward(
     # How many tiles were drawn, and two numbers of each program's tiles.
     drawn = lists.counts.new_zeros(1 + 2 * programs)
     tile_forward_hopper_kernel[(programs,)](
-        tile_descriptor(q, queries, heads, dim), block_descriptor(k), block_descriptor(v),
+        tile_descriptor(q, queries, heads, dim), tile_descriptor(k, BLOCK.value, 1, dim),
+        tile_descriptor(v, BLOCK.value, 1, value_dim),
         tile_descriptor(o, queries, heads, value_dim), o, lse, lists.tokens, lists.members, lists.counts,
         drawn, slots, row_tiles, width, num_queries, num_keys - num_queries, score_scale,
-        GROUPS=groups, Q_PER_KV=q_per_kv, HEADS=heads, D=dim, V=value_dim, STAGES=2, num_warps=4, maxnreg=168,
+        GROUPS=groups, Q_PER_KV=q_per_kv, HEADS=heads, D=dim, V=value_dim, STAGES=4, num_warps=4, maxnreg=168,
     )  # fmt: skip
