@@ -13,7 +13,7 @@ BLOCK, PIECE, TOKENS, GROUPS, NUM_SELECTED = 64, 64, 300, 2, 4
 @pytest.mark.parametrize("q_per_kv", [4, 16])
 @pytest.mark.parametrize("lengths", [None, (100, 1, 199)])
 def test_pieces_cover_every_slot_once(lengths, q_per_kv, device):
-    from trifocal.ops.hopper.selected.backward_warp_specialized import piece_table
+    from trifocal.ops.hopper.selected.dkdv_warp_specialized import piece_table
     from trifocal.ops.triton.selected.block_csr import build_block_csr
     from trifocal.ops.triton.selected.common import SelectedProblem
 

@@ -28,7 +28,7 @@ from trifocal.ops.tiles import cdiv
 Backend = Literal["auto", "reference", "triton"]
 BACKENDS: tuple[Backend, ...] = ("auto", "reference", "triton")
 
-# Bytes of partial results of selected attention that are kept at a time, and of importance.
+# Bytes of partial results of selected attention, of small groups, that are kept at a time, and of importance.
 SELECTED_BUFFER_BYTES = 2**31
 # Bytes of one group's queries that are gathered before later ones: with its partial results they pass through the
 # second-level cache. Slots of a block among them, on average, beside which its keys and values are little.
@@ -41,10 +41,10 @@ MASKED_UP_TO = 2
 MASKED_LONGER_UP_TO = 4
 # With fewer queries than this for a block, on average, there is nothing to gain from holding the block.
 FEWEST_QUERIES_PER_BLOCK = 2
-# Neighbours together choose more the more blocks there are, and a tile of fewer heads a group has more of them: it is
-# tiles up to n times the blocks of a choice; with few heads in forward only, and with still fewer never.
+# Neighbours together choose more the more blocks there are, and a tile of fewer heads a group has more of them: with
+# many heads tiles serve at any length, with few in forward only, up to n times the blocks of a choice, and with still
+# fewer never.
 FEWEST_HEADS_OF_TILES = 8
-TILES_UP_TO = 16
 SMALL_TILES_UP_TO = 8
 FEWEST_HEADS_OF_SMALL_TILES = 3
 # A slot of fewer rows cannot be copied into a tile by itself.
@@ -248,8 +248,8 @@ def selected_order(
 
     A pair of a tile of rows and a block costs the masked order about as much as block-major, but there are more of
     them. Tiles multiply the blocks that neighbours chose together, block-major moves each query's partial results:
-    those of a small group are little beside what its many neighbours choose. `longest` are the keys of a batch entry
-    or, in packed documents, of the longest document.
+    those of a small group are little beside what its many neighbours choose, so only small groups take block-major.
+    `longest` are the keys of a batch entry or, in packed documents, of the longest document.
     """
     num_blocks = cdiv(longest, block_size)
     few_queries = num_queries * min(num_selected, num_blocks) < FEWEST_QUERIES_PER_BLOCK * num_blocks
@@ -257,12 +257,10 @@ def selected_order(
     up_to = MASKED_LONGER_UP_TO if (packed if backward else small) else MASKED_UP_TO
     if not few_queries and num_blocks <= up_to * num_selected:
         return "masked"
-    if small:
-        some = not backward and q_per_kv >= FEWEST_HEADS_OF_SMALL_TILES
-        tiles_up_to = SMALL_TILES_UP_TO if some else 0
-    else:
-        tiles_up_to = TILES_UP_TO
-    return "tiles" if few_queries or num_blocks <= tiles_up_to * num_selected else "block_major"
+    if few_queries or not small:
+        return "tiles"
+    few_blocks = num_blocks <= SMALL_TILES_UP_TO * num_selected
+    return "tiles" if few_blocks and not backward and q_per_kv >= FEWEST_HEADS_OF_SMALL_TILES else "block_major"
 
 
 def selected_on_hopper(*tensors: Tensor, block_size: int) -> bool:
@@ -305,8 +303,9 @@ def queries_of_tile(q: Tensor, q_per_kv: int, rows: int, groups: int) -> int:
     return queries
 
 
-def block_major_backward_is_warp_specialized(q_per_kv: int, *tensors: Tensor) -> bool:
-    """Whether the warp-specialized one of both Hopper kernels runs: the copy engine copies the heads of one slot.
+def dkdv_is_warp_specialized(q_per_kv: int, *tensors: Tensor) -> bool:
+    """Whether the warp-specialized one of both Hopper kernels of d_k and d_v of tiles runs: the copy engine copies the
+    heads of one slot.
 
     The pattern of shared memory repeats after 8 rows: a slot with fewer cannot be copied into a tile by itself.
     """

@@ -153,8 +153,7 @@ def selected_tile(
             return SelectedTile(128, warps=8, stages=3, registers=128 if hopper else None)
         return SelectedTile(128 if hopper else 64, warps=8, stages=2 if columns > 128 else 3)
     if kernel == "block_major forward":
-        stages = 2 if columns > 128 or q_per_kv >= 16 else 3
-        return SelectedTile(64, warps=4, stages=stages, piece_slots=max(64, 512 // q_per_kv))
+        return SelectedTile(64, warps=4, stages=2 if columns > 128 else 3, piece_slots=512 // q_per_kv)
     if kernel == "block_major backward":
         if columns > 128:
             return SelectedTile(64, warps=8, stages=1, piece_slots=256)
@@ -182,14 +181,14 @@ def _selected_fp32(kernel: str, rows: int) -> SelectedTile:
         return SelectedTile(16, warps=8, stages=1)
     if kernel == "block_major backward":
         return SelectedTile(rows, warps=8, stages=1, piece_slots=128)
-    return SelectedTile(rows, warps=4 if rows == 16 else 8, stages=1, piece_slots=64)
+    return SelectedTile(rows, warps=4, stages=1, piece_slots=64)
 
 
 def hopper_selected_tile(kernel: str, q_per_kv: int, columns: int) -> SelectedTile:
     """The tile of a kernel of `hopper`; arguments as for `selected_tile`, and the columns of the wider of q and v."""
     pieces = 0
     if kernel == "block_major forward":
-        pieces = max(64, 1024 // q_per_kv)
+        pieces = 1024 // q_per_kv
     if kernel == "block_major backward":
         # Narrow tiles take less time each, beside which a piece's own sums are to stay small.
         pieces = max(256 if columns > 64 else 512, 2048 // q_per_kv)

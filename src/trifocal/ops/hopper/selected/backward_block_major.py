@@ -1,4 +1,4 @@
-"""Selected attention on Hopper, backward by blocks; see `forward` for the idea."""
+"""Selected attention on Hopper, backward by blocks, with d_q only for small groups; see `forward` for the idea."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,4 +1,4 @@
-"""Block-major selected attention for Hopper, in Gluon: loop order, work and results are those of the portable kernel.
+"""Block-major selected attention of small groups for Hopper, in Gluon: loop order and results of the portable kernel.
 
 That loads the next tile's queries at the end of an iteration and waits for them at once. Here, and in
 `backward_block_major` and `backward_masked`, they are asked for as soon as the tile before has arrived, a whole

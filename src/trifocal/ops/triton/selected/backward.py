@@ -4,7 +4,7 @@
 |---|---|---|---|---|
 | tiles | d_q | a tile of queries, q, d_o, d_q | the list of blocks that one of them chose | d_q |
 | tiles, block-major | d_k, d_v | a block's k, v, d_k, d_v | the slots of a piece | d_k, d_v of the piece |
-| block-major | besides | | | d_q of each slot |
+| block-major, small groups | besides | | | d_q of each slot |
 | masked | d_q | a tile of queries, q, d_o, d_q | blocks | d_q |
 | | d_k, d_v | a block's k, v, d_k, d_v | all later queries, or one part of them | d_k, d_v, of the part |
 

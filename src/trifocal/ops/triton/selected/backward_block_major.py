@@ -1,7 +1,8 @@
 """Backward of the selected branch by blocks: a block's keys stay put, and the queries that chose it pass by.
 
-A piece of a block's slots makes its part of d_k and d_v and, in the block-major order, d_q of each slot; reductions add
-up a row's slots and a block's pieces, in order. Slots and parts exist for a chunk of rows at a time.
+A piece of a block's slots makes its part of d_k and d_v and, in the block-major order, which only small groups take,
+d_q of each slot; reductions add up a row's slots and a block's pieces, in order. Slots and parts exist for a chunk of
+rows at a time.
 """
 
 from collections.abc import Callable
@@ -177,10 +178,9 @@ def block_major_backward(problem: SelectedProblem, *, with_d_q: bool) -> tuple[T
     several = index.num_chunks > 1
     d_k, d_v = (torch.zeros(x.shape, dtype=torch.float32 if several else x.dtype, device=x.device) for x in (p.k, p.v))
 
-    if on_hopper and dispatch.block_major_backward_is_warp_specialized(q_per_kv, q, p.k, p.v, p.d_o):
-        kernels = dispatch.hopper("selected.backward_warp_specialized")
-        slots = d_q_slots if with_d_q else None
-        compute = kernels.block_major_backward_of_chunk(problem, index, slots, d_k_parts, d_v_parts)
+    if on_hopper and not with_d_q and dispatch.dkdv_is_warp_specialized(q_per_kv, q, p.k, p.v, p.d_o):
+        kernels = dispatch.hopper("selected.dkdv_warp_specialized")
+        compute = kernels.block_major_dkdv_of_chunk(problem, index, d_k_parts, d_v_parts)
     else:
         compute = _kernel_of_pieces(p, index, tile, on_hopper, with_d_q, d_q_slots, d_k_parts, d_v_parts)
     for chunk in range(index.num_chunks):

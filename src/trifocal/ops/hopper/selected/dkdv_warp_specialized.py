@@ -1,20 +1,20 @@
-"""Block-major selected attention, backward, warp-specialized for Hopper, in Gluon: d_k and d_v, also with d_q.
+"""Selected attention, d_k and d_v of tiles, warp-specialized for Hopper, in Gluon.
 
-The same loop order, work and results as `block_major_backward_kernel` in `triton.selected.backward_block_major`, for
-16-bit types, widths of 64 and 128, blocks of 64 tokens and groups of 8 to 64 heads that are a power of two. Each warp
-has one task:
+The same loop order, work and results as `block_major_backward_kernel` in `triton.selected.backward_block_major` without
+d_q, for 16-bit types, widths of 64 and 128, blocks of 64 tokens and groups of 8 to 64 heads that are a power of two.
+Each warp has one task:
 
 | part | warps | does |
 |---|---|---|
 | rows | 4 | p and d_scores of a tile of 64 rows (slots x heads of the group); d_k, d_v of the piece |
 | loader | 1 | starts the copies of k, v of a piece, and of a tile's rows of q and d_o, one copy a slot |
 | numbers | 1 | lse, delta and gate of a tile's rows |
-| storer, for d_q | 1 | starts the copies of d_q to the places of its slots, and gives the loader the tile's rows back |
 
 Two programs share a multiprocessor: one's products run under the other's arithmetic. A program stays and takes one
 piece after the other from a table made before. A box of the copy engine (TMA) is the group's heads of one query, 64
 columns wide; the boxes of a tile stack to the layout that the matrix units read. With keys as the rows of the scores, p
-is a left factor of d_v's product out of registers. Every sum has one order: two runs give equal bits.
+and d_scores are left factors of the products for d_v and d_k out of registers. Every sum has one order: two runs give
+equal bits.
 """
 
 from collections.abc import Callable
@@ -25,18 +25,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from trifocal.ops import devices
-from trifocal.ops.hopper.common import allocate_barriers, reinterpret, tile_descriptor, tma_load, tma_store
+from trifocal.ops.hopper.common import allocate_barriers, reinterpret, tile_descriptor, tma_load
 from trifocal.ops.triton.common import LOG2_E_KERNEL
-from trifocal.ops.triton.launch import Kernel, describe_tiles
+from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.selected.block_csr import BlockCSR, block_place
 from trifocal.ops.triton.selected.common import SelectedProblem
 
@@ -44,8 +38,7 @@ ROWS = tl.constexpr(64)
 # A piece's numbers in the table: first slot, end, end of those that need a mask, batch, group, first token of keys.
 FIELDS = tl.constexpr(8)
 LINE = tl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-SLOT_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-TILE = tl.constexpr(SLOT_LAYOUT)
+TILE = tl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 
 # fmt: off
 
@@ -225,48 +218,12 @@ def load_numbers(
 
 
 @gluon.jit
-def send_rows(target, tile, numbers, first, end, first_slot, Q_PER_KV: gl.constexpr, WIDTH: gl.constexpr):
-    """Start the copies of a tile's rows to the places of their slots."""
-    STEP: gl.constexpr = ROWS // Q_PER_KV
-    boxes = boxes_of(tile, target, WIDTH)
-    for s in gl.static_range(STEP):
-        if first + s < end:
-            place = (numbers[s] - first_slot) * Q_PER_KV
-            for half in gl.static_range(WIDTH // 64):
-                tma_store(target, [place, half * 64], boxes.index(half * STEP + s))
-
-
-@gluon.jit
-def store_d_q(
-    d_q_target, q_tiles, d_q_ready, rows_free, work, first_slot,
-    Q_PER_KV: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-):
-    """The storer: d_q of one tile after the other, out of the tiles of queries, which it gives back."""
-    slots, table, first_piece, end_piece = work
-    STEP: gl.constexpr = ROWS // Q_PER_KV
-    count = 0
-    for piece in range(first_piece + gl.program_id(0), end_piece, gl.num_programs(0)):
-        begin, end, _masked_end = span_of(table, piece)
-        for first in range(begin, end, STEP):
-            stage = count % STAGES
-            numbers = slots_of(slots, first, end, Q_PER_KV)
-            mbarrier.wait(d_q_ready.index(stage), count // STAGES & 1)
-            send_rows(d_q_target, q_tiles.index(stage), numbers, first, end, first_slot, Q_PER_KV, D)
-            tma.store_wait(0)
-            mbarrier.arrive(rows_free.index(stage), count=1)
-            count += 1
-
-
-@gluon.jit
 def sum_slots(
-    d_k_parts, d_v_parts, tiles, numbers, d_scores_tile, barriers, d_q_ready, work, score_scale,
+    d_k_parts, d_v_parts, tiles, numbers, barriers, work, score_scale,
     Q_PER_KV: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK: gl.constexpr,
-    GATED: gl.constexpr, WITH_D_Q: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr, STAGES: gl.constexpr,
 ):
-    """d_k and d_v of each piece and, if asked for, d_q of each tile, for the storer.
-
-    Then d_scores go through shared memory, as they are for d_k and transposed for d_q; otherwise out of registers.
-    """
+    """d_k and d_v of each piece."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     OUTPUT_D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OUTPUT_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
@@ -310,22 +267,10 @@ def sum_slots(
             row_delta = delta_tiles.index(stage).load(ROW)
             d_p = warpgroup_mma_wait(1, [d_p])
             d_scores = (p * (d_p - row_delta[None, :])).to(TYPE)
-            if WITH_D_Q:
-                d_scores_tile.store(d_scores)
-                fence_async_shared()
-                d_v = warpgroup_mma_wait(0, [d_v])
-                d_k = warpgroup_mma(d_scores_tile, q_tile, d_k, is_async=True)
-                d_q = gl.zeros([ROWS, D], gl.float32, OUTPUT_D)
-                d_q = warpgroup_mma(d_scores_tile.permute((1, 0)), k_tile, d_q, use_acc=False, is_async=True)
-                d_q, d_k = warpgroup_mma_wait(0, [d_q, d_k])
-                q_tile.store(d_q.to(TYPE))
-                fence_async_shared()
-                mbarrier.arrive(d_q_ready.index(stage), count=1)
-            else:
-                d_scores = gl.convert_layout(d_scores, gl.DotOperandLayout(0, OUTPUT_D, 2))
-                d_k = warpgroup_mma(d_scores, q_tile, d_k, is_async=True)
-                d_v, d_k = warpgroup_mma_wait(0, [d_v, d_k])
-                mbarrier.arrive(rows_free.index(stage), count=1)
+            d_scores = gl.convert_layout(d_scores, gl.DotOperandLayout(0, OUTPUT_D, 2))
+            d_k = warpgroup_mma(d_scores, q_tile, d_k, is_async=True)
+            d_v, d_k = warpgroup_mma_wait(0, [d_v, d_k])
+            mbarrier.arrive(rows_free.index(stage), count=1)
             count += 1
         mbarrier.arrive(kv_free, count=1)
         key_d = (piece - first_piece).to(gl.int64) * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, OUTPUT_D))
@@ -337,24 +282,6 @@ def sum_slots(
         visit += 1
 
 
-@gluon.jit
-def allocate(q_source, k_source, v_source, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr):
-    """Shared memory for q, k, v and d_o, for numbers of rows, and for the barriers of keys."""
-    TYPE: gl.constexpr = q_source.dtype
-    q_tiles = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, D], TILE)
-    d_o_tiles = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, V], TILE)
-    k_tiles = gl.allocate_shared_memory(TYPE, k_source.block_type.shape, k_source.layout)
-    v_tiles = gl.allocate_shared_memory(TYPE, v_source.block_type.shape, v_source.layout)
-    lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], LINE)
-    delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], LINE)
-    gate_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], LINE)
-    key_tiles = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], LINE)
-    kv_ready, kv_free = allocate_barriers(1, (1, 1))
-    return (
-        (q_tiles, k_tiles, v_tiles, d_o_tiles), (lse_tiles, delta_tiles, gate_tiles, key_tiles),
-        kv_ready.index(0), kv_free.index(0))
-
-
 @Kernel
 @gluon.jit(do_not_specialize=["num_queries", "query_shift", "chunk", "keys_per_chunk"])
 def block_major_dkdv_warp_specialized_kernel(
@@ -364,46 +291,31 @@ def block_major_dkdv_warp_specialized_kernel(
     BLOCK: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
 ):
     """d_k and d_v of the pieces of one chunk, all but for the factor `scale`."""
-    tiles, numbers, kv_ready, kv_free = allocate(q_source, k_source, v_source, D, V, STAGES)
+    TYPE: gl.constexpr = q_source.dtype
+    q_tiles = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, D], TILE)
+    d_o_tiles = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, V], TILE)
+    k_tiles = gl.allocate_shared_memory(TYPE, k_source.block_type.shape, k_source.layout)
+    v_tiles = gl.allocate_shared_memory(TYPE, v_source.block_type.shape, v_source.layout)
+    lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], LINE)
+    delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], LINE)
+    gate_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], LINE)
+    key_tiles = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], LINE)
+    tiles = (q_tiles, k_tiles, v_tiles, d_o_tiles)
+    numbers = (lse_tiles, delta_tiles, gate_tiles, key_tiles)
+    kv_ready, kv_free = allocate_barriers(1, (1, 1))
+    kv_ready, kv_free = kv_ready.index(0), kv_free.index(0)
     rows_ready, numbers_ready, rows_free = allocate_barriers(STAGES, (1, 1, 1))
     descriptors = (q_source, k_source, v_source, d_o_source)
     barriers = (kv_ready, kv_free, rows_ready, numbers_ready, rows_free)
     work = work_of(slots, table, first_pieces, chunk, keys_per_chunk)
     gl.warp_specialize([
-        (sum_slots, (d_k_parts, d_v_parts, tiles, numbers, tiles[0], barriers, rows_free, work, score_scale,
-                     Q_PER_KV, D, V, BLOCK, GATED, False, STAGES)),
+        (sum_slots, (d_k_parts, d_v_parts, tiles, numbers, barriers, work, score_scale,
+                     Q_PER_KV, D, V, BLOCK, GATED, STAGES)),
         (load_rows, (descriptors, tiles, (kv_ready, kv_free, rows_ready, rows_free),
                      work, num_queries, Q_PER_KV, SLOTS_OF_ROW, D, V, STAGES)),
         (load_numbers, (lse, delta, gate, numbers, (numbers_ready, rows_free),
                         work, num_queries, query_shift, GROUPS, Q_PER_KV, SLOTS_OF_ROW, GATED, STAGES)),
     ], [1, 1], [24, 24])
-
-
-@Kernel
-@gluon.jit(do_not_specialize=["num_queries", "query_shift", "chunk", "chunk_rows", "keys_per_chunk"])
-def block_major_backward_warp_specialized_kernel(
-    q_source, k_source, v_source, d_o_source, d_q_target, lse, delta, gate, d_k_parts, d_v_parts,
-    slots, first_pieces, table, num_queries, query_shift, chunk, chunk_rows, keys_per_chunk, score_scale,
-    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
-    BLOCK: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
-):
-    """The same, and d_q of the slots of the chunk."""
-    tiles, numbers, kv_ready, kv_free = allocate(q_source, k_source, v_source, D, V, STAGES)
-    d_scores_tile = gl.allocate_shared_memory(q_source.dtype, [BLOCK, ROWS], TILE)
-    rows_ready, numbers_ready, rows_free, d_q_ready = allocate_barriers(STAGES, (1, 1, 1, 1))
-    descriptors = (q_source, k_source, v_source, d_o_source)
-    barriers = (kv_ready, kv_free, rows_ready, numbers_ready, rows_free)
-    work = work_of(slots, table, first_pieces, chunk, keys_per_chunk)
-    gl.warp_specialize([
-        (sum_slots, (d_k_parts, d_v_parts, tiles, numbers, d_scores_tile, barriers, d_q_ready, work, score_scale,
-                     Q_PER_KV, D, V, BLOCK, GATED, True, STAGES)),
-        (load_rows, (descriptors, tiles, (kv_ready, kv_free, rows_ready, rows_free),
-                     work, num_queries, Q_PER_KV, SLOTS_OF_ROW, D, V, STAGES)),
-        (load_numbers, (lse, delta, gate, numbers, (numbers_ready, rows_free),
-                        work, num_queries, query_shift, GROUPS, Q_PER_KV, SLOTS_OF_ROW, GATED, STAGES)),
-        (store_d_q, (d_q_target, tiles[0], d_q_ready, rows_free, work, chunk * chunk_rows * SLOTS_OF_ROW,
-                     Q_PER_KV, D, STAGES)),
-    ], [1, 1, 1], [24, 24, 24])
 
 # fmt: on
 
@@ -423,34 +335,25 @@ def piece_table(problem: SelectedProblem, index: BlockCSR) -> Tensor:
     return table
 
 
-def block_major_backward_of_chunk(
-    problem: SelectedProblem, index: BlockCSR, d_q_slots: Tensor | None, d_k_parts: Tensor, d_v_parts: Tensor
+def block_major_dkdv_of_chunk(
+    problem: SelectedProblem, index: BlockCSR, d_k_parts: Tensor, d_v_parts: Tensor
 ) -> Callable[[int], None]:
-    """A function that computes d_k, d_v of one chunk's pieces and, if there is memory for it, d_q of its slots, without
-    the factor `scale`.
-    """
+    """A function that computes d_k and d_v of one chunk's pieces, without the factor `scale`."""
     p, q_per_kv = problem, problem.q_per_kv
     num_queries, dim = p.q.shape[1], p.q.shape[3]
     num_keys, groups, value_dim = p.v.shape[1:]
-    kernel, chunk_rows = block_major_dkdv_warp_specialized_kernel, ()
-    sources = (
+    arguments = (
         tile_descriptor(p.q, 1, q_per_kv, 64),
         tile_descriptor(p.k, p.block_size, 1, dim),
         tile_descriptor(p.v, p.block_size, 1, value_dim),
         tile_descriptor(p.d_o, 1, q_per_kv, 64),
-    )
-    if d_q_slots is not None:
-        kernel, chunk_rows = block_major_backward_warp_specialized_kernel, (index.chunk_rows,)
-        # Rows [rows, columns] in boxes of one slot's rows and 64 columns.
-        sources += (describe_tiles(d_q_slots, d_q_slots.shape, d_q_slots.stride(), (q_per_kv, 64), SLOT_LAYOUT),)
-    arguments = (
-        *sources, *p.rows()[-3:], d_k_parts, d_v_parts, index.slots, index.first_pieces, piece_table(problem, index),
+        *p.rows()[-3:], d_k_parts, d_v_parts, index.slots, index.first_pieces, piece_table(problem, index),
         num_queries, num_keys - num_queries,
     )  # fmt: skip
 
     def compute(chunk: int) -> None:
-        kernel[(2 * devices.multiprocessors(p.q.device),)](
-            *arguments, chunk, *chunk_rows, index.keys_per_chunk, p.score_scale,
+        block_major_dkdv_warp_specialized_kernel[(2 * devices.multiprocessors(p.q.device),)](
+            *arguments, chunk, index.keys_per_chunk, p.score_scale,
             GROUPS=groups, Q_PER_KV=q_per_kv, SLOTS_OF_ROW=groups * p.num_selected, D=dim, V=value_dim,
             BLOCK=p.block_size, GATED=p.gate is not None, STAGES=2, num_warps=4, maxnreg=128,
         )  # fmt: skip
