@@ -129,7 +129,7 @@ def calls(part):
         row_sums(o[0], o[1], empty(2, 64, 12, dtype=torch.float32))
 
     architecture, _, what = part.partition(" ")
-    wide, middle, narrow = (64, 4, 192, 128), (64, 4, 128, 128), (12, 2, 64, 64)
+    wide, middle, narrow, small = (64, 4, 192, 128), (64, 4, 128, 128), (12, 2, 64, 64), (24, 4, 192, 128)
     tiles = ".*_(forward|backward|d_q|dkdv)(_hopper|_warp_specialized)?_kernel"
 
     def call(name, function, *args, again="$^", each="$^", **options):
@@ -147,10 +147,10 @@ def calls(part):
             call("win 128, six heads", attention, 12, 2, 128, 128, "win"),
         ],
         "hopper selected": lambda: [
-            call("128, block-major", selected, *middle, "block_major"),
+            call("128, block-major, four heads", selected, 32, 8, 128, 128, "block_major"),
             call("64, block-major, six heads", selected, *narrow, "block_major"),
-            call("64/128", selected, 16, 2, 64, 128, "block_major", **packed, **again),
-            call("192/128", selected, *wide, "block_major"),
+            call("64/128", selected, 12, 2, 64, 128, "block_major", **packed, **again),
+            call("192/128", selected, *small, "block_major"),
             call("128, masked, parts", selected, *middle, "masked", **packed, part_queries=192),
             call("128, tiles", selected, *middle, "tiles"),
             call("64, tiles, six heads", selected, *narrow, "tiles", **again),
@@ -164,11 +164,12 @@ def calls(part):
             call("win 64 fp32", attention, 8, 2, 64, 64, "win", torch.float32, again=".*_dkdv_kernel"),
         ],
         "ampere selected": lambda: [
-            call("block_major 192/128", selected, *wide, "block_major", **packed),
-            call("block_major 128", selected, *middle, "block_major", **packed, **again),
+            call("block_major 192/128", selected, *small, "block_major", **packed),
+            call("block_major 128", selected, 24, 4, 128, 128, "block_major", **packed, **again),
             call("block_major 64", selected, *narrow, "block_major", **packed, **again),
             call("masked 192/128", selected, *wide, "masked", **packed, part_queries=192),
             call("tiles 192/128", selected, *wide, "tiles", **packed),
+            call("tiles 128", selected, *middle, "tiles", **packed, **again),
             call("tiles 64", selected, *narrow, "tiles", **again),
             call("tiles 64 fp32", selected, 8, 2, 64, 64, "tiles", torch.float32, **again),
             call("block_major 64 fp32", selected, 8, 2, 64, 64, "block_major", torch.float32, **again),
@@ -293,7 +294,6 @@ def test_every_kernel_is_compiled(tmp_path):
     assert {"interval_dkdv_hopper_kernel", "row_numbers_kernel"} <= of_call("win 64")
     gathered = {"_slot_keys_kernel", "block_major_backward_hopper_kernel", "reduce_pieces_kernel"}
     assert gathered | {"block_major_forward_hopper_kernel"} <= of_call("64, block-major, six heads")
-    assert "block_major_backward_warp_specialized_kernel" in of_call("128, block-major")
     in_tiles = {"tile_lists_kernel", "tile_forward_hopper_kernel", "tile_d_q_hopper_kernel"}
     portable = {"tile_lists_kernel", "tile_forward_kernel", "tile_d_q_kernel"}
     assert of_call("64, tiles, six heads") == portable | gathered

@@ -17,16 +17,17 @@ from trifocal.ops import pipeline
 from trifocal.testing.inputs import cotangent
 
 CASES = {
-    "in the mask's order": (512, False, False),
-    "block-major": (16384, False, False),
-    "packed documents": (1024, True, False),
-    "a given choice": (512, False, True),
+    "in the mask's order": (512, 2, False, False),
+    "tiles": (16384, 2, False, False),
+    "block-major": (16384, 8, False, False),
+    "packed documents": (1024, 2, True, False),
+    "a given choice": (512, 2, False, True),
 }
 # In the names of the kernels of every call.
 PARTS = ("interval_forward", "combine_forward", "combine_backward", "interval_d_q", "interval_dkdv")
 
 
-def asked_for(length, packed, given):
+def asked_for(length, groups, packed, given):
     """Names of the kernels that are asked for on a Hopper GPU that need not be there, and whether to be compiled."""
     from unittest import mock
 
@@ -41,11 +42,11 @@ def asked_for(length, packed, given):
         return torch.empty(shape, device="meta", dtype=dtype)
 
     geometry = Geometry()
-    q, keys = empty(1, length, 32, 128), empty(1, length, 2, 128)
+    q, keys = empty(1, length, 32, 128), empty(1, length, groups, 128)
     size = length // geometry.compression_stride if packed else geometry.num_compressed_blocks(length)
-    branches = (empty(1, size, 2, 128), empty(1, size, 2, 128), keys, keys, keys, keys)
+    branches = (*(empty(1, size, groups, 128) for _ in range(2)), keys, keys, keys, keys)
     documents = Documents(*(empty(n, dtype=torch.int32) for n in (4, length, length))) if packed else None
-    choice = empty(1, length, 2, 16, dtype=torch.int32) if given else None
+    choice = empty(1, length, groups, 16, dtype=torch.int32) if given else None
     found = []
 
     def call():
@@ -82,7 +83,8 @@ def test_all_are_compiled_and_none_is_launched(found, case):
     for part in PARTS:
         assert any(part in name for name in names), (part, names)
     assert any(name.startswith("choice") for name in names) == (case != "a given choice")
-    assert any("block_major" in name for name in names) == (case == "block-major")
+    assert any("tile_d_q" in name for name in names) == (case == "tiles")
+    assert any("block_major_forward" in name for name in names) == (case == "block-major")
     # The second call is of a kind that is ready.
     assert sum("combine_forward" in name for name in names) == 1
 
@@ -102,7 +104,8 @@ def test_a_pytorch_that_has_moved_is_fake_is_told_of_in_one_line(monkeypatch, ca
 
 GPU_CASES = (
     large("in the mask's order", PAPER, 640, 24, 2, 80, 96),
-    large("block-major", PAPER, 9000, 16, 1, 128, 96),
+    large("tiles", PAPER, 9000, 16, 1, 128, 96),
+    large("block-major", PAPER, 9000, 4, 1, 128, 96),
     large("packed documents", PAPER, 900, 24, 2, 112, 80, lengths=(500, 17, 383)),
 )
 

@@ -1,10 +1,10 @@
 """Selected attention, forward: the masked and the block-major order, and which of the three orders runs.
 
 Block-major, for small groups in long rows: a block's slots (see `block_csr`) come in pieces; the tile's rows are the
-heads of the group of consecutive slots, so a tile is full at any group size. Each slot gets a partial o, normalised, in the inputs' type,
-and its log-sum-exp; a second kernel adds a query's slots in order. The partials of all rows would be N times as large
-as o, so rows go in chunks. Masked: FlashAttention over the whole past; a block that a row did not choose leaves
-the row as it is, by one number a row. Sums have one order in each: two runs give equal bits.
+heads of the group of consecutive slots, so a tile is full at any group size. Each slot gets a partial o, normalised, in
+the inputs' type, and its log-sum-exp; a second kernel adds a query's slots in order. The partials of all rows would be
+N times as large as o, so rows go in chunks. Masked: FlashAttention over the whole past; a block that a row did not
+choose leaves the row as it is, by one number a row. Sums have one order in each: two runs give equal bits.
 """
 
 import torch
