@@ -23,6 +23,7 @@ from trifocal.testing.tolerances import assert_close, error
 SMALL = geometry(8, 4, 16, 3, 1, 1, 11)
 TWO_TILES = geometry(32, 16, 128, 2, 1, 1, 11)  # a block larger than a tile, cut into two
 NO_POWER = geometry(16, 16, 48, 2, 1, 1, 11)  # a block padded to 64 keys
+FEW_OF_MANY = geometry(32, 16, 64, 4, 1, 1, 11)  # blocks of which neighbours choose different ones
 
 
 @dataclass(frozen=True)
@@ -346,11 +347,13 @@ def test_block_major_in_chunks_on_a_gpu(heads, portable, lengths, monkeypatch):
 @pytest.mark.parametrize("heads", [1, 3, 4, 6, 16, 48])
 @pytest.mark.parametrize("portable", [False, True], ids=["as chosen", "portable"])
 @pytest.mark.parametrize(
-    "sizes", [{"batch": 2}, {"keys": 900}, {"lengths": (200, 1, 64, 65, 70)}], ids=["plain", "later queries", "packed"]
+    ("widths", "sizes"),
+    [((128, 128), {"batch": 2}), ((64, 128), {"keys": 900}), ((128, 64), {"lengths": (200, 1, 64, 65, 70)})],
+    ids=["plain", "later queries", "packed"],
 )
-def test_tiles_on_a_gpu(heads, portable, sizes, monkeypatch):
-    """Groups of any size, by programs that each take many tiles; in backward, rows of several chunks."""
+def test_tiles_on_a_gpu(heads, portable, widths, sizes, monkeypatch):
+    """Groups of any size, by programs that each take many tiles and pass over blocks; rows of several chunks."""
     monkeypatch.setattr(devices, "multiprocessors", lambda device: 5)
     monkeypatch.setattr(dispatch, "GATHERED_BYTES", 1)
-    case = large("tiles", PAPER, 400, 2 * heads, 2, 64, 128, **sizes)
+    case = large("tiles", FEW_OF_MANY, 400, 2 * heads, 2, *widths, **sizes)
     assert_right_on_a_gpu(case, "tiles", portable, monkeypatch)
