@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from trifocal.ops import devices
-from trifocal.ops.hopper.common import PART_ROWS, tile_descriptor, tma_load, tma_store
+from trifocal.ops.hopper.common import PART_ROWS, allocate_barriers, tile_descriptor, tma_load, tma_store
 from trifocal.ops.hopper.interval.common import make_barriers
 from trifocal.ops.tiles import next_power_of_2
 from trifocal.ops.triton.common import LN_2, LOWEST
@@ -219,10 +219,8 @@ def tile_forward_hopper_kernel(
     v_tiles = gl.allocate_shared_memory(v_source.dtype, [STAGES] + v_source.block_type.shape, v_source.layout)
     o_tiles = gl.allocate_shared_memory(o_target.dtype, [2] + o_target.block_type.shape, o_target.layout)
     buffers = (q_tiles, k_tiles, v_tiles, o_tiles)
-    drawn_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(2):
-        mbarrier.init(drawn_ready.index(place), count=1)
-    barriers = make_barriers(STAGES) + (drawn_ready,)
+    drawn_ready = allocate_barriers(2, (1,))
+    barriers = make_barriers(STAGES) + drawn_ready
     lists = (tokens, members, counts, drawn)
     sizes = (slots, row_tiles, width, num_queries, query_shift)
     gl.warp_specialize([
