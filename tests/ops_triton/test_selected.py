@@ -177,22 +177,21 @@ def test_strides_and_what_no_query_sees(order, device, monkeypatch):
 
 def test_order_follows_from_the_shape():
     order = dispatch.selected_order
-    for heads, masked, tiles in ((1, 4096, 0), (2, 4096, 0), (3, 4096, 8192), (7, 4096, 8192), (8, 2048, 2**20)):
+    for heads, masked, tiles, tiles_backward in (
+        (1, 4096, 0, 0), (2, 4096, 0, 0), (3, 4096, 8192, 0), (4, 4096, 8192, 0), (5, 4096, 16384, 16384),
+        (7, 4096, 16384, 16384), (8, 2048, 2**20, 2**20), (16, 2048, 2**20, 2**20),
+    ):  # fmt: skip
         assert order(1, 65536, 16, 64, heads) == order(1, 64, 16, 64, heads) == "tiles"
         assert order(masked, masked, 16, 64, heads) == "masked"
-        assert order(masked + 1, masked + 1, 16, 64, heads) == ("tiles" if tiles else "block_major")
-        if tiles:
-            assert order(tiles, tiles, 16, 64, heads) == "tiles"
-        long = "tiles" if heads >= 8 else "block_major"
-        assert order(2**20, 2**20, 16, 64, heads) == order(512, 65536, 16, 64, heads) == long
-    assert order(8193, 8193, 16, 64, 7) == "block_major"
-    for length, packed in ((2048, "masked"), (4096, "masked"), (4097, "tiles"), (2**20, "tiles")):
-        backward = "masked" if length == 2048 else "tiles"
-        assert order(length, length, 16, 64, 16, backward=True) == backward
-        assert order(length, length, 16, 64, 16, backward=True, packed=True) == packed
-        small = "masked" if length == 2048 else "block_major"
-        assert order(length, length, 16, 64, 7, backward=True) == small
-    for queries, heads in ((1, 16), (4097, 16), (1, 7)):
+        assert order(2048, 2048, 16, 64, heads, backward=True) == "masked"
+        assert order(4096, 4096, 16, 64, heads, backward=True, packed=True) == "masked"
+        for length in (masked + 1, 8192, 8193, 16384, 16385, 2**20):
+            assert order(length, length, 16, 64, heads) == ("tiles" if length <= tiles else "block_major")
+            wanted = "tiles" if length <= tiles_backward else "block_major"
+            assert order(length, length, 16, 64, heads, backward=True) == wanted
+            if length > 4096:
+                assert order(length, length, 16, 64, heads, backward=True, packed=True) == wanted
+    for queries, heads in ((1, 16), (4097, 16), (1, 4)):
         assert order(queries, 4097, 16, 64, heads, backward=True, packed=True) == "tiles"
 
 

@@ -13,6 +13,7 @@ run `benchmarks/kernels.py`. Importing this module imports no Triton.
 
 import importlib
 import importlib.util
+import math
 from collections import Counter
 from types import ModuleType
 from typing import Any, Literal
@@ -41,12 +42,10 @@ MASKED_UP_TO = 2
 MASKED_LONGER_UP_TO = 4
 # With fewer queries than this for a block, on average, there is nothing to gain from holding the block.
 FEWEST_QUERIES_PER_BLOCK = 2
-# Neighbours together choose more the more blocks there are, and a tile of fewer heads a group has more of them: with
-# many heads tiles serve at any length, with few in forward only, up to n times the blocks of a choice, and with still
-# fewer never.
+# Neighbours together choose more the more blocks there are, and a tile of fewer heads a group has more of them: from so
+# many heads on, tiles serve up to so many times the blocks of a choice, forward and backward.
 FEWEST_HEADS_OF_TILES = 8
-SMALL_TILES_UP_TO = 8
-FEWEST_HEADS_OF_SMALL_TILES = 3
+TILES_UP_TO = ((FEWEST_HEADS_OF_TILES, math.inf, math.inf), (5, 16, 16), (3, 8, 0))
 # A slot of fewer rows cannot be copied into a tile by itself.
 FEWEST_HEADS_OF_WARP_SPECIALIZED = 8
 # Programs a multiprocessor, at most, that the masked order's d_k, d_v makes of few blocks by cutting their rows into
@@ -257,10 +256,8 @@ def selected_order(
     up_to = MASKED_LONGER_UP_TO if (packed if backward else small) else MASKED_UP_TO
     if not few_queries and num_blocks <= up_to * num_selected:
         return "masked"
-    if few_queries or not small:
-        return "tiles"
-    few_blocks = num_blocks <= SMALL_TILES_UP_TO * num_selected
-    return "tiles" if few_blocks and not backward and q_per_kv >= FEWEST_HEADS_OF_SMALL_TILES else "block_major"
+    limit = next((limits[backward] for heads, *limits in TILES_UP_TO if q_per_kv >= heads), 0)
+    return "tiles" if few_queries or num_blocks <= limit * num_selected else "block_major"
 
 
 def selected_on_hopper(*tensors: Tensor, block_size: int) -> bool:

@@ -149,6 +149,8 @@ def selected_tile(
         return _selected_fp32(kernel, max(16, next_power_of_2(q_per_kv)))
     hopper = architecture == "hopper"
     if kernel in ("masked forward", "tile forward"):
+        if columns <= 64 and kernel == "tile forward" and q_per_kv < 8:
+            return SelectedTile(64, warps=4, stages=3, registers=168 if hopper else None)
         if columns <= 64:
             return SelectedTile(128, warps=8, stages=3, registers=128 if hopper else None)
         return SelectedTile(128 if hopper else 64, warps=8, stages=2 if columns > 128 else 3)
