@@ -7,10 +7,8 @@ candidates: of the blocks in the past that are not forced.
 
     KL( m / sum m  ||  (i + 1e-6) / sum (i + 1e-6) )
 
-The teacher looks everywhere, so it names blocks that were never chosen. It has no gradient. The kernels write nothing
-of the size of a score.
-
-Shape letters as in DESIGN.md, and M: sampled queries of a row.
+The teacher looks everywhere, so it names blocks that were never chosen. It has no gradient. Shape letters
+as in DESIGN.md, and M: sampled queries of a row.
 """
 
 from typing import NamedTuple

@@ -3,12 +3,8 @@
 An operator is opaque: `torch.compile` neither looks into it nor breaks the graph at it, and a policy of activation
 checkpointing can keep its result. So each has a fake implementation, which gives only shapes, and a backward that
 is an operator too. Bodies are the Triton kernels, imported when they first run; the choices of blocks, which have no
-backward and are watched by telemetry, are operators for both backends.
-
-The stages of the whole attention are these operators too, called without gradients, in front of one boundary of
-autograd: `trifocal.ops.pipeline`.
-
-Geometry travels as a list of its sizes, documents as their first fields, or as many times None.
+backward and are watched by telemetry, are operators for both backends. Geometry travels as a list of its sizes,
+documents as their first fields, or as many times None.
 """
 
 import functools

@@ -1,15 +1,8 @@
 """Native Sparse Attention on the kernels: the order of its stages, written once, and the one boundary of autograd.
 
-The stages run without gradients, then `combine_branches` mixes their outputs. Its backward is that of all stages:
-
-| step | reads | writes |
-|---|---|---|
-| combination | d_o and the three outputs, once | d_gates; the row sums `delta` of the branches, fp32 |
-| selected | q, k, v, d_o, the gate, lse, delta | d_q, d_k, d_v |
-| compressed, window | the same | d_k, d_v; adds to d_q in place |
-
-A branch's own gradient, `gate * d_o`, is never written: its kernels multiply probabilities by the gate. Kept for
-backward: q, the branches' keys, values, outputs and log-sum-exps, the choice, the gates.
+The stages run without gradients, then `combine_branches` mixes their outputs. Its backward is that of all stages: the
+combination gives d_gates and the branches' row sums `delta`, the selected branch d_q, and the others add to d_q in
+place. A branch's own gradient, `gate * d_o`, is never written: its kernels multiply probabilities by the gate.
 """
 
 import functools
