@@ -201,17 +201,9 @@ def default_documents(documents: Documents | None, placeholder: Tensor) -> tuple
 
 @triton.jit
 def find_piece(
-    number,
-    chunk,
-    num_chunks,
-    starts,
-    first_pieces,
-    piece_keys,
-    keys_per_chunk,
-    num_blocks,
-    GROUPS: tl.constexpr,
-    PIECE: tl.constexpr,
-):
+    number, chunk, num_chunks, starts, first_pieces, piece_keys, keys_per_chunk, num_blocks,
+    GROUPS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
     """The slots of a piece of these chunks, begin and end (equal if there is none), its batch, group and block."""
     first_key = chunk * keys_per_chunk
     piece = tl.load(first_pieces + first_key) + number
