@@ -329,10 +329,10 @@ def test_dense_attention_copies_keys_only_where_it_must(obstacle, monkeypatch):
         return sdpa(q, k, v, **options)
 
     monkeypatch.setattr(attention_module.nn.functional, "scaled_dot_product_attention", counting)
-    expected = attention_module._dense_attention(q, k, v)
+    expected = attention_module.dense_attention(q, k, v)
     monkeypatch.setattr(attention_module, "flash_attention_obstacle", lambda *_: obstacle)
-    found = attention_module._dense_attention(q, k, v)
+    found = attention_module.dense_attention(q, k, v)
     torch.testing.assert_close(found, expected)
     # Without as many values as keys FlashAttention does not serve.
-    attention_module._dense_attention(q, k, v[..., :4])
+    attention_module.dense_attention(q, k, v[..., :4])
     assert heads_of_k == [6, 6 if obstacle else 2, 6]

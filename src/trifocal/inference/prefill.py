@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trifocal.nn.attention import dense_attention
 from trifocal.ops import DenseCache, Geometry, SparseCache, WindowCache, append_chunk
 from trifocal.ops.decode.caches import Index, NewRows, Place, Rotary
 
@@ -172,12 +173,10 @@ def append_sparse_chunk(
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Dense attention of the last T positions over S: q [1, T, H, D], k [1, S, G, D], v [1, S, G, V]."""
     num_queries, num_keys = q.shape[1], k.shape[1]
-    q_per_kv = q.shape[2] // k.shape[2]
-    # Copied for every head, because not every kernel behind SDPA shares keys between heads.
-    k, v = (x.repeat_interleave(q_per_kv, dim=2).transpose(1, 2) for x in (k, v))
-    q = q.transpose(1, 2)
     if num_queries == num_keys:
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return dense_attention(q, k, v)
+    q_per_kv = q.shape[2] // k.shape[2]
+    q, k, v = q.transpose(1, 2), *(x.repeat_interleave(q_per_kv, dim=2).transpose(1, 2) for x in (k, v))
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] == v.shape[3] and q.shape[3] % 8 == 0:
         # `is_causal` of the public function aligns the first query with the first key. FlashAttention aligns the last
         # ones, and its operator is what `torch.nn.attention.bias.causal_lower_right` calls, whose module imports the

@@ -223,7 +223,7 @@ class DenseAttention(AttentionBase):
         if q.shape[1] < k.shape[1]:
             return window_attention(q, k, v, k.shape[1], cu_seqlens=documents)
         if documents is None:
-            return _dense_attention(q, k, v)
+            return dense_attention(q, k, v)
         # Imported here, because PyTorch's varlen attention imports its compiler.
         from trifocal.nn.packed import packed_attention
 
@@ -257,7 +257,7 @@ class WindowAttention(DenseAttention):
         return window_attention(q, k, v, self.window_size, cu_seqlens=documents, backend=self.backend)
 
 
-def _dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention: q [B, T, H, D], k [B, T, G, D], v [B, T, G, V]."""
     # Not every kernel behind SDPA shares keys between heads; those for other types and devices get copies.
     obstacle = flash_attention_obstacle(q.device.type, q.device.index, q.dtype, q.shape[3])
