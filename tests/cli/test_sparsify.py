@@ -108,6 +108,8 @@ def test_a_dense_model_becomes_a_sparse_one_that_was_measured(dense, tmp_path, c
     assert "steps/trained" not in text.rpartition("try next")[2]
 
     assert "was begun with --steps 4, not 5; repeat that command" in refused(capsys, "sparsify", *words, "--steps", "5")
+    moved = [str(out), *words[1:]]
+    assert f"was begun with DIR {dense}, not {out}; repeat" in refused(capsys, "sparsify", *moved)
     assert main(["sparsify", *words]) == 0
     assert capsys.readouterr().out.count(": done before, in ") == 7
 
@@ -156,6 +158,8 @@ def test_recall_that_stands_still_ends_the_teaching(tmp_path):
         (("--sequence-length", "24"), "the selected blocks cover 24 tokens, and rows have 24: nothing would be sparse"),
         (("--sequence-length", "4000"), "the held-out text is shorter than a row of 4,000 tokens; give more text"),
         (("--steps", "0"), "--steps must be at least 1, got 0"),
+        (("--selected-blocks", "1"), "--selected-blocks 1 is too few: num_initial_blocks + num_local_blocks must lie"),
+        (("--keep-dense", "2"), "--keep-dense must be less than the 2 dense layers, got 2"),
         (("--validation-fraction", "1"), r"--validation-fraction must lie in (0, 1), got 1"),
         (("--data", "text:/nowhere"), "/nowhere"),
         (("--to", "dense"), "--to must be one of 'selected', 'mix', 'nsa', got 'dense'"),

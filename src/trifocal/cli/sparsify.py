@@ -99,6 +99,10 @@ class SparsifyArguments:
         check_at_least(self, rows=1, index_steps=1, steps=1, sequences=1)
         if not 0 < self.validation_fraction < 1:
             raise UserError(f"--validation-fraction must lie in (0, 1), got {self.validation_fraction}")
+        try:
+            _ = self.blocks
+        except ValueError as error:
+            raise UserError(f"--selected-blocks {self.selected_blocks} is too few: {error}") from error
 
     @property
     def blocks(self) -> Geometry:
@@ -186,7 +190,10 @@ class _Work:
         """Tokens of a row; UserError if the blocks cover it, so that nothing is sparse, or the text is shorter."""
         with open_pretrained(self.dense) as found:
             length = self.options.sequence_length or min(_LONGEST_ROWS, found.sequence_length() or _LONGEST_ROWS)
-            tokenizer, vocab_size = found.tokenizer(), found.config().vocab_size
+            tokenizer, config = found.tokenizer(), found.config()
+        layers = config.attention_of_layers.count("dense")
+        if self.options.keep_dense >= layers > 0:
+            raise UserError(f"--keep-dense must be less than the {layers} dense layers, got {self.options.keep_dense}")
         covered = self.options.blocks.selected_tokens
         if length <= covered:
             raise UserError(
@@ -196,7 +203,7 @@ class _Work:
         # Named now, not after the conversion.
         data = DataConfig(source=self.options.data, validation_fraction=self.options.validation_fraction)
         [row] = read_validation(
-            data, tokenizer=tokenizer, sequence_length=length, sequences=1, at_once=1, vocab_size=vocab_size
+            data, tokenizer=tokenizer, sequence_length=length, sequences=1, at_once=1, vocab_size=config.vocab_size
         )
         if len(set(row.document_ids)) < len(row.document_ids):
             raise UserError(
@@ -377,10 +384,10 @@ def _read_record(options: SparsifyArguments, output: Path) -> dict[str, Any]:
             raise UserError(f"{output / RECORD} is damaged; give a new folder")
         changed = [name for name in given if before.get(name, given[name]) != given[name]]
         if changed and record["steps"]:
-            name = changed[0]
+            flag = "DIR" if changed[0] == "source" else f"--{changed[0].replace('_', '-')}"
             raise UserError(
-                f"{output} was begun with --{name.replace('_', '-')} {before.get(name)}, not {given[name]}; repeat "
-                "that command to continue it, or give a new folder"
+                f"{output} was begun with {flag} {before.get(changed[0])}, not {given[changed[0]]}; repeat that command "
+                "to continue it, or give a new folder"
             )
         return {"options": given, "steps": record["steps"]}
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
