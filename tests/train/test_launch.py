@@ -21,6 +21,7 @@ from trifocal.runlog.stalls.verdict import judge
 from trifocal.train import load_config, resume, train
 from trifocal.train.checkpoint.manifest import describe_file, verify_checkpoint, write_manifest
 from trifocal.train.config.load import override
+from trifocal.train.launch import prolong_command
 
 STEPS = ("--train.steps", "9")
 # These need not be equal: they measure time and memory, or name the moment.
@@ -34,6 +35,10 @@ def rows(run, kind):
         {name: value for name, value in row.items() if name in exact or not any(word in name for word in MEASURED)}
         for row in found
     ]
+
+
+def fail(step, _):
+    raise MemoryError
 
 
 def state(run):
@@ -137,9 +142,6 @@ def test_a_start_that_fails_leaves_the_run_as_it_was(copy, monkeypatch):
             resume(copy, checkpoint=names[0], config=override(config, changes))
         assert checkpoints() == names and (copy / "config.toml").read_text() == saved
 
-    def fail(step, _):
-        raise MemoryError
-
     larger = override(config, {"train.micro_batch_size": 4})
     with monkeypatch.context() as patch:
         before_step(patch, fail)
@@ -150,7 +152,7 @@ def test_a_start_that_fails_leaves_the_run_as_it_was(copy, monkeypatch):
     assert load_config(copy / "config.toml").train.micro_batch_size == 4 and checkpoints() == names
 
 
-def test_a_run_is_prolonged_from_the_last_step_before_it_declines(tmp_path):
+def test_a_run_is_prolonged_from_the_last_step_before_it_declines(tmp_path, monkeypatch, capsys):
     flags = ("--schedule.kind", "wsd", "--schedule.decay_fraction", "0.5", "--checkpoint.keep_last", "1")
     flags = (*flags, "--optimizer.kind", "muon")
     train(make_config(tmp_path, *flags))
@@ -159,7 +161,15 @@ def test_a_run_is_prolonged_from_the_last_step_before_it_declines(tmp_path):
     with pytest.raises(UserError, match=r'optimizer\.kind is "muon" in .* and "adamw" here.*--model\.from'):
         resume(tmp_path / "run", config=make_config(tmp_path, *flags, "--optimizer.kind", "adamw"))
     longer = make_config(tmp_path, *flags, "--train.steps", "8")
+    command = f"trifocal train --resume {tmp_path}/run --checkpoint step_00000003 --train.steps 8"
+    assert prolong_command(tmp_path / "run", 8) == command
+    with monkeypatch.context() as patch:
+        before_step(patch, fail)
+        with pytest.raises(MemoryError):
+            resume(tmp_path / "run", config=longer)
+    assert "declined, take --checkpoint step_00000003" in capsys.readouterr().out
     assert resume(tmp_path / "run", checkpoint="step_00000003", config=longer).finished
+    assert "take --checkpoint" not in capsys.readouterr().out
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl", "train")
     assert [row["step"] for row in rows] == list(range(1, 9))
     # Step 4 is the last before the new decline, to a tenth; the warm-up was in steps 1 and 2.

@@ -386,8 +386,8 @@ def _read_record(options: SparsifyArguments, output: Path) -> dict[str, Any]:
         if changed and record["steps"]:
             flag = "DIR" if changed[0] == "source" else f"--{changed[0].replace('_', '-')}"
             raise UserError(
-                f"{output} was begun with {flag} {before.get(changed[0])}, not {given[changed[0]]}; repeat that command "
-                "to continue it, or give a new folder"
+                f"{output} was begun with {flag} {before.get(changed[0])}, not {given[changed[0]]}; repeat that "
+                "command to continue it, or give a new folder"
             )
         return {"options": given, "steps": record["steps"]}
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
