@@ -169,7 +169,7 @@ class TrainSetup:
     def _make_distillation(self) -> Distillation:
         """The frozen model of `distill.from`, all of it in each process."""
         section = self.config.distill
-        frozen = load_frozen(section.from_, self.config.model.vocab_size, self.device)
+        frozen = load_frozen(section.from_, self.config.model.vocab_size, self.tokenizer, self.device)
         self.notes.append(f"learns the distribution of {section.from_}")
         return Distillation(frozen, section.text_weight, torch.zeros((), device=self.device))
 

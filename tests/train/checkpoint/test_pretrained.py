@@ -24,7 +24,7 @@ from trifocal.runlog import read_metrics
 from trifocal.testing.small_models import small_config
 from trifocal.train import load_config, resume, train
 from trifocal.train.checkpoint.export import export_folder
-from trifocal.train.checkpoint.pretrained import open_pretrained
+from trifocal.train.checkpoint.pretrained import load_frozen, open_pretrained
 from trifocal.train.run_folder import load_run
 
 SETTINGS = {
@@ -260,6 +260,20 @@ def test_a_frozen_model_of_another_vocabulary_is_refused(theirs, source, tmp_pat
         with pytest.raises(UserError, match=message) as caught:
             train(make_config(tmp_path, *flags))
         assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
+
+    # As many tokens, two of them exchanged; another template is no other vocabulary.
+    other = shutil.copytree(theirs, tmp_path / "other")
+    content = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer, cpu = load_tokenizer(theirs), torch.device("cpu")
+    with pytest.raises(UserError, match=r"another tokenizer: token \d+ is '[ab]' there, '[ab]' here"):
+        load_frozen(str(other), tokenizer.vocab_size, tokenizer, cpu)
+    shutil.copy(theirs / "tokenizer.json", other)
+    (other / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert load_tokenizer(other).fingerprint != tokenizer.fingerprint
+    load_frozen(str(other), tokenizer.vocab_size, tokenizer, cpu)
 
 
 def test_a_run_that_follows_a_frozen_model_resumes_exactly(source, tmp_path):

@@ -170,17 +170,26 @@ def load_pretrained_weights(model: DecoderLM, folder: str) -> None:
     model.load_state_dict(weights)
 
 
-def load_frozen(folder: str, vocab_size: int, device: torch.device) -> DecoderLM:
+def load_frozen(folder: str, vocab_size: int, tokenizer: Tokenizer, device: torch.device) -> DecoderLM:
     """The model of `distill.from`, without gradients and in the types of its files. UserError if there is none, it is
-    damaged, or its vocabulary has another size.
+    damaged, or its vocabulary is another one, as far as that is known.
     """
     with open_pretrained(user_path(folder, "distill.from")) as found:
         frozen = found.model()
+        theirs = found.tokenizer() if found.tokenizer_place() else tokenizer
     if frozen.config.vocab_size != vocab_size:
         raise UserError(
             f"distill.from {folder} has a vocabulary of {frozen.config.vocab_size:,} tokens, the model {vocab_size:,}; "
             "both need the same tokenizer"
         )
+    if theirs.fingerprint != tokenizer.fingerprint:
+        # Another template or separator changes no token.
+        for token in range(min(theirs.vocab_size, tokenizer.vocab_size)):
+            text, expected = theirs.token_text(token), tokenizer.token_text(token)
+            if text != expected:
+                raise UserError(
+                    f"distill.from {folder} has another tokenizer: token {token} is {text!r} there, {expected!r} here"
+                )
     return frozen.to(device).requires_grad_(False).eval()
 
 
