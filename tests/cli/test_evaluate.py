@@ -88,7 +88,7 @@ def test_what_was_measured_is_kept_when_the_rest_is_interrupted(run, tmp_path, c
     assert {row["task"] for row in rows} == {"loss", "position", "choice", "choice_distance"}
 
 
-def test_weights_without_a_run_need_to_be_told_the_data(run, tmp_path, capsys):
+def test_weights_without_a_run_need_to_be_told_the_data(run, tmp_path, capsys, monkeypatch):
     weights = str(shutil.copytree(run / "weights", tmp_path / "weights"))
     assert "the data of its training are not known; name some with --source" in refused(capsys, "evaluate", weights)
     source = ("--source", "synthetic")
@@ -106,9 +106,12 @@ def test_weights_without_a_run_need_to_be_told_the_data(run, tmp_path, capsys):
     text = evaluated(capsys, weights, *source, *sizes)
     assert "the figures are not kept: these weights belong to no run" in text
     file = tmp_path / "figures" / "loss.json"
-    evaluated(capsys, weights, *source, *sizes, "--output", str(file))
+    monkeypatch.setenv("COLUMNS", "50")
+    text = evaluated(capsys, weights, *source, *sizes, "--output", str(file))
     (row,) = json.loads(file.read_text())["rows"]
     assert (row["sequences"], row["targets"], row["source"]) == (3, 48, "synthetic")
+    # In few columns no figure is cut off.
+    assert f"{row['loss']:.4f}" in text and f"{row['perplexity']:,.4f}" in text
 
 
 @pytest.mark.parametrize("beside_run", [False, True])

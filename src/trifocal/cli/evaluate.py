@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 import tyro
+from rich.console import Console
 from rich.table import Table
 
 from trifocal._version import __version__
@@ -46,6 +47,7 @@ from trifocal.train.config.check import choose_device
 _NO_COLUMNS = ("task", "length", "status", "source")
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 _LINE_SECONDS = 5.0
+_WIDE = 10_000
 _TITLES = {
     "loss": "Loss on validation data, nats per token",
     "position": "Loss by position in the document, nats per token",
@@ -136,7 +138,7 @@ def run(args: Sequence[str]) -> int:
         raise UserError(f"{found.path}: {error}; choose an earlier checkpoint") from error
     finally:
         if rows:
-            for table in _tables(rows):
+            for table in _tables(rows, console):
                 console.print(table)
             _write(found, options, _head(subject, step, options.beside), rows)
     return 0
@@ -227,8 +229,11 @@ def _progress() -> ReportProgress:
     return say
 
 
-def _tables(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
-    """A table of each task's figures; of needles, a row for each length and a column for each depth."""
+def _tables(rows: Sequence[dict[str, Any]], console: Console) -> Iterator[Table]:
+    """A table of each task's figures; of needles, a row for each length and a column for each depth.
+
+    A table that the console is too narrow for is turned: a column for each row. Otherwise its figures would be cut off.
+    """
     for task, title in _TITLES.items():
         own = [row for row in rows if row["task"] == task and row["status"] == "ok"]
         if task == "needle":
@@ -240,10 +245,20 @@ def _tables(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
         if own:
             several = len({row["source"] for row in own}) > 1
             names = [name for name in own[0] if name not in _NO_COLUMNS or (several and name == "source")]
-            table = Table("tokens", *(name.replace("_", " ") for name in names), title=title, title_justify="left")
-            for row in own:
-                table.add_row(f"{row['length']:,}", *(_cell(row.get(name)) for name in names))
+            heads = ["tokens", *(name.replace("_", " ") for name in names)]
+            cells = [[f"{row['length']:,}", *(_cell(row.get(name)) for name in names)] for row in own]
+            table = _table(title, heads, cells)
+            if console.measure(table, options=console.options.update(max_width=_WIDE)).minimum > console.width:
+                [first, *rest] = zip(heads, *cells, strict=True)
+                table = _table(title, first, rest)
             yield table
+
+
+def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(*heads, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _cell(value: Any) -> str:
