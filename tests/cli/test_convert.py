@@ -164,6 +164,10 @@ def test_bad_input_is_one_line_and_leaves_nothing(dense_run, tmp_path, capsys):
             "--to must be one of 'mix', 'selected', 'nsa', 'dense', got 'sparse'",
         ),
         ([str(dense_run), out, "--to", "nsa", "--dense-layers", "2"], "--dense-layers names layer 2"),
+        *(
+            ([str(dense_run), out, "--to", "dense", f"--{name}", value], f"{name.partition('.')[0]} goes with another")
+            for name, value in (("dense-layers", "0"), ("chooser", "index"), ("geometry.window-size", "5"))
+        ),
     ):
         assert message in refused(capsys, "convert", *arguments)
         assert sorted(tmp_path.rglob("*")) == before

@@ -269,8 +269,6 @@ def test_options_that_do_not_fit_are_refused():
         assert converted_config(before, "nsa", COVERING).sliding_window == 96
     with pytest.raises(UserError, match="the model has layers with a sliding window already"):
         converted_config(before, "mix", COVERING)
-    with pytest.raises(UserError, match="--dense-layers goes with another --to"):
-        converted_config(config, "dense", COVERING, dense_layers=[0])
     # The fourth layer would select blocks.
     with pytest.raises(UserError, match="no layer is left to select blocks"):
         converted_config(config, "mix", COVERING)

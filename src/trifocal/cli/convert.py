@@ -50,6 +50,12 @@ class ConvertArguments:
     geometry: Geometry = field(default_factory=Geometry)
     """Block sizes of the sparse attention."""
 
+    def __post_init__(self) -> None:
+        unused = {"dense-layers": (), "shared-kv": False, "chooser": "auto", "geometry": Geometry()}
+        for name, default in unused.items():
+            if self.to == "dense" and getattr(self, name.replace("-", "_")) != default:
+                raise UserError(f"--{name} goes with another --to: with dense all layers stay as they are")
+
 
 def run(args: Sequence[str]) -> int:
     """Convert, and say what to do next; nothing is written if the source cannot be converted, or OUT is not empty."""
