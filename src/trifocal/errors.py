@@ -6,7 +6,7 @@ from collections.abc import Iterable
 _NEAR = 0.6
 """Likeness from which on a name is proposed in place of another."""
 _LONGEST = 80
-_FEW = 12
+_FEW = 24
 """At most this many valid names are listed where none is near."""
 
 

@@ -148,6 +148,8 @@ def test_train_refuses_bad_input(tmp_path, run, capsys, arguments, expected):
         (["generate", "RUN", "--prompt", "x", "--temprature", "1"], 'the nearest valid one is "--temperature"'),
         (["report", "/nowhere"], "there is no run at /nowhere"),
         (["trian"], 'unknown command "trian"; the nearest valid one is "train"'),
+        (["new", "zzz"], 'unknown preset "zzz"; valid are base_125m, base_long, demo'),
+        (["check", "--only", "zzz"], 'unknown check "zzz"; valid are '),
     ],
     ids=lambda value: str(value)[:60],
 )
