@@ -249,7 +249,7 @@ def test_a_finished_run_continues_with_another_configuration(copy, capsys, monke
     found = [[group[name] for name in names] for group in groups[-1]]
     assert found == [[0.25, (0.5, 0.75), 1e-3], [0.0, (0.5, 0.75), 1e-3]]
     assert load_config(copy / "config.toml").train.steps == 11
-    with pytest.raises(UserError, match=r"of step 11, past train\.steps 9; raise --train\.steps, or .* --checkpoint"):
+    with pytest.raises(UserError, match=r"from step 11, past train\.steps 9; raise --train\.steps, or .* --checkpoint"):
         resume(copy, config=config)
 
 
