@@ -59,6 +59,10 @@ def arguments(dense, folder, *more):
 
 def test_a_dense_model_becomes_a_sparse_one_that_was_measured(dense, tmp_path, capsys, monkeypatch, planned):
     words, out = arguments(dense, tmp_path, "--keep-dense", "1"), tmp_path / "out"
+    other = write_documents(tmp_path / "other", 30)
+    for file in other.iterdir():
+        file.write_text(file.read_text().upper())
+    words[words.index("--data") + 2 : words.index("--data") + 2] = [f"text:{other}", "--data-weights", "2,1"]
     monkeypatch.setattr(sparsify, "_LEG", 2)
     # It ends in the middle, as a full disk would end it; what was done stays.
     train = sparsify._Work._train
@@ -96,11 +100,14 @@ def test_a_dense_model_becomes_a_sparse_one_that_was_measured(dense, tmp_path, c
 
     evaluation = read_evaluation(out / "steps" / "trained" / "evaluation" / "step_00000004.json")
     assert evaluation["beside"] == str(dense)
-    loss = next(row for row in evaluation["rows"] if row["task"] == "loss")
-    assert record["measure"]["loss"] == loss["loss"] and loss["beside_loss"] != loss["loss"]
-    assert 0 < loss["divergence"] < 1 and 0.5 < loss["agreement"] < 1 and loss["sequences"] == 2
-    assert len(record["measure"]["recall_of_layers"]) == 1
-    assert f"dense {loss['beside_loss']:.4f}" in text and f"same likeliest token {loss['agreement']:.2%}" in text
+    losses, found = [row for row in evaluation["rows"] if row["task"] == "loss"], record["measure"]
+    assert [row["source"] for row in losses] == list(trained.data.source) and trained.data.weights == (2, 1)
+    assert all(row["sequences"] == 2 and row["beside_loss"] != row["loss"] for row in losses)
+    mean = sum(row["loss"] * row["targets"] for row in losses) / sum(row["targets"] for row in losses)
+    assert found["loss"] == pytest.approx(mean) and losses[0]["loss"] != losses[1]["loss"]
+    assert 0 < found["divergence"] < 1 and 0.5 < found["agreement"] < 1
+    assert len(found["recall_of_layers"]) == 1
+    assert f"dense {found['beside_loss']:.4f}" in text and f"same likeliest token {found['agreement']:.2%}" in text
 
     # OUT is a folder of weights, for `serve` and the rest.
     assert load_model(out).config == trained.model
@@ -162,6 +169,7 @@ def test_recall_that_stands_still_ends_the_teaching(tmp_path):
         (("--keep-dense", "2"), "--keep-dense must be less than the 2 dense layers, got 2"),
         (("--validation-fraction", "1"), r"--validation-fraction must lie in (0, 1), got 1"),
         (("--data", "text:/nowhere"), "/nowhere"),
+        (("--data-weights", "1"), "--data: data.weights need several sources"),
         (("--to", "dense"), "--to must be one of 'selected', 'mix', 'nsa', got 'dense'"),
     ],
 )

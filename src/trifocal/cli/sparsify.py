@@ -11,9 +11,11 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any, Literal
 
 import torch
@@ -63,8 +65,11 @@ class SparsifyArguments:
     """The dense model, as for `trifocal convert`: a Hugging Face folder, a run, a folder of weights, or a GGUF."""
     output: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """The folder of the sparse model, with report.html and the folders of the steps in steps/."""
-    data: str
-    """Text to train and measure on, written as data.source: text:PATH, jsonl:PATH#field, hf:NAME#field …"""
+    data: tuple[str, ...]
+    """Text to train and measure on, written as data.source: text:PATH, jsonl:PATH#field, hf:NAME#field … Several
+    sources are mixed."""
+    data_weights: tuple[float, ...] = ()
+    """With several sources: each one's share of the tokens, like 3,1; empty: equal shares."""
     to: Literal["selected", "mix", "nsa"] = "selected"
     """The attention of the sparse layers, as for `trifocal convert`; an index chooses the blocks."""
     selected_blocks: int = 0
@@ -103,6 +108,17 @@ class SparsifyArguments:
             _ = self.blocks
         except ValueError as error:
             raise UserError(f"--selected-blocks {self.selected_blocks} is too few: {error}") from error
+        try:
+            DataConfig(**self.text)
+        except ValueError as error:
+            raise UserError(f"--data: {error}") from error
+
+    @property
+    def text(self) -> dict[str, Any]:
+        """Settings of the section [data]."""
+        source = self.data if len(self.data) > 1 else self.data[0]
+        weights = {"weights": self.data_weights} if self.data_weights else {}
+        return {"source": source, **weights, "validation_fraction": self.validation_fraction}
 
     @property
     def blocks(self) -> Geometry:
@@ -201,11 +217,11 @@ class _Work:
                 "lower --selected-blocks, or raise --sequence-length"
             )
         # Named now, not after the conversion.
-        data = DataConfig(source=self.options.data, validation_fraction=self.options.validation_fraction)
-        [row] = read_validation(
+        data = DataConfig(**self.options.text)
+        rows = read_validation(
             data, tokenizer=tokenizer, sequence_length=length, sequences=1, at_once=1, vocab_size=config.vocab_size
         )
-        if len(set(row.document_ids)) < len(row.document_ids):
+        if any(len(set(row.document_ids)) < len(row.document_ids) for row in rows):
             raise UserError(
                 f"the held-out text is shorter than a row of {length:,} tokens; give more text with --data, raise "
                 "--validation-fraction, or lower --sequence-length"
@@ -218,8 +234,7 @@ class _Work:
 
     def _choose_layers(self, length: int) -> dict[str, Any]:
         options = self.options
-        settings = {name: self._settings(length)[f"data.{name}"] for name in ("source", "validation_fraction")}
-        harm = layers_by_harm(self.dense, options.to, options.blocks, settings, length, self.device, _say)
+        harm = layers_by_harm(self.dense, options.to, options.blocks, options.text, length, self.device, _say)
         _free_gpu()
         kept = sorted(sorted(harm, key=lambda layer: -harm[layer])[: options.keep_dense])
         print(f"layers that stay dense: {', '.join(map(str, kept))}")
@@ -241,8 +256,7 @@ class _Work:
         """What the trainings have in common, by key."""
         options, gpu = self.options, self.device.type == "cuda"
         return {
-            "data.source": options.data,
-            "data.validation_fraction": options.validation_fraction,
+            **{f"data.{name}": value for name, value in options.text.items()},
             "data.seed": options.seed,
             "run.device": options.device,
             "train.sequence_length": length,
@@ -319,7 +333,7 @@ class _Work:
             else:
                 remove_folder(folder)
                 given = settings | {"train.steps": steps}
-                words = [word for name, value in given.items() for word in (f"--{name}", _flag(value))]
+                words = [word for name, value in given.items() for word in (f"--{name}", *_words(value))]
             _command("train", *words, processes=self.record["steps"]["plan"]["processes"])
         if _steps_done(folder) < steps:
             raise _Ended(1)
@@ -329,9 +343,16 @@ class _Work:
         words = [str(self.trained), "--only", "loss", "position", "choice", *sizes, "--device", self.options.device]
         _command("evaluate", *words, "--beside", str(self.dense))
         rows = read_run(self.trained).evaluations[-1]["rows"]
-        loss = next(row for row in rows if row["task"] == "loss")
-        found = {name: loss[name] for name in ("loss", "beside_loss", "divergence", "agreement")}
-        return found | {"recall_of_layers": [row["recall"] for row in rows if row["task"] == "choice"]}
+        # A row for each source.
+        losses = [row for row in rows if row["task"] == "loss"]
+        targets = sum(row["targets"] for row in losses)
+        names = ("loss", "beside_loss", "divergence", "agreement")
+        found = {name: sum(row[name] * row["targets"] for row in losses) / targets for name in names}
+        recalls_of_layers = defaultdict(list)
+        for row in rows:
+            if row["task"] == "choice":
+                recalls_of_layers[row["layer"]].append(row["recall"])
+        return found | {"recall_of_layers": [fmean(recalls) for recalls in recalls_of_layers.values()]}
 
     def _finish(self) -> None:
         """The weights in OUT itself, as second names of the same files where the file system has them."""
@@ -366,7 +387,7 @@ class _Work:
         advice = {
             "talk to it": f"trifocal serve {path}",
             **report,
-            "train on": f"trifocal train --model.from {path} --data.source {shlex.quote(self.options.data)}",
+            "train on": f"trifocal train --model.from {path} --data.source {shlex.join(self.options.data)}",
         }
         return printable("\n".join([*lines, "\ntry next:", *(f"  {what}:\n    {how}" for what, how in advice.items())]))
 
@@ -410,8 +431,10 @@ def _steps_done(folder: Path) -> int:
     return checkpoint_step(found[-1]) if found else 0
 
 
-def _flag(value: Any) -> str:
-    return value if isinstance(value, str) else to_literal(value)
+def _words(value: Any) -> list[str]:
+    """A value as words behind its flag."""
+    values = value if isinstance(value, tuple) else (value,)
+    return [one if isinstance(one, str) else to_literal(one) for one in values]
 
 
 def _command(name: str, *words: str, processes: int = 1) -> None:
