@@ -14,7 +14,7 @@ def test_a_layer_is_compared_and_timed(monkeypatch):
     warm.take_the_place_of_subprocess(monkeypatch, "trifocal.testing.processes")
     options = argparse.Namespace(device="cpu", tiny=True, tokens=0, calls=0, limit=60.0)
     row = context.layer_row(2, options)
-    assert row["status"] == "ok" and row["ms"] > row["forward_ms"] > 0 and row["without_exchange_ms"] > 0, row
+    assert row["status"] == "ok" and min(row["ms"], row["forward_ms"], row["without_exchange_ms"]) > 0, row
     assert row["peak_gib"] is None
 
 
