@@ -42,8 +42,8 @@ MASKED_UP_TO = 2
 MASKED_LONGER_UP_TO = 4
 # With fewer queries than this for a block, on average, there is nothing to gain from holding the block.
 FEWEST_QUERIES_PER_BLOCK = 2
-# Neighbours together choose more the more blocks there are, and a tile of fewer heads a group has more of them. Heads of a
-# group from which on tiles serve, and up to how many times the blocks of a choice, forward and backward.
+# Neighbours together choose more the more blocks there are, and a tile of fewer heads a group has more of them: heads
+# from which on tiles serve, and up to how many times the blocks of a choice, forward and backward.
 FEWEST_HEADS_OF_TILES = 8
 TILES_UP_TO = ((FEWEST_HEADS_OF_TILES, math.inf, math.inf), (5, 16, 16), (3, 8, 0))
 # A slot of fewer rows cannot be copied into a tile by itself.
