@@ -149,6 +149,18 @@ def test_what_is_too_short_or_not_installed(monkeypatch):
         ruler.possible_tasks(())
 
 
+def test_the_error_is_that_of_the_mean(monkeypatch):
+    texts = ["seven", "", "", ""]
+    monkeypatch.setattr(ruler, "make_samples", lambda *_, **__: [({"outputs": ["Seven"]}, [1])] * len(texts))
+    monkeypatch.setattr(ruler, "cache_for_prompts", lambda *_: None)
+    answers = [SimpleNamespace(text=text, finish_reason="stop") for text in texts]
+    monkeypatch.setattr(ruler, "Engine", lambda *_: SimpleNamespace(complete=lambda requests: answers))
+    model = SimpleNamespace(config=None, embedding=torch.nn.Embedding(1, 1))
+    [row] = measure_ruler(Subject(model, make_tokenizer("bytes"), None, None, CPU, "fp32"), "vt", 700, len(texts))
+    # A sample variance of 1/4, over 4 samples.
+    assert (row["score"], row["error"], row["samples"]) == (0.25, 0.25, 4)
+
+
 def test_a_model_is_measured_by_the_command(tmp_path, capsys):
     """Without any text; a model that has learned nothing finds nothing."""
     folder, file = tmp_path / "model", tmp_path / "figures.json"

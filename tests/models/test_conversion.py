@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -267,6 +268,7 @@ def test_options_that_do_not_fit_are_refused():
     for layers in (("dense", "window"), ("window", "window")):
         before = ModelConfig(num_layers=2, layer_types=layers, geometry=Geometry(window_size=96))
         assert converted_config(before, "nsa", COVERING).sliding_window == 96
+    assert converted_config(replace(config, num_layers=4), "mix", COVERING).sliding_window == COVERING.window_size
     with pytest.raises(UserError, match="the model has layers with a sliding window already"):
         converted_config(before, "mix", COVERING)
     # The fourth layer would select blocks.

@@ -58,6 +58,16 @@ def test_missing_and_broken_files_are_named(make_config, tmp_path):
         load_model(tmp_path)
 
 
+def test_a_shard_outside_of_its_folder_is_not_read(make_config, tmp_path):
+    folder = tmp_path / "model"
+    save_weights(DecoderLM(make_config()), folder, shard_bytes=8000)
+    shard, index = min(folder.glob("*.safetensors")), folder / "model.safetensors.index.json"
+    shard.rename(tmp_path / shard.name)
+    index.write_text(index.read_text().replace(shard.name, f"../{shard.name}"))
+    with pytest.raises(UserError, match=r"lacks the shard \.\./model-00001"):
+        load_model(folder)
+
+
 def test_tensors_are_readable_by_the_umask_and_need_not_be_contiguous(tmp_path):
     path = tmp_path / "tensors.safetensors"
     written = {"turned": torch.arange(6.0).view(2, 3).T, "part": torch.arange(20)[3:8], "empty": torch.empty(0, 5)}

@@ -195,6 +195,26 @@ def test_order_follows_from_the_shape():
         assert order(queries, 4097, 16, 64, heads, backward=True, packed=True) == "tiles"
 
 
+def test_what_hopper_kernels_cannot_take_stays_portable(monkeypatch):
+    for name in ("is_hopper", "has_copy_engine"):
+        monkeypatch.setattr(dispatch.devices, name, lambda device: True)
+    q, k = (torch.empty(1, 256, heads, 128, dtype=torch.bfloat16) for heads in (4, 2))
+
+    def fits(x, *, window, packed):
+        return dispatch.interval_on_hopper("forward", q, x, x, window=window, packed=packed) is not None
+
+    assert fits(k, window=True, packed=True) and fits(k, window=False, packed=False)
+    # Slots that no document fills would reach the products.
+    assert not fits(k, window=False, packed=True)
+    # The copy engine wants each tensor to begin at 16 bytes.
+    shifted = torch.empty(k.numel() + 1, dtype=k.dtype)[1:].view(k.shape)
+    assert not fits(shifted, window=True, packed=False) and not fits(k.float(), window=True, packed=False)
+    most = dispatch.MAX_BLOCKS_OF_WARP
+    assert [dispatch.choice_on_hopper(q, most + more, packed=packed) for more, packed in ((0, 0), (1, 0), (0, 1))] == [
+        True, False, False,
+    ]  # fmt: skip
+
+
 def test_of_packed_documents_the_longest_counts(device, monkeypatch):
     """In both passes, behind the operator."""
     found, rule = [], dispatch.selected_order

@@ -122,6 +122,22 @@ def test_no_link_in_a_foreign_run_is_followed(tmp_path):
     assert resume(run, config=longer).finished
 
 
+def test_only_links_that_wandb_made_may_stay(tmp_path):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    for folder in (elsewhere, run / "wandb", run / "checkpoints" / "wandb"):
+        folder.mkdir(parents=True)
+    (run / "wandb" / "latest-run").symlink_to(elsewhere)
+    run_folder.check_files(run)
+    (run / "checkpoints" / "wandb" / "latest-run").symlink_to(elsewhere)
+    with pytest.raises(UserError, match="checkpoints/wandb/latest-run is a symbolic link"):
+        run_folder.check_files(run)
+    (run / "checkpoints" / "wandb" / "latest-run").unlink()
+    (run / "wandb").rename(tmp_path / "wandb")
+    (run / "wandb").symlink_to(elsewhere)
+    with pytest.raises(UserError, match="wandb is a symbolic link"):
+        run_folder.check_files(run)
+
+
 def open_path(run):
     with open_pretrained(run) as found:
         return found.path
@@ -226,6 +242,15 @@ def test_a_lock_ends_with_its_process_however_that_ends(tmp_path):
     for _ in range(2):
         with RunLock() as lock:
             assert lock.acquire(tmp_path) == ""
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / ".lock").symlink_to(victim)
+    with RunLock() as lock, pytest.raises(OSError, match="symbolic links"):
+        lock.acquire(tmp_path)
+    assert victim.read_text() == "mine"
 
 
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):

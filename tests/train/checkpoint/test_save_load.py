@@ -4,11 +4,13 @@ import errno
 import json
 import os
 import pickle
+import random
 import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -34,6 +36,7 @@ from trifocal.train.checkpoint.manifest import (
     verify_checkpoint,
     write_manifest,
 )
+from trifocal.train.checkpoint.random_state import random_state, restore_random_state, seed_everything
 from trifocal.train.checkpoint.save_load import collect_state, load_checkpoint, load_model_weights, write_checkpoint
 from trifocal.train.config.sections import OptimizerSection
 from trifocal.train.step.optimizer import make_optimizer
@@ -242,6 +245,23 @@ def test_a_file_of_tensors_that_does_not_belong_to_it_is_found(tmp_path):
     save_file({"model.embedding.weight": torch.zeros(2)}, path / "weights" / "another.safetensors")
     with pytest.raises(UserError, match=r"another\.safetensors does not belong to it"):
         find_checkpoint(tmp_path / "checkpoints")
+
+
+def test_random_generators_continue_where_they_were():
+    seed_everything(3)
+    # Each draws two numbers of a normal distribution at a time, and keeps one.
+    random.gauss(), np.random.normal()
+    state = json.loads(json.dumps(random_state()))
+
+    def draw():
+        return random.gauss(), random.random(), np.random.normal(), np.random.random(), torch.rand(()).item()
+
+    expected = draw()
+    restore_random_state(state)
+    assert draw() == expected
+    state["numpy"][1] = -1
+    with pytest.raises(ValueError, match="is at -1 of 624 numbers"):
+        restore_random_state(state)
 
 
 def test_another_format_is_refused(tmp_path, monkeypatch):
