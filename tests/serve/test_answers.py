@@ -6,6 +6,7 @@ from tests.chat_data import write_llama_tokenizer, write_tokenizer
 from trifocal.data import make_tokenizer
 from trifocal.inference import Completion, TextStream, TokenScore, Update
 from trifocal.serve.answers import Answer
+from trifocal.serve.metrics import Histogram
 from trifocal.serve.service import Service
 
 pytest.importorskip("tokenizers")
@@ -69,3 +70,12 @@ def test_a_prompt_is_repeated_as_it_came(tmp_path):
     assert logprobs["text_offset"][-3:] == [len(prompt), len(prompt), len(prompt) + 1]
     tokens = tokenizer.encode_prompt(prompt).tolist()
     assert answered(tokenizer, {"prompt": tokens, "echo": True}, [0], [1])["text"].startswith("user\nHi\n")
+
+
+def test_a_time_is_counted_from_its_bucket_on():
+    histogram = Histogram()
+    for seconds in (0.004, 0.005, 0.3, 100.0):
+        histogram.observe(seconds)
+    figures = dict(line.rsplit(" ", 1) for line in histogram.lines("x")[1:])
+    found = [int(figures[f'x_bucket{{le="{bound}"}}']) for bound in (0.005, 0.2, 0.5, 60.0, "+Inf")]
+    assert found == [2, 2, 3, 3, 4] and figures["x_count"] == "4" and float(figures["x_sum"]) == 100.309

@@ -23,6 +23,7 @@ from trifocal.train.checkpoint import manifest
 from trifocal.train.checkpoint import save_load as module
 from trifocal.train.checkpoint.folders import (
     checkpoint_path,
+    delete_later_checkpoints,
     find_checkpoint,
     list_checkpoints,
     open_checkpoint,
@@ -193,6 +194,9 @@ def test_keeps_the_last_ones_and_every_mth(tmp_path):
     assert [int(path.name[5:]) for path in list_checkpoints(tmp_path)] == [8, 16, 18, 20]
     prune_checkpoints(tmp_path, keep_last=1, keep_every_steps=0, keep_step=16)
     assert [int(path.name[5:]) for path in list_checkpoints(tmp_path)] == [16, 20]
+    (tmp_path / "partial_step_00000022").mkdir()
+    delete_later_checkpoints(checkpoint_path(tmp_path, 16))
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000016"]
 
 
 def test_what_is_deleted_while_it_is_read_is_said(tmp_path):
