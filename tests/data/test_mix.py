@@ -112,6 +112,11 @@ def test_processes_share_what_one_would_see_and_continue_in_any_number(sources, 
             assert torch.equal(torch.cat([batch.tokens for batch in take(loader, 5)]), rows[_second_of_two(state)][:5])
 
 
+def test_the_epoch_of_joined_positions_is_the_lowest():
+    states = [{"sources": [{"position": {"streams": {str(rank): {}}}, "epoch": 3 - rank}]} for rank in range(2)]
+    assert merge_states(states)["sources"] == [{"position": {"streams": {"0": {}, "1": {}}}, "epoch": 2}]
+
+
 def _second_of_two(state):
     """The rows behind a position that the second of two processes has."""
     return slice((state["sample_index"] + 1) % 2, None, 2)

@@ -374,6 +374,14 @@ def test_of_one_text_file_some_is_held_out(tmp_path, texts, size, kind, fraction
         check_cursors(TextSource(str(path), validation_fraction=fraction))
 
 
+def test_a_piece_is_held_out_for_each_of_its_bytes(tmp_path):
+    """Of 127 bytes the one in the middle is marked: the last of the first piece, later ones inside of others."""
+    path = tmp_path / "a.txt"
+    path.write_text(("x" * 63 + "\n") * 10)
+    source = TextSource(str(path), validation_fraction=0.5038, document_bytes=64)
+    assert [document.held_out for document in read_all(source)] == [True, False] * 5
+
+
 def test_a_folder_of_few_short_files_has_a_validation_split(tmp_path, texts):
     for number in range(5):
         (tmp_path / f"{number}.txt").write_text("\n".join(texts(400, seed=number)))

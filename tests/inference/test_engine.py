@@ -427,6 +427,16 @@ def test_who_needs_no_more_pages_keeps_nobody_waiting(model):
     assert len(engine.step()) == 2
 
 
+def test_who_would_take_the_pages_of_those_that_run_waits(model, monkeypatch):
+    engine, cached = make_engine(model, 2, num_pages=3)
+    monkeypatch.setattr(cached, "swap_out", lambda sequence: pytest.fail("it left at once"))
+    # Two pages are full, and the next token takes the third.
+    requests = [Request(prompt=[1] * 16, max_new_tokens=4), Request(prompt=[2], max_new_tokens=2)]
+    engine.submit(requests[0])
+    engine.step()
+    assert [completion.request for completion in engine.complete(requests[1:])] == requests[1:]
+
+
 def test_broken_logits_end_only_their_sequence(make_model):
     model = make_model().float()
     requests = [Request(prompt=[i, i], max_new_tokens=4, sampling=Sampling(temperature=0)) for i in range(6)]

@@ -54,6 +54,10 @@ def test_what_is_kept_keeps_its_proportions(options, kept):
     torch.testing.assert_close(probabilities(**options), expected, rtol=0, atol=1e-7)
 
 
+def test_no_token_is_kept_beyond_those_that_reach_top_p_exactly():
+    assert probabilities(torch.zeros(4), top_p=0.5).tolist() == [0.5, 0.5, 0.0, 0.0]
+
+
 @pytest.mark.parametrize("temperature", [0.5, 3.0])
 def test_temperature_divides_logits(temperature):
     torch.testing.assert_close(probabilities(temperature=temperature), (LOGITS / temperature).softmax(-1))

@@ -268,6 +268,15 @@ def test_random_generators_continue_where_they_were():
         restore_random_state(state)
 
 
+def test_each_process_gets_its_own_state_and_more_of_them_that_of_another(tmp_path):
+    path, (model, optimizer) = save(tmp_path, 3), make_model()
+    (path / "rank1.json").write_text(json.dumps(STATE | {"random": "of rank 1"}))
+    for rank, expected in ((0, STATE), (1, STATE | {"random": "of rank 1"}), (2, STATE)):
+        processes = DistributedContext(rank=rank, size=3)
+        given = {"model": model, "optimizer": optimizer, "model_config": CONFIG, "processes": processes}
+        assert load_checkpoint(path, **given) == expected
+
+
 def test_another_format_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "FORMAT", 99)
     path = save(tmp_path, 1)

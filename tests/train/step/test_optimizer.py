@@ -111,6 +111,16 @@ def test_clips_to_the_norm_and_steps_like_plain_adamw():
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
+def test_parameters_apart_are_clipped_by_their_own_norm():
+    _, optimizer, [weight, bias] = make_problem(torch.full((2, 3), 100.0))
+    norm = gradient_norm([weight])
+    assert guarded_step(optimizer, [weight], norm, torch.tensor(1.0), 2.0, apart=[bias]).wait()
+    assert gradient_norm([weight]).item() == pytest.approx(2.0)
+    assert torch.equal(bias.grad, torch.ones(2))
+    bias.grad[0] = torch.nan
+    assert not guarded_step(optimizer, [weight], norm, torch.tensor(1.0), 2.0, apart=[bias]).wait()
+
+
 def orthogonalise_as_pytorch_does(matrices):
     """In bf16, one after the other: a step from zero, against the gradient."""
     found = [torch.zeros(matrices.shape[1:]) for _ in matrices]
