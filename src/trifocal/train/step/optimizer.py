@@ -39,12 +39,11 @@ class DeviceFlag:
 
 
 def make_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
-    """AdamW, fused, over what is trained: the matrices of linear maps decay; norms, biases and embeddings, tied ones
-    too, do not; an index has its own rate. With the kind "muon", Muon trains the matrices of the layers, without those
-    of gates and of an index. `set_learning_rate` is called before every step. Raises UserError if Muon has no matrix.
+    """AdamW, fused, over what is trained: the matrices of linear maps decay; norms, biases and embeddings do not; an
+    index has its own rate. With the kind "muon", Muon trains the matrices of the layers, without those of gates and of
+    an index. `set_learning_rate` is called before every step. Raises UserError if Muon has no matrix.
     """
     matrices = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
-    matrices -= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     index = index_parameters(model)
     apart = set(map(id, index))
     trained = [one for one in model.parameters() if one.requires_grad]
