@@ -244,6 +244,18 @@ def test_a_lock_ends_with_its_process_however_that_ends(tmp_path):
             assert lock.acquire(tmp_path) == ""
 
 
+def test_a_lock_stays_with_its_folder(tmp_path):
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    run.mkdir()
+    with RunLock() as lock:
+        lock.acquire(run)
+        assert lock.holds(run)
+        run.rename(moved)
+        run.mkdir()
+        (run / ".lock").touch()
+        assert lock.holds(moved) and not lock.holds(run)
+
+
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("mine")
