@@ -17,7 +17,7 @@ from trifocal.evaluation import Plan, Subject, evaluate_model, measure, not_poss
 from trifocal.evaluation.measure import TimeLeft, planned_tokens, rows_name
 from trifocal.evaluation.needles import Haystacks, measure_needles
 from trifocal.evaluation.position_loss import PositionLosses, measure_loss, position_edges
-from trifocal.evaluation.recall import measure_recall
+from trifocal.evaluation.recall import _distances, measure_recall
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Documents
 from trifocal.testing.small_models import small_config
@@ -103,6 +103,9 @@ def test_recall_by_distance_shows_where_a_window_ends():
     assert sum(row["queries"] for row in whole[1:]) == 3 * 16
     near = {row.get("first"): row["accuracy"] for row in measure_recall(copying("recall", sees=63), 256, 16, 3)}
     assert near[0] == 1.0 and near[64] < 0.2 and near[128] < 0.2
+    # Two pairs of a key and its value, a gap, and both keys again.
+    tokens, targets = np.array([5, 9, 6, 8, 0, 6, 5]), np.array([-100] * 5 + [8, 9])
+    assert _distances(tokens, targets, 2).tolist() == [3, 6]
 
 
 def rows_of(batches):

@@ -28,7 +28,7 @@ OPTIONS = [
     {"chooser": "index", "compressor": "mlp"},
     {"chooser": "index", "attention": "selected", "unrotated_layers": (1,)},
     {
-        "layer_types": ("window", "selected"),
+        "layer_types": ("window", "selected"), "sliding_window": 11,
         "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True, "unrotated_layers": (1,),
         "rope_scaling": RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
     },

@@ -14,7 +14,8 @@ from tests.written_runs import TEXT, set_last_beat, write_picture, write_run
 from trifocal.errors import UserError
 from trifocal.report import summarise, write_report
 from trifocal.report.attention_charts import attention_charts
-from trifocal.report.charts import thin
+from trifocal.report.charts import Chart, thin
+from trifocal.report.page import _charts as charts_of_page
 from trifocal.report.picture import pictures_of
 from trifocal.runlog import MetricsWriter
 from trifocal.runlog.run import read_run
@@ -168,6 +169,8 @@ def test_cells_of_tables_are_escaped(tmp_path):
     assert path == runs[0] / "comparison.html"
     page = path.read_text()
     assert evil not in page
+    # A chart may be named after its run.
+    assert evil not in charts_of_page([Chart("key", evil, evil, [])])
     assert page.count("&lt;b class=evil&gt;1") > 5 and "text:/&lt;b class=evil&gt;1" in page
 
 

@@ -66,6 +66,14 @@ def test_lines_come_from_the_end_in_parts(tmp_path, monkeypatch):
         assert all(path.read_bytes()[offset:].startswith(line) for offset, line in found)
 
 
+def test_of_a_line_longer_than_any_row_only_a_part_is_read_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(jsonl, "LONGEST_LINE", 64)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"a": "{"x" * 200}"}}\n{{"a": 1}}\n')
+    rows = read_lines(path)
+    assert rows == [{"a": 1}] and rows.skipped > 1
+
+
 def test_a_full_disk_warns_once_and_loses_rows_only(tmp_path, caplog):
     path = tmp_path / "rows.jsonl"
     path.symlink_to("/dev/full")

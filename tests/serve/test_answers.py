@@ -1,11 +1,15 @@
 """Answers of a completion: the prompt as it came, and log-probabilities whose tokens are told apart."""
 
+import asyncio
+import json
+
 import pytest
 
 from tests.chat_data import write_llama_tokenizer, write_tokenizer
 from trifocal.data import make_tokenizer
 from trifocal.inference import Completion, TextStream, TokenScore, Update
 from trifocal.serve.answers import Answer
+from trifocal.serve.app import _AnswerResponse
 from trifocal.serve.metrics import Histogram
 from trifocal.serve.service import Service
 
@@ -70,6 +74,33 @@ def test_a_prompt_is_repeated_as_it_came(tmp_path):
     assert logprobs["text_offset"][-3:] == [len(prompt), len(prompt), len(prompt) + 1]
     tokens = tokenizer.encode_prompt(prompt).tolist()
     assert answered(tokenizer, {"prompt": tokens, "echo": True}, [0], [1])["text"].startswith("user\nHi\n")
+
+
+def test_offsets_of_new_tokens_count_the_prompt_as_it_came(tmp_path):
+    """Also where the tokenizer writes a character in another way."""
+    path = write_tokenizer(tmp_path) / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": {"type": "NFC"}}))
+    tokenizer, prompt = make_tokenizer(str(tmp_path)), "e\u0301x"
+    choice = answered(tokenizer, {"prompt": prompt, "echo": True}, tokenizer.encode("ab").tolist(), [1])
+    assert choice["logprobs"]["text_offset"][-2:] == [3, 4]
+
+
+def test_a_stream_says_why_it_ended_also_without_text():
+    tokenizer, sent = make_tokenizer("bytes"), []
+    service = Service("tiny", tokenizer, tokenizer.vocab_size, 96, 4, 4, False)
+    call = service.read({"prompt": "x", "stream": True}, chat=False)
+    [request], end = call.requests, tokenizer.separator
+    completion = Completion(request, 0, [end], [-1.0], "", "stop")
+
+    class Updates:
+        async def get(self):
+            return [Update(request, 0, end, TokenScore(-1.0, []), "", completion, [])]
+
+    async def send(message):
+        sent.append(message.get("body", b""))
+
+    asyncio.run(_AnswerResponse(None, None, call, Answer(service, call))._stream(Updates(), send))
+    assert b'"finish_reason": "stop"' in b"".join(sent)
 
 
 def test_a_time_is_counted_from_its_bucket_on():

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -80,6 +81,28 @@ def test_a_damaged_file_is_named(tmp_path):
         path.write_bytes(content[:place] + bytes([content[place] ^ 255]) + content[place + 1 :])
         with contextlib.suppress(UserError):
             read_picture(path)
+
+
+class Attack:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+def test_a_pickle_in_a_picture_is_not_loaded(tmp_path):
+    path, made = tmp_path / "a.npz", tmp_path / "made by the attack"
+    plain().save(path)
+    with np.load(path) as file:
+        arrays = dict(file)
+    arrays["gates"] = np.array([Attack(made)], dtype=object)
+    np.savez(path, **arrays)
+    with pytest.raises(UserError, match=r"a\.npz"):
+        read_picture(path)
+    assert not made.exists()
 
 
 @pytest.mark.parametrize(

@@ -220,3 +220,12 @@ def test_a_signal_to_the_group_while_a_pool_compiles(tmp_path, number, step):
         newest = list_checkpoints(run / "checkpoints")[-1]
         assert is_intact(newest) and newest.name == "step_00000002"
         assert read_metrics(run / "metrics.jsonl", "train")[-1]["step"] == 2
+
+
+def test_an_interrupt_that_comes_behind_the_first_step_changes_nothing():
+    signals = StopSignals()
+    signals._number = signal.SIGTERM
+    with pytest.raises(StoppedBeforeFirstStep):
+        signals._raise(signal.SIGURG, None)
+    signals.something_to_save = True
+    signals._raise(signal.SIGURG, None)
