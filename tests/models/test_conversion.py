@@ -262,6 +262,8 @@ def test_options_that_do_not_fit_are_refused():
     config = ModelConfig(num_layers=3, attention="dense")
     with pytest.raises(UserError, match="--dense-layers names layer 3, but the model has layers 0 to 2"):
         converted_config(config, "selected", COVERING, dense_layers=[3])
+    with pytest.raises(UserError, match="--dense-layers goes with another --to"):
+        converted_config(config, "dense", COVERING, dense_layers=[0])
     with pytest.raises(UserError, match="--shared-kv goes with --to nsa"):
         converted_config(config, "selected", COVERING, shared_kv=True)
     # A window that the old geometry gives stays, whatever the new one is.

@@ -51,7 +51,7 @@ class ConvertArguments:
     """Block sizes of the sparse attention."""
 
     def __post_init__(self) -> None:
-        unused = {"dense-layers": (), "shared-kv": False, "chooser": "auto", "geometry": Geometry()}
+        unused = {"shared-kv": False, "chooser": "auto", "geometry": Geometry()}
         for name, default in unused.items():
             if self.to == "dense" and getattr(self, name.replace("-", "_")) != default:
                 raise UserError(f"--{name} goes with another --to: with dense all layers stay as they are")

@@ -46,6 +46,8 @@ def converted_config(
     if unknown:
         raise UserError(f"--dense-layers names layer {unknown[0]}, but the model has layers 0 to {len(kinds) - 1}")
     if to == "dense":
+        if dense_layers:
+            raise UserError("--dense-layers goes with another --to: with dense all layers stay as they are")
         return config
     if to == "mix" and "window" in kinds:
         raise UserError("the model has layers with a sliding window already: --to selected makes the others sparse")
