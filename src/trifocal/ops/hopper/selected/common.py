@@ -1,10 +1,10 @@
-"""Shared by the Hopper kernels of selected attention: copies of blocks and of queries, numbers of rows."""
+"""Shared by the Hopper kernels of selected attention: copies of blocks and of queries, numbers of rows, a loader."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from trifocal.ops.hopper.common import async_load
+from trifocal.ops.hopper.common import async_load, tma_load
 from trifocal.ops.triton.common import LOG2_E_KERNEL
 
 
@@ -44,3 +44,40 @@ def row_numbers(lse, delta, gate, place, exists, GATED: gl.constexpr):
     if GATED:
         gate_row = gl.load(gate + place).to(gl.float32)
     return lse_2, delta_row, gate_row
+
+
+@gluon.jit
+def load_tile(
+    count, visit, batch, group, tile, tokens, entries, sources, buffers, barriers,
+    Q_PER_KV: gl.constexpr, QUERIES: gl.constexpr, STAGES: gl.constexpr, WITH_D_O: gl.constexpr,
+):  # fmt: skip
+    """The loader of a tile of 128 rows: k of its first block, q, in backward d_o, then v and k by turns."""
+    q_source, k_source, v_source, d_o_source = sources
+    q_tiles, k_tiles, v_tiles, d_o_tiles = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    following = gl.load(tokens)
+    for entry in range(entries):
+        token = following
+        following = gl.load(tokens + gl.minimum(entry + 1, entries - 1))
+        stage = count % STAGES
+        free = (count // STAGES & 1) ^ 1
+        mbarrier.wait(k_free.index(stage), free)
+        mbarrier.expect(k_ready.index(stage), k_source.block_type.nbytes)
+        tma_load(k_source, [batch, token, group, 0], k_ready.index(stage), k_tiles.index(stage))
+        if entry == 0:
+            for part in gl.static_range(2):
+                query = (2 * tile + part) * QUERIES
+                ready = q_ready.index(part)
+                mbarrier.wait(q_free.index(part), (visit & 1) ^ 1)
+                if WITH_D_O:
+                    mbarrier.expect(ready, q_source.block_type.nbytes + d_o_source.block_type.nbytes)
+                else:
+                    mbarrier.expect(ready, q_source.block_type.nbytes)
+                tma_load(q_source, [batch, query, group * Q_PER_KV, 0], ready, q_tiles.index(part))
+                if WITH_D_O:
+                    tma_load(d_o_source, [batch, query, group * Q_PER_KV, 0], ready, d_o_tiles.index(part))
+        mbarrier.wait(v_free.index(stage), free)
+        mbarrier.expect(v_ready.index(stage), v_source.block_type.nbytes)
+        tma_load(v_source, [batch, token, group, 0], v_ready.index(stage), v_tiles.index(stage))
+        count += 1
+    return count

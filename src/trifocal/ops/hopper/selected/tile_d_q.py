@@ -16,8 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from trifocal.ops import devices
-from trifocal.ops.hopper.common import PART_ROWS, tile_descriptor, tma_load
+from trifocal.ops.hopper.common import PART_ROWS, tile_descriptor
 from trifocal.ops.hopper.interval.common import make_barriers
+from trifocal.ops.hopper.selected.common import load_tile
 from trifocal.ops.tiles import cdiv
 from trifocal.ops.triton.common import LOG2_E_KERNEL
 from trifocal.ops.triton.launch import Kernel
@@ -45,36 +46,15 @@ def load_blocks(
     descriptors, buffers, barriers, lists, counts,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
 ):
-    """The loader: k of the first block, q and d_o, then v and k by turns."""
-    q_source, k_source, v_source, d_o_source = descriptors
-    q_tiles, k_tiles, v_tiles, d_o_tiles = buffers
-    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    """The loader: all that each tile reads."""
     QUERIES: gl.constexpr = PART_ROWS // HEADS
     count = 0
     visit = 0
     for slot in range(gl.program_id(0), counts[0], gl.num_programs(0)):
         batch, group, tile, tokens, _members, _masked, end = place_tile(slot, lists, counts, GROUPS)
-        following = gl.load(tokens)
-        for entry in range(end):
-            token = following
-            following = gl.load(tokens + gl.minimum(entry + 1, end - 1))
-            stage = count % STAGES
-            free = (count // STAGES & 1) ^ 1
-            mbarrier.wait(k_free.index(stage), free)
-            mbarrier.expect(k_ready.index(stage), k_source.block_type.nbytes)
-            tma_load(k_source, [batch, token, group, 0], k_ready.index(stage), k_tiles.index(stage))
-            if entry == 0:
-                for part in gl.static_range(2):
-                    query = (2 * tile + part) * QUERIES
-                    ready = q_ready.index(part)
-                    mbarrier.wait(q_free.index(part), (visit & 1) ^ 1)
-                    mbarrier.expect(ready, q_source.block_type.nbytes + d_o_source.block_type.nbytes)
-                    tma_load(q_source, [batch, query, group * Q_PER_KV, 0], ready, q_tiles.index(part))
-                    tma_load(d_o_source, [batch, query, group * Q_PER_KV, 0], ready, d_o_tiles.index(part))
-            mbarrier.wait(v_free.index(stage), free)
-            mbarrier.expect(v_ready.index(stage), v_source.block_type.nbytes)
-            tma_load(v_source, [batch, token, group, 0], v_ready.index(stage), v_tiles.index(stage))
-            count += 1
+        count = load_tile(
+            count, visit, batch, group, tile, tokens, end, descriptors, buffers, barriers,
+            Q_PER_KV, QUERIES, STAGES, True)
         visit += 1
 
 

@@ -20,8 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from trifocal.ops import devices
-from trifocal.ops.hopper.common import PART_ROWS, allocate_barriers, tile_descriptor, tma_load, tma_store
+from trifocal.ops.hopper.common import PART_ROWS, allocate_barriers, tile_descriptor, tma_store
 from trifocal.ops.hopper.interval.common import make_barriers
+from trifocal.ops.hopper.selected.common import load_tile
 from trifocal.ops.tiles import next_power_of_2
 from trifocal.ops.triton.common import LN_2, LOWEST
 from trifocal.ops.triton.launch import Kernel
@@ -45,14 +46,12 @@ def place_tile(slot, row_tiles, GROUPS: gl.constexpr):
 @gluon.jit
 def load_blocks(
     q_source, k_source, v_source, buffers, barriers, lists, sizes,
-    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
-    STAGES: gl.constexpr,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
 ):
-    """The loader: k of the first block, q, then v and k by turns; then the number of the next tile, for all parts.
+    """The loader: all that a tile reads; then the number of the next tile, for all parts.
 
     It has two places for that number: q of a tile is not asked for before both parts have read the number.
     """
-    q_tiles, k_tiles, v_tiles, o_tiles = buffers
     q_ready, q_free, k_ready, k_free, v_ready, v_free, drawn_ready = barriers
     tokens, members, counts, drawn = lists
     slots, row_tiles, width, num_queries, query_shift = sizes
@@ -63,26 +62,10 @@ def load_blocks(
     while slot < slots:
         batch, group, tile, number = place_tile(slot, row_tiles, GROUPS)
         entries = gl.load(counts + number * 2 + 1)
-        of_tile = tokens + number * width
-        following = gl.load(of_tile)
-        for entry in range(entries):
-            token = following
-            following = gl.load(of_tile + gl.minimum(entry + 1, entries - 1))
-            stage = count % STAGES
-            free = (count // STAGES & 1) ^ 1
-            mbarrier.wait(k_free.index(stage), free)
-            mbarrier.expect(k_ready.index(stage), k_source.block_type.nbytes)
-            tma_load(k_source, [batch, token, group, 0], k_ready.index(stage), k_tiles.index(stage))
-            if entry == 0:
-                for part in gl.static_range(2):
-                    query = (2 * tile + part) * QUERIES
-                    mbarrier.wait(q_free.index(part), (visit & 1) ^ 1)
-                    mbarrier.expect(q_ready.index(part), q_source.block_type.nbytes)
-                    tma_load(q_source, [batch, query, group * Q_PER_KV, 0], q_ready.index(part), q_tiles.index(part))
-            mbarrier.wait(v_free.index(stage), free)
-            mbarrier.expect(v_ready.index(stage), v_source.block_type.nbytes)
-            tma_load(v_source, [batch, token, group, 0], v_ready.index(stage), v_tiles.index(stage))
-            count += 1
+        count = load_tile(
+            count, visit, batch, group, tile, tokens + number * width, entries,
+            (q_source, k_source, v_source, q_source), buffers, (q_ready, q_free, k_ready, k_free, v_ready, v_free),
+            Q_PER_KV, QUERIES, STAGES, False)
         visit += 1
         slot = gl.num_programs(0) + gl.atomic_add(drawn, 1, sem="relaxed")
         gl.store(drawn + 1 + 2 * gl.program_id(0) + visit % 2, slot)
@@ -229,7 +212,7 @@ def tile_forward_hopper_kernel(
         (attend_rows, (1, o_target, o_pointer, lse, buffers, barriers, lists, sizes, score_scale,
                        GROUPS, Q_PER_KV, HEADS, D, V, STAGES)),
         (load_blocks, (q_source, k_source, v_source, buffers, barriers, lists, sizes,
-                       GROUPS, Q_PER_KV, HEADS, D, V, STAGES)),
+                       GROUPS, Q_PER_KV, HEADS, STAGES)),
     ], [4, 1], [240, 24])
 
 # fmt: on
