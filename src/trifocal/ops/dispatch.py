@@ -156,9 +156,8 @@ def interval_on_hopper(
     """How the Hopper kernel `"forward"`, `"d_q"` or `"dkdv"` of the compressed or the window branch is launched; None
     where the portable one runs. The tensors that it reads are [B, *, heads, D or V].
 
-    The Hopper
-    kernels take any number of heads a group, up to 32 at 192 wide, in shares that divide a tile. The copy engine must
-    be able to read all. In packed documents, the compressed slots that no document fills would reach the
+    The Hopper kernels take any number of heads a group, up to 32 at 192 wide, in shares that divide a tile. The copy
+    engine must be able to read all. In packed documents, the compressed slots that no document fills would reach the
     products. The window's d_k and d_v are not cut into parts: one program for 128 keys must make enough.
     """
     heads = q.shape[2] // k.shape[2]
@@ -301,8 +300,7 @@ def queries_of_tile(q: Tensor, q_per_kv: int, rows: int, groups: int) -> int:
 
 
 def dkdv_is_warp_specialized(q_per_kv: int, *tensors: Tensor) -> bool:
-    """Whether the warp-specialized one of both Hopper kernels of d_k and d_v of tiles runs: the copy engine copies the
-    heads of one slot.
+    """Whether the warp-specialized one of both Hopper kernels of tiles' d_k and d_v runs: the copy engine copies slots.
 
     The pattern of shared memory repeats after 8 rows: a slot with fewer cannot be copied into a tile by itself.
     """
