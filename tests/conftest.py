@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.devices import DEVICES
 
@@ -16,6 +17,10 @@ MAX_SECONDS_ON_A_GPU = 200
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# The drawn examples are the same in each run, so that a commit alone makes a test fail.
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
 
 # Under nohup, or in the background of a shell, signals are ignored, and so they would be by the runs that tests start.
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:

@@ -173,7 +173,7 @@ def test_recall_that_stands_still_ends_the_teaching(tmp_path):
         (("--keep-dense", "2"), "--keep-dense must be less than the 2 dense layers, got 2"),
         (("--validation-fraction", "1"), r"--validation-fraction must lie in (0, 1), got 1"),
         (("--data", "text:/nowhere"), "/nowhere"),
-        (("--data-weights", "1"), "--data: data.weights need several sources"),
+        (("--data-weights", "1"), "--data: data.weights needs several sources"),
         (("--to", "dense"), "--to must be one of 'selected', 'mix', 'nsa', got 'dense'"),
     ],
 )

@@ -227,7 +227,7 @@ def test_bad_documents_of_all_sources_are_counted(tmp_path, sources):
         ({"weights_after": (0, 0)}, "data.weights_after must not be negative, nor all 0"),
         ({"change_step": 5}, "data.change_step 5 needs data.weights_after"),
         ({"change_step": -5, "weights_after": (1, 2)}, "and may not be negative"),
-        ({"source": "builtin", "weights": (1,)}, "data.weights need several sources, data.source is 'builtin'"),
+        ({"source": "builtin", "weights": (1,)}, "data.weights needs several sources, data.source is 'builtin'"),
         ({"split": ("train", "train", "test")}, "data.split has 3 values, data.source 2; give one, or as many"),
         ({"source": "builtin", "revision": ("a", "b")}, "data.revision has 2 values, data.source 1"),
     ],

@@ -170,8 +170,9 @@ class DataConfig:
         if not names:
             raise ValueError("data.source is an empty list; name a source")
         if len(names) == 1:
-            if self.weights or self.weights_after or self.change_step:
-                raise ValueError(f"data.weights need several sources, data.source is {self.source!r}")
+            for key in ("weights", "weights_after", "change_step"):
+                if getattr(self, key):
+                    raise ValueError(f"data.{key} needs several sources, data.source is {self.source!r}")
             return
         if repeated := [source for source in self.sources if self.sources.count(source) > 1]:
             raise ValueError(f"data.source names {repeated[0]!r} more than once; give it a larger weight")
