@@ -151,6 +151,13 @@ def test_lists_are_words_or_between_commas_or_json(words):
     assert read_flags({"stop": tuple[str, ...]}, ["--stop", "[a], b", "c"]) == ([], {"stop": ("[a], b", "c")})
 
 
+def test_a_pattern_of_layers_repeats_over_another_number_of_layers():
+    mix = override(RunConfig(), {"model.num_layers": 8, "model.layer_types": ("window", "dense", "dense", "dense")})
+    assert override(mix, {"model.num_layers": 4}).model.layer_types == ("window", "dense", "dense", "dense")
+    with pytest.raises(UserError, match="must divide 6 layers, got 4"):
+        override(mix, {"model.num_layers": 6})
+
+
 def test_the_nearest_name_is_of_the_same_leaf_or_alike():
     assert nearest("train.learning_rate", FIELDS) == "optimizer.learning_rate"
     assert nearest("train.sequence_lenght", FIELDS) == "train.sequence_length"

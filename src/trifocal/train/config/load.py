@@ -94,6 +94,12 @@ def override(config: RunConfig, overrides: Sequence[str] | Mapping[str, Any]) ->
     if not given:
         return config
     values = {name: value_of(config, name) for name in dotted_fields(RunConfig)}
+    if "model.num_layers" in given:
+        # A preset's pattern repeats over another number of layers.
+        names = config.model.layer_types
+        values["model.layer_types"] = next(
+            (names[:n] for n in range(1, len(names)) if names[:n] * (len(names) // n) == names), names
+        )
     return from_table(RunConfig, nested(values | given))
 
 
