@@ -68,7 +68,7 @@ def _bench_model(bench: DecodingBench) -> None:
 
 def _step_figures(bench: DecodingBench, attention: str, sequences: int, past: int) -> dict[str, Any]:
     options, device = bench.options, bench.device
-    config, dtype = bench.config(attention), DTYPES[options.precision]
+    config, dtype = bench.options.model_of(attention), DTYPES[options.precision]
     length = past + _WARMUP_STEPS + options.new_tokens + 1
     sizes = (config.num_heads, config.num_kv_heads, config.head_dim, config.value_dim)
     for kind in {*config.attention_of_layers}:
@@ -133,7 +133,7 @@ def step_times_ms(model: CachedModel, past: int, count: int) -> list[float]:
 
 def _plain_figures(bench: DecodingBench, _: str, sequences: int, past: int) -> dict[str, Any]:
     options, device = bench.options, bench.device
-    config, dtype = bench.config("dense"), DTYPES[options.precision]
+    config, dtype = bench.options.model_of("dense"), DTYPES[options.precision]
     check_memory(cache_bytes(config, dtype, past + 1).of_sequence(past + 1) * sequences, device)
     plain = PlainDecoder(bench.model("dense"), sequences, past + 1, dtype)
     step: Callable[[], object] = plain.step

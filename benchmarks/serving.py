@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -101,7 +101,7 @@ class Timed(NamedTuple):
 @contextlib.contextmanager
 def random_server(options: ServingOptions, attention: str) -> Iterator[tuple[str, int]]:
     """Serve a model with random weights; host and port."""
-    config = replace(options.model, attention=attention)  # type: ignore[arg-type]
+    config = options.model_of(attention)
     model = DecoderLM(config)
     model.init_weights(0)
     with tempfile.TemporaryDirectory() as folder:

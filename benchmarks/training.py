@@ -1,4 +1,4 @@
-"""Optimizer steps of the sparse model and of its dense baseline, with the trainer's own code.
+"""Optimizer steps of sparse models and of their dense baselines, with the trainer's own code.
 
     python benchmarks/training.py --sizes 16x2048 production
 
@@ -15,7 +15,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import IO, Any, Literal
 
 from lib.parity import check_model_parity
@@ -51,7 +51,7 @@ NOTES = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(ModelOptions):
-    """Time training steps of the sparse model and its dense baseline, under the same settings, in one run."""
+    """Time training steps of sparse models and their dense baselines, under the same settings, in one run."""
 
     sizes: tuple[str, ...] = SIZES
     """Sequences x tokens, like 4x8192; or production: 4x2048, as in configs/m7c_125m.toml."""
@@ -99,7 +99,8 @@ class TrainOptions(ModelOptions):
             for attention in self.attention:
                 case = TrainCase(
                     size=size,
-                    model=replace(self.model, attention=attention).to_dict(),
+                    attention=attention,
+                    model=self.model_of(attention).to_dict(),
                     compile=self.compile,
                     cuda_graphs=recorded,
                     data=data,
@@ -129,7 +130,7 @@ def bench_train(options: TrainOptions, recorder: Recorder) -> None:
     refusal = _refusal(options, recorder) if "nsa" in options.attention else ""
     runnable = []
     for case in cases:
-        if refusal and case.model["attention"] == "nsa":
+        if refusal and case.attention == "nsa":
             recorder.keep({**case.labels(), "status": f"refused: {refusal}"})
         else:
             runnable.append(case)
@@ -138,19 +139,22 @@ def bench_train(options: TrainOptions, recorder: Recorder) -> None:
 
 
 def speedups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tokens a second and memory of the sparse model over those of the dense baseline, by size, data and recording."""
+    """Tokens a second and memory of each model over those with dense layers, by size, data and recording."""
     keys = ("size", "cuda_graphs", "data")
     measured = {(*(row[key] for key in keys), row["attention"]): row for row in rows if row["status"] == OK}
     found = []
-    for setting in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
-        sparse, dense = measured.get((*setting, "nsa")), measured.get((*setting, "dense"))
-        if sparse and dense:
-            ratios = {
-                f"{key}_ratio": sparse[key] / dense[key]
-                for key in ("tokens_per_second", "peak_gib")
-                if sparse[key] and dense[key]
-            }
-            found.append({**dict(zip(keys, setting, strict=True)), **ratios})
+    for (*setting, attention), row in measured.items():
+        if attention == "dense":
+            continue
+        others = {name: measured.get((*setting, name), {}) for name in ("dense", "mix-dense") if name != attention}
+        ratios = {
+            f"{key}_over_{name}": row[key] / other[key]
+            for name, other in others.items()
+            for key in ("tokens_per_second", "peak_gib")
+            if row[key] and other.get(key)
+        }
+        if ratios:
+            found.append({**dict(zip(keys, setting, strict=True)), "attention": attention, **ratios})
     return found
 
 
@@ -203,7 +207,7 @@ class Worker:
 
     def __init__(self, case: TrainCase, workers: int, seconds: float) -> None:
         self.case = case
-        self.name = f"{case.size} {case.model['attention']}" + (" recorded" if case.cuda_graphs else "")
+        self.name = f"{case.size} {case.attention}" + (" recorded" if case.cuda_graphs else "")
         self.name += " text" if case.data == "text" else ""
         environment = child_environment()
         if workers > 1:

@@ -1,7 +1,7 @@
 """What the parts of `benchmarks/decoding.py` share, and the mix of requests."""
 
 import gc
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -14,17 +14,8 @@ from lib.timing import peak_gib, synchronized_seconds
 from trifocal.errors import UserError
 from trifocal.inference import CachedModel, Engine, Request, Sampling
 from trifocal.inference.paged_cache import memory_for_caches, plan_cache
-from trifocal.models import DecoderLM, ModelConfig
-from trifocal.models.conversion import MIX
+from trifocal.models import DecoderLM
 
-ATTENTIONS: dict[str, dict[str, Any]] = {
-    "nsa": {},
-    "selected": {"attention": "selected", "chooser": "index"},
-    "mix": {"layer_types": MIX, "chooser": "index"},
-    "dense": {"attention": "dense"},
-    "mix-dense": {"layer_types": (*MIX[:3], "dense")},
-}
-"""How the models of the rows differ from the sparse one."""
 SIZES = ("1x1024", "1x4096", "1x16384", "1x65536", "8x8192", "64x8192", "64x65536")
 
 MIX_NOTES = (
@@ -38,9 +29,6 @@ MIX_NOTES = (
 class DecodeOptions(ModelOptions):
     """Time decoding of the sparse model, of its dense baseline on the same engine, and of a plain dense model."""
 
-    attention: tuple[Literal["nsa", "selected", "mix", "dense", "mix-dense"], ...] = ("nsa", "dense")  # type: ignore[assignment]
-    """The models to measure: with three branches; one branch with an index; three windows and one such layer again and
-    again; dense; three windows and a dense layer."""
     parts: tuple[Literal["model", "mix"], ...] = ("model", "mix")
     """model: a token's time at --sizes; mix: many requests of many lengths."""
     sizes: tuple[str, ...] = SIZES
@@ -81,14 +69,10 @@ class DecodingBench:
         self.device = options.torch_device
         self._models: dict[str, DecoderLM] = {}
 
-    def config(self, attention: str) -> ModelConfig:
-        """The model of a row."""
-        return replace(self.options.model, **ATTENTIONS[attention])
-
     def model(self, attention: str) -> DecoderLM:
         """A model with random weights, made once."""
         if attention not in self._models:
-            model = DecoderLM(self.config(attention))
+            model = DecoderLM(self.options.model_of(attention))
             model.init_weights(0)
             self._models[attention] = model.to(self.device).eval()
         return self._models[attention]
@@ -132,7 +116,7 @@ def mixed_requests(bench: DecodingBench) -> list[Request]:
 
 def _mix_figures(bench: DecodingBench, attention: str) -> dict[str, Any]:
     options, device = bench.options, bench.device
-    config, dtype = bench.config(attention), DTYPES[options.precision]
+    config, dtype = bench.options.model_of(attention), DTYPES[options.precision]
     requests = mixed_requests(bench)
     most = min(options.max_sequences, options.requests)
     longest = max(request.longest for request in requests)

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from lib.results import ResultFile, by_part, cell, cpu_name
 from trifocal.cli.output import unwinding_signals
 from trifocal.errors import UserError
 from trifocal.models import ModelConfig
+from trifocal.models.conversion import MIX
 from trifocal.train import load_config
 
 PRESET = "m7c_125m"
@@ -61,12 +62,23 @@ class BenchOptions:
         return torch.device("cuda" if available and self.device != "cpu" else "cpu")
 
 
+_ATTENTIONS: dict[str, dict[str, Any]] = {
+    "nsa": {},
+    "selected": {"attention": "selected", "chooser": "index"},
+    "mix": {"layer_types": MIX, "chooser": "index"},
+    "dense": {"attention": "dense"},
+    "mix-dense": {"layer_types": (*MIX[:3], "dense")},
+}
+"""How the models of rows differ from that of the flags."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(BenchOptions):
-    """The flags of a benchmark that measures the sparse model beside its dense baseline."""
+    """The flags of a benchmark that measures sparse models beside their dense baselines."""
 
-    attention: tuple[Literal["nsa", "dense"], ...] = ("nsa", "dense")
-    """The models to measure."""
+    attention: tuple[Literal["nsa", "selected", "mix", "dense", "mix-dense"], ...] = ("nsa", "dense")
+    """The models to measure: with three branches; one branch with an index; three windows and one such layer again and
+    again; dense; three windows and a dense layer."""
     model: ModelConfig = field(default_factory=lambda: load_config(PRESET).model)
     """The sparse model, by default the production preset's; the dense baseline differs only in the attention."""
     precision: Literal["fp32", "bf16"] = "bf16"
@@ -80,6 +92,10 @@ class ModelOptions(BenchOptions):
             raise UserError(
                 "a benchmark's models have one kind of attention and random weights: no layer_types, no from"
             )
+
+    def model_of(self, attention: str) -> ModelConfig:
+        """The model of a row."""
+        return replace(self.model, **_ATTENTIONS[attention])
 
 
 def parse_size(size: str, instead: str = "") -> tuple[int, int]:

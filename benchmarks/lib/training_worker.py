@@ -42,6 +42,7 @@ class TrainCase:
     """
 
     size: str
+    attention: str
     model: dict[str, Any]
     sequences: int
     micro_batch: int
@@ -60,7 +61,7 @@ class TrainCase:
         """The columns that identify the row."""
         return {
             "size": self.size,
-            "attention": self.model["attention"],
+            "attention": self.attention,
             "data": self.data,
             "sequences": self.sequences,
             "tokens": self.tokens,
