@@ -225,6 +225,7 @@ def test_one_branch_alone_is_its_operation(branch, share):
         ({"head_dim": 7}, "head_dim must be even for rotary positions, got 7"),
         ({"backend": "flash"}, "backend must be one of auto, reference, triton, got 'flash'"),
         ({"geometry": {}}, "geometry must be a Geometry, got dict"),
+        ({"geometry": None}, "geometry must be a Geometry, got NoneType"),
         ({"head_dim": 2.0}, "head_dim must be an integer, got 2.0"),
     ],
 )

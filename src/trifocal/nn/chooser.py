@@ -27,6 +27,7 @@ from trifocal.nn.rope import rotate
 from trifocal.ops import Documents, Geometry, compressed_attention, select_blocks, select_blocks_by_index
 from trifocal.ops.choice_loss import Sample, choice_loss, draw_queries, hash_numbers
 from trifocal.ops.layout import max_packed_compressed_blocks
+from trifocal.ops.validation import check_geometry
 
 Chooser = Literal["compressed", "index", "exact"]
 # The choice needs only the scores' log-sum-exp. Few columns of values are the least that the operation takes.
@@ -67,6 +68,7 @@ class ChoosingAttention(AttentionBase):
     k_compressor: MeanCompressor | MLPCompressor
 
     def __init__(self, *, chooser: Chooser = "compressed", **sizes: object) -> None:
+        check_geometry(sizes.get("geometry"))
         super().__init__(**sizes)  # type: ignore[arg-type]
         if chooser not in ("compressed", "index", "exact"):
             raise ValueError(f"chooser must be 'compressed', 'index' or 'exact', got {chooser!r}")

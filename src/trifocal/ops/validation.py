@@ -33,7 +33,7 @@ def check_same_kind(name: str, x: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
 
 
-def check_geometry(geometry: Geometry) -> None:
+def check_geometry(geometry: object) -> None:
     """Raise ValueError unless this is a Geometry, which was checked when it was made."""
     if not isinstance(geometry, Geometry):
         raise ValueError(f"geometry must be a Geometry, got {type(geometry).__name__}")
