@@ -30,6 +30,7 @@ MIXED = ("--data.source", "builtin", "text:x", "--data.weights_after", "1,2")
         (("--log.sample_interval_steps", "1", "--data.source", "synthetic"), "there is no text to sample"),
         (("--log.sample_interval_steps", "1", "--model.selection", "random"), "there is nothing to sample"),
         (("--run.directory", __file__ + "/run"), r"run\.directory .*\.py is not a folder"),
+        (("--run.directory", __file__ + "-a/../b"), r"there is no \S+-a; name the folder without \"\.\.\""),
         (("--data.source", "text:/nowhere/at/all"), "nowhere"),
         (("--data.source", "builtin", "text:/nowhere/at/all"), "nowhere"),
         ((*MIXED, "--data.change_step", "6"), r"within the run of 6 steps: set data\.change_step above 0 and below 6"),

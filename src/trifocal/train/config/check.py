@@ -235,6 +235,9 @@ def existing_folder(folder: Path) -> Path:
 def _check_disk(config: RunConfig) -> None:
     folder = Path(config.run.directory)
     existing = existing_folder(folder)
+    missing = folder.absolute().parts[len(existing.parts) :]
+    if ".." in missing:
+        raise UserError(f'run.directory {folder}: there is no {existing / missing[0]}; name the folder without ".."')
     # A resumed run writes into these folders.
     for place in (existing, folder / "checkpoints", folder / "dumps"):
         if place.exists() and not place.is_dir():
