@@ -63,6 +63,8 @@ def generate(
     Raises:
         UserError: If there is no model, it is broken, or an argument is out of range.
     """
+    if not isinstance(prompt, str):
+        raise UserError(f"prompt must be a text, got {prompt!r}")
     with contextlib.ExitStack() as stack:
         if isinstance(path_or_model, DecoderLM):
             if checkpoint:
