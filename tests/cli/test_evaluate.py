@@ -147,6 +147,7 @@ def test_the_type_of_the_weights_is_that_of_the_products(run, tmp_path, capsys, 
         (("--validation-fraction", "1"), "--validation-fraction must lie in [0, 1), got 1"),
         (("--only", "recall"), "has no keys and values to recall"),
         (("--source", "recall:400"), "400 pairs need"),
+        (("--only", "needle", "--lengths", "20"), "nothing was measured, for the reasons above; give other --lengths"),
     ],
 )
 def test_bad_input_is_refused(run, capsys, arguments, message):

@@ -22,6 +22,7 @@ from trifocal.cli.threads import Threads
 from trifocal.data import DataConfig, Tokenizer
 from trifocal.errors import UserError
 from trifocal.evaluation import (
+    OK,
     RULER_INSTALL,
     RULER_TASKS,
     USUAL_TASKS,
@@ -132,15 +133,17 @@ def run(args: Sequence[str]) -> int:
     try:
         for row in evaluate_model(subject, plan, _progress()):
             rows.append(row)
-            if row["status"] != "ok":
+            if row["status"] != OK:
                 console.print(f"{row['task']}, {row['length']:,} tokens: {row['status']}", markup=False)
     except FloatingPointError as error:
         raise UserError(f"{found.path}: {error}; choose an earlier checkpoint") from error
     finally:
-        if rows:
+        if any(row["status"] == OK for row in rows):
             for table in _tables(rows, console):
                 console.print(table)
             _write(found, options, _head(subject, step, options.beside), rows)
+    if all(row["status"] != OK for row in rows):
+        raise UserError("nothing was measured, for the reasons above; give other --lengths or --sequence-length")
     return 0
 
 
@@ -235,7 +238,7 @@ def _tables(rows: Sequence[dict[str, Any]], console: Console) -> Iterator[Table]
     A table that the console is too narrow for is turned: a column for each row. Otherwise its figures would be cut off.
     """
     for task, title in _TITLES.items():
-        own = [row for row in rows if row["task"] == task and row["status"] == "ok"]
+        own = [row for row in rows if row["task"] == task and row["status"] == OK]
         if task == "needle":
             # The rows of a length come one after the other.
             own = [
