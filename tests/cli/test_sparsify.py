@@ -11,7 +11,7 @@ from tests.cli.test_commands import refused
 from tests.train.tiny import write_documents
 from trifocal import load_model, load_tokenizer
 from trifocal.cli import main, sparsify
-from trifocal.data import make_tokenizer
+from trifocal.data import DataConfig, make_tokenizer
 from trifocal.doctor.measured import Need
 from trifocal.models import save_weights
 from trifocal.runlog import read_metrics
@@ -206,3 +206,11 @@ def test_a_source_that_is_no_model_is_one_line(dense, tmp_path, capsys):
     (tmp_path / "full" / "file").touch()
     message = refused(capsys, "sparsify", str(dense), str(tmp_path / "full"), *arguments(dense, tmp_path)[2:])
     assert "full exists already; give a new folder" in message
+    message = refused(capsys, "sparsify", str(dense), "/proc/x", *arguments(dense, tmp_path)[2:])
+    assert "cannot make /proc/x/steps: No such file or directory; give another OUT" in message
+
+
+def test_what_sparsify_holds_out_evaluate_does_too(dense):
+    """Of a sparsified folder, which does not tell what it was trained on."""
+    given = sparsify.SparsifyArguments(source=str(dense), output="out", data=("text:books",))
+    assert given.text["validation_fraction"] == DataConfig().only("text:books").validation_fraction

@@ -90,8 +90,8 @@ class SparsifyArguments:
     """Peak learning rate of these."""
     text_weight: float = 0.0
     """Weight of the loss on the text beside the divergence from the dense model: above 0 it learns the text too."""
-    validation_fraction: float = 0.02
-    """Share of the documents that are held out, to measure on."""
+    validation_fraction: float = DataConfig.validation_fraction
+    """Share of the documents that are held out, to measure on: by default that of any training and evaluation."""
     sequences: int = 24
     """Held-out rows to measure on."""
     seed: int = 0
@@ -190,7 +190,10 @@ class _Work:
             print(f"{name}: done before, in {duration(done['seconds'])}", flush=True)
             return
         print(f"\n{name}: {title}", flush=True)
-        self.steps.mkdir(parents=True, exist_ok=True)
+        try:
+            self.steps.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot make {self.steps}: {error.strerror}; give another OUT") from error
         self._save()
         began = time.perf_counter()
         found = work() or {}
