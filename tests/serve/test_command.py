@@ -177,6 +177,7 @@ def test_what_cannot_be_served_is_refused(folder, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for arguments, message in (
             (["--port", str(taken.getsockname()[1])], "choose another --host or --port"),
+            (["--port", "65536"], "--port may be at most 65535, got 65536"),
             (["--precision", "int9"], "--precision"),
             (["--max-waiting", "-1"], "--max-waiting must be at least 0, got -1"),
             (["--port", "0", "--max-length", "1000000000000"], "--max-length"),

@@ -87,6 +87,8 @@ class ServeArguments:
         for name, value in vars(self).items():
             if isinstance(value, int) and value < 0:
                 raise UserError(f"--{name.replace('_', '-')} must be at least 0, got {value}")
+        if self.port > 65535:
+            raise UserError(f"--port may be at most 65535, got {self.port}")
 
 
 def run(args: Sequence[str]) -> int:
@@ -193,7 +195,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
                 raise
             found.append(listener)
             port = listener.getsockname()[1]
-    except (OSError, OverflowError, UnicodeError) as error:
+    except (OSError, UnicodeError) as error:
         for listener in found:
             listener.close()
         reason = getattr(error, "strerror", None) or error
