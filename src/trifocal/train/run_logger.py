@@ -103,8 +103,10 @@ class RunLogger:
         self._paused_seconds += time.perf_counter() - begin
 
     def log_first_batch(self) -> None:
-        """Log how long the first batch took."""
-        self.log_event("first_batch", f"the first batch came after {self._loader.first_wait:.1f} s")
+        """Log how long the first batch took, and print it where somebody waited."""
+        seconds = self._loader.first_wait
+        log = self.log_event if seconds >= 1 else self.event
+        log("first_batch", f"the first batch came after {seconds:.1f} s")
 
     def log_step(self, result: StepResult) -> None:
         """Write the train row of the last step, which is known to be finite; waits for the device."""
