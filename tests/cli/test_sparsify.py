@@ -11,12 +11,14 @@ from tests.cli.test_commands import refused
 from tests.train.tiny import write_documents
 from trifocal import load_model, load_tokenizer
 from trifocal.cli import main, sparsify
+from trifocal.cli import train as train_command
 from trifocal.data import DataConfig, make_tokenizer
 from trifocal.doctor.measured import Need
 from trifocal.models import save_weights
 from trifocal.runlog import read_metrics
 from trifocal.runlog.run import read_evaluation
 from trifocal.testing.small_models import make_model, small_config
+from trifocal.train.loop import TrainResult
 from trifocal.train.run_folder import load_run
 
 BLOCKS = ["--geometry.compression-block-size", "4", "--geometry.compression-stride", "2"]
@@ -112,7 +114,7 @@ def test_a_dense_model_becomes_a_sparse_one_that_was_measured(dense, tmp_path, c
     # OUT is a folder of weights, for `serve` and the rest.
     assert load_model(out).config == trained.model
     assert load_tokenizer(out).fingerprint == load_tokenizer(dense).fingerprint
-    assert "steps/trained" not in text.rpartition("try next")[2]
+    assert text.count("try next") == 1 and "steps/trained" not in text.partition("try next")[2]
 
     assert "was begun with --steps 4, not 5; repeat that command" in refused(capsys, "sparsify", *words, "--steps", "5")
     changed = [word for word in words if word not in (f"text:{other}", "--data-weights", "2,1")]
@@ -151,6 +153,12 @@ def test_trainings_of_several_processes_are_launched(tmp_path, monkeypatch):
     with pytest.raises(sparsify._Ended) as ended:
         sparsify._command("train", processes=2)
     assert ended.value.args == (1,)
+
+
+def test_a_step_that_is_stopped_leaves_the_command_that_continues_to_sparsify(tmp_path):
+    stopped = TrainResult(directory=tmp_path, step=3, finished=False, loss=None, evaluation=None, sample=None)
+    assert train_command._summary(stopped, advise=False) == "\nstopped at step 3, which is saved"
+    assert f"continue with:\n  trifocal train --resume {tmp_path}" in train_command._summary(stopped, advise=True)
 
 
 def test_recall_that_stands_still_ends_the_teaching(tmp_path):

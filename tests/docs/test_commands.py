@@ -31,7 +31,7 @@ def take_train(arguments, monkeypatch):
     started = []
     monkeypatch.setattr(train_command, "load_run", lambda directory: showcase)
     monkeypatch.setattr(train_command, "load_config", load_of_repository)
-    monkeypatch.setattr(train_command, "_summary", lambda result: "")
+    monkeypatch.setattr(train_command, "_summary", lambda *_: "")
     for name in ("train", "resume"):
         monkeypatch.setattr(train_command, name, lambda *args, **settings: started.append(args))
     assert train_command.run(arguments) == 0

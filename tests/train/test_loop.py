@@ -263,7 +263,7 @@ def test_skipped_documents_are_counted_and_said(tmp_path):
         train(make_config(tmp_path, *flags))
     result = train(make_config(tmp_path, *flags, "--data.on_bad_document", "skip"), overwrite=True)
     assert result.skipped_documents == 2
-    assert "skipped 2 bad documents (data.on_bad_document)" in _summary(result)
+    assert "skipped 2 bad documents (data.on_bad_document)" in _summary(result, advise=True)
     rows = read_metrics(tmp_path / "run/metrics.jsonl")
     assert [row["skipped_documents"] for row in rows if row["kind"] == "train"][-1] == 2
     (event,) = [row for row in rows if row.get("name") == "documents_skipped"]

@@ -14,6 +14,7 @@ import tyro
 from torch import Tensor
 
 from trifocal.cli.flags import parse_arguments
+from trifocal.cli.output import try_next
 from trifocal.data import make_tokenizer
 from trifocal.data.tokenizers import TOKENIZER_FILE, TOKENIZER_FILES
 from trifocal.errors import UserError
@@ -57,8 +58,10 @@ class ConvertArguments:
                 raise UserError(f"--{name} goes with another --to: with dense all layers stay as they are")
 
 
-def run(args: Sequence[str]) -> int:
-    """Convert, and say what to do next; nothing is written if the source cannot be converted, or OUT is not empty."""
+def run(args: Sequence[str], *, advise: bool = True) -> int:
+    """Convert, and say what to do next unless told not to; nothing is written if the source cannot be converted, or OUT
+    is not empty.
+    """
     options: ConvertArguments = parse_arguments(ConvertArguments, args, prog="trifocal convert")
     source, output = user_path(options.source, "DIR"), user_path(options.output, "OUT")
     check_source(source)
@@ -78,6 +81,8 @@ def run(args: Sequence[str]) -> int:
         note = _check_tokenizer(partial, wanted.vocab_size)
         save_weights(model, partial, **settings)
     print(_summary(wanted, output, note))
+    if advise:
+        print(_advice(wanted, output))
     return 0
 
 
@@ -153,23 +158,24 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> str:
 def _summary(config: ModelConfig, output: Path, note: str) -> str:
     kinds = Counter(config.attention_of_layers)
     layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    path = shell_path(output)
     if set(kinds) == {"window"}:
         note = (
             f"every layer has a sliding window of {config.sliding_window:,} tokens, and stays as it is. {note}".strip()
         )
-    lines = [f"wrote {output}: {parameter_count(config):,} parameters, layers: {layers}", *filter(None, [note])]
-    lines += ["", "try next:"]
-    text = "--data.source text:PATH"
+    return "\n".join(
+        [f"wrote {output}: {parameter_count(config):,} parameters, layers: {layers}", *filter(None, [note])]
+    )
+
+
+def _advice(config: ModelConfig, output: Path) -> str:
+    path, text, advice = shell_path(output), "--data.source text:PATH", {}
     if config.chooses_blocks:
         # Shorter rows teach no choice: their blocks cover most of the past.
         text += f" --train.sequence_length {4 * config.geometry.selected_tokens}"
     if config.has_index:
-        lines += [
-            "  teach the index, with everything else frozen:",
-            f"    trifocal train --model.from {path} --train.only chooser --train.choice_loss_sample 1 {text} "
-            "--run.directory runs/index",
-        ]
+        advice["teach the index, with everything else frozen"] = (
+            f"trifocal train --model.from {path} --train.only chooser --train.choice_loss_sample 1 {text} "
+            "--run.directory runs/index"
+        )
         path = "runs/index"
-    lines += ["  train on:", f"    trifocal train --model.from {path} {text}"]
-    return "\n".join(lines)
+    return try_next(advice | {"train on": f"trifocal train --model.from {path} {text}"})

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -24,6 +24,11 @@ _CONTROL = dict.fromkeys(
 def printable(text: str) -> str:
     """A text without the characters that a terminal obeys: for text that comes from files."""
     return text.translate(_CONTROL)
+
+
+def try_next(advice: Mapping[str, str]) -> str:
+    """The last lines of a command: what to do next, and the command that does it."""
+    return "\n".join(["", "try next:", *(f"  {what}:\n    {command}" for what, command in advice.items())])
 
 
 def replace_closed_streams() -> None:

@@ -23,7 +23,7 @@ import tyro
 
 from trifocal.cli.convert import check_source, find_gguf
 from trifocal.cli.flags import check_at_least, parse_arguments
-from trifocal.cli.output import printable
+from trifocal.cli.output import printable, try_next
 from trifocal.data import DataConfig, read_validation
 from trifocal.distributed import rank_and_size
 from trifocal.doctor.measured import Need, need_of
@@ -392,7 +392,7 @@ class _Work:
             **report,
             "train on": f"trifocal train --model.from {path} --data.source {shlex.join(self.options.data)}",
         }
-        return printable("\n".join([*lines, "\ntry next:", *(f"  {what}:\n    {how}" for what, how in advice.items())]))
+        return printable("\n".join([*lines, try_next(advice)]))
 
 
 def _read_record(options: SparsifyArguments, output: Path) -> dict[str, Any]:
@@ -448,7 +448,9 @@ def _command(name: str, *words: str, processes: int = 1) -> None:
     """Show a command, and do what it does: here, or with torchrun in several processes."""
     print(printable(f"  trifocal {name} {shlex.join(words)}"), flush=True)
     if processes == 1:
-        status = int(importlib.import_module(f"trifocal.cli.{name}").run(words))
+        # What to do next is said once, at the end of all.
+        quiet = {} if name == "evaluate" else {"advise": False}
+        status = int(importlib.import_module(f"trifocal.cli.{name}").run(words, **quiet))
     else:
         launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
         with subprocess.Popen([*launcher, "-m", "trifocal", name, *words]) as child:

@@ -13,7 +13,7 @@ import torch
 import tyro
 
 from trifocal.cli.flags import show_help
-from trifocal.cli.output import discard_lost_output, printable
+from trifocal.cli.output import discard_lost_output, printable, try_next
 from trifocal.cli.threads import Threads
 from trifocal.distributed import PeerLost, hard_exit, rank_and_size
 from trifocal.errors import UserError
@@ -71,15 +71,15 @@ class TrainArguments(RunConfig):
     """Rename the run that is in run.directory to NAME.old-1, -2, …, and begin in its place."""
 
 
-def run(args: Sequence[str]) -> int:
-    """Train, and print the next commands."""
+def run(args: Sequence[str], *, advise: bool = True) -> int:
+    """Train, and print the next commands unless told not to."""
     try:
-        return _run(args)
+        return _run(args, advise)
     finally:
         discard_lost_output()
 
 
-def _run(args: Sequence[str]) -> int:
+def _run(args: Sequence[str], advise: bool) -> int:
     paths, overrides = read_flags(dotted_fields(RunConfig) | _OWN_FLAGS, args, switches=("overwrite",), aliases=ALIASES)
     if HELP & set(paths):
         print(_FIRST_HELP)
@@ -96,7 +96,7 @@ def _run(args: Sequence[str]) -> int:
     except PeerLost as error:
         try_print(printable(f"trifocal: {error}"), sys.stderr)
         hard_exit(1)
-    summary = _summary(result)
+    summary = _summary(result, advise)
     if summary:
         try_print(summary)
     if rank_and_size()[1] > 1:
@@ -148,7 +148,7 @@ def _before_step(config: RunConfig) -> Callable[[], str]:
     return Threads(fixed=fixed).look
 
 
-def _summary(result: TrainResult) -> str:
+def _summary(result: TrainResult, advise: bool) -> str:
     if not result.is_rank0:
         # Rank 0 speaks for all.
         return ""
@@ -156,8 +156,8 @@ def _summary(result: TrainResult) -> str:
     number = result.skipped_documents
     skipped = f"\nskipped {number} bad document{'s'[: number != 1]} (data.on_bad_document)" if number else ""
     if not result.finished:
-        command = resume_command(result.directory)
-        return f"\nstopped at step {result.step}, which is saved; continue with:\n  {command}{skipped}"
+        command = f"; continue with:\n  {resume_command(result.directory)}" if advise else ""
+        return f"\nstopped at step {result.step}, which is saved{command}{skipped}"
     lines = [f"\nfinished {result.step} steps in {result.directory}{skipped}"]
     if result.evaluation is not None:
         bits = result.evaluation.bits_per_byte
@@ -167,6 +167,8 @@ def _summary(result: TrainResult) -> str:
         )
     if result.sample is not None:
         lines += ["", "a sample:", *(f"  | {line}" for line in printable(result.sample).splitlines())]
+    if not advise:
+        return "\n".join(lines)
     report = f"trifocal report {directory}"
     if importlib.util.find_spec("plotly") is None:
         report = f"pip install 'trifocal[report]' && {report}"
@@ -177,5 +179,4 @@ def _summary(result: TrainResult) -> str:
         "train on, to twice the steps": prolong_command(result.directory, 2 * result.step),
         "prove this installation right": "trifocal check",
     }
-    lines += ["", "try next:", *(f"  {what}:\n    {command}" for what, command in advice.items())]
-    return "\n".join(lines)
+    return "\n".join([*lines, try_next(advice)])
