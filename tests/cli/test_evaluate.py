@@ -86,6 +86,10 @@ def test_what_was_measured_is_kept_when_the_rest_is_interrupted(run, tmp_path, c
     assert "Loss on validation data" in capsys.readouterr().out
     rows = json.loads((copy / "evaluation" / "step_00000006.json").read_text())["rows"]
     assert {row["task"] for row in rows} == {"loss", "position", "choice", "choice_distance"}
+    shutil.rmtree(copy / "evaluation")
+    (copy / "evaluation").touch()
+    message = refused(capsys, "evaluate", str(copy), "--only", "loss", "--sequences", "1")
+    assert f"cannot write {copy / 'evaluation'}: File exists; name another file with --output" in message
 
 
 def test_weights_without_a_run_need_to_be_told_the_data(run, tmp_path, capsys, monkeypatch):
@@ -104,7 +108,8 @@ def test_weights_without_a_run_need_to_be_told_the_data(run, tmp_path, capsys, m
     assert "give --sequence-length" in refused(capsys, "evaluate", weights, *source)
     sizes = ("--sequence-length", "16", "--sequences", "3", "--only", "loss")
     text = evaluated(capsys, weights, *source, *sizes)
-    assert "the figures are not kept: these weights belong to no run" in text
+    kept = "the figures are not kept: these weights belong to no run"
+    assert 0 < text.find(kept) < text.index("loss: 3 sequences"), "said before the work, not after it"
     file = tmp_path / "figures" / "loss.json"
     monkeypatch.setenv("COLUMNS", "50")
     text = evaluated(capsys, weights, *source, *sizes, "--output", str(file))

@@ -128,6 +128,8 @@ def run(args: Sequence[str]) -> int:
     for block in subject.model.blocks:
         block.register_forward_pre_hook(lambda *_: threads.say())
     plan = _plan(subject, options)
+    if found.run is None and not options.output:
+        print("note: the figures are not kept: these weights belong to no run; --output FILE.json keeps them")
     console = SafeConsole(file=sys.stdout, soft_wrap=not sys.stdout.isatty())
     rows: list[dict[str, Any]] = []
     try:
@@ -287,14 +289,14 @@ def _write(found: Pretrained, options: EvaluateArguments, head: dict[str, Any], 
     if options.output:
         write_file(options.output, to_json(head, rows))
         print(printable(f"\nwritten: {options.output}"))
-    elif found.run is None:
-        print("\nthe figures are not kept: these weights belong to no run; --output FILE.json keeps them")
-    else:
+    elif found.run is not None:
         folder = _folder_of_run(found)
         try:
             path = write_evaluation(folder, head, rows)
         except OSError as error:
-            raise UserError(f"cannot write {folder / 'evaluation'}: {error.strerror}") from error
+            raise UserError(
+                f"cannot write {folder / 'evaluation'}: {error.strerror}; name another file with --output FILE.json"
+            ) from error
         print(printable(f"\nwritten: {path}"))
         print(f"the curves, on the page of the run: trifocal report {shell_path(folder)}")
 
