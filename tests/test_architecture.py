@@ -18,12 +18,6 @@ FILES = {
 }
 
 
-def python(code):
-    """Run code in a fresh interpreter that sees the sources; returns its output."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True)
-    return done.stdout.strip()
-
-
 def test_packages_import_in_one_direction():
     """The contracts of pyproject.toml: arrows point one way; oracle, reference and kernels stay apart."""
     command = Path(sys.executable).with_name("lint-imports")
@@ -77,42 +71,38 @@ def test_no_file_imports_another_in_a_circle():
     assert circles(arrows) == []
 
 
-def test_public_names_are_loaded_when_they_are_used():
-    """Neither PyTorch for `trifocal --help`, nor Triton or CUDA for the library."""
-    code = (
-        "import contextlib, io, sys, trifocal, trifocal.cli as cli\n"
-        "with contextlib.redirect_stdout(io.StringIO()): cli.main(['--help'])\n"
-        "print('torch' in sys.modules, set(trifocal.__all__) <= set(dir(trifocal)))\n"
-        "import torch, trifocal.ops, trifocal.nn, trifocal.models, trifocal.inference\n"
-        "print('triton' in sys.modules, torch.cuda.is_initialized())\n"
-        "from trifocal import DecoderLM, Geometry, NSAttention, generate, load_model, load_tokenizer\n"
-        "from trifocal import nsa, nsa_attention\n"
-        "print(trifocal.nn.NSAttention is NSAttention, trifocal.generate is generate); help(trifocal)"
-    )
-    *found, text = python(code).split("\n", 3)
-    assert found == ["False True", "False False", "True True"]
-    assert "nsa_attention" in text
-
-
-def test_optional_packages_are_imported_lazily():
-    """Every module can be imported with only the core dependencies, but those of `hf`."""
+def test_packages_are_imported_when_they_are_used():
+    """Neither PyTorch for `trifocal --help`, nor Triton or CUDA for the library; only `hf` needs optional packages."""
     optional = ("datasets", "huggingface_hub", "pyarrow", "tokenizers", "transformers", "tensorboard", "plotly")
-    optional += ("matplotlib", "triton")
     modules = [
         ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
         for path in SOURCES
         if {"triton", "hopper", "hf"}.isdisjoint(path.relative_to(ROOT).parts) and path.name != "__main__.py"
     ]
     code = (
-        "import sys, importlib\n"
+        "import contextlib, importlib, io, sys, trifocal, trifocal.cli as cli\n"
+        "with contextlib.redirect_stdout(io.StringIO()): cli.main(['--help'])\n"
+        "print('torch' in sys.modules, set(trifocal.__all__) <= set(dir(trifocal)))\n"
         f"sys.modules.update(dict.fromkeys({optional!r}))\n"
+        "import torch, trifocal.ops, trifocal.nn, trifocal.models, trifocal.inference\n"
+        "print('triton' in sys.modules, torch.cuda.is_initialized())\n"
+        "from trifocal import DecoderLM, Geometry, NSAttention, generate, load_model, load_tokenizer\n"
+        "from trifocal import nsa, nsa_attention\n"
+        "print(trifocal.nn.NSAttention is NSAttention, trifocal.generate is generate)\n"
+        "sys.modules.update(triton=None, matplotlib=None)\n"
         f"for name in {modules!r}: importlib.import_module(name)\n"
         "try:\n"
         "    import trifocal.hf\n"
         "except ImportError as error:\n"
         "    print(error)\n"
+        "help(trifocal)"
     )
-    assert python(code) == "trifocal.hf needs an extra: pip install 'trifocal[hf]'"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True)
+    *found, text = done.stdout.split("\n", 4)
+    assert found == [
+        "False True", "False False", "True True", "trifocal.hf needs an extra: pip install 'trifocal[hf]'",
+    ]  # fmt: skip
+    assert "nsa_attention" in text
 
 
 def test_every_public_module_says_what_it_is():

@@ -22,7 +22,7 @@ from trifocal.testing.small_models import make_model, random_tokens, small_confi
 from trifocal.train.checkpoint.export import export_folder
 
 CPU = torch.device("cpu")
-NEW = 24
+NEW = 12
 each = pytest.mark.parametrize("attention", ATTENTIONS)
 
 

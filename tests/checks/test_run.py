@@ -1,15 +1,17 @@
 """The runner, the report and the command around the checks."""
 
 import json
+import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
 import torch
 
+from tests import warm
 from tests.children import environment, wait_for_end
+from tests.written_runs import wait_for
 from trifocal import checks
 from trifocal.checks import registry
 from trifocal.cli import main
@@ -104,12 +106,15 @@ def test_a_check_that_is_not_there_is_refused(capsys):
 
 def test_sigterm_leaves_no_folder(tmp_path):
     """Also while a check trains: the trainer takes signals for itself."""
-    command = [sys.executable, "-m", "trifocal", "check", "--device", "cpu", "--only", "random-token-floor"]
-    process = subprocess.Popen(command, env={**environment(), "TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not [*tmp_path.glob("trifocal-check-*/run/metrics.jsonl")]:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
-    process.terminate()
-    assert wait_for_end(process, 30) in (130, 143)
+    code = f"""
+import sys, tempfile
+from trifocal.cli import main
+tempfile.tempdir = {str(tmp_path)!r}
+sys.exit(main(["check", "--device", "cpu", "--only", "random-token-floor"]))
+"""
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = warm.popen([sys.executable, "-c", code], env=environment(), **quiet)
+    wait_for(lambda: [*tmp_path.glob("trifocal-check-*/run/metrics.jsonl")] or process.poll() is not None, 240)
+    process.send_signal(signal.SIGTERM)
+    assert wait_for_end(process, 100) in (130, 143)
     assert not list(tmp_path.glob("trifocal-check-*"))

@@ -1,9 +1,7 @@
 """FineWeb-Edu: from a local copy of its repository, from a stand-in for the hub, and without any."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import PurePosixPath
@@ -12,6 +10,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from tests import warm
+from tests.children import environment, wait_for_end
 from tests.data.loaders import open_loader
 from tests.data.server import FaultyServer
 from trifocal.data import DataConfig
@@ -224,17 +224,12 @@ def test_a_hub_that_lists_redirects_refuses_and_breaks_off(repository, serve, tm
     hub.sizes = {name: len(content) for name, content in store.files.items()}
     hub.redirects = {f"/{prefix}/{name}": f"{store.url}/{name}" for name in FILES}
     hub.faults = {1: 429, 4: "drop"}
-    environment = os.environ | {
-        "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_TOKEN": "example",
-        "HF_HUB_OFFLINE": "0",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", READ_FROM_HUB], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    batches, state, revision = json.loads(done.stdout.splitlines()[-1])
+    variables = environment(HF_ENDPOINT=hub.url, HF_HOME=tmp_path / "home", HF_TOKEN="example", HF_HUB_OFFLINE=0)
+    out, error = tmp_path / "out", tmp_path / "error"
+    with out.open("wb") as stdout, error.open("wb") as stderr:
+        process = warm.popen([sys.executable, "-c", READ_FROM_HUB], stdout=stdout, stderr=stderr, env=variables)
+    assert wait_for_end(process, 120) == 0, error.read_text()
+    batches, state, revision = json.loads(out.read_text().splitlines()[-1])
     folder = DataConfig(source=f"fineweb-edu:{repository}/sample/10BT", shuffle_sequences=8)
     with open_loader(folder, 128, 4) as loader:
         assert batches == [next(loader).tokens.tolist() for _ in range(20)]
@@ -244,4 +239,4 @@ def test_a_hub_that_lists_redirects_refuses_and_breaks_off(repository, serve, tm
     assert len(store.requests) > 2 and set(store.authorizations) == {None}
     # Each retry is said while it happens.
     for reason in ("HTTP Error 429", "HTTP Error 500", "without sending complete message body", "Server disconnected"):
-        assert reason in done.stderr
+        assert reason in error.read_text()

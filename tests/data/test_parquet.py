@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests import warm
+from tests.children import environment, wait_for_end
 from tests.data.loaders import open_loader
 from trifocal.data.sources.base import BadDocuments, Document
 from trifocal.data.sources.parquet import ParquetSource
@@ -136,6 +138,9 @@ def test_a_small_file_of_20_gb_of_text_is_read_in_small_parts(tmp_path):
         dictionary_pagesize_limit=1 << 30,
     )  # fmt: skip
     assert path.stat().st_size < 1000
-    done = subprocess.run([sys.executable, "-c", BOMB, str(path)], capture_output=True, text=True, check=True)
-    number, kilobytes = map(int, done.stdout.split())
+    with (tmp_path / "out").open("wb") as out:
+        command = [sys.executable, "-c", BOMB, str(path)]
+        process = warm.popen(command, stdout=out, stderr=subprocess.DEVNULL, env=environment())
+    assert wait_for_end(process, 120) == 0
+    number, kilobytes = map(int, (tmp_path / "out").read_text().split())
     assert number == 4 and kilobytes < 1_500_000

@@ -5,13 +5,13 @@ Each run ends within 15 s: with the checkpoint of its last step, or before its f
 
 import os
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 import torch
 
+from tests import warm
 from tests.children import environment, wait_for_end
 from tests.train.tiny import write_config
 from trifocal.runlog import read_metrics
@@ -60,7 +60,7 @@ def test_a_signal_to_the_group_ends_a_run_that_compiles(tmp_path, moment, number
     variables = environment(**caches)
     variables.pop("TRITON_INTERPRET", None)
     with (tmp_path / "error").open("wb") as error:
-        process = subprocess.Popen(command, stdout=error, stderr=error, env=variables, start_new_session=True)
+        process = warm.popen(command, stdout=error, stderr=error, env=variables, start_new_session=True)
     try:
         deadline = time.monotonic() + 150
         while not has_written(run, moment[0]):

@@ -29,7 +29,8 @@ def test_it_is_the_eager_model(rows):
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    model = TrifocalForCausalLM.from_decoder(make_model(small_config(num_layers=1), CPU, torch.float64)).train()
+    config = small_config(num_layers=1, attention="selected")
+    model = TrifocalForCausalLM.from_decoder(make_model(config, CPU, torch.float64)).train()
     # Graphs are traced and counted, but no code is made of them.
     compiled = torch.compile(model, backend="eager")
     tokens, mask = padded(rows, "left")

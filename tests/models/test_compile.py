@@ -28,7 +28,7 @@ def gradients(model, tokens, documents=None):
 @pytest.mark.parametrize(
     ("options", "checkpointed", "kinds", "tables", "backend"),
     [
-        ({"num_layers": 2}, 2, 1, 1, "aot_eager"),
+        ({"num_layers": 2, "attention": "selected"}, 2, 1, 1, "aot_eager"),
         # A layer reads its rotations from tables: one that is not rotated has other tables, but no other graph.
         (
             {"compressor": "mlp", "shared_kv": True, "unrotated_layers": (1,)}
@@ -106,7 +106,7 @@ def test_other_lengths_do_not_compile_anew(make_model):
     """The whole model by PyTorch's defaults: the second length makes one graph for all lengths."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = make_model(num_layers=1)
+    model = make_model(num_layers=1, attention="selected")
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for length in (64, 48, 37):
         tokens = torch.randint(31, (2, length))
@@ -115,11 +115,11 @@ def test_other_lengths_do_not_compile_anew(make_model):
 
 
 def test_a_taught_choice_is_compiled(make_model, monkeypatch):
-    """Rows and packed documents, in two steps: five graphs each, one of them of the draw, and eager's gradients."""
+    """Rows and packed documents, in two steps: four graphs each, one of them of the draw, and eager's gradients."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    model = make_model(num_layers=2, chooser="index", compressor="mlp", layer_types=("nsa", "selected"))
+    model = make_model(num_layers=2, chooser="index", attention="selected")
     model.set_activation_checkpointing(0, 2)
     tokens = torch.randint(31, (2, 30))
     packed = Documents.from_checked(torch.tensor([0, 5, 30, 58, 60]), 60, row_length=30)
@@ -137,7 +137,7 @@ def test_a_taught_choice_is_compiled(make_model, monkeypatch):
     model.compile_training()
     torch.testing.assert_close([taught(*call) for call in calls], expected, rtol=1e-6, atol=1e-9)
     counters = torch._dynamo.utils.counters
-    assert counters["stats"]["unique_graphs"] == 10
+    assert counters["stats"]["unique_graphs"] == 8
     assert not counters["graph_break"]
 
 

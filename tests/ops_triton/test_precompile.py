@@ -1,8 +1,6 @@
 """Before a first call every kernel of it is compiled, and none is launched."""
 
 import json
-import os
-import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -10,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import warm
+from tests.children import environment, wait_for_end
 from tests.devices import needs_gpu
 from tests.ops_triton.problems import PAPER, documents_of, draw, large
 from trifocal import nsa_attention
@@ -68,12 +68,15 @@ def asked_for(length, groups, packed, given):
 
 
 @pytest.fixture(scope="module")
-def found():
-    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("precompile")
+    variables = environment()
+    variables.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "tests.ops_triton.test_precompile"]
-    run = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=120, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    return json.loads(run.stdout)
+    with (folder / "out").open("wb") as out, (folder / "error").open("wb") as error:
+        process = warm.popen(command, stdout=out, stderr=error, env=variables)
+    assert wait_for_end(process, 240) == 0, (folder / "error").read_text()[-2000:]
+    return json.loads((folder / "out").read_text())
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -8,10 +8,12 @@ import select
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from tests import warm
 from tests.children import environment, wait_for_end
 from tests.written_runs import set_last_beat
 from trifocal.cli import main
@@ -115,20 +117,16 @@ def test_it_is_live_on_a_terminal_and_ends_with_the_run(make_run):
     set_last_beat(run, 0, unix_time_seconds=time.time(), step=77, expected_phase_seconds=60.0, interval_seconds=600.0)
     code = f"from trifocal.cli import main; main(['watch', {str(run)!r}, '--interval-seconds', '0.1'])"
     parent, child = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=child, env=environment(TERM="xterm-256color", COLUMNS=120)
-    )
-    os.close(child)
+    with Path(os.ttyname(child)).open("wb", buffering=0) as out:
+        variables = environment(TERM="xterm-256color", COLUMNS=120)
+        process = warm.popen([sys.executable, "-c", code], stdout=out, stderr=subprocess.DEVNULL, env=variables)
     # However slow the machine is: nothing here is measured.
     seen, finished, deadline = "", False, time.monotonic() + 240
     try:
         while process.poll() is None:
             assert time.monotonic() < deadline, seen
             if select.select([parent], [], [], 0.1)[0]:
-                try:
-                    seen += os.read(parent, 65536).decode(errors="replace")
-                except OSError:  # the other end is closed
-                    break
+                seen += os.read(parent, 65536).decode(errors="replace")
             if not finished and "running" in seen:
                 finished = True
                 set_last_beat(run, 0, status="finished", step=100)
@@ -136,6 +134,7 @@ def test_it_is_live_on_a_terminal_and_ends_with_the_run(make_run):
     finally:
         process.kill()
         process.wait()
+        os.close(child)
         os.close(parent)
     assert status == 0
     assert seen.index("running") < seen.rindex("finished")
