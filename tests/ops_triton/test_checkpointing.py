@@ -7,7 +7,7 @@ from trifocal.models.choice_teaching import ChoiceTeaching
 from trifocal.ops import Geometry
 from trifocal.ops.triton import choice_loss as kernels
 
-LAYERS, LENGTH = 2, 64
+LAYERS, LENGTH = 1, 64
 
 
 def test_the_loss_of_an_index_is_kept(device, monkeypatch):

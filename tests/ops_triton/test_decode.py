@@ -61,7 +61,7 @@ STEPS = (
     Step(shapes("three strides a block, no block forced first", geometry(16, 16, 48, 2, 0, 1, 5)), (190,), (1,)),
     Step(shapes("D in two parts, V wider", dim=130, value_dim=132, learned=True), (41,), (3,)),
     Step(shapes("rows are two tiles", heads=20), (30,), (4,)),
-    Step(shapes("an index, rows are two tiles", heads=3, groups=3, index=8, learned=True), (5, 79), (6, 7)),
+    Step(shapes("an index, rows are two tiles", heads=3, groups=3, index=8, learned=True), (5, 60), (6, 7)),
     Step(
         shapes(
             "an index alone, in two parts, blocks of 48",
@@ -231,7 +231,7 @@ def test_what_a_batch_spares_changes_no_bit(others, monkeypatch, device):
     """Up to n blocks no choice is made, and where no compressed block ends none is written."""
     from trifocal.ops.decode.triton import append, attention
 
-    step = Step(shapes("spared", geometry(8, 4, 16, 5, 1, 1, 11), 6, 2, **others), (5, 76), (2, 3))
+    step = Step(shapes("spared", geometry(8, 4, 16, 5, 1, 1, 11), 2, 2, **others), (5, 76), (2, 3))
     tokens = tokens_of(step, device)
     expected, decoder = run(step, "triton", tokens)
     spared = Decoder(step.shapes, tokens, 3, "triton")

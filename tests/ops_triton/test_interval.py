@@ -19,7 +19,7 @@ POINTERS, COPY_ENGINE = ([INTERVALS[n] for n in numbers] for numbers in ((0, 2, 
 COMPRESSED = [(case, False, 3) for case in (*POINTERS, NO_POWER, INTERVALS[8])]
 COMPRESSED += [(case, True, 1) for case in COPY_ENGINE]
 WINDOW = [(case, False, 21) for case in POINTERS] + [(case, True, 21) for case in COPY_ENGINE]
-WINDOW += [(INTERVALS[0], False, 1), (INTERVALS[5], True, 2), (INTERVALS[1], False, 2**40)]
+WINDOW += [(INTERVALS[7], False, 1), (INTERVALS[5], True, 2), (INTERVALS[4], False, 2**40)]
 assert all(map(suits_copy_engine, COPY_ENGINE))
 
 
