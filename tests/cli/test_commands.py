@@ -51,14 +51,6 @@ def test_a_closed_pipe_is_no_error(tmp_path):
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A finished tiny run."""
-    folder = tmp_path_factory.mktemp("trained")
-    assert main(["train", str(write_config(folder))]) == 0
-    return folder / "run"
-
-
 def test_no_folder_for_temporary_files_is_said_in_a_line(capsys, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)

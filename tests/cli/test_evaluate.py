@@ -9,14 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.cli.test_commands import refused, run
+from tests.cli.test_commands import refused
 from tests.train.tiny import make_config
 from trifocal.cli import main
 from trifocal.evaluation import measure
 from trifocal.runlog import read_metrics
 from trifocal.train import load_config, train
-
-__all__ = ["run"]
 
 
 def evaluated(capsys, *arguments):

@@ -14,7 +14,7 @@ import torch
 
 import trifocal
 from tests.chat_data import write_tokenizer
-from tests.cli.test_commands import refused, run
+from tests.cli.test_commands import refused
 from tests.data.test_tokenizers import TEXT, tokenizer_file
 from trifocal import load_model
 from trifocal.cli import main
@@ -26,7 +26,7 @@ from trifocal.inference import CachedModel, Engine, Request, Sampling, TextStrea
 from trifocal.testing.small_models import make_model, small_config
 from trifocal.train.checkpoint.export import export_folder
 
-__all__ = ["run", "tokenizer_file"]
+__all__ = ["tokenizer_file"]
 OPTIONS = ["--prompt", "the dog", "--max-new-tokens", "12", "--stop-at-document-end", "false", "--temperature", "0"]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cli.test_commands import refused, run
+from tests.cli.test_commands import refused
 from tests.cli.test_generate import generated
 from trifocal.cli import generate_file as command
 from trifocal.cli import main
@@ -16,7 +16,6 @@ from trifocal.cli.generate_file import read_prompts, write_line
 from trifocal.errors import UserError
 from trifocal.inference import CachedModel, Request
 
-__all__ = ["run"]
 PROMPTS = ["the dog", "☃ jumps over\n", "x", "seven lazy wizards jump", "quick"]
 FLAGS = ("--max-new-tokens", "9", "--stop-at-document-end", "false", "--device", "cpu")
 

@@ -1,5 +1,6 @@
 """The engine: tokens do not depend on what else runs; who waits, leaves, comes back, stops and fails."""
 
+import contextlib
 import random
 from collections import Counter
 from itertools import product
@@ -72,7 +73,7 @@ def alone(model, requests, **options):
 def test_company_changes_no_bit(make_model, options):
     """Tokens and log-probabilities, in a batch that others enter and leave, with pages so few that some must leave."""
     model = make_model(**options).float()
-    requests = draw_requests(8)
+    requests = draw_requests(6)
     expected = alone(model, requests)
     for max_sequences, num_pages in ((8, 0), (3, 0), (8, 7)):
         engine, cached = make_engine(model, max_sequences, num_pages=num_pages, prefill_chunk_size=30)
@@ -217,7 +218,7 @@ def test_prefixes_of_prompts_are_found_again(make_model, monkeypatch):
             samples=1 + number % 2,
             score_prompt=number == 5,
         )
-        for number in range(12)
+        for number in range(8)
     ]
     sizes = {"prefill_chunk_size": 8}
     engine, _ = make_engine(model, 2, **sizes)
@@ -457,23 +458,14 @@ def test_broken_logits_end_only_their_sequence(make_model):
     assert [result(completion) for completion in again] == [found[victim], expected[others[0]]]
 
 
-@pytest.mark.parametrize(
-    ("part", "method"),
-    [
-        ("model", "prefill_chunk"),
-        ("model", "step"),
-        ("model", "admit"),
-        ("model", "fork"),
-        ("model", "swap_out"),
-        ("cache", "to_host"),
-        ("cache", "from_host"),
-        ("cache", "copy_row"),
-        ("runner", "place"),
-        ("runner", "draw_first"),
-        ("runner", "run"),
-    ],
-)
-def test_a_failure_anywhere_loses_no_sequence(model, monkeypatch, part, method):
+FAILING = {
+    "model": ("prefill_chunk", "step", "admit", "fork", "swap_out"),
+    "cache": ("to_host", "from_host", "copy_row"),
+    "runner": ("place", "draw_first", "run"),
+}
+
+
+def test_a_failure_anywhere_loses_no_sequence(model, monkeypatch):
     """Prompts in chunks, samples, and few pages; every third call fails before it does anything."""
     requests = [
         Request(prompt=[i] * (5 + i), max_new_tokens=10, sampling=Sampling(seed=i, repetition_penalty=1.3), samples=2)
@@ -481,36 +473,34 @@ def test_a_failure_anywhere_loses_no_sequence(model, monkeypatch, part, method):
     ]
     options = {"num_pages": 5, "prefill_chunk_size": 3}
     expected = [result(completion) for completion in make_engine(model, 4, **options)[0].complete(requests)]
-    engine, cached = make_engine(model, 4, **options)
-    # As on a GPU: tokens that are read to make room must not get lost.
-    engine._steps_ahead = 1
-    owner = {"model": cached, "cache": cached.cache, "runner": engine._runner}[part]
-    healthy, calls = getattr(owner, method), 0
+    for part, method in ((part, method) for part, methods in FAILING.items() for method in methods):
+        engine, cached = make_engine(model, 4, **options)
+        # As on a GPU: tokens that are read to make room must not get lost.
+        engine._steps_ahead = 1
+        owner, calls = {"model": cached, "cache": cached.cache, "runner": engine._runner}[part], []
+        original = getattr(owner, method)
 
-    def sometimes(*arguments, **options):
-        nonlocal calls
-        calls += 1
-        if calls % 3 == 1:
-            raise MemoryError("no room")
-        return healthy(*arguments, **options)
+        def sometimes(*arguments, healthy=original, calls=calls, **options):
+            calls.append(1)
+            if len(calls) % 3 == 1:
+                raise MemoryError("no room")
+            return healthy(*arguments, **options)
 
-    monkeypatch.setattr(owner, method, sometimes)
-    engine.submit(*requests)
-    updates = []
-    for _ in range(1000):
-        try:
-            updates += engine.step()
-        except MemoryError:
-            continue
-        if engine.idle:
-            break
-    found = [update.completion for update in updates if update.completion is not None]
-    found.sort(key=lambda completion: (requests.index(completion.request), completion.sample))
-    assert [result(completion) for completion in found] == expected and calls > 1
-    for completion in found:
-        own = [u.token for u in updates if u.request is completion.request and u.sample == completion.sample]
-        assert own == completion.tokens
-    assert cached.pages.num_free == 5 and cached.num_free_rows == 4
+        monkeypatch.setattr(owner, method, sometimes)
+        engine.submit(*requests)
+        updates = []
+        for _ in range(1000):
+            with contextlib.suppress(MemoryError):
+                updates += engine.step()
+                if engine.idle:
+                    break
+        found = [update.completion for update in updates if update.completion is not None]
+        found.sort(key=lambda completion: (requests.index(completion.request), completion.sample))
+        assert [result(completion) for completion in found] == expected and len(calls) > 1, method
+        for completion in found:
+            own = [u.token for u in updates if u.request is completion.request and u.sample == completion.sample]
+            assert own == completion.tokens, method
+        assert cached.pages.num_free == 5 and cached.num_free_rows == 4, method
 
 
 def test_an_abandoned_run_does_not_spoil_the_next(model):

@@ -75,14 +75,14 @@ def take_steps(config, steps, heartbeat, recorded):
 def test_recorded_steps_are_the_plain_ones(attention, tmp_path, heartbeat):
     """Several steps of several micro-batches, with and without borders: the same losses, norms and weights."""
     config = make_config(tmp_path, *flags(ATTENTIONS[attention]))
-    batches = read_batches(config, 2, 24)
+    batches = read_batches(config, 2, 12)
     kinds = {batch.cu_seqlens is None for batch in batches}
     assert kinds == {True, False}
-    steps = [batches[first : first + 3] for first in range(0, 24, 3)]
+    steps = [batches[first : first + 3] for first in range(0, 12, 3)]
     plain, expected = take_steps(config, steps, heartbeat, recorded=False)
     recorded, given = take_steps(config, steps, heartbeat, recorded=True)
     assert Repeater.recordings == 2
-    assert Repeater.passes == 24, "each micro-batch is computed once, as sharded models need it"
+    assert Repeater.passes == 12, "each micro-batch is computed once, as sharded models need it"
     for mine, theirs in zip(recorded, plain, strict=True):
         torch.testing.assert_close(mine.loss, theirs.loss, rtol=1e-6, atol=0)
         torch.testing.assert_close(mine.gradient_norm, theirs.gradient_norm, rtol=1e-5, atol=0)
