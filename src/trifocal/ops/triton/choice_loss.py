@@ -15,8 +15,6 @@ The registers of a multiprocessor hold a row of up to 16,384 blocks; a longer ro
 in their order: equal bits in every run.
 """
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
@@ -276,56 +274,34 @@ def index_loss_forward(
     place in its block of the first token that has it, `place_type`, both [B, M, G, whole lines of 16 blocks]. All are 0
     where a query is not eligible, the latter two where a block is not free.
     """
-    q_idx, keys = unit_stride(q_idx), unit_stride(k_idx[:, :, None])
+    q, k, q_idx, keys = unit_stride(q), unit_stride(k), unit_stride(q_idx), unit_stride(k_idx[:, :, None])
     sampled, starts, eligible = sampled.contiguous(), starts.contiguous(), eligible.contiguous()
-    groups, block_lines = k.shape[2], cdiv(num_blocks, LINE.value)
-    products = q.new_empty(*sampled.shape, groups, block_lines * LINE.value, dtype=torch.float32)
-    places = torch.empty_like(products, dtype=place_type(geometry.selection_block_size))
-    figures = q.new_empty(2, *sampled.shape, groups, dtype=torch.float32)
-    student = q_idx, keys, products, places
-    for log_sums, grid, numbers, constants in _score_chunks(q, k, sampled, geometry, num_blocks, documents, student):
-        index_loss_kernel[grid](
-            log_sums, products, places, *figures, sampled, starts, eligible, *numbers,
-            q_idx.shape[-1] ** -0.5, share_floor, least_mass,
-            **constants, INITIAL=geometry.num_initial_blocks, LOCAL=geometry.num_local_blocks,
-        )  # fmt: skip
-    return figures, products, places
-
-
-def _score_chunks(
-    q: Tensor,
-    k: Tensor,
-    sampled: Tensor,
-    geometry: Geometry,
-    num_blocks: int,
-    documents: Documents | None,
-    student: tuple[Tensor, Tensor, Tensor, Tensor],
-) -> Iterator[tuple[Tensor, tuple[int], tuple[int, ...], dict[str, int]]]:
-    """Make the teacher's block sums of some queries at a time, and say how a kernel over rows of them is launched.
-
-    So are the scores of the student, as `launch_block_scores` takes it, by these queries. Yields the sums, [B, queries
-    of the chunk, H, whole lines of 16 blocks], until the next are asked for; the grid; the first and last query, M,
-    rows and lines; and constants.
-    """
-    q, k = unit_stride(q), unit_stride(k)
     batch, num_queries = sampled.shape
     num_heads, groups, block_lines = q.shape[2], k.shape[2], cdiv(num_blocks, LINE.value)
-    row_numbers = batch * num_heads * block_lines * LINE.value
-    chunks = query_chunks(num_queries, 4 * row_numbers, 1)
-    log_sums = q.new_empty(chunks[0][1] * row_numbers, dtype=torch.float32)
-    blocks = next_power_of_2(block_lines * LINE.value)
+    width = block_lines * LINE.value
+    products = q.new_empty(*sampled.shape, groups, width, dtype=torch.float32)
+    places = torch.empty_like(products, dtype=place_type(geometry.selection_block_size))
+    figures = q.new_empty(2, *sampled.shape, groups, dtype=torch.float32)
+    # The teacher's sums of some queries at a time, [B, queries of the chunk, H, whole lines of blocks].
+    chunks = query_chunks(num_queries, 4 * batch * num_heads * width, 1)
+    log_sums = q.new_empty(chunks[0][1] * batch * num_heads * width, dtype=torch.float32)
+    blocks = next_power_of_2(width)
     rows = max(1, LEAST_BLOCKS // blocks)
-    constants = {
-        "GROUPS": groups, "Q_PER_KV": num_heads // groups, "SELECTION": geometry.selection_block_size,
-        "NUM_SELECTED": geometry.num_selected_blocks, "ROWS": rows, "BLOCKS": blocks,
-        "num_warps": max(1, min(MAX_WARPS, rows * blocks // BLOCKS_OF_WARP)),
-    }  # fmt: skip
     for first_query, end_query in chunks:
         chunk = Chunk(first_query, end_query, k.shape[1] - q.shape[1], num_blocks, block_lines)
+        student = q_idx, keys, products, places
         scale = q.shape[3] ** -0.5 * LOG2_E
         launch_block_scores(q, k, log_sums, sampled, geometry, documents, chunk, scale, student)
         num_rows = batch * (end_query - first_query) * groups
-        yield log_sums, (cdiv(num_rows, rows),), (first_query, end_query, num_queries, num_rows, block_lines), constants
+        index_loss_kernel[(cdiv(num_rows, rows),)](
+            log_sums, products, places, *figures, sampled, starts, eligible, first_query, end_query, num_queries,
+            num_rows, block_lines, q_idx.shape[-1] ** -0.5, share_floor, least_mass,
+            GROUPS=groups, Q_PER_KV=num_heads // groups, SELECTION=geometry.selection_block_size,
+            NUM_SELECTED=geometry.num_selected_blocks, INITIAL=geometry.num_initial_blocks,
+            LOCAL=geometry.num_local_blocks, ROWS=rows, BLOCKS=blocks,
+            num_warps=max(1, min(MAX_WARPS, rows * blocks // BLOCKS_OF_WARP)),
+        )  # fmt: skip
+    return figures, products, places
 
 
 def index_loss_backward(
