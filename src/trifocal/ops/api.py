@@ -8,12 +8,11 @@ from trifocal.ops.geometry import LARGEST_SIZE, Geometry
 from trifocal.ops.layout import Documents, max_packed_compressed_blocks, num_packed_compressed_blocks
 from trifocal.ops.validation import (
     check_attention_arguments,
+    check_beside,
     check_branches,
     check_compressed_count,
     check_floats,
-    check_gates,
     check_geometry,
-    check_lse,
     check_queries_and_keys,
     check_rank,
     check_selected_blocks,
@@ -49,7 +48,7 @@ def compress_by_mean(x: Tensor, geometry: Geometry, cu_seqlens: Tensor | Documen
     check_rank("x", x, "[B, S, G, D]")
     check_floats("x", x)
     num_tokens = x.shape[1]
-    documents = resolve_documents(cu_seqlens, x.shape[0], num_tokens, num_tokens, x.device)
+    documents = resolve_documents(cu_seqlens, x, num_tokens)
     if documents is None:
         num_blocks = geometry.num_compressed_blocks(num_tokens)
     elif isinstance(cu_seqlens, Documents):
@@ -92,7 +91,7 @@ def compressed_attention(
     check_geometry(geometry)
     check_attention_arguments(q, k_cmp, v_cmp, names=("k_cmp", "v_cmp"), keys="C")
     num_keys = _num_keys(num_keys, q)
-    documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], num_keys, q.device)
+    documents = resolve_documents(cu_seqlens, q, num_keys)
     check_compressed_count(k_cmp, geometry, num_keys, documents)
     scale = resolve_scale(scale, q)
     if resolve("compressed_attention", backend, q, v_cmp, geometry, scale) == "triton":
@@ -132,9 +131,9 @@ def select_blocks(
     """
     check_geometry(geometry)
     check_queries_and_keys(q, k_cmp, name="k_cmp", keys="C")
-    check_lse(lse, q)
+    check_beside("lse", lse, "[B, T, H]", q.shape[:3], q)
     num_keys = _num_keys(num_keys, q)
-    documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], num_keys, q.device)
+    documents = resolve_documents(cu_seqlens, q, num_keys)
     check_compressed_count(k_cmp, geometry, num_keys, documents)
     scale = resolve_scale(scale, q)
     chosen = resolve("select_blocks", backend, q, k_cmp, geometry, scale)
@@ -174,7 +173,7 @@ def select_blocks_by_index(
     check_queries_and_keys(q_idx, k_idx[:, :, None], name="k_idx", keys="S")
     if num_keys is not None and num_keys != k_idx.shape[1]:
         raise ValueError(f"k_idx [B, S, Di] must have num_keys = {num_keys} keys, got {list(k_idx.shape)}")
-    documents = resolve_documents(cu_seqlens, q_idx.shape[0], q_idx.shape[1], k_idx.shape[1], q_idx.device)
+    documents = resolve_documents(cu_seqlens, q_idx, k_idx.shape[1])
     chosen = resolve("select_blocks_by_index", backend, q_idx, k_idx[:, :, None], geometry)
     return operators.select_blocks_by_index(q_idx.detach(), k_idx.detach(), geometry, documents, chosen)
 
@@ -208,7 +207,7 @@ def selected_attention(
     """
     check_geometry(geometry)
     check_attention_arguments(q, k, v, names=("k", "v"), keys="S")
-    documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], k.shape[1], q.device)
+    documents = resolve_documents(cu_seqlens, q, k.shape[1])
     check_selected_blocks(selected_blocks, q, k)
     scale = resolve_scale(scale, q)
     if resolve("selected_attention", backend, q, v, geometry, scale) == "triton":
@@ -244,7 +243,7 @@ def window_attention(
     """
     check_whole_number("window_size", window_size, 1, LARGEST_SIZE)
     check_attention_arguments(q, k, v, names=("k", "v"), keys="S")
-    documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], k.shape[1], q.device)
+    documents = resolve_documents(cu_seqlens, q, k.shape[1])
     scale = resolve_scale(scale, q)
     if resolve("window_attention", backend, q, v, None, scale) == "triton":
         return operators.window_attention(q, k, v, window_size, scale, documents)[0]
@@ -292,10 +291,10 @@ def nsa_attention(
     check_attention_arguments(q, k_win, v_win, names=("k_win", "v_win"), keys="S")
     check_branches(v_cmp, v_slc, v_win)
     num_keys = k_slc.shape[1]
-    documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], num_keys, q.device)
+    documents = resolve_documents(cu_seqlens, q, num_keys)
     check_compressed_count(k_cmp, geometry, num_keys, documents)
     check_window_keys(q, k_win, num_keys, geometry.window_size, packed=documents is not None)
-    check_gates(gates, q)
+    check_beside("gates", gates, "[B, T, H, 3]", (*q.shape[:3], 3), q)
     if selected_blocks is not None:
         check_selected_blocks(selected_blocks, q, k_slc)
     scale = resolve_scale(scale, q)

@@ -47,8 +47,7 @@ class Documents(NamedTuple):
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, num_tokens: int) -> "Documents":
         """Check the boundaries [documents + 1], which reads them on the host, and place every token."""
-        check_boundaries(cu_seqlens, num_tokens)
-        max_length, aligned = _row_length(cu_seqlens.tolist())
+        max_length, aligned = _row_length(check_boundaries(cu_seqlens, num_tokens))
         return cls.from_checked(cu_seqlens, num_tokens)._replace(max_length=max_length, aligned=aligned)
 
     @classmethod
@@ -169,8 +168,10 @@ def longest_document(num_tokens: int, documents: Documents | None) -> int:
     return min(num_tokens, documents.max_length)
 
 
-def check_boundaries(cu_seqlens: Tensor, num_tokens: int, name: str = "cu_seqlens") -> None:
-    """Raise ValueError unless these are boundaries of documents of `num_tokens` tokens; reads them on the host."""
+def check_boundaries(cu_seqlens: Tensor, num_tokens: int, name: str = "cu_seqlens") -> list[int]:
+    """The boundaries on the host, which are read once; ValueError unless they are those of documents of `num_tokens`
+    tokens.
+    """
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         given = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise ValueError(f"{name} must be a tensor of int32 or int64, got {given}")
@@ -184,6 +185,7 @@ def check_boundaries(cu_seqlens: Tensor, num_tokens: int, name: str = "cu_seqlen
     for document, (start, end) in enumerate(itertools.pairwise(boundaries)):
         if end <= start:
             raise ValueError(f"{name} must increase, but document {document} goes from {start} to {end}")
+    return boundaries
 
 
 def pad_boundaries(cu_seqlens: Tensor, num_tokens: int, documents: int = 0) -> Tensor:

@@ -59,7 +59,7 @@ def check_queries_and_keys(q: Tensor, k: Tensor, *, name: str, keys: str) -> Non
         raise ValueError(f"q [B, T, H, D] may have no empty dimension, got {list(q.shape)}")
     check_rank(name, k, f"[B, {keys}, G, D]")
     check_same_kind(name, k, q)
-    batch, num_queries, num_heads, dim = q.shape
+    batch, _, num_heads, dim = q.shape
     if k.shape[0] != batch or k.shape[3] != dim:
         raise ValueError(
             f"{name} [B, {keys}, G, D] must share B and D with q [B, T, H, D], got {list(k.shape)} and {list(q.shape)}"
@@ -69,8 +69,6 @@ def check_queries_and_keys(q: Tensor, k: Tensor, *, name: str, keys: str) -> Non
         raise ValueError(
             f"the heads of q must be a multiple of the groups of {name}, got H = {num_heads} and G = {num_groups}"
         )
-    if keys == "S" and name != "k_win" and num_queries > k.shape[1]:
-        raise ValueError(f"q may not have more positions than {name}, got T = {num_queries} and S = {k.shape[1]}")
 
 
 def check_attention_arguments(q: Tensor, k: Tensor, v: Tensor, *, names: tuple[str, str], keys: str) -> None:
@@ -88,10 +86,9 @@ def check_attention_arguments(q: Tensor, k: Tensor, v: Tensor, *, names: tuple[s
         )
 
 
-def resolve_documents(
-    cu_seqlens: Tensor | Documents | None, batch: int, num_queries: int, num_keys: int, device: torch.device
-) -> Documents | None:
-    """Check packed boundaries against the shapes; a `Documents` was checked when it was made."""
+def resolve_documents(cu_seqlens: Tensor | Documents | None, q: Tensor, num_keys: int) -> Documents | None:
+    """Check packed boundaries against q [B, T, ...] and the keys; a `Documents` was checked when it was made."""
+    batch, num_queries = q.shape[:2]
     if num_queries > num_keys:
         raise ValueError(f"q may not have more positions than there are keys, got T = {num_queries} and S = {num_keys}")
     if cu_seqlens is None:
@@ -99,8 +96,8 @@ def resolve_documents(
     if batch != 1:
         raise ValueError(f"cu_seqlens needs B = 1: pack the documents one after the other, got B = {batch}")
     documents = Documents.of(cu_seqlens, num_keys)
-    if documents.ids.device != device:
-        raise ValueError(f"cu_seqlens must be on the device of q, {device}, got {documents.ids.device}")
+    if documents.ids.device != q.device:
+        raise ValueError(f"cu_seqlens must be on the device of q, {q.device}, got {documents.ids.device}")
     return documents
 
 
@@ -144,23 +141,13 @@ def check_compressed_count(k_cmp: Tensor, geometry: Geometry, num_keys: int, doc
         )
 
 
-def check_lse(lse: Tensor, q: Tensor) -> None:
-    """Raise ValueError unless lse is [B, T, H] of floats beside q."""
-    _check_beside("lse", lse, "[B, T, H]", tuple(q.shape[:3]), q)
-
-
 def check_selected_blocks(selected_blocks: Tensor, q: Tensor, k: Tensor) -> None:
     """Raise ValueError unless selected_blocks is [B, T, G, N] of integers beside q and k."""
     name, integers = "selected_blocks", (torch.int32, torch.int64)
-    _check_beside(name, selected_blocks, "[B, T, G, N]", (*q.shape[:2], k.shape[2]), q, integers)
+    check_beside(name, selected_blocks, "[B, T, G, N]", (*q.shape[:2], k.shape[2]), q, integers)
 
 
-def check_gates(gates: Tensor, q: Tensor) -> None:
-    """Raise ValueError unless gates is [B, T, H, 3] beside q."""
-    _check_beside("gates", gates, "[B, T, H, 3]", (*q.shape[:3], 3), q)
-
-
-def _check_beside(
+def check_beside(
     name: str, x: Tensor, pattern: str, sizes: tuple[int, ...], q: Tensor, types: tuple[torch.dtype, ...] = ()
 ) -> None:
     """Raise ValueError unless x has these first sizes and one of these types, or any of floats, beside q."""
