@@ -1,4 +1,4 @@
-"""Forcing a kernel or a configuration: stand-ins for one rule of `dispatch`."""
+"""Forcing a kernel or a configuration: stand-ins for one rule of `dispatch` or `tiles`."""
 
 from trifocal.ops.tiles import Tile
 
@@ -13,10 +13,10 @@ def order_rule(order):
 
 
 def interval_tile_rule(kernel, *tensors, window):
-    """`dispatch.interval_tile` that takes small tiles."""
+    """`tiles.interval_tile` that takes small tiles."""
     return OTHER_TILE if kernel == "dkdv" else TILE
 
 
 def selected_tile_rule(tile):
-    """`dispatch.selected_tile` that always takes one tile."""
+    """`tiles.selected_tile` that always takes one tile."""
     return lambda kernel, q, v, q_per_kv, *, on_hopper: tile

@@ -217,7 +217,7 @@ def test_bits_do_not_depend_on_the_batch_the_table_or_the_parts(dense, past, oth
 
 def test_parts_of_one_tile(monkeypatch, device):
     """No loop: keys are asked for before the rows are ready. Two parts of chosen blocks, and of the window."""
-    monkeypatch.setattr(dispatch, "decode_tile", lambda q, v, rows, kernel: tiles.Tile(16, 256, 4, 2))
+    monkeypatch.setattr(tiles, "decode_tile", lambda q, v, rows, kernel: tiles.Tile(16, 256, 4, 2))
     monkeypatch.setattr(dispatch, "decode_units_of_part", lambda *sizes: 1)
     step = Step(shapes("one tile", geometry(4, 4, 16, 20, 1, 1, 270), 6, 2), (20, 700), (2, 2))
     tokens = tokens_of(step, device)

@@ -6,7 +6,7 @@ import torch
 from tests.ops.cases import ODD, Case, draw
 from tests.ops_triton.forced import interval_tile_rule
 from tests.ops_triton.problems import INTERVALS, compare, documents_of, suits_copy_engine
-from trifocal.ops import dispatch
+from trifocal.ops import dispatch, tiles
 from trifocal.ops.triton.interval.compressed import compressed_backward, compressed_forward
 from trifocal.ops.triton.interval.window import window_backward, window_forward
 from trifocal.testing import oracle
@@ -25,7 +25,7 @@ assert all(map(suits_copy_engine, COPY_ENGINE))
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(dispatch, "interval_tile", interval_tile_rule)
+    monkeypatch.setattr(tiles, "interval_tile", interval_tile_rule)
 
 
 def each_path(number, paths):

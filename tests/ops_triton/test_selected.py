@@ -12,7 +12,7 @@ from tests.ops_triton import problems
 from tests.ops_triton.forced import order_rule, selected_tile_rule
 from tests.ops_triton.problems import LARGE, PAPER, compare, large
 from trifocal import ops
-from trifocal.ops import Documents, devices, dispatch, selected_attention
+from trifocal.ops import Documents, devices, dispatch, selected_attention, tiles
 from trifocal.ops.tiles import SelectedTile
 from trifocal.ops.triton.selected.backward import selected_backward
 from trifocal.ops.triton.selected.forward import selected_forward
@@ -126,7 +126,7 @@ def test_chunks_of_rows_and_pieces_of_blocks(lengths, limit, order, device, monk
     documents = documents_of(case, device)
     tile = SelectedTile(16, warps=4, stages=1, piece_slots=16)
     monkeypatch.setattr(dispatch, "selected_order", order_rule(order))
-    monkeypatch.setattr(dispatch, "selected_tile", selected_tile_rule(tile))
+    monkeypatch.setattr(tiles, "selected_tile", selected_tile_rule(tile))
     monkeypatch.setattr(dispatch, limit, 1)
     monkeypatch.setattr(dispatch, "FEWEST_SLOTS_OF_A_BLOCK", 1)
     o, lse = selected_forward(q, k, v, chosen, case.geometry, 0.25, documents)
@@ -177,7 +177,7 @@ def test_strides_and_what_no_query_sees(order, device, monkeypatch):
 
 def test_order_follows_from_the_shape():
     order = dispatch.selected_order
-    for heads, masked, tiles, tiles_backward in (
+    for heads, masked, by_tiles, by_tiles_backward in (
         (1, 4096, 0, 0), (2, 4096, 0, 0), (3, 4096, 8192, 0), (4, 4096, 8192, 0), (5, 4096, 16384, 16384),
         (7, 4096, 16384, 16384), (8, 2048, 2**20, 2**20), (16, 2048, 2**20, 2**20),
     ):  # fmt: skip
@@ -186,8 +186,8 @@ def test_order_follows_from_the_shape():
         assert order(2048, 2048, 16, 64, heads, backward=True) == "masked"
         assert order(4096, 4096, 16, 64, heads, backward=True, packed=True) == "masked"
         for length in (masked + 1, 8192, 8193, 16384, 16385, 2**20):
-            assert order(length, length, 16, 64, heads) == ("tiles" if length <= tiles else "block_major")
-            wanted = "tiles" if length <= tiles_backward else "block_major"
+            assert order(length, length, 16, 64, heads) == ("tiles" if length <= by_tiles else "block_major")
+            wanted = "tiles" if length <= by_tiles_backward else "block_major"
             assert order(length, length, 16, 64, heads, backward=True) == wanted
             if length > 4096:
                 assert order(length, length, 16, 64, heads, backward=True, packed=True) == wanted

@@ -7,7 +7,7 @@ is replaced behind a caller's back. The rules of `auto`, in order:
 3. everything else takes the reference.
 
 Every stage has a portable kernel in `triton/`, and some have one in `hopper/` under the same file name. The rules below
-choose between them, and the sizes of tiles from `tiles.py`. To try another kernel or configuration, change a rule and
+choose between them; the sizes of tiles are in `tiles.py`. To try another kernel or configuration, change a rule and
 run `benchmarks/kernels.py`. Importing this module imports no Triton.
 """
 
@@ -178,11 +178,6 @@ def interval_on_hopper(
     return configuration if fits else None
 
 
-def interval_tile(kernel: str, q: Tensor, v: Tensor, *, window: bool) -> tiles.Tile:
-    """The tile of the portable kernel `"forward"`, `"d_q"` or `"dkdv"` of the compressed or the window branch."""
-    return tiles.interval_tile(kernel, q.dtype, max(_columns(q, v)), devices.architecture(q.device), window=window)
-
-
 def interval_parts(q: Tensor, programs: int, q_per_kv: int, rows: int) -> int:
     """How many programs share the rows of a key tile, so that no multiprocessor waits long for another.
 
@@ -215,16 +210,6 @@ def importance_on_hopper(q: Tensor, k_cmp: Tensor, geometry: Geometry, *, packed
         return None
     options = tiles.HOPPER_IMPORTANCE[q.shape[3]]
     return {**options, "stack": max(options["stack"], 8 // heads)}
-
-
-def importance_tile(q: Tensor, q_per_kv: int) -> tiles.Tile:
-    """The tile of the portable importance kernel."""
-    return tiles.importance_tile(q.dtype, q_per_kv, max(_columns(q, q)), devices.architecture(q.device))
-
-
-def index_tile(q_idx: Tensor) -> tiles.Tile:
-    """The tile of the index scores; `BLOCK_M` counts rows, a query and group each."""
-    return tiles.index_tile(q_idx.dtype, tiles.split_width(q_idx.shape[-1]).padded)
 
 
 def choice_on_hopper(q: Tensor, blocks: int, *, packed: bool) -> bool:
@@ -307,25 +292,6 @@ def dkdv_is_warp_specialized(q_per_kv: int, *tensors: Tensor) -> bool:
     return q_per_kv >= FEWEST_HEADS_OF_WARP_SPECIALIZED and 64 % q_per_kv == 0 and tma_fits(*tensors)
 
 
-def selected_tile(kernel: str, q: Tensor, v: Tensor, q_per_kv: int, *, on_hopper: bool) -> tiles.SelectedTile:
-    """The tile of a kernel of selected attention; names as in `ops.tiles.selected_tile`."""
-    dim, value_dim = _columns(q, v)
-    if on_hopper:
-        return tiles.hopper_selected_tile(kernel, q_per_kv, max(dim, value_dim))
-    return tiles.selected_tile(kernel, q.dtype, q_per_kv, dim, value_dim, devices.architecture(q.device))
-
-
-def largest_block_of_backward(q: Tensor, v: Tensor) -> int:
-    """Tokens of a selection block that backward holds at a time: half as many where wide sums would leave registers."""
-    wide = max(_columns(q, v)) > 128 and devices.architecture(q.device) != "hopper"
-    return tiles.LARGEST_BLOCK // 2 if wide else tiles.LARGEST_BLOCK
-
-
-def decode_tile(q: Tensor, v: Tensor, rows: int, kernel: str) -> tiles.Tile:
-    """The tile of a decoding kernel for `rows` that share keys; `BLOCK_N` is the same for all of them."""
-    return tiles.decode_tile(q.dtype, rows, max(_columns(q, v)), devices.architecture(q.device), kernel)
-
-
 def decode_units_of_part(programs: int, units: int, device: torch.device) -> int:
     """How many units of keys a program of decoding adds up before it writes: 1, or a group where programs suffice.
 
@@ -368,11 +334,6 @@ def gathered_rows(bytes_of_row: int, num_blocks: int, num_selected: int) -> int:
     """
     most = max(GATHERED_BYTES // bytes_of_row, FEWEST_SLOTS_OF_A_BLOCK * num_blocks // num_selected)
     return max(64, most // 64 * 64)
-
-
-def _columns(q: Tensor, v: Tensor) -> tuple[int, int]:
-    """Columns of q and of v as tiles hold them."""
-    return tiles.split_width(q.shape[-1]).padded, tiles.split_width(v.shape[-1]).padded
 
 
 def _rows_are_aligned(x: Tensor) -> bool:

@@ -1,9 +1,12 @@
-"""Tile sizes of the kernels, as measured; `ops.dispatch` takes them from here. Nothing here needs Triton."""
+"""Tile sizes of the kernels, as measured. Nothing here needs Triton."""
 
 import functools
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
+from trifocal.ops import devices
 
 
 def cdiv(numerator: int, denominator: int) -> int:
@@ -124,11 +127,14 @@ HOPPER_INTERVAL: dict[tuple[str, bool], dict[int, dict[str, Any]]] = {
 HOPPER_IMPORTANCE: dict[int, dict[str, int]] = {128: {"k_stages": 2, "stack": 1}, 192: {"k_stages": 1, "stack": 2}}
 
 
-def interval_tile(kernel: str, dtype: torch.dtype, columns: int, architecture: str, *, window: bool) -> Tile:
-    """The tile of the compressed or window kernel `"forward"`, `"d_q"` or `"dkdv"`; `columns` are those of the wider of
-    q and v, as a tile holds them.
-    """
-    row = "fp32" if dtype == torch.float32 else architecture
+def _columns(*tensors: Tensor) -> int:
+    """Columns of the widest of these [*, D], as a tile holds them."""
+    return max(split_width(x.shape[-1]).padded for x in tensors)
+
+
+def interval_tile(kernel: str, q: Tensor, v: Tensor, *, window: bool) -> Tile:
+    """The tile of the compressed or window branch's portable kernel `"forward"`, `"d_q"` or `"dkdv"`."""
+    row, columns = _row_of(q), _columns(q, v)
     most, tile = next((most, tile) for most, tile in _TILES[row, kernel].items() if columns <= most)
     return _WINDOW_TILES.get((row, kernel), {}).get(most, tile) if window else tile
 
@@ -137,14 +143,20 @@ LARGEST_BLOCK = 64
 """Larger selection blocks are cut into equal parts of at most this many tokens, each with its own slot."""
 
 
-def selected_tile(
-    kernel: str, dtype: torch.dtype, q_per_kv: int, dim: int, value_dim: int, architecture: str
-) -> SelectedTile:
-    """The tile of a kernel of selected attention: an order and `"forward"`, `"block_major backward"`, `"tile d_q"`,
-    `"masked d_q"` or `"masked dkdv"`. `dim` and `value_dim` are columns as a tile holds them.
+def largest_block_of_backward(q: Tensor, v: Tensor) -> int:
+    """Tokens of a selection block that backward holds at a time: half as many where wide sums would leave registers."""
+    wide = _columns(q, v) > 128 and devices.architecture(q.device) != "hopper"
+    return LARGEST_BLOCK // 2 if wide else LARGEST_BLOCK
+
+
+def selected_tile(kernel: str, q: Tensor, v: Tensor, q_per_kv: int, *, on_hopper: bool) -> SelectedTile:
+    """The tile of a kernel of selected attention, of `hopper` or portable: an order and `"forward"`, `"block_major
+    backward"`, `"tile d_q"`, `"masked d_q"` or `"masked dkdv"`.
     """
-    columns = max(dim, value_dim)
-    if dtype == torch.float32:
+    columns, architecture = _columns(q, v), devices.architecture(q.device)
+    if on_hopper:
+        return _hopper_selected_tile(kernel, q_per_kv, columns)
+    if q.dtype == torch.float32:
         # Exact products run on the ordinary units, fully unrolled: large tiles would spill.
         return _selected_fp32(kernel, max(16, next_power_of_2(q_per_kv)))
     hopper = architecture == "hopper"
@@ -186,8 +198,7 @@ def _selected_fp32(kernel: str, rows: int) -> SelectedTile:
     return SelectedTile(rows, warps=4, stages=1, piece_slots=64)
 
 
-def hopper_selected_tile(kernel: str, q_per_kv: int, columns: int) -> SelectedTile:
-    """The tile of a kernel of `hopper`; arguments as for `selected_tile`, and the columns of the wider of q and v."""
+def _hopper_selected_tile(kernel: str, q_per_kv: int, columns: int) -> SelectedTile:
     pieces = 0
     if kernel == "block_major forward":
         pieces = 1024 // q_per_kv
@@ -197,18 +208,20 @@ def hopper_selected_tile(kernel: str, q_per_kv: int, columns: int) -> SelectedTi
     return SelectedTile(64, warps=4, stages=1, piece_slots=pieces)
 
 
-def importance_tile(dtype: torch.dtype, q_per_kv: int, dim: int, architecture: str) -> Tile:
-    """The tile of the importance kernel; `BLOCK_M` counts queries and `BLOCK_N` compressed blocks."""
-    if dtype == torch.float32:
+def importance_tile(q: Tensor, q_per_kv: int) -> Tile:
+    """The tile of the portable importance kernel; `BLOCK_M` counts queries and `BLOCK_N` compressed blocks."""
+    if q.dtype == torch.float32:
         return Tile(32, 32, warps=4, stages=1)
-    if dim > 128 or architecture != "hopper":
-        return Tile(64, 64, warps=4 if architecture == "hopper" else 8, stages=2)
+    hopper = devices.architecture(q.device) == "hopper"
+    if _columns(q) > 128 or not hopper:
+        return Tile(64, 64, warps=4 if hopper else 8, stages=2)
     return Tile(64, 128 if q_per_kv > 2 else 64, warps=4, stages=3 if q_per_kv > 4 else 2)
 
 
-def index_tile(dtype: torch.dtype, columns: int) -> Tile:
-    """The tile of the index scores; `BLOCK_M` counts rows."""
-    if dtype == torch.float32:
+def index_tile(q_idx: Tensor) -> Tile:
+    """The tile of the index scores; `BLOCK_M` counts rows, a query and group each."""
+    columns = _columns(q_idx)
+    if q_idx.dtype == torch.float32:
         return Tile(32, 64, warps=8, stages=1)
     return Tile(128, 64, warps=4 if columns <= 64 else 8, stages=3 if columns <= 128 else 2)
 
@@ -249,13 +262,12 @@ DECODE_UNIT = 256
 DECODE_GROUP = 4
 
 
-def decode_tile(dtype: torch.dtype, rows: int, columns: int, architecture: str, kernel: str) -> Tile:
+def decode_tile(q: Tensor, v: Tensor, rows: int, kernel: str) -> Tile:
     """The tile of a decoding kernel: `"scores"`, `"attend"`, or `"dense"`, which attends to the whole past.
 
-    `rows` share keys: heads of a group, for one or all new tokens; `columns` are those of the wider of q and v, as a
-    tile holds them.
+    `rows` share keys: heads of a group, for one or all new tokens. `BLOCK_N` is the same for any number of them.
     """
-    row = "fp32" if dtype == torch.float32 else architecture
+    row, columns = _row_of(q), _columns(q, v)
     widths = _DECODE_TILES.get(f"{row} {kernel}", _DECODE_TILES[row])
     tile = next(tile for most, tile in widths.items() if columns <= most)
     if rows <= tile.BLOCK_M:
@@ -265,3 +277,8 @@ def decode_tile(dtype: torch.dtype, rows: int, columns: int, architecture: str, 
     return tile._replace(
         BLOCK_M=most_rows, warps=8 if most_rows == _DECODE_MAX_ROWS else max(4, tile.warps), registers=None
     )
+
+
+def _row_of(q: Tensor) -> str:
+    """The row of a table: fp32, or the architecture of the device."""
+    return "fp32" if q.dtype == torch.float32 else devices.architecture(q.device)

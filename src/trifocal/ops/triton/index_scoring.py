@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops import dispatch
+from trifocal.ops import tiles
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents
 from trifocal.ops.tiles import cdiv, named_widths, next_power_of_2
@@ -253,12 +253,12 @@ def launch_block_scores(
     queries [B, T, G, Di] and keys [B, S, 1, Di], and buffers of all sampled queries for their scores and for the
     block's token of each, [B, M, G, lines of 16 blocks].
     """
-    tile = dispatch.index_tile(q)
+    tile = tiles.index_tile(q)
     groups, q_per_kv = k.shape[2], q.shape[2] // k.shape[2]
     heads, sharing = (q_per_kv, groups) if student is None else (max(q_per_kv, groups), groups + 1)
-    tiles = cdiv((chunk.end_query - chunk.first_query) * heads, tile.BLOCK_M)
+    row_tiles = cdiv((chunk.end_query - chunk.first_query) * heads, tile.BLOCK_M)
     for pieces, piece in PIECES_OF_PROGRAM:
-        grid = tiles, cdiv(chunk.reachable, pieces * piece), q.shape[0] * sharing
+        grid = row_tiles, cdiv(chunk.reachable, pieces * piece), q.shape[0] * sharing
         if math.prod(grid) >= ENOUGH_PROGRAMS:
             break
     where = sampled, *default_documents(documents, sampled), *strides(q), *strides(k)
@@ -295,5 +295,5 @@ def select_blocks_by_index_forward(
 
     # No block reaches over into the next: the choice reads one part of the importance.
     geometry = dataclasses.replace(geometry, compression_block_size=geometry.compression_stride)
-    shape, tile = (*q_idx.shape[:3],), dispatch.index_tile(q_idx)
+    shape, tile = (*q_idx.shape[:3],), tiles.index_tile(q_idx)
     return choose_in_chunks(score, 1, shape, k_idx.shape[1], geometry, documents, tile.BLOCK_M, q_idx.device)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops import dispatch
+from trifocal.ops import dispatch, tiles
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, longest_document
 from trifocal.ops.tiles import cdiv, named_widths, next_power_of_2
@@ -230,7 +230,7 @@ def select_blocks_forward(
     parts = max(1, taps // MAX_TAPS)
     taps //= parts
     on_hopper = dispatch.importance_on_hopper(q, k_cmp, geometry, packed=packed)
-    tile = dispatch.importance_tile(q, q_per_kv)
+    tile = tiles.importance_tile(q, q_per_kv)
     blocks_of_tile = max(1, tile.BLOCK_N // taps)
 
     def score(chunk: Chunk, direct: Tensor, overflow: Tensor) -> None:

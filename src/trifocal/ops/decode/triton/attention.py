@@ -48,9 +48,9 @@ def decode_attention(
     num_sequences, new, heads, dim = q.shape
     groups, page_size, value_dim = *cache.k_slc.shape[1:3], cache.v_slc.shape[3]
     q_per_kv, num_rows = heads // groups, num_sequences * new * heads
-    head_tile = dispatch.decode_tile(q, cache.v_slc, q_per_kv, "attend")
+    head_tile = tiles.decode_tile(q, cache.v_slc, q_per_kv, "attend")
     # Who takes compressed blocks, scores or attend.
-    tile = head_tile if index is not None else dispatch.decode_tile(q, cache.v_slc, new * q_per_kv, "scores")
+    tile = head_tile if index is not None else tiles.decode_tile(q, cache.v_slc, new * q_per_kv, "scores")
     most_tokens = batch.block_table.shape[1] * page_size
 
     # Compressed blocks: tiles hold whole selection blocks, each padded to a power of two.
@@ -155,7 +155,7 @@ def _index_scores(index: Index, cache: SparseCache, batch: DecodeBatch, geometry
     assert k_idx is not None
     num_sequences, new, groups, dim = q_idx.shape
     block, page_size = geometry.selection_block_size, k_idx.shape[2]
-    tile, widths = dispatch.decode_tile(q_idx, k_idx, new * groups, "scores"), named_widths(D=dim)
+    tile, widths = tiles.decode_tile(q_idx, k_idx, new * groups, "scores"), named_widths(D=dim)
     taps = min(tile.BLOCK_N, next_power_of_2(block))
     blocks = tile.BLOCK_N // taps
     num_tiles = cdiv(table.shape[1] * page_size // block, blocks)
@@ -190,7 +190,7 @@ def decode_dense_attention(
     num_sequences, new, heads, dim = q.shape
     groups, page_size, value_dim = *cache.k.shape[1:3], cache.v.shape[3]
     q_per_kv = heads // groups
-    tile = dispatch.decode_tile(q, cache.v, new * q_per_kv, "dense")
+    tile = tiles.decode_tile(q, cache.v, new * q_per_kv, "dense")
     row_tiles = cdiv(new * q_per_kv, tile.BLOCK_M)
     programs = num_sequences * groups * row_tiles
     most_units = min(MAX_UNITS.value, cdiv(batch.block_table.shape[1] * page_size, tiles.DECODE_UNIT))
@@ -215,7 +215,7 @@ def _decode_window(
     num_sequences, new, heads, dim = q.shape
     k, v = cache.k_win, cache.v_win
     groups, ring, value_dim = *k.shape[1:3], v.shape[3]
-    tile = dispatch.decode_tile(q, v, heads // groups, "attend")
+    tile = tiles.decode_tile(q, v, heads // groups, "attend")
     most_units = cdiv(window_size, tiles.DECODE_UNIT)
     units = dispatch.decode_units_of_part(num_sequences * groups * new, most_units, q.device)
     num_parts = cdiv(most_units, units)

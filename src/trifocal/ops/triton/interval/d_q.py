@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops import dispatch
+from trifocal.ops import dispatch, tiles
 from trifocal.ops.tiles import cdiv, split_width
 from trifocal.ops.triton.common import load_tile, store_tile, strides, zeros_in_parts
 from trifocal.ops.triton.interval.common import (
@@ -132,7 +132,7 @@ def launch_d_q(problem: IntervalProblem, d_q: Tensor | None = None) -> Tensor:
         return dispatch.hopper("interval.d_q").launch_d_q(problem, d_q, **configuration)
     batch, num_queries = q.shape[:2]
     num_groups, q_per_kv = k.shape[2], problem.q_per_kv
-    tile = dispatch.interval_tile("d_q", q, v, window=window)
+    tile = tiles.interval_tile("d_q", q, v, window=window)
     tma = dispatch.tma_fits(k, v)
     d_width, v_width = split_width(q.shape[3]), split_width(v.shape[3])
     add = d_q is not None

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops import dispatch
+from trifocal.ops import dispatch, tiles
 from trifocal.ops.tiles import cdiv, split_width
 from trifocal.ops.triton.common import (
     add_product,
@@ -188,13 +188,13 @@ def launch_dkdv(problem: IntervalProblem) -> tuple[Tensor, Tensor]:
     batch, num_queries = q.shape[:2]
     num_keys, num_groups = k.shape[1:3]
     q_per_kv = problem.q_per_kv
-    tile = dispatch.interval_tile("dkdv", q, v, window=window)
+    tile = tiles.interval_tile("dkdv", q, v, window=window)
     tma = tile.BLOCK_M % q_per_kv == 0 and q_per_kv & (q_per_kv - 1) == 0 and dispatch.tma_fits(q, d_o)
     d_width, v_width = split_width(q.shape[3]), split_width(v.shape[3])
-    tiles = cdiv(num_keys, tile.BLOCK_N)
-    d_k, d_v, parts = empty_parts(problem, tiles, tile.BLOCK_M)
+    key_tiles = cdiv(num_keys, tile.BLOCK_N)
+    d_k, d_v, parts = empty_parts(problem, key_tiles, tile.BLOCK_M)
     if num_keys:
-        interval_dkdv_kernel[tiles * parts, batch * num_groups](
+        interval_dkdv_kernel[key_tiles * parts, batch * num_groups](
             *row_sources(q, d_width, tile.BLOCK_M, num_groups, tma), k, v,
             *row_sources(d_o, v_width, tile.BLOCK_M, num_groups, tma), lse, delta, gate, d_k, d_v, branch.query_begin,
             branch.query_end, *strides(q), *strides(k), *strides(v), *strides(d_o), *problem.gate_strides, batch, parts,

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops import dispatch
+from trifocal.ops import dispatch, tiles
 from trifocal.ops.tiles import cdiv, split_width
 from trifocal.ops.triton.common import LN_2, LOG2_E, nothing_yet, store_parts, strides, unit_stride
 from trifocal.ops.triton.interval.common import (
@@ -123,7 +123,7 @@ def launch_forward(
     configuration = dispatch.interval_on_hopper("forward", q, k, v, window=branch.is_window, packed=branch.is_packed)
     if configuration is not None:
         return dispatch.hopper("interval.forward").launch_forward(q, k, v, scale, branch, **configuration)
-    tile = dispatch.interval_tile("forward", q, v, window=branch.is_window)
+    tile = tiles.interval_tile("forward", q, v, window=branch.is_window)
     tma = dispatch.tma_fits(k, v)
     d_width, v_width = split_width(q.shape[3]), split_width(v.shape[3])
     o = q.new_empty(batch, num_queries, num_heads, v_width.size)

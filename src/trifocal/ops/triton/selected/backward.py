@@ -14,7 +14,7 @@ mixed output: backward takes the gradient of the mixture and the gate instead of
 
 from torch import Tensor
 
-from trifocal.ops import dispatch
+from trifocal.ops import dispatch, tiles
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, longest_document
 from trifocal.ops.triton.combine import row_sums
@@ -47,7 +47,7 @@ def selected_backward(
     sum of `o * d_o` over the value dim, [B, T, H], fp32, is computed here when not given.
     """
     q, k, v, d_o, o = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(d_o), unit_stride(o)
-    largest = dispatch.largest_block_of_backward(q, v)
+    largest = tiles.largest_block_of_backward(q, v)
     selected_blocks, block_size = split_blocks(selected_blocks, geometry.selection_block_size, largest)
     if selected_blocks.shape[-1] == 0:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)

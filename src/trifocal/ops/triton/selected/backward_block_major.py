@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops import dispatch
+from trifocal.ops import dispatch, tiles
 from trifocal.ops.tiles import SelectedTile, cdiv, next_power_of_2
 from trifocal.ops.triton.common import (
     add_product,
@@ -156,7 +156,7 @@ def block_major_backward(problem: SelectedProblem, *, with_d_q: bool) -> tuple[T
     p, q, q_per_kv = problem, problem.q, problem.q_per_kv
     rows, dim, (num_keys, groups, value_dim) = q.shape[0] * q.shape[1], q.shape[3], p.v.shape[1:]
     on_hopper = dispatch.selected_on_hopper(q, p.k, p.v, p.d_o, block_size=p.block_size)
-    tile = dispatch.selected_tile("block_major backward", q, p.v, q_per_kv, on_hopper=on_hopper)
+    tile = tiles.selected_tile("block_major backward", q, p.v, q_per_kv, on_hopper=on_hopper)
     row_slots = groups * p.num_selected
     d_q_type = dispatch.partial_d_q_type(q.dtype, p.num_selected, on_hopper=on_hopper)
     if with_d_q:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops import devices, dispatch
+from trifocal.ops import devices, dispatch, tiles
 from trifocal.ops.layout import longest_document
 from trifocal.ops.tiles import cdiv, next_power_of_2
 from trifocal.ops.triton.common import (
@@ -233,7 +233,7 @@ def masked_backward(problem: SelectedProblem) -> tuple[Tensor, Tensor, Tensor]:
 
 def _launch_d_q(problem: SelectedProblem, bits: Tensor) -> Tensor:
     q = problem.q
-    tile = dispatch.selected_tile("masked d_q", q, problem.v, problem.q_per_kv, on_hopper=False)
+    tile = tiles.selected_tile("masked d_q", q, problem.v, problem.q_per_kv, on_hopper=False)
     d_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     masked_d_q_kernel[(q.shape[0] * problem.k.shape[2], cdiv(q.shape[1] * problem.q_per_kv, tile.BLOCK_M))](
         *problem.rows(), d_q, bits, *problem.documents_or_lse(), *problem.sizes(),
@@ -247,7 +247,7 @@ def _launch_dkdv(problem: SelectedProblem, bits: Tensor) -> tuple[Tensor, Tensor
     p, q_per_kv = problem, problem.q_per_kv
     (batch, num_queries), (num_keys, groups, value_dim), dim = p.q.shape[:2], p.v.shape[1:], p.q.shape[3]
     on_hopper = dispatch.selected_on_hopper(p.q, p.k, p.v, p.d_o, block_size=p.block_size)
-    tile = dispatch.selected_tile("masked dkdv", p.q, p.v, q_per_kv, on_hopper=on_hopper)
+    tile = tiles.selected_tile("masked dkdv", p.q, p.v, q_per_kv, on_hopper=on_hopper)
     ids, _, cu_seqlens = p.documents_or_lse()
     num_blocks, block_documents = count_blocks(num_keys, p.block_size, p.documents), p.lse
     if p.documents is not None:

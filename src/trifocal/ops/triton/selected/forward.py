@@ -359,7 +359,7 @@ def selected_forward(
     score_scale = max(scale * LOG2_E, 1e-30)
     kernel = f"{order} forward"
     on_hopper = order == "block_major" and dispatch.selected_on_hopper(q, k, v, block_size=block_size)
-    tile = dispatch.selected_tile(kernel, q, v, q_per_kv, on_hopper=on_hopper)
+    tile = tiles.selected_tile(kernel, q, v, q_per_kv, on_hopper=on_hopper)
     ids, positions, cu_seqlens = default_documents(documents, lse)
     if order == "masked":
         bits = choice_bits(selected_blocks, block_size, num_keys, documents)

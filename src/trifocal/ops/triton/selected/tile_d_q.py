@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops import dispatch
+from trifocal.ops import dispatch, tiles
 from trifocal.ops.tiles import cdiv, next_power_of_2
 from trifocal.ops.triton.common import load_and_multiply, store_parts, zeros_in_parts
 from trifocal.ops.triton.launch import Kernel
@@ -105,7 +105,7 @@ def tile_d_q(problem: SelectedProblem) -> Tensor:
     p, q_per_kv = problem, problem.q_per_kv
     batch, num_keys, groups = p.k.shape[:3]
     on_hopper = dispatch.tiles_on_hopper(p.q, p.k, p.v, p.d_o, block_size=p.block_size)
-    tile = dispatch.selected_tile("tile d_q", p.q, p.v, q_per_kv, on_hopper=False)
+    tile = tiles.selected_tile("tile d_q", p.q, p.v, q_per_kv, on_hopper=False)
     queries = dispatch.queries_of_tile(p.q, q_per_kv, tile.BLOCK_M, batch * groups)
     if on_hopper:
         queries = 128 // next_power_of_2(q_per_kv)

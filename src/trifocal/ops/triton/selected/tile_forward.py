@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops import dispatch
+from trifocal.ops import dispatch, tiles
 from trifocal.ops.layout import Documents
 from trifocal.ops.tiles import next_power_of_2
 from trifocal.ops.triton.common import (
@@ -163,7 +163,7 @@ def tile_forward(
         lists = build_tile_lists(selected_blocks, block_size, num_keys, documents, queries)
         dispatch.hopper("selected.tile_forward").launch_tile_forward(q, k, v, o, lse, lists, score_scale)
         return o, lse
-    tile = dispatch.selected_tile("tile forward", q, v, q_per_kv, on_hopper=False)
+    tile = tiles.selected_tile("tile forward", q, v, q_per_kv, on_hopper=False)
     queries = dispatch.queries_of_tile(q, q_per_kv, tile.BLOCK_M, batch * groups)
     lists = build_tile_lists(selected_blocks, block_size, num_keys, documents, queries)
     row_tiles, width = lists.tokens.shape[2:]
