@@ -143,12 +143,11 @@ def sum_rows(
         rows = (PART * QUERIES + row // HEADS, query + query_shift, row_lse, row_delta, row_gate)
         d_q = gl.zeros([PART_ROWS, D], gl.float32, OUTPUT)
         mbarrier.wait(q_ready.index(PART), visit & 1)
-        d_q, count = gather_rows(
-            d_q, count, rows, buffers, barriers, tokens, members, 0, masked, end, score_scale,
-            PART, HEADS, D, V, GATED, BLOCK, STAGES, True, SCORES, OUTPUT)
-        d_q, count = gather_rows(
-            d_q, count, rows, buffers, barriers, tokens, members, masked, end, end, score_scale,
-            PART, HEADS, D, V, GATED, BLOCK, STAGES, False, SCORES, OUTPUT)
+        bounds = (0, masked, end)
+        for run in gl.static_range(2):
+            d_q, count = gather_rows(
+                d_q, count, rows, buffers, barriers, tokens, members, bounds[run], bounds[run + 1], end, score_scale,
+                PART, HEADS, D, V, GATED, BLOCK, STAGES, run == 0, SCORES, OUTPUT)
         mbarrier.arrive(q_free.index(PART), count=1)
         out_row = gl.arange(0, PART_ROWS, gl.SliceLayout(1, OUTPUT))
         exists = (first_query + out_row // HEADS < num_queries) & (out_row % HEADS < Q_PER_KV)

@@ -153,13 +153,12 @@ def attend_rows(
         running_sum = gl.zeros([PART_ROWS], gl.float32, ROW)
         mbarrier.wait(q_ready.index(PART), visit & 1)
         q = q_tiles.index(PART).reshape([PART_ROWS, D])
-        o, running_max, running_sum, count = attend_blocks(
-            o, running_max, running_sum, count, q, bit, last_key, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
-            of_tokens, of_members, 0, masked, entries, score_scale, PART, QUERIES, D, V, STAGES, True, SCORES, OUTPUT)
-        o, running_max, running_sum, count = attend_blocks(
-            o, running_max, running_sum, count, q, bit, last_key, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
-            of_tokens, of_members, masked, entries, entries, score_scale, PART, QUERIES, D, V, STAGES, False,
-            SCORES, OUTPUT)
+        bounds = (0, masked, entries)
+        for run in gl.static_range(2):
+            o, running_max, running_sum, count = attend_blocks(
+                o, running_max, running_sum, count, q, bit, last_key, k_tiles, v_tiles, k_ready, k_free, v_ready,
+                v_free, of_tokens, of_members, bounds[run], bounds[run + 1], entries, score_scale,
+                PART, QUERIES, D, V, STAGES, run == 0, SCORES, OUTPUT)
         mbarrier.arrive(q_free.index(PART), count=1)
         visit += 1
         mbarrier.wait(drawn_ready.index(visit % 2), (visit - 1) // 2 & 1)

@@ -7,13 +7,12 @@ from torch import Tensor
 
 from trifocal.ops import dispatch, tiles
 from trifocal.ops.tiles import cdiv, split_width
-from trifocal.ops.triton.common import LN_2, LOG2_E, nothing_yet, store_parts, strides, unit_stride
+from trifocal.ops.triton.common import LN_2, LOG2_E, load_parts, nothing_yet, store_parts, strides, unit_stride
 from trifocal.ops.triton.interval.common import (
     Branch,
     key_sources,
     load_and_multiply_keys,
     load_keys,
-    load_rows,
     place_rows_of_program,
 )
 from trifocal.ops.triton.launch import Kernel
@@ -77,19 +76,16 @@ def interval_forward_kernel(
         v_source_1 += batch.to(tl.int64) * v_batch_stride + group * v_head_stride
         v_source_2 += batch.to(tl.int64) * v_batch_stride + group * v_head_stride
     q += batch.to(tl.int64) * q_batch_stride + group * Q_PER_KV * q_head_stride
-    q_1 = load_rows(
-        q, batch, group, first_query, query, head, q_time_stride, q_head_stride, 0, D_1, D, ROWS, Q_PER_KV, False)
-    q_2 = q_1
-    if D_2 > 0:
-        q_2 = load_rows(
-            q, batch, group, first_query, query, head, q_time_stride, q_head_stride, D_1, D_2, D, ROWS, Q_PER_KV, False)
+    q += first_query.to(tl.int64) * q_time_stride
+    q_offsets = (query - first_query) * q_time_stride + head * q_head_stride
+    queries = load_parts(q, q_offsets, query >= 0, D, D_1, D_2, False)
     softmax = nothing_yet(ROWS, V_1, V_2)
     softmax = _attend(
-        softmax, (q_1, q_2), (k_source_1, k_source_2), (v_source_1, v_source_2), batch, group,
+        softmax, queries, (k_source_1, k_source_2), (v_source_1, v_source_2), batch, group,
         k_time_stride, v_time_stride, begin, end, row_begin, row_end, full, 0, first_full, score_scale,
         D, D_1, D_2, V, V_1, V_2, KEYS, False, PACKED, TMA)
     softmax = _attend(
-        softmax, (q_1, q_2), (k_source_1, k_source_2), (v_source_1, v_source_2), batch, group,
+        softmax, queries, (k_source_1, k_source_2), (v_source_1, v_source_2), batch, group,
         k_time_stride, v_time_stride, begin, end, row_begin, row_end, tiles - full, first_full, full, score_scale,
         D, D_1, D_2, V, V_1, V_2, KEYS, True, PACKED, TMA)
 

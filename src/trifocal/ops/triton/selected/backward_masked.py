@@ -92,18 +92,14 @@ def masked_d_q_kernel(
             word_place = (batch_group.to(tl.int64) * num_words + word) * num_queries
             chosen_bits = tl.load(bits + word_place + query, mask=in_document, other=0)
             tile_bits, first, middle, end = blocks_of_word(word, chosen_bits, first_masked, end_block)
-            d_q_sum = _d_q_of_blocks(
-                d_q_sum, queries, d_o_rows, k, v, k_time_stride, v_time_stride, numbers,
-                chosen_bits, tile_bits, position,
-                document_start, document_end, first, middle, score_scale,
-                D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, False, GATED,
-            )  # fmt: skip
-            d_q_sum = _d_q_of_blocks(
-                d_q_sum, queries, d_o_rows, k, v, k_time_stride, v_time_stride, numbers,
-                chosen_bits, tile_bits, position,
-                document_start, document_end, middle, end, score_scale,
-                D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, True, GATED,
-            )  # fmt: skip
+            bounds = (first, middle, end)
+            for MASKED in tl.static_range(2):
+                d_q_sum = _d_q_of_blocks(
+                    d_q_sum, queries, d_o_rows, k, v, k_time_stride, v_time_stride, numbers,
+                    chosen_bits, tile_bits, position,
+                    document_start, document_end, bounds[MASKED], bounds[MASKED + 1], score_scale,
+                    D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, MASKED, GATED,
+                )  # fmt: skip
     store_parts(d_q, place * D, exists, scale, d_q_sum, D, D_1, D_2)
 
 

@@ -302,18 +302,14 @@ def masked_forward_kernel(
             word_place = (batch_group.to(tl.int64) * num_words + word) * num_queries
             chosen_bits = tl.load(bits + word_place + query, mask=in_document, other=0)
             tile_bits, first, middle, end = blocks_of_word(word, chosen_bits, first_masked, end_block)
-            o_1, o_2, running_max, running_sum = _attend_blocks(
-                (o_1, o_2, running_max, running_sum), queries, k, v, k_time_stride, v_time_stride,
-                chosen_bits, tile_bits, position,
-                document_start, document_end, first, middle, score_scale,
-                D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, False,
-            )  # fmt: skip
-            o_1, o_2, running_max, running_sum = _attend_blocks(
-                (o_1, o_2, running_max, running_sum), queries, k, v, k_time_stride, v_time_stride,
-                chosen_bits, tile_bits, position,
-                document_start, document_end, middle, end, score_scale,
-                D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, True,
-            )  # fmt: skip
+            bounds = (first, middle, end)
+            for MASKED in tl.static_range(2):
+                o_1, o_2, running_max, running_sum = _attend_blocks(
+                    (o_1, o_2, running_max, running_sum), queries, k, v, k_time_stride, v_time_stride,
+                    chosen_bits, tile_bits, position,
+                    document_start, document_end, bounds[MASKED], bounds[MASKED + 1], score_scale,
+                    D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, MASKED,
+                )  # fmt: skip
     place = (batch * num_queries + query) * (GROUPS * Q_PER_KV) + group * Q_PER_KV + head
     # Rows that saw nothing get zeros and -inf. o and lse are contiguous.
     sees = running_sum > 0
