@@ -130,14 +130,13 @@ def sum_rows(
             d_q_2 = gl.zeros([PART_ROWS, D_2], gl.float32, OUTPUT_2)
         d_o_tile = d_o_tiles.index(PART).reshape([PART_ROWS, V])
         mbarrier.wait(q_ready.index(PART), visit & 1)
-        d_q, d_q_2, count = gather_rows(
-            d_q, d_q_2, q_tiles, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free,
-            v_ready, v_free, count, begin, tiles, first_full, last_full, row_begin, row_end, 0, masked, score_scale,
-            PART, D_1, D_2, V, GATED, KEYS, STAGES, True, SCORES, OUTPUT, OUTPUT_2)
-        d_q, d_q_2, count = gather_rows(
-            d_q, d_q_2, q_tiles, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free,
-            v_ready, v_free, count, begin, tiles, first_full, last_full, row_begin, row_end, masked, tiles, score_scale,
-            PART, D_1, D_2, V, GATED, KEYS, STAGES, False, SCORES, OUTPUT, OUTPUT_2)
+        bounds = (0, masked, tiles)
+        for run in gl.static_range(2):
+            d_q, d_q_2, count = gather_rows(
+                d_q, d_q_2, q_tiles, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free,
+                v_ready, v_free, count, begin, tiles, first_full, last_full, row_begin, row_end,
+                bounds[run], bounds[run + 1], score_scale,
+                PART, D_1, D_2, V, GATED, KEYS, STAGES, run == 0, SCORES, OUTPUT, OUTPUT_2)
         mbarrier.arrive(q_free.index(PART), count=1)
         D: gl.constexpr = D_1 + D_2
         target = d_q_target + ((batch.to(gl.int64) * num_queries + first_query) * GROUPS + group) * Q_PER_KV * D

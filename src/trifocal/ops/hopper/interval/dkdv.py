@@ -286,18 +286,13 @@ def sum_keys(
             zeros = gl.zeros([PART_ROWS, ROWS], gl.float32, SCORES)
             scores = multiply(k_tiles, HALF, q_tiles, stage, zeros, PART_ROWS, ROWS, D_1, D_2)
             scores = warpgroup_mma_wait(0, [scores])
-        d_k, d_k_2, d_v, scores = gather_keys(
-            d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, base, first, first_full, last,
-            score_scale,
-            HALF, Q_PER_KV, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, True, SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
-        d_k, d_k_2, d_v, scores = gather_keys(
-            d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, base, first_full, last_full,
-            last, score_scale,
-            HALF, Q_PER_KV, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, False, SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
-        d_k, d_k_2, d_v, scores = gather_keys(
-            d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, base, last_full, last, last,
-            score_scale,
-            HALF, Q_PER_KV, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, True, SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
+        bounds = (first, first_full, last_full, last)
+        for run in gl.static_range(3):
+            d_k, d_k_2, d_v, scores = gather_keys(
+                d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, base,
+                bounds[run], bounds[run + 1], last, score_scale,
+                HALF, Q_PER_KV, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, run != 1,
+                SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
         pass_rows(barriers, base + last, base + tiles, STAGES)
     first_place = ((part * batches + batch).to(gl.int64) * num_keys + half_key) * GROUPS + group
     left = num_keys - half_key
