@@ -16,6 +16,13 @@ from trifocal.ops.triton.launch import Kernel
 _PLACES = 256
 
 
+def default_documents(documents: Documents | None, placeholder: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """ids, positions and cu_seqlens as a kernel's arguments; a tensor that it never reads where there are none."""
+    if documents is None:
+        return placeholder, placeholder, placeholder
+    return documents.ids, documents.positions, documents.cu_seqlens
+
+
 @Kernel
 @triton.jit(do_not_specialize=["num_documents"])
 def first_compressed_blocks_kernel(

@@ -19,13 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from trifocal.ops import tiles
+from trifocal.ops.triton.documents import default_documents
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents
 from trifocal.ops.tiles import cdiv, named_widths, next_power_of_2
 from trifocal.ops.triton.common import LOWEST, load_and_multiply, load_parts, strides, unit_stride
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.scoring import LINE, Chunk, choose_in_chunks
-from trifocal.ops.triton.selected.block_csr import default_documents
 
 # Pieces that a program goes through, and blocks of a piece. The first are enough that a program's start is small beside
 # it; the others are for calls in which that makes fewer programs than four for each multiprocessor of a Hopper GPU:

@@ -15,9 +15,8 @@ from torch import Tensor
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents
 from trifocal.ops.tiles import cdiv, next_power_of_2
-from trifocal.ops.triton.documents import first_compressed_blocks, place_slots
+from trifocal.ops.triton.documents import default_documents, first_compressed_blocks, place_slots
 from trifocal.ops.triton.launch import Kernel
-from trifocal.ops.triton.selected.block_csr import default_documents
 
 # Numbers of a tile: 8 for each thread of 4 warps, 16 bytes in 16-bit types.
 _TILE = 1024

@@ -31,9 +31,8 @@ from trifocal.ops.triton.common import (
     strides,
     unit_stride,
 )
-from trifocal.ops.triton.documents import first_compressed_blocks
+from trifocal.ops.triton.documents import default_documents, first_compressed_blocks
 from trifocal.ops.triton.launch import Kernel
-from trifocal.ops.triton.selected.block_csr import default_documents
 
 # Compressed blocks of one selection block that a tile holds; geometries with more are summed in parts.
 MAX_TAPS = 64

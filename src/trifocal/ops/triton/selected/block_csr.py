@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trifocal.ops.layout import Documents, longest_document
 from trifocal.ops.tiles import cdiv
+from trifocal.ops.triton.documents import default_documents
 from trifocal.ops.triton.launch import Kernel
 
 
@@ -190,13 +191,6 @@ def build_block_csr(
         keys, slots, starts[1:], first_pieces, piece_keys,
         num_chunks, chunk_rows, num_blocks, keys_per_chunk, pieces_per_chunk, piece_slots,
     )  # fmt: skip
-
-
-def default_documents(documents: Documents | None, placeholder: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """ids, positions and cu_seqlens as a kernel's arguments; a tensor that it never reads where there are none."""
-    if documents is None:
-        return placeholder, placeholder, placeholder
-    return documents.ids, documents.positions, documents.cu_seqlens
 
 
 @triton.jit

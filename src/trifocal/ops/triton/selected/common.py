@@ -9,7 +9,7 @@ from torch import Tensor
 from trifocal.ops.layout import Documents
 from trifocal.ops.tiles import named_widths, next_power_of_2
 from trifocal.ops.triton.common import LOG2_E, LOG2_E_KERNEL, load_tile, strides
-from trifocal.ops.triton.selected.block_csr import default_documents
+from trifocal.ops.triton.documents import default_documents
 
 
 class SelectedProblem(NamedTuple):

@@ -28,12 +28,12 @@ from trifocal.ops.triton.common import (
     unit_stride,
     zeros_in_parts,
 )
+from trifocal.ops.triton.documents import default_documents
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.selected.block_csr import (
     block_place,
     build_block_csr,
     choice_bits,
-    default_documents,
     find_piece,
     split_blocks,
 )

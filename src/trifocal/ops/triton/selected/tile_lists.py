@@ -17,8 +17,9 @@ from torch import Tensor
 
 from trifocal.ops.layout import Documents
 from trifocal.ops.tiles import cdiv, next_power_of_2
+from trifocal.ops.triton.documents import default_documents
 from trifocal.ops.triton.launch import Kernel
-from trifocal.ops.triton.selected.block_csr import count_blocks, default_documents, row_token
+from trifocal.ops.triton.selected.block_csr import count_blocks, row_token
 
 
 class TileLists(NamedTuple):
