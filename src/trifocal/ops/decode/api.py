@@ -5,6 +5,7 @@ shapes do not depend on it, so that a whole step can be recorded once and replay
 a sequence does not depend on the others of its batch.
 """
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -36,6 +37,8 @@ from trifocal.ops.decode.caches import (
 from trifocal.ops.dispatch import resolve
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.validation import check_geometry, resolve_scale
+
+_resolve = functools.partial(resolve, decoding=True)
 
 
 def append_sparse(
@@ -237,9 +240,3 @@ def decode_dense_attention(
         with torch.cuda.device_of(q):
             return kernels.decode_dense_attention(q, cache, batch, rotary, window_size, scale)
     return reference.decode_dense_attention(q, cache, batch, rotary, window_size, scale)
-
-
-def _resolve(
-    operation: str, backend: str, q: Tensor, v: Tensor, geometry: Geometry | None, scale: float | None = None
-) -> str:
-    return resolve(operation, backend, q, v, geometry, scale, decoding=True)
