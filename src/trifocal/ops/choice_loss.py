@@ -1,14 +1,12 @@
 """The loss that teaches an index to choose blocks: it follows the selected branch's own attention over the whole past.
 
-The choice is not differentiable, so that the loss of the language model never reaches what makes it. On a sample of the
-queries, the teacher is the attention of the selected branch's queries and keys over every token of the past, summed by
-selection block; the student is the softmax over the scores by which the index chooses. Both are shares of the free
-candidates: of the blocks in the past that are not forced.
+On a sample of the queries, the teacher m is the attention of the selected branch's queries and keys over every token of
+the past, summed by selection block; the student i is the softmax over the scores by which the index chooses. Both are
+shares of the free candidates: of the blocks in the past that are not forced. The teacher has no gradient.
 
     KL( m / sum m  ||  (i + 1e-6) / sum (i + 1e-6) )
 
-The teacher looks everywhere, so it names blocks that were never chosen. It has no gradient. Shape letters
-as in DESIGN.md, and M: sampled queries of a row.
+Shape letters as in DESIGN.md, and M: sampled queries of a row.
 """
 
 from typing import NamedTuple
@@ -211,12 +209,10 @@ def recall(mass: Tensor, ranked: Tensor, free: Tensor, eligible: Tensor, geometr
 def choice_shares(
     mass: Tensor, chosen: Tensor, free: Tensor, eligible: Tensor, geometry: Geometry
 ) -> tuple[Tensor, Tensor]:
-    """Mass of the free blocks that a choice holds, and that the exact choice holds, as shares of the latter's sum.
-
-    The exact choice takes the free blocks of most mass. What a choice holds of it is its recall. `chosen` are block
-    numbers, [B, M, G, N], of which those that are not free do not count; the rest as in `divergence`. Both results are
-    by block, [B, M, G, J]: those of the choice add up to its recall, those of the exact choice to 1. All are 0 for a
-    query that is not eligible, or has no mass on its free blocks.
+    """Mass of the free blocks that a choice holds, and that the exact choice, of most mass, holds, as shares of the
+    latter's sum, by block, [B, M, G, J]: the first add up to the recall, the second to 1; all are 0 for a query that
+    is not eligible, or has no mass there. Of `chosen`, [B, M, G, N], those not free do not count; the rest as in
+    `divergence`.
     """
     blocks = mass.shape[-1]
     mass = mass.where(free[:, :, None], 0)

@@ -1,14 +1,10 @@
 """The rules that choose the code: the backend of a call and, on the kernels, the kernel that runs each stage.
 
-Everything is decided before it runs, by device, types, shapes and strides; nothing is measured at run time, and nothing
-is replaced behind a caller's back. The rules of `auto`, in order:
-1. tensors that are not on a CUDA device take the reference;
-2. the kernels take what they support (`ops.support.unsupported_reason`);
-3. everything else takes the reference.
-
-Every stage has a portable kernel in `triton/`, and some have one in `hopper/` under the same file name. The rules below
-choose between them; the sizes of tiles are in `tiles.py`. To try another kernel or configuration, change a rule and
-run `benchmarks/kernels.py`. Importing this module imports no Triton.
+Everything is decided before it runs, by device, types, shapes and strides. `auto` takes the kernels for tensors on a
+CUDA device that they support (`ops.support.unsupported_reason`), the reference for all others. Every stage has a
+portable kernel in `triton/`, and some have one in `hopper/` under the same file name; sizes of tiles are in `tiles.py`.
+To try another kernel or configuration, change a rule and run `benchmarks/kernels.py`. Importing this module imports no
+Triton.
 """
 
 import importlib

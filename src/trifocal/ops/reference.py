@@ -1,15 +1,11 @@
 """The specification: Native Sparse Attention in plain PyTorch, on any device, in any float type.
 
-Every branch is the same masked attention. A key is visible to the queries of its document from position
-`first` to position `last`: compressed blocks from their last token on, window keys for `w` positions, selected keys
-from their own position on in the blocks that the query chose. The number of operations does not depend on length.
-
-What is kept for backward is q, k, v, o and the log-sum-exp, linear in length; masks and probabilities are made again.
-Working memory is two tiles of scores, [B, H, T, keys] in fp32, forward and three backward. Packed documents are cut
-into rows as long as the longest of them, a batch whose queries see keys of their row and of the row before.
+Every branch is the same masked attention: a key is visible to the queries of its document from position `first` to
+position `last`. Backward keeps q, k, v, o and the log-sum-exp, linear in length, and makes masks and probabilities
+again: two tiles of scores, [B, H, T, keys] in fp32, forward and three backward. The arguments were checked by `api`.
 
 Shape suffixes: B batch, T queries, S keys of any branch, G groups, R heads of a group, X rows (heads of a group ×
-queries), D and V dims, C compressed and J selection blocks, K taps. The arguments were checked by `trifocal.ops.api`.
+queries), D and V dims, C compressed and J selection blocks, K taps.
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -2,12 +2,9 @@
 
 With 128 columns the exponentials of a tile take as long as its products, so the two must run side by side. Two parts of
 four warps have 128 keys each: scores of the next head while this head's become exponentials. A loader, one warp, starts
-the copies (TMA) of keys, and of q head after head. Both parts read the same tile of 64 queries, which halves its way
-through the second-level cache.
-
-A program stays on its multiprocessor and takes one unit after the other, those with the longest past first: a batch
-entry and group, 256 keys, and enough tiles of queries that copies of keys are few beside those of q. Keys in the future
-of all queries are not read, and the part that owns them skips the tile.
+the copies (TMA) of keys, and of q head after head. A program stays on its multiprocessor and takes one unit after the
+other, those with the longest past first: a batch entry and group, 256 keys, and enough tiles of queries that copies of
+keys are few beside those of q.
 """
 
 from torch import Tensor

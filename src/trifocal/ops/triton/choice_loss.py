@@ -1,18 +1,9 @@
 """Kernels of the loss that teaches the choice; `trifocal.ops.choice_loss` says what the loss is.
 
-The kernel of `index_scoring` makes log2 of each block's sum of exponentials for every head of the teacher, in one pass
-over the keys, for a chunk of queries at a time. One kernel has all blocks of a row in registers: it makes the masses,
-the student's softmax, the loss, both choices and their recall, and the loss's gradient by the products, which it writes
-over them. Backward only carries that to queries and keys: a block's product is that of one token, which forward kept.
-
-| kernel | a program holds | it loops over | in and out of memory, bytes |
-|---|---|---|---|
-| loss | all blocks of some rows (query, group) | heads, halvings of a threshold | 4 a head + 4 in, 5 out a row, block |
-| gradients | d_q of a row | blocks: the gradient times the key of its token | a key, 5 bytes a row and block |
-| | or d_k of a tile of keys | rows: their gradients at their tokens, a matrix, times q | q, 5 bytes a row and block |
-
-The registers of a multiprocessor hold a row of up to 16,384 blocks; a longer row is spilled to memory. Rows are added
-in their order: equal bits in every run.
+`index_scoring` makes log2 of each block's sum of exponentials for every head of the teacher, for a chunk of queries at
+a time. The loss kernel has all blocks of some rows in registers, up to 16,384 of a row before it spills, and writes the
+gradient of the loss over the products. Backward only carries that to queries and keys: a block's product is that of one
+token, which forward kept. Rows are added in their order: equal bits in every run.
 """
 
 import torch
@@ -266,13 +257,10 @@ def index_loss_forward(
     least_mass: float,
     documents: Documents | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and recall of an index q_idx [B, T, G, Di], k_idx [B, S, Di], taught by q [B, T, H, D] and k [B, S, G, D],
-    and what backward needs.
-
-    `sampled`, `starts` and `eligible` are as in `trifocal.ops.choice_loss.Sample`. Returns loss and recall of each
-    query and group, [2, B, M, G], fp32; the gradient of the loss by the largest product of each block, fp32, and the
-    place in its block of the first token that has it, `place_type`, both [B, M, G, whole lines of 16 blocks]. All are 0
-    where a query is not eligible, the latter two where a block is not free.
+    """Loss and recall, [2, B, M, G], fp32, of an index q_idx [B, T, G, Di], k_idx [B, S, Di], taught by q [B, T, H, D]
+    and k [B, S, G, D] on a `choice_loss.Sample`; and for backward the gradient of the loss by the largest product of
+    each block, fp32, and the place in its block of the first token that has it, `place_type`, both [B, M, G, whole
+    lines of 16 blocks]. All are 0 where a query is not eligible, the latter two where a block is not free.
     """
     q, k, q_idx, keys = unit_stride(q), unit_stride(k), unit_stride(q_idx), unit_stride(k_idx[:, :, None])
     sampled, starts, eligible = sampled.contiguous(), starts.contiguous(), eligible.contiguous()

@@ -5,10 +5,6 @@
 | choice | every query; one index query a group, one index key a token for all groups | the largest product |
 | teacher | the loss's sampled queries; the selected branch's own heads and keys | log2 of the sum of exponentials |
 | student | the same queries, in the same launch; heads of the choice | the largest product, and which token has it |
-
-A tile's rows are (query, head) pairs that share keys. A program holds a tile of rows and goes through pieces of 16 or 4
-blocks, a block at a time: one product, one reduction over the block's tokens, 4 bytes a row and block out. Blocks
-wholly in the past of all rows need no mask; they come first.
 """
 
 import dataclasses
@@ -19,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from trifocal.ops import tiles
-from trifocal.ops.triton.documents import default_documents
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents
 from trifocal.ops.tiles import cdiv, named_widths, next_power_of_2
 from trifocal.ops.triton.common import LOWEST, load_and_multiply, load_parts, strides, unit_stride
+from trifocal.ops.triton.documents import default_documents
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.scoring import LINE, Chunk, choose_in_chunks
 

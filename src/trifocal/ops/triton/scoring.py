@@ -1,10 +1,5 @@
 """Scoring and top-n: which blocks each query group attends to, in chunks of queries, so that memory is bounded.
 
-| kernel | a program holds | it loops over | memory |
-|---|---|---|---|
-| importance | compressed keys, a tile of queries × those keys | the heads of the group | q in; importance in fp32 out |
-| choice | the importance of all blocks of one or more rows | halvings of the threshold | importance in; choice out |
-
 A tile of columns holds whole selection blocks, `l'/d` compressed blocks each, padded to a power of two. Each selection
 block's importance is written in two parts, so that no tile needs its neighbour: from compressed blocks that start in it
 (`direct`), and from those that reach over from the block before (`overflow`). The choice halves the bits of

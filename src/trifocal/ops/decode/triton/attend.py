@@ -1,12 +1,10 @@
 """Decoding over tokens: the partial attention of the selected and the window branch, and of dense attention.
 
 A program of `decode_attend_kernel` holds the heads of a group for one new token, and goes through the tokens of its
-chosen blocks or of its window: both branches are parts of one launch, since both are read once and neither waits for
-the other. Where an index chooses, the compressed branch is a part of it too; otherwise `scores` has read it for the
-choice. A token that takes all of its blocks finds them in the block table, and needs no choice.
-
-A program of `decode_dense_kernel` holds the rows of a group for all new tokens, which see nearly the same keys. What
-the parts are: `common`.
+chosen blocks or of its window: both branches are parts of one launch, since neither waits for the other. Where an index
+chooses, the compressed branch is a part of it too; otherwise `scores` has read it for the choice. A program of
+`decode_dense_kernel` holds the rows of a group for all new tokens, which see nearly the same keys. What the parts are:
+`common`.
 """
 
 import triton

@@ -1,14 +1,10 @@
 """Shared by the decoding kernels: rows, pages, and a softmax over keys whose bits do not depend on who adds it up.
 
-Keys are taken in tiles, tiles in units of 256 keys, units in groups of four (`tiles`). A running softmax goes from tile
-to tile of a unit; a group adds its units and a row its groups one after the other. A program takes one unit, so that
-many multiprocessors work on a row, or with many sequences a whole group, which writes a quarter of the partial results:
-the same bits in both, and in any batch.
-
-For that the running maximum is rounded up to a whole number: weights between partial results are powers of two, and
-nothing but the additions rounds. The probability of a score `s` is `2**(s - floor(s))` times the power of two
-`2**(floor(s) - maximum)`: equal scores of different tiles stay equal in every bit, so that a tie of two blocks is one.
-Exponents are to base 2, as everywhere.
+Keys are taken in tiles, tiles in units of 256 keys, units in groups of four (`tiles`); a group adds its units and a row
+its groups one after the other. A program takes one unit or, with many sequences, a whole group: the same bits in both,
+and in any batch. For that the running maximum is rounded up to a whole number: weights between partial results are
+powers of two, and nothing but the additions rounds. The probability of a score `s` is `2**(s - floor(s))` times
+`2**(floor(s) - maximum)`: equal scores of different tiles stay equal in every bit. Exponents are to base 2.
 """
 
 import triton

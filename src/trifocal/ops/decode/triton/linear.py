@@ -1,19 +1,11 @@
 """Products of a few rows with a layer's weights, for decoding: a row's bits do not depend on the other rows.
 
-A library of products chooses its kernel, and with it the order of each sum, by the number of rows. Here a program has
-16 columns of the result and takes 8 rows at a time, the least of a matrix instruction, or up to 32 of many rows. Tiles
-of any number of rows compute a row alike: warps split K in the same way and pass their part to instructions of 16
-columns and 8 rows in the same order; all other sums are added pair by pair in the code itself; no product is fused
-with a sum but in the same thread. Products in fp32 have no such instructions, and always take 8 rows.
-
-A product of few rows takes as long as reading its weights, so a program loads them before it waits for its inputs (see
-`dependent_launch`). A norm needs the mean square of a whole row, which no tile of columns has: the kernel that writes
-the residual stream also writes the sum of squares of each of its tiles, and the row times the next norm's weight; the
-next kernel scales its product by the root.
-
-Weights and rows go from memory to matrix instructions without shared memory: each thread loads 16 bytes along K of the
-two columns and of the row that it has in an instruction, and sums take K in that order (`columns_of_operand`). Two
-programs fit a multiprocessor where each has at most 128 registers a thread.
+A program has 16 columns of the result and takes 8 rows at a time, or up to 32 of many. Tiles of any number of rows
+compute a row alike: warps split K in the same way and pass their part to instructions of 16 columns and 8 rows in the
+same order; all other sums are added pair by pair in the code itself; no product is fused with a sum but in the same
+thread. Reading the weights takes the time, so they are loaded before the wait for inputs (`dependent_launch`). The
+kernel that writes the residual stream also writes what the next norm needs: the sum of squares of each of its tiles,
+and the row times the norm's weight; the next kernel scales its product by the root.
 """
 
 import torch

@@ -1,12 +1,9 @@
 """Decoding over compressed blocks: their partial attention, and what the choice needs of their scores.
 
-Where an index chooses, `attend` does the first without the second.
-
 A program holds the rows of a group (its heads for all new tokens) and goes through compressed blocks, in tiles that
 hold whole selection blocks as in `scoring`. The keys are read once: their probabilities weigh the values, and are
-added up over the compressed blocks of each selection block. What is written for a selection block and head is two
-numbers, as in `scoring`: from compressed blocks that start in it (`direct`), and from those that reach over from the
-block before (`overflow`). They are relative to a maximum that is written for every tile.
+added up over the compressed blocks of each selection block, into `direct` and `overflow` as in `scoring`, relative to a
+maximum that is written for every tile. Where an index chooses, `attend` does the first without the second.
 """
 
 import triton

@@ -3,10 +3,8 @@
 A program holds a tile of 128 keys and values in shared memory, each half of its warps d_k and d_v of 64 of them in
 registers, and loops over tiles of 64 rows of q and d_o (32 where keys are wider than 128), share after share of the
 group's heads. With keys as the rows of the scores, probabilities and d_scores stay in registers: they are left factors
-of the products that make d_v and d_k. A half passes over tiles that none of its keys are seen by.
-
-From memory, per program: k and v once, q and d_o of the rows that see them; lse, delta and gates of these rows, which a
-small kernel lays out for the copy engine; d_k and d_v out, or the sums of one of `parts` programs.
+of the products that make d_v and d_k. A half passes over tiles that none of its keys are seen by. A small kernel lays
+out lse, delta and gates of the rows for the copy engine.
 """
 
 import triton

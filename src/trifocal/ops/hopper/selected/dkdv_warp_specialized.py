@@ -1,20 +1,10 @@
 """Selected attention, d_k and d_v of tiles, warp-specialized for Hopper, in Gluon.
 
-The same loop order, work and results as `block_major_backward_kernel` in `triton.selected.backward_block_major` without
-d_q, for 16-bit types, widths of 64 and 128, blocks of 64 tokens and groups of 8 to 64 heads that are a power of two.
-Each warp has one task:
-
-| part | warps | does |
-|---|---|---|
-| rows | 4 | p and d_scores of a tile of 64 rows (slots x heads of the group); d_k, d_v of the piece |
-| loader | 1 | starts the copies of k, v of a piece, and of a tile's rows of q and d_o, one copy a slot |
-| numbers | 1 | lse, delta and gate of a tile's rows |
-
-Two programs share a multiprocessor: one's products run under the other's arithmetic. A program stays and takes one
-piece after the other from a table made before. A box of the copy engine (TMA) is the group's heads of one query, 64
-columns wide; the boxes of a tile stack to the layout that the matrix units read. With keys as the rows of the scores, p
-and d_scores are left factors of the products for d_v and d_k out of registers. Every sum has one order: two runs give
-equal bits.
+The results of `block_major_backward_kernel` in `triton.selected.backward_block_major` without d_q. Four warps make p,
+d_scores, d_k and d_v of a piece from tiles of 64 rows (slots x heads of the group); one warp starts the copies of k and
+v, and of each slot's q and d_o; one brings lse, delta and gate of the rows. Two programs share a multiprocessor: one's
+products run under the other's arithmetic. A box of the copy engine (TMA) is the group's heads of one query, 64 columns
+wide; the boxes of a tile stack to the layout that the matrix units read. Every sum has one order.
 """
 
 from collections.abc import Callable

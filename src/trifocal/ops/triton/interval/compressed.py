@@ -20,11 +20,8 @@ def compressed_forward(
     scale: float,
     documents: Documents | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the compressed blocks in each query's past: q [B, T, H, D], k_cmp [B, C, G, D], v_cmp [B, C, G, V] -> o
-    [B, T, H, V], in q's type, and lse [B, T, H], fp32, natural log; zero and -inf where no block is visible.
-
-    Queries are the last T positions of `num_keys` tokens. With documents blocks lie document after document, and slots
-    past the last one are never read.
+    """Attend to the compressed blocks in each query's past; arguments and results as of `launch_forward`, q being the
+    last T positions of `num_keys` tokens. Slots past the last document's blocks are never read.
     """
     branch = _branch(q, k_cmp, geometry, num_keys, documents, backward=False)
     return launch_forward(q, k_cmp, v_cmp, scale, branch)
@@ -46,11 +43,8 @@ def compressed_backward(
     gate: Tensor | None = None,
     d_q: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of compressed attention: d_q, d_k_cmp, d_v_cmp in the types of q, k_cmp, v_cmp; zero for slots that no
-    document fills.
-
-    d_o and `delta` are as in `IntervalProblem`; `delta` is computed here unless given. A contiguous d_q from other
-    branches is added to in place.
+    """Gradients of compressed attention: d_q, d_k_cmp, d_v_cmp in the types of q, k_cmp, v_cmp. d_o and `delta`, which
+    is computed here unless given, are as in `IntervalProblem`; a contiguous d_q is added to in place.
     """
     if delta is None:
         delta = row_sums(d_o, o, d_lse)

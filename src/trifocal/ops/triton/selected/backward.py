@@ -1,15 +1,8 @@
-"""Selected attention, backward: the three loop orders of the forward.
+"""Selected attention, backward: the three loop orders of the forward. No atomics, every sum has one order.
 
-| order | kernel | a program holds | it loops over | out |
-|---|---|---|---|---|
-| tiles | d_q | a tile of queries, q, d_o, d_q | the list of blocks that one of them chose | d_q |
-| tiles, block-major | d_k, d_v | a block's k, v, d_k, d_v | the slots of a piece | d_k, d_v of the piece |
-| block-major, small groups | besides | | | d_q of each slot |
-| masked | d_q | a tile of queries, q, d_o, d_q | blocks | d_q |
-| | d_k, d_v | a block's k, v, d_k, d_v | all later queries, or one part of them | d_k, d_v, of the part |
-
-Pieces, slots and parts are added by further kernels. No atomics, every sum has one order. `gate` multiplies o in the
-mixed output: backward takes the gradient of the mixture and the gate instead of their product.
+Tiles make d_q from lists of blocks, and d_k and d_v as the block-major order does; that makes d_q, too, by slots, and
+only small groups take it. `gate` multiplies o in the mixed output: backward takes the gradient of the mixture and the
+gate instead of their product.
 """
 
 from torch import Tensor
