@@ -83,7 +83,7 @@ def importance_parts(case, q, k, lse):
     """`direct` and `overflow` of all queries, NaN where the kernel wrote nothing; zero where no block reaches over."""
     from trifocal.ops.hopper.scoring import launch_importance
     from trifocal.ops.triton.common import LOG2_E
-    from trifocal.ops.triton.scoring import LINE
+    from trifocal.ops.triton.scoring import LINE, Chunk
 
     configuration = dispatch.importance_on_hopper(q, k, case.geometry, packed=False)
     assert configuration is not None, "the portable kernel would run"
@@ -92,9 +92,9 @@ def importance_parts(case, q, k, lse):
     sizes = (case.batch, case.queries, case.groups, lines * LINE.value)
     direct, overflow = (torch.full(sizes, torch.nan, device="cuda") for _ in range(2))
     shift = case.num_keys - case.queries
+    chunk = Chunk(0, case.queries, shift, blocks, lines)
     launch_importance(
-        q, k, lse, direct, overflow, case.geometry, 0, case.queries, shift, blocks, lines, case.dim**-0.5 * LOG2_E,
-        **configuration,
+        q, k, lse, direct, overflow, case.geometry, chunk, case.dim**-0.5 * LOG2_E, **configuration
     )  # fmt: skip
     if case.geometry.compression_block_size == case.geometry.compression_stride:
         assert overflow.isnan().all()

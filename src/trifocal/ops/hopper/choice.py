@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.tiles import next_power_of_2
 from trifocal.ops.triton.launch import Kernel
-from trifocal.ops.triton.scoring import INFINITY_BITS, LINE
+from trifocal.ops.triton.scoring import INFINITY_BITS, LINE, Chunk
 
 # In bits of fp32, a factor of two.
 OCTAVE = gl.constexpr(1 << 23)
@@ -103,23 +103,11 @@ def choice_hopper_kernel(
 # fmt: on
 
 
-def launch_choice(
-    direct: Tensor,
-    overflow: Tensor,
-    selected_blocks: Tensor,
-    geometry: Geometry,
-    first_query: int,
-    end_query: int,
-    query_shift: int,
-    reachable: int,
-    block_lines: int,
-) -> None:
-    """Write the choice of the queries `first_query` to `end_query` into `selected_blocks` [B, T, G, N].
-
-    direct and overflow are both parts of the importance, [B, queries of the chunk, G, lines of 16 blocks];
-    `query_shift` is the position of query 0. The chunk's last query can choose from `reachable` blocks, at most
-    `dispatch.MAX_BLOCKS_OF_WARP`.
+def launch_choice(direct: Tensor, overflow: Tensor, selected_blocks: Tensor, geometry: Geometry, chunk: Chunk) -> None:
+    """Write the choice of a chunk's queries, from at most `dispatch.MAX_BLOCKS_OF_WARP` blocks, into `selected_blocks`
+    [B, T, G, N]. direct and overflow are the parts of the importance, [B, queries of the chunk, G, lines of 16 blocks].
     """
+    first_query, end_query, query_shift, reachable, block_lines = chunk
     batch, num_queries, groups, num_selected = selected_blocks.shape
     choice_hopper_kernel[(batch * (end_query - first_query) * groups,)](
         direct, overflow, selected_blocks, first_query, end_query, num_queries, query_shift, block_lines, groups,

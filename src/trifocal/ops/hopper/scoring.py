@@ -18,7 +18,7 @@ from trifocal.ops.hopper.common import allocate_barriers, allocate_tiles, copy_t
 from trifocal.ops.tiles import cdiv, split_width
 from trifocal.ops.triton.common import LOG2_E_KERNEL, strides
 from trifocal.ops.triton.launch import Kernel
-from trifocal.ops.triton.scoring import LINE
+from trifocal.ops.triton.scoring import LINE, Chunk
 
 QUERIES = gl.constexpr(64)
 # Compressed keys of one part of a program.
@@ -297,18 +297,15 @@ def launch_importance(
     direct: Tensor,
     overflow: Tensor,
     geometry: Geometry,
-    first_query: int,
-    end_query: int,
-    query_shift: int,
-    reachable: int,
-    block_lines: int,
+    chunk: Chunk,
     score_scale: float,
     k_stages: int,
     stack: int,
 ) -> None:
-    """Write the importance of the first blocks for the queries `first_query` to `end_query`; buffers and chunk as in
-    `launch_choice`, `k_stages` and `stack` as in `tiles.HOPPER_IMPORTANCE`. `score_scale` is in base 2.
+    """Write the importance of a chunk's blocks into buffers as in `launch_choice`; `score_scale` is in base 2,
+    `k_stages` and `stack` are as in `tiles.HOPPER_IMPORTANCE`.
     """
+    first_query, end_query, query_shift, reachable, block_lines = chunk
     batch, groups = q.shape[0], k_cmp.shape[2]
     width = split_width(q.shape[3])
     taps = geometry.selection_block_size // geometry.compression_stride

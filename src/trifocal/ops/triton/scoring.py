@@ -231,7 +231,7 @@ def select_blocks_forward(
         first_query, end_query, shift, reachable, block_lines = chunk
         if on_hopper is not None:
             dispatch.hopper("scoring").launch_importance(
-                q, k_cmp, lse, direct, overflow, geometry, *chunk, scale * LOG2_E, **on_hopper
+                q, k_cmp, lse, direct, overflow, geometry, chunk, scale * LOG2_E, **on_hopper
             )
             return
         column_tiles = cdiv(reachable, blocks_of_tile)
@@ -318,7 +318,7 @@ def _launch_choice(
 ) -> None:
     packed = documents is not None
     if dispatch.choice_on_hopper(selected_blocks, chunk.reachable, packed=packed):
-        dispatch.hopper("choice").launch_choice(direct, overflow, selected_blocks, geometry, *chunk)
+        dispatch.hopper("choice").launch_choice(direct, overflow, selected_blocks, geometry, chunk)
         return
     batch, num_queries, groups, num_selected = selected_blocks.shape
     first_query, end_query, shift, reachable, block_lines = chunk
