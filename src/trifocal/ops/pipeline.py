@@ -75,13 +75,13 @@ def nsa_attention(
     """The mixture of the three branches; see `trifocal.ops.nsa_attention`. `inputs` are k_cmp, v_cmp, k_slc, v_slc,
     k_win, v_win.
     """
+    call = (q, inputs, gates, geometry, scale, documents, selected_blocks)
     if q.is_cuda and not torch.compiler.is_compiling() and not is_fake(q):
         backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, *inputs, gates))
-        precompile_kernels(q, inputs, gates, geometry, scale, documents, selected_blocks, backward=backward)
+        precompile_kernels(*call, backward=backward)
     with torch.no_grad():
-        b = run_stages(OPERATORS, q, inputs, gates, geometry, scale, documents, selected_blocks)
-    made = (b.o_cmp, b.lse_cmp, b.o_slc, b.lse_slc, b.o_win, b.lse_win, b.selected_blocks)
-    return combine_branches(q, *inputs, gates, *made, geometry, scale, documents)
+        branches = run_stages(OPERATORS, *call)
+    return combine_branches(q, *branches, geometry, scale, documents)
 
 
 def run_stages(
@@ -156,25 +156,11 @@ def precompile_kernels(
     num_selected = None if selected_blocks is None else selected_blocks.shape[-1]
     widths = (*q.shape[2:], *inputs[2].shape[2:], inputs[3].shape[3])
     kind = (q.dtype, gates.dtype, widths, geometry, documents is None, num_selected, backward)
-    precompile(
-        functools.partial(_run_kernels, geometry, scale, backward),
-        q.device,
-        lengths,
-        kind,
-        (q, inputs, gates, documents, selected_blocks),
-    )
+    call = (q, inputs, gates, geometry, scale, documents, selected_blocks)
+    precompile(functools.partial(_run_kernels, backward), q.device, lengths, kind, call)
 
 
-def _run_kernels(
-    geometry: Geometry,
-    scale: float,
-    backward: bool,
-    q: Tensor,
-    inputs: tuple[Tensor, ...],
-    gates: Tensor,
-    documents: Documents | None,
-    selected_blocks: Tensor | None,
-) -> None:
+def _run_kernels(backward: bool, *call: Any) -> None:
     """The kernels of a call of `nsa_attention` and its backward; results are dropped."""
     from trifocal.ops.triton.combine import combine_forward
     from trifocal.ops.triton.interval.compressed import compressed_forward
@@ -184,7 +170,8 @@ def _run_kernels(
     from trifocal.ops.triton.selected.forward import selected_forward
 
     kernels = Stages(compressed_forward, select_blocks_forward, selected_forward, window_forward)
-    b = run_stages(kernels, q, inputs, gates, geometry, scale, documents, selected_blocks)
+    b = run_stages(kernels, *call)
+    q, _, gates, geometry, scale, documents, _ = call
     o = combine_forward(b.o_cmp, b.o_slc, b.o_win, gates)
     if backward:
         _, d_k_cmp, d_v_cmp, *_ = run_backward(o, q, b, geometry, scale, documents)
