@@ -175,10 +175,8 @@ def interval_on_hopper(
 
 
 def interval_parts(q: Tensor, programs: int, q_per_kv: int, rows: int) -> int:
-    """How many programs share the rows of a key tile, so that no multiprocessor waits long for another.
-
-    Sixteen programs a multiprocessor, half of them long; but each with at least four tiles of `rows`, and no more than
-    32, since each writes its own sums. `programs` are those without parts.
+    """How many programs share the rows of a key tile: sixteen a multiprocessor, half of them long; but each with four
+    tiles of `rows` at least, and no more than 32, since each writes its own sums. `programs` are those without parts.
     """
     wanted = cdiv(16 * devices.multiprocessors(q.device), max(1, programs))
     return max(1, min(32, wanted, q.shape[1] * q_per_kv // (4 * rows)))
@@ -289,10 +287,8 @@ def dkdv_is_warp_specialized(q_per_kv: int, *tensors: Tensor) -> bool:
 
 
 def decode_units_of_part(programs: int, units: int, device: torch.device) -> int:
-    """How many units of keys a program of decoding adds up before it writes: 1, or a group where programs suffice.
-
-    The bits are the same (`decode.triton.common`). Fewer parts are less to write and read; more fill the device.
-    `programs` is their number for each part, `units` those of the longest past.
+    """How many units of keys a program of decoding adds up before it writes: 1, or a group where programs suffice, with
+    the same bits (`decode.triton.common`). `programs` is their number for each part, `units` those of the longest past.
     """
     group = tiles.DECODE_GROUP
     return group if programs * cdiv(units, group) >= ENOUGH_DECODE_PROGRAMS * devices.multiprocessors(device) else 1
@@ -304,11 +300,9 @@ def decode_programs(programs: int, parts: int, device: torch.device) -> int:
 
 
 def masked_part_queries(num_queries: int, q_per_kv: int, blocks: int, multiprocessors: int) -> int:
-    """How many queries one program of the masked order's d_k, d_v takes the rows of.
-
-    All, where there are programs enough; otherwise a program's work is cut at multiples of this many queries, so that
-    the first block, which all queries may choose, is not the work of one. `num_queries` is T, or those of the longest
-    document; `blocks` are those of all batch entries and groups.
+    """How many queries one program of the masked order's d_k, d_v takes the rows of, so that the first block, which all
+    queries may choose, is not the work of one: all, where there are programs enough. `num_queries` is T, or those of
+    the longest document; `blocks` are those of all batch entries and groups.
     """
     parts = min(ENOUGH_PROGRAMS * multiprocessors // blocks, num_queries * q_per_kv // FEWEST_ROWS_OF_A_PART)
     return cdiv(cdiv(num_queries, parts), 64) * 64 if parts > 1 else num_queries

@@ -42,12 +42,9 @@ def embedding(
     next_norm: Norm | None = None,
     dtype: torch.dtype | None = None,
 ) -> Residual:
-    """The residual stream of tokens [M] from an embedding table [vocab, E].
-
-    The kernel also writes what the next norm's product reads, as in `residual_linear`, in `dtype`: the table's unless
-    given.
-
-    A token outside of the table gives a row of NaN on the kernels and an IndexError on the reference.
+    """The residual stream of tokens [M] from an embedding table [vocab, E]; the kernel also writes what the next norm's
+    product reads, as in `residual_linear`, in `dtype`, the table's unless given. A token outside of the table gives a
+    row of NaN on the kernels and an IndexError on the reference.
     """
     if _runs_kernels(table, backend):
         return Residual(*_kernels().embedding(tokens, table, next_norm and (next_norm.weight, dtype or table.dtype)))

@@ -18,8 +18,8 @@ def precompile(
     """Compile the kernels that the call `run(*given)` is going to launch, unless one of its kind was compiled.
 
     Lengths (batch entries, queries, keys, and keys of the longest document) are of one kind up to the next power of
-    two; `kind` has everything else that the kernels depend on. The call is made on the meta device, without memory and
-    without arithmetic; a kernel that it misses is compiled when it is launched. `device` is the current CUDA device.
+    two; `kind` has everything else that the kernels depend on. The call is made on the meta device; a kernel that it
+    misses is compiled when it is launched.
     """
     kind = (device, *(length.bit_length() for length in lengths), *kind)
     if kind in _compiled:

@@ -152,10 +152,8 @@ def append_kernel(
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr,
     INDEX: tl.constexpr, INDEX_HALF: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Job 0: write the new tokens. Job 1 and on: one compressed block each. RINGs and PAGE_ROWS: their tokens; 0 where
-    is none.
-
-    INDEX: width of the keys of an index, which the programs behind the last group write; 0 without one.
+    """Job 0: write the new tokens. Job 1 and on: one compressed block each. RINGs and PAGE_ROWS: their tokens; INDEX:
+    width of the keys of an index, which the programs behind the last group write; 0 where is none.
     """
     wait_for_inputs(DEPENDENT)
     job = tl.program_id(0)

@@ -227,11 +227,8 @@ def draw_tokens(
     drawn: Tensor,
 ) -> None:
     """See `inference.sampler.draw_step`: from logits [B, vocab_size], write `tokens`, int64 [B], and `drawn`, fp64
-    [B, 2].
-
-    `keep`, bool [B, vocab_size], has the tokens that may be drawn, None for all. `temperature` to `seen` are fields of
-    `SamplingTensors`. `lengths` and `num_new` are int32, [B]; without `num_new` the lengths stay. Raises ValueError if
-    a tensor of which rows are taken is not contiguous.
+    [B, 2]. `keep`, bool [B, vocab_size], has the tokens that may be drawn, None for all; `temperature` to `seen` are
+    fields of `SamplingTensors`; without `num_new` the lengths stay.
     """
     books = {
         "temperature": temperature, "top_k": top_k, "repetition_penalty": repetition_penalty, "seed": seed,
