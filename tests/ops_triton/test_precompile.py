@@ -124,7 +124,7 @@ def kernels():
 @pytest.fixture
 def nothing_is_compiled(monkeypatch):
     """Kernels of other tests, and those that no widths tell apart, are as if this process had never met them."""
-    monkeypatch.setattr("trifocal.ops.triton.precompile._compiled", set())
+    monkeypatch.setattr("trifocal.ops.pipeline._compiled", set())
     for kernel in kernels():
         monkeypatch.setattr(kernel, "_kinds", {})
         monkeypatch.setattr(kernel.function, "device_caches", defaultdict(kernel.function.create_binder))

@@ -5,7 +5,6 @@ combination gives d_gates and the branches' row sums `delta`, the selected branc
 place. A branch's own gradient, `gate * d_o`, is never written: its kernels multiply probabilities by the gate.
 """
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,6 +24,10 @@ except ImportError:
     def is_fake(x: object) -> bool:  # type: ignore[misc]
         """Any tensor may be a fake one, whose kernels are not compiled beforehand."""
         return True
+
+
+# Kinds of calls whose kernels were compiled.
+_compiled: set[tuple[object, ...]] = set()
 
 
 class Branches(NamedTuple):
@@ -148,16 +151,22 @@ def precompile_kernels(
     backward: bool,
 ) -> None:
     """Compile the kernels of a call of `nsa_attention` on a CUDA device at the same time, with those of backward if
-    asked, unless one of its kind was compiled; see `triton.precompile`.
+    asked, unless one of its kind was compiled: lengths are of one kind up to the next power of two.
+
+    The call is made on the meta device; a kernel that it misses is compiled when it is launched.
     """
-    from trifocal.ops.triton.precompile import precompile
+    from trifocal.ops.triton.launch import only_compile
 
     lengths = (*q.shape[:2], inputs[2].shape[1], longest_document(inputs[2].shape[1], documents))
     num_selected = None if selected_blocks is None else selected_blocks.shape[-1]
     widths = (*q.shape[2:], *inputs[2].shape[2:], inputs[3].shape[3])
-    kind = (q.dtype, gates.dtype, widths, geometry, documents is None, num_selected, backward)
-    call = (q, inputs, gates, geometry, scale, documents, selected_blocks)
-    precompile(functools.partial(_run_kernels, backward), q.device, lengths, kind, call)
+    rules = (q.dtype, gates.dtype, widths, geometry, documents is None, num_selected, backward)
+    kind = (q.device, *(length.bit_length() for length in lengths), *rules)
+    if kind in _compiled:
+        return
+    with torch.no_grad(), only_compile(q.device):
+        _run_kernels(backward, *_meta((q, inputs, gates, geometry, scale, documents, selected_blocks)))
+    _compiled.add(kind)
 
 
 def _run_kernels(backward: bool, *call: Any) -> None:
@@ -178,6 +187,15 @@ def _run_kernels(backward: bool, *call: Any) -> None:
         for gradient in (d_k_cmp, d_v_cmp):
             # The next step of backward, where blocks are means.
             mean_compress_backward(gradient, geometry, b.k_slc.shape[1], documents)
+
+
+def _meta(x: Any) -> Any:
+    """The same without memory."""
+    if isinstance(x, Tensor):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    if isinstance(x, Documents):
+        return Documents(*map(_meta, x))
+    return tuple(map(_meta, x)) if isinstance(x, tuple) else x
 
 
 def _combine(q: Tensor, *inputs: Any) -> Tensor:
