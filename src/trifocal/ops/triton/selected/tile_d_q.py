@@ -86,16 +86,12 @@ def tile_d_q_kernel(
         masked = end
     tokens += of_tile * width
     members += of_tile * width * WORDS
-    d_q_sum = _d_q_of_blocks(
-        d_q_sum, queries, d_o_rows, k, v, k_time_stride, v_time_stride, numbers,
-        tokens, members, in_tile, query + query_shift, num_keys, 0, masked, score_scale,
-        D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, WORDS, True, GATED,
-    )  # fmt: skip
-    if BLOCK == KEYS:
+    bounds = (0, masked, end)
+    for run in tl.static_range(2 if BLOCK == KEYS else 1):
         d_q_sum = _d_q_of_blocks(
             d_q_sum, queries, d_o_rows, k, v, k_time_stride, v_time_stride, numbers,
-            tokens, members, in_tile, query + query_shift, num_keys, masked, end, score_scale,
-            D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, WORDS, False, GATED,
+            tokens, members, in_tile, query + query_shift, num_keys, bounds[run], bounds[run + 1], score_scale,
+            D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, WORDS, run == 0, GATED,
         )  # fmt: skip
     store_parts(d_q, place * D, exists, scale, d_q_sum, D, D_1, D_2)
 

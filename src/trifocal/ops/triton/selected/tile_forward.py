@@ -118,16 +118,12 @@ def tile_forward_kernel(
         masked = end
     tokens += of_tile * width
     members += of_tile * width * WORDS
-    softmax = _attend_entries(
-        softmax, queries, k, v, k_time_stride, v_time_stride,
-        tokens, members, in_tile, last_key, num_keys, 0, masked, score_scale,
-        D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, WORDS, True,
-    )  # fmt: skip
-    if BLOCK == KEYS:
+    bounds = (0, masked, end)
+    for run in tl.static_range(2 if BLOCK == KEYS else 1):
         softmax = _attend_entries(
             softmax, queries, k, v, k_time_stride, v_time_stride,
-            tokens, members, in_tile, last_key, num_keys, masked, end, score_scale,
-            D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, WORDS, False,
+            tokens, members, in_tile, last_key, num_keys, bounds[run], bounds[run + 1], score_scale,
+            D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, WORDS, run == 0,
         )  # fmt: skip
     o_1, o_2, running_max, running_sum = softmax
     sees = running_sum > 0
