@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trifocal.nn.rope import rotary_tables
-from trifocal.ops import append_chunk
+from trifocal.ops.decode.api import append_chunk
 from trifocal.ops.decode.caches import NewRows, Place
 
 pytest.importorskip("triton")
@@ -101,47 +101,18 @@ def test_compressed_blocks_have_the_bits_of_the_reference(before, new, values, d
         assert torch.equal(given, expected)
 
 
-def test_what_does_not_fit_is_refused(device):
+def test_rows_past_tables_pages_and_rings_are_refused(device):
     numbers = torch.zeros(3, 1, dtype=torch.int64, device=device)
-    place, rows = Place(*numbers), rows_of(device, 0, 4, ("q", "k", "v"), {})
-    window = rows_of(device, 0, 4, ("k_win", "v_win"), {"win": 0})
-    k_win, v_win = window["k_win"]._replace(rotary=rows["k"].rotary), window["v_win"]
-    for changed, message in (
-        ({"w": rows["v"]}, "a chunk's rows must be among q, k, .* got w"),
-        (
-            {"q": rows["q"]._replace(x=rows["q"].x[0])},
-            r"q must have the shape \[1, n, heads, width\], got \[4, 6, 12\]",
-        ),
-        ({"v": rows["v"]._replace(pages=rows["k"].pages)}, r"cache of v must be .*, 2, 8, 7\] .* got \[9, 2, 8, 12\]"),
-        ({"v": rows["v"]._replace(rotary=rows["k"].rotary)}, "v must have pages, and nothing else"),
-        ({"v_win": rows["v"]}, "must have k_win too"),
-        ({"v": rows["v"]._replace(x=rows["v"].x[:, 1:])}, r"v must have .* = \(4, 0, 8\), got \(3, 0, 8\)"),
-        ({"q": rows["q"]._replace(rotary=tables(device, 12))}, "q must have the same tables"),
-        ({"v": rows["v"]._replace(pages=rows["v"].pages.repeat(2, 1, 1, 1)[::2])}, "cache of v must be contiguous"),
-        ({"k_win": k_win, "v_win": v_win._replace(x=v_win.x[..., 1:])}, r"v_win must have .* = \[1, 4, 2, 7\], got"),
-        (
-            {"k_win": k_win._replace(ring_end=k_win.ring_end[:, :, 1:].clone()), "v_win": v_win},
-            r"cache of k_win must be .* 2, 11, 12\] .* got \[1, 2, 10, 12\]",
-        ),
+    place, rows = Place(*numbers), rows_of(device, 0, 9, ("q", "k", "v"), {})
+    window = rows_of(device, 20, 9, ("k_win", "v_win"), {"win": 12})
+    cut = tuple(table[:8] for table in rows["k"].rotary)
+    for given, first, message in (
+        ({"k": rows["k"], "q": rows["q"]._replace(rotary=cut)}, 0, "the pages of k must hold 9 rows, got 1"),
+        ({"q": rows["q"]._replace(rotary=cut), "k": rows["k"]}, 0, "the tables of q must reach to position 8, got 8"),
+        (window, 20, "k_win may begin at 9, as its ring reaches, got 8"),
     ):
         with pytest.raises(ValueError, match=message):
-            append_chunk(rows | changed, place, 0)
-    cut = tuple(table[:3] for table in rows["k"].rotary)
-    short = {name: row._replace(rotary=row.rotary and cut) for name, row in rows.items()}
-    tokens = rows_of(device, 0, 9, ("k", "v"), {})
-    for given, where, message in (
-        (short, place, "the tables of q must reach to position 3, got 3"),
-        (tokens, place, "the pages of k must hold 9 rows, got 1"),
-        (rows, place._replace(row=place.row.int()), "row of a place must be .* int64 and contiguous, got torch.int32"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            append_chunk(given, where, 0)
-    with pytest.raises(ValueError, match="a chunk with k, k_win, v_win must have v too"):
-        append_chunk({"k": rows["k"], "k_win": k_win, "v_win": v_win}, place, 0)
-    late = {name: row._replace(begin=20) for name, row in {**rows, "k_win": k_win, "v_win": v_win}.items()}
-    late = {name: row._replace(begin=8) if "win" in name else row for name, row in late.items()}
-    with pytest.raises(ValueError, match="k_win must begin at 9 to 20, as its cache reaches, got 8"):
-        append_chunk(late, place._replace(pages=numbers.flatten()), 20)
+            append_chunk(given, place, first)
 
 
 def test_every_row_has_the_position_of_the_chunk(device):

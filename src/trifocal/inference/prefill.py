@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from trifocal.nn.attention import dense_attention
-from trifocal.ops import DenseCache, Geometry, SparseCache, WindowCache, append_chunk
+from trifocal.ops import DenseCache, Geometry, SparseCache, WindowCache
+from trifocal.ops.decode.api import append_chunk
 from trifocal.ops.decode.caches import Index, NewRows, Place, Rotary
 
 Compress = Callable[[Tensor], Tensor]
@@ -35,7 +36,7 @@ class Chunk:
     def append(
         self, rows: Mapping[str, NewRows], backend: str, *, first: int | None = None, zero: int = 0, stride: int = 1
     ) -> dict[str, Tensor]:
-        """`trifocal.ops.append_chunk` of tokens, or of other rows from `first` on."""
+        """`ops.decode.api.append_chunk` of tokens, or of other rows from `first` on."""
         first = self.first if first is None else first
         return append_chunk(rows, self._place, first, zero=zero, stride=stride, backend=backend)
 

@@ -27,7 +27,6 @@ from trifocal.ops.api import (
     window_attention,
 )
 from trifocal.ops.decode.api import (
-    append_chunk,
     append_dense,
     append_sparse,
     decode_attention,
@@ -45,7 +44,6 @@ __all__ = [
     "Geometry",
     "SparseCache",
     "WindowCache",
-    "append_chunk",
     "append_dense",
     "append_sparse",
     "backend_choices",

@@ -124,28 +124,12 @@ def append_dense(
 def append_chunk(
     rows: Mapping[str, NewRows], place: Place, first: int, *, zero: int = 0, stride: int = 1, backend: str = "auto"
 ) -> dict[str, Tensor]:
-    """Rotate the rows of a prompt's chunk, write them into pages, and join what is read of the past with them.
+    """Rotate the rows of a prompt's chunk, by name as a layer has them, write them into pages, and join what is read of
+    the past with them: rows `begin` up to the last new one, by the same names, [1, S, heads, width].
 
-    Rings are left as they are until every layer has seen the chunk: what they are to hold then goes into `ring_end`.
-    Shapes depend only on `first` and on the number of rows, and nothing looks at the device's data.
-
-    Args:
-        rows: By name, as a layer has them: q; k and v, in pages; k_win, v_win, k_raw and v_raw, in rings; q_idx, and
-            k_idx in pages. q, k and k_win are rotated by the same tables, q_idx and k_idx by others. k is always there,
-            but for a window layer, whose keys are k_win.
-        place: Where the sequence lies.
-        first: Number of the first new row in the sequence.
-        zero: Number of the row at position 0.
-        stride: Positions from one row to the next.
-        backend: See `trifocal.ops`.
-
-    Returns:
-        Rows `begin` up to the last new one, by the same names, [1, S, heads, width].
-
-    Raises:
-        ValueError: If an argument does not fit; see `trifocal.ops`.
-
-    Not differentiable.
+    `first` is the number of the first new row in the sequence, `zero` that of the row at position 0, `stride` positions
+    from one row to the next. Rings are left as they are until every layer has seen the chunk: what they are to hold
+    then goes into `ring_end`. Shapes depend only on `first` and on the number of rows. Not differentiable.
     """
     check_chunk(rows, place, first, zero, stride)
     keys = chunk_keys(rows)

@@ -271,87 +271,26 @@ def check_index(index: Index | None, k_idx: Tensor | None, expected: tuple[int, 
     check_rotary(rotary, x)
 
 
-# Names of a chunk's rows: whether they have pages, a ring, tables; and the rows that they lie beside.
-_CHUNK_ROWS = {
-    "q": (False, False, True, "q"), "k": (True, False, True, "k"), "v": (True, False, False, "k"),
-    "k_win": (False, True, True, "k_win"), "v_win": (False, True, False, "k_win"),
-    "k_raw": (False, True, False, "k_raw"), "v_raw": (False, True, False, "k_raw"),
-    "q_idx": (False, False, True, "q_idx"), "k_idx": (True, False, True, "k"),
-}  # fmt: skip
-
-
 def chunk_keys(rows: Mapping[str, NewRows]) -> str:
     """The name of a chunk's keys: k, or k_win in a window layer, which has no others."""
     return "k_win" if "k_win" in rows and "k" not in rows else "k"
 
 
 def check_chunk(rows: Mapping[str, NewRows], place: Place, first: int, zero: int, stride: int) -> None:
-    """Raise ValueError unless a chunk's rows have known names, keys among them, and fit their tables, pages and rings.
+    """Raise ValueError unless tables, pages and rings reach as far as a chunk's rows; their shapes are the layer's.
 
     Nothing looks at the device: a page or a row that does not exist is not noticed.
     """
-    for part, numbers in place._asdict().items():
-        if numbers.dtype != torch.int64 or numbers.ndim != 1 or not numbers.is_contiguous():
-            raise ValueError(f"{part} of a place must be [*], int64 and contiguous, got {numbers.dtype}")
-    if unknown := [name for name in rows if name not in _CHUNK_ROWS]:
-        raise ValueError(f"a chunk's rows must be among {', '.join(_CHUNK_ROWS)}, got {', '.join(unknown)}")
-    keys = chunk_keys(rows)
-    values = f"v{keys[1:]}"
-    needed = {keys, *(_CHUNK_ROWS[name][3] for name in rows)}
-    if "q_idx" in rows or "k_idx" in rows:
-        needed |= {"q_idx", "k_idx"}
-    if any(name[0] == "v" for name in rows):
-        needed.add(values)
-    if missing := needed - {*rows}:
-        raise ValueError(f"a chunk with {', '.join(rows)} must have {', '.join(sorted(missing))} too")
     for name, new in rows.items():
-        x, held, beside = new.x, new.pages if new.ring is None else new.ring, rows[_CHUNK_ROWS[name][3]]
-        given = new.pages is not None, new.ring is not None, new.rotary is not None
-        if given != _CHUNK_ROWS[name][:3] or (new.ring is None) != (new.ring_end is None):
-            wanted = [part for part, has in zip(("pages", "a ring", "tables"), _CHUNK_ROWS[name], strict=False) if has]
-            raise ValueError(f"{name} must have {' and '.join(wanted)}, and nothing else; see NewRows")
-        if x.ndim != 4 or x.shape[0] != 1:
-            raise ValueError(f"{name} must have the shape [1, n, heads, width], got {list(x.shape)}")
-        least = first if held is None else 0 if new.ring is None else max(0, first - held.shape[2])
-        if not least <= new.begin <= first:
-            raise ValueError(f"{name} must begin at {least} to {first}, as its cache reaches, got {new.begin}")
-        held_beside = beside.pages if beside.ring is None else beside.ring
-        sizes = x.shape[1], new.begin, None if held is None else held.shape[2]
-        expected_sizes = rows[keys].x.shape[1], beside.begin, None if held_beside is None else held_beside.shape[2]
-        if sizes != expected_sizes:
+        last = first + new.x.shape[1] - 1
+        if new.rotary is not None and (last - zero) * stride >= len(new.rotary[0]):
             raise ValueError(
-                f"{name} must have (new rows, first row read, rows of a page or ring) = {expected_sizes}, got {sizes}"
+                f"the tables of {name} must reach to position {(last - zero) * stride}, got {len(new.rotary[0])}"
             )
-        # The kernel knows one number of groups, and one width of keys, of values and of an index.
-        like = rows["k_idx" if name.endswith("idx") else values if name[0] == "v" else keys].x
-        heads = x.shape[2] if name[0] == "q" else 1 if name == "k_idx" else rows[keys].x.shape[2]
-        if (expected := [1, x.shape[1], heads, like.shape[-1]]) != [*x.shape]:
-            raise ValueError(f"{name} must have the shape [1, n, heads, width] = {expected}, got {list(x.shape)}")
-        last = first + x.shape[1] - 1
-        if new.rotary is not None:
-            check_rotary(new.rotary, x)
-            tables = rows["k_idx" if name.endswith("idx") else keys].rotary
-            if tables is not None and any(a is not b for a, b in zip(new.rotary, tables, strict=True)):
-                raise ValueError(f"{name} must have the same tables as the keys that it meets, got others")
-            if (last - zero) * stride >= len(new.rotary[0]):
-                raise ValueError(
-                    f"the tables of {name} must reach to position {(last - zero) * stride}, got {len(new.rotary[0])}"
-                )
         if new.pages is not None and last >= place.pages.shape[0] * new.pages.shape[2]:
             raise ValueError(f"the pages of {name} must hold {last + 1} rows, got {place.pages.shape[0]} pages")
-        for kept in (held, new.ring_end):
-            if held is None or kept is None:
-                continue
-            shape = heads, held.shape[2], x.shape[3]
-            if kept.shape[1:] != shape or kept.dtype != x.dtype:
-                raise ValueError(
-                    f"the cache of {name} must be [*, heads, rows, width] = {['*', *shape]} of {x.dtype}, "
-                    f"got {list(kept.shape)} of {kept.dtype}"
-                )
-            if not (kept if kept is new.pages else kept[:1]).is_contiguous():
-                raise ValueError(
-                    f"the cache of {name} must be contiguous, a ring in each of its rows, got {list(kept.stride())}"
-                )
+        if new.ring is not None and new.begin < first - new.ring.shape[2]:
+            raise ValueError(f"{name} may begin at {first - new.ring.shape[2]}, as its ring reaches, got {new.begin}")
 
 
 def check_compressors(

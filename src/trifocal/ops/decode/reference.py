@@ -78,7 +78,7 @@ def append_dense(cache: DenseCache | WindowCache, batch: DecodeBatch, k: Tensor,
 
 
 def append_rows(new: NewRows, place: Place, first: int, zero: int, stride: int) -> Tensor:
-    """See `trifocal.ops.append_chunk`, for the rows of one name."""
+    """See `ops.decode.api.append_chunk`, for the rows of one name."""
     x, num_rows, device = new.x, new.x.shape[1], new.x.device
     if new.rotary is not None:
         x = _rotate_rows(x, new.rotary, (first - zero) * stride, stride)

@@ -197,7 +197,7 @@ def append_chunk_kernel(
 
 
 def append_chunk(rows: Mapping[str, NewRows], place: Place, first: int, zero: int, stride: int) -> dict[str, Tensor]:
-    """See `trifocal.ops.append_chunk`."""
+    """See `ops.decode.api.append_chunk`."""
     keys = chunk_keys(rows)
     some, values = rows[keys], rows.get(f"v{keys[1:]}")
     assert some.rotary is not None
