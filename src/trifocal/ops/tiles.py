@@ -150,8 +150,8 @@ def largest_block_of_backward(q: Tensor, v: Tensor) -> int:
 
 
 def selected_tile(kernel: str, q: Tensor, v: Tensor, q_per_kv: int, *, on_hopper: bool) -> SelectedTile:
-    """The tile of a kernel of selected attention, of `hopper` or portable: an order and `"forward"`, `"block_major
-    backward"`, `"tile d_q"`, `"masked d_q"` or `"masked dkdv"`.
+    """The tile of a kernel of selected attention, of `hopper` or portable: `"masked forward"`, `"tile forward"`,
+    `"block_major forward"`, `"block_major backward"`, `"masked d_q"`, `"tile d_q"` or `"masked dkdv"`.
     """
     columns, architecture = _columns(q, v), devices.architecture(q.device)
     if on_hopper:
