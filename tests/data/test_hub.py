@@ -113,6 +113,8 @@ def test_unknown_names(repository, tmp_path):
         open_source(f"hf:{tmp_path / 'empty'}")
     with pytest.raises(UserError, match=r"no such folder: .*nowhere$"):
         open_source(f"hf:{tmp_path / 'nowhere'}")
+    with pytest.raises(UserError, match=r"no such folder: nowhere$"):
+        open_source("hf:./nowhere#text")
 
 
 def test_without_the_package(monkeypatch):

@@ -33,7 +33,8 @@ def open_dataset(config: DataConfig, split: str, activity: Activity, bad: BadDoc
     folder, name = dataset_name(path or _FINEWEB)
     repository = str(folder)
     asked = f"hf:{repository}" + (f":{name}" if name else "")
-    if repository.startswith(("/", ".")) and not folder.is_dir():
+    # A path drops the "./" that the user wrote.
+    if (folder.is_absolute() or path.startswith(".")) and not folder.is_dir():
         raise UserError(f"data.source {config.source}: no such folder: {repository}")
     activity.text = f"asking for the files of {repository}"
     try:
