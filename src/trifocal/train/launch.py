@@ -108,7 +108,7 @@ def train(config: RunConfig, *, overwrite: bool = False, before_step: BeforeStep
         note = processes.run_on_rank0(lambda: create_run_directory(setup.config, lock, overwrite=overwrite))
         try:
             return run_training(setup, [*notes, *filter(None, [note])], None, before_step)
-        except (UserError, OSError, KeyboardInterrupt):
+        except (UserError, OSError, KeyboardInterrupt, torch.OutOfMemoryError):
             if setup.state.step == 0 and lock.holds(directory):
                 # Nothing is learnt yet, and the same command may be repeated.
                 shutil.rmtree(directory.resolve(), ignore_errors=True)
