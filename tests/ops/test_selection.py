@@ -67,13 +67,3 @@ def test_order_and_repetition_of_the_choice_do_not_matter():
     ]
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
-
-
-def test_blocks_beyond_the_sequence_hold_nothing():
-    case = cases.named("odd length")
-    inputs = cases.draw(case)
-    some, beyond = (torch.tensor(row).expand(2, 37, 2, 3) for row in ([0, -1, -1], [0, 7, 2_000_000_000]))
-    results = [
-        ops.selected_attention(inputs.q, inputs.k_slc, inputs.v_slc, choice, case.geometry) for choice in (some, beyond)
-    ]
-    assert torch.equal(*results)

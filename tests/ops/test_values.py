@@ -12,8 +12,7 @@ from trifocal.testing.tolerances import assert_close, error
 REFERENCE = {"backend": "reference"}
 # Rows and packs, whole and their last queries, with short blocks and many heads a group.
 EACH = (
-    "odd length", "one head", "8 heads", "chunked", "decoding at a block's first", "no compressed block",
-    "packed: long first", "packed: the last queries",
+    "odd length", "chunked", "no compressed block", "packed: long first", "packed: the last queries",
 )  # fmt: skip
 ROUNDED = [(named(why), dtype) for why in ("one head", "chunked", "packed: long first") for dtype in DTYPES[1:]]
 each_case_and_dtype = pytest.mark.parametrize(

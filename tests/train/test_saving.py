@@ -121,7 +121,7 @@ def test_steps_are_saved_before_a_look_at_the_model_ends_the_run(tmp_path, monke
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(Evaluator, look, too_much)
-    flags = ("--evaluate.interval_steps", "3", "--log.sample_interval_steps", "3")
+    flags = ("--evaluate.interval_steps", "3", "--log.sample_interval_steps", "3", "--log.sample_tokens", "4")
     with pytest.raises(torch.OutOfMemoryError, match=re.escape(remedy)) as caught:
         train(make_config(tmp_path, *flags))
     assert caught.value.__notes__ == ["step 3 is saved"]
