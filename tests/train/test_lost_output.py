@@ -46,6 +46,8 @@ def test_full_output_costs_no_step(tmp_path):
     code = """
 import sys
 from trifocal.cli import main
+# Python would open them so, unless PYTHONUNBUFFERED is set.
+sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))
 status = main(sys.argv[1:])
 sys.stdout.flush()
 sys.stderr.flush()
