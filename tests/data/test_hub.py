@@ -201,8 +201,11 @@ class StandInHub(FaultyServer):
 
 
 READ_FROM_HUB = """
-import json
+import json, time
 from trifocal.data import *
+# Between two tries it is a second.
+sleep = time.sleep
+time.sleep = lambda seconds: sleep(min(seconds, 0.02))
 config = DataConfig(source="fineweb-edu", shuffle_sequences=8)
 sizes = {"tokenizer": make_tokenizer("bytes"), "sequence_length": 128, "batch_size": 4, "vocab_size": 257}
 with Loader(config, **sizes) as loader:
