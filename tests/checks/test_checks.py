@@ -299,7 +299,7 @@ def flags_that_are_swallowed(measure, _):
 
 
 @fault("heartbeat")
-def beats_at_the_start_of_a_phase_only(measure, _):
+def beats_at_the_start_of_a_phase_only(measure, monkeypatch):
     """Written by the training thread when it enters a phase: silent while it is busy."""
 
     class AtPhaseStart:
@@ -318,6 +318,7 @@ def beats_at_the_start_of_a_phase_only(measure, _):
             self.path.write_text(json.dumps(row) + "\n")
             yield
 
+    monkeypatch.setattr(operation_checks, "TRIES", 1)
     return measure(CPU, make_heartbeat=AtPhaseStart)
 
 
