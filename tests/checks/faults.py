@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from trifocal.models import DecoderLM
 from trifocal.nn import Block, NSAttention
 from trifocal.nn import attention as nn_attention
 from trifocal.ops import DecodeBatch, compressed_attention, nsa_attention, select_blocks, window_attention
@@ -106,6 +107,11 @@ def late_bound_checkpointing(model):
     """The fault in one model."""
     model.set_activation_checkpointing(0, model.config.num_layers)
     model._last_residual = types.MethodType(late_bound_residual, model)
+
+
+def late_bound_models(rank):
+    """The fault in all models of a process that a check starts."""
+    DecoderLM._last_residual = late_bound_residual
 
 
 def at_other_lengths(function, change):

@@ -274,7 +274,7 @@ def bf16_weights(measure, _):
 
 @fault("parallel-gradients")
 def late_binding_in_every_process(measure, _):
-    found = measure(CPU, prepare="tests.checks.process_faults:late_bound_checkpointing")
+    found = measure(CPU, prepare="tests.checks.faults:late_bound_models")
     assert found.figure > 0.1
     return found
 

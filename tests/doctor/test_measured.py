@@ -1,7 +1,5 @@
 """Two measured steps of a configuration, and what helps where it does not fit."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,8 +12,6 @@ from trifocal.models import DecoderLM
 from trifocal.train.config.load import override
 from trifocal.train.launch import train
 from trifocal.train.out_of_memory import memory_remedies
-
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @pytest.fixture(autouse=True)
