@@ -131,6 +131,9 @@ def test_it_is_live_on_a_terminal_and_ends_with_the_run(make_run):
                 finished = True
                 set_last_beat(run, 0, status="finished", step=100)
         status = wait_for_end(process, 60)
+        # What it wrote last may not be read yet.
+        while select.select([parent], [], [], 0)[0]:
+            seen += os.read(parent, 65536).decode(errors="replace")
     finally:
         process.kill()
         process.wait()
