@@ -8,8 +8,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
-from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,13 +30,8 @@ _VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
 )
 
-# What is masked: values of such names, as in NVIDIA_API_KEY, TORCH_HUB_TOKEN or ?X-Amz-Signature=; users in URLs.
-_MASK = "***"
-_SECRET = r"(?:KEY|TOKEN|SECRET|PASSW|CREDENTIAL|SIGNATURE)"
-_SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
-_SECRET_FLAG = re.compile(rf"--?(?!.*(?:TOKENIZER|TOKENS$)).*{_SECRET}.*", re.IGNORECASE)
-_USER_IN_URL = re.compile(r"(?<=://)[^\s/\"']+@")
-_SECRET_IN_QUERY = re.compile(rf"([?&][^=&#\s]*{_SECRET}[^=&#\s]*=)[^&#\s\"']+", re.IGNORECASE)
+# What is left out: names as NVIDIA_API_KEY or TORCH_HUB_TOKEN, and addresses, which may have a password in them.
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
 def environment(config_text: str | None = None) -> dict[str, Any]:
@@ -48,14 +41,12 @@ def environment(config_text: str | None = None) -> dict[str, Any]:
         config_text: The run's resolved config as saved; equal hashes mean equal configs.
 
     Returns:
-        JSON types only. A value that does not exist here is null. Values with a secret's name, and users in URLs, are
-        `***`.
+        JSON types only. A value that does not exist here is null.
     """
     commit, changed = _git_state(Path(__file__).parent)
     return {
         "trifocal": {"version": __version__, "git_commit": commit, "git_changed": changed},
         "config_sha256": hashlib.sha256(config_text.encode()).hexdigest() if config_text is not None else None,
-        "command": _mask_arguments(sys.argv),
         "python": platform.python_version(),
         "host": socket.gethostname(),
         "system": platform.platform(),
@@ -74,7 +65,11 @@ def environment(config_text: str | None = None) -> dict[str, Any]:
         },
         "gpus": _gpus(),
         "gpu_driver": _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0") or None,
-        "variables": _mask_variables({n: value for n, value in sorted(os.environ.items()) if n.startswith(_VARIABLES)}),
+        "variables": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_VARIABLES) and not _SECRET.search(name) and "://" not in value
+        },
     }
 
 
@@ -95,30 +90,6 @@ def write_backends(path: str | os.PathLike[str]) -> None:
         for (operation, backend, reason), calls in sorted(backend_choices().items())
     ]
     write_whole(Path(path), json.dumps(rows, indent=1) + "\n")
-
-
-def _mask_urls(text: str) -> str:
-    """A text, with users, passwords and secret query parameters of its URLs masked."""
-    return _SECRET_IN_QUERY.sub(rf"\1{_MASK}", _USER_IN_URL.sub(f"{_MASK}@", text))
-
-
-def _mask_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables; values are masked if the name has KEY, TOKEN, SECRET, PASSWORD or the like in it."""
-    return {
-        name: _MASK if value and _SECRET_NAME.search(name) else _mask_urls(value) for name, value in variables.items()
-    }
-
-
-def _mask_arguments(arguments: Iterable[str]) -> list[str]:
-    """A command line; values of flags with such names, `--flag=value` or `--flag value`, are masked."""
-    shown, secret = [], False
-    for argument in arguments:
-        flag, equals, _ = argument.partition("=")
-        if equals and _SECRET_FLAG.fullmatch(flag):
-            argument = f"{flag}={_MASK}"
-        shown.append(_MASK if secret and not argument.startswith("-") else _mask_urls(argument))
-        secret = not equals and _SECRET_FLAG.fullmatch(flag) is not None
-    return shown
 
 
 def _version(package: str) -> str | None:
