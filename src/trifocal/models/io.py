@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import re
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -85,27 +86,25 @@ def save_weights(model: DecoderLM, folder: str | Path, *, shard_bytes: int = SHA
         "model": model.config.to_dict(),
     }
     shards = _shards(tensors, shard_bytes)
-    partial_config = folder / f".{CONFIG_FILE}.partial"
-    partial_config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    written = {partial_config: folder / CONFIG_FILE}
-    for file, names in shards.items():
-        partial = folder / f".{file}.partial"
-        write_tensors(partial, {name: tensors[name] for name in names}, {"format": "pt"})
-        written[partial] = folder / file
-    if len(shards) > 1:
-        index = {
-            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
-            "weight_map": {name: file for file, names in shards.items() for name in names},
-        }
-        partial = folder / f".{INDEX_FILE}.partial"
-        partial.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        written[partial] = folder / INDEX_FILE
-    for partial, path in written.items():
-        partial.replace(path)
-    stale = {*folder.glob("model-*-of-*.safetensors"), folder / INDEX_FILE, folder / WEIGHTS_FILE} - {*written.values()}
+    stale = {*folder.glob("model-*-of-*.safetensors"), folder / INDEX_FILE, folder / WEIGHTS_FILE}
+    with tempfile.TemporaryDirectory(prefix=".weights.", dir=folder) as name:
+        partial = Path(name)
+        _write_json(partial / CONFIG_FILE, content)
+        write_modeling_file(partial)
+        for file, names in shards.items():
+            write_tensors(partial / file, {name: tensors[name] for name in names}, {"format": "pt"})
+        if len(shards) > 1:
+            total = {"total_size": sum(tensor.nbytes for tensor in tensors.values())}
+            files = {name: file for file, names in shards.items() for name in names}
+            _write_json(partial / INDEX_FILE, {"metadata": total, "weight_map": files})
+        for path in partial.iterdir():
+            stale.discard(path.replace(folder / path.name))
     for path in stale:
         path.unlink(missing_ok=True)
-    write_modeling_file(folder)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def exported_name(name: str) -> str:
