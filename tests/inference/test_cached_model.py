@@ -397,7 +397,7 @@ def test_windows_keep_their_last_tokens_only():
     ):
         mix, dense = (
             cache_bytes(each, torch.bfloat16, tokens).of_sequence(tokens)
-            for each in (config, config.of_one_kind("dense"))
+            for each in (config, replace(config, attention="dense", layer_types=()))
         )
         layer = config.num_kv_heads * (config.head_dim + config.value_dim) * 2
         assert dense == 12 * layer * tokens

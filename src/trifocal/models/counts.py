@@ -1,4 +1,4 @@
-"""Parameters and floating-point operations of a model, by formula.
+"""Parameters of a model, and its floating-point operations by formula.
 
 Counted are the multiplications and additions (two operations a pair) of every matrix product that the mathematics
 needs. Norms, rotary positions, softmax, gates' mixing, the mean compressor and the choice of blocks are
@@ -7,14 +7,15 @@ averaged over the positions of a sequence: early queries see fewer. Backward cou
 recomputation by activation checkpointing or a kernel is not counted.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
+from torch import nn
 
+from trifocal.models.decoder import DecoderLM
 from trifocal.models.model_config import Attention, ModelConfig
 from trifocal.nn.chooser import INDEX_DIM
-from trifocal.nn.compressor import MLPCompressor
-from trifocal.nn.gate import NUM_BRANCHES
 from trifocal.ops import Geometry
 from trifocal.ops.validation import check_whole_number
 
@@ -34,27 +35,12 @@ class Flops:
 
 def parameter_count(config: ModelConfig) -> int:
     """All trainable parameters, embeddings included."""
-    embeddings = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
-    return sum(layer_parameters(config, kind) for kind in config.attention_of_layers) + config.dim + embeddings
+    return sum(parameter.numel() for parameter in _without_weights(config).parameters())
 
 
-def layer_parameters(config: ModelConfig, kind: Attention) -> int:
-    """Parameters of a layer with this attention."""
-    layer = _projection_weights(config, kind) + 2 * config.dim
-    if config.qk_norm:
-        norms = config.num_heads + config.num_kv_heads if config.qk_norm_all_heads else 2
-        layer += norms * config.head_dim
-    if config.qkv_bias:
-        layer += config.num_heads * config.head_dim + _key_value_columns(config, kind)
-    layer += config.dim * config.o_bias + (2 * config.mlp_dim + config.dim) * config.mlp_bias
-    if kind == "nsa":
-        # Gate weights are among the projections; its biases and the positions of φ multiply nothing.
-        layer += NUM_BRANCHES * config.num_heads
-        if config.compressor == "mlp":
-            for features in (config.head_dim, config.value_dim):
-                layer += _compressor_weights(config.geometry, features)
-                layer += config.geometry.compression_block_size * features
-    return layer
+def _without_weights(config: ModelConfig) -> DecoderLM:
+    with torch.device("meta"):
+        return DecoderLM(config)
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> Flops:
@@ -69,7 +55,7 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> Flops:
     """
     check_whole_number("sequence_length", sequence_length, 1)
     executed, choosing = _forward_flops(config, sequence_length)
-    dense, _ = _forward_flops(config.of_one_kind("dense"), sequence_length)
+    dense, _ = _forward_flops(replace(config, attention="dense", layer_types=()), sequence_length)
     return Flops(executed + choosing, 3 * executed + choosing, dense, 3 * dense)
 
 
@@ -123,9 +109,9 @@ def _attended(config: ModelConfig, kind: Attention, sequence_length: int) -> int
 def _forward_flops(config: ModelConfig, sequence_length: int) -> tuple[float, float]:
     """Operations per token, and of them those that only choose blocks and are not gone back through."""
     total, choosing = 2.0 * config.dim * config.vocab_size, 0.0
-    for kind in config.attention_of_layers:
+    for kind, block in zip(config.attention_of_layers, _without_weights(config).blocks, strict=True):
         keys = _attended(config, kind, sequence_length) / sequence_length
-        total += _matrix_flops(config, kind, sequence_length)
+        total += _matrix_flops(config, block, sequence_length)
         total += 2 * config.num_heads * (config.head_dim + config.value_dim) * keys
         if kind in ("nsa", "selected") and config.has_index:
             choosing += config.num_kv_heads * INDEX_DIM * (sequence_length + 1)
@@ -135,35 +121,9 @@ def _forward_flops(config: ModelConfig, sequence_length: int) -> tuple[float, fl
     return total, choosing
 
 
-def _matrix_flops(config: ModelConfig, kind: Attention, sequence_length: int) -> float:
-    """Forward operations per token in the matrices of one layer."""
-    layer = 2.0 * _projection_weights(config, kind)
-    if kind == "nsa" and config.compressor == "mlp":
-        blocks = config.geometry.num_compressed_blocks(sequence_length) * config.num_kv_heads
-        weights = sum(
-            _compressor_weights(config.geometry, features) for features in (config.head_dim, config.value_dim)
-        )
-        layer += 2 * weights * blocks / sequence_length
-    return layer
-
-
-def _key_value_columns(config: ModelConfig, kind: Attention) -> int:
-    branches = NUM_BRANCHES if kind == "nsa" and not config.shared_kv else 1
-    return branches * config.num_kv_heads * (config.head_dim + config.value_dim)
-
-
-def _projection_weights(config: ModelConfig, kind: Attention) -> int:
-    """Multiplications that one token costs in the linear maps of one layer."""
-    columns = config.num_heads * (config.head_dim + config.value_dim) + _key_value_columns(config, kind)
-    weights = config.dim * columns + 3 * config.dim * config.mlp_dim
-    if kind in ("nsa", "selected") and config.has_index:
-        weights += config.dim * (config.num_kv_heads + 1) * INDEX_DIM
-    if kind != "nsa":
-        return weights
-    return weights + config.dim * config.num_heads * NUM_BRANCHES
-
-
-def _compressor_weights(geometry: Geometry, features: int) -> int:
-    """Multiplications that one block of one group costs in the learned compressor."""
-    hidden = MLPCompressor.hidden_features(features)
-    return geometry.compression_block_size * features * hidden + hidden * features
+def _matrix_flops(config: ModelConfig, block: nn.Module, sequence_length: int) -> float:
+    """Forward operations per token in the matrices of one layer; those of a learned φ run once for each block."""
+    weights = {name: part.weight.numel() for name, part in block.named_modules() if isinstance(part, nn.Linear)}
+    of_phi = sum(count for name, count in weights.items() if "_compressor." in name)
+    blocks = config.geometry.num_compressed_blocks(sequence_length) * config.num_kv_heads
+    return 2 * (sum(weights.values()) - of_phi + of_phi * blocks / sequence_length)

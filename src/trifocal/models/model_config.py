@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -178,10 +178,6 @@ class ModelConfig:
     def all_dense(self) -> bool:
         """Whether all layers see the whole past."""
         return set(self.attention_of_layers) == {"dense"}
-
-    def of_one_kind(self, attention: Attention) -> "ModelConfig":
-        """The same model with one attention in all layers."""
-        return replace(self, attention=attention, layer_types=())
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ModelConfig":
