@@ -185,7 +185,7 @@ def test_other_files_refuse_the_state(tmp_path):
     with open_loader(f"text:{path}", validation_fraction=0.0) as loader:
         with pytest.raises(UserError, match=r"to text:.*a\.txt: the files \(names and sizes\) \w+ -> \w+; resume"):
             loader.load_state_dict(state)
-        with pytest.raises(UserError, match=r"version 2, expected 4: continue with the version"):
+        with pytest.raises(UserError, match=r"version 2, expected 5: continue with the version"):
             loader.load_state_dict(state | {"version": 2})
 
 

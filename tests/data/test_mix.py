@@ -113,8 +113,8 @@ def test_processes_share_what_one_would_see_and_continue_in_any_number(sources, 
 
 
 def test_the_epoch_of_joined_positions_is_the_lowest():
-    states = [{"sources": [{"position": {"streams": {str(rank): {}}}, "epoch": 3 - rank}]} for rank in range(2)]
-    assert merge_states(states)["sources"] == [{"position": {"streams": {"0": {}, "1": {}}}, "epoch": 2}]
+    states = [{"sources": [{"streams": {str(rank): {}}, "epoch": 3 - rank}]} for rank in range(2)]
+    assert merge_states(states)["sources"] == [{"streams": {"0": {}, "1": {}}, "epoch": 2}]
 
 
 def _second_of_two(state):

@@ -270,8 +270,8 @@ def test_a_position_that_cannot_be_read_is_one_line(copy):
     manifest, content = verify_checkpoint(path), (path / "rank0.json").read_text()
     damages = [
         lambda state: state.pop("step"),
-        lambda state: state["data"].pop("settings"),
-        lambda state: state["data"]["position"].clear(),
+        lambda state: state["data"]["sources"][0].pop("settings"),
+        lambda state: state["data"]["sources"][0]["streams"].clear(),
         lambda state: state["random"].update(torch="AAAA"),
         lambda state: state["random"]["numpy"].__setitem__(1, 10**9),
     ]

@@ -23,7 +23,7 @@ from trifocal.data.sources.base import BadDocuments
 from trifocal.data.tokenizers import Tokenizer
 from trifocal.errors import UserError
 
-POSITION_VERSION = 4
+POSITION_VERSION = 5
 _LATENCIES_KEPT = 1000
 # Held-out rows are drawn from eight times as many, and from half a million tokens at most.
 _VALIDATION_POOL, _VALIDATION_TOKENS = 8, 1 << 19
@@ -230,7 +230,7 @@ class Loader:
                 f"data position of version {state.get('version')}, expected {POSITION_VERSION}: continue with the "
                 "version of trifocal that saved the checkpoint, or start a new run"
             )
-        saved: list[dict[str, Any]] = state.get("sources", [state])
+        saved: list[dict[str, Any]] = state["sources"]
         found = [reader.find(saved) for reader in self._readers]
         if not any(found):
             raise UserError(
@@ -293,39 +293,36 @@ class Loader:
         return self.config.weights_at(changed=row >= self.change_row)
 
     def _describe(self, sample_index: int) -> dict[str, Any]:
-        head = {"version": POSITION_VERSION, "sample_index": sample_index}
-        if self._draw is None:
-            return head | self._readers[0].state()
-        weights, rows = self._draw.state(sample_index)
+        weights, rows = Drawn() if self._draw is None else self._draw.state(sample_index)
         blank = (0,) * len(self._readers)
         drawn = zip(self._readers, weights or blank, rows or blank, strict=True)
-        states = [
-            reader.state() | {"epoch": reader.epoch, "weight": weight, "rows": number}
-            for reader, weight, number in drawn
-        ]
-        return head | {"source": self.name, "sources": states}
+        sources = [reader.state() | {"weight": weight, "rows": number} for reader, weight, number in drawn]
+        return {
+            "version": POSITION_VERSION,
+            "sample_index": sample_index,
+            "source": self.name,
+            "sources": sources,
+        }
 
 
 def _drawn(saved: Sequence[dict[str, Any]], found: Sequence[dict[str, Any] | None]) -> Drawn:
     """The rows drawn of each source, from the states of all and of those that are read now; none, so that the shares
     begin anew, if one that was drawn is not.
     """
-    if any(state.get("weight", 1.0) and not any(state is own for own in found) for state in saved):
+    if any(state["weight"] and not any(state is own for own in found) for state in saved):
         return Drawn()
-    states = [{} if state is None else state for state in found]
-    return Drawn(tuple(state.get("weight", 0.0) for state in states), tuple(state.get("rows", 0) for state in states))
+    states: list[dict[str, Any]] = [{"weight": 0.0, "rows": 0} if state is None else state for state in found]
+    return Drawn(tuple(state["weight"] for state in states), tuple(state["rows"] for state in states))
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The position of all processes together, from the state of each at the same step."""
-    merged = dict(states[0])
-    if "sources" in merged:
-        of_sources = [*zip(*(state["sources"] for state in states), strict=True)]
-        merged["sources"] = [merge_states(own) | {"epoch": min(state["epoch"] for state in own)} for own in of_sources]
-    elif "streams" in merged["position"]:
-        found = {name: place for state in states for name, place in state["position"]["streams"].items()}
-        merged["position"] = {"streams": dict(sorted(found.items(), key=lambda item: int(item[0])))}
-    return merged
+    sources = []
+    for own in zip(*(state["sources"] for state in states), strict=True):
+        streams = {name: place for state in own for name, place in state["streams"].items()}
+        ordered = dict(sorted(streams.items(), key=lambda item: int(item[0])))
+        sources.append(own[0] | {"streams": ordered, "epoch": min(state["epoch"] for state in own)})
+    return states[0] | {"sources": sources}
 
 
 def _to_batch(

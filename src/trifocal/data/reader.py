@@ -90,11 +90,9 @@ class SourceReader:
         self.epoch = min(self._epochs.values(), default=self.epoch)
 
     def state(self) -> dict[str, Any]:
-        """The position, with the name of the data and their settings."""
-        single = self.num_streams == 1
+        """The position in each stream, with the name of the data, their settings and the epoch."""
         streams = {str(index): stream.state() for index, stream in self.streams.items()}
-        position = streams["0"] if single else {"streams": streams}
-        return {"source": self.name, "settings": self._settings, "position": position}
+        return {"source": self.name, "settings": self._settings, "streams": streams, "epoch": self.epoch}
 
     def describe(self) -> str:
         """The data in words; empty without text."""
@@ -124,22 +122,14 @@ class SourceReader:
                 f"the data position belongs to {state['source']}, this run reads {self.name}: {values}; resume with "
                 "the saved values"
             )
-        positions = _positions(state)
-        if missing := [i for i in self.streams if str(i) not in positions]:
+        if missing := [i for i in self.streams if str(i) not in state["streams"]]:
             raise ValueError(f"the state lacks streams {missing}; it must come from merge_states of all processes")
 
     def seek(self, state: dict[str, Any] | None) -> None:
         """Go to a position that was checked; None: the start."""
-        positions = {} if state is None else _positions(state)
         for index, stream in self.streams.items():
-            stream.seek(positions.get(str(index), self._start[index]))
-        self._epochs, self.epoch = {}, 0 if state is None else state.get("epoch", 0)
-
-
-def _positions(state: dict[str, Any]) -> dict[str, Any]:
-    """The positions of a reader's state by stream."""
-    positions: dict[str, Any] = state["position"].get("streams", {"0": state["position"]})
-    return positions
+            stream.seek(self._start[index] if state is None else state["streams"][str(index)])
+        self._epochs, self.epoch = {}, 0 if state is None else state["epoch"]
 
 
 def make_source(config: DataConfig, activity: Activity, split: str, bad: BadDocuments) -> tuple[Source, DataConfig]:
