@@ -8,22 +8,14 @@ from torch import Tensor, nn
 
 from trifocal.models.choice_teaching import ChoiceSamples, ChoiceTeaching
 from trifocal.models.distillation import chunked_sums, distillation_sums
-from trifocal.models.layers import (
-    Shared,
-    draw_weights,
-    make_blocks,
-    run_block,
-    run_blocks,
-    share_places,
-    wrap_blocks,
-)
+from trifocal.models.layers import draw_weights, make_blocks, run_block, run_blocks, share_places, wrap_blocks
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn import RMSNorm
 from trifocal.nn.attention_base import AttentionBase
 from trifocal.nn.chooser import ChoosingAttention, attach_loss
 from trifocal.nn.context import ContextShard, TokenShard
 from trifocal.ops import Documents
-from trifocal.ops.choice_loss import Sample, sample_queries
+from trifocal.ops.choice_loss import sample_queries
 from trifocal.ops.validation import check_rank
 
 IGNORED_TARGET = -100
@@ -84,17 +76,13 @@ class DecoderLM(nn.Module):
 
     def _compile(self) -> None:
         """Compile one function for all blocks, and those around them, where asked for."""
-        self._run_block: Callable[..., Tensor] = run_block
-        self._run_end: Callable[..., Tensor] = run_end
-        self._draw: Callable[..., Sample] = sample_queries
-        self._share: Callable[..., Shared] = share_places
-        self._sums: Callable[..., Tensor] = distillation_sums
-        if self._compiles:
-            self._run_block = torch.compile(run_block, fullgraph=True, dynamic=False)
-            self._run_end = torch.compile(run_end, fullgraph=True, dynamic=False)
-            self._draw = torch.compile(sample_queries, fullgraph=True, dynamic=False)
-            self._share = torch.compile(share_places, fullgraph=True, dynamic=False)
-            self._sums = torch.compile(distillation_sums, fullgraph=True, dynamic=False)
+
+        def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+            return torch.compile(function, fullgraph=True, dynamic=False) if self._compiles else function
+
+        self._run_block, self._run_end = compiled(run_block), compiled(run_end)
+        self._draw, self._share = compiled(sample_queries), compiled(share_places)
+        self._sums = compiled(distillation_sums)
 
     def _wrap(self) -> None:
         wrap_blocks(self.blocks, self._checkpointed_layers, self._run_block)
