@@ -105,9 +105,9 @@ def train(config: RunConfig, *, overwrite: bool = False, before_step: BeforeStep
         tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))
         # The data are opened before a folder is made, or a run renamed.
         setup = TrainSetup(config, directory, processes, tokenizer)
-        note = processes.run_on_rank0(lambda: create_run_directory(setup.config, lock, overwrite=overwrite))
+        processes.run_on_rank0(lambda: create_run_directory(setup.config, lock, overwrite=overwrite))
         try:
-            return run_training(setup, [*notes, *filter(None, [note])], None, before_step)
+            return run_training(setup, notes, None, before_step)
         except (UserError, OSError, KeyboardInterrupt, torch.OutOfMemoryError):
             if setup.state.step == 0 and lock.holds(directory):
                 # Nothing is learnt yet, and the same command may be repeated.
@@ -179,11 +179,11 @@ def _resume(
     lock: RunLock,
     before_step: BeforeStep | None,
 ) -> TrainResult:
-    def prepare() -> tuple[str, Path]:
-        note = open_run_directory(directory, lock)
-        return note, find_checkpoint(directory / "checkpoints", checkpoint, command=resume_command(directory))
+    def prepare() -> Path:
+        open_run_directory(directory, lock)
+        return find_checkpoint(directory / "checkpoints", checkpoint, command=resume_command(directory))
 
-    note, found = processes.run_on_rank0(prepare)
+    found = processes.run_on_rank0(prepare)
     tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))
     saved = processes.run_on_rank0(lambda: load_run(directory))
     for name in ("train.only", "optimizer.kind"):
@@ -194,7 +194,7 @@ def _resume(
                 f"(--model.from {shell_path(directory)} --run.directory NEW)"
             )
     setup = TrainSetup(config, directory, processes, tokenizer, begins=False)
-    notes = [*resume_notes(saved, setup.config, checkpoint_step(found)), *notes, *filter(None, [note])]
+    notes = [*resume_notes(saved, setup.config, checkpoint_step(found)), *notes]
     stable = _stable_checkpoint(directory, saved)
     if found.name > stable.name and stable.is_dir() and config.train.steps > saved.train.steps:
         notes.append(f"to prolong the run from before its learning rate declined, take --checkpoint {stable.name}")

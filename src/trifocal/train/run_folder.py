@@ -72,8 +72,8 @@ class RunLock:
     def __init__(self) -> None:
         self._files: list[int] = []
 
-    def acquire(self, folder: Path) -> str:
-        """Lock a folder that exists; the result is a warning if its file system has no locks, else empty.
+    def acquire(self, folder: Path) -> None:
+        """Lock a folder that exists, or print a warning if its file system has no locks.
 
         A lock of another process is a `UserError`; a folder that cannot be written, or a lock that is a link, an
         OSError.
@@ -91,10 +91,10 @@ class RunLock:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            return f"the file system of {folder} has no locks: do not start a second process on this run"
+            what = f"the file system of {folder} has no locks: do not start a second process on this run"
+            try_print(f"trifocal: {what}", sys.stderr)
         os.ftruncate(file, 0)
         os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        return ""
 
     def holds(self, folder: Path) -> bool:
         """Whether this process holds the lock of the folder at this path."""
@@ -112,8 +112,8 @@ class RunLock:
             os.close(self._files.pop())
 
 
-def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -> str:
-    """Make the folder of a new run, lock it, and save the resolved configuration in it; returns the note of the lock.
+def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -> None:
+    """Make the folder of a new run, lock it, and save the resolved configuration in it.
 
     With `overwrite`, a run that is there is renamed to `NAME.old-1`, `NAME.old-2`, … first; anything else is refused.
     """
@@ -126,12 +126,11 @@ def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -
             # Printed, not logged: the new run may fail before it has a log.
             try_print(f"trifocal: the run that was in {place} is now in {old}", sys.stderr)
         place.mkdir(parents=True, exist_ok=True)
-        note = lock.acquire(folder)
+        lock.acquire(folder)
         (folder / RUN_FILE).write_text(f"{_RUN_LINE}{uuid.uuid4()}\n")
         save_config(config, folder)
     except OSError as error:
         raise UserError(f"cannot make run.directory {folder}: {error.strerror}") from error
-    return note
 
 
 def _rename_run(folder: Path, place: Path, lock: RunLock, *, overwrite: bool) -> Path:
@@ -189,13 +188,12 @@ def load_run(folder: Path) -> RunConfig:
     return from_table(RunConfig, read_toml(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
 
 
-def open_run_directory(folder: Path, lock: RunLock) -> str:
-    """Lock the folder of a run that is to continue, if all of its files lie in it; returns the note of the lock."""
+def open_run_directory(folder: Path, lock: RunLock) -> None:
+    """Lock the folder of a run that is to continue, if all of its files lie in it."""
     check_files(folder)
     try:
-        note = lock.acquire(folder)
+        lock.acquire(folder)
     except OSError as error:
         raise UserError(f"cannot lock {folder / LOCK_FILE}: {error.strerror}") from error
     if not is_run(folder):
         raise UserError(f"{folder} is not a Trifocal run (no {RUN_FILE}): copy or move the folder as a whole")
-    return note
