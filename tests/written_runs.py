@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from trifocal.ops import Geometry
-from trifocal.runlog import MetricsWriter, write_environment
+from trifocal.runlog.environment import write_environment
 from trifocal.runlog.heartbeat import Heartbeat
 from trifocal.runlog.jsonl import JsonLinesWriter
+from trifocal.runlog.metrics import MetricsWriter
 from trifocal.runlog.proc import process_start
 from trifocal.telemetry.attention_picture import AttentionPicture
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lib.timing import peak_gib, time_call
-from trifocal.distributed import DistributedContext, processes_started
 from trifocal.distributed.context import make_context_shard
+from trifocal.distributed.processes import DistributedContext, processes_started
 from trifocal.nn import NSAttention
 from trifocal.nn.context import ContextShard, TokenShard
 from trifocal.ops import Geometry

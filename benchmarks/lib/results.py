@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trifocal.runlog import environment
+from trifocal.runlog.environment import environment
 from trifocal.runlog.whole_files import write_whole
 
 Row = Mapping[str, Any]

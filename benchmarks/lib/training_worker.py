@@ -20,7 +20,9 @@ from lib.recorder import OK, failure
 from lib.timing import Timing, synchronized_seconds
 from trifocal.data import Batch
 from trifocal.models import DecoderLM, ModelConfig, flops_per_token, parameter_count
-from trifocal.runlog import Heartbeat, memory_statistics, peak_bf16_flops
+from trifocal.runlog.hardware import peak_bf16_flops
+from trifocal.runlog.heartbeat import Heartbeat
+from trifocal.runlog.memory_statistics import memory_statistics
 from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.config.sections import OptimizerSection, TrainSection
 from trifocal.train.step.cuda_graphs import MicroBatchGraphs

@@ -10,10 +10,12 @@ import torch
 
 from tests import warm
 from tests.checks import faults
-from trifocal.checks import CHECKS, Skipped, cost_checks, operation_checks, process_worker, training_checks
+from trifocal.checks import cost_checks, operation_checks, process_worker, training_checks
+from trifocal.checks.measurement import Skipped
 from trifocal.checks.process_worker import Case
+from trifocal.checks.registry import CHECKS
 from trifocal.data import DataConfig
-from trifocal.distributed import DistributedContext
+from trifocal.distributed.processes import DistributedContext
 from trifocal.errors import UserError
 from trifocal.inference import cached_attention
 from trifocal.models import DecoderLM

@@ -12,8 +12,8 @@ import torch
 from tests import warm
 from tests.children import environment, wait_for_end
 from tests.written_runs import wait_for
-from trifocal import checks
 from trifocal.checks import registry
+from trifocal.checks.measurement import Measurement, Skipped
 from trifocal.cli import main
 from trifocal.errors import UserError
 
@@ -21,16 +21,16 @@ CPU = torch.device("cpu")
 
 
 def check(name, measure):
-    return checks.Check(name, (1, 8), "is for a test", measure)
+    return registry.Check(name, (1, 8), "is for a test", measure)
 
 
 def raising(_device):
     raise RuntimeError("out of\nluck")
 
 
-PASSING = check("passing", lambda _: checks.Measurement(0.5, 1.0, "s", ("fine",)))
-FAILING = check("failing", lambda _: checks.Measurement(2.0, 1.0, "s", ("half of it", "the other half")))
-SKIPPING = check("skipping", lambda _: checks.Skipped("no such device"))
+PASSING = check("passing", lambda _: Measurement(0.5, 1.0, "s", ("fine",)))
+FAILING = check("failing", lambda _: Measurement(2.0, 1.0, "s", ("half of it", "the other half")))
+SKIPPING = check("skipping", lambda _: Skipped("no such device"))
 RAISING = check("raising", raising)
 
 
@@ -43,13 +43,13 @@ def four_checks(monkeypatch):
     ("figure", "passed"), [(1.0, True), (1.1, False), (-5.0, True), (float("nan"), False), (float("-inf"), False)]
 )
 def test_what_passes(figure, passed):
-    assert checks.Measurement(figure, 1.0, "").passed is passed
+    assert Measurement(figure, 1.0, "").passed is passed
 
 
 @pytest.mark.usefixtures("four_checks")
 def test_all_run_whatever_happens_to_one():
     started, ended = [], []
-    report = checks.run(
+    report = registry.run(
         device="cpu",
         on_start=lambda check, number, total: started.append((check.name, number, total)),
         on_result=ended.append,
@@ -65,20 +65,20 @@ def test_all_run_whatever_happens_to_one():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there_is_refused():
     with pytest.raises(UserError, match="no GPU"):
-        checks.run(device="cuda")
+        registry.run(device="cuda")
 
 
 def test_random_generators_are_left_as_they_were():
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    registry.run_check(check("drawing", lambda _: checks.Measurement(float(torch.rand(())), 2.0, "")), CPU)
+    registry.run_check(check("drawing", lambda _: Measurement(float(torch.rand(())), 2.0, "")), CPU)
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_json_takes_figures_that_are_not_finite(monkeypatch):
-    monkeypatch.setattr(registry, "CHECKS", (check("endless", lambda _: checks.Measurement(float("inf"), 1.0, "")),))
-    assert json.loads(checks.run(device="cpu").to_json())["results"][0]["figure"] == "inf"
+    monkeypatch.setattr(registry, "CHECKS", (check("endless", lambda _: Measurement(float("inf"), 1.0, "")),))
+    assert json.loads(registry.run(device="cpu").to_json())["results"][0]["figure"] == "inf"
 
 
 @pytest.mark.usefixtures("four_checks")

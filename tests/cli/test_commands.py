@@ -275,7 +275,7 @@ raise SystemExit(main(["train", sys.argv[2]]))
 def test_a_file_that_cannot_be_written_is_refused_before_any_work(command, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     worked = []
-    monkeypatch.setattr("trifocal.checks.run", lambda **_: worked.append("check"))
+    monkeypatch.setattr("trifocal.checks.registry.run", lambda **_: worked.append("check"))
     monkeypatch.setattr("trifocal.cli.doctor.examine", lambda *_, **__: worked.append("doctor"))
     assert main([command, "--json", str(tmp_path / "file" / "x.json")]) == 2
     assert re.fullmatch(r"trifocal: cannot write \S+/x\.json: .*\n", capsys.readouterr().err)

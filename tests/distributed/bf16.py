@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from trifocal.checks.process_worker import Case, backward, full_tensor
-from trifocal.distributed import parallelize, processes_started
+from trifocal.distributed.parallel import parallelize
+from trifocal.distributed.processes import processes_started
 from trifocal.models import DecoderLM
 from trifocal.testing.small_models import random_tokens, small_config
 from trifocal.train.step.optimizer import gradient_norm

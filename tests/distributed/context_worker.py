@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trifocal.distributed import processes_started
 from trifocal.distributed.context import make_context_shard
+from trifocal.distributed.processes import processes_started
 from trifocal.models.choice_teaching import ChoiceTeaching
 from trifocal.nn.rope import RopeScaling
 from trifocal.ops import Geometry

@@ -10,7 +10,9 @@ import torch
 
 from tests.children import free_port
 from tests.distributed.workers import Workers
-from trifocal.distributed import DistributedContext, choose_mode, parallel, parallelize, processes_started
+from trifocal.distributed import parallel
+from trifocal.distributed.parallel import choose_mode, parallelize
+from trifocal.distributed.processes import DistributedContext, processes_started
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.testing.small_models import small_config
@@ -103,7 +105,7 @@ def test_what_a_launcher_left_out_is_named(monkeypatch, variables, message):
 
 GATHER = """
 import torch
-from trifocal.distributed import processes_started
+from trifocal.distributed.processes import processes_started
 with processes_started(torch.device("cpu")) as processes:
     for each in (processes, processes.new_group()):
         assert each.gather(f"of rank {each.rank}") == ["of rank 0", "of rank 1", "of rank 2"]

@@ -10,8 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.written_runs import wait_for
-from trifocal.distributed import DistributedContext, PeerLost, PeerMonitor
 from trifocal.distributed import peers as module
+from trifocal.distributed.peers import PeerLost, PeerMonitor
+from trifocal.distributed.processes import DistributedContext
 from trifocal.errors import UserError
 from trifocal.runlog.proc import process_state
 from trifocal.train.coordinator import _exists as exists

@@ -17,7 +17,8 @@ from tests.distributed.test_faults import QUICK
 from tests.distributed.test_faults import case as case
 from tests.written_runs import wait_for
 from trifocal.errors import UserError
-from trifocal.runlog import Heartbeat, read_metrics
+from trifocal.runlog import read_metrics
+from trifocal.runlog.heartbeat import Heartbeat
 from trifocal.runlog.run import read_run
 from trifocal.runlog.stalls.verdict import judge
 

@@ -11,7 +11,7 @@ from tests.train.test_traces import table
 from tests.train.tiny import make_config, write_config
 from trifocal.models import DecoderLM
 from trifocal.runlog.jsonl import read_lines
-from trifocal.runlog.traces import TRACES
+from trifocal.runlog.traces.tracer import TRACES
 
 TRACED = "traces/steps_2-3"
 EVERY_TRACE = ",".join(TRACES)

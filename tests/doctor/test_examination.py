@@ -7,7 +7,9 @@ from dataclasses import replace
 from tests.devices import needs_gpu
 from tests.train.tiny import write_config
 from trifocal.cli import main
-from trifocal.doctor import Examination, Finding, examine, probes
+from trifocal.doctor import probes
+from trifocal.doctor.examination import Examination, examine
+from trifocal.doctor.machine import Finding
 from trifocal.doctor.measured import Need
 from trifocal.train import load_config
 

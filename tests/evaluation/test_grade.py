@@ -16,8 +16,10 @@ from tests.train.tiny import make_config
 from trifocal.cli import main
 from trifocal.data import DataConfig, make_tokenizer
 from trifocal.errors import UserError
-from trifocal.evaluation import Subject, grade, not_possible
+from trifocal.evaluation import grade
 from trifocal.evaluation.grade import GradeSet, Part, choose, digest_of, measure_grade, read_grade_set
+from trifocal.evaluation.measure import not_possible
+from trifocal.evaluation.subject import Subject
 from trifocal.models import DecoderLM
 from trifocal.report.tables import key_figures
 from trifocal.runlog.run import read_run

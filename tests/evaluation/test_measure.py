@@ -13,11 +13,12 @@ from tests.devices import WIDE, needs_gpu
 from tests.train.tiny import make_config
 from tests.written_runs import Clock
 from trifocal.data import DataConfig, make_tokenizer, read_validation
-from trifocal.evaluation import Plan, Subject, evaluate_model, measure, not_possible, subject
-from trifocal.evaluation.measure import TimeLeft, planned_tokens, rows_name
+from trifocal.evaluation import measure, subject
+from trifocal.evaluation.measure import Plan, TimeLeft, evaluate_model, not_possible, planned_tokens, rows_name
 from trifocal.evaluation.needles import Haystacks, measure_needles
 from trifocal.evaluation.position_loss import PositionLosses, measure_loss, position_edges
 from trifocal.evaluation.recall import _distances, measure_recall
+from trifocal.evaluation.subject import Subject
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Documents
 from trifocal.testing.small_models import small_config

@@ -12,9 +12,9 @@ import torch
 from tests.cli.test_commands import refused
 from trifocal.cli import main
 from trifocal.data import DataConfig, make_tokenizer
-from trifocal.evaluation import Subject, ruler
+from trifocal.evaluation import ruler
 from trifocal.evaluation.ruler import RULER_TASKS, make_samples, measure_ruler, score_answer
-from trifocal.evaluation.subject import TooShort
+from trifocal.evaluation.subject import Subject, TooShort
 from trifocal.models import save_weights
 from trifocal.testing.small_models import make_model, small_config
 

@@ -10,7 +10,7 @@ from lib.training_worker import TrainBench, TrainCase
 from tests.devices import NEEDS_GPU
 from tests.models.conftest import gpu_model
 from trifocal.data import Batch
-from trifocal.runlog import Heartbeat
+from trifocal.runlog.heartbeat import Heartbeat
 from trifocal.train.config.sections import OptimizerSection, TrainSection
 from trifocal.train.step.cuda_graphs import MicroBatchGraphs
 from trifocal.train.step.optimizer import make_optimizer

@@ -12,12 +12,13 @@ import pytest
 from tests.report.browser import Browser, find
 from tests.written_runs import TEXT, set_last_beat, write_picture, write_run
 from trifocal.errors import UserError
-from trifocal.report import summarise, write_report
+from trifocal.report import write_report
 from trifocal.report.attention_charts import attention_charts
 from trifocal.report.charts import Chart, thin
 from trifocal.report.page import _charts as charts_of_page
 from trifocal.report.picture import pictures_of
-from trifocal.runlog import MetricsWriter
+from trifocal.report.summary import summarise
+from trifocal.runlog.metrics import MetricsWriter
 from trifocal.runlog.run import read_run
 from trifocal.telemetry.attention_picture import read_picture
 

@@ -21,7 +21,7 @@ from trifocal.cli.console import SafeConsole
 from trifocal.report import live_view
 from trifocal.report.charts import training_charts
 from trifocal.report.live_view import remaining_seconds, render
-from trifocal.runlog import MetricsWriter
+from trifocal.runlog.metrics import MetricsWriter
 from trifocal.runlog.run import read_run
 
 

@@ -3,7 +3,7 @@
 import json
 
 from tests.written_runs import Clock
-from trifocal.runlog import Heartbeat, Watchdog
+from trifocal.runlog.heartbeat import Heartbeat
 from trifocal.runlog.jsonl import JsonLinesWriter
 from trifocal.runlog.stalls.collectives import (
     Collective,
@@ -14,6 +14,7 @@ from trifocal.runlog.stalls.collectives import (
     recorded_collectives,
 )
 from trifocal.runlog.stalls.dump import read_answers, stall_summary, write_details, write_stacks
+from trifocal.runlog.stalls.watchdog import Watchdog
 
 
 def entry(number, name="nccl:all_reduce", **fields):

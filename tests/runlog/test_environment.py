@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from trifocal.runlog import memory_statistics, peak_bf16_flops, write_environment
+from trifocal.runlog.environment import write_environment
+from trifocal.runlog.hardware import peak_bf16_flops
+from trifocal.runlog.memory_statistics import memory_statistics
 
 
 def test_versions_settings_and_hash(monkeypatch, tmp_path):

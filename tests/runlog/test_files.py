@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trifocal.runlog import write_environment
+from trifocal.runlog.environment import write_environment
 from trifocal.runlog.whole_files import write_output, write_whole
 
 

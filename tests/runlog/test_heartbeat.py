@@ -6,8 +6,8 @@ import time
 import pytest
 
 from tests.written_runs import Clock, wait_for
-from trifocal.runlog import Heartbeat
 from trifocal.runlog import heartbeat as heartbeat_module
+from trifocal.runlog.heartbeat import Heartbeat
 from trifocal.runlog.jsonl import read_lines
 
 

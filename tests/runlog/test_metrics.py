@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from trifocal.runlog import MetricsWriter, read_metrics
+from trifocal.runlog import read_metrics
+from trifocal.runlog.metrics import MetricsWriter
 
 
 def test_rows_carry_kind_step_and_time(tmp_path):

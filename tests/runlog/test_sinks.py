@@ -8,8 +8,9 @@ import pytest
 
 from tests.train.tiny import make_config
 from trifocal.errors import UserError
-from trifocal.runlog import MetricsWriter, check_sinks, read_metrics
-from trifocal.runlog.sinks import SINKS, TensorBoardSink, WandbSink
+from trifocal.runlog import read_metrics
+from trifocal.runlog.metrics import MetricsWriter
+from trifocal.runlog.sinks import SINKS, TensorBoardSink, WandbSink, check_sinks
 from trifocal.train import train
 
 

@@ -17,11 +17,11 @@ from tests import warm
 from tests.children import environment, wait_for_end
 from tests.train.tiny import write_config
 from tests.written_runs import wait_for
-from trifocal.report import summarise
 from trifocal.report.live_view import render
-from trifocal.runlog import Heartbeat, Watchdog
+from trifocal.report.summary import summarise
+from trifocal.runlog.heartbeat import Heartbeat
 from trifocal.runlog.run import read_run
-from trifocal.runlog.stalls.watchdog import StackDump
+from trifocal.runlog.stalls.watchdog import StackDump, Watchdog
 
 
 def wait_here(started, stop):

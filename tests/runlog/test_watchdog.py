@@ -5,7 +5,8 @@ import os
 import signal
 
 from tests.written_runs import Clock, wait_for
-from trifocal.runlog import Heartbeat, Watchdog
+from trifocal.runlog.heartbeat import Heartbeat
+from trifocal.runlog.stalls.watchdog import Watchdog
 
 
 def test_a_healthy_run_that_is_asked_says_that_nothing_is_stuck(tmp_path):

@@ -10,7 +10,8 @@ from tests.devices import WIDE, needs_gpu
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Documents, Geometry, compressed_attention, mean_compress, select_blocks, select_blocks_by_index
 from trifocal.ops.layout import pad_boundaries
-from trifocal.runlog import MetricsWriter, read_metrics
+from trifocal.runlog import read_metrics
+from trifocal.runlog.metrics import MetricsWriter
 from trifocal.telemetry import attention_telemetry as telemetry_module
 from trifocal.telemetry.attention_picture import read_picture
 from trifocal.telemetry.attention_telemetry import AttentionTelemetry, alarms_of

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trifocal.runlog import Heartbeat
+from trifocal.runlog.heartbeat import Heartbeat
 
 
 @pytest.fixture

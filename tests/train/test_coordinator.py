@@ -9,9 +9,10 @@ import torch
 
 from trifocal.data import Batch
 from trifocal.data.prefetch import Stopped
-from trifocal.distributed import DistributedContext, PeerLost
+from trifocal.distributed.peers import PeerLost
+from trifocal.distributed.processes import DistributedContext
 from trifocal.errors import UserError
-from trifocal.runlog import Heartbeat
+from trifocal.runlog.heartbeat import Heartbeat
 from trifocal.train import coordinator
 from trifocal.train.coordinator import StepCoordinator
 from trifocal.train.stop import StopSignals

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.train.tiny import make_config
-from trifocal.distributed import DistributedContext
+from trifocal.distributed.processes import DistributedContext
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.train.setup import parallelize_model

@@ -15,8 +15,8 @@ from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.nn.block import SwiGLU
 from trifocal.runlog import read_metrics
-from trifocal.runlog.traces import TRACES
 from trifocal.runlog.traces.base import ModuleHooks
+from trifocal.runlog.traces.tracer import TRACES
 from trifocal.train import train
 from trifocal.train.config.check import preflight
 

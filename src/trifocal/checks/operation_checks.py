@@ -14,7 +14,7 @@ import torch
 from trifocal.checks.measurement import Measurement
 from trifocal.data import Batch, DataConfig, Loader, make_tokenizer
 from trifocal.errors import UserError
-from trifocal.runlog import Heartbeat
+from trifocal.runlog.heartbeat import Heartbeat
 from trifocal.runlog.jsonl import Row, read_lines
 from trifocal.train.config.load import load_config
 

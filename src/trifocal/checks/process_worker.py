@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trifocal.distributed import DistributedContext, Parallel, hard_exit, parallelize, processes_started
-from trifocal.distributed.parallel import Mode
+from trifocal.distributed.parallel import Mode, Parallel, parallelize
+from trifocal.distributed.processes import DistributedContext, hard_exit, processes_started
 from trifocal.models import DecoderLM
 from trifocal.testing.small_models import make_model, random_tokens, small_config
 

@@ -12,7 +12,7 @@ import torch
 from trifocal.checks import attention_checks, cost_checks, model_checks, operation_checks, training_checks
 from trifocal.checks.measurement import Measurement, Skipped
 from trifocal.errors import one_line, unknown
-from trifocal.runlog import environment
+from trifocal.runlog.environment import environment
 from trifocal.train.checkpoint.random_state import random_state, restore_random_state
 from trifocal.train.config.check import choose_device
 

@@ -24,7 +24,8 @@ from trifocal.checks.process_worker import Case
 from trifocal.data import Batch, DataConfig
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
-from trifocal.runlog import Heartbeat, read_metrics
+from trifocal.runlog import read_metrics
+from trifocal.runlog.heartbeat import Heartbeat
 from trifocal.testing.processes import run_processes
 from trifocal.testing.small_models import small_config
 from trifocal.train.checkpoint.folders import checkpoint_path

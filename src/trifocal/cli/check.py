@@ -8,7 +8,7 @@ from typing import Literal
 
 from rich.console import Console
 
-from trifocal import checks
+from trifocal.checks import registry
 from trifocal.cli.flags import parse_arguments
 from trifocal.cli.output import check_output, unwinding_signals, write_file
 
@@ -36,11 +36,11 @@ def run(args: Sequence[str]) -> int:
     check_output(options.json)
     console = Console(file=sys.stdout, soft_wrap=not sys.stdout.isatty(), highlight=False, markup=False)
 
-    def on_start(check: checks.Check, number: int, total: int) -> None:
+    def on_start(check: registry.Check, number: int, total: int) -> None:
         guards = f" (guards {', '.join(map(str, check.guards))})" if check.guards else ""
         console.print(f"[{number}/{total}] {check.name}: {check.what}{guards}")
 
-    def on_result(result: checks.CheckResult) -> None:
+    def on_result(result: registry.CheckResult) -> None:
         line = f"  {result.status} in {result.seconds:.1f} s"
         if result.figure is not None and result.bound is not None:
             line += f": {_number(result.figure)} {result.unit}, at most {_number(result.bound)}"
@@ -50,7 +50,7 @@ def run(args: Sequence[str]) -> int:
 
     with unwinding_signals():
         only = [name for text in options.only for name in text.split(",")]
-        report = checks.run(device=options.device, only=only, on_start=on_start, on_result=on_result)
+        report = registry.run(device=options.device, only=only, on_start=on_start, on_result=on_result)
     if options.json:
         write_file(options.json, report.to_json())
     console.print(f"\n{report.summary()}")

@@ -12,7 +12,7 @@ import tyro
 from trifocal.cli.console import SafeConsole
 from trifocal.cli.flags import parse_arguments
 from trifocal.cli.output import check_output, unwinding_signals, write_file
-from trifocal.doctor import examine
+from trifocal.doctor.examination import examine
 from trifocal.paths import user_path
 from trifocal.train.config.load import load_config
 

@@ -21,23 +21,11 @@ from trifocal.cli.output import check_output, printable, write_file
 from trifocal.cli.threads import Threads
 from trifocal.data import DataConfig, Tokenizer
 from trifocal.errors import UserError
-from trifocal.evaluation import (
-    OK,
-    RULER_INSTALL,
-    RULER_TASKS,
-    USUAL_TASKS,
-    Plan,
-    ReportProgress,
-    RulerName,
-    Subject,
-    Task,
-    evaluate_model,
-    not_possible,
-    possible_tasks,
-    read_grade_set,
-    to_json,
-    write_evaluation,
-)
+from trifocal.evaluation.grade import read_grade_set
+from trifocal.evaluation.measure import OK, USUAL_TASKS, Plan, ReportProgress, Task, evaluate_model, not_possible
+from trifocal.evaluation.record import to_json, write_evaluation
+from trifocal.evaluation.ruler import RULER_INSTALL, RULER_TASKS, RulerName, possible_tasks
+from trifocal.evaluation.subject import Subject
 from trifocal.models import DecoderLM, parameter_count
 from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
 from trifocal.paths import shell_path

@@ -25,10 +25,10 @@ from trifocal.cli.convert import check_source, find_gguf
 from trifocal.cli.flags import check_at_least, parse_arguments
 from trifocal.cli.output import printable, try_next
 from trifocal.data import DataConfig, read_validation
-from trifocal.distributed import rank_and_size
+from trifocal.distributed.processes import rank_and_size
 from trifocal.doctor.measured import Need, need_of
 from trifocal.errors import UserError
-from trifocal.evaluation import layers_by_harm
+from trifocal.evaluation.layers import layers_by_harm
 from trifocal.ops import Geometry
 from trifocal.paths import read_json, shell_path, user_path
 from trifocal.report import write_report

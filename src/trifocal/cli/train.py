@@ -15,7 +15,8 @@ import tyro
 from trifocal.cli.flags import show_help
 from trifocal.cli.output import discard_lost_output, printable, try_next
 from trifocal.cli.threads import Threads
-from trifocal.distributed import PeerLost, hard_exit, rank_and_size
+from trifocal.distributed.peers import PeerLost
+from trifocal.distributed.processes import hard_exit, rank_and_size
 from trifocal.errors import UserError
 from trifocal.fields import HELP, dotted_fields, read_flags
 from trifocal.paths import shell_path, user_path

@@ -11,7 +11,7 @@ import torch
 
 from trifocal.errors import one_line
 from trifocal.ops.support import OLDEST_CAPABILITY
-from trifocal.runlog import environment
+from trifocal.runlog.environment import environment
 from trifocal.train.config.check import compilers
 
 GIB = 2**30

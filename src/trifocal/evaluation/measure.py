@@ -21,7 +21,7 @@ from trifocal.evaluation.ruler import RulerName, measure_ruler
 from trifocal.evaluation.subject import Subject, TooShort
 from trifocal.models import ModelConfig
 from trifocal.runlog.progress import duration
-from trifocal.telemetry import AttentionTelemetry
+from trifocal.telemetry.attention_telemetry import AttentionTelemetry
 from trifocal.train.step.micro_batch import autocast
 
 Task = Literal["loss", "position", "choice", "needle", "recall", "ruler", "grade"]

@@ -17,7 +17,7 @@ from trifocal.nn.attention_base import INDEX_DIM
 from trifocal.ops import DenseCache, Geometry, SparseCache, WindowCache
 from trifocal.ops.decode.caches import MAX_NEW_TOKENS
 from trifocal.ops.geometry import LARGEST_SIZE
-from trifocal.runlog import host_memory_bytes
+from trifocal.runlog.environment import host_memory_bytes
 
 PAGE_SIZE = 256
 """Tokens of a page, or the next multiple of the selection block."""

@@ -6,11 +6,10 @@ from pathlib import Path
 
 from trifocal.errors import UserError
 from trifocal.report.page import build_page
-from trifocal.report.summary import summarise
 from trifocal.runlog.run import read_run
 from trifocal.runlog.whole_files import write_output, write_whole
 
-__all__ = ["summarise", "write_report"]
+__all__ = ["write_report"]
 
 
 def write_report(

@@ -8,9 +8,10 @@ import torch
 
 from trifocal.data import Batch, Loader
 from trifocal.data.prefetch import Stopped
-from trifocal.distributed import DistributedContext, PeerLost, PeerMonitor
+from trifocal.distributed.peers import PeerLost, PeerMonitor
+from trifocal.distributed.processes import DistributedContext
 from trifocal.errors import UserError, first_sentence
-from trifocal.runlog import Heartbeat
+from trifocal.runlog.heartbeat import Heartbeat
 from trifocal.runlog.proc import process_state
 from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.nonfinite import NonFiniteError

@@ -7,7 +7,7 @@ import torch
 from trifocal.data import Batch
 from trifocal.data.prefetch import Stopped
 from trifocal.inference import CachedModel, Engine, Request, Sampling
-from trifocal.telemetry import AttentionTelemetry
+from trifocal.telemetry.attention_telemetry import AttentionTelemetry
 from trifocal.train.coordinator import StepCoordinator
 from trifocal.train.run_logger import RunLogger
 from trifocal.train.setup import TrainSetup

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trifocal._version import __version__
-from trifocal.distributed import DistributedContext, processes_started
+from trifocal.distributed.processes import DistributedContext, processes_started
 from trifocal.errors import UserError
 from trifocal.fields import dotted_fields, value_of
 from trifocal.paths import shell_path, user_path

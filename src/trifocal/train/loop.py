@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from trifocal.runlog import write_backends
-from trifocal.runlog.traces import Tracer
+from trifocal.runlog.environment import write_backends
+from trifocal.runlog.traces.tracer import Tracer
 from trifocal.train.checkpoint.export import STEP_FILE, WEIGHTS, weights_step
 from trifocal.train.checkpoint.folders import checkpoint_step, delete_later_checkpoints
 from trifocal.train.coordinator import StepCoordinator, StepData

@@ -13,17 +13,14 @@ import torch
 
 from trifocal.models import flops_per_token, parameter_count
 from trifocal.paths import shell_path
-from trifocal.runlog import (
-    Heartbeat,
-    MetricsWriter,
-    Progress,
-    Watchdog,
-    make_sinks,
-    memory_statistics,
-    peak_bf16_flops,
-    write_environment,
-)
-from trifocal.runlog.progress import try_print
+from trifocal.runlog.environment import write_environment
+from trifocal.runlog.hardware import peak_bf16_flops
+from trifocal.runlog.heartbeat import Heartbeat
+from trifocal.runlog.memory_statistics import memory_statistics
+from trifocal.runlog.metrics import MetricsWriter
+from trifocal.runlog.progress import Progress, try_print
+from trifocal.runlog.sinks import make_sinks
+from trifocal.runlog.stalls.watchdog import Watchdog
 from trifocal.train.config.toml import to_toml
 from trifocal.train.run_folder import read_mark
 from trifocal.train.setup import TrainSetup

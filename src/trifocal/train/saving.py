@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trifocal.data import merge_states
-from trifocal.distributed import gather_full_model
+from trifocal.distributed.parallel import gather_full_model
 from trifocal.errors import UserError
 from trifocal.train.checkpoint.export import WEIGHTS, export_weights
 from trifocal.train.checkpoint.folders import prune_checkpoints

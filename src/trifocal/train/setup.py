@@ -12,7 +12,8 @@ import torch
 
 from trifocal.data import Batch, Loader, Tokenizer
 from trifocal.data.prefetch import LOOK_SECONDS
-from trifocal.distributed import DistributedContext, Parallel, choose_mode, parallelize
+from trifocal.distributed.parallel import Parallel, choose_mode, parallelize
+from trifocal.distributed.processes import DistributedContext
 from trifocal.errors import UserError, one_line
 from trifocal.models import DecoderLM
 from trifocal.models.decoder import Distillation

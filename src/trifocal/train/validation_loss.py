@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from trifocal.data import Batch, DataConfig, Tokenizer, read_validation
-from trifocal.distributed import DistributedContext
+from trifocal.distributed.processes import DistributedContext
 from trifocal.models import DecoderLM
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.step.micro_batch import autocast

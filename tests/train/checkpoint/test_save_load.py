@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from trifocal.distributed import DistributedContext
+from trifocal.distributed.processes import DistributedContext
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.testing.small_models import small_config

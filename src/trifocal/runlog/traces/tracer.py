@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from trifocal.distributed import Parallel
+from trifocal.distributed.parallel import Parallel
 from trifocal.runlog.heartbeat import Phases
 from trifocal.runlog.traces.base import Moment, Trace
 from trifocal.runlog.traces.layers import DtypeTrace, ExchangeTrace, GradientTrace, MemoryTrace, ModuleTrace

@@ -13,7 +13,7 @@ from trifocal.paths import parse_json, read_file
 from trifocal.train.run_folder import flush
 
 if TYPE_CHECKING:
-    from trifocal.distributed import DistributedContext
+    from trifocal.distributed.processes import DistributedContext
 
 FORMAT = 3
 MANIFEST = "manifest.json"

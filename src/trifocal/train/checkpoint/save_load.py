@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils._pytree import tree_map_only
 
-from trifocal.distributed import DistributedContext
+from trifocal.distributed.processes import DistributedContext
 from trifocal.errors import UserError
 from trifocal.fields import dotted_fields, value_of
 from trifocal.models import ModelConfig

@@ -12,8 +12,8 @@ from trifocal.errors import UserError
 from trifocal.models import parameter_count
 from trifocal.ops.devices import computes_bf16
 from trifocal.ops.dispatch import resolve
-from trifocal.runlog import check_sinks
-from trifocal.runlog.traces import HOOKED, INSIDE_LAYERS
+from trifocal.runlog.sinks import check_sinks
+from trifocal.runlog.traces.tracer import HOOKED, INSIDE_LAYERS
 from trifocal.train.checkpoint.folders import list_checkpoints
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.step.schedule import change_step

@@ -13,8 +13,8 @@ from trifocal.data import DataConfig
 from trifocal.fields import check_at_least, check_seconds, check_types
 from trifocal.models import ModelConfig
 from trifocal.paths import expand_path
-from trifocal.runlog import SINKS
-from trifocal.runlog.traces import TRACES
+from trifocal.runlog.sinks import SINKS
+from trifocal.runlog.traces.tracer import TRACES
 
 MAX_TRACED_STEPS = 100
 """Traces that keep data of every step are limited to this many steps."""

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trifocal.data import Batch
-from trifocal.distributed import Parallel
-from trifocal.distributed.parallel import local_shard
+from trifocal.distributed.parallel import Parallel, local_shard
 from trifocal.train.config.sections import TrainSection
 from trifocal.train.step.micro_batch import LossFunction, autocast, call_with, model_inputs, to_device
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trifocal.data import Batch
-from trifocal.distributed import Parallel
+from trifocal.distributed.parallel import Parallel
 from trifocal.models.decoder import Distillation
 from trifocal.runlog.heartbeat import Phases
 from trifocal.train.choice_teacher import ChoiceTeacher
