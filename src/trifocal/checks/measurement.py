@@ -6,13 +6,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Measurement:
-    """The finding of one check on this machine.
-
-    Attributes:
-        figure: The measured value; passes if it is a number and at most `bound`.
-        bound: The largest value allowed; the check's docstring derives it.
-        unit: The unit of both.
-        details: Lines for a person: further figures, the worst case's name.
+    """The finding of one check on this machine: a figure that may be at most `bound`, which the check's docstring
+    derives, and lines for a person.
     """
 
     figure: float

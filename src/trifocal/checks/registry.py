@@ -21,13 +21,8 @@ STATUSES = ("passed", "failed", "skipped")
 
 @dataclass(frozen=True)
 class Check:
-    """A named check.
-
-    Attributes:
-        name: Name of the check, for `--only`.
-        guards: Numbers of the failures in docs/runs.md.
-        what: The property that it proves, in a few words.
-        measure: Takes the device; through its other arguments a test puts in a fault.
+    """A named check of a property, `what`; it `guards` against the failures of these numbers in docs/runs.md. Through
+    further arguments of `measure` a test puts in a fault.
     """
 
     name: str
@@ -64,14 +59,8 @@ CHECKS: tuple[Check, ...] = (
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One row of the report.
-
-    Attributes:
-        name, guards, what: See `Check`.
-        status: "passed", "failed" or "skipped". A check that raises has failed.
-        figure, bound, unit: See `Measurement`; None where there is none.
-        details: Lines for a person; the reason of a skip or an error.
-        seconds: Its duration.
+    """One row of the report: a `Check` and its `Measurement`. A check that raises has failed, without a figure; the
+    details have the reason of a skip or an error.
     """
 
     name: str
@@ -123,16 +112,8 @@ def run(
     on_start: Callable[[Check, int, int], None] = lambda check, number, total: None,
     on_result: Callable[[CheckResult], None] = lambda result: None,
 ) -> Report:
-    """Run checks on this machine, one after the other; where one raises, the others still run.
-
-    Args:
-        device: `"auto"`, `"cpu"` or `"cuda"`; auto takes a GPU if there is one.
-        only: Names of checks; all if there are none.
-        on_start: Called before each check with it, its number from 1 and how many there are.
-        on_result: Called after each check.
-
-    Raises:
-        UserError: If a name is unknown, or there is no such device.
+    """Run the checks of these names, or all, one after the other; where one raises, the others still run. `on_start`
+    gets the number of each check and of all too. UserError if a name is unknown, or there is no such device.
     """
     names = [check.name for check in CHECKS]
     for name in only:

@@ -39,18 +39,8 @@ _SHARE_FOR_MODEL = 0.6
 
 
 def choose_mode(wanted: str, processes: DistributedContext, config: ModelConfig) -> tuple[Mode, str]:
-    """Choose the parallel mode.
-
-    Args:
-        wanted: "auto" or a mode.
-        processes: The processes of the run.
-        config: The model; its size decides under "auto".
-
-    Returns:
-        The mode, and a sentence with the reason for the log; empty for a single process that asked for no other.
-
-    Raises:
-        UserError: If several processes were started with "none".
+    """The parallel mode, by the model's size if "auto" is wanted, and a sentence with the reason for the log, which may
+    be empty. UserError if several processes were started with "none".
     """
     size = processes.size
     if size == 1:
@@ -207,14 +197,10 @@ class FlatGradients:
 
 
 class Parallel:
-    """A model as its processes train it; made by `parallelize`.
+    """A model as its `size` processes train it, made by `parallelize`: `module` is what a training step calls.
 
-    Attributes:
-        mode: The parallel mode.
-        size: Number of processes.
-        module: The module that a training step calls, before compilation.
-        watch: Checks this process's gradients before they are summed with the others'; None for one process.
-        flat_gradients: Under ddp with `exchange_after`, where the gradients are; None otherwise.
+    `watch` checks this process's gradients before they are summed with the others'; None for one process. Under ddp
+    with `exchange_after`, the gradients are in `flat_gradients`.
     """
 
     def __init__(
@@ -284,28 +270,14 @@ def parallelize(
     repeatable: bool = False,
     context: int = 1,
 ) -> Parallel:
-    """Parallelize a model, which is the same in all processes.
+    """Parallelize a model, which is the same in all processes, in a mode from `choose_mode`. UserError if `shards` or
+    `context`, as of the section `parallel`, does not divide the processes.
 
-    Args:
-        model: On its device. Under fsdp and hsdp its parameters are replaced by shards, so make the optimizer after.
-        processes: The processes of the run.
-        mode: From `choose_mode`.
-        precision: "bf16" collects and computes with bf16 copies of the shards under fsdp and hsdp; gradients are
-            reduced in fp32, and weights stay fp32.
-        shards: Processes that share one copy under hsdp; 0: those of one machine.
-        reshard_after_forward: Give a block's weights back between forward and backward.
-        static_graph: DDP's option of that name.
-        find_unused_parameters: DDP's option of that name; this model has none.
-        exchange_after: Under ddp, leave the model unwrapped, and exchange all gradients after backward: CUDA graphs run
-            no hooks. The caller fills the views of `flat_gradients`, and calls `exchange_gradients`, which sums and
-            does not average.
-        repeatable: Under ddp, exchange each gradient by itself, and with a static graph in every micro-batch, so that a
-            resumed run rounds like an uninterrupted one. (Other modes always do.)
-        context: Processes, neighbours by rank, that share each sequence. Each of them is given its part of the same
-            rows, and its loss is its share of theirs. Gradients are exchanged among all processes, in any mode.
-
-    Raises:
-        UserError: If `shards` or `context` does not divide the processes.
+    Under fsdp and hsdp its parameters are replaced by shards, so make the optimizer after; with "bf16" these are
+    collected as bf16, and gradients are reduced in fp32. With `exchange_after` a model under ddp stays unwrapped, as
+    CUDA graphs run no hooks: the caller fills the views of `flat_gradients`, and `exchange_gradients` sums them. If
+    `repeatable`, ddp exchanges each gradient by itself, and with a static graph in every micro-batch, so that a resumed
+    run rounds like an uninterrupted one; other modes always do.
     """
     if context > 1:
         if processes.size % context:

@@ -46,15 +46,10 @@ class _Seen:
 class PeerMonitor:
     """Reports the state of this process to the others, and watches them; a context manager around training.
 
-    Args:
-        processes: This process among them; a single process has nothing to watch.
-        describe: Returns the state of this process: `step`, `phase`, `phase_seconds`, `where` in the code, and `stop`,
-            whether it is asked to stop: the others then know though they wait for data, not for this process.
-        exists: Whether there is a process with this id on this machine; one that waits for its parent is gone.
-        silence_seconds: A process that writes no note for this long is lost.
-        on_lost: Called in the watching thread with a sentence, before this process is ended.
-        on_stop: Called in the watching thread when the note of another process has `stop`.
-        leave: Ends this process.
+    `describe` gives the state: `step`, `phase`, `phase_seconds`, `where` in the code, and `stop`, whether this process
+    is asked to stop: the others then know though they wait for data, not for this process. `exists` says whether a
+    process of this machine is there; one that waits for its parent is gone. In the watching thread `on_lost` gets a
+    sentence before `leave` ends this process, and `on_stop` is called when the note of another one has `stop`.
     """
 
     def __init__(

@@ -27,16 +27,10 @@ _RENDEZVOUS = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """This process among those of the run.
+    """This process, number `rank` of `size`, among those of the run, of which this machine has `local_size`.
 
-    Attributes:
-        rank: Its number, from 0.
-        size: Number of processes.
-        local_size: Number of processes on this machine.
-        device: Its device.
-        restarted: Whether the launcher has started the run again, by any of its machines.
-        store: For notes to each other; None for a single process.
-        group: Process group of the collectives; None for the default one.
+    `restarted` says whether the launcher has started the run again, by any of its machines; the `store` is for notes to
+    each other, None for a single process; the `group` is that of the collectives, None for the default one.
     """
 
     rank: int = 0
@@ -138,9 +132,7 @@ def hard_exit(status: int) -> NoReturn:
 
 def rank_and_size() -> tuple[int, int]:
     """The rank of this process and the number of processes, by the launcher's variables; 0 and 1 without a launcher.
-
-    Raises:
-        UserError: If the variables are incomplete or contradict each other.
+    UserError if the variables are incomplete or contradict each other.
     """
     size, rank = _number("WORLD_SIZE", 1), _number("RANK", 0)
     if not 0 <= rank < size:
@@ -182,18 +174,9 @@ def _common_store(timeout: timedelta) -> Any:
 
 @contextmanager
 def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -> Iterator[DistributedContext]:
-    """Join the processes that torchrun started; a single process where it did not.
-
-    Args:
-        device: The kind of device; each process of a machine takes its own GPU.
-        timeout_seconds: The longest that a process waits for the others before it fails.
-
-    Yields:
-        This process among them.
-
-    Raises:
-        UserError: If the launcher's variables are incomplete, the machine has fewer GPUs than processes, the
-            processes' devices are not of one kind, or they cannot reach each other.
+    """Join the processes that torchrun started, or a single one, on a kind of device: each takes its own GPU. UserError
+    if the launcher's variables are incomplete, the machine has fewer GPUs than processes, the processes' devices are
+    not of one kind, or they cannot reach each other.
     """
     timeout = timedelta(seconds=timeout_seconds)
     rank, size = rank_and_size()

@@ -14,11 +14,8 @@ from trifocal.train.config.sections import RunConfig
 
 @dataclass(frozen=True)
 class Examination:
-    """The result of an examination.
-
-    Attributes:
-        findings: Findings about the machine.
-        needs: Needs of the configurations that were asked for: if one cannot run, something is broken.
+    """Findings about the machine, and the needs of the configurations that were asked for: if one cannot run, something
+    is broken.
     """
 
     findings: tuple[Finding, ...]
@@ -86,12 +83,8 @@ def _size(number: int) -> str:
 def examine(
     configs: Mapping[str, RunConfig], run_directory: Path, *, on_start: Callable[[str], None] = lambda what: None
 ) -> Examination:
-    """Examine the machine and the configurations.
-
-    Args:
-        configs: Configurations by name, which must be able to run here.
-        run_directory: Where runs would be written.
-        on_start: Called with the name of each part as it begins.
+    """Examine the machine, where runs would be written, and configurations by name. `on_start` gets the name of each
+    part as it begins.
     """
     on_start("software and hardware")
     findings = [machine.check_software(), *machine.check_gpus(), machine.check_cpu(), machine.check_compiler()]

@@ -25,13 +25,8 @@ Status = Literal["ok", "note", "broken"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding about this machine.
-
-    Attributes:
-        name: The part that was examined.
-        status: "broken" stops training; "note" costs speed or a feature; "ok" is as it should be.
-        text: A sentence.
-        remedy: The command that fixes it, or the flags; empty where nothing is to be fixed.
+    """A finding about a part of this machine: "broken" stops training, "note" costs speed or a feature. The remedy is a
+    command, or flags.
     """
 
     name: str

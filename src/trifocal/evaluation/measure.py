@@ -88,13 +88,7 @@ class Plan:
 
 
 def not_possible(task: str, data: DataConfig | None, config: ModelConfig) -> str:
-    """Why a task makes no sense with these data and this model; empty if it does.
-
-    Args:
-        task: One of `TASKS`.
-        data: Those of its training, or others; None if none are known.
-        config: Configuration of the model.
-    """
+    """Why a task makes no sense with these data, None if they are not known, and this model; empty if it does."""
     if task == "choice" and (config.selection == "random" or not {"nsa", "selected"} & set(config.attention_of_layers)):
         return "no layer chooses blocks"
     if task == "ruler":
@@ -112,19 +106,10 @@ def not_possible(task: str, data: DataConfig | None, config: ModelConfig) -> str
 
 
 def evaluate_model(subject: Subject, plan: Plan, say: ReportProgress) -> Iterator[dict[str, Any]]:
-    """Measure all that was planned.
+    """Measure all that was planned, of tasks that are possible; yields rows of figures, each with `task`, `length` and
+    `status`: "ok", or why a length was not measured.
 
-    Args:
-        subject: The model.
-        plan: Tasks that are possible for it, as `not_possible` says.
-        say: Takes a line about what is measured now.
-
-    Yields:
-        Rows of figures, each with `task`, `length` and a `status`: "ok", or why a length was not measured.
-
-    Raises:
-        UserError: If data are missing or too short.
-        FloatingPointError: If the model's output is not finite.
+    Raises UserError if data are missing or too short, FloatingPointError if the model's output is not finite.
     """
     left = TimeLeft(planned_tokens(subject, plan))
     for length in plan.needle_lengths() if "ruler" in plan.tasks else ():

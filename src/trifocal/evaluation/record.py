@@ -30,14 +30,7 @@ def to_json(head: Row, rows: Sequence[Row]) -> str:
 
 
 def write_evaluation(folder: Path, head: Row, rows: Sequence[Row]) -> Path:
-    """Write an evaluation into the folder of its run, or add it to an earlier one of the same step.
-
-    Returns:
-        The file, in `evaluation/`.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Write an evaluation into the folder of its run, or add it to an earlier one of the same step: the file."""
     path = folder / "evaluation" / (f"step_{head['step']:08d}.json" if head["step"] is not None else "weights.json")
     earlier = read_evaluation(path)
     path.parent.mkdir(exist_ok=True)

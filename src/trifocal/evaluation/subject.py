@@ -22,17 +22,10 @@ class TooShort(Exception):
 
 @dataclass(frozen=True)
 class Subject:
-    """A trained model with what its evaluation needs.
+    """A trained model, on its device, with what its evaluation needs; None where that is not known.
 
-    Attributes:
-        model: The model, on `device`.
-        tokenizer: Tokenizer of its training.
-        data: The text or the task; None where it is not known.
-        run: Configuration of its training; None where it is not known.
-        device: Where it runs.
-        precision: That of the products: "fp32" or "bf16", as in training, or that of weights of another type.
-        trained_length: Tokens of a training sequence; None where it is not known.
-        beside: A dense model, for example, of the same tokens, that the loss is compared with; None: none.
+    `data` are the text or the task; `precision` is that of the products, "fp32" or "bf16" as in training, or that of
+    weights of another type; the loss is compared with that of the model `beside`, of the same tokens.
     """
 
     model: DecoderLM

@@ -35,13 +35,8 @@ _SECRET = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
 def environment(config_text: str | None = None) -> dict[str, Any]:
-    """Describe this process's software, hardware and settings.
-
-    Args:
-        config_text: The run's resolved config as saved; equal hashes mean equal configs.
-
-    Returns:
-        JSON types only. A value that does not exist here is null.
+    """This process's software, hardware and settings, in JSON types, None where a value does not exist here; of the
+    run's resolved config as saved, the hash.
     """
     commit, changed = _git_state(Path(__file__).parent)
     return {

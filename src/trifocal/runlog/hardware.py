@@ -37,14 +37,7 @@ _OTHER_DEVICES = frozenset({"MIG", "LAPTOP", "TI", "D"})
 
 
 def peak_bf16_flops(device_name: str) -> float | None:
-    """Peak dense bf16 speed of a GPU, by its data sheet.
-
-    Args:
-        device_name: From `torch.cuda.get_device_name()`.
-
-    Returns:
-        FLOP/s, or None for a device that is not in the table.
-    """
+    """Peak dense bf16 speed of a GPU by its data sheet, FLOP/s; None for one that is not in the table."""
     words = device_name.upper().replace("-", " ").split()
     if _OTHER_DEVICES.intersection(words):
         return None

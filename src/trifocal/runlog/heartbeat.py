@@ -49,25 +49,11 @@ class Phases(Protocol):
 
 
 class Heartbeat:
-    """Writes the state of one rank; a context manager around the whole of training.
+    """Writes the state of one rank into the run's `heartbeat` folder; a context manager around the whole of training.
 
-    >>> with Heartbeat(run_directory / "heartbeat", rank=0) as heartbeat:
-    ...     with heartbeat.phase("forward"):
-    ...         loss = model(tokens, targets)
-    ...     heartbeat.update(step=1, loss=loss.item())
-
-    Phases nest: after an inner phase the clock of the outer one starts anew. Nothing here raises into training: a full
-    disk gives one warning.
-
-    Args:
-        path: The run's `heartbeat` folder.
-        rank: Rank of this process.
-        interval_seconds: Time between two rows.
-        device: Device of the model, for the memory figures.
-        parallel_mode: The resolved `parallel.mode`.
-        minimum_stall_seconds: No phase counts as stalled before this age, STALL_FACTOR times its median, or twice its
-            longest recent time.
-        clock: Seconds since any moment; for tests.
+    Phases nest: after an inner phase the clock of the outer one starts anew. No phase counts as stalled before
+    `minimum_stall_seconds`, STALL_FACTOR times its median, or twice its longest recent time. Nothing here raises into
+    training: a full disk gives one warning.
     """
 
     def __init__(
@@ -107,14 +93,7 @@ class Heartbeat:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Mark the block as this phase of the training thread.
-
-        Args:
-            name: One of PHASES.
-
-        Raises:
-            ValueError: If the name is not one of PHASES.
-        """
+        """Mark the block as this phase of the training thread, one of PHASES."""
         if name not in PHASES:
             raise ValueError(f"phase must be one of {', '.join(PHASES)}, got {name!r}")
         entered = self._clock()
@@ -140,23 +119,13 @@ class Heartbeat:
     def update(
         self, *, step: int | None = None, loss: float | None = None, tokens_per_second: float | None = None
     ) -> None:
-        """Report progress; an argument that is None keeps its last value.
-
-        Args:
-            step: Optimizer steps done.
-            loss: Nats per token, a number on the host.
-            tokens_per_second: Rate of all ranks together.
-        """
+        """Report progress, the rate that of all ranks together; an argument that is None keeps its last value."""
         given = {"step": step, "loss": loss, "tokens_per_second": tokens_per_second}
         with self._lock:
             self._progress |= {name: value for name, value in given.items() if value is not None}
 
     def close(self, status: str = "finished") -> None:
-        """Stop the thread and write a last row.
-
-        Args:
-            status: Status of the last row: `finished`, `stopped` or `failed`.
-        """
+        """Stop the thread and write a last row with a status: `finished`, `stopped` or `failed`."""
         if self._stop.is_set():
             return
         self._last_status = status

@@ -19,11 +19,7 @@ class MemoryStatistics(NamedTuple):
 
 
 def memory_statistics(device: torch.device | str) -> MemoryStatistics:
-    """Read the memory in use, in bytes, without synchronising the device.
-
-    Args:
-        device: Device of the model: a CUDA device, or any other for the process's resident memory.
-    """
+    """The memory in use on a CUDA device, without synchronising it, or the process's resident memory."""
     device = torch.device(device)
     if device.type == "cuda":
         names = ("allocated_bytes.all.current", "reserved_bytes.all.current", "allocated_bytes.all.peak")

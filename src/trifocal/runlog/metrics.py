@@ -20,16 +20,10 @@ METRICS_FIELDS = frozenset({"kind", "step", "unix_time_seconds"})
 
 
 class MetricsWriter:
-    """Writes the metric rows of one run.
+    """Writes the metric rows of one run, and gives them to its sinks. Every rank but 0 has the path None: no file.
 
-    Resuming from step s removes every row from the first one past s on, so that no step appears twice, and adds a
-    `resumed` event.
-
-    Args:
-        path: The `metrics.jsonl`; appended to if it exists. None writes nothing, for every rank but 0.
-        resume_step: The step of the checkpoint from which the run resumes; None for a new run.
-        sinks: Consumers of the same rows. A sink that raises gives one warning and a `sink_failed` event, and gets no
-            more rows.
+    Resuming from a step removes every row from the first one past it on, so that no step appears twice, and adds a
+    `resumed` event. A sink that raises gives one warning and a `sink_failed` event, and gets no more rows.
     """
 
     def __init__(
@@ -46,13 +40,7 @@ class MetricsWriter:
             self.event(resume_step, "resumed", message, rows_dropped=rows_dropped)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Append one row, from any thread.
-
-        Args:
-            kind: `train`, `evaluation`, `event`, `telemetry`, …
-            step: Optimizer steps done.
-            values: The fields, JSON types only: numbers on the host, no tensors.
-        """
+        """Append a row of a kind, such as `train`, from any thread; its fields are of JSON types, no tensors."""
         row: Row = {"kind": kind, "step": step, "unix_time_seconds": round(time.time(), 3), **values}
         if self._file is None:
             return
@@ -63,14 +51,8 @@ class MetricsWriter:
                 self._call(sink, partial(sink.write, row))
 
     def event(self, step: int, name: str, message: str, *, severity: str = "info", **values: Any) -> None:
-        """Append an event row.
-
-        Args:
-            step: Optimizer steps done.
-            name: A short fixed name: `checkpoint_saved`, `gate_closed`, `stalled`, …
-            message: One sentence for the user.
-            severity: `info`, `warning` or `error`.
-            values: Further fields.
+        """Append an event row: a fixed name, such as `gate_closed`, a sentence for the user, and further fields. Its
+        severity is `info`, `warning` or `error`.
         """
         self.write("event", step, name=name, severity=severity, message=message, **values)
 

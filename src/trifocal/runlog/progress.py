@@ -19,18 +19,11 @@ def try_print(text: str, stream: TextIO | None = None) -> None:
 
 
 class Progress:
-    """Shows step, loss, tokens/s and the time left: a live bar on a terminal, plain lines elsewhere.
+    """Shows step, loss, tokens/s and the time left: a live bar on a terminal, plain lines elsewhere; nothing, for every
+    rank but 0, unless `enabled`. A resumed run has `start_step` steps before this process.
 
     The plain lines (a log file, a pipe, CI, TERM=dumb) have no control characters. Besides the first and the last step,
     they come at most every `interval_seconds`.
-
-    Args:
-        total_steps: Steps of the whole run.
-        start_step: Steps done before this process (a resumed run).
-        stream: The output; standard output by default.
-        interval_seconds: Least time between two plain lines.
-        enabled: False shows nothing (every rank but 0).
-        clock: Seconds since any moment; for tests.
     """
 
     def __init__(
@@ -66,13 +59,7 @@ class Progress:
             self._task = self._bar.add_task("training", total=total_steps, completed=start_step, numbers="")
 
     def update(self, step: int, *, loss: float | None = None, tokens_per_second: float | None = None) -> None:
-        """Show a step.
-
-        Args:
-            step: Optimizer steps done.
-            loss: Nats per token; None keeps the last one.
-            tokens_per_second: Rate of the whole run; None keeps the last one.
-        """
+        """Show a step; None keeps the last loss, or rate."""
         if step == self._last_step:
             return
         self._last_step = step

@@ -35,15 +35,7 @@ def check_sinks(names: Iterable[str]) -> None:
 def make_sinks(
     names: Sequence[str], directory: Path, *, project: str, config: Mapping[str, Any], resume_step: int | None = None
 ) -> list[Sink]:
-    """Make the sinks of a run; nothing is sent yet.
-
-    Args:
-        names: Names from SINKS.
-        directory: The run.
-        project: Project of the run in W&B.
-        config: The run's configuration.
-        resume_step: The step from which the run resumes; None for a new run.
-    """
+    """Make the sinks of a run, names from SINKS; nothing is sent yet. `project` is that in W&B."""
     makers: dict[str, Callable[[], Sink]] = {
         "tensorboard": lambda: TensorBoardSink(directory / "tensorboard", resume_step=resume_step),
         "wandb": lambda: WandbSink(directory, project=project, config=config),

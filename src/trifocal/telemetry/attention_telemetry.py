@@ -35,14 +35,7 @@ Describe = Callable[[LayerAttention], dict[str, Tensor]]
 
 
 class AttentionTelemetry:
-    """Measures the layers of a model that choose blocks.
-
-    Args:
-        model: The model, before compilation. One whose layers choose nothing gives no rows.
-
-    Attributes:
-        layers: The layers that are measured, by their numbers.
-    """
+    """Measures the layers of a model, from before its compilation, that choose blocks: `layers`, by their numbers."""
 
     def __init__(self, model: DecoderLM) -> None:
         self.model = model
@@ -54,17 +47,10 @@ class AttentionTelemetry:
         self._active: set[tuple[str, int, str]] = set()
 
     def measure(self, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> list[Row]:
-        """Run the first sequence of a batch through the model and describe its attention.
+        """Run the first sequence of a batch, tokens [B, T] on the model's device, through the model: a row for each
+        layer that chooses blocks, of JSON types. With a sharded model every rank must call this.
 
-        With a sharded model every rank must call this, as for any forward pass.
-
-        Args:
-            tokens: [B, T], on the model's device.
-            cu_seqlens: Document boundaries over the flattened B * T tokens, on the host; only those inside the first
-                sequence count.
-
-        Returns:
-            A row for each layer that chooses blocks, JSON types only.
+        `cu_seqlens` are document boundaries over the flattened B * T tokens, on the host.
         """
         if not self.layers:
             return []
@@ -82,17 +68,8 @@ class AttentionTelemetry:
     def picture(
         self, step: int, tokens: Tensor, texts: list[str], *, cu_seqlens: Tensor | None = None
     ) -> AttentionPicture:
-        """Run the first sequence of a batch through the model and record the keys that each branch reads.
-
-        With a sharded model every rank must call this.
-
-        Args:
-            step: Optimizer steps done.
-            tokens, cu_seqlens: See `measure`.
-            texts: The text of each of the T tokens.
-
-        Raises:
-            ValueError: If the number of texts is not that of the tokens, or no layer chooses blocks.
+        """Run the first sequence of a batch, as `measure` does, and record the keys that each branch reads; `texts` are
+        those of its T tokens. ValueError if their number is another, or no layer chooses blocks.
         """
         num_tokens = tokens.shape[1]
         if len(texts) != num_tokens or not self.layers:
@@ -125,13 +102,7 @@ class AttentionTelemetry:
         return self._observe(tokens, None, lambda layer: {"chosen": layer.selected[..., queries, :, :]})["chosen"]
 
     def log(self, metrics: MetricsWriter, step: int, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> None:
-        """Measure, write a row for each layer, and an event for each alarm that begins or ends.
-
-        Args:
-            metrics: The metrics of the run.
-            step: Optimizer steps done.
-            tokens, cu_seqlens: See `measure`.
-        """
+        """Measure, write a row for each layer, and an event for each alarm that begins or ends."""
         rows = self.measure(tokens, cu_seqlens=cu_seqlens)
         for row in rows:
             metrics.write("telemetry", step, **row)

@@ -71,12 +71,8 @@ class StackDump:
 
 
 class Watchdog:
-    """Watches the process's own heartbeat; a context manager inside the heartbeat's.
-
-    Args:
-        heartbeat: The heartbeat of this process; the watchdog runs in its thread.
-        run_directory: Dumps go to `dumps` in it.
-        on_stall: Called in the heartbeat's thread with a sentence that names the dump, once for each stall.
+    """Watches the process's own heartbeat, in its thread; a context manager inside the heartbeat's. `on_stall` gets a
+    sentence that names the dump, once for each stall.
     """
 
     def __init__(

@@ -59,21 +59,11 @@ class ProfilerTrace(Trace):
 
 
 class Tracer:
-    """Traces the steps of some windows; a context manager around training.
+    """Traces the steps of some windows, half-open ranges in order, into `traces/` of the run; a context manager around
+    training. Each multiple of `interval_steps` outside of them is a window of one step.
 
-    Args:
-        directory: The run; files go to `traces/steps_FIRST-LAST` in it.
-        what: Names from TRACES.
-        windows: Half-open ranges of steps, in order, without overlap.
-        interval_steps: Each multiple of it outside of the windows is a window of one step; 0 for none.
-        model: The model.
-        parallel: The wrapped model.
-        optimizer: Its optimizer.
-        device: Its device.
-        rank: Rank of this process.
-        phases: The heartbeat, which gets the phases of every step.
-        report: Called with a name and a sentence: `traced` when files were written, `trace_failed` when they could
-            not be.
+    `phases` is the heartbeat, which gets the phases of every step. `report` is called with a name and a sentence:
+    `traced` when files were written, `trace_failed` when they could not be.
     """
 
     def __init__(
@@ -112,11 +102,7 @@ class Tracer:
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[Phases]:
-        """Context manager around a step.
-
-        Yields:
-            The receiver of the step's phases: this tracer in a traced step, the heartbeat in any other.
-        """
+        """Around a step; yields the receiver of its phases: this tracer in a traced step, else the heartbeat."""
         end = next((end for first, end in self._windows if first <= step < end), None)
         if end is None and self._interval_steps and step % self._interval_steps == 0:
             end = step + 1
