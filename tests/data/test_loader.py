@@ -12,7 +12,8 @@ import torch
 
 from tests.data import loaders
 from tests.data.loaders import same, take
-from trifocal.data import DataConfig, Loader, make_tokenizer, merge_states, prefetch
+from trifocal.data import DataConfig, Loader, make_tokenizer, prefetch
+from trifocal.data.loader import merge_states
 from trifocal.data.prefetch import Activity
 from trifocal.data.reader import make_source
 from trifocal.data.sources.base import BadDocuments

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.data.loaders import open_loader, same, take
-from trifocal.data import DataConfig, make_tokenizer, merge_states, read_validation
+from trifocal.data import DataConfig, make_tokenizer
+from trifocal.data.loader import merge_states, read_validation
 from trifocal.data.mix import SourceDraw, next_source
 from trifocal.errors import UserError
 from trifocal.fields import from_table

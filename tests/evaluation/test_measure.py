@@ -12,7 +12,8 @@ import torch
 from tests.devices import WIDE, needs_gpu
 from tests.train.tiny import make_config
 from tests.written_runs import Clock
-from trifocal.data import DataConfig, make_tokenizer, read_validation
+from trifocal.data import DataConfig, make_tokenizer
+from trifocal.data.loader import read_validation
 from trifocal.evaluation import measure, subject
 from trifocal.evaluation.measure import Plan, TimeLeft, evaluate_model, not_possible, planned_tokens, rows_name
 from trifocal.evaluation.needles import Haystacks, measure_needles

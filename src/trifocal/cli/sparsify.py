@@ -24,7 +24,8 @@ import tyro
 from trifocal.cli.convert import check_source, find_gguf
 from trifocal.cli.flags import check_at_least, parse_arguments
 from trifocal.cli.output import printable, try_next
-from trifocal.data import DataConfig, read_validation
+from trifocal.data import DataConfig
+from trifocal.data.loader import read_validation
 from trifocal.distributed.processes import rank_and_size
 from trifocal.doctor.measured import Need, need_of
 from trifocal.errors import UserError

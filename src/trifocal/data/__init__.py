@@ -1,15 +1,7 @@
 """Text as batches of tokens: sources, tokenizers, packing, a loader whose state is exact."""
 
 from trifocal.data.data_config import DataConfig
-from trifocal.data.loader import Batch, Loader, merge_states, read_validation
+from trifocal.data.loader import Batch, Loader
 from trifocal.data.tokenizers import Tokenizer, make_tokenizer
 
-__all__ = [
-    "Batch",
-    "DataConfig",
-    "Loader",
-    "Tokenizer",
-    "make_tokenizer",
-    "merge_states",
-    "read_validation",
-]
+__all__ = ["Batch", "DataConfig", "Loader", "Tokenizer", "make_tokenizer"]

@@ -360,16 +360,10 @@ def read_validation(
     local_tokens: Callable[[Tensor], Tensor] | None = None,
 ) -> list[Batch]:
     """Read rows of the validation split, the same ones for any seed, shuffling and batch size of the training.
+    UserError if it is empty, or cannot be read.
 
-    The batches of several sources follow one another, equally many of each: those that it has without the others.
-
-    Args:
-        config, tokenizer, sequence_length, vocab_size, local_tokens: See `Loader`.
-        sequences: Rows of each source.
-        at_once: Rows of a batch, at most: the largest number up to it that divides `sequences`.
-
-    Raises:
-        UserError: If the split is empty, or cannot be read.
+    The batches of several sources follow one another, `sequences` rows of each: those that it has without the others. A
+    batch has the largest number of rows up to `at_once` that divides `sequences`.
     """
     size = next(size for size in range(min(sequences, at_once), 0, -1) if sequences % size == 0)
     order = DataConfig(

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from trifocal.data import DataConfig, read_validation
+from trifocal.data import DataConfig
+from trifocal.data.loader import read_validation
 from trifocal.evaluation.position_loss import PositionLosses
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.models.conversion import Target, convert_tensors, converted_config

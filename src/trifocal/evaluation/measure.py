@@ -10,8 +10,9 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 
-from trifocal.data import Batch, DataConfig, read_validation
+from trifocal.data import Batch, DataConfig
 from trifocal.data.data_config import SourceName
+from trifocal.data.loader import read_validation
 from trifocal.data.sources.synthetic import check_recall, task_size
 from trifocal.evaluation.grade import measure_grade
 from trifocal.evaluation.needles import measure_needles

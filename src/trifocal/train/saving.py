@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from trifocal.data import merge_states
+from trifocal.data.loader import merge_states
 from trifocal.distributed.parallel import gather_full_model
 from trifocal.errors import UserError
 from trifocal.train.checkpoint.export import WEIGHTS, export_weights

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from trifocal.data import Batch, DataConfig, Tokenizer, read_validation
+from trifocal.data import Batch, DataConfig, Tokenizer
+from trifocal.data.loader import read_validation
 from trifocal.distributed.processes import DistributedContext
 from trifocal.models import DecoderLM
 from trifocal.train.config.sections import RunConfig
