@@ -31,6 +31,7 @@ from trifocal.ops import DecodeBatch
 from trifocal.ops.decode import linear as decode_products
 from trifocal.ops.decode.caches import MAX_NEW_TOKENS, Place
 from trifocal.ops.decode.linear import Norm, Residual
+from trifocal.ops.devices import to_device
 
 _MAX_PREFILL_TOKENS = {"cuda": 65536, "cpu": 8192}
 # For the widest activations of a chunk.
@@ -251,9 +252,9 @@ class CachedModel:
             most = self.prefill_chunk_size
             # At other places nearly every chunk would be the first of its kind.
             if self._recorded is None or all_logits or first % most or count > most:
-                numbers = send(numbers, self.device)
+                numbers = to_device(numbers, self.device)
                 chunk = Chunk(Place(numbers[:1], numbers[1:2], numbers[2:]), first, count)
-                return self._pass(send(tokens, self.device), chunk, all_logits=all_logits)
+                return self._pass(to_device(tokens, self.device), chunk, all_logits=all_logits)
             self._recorded.fill(tokens, numbers)
             return self._run_recorded(self._recorded, first, self._padded(first, count))
         except BaseException:
@@ -427,12 +428,7 @@ class _ChunkBuffers:
         filled[: len(tokens)] = tokens
         filled[size : size + len(numbers)] = numbers
         filled[size + len(numbers) :] = self._padding_page
-        self._numbers.copy_(send(filled, self._numbers.device))
-
-
-def send(x: Tensor, device: torch.device) -> Tensor:
-    """Copy to a device without waiting for it."""
-    return x if device.type == "cpu" or x.is_cuda else x.pin_memory().to(device, non_blocking=True)
+        self._numbers.copy_(to_device(filled, self._numbers.device))
 
 
 def _product_type(model: DecoderLM) -> torch.dtype:

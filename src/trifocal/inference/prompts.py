@@ -11,6 +11,7 @@ from trifocal.errors import UserError
 from trifocal.inference.cached_model import CachedModel
 from trifocal.inference.paged_cache import cache_bytes, longest_that_fits, memory_for_caches, plan_cache
 from trifocal.models import DecoderLM, ModelConfig
+from trifocal.ops.devices import is_out_of_memory
 
 MAX_SEQUENCES = {"cuda": 256, "cpu": 16}
 _KEPT_PREFIXES = 64
@@ -132,8 +133,7 @@ def memory_errors(device: torch.device) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        # On a CPU PyTorch says it only in words.
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
+        if not is_out_of_memory(error):
             raise
         raise UserError(
             f"{device} has too little memory; lower --samples, --max-new-tokens, --max-sequences or "

@@ -15,13 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trifocal.inference.cached_model import CachedModel, CachedSequence, send
+from trifocal.inference.cached_model import CachedModel, CachedSequence
 from trifocal.inference.recorded_work import RecordedWork
 from trifocal.inference.request import MAX_LIKELIEST, TokenScore
 from trifocal.inference.sampler import Sampling, SamplingTensors, draw_step
 from trifocal.ops import DecodeBatch
 from trifocal.ops.decode.caches import MAX_NEW_TOKENS as NEW
 from trifocal.ops.decode.caches import SparseCache
+from trifocal.ops.devices import to_device
 
 MAX_DRAFTS = 4
 """Sequences whose next tokens are guessed: with more, a step of eight tokens takes too long."""
@@ -119,11 +120,11 @@ class StepRunner:
         self._rows[place : place + 1].fill_(sequence.row)
         self._lengths[place : place + 1].fill_(sequence.length)
         self._num_new[place : place + 1].fill_(1)
-        self._block_table[place, : len(pages)].copy_(send(torch.tensor(pages, dtype=torch.int32), self._device))
+        self._block_table[place, : len(pages)].copy_(to_device(torch.tensor(pages, dtype=torch.int32), self._device))
         self._tokens[place : place + 1].fill_(tokens[-1])
         seen = None
         if sampling.repetition_penalty != 1:
-            seen = send(torch.tensor(tokens, dtype=torch.int64), self._device)
+            seen = to_device(torch.tensor(tokens, dtype=torch.int64), self._device)
         self._settings.set_row(place, sampling, seen)
         # Last: a place that cannot be prepared stays free.
         self._free.remove(place)
@@ -192,9 +193,9 @@ class StepRunner:
         size, needs = self._size(max(drafts) + 1), self._needs_of(drafts)
         rows = [drafts.get(place, ()) for place in range(size)]
         padded = torch.tensor([[*row, *[0] * (NEW - len(row))] for row in rows])
-        self._drafts[:size].copy_(send(padded, self._device))
+        self._drafts[:size].copy_(to_device(padded, self._device))
         self._draft_lengths[:size].copy_(
-            send(torch.tensor([len(row) for row in rows], dtype=torch.int32), self._device)
+            to_device(torch.tensor([len(row) for row in rows], dtype=torch.int32), self._device)
         )
         values = self._host_values(size * NEW, needs)
         kind = self._kind({place: len(draft) for place, draft in drafts.items()})

@@ -39,6 +39,20 @@ def computes_bf16(device: torch.device) -> bool:
     return device.type != "cpu" or not known or any(has for name, has in known.items() if name.endswith("bf16"))
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a host's tensor to a device without waiting for it."""
+    if device.type == "cpu" or tensor.is_cuda:
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a GPU or on the host, of which PyTorch says it only in words."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    )
+
+
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may use on a device."""
     return _properties(own_device(device)).shared_memory_per_block_optin

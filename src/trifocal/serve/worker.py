@@ -10,9 +10,8 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
-
 from trifocal.inference import CachedModel, Engine, Request, Update
+from trifocal.ops.devices import is_out_of_memory
 from trifocal.serve.errors import ApiError
 from trifocal.serve.metrics import Metrics
 
@@ -197,7 +196,7 @@ class Worker:
             except Exception as error:
                 traceback.print_exc(file=sys.stderr)
                 self._failures += 1
-                if isinstance(error, MemoryError | torch.OutOfMemoryError) and self._failures < _MAX_FAILURES:
+                if is_out_of_memory(error) and self._failures < _MAX_FAILURES:
                     continue
                 failed = list(left)
                 # If this fails too, the thread ends.

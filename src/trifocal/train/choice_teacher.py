@@ -8,8 +8,8 @@ from torch import Tensor
 from trifocal.data import Batch
 from trifocal.models import DecoderLM
 from trifocal.models.choice_teaching import ChoiceTeaching, eligible_queries
+from trifocal.ops.devices import to_device
 from trifocal.train.config.sections import TrainSection
-from trifocal.train.step.micro_batch import to_device
 from trifocal.train.step.optimizer import index_parameters
 
 

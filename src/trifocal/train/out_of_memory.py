@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from trifocal.errors import one_line
+from trifocal.ops.devices import is_out_of_memory
 from trifocal.train.config.sections import RunConfig
 
 
@@ -32,13 +33,6 @@ def memory_remedies(config: RunConfig, num_devices: int = 1) -> list[str]:
     if num_devices == 1:
         found.append("several GPUs with --parallel.mode fsdp")
     return found
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on a GPU or on the host."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "allocate memory" in str(error)
-    )
 
 
 class OutOfMemory(torch.OutOfMemoryError):

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from trifocal.data import Batch
 from trifocal.distributed.parallel import Parallel, local_shard
+from trifocal.ops.devices import to_device
 from trifocal.train.config.sections import TrainSection
-from trifocal.train.step.micro_batch import LossFunction, autocast, call_with, model_inputs, to_device
+from trifocal.train.step.micro_batch import LossFunction, autocast, call_with, model_inputs
 
 Result = TypeVar("Result")
 

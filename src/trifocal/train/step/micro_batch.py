@@ -45,10 +45,3 @@ def call_with(loss_function: LossFunction, inputs: list[Tensor], rows: torch.Siz
         return loss_function(tokens, targets)
     documents = Documents.from_checked(boundaries[0], rows.numel(), row_length=rows[1])
     return loss_function(tokens.reshape(1, -1), targets.reshape(1, -1), cu_seqlens=documents)
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a host's tensor without waiting for it."""
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)

@@ -9,11 +9,12 @@ from torch import Tensor
 from trifocal.data import Batch
 from trifocal.distributed.parallel import Parallel
 from trifocal.models.decoder import Distillation
+from trifocal.ops.devices import to_device
 from trifocal.runlog.heartbeat import Phases
 from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.config.sections import TrainSection
 from trifocal.train.step.cuda_graphs import MicroBatchGraphs
-from trifocal.train.step.micro_batch import LossFunction, autocast, call_with, model_inputs, to_device
+from trifocal.train.step.micro_batch import LossFunction, autocast, call_with, model_inputs
 from trifocal.train.step.optimizer import DeviceFlag, gradient_norm, guarded_step
 
 _MicroBatch = tuple[Batch, float, int]
