@@ -57,7 +57,6 @@ class Engine:
     Args:
         model: The model; all of its sequences are the engine's.
         tokenizer: For text and stop strings.
-        record: Whether steps are recorded as CUDA graphs; without effect on a CPU.
         speculate: Whether up to four running sequences guess their next tokens from what followed the last ones before,
             and check eight at a time. The draws are those of one token at a time, up to rounding: a step of eight
             tokens adds up in another order.
@@ -67,11 +66,9 @@ class Engine:
         guessed_tokens, right_tokens: Tokens that were guessed, and those of them that were right.
     """
 
-    def __init__(
-        self, model: CachedModel, tokenizer: Tokenizer | None = None, *, record: bool = True, speculate: bool = False
-    ) -> None:
+    def __init__(self, model: CachedModel, tokenizer: Tokenizer | None = None, *, speculate: bool = False) -> None:
         self._model, self._tokenizer = model, tokenizer
-        self._runner = StepRunner(model, record=record)
+        self._runner = StepRunner(model)
         self._prefixes = PrefixCache(model)
         self._scheduler = Scheduler(model, self._prefixes)
         self._ages = itertools.count()

@@ -62,13 +62,11 @@ WHOLE_STEP = StepKind(takes_all=False, ends_block=True)
 
 
 class StepRunner:
-    """Runs decoding steps of a batch.
-
-    With `record`, steps are recorded as CUDA graphs: the first step of each batch size runs unrecorded, which compiles
-    its kernels, and so does the first that leaves something out; the second is recorded. Without effect on a CPU.
+    """Runs decoding steps of a batch, recorded as CUDA graphs on a GPU: the first step of each batch size runs
+    unrecorded, which compiles its kernels, and so does the first that leaves something out; the second is recorded.
     """
 
-    def __init__(self, model: CachedModel, *, record: bool = True) -> None:
+    def __init__(self, model: CachedModel) -> None:
         self._model, self._device = model, model.device
         count = model.max_sequences
 
@@ -87,7 +85,7 @@ class StepRunner:
         self._draft_likeliest = numbers(MAX_DRAFTS * NEW, *self._likeliest.shape[1:], dtype=torch.float64)
         # What the draw of each place needs: the filters, the likeliest tokens.
         self._needs: dict[int, tuple[bool, bool]] = {}
-        self._graphs = RecordedWork(model.device) if record else None
+        self._graphs = RecordedWork(model.device)
         # Keys whose first step has run, a whole one, which compiles what a later one may need.
         self._begun: set[tuple[int, bool, bool, bool]] = set()
         # Tokens in the caches of each place.
@@ -225,9 +223,6 @@ class StepRunner:
         return any(filtered), any(likeliest)
 
     def _record(self, key: tuple[int, bool, bool, bool], kind: StepKind, work: Callable[[StepKind], None]) -> None:
-        if self._graphs is None:
-            work(kind)
-            return
         if key not in self._begun:
             kind = WHOLE_STEP
             self._begun.add(key)
