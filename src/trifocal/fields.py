@@ -189,11 +189,14 @@ def check_types(section: Any, name: str) -> None:
 
 
 def check_at_least(section: object, name: str, **lowest: float) -> None:
-    """Raise UserError for a field of a section, which messages call by this name, that is below its lowest value."""
+    """Raise UserError for a field that is below its lowest value: of the section of this name, or, where that is empty,
+    of a command's flags.
+    """
     for field, least in lowest.items():
         value = getattr(section, field)
         if value < least:
-            raise UserError(f"{name}.{field} must be at least {least}, got {value}")
+            key = f"{name}.{field}" if name else f"--{field.replace('_', '-')}"
+            raise UserError(f"{key} must be at least {least}, got {value}")
 
 
 def _check_text(value: str, name: str) -> None:

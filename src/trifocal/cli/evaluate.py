@@ -16,7 +16,7 @@ from rich.table import Table
 
 from trifocal._version import __version__
 from trifocal.cli.console import SafeConsole
-from trifocal.cli.flags import check_at_least, parse_arguments
+from trifocal.cli.flags import parse_arguments
 from trifocal.cli.output import check_output, printable, write_file
 from trifocal.cli.threads import Threads
 from trifocal.data import DataConfig, Tokenizer
@@ -26,6 +26,7 @@ from trifocal.evaluation.measure import OK, USUAL_TASKS, Plan, ReportProgress, T
 from trifocal.evaluation.record import to_json, write_evaluation
 from trifocal.evaluation.ruler import RULER_INSTALL, RULER_TASKS, RulerName, possible_tasks
 from trifocal.evaluation.subject import Subject
+from trifocal.fields import check_at_least
 from trifocal.models import DecoderLM, parameter_count
 from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
 from trifocal.paths import shell_path
@@ -96,7 +97,7 @@ class EvaluateArguments:
     """Another file for the figures, as JSON; needed for weights without a run."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, sequence_length=0, sequences=0, depths=1, samples=1)
+        check_at_least(self, "", sequence_length=0, sequences=0, depths=1, samples=1)
         if not 0 <= self.validation_fraction < 1:
             raise UserError(f"--validation-fraction must lie in [0, 1), got {self.validation_fraction}")
         for name in ("lengths", "pairs"):

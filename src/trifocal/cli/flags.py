@@ -46,14 +46,6 @@ def show_help(cls: Any, *, prog: str, use_underscores: bool = False) -> NoReturn
     raise AssertionError("the help exits")
 
 
-def check_at_least(options: object, **lowest: float) -> None:
-    """Raise UserError for a field of a command's options that is below its lowest value, or is NaN."""
-    for name, least in lowest.items():
-        value = getattr(options, name)
-        if not value >= least:
-            raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
-
-
 def _positional(cls: Any) -> dict[str, str]:
     """The positional fields, and their names in messages."""
     found = {}

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from trifocal.cli.flags import check_at_least
 from trifocal.data import Tokenizer
 from trifocal.errors import UserError
+from trifocal.fields import check_at_least
 from trifocal.inference import CachedModel, Request, Sampling
 from trifocal.inference.prompts import DEFAULT_TEMPERATURE, cache_for_prompts, encode_prompts
 from trifocal.inference.sampler import SETTINGS
@@ -68,7 +68,7 @@ class GenerateArguments:
     """Where to run; "auto" takes a GPU if there is one."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, max_new_tokens=1, samples=1, prefill_chunk_size=0, max_sequences=0)
+        check_at_least(self, "", max_new_tokens=1, samples=1, prefill_chunk_size=0, max_sequences=0)
         try:
             self.sampling({})
         except ValueError as error:

@@ -22,7 +22,7 @@ import torch
 import tyro
 
 from trifocal.cli.convert import check_source, find_gguf
-from trifocal.cli.flags import check_at_least, parse_arguments
+from trifocal.cli.flags import parse_arguments
 from trifocal.cli.output import printable, try_next
 from trifocal.data import DataConfig
 from trifocal.data.loader import read_validation
@@ -30,6 +30,7 @@ from trifocal.distributed.processes import rank_and_size
 from trifocal.doctor.measured import Need, need_of
 from trifocal.errors import UserError
 from trifocal.evaluation.layers import layers_by_harm
+from trifocal.fields import check_at_least
 from trifocal.ops import Geometry
 from trifocal.paths import read_json, shell_path, user_path
 from trifocal.report import write_report
@@ -101,8 +102,8 @@ class SparsifyArguments:
     """Where to run; "auto" takes all GPUs if there are some."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, selected_blocks=0, keep_dense=0, sequence_length=0, text_weight=0)
-        check_at_least(self, rows=1, index_steps=1, steps=1, sequences=1)
+        check_at_least(self, "", selected_blocks=0, keep_dense=0, sequence_length=0, text_weight=0)
+        check_at_least(self, "", rows=1, index_steps=1, steps=1, sequences=1)
         if not 0 < self.validation_fraction < 1:
             raise UserError(f"--validation-fraction must lie in (0, 1), got {self.validation_fraction}")
         try:

@@ -9,7 +9,8 @@ import tyro
 from rich.live import Live
 
 from trifocal.cli.console import SafeConsole
-from trifocal.cli.flags import check_at_least, parse_arguments
+from trifocal.cli.flags import parse_arguments
+from trifocal.fields import check_at_least
 from trifocal.paths import user_path
 from trifocal.report.live_view import OVER, render, verdicts
 from trifocal.runlog.run import read_run
@@ -27,7 +28,7 @@ class WatchArguments:
     """Time between two pictures; 0 shows one and ends, as everywhere but on a terminal."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, interval_seconds=0)
+        check_at_least(self, "", interval_seconds=0)
 
 
 def run(args: Sequence[str]) -> int:
