@@ -87,7 +87,7 @@ def test_gpu(gpu, monkeypatch, capability, free, status, part):
 def test_no_compiler(no_compiler, monkeypatch, with_gpu, status):
     """Triton needs one for every kernel; a CPU only for torch.compile."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: with_gpu)
-    monkeypatch.setattr(machine, "installed", lambda module: True)
+    monkeypatch.setattr(machine, "find_spec", lambda module: True)
     finding = machine.check_compiler()
     assert (finding.status, finding.remedy) == (status, "sudo apt-get install -y g++")
 

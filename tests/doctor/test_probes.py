@@ -13,7 +13,7 @@ def gpu(monkeypatch):
     """PyTorch sees one GPU, and Triton is installed."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(probes, "installed", lambda module: True)
+    monkeypatch.setattr(probes, "find_spec", lambda module: True)
 
 
 def run_instead(monkeypatch, outcome):
@@ -50,7 +50,7 @@ def test_kernel_that_runs(gpu, monkeypatch, right, status):
 
 
 def test_triton_is_missing_beside_a_gpu(gpu, monkeypatch):
-    monkeypatch.setattr(probes, "installed", lambda module: False)
+    monkeypatch.setattr(probes, "find_spec", lambda module: None)
     finding = probes.check_triton()
     assert (finding.status, finding.remedy) == ("note", "pip install triton")
 

@@ -1,9 +1,9 @@
 """Findings about software and hardware, each with the command that fixes a fault; all take a second or two at most."""
 
 import contextlib
-import importlib.util
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -33,14 +33,6 @@ class Finding:
     status: Status
     text: str
     remedy: str = ""
-
-
-def installed(module: str) -> bool:
-    """Whether a module can be imported, without importing it."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def check_software() -> Finding:
@@ -135,6 +127,6 @@ def check_compiler() -> Finding:
     """A C compiler: for torch.compile, and on a GPU for every kernel."""
     if found := compilers():
         return Finding("compiler", "ok", found[0])
-    if torch.cuda.is_available() and installed("triton"):
+    if torch.cuda.is_available() and find_spec("triton"):
         return Finding("compiler", "broken", "no C compiler: Triton cannot build its kernels", COMPILER_COMMAND)
     return Finding("compiler", "note", "no C++ compiler: train.compile cannot be used", COMPILER_COMMAND)

@@ -4,11 +4,12 @@ import errno
 import os
 import shutil
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from trifocal.doctor.machine import COMPILER_COMMAND, GIB, Finding, installed
+from trifocal.doctor.machine import COMPILER_COMMAND, GIB, Finding
 from trifocal.errors import one_line
 from trifocal.ops import Geometry
 from trifocal.train.config.check import compilers, existing_folder
@@ -21,7 +22,7 @@ def check_triton() -> Finding:
     """Whether a kernel compiles, runs and is right."""
     if not torch.cuda.is_available():
         return Finding("triton", "ok", "not needed without a GPU")
-    if not installed("triton"):
+    if find_spec("triton") is None:
         text = "Triton is not installed: the reference runs instead of the kernels, slower and in more memory"
         return Finding("triton", "note", text, "pip install triton")
     try:
