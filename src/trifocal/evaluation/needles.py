@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from trifocal.data import Loader
@@ -116,7 +115,7 @@ def measure_needles(subject: Subject, length: int, depths: Sequence[float], samp
         for first in range(0, samples, at_once):
             part = prompts[first : first + at_once]
             for group in _of_one_length(part):
-                right, losses = subject.score_answers(*_stack(group))
+                right, losses = subject.score_answers(group)
                 found += int(right.view(len(group), -1).all(1).sum())
                 nats += float(losses.sum())
                 answers += losses.numel()
@@ -137,8 +136,3 @@ def _of_one_length(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
     for tokens, targets in prompts:
         groups.setdefault((len(tokens), int((targets >= 0).sum())), []).append((tokens, targets))
     return list(groups.values())
-
-
-def _stack(prompts: Sequence[Prompt]) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens, targets = (np.stack(part).astype(np.int64) for part in zip(*prompts, strict=True))
-    return torch.from_numpy(tokens), torch.from_numpy(targets)

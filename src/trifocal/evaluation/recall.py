@@ -29,8 +29,7 @@ def measure_recall(subject: Subject, length: int, pairs: int, samples: int) -> I
     at_once = subject.rows_at_once(length)
     for first in range(0, samples, at_once):
         part = rows[first : first + at_once]
-        tokens, targets = (np.stack(arrays).astype(np.int64) for arrays in zip(*part, strict=True))
-        hit, loss = subject.score_answers(torch.from_numpy(tokens), torch.from_numpy(targets))
+        hit, loss = subject.score_answers(part)
         right.append(hit)
         nats.append(loss)
         distances += [_distances(*row, pairs) for row in part]

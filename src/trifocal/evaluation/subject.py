@@ -1,8 +1,11 @@
 """The model that is evaluated, and whether a length fits the machine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trifocal.data import DataConfig, Tokenizer
@@ -58,15 +61,16 @@ class Subject:
         cuda = self.device.type == "cuda"
         has = torch.cuda.get_device_properties(self.device).total_memory if cuda else host_memory_bytes()
         needs = 2 * 4 * config.num_heads * length**2
-        if has is None or needs < has:
+        if needs < has:
             return ""
         return f"the reference backend needs {needs / 2**30:,.0f} GiB for it, {self.device} has {has / 2**30:,.0f}"
 
     @torch.no_grad()
-    def score_answers(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether each valid target, -100 elsewhere, is the likeliest token behind rows of one document each, both
-        [B, T] int64; and its loss in nats. All on the host.
+    def score_answers(self, rows: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]]) -> tuple[Tensor, Tensor]:
+        """Whether each valid target is the likeliest token behind rows of one document each, tokens and targets [T],
+        -100 elsewhere; and its loss in nats. All on the host.
         """
+        tokens, targets = (torch.from_numpy(np.stack(part).astype(np.int64)) for part in zip(*rows, strict=True))
         with autocast(self.device, self.precision):
             hidden = self.model.hidden_states(tokens.to(self.device))
             asked = targets >= 0
