@@ -22,7 +22,6 @@ from trifocal.models import DecoderLM, ModelConfig, parameter_count, save_weight
 from trifocal.models.conversion import Target, convert_tensors, converted_config
 from trifocal.models.hf_reader import hf_name, is_hf_folder, read_hf_model, read_hf_settings
 from trifocal.models.io import CONFIG_FILE, exported_name
-from trifocal.models.model_config import Chooser
 from trifocal.ops import Geometry
 from trifocal.paths import shell_path, user_path
 from trifocal.train.checkpoint.export import new_model_folder, write_tokenizer
@@ -67,13 +66,16 @@ def run(args: Sequence[str], *, advise: bool = True) -> int:
     check_source(source)
     with new_model_folder(output) as partial:
         config, tensors, settings = _read(source, partial)
+        chooser = options.chooser
+        if chooser == "auto":
+            chooser = "index" if options.to == "mix" else "compressed"
         wanted = converted_config(
             config,
             options.to,
             options.geometry,
             dense_layers=options.dense_layers,
             shared_kv=options.shared_kv,
-            chooser=_chooser(options),
+            chooser=chooser,
         )
         with torch.device("meta"):
             model = DecoderLM(wanted)
@@ -106,12 +108,6 @@ def find_gguf(path: Path) -> Path | None:
     if len(found) > 1:
         raise UserError(f"{path} has {len(found)} GGUF files; name one of them, such as {found[0]}")
     return found[0] if found else None
-
-
-def _chooser(options: ConvertArguments) -> Chooser:
-    if options.chooser != "auto":
-        return options.chooser
-    return "index" if options.to == "mix" else "compressed"
 
 
 def _read(source: Path, partial: Path) -> tuple[ModelConfig, dict[str, Tensor], dict[str, Any]]:

@@ -256,15 +256,9 @@ def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> T
 
 
 def _cell(value: Any) -> str:
-    return (
-        "-"
-        if value is None
-        else f"{value:,.4f}"
-        if isinstance(value, float)
-        else str(value)
-        if isinstance(value, str)
-        else f"{value:,}"
-    )
+    if value is None or isinstance(value, str):
+        return value or "-"
+    return f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
 
 
 def _step_of(path: Path) -> int | None:
