@@ -161,6 +161,7 @@ def test_a_model_is_compared_with_the_one_beside_it(tmp_path):
     """Against both models' whole logits, by position."""
     config = make_config(tmp_path)
     dense, sparse = (DecoderLM(small_config(attention=kind, vocab_size=257)) for kind in ("dense", "selected"))
+    dense.init_weights(0)
     sparse.load_state_dict(dense.state_dict())
     for parameter in sparse.parameters():
         parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
