@@ -5,7 +5,6 @@ Colours are names (`@run0`, `@cmp`, …); the page replaces them by the colours 
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,17 +40,30 @@ class Chart:
 
 def training_charts(runs: list[Run]) -> list[Chart]:
     """The charts of training, in the order of the page, as far as the runs have figures."""
-    makers: list[Callable[[list[Run]], Chart]] = [
-        _loss,
-        _learning_rate,
-        _gradient_norm,
-        _throughput,
-        _utilisation,
-        _step_time,
-        _phases,
-        _memory,
+    utilisation = {"executed_mfu": "executed", "dense_equivalent_mfu": "dense equivalent"}
+    of_peak = (
+        "Share of the GPU's dense bf16 peak. Executed: FLOPs of this model. Dense equivalent: FLOPs of the same step "
+        "with dense attention."
+    )
+    waits = {
+        "step_seconds": "step",
+        "data_wait_seconds_p95": "waiting for data, p95",
+        "data_wait_seconds_p50": "waiting for data, median",
+    }
+    memory = {"memory_allocated_bytes": "allocated", "memory_reserved_bytes": "reserved"}
+    allocator = "On a GPU the allocator's figures, on a CPU the process's resident memory. It should be level."
+    rate, tokens = {"learning_rate": ""}, {"tokens_per_second": ""}
+    charts = [
+        _loss(runs),
+        _curves(runs, "learning_rate", "Learning rate", "Warm-up, then the schedule.", rate, "", form="~g"),
+        _gradient_norm(runs),
+        _curves(runs, "throughput", "Throughput", "All ranks together, only in training steps.", tokens, "tokens/s"),
+        _curves(runs, "utilisation", "Model FLOPs utilisation", of_peak, utilisation, "", form=".0%"),
+        _curves(runs, "step_time", "Time of a step", "And its part spent waiting for data.", waits, "seconds"),
+        _phases(runs),
+        _curves(runs, "memory", "Memory", allocator, memory, "GiB", scale=2**-30),
     ]
-    charts = [chart for make in makers if (chart := make(runs)).traces]
+    charts = [chart for chart in charts if chart.traces]
     share_steps(charts, max(run.last_step for run in runs))
     return charts
 
@@ -89,13 +101,6 @@ def _loss(runs: list[Run]) -> Chart:
     return Chart("loss", "Loss", caption, traces, _axes("nats per token"), wide=True, height=380)
 
 
-def _learning_rate(runs: list[Run]) -> Chart:
-    traces = _of_each(runs, "learning_rate")
-    layout = _axes("", from_zero=True)
-    layout["yaxis"]["tickformat"] = "~g"
-    return Chart("learning_rate", "Learning rate", "Warm-up, then the schedule.", traces, layout)
-
-
 def _gradient_norm(runs: list[Run]) -> Chart:
     traces = _with_trend(_of_each(runs, "gradient_norm"))
     positive = all(value > 0 for trace in traces for value in trace["y"])
@@ -104,34 +109,6 @@ def _gradient_norm(runs: list[Run]) -> Chart:
     if positive and values:
         layout["yaxis"] |= {"tickformat": "~g", "dtick": "D2" if max(values) < 300 * min(values) else 1}
     return Chart("gradient_norm", "Gradient norm", "Before clipping. Spikes are a warning.", traces, layout)
-
-
-def _throughput(runs: list[Run]) -> Chart:
-    traces = _with_trend(_of_each(runs, "tokens_per_second"))
-    layout = _axes("tokens/s", from_zero=True) | {"showlegend": len(runs) > 1}
-    caption = "All ranks together, only in training steps."
-    return Chart("throughput", "Throughput", caption, traces, layout)
-
-
-def _utilisation(runs: list[Run]) -> Chart:
-    names = {"executed_mfu": "executed", "dense_equivalent_mfu": "dense equivalent"}
-    caption = (
-        "Share of the GPU's dense bf16 peak. Executed: FLOPs of this model. Dense equivalent: FLOPs of the same step "
-        "with dense attention."
-    )
-    layout = _axes("", from_zero=True)
-    layout["yaxis"]["tickformat"] = ".0%"
-    return Chart("utilisation", "Model FLOPs utilisation", caption, _several(runs, names), layout)
-
-
-def _step_time(runs: list[Run]) -> Chart:
-    names = {
-        "step_seconds": "step",
-        "data_wait_seconds_p95": "waiting for data, p95",
-        "data_wait_seconds_p50": "waiting for data, median",
-    }
-    caption = "And its part spent waiting for data."
-    return Chart("step_time", "Time of a step", caption, _several(runs, names), _axes("seconds", from_zero=True))
 
 
 def _phases(runs: list[Run]) -> Chart:
@@ -176,25 +153,31 @@ def _phases(runs: list[Run]) -> Chart:
     return Chart("phases", "Time by phase", caption, traces, layout, height=max(240, 150 + 44 * len(bars)))
 
 
-def _memory(runs: list[Run]) -> Chart:
-    names = {"memory_allocated_bytes": "allocated", "memory_reserved_bytes": "reserved"}
-    caption = "On a GPU the allocator's figures, on a CPU the process's resident memory. It should be level."
-    return Chart("memory", "Memory", caption, _several(runs, names, scale=2**-30), _axes("GiB", from_zero=True))
-
-
-def _several(runs: list[Run], names: dict[str, str], scale: float = 1.0) -> list[Trace]:
-    """Several metrics in one chart: a colour for each with one run, a dash pattern for each with several."""
+def _curves(
+    runs: list[Run],
+    key: str,
+    title: str,
+    caption: str,
+    names: dict[str, str],
+    unit: str,
+    *,
+    scale: float = 1.0,
+    form: str = "",
+) -> Chart:
+    """Metrics, with their labels, over steps: a colour for each with one run, a dash pattern for each with several."""
     traces: list[Trace] = []
     for number, ((name, label), dash) in enumerate(zip(names.items(), ("solid", "dot", "dash"), strict=False)):
         for trace in _of_each(runs, name, scale=scale):
             if len(runs) == 1:
                 trace["name"] = label
                 trace["line"]["color"] = f"@run{number}"
-            else:
+            elif label:
                 trace["name"] += f", {label}"
                 trace["line"]["dash"] = dash
             traces += _with_trend([trace])
-    return traces
+    layout = _axes(unit, from_zero=True) | {"showlegend": len(runs) > 1 or len(names) > 1}
+    layout["yaxis"] |= {"tickformat": form} if form else {}
+    return Chart(key, title, caption, traces, layout)
 
 
 def _of_each(runs: list[Run], name: str, *, scale: float = 1.0) -> list[Trace]:
