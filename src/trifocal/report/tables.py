@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -21,22 +21,19 @@ def key_figures(run: Run) -> dict[str, str]:
     total = run.total_steps
     unfinished = total is not None and run.last_step < total
     figures["steps"] = f"{run.last_step:,}" + (f" / {total:,}" if unfinished else "")
-    losses = run.series("train", "loss")[1]
-    evaluations = run.series("evaluation", "validation_loss")[1]
-    bits = run.series("evaluation", "bits_per_byte")[1]
-    rates = run.series("train", "tokens_per_second")[1]
-    tokens = run.series("train", "tokens_seen")[1]
-    executed = run.series("train", "executed_mfu")[1]
-    memory = run.series("train", "memory_peak_bytes")[1] or run.series("train", "memory_allocated_bytes")[1]
-    if evaluations:
-        figures["validation loss, last"] = f"{evaluations[-1]:.4f}"
-        figures["validation loss, best"] = f"{min(evaluations):.4f}"
-    elif losses:
-        figures["training loss, last"] = f"{losses[-1]:.4f}"
+
+    def add(label: str, kind: str, name: str, figure: Callable[[list[float]], str]) -> bool:
+        if values := run.series(kind, name)[1]:
+            figures[label] = figure(values)
+        return bool(values)
+
+    if add("validation loss, last", "evaluation", "validation_loss", lambda losses: f"{losses[-1]:.4f}"):
+        add("validation loss, best", "evaluation", "validation_loss", lambda losses: f"{min(losses):.4f}")
+    else:
+        add("training loss, last", "train", "loss", lambda losses: f"{losses[-1]:.4f}")
     for source, loss in run.of_sources("evaluation", "validation_loss").items():
         figures[f"validation loss, {source}"] = f"{loss:.4f}"
-    if bits:
-        figures["bits per byte, last"] = f"{bits[-1]:.4f}"
+    add("bits per byte, last", "evaluation", "bits_per_byte", lambda bits: f"{bits[-1]:.4f}")
     compared = [(evaluation, row) for evaluation in run.evaluations for row in evaluation["rows"] if "agreement" in row]
     for evaluation, row in [pair for pair in compared if pair[1]["task"] == "loss"][-1:]:
         name = Path(str(evaluation.get("beside"))).name
@@ -44,22 +41,15 @@ def key_figures(run: Run) -> dict[str, str]:
         figures["same likeliest token"] = f"{row['agreement']:.2%}"
     for row in [row for evaluation in run.evaluations for row in evaluation["rows"] if row["task"] == "grade"][-1:]:
         figures[f"{row.get('name')}, bits per byte"] = f"{row.get('bits_per_byte', math.nan):.4f}"
-    if rates:
-        figures["tokens/s, median"] = f"{statistics.median(rates):,.0f}"
-    if executed:
-        figures["MFU, executed"] = f"{statistics.median(executed):.1%}"
-    dense = run.series("train", "dense_equivalent_mfu")[1]
-    if dense:
-        figures["MFU, dense equivalent"] = f"{statistics.median(dense):.1%}"
-    if tokens:
-        figures["tokens seen"] = _short(tokens[-1])
+    add("tokens/s, median", "train", "tokens_per_second", lambda rates: f"{statistics.median(rates):,.0f}")
+    add("MFU, executed", "train", "executed_mfu", lambda shares: f"{statistics.median(shares):.1%}")
+    add("MFU, dense equivalent", "train", "dense_equivalent_mfu", lambda shares: f"{statistics.median(shares):.1%}")
+    add("tokens seen", "train", "tokens_seen", lambda tokens: _short(tokens[-1]))
     if epochs := run.of_sources("train", "epoch"):
         figures["epochs"] = ", ".join(f"{source} {passes:.0f}" for source, passes in epochs.items())
-    seconds = sum(run.phase_seconds().values())
-    if seconds:
+    if seconds := sum(run.phase_seconds().values()):
         figures["time"] = duration(seconds)
-    if memory:
-        figures["memory, most"] = f"{max(memory) / 2**30:.2f} GiB"
+    add("memory, most", "train", "memory_peak_bytes", lambda memory: f"{max(memory) / 2**30:.2f} GiB")
     return figures
 
 
