@@ -47,14 +47,11 @@ def _entropy(rows: list[dict[str, Any]]) -> Chart:
 
 
 def _recall(rows: list[dict[str, Any]]) -> Chart:
-    traces = _layer_lines(rows, "choice_recall", "@slc")
-    for name, label, colour, dash in (
-        ("choice_recall", "choice", "@slc", "solid"),
-        ("recall_by_chance", "random blocks", "@soft", "dot"),
-    ):
-        steps, values = _mean_over_layers(rows, name)
-        if steps:
-            traces.append(line(steps, values, label, colour, width=3, dash=dash))
+    traces = [
+        *_layer_lines(rows, "choice_recall", "@slc"),
+        *_mean_line(rows, "choice_recall", "choice", "@slc", width=3),
+        *_mean_line(rows, "recall_by_chance", "random blocks", "@soft", width=3, dash="dot"),
+    ]
     caption = "Mass of full attention that the free blocks hold, as a share of the most that n blocks could hold."
     layout = {"xaxis": _STEP, "yaxis": {"range": [0, 1.02], "tickformat": ".0%"}}
     return Chart("recall", "Choice recall", caption, traces, layout)
@@ -107,11 +104,11 @@ def _selection(rows: list[dict[str, Any]]) -> Chart:
         "selected_forced_share": "of the selected blocks, always selected",
         "fewer_than_n_share": "of queries, with fewer blocks than they may select",
     }
-    traces: list[Trace] = []
-    for index, (name, label) in enumerate(names.items()):
-        steps, values = _mean_over_layers(rows, name)
-        if steps:
-            traces.append(line(steps, values, label, f"@run{index}"))
+    traces = [
+        trace
+        for index, (name, label) in enumerate(names.items())
+        for trace in _mean_line(rows, name, label, f"@run{index}")
+    ]
     layout = {"xaxis": _STEP, "yaxis": {"range": [-0.02, 1.02], "tickformat": ".0%"}}
     return Chart("selection", "Selected blocks", "Mean over layers.", traces, layout)
 
@@ -134,26 +131,26 @@ def _layer_lines(rows: list[dict[str, Any]], name: str, colour: str) -> list[Tra
     traces: list[Trace] = []
     layers = sorted({row["layer"] for row in rows})
     for layer in layers if 1 < len(layers) <= _MAX_LAYER_LINES else []:
-        steps, values = _mean_over_layers([row for row in rows if row["layer"] == layer], name)
         thin = {"opacity": 0.35, "showlegend": False, "hovertemplate": f"layer {layer}: %{{y:.2f}}<extra></extra>"}
-        if steps:
-            traces.append(line(steps, values, "", colour, width=1) | thin)
+        of_layer = [row for row in rows if row["layer"] == layer]
+        traces += [trace | thin for trace in _mean_line(of_layer, name, "", colour, width=1)]
     return traces
 
 
 def _branch_lines(rows: list[dict[str, Any]], prefix: str, width: float) -> list[Trace]:
-    traces: list[Trace] = []
-    for branch, label in BRANCHES.items():
-        steps, values = _mean_over_layers(rows, prefix + branch)
-        if steps:
-            traces.append(line(steps, values, label, f"@{branch}", width=width))
-    return traces
+    return [
+        trace
+        for branch, label in BRANCHES.items()
+        for trace in _mean_line(rows, prefix + branch, label, f"@{branch}", width=width)
+    ]
 
 
-def _mean_over_layers(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+def _mean_line(rows: list[dict[str, Any]], name: str, label: str, colour: str, **look: Any) -> list[Trace]:
+    """A line of the mean of a figure over layers; none without values."""
     by_step: dict[int, list[float]] = {}
     for row in rows:
         if is_number(row.get(name)):
             by_step.setdefault(row["step"], []).append(row[name])
     steps = sorted(by_step)
-    return steps, [round(sum(by_step[step]) / len(by_step[step]), 5) for step in steps]
+    means = [round(statistics.fmean(by_step[step]), 5) for step in steps]
+    return [line(steps, means, label, colour, **look)] if steps else []
