@@ -81,7 +81,7 @@ def test_micro_batches_divide_the_share_of_a_process(tmp_path, whole, most, grou
     if uneven:
         shared = make_config(tmp_path, *flags, "--parallel.context", "2")
         notes = preflight(shared, CPU, 2 * groups)[1]
-        assert any(f"{whole // groups} sequences that a group of 2 processes has of" in note for note in notes)
+        assert any(f"{whole // groups} sequences that a process has of" in note for note in notes)
 
 
 def test_processes_that_share_sequences_need_equal_chunks(tmp_path):

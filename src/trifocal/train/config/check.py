@@ -77,19 +77,16 @@ def _check_batches(config: RunConfig, num_groups: int) -> None:
     """Check that the batch can be shared out among groups of processes, each with its own rows."""
     whole = config.train.global_batch_size
     if whole % num_groups:
-        _, groups = _kind_of_group(config)
         raise UserError(
-            f"train.global_batch_size {whole} is not a multiple of {num_groups} {groups}; the next one "
+            f"train.global_batch_size {whole} is not a multiple of {num_groups} {_groups(config)}; the next one "
             f"is --train.global_batch_size {-(-whole // num_groups) * num_groups}"
         )
 
 
-def _kind_of_group(config: RunConfig) -> tuple[str, str]:
-    """What has its own rows, in words: one of them, and several."""
+def _groups(config: RunConfig) -> str:
+    """What has its own rows, in words."""
     context = config.parallel.context
-    if context == 1:
-        return "process", "processes"
-    return f"group of {context} processes", f"groups of {context} processes"
+    return "processes" if context == 1 else f"groups of {context} processes"
 
 
 def _check_saving(config: RunConfig) -> None:
@@ -284,15 +281,14 @@ def _notes(config: RunConfig, num_groups: int) -> list[str]:
         )
     share, most = config.train.global_batch_size // num_groups, config.train.micro_batch_size
     at_once = config.train.sequences_at_once(num_groups)
-    group, groups = _kind_of_group(config)
     if at_once < min(share, most):
         notes.append(
-            f"train.micro_batch_size {most} does not divide the {share} sequences that a {group} has of the global "
+            f"train.micro_batch_size {most} does not divide the {share} sequences that a process has of the global "
             f"batch: it takes {at_once} at a time"
         )
     if config.data.streams % num_groups and config.data.has_text:
         notes.append(
-            f"data.streams {config.data.streams} is not a multiple of {num_groups} {groups}: each "
+            f"data.streams {config.data.streams} is not a multiple of {num_groups} {_groups(config)}: each "
             "reads the data of others too; set it before the first step of a run, it decides the order of the rows"
         )
     return notes
