@@ -29,16 +29,8 @@ from trifocal.runlog.heartbeat import Heartbeat
 from trifocal.testing.processes import run_processes
 from trifocal.testing.small_models import small_config
 from trifocal.train.checkpoint.folders import checkpoint_path
-from trifocal.train.config.sections import (
-    CheckpointSection,
-    EvaluateSection,
-    LogSection,
-    OptimizerSection,
-    RunConfig,
-    RunSection,
-    ScheduleSection,
-    TrainSection,
-)
+from trifocal.train.config.load import override
+from trifocal.train.config.sections import OptimizerSection, RunConfig, TrainSection
 from trifocal.train.launch import resume, train
 from trifocal.train.loop import TrainResult
 from trifocal.train.step.optimizer import make_optimizer
@@ -228,17 +220,18 @@ def _config(
     directory: Path, device: torch.device, model: ModelConfig, data: DataConfig, train: TrainSection, saved_steps: int
 ) -> RunConfig:
     """A run of a small model, without evaluations; each step has a row in the metrics."""
-    return RunConfig(
-        run=RunSection(directory=str(directory), device=device.type),  # type: ignore[arg-type]
-        model=model,
-        data=data,
-        train=train,
-        optimizer=OptimizerSection(learning_rate=1e-2, weight_decay=0.0),
-        schedule=ScheduleSection(warmup_steps=2, minimum_factor=1.0),
-        checkpoint=CheckpointSection(interval_steps=saved_steps, keep_last=2),
-        evaluate=EvaluateSection(interval_steps=0),
-        log=LogSection(interval_steps=1),
-    )
+    settings = {
+        "run.directory": str(directory),
+        "run.device": device.type,
+        "optimizer.learning_rate": 1e-2,
+        "optimizer.weight_decay": 0.0,
+        "schedule.warmup_steps": 2,
+        "schedule.minimum_factor": 1.0,
+        "checkpoint.interval_steps": saved_steps,
+        "evaluate.interval_steps": 0,
+        "log.interval_steps": 1,
+    }
+    return override(RunConfig(model=model, data=data, train=train), settings)
 
 
 def _write_documents(folder: Path) -> None:
