@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -36,11 +36,8 @@ _CHOICE_SEQUENCES = 16
 _SEQUENCES = 16
 
 
-class ReportProgress(Protocol):
-    """Tells the person who waits."""
-
-    def __call__(self, text: str, detail: str = "") -> None:
-        """Show a line; one with a detail repeats a line that was shown without."""
+ReportProgress = Callable[..., None]
+"""Shows a line; one with a second text, a detail, repeats a line that was shown without."""
 
 
 @dataclass(frozen=True, kw_only=True)
