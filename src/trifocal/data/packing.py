@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,22 +31,6 @@ class Row(NamedTuple):
     starts: list[int]
     document_ids: list[str]
     epoch: int
-
-
-class RowStream(Protocol):
-    """Endless rows with an exact position."""
-
-    def next_row(self) -> Row:
-        """The next row."""
-
-    def skip_row(self) -> int:
-        """Skip a row that this process does not need, and return its epoch."""
-
-    def state(self) -> dict[str, Any]:
-        """The position after the last row, JSON types only."""
-
-    def seek(self, state: dict[str, Any]) -> None:
-        """Go to a position that `state` gave."""
 
 
 class PackedStream:

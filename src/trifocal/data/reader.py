@@ -8,18 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 from trifocal.data.data_config import DataConfig
-from trifocal.data.packing import PackedStream, RowStream, ShuffledStream
+from trifocal.data.packing import PackedStream, ShuffledStream
 from trifocal.data.prefetch import Activity
 from trifocal.data.sources.base import BadDocuments, Source
 from trifocal.data.sources.builtin import BuiltinSource
 from trifocal.data.sources.hub import open_dataset
 from trifocal.data.sources.parquet import ParquetSource
-from trifocal.data.sources.synthetic import synthetic_stream
+from trifocal.data.sources.synthetic import SyntheticStream, synthetic_stream
 from trifocal.data.sources.text import JsonlSource, TextSource
 from trifocal.data.stream import DocumentStream
 from trifocal.data.tokenizers import Tokenizer
 from trifocal.errors import UserError
 
+RowStream = ShuffledStream | SyntheticStream
+"""Endless rows with an exact position."""
 _FILES = "the files (names and sizes)"
 _COMMIT = re.compile("@[0-9a-f]{40}$")
 

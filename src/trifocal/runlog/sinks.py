@@ -5,7 +5,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from trifocal.errors import UserError
 from trifocal.runlog.jsonl import Row
@@ -14,33 +14,12 @@ SINKS = ("tensorboard", "wandb")
 _NOT_SCALARS = {"kind", "step", "unix_time_seconds", "layer"}
 
 
-class Sink(Protocol):
-    """Another consumer of the metric rows. It may raise: then it gets no more rows, and training continues."""
-
-    def write(self, row: Row) -> None:
-        """Write one row."""
-
-    def close(self) -> None:
-        """Flush and close."""
-
-
 def check_sinks(names: Iterable[str]) -> None:
     """Refuse sinks without an installed package: a UserError that names it, and its extra."""
     for name in names:
         # The package and the extra have the sink's name.
         if importlib.util.find_spec(name) is None:
             raise UserError(f"log.sinks asks for {name}, which is not installed: pip install 'trifocal[{name}]'")
-
-
-def make_sinks(
-    names: Sequence[str], directory: Path, *, project: str, config: Mapping[str, Any], resume_step: int | None = None
-) -> list[Sink]:
-    """Make the sinks of a run, names from SINKS; nothing is sent yet. `project` is that in W&B."""
-    makers: dict[str, Callable[[], Sink]] = {
-        "tensorboard": lambda: TensorBoardSink(directory / "tensorboard", resume_step=resume_step),
-        "wandb": lambda: WandbSink(directory, project=project, config=config),
-    }
-    return [makers[name]() for name in names]
 
 
 def _scalars(row: Row) -> dict[str, float]:
@@ -125,3 +104,18 @@ class WandbSink:
         )
         run.define_metric("*", step_metric="step")
         return run
+
+
+Sink = TensorBoardSink | WandbSink
+"""It may raise: then it gets no more rows, and training continues."""
+
+
+def make_sinks(
+    names: Sequence[str], directory: Path, *, project: str, config: Mapping[str, Any], resume_step: int | None = None
+) -> list[Sink]:
+    """Make the sinks of a run, names from SINKS; nothing is sent yet. `project` is that in W&B."""
+    makers: dict[str, Callable[[], Sink]] = {
+        "tensorboard": lambda: TensorBoardSink(directory / "tensorboard", resume_step=resume_step),
+        "wandb": lambda: WandbSink(directory, project=project, config=config),
+    }
+    return [makers[name]() for name in names]
