@@ -152,7 +152,7 @@ def test_a_resume_repeats_the_uninterrupted_run(lines, tokenizer):
         for _ in range(30):
             states.append(json.loads(json.dumps(loader.state_dict())))
             whole.append(next(loader))
-    assert whole[-1].epoch >= 1
+    assert min(whole[-1].epochs) >= 1
     for at in (1, 11, 29):
         with open_loader(lines, tokenizer) as loader:
             loader.load_state_dict(states[at])

@@ -79,13 +79,13 @@ def test_a_source_gives_the_rows_that_it_gives_without_the_others(sources):
         batches = take(loader, 90)
     order = letters(batches)
     assert [order.count(letter) for letter in "abc"] == [60, 20, 10]
-    assert batches[-1].epochs[1] > batches[-1].epochs[0] and batches[-1].epoch == min(batches[-1].epochs)
+    assert batches[-1].epochs[1] > batches[-1].epochs[0]
     for number, source in enumerate(sources):
         own = [batch for batch, letter in zip(batches, order, strict=True) if letter == "abc"[number]]
         with open_loader(source, LENGTH, **SETTINGS) as loader:
             for mixed, single in zip(own, take(loader, len(own)), strict=True):
                 assert torch.equal(mixed.tokens, single.tokens) and torch.equal(mixed.targets, single.targets)
-                assert mixed.epochs[number] == single.epoch
+                assert mixed.epochs[number] == single.epochs[0]
 
 
 @pytest.mark.parametrize("streams", [1, 2, 3])

@@ -67,11 +67,6 @@ class Batch(NamedTuple):
         return self.tokens if self.shared_rows is None else self.shared_rows
 
     @property
-    def epoch(self) -> int:
-        """The lowest of `epochs`."""
-        return min(self.epochs)
-
-    @property
     def packed_documents(self) -> int:
         """Documents of `cu_seqlens`; 0 where that is None."""
         return 0 if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
