@@ -29,13 +29,8 @@ _SEEDS = (1, 2)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One way to take a step.
-
-    Attributes:
-        shards: Processes that share a copy under hsdp.
-        accumulation: Micro-batches.
-        after: Exchange gradients after backward, as recorded graphs need it.
-        context: Processes that share each sequence.
+    """One way to take a step: `shards` processes share a copy under hsdp, `context` each sequence; with `after`,
+    gradients are exchanged after backward, as recorded graphs need it.
     """
 
     mode: Mode

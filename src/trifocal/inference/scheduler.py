@@ -19,14 +19,10 @@ from trifocal.inference.text_stream import TextStream
 class RequestState:
     """A sequence on its way: it waits, goes through its prompt, runs, may be swapped out, and ends.
 
-    Attributes:
-        age: The youngest sequence has the largest.
-        cached, swapped: Its place in the caches, or its copy on the host; neither while it waits.
-        place: Its place in the batch while it takes part in steps.
-        logits: Logits of its prompt's last token, until its first tokens are drawn.
-        launched: Tokens whose draw is queued; `tokens` are those that the host has read.
-        keys: Hashes of its prompt's chunks, by which prefixes are kept and found; none for a scored prompt.
-        prompt_scores: Scores of the prompt's tokens that no update has returned yet.
+    The youngest has the largest `age`. A sequence is `cached`, or `swapped` to the host, or waits; it has a `place` in
+    the batch while it takes part in steps. `logits` are those of its prompt's last token, until its first tokens are
+    drawn; `launched` tokens are queued, and `tokens` those that the host has read. By the hashes of its prompt's
+    chunks, `keys`, prefixes are kept and found.
     """
 
     request: Request

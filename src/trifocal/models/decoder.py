@@ -22,12 +22,8 @@ IGNORED_TARGET = -100
 
 
 class Distillation(NamedTuple):
-    """What a model learns from a frozen one in a training step.
-
-    Attributes:
-        frozen: The frozen model, of the same vocabulary and on the same device.
-        text_weight: Weight of the loss on the text beside the divergence from the frozen model.
-        total: Gets the divergence of each pass added, summed over its targets, nats, a scalar in fp32.
+    """What a model learns from a frozen one, of the same vocabulary and on the same device, in a training step; `total`
+    gets the divergence of each pass added, summed over its targets, nats, a scalar in fp32.
     """
 
     frozen: "DecoderLM"

@@ -22,14 +22,10 @@ _COLLECTIVE_WORDS = ("gloo", "nccl", "connection", "process group", "timed out",
 
 
 class StepData(NamedTuple):
-    """The data of one step.
+    """The data of one step: this process's micro-batches, and the state of the loader after them.
 
-    Attributes:
-        batches: The micro-batches of this process.
-        position: State of the loader after them.
-        total_targets: Valid targets of the global batch, in all processes.
-        documents: For each micro-batch, the largest number of packed documents in any process.
-        eligible: Queries of the global batch that teach the choice of each layer; None where it is not taught.
+    Of all processes, valid targets of the global batch; for each micro-batch, the largest number of packed documents;
+    and queries of the global batch that teach the choice of each layer, None where it is not taught.
     """
 
     batches: list[Batch]

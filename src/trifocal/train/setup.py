@@ -33,13 +33,8 @@ T = TypeVar("T")
 
 @dataclass
 class TrainState:
-    """The counters of a run, the same in every process but for the position in the data.
-
-    Attributes:
-        step: Optimizer steps done.
-        resume_step: The step of the checkpoint that the run continues from; None for a new run.
-        loss: The last training loss that was read from the device, nats per token.
-        data_position: State of this process's loader after the last step.
+    """The counters of a run: steps that are done, the step that it continues from, the last loss that was read from the
+    device, in nats per token, and the state of this process's loader after the last step.
     """
 
     step: int = 0

@@ -18,15 +18,11 @@ from trifocal.train.step.step import batch_loss
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Loss on validation documents.
+    """Loss on validation documents: nats per token, their exponential, and bits for each byte of the text that the
+    targets stand for, None where there is no text.
 
-    Attributes:
-        validation_loss: Nats per token.
-        perplexity: Its exponential.
-        bits_per_byte: Bits for each byte of the text that the targets stand for, which makes tokenizers comparable;
-            None where there is no text.
-        of_sources: With several sources, the evaluation of each by its string; the first three are then means over the
-            sources, whatever their weights, the second the exponential of the mean.
+    With several sources it has the evaluation of each by its string; the first three are then means over the sources,
+    whatever their weights, the second the exponential of the mean.
     """
 
     validation_loss: float

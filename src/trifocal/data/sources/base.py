@@ -15,13 +15,8 @@ Cursor = tuple[int, ...]
 
 
 class Document(NamedTuple):
-    """A text or a chat, with its name.
-
-    Attributes:
-        id: Name, such as `a.jsonl:7`.
-        text: Its text; of a chat, the messages as JSON, the same from every kind of file.
-        held_out: Whether it belongs to the validation split; None: a hash of the text decides.
-        messages: The messages of a chat; None for a text.
+    """A text or a chat, with its name, such as `a.jsonl:7`; the text of a chat are the messages as JSON, the same from
+    every kind of file. `held_out`: whether it belongs to the validation split; None: a hash of the text decides.
     """
 
     id: str
