@@ -7,7 +7,6 @@ import faulthandler
 import json
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -57,9 +56,9 @@ def write_details(folder: Path, rank: int, row: Row) -> None:
         except Exception as error:
             page = f"cannot be read: {error}\n"
         if page:
-            _write(folder / f"collectives_rank{rank}.txt", lambda: page)
+            _write(folder / f"collectives_rank{rank}.txt", page)
         answer = {"row": row, "collectives": [asdict(found) for found in last_of_each_group(collectives)]}
-        _write(folder / f"rank{rank}.json", lambda: json.dumps(answer, indent=1) + "\n")
+        _write(folder / f"rank{rank}.json", json.dumps(answer, indent=1) + "\n")
 
 
 def read_answers(folder: Path) -> dict[int, Answer]:
@@ -75,12 +74,8 @@ def read_answers(folder: Path) -> dict[int, Answer]:
     return dict(sorted(answers.items()))
 
 
-def _write(path: Path, make: Callable[[], str]) -> None:
+def _write(path: Path, text: str) -> None:
     try:
-        try:
-            text = make()
-        except Exception as error:
-            text = f"failed: {type(error).__name__}: {error}\n"
         write_whole(path, text)
     except OSError as error:
         logger.warning("cannot write %s: %s", path, error)
