@@ -17,7 +17,7 @@ from rich.table import Table
 from trifocal._version import __version__
 from trifocal.cli.console import SafeConsole
 from trifocal.cli.flags import parse_arguments
-from trifocal.cli.output import check_output, printable, write_file
+from trifocal.cli.output import check_output, printable, write_file, writing
 from trifocal.cli.threads import Threads
 from trifocal.data import DataConfig, Tokenizer
 from trifocal.errors import UserError
@@ -274,12 +274,8 @@ def _write(found: Pretrained, options: EvaluateArguments, head: dict[str, Any], 
         print(printable(f"\nwritten: {options.output}"))
     elif found.run is not None:
         folder = _folder_of_run(found)
-        try:
+        with writing(folder / "evaluation", "; name another file with --output FILE.json"):
             path = write_evaluation(folder, head, rows)
-        except OSError as error:
-            raise UserError(
-                f"cannot write {folder / 'evaluation'}: {error.strerror}; name another file with --output FILE.json"
-            ) from error
         print(printable(f"\nwritten: {path}"))
         print(f"the curves, on the page of the run: trifocal report {shell_path(folder)}")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trifocal.cli.generate_model import GenerateArguments, load
+from trifocal.cli.output import writing
 from trifocal.cli.threads import Threads
 from trifocal.errors import UserError
 from trifocal.inference import Completion, Engine
@@ -150,22 +151,18 @@ def read_written(path: Path, prompts: Sequence[PromptLine]) -> set[tuple[int, in
 
 
 def _open(path: Path, *, append: bool) -> FileIO:
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("ab" if append else "xb", buffering=0)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def write_line(file: FileIO, path: Path, content: dict[str, Any]) -> None:
     """Write one line of an output."""
     # Characters that no UTF-8 has become escapes.
     left = memoryview((json.dumps(content, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
-    try:
+    with writing(path, "; --append continues it"):
         while left:
             left = left[file.write(left) :]
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; --append continues it") from error
 
 
 def _content(options: GenerateArguments, index: int, line: PromptLine, completion: Completion) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from trifocal.errors import UserError
 from trifocal.paths import user_path
+from trifocal.runlog.whole_files import write_output
 
 # Control characters, with which a text could move the cursor, rename the window or type, and marks that turn the
 # direction of writing. Line ends and tabs stay.
@@ -56,7 +57,7 @@ def check_output(path: str) -> None:
     """
     if not path:
         return
-    try:
+    with writing(path):
         file = user_path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
         there = file.exists()
@@ -64,21 +65,23 @@ def check_output(path: str) -> None:
             pass
         if not there:
             file.unlink()
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def write_file(path: str, text: str) -> None:
     """Write a file that the user named, whole or not at all; UserError if it cannot be written, and an earlier file
     stays.
     """
-    # Its package imports PyTorch, for which `trifocal --help` does not wait.
-    from trifocal.runlog.whole_files import write_output
-
-    try:
+    with writing(path):
         write_output(user_path(path), text)
+
+
+@contextmanager
+def writing(path: str | Path, advice: str = "") -> Iterator[None]:
+    """Make a UserError, with the path, of what the system says against writing there."""
+    try:
+        yield
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+        raise UserError(f"cannot write {path}: {error.strerror}{advice}") from error
 
 
 def _leave(number: int, _frame: FrameType | None) -> NoReturn:
