@@ -22,7 +22,8 @@ from trifocal.cli.generate_model import GenerateArguments, LoadedModel
 from trifocal.cli.output import printable
 from trifocal.data import make_tokenizer
 from trifocal.errors import UserError
-from trifocal.inference import CachedModel, Engine, Request, Sampling, TextStream
+from trifocal.inference import CachedModel, Engine, Request, Sampling
+from trifocal.inference.text_stream import TextStream
 from trifocal.testing.small_models import make_model, small_config
 from trifocal.train.checkpoint.export import export_folder
 

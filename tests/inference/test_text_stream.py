@@ -3,7 +3,7 @@
 import random
 
 from trifocal.data import make_tokenizer
-from trifocal.inference import TextStream
+from trifocal.inference.text_stream import TextStream
 
 TOKENIZER = make_tokenizer("bytes")
 

@@ -7,7 +7,8 @@ import pytest
 
 from tests.chat_data import write_llama_tokenizer, write_tokenizer
 from trifocal.data import make_tokenizer
-from trifocal.inference import Completion, TextStream, TokenScore, Update
+from trifocal.inference import Completion, TokenScore, Update
+from trifocal.inference.text_stream import TextStream
 from trifocal.serve.answers import Answer
 from trifocal.serve.app import _AnswerResponse
 from trifocal.serve.metrics import Histogram

@@ -8,7 +8,6 @@ from trifocal.inference.engine import Engine, RequestTooLong
 from trifocal.inference.pages import OutOfPages
 from trifocal.inference.request import Completion, Request, TokenScore, Update
 from trifocal.inference.sampler import Sampling
-from trifocal.inference.text_stream import TextStream
 
 __all__ = [
     "CachedModel",
@@ -20,7 +19,6 @@ __all__ = [
     "Request",
     "RequestTooLong",
     "Sampling",
-    "TextStream",
     "TokenScore",
     "Update",
 ]

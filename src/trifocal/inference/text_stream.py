@@ -6,18 +6,11 @@ from trifocal.data import Tokenizer
 
 
 class TextStream:
-    """The text of tokens as they come: what was added joins to the text of all.
+    """The text of tokens as they come, behind those `before`: what was added joins to the text of all.
 
     A character may take several tokens, and the text of a token may depend on those before it. (After bytes that are
-    not UTF-8, a tokenizer with byte fallback would change characters that were returned already.)
-
-    Args:
-        tokenizer: Tokenizer of the tokens.
-        before: The tokens before the first.
-        stop: Strings that end the text. Text that may be the beginning of one is held back until it is known.
-
-    Attributes:
-        stopped: Whether a stop string has come; the text before it is out, and no more comes.
+    not UTF-8, a tokenizer with byte fallback would change characters that were returned already.) Text that may begin
+    a stop string is held back until it is known; once one has come, the stream has `stopped`, and no more text comes.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int], stop: Sequence[str] = ()) -> None:

@@ -7,7 +7,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from trifocal.inference import TextStream, TokenScore, Update
+from trifocal.inference import TokenScore, Update
+from trifocal.inference.text_stream import TextStream
 from trifocal.serve.service import Call, Service
 
 _Scored = tuple[int, TokenScore | None]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trifocal.data import Tokenizer
-from trifocal.inference import TextStream
+from trifocal.inference.text_stream import TextStream
 from trifocal.models import DecoderLM
 from trifocal.serve.answers import Answer
 from trifocal.serve.errors import ApiError
