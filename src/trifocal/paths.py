@@ -107,10 +107,9 @@ def parse_json(text: str | bytes) -> Any:
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The JSON object in a file; as `read_text`, and refuses any other content."""
+    text = read_text(path)
     try:
-        values = parse_json(read_text(path))
-    except UserError:
-        raise
+        values = parse_json(text)
     except ValueError as error:
         raise UserError(f"{os.fspath(path)} is not valid JSON: {one_line(error)}") from error
     if not isinstance(values, dict):
