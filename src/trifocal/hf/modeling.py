@@ -150,7 +150,11 @@ class TrifocalModel(TrifocalPreTrainedModel):
         Raises:
             ValueError: If an argument asks for what the model cannot do; the message names it.
         """
-        _refuse(kwargs, output_attentions=output_attentions or self.config.output_attentions)
+        if output_attentions or self.config.output_attentions:
+            raise ValueError("output_attentions=True is not possible: sparse attention makes no matrix of weights")
+        for name, value in kwargs.items():
+            if value is not None and name not in _PACKING | _TOKENIZERS:
+                raise ValueError(f"Trifocal's models do not know the argument {name}")
         x = self._embed(input_ids, inputs_embeds)
         choice_loss = None
         cache = past_key_values if cache is None else cache
@@ -407,16 +411,6 @@ class ChoiceRecall(TrainerCallback):
         recalls = choice_recall(given["model"]).values()
         if recalls and logs is not None and "loss" in logs:
             logs["choice_recall"] = state.log_history[-1]["choice_recall"] = sum(recalls) / len(recalls)
-
-
-def _refuse(kwargs: dict[str, Any], **impossible: Any) -> None:
-    """Raise for arguments that ask for something which the model cannot do."""
-    for name, value in impossible.items():
-        if value:
-            raise ValueError(f"{name}={value!r} is not possible: sparse attention makes no matrix of weights")
-    for name, value in kwargs.items():
-        if value is not None and name not in _PACKING | _TOKENIZERS:
-            raise ValueError(f"Trifocal's models do not know the argument {name}")
 
 
 def _returned(output: Any, config: TrifocalConfig, return_dict: bool | None) -> Any:
