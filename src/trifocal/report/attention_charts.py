@@ -21,8 +21,8 @@ def attention_charts(run: Run) -> list[Chart]:
         _gates(rows),
         _entropy(rows),
         _recall(rows),
-        _recall_by_distance(rows),
-        _distances(rows),
+        _recall_by_distance(run.last_telemetry()),
+        _distances(run.last_telemetry()),
         _selection(rows),
     ]
     charts = [chart for chart in charts if chart.traces]
@@ -57,9 +57,7 @@ def _recall(rows: list[dict[str, Any]]) -> Chart:
     return Chart("recall", "Choice recall", caption, traces, layout)
 
 
-def _recall_by_distance(rows: list[dict[str, Any]]) -> Chart:
-    last_step = max(row["step"] for row in rows)
-    last = [row for row in rows if row["step"] == last_step]
+def _recall_by_distance(last: list[dict[str, Any]]) -> Chart:
     traces: list[Trace] = []
     for name, label, colour in (
         ("exact_mass_by_distance", "exact choice", "@dense"),
@@ -73,13 +71,12 @@ def _recall_by_distance(rows: list[dict[str, Any]]) -> Chart:
         "xaxis": {"title": {"text": "blocks back"}, "type": "category"},
         "yaxis": {"rangemode": "tozero", "tickformat": ".0%"},
     }
-    caption = f"Where that mass lies, at step {last_step:,}, mean over layers: the gap is what the choice misses."
+    caption = f"Where that mass lies, at step {last[0]['step']:,}, mean over layers: the gap is what the choice misses."
     return Chart("recall_distance", "Choice recall by distance", caption, traces, layout)
 
 
 def _distances(rows: list[dict[str, Any]]) -> Chart:
-    last_step = max(row["step"] for row in rows)
-    last = [row for row in rows if row["step"] == last_step and _shares(row, "selected_distance_shares")]
+    last = [row for row in rows if _shares(row, "selected_distance_shares")]
     bins = max((len(row["selected_distance_shares"]) for row in last), default=0)
     trace = heat_map(
         distance_labels(bins),
@@ -93,7 +90,7 @@ def _distances(rows: list[dict[str, Any]]) -> Chart:
         "xaxis": {"title": {"text": "blocks back"}, "type": "category"},
         "yaxis": {"title": {"text": "layer"}, "dtick": max(1, len(last) // 6)},
     }
-    caption = f"Share of the selected blocks at each distance from the query, at step {last_step:,}."
+    caption = f"Share of the selected blocks at each distance from the query, at step {rows[0]['step']:,}."
     return Chart("distances", "How far selection looks", caption, [trace] if last else [], layout)
 
 
