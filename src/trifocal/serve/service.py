@@ -196,10 +196,7 @@ class Service:
     def _prompt(self, part: Any) -> _Prompt:
         """A prompt in tokens."""
         if isinstance(part, str):
-            try:
-                part = self.tokenizer.encode_prompt(_checked(str, part, "prompt"))
-            except UserError as error:
-                raise _not_encodable() from error
+            part = self._encode(_checked(str, part, "prompt"))
         elif not isinstance(part, list) or {*map(type, part)} - {int}:
             raise ApiError(400, "prompt must be a text, a list of tokens, or a list of them", param="prompt")
         if len(part) == 0:
@@ -215,18 +212,18 @@ class Service:
         except BadChat as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
         try:
-            return self.tokenizer.encode_prompt(chat)
+            return self._encode(chat)
         except BadChat as error:
             # The message itself names the tokenizer, whose name may be a path.
             raise ApiError(
                 400, f"the chat template refuses the messages: {one_line(error.__cause__)}", param="messages"
             ) from error
+
+    def _encode(self, prompt: Any) -> NDArray[np.int32]:
+        try:
+            return self.tokenizer.encode_prompt(prompt)
         except UserError as error:
-            raise _not_encodable() from error
-
-
-def _not_encodable() -> ApiError:
-    return ApiError(400, "the tokenizer cannot encode the text")
+            raise ApiError(400, "the tokenizer cannot encode the text") from error
 
 
 def _checked(kind: type, value: Any, name: str) -> Any:
