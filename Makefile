@@ -7,8 +7,6 @@ RUN := runs/demo
 # One thread a test worker: two workers on two cores.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Python compiles a module when it is first imported: most of the packages' modules never are.
-INSTALL := $(PIP) install --no-compile -c constraints.txt
 
 .PHONY: help demo test lint format docs clean
 
@@ -28,13 +26,13 @@ $(VENV)/created:
 
 $(VENV)/installed: $(VENV)/created pyproject.toml constraints.txt
 	@echo "Installing Trifocal, PyTorch and what reports need (about 30 s with a warm cache) …"
-	@$(INSTALL) -e '.[report]'
+	@$(PIP) install -c constraints.txt -e '.[report]'
 	@touch $@
 
 # The test tools include what reports need, so that one installation is enough.
 $(VENV)/installed-dev: $(VENV)/created pyproject.toml constraints.txt
 	@echo "Installing Trifocal, PyTorch and the test tools …"
-	@$(INSTALL) -e '.[dev]' triton
+	@$(PIP) install -c constraints.txt -e '.[dev]' triton
 	@touch $(VENV)/installed $@
 
 demo: $(VENV)/installed
