@@ -13,12 +13,16 @@ from trifocal.models.io import write_tensors
 
 
 def test_files_of_an_earlier_model_do_not_stay(make_config, tmp_path):
-    """Whole weights, shards, whole weights again: each time the last ones are read."""
+    """Whole weights, shards, whole weights again: each time the last ones are read; what a killed process left goes."""
+    left = tmp_path / ".weights.partial"
+    left.mkdir()
+    (left / "model-00009-of-00009.safetensors").touch()
     for shard_bytes, files in ((10**9, 1), (8000, 4), (10**9, 1)):
         model = DecoderLM(make_config())
         save_weights(model, tmp_path, shard_bytes=shard_bytes)
         found = len(list(tmp_path.glob("model*.safetensors*")))
         assert found == files if files == 1 else found >= files
+        assert not left.exists()
         assert torch.equal(load_model(tmp_path).embedding.weight, model.embedding.weight)
 
 

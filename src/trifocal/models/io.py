@@ -9,7 +9,7 @@ import errno
 import json
 import os
 import re
-import tempfile
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -87,8 +87,11 @@ def save_weights(model: DecoderLM, folder: str | Path, *, shard_bytes: int = SHA
     }
     shards = _shards(tensors, shard_bytes)
     stale = {*folder.glob("model-*-of-*.safetensors"), folder / INDEX_FILE, folder / WEIGHTS_FILE}
-    with tempfile.TemporaryDirectory(prefix=".weights.", dir=folder) as name:
-        partial = Path(name)
+    partial = folder / ".weights.partial"
+    # A process that was killed may have left it.
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
         _write_json(partial / CONFIG_FILE, content)
         write_modeling_file(partial)
         for file, names in shards.items():
@@ -99,6 +102,8 @@ def save_weights(model: DecoderLM, folder: str | Path, *, shard_bytes: int = SHA
             _write_json(partial / INDEX_FILE, {"metadata": total, "weight_map": files})
         for path in partial.iterdir():
             stale.discard(path.replace(folder / path.name))
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     for path in stale:
         path.unlink(missing_ok=True)
 
