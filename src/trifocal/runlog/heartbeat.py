@@ -4,20 +4,18 @@
 fields. On a GPU the phases are host times: the host may wait in `optimizer` for work that it queued in `forward`.
 """
 
-import faulthandler
 import os
-import re
 import socket
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import IO, Protocol, Self
+from types import CodeType
+from typing import Protocol, Self
 
 import torch
 
@@ -33,19 +31,7 @@ PHASES = (
 _UNLIMITED = ("start", "compile", "wait")
 STALL_FACTOR = 10.0
 _TYPICAL_TIMES = 200
-# Of a compiler's deep stack the outermost frames are not known.
-_COMPILER_FILES = (
-    "/torch/_dynamo/convert_frame.py",
-    "/torch/_dynamo/symbolic_convert.py",
-    "/torch/fx/experimental/proxy_tensor.py",
-    "/torch/_inductor/compile_fx.py",
-    "/torch/_inductor/graph.py",
-    "/torch/_inductor/scheduler.py",
-    "/triton/compiler/",
-)
-# faulthandler's lines: "Thread 0x00007f… (most recent call first):", then one for each frame.
-_THREAD = re.compile(r"hread 0x([0-9a-f]+).*\n((?:  .*\n)*)")
-_FRAME = re.compile(r'  File "(.*)", line (\S+) in (.*)')
+_COMPILER_FILES = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py", "/triton/compiler/")
 HEARTBEAT_FIELDS = frozenset(
     (
         *("unix_time_seconds", "host", "pid", "process_start", "interval_seconds", "status", "phase", "phase_seconds"),
@@ -242,7 +228,7 @@ def _rounded(seconds: float) -> float:
 
 def running_threads() -> frozenset[int]:
     """Every thread that runs Python code now, including those unknown to `threading`."""
-    return frozenset(_stacks())
+    return frozenset(sys._current_frames())
 
 
 def where(main_thread: int, depth: int = 3, *, others: frozenset[int] = frozenset()) -> tuple[str, bool]:
@@ -254,28 +240,28 @@ def where(main_thread: int, depth: int = 3, *, others: frozenset[int] = frozense
     """
     known = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
     known |= others | {main_thread}
-    stacks = _stacks()
-    frames = [frame for thread, stack in stacks.items() if thread not in known for frame in stack]
-    frames += stacks.get(main_thread, [])
-    named = [f"{name} ({Path(file).name}:{line})" for file, line, name in frames[:depth]]
-    return " < ".join(named), any(part in file for file, *_ in frames for part in _COMPILER_FILES)
+    named: list[str] = []
+    compiling = False
+    for code, line in _stacks(main_thread, known):
+        compiling = compiling or any(part in code.co_filename for part in _COMPILER_FILES)
+        if len(named) < depth:
+            named.append(f"{code.co_name} ({Path(code.co_filename).name}:{line})")
+    return " < ".join(named), compiling
 
 
-def _stacks() -> dict[int, list[tuple[str, str, str]]]:
-    """File, line and function of up to 100 innermost frames of every other thread.
+def _stacks(main_thread: int, known: set[int | None]) -> list[tuple[CodeType, int]]:
+    """Code and line of every frame of the unknown threads, then of the training thread.
 
-    By faulthandler, which no other thread interrupts: Python code that goes from frame to frame of a running thread
-    can read one that is gone, and ends the process.
+    A frame keeps its local variables alive, tensors too, so no frame leaves this function. The frame of this function
+    is dropped as well: it would form a reference cycle with all the others.
     """
-    with _memory_file() as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        text = file.read().decode(errors="replace")
-    stacks = {int(part[1], 16): _FRAME.findall(part[2]) for part in _THREAD.finditer(text)}
-    stacks.pop(threading.get_ident(), None)
-    return stacks
-
-
-def _memory_file() -> IO[bytes]:
-    """A file that needs no disk, which may be full, where the system has such files."""
-    return os.fdopen(os.memfd_create("stacks"), "w+b") if sys.platform == "linux" else tempfile.TemporaryFile()
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]
+    main = frames.get(main_thread)
+    innermost = [*(frame for ident, frame in frames.items() if ident not in known), main]
+    found = []
+    for frame in innermost:
+        while frame is not None:
+            found.append((frame.f_code, frame.f_lineno))
+            frame = frame.f_back
+    return found
