@@ -30,8 +30,7 @@ class TileLists(NamedTuple):
         members: Which queries chose it, [B, G, tiles, width, words]: bit r of the words, 32 bits each, is that of query
             `tile * queries + r`.
         counts: [B, G, tiles, 2]: the entries of which a query may see only some keys, which come first, and all
-            entries. Both are even and at least 2: a list of odd length repeats its last block, chosen by nobody, and an
-            empty one has token 0 twice. What lies behind is not initialised.
+            entries, at least one: where nothing was chosen, token 0, by nobody. What lies behind is not initialised.
         queries: Queries of a tile; the last one may have fewer.
     """
 
@@ -75,8 +74,11 @@ def tile_lists_kernel(
     members += of_tile * width * WORDS
     end = first_token * 0
     masked = end
-    last = end
     latest = tl.max(left)
+    # Kernels load what they hold with the first entry: there is one.
+    is_empty = latest < 0
+    tl.store(tokens, 0, mask=is_empty)
+    tl.store(members + word, tl.zeros([WORDS], tl.int32), mask=is_empty)
     while latest >= 0:
         here = left == latest
         tl.store(tokens + end, latest)
@@ -84,16 +86,10 @@ def tile_lists_kernel(
         tl.store(members + end * WORDS + word, tl.reduce(bits, 1, bitwise_or))
         end += 1
         masked += (latest + (BLOCK - 1) > first_token).to(tl.int32)
-        last = latest
         left = tl.where(here, -1, left)
         latest = tl.max(left)
-    even = tl.maximum((end + 1) // 2 * 2, 2)
-    pad = tl.arange(0, 2)
-    tl.store(tokens + end + pad, last, mask=end + pad < even)
-    pad = end * WORDS + tl.arange(0, 2 * WORDS)
-    tl.store(members + pad, 0, mask=pad < even * WORDS)
-    tl.store(counts + of_tile * 2, tl.maximum((masked + 1) // 2 * 2, 2))
-    tl.store(counts + of_tile * 2 + 1, even)
+    tl.store(counts + of_tile * 2, masked + is_empty.to(tl.int32))
+    tl.store(counts + of_tile * 2 + 1, end + is_empty.to(tl.int32))
 
 
 def build_tile_lists(
@@ -105,7 +101,7 @@ def build_tile_lists(
     """
     batch, num_queries, groups, num_selected = selected_blocks.shape
     row_tiles = cdiv(num_queries, queries)
-    width = 2 * cdiv(min(queries * num_selected, count_blocks(num_keys, block_size, documents)), 2)
+    width = min(queries * num_selected, count_blocks(num_keys, block_size, documents))
     places, rows = next_power_of_2(num_selected), next_power_of_2(queries)
     words = cdiv(rows, 32)
     tokens = selected_blocks.new_empty(batch, groups, row_tiles, width)
