@@ -121,6 +121,7 @@ def test_the_bench_times_the_same_steps_recorded(model, options, checkpointing, 
         torch._dynamo.reset()
         case = TrainCase(
             size="2x4096",
+            attention=options["attention"],
             model=replace(model.config, **options).to_dict(),
             sequences=2,
             micro_batch=micro_batch,
