@@ -137,7 +137,9 @@ def test_muon_trains_the_matrices_of_layers_as_pytorch_s_does(monkeypatch):
     monkeypatch.setattr("trifocal.train.step.muon.orthogonalise", lambda x: SCALE * orthogonalise_as_pytorch_does(x))
     torch.manual_seed(0)
     model = DecoderLM(replace(SMALL, chooser="index"))
-    section = OptimizerSection(kind="muon", learning_rate=0.01, weight_decay=0.1, index_lr_factor=5.0)
+    section = OptimizerSection(
+        kind="muon", learning_rate=0.01, weight_decay=0.1, adamw_lr_factor=0.5, index_lr_factor=5.0
+    )  # fmt: skip
     optimizer = make_optimizer(model, section)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     matrices = optimizer.param_groups[0]["params"]
@@ -147,6 +149,9 @@ def test_muon_trains_the_matrices_of_layers_as_pytorch_s_does(monkeypatch):
     }
     assert {names[id(one)] for one in others} == set(names.values()) - {names[id(one)] for one in matrices}
     assert "blocks.0.attention.gate.proj.weight" in {names[id(one)] for one in others}
+    rates = {names[id(one)]: group["lr"] for group in optimizer.param_groups for one in group["params"]}
+    assert {rate for name, rate in rates.items() if ".index." in name} == {0.01 * 0.5 * 5}
+    assert (rates[names[id(matrices[0])]], rates["norm.weight"]) == (0.01, 0.005)
     twins = [[one.detach().clone().requires_grad_() for one in group] for group in (matrices, others)]
     plain = torch.optim.Muon(twins[0], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for step in range(3):

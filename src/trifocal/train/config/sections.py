@@ -194,10 +194,10 @@ class ParallelSection:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSection:
-    """AdamW. Norms, embeddings, biases and every other vector take no weight decay."""
+    """AdamW or Muon. Norms, embeddings, biases and every other vector take no weight decay."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """"adamw"; or "muon": the matrices of the layers are trained by Muon, everything else by AdamW, at one rate."""
+    """"adamw"; or "muon": the matrices of the layers are trained by Muon, everything else by AdamW."""
     learning_rate: float = 3e-4
     """Peak learning rate, reached at the end of the warm-up."""
     beta1: float = 0.9
@@ -210,12 +210,14 @@ class OptimizerSection:
     """Decay of Muon's running mean of the gradient; without Muon it has no effect."""
     weight_decay: float = 0.01
     """Decoupled weight decay, times the learning rate, on matrices only."""
+    adamw_lr_factor: float = 1.0
+    """Learning rate of what AdamW trains beside Muon, as a multiple of Muon's; without Muon it has no effect."""
     index_lr_factor: float = 3.0
-    """Learning rate of the index heads, as a multiple of that of everything else; without an index it has no effect."""
+    """Learning rate of the index heads, as a multiple of what AdamW trains else; without an index it has no effect."""
 
     def __post_init__(self) -> None:
         check_types(self, "optimizer")
-        for name in ("learning_rate", "epsilon", "index_lr_factor"):
+        for name in ("learning_rate", "epsilon", "adamw_lr_factor", "index_lr_factor"):
             value = getattr(self, name)
             _require(value > 0, f"optimizer.{name} must be positive, got {value}")
         for name in ("beta1", "beta2", "momentum"):

@@ -41,7 +41,8 @@ class DeviceFlag:
 def make_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
     """AdamW, fused, over what is trained: the matrices of linear maps decay; norms, biases and embeddings do not; an
     index has its own rate. With the kind "muon", Muon trains the matrices of the layers, without those of gates and of
-    an index. `set_learning_rate` is called before every step. Raises UserError if Muon has no matrix.
+    an index, and AdamW may have another rate. `set_learning_rate` is called before every step. Raises UserError if Muon
+    has no matrix.
     """
     matrices = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     index = index_parameters(model)
@@ -49,10 +50,11 @@ def make_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.Ad
     trained = [one for one in model.parameters() if one.requires_grad]
     decayed = [one for one in trained if id(one) in matrices - apart]
     spared = [one for one in trained if id(one) not in matrices | apart]
+    factor = config.adamw_lr_factor if config.kind == "muon" else 1.0
     groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": config.weight_decay, "lr_factor": 1.0},
-        {"params": spared, "weight_decay": 0.0, "lr_factor": 1.0},
-        {"params": index, "weight_decay": config.weight_decay, "lr_factor": config.index_lr_factor},
+        {"params": decayed, "weight_decay": config.weight_decay, "lr_factor": factor},
+        {"params": spared, "weight_decay": 0.0, "lr_factor": factor},
+        {"params": index, "weight_decay": config.weight_decay, "lr_factor": factor * config.index_lr_factor},
     ]
     kind: type[torch.optim.AdamW] = torch.optim.AdamW
     if config.kind == "muon":
@@ -64,7 +66,7 @@ def make_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.Ad
         by_muon = [one for one in decayed if id(one) in inner]
         if not by_muon:
             raise UserError('optimizer.kind "muon" has no matrix of a layer to train here; take "adamw"')
-        groups.insert(0, {**groups[0], "params": by_muon, "momentum": config.momentum})
+        groups.insert(0, {**groups[0], "params": by_muon, "momentum": config.momentum, "lr_factor": 1.0})
     optimizer = kind(
         [group for group in groups if group["params"]],
         lr=config.learning_rate,
