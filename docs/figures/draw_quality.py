@@ -181,22 +181,26 @@ def _draw_above_dense(axes: Axes, result: dict[str, Any]) -> None:
 
 
 def draw_time(results: Path = RESULTS) -> Figure:
-    """Validation loss in rows of 8,192 over the minutes of a GPU, from the result with the most variants."""
+    """Validation loss in rows of 8,192 over the minutes of a GPU: losses of the result with the most variants, tokens/s
+    of the newest benchmark of the mix.
+    """
     found = [json.loads(path.read_text()) for path in sorted(results.glob("quality_production_8192_*.json"))]
     result = max(found, key=lambda result: len(_variants(result["rows"])))
     rows = [row for row in result["rows"] if row["variant"] in COLOURS]
+    speeds = json.loads(max(results.glob("training_mix_h200_*.json")).read_text())
+    rates = {row["attention"]: row["tokens_per_second"] for row in speeds["rows"] if row["size"] == "4x8192"}
     # `tokens` are those up to the last step that all have reached.
     common = min(row["curve"][-1][0] for row in rows)
     figure = Figure(figsize=(5.2, 3.0), layout="constrained", facecolor="white")
     axes = figure.subplots()
     for variant in _variants(rows):
         for number, row in enumerate(row for row in rows if row["variant"] == variant):
-            minutes_a_step = row["tokens"] / common / row["tokens_per_second"] / 60
+            minutes_a_step = row["tokens"] / common / rates[variant] / 60
             steps, losses = zip(*row["curve"], strict=True)
             label = variant if number == 0 else None
             minutes = [step * minutes_a_step for step in steps]
             axes.plot(minutes, losses, color=COLOURS[variant], marker="o", markersize=3, label=label)
-    device = result["device"].removeprefix("NVIDIA ")
+    device = speeds["device"].removeprefix("NVIDIA ")
     axes.set(xlabel=f"minutes of one {device}", ylabel="nats per byte", title="validation loss", ylim=(0.58, 1.1))
     return _finished(figure, axes)
 
