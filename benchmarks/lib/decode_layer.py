@@ -20,6 +20,7 @@ from trifocal.ops import (
     decode_attention,
     decode_dense_attention,
 )
+from trifocal.ops.decode.caches import Index
 from trifocal.testing.tolerances import allowed, error
 
 _PAGE_SIZE = 256
@@ -89,12 +90,13 @@ def _step(
     if attention == "selected":
         indexed = SparseCache(*pages, *[None] * 6, k_idx=draw(sequences * columns, 1, size, INDEX_DIM))
         tables = rotary_tables(torch.arange(tokens, device=device), INDEX_DIM, 10000.0, rotary[0].dtype)
-        q_idx, k_idx = (draw(sequences, 1, groups, INDEX_DIM), tables), (draw(sequences, 1, INDEX_DIM), tables)
+        index = Index(draw(sequences, 1, groups, INDEX_DIM), draw(sequences, 1, INDEX_DIM), tables)
 
         def attend_selected() -> Tensor:
-            append_sparse(indexed, batch, None, None, k, v, None, None, geometry, rotary, backend=backend, index=k_idx)
+            new = None, None, k, v, None, None
+            scores = append_sparse(indexed, batch, *new, geometry, rotary, backend=backend, index=index)
             return decode_attention(
-                q, None, indexed, batch, geometry, rotary, window=False, backend=backend, index=q_idx
+                q, None, indexed, batch, geometry, rotary, window=False, backend=backend, scores=scores
             )
 
         return attend_selected

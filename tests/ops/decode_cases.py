@@ -25,7 +25,7 @@ from trifocal.ops import (
     selected_attention,
     window_attention,
 )
-from trifocal.ops.decode.caches import LearnedCompressor
+from trifocal.ops.decode.caches import Index, LearnedCompressor
 
 FOUR_A_BLOCK = geometry(16, 4, 16, 3, 1, 1, 21)
 
@@ -179,7 +179,7 @@ class Decoder:
 
     def __init__(self, case, tokens, most_new, backend, spare_pages=1, seed=0, length=0):
         self.case, self.tokens, self.most_new, self.backend = case, tokens, most_new, backend
-        self.spared = {}
+        self.spared, self.scores = {}, None
         rules, device, dtype = case.geometry, tokens.q.device, tokens.q.dtype
         batch, length = len(tokens.q), length or tokens.q.shape[1]
         self.rotary = tables(case, length, tokens.q)
@@ -279,15 +279,12 @@ class Decoder:
     def append_tokens(self, new, batch):
         case = self.case
         own, values = case.window == "own", not case.selected_only
-        append_sparse(
+        self.scores = append_sparse(
             self.cache, batch, new.k_cmp if case.compresses else None, new.v_cmp if values else None,
             new.k_slc, new.v_slc, new.k_win if own else None, new.v_win if own else None, case.geometry, self.rotary,
             compress=self.phi, backend=self.backend,
-            index=self.index(new.k_idx[:, :, 0]),
+            index=self.rotary_idx and Index(new.q_idx, new.k_idx[:, :, 0], self.rotary_idx),
         )  # fmt: skip
-
-    def index(self, x):
-        return None if self.rotary_idx is None else (x, self.rotary_idx)
 
     def step(self, num_new):
         """Append the next tokens of each sequence and attend: o [B, T, H, V]."""
@@ -300,7 +297,7 @@ class Decoder:
         case = self.case
         return decode_attention(
             new.q, None if case.selected_only else new.gates, self.cache, batch, case.geometry, self.rotary,
-            window=case.window != "none", backend=self.backend, index=self.index(new.q_idx),
+            window=case.window != "none", backend=self.backend, scores=self.scores,
         )  # fmt: skip
 
     def windows(self, window_size):

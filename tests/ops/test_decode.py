@@ -7,7 +7,7 @@ import torch
 
 from tests.ops.decode_cases import CASES, Decoder, draw, whole, whole_dense
 from trifocal.ops import DenseCache, append_sparse, decode_attention, decode_dense_attention
-from trifocal.ops.decode.caches import LearnedCompressor
+from trifocal.ops.decode.caches import Index, LearnedCompressor
 from trifocal.testing.tolerances import error
 
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])
@@ -92,7 +92,10 @@ def test_rejected_tokens_are_written_over():
         ({"one_table": True}, r"rows of block_table must be contiguous and lie apart, got strides \[0, 1\]"),
         # As transformers lays tables out; and columns of a joint one.
         ({"rotary": lambda x: torch.cat((x, x), -1)}, r"cosines must have the shape \[max_len, D/2\] = \['\*', 4\]"),
-        ({"index": (torch.zeros(2, 2, 8), ())}, "an index must be given where the cache has k_idx, and only there"),
+        (
+            {"index": Index(torch.zeros(2, 2, 2, 8), torch.zeros(2, 2, 8), ())},
+            "an index must be given where the cache has k_idx, and only there",
+        ),
         (
             {"compress": (LearnedCompressor(torch.zeros(3, 8), torch.zeros(5, 24), torch.zeros(8, 5)), None)},
             r"positions of the φ of keys must be contiguous, of shape \[8, 8\], got \[3, 8\]",

@@ -1,15 +1,17 @@
 """One step of decoding and one chunk of a prompt on the meta device, for the compile tests."""
 
+from unittest import mock
+
 import torch
 
-from trifocal.ops import DecodeBatch, DenseCache, Geometry, SparseCache, WindowCache
+from trifocal.ops import DecodeBatch, DenseCache, Geometry, SparseCache, WindowCache, dispatch
 
 
 def decode_step(
     heads, groups, dim, value_dim, new=1, dtype=torch.bfloat16, batch=64, pages=16, learned=False, selected=16
 ):
     """Launch every kernel: of layers of three branches, also with an index, with that alone, dense, and of a window."""
-    from trifocal.ops.decode.caches import LearnedCompressor
+    from trifocal.ops.decode.caches import Index, LearnedCompressor
     from trifocal.ops.decode.triton import append, attention
 
     geometry, size = Geometry(num_selected_blocks=selected), 256
@@ -35,16 +37,19 @@ def decode_step(
         for width in (dim, value_dim)
     )
     phi = phi if learned else None
-    append.append_sparse(cache, sequences, tuple(tokens), geometry, rotary, phi, None)
-    attention.decode_attention(q, gates, cache, sequences, geometry, rotary, True, 0.1, None)
     index_rotary = (empty(4096, 32, dtype=torch.float32),) * 2
     indexed = SparseCache(k_slc, v_slc, *[None] * 6, k_idx=empty(batch * pages, 1, size, 64))
-    keys = empty(batch, new, 64), index_rotary
-    append.append_sparse(indexed, sequences, (None, None, *tokens[2:4], None, None), geometry, rotary, None, keys)
-    queries = empty(batch, new, groups, 64), index_rotary
-    attention.decode_attention(q, None, indexed, sequences, geometry, rotary, False, 0.1, queries)
+    index = Index(empty(batch, new, groups, 64), empty(batch, new, 64), index_rotary)
+    slc = (None, None, *tokens[2:4], None, None)
+    # Scores in the launch that writes, or in their own.
+    for together in (True, False):
+        with mock.patch.object(dispatch, "decode_append_scores", return_value=together):
+            scores = append.append_sparse(indexed, sequences, slc, geometry, rotary, None, index)
+    attention.decode_attention(q, None, indexed, sequences, geometry, rotary, False, 0.1, scores)
+    append.append_sparse(cache, sequences, tuple(tokens), geometry, rotary, phi, None)
+    attention.decode_attention(q, gates, cache, sequences, geometry, rotary, True, 0.1, None)
     cache = SparseCache(k_slc, v_slc, k_cmp, v_cmp, *rings, k_idx=indexed.k_idx)
-    attention.decode_attention(q, gates, cache, sequences, geometry, rotary, True, 0.1, queries)
+    attention.decode_attention(q, gates, cache, sequences, geometry, rotary, True, 0.1, scores)
     dense = DenseCache(k_slc, v_slc)
     append.append_dense(dense, sequences, *tokens[:2], rotary)
     attention.decode_dense_attention(q, dense, sequences, rotary, None, 0.1)

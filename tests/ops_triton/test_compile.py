@@ -193,12 +193,12 @@ def calls(part):
             call("128, 16384 blocks", teaching, 64, 4, 128, blocks=16384, again="index_loss"),
         ],
         "hopper decoding": lambda: [
-            call("192/128", decode_step, *wide),
+            call("192/128", decode_step, *wide, each="append_kernel"),
             call("64, learned compressor", decode_step, *narrow, learned=True),
             call("chunk 64", prompt_chunk, *narrow),
         ],
         "ampere decoding": lambda: [
-            call("192/128", decode_step, *wide, each="decode_attend"),
+            call("192/128", decode_step, *wide, each="decode_attend|append_kernel"),
             call(
                 "256, many blocks", decode_step, 16, 2, 256, 256, new=8, pages=512, learned=True, selected=300,
                 again="decode_attend|decode_combine",

@@ -1,6 +1,7 @@
 """Decoding's kernels against the reference: caches, choices, outputs, bits; on a GPU also at real sizes, in graphs."""
 
 import copy
+import itertools
 from dataclasses import dataclass, fields, replace
 from unittest import mock
 
@@ -237,14 +238,56 @@ def test_what_a_batch_spares_changes_no_bit(others, monkeypatch, device):
     spared = Decoder(step.shapes, tokens, 3, "triton")
     spared.fill(list(step.lengths))
     spared.spared = {"takes_all": True, "ends_block": False}
-    for kernel in ("decode_choice_kernel", "decode_index_kernel"):
-        monkeypatch.setattr(attention, kernel, None)
+    monkeypatch.setattr(attention, "decode_choice_kernel", None)
+    monkeypatch.setattr(append, "plan_scores", None)
     for kernel in ("learned_hidden_kernel", "learned_blocks_kernel"):
         monkeypatch.setattr(append, kernel, None)
     assert torch.equal(spared.step(list(step.num_new)), expected)
     for field in fields(spared.cache):
         held, wanted = getattr(spared.cache, field.name), getattr(decoder.cache, field.name)
         assert held is wanted is None or torch.equal(held.nan_to_num(9.0), wanted.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize(
+    ("local", "num_new", "launches"),
+    # A second new token may begin another block than the first.
+    [(1, (1, 1, 0), 1), (1, (2, 1, 0), 2), (2, (5, 3, 0), 1), (0, (1, 1, 1), 2)],
+)
+def test_scores_from_the_launch_that_writes_change_no_bit(local, num_new, launches, monkeypatch, device):
+    from trifocal.ops.decode.triton import append
+
+    step = Step(shapes("fewer launches", geometry(4, 4, 16, 6, 1, local, 5), 2, 2, **BITS), (111, 259, 100), num_new)
+    tokens = tokens_of(step, device)
+    with mock.patch.object(dispatch, "decode_append_scores", lambda *sizes: False):
+        expected, _ = run(step, "triton", tokens)
+    kernel = mock.MagicMock()
+    kernel.__getitem__.side_effect = append.append_kernel.__getitem__
+    monkeypatch.setattr(append, "append_kernel", kernel)
+    o, _ = run(step, "triton", tokens)
+    assert kernel.__getitem__.call_count == launches
+    assert torch.equal(o, expected)
+
+
+def test_scores_of_the_past_read_no_new_key(device):
+    """Another program may be writing them."""
+    step = Step(shapes("the past", geometry(4, 4, 16, 6, 1, 2, 5), 2, 2, **BITS), (111, 259), (3, 1))
+    decoder = Decoder(step.shapes, tokens_of(step, device), 3, "triton")
+    decoder.fill(list(step.lengths))
+    new, batch = decoder.append(list(step.num_new))
+    scores = decoder.scores
+    decoder.append_tokens(new._replace(k_idx=torch.full_like(new.k_idx, torch.nan)), batch)
+    assert torch.equal(decoder.scores.nan_to_num(-1.0), scores.nan_to_num(-1.0))
+    assert (scores > 0).any()
+
+
+@pytest.mark.parametrize("local", [0, 1, 2, 3])
+def test_the_past_is_scored_where_every_new_key_lies_in_local_blocks(local):
+    for block, num_new in itertools.product((1, 2, 3, 4), range(1, 9)):
+        steps = itertools.product(range(4 * block), range(num_new))
+        local_to_all = all(past // block > (past + token) // block - local for past, token in steps)
+        rules = Geometry(1, 1, block, 4, 1, local, 1)
+        assert dispatch.decode_append_scores(num_new, 1, rules) == local_to_all, (block, num_new)
+        assert not dispatch.decode_append_scores(num_new, 2, rules)
 
 
 def choices(step, tokens, monkeypatch, rotated=True):

@@ -41,7 +41,7 @@ from trifocal.ops import (
     selected_attention,
     window_attention,
 )
-from trifocal.ops.decode.caches import LearnedCompressor, Rotary
+from trifocal.ops.decode.caches import Index, LearnedCompressor, Rotary
 
 
 @dataclass(frozen=True)
@@ -121,11 +121,8 @@ class AttentionRule:
             q, k, v = append_window_chunk(new.q, new.keys[0], new.values[0], *window)
             return window_attention(q, k, v, self.window_size, backend=backend)
         assert self.compress is not None
-        index = None
-        if new.index is not None and self.tables.index is not None:
-            index = (new.index[0], self.tables.index), (new.index[1], self.tables.index)
         q, seen, index_seen = append_sparse_chunk(
-            new.q, cache, chunk, *_branches(new, cache), geometry, self.compress, rotary, index, backend
+            new.q, cache, chunk, *_branches(new, cache), geometry, self.compress, rotary, self._index(new), backend
         )
         chosen = None if index_seen is None else select_blocks_by_index(*index_seen, geometry, backend=backend)
         if new.gates is not None:
@@ -141,14 +138,16 @@ class AttentionRule:
         if not isinstance(cache, SparseCache):
             append_dense(cache, batch, new.keys[0], new.values[0], rotary, backend)
             return decode_dense_attention(new.q, cache, batch, rotary, window_size=self.window_size, backend=backend)
-        q_idx = k_idx = None
-        if new.index is not None and self.tables.index is not None:
-            q_idx, k_idx = ((x, self.tables.index) for x in new.index)
         raw, selected, window = _branches(new, cache)
-        append_sparse(cache, batch, *raw, *selected, *window, geometry, rotary, self.learned, backend, index=k_idx)
+        branches = *raw, *selected, *window
+        scores = append_sparse(cache, batch, *branches, geometry, rotary, self.learned, backend, self._index(new))
+        has_window = new.gates is not None
         return decode_attention(
-            new.q, new.gates, cache, batch, geometry, rotary, window=new.gates is not None, backend=backend, index=q_idx
+            new.q, new.gates, cache, batch, geometry, rotary, window=has_window, backend=backend, scores=scores
         )
+
+    def _index(self, new: Projected) -> Index | None:
+        return None if new.index is None or self.tables.index is None else Index(*new.index, self.tables.index)
 
 
 def attention_rule(

@@ -123,14 +123,14 @@ def append_sparse_chunk(
     geometry: Geometry,
     compress: tuple[Compress, Compress],
     rotary: Rotary,
-    index: tuple[Index, Index] | None,
+    index: Index | None,
     backend: str,
 ) -> tuple[Tensor, Seen, tuple[Tensor, Tensor] | None]:
     """Append a chunk to a sparse layer's caches; rotated queries, what they see, and rotated queries of an index with
     its keys of all tokens so far, or None.
 
     q is [1, T, H, D]; raw, selected and window are keys and values of the branches, [1, T, G, D] and [1, T, G, V], None
-    where the cache has none. The index has queries [1, T, G, Di] and keys [1, T, Di], each with its tables.
+    where the cache has none.
     """
     stride = geometry.compression_stride
     before, after = geometry.num_compressed_blocks(chunk.first), geometry.num_compressed_blocks(chunk.stop)
@@ -151,9 +151,9 @@ def append_sparse_chunk(
         if x is not None and ring is not None:
             rows[name] = chunk.in_ring(x, ring, reach, tables)
     if index is not None and cache.k_idx is not None:
-        (q_idx, q_rotary), (k_idx, k_rotary) = index
-        rows["q_idx"] = NewRows(q_idx, chunk.first, q_rotary)
-        rows["k_idx"] = NewRows(k_idx[:, :, None], 0, k_rotary, cache.k_idx)
+        q_idx, k_idx, rotary_idx = index
+        rows["q_idx"] = NewRows(q_idx, chunk.first, rotary_idx)
+        rows["k_idx"] = NewRows(k_idx[:, :, None], 0, rotary_idx, cache.k_idx)
     seen = chunk.append(rows, backend)
 
     slot_of_first, blocks = geometry.compression_block_size // stride - 1, {}

@@ -294,6 +294,17 @@ def decode_units_of_part(programs: int, units: int, device: torch.device) -> int
     return group if programs * cdiv(units, group) >= ENOUGH_DECODE_PROGRAMS * devices.multiprocessors(device) else 1
 
 
+def decode_append_scores(num_new: int, jobs: int, geometry: Geometry) -> bool:
+    """Whether the launch that writes `num_new` tokens of a sequence also scores the past for an index.
+
+    It can where every new key, wherever blocks begin, lies in a local block of every new token that sees it: such
+    blocks are chosen without a score. With more `jobs` than writing, the launch also sums compressed blocks, in an
+    order that its number of warps decides; it must be the same in every step.
+    """
+    before_own = (geometry.num_local_blocks - 1) * geometry.selection_block_size
+    return jobs == 1 and num_new - 1 <= before_own
+
+
 def decode_programs(programs: int, parts: int, device: torch.device) -> int:
     """Programs that share the parts of a sequence: a long block table must not start programs that find nothing."""
     return max(1, min(parts, MAX_DECODE_PROGRAMS * devices.multiprocessors(device) // programs))

@@ -55,8 +55,9 @@ def append_sparse(
     compress: tuple[LearnedCompressor, LearnedCompressor | None] | None = None,
     backend: str = "auto",
     index: Index | None = None,
-) -> None:
-    """Write the new tokens' keys and values into a sparse layer's caches, and the compressed blocks that they end.
+) -> Tensor | None:
+    """Write the new tokens' keys and values into a sparse layer's caches, and the compressed blocks that they end; and
+    score blocks where an index chooses.
 
     Args:
         cache: The layer's caches; written in place.
@@ -68,8 +69,11 @@ def append_sparse(
         rotary: Tables of all positions. Compressed keys are rotated by the position of their first token.
         compress: The learned φ of keys and of values, None for values that the cache does not compress; the mean of
             both where not given.
-        index: Keys of the index, [B, T, Di], and their tables; None where the cache has none.
+        index: Queries and keys of the index, and their tables; None where the cache has no index keys.
         geometry, backend: See `trifocal.ops`.
+
+    Returns:
+        Scores of blocks, which `decode_attention` takes; None without an index, or if all blocks are taken.
 
     Raises:
         ValueError: If an argument does not fit; see `trifocal.ops`.
@@ -88,16 +92,15 @@ def append_sparse(
         k_slc, cache.k_slc, cache.v_slc,
         k_raw=k_raw, v_raw=v_raw, k_slc=k_slc, v_slc=v_slc, k_win=k_win, v_win=v_win,
     )  # fmt: skip
-    check_index(index, cache.k_idx, k_slc.shape[:2])
+    check_index(index, cache.k_idx, [*k_slc.shape[:3]])
     check_compressors(compress, cache, geometry)
     new = (k_raw, v_raw, k_slc, v_slc, k_win, v_win)
     if _resolve("append_sparse", backend, k_slc, v_slc, geometry) == "triton":
         from trifocal.ops.decode.triton import append as kernels
 
         with torch.cuda.device_of(k_slc):
-            kernels.append_sparse(cache, batch, new, geometry, rotary, compress, index)
-    else:
-        reference.append_sparse(cache, batch, new, geometry, rotary, compress, index)
+            return kernels.append_sparse(cache, batch, new, geometry, rotary, compress, index)
+    return reference.append_sparse(cache, batch, new, geometry, rotary, compress, index)
 
 
 def append_dense(
@@ -153,7 +156,7 @@ def decode_attention(
     window: bool,
     scale: float | None = None,
     backend: str = "auto",
-    index: Index | None = None,
+    scores: Tensor | None = None,
 ) -> Tensor:
     """Native Sparse Attention of new tokens that `append_sparse` has put into the caches.
 
@@ -164,7 +167,7 @@ def decode_attention(
         batch: The same batch that `append_sparse` got.
         rotary: Tables of all positions.
         window: Whether there is a window branch.
-        index: Queries of the index, [B, T, G, Di], and their tables; None where the cache has no index keys.
+        scores: What `append_sparse` returned.
         geometry, scale, backend: See `trifocal.ops`.
 
     Returns:
@@ -181,7 +184,8 @@ def decode_attention(
     check_cache(cache, geometry, q.shape[1])
     check_queries(q, cache.k_slc)
     check_rotary(rotary, q)
-    check_index(index, cache.k_idx, (*q.shape[:2], cache.k_slc.shape[1]))
+    if scores is None and cache.k_idx is not None and not batch.takes_all:
+        raise ValueError("scores must be given where the cache has k_idx, as append_sparse returned them")
     if gates is None and window:
         raise ValueError("a window branch needs gates")
     if gates is not None and cache.v_cmp is None:
@@ -193,8 +197,8 @@ def decode_attention(
         from trifocal.ops.decode.triton import attention as kernels
 
         with torch.cuda.device_of(q):
-            return kernels.decode_attention(q, gates, cache, batch, geometry, rotary, window, scale, index)
-    return reference.decode_attention(q, gates, cache, batch, geometry, rotary, window, scale, index)
+            return kernels.decode_attention(q, gates, cache, batch, geometry, rotary, window, scale, scores)
+    return reference.decode_attention(q, gates, cache, batch, geometry, rotary, window, scale, scores)
 
 
 def decode_dense_attention(

@@ -22,8 +22,12 @@ Rotary = tuple[Tensor, Tensor]
 """Cosines and sines of all positions, [max_len, D/2] each, contiguous, in the type of the rotation's arithmetic."""
 
 
-Index = tuple[Tensor, Rotary]
-"""New index queries [B, T, G, Di] or keys [B, T, Di], not rotated yet, and rotary tables of their width."""
+class Index(NamedTuple):
+    """New index queries [B, T, G, Di] and keys [B, T, Di], not rotated yet, and rotary tables of their width."""
+
+    q: Tensor
+    k: Tensor
+    rotary: Rotary
 
 
 @dataclass(frozen=True)
@@ -257,18 +261,17 @@ def check_new(first: Tensor, k_held: Tensor, v_held: Tensor, **new: Tensor | Non
             raise ValueError(f"{name} must have the shape [B, T, G, width] = {list(expected)}, got {list(x.shape)}")
 
 
-def check_index(index: Index | None, k_idx: Tensor | None, expected: tuple[int, ...]) -> None:
-    """Raise ValueError unless there is an index where the cache has its keys, of this shape but for Di."""
+def check_index(index: Index | None, k_idx: Tensor | None, new: list[int]) -> None:
+    """Raise ValueError unless there is an index where the cache has its keys, of new tokens [B, T, G]."""
     if (index is None) != (k_idx is None):
         raise ValueError("an index must be given where the cache has k_idx, and only there")
     if index is None or k_idx is None:
         return
-    x, rotary = index
-    if x.shape != (*expected, k_idx.shape[3]) or x.dtype != k_idx.dtype:
-        raise ValueError(
-            f"an index must be {[*expected, k_idx.shape[3]]} of {k_idx.dtype}, got {list(x.shape)} of {x.dtype}"
-        )
-    check_rotary(rotary, x)
+    width, dtype = k_idx.shape[3], k_idx.dtype
+    for name, x, expected in (("q", index.q, [*new, width]), ("k", index.k, [*new[:2], width])):
+        if [*x.shape] != expected or x.dtype != dtype:
+            raise ValueError(f"{name} of an index must be {expected} of {dtype}, got {[*x.shape]} of {x.dtype}")
+    check_rotary(index.rotary, index.k)
 
 
 def chunk_keys(rows: Mapping[str, NewRows]) -> str:

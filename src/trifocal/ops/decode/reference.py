@@ -34,7 +34,7 @@ def append_sparse(
     rotary: Rotary,
     compress: tuple[LearnedCompressor, LearnedCompressor | None] | None,
     index: Index | None,
-) -> None:
+) -> Tensor | None:
     """See `trifocal.ops.append_sparse`; `new`: keys and values of cmp, slc and win."""
     k_raw, v_raw, k_slc, v_slc, k_win, v_win = new
     position_BT, exists_BT = _positions(batch, k_slc)
@@ -42,13 +42,19 @@ def append_sparse(
     page_BT, place_BT = _in_pages(batch, position_BT, cache.k_slc.shape[2])
     _write(cache.k_slc, page_BT, place_BT, k_slc, exists_BT)
     _write(cache.v_slc, page_BT, place_BT, v_slc, exists_BT)
+    importance_BGTJ = None
     if index is not None and cache.k_idx is not None:
-        _write(cache.k_idx, page_BT, place_BT, _rotate(index[0][:, :, None], index[1], position_BT), exists_BT)
+        q_idx, k_idx = (_rotate(x, index.rotary, position_BT) for x in (index.q, index.k[:, :, None]))
+        _write(cache.k_idx, page_BT, place_BT, k_idx, exists_BT)
+        k_idx = _gather_pages(cache.k_idx, batch)
+        sees_BTS = torch.arange(k_idx.shape[2], device=k_idx.device) <= position_BT[..., None]
+        num_blocks = geometry.num_selection_blocks(k_idx.shape[2])
+        importance_BGTJ = _index_scores(q_idx, k_idx, sees_BTS).unflatten(-1, (num_blocks, -1)).amax(-1)
     k_win = None if k_win is None else _rotate(k_win, rotary, position_BT)
     rings = ((cache.k_win, k_win), (cache.v_win, v_win), (cache.k_raw, k_raw), (cache.v_raw, v_raw))
     _write_rings(batch, position_BT, exists_BT, *rings)
     if cache.k_cmp is None or cache.k_raw is None:
-        return
+        return importance_BGTJ
 
     # T tokens can end this many blocks at most; keep those that they do end.
     stride, length = geometry.compression_stride, geometry.compression_block_size
@@ -63,6 +69,7 @@ def append_sparse(
     _write(cache.k_cmp, page_BC, place_BC, _rotate(k_cmp_BCGD, rotary, block_BC * stride), due_BC)
     if cache.v_cmp is not None and cache.v_raw is not None:
         _write(cache.v_cmp, page_BC, place_BC, _compress(cache.v_raw, batch, block_BC, geometry, phi_v), due_BC)
+    return importance_BGTJ
 
 
 def append_dense(cache: DenseCache | WindowCache, batch: DecodeBatch, k: Tensor, v: Tensor, rotary: Rotary) -> None:
@@ -111,9 +118,9 @@ def decode_attention(
     rotary: Rotary,
     window: bool,
     scale: float,
-    index: Index | None,
+    importance_BGTJ: Tensor | None,
 ) -> Tensor:
-    """See `trifocal.ops.decode_attention`."""
+    """See `trifocal.ops.decode_attention`; the importance of blocks where an index has scored them."""
     position_BT, exists_BT = _positions(batch, q)
     q_BGTRD = _grouped_queries(q, cache.k_slc.shape[1], rotary, position_BT, scale)
     position_BT1 = position_BT[..., None]
@@ -129,11 +136,7 @@ def decode_attention(
     k_slc_BGSD, v_slc_BGSV = _gather_pages(cache.k_slc, batch), _gather_pages(cache.v_slc, batch)
     token_S = torch.arange(k_slc_BGSD.shape[2], device=q.device)
     num_blocks = geometry.num_selection_blocks(len(token_S))
-    if index is not None and cache.k_idx is not None:
-        sees_BTS = token_S <= position_BT1
-        scores_BGTS = _index_scores(_rotate(*index, position_BT), _gather_pages(cache.k_idx, batch), sees_BTS)
-        importance_BGTJ = scores_BGTS.unflatten(-1, (num_blocks, -1)).amax(-1)
-    else:
+    if importance_BGTJ is None:
         # Heads side by side in memory, so that those of every block are added in the same order.
         importance_BGTJ = importance(p_BGTRC.transpose(3, 4).contiguous().sum(-1), geometry, num_blocks)
     own_block = (position_BT1 // geometry.selection_block_size)[:, None]

@@ -6,12 +6,15 @@ count as their own group. A learned φ takes two more kernels, as its sums over 
 by several programs: `learned_hidden_kernel` makes its hidden units, and `learned_blocks_kernel` what is written. Where
 no block is due their programs end at once; in a step that ends no block, as 15 of 16 steps of a sequence, they are left
 out.
+
+Further programs score blocks for an index, see `index`, in the same launch or in one behind it.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from trifocal.ops import dispatch
 from trifocal.ops.decode.caches import (
     DecodeBatch,
     DenseCache,
@@ -21,11 +24,13 @@ from trifocal.ops.decode.caches import (
     SparseCache,
     WindowCache,
 )
+from trifocal.ops.decode.triton.index import IndexScoring, plan_scores, prefetch_index_keys, score_tiles
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.tiles import cdiv, next_power_of_2
 from trifocal.ops.triton.common import unit_stride
-from trifocal.ops.triton.dependent_launch import dependent_launch, wait_for_inputs
+from trifocal.ops.triton.dependent_launch import dependent_launch, release_next, wait_for_inputs
 from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.scoring import LINE
 
 # Tokens of a block that are added up at a time.
 MAX_ROWS = 32
@@ -34,6 +39,11 @@ MAX_ROWS = 32
 UNITS = 16
 DEPTH_BYTES = 1024
 UNITS_OF_SUM = 64
+# Constants of `append_kernel` that only an index and its scores have.
+_INDEX_SIZES = (
+    "INDEX", "INDEX_HALF", "INDEX_1", "INDEX_2", "NEW", "SELECTION", "NUM_SELECTED", "ROWS", "BLOCKS", "TAPS",
+    "ONE_TILE", "STAGES",
+)  # fmt: skip
 
 
 @triton.jit
@@ -135,10 +145,10 @@ def due_block(length, new, number, BLOCK: tl.constexpr, STRIDE: tl.constexpr):
 
 
 @Kernel
-@triton.jit(do_not_specialize=["table_columns"])
+@triton.jit(do_not_specialize=["table_columns", "block_lines"])
 def append_kernel(
     k_raw, v_raw, k, v, k_win, v_win, k_raw_ring, v_raw_ring, k_cache, v_cache, k_win_ring, v_win_ring, k_cmp, v_cmp,
-    k_idx, k_idx_cache, cos_idx, sin_idx, cos, sin, rows, lengths, num_new, block_table,
+    k_idx, k_idx_cache, q_idx, scores, cos_idx, sin_idx, cos, sin, rows, lengths, num_new, block_table,
     k_raw_batch, k_raw_time, k_raw_head, v_raw_batch, v_raw_time, v_raw_head,
     k_batch, k_time, k_head, v_batch, v_time, v_head, k_win_batch, k_win_time, k_win_head,
     v_win_batch, v_win_time, v_win_head,
@@ -146,21 +156,48 @@ def append_kernel(
     k_page, k_cache_head, k_cache_time, v_page, v_cache_head, v_cache_time,
     k_win_ring_row, k_win_ring_head, k_win_ring_time, v_win_ring_row, v_win_ring_head, v_win_ring_time,
     k_cmp_page, k_cmp_head, k_cmp_time, v_cmp_page, v_cmp_head, v_cmp_time,
-    k_idx_batch, k_idx_time, k_idx_page, k_idx_cache_time, table_columns,
+    k_idx_batch, k_idx_time, k_idx_page, k_idx_cache_time, q_idx_batch, q_idx_time, q_idx_head, block_lines,
+    table_columns,
     GROUPS: tl.constexpr, D: tl.constexpr, D_HALF: tl.constexpr, V: tl.constexpr, V_HALF: tl.constexpr,
     PAGE_ROWS: tl.constexpr, RAW_RING: tl.constexpr, WINDOW_RING: tl.constexpr, HAS_V_CMP: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr,
-    INDEX: tl.constexpr, INDEX_HALF: tl.constexpr, DEPENDENT: tl.constexpr,
+    INDEX: tl.constexpr, INDEX_HALF: tl.constexpr, INDEX_1: tl.constexpr, INDEX_2: tl.constexpr,
+    SCORES: tl.constexpr, NEW: tl.constexpr, SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr, ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr, TAPS: tl.constexpr, ONE_TILE: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Job 0: write the new tokens. Job 1 and on: one compressed block each. RINGs and PAGE_ROWS: their tokens; INDEX:
     width of the keys of an index, which the programs behind the last group write; 0 where is none.
+
+    SCORES: 1: there is only job 0, groups are along the first axis, and the programs behind them score the past; 2: all
+    programs score, the new keys too.
     """
-    wait_for_inputs(DEPENDENT)
-    job = tl.program_id(0)
-    group = tl.program_id(1).to(tl.int64)
+    job, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
-    length, new = tl.load(lengths + batch), tl.load(num_new + batch)
     block_table += batch * table_columns
+    if SCORES:
+        release_next(DEPENDENT)
+        ROW_TILES: tl.constexpr = (NEW * GROUPS + ROWS - 1) // ROWS
+        WRITERS: tl.constexpr = GROUPS + 1 if SCORES == 1 else 0
+        scorer = tl.program_id(0) - WRITERS
+        job, group = 0, (scorer + (GROUPS + 1)).to(tl.int64)
+        if DEPENDENT:  # noqa: SIM102
+            if scorer >= 0:
+                prefetch_index_keys(
+                    k_idx_cache, lengths + batch, block_table, scorer // ROW_TILES, k_idx_page, k_idx_cache_time,
+                    INDEX, SELECTION, PAGE_ROWS, BLOCKS, TAPS,
+                )  # fmt: skip
+    wait_for_inputs(DEPENDENT)
+    length, new = tl.load(lengths + batch), tl.load(num_new + batch)
+    if SCORES:  # noqa: SIM102
+        if scorer >= 0:
+            score_tiles(
+                q_idx + batch * q_idx_batch, k_idx_cache, cos_idx, sin_idx, block_table, scores,
+                scorer % ROW_TILES * ROWS, scorer // ROW_TILES, (tl.num_programs(0) - WRITERS) // ROW_TILES,
+                batch, length, new, length + new * (SCORES - 1),
+                q_idx_time, q_idx_head, k_idx_page, k_idx_cache_time, block_lines,
+                NEW, GROUPS, INDEX, INDEX_1, INDEX_2, SELECTION, NUM_SELECTED, PAGE_ROWS, ROWS, BLOCKS, TAPS, ONE_TILE,
+                STAGES,
+            )  # fmt: skip
     if INDEX > 0:  # noqa: SIM102
         if (job == 0) & (group == GROUPS):
             token = tl.arange(0, TOKENS)
@@ -392,7 +429,7 @@ def append_sparse(
     rotary: Rotary,
     compress: tuple[LearnedCompressor, LearnedCompressor | None] | None,
     index: Index | None,
-) -> None:
+) -> Tensor | None:
     """See `trifocal.ops.append_sparse`; `new`: keys and values of cmp, slc and win."""
     k_raw, v_raw, k, v, k_win, v_win = (None if x is None else unit_stride(x) for x in new)
     assert k is not None and v is not None
@@ -406,21 +443,35 @@ def append_sparse(
     sources = [k if x is None else x for x, _ in pairs]
     caches = [cache.k_slc if held is None else held for _, held in pairs]
     k_cmp, v_cmp = (cache.k_slc if held is None else held for held in (cache.k_cmp, cache.v_cmp))
-    index_tensors, index_strides, index_sizes = _of_index(index, cache.k_idx, k, rotary)
-    append_kernel[1 if compress else 1 + most_due, groups + (index is not None), k.shape[0]](
-        *sources, *caches, k_cmp, v_cmp, *index_tensors, *rotary,
-        batch.rows, batch.lengths, batch.num_new, batch.block_table,
-        *(stride for x in sources for stride in x.stride()[:3]),
-        *(stride for x in (*caches, k_cmp, v_cmp) for stride in x.stride()[:3]),
-        *index_strides, batch.block_table.stride(0), **_sizes(k, v), **index_sizes, PAGE_ROWS=cache.k_slc.shape[2],
-        RAW_RING=0 if cache.k_raw is None else cache.k_raw.shape[2],
-        WINDOW_RING=0 if cache.k_win is None else cache.k_win.shape[2], HAS_V_CMP=cache.v_cmp is not None,
-        BLOCK=geometry.compression_block_size, STRIDE=geometry.compression_stride,
-        CHUNK=min(MAX_ROWS, next_power_of_2(geometry.compression_block_size)), num_warps=2,
-        **dependent_launch(k.device),
-    )  # fmt: skip
+    plan = None
+    if index is not None and cache.k_idx is not None and not batch.takes_all:
+        plan = plan_scores(index.q, cache.k_idx, batch, geometry)
+    index_tensors, index_strides, index_sizes = _of_index(index, cache.k_idx, k, rotary, plan)
+
+    def launch(programs: int, writers: int, scores: int, **options: int | None) -> None:
+        append_kernel[programs, writers, k.shape[0]](
+            *sources, *caches, k_cmp, v_cmp, *index_tensors, *rotary,
+            batch.rows, batch.lengths, batch.num_new, batch.block_table,
+            *(stride for x in sources for stride in x.stride()[:3]),
+            *(stride for x in (*caches, k_cmp, v_cmp) for stride in x.stride()[:3]),
+            *index_strides, batch.block_table.stride(0), **_sizes(k, v), **index_sizes, SCORES=scores,
+            PAGE_ROWS=cache.k_slc.shape[2], RAW_RING=0 if cache.k_raw is None else cache.k_raw.shape[2],
+            WINDOW_RING=0 if cache.k_win is None else cache.k_win.shape[2], HAS_V_CMP=cache.v_cmp is not None,
+            BLOCK=geometry.compression_block_size, STRIDE=geometry.compression_stride,
+            CHUNK=min(MAX_ROWS, next_power_of_2(geometry.compression_block_size)), **options,
+            **dependent_launch(k.device),
+        )  # fmt: skip
+
+    jobs, writers = 1 if compress else 1 + most_due, groups + (index is not None)
+    if plan is not None and dispatch.decode_append_scores(num_tokens, jobs, geometry):
+        launch(writers + plan.programs, 1, 1, **plan.options)
+    else:
+        launch(jobs, writers, 0, num_warps=2)
+        if plan is not None:
+            launch(plan.programs, 1, 2, **plan.options)
     if compress and most_due:
         _append_learned(cache, compress, batch, geometry, rotary, most_due)
+    return None if plan is None else plan.scores
 
 
 def append_dense(cache: DenseCache | WindowCache, batch: DecodeBatch, k: Tensor, v: Tensor, rotary: Rotary) -> None:
@@ -432,8 +483,8 @@ def append_dense(cache: DenseCache | WindowCache, batch: DecodeBatch, k: Tensor,
     append_kernel[1, k.shape[2], k.shape[0]](
         *sources, *caches, *index_tensors, *rotary, batch.rows, batch.lengths, batch.num_new, batch.block_table,
         *(stride for x in (*sources, *caches) for stride in x.stride()[:3]), *index_strides,
-        batch.block_table.stride(0), **_sizes(k, v), **index_sizes, PAGE_ROWS=size if paged else 0, RAW_RING=0,
-        WINDOW_RING=0 if paged else size, HAS_V_CMP=False, BLOCK=1, CHUNK=1, STRIDE=1, num_warps=2,
+        batch.block_table.stride(0), **_sizes(k, v), **index_sizes, SCORES=0, PAGE_ROWS=size if paged else 0,
+        RAW_RING=0, WINDOW_RING=0 if paged else size, HAS_V_CMP=False, BLOCK=1, CHUNK=1, STRIDE=1, num_warps=2,
         **dependent_launch(k.device),
     )  # fmt: skip
 
@@ -480,14 +531,17 @@ def _append_learned(
 
 
 def _of_index(
-    index: Index | None, held: Tensor | None, like: Tensor, rotary: Rotary
+    index: Index | None, held: Tensor | None, like: Tensor, rotary: Rotary, plan: IndexScoring | None = None
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, int]]:
-    """Tensors, strides and sizes of an index; without one, any tensors, which are not read."""
+    """Tensors, strides and sizes of an index and its scores; where there are none, any tensors, which are not read."""
+    sizes = dict.fromkeys(_INDEX_SIZES, 0)
     if index is None or held is None:
-        return (like, like, *rotary), (0, 0, 0, 0), {"INDEX": 0, "INDEX_HALF": 1}
-    x = index[0] if index[0].stride(2) == 1 else index[0].contiguous()
-    sizes = {"INDEX": x.shape[2], "INDEX_HALF": next_power_of_2((x.shape[2] + 1) // 2)}
-    return (x, held, *index[1]), (*x.stride()[:2], held.stride(0), held.stride(2)), sizes
+        return (like,) * 4 + rotary, (0,) * 8, sizes
+    q, k = unit_stride(index.q), index.k if index.k.stride(2) == 1 else index.k.contiguous()
+    sizes |= {"INDEX": k.shape[2], "INDEX_HALF": next_power_of_2((k.shape[2] + 1) // 2)} | (plan.sizes if plan else {})
+    scores = plan.scores if plan else q
+    strides = *k.stride()[:2], held.stride(0), held.stride(2), *q.stride()[:3], scores.shape[1] // LINE.value
+    return (k, held, q, scores, *index.rotary), strides, sizes
 
 
 def _sizes(k: Tensor, v: Tensor) -> dict[str, int]:

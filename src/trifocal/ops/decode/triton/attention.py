@@ -1,20 +1,20 @@
 """Decoding's attention: what is launched, and the partial results in between.
 
-Either the scores are launched or the index, then the choice, attend and combine; with an index, attend takes the
-compressed branch along. Where the batch says that every token takes all of its blocks, there is no index, no choice,
-and no block sum that anybody reads. Dense attention is a kernel like attend over the whole past, and combine. What a
-part is: `common`.
+The scores are launched, then the choice, attend and combine; with an index, `append` has scored, and attend takes the
+compressed branch along. Where the batch says that every token takes all of its blocks, there is no choice, and no block
+sum that anybody reads. Dense attention is a kernel like attend over the whole past, and combine. What a part is:
+`common`.
 """
 
 import torch
 from torch import Tensor
 
 from trifocal.ops import dispatch, tiles
-from trifocal.ops.decode.caches import DecodeBatch, DenseCache, Index, Rotary, SparseCache, WindowCache
+from trifocal.ops.decode.caches import DecodeBatch, DenseCache, Rotary, SparseCache, WindowCache
 from trifocal.ops.decode.triton.attend import MAX_UNITS, decode_attend_kernel, decode_dense_kernel
 from trifocal.ops.decode.triton.choice import decode_choice_kernel
 from trifocal.ops.decode.triton.combine import decode_combine_kernel
-from trifocal.ops.decode.triton.index import decode_index_kernel
+from trifocal.ops.decode.triton.common import stages_of_pages
 from trifocal.ops.decode.triton.scores import decode_scores_kernel
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.tiles import Tile, cdiv, named_widths, next_power_of_2
@@ -41,7 +41,7 @@ def decode_attention(
     rotary: Rotary,
     window: bool,
     scale: float,
-    index: Index | None,
+    scores: Tensor | None,
 ) -> Tensor:
     """See `trifocal.ops.decode_attention`."""
     q, g = unit_stride(q), geometry
@@ -50,7 +50,8 @@ def decode_attention(
     q_per_kv, num_rows = heads // groups, num_sequences * new * heads
     head_tile = tiles.decode_tile(q, cache.v_slc, q_per_kv, "attend")
     # Who takes compressed blocks, scores or attend.
-    tile = head_tile if index is not None else tiles.decode_tile(q, cache.v_slc, new * q_per_kv, "scores")
+    indexed = cache.k_idx is not None
+    tile = head_tile if indexed else tiles.decode_tile(q, cache.v_slc, new * q_per_kv, "scores")
     most_tokens = batch.block_table.shape[1] * page_size
 
     # Compressed blocks: tiles hold whole selection blocks, each padded to a power of two.
@@ -66,7 +67,7 @@ def decode_attention(
     chosen_units = cdiv(g.selected_tokens, tiles.DECODE_UNIT)
     units = dispatch.decode_units_of_part(num_sequences * groups * new, chosen_units, q.device)
     cmp_units = units
-    if index is None:
+    if not indexed:
         cmp_units = dispatch.decode_units_of_part(programs, cdiv(num_tiles, unit_tiles), q.device)
     cmp_parts = cdiv(num_tiles, unit_tiles * cmp_units) if gates is not None else 0
     chosen_parts = cdiv(chosen_units, units)
@@ -92,7 +93,7 @@ def decode_attention(
     }  # fmt: skip
     k_cmp = cache.k_slc if cache.k_cmp is None else cache.k_cmp
     v_cmp = k_cmp if gates is None or cache.v_cmp is None else cache.v_cmp
-    if index is None and (gates is not None or not batch.takes_all):
+    if not indexed and (gates is not None or not batch.takes_all):
         sums = empty(2, num_rows, block_lines * LINE.value)
         tile_maximum, tile_total = empty(num_rows, num_tiles), empty(num_rows, num_tiles)
         grid = dispatch.decode_programs(programs, cdiv(num_tiles, unit_tiles * cmp_units), q.device)
@@ -104,8 +105,8 @@ def decode_attention(
             BLOCKS=blocks, UNIT_TILES=unit_tiles, UNITS=cmp_units, **_options(q, tile),
         )  # fmt: skip
     if not batch.takes_all:
-        if index is not None:
-            sums, block_lines = _index_scores(index, cache, batch, g)
+        if scores is not None:
+            sums, block_lines = scores, scores.shape[1] // LINE.value
             tile_maximum = tile_total = sums
         decode_choice_kernel[groups * new, num_sequences](
             sums, tile_maximum, tile_total, *where, selected_blocks, places, columns, block_lines, num_tiles, num_rows,
@@ -113,13 +114,13 @@ def decode_attention(
             NUM_SELECTED_PAD=next_power_of_2(g.num_selected_blocks), INITIAL=g.num_initial_blocks,
             LOCAL=g.num_local_blocks, PAGE_BLOCKS=page_size // g.selection_block_size, BLOCKS=blocks,
             UNIT_TILES=unit_tiles, UNROLL=min(choice_heads, q_per_kv, _MAX_CHOICE_HEADS), COLUMNS=choice_columns,
-            INDEXED=index is not None, num_warps=choice_warps, **dependent_launch(q.device),
+            INDEXED=indexed, num_warps=choice_warps, **dependent_launch(q.device),
         )  # fmt: skip
     k_win, v_win, ring = cache.k_slc, cache.v_slc, 0
     if window and cache.k_win is not None and cache.v_win is not None:
         k_win, v_win, ring = cache.k_win, cache.v_win, cache.k_win.shape[2]
     # Compressed blocks that attend takes; a long block table must not start programs that find nothing.
-    compresses = index is not None and gates is not None
+    compresses = indexed and gates is not None
     token_parts = chosen_parts + window_parts
     cmp_programs = dispatch.decode_programs(num_sequences * groups * new, cmp_parts, q.device) if compresses else 0
     keys = cache.k_slc, cache.v_slc, k_win, v_win, k_cmp, v_cmp
@@ -131,7 +132,7 @@ def decode_attention(
         RING=ring, KEYS=head_tile.BLOCK_N, UNIT_TILES=tiles.DECODE_UNIT // head_tile.BLOCK_N, UNITS=units,
         COMPRESSION=g.compression_block_size if compresses else 0, STRIDE=g.compression_stride, TAPS=taps,
         BLOCKS=blocks, BLOCK_TILES=unit_tiles, COMPRESSED_PAGE_ROWS=k_cmp.shape[2],
-        WINDOW_STAGES=head_tile.stages if ring else _stages_of_pages(head_tile.stages), **_options(q, head_tile),
+        WINDOW_STAGES=head_tile.stages if ring else stages_of_pages(head_tile.stages), **_options(q, head_tile),
     )  # fmt: skip
     o = q.new_empty(num_sequences, new, heads, value_dim)
     gate_strides = (0, 0, 0, 0) if gates is None else gates.stride()
@@ -147,31 +148,6 @@ def decode_attention(
         ROWS=_COMBINED_HEADS, num_warps=4, **dependent_launch(q.device),
     )  # fmt: skip
     return o
-
-
-def _index_scores(index: Index, cache: SparseCache, batch: DecodeBatch, geometry: Geometry) -> tuple[Tensor, int]:
-    """Importance of all blocks for each new token and group, [B, T, G, lines of blocks], and the lines of a row."""
-    q_idx, k_idx, table = unit_stride(index[0]), cache.k_idx, batch.block_table
-    assert k_idx is not None
-    num_sequences, new, groups, dim = q_idx.shape
-    block, page_size = geometry.selection_block_size, k_idx.shape[2]
-    tile, widths = tiles.decode_tile(q_idx, k_idx, new * groups, "scores"), named_widths(D=dim)
-    taps = min(tile.BLOCK_N, next_power_of_2(block))
-    blocks = tile.BLOCK_N // taps
-    num_tiles = cdiv(table.shape[1] * page_size // block, blocks)
-    block_lines = cdiv(num_tiles * blocks, LINE.value)
-    shape = num_sequences * new * groups, block_lines * LINE.value
-    scores = torch.empty(shape, dtype=torch.float32, device=q_idx.device)
-    row_tiles = cdiv(new * groups, tile.BLOCK_M)
-    grid = dispatch.decode_programs(num_sequences * row_tiles, num_tiles, q_idx.device)
-    decode_index_kernel[grid, row_tiles, num_sequences](
-        q_idx, k_idx, *index[1], batch.lengths, batch.num_new, table, scores,
-        *q_idx.stride()[:3], k_idx.stride(0), k_idx.stride(2), table.stride(0), block_lines,
-        NEW=new, GROUPS=groups, **widths, SELECTION=block,
-        NUM_SELECTED=geometry.num_selected_blocks, PAGE_ROWS=page_size, BLOCKS=blocks, TAPS=taps,
-        ONE_TILE=grid == num_tiles and block <= taps, **_options(q_idx, tile),
-    )  # fmt: skip
-    return scores, block_lines
 
 
 def decode_dense_attention(
@@ -263,14 +239,9 @@ def _combine_one_branch(
 def _options(q: Tensor, tile: Tile) -> dict[str, int | None]:
     return {
         **dependent_launch(q.device),
-        "ROWS": tile.BLOCK_M, "STAGES": _stages_of_pages(tile.stages), "num_warps": tile.warps,
+        "ROWS": tile.BLOCK_M, "STAGES": stages_of_pages(tile.stages), "num_warps": tile.warps,
         "maxnreg": tile.registers,
     }  # fmt: skip
-
-
-def _stages_of_pages(stages: int) -> int:
-    """Depth of a pipeline whose keys are found through a table: half of it is spent on the table."""
-    return 2 * stages
 
 
 def _units() -> dict[str, int]:

@@ -175,3 +175,8 @@ def store_part(
     store_tile(part_o, place * V, keep, o_1, 0, V_1, V)
     if V_2 > 0:
         store_tile(part_o, place * V, keep, o_2, V_1, V_2, V)
+
+
+def stages_of_pages(stages: int) -> int:
+    """Depth of a pipeline whose keys are found through a table: half of it is spent on the table."""
+    return 2 * stages
