@@ -1,7 +1,13 @@
-"""The devices that tests run on: a CPU, and a GPU where there is one."""
+"""The devices that tests run on: a CPU, and a GPU where there is one. To be imported before Triton: without a GPU,
+kernels run in Triton's interpreter."""
+
+import os
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]

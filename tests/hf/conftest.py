@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+# Before Triton, which transformers imports: this file may be read before tests.settings.
+import tests.devices  # noqa: F401
+
 pytest.importorskip("transformers")
 
 from trifocal.hf import TrifocalForCausalLM
