@@ -1,7 +1,10 @@
 """The heartbeat with real threads, files and busy C code."""
 
 import logging
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,6 +42,62 @@ def test_no_limit_before_a_phase_has_ended_once_nor_at_start_or_compile(tmp_path
                 assert heartbeat.snapshot()["stall_limit_seconds"] is None
         with heartbeat.phase("forward"):
             assert heartbeat.snapshot()["stall_limit_seconds"] == 120
+
+
+def look_here():
+    """What another thread sees of this one."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(heartbeat_module.where, threading.get_ident(), 20).result()
+
+
+def test_a_compiler_is_seen_on_the_stack():
+    made = {}
+    exec(compile("def convert(look): return look()", "/x/torch/_dynamo/convert_frame.py", "exec"), made)
+    place, compiling = look_here()
+    assert not compiling and "look_here (test_heartbeat.py:" in place
+    place, compiling = made["convert"](look_here)
+    assert compiling and " < convert (convert_frame.py:1) < " in place
+
+
+class Collector:
+    """Stands in for `gc`."""
+
+    def __init__(self, enabled):
+        self.enabled = enabled
+
+    def isenabled(self):
+        return self.enabled
+
+    def enable(self):
+        self.enabled = True
+
+    def disable(self):
+        self.enabled = False
+
+
+@pytest.mark.parametrize(("version", "enabled"), [((3, 11), True), ((3, 11), False), ((3, 12), True)])
+def test_no_garbage_is_collected_while_frames_of_other_threads_are_read(monkeypatch, version, enabled):
+    """Python 3.11 would do so while it makes the object of a frame; later versions between instructions only."""
+    collector = Collector(enabled)
+    seen = []
+
+    class Frame:
+        f_code, f_lineno = look_here.__code__, 7
+
+        @property
+        def f_back(self):
+            seen.append(collector.enabled)
+
+    def current_frames():
+        seen.append(collector.enabled)
+        return {threading.get_ident(): None, 1: Frame()}
+
+    monkeypatch.setattr(heartbeat_module, "gc", collector, raising=False)
+    monkeypatch.setattr(heartbeat_module, "sys", SimpleNamespace(_current_frames=current_frames, version_info=version))
+    assert heartbeat_module.where(1) == ("look_here (test_heartbeat.py:7)", False)
+    assert heartbeat_module.running_threads() == {threading.get_ident(), 1}
+    assert seen == [version >= (3, 12)] * 3
+    assert collector.enabled == enabled
 
 
 def test_a_compilers_time_is_not_the_phases(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@
 fields. On a GPU the phases are host times: the host may wait in `optimizer` for work that it queued in `forward`.
 """
 
+import gc
 import os
 import socket
 import statistics
@@ -31,6 +32,7 @@ PHASES = (
 _UNLIMITED = ("start", "compile", "wait")
 STALL_FACTOR = 10.0
 _TYPICAL_TIMES = 200
+_one_look_at_a_time = threading.Lock()
 _COMPILER_FILES = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py", "/triton/compiler/")
 HEARTBEAT_FIELDS = frozenset(
     (
@@ -213,8 +215,6 @@ class Heartbeat:
                 logger.warning("the heartbeat of rank %d misses beats", self.rank, exc_info=True)
 
     def __enter__(self) -> Self:
-        self._main_thread = threading.get_ident()
-        self._older_threads = running_threads()
         self._thread.start()
         return self
 
@@ -228,7 +228,26 @@ def _rounded(seconds: float) -> float:
 
 def running_threads() -> frozenset[int]:
     """Every thread that runs Python code now, including those unknown to `threading`."""
-    return frozenset(sys._current_frames())
+    with _no_collection():
+        return frozenset(sys._current_frames())
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """For every look at frames of other threads.
+
+    Python 3.11 may collect garbage while it makes the object of a frame, as `f_back` does. What that calls may let the
+    other thread leave the frame. The object then points to memory of something else, and the process dies.
+    """
+    with _one_look_at_a_time:
+        collects = sys.version_info < (3, 12) and gc.isenabled()
+        try:
+            if collects:
+                gc.disable()
+            yield
+        finally:
+            if collects:
+                gc.enable()
 
 
 def where(main_thread: int, depth: int = 3, *, others: frozenset[int] = frozenset()) -> tuple[str, bool]:
@@ -255,13 +274,13 @@ def _stacks(main_thread: int, known: set[int | None]) -> list[tuple[CodeType, in
     A frame keeps its local variables alive, tensors too, so no frame leaves this function. The frame of this function
     is dropped as well: it would form a reference cycle with all the others.
     """
-    frames = sys._current_frames()
-    del frames[threading.get_ident()]
-    main = frames.get(main_thread)
-    innermost = [*(frame for ident, frame in frames.items() if ident not in known), main]
     found = []
-    for frame in innermost:
-        while frame is not None:
-            found.append((frame.f_code, frame.f_lineno))
-            frame = frame.f_back
+    with _no_collection():
+        frames = sys._current_frames()
+        del frames[threading.get_ident()]
+        main = frames.get(main_thread)
+        for frame in [*(frame for ident, frame in frames.items() if ident not in known), main]:
+            while frame is not None:
+                found.append((frame.f_code, frame.f_lineno))
+                frame = frame.f_back
     return found

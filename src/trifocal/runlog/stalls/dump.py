@@ -37,7 +37,10 @@ class Answer(NamedTuple):
 
 
 def write_stacks(folder: Path, rank: int) -> None:
-    """Write the stacks of all threads, by faulthandler, which waits for no lock."""
+    """Write the stacks of all threads, by faulthandler, which waits for no lock.
+
+    For stalls only: the process dies if a thread of C++, such as gloo's, begins to call Python in the same microsecond.
+    """
     try:
         with (folder / f"stacks_rank{rank}.txt").open("w") as file:
             faulthandler.dump_traceback(file=file, all_threads=True)
