@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUN := runs/demo
-# One thread a test worker: two workers on two cores.
-TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# One thread a test worker: two workers on two cores. Modules that one of the tests' processes compiles serve the others.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .PHONY: help demo test lint format docs clean
