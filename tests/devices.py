@@ -1,13 +1,7 @@
-"""The devices that tests run on: a CPU, and a GPU where there is one. To be imported before Triton: without a GPU,
-kernels run in Triton's interpreter."""
-
-import os
+"""The devices that tests run on: a CPU, and a GPU where there is one."""
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]

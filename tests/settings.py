@@ -1,4 +1,4 @@
-"""Settings for all tests."""
+"""Settings for all tests, made before Triton is imported: without a GPU, kernels run in Triton's interpreter."""
 
 import gc
 import os
@@ -14,6 +14,9 @@ from tests.devices import DEVICES
 
 MAX_SECONDS_ON_A_GPU = 200
 """Several times what the longest test takes with as many workers as there are cores."""
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # The drawn examples are the same in each run, so that a commit alone makes a test fail.
 settings.register_profile("repeatable", derandomize=True)

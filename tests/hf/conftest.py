@@ -1,11 +1,13 @@
 """One tiny model for all tests of this package."""
 
+import os
+
 import pytest
 import torch
 
-# Before Triton, which transformers imports: this file may be read before tests.settings.
-import tests.devices  # noqa: F401
-
+if not torch.cuda.is_available():
+    # As in tests.settings, which may be read after this file; transformers imports Triton.
+    os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("transformers")
 
 from trifocal.hf import TrifocalForCausalLM
