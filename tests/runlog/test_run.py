@@ -14,7 +14,6 @@ from trifocal.report import write_report
 from trifocal.report.live_view import render
 from trifocal.runlog import read_metrics
 from trifocal.runlog import run as run_module
-from trifocal.runlog.jsonl import ThinOut
 from trifocal.runlog.run import read_run
 
 DEEP = "[" * 100_000
@@ -37,27 +36,13 @@ def test_damaged_lines_are_left_out_and_counted(make_run):
     assert sentence in write_report(run).read_text() and sentence in shown(run)
 
 
-def test_a_large_log_is_thinned_out_and_its_end_is_whole(make_run, monkeypatch):
+@pytest.mark.parametrize(("limit", "live"), [("_LIVE_BYTES", True), ("_REPORT_BYTES", False)])
+def test_of_a_large_log_the_end_is_read(make_run, monkeypatch, limit, live):
     run = make_run()
-    path = run / "metrics.jsonl"
-    rows = sorted(read_metrics(path), key=lambda row: row["step"])
-    path.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
-    # Every third step, and the last fifth whole.
-    monkeypatch.setattr(ThinOut, "MAX_BYTES", int(path.stat().st_size / 2.5))
-    monkeypatch.setattr(ThinOut, "END_BYTES", path.stat().st_size // 5)
-    found = read_run(run)
-    for kind in ("train", "telemetry"):
-        whole, thin = ({row["step"] for row in part if row["kind"] == kind} for part in (rows, found.rows))
-        assert len(whole) / 3 < len(thin) < 0.6 * len(whole) and max(thin) == max(whole)
-    for kind in ("evaluation", "event"):
-        assert found.of_kind(kind) == [row for row in rows if row["kind"] == kind]
-    # All layers of a look, or none.
-    layers = {len([row for row in found.of_kind("telemetry") if row["step"] == step]) for step in thin}
-    assert len(layers) == 1 and not found.left_out
-    # A live view has the end.
-    monkeypatch.setattr(run_module, "_LIVE_BYTES", 3000)
-    live = read_run(run, live=True).rows
-    assert live == rows[-len(live) :] and 0 < len(live) < len(rows)
+    rows = read_metrics(run / "metrics.jsonl")
+    monkeypatch.setattr(run_module, limit, 3000)
+    found = read_run(run, live=live).rows
+    assert found == rows[-len(found) :] and 0 < len(found) < len(rows)
 
 
 def test_a_damaged_file_is_left_out_of_the_report(make_run):

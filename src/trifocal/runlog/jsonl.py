@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import re
 import stat
 from collections.abc import Callable, Iterator, Mapping, Set
 from io import FileIO
@@ -100,15 +99,13 @@ def read_lines(
     *,
     last_bytes: int | None = None,
     fields: Set[str] = frozenset(),
-    parsed: Callable[[bytes], bool] = lambda line: True,
     kept: Callable[[Row], bool] = lambda row: True,
 ) -> Rows:
     """Read the rows of a JSON-lines file that may still be growing, a line at a time, in order.
 
-    With `last_bytes`, only the whole lines in about this many bytes at the end are read. `parsed` says whether to look
-    at a line at all, `kept` whether to keep a row; one without one of the fields is damaged. A torn last line (no
-    newline yet) is left out; any other that is no row is skipped and counted. Raises UserError if the file is missing
-    or no regular file.
+    With `last_bytes`, only the whole lines in about this many bytes at the end are read. `kept` says whether to keep a
+    row; one without one of the fields is damaged. A torn last line (no newline yet) is left out; any other that is no
+    row is skipped and counted. Raises UserError if the file is missing or no regular file.
     """
     path, rows = Path(path), Rows()
     try:
@@ -122,8 +119,6 @@ def read_lines(
             while line := file.readline(LONGEST_LINE):
                 if not line.endswith(b"\n") and len(line) < LONGEST_LINE:
                     break
-                if not parsed(line):
-                    continue
                 row = parse_row(line)
                 if row is None or not fields <= row.keys():
                     rows.skipped += 1
@@ -156,34 +151,6 @@ def parse_row(line: bytes) -> Row | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
-
-
-class ThinOut:
-    """Chooses lines of a file by whose rows its readers can do without the others: at most about `MAX_BYTES` of them.
-
-    A smaller file is read whole. From a larger one, every n-th step is taken of the rows that fill it, and everything
-    else: lines that are rare, and the end. The pattern matches the beginning of a line of a kind that fills the file;
-    its groups are the kind and the step.
-    """
-
-    MAX_BYTES, END_BYTES = 2**25, 2**20
-
-    def __init__(self, path: Path, pattern: str) -> None:
-        size = path.stat().st_size if path.exists() else 0
-        self._before_the_end = size - self.END_BYTES
-        self._every = -(-size // self.MAX_BYTES)
-        self._pattern = re.compile(pattern.encode())
-        self._steps: dict[bytes, tuple[bytes, int]] = {}
-
-    def __call__(self, line: bytes) -> bool:
-        self._before_the_end -= len(line)
-        if self._every <= 1 or self._before_the_end < 0 or not (match := self._pattern.match(line)):
-            return True
-        kind, step = match.groups()
-        last, number = self._steps.get(kind, (b"", -1))
-        number += step != last
-        self._steps[kind] = step, number
-        return number % self._every == 0
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

@@ -10,14 +10,15 @@ from typing import Any, TypeGuard
 from trifocal.errors import UserError
 from trifocal.paths import read_file, read_json, read_text, read_toml
 from trifocal.runlog.heartbeat import HEARTBEAT_FIELDS
-from trifocal.runlog.jsonl import Row, Rows, ThinOut, is_number, read_lines
+from trifocal.runlog.jsonl import Row, Rows, is_number, read_lines
 from trifocal.runlog.metrics import METRICS_FIELDS
 
 # A heartbeat row is well under 2 KiB, so this much of the end has the last row.
 _TAIL_BYTES = 65536
 # A live view is drawn every two seconds: of metrics, it has some ten thousand rows.
 _LIVE_BYTES = 2**23
-_METRICS, _HEARTBEATS = r'\{"kind":"(train|telemetry)","step":(\d+)', r'(\{)"unix_time_seconds":([\d.]+)'
+# A report has the end of a larger log.
+_REPORT_BYTES = 2**26
 # What is no figure in a row of an evaluation.
 _TEXTS = ("task", "status", "source", "name", "rows")
 
@@ -112,8 +113,8 @@ def read_run(directory: str | Path, *, live: bool = False) -> Run:
     """Read a run directory; `live` reads only what a live view needs: the end of the metrics, config and the last
     heartbeat row of every rank.
 
-    Parts that do not exist are empty; damaged entries are left out and counted. Large files are thinned out; see
-    `ThinOut`. Raises UserError if there is no run, or its metrics or its config cannot be read.
+    Parts that do not exist are empty; damaged entries are left out and counted. Raises UserError if there is no run, or
+    its metrics or its config cannot be read.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -123,14 +124,14 @@ def read_run(directory: str | Path, *, live: bool = False) -> Run:
         raise UserError(f"{directory} is not a run: it has neither metrics.jsonl nor heartbeat/")
     rows = Rows()
     if metrics.is_file():
-        rows = _read_rows(metrics, METRICS_FIELDS, _METRICS, _LIVE_BYTES if live else None)
+        rows = read_lines(metrics, last_bytes=_LIVE_BYTES if live else _REPORT_BYTES, fields=METRICS_FIELDS)
     run = Run(directory, directory.resolve().name, rows, left_out=Counter({metrics.name: rows.skipped}))
     if config.is_file():
         run.config_text, content = read_text(config), read_toml(config)
         run.config = {name: section for name, section in content.items() if isinstance(section, dict)}
     for path in _files(heartbeat, "rank*.jsonl"):
         if match := re.fullmatch(r"rank(\d+)\.jsonl", path.name):
-            beats = _read_rows(path, HEARTBEAT_FIELDS, _HEARTBEATS, _TAIL_BYTES if live else None)
+            beats = read_lines(path, last_bytes=_TAIL_BYTES if live else _REPORT_BYTES, fields=HEARTBEAT_FIELDS)
             run.left_out[f"heartbeat/{path.name}"] = beats.skipped
             if beats:
                 run.heartbeats[int(match[1])] = beats[-1:] if live else beats
@@ -140,13 +141,6 @@ def read_run(directory: str | Path, *, live: bool = False) -> Run:
     # Without the files that are whole.
     run.left_out = +run.left_out
     return run
-
-
-def _read_rows(path: Path, fields: frozenset[str], pattern: str, last_bytes: int | None) -> Rows:
-    """The last rows of a file, or rows of all of it."""
-    if last_bytes is not None:
-        return read_lines(path, last_bytes=last_bytes, fields=fields)
-    return read_lines(path, fields=fields, parsed=ThinOut(path, pattern))
 
 
 def _read_the_rest(run: Run) -> None:
