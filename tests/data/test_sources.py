@@ -1,10 +1,8 @@
 """Documents from files, and the messages if files cannot be read."""
 
-import bz2
 import errno
 import gzip
 import json
-import lzma
 import os
 import platform
 import re
@@ -307,18 +305,14 @@ def test_an_empty_validation_split(tmp_path):
     assert error(0.05) == f"text:{path} has no document; give it text"
 
 
-COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
-
-
-@pytest.mark.parametrize("packed", COMPRESS)
-def test_compressed_files_are_read_from_any_cursor(tmp_path, texts, packed):
+def test_compressed_files_are_read_from_any_cursor(tmp_path, texts):
     lines = texts(100)
     records = [json.dumps({"text": text}) for text in lines]
     plain = {"a.txt": "\n".join(lines).encode(), "b.jsonl": "\n".join(records).encode()}
     for name, content in plain.items():
         (tmp_path / name).write_bytes(content)
         (tmp_path / "packed").mkdir(exist_ok=True)
-        (tmp_path / "packed" / (name + packed)).write_bytes(COMPRESS[packed](content))
+        (tmp_path / "packed" / f"{name}.gz").write_bytes(gzip.compress(content))
     for make in (lambda path: TextSource(path, document_bytes=200), lambda path: JsonlSource(path, "text")):
         source = make(str(tmp_path / "packed"))
         name = "a.txt" if isinstance(source, TextSource) else "b.jsonl"

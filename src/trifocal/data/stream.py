@@ -208,8 +208,6 @@ class DocumentStream:
         if not answers[1:length].any():
             bad.skip(f"{document.id}: no answer begins within train.sequence_length, {length} tokens")
             return _NO_TOKENS, None
-        if len(tokens) > length:
-            bad.count_cut(document.id)
         return tokens[:length], answers[:length]
 
     def _held_out(self, document: Document) -> bool:

@@ -54,7 +54,7 @@ class RunLogger:
         self._peak_flops = None if peak is None else peak * setup.processes.size
         # Since the last row.
         self._since, self._last_step, self._paused_seconds = time.perf_counter(), setup.state.step, 0.0
-        self._skipped_reported = self._cut_reported = False
+        self._skipped_reported = False
 
     def event(self, name: str, message: str, severity: str = "info", **values: float) -> None:
         """Write an event of the current step into the metrics: a name of docs/diagnostics.md, a sentence, and further
@@ -119,7 +119,6 @@ class RunLogger:
         row: dict[str, Any] = {
             "loss": loss,
             "skipped_documents": len(bad.skipped),
-            "cut_chats": len(bad.cut),
             "learning_rate": result.learning_rate,
             "gradient_norm": result.gradient_norm.item(),
             "tokens_per_second": tokens_per_second,
@@ -147,11 +146,6 @@ class RunLogger:
         if bad.first and not self._skipped_reported:
             self._skipped_reported = True
             self.log_event("documents_skipped", f"bad documents are skipped; the first: {bad.first}", "warning")
-        if bad.cut and not self._cut_reported:
-            self._cut_reported = True
-            self.log_event(
-                "chats_cut", "chats longer than train.sequence_length are cut; the metrics count them (cut_chats)"
-            )
         self.heartbeat.update(step=step, loss=loss, tokens_per_second=tokens_per_second)
         self.progress.update(step, loss=loss, tokens_per_second=tokens_per_second)
 

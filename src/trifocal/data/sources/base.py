@@ -64,15 +64,14 @@ class BadDocuments:
     always skips, as its files come with Python.
 
     A document is bad if its text is missing, no string, no UTF-8, or no JSON, and a chat if its messages are broken or
-    the template refuses them. An empty text is left out. `skipped` and `cut` (to the length of a row) have a hash of
-    each document, so that each counts once; `first` is the message about the first bad one.
+    the template refuses them. An empty text is left out. `skipped` has a hash of each document, so that each counts
+    once; `first` is the message about the first bad one.
     """
 
     def __init__(self, action: str = "stop") -> None:
         self._action = action
         self.skipped: set[int] = set()
         self.first = ""
-        self.cut: set[int] = set()
 
     def found(self, message: str) -> None:
         """Handle a bad document, which the message names with its fault: skip it, or raise UserError if the action is
@@ -85,15 +84,7 @@ class BadDocuments:
     def skip(self, message: str) -> None:
         """Leave a bad document out and count it, whatever the action is."""
         self.first = self.first or message
-        self.skipped.add(_number(message))
-
-    def count_cut(self, name: str) -> None:
-        """Count a chat that was cut."""
-        self.cut.add(_number(name))
-
-
-def _number(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+        self.skipped.add(int.from_bytes(hashlib.blake2b(message.encode(), digest_size=8).digest(), "big"))
 
 
 class Source(Protocol):

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import bz2
 import glob
 import gzip
-import lzma
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 from trifocal.errors import UserError
 from trifocal.paths import check_path_text, user_path
 
-COMPRESSED: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-"""Function that opens a compressed file, by suffix."""
-OTHER_COMPRESSED = {".zst", ".zip", ".lz4", ".7z", ".br", ".z", ".tar", ".tgz"}
-DAMAGED = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
-"""Errors of damaged compressed files (bz2 raises OSError)."""
+OTHER_COMPRESSED = {".bz2", ".xz", ".zst", ".zip", ".lz4", ".7z", ".br", ".z", ".tar", ".tgz"}
+DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error)
+"""Errors of damaged compressed files."""
 _KINDS_NAMED = 5
 
 
@@ -34,7 +30,7 @@ def find_files(source: str, path: str, suffixes: Sequence[str], *, compressed: b
     """The files of a path, by names relative to its folder, so that moved data keep theirs; sorted.
 
     The path is a file; a folder, searched at every depth and through links, without hidden names, for files with one of
-    the suffixes, if `compressed` also followed by .gz, .bz2 or .xz; or a glob, `**` for any depth. UserError, with the
+    the suffixes, if `compressed` also followed by .gz; or a glob, `**` for any depth. UserError, with the
     whole `source`, if there is no such file, or one cannot be read.
     """
     start, left_out = user_path(path, "data.source"), ""
@@ -42,7 +38,7 @@ def find_files(source: str, path: str, suffixes: Sequence[str], *, compressed: b
         root, found = start.parent, [start]
     elif start.is_dir():
         root = start
-        ends = tuple(suffix + packed for suffix in suffixes for packed in ("", *(COMPRESSED if compressed else ())))
+        ends = tuple(suffix + packed for suffix in suffixes for packed in (("", ".gz") if compressed else ("",)))
         files = _files_under(source, start)
         # A link to nothing may have been a folder of such files: it is refused below.
         found = [file for file in files if file.name.lower().endswith(ends) or not file.exists()]
@@ -104,10 +100,8 @@ def open_file(path: Path) -> BinaryIO:
     """
     suffix = path.suffix.lower()
     if suffix in OTHER_COMPRESSED:
-        raise UserError(f"{path}: {suffix} files are not read; unpack it, or compress it as .gz, .bz2 or .xz")
-    if suffix in COMPRESSED:
-        return cast(BinaryIO, COMPRESSED[suffix](path))
-    return path.open("rb")
+        raise UserError(f"{path}: {suffix} files are not read; unpack it, or compress it as .gz")
+    return cast(BinaryIO, gzip.open(path)) if suffix == ".gz" else path.open("rb")
 
 
 def sizes(files: dict[str, Path]) -> list[tuple[str, int]]:

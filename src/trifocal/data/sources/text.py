@@ -125,7 +125,7 @@ class JsonlSource:
 
     The field is the object's key for the text, or for the list of messages of a chat. One with dots, such as `a.text`,
     is the key of that name, or else the key `text` of the object at `a`. The path is a file, a folder (its `.jsonl`
-    files, also compressed as .gz, .bz2 or .xz) or a glob; UserError if there is no such file.
+    files, also compressed as .gz) or a glob; UserError if there is no such file.
     """
 
     def __init__(self, path: str, field: str, *, bad: BadDocuments | None = None) -> None:
