@@ -27,7 +27,6 @@ def test_a_run_of_text_has_loss_positions_and_needles(run, tmp_path, capsys):
     short = ("--samples", "2", "--depths", "2", "--lengths", "20,80")
     text = evaluated(capsys, str(run), *short)
     assert 'recall is left out: data.source "text:' in text and "has no keys and values to recall" in text
-    assert "note: the model was trained on 32 tokens at a time; more are new to it" in text
     assert "needle, 20 tokens: not run: a needle and its question need 64 tokens, got 20" in text
     assert re.search(r"needle: 4 haystacks of 80 tokens, about 0:\d\d left", text)
     for title in ("Loss on validation data", "Loss by position", "Needles found, by depth"):
@@ -97,8 +96,6 @@ def test_weights_without_a_run_need_to_be_told_the_data(run, tmp_path, capsys, m
     # The folder tells the length of its training's rows.
     text = evaluated(capsys, weights, *source, "--only", "loss", "--sequences", "2")
     assert f"of {load_config(run / 'config.toml').train.sequence_length} tokens" in text
-    longer = evaluated(capsys, weights, *source, "--only", "loss", "--sequences", "2", "--sequence-length", "99")
-    assert "more are new to it" in longer and "more are new to it" not in text
     path = Path(weights) / "config.json"
     content = json.loads(path.read_text())
     del content["max_position_embeddings"]

@@ -88,11 +88,7 @@ def test_a_message_of_a_chat_is_answered(tmp_path, capsys):
 
 def test_prompts_may_be_longer_than_training(run, capsys):
     assert main(["generate", str(run), "--prompt", "x" * 50, "--max-new-tokens", "10"]) == 0
-    output = capsys.readouterr()
-    assert output.out.startswith("x" * 50)
-    assert output.err == (
-        "note: prompt and new tokens make up to 60 tokens, the model was trained on 32; it continues past them\n"
-    )
+    assert capsys.readouterr().out.startswith("x" * 50)
 
 
 def test_text_is_written_while_it_is_made(run, monkeypatch):

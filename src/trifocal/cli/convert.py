@@ -152,12 +152,7 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> str:
 
 
 def _summary(config: ModelConfig, output: Path, note: str) -> str:
-    kinds = Counter(config.attention_of_layers)
-    layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    if set(kinds) == {"window"}:
-        note = (
-            f"every layer has a sliding window of {config.sliding_window:,} tokens, and stays as it is. {note}".strip()
-        )
+    layers = ", ".join(f"{count} {kind}" for kind, count in Counter(config.attention_of_layers).items())
     return "\n".join(
         [f"wrote {output}: {parameter_count(config):,} parameters, layers: {layers}", *filter(None, [note])]
     )

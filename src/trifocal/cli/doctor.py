@@ -34,13 +34,13 @@ class DoctorArguments:
     run_directory: str = "runs"
     """Where runs would be written; with a CONFIG.toml its run.directory."""
     json: str = ""
-    """A file for everything as JSON; "-" for standard output instead of the tables."""
+    """A file for everything as JSON."""
 
 
 def run(args: Sequence[str]) -> int:
     """Examine the machine and show the findings."""
     options: DoctorArguments = parse_arguments(DoctorArguments, args, prog="trifocal doctor")
-    check_output("" if options.json == "-" else options.json)
+    check_output(options.json)
     configs = {path: load_config(path) for path in options.config}
     folder = user_path(options.run_directory, "--run-directory")
     if options.config and options.run_directory == "runs":
@@ -49,12 +49,8 @@ def run(args: Sequence[str]) -> int:
         examination = examine(
             configs, folder, on_start=lambda what: print(f"looking at {what}", file=sys.stderr, flush=True)
         )
-    text = json.dumps(examination.to_dict(), indent=1)
-    if options.json == "-":
-        print(text)
-        return examination.exit_status
     if options.json:
-        write_file(options.json, text + "\n")
+        write_file(options.json, json.dumps(examination.to_dict(), indent=1) + "\n")
     console = SafeConsole(file=sys.stdout, markup=False, highlight=False, soft_wrap=True)
     for line in examination.lines():
         console.print(line, style=_STYLES.get(line.partition(" ")[0]))

@@ -194,8 +194,6 @@ def _plan(subject: Subject, options: EvaluateArguments) -> Plan:
     length = options.sequence_length or subject.trained_length or max(options.lengths, default=None)
     if length is None:
         raise UserError("the length of its training sequences is not known; give --sequence-length")
-    if subject.trained_length is not None and max(length, *options.lengths, 0) > subject.trained_length:
-        print(f"note: the model was trained on {subject.trained_length:,} tokens at a time; more are new to it")
     return Plan(
         tasks=tasks,
         sequence_length=length,

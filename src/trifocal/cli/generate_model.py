@@ -1,6 +1,5 @@
 """The flags of `trifocal generate`, and the model that they name, with caches for the prompts."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,12 +131,5 @@ def load(options: GenerateArguments, path: Path, prompts: Sequence[tuple[str, st
             samples=options.samples,
             max_sequences=options.max_sequences,
             prefill_chunk_size=options.prefill_chunk_size,
-        )
-    longest = model.max_length + 1
-    if found.run is not None and longest > found.run.train.sequence_length:
-        print(
-            f"note: prompt and new tokens make up to {longest} tokens, the model was trained on "
-            f"{found.run.train.sequence_length}; it continues past them",
-            file=sys.stderr,
         )
     return LoadedModel(found.path, model, tokenizer, tokens)
