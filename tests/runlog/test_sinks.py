@@ -81,9 +81,6 @@ class FakeService(types.ModuleType):
     def log(self, values, **arguments):
         self._note("log", (values, arguments))
 
-    def alert(self, **arguments):
-        self._note("alert", arguments)
-
     def finish(self):
         self._note("finish", None)
 
@@ -91,7 +88,7 @@ class FakeService(types.ModuleType):
         return [value for name, value in self.calls if name == what]
 
 
-def test_wandb_gets_numbers_over_a_step_of_their_own_and_alerts(tmp_path, monkeypatch):
+def test_wandb_gets_numbers_over_a_step_of_their_own(tmp_path, monkeypatch):
     wandb = FakeService("wandb")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for _ in range(2):
@@ -106,7 +103,6 @@ def test_wandb_gets_numbers_over_a_step_of_their_own_and_alerts(tmp_path, monkey
         {"train/loss": 2.0, "step": 2},
         {"telemetry/layer03/gate_mean_cmp": 0.5, "step": 2},
     ]
-    assert wandb.of("alert")[0] == {"title": "gate_closed", "text": "step 2: layer 3 is closed", "level": "warn"}
     assert len(wandb.of("finish")) == 2
 
 

@@ -90,18 +90,9 @@ def _needle(run: Run, index: int, num_runs: int) -> Chart:
         "xaxis": {"title": {"text": "tokens"}, "type": "category"},
         "yaxis": {"title": {"text": "depth"}, "type": "category", "autorange": "reversed"},
     }
-    samples, needles = _common(rows, "samples"), _common(rows, "needles")
-    number = f" {samples:,} haystacks a cell." if samples else ""
-    number += f" {needles:,} needles in a haystack." if needles and needles > 1 else ""
-    caption = f"Share of needles that are found, by length and depth of the haystack; the beginning is on top.{number}"
+    caption = "Share of needles that are found, by length and depth of the haystack; the beginning is on top."
     title = f"Needles: {run.name}" if num_runs > 1 else "Needles in haystacks"
     return Chart(f"needle-{index}", title, caption, [trace] if rows else [], layout, height=340)
-
-
-def _common(rows: list[Row], name: str) -> int | None:
-    """The number that all rows have."""
-    values = {row.get(name) for row in rows}
-    return values.pop() if len(values) == 1 else None
 
 
 def _recall(runs: list[Run]) -> Chart:

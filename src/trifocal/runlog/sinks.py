@@ -58,7 +58,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Writes every number of a metric row to W&B as `kind/field` over `step`, and warnings and errors as alerts.
+    """Writes every number of a metric row to W&B as `kind/field` over `step`.
 
     The first row makes the connection, with the settings of W&B itself (`wandb login`, WANDB_MODE=offline). The run's
     `wandb` folder has W&B's files, and the id for resuming.
@@ -75,9 +75,6 @@ class WandbSink:
         """Write one row."""
         if self._run is None:
             self._run = self._connect()
-        if row["kind"] == "event" and row["severity"] != "info":
-            level = self._wandb.AlertLevel.ERROR if row["severity"] == "error" else self._wandb.AlertLevel.WARN
-            self._run.alert(title=row["name"], text=f"step {row['step']}: {row['message']}", level=level)
         if values := _scalars(row):
             # `step` is a separate axis: W&B's own step must never decrease, and several rows share one step.
             self._run.log({**values, "step": row["step"]})
