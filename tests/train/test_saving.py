@@ -2,7 +2,6 @@
 
 import errno
 import os
-import re
 import threading
 
 import pytest
@@ -107,23 +106,15 @@ def test_steps_are_saved_before_a_run_ends_by_its_data(tmp_path, monkeypatch):
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize(
-    ("look", "remedy"),
-    [
-        ("evaluate", "--train.activation_checkpointing all"),
-        ("sample", "try --log.sample_tokens with a smaller number, or --log.sample_interval_steps 0"),
-    ],
-)
-def test_steps_are_saved_before_a_look_at_the_model_ends_the_run(tmp_path, monkeypatch, look, remedy):
+def test_steps_are_saved_before_a_look_at_the_model_ends_the_run(tmp_path, monkeypatch):
     """A GPU may have memory for a step, and none for more."""
 
     def too_much(*_, **__):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(Evaluator, look, too_much)
-    flags = ("--evaluate.interval_steps", "3", "--log.sample_interval_steps", "3", "--log.sample_tokens", "4")
-    with pytest.raises(torch.OutOfMemoryError, match=re.escape(remedy)) as caught:
-        train(make_config(tmp_path, *flags))
+    monkeypatch.setattr(Evaluator, "evaluate", too_much)
+    with pytest.raises(torch.OutOfMemoryError, match=r"try --train\..*activation_checkpointing all") as caught:
+        train(make_config(tmp_path, "--evaluate.interval_steps", "3"))
     assert caught.value.__notes__ == ["step 3 is saved"]
     monkeypatch.undo()
     assert resume(tmp_path / "run").finished

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,9 +28,6 @@ from trifocal.train.stop import StoppedBeforeFirstStep, StopSignals
 from trifocal.train.validation_loss import Evaluation
 
 BeforeStep = Callable[[], str]
-
-_NO_TELEMETRY = "--log.telemetry_interval_steps 0"
-_FEWER_SAMPLES = ("--log.sample_tokens with a smaller number", "--log.sample_interval_steps 0")
 
 
 @dataclass(frozen=True)
@@ -299,15 +296,15 @@ class Trainer:
         def sample() -> None:
             self.sample = evaluator.sample(step)
 
-        for due, phase, remedies, work in (
-            (evaluates, "evaluate", (), evaluate),
-            (pictures, "telemetry", (_NO_TELEMETRY,), lambda: evaluator.picture_attention(step)),
-            (measures, "telemetry", (_NO_TELEMETRY,), lambda: evaluator.measure_attention(step, result.batches[0])),
-            (samples, "sample", _FEWER_SAMPLES, sample),
+        for due, phase, work in (
+            (evaluates, "evaluate", evaluate),
+            (pictures, "telemetry", lambda: evaluator.picture_attention(step)),
+            (measures, "telemetry", lambda: evaluator.measure_attention(step, result.batches[0])),
+            (samples, "sample", sample),
         ):
             if due and not self.coordinator.agree_to_stop():
                 self.guard.check_step()
-                with self.log.pause(phase), remedies_on_out_of_memory(*remedies) if remedies else nullcontext():
+                with self.log.pause(phase):
                     work()
 
     def _commit_start(self) -> None:

@@ -35,22 +35,17 @@ def memory_remedies(config: RunConfig, num_devices: int = 1) -> list[str]:
     return found
 
 
-class OutOfMemory(torch.OutOfMemoryError):
-    """An allocation failed, and the message says what to lower."""
-
-
 @contextmanager
 def remedies_on_out_of_memory(*remedies: str) -> Iterator[None]:
-    """Name the remedies where an allocation fails; those of the innermost block count.
-
-    OutOfMemory, with them in its one line and the notes of the allocator's error, is raised in its place.
+    """Name the remedies where an allocation fails: in the one line of a torch.OutOfMemoryError, with the notes of the
+    allocator's error.
     """
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
-        named = OutOfMemory(f"out of memory ({one_line(error, 160)}); try {', or '.join(remedies)}")
+        named = torch.OutOfMemoryError(f"out of memory ({one_line(error, 160)}); try {', or '.join(remedies)}")
         for note in getattr(error, "__notes__", ()):
             named.add_note(note)
         raise named from error

@@ -11,7 +11,6 @@ from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.train import resume, train
 from trifocal.train.config.check import choose_device, disk_bytes, preflight
-from trifocal.train.config.load import override
 
 CPU = torch.device("cpu")
 
@@ -72,16 +71,6 @@ def test_micro_batches_divide_the_share_of_a_process(tmp_path, whole, most, grou
     flags = ("--train.global_batch_size", str(whole), "--train.micro_batch_size", str(most))
     config = make_config(tmp_path, *flags)
     assert config.train.sequences_at_once(groups) == at_once
-    noted = [note for note in preflight(config, CPU, num_processes=groups)[1] if "micro_batch_size" in note]
-    uneven = at_once < min(most, whole // groups)
-    assert noted == uneven * [
-        f"train.micro_batch_size {most} does not divide the {whole // groups} sequences that a process has of the "
-        f"global batch: it takes {at_once} at a time"
-    ]
-    if uneven:
-        shared = make_config(tmp_path, *flags, "--parallel.context", "2")
-        notes = preflight(shared, CPU, 2 * groups)[1]
-        assert any(f"{whole // groups} sequences that a process has of" in note for note in notes)
 
 
 def test_processes_that_share_sequences_need_equal_chunks(tmp_path):
@@ -147,10 +136,4 @@ def test_notes_say_what_is_fine_but_notable(tmp_path):
     assert len(notes) == 2
     assert "does not exceed the window of 8" in notes[0]
     assert "3 selected blocks of 8 tokens cover the whole sequence of 8" in notes[1]
-    several = make_config(tmp_path, "--train.global_batch_size", "12", "--data.streams", "2")
-    assert "data.streams 2 is not a multiple of 3 processes: each" in preflight(several, CPU, 3)[1][-1]
-    shared = override(several, ["--parallel.context", "2"])
-    assert "data.streams 2 is not a multiple of 3 groups of 2 processes: each" in preflight(shared, CPU, 6)[1][-1]
-    assert not any("data.streams" in note for note in preflight(shared, CPU, 4)[1])
-    assert preflight(several, CPU, 2)[1] == preflight(several, CPU, 1)[1]
     assert preflight(make_config(tmp_path, "--train.sequence_length", "3", "--model.attention", "dense"), CPU)[1] == []

@@ -40,8 +40,7 @@ def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -
     """
     tokenizer = make_tokenizer(config.data.tokenizer, separator=config.data.separator)
     _check_context(config, num_processes)
-    num_groups = config.parallel.groups(num_processes)
-    _check_batches(config, num_groups)
+    _check_batches(config, config.parallel.groups(num_processes))
     _check_saving(config)
     _check_text(config, tokenizer)
     _check_change(config)
@@ -54,7 +53,7 @@ def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -
     _check_disk(config)
     check_sinks(config.log.sink_names())
     _check_traces(config)
-    return tokenizer, _notes(config, num_groups)
+    return tokenizer, _notes(config)
 
 
 def _check_context(config: RunConfig, num_processes: int) -> None:
@@ -75,18 +74,13 @@ def _check_context(config: RunConfig, num_processes: int) -> None:
 
 def _check_batches(config: RunConfig, num_groups: int) -> None:
     """Check that the batch can be shared out among groups of processes, each with its own rows."""
-    whole = config.train.global_batch_size
+    whole, context = config.train.global_batch_size, config.parallel.context
     if whole % num_groups:
+        groups = "processes" if context == 1 else f"groups of {context} processes"
         raise UserError(
-            f"train.global_batch_size {whole} is not a multiple of {num_groups} {_groups(config)}; the next one "
+            f"train.global_batch_size {whole} is not a multiple of {num_groups} {groups}; the next one "
             f"is --train.global_batch_size {-(-whole // num_groups) * num_groups}"
         )
-
-
-def _groups(config: RunConfig) -> str:
-    """What has its own rows, in words."""
-    context = config.parallel.context
-    return "processes" if context == 1 else f"groups of {context} processes"
 
 
 def _check_saving(config: RunConfig) -> None:
@@ -264,7 +258,7 @@ def disk_bytes(config: RunConfig) -> int:
     return kept * parameter_count(config.model) * CHECKPOINT_BYTES_PER_PARAMETER
 
 
-def _notes(config: RunConfig, num_groups: int) -> list[str]:
+def _notes(config: RunConfig) -> list[str]:
     notes = []
     length, geometry = config.train.sequence_length, config.model.geometry
     kinds = config.model.attention_of_layers
@@ -278,17 +272,5 @@ def _notes(config: RunConfig, num_groups: int) -> list[str]:
         notes.append(
             f"{geometry.num_selected_blocks} selected blocks of {geometry.selection_block_size} tokens cover the "
             f"whole sequence of {length}: every block is selected"
-        )
-    share, most = config.train.global_batch_size // num_groups, config.train.micro_batch_size
-    at_once = config.train.sequences_at_once(num_groups)
-    if at_once < min(share, most):
-        notes.append(
-            f"train.micro_batch_size {most} does not divide the {share} sequences that a process has of the global "
-            f"batch: it takes {at_once} at a time"
-        )
-    if config.data.streams % num_groups and config.data.has_text:
-        notes.append(
-            f"data.streams {config.data.streams} is not a multiple of {num_groups} {_groups(config)}: each "
-            "reads the data of others too; set it before the first step of a run, it decides the order of the rows"
         )
     return notes
