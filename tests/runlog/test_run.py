@@ -2,7 +2,6 @@
 
 import io
 import json
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -93,18 +92,4 @@ def test_a_damaged_picture_is_named_in_one_line(make_run, arrays, header, said):
     content["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
     np.savez_compressed(path, **content | arrays)
     with pytest.raises(UserError, match=r"step_00000200\.npz \(.*" + said + r".*\); remove it"):
-        write_report(run)
-
-
-def test_a_picture_with_a_header_that_asks_for_gigabytes_is_refused(make_run):
-    run = make_run(steps=200)
-    path = run / "attention" / "step_00000200.npz"
-    with zipfile.ZipFile(path) as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
-    head = b"\x93NUMPY\x01\x00\x76\x00" + b"{'descr': '|u1', 'fortran_order': False, 'shape': (99999999999999,), }"
-    members["gates.npy"] = head.ljust(127) + b"\n"
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
-    with pytest.raises(UserError, match=r"step_00000200\.npz.*remove it"):
         write_report(run)

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -103,31 +102,3 @@ def test_a_pickle_in_a_picture_is_not_loaded(tmp_path):
     with pytest.raises(UserError, match=r"a\.npz"):
         read_picture(path)
     assert not made.exists()
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"step": "3"},
-        {"texts": ["a"]},
-        {"layers": ["0", 1, 2]},
-        {"others": [[1, 2, 3]]},
-    ],
-    ids=str,
-)
-def test_a_header_that_does_not_fit_is_named(tmp_path, changes):
-    replace(plain(), **changes).save(tmp_path / "a.npz")
-    with pytest.raises(UserError, match=r"cannot read the attention picture .*a\.npz \(expected .*\); remove it"):
-        read_picture(tmp_path / "a.npz")
-
-
-@pytest.mark.parametrize("name", ["positions", "selected", "gates"])
-def test_an_array_that_does_not_fit_is_named(tmp_path, name):
-    picture = plain()
-    array = getattr(picture, name)
-    # Any number of slots will do.
-    fewer = [] if name == "selected" else [array[..., :-1]]
-    for wrong in (array[None], *fewer, array.astype("float32"), array[0] * 0, array.astype("U9")):
-        replace(picture, **{name: wrong}).save(tmp_path / "a.npz")
-        with pytest.raises(UserError, match=r"a\.npz \(expected \w+ of shape .*\); remove it"):
-            read_picture(tmp_path / "a.npz")

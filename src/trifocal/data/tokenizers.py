@@ -441,14 +441,6 @@ def _from_file(
         loaded = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # The library raises plain Exception for a broken file.
         raise UserError(f"tokenizer {path} is not a tokenizer.json: {one_line(error)}") from error
-    # The library gives the next free number to an added token whose own is not that, without a word, and leaves out one
-    # without text.
-    for token in content.get("added_tokens") or ():
-        if (found := loaded.token_to_id(token["content"])) not in (None, token["id"]):
-            raise UserError(
-                f"tokenizer {path}: the added token {token['content']!r} has the id {token['id']:,}, but the library "
-                f"reads it as {found:,}; added tokens must follow the vocabulary without gaps, or have its ids"
-            )
     return HuggingFaceTokenizer(loaded, name, separator, config, template, generation)
 
 
@@ -458,16 +450,11 @@ def _download(name: str) -> Path:
         import huggingface_hub
     except ImportError:
         raise UserError(f"tokenizer {name} needs an extra: pip install 'trifocal[data]'") from None
-    advice = "use bytes, or give the path of a tokenizer.json"
     try:
         files = [TOKENIZER_FILE, CONFIG_FILE, TEMPLATE_FILE, GENERATION_FILE]
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
-    except huggingface_hub.errors.RepositoryNotFoundError as error:
-        raise UserError(
-            f"tokenizer {name}: there is no such file, and the hub shows no such repository; {advice}"
-        ) from error
     except Exception as error:  # The library raises many kinds of errors, those of the HTTP client too.
         raise UserError(
-            f"tokenizer {name}: there is no such file, and neither the hub nor its cache on this machine answers "
-            f"({first_sentence(error)}); {advice}"
+            f"tokenizer {name}: there is no such file, and the hub does not give it ({first_sentence(error)}); "
+            "use bytes, or give the path of a tokenizer.json"
         ) from error

@@ -5,6 +5,7 @@ import time
 from html import escape
 from pathlib import Path
 
+from trifocal.errors import UserError, one_line
 from trifocal.report.attention_charts import attention_charts
 from trifocal.report.charts import Chart, training_charts
 from trifocal.report.evaluation_charts import evaluation_charts
@@ -50,11 +51,9 @@ def build_page(runs: list[Run], plotly: str) -> str:
     if evaluation:
         body.append(_section("Evaluation", _charts(evaluation)))
     for run, group in zip(runs, attention, strict=True):
-        shown = pictures_of(run)
-        if group or shown:
-            picture = picture_card(shown) if shown else ""
-            content = picture + _charts(group)
-            body.append(_section(of_run("Attention", run, compared), content))
+        picture = _picture(run)
+        if group or picture:
+            body.append(_section(of_run("Attention", run, compared), picture + _charts(group)))
     for run in runs:
         if run.samples:
             body.append(_section(of_run("Samples", run, compared), _samples(run)))
@@ -154,6 +153,16 @@ def _charts(charts: list[Chart]) -> str:
         for chart in charts
     ]
     return f'<div class="charts">{"".join(cards)}</div>'
+
+
+def _picture(run: Run) -> str:
+    pictures = pictures_of(run)
+    try:
+        return picture_card(pictures) if pictures else ""
+    except Exception as error:  # Any, as the parts of a file that trifocal has not written need not fit.
+        raise UserError(
+            f"cannot show the pictures in {run.directory}/attention ({one_line(error)}); remove them"
+        ) from error
 
 
 def _samples(run: Run) -> str:

@@ -29,16 +29,7 @@ _MAX_CELLS = 2**20
 """Bytes of one map before compression, as far as _MIN_QUERIES allow."""
 _MAX_BYTES = 2**26
 """Bytes of a file, compressed and expanded."""
-# T tokens, L layers, Q queries, G groups, N slots, J blocks, 3 branches.
-_ARRAYS = {
-    "positions": ("T", "int32"),
-    "documents": ("T", "int32"),
-    "queries": ("Q", "int32"),
-    "selected": ("LQGN", "int16"),
-    "importance": ("LQGJ", "uint8"),
-    "dense": ("LQGJ", "uint8"),
-    "gates": ("LQG3", "uint8"),
-}
+_ARRAYS = ("positions", "documents", "queries", "selected", "importance", "dense", "gates")
 
 
 @dataclass(frozen=True)
@@ -85,33 +76,12 @@ def read_picture(path: Path) -> AttentionPicture:
             arrays = {name: file[name] for name in _ARRAYS}
         if header["version"] != VERSION:
             raise ValueError(f"expected version {VERSION}, got {header['version']}")
-        _check(header, arrays)
         geometry = Geometry(**header["geometry"])
         names = ("step", "texts", "layers", "others")
         picture = AttentionPicture(geometry=geometry, **{name: header[name] for name in names}, **arrays)
     except Exception as error:  # A damaged archive raises many kinds of errors.
         raise UserError(f"cannot read the attention picture {path} ({one_line(error)}); remove it") from error
     return picture
-
-
-def _check(header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
-    """Refuse a header or arrays that do not fit together, with a ValueError."""
-    texts, layers, others = header["texts"], header["layers"], header["others"]
-    if type(header["step"]) is not int or not all(isinstance(part, list) for part in (texts, layers, others)):
-        raise ValueError("expected a step, and lists of texts, layers and others")
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("expected texts of tokens")
-    numbers = [*layers, *(part for pair in others for part in (pair if isinstance(pair, list) else [pair]))]
-    if not all(type(number) is int for number in numbers) or len(numbers) != len(layers) + 2 * len(others):
-        raise ValueError("expected numbers of layers, and of others with their windows")
-    sizes = {"T": len(texts), "L": len(layers), "3": 3}
-    for name, (letters, dtype) in _ARRAYS.items():
-        array = arrays[name]
-        for letter, size in zip(letters, array.shape, strict=False):
-            sizes.setdefault(letter, size)
-        expected = tuple(sizes.get(letter) for letter in letters)
-        if array.shape != expected or array.dtype != dtype:
-            raise ValueError(f"expected {name} of shape {expected} and type {dtype}, got {array.shape}, {array.dtype}")
 
 
 def picture_queries(num_tokens: int, cells_per_query: int) -> int:

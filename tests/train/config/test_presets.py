@@ -16,7 +16,7 @@ from trifocal.fields import dotted_fields
 from trifocal.models import DecoderLM
 from trifocal.models.conversion import MIX
 from trifocal.train import RunConfig, load_config
-from trifocal.train.config import check, load
+from trifocal.train.config import check
 from trifocal.train.config.load import comment, override, presets, summary
 
 ROOT = Path(__file__).parents[3]
@@ -89,16 +89,6 @@ def test_an_unknown_preset_is_refused_with_the_nearest(capsys):
     assert capsys.readouterr().err == 'trifocal: unknown preset "m7c_125"; the nearest valid one is "m7c_125m"\n'
     assert main(["train", "showcas"]) == 2
     assert capsys.readouterr().err.endswith('preset "showcas"; the nearest valid one is "showcase"\n')
-
-
-def test_a_package_without_its_presets_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(load, "_PRESETS", tmp_path / "configs")
-    for command in (["new"], ["new", "demo"], ["train", "demo"]):
-        assert main(command) == 2
-        error = capsys.readouterr().err
-        assert re.fullmatch(r"trifocal: no preset is in \S+configs; install trifocal again, [^\n]+\n", error)
-    (tmp_path / "own.toml").write_text("[run]\nseed = 5\n")
-    assert load_config(tmp_path / "own.toml").run.seed == 5
 
 
 @pytest.mark.parametrize("name", NAMES)
