@@ -3,7 +3,6 @@
 import json
 import weakref
 from collections import defaultdict
-from functools import cache
 
 import numpy as np
 import pytest
@@ -180,88 +179,3 @@ def test_a_block_is_in_memory_and_reading_is_even(block_rows, used):
         assert inner.in_memory() <= block_rows + 1  # The row handed out is still held here.
         del row
         assert inner.in_memory() <= block_rows
-
-
-LENGTH = 32
-ROWS = 600
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    """Documents from a few bytes to ten rows; an epoch is about 130 rows."""
-    folder = tmp_path_factory.mktemp("lines")
-    texts = [f"{i} " + "".join(chr(97 + (i * j) % 26) for j in range(i * 37 % 320)) for i in range(27)]
-    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return f"jsonl:{folder}"
-
-
-def open_rows(source, block_rows, batch_size=1, **settings):
-    settings = {"validation_fraction": 0.2, "shuffle_sequences": block_rows} | settings
-    return open_loader(source, LENGTH, batch_size, **settings)
-
-
-def contents(batch):
-    """Tokens, targets, borders and documents of each row."""
-    rows, length = batch.tokens.shape
-    borders = range(0, rows * length + 1, length) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
-    names = dict(zip(borders, batch.document_ids, strict=False))
-    found = []
-    for row in range(rows):
-        starts = [at for at in borders if row * length <= at < (row + 1) * length]
-        found.append(
-            (
-                tuple(batch.tokens[row].tolist()),
-                tuple(batch.targets[row].tolist()),
-                tuple(at - row * length for at in starts),
-                tuple(names[at] for at in starts),
-            )
-        )
-    return found
-
-
-@cache
-def sequence(source, block_rows, split):
-    """Rows of an undisturbed loader, one by one, with their epochs."""
-    with open_rows(source, block_rows, split=split) as loader:
-        batches = [next(loader) for _ in range(ROWS)]
-    assert [batch.sample_index for batch in batches] == list(range(ROWS))
-    return tuple((contents(batch)[0], min(batch.epochs)) for batch in batches)
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    block_rows=st.sampled_from([1, 15, 75]),
-    split=st.sampled_from(["train", "validation"]),
-    stops=st.tuples(st.integers(0, 40), st.integers(0, 40), st.just(4)),
-    data=st.data(),
-)
-def test_any_resumes_depths_and_processes_see_the_same_rows(source, block_rows, split, stops, data):
-    whole = sequence(source, block_rows, split)
-    at, state = 0, None
-    for count in stops:
-        world_size = data.draw(st.sampled_from([1, 2, 3]))
-        batch_size = data.draw(st.integers(1, 3))
-        rank = data.draw(st.integers(0, world_size - 1))
-        depth = data.draw(st.integers(1, 8))
-        with open_rows(
-            source,
-            block_rows,
-            split=split,
-            rank=rank,
-            world_size=world_size,
-            batch_size=batch_size,
-            prefetch_batches=depth,
-        ) as loader:
-            if state is not None:
-                loader.load_state_dict(state)
-            for _ in range(count):
-                batch = next(loader)
-                own = [i for i in range(at, at + world_size * batch_size) if i % world_size == rank]
-                assert batch.sample_index == own[0]
-                assert contents(batch) == [whole[i][0] for i in own]
-                assert min(batch.epochs) == whole[at][1]
-                at += world_size * batch_size
-                if at > ROWS - 9:
-                    return
-            state = json.loads(json.dumps(loader.state_dict()))
-        assert state["sample_index"] == at

@@ -44,8 +44,6 @@ GEOMETRIES = [
     Geometry(6, 2, 6, 2, 0, 2, 2**31 - 1),
     Geometry(2, 1, 4, 3, 2, 0, 5),
 ]
-# Around the block sizes and the window, up to three times the largest; `trifocal check` has every length.
-PREFILLS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 24)
 
 
 def cached(model, max_sequences=1, max_length=60, **options):
@@ -70,22 +68,6 @@ def in_pieces(model, sequence, tokens, sizes):
         else:
             found.append(model.prefill(sequence, piece, all_logits=True))
     return torch.cat(found)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_decoding_equals_one_pass_after_prefills_of_many_lengths(make_model, options):
-    model, length = make_model(**options), PREFILLS[-1] + 6
-    tokens = draw_tokens(length)
-    with torch.no_grad():
-        expected = model(tokens[None])[0]
-    decoder = cached(model)
-    for prefill in PREFILLS:
-        sequence = decoder.admit()
-        steps = length - prefill if prefill == 1 else 3
-        given = in_pieces(decoder, sequence, tokens[: prefill + steps], [prefill] + [1] * steps)
-        wrong = (given - expected[: prefill + steps]).abs().max()
-        assert wrong < 1e-11, f"prefill {prefill}: {wrong}"
-        decoder.free(sequence)
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)

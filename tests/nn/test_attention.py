@@ -1,4 +1,4 @@
-"""The attention layers: against dense attention, no future, packed documents, positions, arguments."""
+"""The attention layers: against their operations written out, padding, positions, arguments."""
 
 import inspect
 
@@ -21,7 +21,6 @@ from trifocal.nn.attention_base import AttentionBase
 from trifocal.nn.chooser import random_blocks
 from trifocal.ops import (
     Documents,
-    Geometry,
     compressed_attention,
     mean_compress,
     select_blocks,
@@ -29,7 +28,6 @@ from trifocal.ops import (
     window_attention,
 )
 from trifocal.testing.small_models import SMALL
-from trifocal.testing.tolerances import FULL_COVERAGE
 
 DIM = 24
 SIZES = {"dim": DIM, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 6}
@@ -45,11 +43,6 @@ def sparse(geometry=SMALL, **options):
     return NSAttention(geometry=geometry, **SIZES, **options).double()
 
 
-def dense():
-    torch.manual_seed(0)
-    return DenseAttention(**SIZES).double()
-
-
 def layer_of(attention="nsa", **options):
     """A layer with all weights drawn, those of norms and biases too."""
     own = {"nsa": {"geometry": SMALL}, "selected": {"geometry": SMALL}, "window": {"window_size": 7}, "dense": {}}
@@ -61,45 +54,6 @@ def layer_of(attention="nsa", **options):
             if parameter.ndim == 1 and "gate" not in name:
                 parameter.copy_(torch.randn_like(parameter))
     return layer
-
-
-def covering(length, block_size=1):
-    """All blocks selected and a window over everything: these two are dense attention.
-
-    With blocks of one token the compressed branch is dense attention too.
-    """
-    return Geometry(block_size, block_size, block_size, -(-length // block_size), 1, 1, length)
-
-
-def equalise(layer, twin, shares):
-    """Give every branch the twin's projections, and the branches fixed shares."""
-    with torch.no_grad():
-        layer.q_proj.weight.copy_(twin.q_proj.weight)
-        layer.o_proj.weight.copy_(twin.o_proj.weight)
-        layer.k_proj.weight.copy_(twin.k_proj.weight.repeat(3, 1))
-        layer.v_proj.weight.copy_(twin.v_proj.weight.repeat(3, 1))
-        layer.gate.proj.weight.zero_()
-        layer.gate.proj.bias.copy_(torch.logit(torch.tensor(shares, dtype=torch.float64)).repeat(layer.num_heads))
-
-
-@pytest.mark.parametrize(("block_size", "shares"), [(1, (0.2, 0.5, 0.3)), (8, (0.0, 0.25, 0.75))])
-@pytest.mark.parametrize("packed", [False, True])
-def test_full_coverage_equals_dense(block_size, shares, packed):
-    dtype = torch.float32 if packed else torch.float64
-    layer, twin = sparse(covering(45, block_size)).to(dtype), dense().to(dtype)
-    equalise(layer, twin, shares)
-    torch.manual_seed(1)
-    x = torch.randn(1 if packed else 2, 45, DIM, dtype=dtype)
-    cu_seqlens = torch.tensor([0, 1, 20, 22, 45]) if packed else None
-    tolerance = FULL_COVERAGE[dtype]
-    inputs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
-    outputs = [layer(inputs[0], cu_seqlens=cu_seqlens), twin(inputs[1], cu_seqlens=cu_seqlens)]
-    torch.testing.assert_close(*outputs, rtol=0, atol=tolerance)
-    probe = torch.randn_like(x)
-    gradients = [
-        torch.autograd.grad((output * probe).sum(), given) for output, given in zip(outputs, inputs, strict=True)
-    ]
-    torch.testing.assert_close(*gradients, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("options", OTHERS, ids=str)
@@ -152,23 +106,6 @@ def test_given_blocks_are_read_instead_of_chosen_ones(attention):
         given = layer(x, selected_blocks=blocks)
     assert torch.equal(chosen[0], blocks)
     assert not torch.equal(given, layer(x))
-
-
-def test_compressed_scores_depend_on_distance_alone():
-    layer = sparse(compressor="mlp")
-    q = torch.randn(1, 12, 4, 8, dtype=torch.float64)
-    k = torch.randn(1, 12, 2, 8, dtype=torch.float64)
-
-    def scores(shift):
-        tables = rotary_tables(torch.arange(12) + shift, 8, 10000.0, torch.float64)
-        q_rotated = attention_module.rotate(q, *tables)
-        starts = torch.arange(5) * layer.geometry.compression_stride + shift
-        of_blocks = rotary_tables(starts, 8, 10000.0, torch.float64)
-        k_cmp = layer._compressed_keys(k, None, RotaryTables(*tables, *of_blocks))
-        return torch.einsum("bthd,bchd->bhtc", q_rotated[:, :, ::2], k_cmp)
-
-    for shift in (1, 2, 1000):
-        torch.testing.assert_close(scores(shift), scores(0), rtol=0, atol=1e-10)
 
 
 def test_products_run_in_autocast_type_and_gates_in_fp32(monkeypatch):

@@ -158,18 +158,6 @@ def test_autocast_around_does_not_lower_the_precision():
         assert torch.equal(a, b)
 
 
-def test_tensors_without_data():
-    """The reference runs on any device: on `meta` it gives shapes and types, also of gradients."""
-    inputs = [
-        x.to("meta").requires_grad_() for x in draw(Case("", cases.USUAL, 29, batch=2, value_dim=5), torch.bfloat16)
-    ]
-    o = nsa_attention(*inputs, cases.USUAL)
-    assert o.shape == (*inputs[0].shape[:3], 5)
-    assert o.dtype == torch.bfloat16
-    o.sum().backward()
-    assert all(x.grad.shape == x.shape for x in inputs)
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_sizes_of_a_geometry_may_be_symbols_of_a_compiler():
     """They are where dynamic shapes are asked for and the geometry is an argument."""

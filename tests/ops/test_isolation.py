@@ -1,7 +1,5 @@
 """A query may not see the future, other documents, other rows, and storage that nothing owns."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -65,60 +63,6 @@ def test_a_change_of_one_token_reaches_no_earlier_output(case, dtype):
         if changed >= first:
             # The test is alive: the token's own output moves.
             assert not torch.equal(after[0, changed - first], before[0, changed - first])
-
-
-@each_case
-def test_no_gradient_flows_from_a_query_to_what_it_may_not_see(case):
-    generator = torch.Generator().manual_seed(4)
-    shape = (case.batch, case.num_keys, 6)
-    tokens = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-    output = attend(case, from_tokens(case, tokens))
-    first = case.num_keys - case.queries
-    for query in range(0, case.queries, 7):
-        (gradient,) = torch.autograd.grad(output[0, query].sum(), tokens, retain_graph=True)
-        position = first + query
-        document = oracle.document_at(position, case.num_keys, case.document_lengths)
-        seen = torch.zeros(case.batch, case.num_keys, dtype=torch.bool)
-        seen[0, document.start : position + 1] = True
-        assert (gradient[~seen] == 0).all()
-        assert (gradient[0, position] != 0).any()
-
-
-@pytest.mark.parametrize("lengths", [(17, 1, 5, 16, 32), (1, 1, 1)], ids=str)
-@pytest.mark.parametrize("geometry", [cases.USUAL, cases.ODD], ids=["usual", "odd"])
-def test_packed_equals_separate(geometry, lengths):
-    """Outputs, log-sum-exp, choices and gradients of a pack are those of its documents, one call each."""
-    case = Case("", geometry, sum(lengths), heads=4, groups=2, value_dim=5, lengths=lengths)
-    packed = draw(case).leaves()
-    borders = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    blocks = torch.tensor([0, *(geometry.num_compressed_blocks(length) for length in lengths)]).cumsum(0).tolist()
-    rules = {"cu_seqlens": case.cu_seqlens, **REFERENCE}
-    o = nsa_attention(*packed, geometry, **rules)
-    o_cmp, lse = ops.compressed_attention(*packed[:3], geometry, **rules)
-    chosen = ops.select_blocks(packed.q, packed.k_cmp, lse, geometry, **rules)
-    compressed = ops.mean_compress(packed.k_slc, geometry, cu_seqlens=case.cu_seqlens)
-    upstream = cotangent(o)
-    gradients = torch.autograd.grad(o, packed, upstream)
-    for i, _ in enumerate(lengths):
-        tokens, slots = slice(borders[i], borders[i + 1]), slice(blocks[i], blocks[i + 1])
-        alone = Inputs(
-            *(
-                tensor[:, slots if name in ("k_cmp", "v_cmp") else tokens].detach().requires_grad_()
-                for name, tensor in packed._asdict().items()
-            )
-        )
-        o_alone = nsa_attention(*alone, geometry, **REFERENCE)
-        o_cmp_alone, lse_alone = ops.compressed_attention(*alone[:3], geometry, **REFERENCE)
-        chosen_alone = ops.select_blocks(alone.q, alone.k_cmp, lse_alone, geometry, **REFERENCE)
-        assert torch.equal(chosen[:, tokens], chosen_alone)
-        for whole, part in ((o[:, tokens], o_alone), (o_cmp[:, tokens], o_cmp_alone), (lse[:, tokens], lse_alone)):
-            torch.testing.assert_close(whole, part, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(compressed[:, slots], ops.mean_compress(alone.k_slc, geometry))
-        for name, whole, part in zip(
-            packed._fields, gradients, torch.autograd.grad(o_alone, alone, upstream[:, tokens]), strict=True
-        ):
-            cut = slots if name in ("k_cmp", "v_cmp") else tokens
-            torch.testing.assert_close(whole[:, cut], part, rtol=1e-12, atol=1e-12, msg=name)
 
 
 @pytest.mark.parametrize("lengths", [(17, 1, 5, 16, 32), (7, 1, 6), (60,)], ids=str)
@@ -206,19 +150,3 @@ def test_window_keys_may_be_the_last_ones_only(kept):
     inputs = draw(case)
     cut = {name: getattr(inputs, name)[:, 40 - kept :] for name in ("k_win", "v_win")}
     torch.testing.assert_close(attend(case, inputs, **cut), attend(case, inputs), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    "case", [cases.named("odd length"), cases.named("blocks without overlap")], ids=lambda case: case.why
-)
-def test_last_queries_alone_give_the_same(case):
-    """T < S is the tail of T = S, for every T."""
-    inputs = draw(case)
-    whole = attend(case, inputs)
-    _, lse = ops.compressed_attention(*inputs[:3], case.geometry, **REFERENCE)
-    for queries in (1, 7, case.num_keys - 1):
-        tail = dataclasses.replace(case, queries=queries, keys=case.num_keys)
-        cut = inputs._replace(q=inputs.q[:, -queries:], gates=inputs.gates[:, -queries:])
-        torch.testing.assert_close(attend(tail, cut), whole[:, -queries:], rtol=1e-12, atol=1e-12)
-        _, tail_lse = ops.compressed_attention(*cut[:3], case.geometry, num_keys=case.num_keys, **REFERENCE)
-        torch.testing.assert_close(tail_lse, lse[:, -queries:], rtol=1e-12, atol=1e-12)
