@@ -7,8 +7,6 @@ from safetensors.torch import load_file
 import trifocal
 from tests.children import load_script
 from tests.cli.test_commands import refused
-from trifocal.cli import main
-from trifocal.data.tokenizers import ByteTokenizer
 from trifocal.runlog.run import read_run
 from trifocal.train import load_config, train
 from trifocal.train.checkpoint import pretrained
@@ -68,22 +66,6 @@ def test_the_folder(run, folder):
     flags = command.split()[3:]
     again = load_config("python", [*flags, "--run.directory", str(run), "--run.device", "cpu"])
     assert again == load_run(run)
-
-
-def test_the_name_stands_for_the_folder(folder, capsys):
-    """In Python, and in every command that reads a model."""
-    assert isinstance(trifocal.load_tokenizer("demo"), ByteTokenizer)
-    options = {"max_new_tokens": 5, "temperature": 0.0}
-    text = trifocal.generate("demo", "def ", **options)
-    assert text == trifocal.generate(folder, "def ", **options)
-    flags = ["--prompt", "def ", "--max-new-tokens", "5", "--temperature", "0"]
-    assert main(["generate", "demo", *flags]) == 0
-    assert capsys.readouterr().out == f"def {text}\n"
-    assert main(["export", "demo", "exported"]) == 0
-    assert trifocal.generate("exported", "def ", **options) == text
-    measured = ["--source", "builtin", "--sequence-length", "128", "--sequences", "1", "--only", "loss"]
-    assert main(["evaluate", "demo", *measured]) == 0
-    assert main(["evaluate", "exported", *measured]) == 0
 
 
 def test_a_path_of_this_name_goes_first(run, folder, tmp_path, capsys):

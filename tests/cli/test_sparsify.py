@@ -116,13 +116,10 @@ def test_a_dense_model_becomes_a_sparse_one_that_was_measured(dense, tmp_path, c
     assert load_tokenizer(out).fingerprint == load_tokenizer(dense).fingerprint
     assert text.count("try next") == 1 and "steps/trained" not in text.partition("try next")[2]
 
-    assert "was begun with --steps 4, not 5; repeat that command" in refused(capsys, "sparsify", *words, "--steps", "5")
+    assert "was begun with another --steps (sparsify.json" in refused(capsys, "sparsify", *words, "--steps", "5")
     changed = [word for word in words if word not in (f"text:{other}", "--data-weights", "2,1")]
-    assert f"was begun with --data text:{tmp_path / 'text'} text:{other}, not text:" in refused(
-        capsys, "sparsify", *changed
-    )
-    moved = [str(out), *words[1:]]
-    assert f"was begun with DIR {dense}, not {out}; repeat" in refused(capsys, "sparsify", *moved)
+    assert "was begun with another --data (" in refused(capsys, "sparsify", *changed)
+    assert "was begun with another DIR (" in refused(capsys, "sparsify", str(out), *words[1:])
     assert main(["sparsify", *words]) == 0
     assert capsys.readouterr().out.count(": done before, in ") == 7
 

@@ -1,12 +1,10 @@
 """Training steps on a GPU in every form: eager, compiled, recorded as graphs, and both."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
 
-from lib.training_worker import TrainBench, TrainCase
 from tests.devices import NEEDS_GPU
 from tests.models.conftest import gpu_model
 from trifocal.data import Batch
@@ -102,44 +100,3 @@ def test_compiling_and_recording_err_no_more_than_eager_passes(model, tmp_path, 
         assert recorded <= 1.5 * eager, (name, eager, recorded)
         assert max(compiled, recorded) < 0.1, (name, compiled, recorded)
     assert sum(errors[2]) <= 1.1 * sum(errors[1]), (errors[1], errors[2])
-
-
-@pytest.mark.parametrize(
-    ("options", "checkpointing", "micro_batch"),
-    [
-        ({"attention": "nsa", "chooser": "index", "compressor": "mlp"}, "all", 1),
-        ({"attention": "dense"}, "none", 2),
-    ],
-    ids=str,
-)
-def test_the_bench_times_the_same_steps_recorded(model, options, checkpointing, micro_batch):
-    """The fewest steps of warm-up, at a length where the kernels take the block-major order; what the production preset
-    takes in two checkpointed micro-batches. A graph's memory is part of the peak: at least that of the same step
-    without one."""
-    figures = []
-    for cuda_graphs in (False, True):
-        torch._dynamo.reset()
-        case = TrainCase(
-            size="2x4096",
-            attention=options["attention"],
-            model=replace(model.config, **options).to_dict(),
-            sequences=2,
-            micro_batch=micro_batch,
-            tokens=4096,
-            checkpointing=checkpointing,
-            compile=True,
-            cuda_graphs=cuda_graphs,
-            precision="bf16",
-            warmup_steps=1,
-            timed_steps=1,
-            device="cuda",
-        )
-        bench = TrainBench(case)
-        bench.warm_up()
-        figures.append(bench.figures())
-        assert (bench.graphs is not None) == cuda_graphs
-        del bench
-    plain, recorded = figures
-    for key in ("first_loss", "first_gradient_norm", "loss"):
-        assert recorded[key] == pytest.approx(plain[key], rel=1e-3), key
-    assert recorded["peak_gib"] >= 0.95 * plain["peak_gib"]

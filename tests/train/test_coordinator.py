@@ -1,4 +1,4 @@
-"""When processes agree: a step ahead, so that no step waits for it."""
+"""When processes agree: a step ahead, so that no step waits for it; real ones are in tests/distributed."""
 
 import contextlib
 import os
@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from trifocal.data import Batch
-from trifocal.data.prefetch import Stopped
 from trifocal.distributed.peers import PeerLost
 from trifocal.distributed.processes import DistributedContext
-from trifocal.errors import UserError
 from trifocal.runlog.heartbeat import Heartbeat
 from trifocal.train import coordinator
 from trifocal.train.coordinator import StepCoordinator
@@ -21,15 +19,11 @@ from trifocal.train.stop import StopSignals
 class FakeLoader:
     """Batches of four targets, one of them ignored; the position is how many were read."""
 
-    def __init__(self, events, fail_at=0):
-        self.events, self.fail_at, self.read, self.stopped = events, fail_at, 0, False
+    def __init__(self, events):
+        self.events, self.read = events, 0
 
     def __next__(self):
-        if self.stopped:
-            raise Stopped
         self.read += 1
-        if self.read == self.fail_at:
-            raise UserError("no more")
         self.events.append(f"read {self.read}")
         tokens = torch.zeros(1, 4, dtype=torch.int64)
         targets = torch.tensor([[1, 2, 3, -100]])
@@ -111,39 +105,6 @@ def test_a_signal_ends_the_run_after_the_step_that_was_agreed_on(events):
         (company, signals), loader = make_company(size), FakeLoader(events)
         signals.received = "SIGTERM"
         assert next_step(company, loader) is not None and next_step(company, loader) is None
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_wait_for_data_ends_with_the_steps_that_have_them(events, size):
-    (company, signals), loader = make_company(size), FakeLoader(events)
-    assert next_step(company, loader) is not None
-    signals.received, signals.something_to_save = "SIGTERM", True
-    loader.stopped = True
-    # Of two processes each has read the second step's data before the signal.
-    if size == 2:
-        assert next_step(company, loader).position == {"read": 2}
-    assert next_step(company, loader) is None
-
-
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_all_agree_to_stop_once_there_is_a_step_to_save(events, monkeypatch, elsewhere):
-    """The one that did not get the signal takes no further step either."""
-    (company, signals), loader = make_company(), FakeLoader(events)
-    assert next_step(company, loader) is not None
-    monkeypatch.setattr(DistributedContext, "sum", lambda self, values: [values[0] + elsewhere])
-    if not elsewhere:
-        signals.received = "SIGTERM"
-        assert not company.stop_requested() and not company.agree_to_stop()
-    signals.something_to_save = True
-    assert company.stop_requested() is not elsewhere and company.agree_to_stop()
-    assert next_step(company, loader) is None
-
-
-def test_data_that_fail_are_reported_before_their_own_step(events):
-    (company, _), loader = make_company(), FakeLoader(events, fail_at=2)
-    assert next_step(company, loader).position == {"read": 1}
-    with pytest.raises(UserError, match="no more"):
-        next_step(company, loader)
 
 
 def test_of_a_library_s_many_sentences_the_line_has_the_first(monkeypatch):

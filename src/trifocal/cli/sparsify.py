@@ -411,13 +411,9 @@ def _read_record(options: SparsifyArguments, output: Path) -> dict[str, Any]:
         changed = [name for name in given if before.get(name, given[name]) != given[name]]
         if changed and record["steps"]:
             flag = "DIR" if changed[0] == "source" else f"--{changed[0].replace('_', '-')}"
-            then, now = (
-                " ".join(map(str, value)) if isinstance(value, list) else value
-                for value in (before.get(changed[0]), given[changed[0]])
-            )
             raise UserError(
-                f"{output} was begun with {flag} {then}, not {now}; repeat that command to continue it, or give a new "
-                "folder"
+                f"{output} was begun with another {flag} ({RECORD} has it); repeat that command to continue it, or "
+                "give a new folder"
             )
         return {"options": given, "steps": record["steps"]}
     if output.exists() and (not output.is_dir() or any(output.iterdir())):

@@ -83,14 +83,14 @@ def need_of(name: str, config: RunConfig) -> Need:
         processes = _processes(config, device)
         preflight(config, device, processes)
     except UserError as error:
-        return _failed(need, one_line(error))
+        return replace(need, problem=one_line(error))
     need = replace(need, device=_name(device), processes=processes, memory_bytes=_memory(device))
     try:
         try:
             return _measured(need, config)
         except UserError as error:
             # If random tokens train, the data are at fault.
-            need = _failed(need, one_line(error))
+            need = replace(need, problem=one_line(error))
             need = _measured(need, replace(config, data=config.data.only("synthetic")))
             return replace(need, data=f"measured on random tokens, as {config.data.name} cannot be read")
     except _DoesNotFit as error:
@@ -100,12 +100,6 @@ def need_of(name: str, config: RunConfig) -> Need:
         return need
     except RuntimeError as error:
         return replace(need, problem=need.problem or one_line(error))
-
-
-def _failed(need: Need, problem: str) -> Need:
-    """The need with a problem, and the commands and flags that its sentence names."""
-    named = re.findall(r"pip install '[^']+'|--[a-z_]+\.[a-z_]+ [^\s,;]+", problem)
-    return replace(need, problem=problem, remedies=tuple(named))
 
 
 def _measured(need: Need, config: RunConfig) -> Need:
