@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from tests.data.server import FaultyServer
+from tests.data.server import FileServer
 
 WORDS = ["gate", "lens", "block", "far", "near", "ümlaut", "☃", "key", "value", "query", "head", "\n"]
 
@@ -35,7 +35,7 @@ def serve():
     """Starts a server of files given by name; closed after the test."""
     servers = []
 
-    def start(files, kind=FaultyServer):
+    def start(files, kind=FileServer):
         servers.append(kind(files))
         return servers[-1]
 

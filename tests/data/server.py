@@ -1,19 +1,15 @@
-"""A server of files that misbehaves on order."""
+"""A server of files."""
 
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
-class FaultyServer:
-    """Serves files by ranges from this machine; `faults[i]` is the fault of request `i`.
-
-    A fault is a status code, `cut` (half of the bytes, then the connection ends) or `drop` (ends without a word).
-    """
+class FileServer:
+    """Serves files by ranges from this machine."""
 
     def __init__(self, files):
         self.files = files
-        self.faults = {}
         self.requests = []
         self.authorizations = []
         self.redirects = {}
@@ -40,17 +36,8 @@ class FaultyServer:
 
     def answer(self, handler):
         with self._lock:
-            number = len(self.requests)
             self.requests.append(handler.path)
             self.authorizations.append(handler.headers.get("Authorization"))
-        fault = self.faults.get(number)
-        if fault == "drop":
-            handler.close_connection = True
-            return
-        if isinstance(fault, int):
-            handler.send_response(fault)
-            handler.end_headers()
-            return
         if handler.path in self.redirects:
             handler.send_response(302)
             handler.send_header("Location", self.redirects[handler.path])
@@ -71,7 +58,7 @@ class FaultyServer:
             handler.send_response(200)
         handler.send_header("Content-Length", str(len(part)))
         handler.end_headers()
-        handler.wfile.write(part[: len(part) // 2] if fault == "cut" else part)
+        handler.wfile.write(part)
 
     def close(self):
         self._server.shutdown()

@@ -13,7 +13,7 @@ import pytest
 from tests import warm
 from tests.children import environment, wait_for_end
 from tests.data.loaders import open_loader
-from tests.data.server import FaultyServer
+from tests.data.server import FileServer
 from trifocal.data import DataConfig
 from trifocal.data.prefetch import Activity
 from trifocal.data.sources.base import BadDocuments
@@ -148,8 +148,8 @@ def test_a_run_keeps_the_commit_that_it_began_with(monkeypatch):
         other.load_state_dict(state)
 
 
-class StandInHub(FaultyServer):
-    """Answers the requests of `datasets` about one repository; its faults count only the requests for parquet."""
+class StandInHub(FileServer):
+    """Answers the requests of `datasets` about one repository."""
 
     sizes: dict[str, int]
 
@@ -201,11 +201,8 @@ class StandInHub(FaultyServer):
 
 
 READ_FROM_HUB = """
-import json, time
+import json
 from trifocal.data import *
-# Between two tries it is a second.
-sleep = time.sleep
-time.sleep = lambda seconds: sleep(min(seconds, 0.02))
 config = DataConfig(source="fineweb-edu", shuffle_sequences=8)
 sizes = {"tokenizer": make_tokenizer("bytes"), "sequence_length": 128, "batch_size": 4, "vocab_size": 257}
 with Loader(config, **sizes) as loader:
@@ -220,15 +217,13 @@ with Loader(loader.config, **sizes) as again:
 """
 
 
-def test_a_hub_that_lists_redirects_refuses_and_breaks_off(repository, serve, tmp_path):
+def test_a_hub_that_lists_and_redirects(repository, serve, tmp_path):
     """The whole way as it is online, `datasets` and all, with a server of this test for the hub's address."""
     prefix = f"datasets/{NAME}/resolve/{REVISION}"
     store = serve({name: (repository / name).read_bytes() for name in FILES})
-    store.faults = {0: 500, 2: "cut"}
     hub = serve({}, StandInHub)
     hub.sizes = {name: len(content) for name, content in store.files.items()}
     hub.redirects = {f"/{prefix}/{name}": f"{store.url}/{name}" for name in FILES}
-    hub.faults = {1: 429, 4: "drop"}
     variables = environment(HF_ENDPOINT=hub.url, HF_HOME=tmp_path / "home", HF_TOKEN="example", HF_HUB_OFFLINE=0)
     out, error = tmp_path / "out", tmp_path / "error"
     with out.open("wb") as stdout, error.open("wb") as stderr:
@@ -240,8 +235,5 @@ def test_a_hub_that_lists_redirects_refuses_and_breaks_off(repository, serve, tm
         assert batches == [next(loader).tokens.tolist() for _ in range(20)]
     assert revision == REVISION
     assert state["source"] == f"hf:{NAME}:sample-10BT@{REVISION}"
-    assert len(hub.requests) > 4 and set(hub.authorizations) == {"Bearer example"}
-    assert len(store.requests) > 2 and set(store.authorizations) == {None}
-    # Each retry is said while it happens.
-    for reason in ("HTTP Error 429", "HTTP Error 500", "without sending complete message body", "Server disconnected"):
-        assert reason in error.read_text()
+    assert hub.requests and set(hub.authorizations) == {"Bearer example"}
+    assert store.requests and set(store.authorizations) == {None}
