@@ -43,19 +43,6 @@ def test_many_heads_tie_exactly_at_every_length(dtype, heads):
         assert chosen.flatten().tolist() == [0, 1, 2, 3], num_keys
 
 
-def test_forced_blocks_near_the_start():
-    """l' = 4, n = 4, 1 + 2 forced; the free slot goes to the best of the rest, and duplicates count once."""
-    g = geometry(4, 4, 4, 4, 1, 2, 4)
-    k = torch.tensor([0.0, 1, 2, 9, 3, 4, 5]).view(1, 7, 1, 1)
-    q, lse = torch.ones(1, 28, 1, 1), torch.zeros(1, 28, 1)
-    chosen = ops.select_blocks(q, k, lse, g, scale=1.0)[0, :, 0].tolist()
-    by_block = [[0, -1, -1, -1], [0, 1, -1, -1], [0, 1, 2, -1], [0, 1, 2, 3]]
-    assert chosen[:16] == [row for row in by_block for _ in range(4)]
-    assert chosen[16:20] == [[0, 2, 3, 4]] * 4  # own 4, before it 3; 2 beats 1
-    assert chosen[20:24] == [[0, 3, 4, 5]] * 4
-    assert chosen[24:28] == [[0, 3, 5, 6]] * 4
-
-
 def test_order_and_repetition_of_the_choice_do_not_matter():
     case = cases.named("odd length")
     inputs = cases.draw(case)

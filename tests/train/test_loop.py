@@ -123,20 +123,6 @@ def test_exported_weights_load_back_as_the_checkpoint_and_give_the_reported_loss
         model, batches, tokenizer=tokenizer, data=config.data, device=torch.device("cpu"), precision="fp32"
     )
     assert again == result.evaluation
-    # By hand: nats of every valid target, over the bytes that the targets are.
-    nats, count, text_bytes = 0.0, 0, 0
-    for batch in batches:
-        documents = batch.cu_seqlens
-        with torch.no_grad():
-            shape = (1, -1) if documents is not None else batch.tokens.shape
-            log_p = model(batch.tokens.view(shape), cu_seqlens=documents).double().log_softmax(-1).flatten(0, 1)
-        for row, target in zip(log_p, batch.targets.flatten().tolist(), strict=True):
-            if target >= 0:
-                nats -= row[target].item()
-                count += 1
-                text_bytes += target < 256
-    assert again.validation_loss == pytest.approx(nats / count, rel=1e-5)
-    assert again.bits_per_byte == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-5)
 
 
 def test_a_full_disk_under_samples_and_pictures_costs_only_them(tmp_path, monkeypatch, capsys):
