@@ -44,12 +44,14 @@ def test_command(tmp_path, capsys):
 
 
 def test_command_on_a_broken_machine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(probes.os, "fsync", full)
     path = tmp_path / "doctor.json"
-    assert main(["doctor", "--run-directory", str(tmp_path), "--json", str(path)]) == 1
+    assert main(["doctor", "--json", str(path)]) == 1
     found = json.loads(path.read_text())
     assert found["healthy"] is False and found["needs"] == []
     assert any(sentence.startswith("disk: ") for sentence in found["broken"])

@@ -13,7 +13,6 @@ from trifocal.cli.console import SafeConsole
 from trifocal.cli.flags import parse_arguments
 from trifocal.cli.output import check_output, unwinding_signals, write_file
 from trifocal.doctor.examination import examine
-from trifocal.paths import user_path
 from trifocal.train.config.load import load_config
 
 _STYLES = {"note": "yellow", "broken": "bold red"}
@@ -31,8 +30,6 @@ class DoctorArguments:
 
     config: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG.toml ...")] = ()
     """TOML files to measure, on the device and the data that they name; each must be able to run here."""
-    run_directory: str = "runs"
-    """Where runs would be written; with a CONFIG.toml its run.directory."""
     json: str = ""
     """A file for everything as JSON."""
 
@@ -42,9 +39,7 @@ def run(args: Sequence[str]) -> int:
     options: DoctorArguments = parse_arguments(DoctorArguments, args, prog="trifocal doctor")
     check_output(options.json)
     configs = {path: load_config(path) for path in options.config}
-    folder = user_path(options.run_directory, "--run-directory")
-    if options.config and options.run_directory == "runs":
-        folder = Path(next(iter(configs.values())).run.directory)
+    folder = Path(next(iter(configs.values())).run.directory if configs else "runs")
     with unwinding_signals():
         examination = examine(
             configs, folder, on_start=lambda what: print(f"looking at {what}", file=sys.stderr, flush=True)

@@ -40,7 +40,7 @@ def pictures_of(run: Run) -> list[AttentionPicture]:
 def picture_card(pictures: list[AttentionPicture]) -> str:
     """The picture with its controls, as HTML for picture.js, of at least one picture of a run."""
     last = pictures[-1]
-    _, _, num_groups, num_blocks = last.importance.shape
+    num_groups = last.importance.shape[2]
     shown = _shown(last)
     layers = _select("layer", [*shown], [*shown].index(last.layers[-1]))
     groups = _select("group", list(range(num_groups)), 0)
@@ -51,16 +51,9 @@ def picture_card(pictures: list[AttentionPicture]) -> str:
         f'<span class="soft">{caption}</span></figcaption><div class="map" data-map="{key}"></div></figure>'
         for key, (title, caption) in MAPS.items()
     )
-    geometry = last.geometry
-    note = ""
-    if num_blocks <= geometry.num_selected_blocks:
-        note = (
-            f" This sequence has {num_blocks} blocks and a query may read {geometry.num_selected_blocks}, so all are "
-            "selected: longer sequences show a choice."
-        )
     words = (
         "Each row is a query, each column a key; hover or tap to see which. Below, the text itself, as that query "
-        f"sees it. One sequence of validation text, {len(last.texts):,} tokens, at {len(last.queries)} queries.{note}"
+        f"sees it. One sequence of validation text, {len(last.texts):,} tokens, at {len(last.queries)} queries."
     )
     data = json_in_page(_data(pictures))
     return f"""<div class="card picture"><h3>What each branch reads</h3><p class="soft">{escape(words)}</p>

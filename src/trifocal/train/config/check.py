@@ -18,8 +18,6 @@ from trifocal.train.checkpoint.folders import list_checkpoints
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.step.schedule import change_step
 
-LONG_RUN_STEPS = 1000
-"""A run of more steps than this must save checkpoints on the way."""
 # Weights and the two moments of AdamW, each fp32.
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 
@@ -41,7 +39,6 @@ def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -
     tokenizer = make_tokenizer(config.data.tokenizer, separator=config.data.separator)
     _check_context(config, num_processes)
     _check_batches(config, config.parallel.groups(num_processes))
-    _check_saving(config)
     _check_text(config, tokenizer)
     _check_change(config)
     _check_precision(config, device)
@@ -83,15 +80,6 @@ def _check_batches(config: RunConfig, num_groups: int) -> None:
         )
 
 
-def _check_saving(config: RunConfig) -> None:
-    steps, interval = config.train.steps, config.checkpoint.interval_steps
-    if steps > LONG_RUN_STEPS and (interval == 0 or interval >= steps):
-        raise UserError(
-            f"checkpoint.interval_steps is {interval}: a run of {steps} steps would lose everything in a crash; "
-            f"save at least once on the way (runs of up to {LONG_RUN_STEPS} steps need not)"
-        )
-
-
 def _check_text(config: RunConfig, tokenizer: Tokenizer) -> None:
     if not config.data.has_text:
         if config.log.sample_interval_steps:
@@ -113,10 +101,6 @@ def _check_text(config: RunConfig, tokenizer: Tokenizer) -> None:
         )
     if config.log.sample_interval_steps and config.model.undecodable:
         raise UserError(f"{config.model.undecodable}: there is nothing to sample; set log.sample_interval_steps to 0")
-    if config.log.sample_interval_steps and not len(tokenizer.encode(config.log.sample_prompt)):
-        raise UserError(
-            f'log.sample_prompt {config.log.sample_prompt!r} has no tokens in data.tokenizer "{config.data.tokenizer}"'
-        )
 
 
 def _check_change(config: RunConfig) -> None:
@@ -259,18 +243,10 @@ def disk_bytes(config: RunConfig) -> int:
 
 
 def _notes(config: RunConfig) -> list[str]:
-    notes = []
     length, geometry = config.train.sequence_length, config.model.geometry
-    kinds = config.model.attention_of_layers
-    for kind, window, seen in (
-        ("nsa", geometry.window_size, "the window branch sees every key"),
-        ("window", config.model.window_of_layers, "the layers of type window are dense"),
-    ):
-        if kind in kinds and length <= window:
-            notes.append(f"train.sequence_length {length} does not exceed the window of {window}: {seen}")
-    if config.model.chooses_blocks and length <= geometry.selected_tokens:
-        notes.append(
-            f"{geometry.num_selected_blocks} selected blocks of {geometry.selection_block_size} tokens cover the "
-            f"whole sequence of {length}: every block is selected"
-        )
-    return notes
+    if not config.model.chooses_blocks or length > geometry.selected_tokens:
+        return []
+    return [
+        f"{geometry.num_selected_blocks} selected blocks of {geometry.selection_block_size} tokens cover the whole "
+        f"sequence of {length}: every block is selected"
+    ]
