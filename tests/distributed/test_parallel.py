@@ -1,6 +1,8 @@
 """The choice of the parallel mode, and its effect on a single process."""
 
+import runpy
 import socket
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +33,13 @@ def test_several_processes_need_a_mode():
         choose_mode("none", TWO, small_config())
     assert choose_mode("hsdp", TWO, small_config()) == ("hsdp", "2 processes, hsdp")
     assert choose_mode("auto", TWO, small_config())[0] == "ddp"
+
+
+def test_a_pytorch_that_has_moved_fsdp_s_collectives_is_told_of_in_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp._fully_shard._fsdp_collectives", None)
+    module = runpy.run_path(str(parallel.__file__))
+    with pytest.raises(UserError, match=r'moved FSDP\'s collectives.*set parallel\.mode "ddp"'):
+        module["GradientWatch"](CPU).watch_fsdp(torch.nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize(("gib", "expected"), [(80, "ddp"), (8, "fsdp")])

@@ -15,9 +15,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-
-# The default collectives, which classes below extend, are in a private module.
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +23,12 @@ from trifocal.distributed.context import make_context_shard
 from trifocal.distributed.processes import DistributedContext
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, ModelConfig, parameter_count
+
+try:
+    # The default collectives, which classes below extend, are in a private module.
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+except ImportError:
+    DefaultAllGather = DefaultReduceScatter = object  # type: ignore[misc,assignment]
 
 Mode = Literal["none", "ddp", "fsdp", "hsdp"]
 
@@ -108,10 +111,16 @@ class GradientWatch:
         module.register_comm_hook(None, average)
 
     def watch_fsdp(self, module: nn.Module) -> None:
-        """Check the gradients of every sharded module before they are reduced and scattered.
+        """Check the gradients of every sharded module before they are reduced and scattered. UserError if this PyTorch
+        has no such collectives where they were.
 
         With one shard a replica there is no reduce-scatter, and nothing is checked.
         """
+        if DefaultAllGather is object:
+            raise UserError(
+                f"torch {torch.__version__} has moved FSDP's collectives, so that gradients cannot be checked before "
+                'they are reduced; set parallel.mode "ddp", or install an earlier torch'
+            )
         for path, part in module.named_modules():
             if isinstance(part, FSDPModule):
                 part.set_custom_all_gather(_AllGather(self, path or "model"))

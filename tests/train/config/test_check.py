@@ -21,6 +21,7 @@ MIXED = ("--data.source", "builtin", "text:x", "--data.weights_after", "1,2")
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
+        (("--train.steps", "1001", "--checkpoint.interval_steps", "0"), "would lose everything in a crash"),
         (("--model.vocab_size", "256"), r"vocab_size 256 is smaller than the 257 tokens of data\.tokenizer \"bytes\""),
         (("--data.validation_fraction", "0"), "nothing to evaluate on"),
         (("--train.activation_checkpointing", "1:3"), "the model has 2 layers"),

@@ -18,6 +18,8 @@ from trifocal.train.checkpoint.folders import list_checkpoints
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.step.schedule import change_step
 
+LONG_RUN_STEPS = 1000
+"""A run of more steps than this must save checkpoints on the way."""
 # Weights and the two moments of AdamW, each fp32.
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 
@@ -39,6 +41,7 @@ def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -
     tokenizer = make_tokenizer(config.data.tokenizer, separator=config.data.separator)
     _check_context(config, num_processes)
     _check_batches(config, config.parallel.groups(num_processes))
+    _check_saving(config)
     _check_text(config, tokenizer)
     _check_change(config)
     _check_precision(config, device)
@@ -77,6 +80,15 @@ def _check_batches(config: RunConfig, num_groups: int) -> None:
         raise UserError(
             f"train.global_batch_size {whole} is not a multiple of {num_groups} {groups}; the next one "
             f"is --train.global_batch_size {-(-whole // num_groups) * num_groups}"
+        )
+
+
+def _check_saving(config: RunConfig) -> None:
+    steps, interval = config.train.steps, config.checkpoint.interval_steps
+    if steps > LONG_RUN_STEPS and (interval == 0 or interval >= steps):
+        raise UserError(
+            f"checkpoint.interval_steps is {interval}: a run of {steps} steps would lose everything in a crash; "
+            f"save at least once on the way (runs of up to {LONG_RUN_STEPS} steps need not)"
         )
 
 
