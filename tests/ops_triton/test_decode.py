@@ -280,6 +280,21 @@ def test_scores_of_the_past_read_no_new_key(device):
     assert (scores > 0).any()
 
 
+@pytest.mark.parametrize("takes_all", [False, True])
+def test_the_reference_attends_by_scores_of_the_kernels(takes_all, device):
+    """With more than 64 heads in a group, "auto" takes the kernels to append and the reference to attend."""
+    lengths = (20, 65) if takes_all else (20, 150)
+    step = Step(shapes("mixed", geometry(4, 4, 16, 6, 1, 1, 5), 2, 2, **BITS), lengths, (1, 2))
+    tokens = tokens_of(step, device)
+    expected, _ = run(step, "reference", tokens)
+    decoder = Decoder(step.shapes, tokens, 2, "triton")
+    decoder.fill(list(step.lengths))
+    decoder.spared = {"takes_all": takes_all}
+    new, batch = decoder.append(list(step.num_new))
+    decoder.backend = "reference"
+    assert error(decoder.attend(new, batch), expected) <= BOUND
+
+
 @pytest.mark.parametrize("local", [0, 1, 2, 3])
 def test_the_past_is_scored_where_every_new_key_lies_in_local_blocks(local):
     for block, num_new in itertools.product((1, 2, 3, 4), range(1, 9)):

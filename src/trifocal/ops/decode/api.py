@@ -73,7 +73,8 @@ def append_sparse(
         geometry, backend: See `trifocal.ops`.
 
     Returns:
-        Scores of blocks, which `decode_attention` takes; None without an index, or if all blocks are taken.
+        Scores of blocks, [B, T, G, *], which `decode_attention` takes; None without an index, or if all blocks are
+        taken.
 
     Raises:
         ValueError: If an argument does not fit; see `trifocal.ops`.

@@ -42,19 +42,19 @@ def append_sparse(
     page_BT, place_BT = _in_pages(batch, position_BT, cache.k_slc.shape[2])
     _write(cache.k_slc, page_BT, place_BT, k_slc, exists_BT)
     _write(cache.v_slc, page_BT, place_BT, v_slc, exists_BT)
-    importance_BGTJ = None
+    scores = None
     if index is not None and cache.k_idx is not None:
         q_idx, k_idx = (_rotate(x, index.rotary, position_BT) for x in (index.q, index.k[:, :, None]))
         _write(cache.k_idx, page_BT, place_BT, k_idx, exists_BT)
         k_idx = _gather_pages(cache.k_idx, batch)
         sees_BTS = torch.arange(k_idx.shape[2], device=k_idx.device) <= position_BT[..., None]
         num_blocks = geometry.num_selection_blocks(k_idx.shape[2])
-        importance_BGTJ = _index_scores(q_idx, k_idx, sees_BTS).unflatten(-1, (num_blocks, -1)).amax(-1)
+        scores = _index_scores(q_idx, k_idx, sees_BTS).unflatten(-1, (num_blocks, -1)).amax(-1).transpose(1, 2)
     k_win = None if k_win is None else _rotate(k_win, rotary, position_BT)
     rings = ((cache.k_win, k_win), (cache.v_win, v_win), (cache.k_raw, k_raw), (cache.v_raw, v_raw))
     _write_rings(batch, position_BT, exists_BT, *rings)
     if cache.k_cmp is None or cache.k_raw is None:
-        return importance_BGTJ
+        return scores
 
     # T tokens can end this many blocks at most; keep those that they do end.
     stride, length = geometry.compression_stride, geometry.compression_block_size
@@ -69,7 +69,7 @@ def append_sparse(
     _write(cache.k_cmp, page_BC, place_BC, _rotate(k_cmp_BCGD, rotary, block_BC * stride), due_BC)
     if cache.v_cmp is not None and cache.v_raw is not None:
         _write(cache.v_cmp, page_BC, place_BC, _compress(cache.v_raw, batch, block_BC, geometry, phi_v), due_BC)
-    return importance_BGTJ
+    return scores
 
 
 def append_dense(cache: DenseCache | WindowCache, batch: DecodeBatch, k: Tensor, v: Tensor, rotary: Rotary) -> None:
@@ -118,9 +118,9 @@ def decode_attention(
     rotary: Rotary,
     window: bool,
     scale: float,
-    importance_BGTJ: Tensor | None,
+    scores: Tensor | None,
 ) -> Tensor:
-    """See `trifocal.ops.decode_attention`; the importance of blocks where an index has scored them."""
+    """See `trifocal.ops.decode_attention`."""
     position_BT, exists_BT = _positions(batch, q)
     q_BGTRD = _grouped_queries(q, cache.k_slc.shape[1], rotary, position_BT, scale)
     position_BT1 = position_BT[..., None]
@@ -136,9 +136,14 @@ def decode_attention(
     k_slc_BGSD, v_slc_BGSV = _gather_pages(cache.k_slc, batch), _gather_pages(cache.v_slc, batch)
     token_S = torch.arange(k_slc_BGSD.shape[2], device=q.device)
     num_blocks = geometry.num_selection_blocks(len(token_S))
-    if importance_BGTJ is None:
+    if scores is not None:
+        # Kernels write none of a sequence whose blocks are all taken.
+        importance_BGTJ = scores[..., :num_blocks].nan_to_num().transpose(1, 2)
+    elif cache.k_cmp is not None:
         # Heads side by side in memory, so that those of every block are added in the same order.
         importance_BGTJ = importance(p_BGTRC.transpose(3, 4).contiguous().sum(-1), geometry, num_blocks)
+    else:
+        importance_BGTJ = q.new_zeros(len(q), k_slc_BGSD.shape[1], q.shape[1], num_blocks)
     own_block = (position_BT1 // geometry.selection_block_size)[:, None]
     selected_blocks = choose_blocks(importance_BGTJ, own_block, geometry)
     chosen_BGTJ = chosen_mask(selected_blocks, num_blocks).transpose(1, 2)

@@ -471,7 +471,7 @@ def append_sparse(
             launch(plan.programs, 1, 2, **plan.options)
     if compress and most_due:
         _append_learned(cache, compress, batch, geometry, rotary, most_due)
-    return None if plan is None else plan.scores
+    return None if plan is None or index is None else plan.scores.unflatten(0, index.q.shape[:3])
 
 
 def append_dense(cache: DenseCache | WindowCache, batch: DecodeBatch, k: Tensor, v: Tensor, rotary: Rotary) -> None:

@@ -106,7 +106,7 @@ def decode_attention(
         )  # fmt: skip
     if not batch.takes_all:
         if scores is not None:
-            sums, block_lines = scores, scores.shape[1] // LINE.value
+            sums, block_lines = scores, scores.shape[3] // LINE.value
             tile_maximum = tile_total = sums
         decode_choice_kernel[groups * new, num_sequences](
             sums, tile_maximum, tile_total, *where, selected_blocks, places, columns, block_lines, num_tiles, num_rows,
