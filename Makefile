@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 help:
 	@echo "make demo    train a small model on this machine's CPU: about four minutes, install included"
-	@echo "make test    install what the tests need and run them all: about 8 minutes on two cores, 10 on slow ones"
+	@echo "make test    install what the tests need and run them all: about 7 minutes on two cores"
 	@echo "make lint    format, style, types, and the direction of imports"
 	@echo "make format  write the format"
 	@echo "make docs    draw the figures of the docs again"

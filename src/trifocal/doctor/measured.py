@@ -23,7 +23,7 @@ from trifocal.train.out_of_memory import memory_remedies
 LIMIT_SECONDS = 300.0
 """Steps that have not ended by then are stopped."""
 STATE_BYTES_PER_PARAMETER = 16
-"""Weight, gradient and both moments of AdamW, each fp32."""
+"""Weight, gradient and both moments of AdamW, each fp32; Muon has one moment for its matrices: 12 bytes."""
 _MAX_MICRO_BATCHES = 2
 # More steps than are taken, so that no end is saved.
 _ONLY_STEPS: dict[str, Any] = {

@@ -20,7 +20,7 @@ from trifocal.train.step.schedule import change_step
 
 LONG_RUN_STEPS = 1000
 """A run of more steps than this must save checkpoints on the way."""
-# Weights and the two moments of AdamW, each fp32.
+# Weights and the two moments of AdamW, each fp32. Muon has one for its matrices: 8 bytes.
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 
 

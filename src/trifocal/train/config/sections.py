@@ -213,7 +213,7 @@ class OptimizerSection:
     adamw_lr_factor: float = 1.0
     """Learning rate of what AdamW trains beside Muon, as a multiple of Muon's; without Muon it has no effect."""
     index_lr_factor: float = 3.0
-    """Learning rate of the index heads, as a multiple of what AdamW trains else; without an index it has no effect."""
+    """Learning rate of the index heads, as a multiple of AdamW's for all else; without an index it has no effect."""
 
     def __post_init__(self) -> None:
         check_types(self, "optimizer")
