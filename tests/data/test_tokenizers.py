@@ -166,6 +166,34 @@ def test_a_folder_without_and_a_file_that_is_none(tmp_path):
         make_tokenizer("a\0b")
 
 
+@pytest.mark.parametrize(
+    ("content", "given", "read"),
+    [
+        ("<new>", 4_000_000_000, 3),
+        ("<eos>", 1, 2),
+        ("<eos>", 2, None),
+        ("<new>", 3, None),
+        # The library leaves it out.
+        ("", 2, None),
+    ],
+)
+def test_an_added_token_has_the_id_of_its_file(tmp_path, content, given, read):
+    """The library counts on where an id is not the next one; the model would be asked for other tokens."""
+    tokenizers = pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "<eos>": 2}, unk_token="a")).save(str(path))
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    added = [{"id": given, "content": content, **plain}]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"added_tokens": added}))
+    if read is None:
+        assert make_tokenizer(str(path)).vocab_size == max(given + 1, 3)
+        return
+    with pytest.raises(UserError) as caught:
+        make_tokenizer(str(path))
+    assert str(caught.value).startswith(f"tokenizer {path}: the added token {content!r} has the id {given:,}, but the")
+    assert f"reads it as {read:,}; added tokens must follow" in str(caught.value)
+
+
 def test_a_vocabulary_without_an_unknown_token(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"known": 0, "<eos>": 1}))

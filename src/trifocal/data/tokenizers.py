@@ -441,6 +441,14 @@ def _from_file(
         loaded = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # The library raises plain Exception for a broken file.
         raise UserError(f"tokenizer {path} is not a tokenizer.json: {one_line(error)}") from error
+    # The library gives the next free number to an added token whose own is not that, without a word, and leaves out one
+    # without text.
+    for token in content.get("added_tokens") or ():
+        if (found := loaded.token_to_id(token["content"])) not in (None, token["id"]):
+            raise UserError(
+                f"tokenizer {path}: the added token {token['content']!r} has the id {token['id']:,}, but the library "
+                f"reads it as {found:,}; added tokens must follow the vocabulary without gaps, or have its ids"
+            )
     return HuggingFaceTokenizer(loaded, name, separator, config, template, generation)
 
 
