@@ -21,6 +21,7 @@ from trifocal.runlog.stalls.verdict import judge
 from trifocal.train import load_config, resume, train
 from trifocal.train.checkpoint.manifest import describe_file, verify_checkpoint, write_manifest
 from trifocal.train.config.load import override
+from trifocal.train.launch import prolong_command
 
 STEPS = ("--train.steps", "9")
 # These need not be equal: they measure time and memory, or name the moment.
@@ -171,6 +172,8 @@ def test_a_run_is_prolonged_from_the_last_step_before_it_declines(tmp_path, monk
     with pytest.raises(UserError, match=r'optimizer\.kind is "muon" in .* and "adamw" here.*--model\.from'):
         resume(tmp_path / "run", config=make_config(tmp_path, *flags, "--optimizer.kind", "adamw"))
     longer = make_config(tmp_path, *flags, "--train.steps", "8")
+    command = f"trifocal train --resume {tmp_path}/run --checkpoint step_00000003 --train.steps 8"
+    assert prolong_command(tmp_path / "run", 8) == command
     with monkeypatch.context() as patch:
         before_step(patch, fail)
         with pytest.raises(MemoryError):

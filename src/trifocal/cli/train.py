@@ -24,7 +24,7 @@ from trifocal.runlog.progress import try_print
 from trifocal.train.config.check import choose_device
 from trifocal.train.config.load import ALIASES, load_config, override
 from trifocal.train.config.sections import RunConfig
-from trifocal.train.launch import resume, resume_command, train
+from trifocal.train.launch import prolong_command, resume, resume_command, train
 from trifocal.train.loop import TrainResult
 from trifocal.train.nonfinite import NonFiniteError
 from trifocal.train.run_folder import load_run
@@ -177,7 +177,7 @@ def _summary(result: TrainResult, advise: bool) -> str:
         "continue a text of yours": f'trifocal generate {directory} --prompt "import "',
         "measure what it can do": f"trifocal evaluate {directory}",
         "see the run on one page": report,
-        "train on, to twice the steps": f"{resume_command(result.directory)} --train.steps {2 * result.step}",
+        "train on, to twice the steps": prolong_command(result.directory, 2 * result.step),
         "prove this installation right": "trifocal check",
     }
     return "\n".join([*lines, try_next(advice)])

@@ -154,6 +154,18 @@ def resume_command(directory: Path) -> str:
     return f"trifocal train --resume {shell_path(directory)}"
 
 
+def prolong_command(directory: Path, steps: int) -> str:
+    """The command that trains a finished run on, up to `steps`: from before its learning rate declined, under "wsd"."""
+    stable = _stable_checkpoint(directory, load_run(directory))
+    place = f" --checkpoint {stable.name}" if stable.is_dir() else ""
+    return f"{resume_command(directory)}{place} --train.steps {steps}"
+
+
+def _stable_checkpoint(directory: Path, config: RunConfig) -> Path:
+    """Where a run keeps its last checkpoint before the learning rate declines; under a cosine there is none."""
+    return checkpoint_path(directory / "checkpoints", last_stable_step(config))
+
+
 def _processes(config: RunConfig) -> AbstractContextManager[DistributedContext]:
     device = choose_device(config.run.device)
     return processes_started(device, timeout_seconds=config.parallel.timeout_seconds)
@@ -183,7 +195,7 @@ def _resume(
             )
     setup = TrainSetup(config, directory, processes, tokenizer, begins=False)
     notes = [*resume_notes(saved, setup.config, checkpoint_step(found)), *notes]
-    stable = checkpoint_path(directory / "checkpoints", last_stable_step(saved))
+    stable = _stable_checkpoint(directory, saved)
     if found.name > stable.name and stable.is_dir() and config.train.steps > saved.train.steps:
         notes.append(f"to prolong the run from before its learning rate declined, take --checkpoint {stable.name}")
     return run_training(setup, notes, found, before_step)
