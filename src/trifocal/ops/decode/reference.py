@@ -44,12 +44,13 @@ def append_sparse(
     _write(cache.v_slc, page_BT, place_BT, v_slc, exists_BT)
     scores = None
     if index is not None and cache.k_idx is not None:
-        q_idx, k_idx = (_rotate(x, index.rotary, position_BT) for x in (index.q, index.k[:, :, None]))
-        _write(cache.k_idx, page_BT, place_BT, k_idx, exists_BT)
-        k_idx = _gather_pages(cache.k_idx, batch)
-        sees_BTS = torch.arange(k_idx.shape[2], device=k_idx.device) <= position_BT[..., None]
-        num_blocks = geometry.num_selection_blocks(k_idx.shape[2])
-        scores = _index_scores(q_idx, k_idx, sees_BTS).unflatten(-1, (num_blocks, -1)).amax(-1).transpose(1, 2)
+        _write(cache.k_idx, page_BT, place_BT, _rotate(index.k[:, :, None], index.rotary, position_BT), exists_BT)
+        if not batch.takes_all:
+            k_idx = _gather_pages(cache.k_idx, batch)
+            sees_BTS = torch.arange(k_idx.shape[2], device=k_idx.device) <= position_BT[..., None]
+            scores_BGTS = _index_scores(_rotate(index.q, index.rotary, position_BT), k_idx, sees_BTS)
+            num_blocks = geometry.num_selection_blocks(k_idx.shape[2])
+            scores = scores_BGTS.unflatten(-1, (num_blocks, -1)).amax(-1).transpose(1, 2)
     k_win = None if k_win is None else _rotate(k_win, rotary, position_BT)
     rings = ((cache.k_win, k_win), (cache.v_win, v_win), (cache.k_raw, k_raw), (cache.v_raw, v_raw))
     _write_rings(batch, position_BT, exists_BT, *rings)
