@@ -12,7 +12,15 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lib.baselines import DENSE, dense_attention, fa4_attention, fla_attention, flex_attention, msa_attention
+from lib.baselines import (
+    DENSE,
+    dense_attention,
+    fa4_attention,
+    fla_attention,
+    flex_attention,
+    msa_attention,
+    sfnsa_attention,
+)
 from lib.block_choices import Choices, blocks_of_neighbours, make_choice, one_branch_call, scored_choice, whole_call
 from lib.candidate import Candidate, measure_candidate
 from lib.choice_problem import check_index, random_index
@@ -35,7 +43,7 @@ from trifocal.ops import (
 )
 from trifocal.testing.inputs import Inputs
 
-RowKind = Literal["end_to_end", "whole", "one_branch", "parts", "cudnn", "flash", "fa4", "flex", "fla", "msa"]
+RowKind = Literal["end_to_end", "whole", "one_branch", "parts", "cudnn", "flash", "fa4", "flex", "fla", "sfnsa", "msa"]
 Direction = Literal["forward", "both"]
 _CHOOSING: set[RowKind] = {"whole", "one_branch", "parts"}
 _SPARSE: set[RowKind] = {"end_to_end", *_CHOOSING}
@@ -44,6 +52,7 @@ _OTHERS = {
     "fa4": ("dense fa4", lambda inputs, shape, _: fa4_attention(inputs, shape)),
     "flex": ("flex window", flex_attention),
     "fla": ("fla parallel_nsa", fla_attention),
+    "sfnsa": ("sfnsa", sfnsa_attention),
     "msa": ("flash-msa", msa_attention),
 }
 PARTS = ("compressed", "scoring", "selected", "window")
@@ -87,7 +96,7 @@ class AttentionOptions(BenchOptions):
     rows: tuple[RowKind, ...] = get_args(RowKind)
     """Rows: NSA end_to_end, the whole after the compression of keys and values, and its parts; one_branch, selected
     attention with an index; dense SDPA by cudnn and flash, and flash-attn-4 (fa4); compiled FlexAttention over the
-    window; fla-core's parallel_nsa; flash-msa."""
+    window; fla-core's parallel_nsa; SFNSA; flash-msa."""
     choices: tuple[Choices, ...] = get_args(Choices)
     """Choices of blocks: random (from random inputs), smooth (drifting slowly), real (a pretrained model's, up to 8,192
     tokens)."""

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from lib.candidate import Candidate
-from lib.formulas import attention_work
+from lib.formulas import attention_work, branch_work
 from lib.recorder import Unavailable
 from lib.shapes import AttentionShape
 from trifocal.models.counts import compressed_keys, dense_keys, selected_keys, window_keys
@@ -172,6 +172,27 @@ def fla_attention(inputs: Inputs, shape: AttentionShape, geometry: Geometry) -> 
     note += "" if window else ", no window (that needs flash-attn)"
     leaves = (inputs.q, inputs.k_slc, inputs.v_slc, inputs.gates)
     return Candidate(attend, leaves, work._replace(forward_flops=work.forward_flops + scoring), note)
+
+
+def sfnsa_attention(inputs: Inputs, shape: AttentionShape, geometry: Geometry) -> Candidate:
+    """SFNSA's `HFNSACore`, from keys, values and the gates' logits to the output."""
+    module, version = _imported("flash_nsa", "flash-nsa", inputs.q.device)
+    config = module.NSAConfig(
+        qk_head_dim=shape.head_dim, v_head_dim=shape.value_dim, num_heads=shape.heads, num_kv_heads=shape.groups,
+        kernel_size=geometry.compression_block_size, stride=geometry.compression_stride,
+        block_size=geometry.selection_block_size, top_n=geometry.num_selected_blocks, window_size=geometry.window_size,
+        num_init_blocks=geometry.num_initial_blocks, num_local_blocks=geometry.num_local_blocks,
+    )  # fmt: skip
+    core = module.HFNSACore(config)
+    ends = torch.arange(shape.batch + 1, device=inputs.q.device, dtype=torch.int32) * shape.tokens
+
+    def attend(*leaves: Tensor) -> Tensor:
+        o: Tensor = core(*(x.flatten(0, 1) for x in leaves), ends)
+        return o.unflatten(0, (shape.batch, shape.tokens))
+
+    work = branch_work(shape, geometry, inputs.q.element_size())["end to end"]
+    leaves = (inputs.q, inputs.k_slc, inputs.v_slc, inputs.gates)
+    return Candidate(attend, leaves, work, f"{version}, one k and v for all branches")
 
 
 def msa_attention(inputs: Inputs, shape: AttentionShape, geometry: Geometry) -> Candidate:

@@ -10,7 +10,7 @@ from lib.recorder import OK
 Row = Mapping[str, Any]
 SERIES = ("batch", "heads", "groups", "head_dim", "value_dim", "dtype")
 OURS = ("whole", "one branch")
-SPARSE = ("end to end", *OURS, "fla parallel_nsa", "flash-msa")
+SPARSE = ("end to end", *OURS, "fla parallel_nsa", "sfnsa", "flash-msa")
 BASELINES = ("dense cudnn", "dense flash", "dense fa4")
 # Figures that are compared over lengths: times of whole calls, and of the device.
 CALLS = ("forward_ms", "forward_device_ms", "forward_backward_ms", "forward_backward_device_ms")

@@ -50,6 +50,7 @@ def test_rows_of_every_kind(everything):
         ("dense fa4", "", "not available"),
         ("flex window", "", "not available"),
         ("fla parallel_nsa", "", "not available"),
+        ("sfnsa", "", "not available"),
         ("flash-msa", "", "not available"),
     ]
 
