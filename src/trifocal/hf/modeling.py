@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel, TrainerCallback
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 
 from trifocal.hf.cached_forward import cached_tokens
 from trifocal.hf.configuration import TrifocalConfig
@@ -77,7 +78,7 @@ class TrifocalPreTrainedModel(PreTrainedModel):
         decoder = self.base_model
         assert isinstance(decoder, TrifocalModel)
         decoder.gradient_checkpointing = enable
-        decoder.wrap_layers()
+        wrap_blocks(decoder.blocks, range(len(decoder.blocks) if enable else 0), run_block)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
@@ -104,10 +105,7 @@ class TrifocalModel(TrifocalPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def wrap_layers(self) -> None:
-        """Wrap the layers anew, checkpointed as asked for."""
-        wrap_blocks(self.blocks, range(len(self.blocks) if self.gradient_checkpointing else 0), run_block)
-
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -118,11 +116,10 @@ class TrifocalModel(TrifocalPreTrainedModel):
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         cache: Any | None = None,
         attach_choice_loss: bool = True,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+    ) -> BaseModelOutputWithPast:
         """Compute hidden states.
 
         Args:
@@ -136,7 +133,6 @@ class TrifocalModel(TrifocalPreTrainedModel):
             output_attentions: Must not be True: sparse attention makes no matrix of weights.
             output_hidden_states: Return the residual stream: before the first layer, after each but the last, and the
                 last after the norm.
-            return_dict: False returns a tuple.
             cache: Newer name of `past_key_values`.
             attach_choice_loss: In training, attach the loss that teaches the indexes to the result; or else return it
                 as `choice_loss`.
@@ -180,13 +176,12 @@ class TrifocalModel(TrifocalPreTrainedModel):
             choice_loss = None if samples is None else samples.call_loss()
             if choice_loss is not None and attach_choice_loss:
                 states[-1], choice_loss = attach_loss(states[-1], choice_loss), None
-        output = OutputWithChoiceLoss(
+        return OutputWithChoiceLoss(
             last_hidden_state=states[-1],
             hidden_states=tuple(states) if keep_all else None,
             choice_loss=choice_loss,
             **{_CACHE: cache},
         )
-        return _returned(output, self.config, return_dict)
 
     def _new_cache(self, use_cache: bool | None) -> Any | None:
         """An empty cache where one is asked for, or what stands in for it."""
@@ -320,6 +315,7 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
         """Replace the output projection."""
         self.head = new_embeddings  # type: ignore[assignment]
 
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -331,17 +327,16 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         cache: Any | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+    ) -> CausalLMOutputWithPast:
         """Compute logits, and the loss of given labels.
 
         Args:
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_attentions,
-            output_hidden_states, return_dict, cache: See `TrifocalModel.forward`.
+            output_hidden_states, cache: See `TrifocalModel.forward`.
             labels: The tokens themselves, [B, T]; -100 where the loss leaves them out. They are shifted here.
             logits_to_keep: Logits of the last n tokens, or of these places; 0: of all.
             num_items_in_batch: The loss is divided by it instead of the number of labels.
@@ -386,10 +381,9 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
                     counted = shift_labels if labels is None or shift_labels is not None else labels[:, 1:]
                     choice_loss = choice_loss * ((counted != IGNORED_TARGET).sum() / num_items_in_batch)
                 loss = loss + (choice_loss - choice_loss.detach())
-        output = CausalLMOutputWithPast(
+        return CausalLMOutputWithPast(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, **{_CACHE: getattr(outputs, _CACHE)}
         )
-        return _returned(output, self.config, return_dict)
 
 
 class TrifocalForSequenceClassification(GenericForSequenceClassification, TrifocalPreTrainedModel):  # type: ignore[misc]
@@ -411,7 +405,3 @@ class ChoiceRecall(TrainerCallback):
         recalls = choice_recall(given["model"]).values()
         if recalls and logs is not None and "loss" in logs:
             logs["choice_recall"] = state.log_history[-1]["choice_recall"] = sum(recalls) / len(recalls)
-
-
-def _returned(output: Any, config: TrifocalConfig, return_dict: bool | None) -> Any:
-    return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()
