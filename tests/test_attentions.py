@@ -102,8 +102,6 @@ def test_telemetry_and_the_picture_have_the_layers(attention):
     choosing = [number for number, kind in enumerate(kinds) if kind in ("nsa", "selected")]
     assert [row["layer"] for row in telemetry.measure(tokens)] == choosing
     if not choosing:
-        with pytest.raises(ValueError, match="expected 60 texts and layers that choose blocks, got 60 and 0"):
-            telemetry.picture(1, tokens, ["a"] * 60)
         return
     picture = telemetry.picture(1, tokens, ["a"] * 60)
     windows = {number: 7 if kind == "window" else 0 for number, kind in enumerate(kinds) if number not in choosing}

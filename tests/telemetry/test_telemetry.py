@@ -12,12 +12,10 @@ from trifocal.ops import Documents, Geometry, compressed_attention, mean_compres
 from trifocal.ops.layout import pad_boundaries
 from trifocal.runlog import read_metrics
 from trifocal.runlog.metrics import MetricsWriter
-from trifocal.telemetry import attention_telemetry as telemetry_module
 from trifocal.telemetry.attention_picture import read_picture
 from trifocal.telemetry.attention_telemetry import AttentionTelemetry, alarms_of
 from trifocal.telemetry.maps import LayerAttention, full_attention_shares
 from trifocal.telemetry.statistics import (
-    attention_statistics,
     choice_statistics,
     distance_bins,
     gate_statistics,
@@ -155,32 +153,6 @@ def test_the_exact_choice_finds_everything_and_forced_blocks_count_for_nothing()
     assert choice_statistics(replace(layer, selected=forced))["choice_recall"].item() == 0.0
     wide = replace(layer, geometry=replace(GEOMETRY, num_selected_blocks=19))
     assert all(value.isnan().all() for value in choice_statistics(wide).values())
-
-
-@pytest.mark.parametrize("borders", [None, [0, 5, 90, LENGTH]])
-def test_many_layers_at_once_are_those_one_by_one(borders):
-    first = layer_of(borders)
-    second = replace(first, q=first.q.flip(-1), selected=first.selected.flip(2), gates=first.gates * 0.1)
-    together = attention_statistics(LayerAttention.stack([first, second]))
-    for index, layer in enumerate((first, second)):
-        for name, value in attention_statistics(layer).items():
-            assert torch.allclose(together[name][index], value[0], equal_nan=True), name
-
-
-def test_layers_are_described_in_parts_that_fit(monkeypatch):
-    tokens = torch.arange(LENGTH)[None] % 64
-    telemetry = AttentionTelemetry(model_of())
-    whole = telemetry.measure(tokens)
-    sizes = []
-
-    def counting(layer):
-        sizes.append(len(layer.q))
-        return attention_statistics(layer)
-
-    monkeypatch.setattr(telemetry_module, "attention_statistics", counting)
-    monkeypatch.setattr(telemetry_module, "MAX_SCORES", 2 * 128 * LENGTH * 4)
-    assert telemetry.measure(tokens) == whole
-    assert sizes == [2, 1]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -89,10 +89,8 @@ def picture_queries(num_tokens: int, cells_per_query: int) -> int:
     return min(num_tokens, max(_MIN_QUERIES, min(_MAX_QUERIES, _MAX_CELLS // cells_per_query)))
 
 
-def describe_layers(layer: LayerAttention, queries: Tensor) -> dict[str, Tensor]:
-    """The picture's arrays of some layers at the queries with these indices, [Q], encoded as in the file, on the
-    device.
-    """
+def describe_layer(layer: LayerAttention, queries: Tensor) -> dict[str, Tensor]:
+    """The picture's arrays of a layer at the queries with these indices, [Q], encoded as in the file, on the device."""
     gates = layer.gates[:, queries].float().unflatten(-2, (layer.k_slc.shape[-2], -1)).mean(-2)
     only_selected = (torch.arange(3, device=gates.device) == 1).float()
     gates = torch.where(gates.isnan(), only_selected, gates)

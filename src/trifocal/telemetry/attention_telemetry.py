@@ -20,8 +20,8 @@ from trifocal.nn.chooser import ChoosingAttention
 from trifocal.ops import Documents
 from trifocal.runlog.jsonl import Row
 from trifocal.runlog.metrics import MetricsWriter
-from trifocal.telemetry.attention_picture import AttentionPicture, describe_layers, picture_queries
-from trifocal.telemetry.maps import MAX_SCORES, LayerAttention, evenly_spaced
+from trifocal.telemetry.attention_picture import AttentionPicture, describe_layer, picture_queries
+from trifocal.telemetry.maps import LayerAttention, evenly_spaced
 from trifocal.telemetry.statistics import BRANCHES, attention_statistics
 
 CLOSED_GATE = 0.02
@@ -69,18 +69,14 @@ class AttentionTelemetry:
         self, step: int, tokens: Tensor, texts: list[str], *, cu_seqlens: Tensor | None = None
     ) -> AttentionPicture:
         """Run the first sequence of a batch, as `measure` does, and record the keys that each branch reads; `texts` are
-        those of its T tokens. ValueError if their number is another, or no layer chooses blocks.
+        those of its T tokens. A layer must choose blocks.
         """
         num_tokens = tokens.shape[1]
-        if len(texts) != num_tokens or not self.layers:
-            raise ValueError(
-                f"expected {num_tokens} texts and layers that choose blocks, got {len(texts)} and {len(self.layers)}"
-            )
         geometry, num_groups = self.model.config.geometry, self.model.config.num_kv_heads
         cells = len(self.layers) * num_groups * geometry.num_selection_blocks(num_tokens)
         queries = evenly_spaced(num_tokens, picture_queries(num_tokens, cells), tokens.device)
         documents = _documents_of_first(cu_seqlens, tokens)
-        layers = self._observe(tokens[:1], documents, lambda layer: describe_layers(layer, queries))
+        layers = self._observe(tokens[:1], documents, lambda layer: describe_layer(layer, queries))
         maps = {name: map_of_layers.cpu().numpy() for name, map_of_layers in layers.items()}
         if documents is None:
             positions, ids = np.arange(num_tokens, dtype=np.int32), np.zeros(num_tokens, dtype=np.int32)
@@ -117,26 +113,17 @@ class AttentionTelemetry:
 
     @torch.no_grad()
     def _observe(self, tokens: Tensor, documents: Documents | None, describe: Describe) -> dict[str, Tensor]:
-        """Describe every layer of a forward pass, in groups that fit the memory; [layers, ...]."""
+        """Describe every layer of a forward pass when it chooses; [layers, ...]."""
         described: list[dict[str, Tensor]] = []
-        waiting: list[LayerAttention] = []
-
-        def describe_waiting() -> None:
-            # Matrix products in bf16 would not match the log-sum-exp that the layers computed.
-            with torch.autocast(tokens.device.type, enabled=False):
-                described.append(describe(LayerAttention.stack(waiting)))
-            waiting.clear()
 
         def take(layer: LayerAttention) -> None:
-            if waiting and (len(waiting) + 1) * layer.num_scores > MAX_SCORES:
-                describe_waiting()
-            waiting.append(layer)
+            # Matrix products in bf16 would not match the log-sum-exp that the layers computed.
+            with torch.autocast(tokens.device.type, enabled=False):
+                described.append(describe(layer))
 
-        with _ChoiceRecorder(list(self.layers.values()), documents, take) as recorder:
+        with _ChoiceRecorder(list(self.layers.values()), documents, take):
             self.model(tokens, cu_seqlens=documents)
-        if recorder.choices != len(self.layers):
-            raise RuntimeError(f"expected a choice of blocks in {len(self.layers)} layers, got {recorder.choices}")
-        describe_waiting()
+        assert len(described) == len(self.layers), f"{len(described)} choices in {len(self.layers)} layers"
         return {name: torch.cat([part[name] for part in described]) for name in described[0]}
 
 
@@ -151,7 +138,6 @@ class _ChoiceRecorder(TorchDispatchMode):
         self._handles: list[Any] = []
         self._gates: Tensor | None = None
         self._current: tuple[ChoosingAttention, Tensor, Tensor] | None = None
-        self.choices = 0
 
     def __enter__(self) -> Self:
         for layer in self._layers:
@@ -182,15 +168,13 @@ class _ChoiceRecorder(TorchDispatchMode):
         return result
 
     def _chosen(self, chooser: tuple[Tensor, ...], selected: Tensor) -> None:
-        if self._current is None:
-            raise RuntimeError("a layer chose its blocks before its queries and keys were seen")
+        assert self._current is not None
         layer, q, k_slc = self._current
         gates, self._gates, self._current = self._gates, None, None
         if gates is None:
             gates = q.new_full((*q.shape[:3], 3), math.nan, dtype=torch.float32)
         if layer.chooser == "exact":
             chooser = ()
-        self.choices += 1
         self._take(LayerAttention(gates, q, k_slc, selected, chooser, layer.geometry, self._documents))
 
 

@@ -1,11 +1,9 @@
 """The scores that choose blocks, and full attention, by selection block: pure functions on the device.
 
-Shape letters as in DESIGN.md. The batch is one sequence, and L layers take its place; Q sampled queries stand for T.
+Shape letters as in DESIGN.md. The batch is one sequence; Q sampled queries stand for T.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,21 +14,21 @@ from trifocal.ops.choice_loss import Sample, compressed_importance, free_places,
 _MAX_QUERIES = 128
 """Sampled queries: enough for a mean, and bounded for any length."""
 _MIN_QUERIES = 16
-MAX_SCORES = 2**26
+_MAX_SCORES = 2**26
 """Scores of full attention in one call: at most 256 MiB in fp32, for any length."""
 
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """Tensors of L equal layers for one sequence.
+    """Tensors of a layer for one sequence.
 
     Attributes:
-        gates: [L, T, H, 3] in the order cmp, slc, win; NaN in a layer without gates.
-        q: Rotated queries, [L, T, H, D].
-        k_slc: Rotated keys of the selected branch, [L, T, G, D].
-        selected: Selected blocks, [L, T, G, N], -1 pads, counted from the start of the query's document.
-        chooser: What chose them: compressed keys, [L, C, G, D]; or index queries and keys, [L, T, G, Di] and
-            [L, T, Di]; or nothing: by exact mass.
+        gates: [1, T, H, 3] in the order cmp, slc, win; NaN in a layer without gates.
+        q: Rotated queries, [1, T, H, D].
+        k_slc: Rotated keys of the selected branch, [1, T, G, D].
+        selected: Selected blocks, [1, T, G, N], -1 pads, counted from the start of the query's document.
+        chooser: What chose them: compressed keys, [1, C, G, D]; or index queries and keys, [1, T, G, Di] and
+            [1, T, Di]; or nothing: by exact mass.
         geometry: Block sizes, in tokens.
         documents: Packed documents, if there are several.
     """
@@ -43,19 +41,6 @@ class LayerAttention:
     geometry: Geometry
     documents: Documents | None = None
 
-    @classmethod
-    def stack(cls, layers: Sequence["LayerAttention"]) -> "LayerAttention":
-        """Several layers as one."""
-        names = ("gates", "q", "k_slc", "selected")
-        stacked: dict[str, Any] = {name: torch.cat([getattr(layer, name) for layer in layers]) for name in names}
-        choosers = zip(*(layer.chooser for layer in layers), strict=True)
-        return replace(layers[0], chooser=tuple(map(torch.cat, choosers)), **stacked)
-
-    @property
-    def num_scores(self) -> int:
-        """Scores of full attention at the sampled queries of a layer."""
-        return len(self.sampled_queries()) * self.q.shape[1] * self.q.shape[2]
-
     @property
     def positions(self) -> Tensor:
         """Position of each token in its document, [T]."""
@@ -66,20 +51,20 @@ class LayerAttention:
     def sampled_queries(self) -> Tensor:
         """Evenly spaced queries, few enough for full attention in bounded memory, [Q]."""
         num_tokens, num_heads = self.q.shape[1:3]
-        most = max(_MIN_QUERIES, min(_MAX_QUERIES, MAX_SCORES // (num_tokens * num_heads)))
+        most = max(_MIN_QUERIES, min(_MAX_QUERIES, _MAX_SCORES // (num_tokens * num_heads)))
         return evenly_spaced(num_tokens, most, self.q.device)
 
     def sample(self, queries: Tensor) -> Sample:
-        """These queries [Q] in every layer, [L, Q]; eligible if they have more free candidates than free places."""
+        """These queries [Q] as [1, Q]; eligible if they have more free candidates than free places."""
         positions = self.positions[queries]
         free = num_free(positions // self.geometry.selection_block_size, self.geometry)
         fields = (queries, queries - positions, free > free_places(self.geometry))
-        return Sample(*(field.expand(len(self.q), -1) for field in fields))
+        return Sample(*(field[None] for field in fields))
 
 
 def choosing_shares(layer: LayerAttention, queries: Tensor) -> Tensor:
     """Share of each selection block in the scores by which blocks are chosen, at the queries with these indices [Q]:
-    [L, Q, G, J].
+    [1, Q, G, J].
 
     Blocks count from the start of the query's document; 0 where no compressed block is visible. An index gives the
     softmax over its blocks' scores.
@@ -101,7 +86,7 @@ def choosing_shares(layer: LayerAttention, queries: Tensor) -> Tensor:
 
 
 def full_attention_shares(layer: LayerAttention, queries: Tensor) -> Tensor:
-    """Probability of full attention over the selected branch's keys by selection block, [L, Q, G, J]; sums to 1."""
+    """Probability of full attention over the selected branch's keys by selection block, [1, Q, G, J]; sums to 1."""
     return teacher_masses(layer.q, layer.k_slc, layer.sample(queries), layer.geometry, layer.documents)
 
 

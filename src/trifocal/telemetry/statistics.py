@@ -1,7 +1,7 @@
 """Figures about gates and selected blocks, which docs/diagnostics.md defines: pure functions of the layers' tensors.
 
-All of them stay on the device. Shape letters as in DESIGN.md; the batch is one sequence, so B is left out. Leading
-dimensions of the arguments, such as layers, are those of every figure.
+All of them stay on the device. Shape letters as in DESIGN.md; the batch is one sequence. Leading dimensions of
+the arguments are those of every figure.
 """
 
 import math
