@@ -248,14 +248,10 @@ def _shards_of(folder: Path) -> dict[str, Path]:
     """The file of each tensor."""
     index = folder / INDEX_FILE
     whole = folder / WEIGHTS_FILE
-    try:
-        is_whole, is_sharded = whole.is_file(), index.is_file()
-    except OSError as error:
-        raise UserError(f"cannot read the model's weights {folder}: {os.strerror(error.errno or 0)}") from error
-    if is_whole:
+    if whole.is_file():
         with _opened(whole) as file:
             return dict.fromkeys(file.keys(), whole)
-    if not is_sharded:
+    if not index.is_file():
         raise UserError(f"{folder} has no safetensors: neither {WEIGHTS_FILE} nor {INDEX_FILE}")
     named = read_json(index).get("weight_map")
     if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
