@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from trifocal.checks import training_checks
 from trifocal.models import DecoderLM
 from trifocal.nn import Block, NSAttention
 from trifocal.nn import attention as nn_attention
@@ -103,15 +104,20 @@ def late_bound_residual(self, tokens, documents, choice_samples=None, local_toke
     return x
 
 
-def late_bound_checkpointing(model):
-    """The fault in one model."""
-    model.set_activation_checkpointing(0, model.config.num_layers)
-    model._last_residual = types.MethodType(late_bound_residual, model)
-
-
-def late_bound_models(rank):
+def late_bound_models():
     """The fault in all models of a process that a check starts."""
     DecoderLM._last_residual = late_bound_residual
+
+
+def before_the_worker(monkeypatch, statement):
+    """Let each process that `compare_processes` starts run a statement first."""
+    run_processes = training_checks.run_processes
+
+    def run(arguments, *rest, **options):
+        flag, code = arguments
+        return run_processes([flag, f"{statement}; {code}"], *rest, **options)
+
+    monkeypatch.setattr(training_checks, "run_processes", run)
 
 
 def at_other_lengths(function, change):

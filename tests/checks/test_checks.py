@@ -10,7 +10,14 @@ import torch
 
 from tests import warm
 from tests.checks import faults
-from trifocal.checks import cost_checks, operation_checks, process_worker, training_checks
+from trifocal.checks import (
+    attention_checks,
+    cost_checks,
+    model_checks,
+    operation_checks,
+    process_worker,
+    training_checks,
+)
 from trifocal.checks.measurement import Skipped
 from trifocal.checks.process_worker import Case
 from trifocal.checks.registry import CHECKS
@@ -73,8 +80,8 @@ def test_finds(check, monkeypatch):
     assert not found.passed, found
 
 
-def sparse_layers_call(function, make=lambda config, *_: DecoderLM(config)):
-    """A `make_model` whose sparse layers call another function."""
+def sparse_layers_call(function, make):
+    """Makes models as `make` does, but their sparse layers call another function."""
 
     def make_with_fault(config, *options):
         model = make(config, *options)
@@ -84,17 +91,19 @@ def sparse_layers_call(function, make=lambda config, *_: DecoderLM(config)):
 
 
 @fault("full-coverage")
-def window_that_sees_the_next_token(measure, _):
-    return measure(CPU, attention=faults.replacing_window(faults.leaking_window))
+def window_that_sees_the_next_token(measure, monkeypatch):
+    monkeypatch.setattr(attention_checks, "nsa_attention", faults.replacing_window(faults.leaking_window))
+    return measure(CPU)
 
 
 @fault("oracle")
-def halved_gradient(measure, _):
-    return measure(CPU, attention=faults.halved_value_gradient)
+def halved_gradient(measure, monkeypatch):
+    monkeypatch.setattr(attention_checks, "nsa_attention", faults.halved_value_gradient)
+    return measure(CPU)
 
 
 @fault("backend-parity")
-def one_wrong_gradient(measure, _):
+def one_wrong_gradient(measure, monkeypatch):
     """Kernels that are the reference, but for the gradient of `v_slc`."""
 
     def attention(*inputs, backend, **rules):
@@ -102,20 +111,22 @@ def one_wrong_gradient(measure, _):
         extra = inputs[4].sum() * 0.1
         return o + (extra - extra.detach()) if backend == "triton" else o
 
-    return measure(CPU, attention=attention)
+    monkeypatch.setattr(attention_checks, "nsa_attention", attention)
+    return measure(CPU)
 
 
 @fault("choice-loss")
-def gradient_of_the_queries(measure, _):
+def gradient_of_the_queries(measure, monkeypatch):
     def leaking(q, *others, **index):
         loss, recall = choice_loss(q, *others, **index)
         return torch.stack((loss + 0.1 * (q.sum() - q.sum().detach()), recall))
 
-    return measure(CPU, loss=leaking)
+    monkeypatch.setattr(attention_checks, "choice_loss", leaking)
+    return measure(CPU)
 
 
 @fault("rope-distance")
-def heads_rotated_as_one_vector(measure, _):
+def heads_rotated_as_one_vector(measure, monkeypatch):
     def rotate_concatenated(x, cos, sin):
         """Every head takes its own frequencies from a common table."""
         pairs = x.shape[2] * x.shape[3] // 2
@@ -125,7 +136,8 @@ def heads_rotated_as_one_vector(measure, _):
         flat = x.flatten(2).unflatten(2, (1, -1))
         return rotate(flat, angles.cos(), angles.sin()).view_as(x)
 
-    return measure(CPU, rotate=rotate_concatenated)
+    monkeypatch.setattr(attention_checks, "rotate", rotate_concatenated)
+    return measure(CPU)
 
 
 @fault("future-leak")
@@ -139,7 +151,8 @@ def leaks_in_training_prefill_and_decoding(measure, monkeypatch):
     later = faults.at_other_lengths(cached_attention.decode_attention, lambda lengths: lengths + 1)
     monkeypatch.setattr(cached_attention, "nsa_attention", leaking)
     monkeypatch.setattr(cached_attention, "decode_attention", later)
-    found = measure(CPU, make_model=sparse_layers_call(attention, make_model))
+    monkeypatch.setattr(model_checks, "make_model", sparse_layers_call(attention, make_model))
+    found = measure(CPU)
     counts = {line.partition(":")[0]: int(line.rpartition(" ")[2]) for line in found.details}
     assert counts.pop("packed documents") == 0 and min(counts.values()) > 0
     return found
@@ -159,24 +172,27 @@ def products_of_all_rows_together(measure, monkeypatch):
 
 
 @fault("checkpointing-gradients")
-def late_binding(measure, _):
-    found = measure(CPU, checkpoint=faults.late_bound_checkpointing)
+def late_binding(measure, monkeypatch):
+    monkeypatch.setattr(DecoderLM, "_last_residual", faults.late_bound_residual)
+    found = measure(CPU)
     assert found.figure > 0.5  # wrong by more than half: not rounding
     return found
 
 
 @fault("index-in-any-loop")
-def loop_that_teaches_nothing(measure, _):
-    def step(model, tokens):
+def loop_that_teaches_nothing(measure, monkeypatch):
+    def make(*arguments):
+        model = make_model(*arguments)
         for layer in model.attention_layers():
             layer.choice_loss_weight = 0.0
-        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        return model
 
-    return measure(CPU, train_step=step)
+    monkeypatch.setattr(model_checks, "make_model", make)
+    return measure(CPU)
 
 
 @fault("parameter-gradients")
-def branch_that_is_skipped(measure, _):
+def branch_that_is_skipped(measure, monkeypatch):
     def make(*arguments):
         model = make_model(*arguments)
         for name, parameter in model.named_parameters():
@@ -184,19 +200,21 @@ def branch_that_is_skipped(measure, _):
                 parameter.register_hook(lambda gradient: gradient * 0)
         return model
 
-    found = measure(CPU, make_model=make)
+    monkeypatch.setattr(model_checks, "make_model", make)
+    found = measure(CPU)
     assert "k_compressor" in found.details[0]
     return found
 
 
 @fault("operation-count")
-def loop_over_tokens(measure, _):
+def loop_over_tokens(measure, monkeypatch):
     def looped(q, *rest, **rules):
         for t in range(q.shape[1] // 64):
             q[:, t].cosh()
         return nsa_attention(q, *rest, **rules)
 
-    found = measure(CPU, make_model=sparse_layers_call(looped))
+    monkeypatch.setattr(cost_checks, "DecoderLM", sparse_layers_call(looped, DecoderLM))
+    found = measure(CPU)
     assert "aten.cosh.default: 2, 4, 6" in found.details
     return found
 
@@ -215,23 +233,25 @@ def test_operation_count_looks_into_the_choice_of_blocks(monkeypatch):
 
 
 @fault("stored-memory")
-def copy_of_keys_per_query(measure, _):
+def copy_of_keys_per_query(measure, monkeypatch):
     inputs = attention_inputs(SMALL, 40, CPU, torch.float64)
     torch.testing.assert_close(faults.copies_per_query(*inputs, SMALL), nsa_attention(*inputs, SMALL))
-    return measure(CPU, attention=lambda *x, backend: faults.copies_per_query(*x))
+    monkeypatch.setattr(cost_checks, "nsa_attention", faults.copies_per_query)
+    return measure(CPU)
 
 
 @fault("layer-sweep")
-def cliff_at_five_layers(measure, _):
+def cliff_at_five_layers(measure, monkeypatch):
     """The reported failure: four layers work, five hang."""
 
     def cliff(model, tokens, device):
         return len(model.blocks) * (100 if len(model.blocks) >= 5 else 1)
 
-    return measure(CPU, step_seconds=cliff, rounds=1, most_rounds=1)
+    monkeypatch.setattr(cost_checks, "step_seconds", cliff)
+    return measure(CPU)
 
 
-def test_layer_sweep_measures_again_what_a_burst_spoilt():
+def test_layer_sweep_measures_again_what_a_burst_spoilt(monkeypatch):
     """Another process spoils the first six rounds; the work behind them is linear."""
     calls = []
 
@@ -239,7 +259,8 @@ def test_layer_sweep_measures_again_what_a_burst_spoilt():
         calls.append(1)
         return len(model.blocks) ** (2.56 if len(calls) <= 6 * len(cost_checks.DEPTHS) else 1)
 
-    found = cost_checks.layer_sweep(CPU, step_seconds=bursts)
+    monkeypatch.setattr(cost_checks, "step_seconds", bursts)
+    found = cost_checks.layer_sweep(CPU)
     assert found.passed, found
     assert len(calls) == 7 * len(cost_checks.DEPTHS)
 
@@ -270,13 +291,15 @@ def only_weights(measure, monkeypatch):
 
 
 @fault("master-weights")
-def bf16_weights(measure, _):
-    return measure(CPU, make_model=lambda config: DecoderLM(config).to(torch.bfloat16))
+def bf16_weights(measure, monkeypatch):
+    monkeypatch.setattr(training_checks, "DecoderLM", lambda config: DecoderLM(config).to(torch.bfloat16))
+    return measure(CPU)
 
 
 @fault("parallel-gradients")
-def late_binding_in_every_process(measure, _):
-    found = measure(CPU, prepare="tests.checks.faults:late_bound_models")
+def late_binding_in_every_process(measure, monkeypatch):
+    faults.before_the_worker(monkeypatch, "from tests.checks.faults import late_bound_models; late_bound_models()")
+    found = measure(CPU)
     assert found.figure > 0.1
     return found
 
@@ -290,14 +313,15 @@ def test_parallel_gradients_find_copies_that_differ_by_a_bit(monkeypatch):
 
 
 @fault("unknown-flags")
-def flags_that_are_swallowed(measure, _):
+def flags_that_are_swallowed(measure, monkeypatch):
     def swallow(path, overrides):
         try:
             return load_config(path, overrides)
         except UserError:
             return load_config(path)
 
-    return measure(CPU, load=swallow)
+    monkeypatch.setattr(operation_checks, "load_config", swallow)
+    return measure(CPU)
 
 
 @fault("heartbeat")
@@ -321,17 +345,21 @@ def beats_at_the_start_of_a_phase_only(measure, monkeypatch):
             yield
 
     monkeypatch.setattr(operation_checks, "TRIES", 1)
-    return measure(CPU, make_heartbeat=AtPhaseStart)
+    monkeypatch.setattr(operation_checks, "Heartbeat", AtPhaseStart)
+    return measure(CPU)
 
 
 @fault("failing-source")
-def silent_fallback(measure, _):
+def silent_fallback(measure, monkeypatch):
+    first_batch = operation_checks.first_batch
+
     def fall_back(config):
         try:
-            return operation_checks.first_batch(config)
+            return first_batch(config)
         except (UserError, OSError):
-            return operation_checks.first_batch(DataConfig(source="synthetic"))
+            return first_batch(DataConfig(source="synthetic"))
 
-    found = measure(CPU, first_batch=fall_back)
+    monkeypatch.setattr(operation_checks, "first_batch", fall_back)
+    found = measure(CPU)
     assert found.figure == 7
     return found

@@ -1,7 +1,6 @@
 """Two processes compute the gradient of one in each parallel mode: each case of the checks by its name."""
 
 import json
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,14 +8,10 @@ import pytest
 import torch
 
 from tests import warm
+from tests.checks import faults
 from tests.distributed import bf16
 from tests.distributed.workers import Workers
 from trifocal.checks.training_checks import GRADIENT_BOUND, PARALLEL_CASES, compare_processes
-
-
-def make_warnings_errors(rank):
-    """Called in each process before it measures."""
-    warnings.simplefilter("error")
 
 
 def test_every_case_is_one_process():
@@ -24,8 +19,8 @@ def test_every_case_is_one_process():
     cases = list(dict.fromkeys(replace(case, num_layers=min(case.num_layers, 3)) for case in PARALLEL_CASES))
     with pytest.MonkeyPatch.context() as patch:
         warm.take_the_place_of_subprocess(patch, "trifocal.testing.processes")
-        prepare = f"{make_warnings_errors.__module__}:{make_warnings_errors.__name__}"
-        found = compare_processes(cases, torch.device("cpu"), prepare)
+        faults.before_the_worker(patch, "import warnings; warnings.simplefilter('error')")
+        found = compare_processes(cases, torch.device("cpu"))
     wrong = []
     for case, (difference, parameter) in zip(cases, found, strict=True):
         # Where not even rounding differs, nothing was exchanged.

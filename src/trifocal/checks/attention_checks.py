@@ -1,6 +1,5 @@
 """Checks of the attention: against dense attention, a float64 oracle and other backends, and of its positions."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,15 +16,13 @@ from trifocal.testing.inputs import attention_inputs
 from trifocal.testing.small_models import MINIMAL, SMALL, small_config
 from trifocal.testing.tolerances import FULL_COVERAGE, allowed, error, errors, output_and_gradients
 
-Attention = Callable[..., Tensor]
-Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
 SHIFTS = (1, 17, 1000, 65536)
 
 EVERYTHING = replace(MINIMAL, window_size=256)
 """Selection and window that cover 256 tokens whole; a GPU has the kernels for these blocks from other checks."""
 
 
-def full_coverage(device: torch.device, *, attention: Attention = nsa_attention) -> Measurement:
+def full_coverage(device: torch.device) -> Measurement:
     """Where selection and window cover everything, the two are dense attention; compared with gradients, in float32."""
     dtype = torch.float32
     length = 251
@@ -39,7 +36,7 @@ def full_coverage(device: torch.device, *, attention: Attention = nsa_attention)
     worst, details = 0.0, []
     for branch, share in (("selected", (0.0, 1.0, 0.0)), ("window", (0.0, 0.0, 1.0)), ("both", (0.0, 0.5, 0.5))):
         gates = torch.tensor(share, device=device, dtype=dtype).expand_as(inputs.gates)
-        o = attention(q, inputs.k_cmp, inputs.v_cmp, k, v, k, v, gates, EVERYTHING)
+        o = nsa_attention(q, inputs.k_cmp, inputs.v_cmp, k, v, k, v, gates, EVERYTHING)
         actual = [o, *torch.autograd.grad(o, (q, k, v), upstream)]
         found = max(error(a, e) for a, e in zip(actual, expected, strict=True))
         worst = max(worst, found)
@@ -47,14 +44,14 @@ def full_coverage(device: torch.device, *, attention: Attention = nsa_attention)
     return Measurement(worst, FULL_COVERAGE[dtype], "error", tuple(details))
 
 
-def float64_oracle(device: torch.device, *, attention: Attention = nsa_attention) -> Measurement:
+def float64_oracle(device: torch.device) -> Measurement:
     """In float64, with its own choice of blocks, the attention is the oracle's: output and every gradient."""
     worst, details = 0.0, []
     for geometry, lengths in ((SMALL, (67,)), (SMALL, (23, 1, 4, 3, 33)), (MINIMAL, (97,))):
         drawn = attention_inputs(geometry, sum(lengths), document_lengths=lengths)
         inputs, exact = drawn.leaves(device=device), drawn.leaves()
         boundaries = torch.tensor([0, *lengths], device=device).cumsum(0) if len(lengths) > 1 else None
-        o = attention(*inputs, geometry, cu_seqlens=boundaries, backend="reference")
+        o = nsa_attention(*inputs, geometry, cu_seqlens=boundaries, backend="reference")
         o_exact = oracle.nsa_attention(*exact, geometry, lengths=lengths)
         found = errors(output_and_gradients(o, inputs), output_and_gradients(o_exact, exact))
         name = max(found, key=lambda key: found[key])
@@ -64,7 +61,7 @@ def float64_oracle(device: torch.device, *, attention: Attention = nsa_attention
     return Measurement(worst, FULL_COVERAGE[torch.float64], "error", tuple(details))
 
 
-def backend_parity(device: torch.device, *, attention: Attention = nsa_attention) -> Measurement | Skipped:
+def backend_parity(device: torch.device) -> Measurement | Skipped:
     """The Triton kernels give the reference's output and gradients, against float64, with the same choice."""
     dtype = torch.bfloat16
     worst, details = 0.0, []
@@ -77,12 +74,12 @@ def backend_parity(device: torch.device, *, attention: Attention = nsa_attention
         place: dict[str, Any] = {"cu_seqlens": boundaries, "backend": "reference"}
         _, lse = compressed_attention(exact.q, exact.k_cmp, exact.v_cmp, geometry, **place)
         choice = select_blocks(exact.q, exact.k_cmp, lse, geometry, **place)
-        rules = {"cu_seqlens": boundaries, "selected_blocks": choice}
+        rules: dict[str, Any] = {"cu_seqlens": boundaries, "selected_blocks": choice}
         try:
-            o = attention(*inputs, geometry, backend="triton", **rules)
+            o = nsa_attention(*inputs, geometry, backend="triton", **rules)
         except ValueError as reason:
             return Skipped(str(reason))
-        o_exact = attention(*exact, geometry, backend="reference", **rules)
+        o_exact = nsa_attention(*exact, geometry, backend="reference", **rules)
         found = errors(output_and_gradients(o, inputs), output_and_gradients(o_exact, exact, rounded_to=dtype))
         name = max(found, key=lambda key: found[key])
         worst = max(worst, found[name])
@@ -90,7 +87,7 @@ def backend_parity(device: torch.device, *, attention: Attention = nsa_attention
     return Measurement(worst, allowed(dtype, device), "error", tuple(details))
 
 
-def taught_choice(device: torch.device, *, loss: Callable[..., Tensor] = choice_loss) -> Measurement:
+def taught_choice(device: torch.device) -> Measurement:
     """The loss of the choice and its gradient are the oracle's, in float64, and reach the index only."""
     worst, details = 0.0, []
     for lengths in ((97,), (3, 50, 3, 41)):
@@ -107,8 +104,8 @@ def taught_choice(device: torch.device, *, loss: Callable[..., Tensor] = choice_
             torch.randn(1, length, *shape, generator=generator, dtype=torch.float64).to(device).requires_grad_()
             for shape in ((heads, dim), (groups, dim), (groups, dim), (dim,))
         )
-        index = {"q_idx": q_idx, "k_idx": k_idx}
-        found, _ = loss(q, k, sample, SMALL, documents, **index)
+        index: dict[str, Any] = {"q_idx": q_idx, "k_idx": k_idx}
+        found, _ = choice_loss(q, k, sample, SMALL, documents, **index)
         exact = oracle.choice_loss(q, k, [sample.tokens[sample.eligible].tolist()], SMALL, lengths=lengths, **index)
         gradients = torch.autograd.grad(found, [*index.values(), q, k], allow_unused=True)
         expected = torch.autograd.grad(exact, list(index.values()))
@@ -120,7 +117,7 @@ def taught_choice(device: torch.device, *, loss: Callable[..., Tensor] = choice_
     return Measurement(worst, FULL_COVERAGE[torch.float64], "error", tuple(details))
 
 
-def rope_distance(device: torch.device, *, rotate: Rotate = rotate) -> Measurement:
+def rope_distance(device: torch.device) -> Measurement:
     """Moving a query and its keys, raw or compressed, along the sequence leaves their scores as they are.
 
     Bound: the angle of the farthest position carries a rounding error of one part in 2^53; a score is a sum of D

@@ -12,16 +12,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trifocal.checks.measurement import Measurement
-from trifocal.models import DecoderLM, ModelConfig
+from trifocal.models import DecoderLM
 from trifocal.ops import Documents, Geometry, nsa_attention, reference
 from trifocal.testing.inputs import attention_inputs
 from trifocal.testing.small_models import minimal_config, random_tokens
 
-MakeModel = Callable[[ModelConfig], DecoderLM]
-Attention = Callable[..., Tensor]
-
 DEPTHS = (1, 2, 4, 5, 12, 24)
 LENGTHS = (64, 256, 512)
+ROUNDS, MAX_ROUNDS = 4, 20
 
 
 def step_seconds(model: DecoderLM, tokens: Tensor, device: torch.device) -> float:
@@ -36,28 +34,21 @@ def step_seconds(model: DecoderLM, tokens: Tensor, device: torch.device) -> floa
     return seconds
 
 
-def layer_sweep(
-    device: torch.device,
-    *,
-    make_model: MakeModel = DecoderLM,
-    step_seconds: Callable[[DecoderLM, Tensor, torch.device], float] = step_seconds,
-    rounds: int = 4,
-    most_rounds: int = 20,
-) -> Measurement:
+def layer_sweep(device: torch.device) -> Measurement:
     """Step time and memory of the minimal model at 1 to 24 layers: nothing special happens at five.
 
     The figure is the exponent with which time or stored bytes grow from 12 to 24 layers, or from 1 to 24. Bound:
     linear growth is 1, or less because of constant parts; quadratic is 2; half-way lies 1.5.
 
     The time is the fastest of interleaved rounds, in which another process's burst hits one round, not one depth.
-    Other processes only ever add to it, so a time that grows too fast is measured again, up to `most_rounds`.
+    Other processes only ever add to it, so a time that grows too fast is measured again, up to `MAX_ROUNDS` times.
     """
-    models = {depth: make_model(minimal_config(depth)).to(device) for depth in DEPTHS}
+    models = {depth: DecoderLM(minimal_config(depth)).to(device) for depth in DEPTHS}
     tokens = random_tokens((1, 128), 256, device)
     memory = {depth: stored_bytes(partial(model, tokens, tokens)) for depth, model in models.items()}
     best = dict.fromkeys(DEPTHS, math.inf)
     bound, measured = 1.5, 0
-    while measured < rounds or (measured < most_rounds and max(_exponents("time", best).values()) > bound):
+    while measured < ROUNDS or (measured < MAX_ROUNDS and max(_exponents("time", best).values()) > bound):
         for depth, model in models.items():
             best[depth] = min(best[depth], step_seconds(model, tokens, device))
         measured += 1
@@ -75,7 +66,7 @@ def _exponents(what: str, values: Mapping[int, float]) -> dict[str, float]:
     }
 
 
-def stored_memory(device: torch.device, *, attention: Attention = nsa_attention) -> Measurement:
+def stored_memory(device: torch.device) -> Measurement:
     """The attention stores no scores, and no copy of keys and values per query: memory grows linearly with length.
 
     The figure is the memory that one call stores for backward, in multiples of the necessary, which is linear: inputs,
@@ -88,19 +79,19 @@ def stored_memory(device: torch.device, *, attention: Attention = nsa_attention)
         inputs = attention_inputs(geometry, length, device, torch.float32, num_heads=8, value_dim=16).leaves()
         outputs = 3 * 4 * length * inputs.q.shape[2] * (inputs.v_slc.shape[3] + 1)
         choice = 4 * length * inputs.k_cmp.shape[2] * geometry.num_selected_blocks
-        stored = stored_bytes(partial(attention, *inputs, geometry, backend="reference"))
+        stored = stored_bytes(partial(nsa_attention, *inputs, geometry, backend="reference"))
         ratios[length] = stored / (sum(x.nbytes for x in inputs) + outputs + choice)
     details = tuple(f"{length} tokens: {ratio:.3f} of the necessary" for length, ratio in ratios.items())
     return Measurement(max(ratios.values()), 1.1, "of needed", details)
 
 
-def operation_count(device: torch.device, *, make_model: MakeModel = DecoderLM) -> Measurement:
+def operation_count(device: torch.device) -> Measurement:
     """A training step takes as many operations at 512 tokens as at 64: nothing loops over the sequence.
 
     The second step of each length is counted. Before the first one on a GPU, kernels are compiled for lengths of its
     kind, by a call on the meta device: its operations are no part of a step, and depend on how kernels cut that length.
     """
-    model = make_model(minimal_config(2)).to(device)
+    model = DecoderLM(minimal_config(2)).to(device)
     counts: dict[int, Counter[str]] = {}
     for length in LENGTHS:
         step = partial(_step, model, random_tokens((2, length), 256, device))

@@ -1,6 +1,5 @@
 """Checks of the model: gradients with checkpointing, no look ahead, decoding, a gradient for every parameter."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,19 +22,8 @@ MIXED: dict[str, Any] = {
 # These norms are not joined with products.
 NORMS_AFTER: dict[str, Any] = dict.fromkeys(("norm_after", "qk_norm", "qk_norm_all_heads"), True)
 
-MakeModel = Callable[[ModelConfig, torch.device, torch.dtype], DecoderLM]
 
-
-def _checkpoint_all(model: DecoderLM) -> None:
-    model.set_activation_checkpointing(0, model.config.num_layers)
-
-
-def checkpointing(
-    device: torch.device,
-    *,
-    make_model: MakeModel = make_model,
-    checkpoint: Callable[[DecoderLM], None] = _checkpoint_all,
-) -> Measurement:
+def checkpointing(device: torch.device) -> Measurement:
     """Recomputing activations changes no gradient, of any parameter.
 
     Bound: the same operations on the same numbers give the same bits where they run in one order; eight roundings of
@@ -47,7 +35,7 @@ def checkpointing(
     for recompute in (False, True):
         model = make_model(config, device, torch.float32)
         if recompute:
-            checkpoint(model)
+            model.set_activation_checkpointing(0, config.num_layers)
         model(tokens, tokens.roll(-1, 1)).backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     worst, name = max((_relative_difference(gradients[1][name], grad), name) for name, grad in gradients[0].items())
@@ -55,11 +43,7 @@ def checkpointing(
     return Measurement(worst, bound, "difference", (f"{len(gradients[0])} parameters; worst: {name}",))
 
 
-def _step(model: DecoderLM, tokens: Tensor) -> None:
-    model(tokens[:, :-1], tokens[:, 1:]).backward()
-
-
-def index_in_any_loop(device: torch.device, *, train_step: Callable[[DecoderLM, Tensor], None] = _step) -> Measurement:
+def index_in_any_loop(device: torch.device) -> Measurement:
     """In a training loop of anybody's an index gets the gradient of the trainer's loss of the choice, in float64.
 
     On the same queries; the rest of the model gets what it gets without that loss. Bound: as of full coverage.
@@ -71,7 +55,7 @@ def index_in_any_loop(device: torch.device, *, train_step: Callable[[DecoderLM, 
     for layer in model.attention_layers():
         # Every query: nothing is left to chance.
         layer.choice_loss_stretch = 1  # type: ignore[assignment]
-    train_step(model, tokens)
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     recalls = choice_recall(model)
     model.zero_grad()
@@ -94,7 +78,7 @@ def _relative_difference(actual: Tensor | None, exact: Tensor | None) -> float:
     return (actual - exact).abs().max().item() / size if size else float("inf")
 
 
-def future_leak(device: torch.device, *, make_model: MakeModel = make_model) -> Measurement:
+def future_leak(device: torch.device) -> Measurement:
     """Another token at position t changes no logit before t: in training, packed, in prefill and in decoding.
 
     For every t at once, with caches for every fifth: row t of a batch gets another token at t. The figure counts the
@@ -158,7 +142,7 @@ def _decoded(model: DecoderLM, tokens: Tensor, prefill: int, *, chunk: int = 0, 
     return torch.cat(parts, 1)
 
 
-def decode(device: torch.device, *, make_model: MakeModel = make_model) -> Measurement:
+def decode(device: torch.device) -> Measurement:
     """Decoding token by token after a prefill of any length gives the logits of one whole pass, for all layers.
 
     Prefills of every length from 1 to three times the larger of selection block and window, three tokens decoded
@@ -217,7 +201,7 @@ def batch_invariance(device: torch.device) -> Measurement:
     return Measurement(differ, 0, "logits", tuple(details))
 
 
-def parameter_gradients(device: torch.device, *, make_model: MakeModel = make_model) -> Measurement:
+def parameter_gradients(device: torch.device) -> Measurement:
     """Every parameter gets a gradient in every step, also when a branch sees nothing; in ordinary steps none is zero.
 
     The figure counts parameters without, or in ordinary steps with nothing but zeros. Bound: none.

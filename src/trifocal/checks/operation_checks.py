@@ -3,11 +3,9 @@
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -35,9 +33,7 @@ GOOD_TABLE = "[model]\nnum_layers = 1\n"
 BAD_TABLES = ("[train]\nstepz = 5\n", "[trian]\nsteps = 5\n", '[train]\nsteps = "5"\n', "steps = 5\n", "[train\n")
 
 
-def heartbeat(
-    device: torch.device, *, make_heartbeat: Callable[..., AbstractContextManager[Any]] = Heartbeat
-) -> Measurement:
+def heartbeat(_device: torch.device) -> Measurement:
     """The heartbeat continues while the training thread is inside one long operation, and names its phase and age.
 
     The figure is the longest silence, as a share of the operation; of up to five operations the best, because a busy
@@ -48,7 +44,7 @@ def heartbeat(
     while len(tries) < TRIES and not any(found.passed for found in tries):
         matrix = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
         with tempfile.TemporaryDirectory(prefix="trifocal-check-") as folder:
-            with make_heartbeat(Path(folder), 0, INTERVAL_SECONDS) as beat, beat.phase("backward"):
+            with Heartbeat(Path(folder), 0, INTERVAL_SECONDS) as beat, beat.phase("backward"):
                 begin = time.time()
                 torch.linalg.svdvals(matrix)
                 end = time.time()
@@ -72,7 +68,7 @@ def _longest_silence(rows: list[Row], begin: float, end: float) -> Measurement:
     return Measurement(silence / (end - begin), 0.5, "of its time", (detail,))
 
 
-def unknown_flags(_device: torch.device, *, load: Callable[..., Any] = load_config) -> Measurement:
+def unknown_flags(_device: torch.device) -> Measurement:
     """A flag or key that does not exist, or a value that does not fit, is refused in one line that names it.
 
     The figure counts those that were accepted or refused without a name. Bound: none.
@@ -81,13 +77,13 @@ def unknown_flags(_device: torch.device, *, load: Callable[..., Any] = load_conf
     with tempfile.TemporaryDirectory(prefix="trifocal-check-") as folder:
         path = Path(folder) / "config.toml"
         path.write_text(GOOD_TABLE, encoding="utf-8")
-        load(path, ["--train.steps", "7"])
+        load_config(path, ["--train.steps", "7"])
         for overrides in BAD_OVERRIDES:
-            if not _refused(partial(load, path, list(overrides)), overrides[0].lstrip("-")):
+            if not _refused(partial(load_config, path, list(overrides)), overrides[0].lstrip("-")):
                 accepted.append(" ".join(overrides))
         for table in BAD_TABLES:
             path.write_text(f"{table}\n{GOOD_TABLE}", encoding="utf-8")
-            if not _refused(partial(load, path, []), ""):
+            if not _refused(partial(load_config, path, []), ""):
                 accepted.append(table.strip().replace("\n", " "))
     total = len(BAD_OVERRIDES) + len(BAD_TABLES)
     return Measurement(len(accepted), 0, "accepted", (f"{total} tried", *accepted[:4]))
@@ -108,7 +104,7 @@ def first_batch(config: DataConfig) -> Batch:
         return next(loader)
 
 
-def failing_source(_device: torch.device, *, first_batch: Callable[[DataConfig], Batch] = first_batch) -> Measurement:
+def failing_source(_device: torch.device) -> Measurement:
     """A data source that fails raises; there is no fallback to other data.
 
     The figure counts failing sources that gave a batch all the same. Bound: none.

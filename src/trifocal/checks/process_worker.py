@@ -5,7 +5,6 @@ takes the same four rows: one process all of them, several processes an equal pa
 """
 
 import dataclasses
-import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -140,16 +139,10 @@ def gradient_difference(case: Case, processes: DistributedContext, one: list[lis
     return worst, name
 
 
-def main(device: str, cases: Sequence[dict[str, Any]], path: str, prepare: str) -> None:
-    """Measure cases, given by their fields, on "cpu" or "cuda", and let rank 0 write `[[figure, name], …]` to the path.
-
-    `prepare` is a `module:function` to call with the rank first: a test's way to put a fault in; empty: none.
-    """
+def main(device: str, cases: Sequence[dict[str, Any]], path: str) -> None:
+    """Measure cases, given by their fields, on "cpu" or "cuda"; rank 0 writes `[[figure, name], …]` to the path."""
     torch.set_num_threads(1)
     with processes_started(torch.device(device), timeout_seconds=TIMEOUT_SECONDS) as processes:
-        if prepare:
-            module, _, function = prepare.partition(":")
-            getattr(importlib.import_module(module), function)(processes.rank)
         found = []
         one: dict[tuple[int, torch.dtype], list[list[Tensor]]] = {}
         for fields in cases:

@@ -21,9 +21,7 @@ STATUSES = ("passed", "failed", "skipped")
 
 @dataclass(frozen=True)
 class Check:
-    """A named check of a property, `what`; it `guards` against the failures of these numbers in docs/runs.md. Through
-    further arguments of `measure` a test puts in a fault.
-    """
+    """A named check of a property, `what`; it `guards` against the failures of these numbers in docs/runs.md."""
 
     name: str
     guards: tuple[int, ...]

@@ -36,8 +36,6 @@ from trifocal.train.loop import TrainResult
 from trifocal.train.step.optimizer import make_optimizer
 from trifocal.train.step.step import TrainStep
 
-Train = Callable[[RunConfig], TrainResult]
-
 FLOOR_STEPS = 160
 RESUME_STEPS = 6
 PROCESSES = 2
@@ -69,7 +67,7 @@ PARALLEL_CASES = (
 """Among them the cases reported not to work: 5 and 12 layers, checkpointing, a static graph, unused parameters."""
 
 
-def random_token_floor(device: torch.device, *, train: Train = train) -> Measurement:
+def random_token_floor(device: torch.device) -> Measurement:
     """On fresh, uniformly random tokens no loss may fall under ln(vocab): a lower loss needs later tokens.
 
     The figure is how far the mean loss of the second half of a short training lies under the floor, in its standard
@@ -103,7 +101,7 @@ def random_token_floor(device: torch.device, *, train: Train = train) -> Measure
     return Measurement((floor - mean) / standard_error, 4, "std. errors", (detail,))
 
 
-def resume_bit_for_bit(device: torch.device, *, resume: Callable[..., TrainResult] = resume) -> Measurement:
+def resume_bit_for_bit(device: torch.device) -> Measurement:
     """A run that is resumed half-way ends exactly as the one that never stopped.
 
     Compared at the end, bit for bit: weights, optimizer, step, loss, data position and every random generator, while
@@ -128,12 +126,7 @@ def resume_bit_for_bit(device: torch.device, *, resume: Callable[..., TrainResul
     return Measurement(len(differing), 0, "states", details)
 
 
-def master_weights(
-    device: torch.device,
-    *,
-    make_model: Callable[[ModelConfig], nn.Module] = DecoderLM,
-    make_optimizer: Callable[..., torch.optim.AdamW] = make_optimizer,
-) -> Measurement:
+def master_weights(device: torch.device) -> Measurement:
     """Under bf16 the matrix products are bf16; weights, gradients and optimizer are fp32, and small steps count.
 
     The figure counts tensors of another type, and matrices of which a step of 1e-6 leaves most entries where they
@@ -141,7 +134,7 @@ def master_weights(
     """
     torch.manual_seed(0)
     config = small_config(vocab_size=257, value_dim=8)
-    model = make_model(config).to(device)
+    model = DecoderLM(config).to(device)
     optimizer = make_optimizer(model, OptimizerSection(learning_rate=1e-6, weight_decay=0.0))
     tokens = torch.randint(config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(0))
     batch = Batch(tokens, tokens.roll(-1, 1), None, (), 0, (0,), tokens.numel())
@@ -170,14 +163,14 @@ def master_weights(
     return Measurement(len(wrong), 0, "tensors", details)
 
 
-def parallel_gradients(device: torch.device, *, prepare: str = "") -> Measurement:
+def parallel_gradients(device: torch.device) -> Measurement:
     """Two processes under DDP, FSDP2 and hybrid sharding compute the gradient of one, for every parameter; with rows of
     their own, and where they share each row.
 
     The figure is the worst difference, relative to the largest entry of its gradient; infinite where a gradient differs
     by a bit between the processes. Bound: 64 roundings of fp32. The reported cases stand below by name.
     """
-    found = compare_processes(PARALLEL_CASES, device, prepare)
+    found = compare_processes(PARALLEL_CASES, device)
     # The largest comes first, and a NaN before any number.
     ranked = sorted(zip(found, PARALLEL_CASES, strict=True), key=lambda row: (row[0][0] == row[0][0], -row[0][0]))
     (figure, name), case = ranked[0]
@@ -191,17 +184,16 @@ def parallel_gradients(device: torch.device, *, prepare: str = "") -> Measuremen
     return Measurement(figure, GRADIENT_BOUND, "difference", (detail, *reported))
 
 
-def compare_processes(cases: Sequence[Case], device: torch.device, prepare: str = "") -> list[tuple[float, str]]:
+def compare_processes(cases: Sequence[Case], device: torch.device) -> list[tuple[float, str]]:
     """Start the processes, on GPUs where there are enough, and read a figure and a parameter's name for each case.
 
-    `prepare`: see `process_worker.main`. Raises ProcessesFailed if a process fails, or they do not end in time.
+    Raises ProcessesFailed if a process fails, or they do not end in time.
     """
     kind = "cuda" if _over_nccl(device) else "cpu"
     with tempfile.TemporaryDirectory(prefix="trifocal-check-") as folder:
         path = Path(folder) / "found.json"
         fields = [dataclasses.asdict(case) for case in cases]
-        arguments = f"{kind!r}, {fields!r}, {str(path)!r}, {prepare!r}"
-        code = f"from trifocal.checks.process_worker import main; main({arguments})"
+        code = f"from trifocal.checks.process_worker import main; main({kind!r}, {fields!r}, {str(path)!r})"
         run_processes(["-c", code], PROCESSES, Path(folder), limit_seconds=_LIMIT_SECONDS)
         return [(float(figure), name) for figure, name in json.loads(path.read_text(encoding="utf-8"))]
 
