@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from trifocal.distributed.rendezvous import places_here
@@ -46,24 +45,15 @@ def run_processes(
     # in colours where FORCE_COLOR is set.
     path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONFAULTHANDLER": "1", "PYTHON_COLORS": "0"}
     started: list[subprocess.Popen[bytes]] = []
-
-    def start() -> None:
+    try:
         for rank, place in enumerate(places):
             with (folder / f"error{rank}").open("wb") as error:
                 environment = os.environ | place | path
                 command = [sys.executable, *arguments]
                 started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=error, env=environment))
-
-    # A signal raises in the main thread; between a process's start and its place in the list it would be lost.
-    starter = ThreadPoolExecutor(1)
-    # `shutdown` waits for the threads that `submit` has returned from starting: this one, before it starts processes.
-    starter.submit(bool).result()
-    try:
-        starter.submit(start).result()
         # A process that fails leaves the others waiting: all are polled.
         _wait_for(started, folder, limit_seconds, until)
     finally:
-        starter.shutdown()
         for process in started:
             process.kill()
             process.wait()
