@@ -16,7 +16,6 @@ from trifocal.nn.chooser import ChoosingAttention, attach_loss
 from trifocal.nn.context import ContextShard, TokenShard
 from trifocal.ops import Documents
 from trifocal.ops.choice_loss import sample_queries
-from trifocal.ops.validation import check_rank
 
 IGNORED_TARGET = -100
 
@@ -294,7 +293,6 @@ def _check_tokens(tokens: Tensor, targets: Tensor | None) -> None:
         )
     if targets is None:
         return
-    check_rank("targets", targets, "[B, T]")
     if targets.shape != tokens.shape:
         raise ValueError(f"targets must have the shape of tokens, {list(tokens.shape)}, got {list(targets.shape)}")
     if targets.dtype != torch.int64:
@@ -302,13 +300,11 @@ def _check_tokens(tokens: Tensor, targets: Tensor | None) -> None:
 
 
 def run_end(norm: nn.Module, output_weight: Tensor, x: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
-    """The loss from the last layer's output: summed over the targets, divided by the number that counts them all."""
-    return summed_loss(nn.functional.linear(norm(x), output_weight), targets) / counted
-
-
-def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy summed over the targets that count, in fp32 at least."""
+    """The loss from the last layer's output: cross-entropy in fp32 at least, summed over the targets, divided by the
+    number that counts them all.
+    """
+    logits = nn.functional.linear(norm(x), output_weight)
     exact = torch.promote_types(logits.dtype, torch.float32)
     # Not `cross_entropy`: under autocast it would first make a full-precision copy of the logits.
     log_p = nn.functional.log_softmax(logits.flatten(0, 1), dim=-1, dtype=exact)
-    return nn.functional.nll_loss(log_p, targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
+    return nn.functional.nll_loss(log_p, targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum") / counted
