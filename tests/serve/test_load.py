@@ -110,7 +110,7 @@ def test_who_leaves_leaves_no_task(stream):
     class Idle:
         @contextlib.contextmanager
         def open(self, requests):
-            yield Updates(requests)
+            yield Updates()
 
     async def leave():
         begun = asyncio.Event()

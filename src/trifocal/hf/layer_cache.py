@@ -71,10 +71,6 @@ class TrifocalLayer(DynamicLayer):
         """Columns of the batch so far, with padding."""
         return self.columns.shape[1]
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of a mask of all columns."""
-        return self.get_seq_length() + query_length, 0
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Not for this layer: a model of Trifocal appends to it."""
         raise ValueError("this cache layer is filled only by a model of Trifocal")

@@ -122,6 +122,7 @@ class CachedModel:
         for name, value in (
             ("max_sequences", max_sequences),
             ("max_length", max_length),
+            ("num_pages", num_pages or 1),
             ("page_size", page_size or 1),
             ("prefill_chunk_size", prefill_chunk_size or 1),
         ):

@@ -19,9 +19,6 @@ class PageAllocator:
     """Free pages of `page_size` tokens, and how many sequences own each of the others."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        for name, value in (("num_pages", num_pages), ("page_size", page_size)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
         self.num_pages, self.page_size = num_pages, page_size
         # A stack: the page freed last is reused first, while it is still in a cache.
         self._free = list(range(num_pages - 1, -1, -1))

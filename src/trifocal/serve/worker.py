@@ -24,8 +24,7 @@ _MAX_FAILURES = 3
 class Updates:
     """The updates of one call, as they come."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self.requests = requests
+    def __init__(self) -> None:
         self._items: list[Update | ApiError] = []
         self._came = asyncio.Event()
         self._began = time.monotonic()
@@ -122,7 +121,7 @@ class Worker:
             raise ApiError(
                 429, "too many requests are waiting; try again later", headers={"Retry-After": str(_RETRY_SECONDS)}
             )
-        updates = Updates(requests)
+        updates = Updates()
         self._sequences += sequences
         self._calls |= dict.fromkeys(requests, updates)
         self._inbox.put(("submit", requests))
