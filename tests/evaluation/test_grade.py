@@ -17,7 +17,7 @@ from trifocal.cli import main
 from trifocal.data import DataConfig, make_tokenizer
 from trifocal.errors import UserError
 from trifocal.evaluation import grade
-from trifocal.evaluation.grade import GradeSet, Part, choose, digest_of, measure_grade, read_grade_set
+from trifocal.evaluation.grade import Part, choose, digest_of, measure_grade, read_grade_set
 from trifocal.evaluation.measure import not_possible
 from trifocal.evaluation.subject import Subject
 from trifocal.models import DecoderLM
@@ -30,21 +30,22 @@ CPU = torch.device("cpu")
 PROSE = {f"small/{name}.txt": f"{name} writes ünder the tree. ".encode() * 50 for name in ("anna", "boris", "clara")}
 CODE = {f"big-1/{name}.py": f"def {name}(x): return x\n".encode() * 70 for name in ("f", "g")}
 OTHERS = {"small/stub.txt": b"stub", "small/latin.txt": b"\xff" * 2000, "big-1/readme.txt": b"read me " * 200}
-SET = GradeSet(
-    "grade 0",
-    "pip download --dest",
-    2000,
-    (
-        Part("prose", "small-1-py3-none-any.whl", "small/*.txt", digest_of(choose(PROSE.values(), 2000))),
-        Part("code", "big-1.tar.gz", "big-1/*.py", digest_of(choose(CODE.values(), 2000))),
-    ),
+PARTS = (
+    Part("prose", "small-1-py3-none-any.whl", "small/*.txt", digest_of(choose(PROSE.values(), 2000))),
+    Part("code", "big-1.tar.gz", "big-1/*.py", digest_of(choose(CODE.values(), 2000))),
 )
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder with the packages as downloaded."""
-    monkeypatch.setattr(grade, "GRADE", SET)
+    for name, value in {
+        "NAME": "grade 0",
+        "INSTALL": "pip download --dest",
+        "PART_BYTES": 2000,
+        "PARTS": PARTS,
+    }.items():
+        monkeypatch.setattr(grade, name, value)
     place = tmp_path / "set"
     place.mkdir()
     files = PROSE | CODE | OTHERS
@@ -125,7 +126,7 @@ def test_bits_are_those_of_each_byte_in_any_tokens(tmp_path):
         shares = []
         rows = list(measure_grade(subject, documents, 16, shares.append))
         assert shares == sorted(shares) and shares[-1] == 1
-        assert [row["name"] for row in rows] == ["prose", "code", grade.GRADE.name]
+        assert [row["name"] for row in rows] == ["prose", "code", grade.NAME]
         for row, (name, texts) in zip(rows[:-1], documents.items(), strict=True):
             nats, unseen = 0.0, 0
             for text in texts:

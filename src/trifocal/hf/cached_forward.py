@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,19 +16,12 @@ from trifocal.inference.paged_cache import PAGE_SIZE, page_size_of
 from trifocal.models import ModelConfig
 
 
-class CachedTokens(NamedTuple):
-    """New tokens behind those of a cache: where the real ones lie in the batch, and the earlier ones for each layer."""
-
-    layout: RowLayout
-    caches: list[LayerPast]
-
-
 @contextmanager
 def cached_tokens(
     cache: Any, config: ModelConfig, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
-) -> Iterator[CachedTokens]:
-    """Open a cache of transformers for a forward pass of x [B, T, E]. It takes the new tokens at the end; after an
-    error it is unchanged.
+) -> Iterator[tuple[RowLayout, list[LayerPast]]]:
+    """Open a cache of transformers for a forward pass of x [B, T, E]: where the real new tokens lie in the batch, and
+    the earlier ones for each layer. It takes the new tokens at the end; after an error it is unchanged.
 
     The mask is 1 for tokens in all columns, also the cache's, [B, S + T]; `position_ids` are those of the new tokens,
     [B, T]. Raises ValueError if the cache has another model or kind, or tokens do not follow those that it holds.
@@ -63,7 +56,7 @@ def cached_tokens(
         LayerPast(layer, tokens, own, config, kind)
         for layer, own, kind in zip(layers, tables, config.attention_of_layers, strict=True)
     ]
-    yield CachedTokens(RowLayout(places, None, (batch, num_new)), caches)
+    yield RowLayout(places, None, (batch, num_new)), caches
     for chunk in tokens.chunks:
         chunk.write_rings()
     columns = torch.cat((before, new), dim=1)

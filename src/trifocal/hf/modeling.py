@@ -165,8 +165,8 @@ class TrifocalModel(TrifocalPreTrainedModel):
         if cache is not None and not isinstance(cache, NoCache):
             if boundaries is not None:
                 raise ValueError("packed documents cannot go into past_key_values: give use_cache=False")
-            with cached_tokens(cache, self._model_config, x, attention_mask, position_ids) as new:
-                states = self._run(x, new.layout, new.caches, keep_all)
+            with cached_tokens(cache, self._model_config, x, attention_mask, position_ids) as (new_tokens, caches):
+                states = self._run(x, new_tokens, caches, keep_all)
         else:
             layout = self._layout(x, attention_mask, position_ids, kwargs)
             layers = [block.attention for block in self.blocks]
