@@ -6,7 +6,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from trifocal.models import DecoderLM, ModelConfig, flops_per_token
-from trifocal.models.counts import attended_keys
+from trifocal.models.counts import compressed_keys, selected_keys, window_keys
 from trifocal.ops import Geometry
 
 OPTIONS = [
@@ -29,10 +29,11 @@ OPTIONS = [
     ],
     ids=str,
 )
-def test_attended_keys_sum_over_positions(geometry):
+def test_keys_of_the_branches_sum_over_positions(geometry):
     expected = 0
     for position in range(1500):
-        assert attended_keys(geometry, position) == expected
+        window = window_keys(geometry.window_size, position)
+        assert compressed_keys(geometry, position) + selected_keys(geometry, position) + window == expected
         expected += geometry.keys_read_per_step(position)
 
 

@@ -93,7 +93,10 @@ class Scheduler:
                 prompt = state.request.prompt_tensor
                 state.keys = state.keys or self._prefixes.keys(prompt)
                 prefix = self._prefixes.find(state.keys, len(prompt) - 1)
-            missing = self._model.pages.pages_of(self._places(state)) - (len(prefix.table.pages) if prefix else 0)
+            length = len(state.request.prompt_tensor)
+            if state.launched and state.swapped is not None:
+                length = state.swapped.length + 1
+            missing = self._model.pages.pages_of(length) - (len(prefix.table.pages) if prefix else 0)
             missing += self._pages_of_prompts() + sum(map(_needs_pages, self.running))
             while missing > self._model.pages.num_free:
                 if not self._prefixes.drop(but=prefix):
@@ -150,13 +153,6 @@ class Scheduler:
                 queue.remove(state)
             dropped += mine
         return dropped
-
-    def _places(self, state: RequestState) -> int:
-        """Tokens that a sequence needs pages for to continue."""
-        if state.launched:
-            assert state.swapped is not None
-            return state.swapped.length + 1
-        return len(state.request.prompt_tensor)
 
 
 def _insert(states: list[RequestState], state: RequestState) -> None:

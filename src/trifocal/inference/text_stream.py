@@ -37,8 +37,6 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._up_to_stop(self._pending())
-        if self.stopped:
-            return text
         held, self._held = self._held, ""
         return text + held
 

@@ -59,15 +59,6 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> Flops:
     return Flops(executed + choosing, 3 * executed + choosing, dense, 3 * dense)
 
 
-def attended_keys(geometry: Geometry, sequence_length: int) -> int:
-    """Keys of all three branches together that the queries of one sequence see, summed over its positions.
-
-    The sum of `Geometry.keys_read_per_step` over all positions.
-    """
-    window = window_keys(geometry.window_size, sequence_length)
-    return compressed_keys(geometry, sequence_length) + selected_keys(geometry, sequence_length) + window
-
-
 def compressed_keys(geometry: Geometry, sequence_length: int) -> int:
     """Compressed blocks that the queries of one sequence see, summed over its positions."""
     num_keys = np.arange(1, sequence_length + 1, dtype=np.int64)
@@ -97,10 +88,12 @@ def dense_keys(sequence_length: int) -> int:
 
 def _attended(config: ModelConfig, kind: Attention, sequence_length: int) -> int:
     """Keys whose values the queries of a sequence read in one layer, summed over its positions."""
+    geometry = config.geometry
     if kind == "nsa":
-        return attended_keys(config.geometry, sequence_length)
+        window = window_keys(geometry.window_size, sequence_length)
+        return compressed_keys(geometry, sequence_length) + selected_keys(geometry, sequence_length) + window
     if kind == "selected":
-        return selected_keys(config.geometry, sequence_length)
+        return selected_keys(geometry, sequence_length)
     if kind == "window":
         return window_keys(config.window_of_layers, sequence_length)
     return dense_keys(sequence_length)

@@ -152,15 +152,14 @@ _save_attention = functools.partial(
 
 
 def _attention(config: ModelConfig, kind: str, rope_scaling: RopeScaling) -> AttentionBase:
-    names = ("dim", "num_heads", "num_kv_heads", "head_dim", "value_dim", "rope_theta", "qk_norm", "qk_norm_all_heads")
-    sizes: dict[str, Any] = {name: getattr(config, name) for name in names}
-    sizes |= {"qkv_bias": config.qkv_bias, "o_bias": config.o_bias, "norm_eps": config.norm_eps}
-    sizes["rope_scaling"] = rope_scaling
+    names = ["dim", "num_heads", "num_kv_heads", "head_dim", "value_dim", "rope_theta", "qk_norm", "qk_norm_all_heads"]
+    names += ["qkv_bias", "o_bias", "norm_eps"]
+    sizes: dict[str, Any] = {name: getattr(config, name) for name in names} | {"rope_scaling": rope_scaling}
     if kind == "dense":
         return DenseAttention(**sizes)
     sizes["backend"] = config.backend
     if kind == "window":
-        return WindowAttention(window_size=config.sliding_window or config.geometry.window_size, **sizes)
+        return WindowAttention(window_size=config.window_of_layers, **sizes)
     sizes["geometry"] = config.geometry
     sizes["chooser"] = "exact" if config.selection == "exact" else "index" if config.has_index else "compressed"
     if kind == "selected":
