@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from trifocal.data import Batch
 from trifocal.errors import UserError, one_line
 from trifocal.evaluation.position_loss import PositionLosses
-from trifocal.evaluation.subject import Subject
+from trifocal.evaluation.subject import Subject, stack_rows
 from trifocal.paths import shell_path, user_path
 from trifocal.train.step.micro_batch import autocast
 from trifocal.train.step.step import batch_loss
@@ -132,24 +132,24 @@ def measure_grade(
     the document has it. The bytes are those of these tokens. `on_share` gets the share of the tokens that were read.
     """
     stride, at_once = max(1, length // 2), subject.rows_at_once(length)
-    windows: dict[str, list[Ids]] = {}
+    windows: dict[str, list[tuple[Ids, Ids]]] = {}
     sizes: dict[str, int] = {}
     for name, texts in documents.items():
         encoded = subject.tokenizer.encode_batch(texts)
         windows[name] = [window for ids in encoded for window in _windows(ids.astype(np.int64), length, stride)]
         # The first tokens have no past.
         sizes[name] = sum(map(len, map(str.encode, texts))) - subject.tokenizer.count_bytes([ids[0] for ids in encoded])
-    done, total = 0, sum(window.shape[1] for own in windows.values() for window in own)
+    done, total = 0, sum(len(tokens) for own in windows.values() for tokens, _ in own)
     rows: list[dict[str, Any]] = []
     for name, own in windows.items():
         losses = PositionLosses(subject.model, [0, length], subject.device)
         for first in range(0, len(own), at_once):
             some = own[first : first + at_once]
-            tokens, targets = _stack(some)
+            tokens, targets = stack_rows(some)
             batch = Batch(tokens, targets, None, (), 0, (0,), int((targets >= 0).sum()))
             with autocast(subject.device, subject.precision):
                 batch_loss(losses, batch, subject.device)
-            done += sum(window.shape[1] for window in some)
+            done += sum(len(window) for window, _ in some)
             on_share(done / total)
         bits = losses.nats.sum().item() / math.log(2) / sizes[name]
         counted = {"documents": len(documents[name]), "bytes": sizes[name], "tokens": int(losses.counts.sum())}
@@ -161,8 +161,8 @@ def measure_grade(
     yield {**rows[-1], "name": NAME, **sums, "bits_per_byte": mean}
 
 
-def _windows(tokens: Ids, length: int, stride: int) -> Iterator[Ids]:
-    """Rows of tokens and of targets, [2, n] with n <= length; -100 where a target was in the window before."""
+def _windows(tokens: Ids, length: int, stride: int) -> Iterator[tuple[Ids, Ids]]:
+    """Rows of tokens and of targets, [n] with n <= length; -100 where a target was in the window before."""
     done = 1
     for first in range(0, len(tokens), stride):
         end = min(first + length + 1, len(tokens))
@@ -171,12 +171,4 @@ def _windows(tokens: Ids, length: int, stride: int) -> Iterator[Ids]:
         targets = tokens[first + 1 : end].copy()
         targets[: done - first - 1] = -100
         done = end
-        yield np.stack((tokens[first : end - 1], targets))
-
-
-def _stack(windows: list[Ids]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and targets of windows, each [rows, n]; padded on the right, which no token of a window sees."""
-    longest = max(window.shape[1] for window in windows)
-    padded = [np.pad(window, ((0, 0), (0, longest - window.shape[1])), constant_values=-100) for window in windows]
-    stacked = torch.from_numpy(np.stack(padded, axis=1))
-    return stacked[0].clamp(min=0), stacked[1]
+        yield tokens[first : end - 1], targets

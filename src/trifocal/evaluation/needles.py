@@ -114,11 +114,10 @@ def measure_needles(subject: Subject, length: int, depths: Sequence[float], samp
         found, nats, answers = 0, 0.0, 0
         for first in range(0, samples, at_once):
             part = prompts[first : first + at_once]
-            for group in _of_one_length(part):
-                right, losses = subject.score_answers(group)
-                found += int(right.view(len(group), -1).all(1).sum())
-                nats += float(losses.sum())
-                answers += losses.numel()
+            right, losses = subject.score_answers(part)
+            found += sum(bool(own.all()) for own in right.split([int((targets >= 0).sum()) for _, targets in part]))
+            nats += float(losses.sum())
+            answers += losses.numel()
         yield {
             "task": "needle",
             "length": length,
@@ -128,11 +127,3 @@ def measure_needles(subject: Subject, length: int, depths: Sequence[float], samp
             "accuracy": found / samples,
             "answer_loss": nats / answers,
         }
-
-
-def _of_one_length(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
-    """Prompts of the same number of tokens and of answers together: names and numbers may differ in tokens."""
-    groups: dict[tuple[int, int], list[Prompt]] = {}
-    for tokens, targets in prompts:
-        groups.setdefault((len(tokens), int((targets >= 0).sum())), []).append((tokens, targets))
-    return list(groups.values())

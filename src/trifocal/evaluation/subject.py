@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,9 +69,9 @@ class Subject:
     @torch.no_grad()
     def score_answers(self, rows: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]]) -> tuple[Tensor, Tensor]:
         """Whether each valid target is the likeliest token behind rows of one document each, tokens and targets [T],
-        -100 elsewhere; and its loss in nats. All on the host.
+        -100 elsewhere; and its loss in nats. All on the host, row after row.
         """
-        tokens, targets = (torch.from_numpy(np.stack(part).astype(np.int64)) for part in zip(*rows, strict=True))
+        tokens, targets = stack_rows(rows)
         with autocast(self.device, self.precision):
             hidden = self.model.hidden_states(tokens.to(self.device))
             asked = targets >= 0
@@ -79,3 +80,11 @@ class Subject:
         wanted = targets[asked].to(self.device)
         losses = torch.nn.functional.cross_entropy(logits.float(), wanted, reduction="none")
         return (logits.argmax(-1) == wanted).cpu(), losses.cpu()
+
+
+def stack_rows(rows: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of rows, each [T], as [rows, T]; padded on the right, which no token of a row sees."""
+    longest = max(len(tokens) for tokens, _ in rows)
+    padded = [np.pad(row, ((0, 0), (0, longest - len(row[0]))), constant_values=-100) for row in rows]
+    stacked = torch.from_numpy(np.stack(padded, axis=1).astype(np.int64))
+    return stacked[0].clamp(min=0), stacked[1]

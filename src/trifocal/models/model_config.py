@@ -174,11 +174,6 @@ class ModelConfig:
             return f'model.selection "{self.selection}" learns nothing'
         return "" if self.chooser == "index" else 'model.chooser is "compressed", and the loss teaches an "index"'
 
-    @property
-    def all_dense(self) -> bool:
-        """Whether all layers see the whole past."""
-        return set(self.attention_of_layers) == {"dense"}
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ModelConfig":
         """Build from nested plain values, as TOML or JSON give them; missing keys take their defaults."""

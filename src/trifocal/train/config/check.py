@@ -178,7 +178,7 @@ def _check_layers(config: RunConfig) -> None:
 
 def _check_backend(config: RunConfig, device: torch.device) -> None:
     model = config.model
-    if model.all_dense or model.backend == "auto":
+    if set(model.attention_of_layers) == {"dense"} or model.backend == "auto":
         return
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     q = torch.empty(1, 1, model.num_heads, model.head_dim, dtype=dtype, device=device)
