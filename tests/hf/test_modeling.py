@@ -250,6 +250,10 @@ def test_checkpointed_layers_give_the_same_gradients(decoder, rows):
         ({"attention_mask": torch.tensor([[1, 0, 1]])}, "attention_mask has padding between the real tokens of row 0"),
         ({"attention_mask": torch.tensor([[0, 0, 0]])}, "attention_mask hides every token of row 0"),
         ({"attention_mask": torch.ones(1, 1, 3, 3)}, r"must have the shape \[B, T\] = \[1, 3\], got \[1, 1, 3, 3\]"),
+        (
+            {"position_ids": torch.tensor([[0, 1]])},
+            r"position_ids must have the shape \[B, T\] = \[1, 3\], got \[1, 2\]",
+        ),
         ({"position_ids": torch.tensor([[5, 6, 7]])}, "must count from 0 in each document, got 5 at token 0 of row 0"),
         ({"position_ids": torch.tensor([[1, 2, 3]])}, "must count from 0 in each document, got 1 at token 0 of row 0"),
         ({"cu_seq_lens_q": torch.tensor([0, 2])}, "cu_seq_lens_q must end at the number of tokens, 3, got 2"),

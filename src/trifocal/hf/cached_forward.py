@@ -89,8 +89,6 @@ def _layers(cache: Any, config: ModelConfig) -> list[TrifocalLayer]:
 def _check_positions(position_ids: Tensor | None, new: Tensor, lengths: list[int]) -> None:
     if position_ids is None:
         return
-    if position_ids.shape not in (new.shape, (1, new.shape[1])):
-        raise ValueError(f"position_ids must have the shape [B, T] = {list(new.shape)}, got {list(position_ids.shape)}")
     expected = new.cumsum(1) - 1 + torch.tensor(lengths)[:, None]
     if not bool((position_ids.cpu().expand(new.shape) == expected)[new].all()):
         raise ValueError(

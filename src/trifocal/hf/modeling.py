@@ -152,6 +152,9 @@ class TrifocalModel(TrifocalPreTrainedModel):
             if value is not None and name not in _PACKING | _TOKENIZERS:
                 raise ValueError(f"Trifocal's models do not know the argument {name}")
         x = self._embed(input_ids, inputs_embeds)
+        shape = x.shape[:2]
+        if position_ids is not None and position_ids.shape not in (shape, (1, shape[1])):
+            raise ValueError(f"position_ids must have the shape [B, T] = {[*shape]}, got {[*position_ids.shape]}")
         choice_loss = None
         cache = past_key_values if cache is None else cache
         if cache is None:

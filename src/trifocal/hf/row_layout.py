@@ -117,14 +117,6 @@ def real_tokens(attention_mask: Tensor | None, shape: tuple[int, int], *, may_be
 
 def _document_starts(position_ids: Tensor, mask: Tensor, row_starts: Tensor) -> Tensor:
     """Whether each place holds the first token of a document, [B, T]; checks that positions count from there."""
-    if (
-        position_ids.ndim != 2
-        or position_ids.shape[0] not in (1, mask.shape[0])
-        or position_ids.shape[1] != mask.shape[1]
-    ):
-        raise ValueError(
-            f"position_ids must have the shape [B, T] = {list(mask.shape)}, got {list(position_ids.shape)}"
-        )
     positions = position_ids.cpu().expand(mask.shape)
     starts = mask & (positions == 0)
     follows = positions == torch.nn.functional.pad(positions, (1, -1)) + 1

@@ -213,11 +213,6 @@ class PagedCache:
             self.layers.append(layer_cache(tensors))
         self._device = device
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(x.nbytes for x in (*self._pages, *self._rings))
-
     def copy_pages(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole pages, each (from, to)."""
         for source, target in copies:
