@@ -11,28 +11,24 @@ from trifocal.runlog.whole_files import write_whole
 Row = dict[str, Any]
 
 
-def merge_rows(before: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """The rows of an earlier evaluation of the same model that the new one has not measured again, and the new ones.
-
-    A task is measured for one source and one length at a time, recall for one number of pairs, RULER for one name.
-    """
-
-    def measured(row: Row) -> tuple[Any, ...]:
-        return row.get("task"), row.get("length"), row.get("pairs"), row.get("source"), row.get("name")
-
-    again = {measured(row) for row in new}
-    return [*(row for row in before if measured(row) not in again), *new]
-
-
 def to_json(head: Row, rows: Sequence[Row]) -> str:
     """An evaluation as the text of its file: the model and the machine, and the figures."""
     return json.dumps({**head, "rows": list(rows)}, indent=1) + "\n"
 
 
 def write_evaluation(folder: Path, head: Row, rows: Sequence[Row]) -> Path:
-    """Write an evaluation into the folder of its run, or add it to an earlier one of the same step: the file."""
+    """Write an evaluation into the folder of its run, or add it to an earlier one of the same step: the file.
+
+    A task is measured for one source and one length at a time, recall for one number of pairs, RULER for one name: rows
+    of the earlier one that were not measured again stay.
+    """
     path = folder / "evaluation" / (f"step_{head['step']:08d}.json" if head["step"] is not None else "weights.json")
-    earlier = read_evaluation(path)
+
+    def measured(row: Row) -> tuple[Any, ...]:
+        return tuple(map(row.get, ("task", "length", "pairs", "source", "name")))
+
+    earlier, again = read_evaluation(path), {measured(row) for row in rows}
+    kept = [row for row in earlier["rows"] if measured(row) not in again] if earlier is not None else []
     path.parent.mkdir(exist_ok=True)
-    write_whole(path, to_json(head, merge_rows(earlier["rows"] if earlier is not None else [], rows)))
+    write_whole(path, to_json(head, [*kept, *rows]))
     return path

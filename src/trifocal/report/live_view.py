@@ -100,12 +100,9 @@ def _figures(run: Run) -> Table:
 
 def _gates(run: Run) -> str:
     """The mean gate of each branch, and the mean recall of the choice."""
-    last = run.last_telemetry()
-    means = {}
-    for name, key in {**{branch: f"gate_mean_{branch}" for branch in BRANCHES}, "recall": "choice_recall"}.items():
-        if values := [value for row in last if is_number(value := row.get(key))]:
-            means[name] = sum(values) / len(values)
-    return "  ".join(f"{name} {mean:.2f}" for name, mean in means.items())
+    means = run.telemetry_means()
+    keys = {**{branch: f"gate_mean_{branch}" for branch in BRANCHES}, "recall": "choice_recall"}
+    return "  ".join(f"{name} {means[key]:.2f}" for name, key in keys.items() if key in means)
 
 
 def _ranks(run: Run, found: dict[int, Verdict]) -> RenderableType:

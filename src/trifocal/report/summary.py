@@ -181,18 +181,11 @@ def _healthy(run: Run) -> Finding:
 
 def _branches(run: Run) -> str:
     """The use of the branches, from the last telemetry; empty without telemetry."""
-    last = run.last_telemetry()
-    if not last:
-        return ""
-
-    def mean(name: str) -> float | None:
-        values = [row[name] for row in last if is_number(row.get(name))]
-        return statistics.fmean(values) if values else None
-
-    gates = {label: gate for branch, label in BRANCHES.items() if (gate := mean(f"gate_mean_{branch}")) is not None}
-    shown = ", ".join(f"{label} {gate:.2f}" for label, gate in gates.items())
-    text = f" The gates are open ({shown})." if gates else ""
-    recall, chance = mean("choice_recall"), mean("recall_by_chance")
+    means = run.telemetry_means()
+    gates = {label: means.get(f"gate_mean_{branch}") for branch, label in BRANCHES.items()}
+    shown = ", ".join(f"{label} {gate:.2f}" for label, gate in gates.items() if gate is not None)
+    text = f" The gates are open ({shown})." if shown else ""
+    recall, chance = means.get("choice_recall"), means.get("recall_by_chance")
     if recall is not None and chance is not None:
         text += f" The choice finds {recall:.0%} of what the exact choice would; chance would find {chance:.0%}"
         text += ": too early to tell." if recall - chance < TELLING_RECALL * (1 - chance) else "."

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeGuard
 
 from trifocal.errors import UserError
@@ -67,6 +68,12 @@ class Run:
         """The last telemetry rows, one for each layer; empty without telemetry."""
         rows = self.of_kind("telemetry")
         return sorted((row for row in rows if row["step"] == rows[-1]["step"]), key=lambda row: row["layer"])
+
+    def telemetry_means(self) -> dict[str, float]:
+        """Means over the layers of the figures in the last telemetry."""
+        last = self.last_telemetry()
+        names = {name for row in last for name, value in row.items() if is_number(value)}
+        return {name: fmean(row[name] for row in last if is_number(row.get(name))) for name in names}
 
     @property
     def total_steps(self) -> int | None:
