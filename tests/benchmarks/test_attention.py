@@ -105,7 +105,9 @@ def test_a_run_from_flags_to_files(tmp_path, capsys):
     assert content["command"].startswith("python benchmarks/attention.py --tokens 40 72")
     assert [row["tokens"] for row in content["rows"]] == [40, 40, 72, 72]
     assert content["times_faster"] and content["crossovers"]
-    assert path.with_suffix(".md").exists() and str(path) in text
+    page = path.with_suffix(".md").read_text()
+    assert all(words in page for words in ("commit `abc`", "`python benchmarks/attention.py", "| whole |"))
+    assert str(path) in text
 
 
 def test_what_failed_gives_status_1_and_bad_flags_status_2(tmp_path, capsys, monkeypatch):

@@ -9,8 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from lib import baselines
-from lib.baselines import dense_attention, fa4_attention, fla_attention, msa_attention
-from lib.recorder import Unavailable
+from lib.baselines import dense_attention, fa4_attention, msa_attention
 from lib.shapes import AttentionShape, make_inputs
 from trifocal.ops import Geometry
 
@@ -58,21 +57,6 @@ def test_other_packages_get_their_own_layout(make, monkeypatch):
     expected = causal(*(x.transpose(1, 2) for x in (inputs.q, inputs.k_slc, inputs.v_slc))).transpose(1, 2)
     torch.testing.assert_close(o, expected)
     assert candidate.note.startswith("a package 1.0") and candidate.work.forward_flops > 0
-
-
-def test_a_missing_package_and_a_wrong_size_are_said(monkeypatch):
-    gpu, narrow = torch.device("cuda"), AttentionShape("", 1, 256, 4, 2, 64, 64)
-    inputs = make_inputs(narrow, GEOMETRY, torch.device("cpu"), torch.float32)
-    with pytest.raises(Unavailable, match="needs `pip install no-such-package`: No module named 'no_such_package'"):
-        baselines._imported("no_such_package", "no-such-package", gpu)
-    for attention in (fla_attention, msa_attention):
-        with pytest.raises(Unavailable, match="needs a CUDA device"):
-            attention(inputs, narrow, GEOMETRY)
-    monkeypatch.setattr(baselines, "_imported", lambda *_: (None, ""))
-    with pytest.raises(Unavailable, match="D and V of 128"):
-        msa_attention(inputs, narrow, GEOMETRY)
-    with pytest.raises(Unavailable, match="at least 16 heads, here 2"):
-        fla_attention(inputs, narrow, GEOMETRY)
 
 
 @pytest.mark.parametrize("tokens, reach", [(512, 512), (512, 200), (700, 300)])

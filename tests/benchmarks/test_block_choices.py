@@ -5,7 +5,6 @@ import torch
 
 from lib.block_choices import blocks_of_neighbours, make_choice, one_branch_call, scored_choice, whole_call
 from lib.choice_problem import random_index
-from lib.recorder import Unavailable
 from lib.shapes import AttentionShape, make_inputs
 from trifocal.ops import Geometry, nsa_attention, select_blocks_by_index, selected_attention
 
@@ -59,13 +58,6 @@ def test_real_choices_are_those_of_a_model():
     )
     unions = [blocks_of_neighbours(whole[:, 2048:, [head]]) for head in range(4)]
     assert unions == pytest.approx([1.38, 1.21, 1.98, 1.50], abs=0.005)
-
-
-@pytest.mark.parametrize(("tokens", "geometry"), [(8193, Geometry()), (100, GEOMETRY)])
-def test_real_choices_end(tokens, geometry):
-    small = make_inputs(AttentionShape("", 1, tokens, 1, 1, 8, 8), geometry, CPU, torch.float32)
-    with pytest.raises(Unavailable, match="up to 8,192 tokens and of 16 blocks of 64 tokens"):
-        make_choice("real", small, geometry)
 
 
 def test_blocks_of_neighbours_counts_each_once():
