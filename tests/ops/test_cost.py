@@ -14,34 +14,31 @@ from trifocal.checks.cost_checks import count_operations, stored_bytes
 GEOMETRY = geometry(8, 4, 16, 4, 1, 2, 24)
 
 
-def training_step(length, *, documents=None, batch=1, heads=4):
+def training_step(length, *, documents=None, batch=1, heads=4, rules=GEOMETRY):
     lengths = (length // documents,) * documents if isinstance(documents, int) else documents
-    case = Case("", GEOMETRY, length, batch=batch, heads=heads, groups=2, lengths=lengths)
+    case = Case("", rules, length, batch=batch, heads=heads, groups=2, lengths=lengths)
     inputs = draw(case, torch.float32).leaves()
 
     def step():
-        compressed = [ops.mean_compress(x, GEOMETRY, cu_seqlens=case.cu_seqlens) for x in (inputs.k_slc, inputs.v_slc)]
+        compressed = [ops.mean_compress(x, rules, cu_seqlens=case.cu_seqlens) for x in (inputs.k_slc, inputs.v_slc)]
         x = inputs._replace(k_cmp=compressed[0], v_cmp=compressed[1])
-        nsa_attention(*x, GEOMETRY, cu_seqlens=case.cu_seqlens).sum().backward()
+        nsa_attention(*x, rules, cu_seqlens=case.cu_seqlens).sum().backward()
 
     return step
 
 
-def test_operations_do_not_depend_on_length_batch_or_heads():
+def test_operations_depend_on_no_size():
+    """Nor does anything loop over the taps of the stencil, the selected slots or the tokens of a block."""
     expected = count_operations(training_step(128))
     assert 20 < expected.total() < 1000
-    for length in (129, 1023):
-        assert count_operations(training_step(length)) == expected
-    # One row is laid out as none is; from two on nothing changes.
+    # As many blocks are chosen of the paper's as there are here.
+    paper = replace(cases.PAPER, num_selected_blocks=3)
+    for sizes in ({"length": 1023}, {"length": 128, "heads": 16}, {"length": 256, "rules": paper}):
+        assert count_operations(training_step(**sizes)) == expected, sizes
+    # One row is laid out as none is; from two on nothing changes. Nor from two documents on.
     assert count_operations(training_step(128, batch=5)) == count_operations(training_step(128, batch=2))
-    assert count_operations(training_step(128, heads=16)) == expected
-
-
-def test_operations_do_not_depend_on_the_number_of_documents():
-    expected = count_operations(training_step(512, documents=2))
-    # All longer than a selection block: one alone is laid out in another way.
-    for documents in (4, 16):
-        assert count_operations(training_step(512, documents=documents)) == expected
+    packed = count_operations(training_step(512, documents=2))
+    assert count_operations(training_step(512, documents=16)) == packed
 
 
 def test_a_pack_costs_what_a_batch_costs():
@@ -75,17 +72,3 @@ def test_storage_for_backward_is_linear_in_length(documents):
 def test_storage_in_bf16_is_half_of_fp32_save_for_the_small():
     """q, k, v and o are kept in the type they came in: an fp32 copy would show."""
     assert stored(1024, dtype=torch.bfloat16) < 0.75 * stored(1024)
-
-
-def test_paper_geometry_takes_the_same_operations():
-    """Nothing loops over the taps of the stencil, the selected slots or the tokens of a block."""
-    small = Case("", GEOMETRY, 256, heads=4, groups=2)
-    # As there, and here, more blocks than are chosen.
-    paper = Case("", replace(cases.PAPER, num_selected_blocks=3), 256, heads=4, groups=2)
-    counts = []
-    for case in (small, paper):
-        inputs = draw(case, torch.float32).leaves()
-        counts.append(
-            count_operations(lambda inputs=inputs, case=case: nsa_attention(*inputs, case.geometry).sum().backward())
-        )
-    assert counts[0] == counts[1]

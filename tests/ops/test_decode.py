@@ -21,15 +21,6 @@ def assert_rows(decoder, o, before, num_new, expected, bound):
         assert not o[sequence, count:].any()
 
 
-def test_token_by_token_from_nothing():
-    case = CASES[0]
-    tokens = draw(case, 2, 70, torch.float64)
-    expected = torch.cat([whole(case, tokens.part(row, 70)) for row in range(2)])
-    decoder = Decoder(case, tokens, 1, "reference")
-    outputs = [decoder.step([1, 1]) for _ in range(70)]
-    assert error(torch.cat(outputs, 1), expected) <= BOUND[torch.float64]
-
-
 @each_case
 @pytest.mark.parametrize(("dtype", "most_new"), [(torch.float64, 1), (torch.float32, 3), (torch.float64, 8)], ids=str)
 def test_every_length_of_the_past_in_one_batch(case, dtype, most_new):

@@ -16,19 +16,6 @@ def test_ties_of_zero_take_the_lower_index():
     assert chosen[0, 39, 0].tolist() == [0, 1, 8, 9]
 
 
-def test_equal_compressed_blocks_tie_after_a_real_softmax():
-    """Repeated keys give exactly equal importance, for any values."""
-    g = geometry(8, 4, 16, 4, 1, 1, 8)
-    generator = torch.Generator().manual_seed(3)
-    period = torch.randn(1, 4, 1, 16, generator=generator)
-    k = period.repeat(1, 40, 1, 1)[:, : g.num_compressed_blocks(640)]
-    q = torch.randn(1, 640, 6, 16, generator=generator)
-    _, lse = ops.compressed_attention(q, k, k, g)
-    chosen = ops.select_blocks(q, k, lse, g)
-    last = chosen[0, 639, 0].tolist()
-    assert last == [0, 1, 2, 39]
-
-
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("heads", [9, 16])
 def test_many_heads_tie_exactly_at_every_length(dtype, heads):

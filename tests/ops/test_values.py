@@ -105,20 +105,10 @@ def test_select_blocks_is_as_good_in_low_precision(case, dtype):
     rules = {"num_keys": case.num_keys, "cu_seqlens": case.cu_seqlens, **REFERENCE}
     _, lse = ops.compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, case.geometry, **rules)
     selected = ops.select_blocks(inputs.q, inputs.k_cmp, lse, case.geometry, **rules)
-    _, lse64 = oracle.compressed_attention(
-        inputs.q,
-        inputs.k_cmp,
-        inputs.v_cmp,
-        case.geometry,
-        num_keys=case.num_keys,
-        lengths=case.document_lengths,
-    )
-    exact = oracle.importance(
-        inputs.q, inputs.k_cmp, lse64, case.geometry, num_keys=case.num_keys, lengths=case.document_lengths
-    )
-    best = oracle.select_blocks(
-        inputs.q, inputs.k_cmp, lse64, case.geometry, num_keys=case.num_keys, lengths=case.document_lengths
-    )
+    exact_rules = {"num_keys": case.num_keys, "lengths": case.document_lengths}
+    _, lse64 = oracle.compressed_attention(*inputs[:3], case.geometry, **exact_rules)
+    exact = oracle.importance(*inputs[:2], lse64, case.geometry, **exact_rules)
+    best = oracle.select_blocks(*inputs[:2], lse64, case.geometry, **exact_rules)
     for b, t, g in torch.cartesian_prod(*(torch.arange(n) for n in selected.shape[:3])).tolist():
         scores = exact[b][t][g]
         mine, theirs = ([j for j in row[b, t, g].tolist() if j >= 0] for row in (selected, best))
