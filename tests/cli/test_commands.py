@@ -16,13 +16,12 @@ import pytest
 
 from tests import warm
 from tests.children import environment, wait_for_end
-from tests.train.tiny import TOML, before_step, write_config, write_documents
+from tests.train.tiny import before_step, write_config
 from tests.written_runs import wait_for
 from trifocal._version import __version__
 from trifocal.cli import COMMANDS, main
 from trifocal.cli.train import numbered
 from trifocal.errors import UserError
-from trifocal.runlog import read_metrics
 from trifocal.train import run_logger
 from trifocal.train.config.sections import RunConfig, RunSection
 from trifocal.train.stop import SAME_REQUEST_SECONDS
@@ -206,36 +205,6 @@ def test_a_folder_of_a_sweep_gets_its_number(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     with pytest.raises(UserError, match="under a launcher give the folder a name"):
         numbered(config)
-
-
-def test_a_process_stops_saves_and_continues(tmp_path, capsys):
-    write_documents(tmp_path / "text")
-    text = TOML.format(directory="run", text="text").replace("steps = 6", "steps = 900", 1)
-    (tmp_path / "tiny.toml").write_text(text)
-    code = f"import os, sys; from trifocal.cli import main; os.chdir({str(tmp_path)!r}); sys.exit(main(sys.argv[1:]))"
-    out, err = tmp_path / "out", tmp_path / "err"
-    with out.open("wb") as stdout, err.open("wb") as stderr:
-        command = [sys.executable, "-c", code, "train", "tiny.toml"]
-        process = warm.popen(command, stdout=stdout, stderr=stderr, env=ENVIRONMENT)
-    run = tmp_path / "run"
-    wait_for(lambda: process.poll() is not None or '"step":3,' in metrics_of(run), 120)
-    process.send_signal(signal.SIGTERM)
-    assert wait_for_end(process, 100) == 0, err.read_text()
-    said = out.read_text()
-    assert "continue with:\n  trifocal train --resume run" in said
-    stopped = int(re.search(r"stopped at step (\d+)", said)[1])
-    assert (run / "checkpoints" / f"step_{stopped:08d}" / "manifest.json").exists()
-
-    config = (run / "config.toml").read_text().replace('"text:text"', f'"text:{tmp_path / "text"}"')
-    (run / "config.toml").write_text(config)
-    assert main(["train", "--resume", str(run), "--train.steps", str(stopped + 2)]) == 0
-    assert f"finished {stopped + 2} steps" in capsys.readouterr().out
-    assert [row["step"] for row in read_metrics(run / "metrics.jsonl", "train")] == list(range(1, stopped + 3))
-
-
-def metrics_of(run):
-    path = run / "metrics.jsonl"
-    return path.read_text() if path.exists() else ""
 
 
 def test_a_second_signal_ends_a_real_process(tmp_path):

@@ -88,8 +88,7 @@ def test_a_source_gives_the_rows_that_it_gives_without_the_others(sources):
                 assert mixed.epochs[number] == single.epochs[0]
 
 
-@pytest.mark.parametrize("streams", [1, 2, 3])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("streams", "world_size"), [(1, 3), (2, 3), (3, 2)])
 def test_processes_share_what_one_would_see_and_continue_in_any_number(sources, streams, world_size):
     """The weights change on the way, too, and a position may lie within a round of the streams."""
     settings = {"streams": streams, "weights_after": (0.0, 1.0, 3.0), "change_row": 60}

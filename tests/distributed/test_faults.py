@@ -228,6 +228,7 @@ def test_an_endless_loop_ends_in_bounded_time_with_the_rank_named(case):
     assert [end.status for end in ended] == [1, 1], ended
     assert "rank 1: other for" in ended[0].error and "at step 2, loop (faults.py:" in ended[0].error, ended[0].error
     assert "rank 0 has failed: PeerLost" in ended[1].error, ended[1].error
+    assert "rank_lost" in [row["name"] for row in read_metrics(case.run / "metrics.jsonl", "event")]
 
 
 def test_torchrun_on_two_machines_starts_again_from_the_last_checkpoint(case):

@@ -76,7 +76,7 @@ def test_a_cache_sees_what_a_hook_makes_of_a_learned_compressor(rows):
     assert torch.equal(hooked, generate(model, tokens, use_cache=False)) and not torch.equal(hooked, new)
 
 
-@pytest.mark.parametrize("options", KINDS, ids=lambda options: " ".join(options) or "plain")
+@pytest.mark.parametrize("options", [KINDS[1], KINDS[2], KINDS[4]], ids=" ".join)
 @torch.no_grad()
 def test_a_pass_that_fails_leaves_the_cache_as_it_was(options, monkeypatch):
     """Behind the last layer, with more tokens than the rings hold."""

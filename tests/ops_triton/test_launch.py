@@ -14,7 +14,6 @@ from triton.compiler import CompiledKernel  # noqa: E402
 from triton.experimental.gluon.language import NVMMASharedLayout  # noqa: E402
 from triton.runtime import JITFunction, driver  # noqa: E402
 
-from trifocal.ops.tiles import cdiv, next_power_of_2  # noqa: E402
 from trifocal.ops.triton.launch import Kernel, _load, describe_tiles  # noqa: E402
 
 
@@ -78,19 +77,13 @@ def test_the_second_launch_of_a_kind_goes_to_the_compiled_kernel(kernel):
     assert kernel.launches == []
     kernel[(7,)](*second, **CONSTANTS)
     assert len(kernel.asked) == 1
-    code = ("function", (4, 1, 0), None, None, None)
-    assert kernel.launches == [(7, 1, 1, 103, *code, second[0].data_ptr(), *second[1:], 64, True)]
-
-
-def test_a_launch_is_what_triton_makes_of_a_compiled_kernel_but_for_hooks_and_pointers(kernel):
-    args = arguments()
-    for _ in range(2):
-        kernel[3, 2](*args, **CONSTANTS)
-    loaded(kernel.launches)[3, 2, 1](*args, 64, True)
+    # As Triton's own launch of the compiled kernel, but for hooks and pointers.
+    loaded(kernel.launches)[7, 1, 1](*second, 64, True)
     ours, tritons = kernel.launches
     runtime = triton.knobs.runtime
     assert tritons[7:9] == (runtime.launch_enter_hook, runtime.launch_exit_hook)
-    assert ours == (*tritons[:6], None, None, None, args[0].data_ptr(), *tritons[10:])
+    assert ours[:6] == (7, 1, 1, 103, "function", (4, 1, 0))
+    assert ours == (*tritons[:6], None, None, None, second[0].data_ptr(), *tritons[10:])
 
 
 def hear(*args):
@@ -199,9 +192,3 @@ def test_descriptors_are_what_their_constructors_make():
             assert getattr(quick, field.name) is getattr(made, field.name) or (
                 getattr(quick, field.name) == getattr(made, field.name)
             )
-
-
-def test_whole_numbers_are_as_triton_has_them():
-    for number in range(1, 70):
-        assert next_power_of_2(number) == triton.next_power_of_2(number)
-        assert cdiv(number, 7) == triton.cdiv(number, 7)

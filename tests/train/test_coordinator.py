@@ -1,17 +1,10 @@
 """When processes agree: a step ahead, so that no step waits for it; real ones are in tests/distributed."""
 
-import contextlib
-import os
-from pathlib import Path
-
 import pytest
 import torch
 
 from trifocal.data import Batch
-from trifocal.distributed.peers import PeerLost
 from trifocal.distributed.processes import DistributedContext
-from trifocal.runlog.heartbeat import Heartbeat
-from trifocal.train import coordinator
 from trifocal.train.coordinator import StepCoordinator
 from trifocal.train.stop import StopSignals
 
@@ -105,27 +98,3 @@ def test_a_signal_ends_the_run_after_the_step_that_was_agreed_on(events):
         (company, signals), loader = make_company(size), FakeLoader(events)
         signals.received = "SIGTERM"
         assert next_step(company, loader) is not None and next_step(company, loader) is None
-
-
-def test_of_a_library_s_many_sentences_the_line_has_the_first(monkeypatch):
-    class NobodyIsLost(contextlib.nullcontext[None]):
-        def __init__(self, *_, **__):
-            super().__init__()
-
-        def explain(self): ...
-
-        def table(self):
-            return "rank 1: forward for 1 s at step 7"
-
-    monkeypatch.setattr(coordinator, "PeerMonitor", NobodyIsLost)
-    (company, _), heartbeat = make_company(), Heartbeat(Path(os.devnull))
-    sentences = []
-    with (
-        pytest.raises(PeerLost) as lost,
-        company.watched(heartbeat, 1.0, lambda name, sentence, severity: sentences.append(sentence)),
-    ):
-        raise RuntimeError(
-            "[gloo/pair.cc:537] Connection reset by peer. This is typically caused by a remote worker hanging. GLHF! 🏖️"
-        )
-    expected = "an exchange with the other processes failed: [gloo/pair.cc:537] Connection reset by peer; the others: "
-    assert sentences == [str(lost.value)] == [f"{expected}rank 1: forward for 1 s at step 7"]

@@ -152,17 +152,6 @@ def test_a_start_that_fails_leaves_the_run_as_it_was(copy, monkeypatch):
     assert load_config(copy / "config.toml").train.micro_batch_size == 4 and checkpoints() == names
 
 
-def test_a_first_step_that_does_not_fit_leaves_no_run(tmp_path):
-    """The error says what to lower, and the same command is then repeated with it."""
-
-    def too_much():
-        raise torch.OutOfMemoryError("out of memory")
-
-    with pytest.raises(torch.OutOfMemoryError):
-        train(make_config(tmp_path), before_step=too_much)
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_run_is_prolonged_from_the_last_step_before_it_declines(tmp_path, monkeypatch, capsys):
     flags = ("--schedule.kind", "wsd", "--schedule.decay_fraction", "0.5", "--checkpoint.keep_last", "1")
     flags = (*flags, "--optimizer.kind", "muon")

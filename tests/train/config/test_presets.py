@@ -123,9 +123,3 @@ def test_the_second_stage_of_long_rows_is_the_same_model():
     assert (second.train.sequence_length, second.optimizer.learning_rate) == (32768, first.optimizer.learning_rate / 2)
     rows = (first.train.global_batch_size, second.train.global_batch_size)
     assert rows[0] * first.train.sequence_length == rows[1] * second.train.sequence_length
-
-
-def test_the_demo_selects_a_part_of_what_it_sees():
-    config = load_config(ROOT / "configs" / "demo.toml")
-    geometry = config.model.geometry
-    assert 4 * geometry.num_selected_blocks * geometry.selection_block_size <= config.train.sequence_length

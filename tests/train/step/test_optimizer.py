@@ -230,9 +230,10 @@ def test_warms_up_linearly_to_the_peak_and_ends_on_the_floor():
 
 
 def test_rates_at_the_corners():
-    """Without a warm-up; with one that is longer than the run; with a floor of one."""
+    """Without a warm-up; with one that is longer than the run; with a floor of one, which is a constant rate."""
     assert rates(0, 10)[0] == 2.0
     assert rates(20, 4) == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert rates(0, 5, minimum_factor=1.0) == [2.0] * 5
 
 
 def test_wsd_stays_at_the_peak_and_declines_linearly_at_the_end():
@@ -241,7 +242,3 @@ def test_wsd_stays_at_the_peak_and_declines_linearly_at_the_end():
     # The decline waits for the warm-up, and takes one step at least.
     assert rates(4, 6, kind="wsd", decay_fraction=1.0) == pytest.approx([0.5, 1.0, 1.5, 2.0, 1.1, 0.2])
     assert rates(0, 3, kind="wsd", decay_fraction=0.01) == pytest.approx([2.0, 2.0, 0.2])
-
-
-def test_a_floor_of_one_is_a_constant_rate():
-    assert rates(0, 5, minimum_factor=1.0) == [2.0] * 5
