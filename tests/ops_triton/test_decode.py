@@ -11,7 +11,7 @@ import torch
 from tests.devices import needs_gpu
 from tests.ops import decode_cases
 from tests.ops.cases import geometry
-from tests.ops.decode_cases import Decoder, draw, whole, whole_dense
+from tests.ops.decode_cases import FOUR_A_BLOCK, Decoder, draw, whole, whole_dense
 from trifocal import Geometry
 from trifocal.nn.rope import rotate
 from trifocal.ops import (
@@ -45,49 +45,22 @@ def shapes(why, rules=USUAL, heads=2, groups=1, **others):
     return decode_cases.Case(why, rules, heads, groups, **others)
 
 
+ALONE = {"window": "none", "selected_only": True}
+NO_OVERLAP = geometry(4, 4, 16, 2, 0, 1, 20)
+OF_48 = geometry(16, 16, 48, 2, 0, 1, 5)
+OF_144 = geometry(4, 4, 144, 2, 0, 1, 5)
 STEPS = (
     Step(shapes("3 heads a group, V < D", heads=6, groups=2, value_dim=6), (79,), (1,)),
-    Step(
-        shapes("7 heads, blocks of four strides, one sequence without a token", geometry(16, 4, 16, 3, 1, 1, 21), 7),
-        (5, 6, 66),
-        (0, 2, 1),
-    ),
-    Step(
-        shapes("one head a group, no overlap, no window", geometry(4, 4, 16, 2, 0, 1, 20), 2, 2, window="none"),
-        (77,),
-        (1,),
-    ),
+    Step(shapes("7 heads, blocks of four strides, one without a token", FOUR_A_BLOCK, 7), (5, 6, 66), (0, 2, 1)),
+    Step(shapes("one head a group, no overlap, no window", NO_OVERLAP, 2, 2, window="none"), (77,), (1,)),
     Step(shapes("everything shared, pages of three blocks", window="shared", page_blocks=3), (80,), (2,)),
-    Step(shapes("selected alone", value_dim=4, window="none", selected_only=True), (66,), (1,)),
-    Step(shapes("three strides a block, no block forced first", geometry(16, 16, 48, 2, 0, 1, 5)), (190,), (1,)),
+    Step(shapes("selected alone", value_dim=4, **ALONE), (66,), (1,)),
+    Step(shapes("three strides a block, no block forced first", OF_48), (190,), (1,)),
     Step(shapes("D in two parts, V wider", dim=130, value_dim=132, learned=True), (41,), (3,)),
     Step(shapes("rows are two tiles", heads=20), (30,), (4,)),
     Step(shapes("an index, rows are two tiles", heads=3, groups=3, index=8, learned=True), (5, 60), (6, 7)),
-    Step(
-        shapes(
-            "an index alone, in two parts, blocks of 48",
-            geometry(16, 16, 48, 2, 0, 1, 5),
-            heads=2,
-            groups=2,
-            window="none",
-            selected_only=True,
-            index=24,
-            page_blocks=2,
-        ),
-        (190, 0, 20),
-        (1, 1, 0),
-    ),
-    Step(
-        shapes(
-            "an index alone, blocks of several tiles",
-            geometry(4, 4, 144, 2, 0, 1, 5),
-            window="none",
-            selected_only=True,
-            index=64,
-        ),
-        (900,),
-        (2,),
-    ),
+    Step(shapes("an index in two parts", OF_48, 2, 2, index=24, page_blocks=2, **ALONE), (190, 0, 20), (1, 1, 0)),
+    Step(shapes("an index, blocks of several tiles", OF_144, index=64, **ALONE), (900,), (2,)),
 )
 
 
@@ -192,7 +165,7 @@ def test_dense_attention_over_pages_and_windows_over_rings(window_size, monkeypa
     assert error(o[1], whole_row[0, 300:]) <= BOUND
 
 
-BITS = {"selected_only": True, "window": "none", "index": 16}
+BITS = {**ALONE, "index": 16}
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,15 @@
 """Selected attention's kernels against the float64 oracle: values, log-sum-exp and every gradient, fp32."""
 
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
 
 from tests.devices import needs_gpu
-from tests.ops.cases import geometry
+from tests.ops.cases import Case, geometry
 from tests.ops_triton import problems
 from tests.ops_triton.forced import order_rule, selected_tile_rule
-from tests.ops_triton.problems import LARGE, PAPER, compare, large
+from tests.ops_triton.problems import LARGE, PAPER, compare, documents_of, large
 from trifocal import ops
 from trifocal.ops import Documents, devices, dispatch, selected_attention, tiles
 from trifocal.ops.tiles import SelectedTile
@@ -26,33 +25,20 @@ NO_POWER = geometry(16, 16, 48, 2, 1, 1, 11)  # a block padded to 64 keys
 FEW_OF_MANY = geometry(32, 16, 64, 4, 1, 1, 11)  # blocks of which neighbours choose different ones
 
 
-@dataclass(frozen=True)
-class Case:
-    """One problem; `why` is the reason for it."""
-
-    why: str
-    queries: int
-    keys: int
-    heads: int = 2
-    groups: int = 1
-    dim: int = 16
-    value_dim: int = 16
-    batch: int = 1
-    geometry: object = SMALL
-    lengths: tuple[int, ...] | None = None
-    num_selected: int = 3
+def case_of(why, queries, keys, heads=2, groups=1, dim=16, value_dim=16, rules=SMALL, **rest):
+    return Case(why, rules, queries, keys, heads=heads, groups=groups, dim=dim, value_dim=value_dim, **rest)
 
 
 CASES = (
-    Case("three heads a group, two batch entries, dims that fill no tile", 37, 37, 3, 1, 24, 40, batch=2),
-    Case("fewer queries than keys, dims of two parts", 21, 60, 4, 1, 48, 16),
-    Case("packed: long, 1 token, exactly a block, a block and one", 53, 53, 4, 2, lengths=(19, 1, 16, 17)),
-    Case("packed: the last queries", 27, 61, 4, 2, lengths=(9, 33, 2, 17)),
-    Case("packed: more blocks than a word of bits, but of no document", 40, 607, lengths=(300, 17, 290)),
-    Case("blocks larger than a tile", 40, 140, 2, 2, geometry=TWO_TILES, num_selected=2),
-    Case("blocks of no power of two, one head a group", 30, 100, 2, 2, geometry=NO_POWER, num_selected=2),
-    Case("more may be selected than there are blocks", 20, 20, num_selected=5),
-    Case("more heads a group than rows of a tile", 21, 37, 20, 1),
+    case_of("three heads a group, two batch entries, dims that fill no tile", 37, 37, 3, 1, 24, 40, batch=2),
+    case_of("fewer queries than keys, dims of two parts", 21, 60, 4, 1, 48, 16),
+    case_of("packed: long, 1 token, exactly a block, a block and one", 53, 53, 4, 2, lengths=(19, 1, 16, 17)),
+    case_of("packed: the last queries", 27, 61, 4, 2, lengths=(9, 33, 2, 17)),
+    case_of("packed: more blocks than a word of bits, but of no document", 40, 607, lengths=(300, 17, 290)),
+    case_of("blocks larger than a tile", 40, 140, 2, 2, rules=TWO_TILES),
+    case_of("blocks of no power of two, one head a group", 30, 100, 2, 2, rules=NO_POWER),
+    case_of("more may be selected than there are blocks", 20, 20, rules=geometry(8, 4, 16, 5, 1, 1, 11)),
+    case_of("more heads a group than rows of a tile", 21, 37, 20, 1),
 )
 ORDERS = ("block_major", "masked", "tiles")
 
@@ -65,24 +51,17 @@ def draw(case, seed=0):
     v = torch.randn(case.batch, case.keys, case.groups, case.value_dim, generator=generator)
     d_o = torch.randn(case.batch, case.queries, case.heads, case.value_dim, generator=generator)
     blocks = case.geometry.num_selection_blocks(case.keys)
-    shape = (case.batch, case.queries, case.groups, case.num_selected)
+    shape = (case.batch, case.queries, case.groups, case.geometry.num_selected_blocks)
     chosen = torch.randint(-1, blocks + 1, shape, generator=generator, dtype=torch.int32)
     chosen[:, 5:9] = -1
     return q, k, v, d_o, chosen
-
-
-def documents_of(case, device):
-    if case.lengths is None:
-        return None
-    borders = torch.tensor([0, *case.lengths], device=device).cumsum(0)
-    return Documents.from_cu_seqlens(borders, case.keys)
 
 
 def exact(case, q, k, v, d_o, chosen):
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     blocks = case.geometry.num_selection_blocks(case.keys)
     chosen = chosen.masked_fill(chosen >= blocks, -1)
-    o = oracle.selected_attention(*leaves, chosen, case.geometry, lengths=case.lengths and list(case.lengths))
+    o = oracle.selected_attention(*leaves, chosen, case.geometry, lengths=case.document_lengths)
     return [o, *torch.autograd.grad(o, leaves, d_o.double())]
 
 
@@ -118,7 +97,7 @@ def test_values_and_gradients(case, order, device, monkeypatch):
 )
 def test_chunks_of_rows_and_pieces_of_blocks(lengths, limit, order, device, monkeypatch):
     """Chunks of the least size, one or several at a time, and pieces of a few slots give the same sums as one."""
-    case = Case("chunks", 70, 70, heads=2, batch=1 if lengths else 2, lengths=lengths)
+    case = case_of("chunks", 70, 70, heads=2, batch=1 if lengths else 2, lengths=lengths)
     q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
     # Everybody chooses the first block, as with a forced one: many pieces.
     chosen[..., 0] = 0
@@ -141,7 +120,7 @@ def test_chunks_of_rows_and_pieces_of_blocks(lengths, limit, order, device, monk
 def test_gate_is_a_factor_on_the_gradient(order, device, monkeypatch):
     """The masked order's is that of the parts below."""
     monkeypatch.setattr(dispatch, "selected_order", order_rule(order))
-    case = Case("gate", 24, 24, heads=4, groups=2)
+    case = case_of("gate", 24, 24, heads=4, groups=2)
     q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
     gate = torch.rand(1, 24, 4, generator=torch.Generator().manual_seed(3)).to(device)
     expected = exact(case, *(x.cpu() for x in (q, k, v, d_o * gate[..., None], chosen)))[1:]
@@ -154,7 +133,7 @@ def test_gate_is_a_factor_on_the_gradient(order, device, monkeypatch):
 def test_strides_and_what_no_query_sees(order, device, monkeypatch):
     """Views of wider tensors give what copies give, and NaN in blocks that nobody chose reaches nothing."""
     monkeypatch.setattr(dispatch, "selected_order", order_rule(order))
-    case = Case("strides", 40, 60, heads=2, groups=2, batch=2)
+    case = case_of("strides", 40, 60, heads=2, groups=2, batch=2)
     q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
     chosen = chosen.masked_fill(chosen == 1, 0)
     expected = exact(case, *(x.cpu() for x in (q, k, v, d_o, chosen)))
@@ -224,7 +203,7 @@ def test_of_packed_documents_the_longest_counts(device, monkeypatch):
         return rule(num_queries, longest, *others, **options)
 
     monkeypatch.setattr(dispatch, "selected_order", order)
-    case = Case("rows", 64, 64, lengths=(11, 5, 16, 16, 9, 7))
+    case = case_of("rows", 64, 64, lengths=(11, 5, 16, 16, 9, 7))
     q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
     boundaries = torch.tensor([0, *case.lengths], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
     for documents, longest in (
@@ -241,7 +220,7 @@ def test_of_packed_documents_the_longest_counts(device, monkeypatch):
 def test_blocks_behind_a_longest_length_that_is_too_small_are_left_out(device, monkeypatch):
     """Of documents on a GPU the length is trusted; a wrong one must not read memory that is no choice's."""
     monkeypatch.setattr(dispatch, "selected_order", order_rule("masked"))
-    case = Case("too long", 40, 600, lengths=(600,))
+    case = case_of("too long", 40, 600, lengths=(600,))
     q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
     chosen[..., 0], chosen[..., 1] = 5, 35
     documents = Documents.from_checked(torch.tensor([0, 600], device=device), 600)._replace(max_length=512)
@@ -272,11 +251,11 @@ def test_programs_are_cut_where_there_are_few():
 
 
 PARTED = (
-    Case("three heads a group, two batch entries", 37, 37, 3, 1, 24, 40, batch=2),
-    Case("fewer queries than keys", 37, 90, 4, 1, 48, 16),
-    Case("packed: long, 1 token, exactly a block, a block and one", 54, 54, 4, 2, lengths=(20, 1, 16, 17)),
-    Case("packed: fewer queries than keys, a document without any", 40, 60, 4, 2, lengths=(15, 9, 36)),
-    Case("blocks of no power of two, one head a group", 50, 100, 2, 2, geometry=NO_POWER, num_selected=2),
+    case_of("three heads a group, two batch entries", 37, 37, 3, 1, 24, 40, batch=2),
+    case_of("fewer queries than keys", 37, 90, 4, 1, 48, 16),
+    case_of("packed: long, 1 token, exactly a block, a block and one", 54, 54, 4, 2, lengths=(20, 1, 16, 17)),
+    case_of("packed: fewer queries than keys, a document without any", 40, 60, 4, 2, lengths=(15, 9, 36)),
+    case_of("blocks of no power of two, one head a group", 50, 100, 2, 2, rules=NO_POWER),
 )
 
 
@@ -305,7 +284,7 @@ def test_parts_of_a_block_are_added(case, part_queries, device, monkeypatch):
 
 
 def test_the_last_part_holds_what_a_longest_length_that_is_too_small_leaves(device, monkeypatch):
-    case = Case("too long", 40, 40, lengths=(31, 9))
+    case = case_of("too long", 40, 40, lengths=(31, 9))
     q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
     documents, scale = documents_of(case, device)._replace(max_length=16), case.dim**-0.5
     monkeypatch.setattr(dispatch, "selected_order", order_rule("masked"))
@@ -322,7 +301,7 @@ def assert_right_on_a_gpu(case, order, portable, monkeypatch):
         monkeypatch.setattr(dispatch, "selected_on_hopper", lambda *tensors, **sizes: False)
         monkeypatch.setattr(dispatch, "tiles_on_hopper", lambda *tensors, **sizes: False)
     inputs = problems.draw(case, torch.bfloat16)
-    chosen, documents = problems.choice(case, inputs), problems.documents_of(case)
+    chosen, documents = problems.choice(case, inputs), documents_of(case)
     q, k, v = inputs.q, inputs.k_slc, inputs.v_slc
     arguments = (chosen, case.geometry, case.dim**-0.5, documents)
 
