@@ -104,18 +104,20 @@ def each_case(test):
     return pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])(test)
 
 
-def draw(case, dtype=torch.float64, seed=0):
+def draw(case, dtype=torch.float64, seed=0, device="cpu", **rest):
     """Inputs for a case, rounded to `dtype`."""
     return attention_inputs(
         case.geometry,
         case.queries,
-        dtype=dtype,
+        device,
+        dtype,
         batch=case.batch,
         num_heads=case.heads,
         num_kv_heads=case.groups,
         head_dim=case.dim,
         value_dim=case.value_dim,
         num_keys=case.num_keys,
-        num_compressed=case.num_compressed,
+        document_lengths=case.lengths,
         seed=seed,
+        **rest,
     )

@@ -1,5 +1,7 @@
 """A query may not see the future, other documents, other rows, and storage that nothing owns."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -122,26 +124,16 @@ def test_poison_before_the_window():
     case = Case("", cases.USUAL, 5, keys=40, batch=2, heads=4, groups=2)
     inputs = draw(case)
     reach = 5 + 11 - 1
-    check_poison(
-        lambda q, k, v: ops.window_attention(q, k, v, 11, **REFERENCE),
-        inputs.q,
-        inputs.k_win,
-        inputs.v_win,
-        slice(0, 40 - reach),
-    )
+    window = partial(ops.window_attention, window_size=11, **REFERENCE)
+    check_poison(window, inputs.q, inputs.k_win, inputs.v_win, slice(0, 40 - reach))
 
 
 def test_poison_in_blocks_that_nobody_chose():
     case = Case("", cases.USUAL, 40, batch=2, heads=4, groups=2)
     inputs = draw(case)
     chosen = torch.tensor([0, 2, -1]).expand(2, 40, 2, 3)
-    check_poison(
-        lambda q, k, v: ops.selected_attention(q, k, v, chosen, case.geometry, **REFERENCE),
-        inputs.q,
-        inputs.k_slc,
-        inputs.v_slc,
-        slice(16, 32),
-    )
+    selected = partial(ops.selected_attention, selected_blocks=chosen, geometry=case.geometry, **REFERENCE)
+    check_poison(selected, inputs.q, inputs.k_slc, inputs.v_slc, slice(16, 32))
 
 
 @pytest.mark.parametrize("kept", [15, 39])

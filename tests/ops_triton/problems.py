@@ -9,11 +9,12 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from tests.devices import NEEDS_GPU
+from tests.ops import cases
 from tests.ops.cases import USUAL, Case, geometry
 from trifocal import Geometry
 from trifocal.ops import Documents, compressed_attention, select_blocks, selected_attention, window_attention
 from trifocal.testing import tolerances
-from trifocal.testing.inputs import Inputs, attention_inputs, cotangent
+from trifocal.testing.inputs import Inputs, cotangent
 from trifocal.testing.tolerances import assert_close, error
 
 ON_GPU = torch.cuda.is_available()
@@ -101,21 +102,7 @@ def draw(case, dtype, seed=0):
     reach = case.num_keys
     if case.lengths is None:
         reach = min(case.num_keys, case.queries + case.geometry.window_size - 1)
-    return attention_inputs(
-        case.geometry,
-        case.queries,
-        DEVICE,
-        dtype,
-        batch=case.batch,
-        num_heads=case.heads,
-        num_kv_heads=case.groups,
-        head_dim=case.dim,
-        value_dim=case.value_dim,
-        num_keys=case.num_keys,
-        num_window_keys=reach,
-        document_lengths=case.lengths,
-        seed=seed,
-    )
+    return cases.draw(case, dtype, seed, DEVICE, num_window_keys=reach)
 
 
 def padded(case, inputs):

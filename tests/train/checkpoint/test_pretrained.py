@@ -23,7 +23,7 @@ from trifocal.models import DecoderLM
 from trifocal.runlog import read_metrics
 from trifocal.testing.small_models import small_config
 from trifocal.train import load_config, resume, train
-from trifocal.train.checkpoint.export import export_folder
+from trifocal.train.checkpoint.export import export_folder, export_weights, weights_step
 from trifocal.train.checkpoint.pretrained import load_frozen, open_pretrained
 from trifocal.train.run_folder import load_run
 
@@ -289,3 +289,17 @@ def test_a_run_that_follows_a_frozen_model_resumes_exactly(source, tmp_path):
     assert rows(run, "train") == before
     train(make_config(plain, "--train.steps", "1", "--schedule.warmup_steps", "0"))
     assert rows(plain / "run", "train")[0]["loss"] == before[0]["loss"]
+
+
+def test_weights_that_are_not_whole_have_no_step(tmp_path, monkeypatch):
+    model, tokenizer = DecoderLM(small_config()), make_tokenizer("bytes")
+    export_weights(model, tokenizer, tmp_path, step=1)
+    assert weights_step(tmp_path) == 1
+
+    def full(*_, **__):
+        raise OSError
+
+    monkeypatch.setattr("trifocal.train.checkpoint.export.save_weights", full)
+    with pytest.raises(OSError):
+        export_weights(model, tokenizer, tmp_path, step=2)
+    assert weights_step(tmp_path) is None
