@@ -9,22 +9,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 
-from tests import warm
-from tests.children import environment, wait_for_end
+from tests.children import environment
 from tests.train.tiny import before_step, write_config
-from tests.written_runs import wait_for
 from trifocal._version import __version__
 from trifocal.cli import COMMANDS, main
 from trifocal.cli.train import numbered
 from trifocal.errors import UserError
 from trifocal.train import run_logger
 from trifocal.train.config.sections import RunConfig, RunSection
-from trifocal.train.stop import SAME_REQUEST_SECONDS
 
 ENVIRONMENT = environment()
 
@@ -205,39 +201,6 @@ def test_a_folder_of_a_sweep_gets_its_number(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     with pytest.raises(UserError, match="under a launcher give the folder a name"):
         numbered(config)
-
-
-def test_a_second_signal_ends_a_real_process(tmp_path):
-    """The step that is under way never ends."""
-    code = """
-import sys, time
-from pathlib import Path
-from trifocal.train.step.step import TrainStep
-from trifocal.cli import main
-step = TrainStep.run
-def hang(self, number, *args, **kwargs):
-    if number == 3:
-        Path(sys.argv[1]).touch()
-        time.sleep(600)
-    return step(self, number, *args, **kwargs)
-TrainStep.run = hang
-raise SystemExit(main(["train", sys.argv[2]]))
-"""
-    config = write_config(tmp_path)
-    with (tmp_path / "error").open("wb") as error:
-        process = warm.popen(
-            [sys.executable, "-c", code, str(tmp_path / "hanging"), str(config)],
-            stdout=subprocess.DEVNULL, stderr=error, env=ENVIRONMENT,
-        )  # fmt: skip
-    wait_for(lambda: process.poll() is not None or (tmp_path / "hanging").exists(), 120)
-    process.send_signal(signal.SIGINT)
-    # Sooner it counts as the same request.
-    time.sleep(SAME_REQUEST_SECONDS + 0.5)
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    assert wait_for_end(process, 20) == 128 + signal.SIGINT
-    err = (tmp_path / "error").read_text()
-    assert "SIGINT: saving at the end of this step" in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize("command", ["check", "doctor"])

@@ -2,8 +2,6 @@
 
 import hashlib
 
-import numpy as np
-
 from trifocal.data.stream import in_validation, random_words, shuffled
 
 HELD_OUT = ["29", "72", "90", "99"]
@@ -24,9 +22,3 @@ def test_the_held_out_texts_never_change():
 def test_orders_never_change():
     assert shuffled(10, "shards", 1337, 0).tolist() == ORDER
     assert random_words(2, "synthetic", 1337, 0, 0).tolist() == WORDS
-
-
-def test_every_place_is_equally_likely():
-    first = np.array([shuffled(8, "block", seed)[0] for seed in range(4000)])
-    # 500 expected each, standard deviation 21: six of them.
-    assert abs(np.bincount(first, minlength=8) - 500).max() < 126

@@ -8,7 +8,7 @@ import torch
 from tests.train.tiny import make_config
 from trifocal.data import Loader, make_tokenizer
 from trifocal.models import DecoderLM
-from trifocal.train.step.optimizer import make_optimizer
+from trifocal.train.step.optimizer import gradient_norm, make_optimizer
 from trifocal.train.step.step import TrainStep
 
 CPU = torch.device("cpu")
@@ -35,27 +35,14 @@ def gradients(config, batches, heartbeat, train):
     return result.loss.item(), result.gradient_norm.item(), collected
 
 
-def test_micro_batches_of_unequal_weight_add_up_to_the_whole_batch(tmp_path, heartbeat):
-    config = make_config(tmp_path, "--train.gradient_clip_norm", "0")
-    micro = read_batches(config, 1, 12)
-    assert len({batch.valid_targets for batch in micro}) > 1, "equal weights would not tell a mean of means apart"
-    assert any(batch.cu_seqlens is not None for batch in micro)
-    whole = read_batches(config, 12, 1)
-    loss, norm, expected = gradients(config, whole, heartbeat, config.train)
-    for batches in (micro, read_batches(config, 2, 6)):
-        cut_loss, cut_norm, cut = gradients(config, batches, heartbeat, config.train)
-        # Sums in another order: a few roundings of fp32.
-        assert cut_loss == pytest.approx(loss, rel=1e-6)
-        assert cut_norm == pytest.approx(norm, rel=1e-5)
-        for name, gradient in expected.items():
-            torch.testing.assert_close(cut[name], gradient, rtol=1e-4, atol=1e-6)
-
-
 def test_loss_and_gradient_are_those_of_the_mean_over_valid_targets(tmp_path, heartbeat):
-    """Against float64 and one document at a time."""
+    """Against float64 and one document at a time, in one batch and in micro-batches of unequal weight."""
     config = make_config(tmp_path, "--train.gradient_clip_norm", "0")
-    batches = read_batches(config, 2, 2)
-    loss, _, computed = gradients(config, batches, heartbeat, config.train)
+    batches = read_batches(config, 1, 12)
+    assert len({batch.valid_targets for batch in batches}) > 1, "equal weights would not tell a mean of means apart"
+    assert any(batch.cu_seqlens is not None for batch in batches)
+    cuts = [batches, read_batches(config, 2, 6), read_batches(config, 12, 1)]
+    found = [gradients(config, cut, heartbeat, config.train) for cut in cuts]
     exact = DecoderLM(config.model)
     exact.init_weights(5)
     exact.double()
@@ -71,6 +58,9 @@ def test_loss_and_gradient_are_those_of_the_mean_over_valid_targets(tmp_path, he
                     total = total - log_p[position, target]
                     count += 1
     (total / count).backward()
-    assert loss == pytest.approx((total / count).item(), rel=1e-6)
-    for name, parameter in exact.named_parameters():
-        torch.testing.assert_close(computed[name].double(), parameter.grad, rtol=1e-3, atol=1e-6)
+    exact_norm = gradient_norm(list(exact.parameters())).item()
+    for loss, norm, computed in found:
+        assert loss == pytest.approx((total / count).item(), rel=1e-6)
+        assert norm == pytest.approx(exact_norm, rel=1e-5)
+        for name, parameter in exact.named_parameters():
+            torch.testing.assert_close(computed[name].double(), parameter.grad, rtol=1e-3, atol=1e-6)
