@@ -175,33 +175,31 @@ def graphs():
     train_setup.make_graphs = make_graphs
 
 
-def data():
-    """The disk of the text fails in one process, some files on."""
+def _in_the_ninth_file(action):
     original = TextSource.read
     files = [0]
 
     def read(self, shard, cursor):
         files[0] += 1
         if files[0] > 8 and RANK == 1:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+            action()
         yield from original(self, shard, cursor)
 
     TextSource.read = read
+
+
+def data():
+    """The disk of the text fails in one process, some files on."""
+
+    def fail():
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    _in_the_ninth_file(fail)
 
 
 def stalled_data():
     """The disk of the text never answers one process, some files on."""
-    original = TextSource.read
-    files = [0]
-
-    def read(self, shard, cursor):
-        files[0] += 1
-        if files[0] > 8 and RANK == 1:
-            mark()
-            threading.Event().wait()
-        yield from original(self, shard, cursor)
-
-    TextSource.read = read
+    _in_the_ninth_file(lambda: (mark(), threading.Event().wait()))
 
 
 def endless_evaluation():

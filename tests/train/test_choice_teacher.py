@@ -139,21 +139,3 @@ def test_a_run_writes_the_loss_of_its_choice_and_teaches_the_same_when_resumed(t
     other = replace(config, train=replace(config.train, only="chooser" if only == "all" else "all"))
     with pytest.raises(UserError, match=rf'train\.only is "{only}" in .* here, .* \(--model\.from .* NEW\)$'):
         resume(run, config=other)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (TAUGHT, 'weight is 0.5, but model.chooser is "compressed", and the loss teaches an "index"; set it to 0'),
-        ((*INDEX, "--train.choice_loss_weight", "0"), "set train.choice_loss_weight above 0"),
-        (("--train.only", "chooser"), "trains only the index, and the model has none; set model.chooser"),
-        (
-            (*INDEX, "--train.only", "chooser", "--train.sequence_length", "24"),
-            "nothing to learn: the blocks cover all 24 tokens of .*such as --train.sequence_length 96",
-        ),
-    ],
-)
-def test_what_cannot_be_taught_is_refused_in_one_line(tmp_path, arguments, message):
-    with pytest.raises(UserError, match=message) as raised:
-        train(make_config(tmp_path, "--log.sample_interval_steps", "0", *arguments))
-    assert "\n" not in str(raised.value)

@@ -16,6 +16,9 @@ CPU = torch.device("cpu")
 
 
 MIXED = ("--data.source", "builtin", "text:x", "--data.weights_after", "1,2")
+INDEX = ("--model.chooser", "index")
+SHORT = ("--train.only", "chooser", "--train.sequence_length", "24", "--log.sample_interval_steps", "0")
+GRADIENTS = ("--trace.what", "gradients")
 
 
 @pytest.mark.parametrize(
@@ -34,13 +37,19 @@ MIXED = ("--data.source", "builtin", "text:x", "--data.weights_after", "1,2")
         (("--data.source", "builtin", "text:/nowhere/at/all"), "nowhere"),
         ((*MIXED, "--data.change_step", "6"), r"within the run of 6 steps: set data\.change_step above 0 and below 6"),
         (MIXED, r"below 6, now 0, or schedule\.kind to \"wsd\""),
+        (("--train.choice_loss_weight", "1"), 'model.chooser is "compressed", and the loss teaches an "index"; set it'),
+        ((*INDEX, "--train.choice_loss_weight", "0"), "set train.choice_loss_weight above 0"),
+        (("--train.only", "chooser"), "trains only the index, and the model has none; set model.chooser"),
+        ((*INDEX, *SHORT), "the blocks cover all 24 tokens of .*such as --train.sequence_length 96"),
+        ((*GRADIENTS, "--trace.steps", "5:7,3:4"), r"trace\.steps must be ranges"),
+        (("--trace.what", "memory", "--trace.steps", "1:102"), "are 101 steps; memory can record 100 at once"),
+        ((*GRADIENTS, "--train.cuda_graphs", "true"), "see nothing with train.cuda_graphs"),
     ],
 )
 def test_a_run_that_cannot_end_well_is_refused_before_any_work(tmp_path, flags, expected):
-    config = make_config(tmp_path, *flags)
-    with pytest.raises(UserError, match=expected):
-        train(config)
-    assert not (tmp_path / "run").exists()
+    with pytest.raises(UserError, match=expected) as caught:
+        train(make_config(tmp_path, *flags))
+    assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
 
 
 def test_a_run_continues_only_where_its_checkpoints_can_be_written(tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import zipfile
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,6 @@ from trifocal.train.config.load import comment, override, presets, summary
 
 ROOT = Path(__file__).parents[3]
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.toml"))
-
-
-def test_the_package_has_every_file_of_configs():
-    folder = resources.files("trifocal") / "configs"
-    assert sorted(file.name for file in folder.iterdir()) == sorted(f"{name}.toml" for name in NAMES)
-    assert list(presets()) == NAMES
 
 
 def test_a_wheel_has_every_file_that_is_no_python(tmp_path):
