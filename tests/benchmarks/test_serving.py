@@ -23,42 +23,34 @@ OPTIONS = serving.ServingOptions(
 )  # fmt: skip
 
 
-def measure(monkeypatch, *parts):
-    # Has tests of its own.
-    monkeypatch.setattr(serving, "check_model_parity", lambda *args: None)
-    recorder = Recorder(600, lambda text: None, lambda: None)
-    serving.bench_serving(replace(OPTIONS, parts=parts), recorder)
-    assert {row["status"] for row in recorder.rows} == {"ok"}, recorder.rows
-    return recorder.rows
-
-
 def test_tokens_by_their_texts():
     assert [serving._token(text) for text in ("a", "\n", "token_id:200", "<|endoftext|>")] == [97, 10, 200, 256]
 
 
-def test_load_and_guesses(monkeypatch):
-    """On a server in this process."""
-    calls = []
+def test_load_turns_and_guesses(monkeypatch):
+    """On a server in this process. Of the second turn 512 of 600 tokens are found again, also before it is timed."""
+    calls, reused = [], []
 
     @contextmanager
     def server(options, path, *given):
         calls.append((path == "demo", *given))
         model = replace(MODEL, vocab_size=257)
-        with in_process(DecoderLM(model), max_length=1024) as served:
+        with in_process(DecoderLM(model), max_length=1024, prefill_chunk_size=512, spare_rows=4) as served:
             yield "127.0.0.1", int(served.url.rpartition(":")[2])
+            reused.append(served.worker.metrics.reused_tokens)
 
     monkeypatch.setattr(serving, "server", server)
-    load, *speculate = measure(monkeypatch, "load", "speculate")
-    assert calls == [(False,), *2 * [(True,), (True, "--speculate")]]
+    # Has tests of its own.
+    monkeypatch.setattr(serving, "check_model_parity", lambda *args: None)
+    recorder = Recorder(600, lambda text: None, lambda: None)
+    serving.bench_serving(OPTIONS, recorder)
+    load, turns, *speculate = recorder.rows
+    assert {row["status"] for row in recorder.rows} == {"ok"}, recorder.rows
+    assert calls == [(False,), (False,), *2 * [(True,), (True, "--speculate")]]
+    assert turns["second_ratio"] == turns["second_turn_ms"] / turns["first_turn_ms"] and reused[1] == 2 * 512
     assert [row["text"] for row in speculate] == ["code", "random"]
     assert load["requests"] == 6 and 0 < load["first_token_p50_ms"] <= load["first_token_p99_ms"]
     assert load["tokens_per_second"] > 0 < load["between_tokens_p99_ms"]
     assert all(row["speedup"] == row["plain_ms"] / row["guessed_ms"] for row in speculate)
     dense = [{**load, "attention": "dense", "tokens_per_second": load["tokens_per_second"] / 2}]
     assert serving.speedups([load, *dense]) == [{"clients": 3, "dense_ratio": pytest.approx(2)}]
-
-
-def test_the_second_turn(monkeypatch):
-    """On the command: 512 of 600 tokens are found again."""
-    [turns] = measure(monkeypatch, "turns")
-    assert turns["second_ratio"] == turns["second_turn_ms"] / turns["first_turn_ms"] < 1
