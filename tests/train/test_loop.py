@@ -216,13 +216,6 @@ def test_a_source_that_gives_nothing_for_a_while_is_an_event(tmp_path, monkeypat
     assert "WARNING: data stall" in shown and came not in shown, "a short wait is only in the metrics"
 
 
-def test_data_without_held_out_text_are_refused_before_any_work(tmp_path):
-    config = make_config(tmp_path, "--data.validation_fraction", "1e-9", "--evaluate.interval_steps", "6")
-    with pytest.raises(UserError, match="the validation split is empty"):
-        train(config)
-    assert not (tmp_path / "run").exists()
-
-
 def test_skipped_documents_are_counted_and_said(tmp_path):
     lines = [json.dumps({"text": None if number in (3, 4) else " ".join(WORDS)}) for number in range(40)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
