@@ -166,6 +166,12 @@ def test_the_nearest_name_is_of_the_same_leaf_or_alike():
     assert str(unknown("key", "windowsize", [])) == 'unknown key "windowsize"; there is none'
 
 
+def test_an_integer_of_any_size_is_named_in_a_message(tmp_path):
+    (tmp_path / "a.toml").write_text(f"[model]\nattention = 0x{'f' * 5000}\n")
+    with pytest.raises(UserError, match="got an integer of 20000 bits"):
+        load_config(tmp_path / "a.toml", [])
+
+
 TINY = from_table(RunConfig, tomllib.loads(TOML.format(directory="run", text="text")))
 QUICK = settings(max_examples=60, deadline=None)
 
