@@ -45,42 +45,6 @@ def test_invalid_sizes_are_named(fields, message):
         Geometry(**fields)
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_counts_of_blocks(geometry):
-    for num_keys in range(1, 3 * geometry.selection_block_size + 2):
-        assert geometry.num_compressed_blocks(num_keys) == len(oracle.compression_spans(geometry, num_keys))
-        touched = {token // geometry.selection_block_size for token in range(num_keys)}
-        assert geometry.num_selection_blocks(num_keys) == len(touched)
-
-
-@pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_overlaps_are_intersections(geometry):
-    size = geometry.selection_block_size
-    for i, span in enumerate(oracle.compression_spans(geometry, 3 * size + geometry.compression_block_size)):
-        for j in range(5):
-            expected = len(set(span.tokens) & set(range(j * size, (j + 1) * size)))
-            assert geometry.overlap_tokens(i, j) == expected
-
-
-@pytest.mark.parametrize(
-    ("sizes", "first", "weights"),
-    [
-        # Equation 9 by hand: block j of l' tokens, the first compressed block that it touches at j = 2, the weights.
-        ((32, 16, 64), 7, (1, 2, 2, 2, 1)),
-        ((16, 16, 16), 2, (1,)),
-        ((8, 2, 8), 5, (1, 2, 3, 4, 3, 2, 1)),
-        ((6, 3, 9), 5, (1, 2, 2, 1)),
-        ((12, 4, 20), 8, (1, 2, 3, 3, 3, 2, 1)),
-    ],
-)
-def test_overlap_stencil_by_hand(sizes, first, weights):
-    block, stride, selection = sizes
-    geometry = Geometry(block, stride, selection)
-    assert geometry.overlap_stencil() == weights
-    counted = [geometry.overlap_tokens(first + tap, 2) / stride for tap in range(-1, len(weights) + 1)]
-    assert counted == [0, *weights, 0]
-
-
 @pytest.mark.parametrize("geometry", [g for g in GEOMETRIES if g.num_local_blocks])
 def test_keys_read_per_step_by_counting(geometry):
     rng = random.Random(0)
