@@ -152,24 +152,6 @@ def test_gradients_keep_their_memory_and_take_the_last_ones_place(tmp_path):
     assert recorded and all(reference() is None for reference in recorded)
 
 
-def test_padded_documents_change_nothing(tmp_path):
-    """Empty documents behind the last one: the same loss and gradients, and one shape for many batches."""
-    config = make_config(tmp_path)
-    model = DecoderLM(config.model).double()
-    by_count = {batch.packed_documents: batch for batch in read_batches(config, 2, 30) if batch.packed_documents}
-    assert len(by_count) > 1
-    shapes = set()
-    for batch in by_count.values():
-        both = []
-        for pad in (False, True):
-            inputs = model_inputs(batch, pad_documents=pad)
-            loss = cuda_graphs.call_with(model, inputs, batch.rows.shape)
-            both.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-        shapes.add(tuple(tensor.shape for tensor in inputs))
-        torch.testing.assert_close(both[1], both[0], rtol=1e-12, atol=1e-14)
-    assert len(shapes) == 1
-
-
 def test_rows_become_documents_where_others_have_some(tmp_path):
     config = make_config(tmp_path)
     model = DecoderLM(config.model).double()
