@@ -152,9 +152,10 @@ _save_attention = functools.partial(
 
 
 def _attention(config: ModelConfig, kind: str, rope_scaling: RopeScaling) -> AttentionBase:
-    names = ["dim", "num_heads", "num_kv_heads", "head_dim", "value_dim", "rope_theta", "qk_norm", "qk_norm_all_heads"]
-    names += ["qkv_bias", "o_bias", "norm_eps"]
-    sizes: dict[str, Any] = {name: getattr(config, name) for name in names} | {"rope_scaling": rope_scaling}
+    names = ("dim", "num_heads", "num_kv_heads", "head_dim", "value_dim", "rope_theta", "qk_norm", "qk_norm_all_heads")
+    sizes: dict[str, Any] = {name: getattr(config, name) for name in names}
+    sizes |= {"qkv_bias": config.qkv_bias, "o_bias": config.o_bias, "norm_eps": config.norm_eps}
+    sizes["rope_scaling"] = rope_scaling
     if kind == "dense":
         return DenseAttention(**sizes)
     sizes["backend"] = config.backend
