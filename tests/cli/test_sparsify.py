@@ -115,6 +115,10 @@ def test_a_dense_model_becomes_a_sparse_one_that_was_measured(dense, tmp_path, c
     assert load_model(out).config == trained.model
     assert load_tokenizer(out).fingerprint == load_tokenizer(dense).fingerprint
     assert text.count("try next") == 1 and "steps/trained" not in text.partition("try next")[2]
+    assert text.endswith(
+        f"--data.source text:{tmp_path / 'text'} text:{other} --data.weights 2.0,1.0 "
+        f"--train.sequence_length {trained.train.sequence_length}\n"
+    )
 
     assert "was begun with another --steps (sparsify.json" in refused(capsys, "sparsify", *words, "--steps", "5")
     changed = [word for word in words if word not in (f"text:{other}", "--data-weights", "2,1")]

@@ -80,6 +80,9 @@ def test_a_layer_in_a_model_of_ones_own_teaches_its_index():
     padded, count = layer.choice_figures, [64 - 24, 40 - 24]
     rows = [(layer(row[None, :length]), layer.choice_figures)[1] for row, length in zip(x, (64, 40), strict=True)]
     torch.testing.assert_close(padded, sum(n * row for n, row in zip(count, rows, strict=True)) / sum(count))
+    # Where every block is chosen, nothing is: a recall of 0 would say that all choices were wrong.
+    layer(x[:, :16])
+    assert choice_recall(layer) == {}
 
 
 @pytest.mark.parametrize(("head_dim", "positions"), [(64, [0, 3, 40, 1000]), (32, [0, 0]), (16, [0, 0])])

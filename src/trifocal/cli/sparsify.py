@@ -149,11 +149,11 @@ def run(args: Sequence[str]) -> int:
         raise UserError("trifocal sparsify starts a process for each GPU itself: call it without a launcher")
     work = _Work(options, source, output)
     try:
-        work.take_steps()
+        length = work.take_steps()
     except _Ended as ended:
         print(f"\nwhat was done is kept in {output}; the same command continues")
         return int(ended.args[0])
-    print(work.summary())
+    print(work.summary(length))
     return 0
 
 
@@ -168,8 +168,8 @@ class _Work:
         self.device = choose_device(options.device)
         self.record = _read_record(options, output)
 
-    def take_steps(self) -> None:
-        """Take each step that is not done."""
+    def take_steps(self) -> int:
+        """Take each step that is not done; the tokens of a row."""
         if self.dense != self.source.resolve():
             self._take("unpack", "the dense model out of its quantisation", self._unpack)
         length = self._length()
@@ -185,6 +185,7 @@ class _Work:
         self._take("train", "everything learns to follow the dense model", lambda: self._train_all(length, first))
         self._take("measure", "both models on held-out rows", lambda: self._measure(length))
         self._take("finish", "weights and report", self._finish)
+        return length
 
     def _take(self, name: str, title: str, work: Callable[[], dict[str, Any] | None]) -> None:
         done = self.record["steps"].get(name)
@@ -374,8 +375,8 @@ class _Work:
         else:
             write_report([self.trained], self.output / "report.html")
 
-    def summary(self) -> str:
-        """What came out, and what to do with it."""
+    def summary(self, length: int) -> str:
+        """What came out, and what to do with it; `length` is the tokens of a row."""
         steps, path = self.record["steps"], shell_path(self.output)
         found, recall = steps["measure"], steps["measure"]["recall_of_layers"]
         change = found["loss"] / found["beside_loss"] - 1
@@ -389,10 +390,13 @@ class _Work:
         if recall:
             lines.append(f"  recall of the choice {min(recall):.3f} to {max(recall):.3f} by layer")
         report = {"see both on one page": f"{path}/report.html"} if (self.output / "report.html").exists() else {}
+        weights = ",".join(map(str, self.options.data_weights))
+        text = shlex.join(self.options.data) + (f" --data.weights {weights}" if weights else "")
+        text += f" --train.sequence_length {length}"
         advice = {
             "talk to it": f"trifocal serve {path}",
             **report,
-            "train on": f"trifocal train --model.from {path} --data.source {shlex.join(self.options.data)}",
+            "train on": f"trifocal train --model.from {path} --data.source {text}",
         }
         return printable("\n".join([*lines, try_next(advice)]))
 

@@ -275,7 +275,9 @@ def choice_recall(model: nn.Module) -> dict[str, float]:
 
     Returns:
         For each layer that was taught, by its name in the model: the attention's mass in the chosen blocks, as a share
-        of what the best choice holds, from 0 to 1; the mean over the sampled queries. Forced blocks do not count.
+        of what the best choice holds, from 0 to 1; the mean over the sampled queries. Forced blocks do not count. A
+        call whose queries choose all of their blocks teaches nothing; nor is the recall of a layer kept in compiled
+        code, unless it is one of a model of Trifocal's.
 
     Reads from the device, so it waits for it.
     """
@@ -284,7 +286,8 @@ def choice_recall(model: nn.Module) -> dict[str, float]:
         for name, layer in model.named_modules()
         if isinstance(layer, ChoosingAttention) and layer.choice_figures is not None
     }
-    return dict(zip(found, torch.stack([*found.values()])[:, 1].tolist(), strict=True)) if found else {}
+    recalls = torch.stack([*found.values()])[:, 1].tolist() if found else []
+    return {name: recall for name, recall in zip(found, recalls, strict=True) if recall}
 
 
 def split_heads(heads: Tensor) -> tuple[Tensor, Tensor]:
