@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from tests import warm
 from tests.children import environment, wait_for_end
@@ -26,7 +25,7 @@ from trifocal.runlog.run import read_run
 
 
 def shown(run, width=100):
-    console = Console(file=io.StringIO(), width=width)
+    console = SafeConsole(file=io.StringIO(), width=width)
     console.print(render(read_run(run, live=True)))
     return console.file.getvalue()
 
@@ -49,16 +48,16 @@ def test_one_look_shows_what_matters(make_run):
 
 
 def test_each_source_has_its_loss_and_its_epochs(make_run):
-    run = make_run(steps=500)
+    run, glob = make_run(steps=500), "text:[ab][/c]*.txt"
     with MetricsWriter(run / "metrics.jsonl") as metrics:
-        metrics.write("train", 500, **{"loss": 1.0, "epoch/builtin": 3, "epoch/text:a": 0})
+        metrics.write("train", 500, **{"loss": 1.0, "epoch/builtin": 3, f"epoch/{glob}": 0})
         metrics.write(
-            "evaluation", 500, **{"validation_loss": 1.5, "validation_loss/builtin": 1, "validation_loss/text:a": 2}
+            "evaluation", 500, **{"validation_loss": 1.5, "validation_loss/builtin": 1, f"validation_loss/{glob}": 2}
         )
     text = shown(run)
-    assert "builtin 1.0000, text:a 2.0000" in text and "epochs      builtin 3, text:a 0" in text
+    assert f"builtin 1.0000, {glob} 2.0000" in text and f"epochs      builtin 3, {glob} 0" in text
     [chart] = [chart for chart in training_charts([read_run(run)]) if chart.key == "loss"]
-    assert [trace["name"] for trace in chart.traces][-2:] == ["validation, builtin", "validation, text:a"]
+    assert [trace["name"] for trace in chart.traces][-2:] == ["validation, builtin", f"validation, {glob}"]
 
 
 def test_an_end_has_no_eta(make_run, monkeypatch):

@@ -46,7 +46,7 @@ def run(args: Sequence[str]) -> int:
         )
     if options.json:
         write_file(options.json, json.dumps(examination.to_dict(), indent=1) + "\n")
-    console = SafeConsole(file=sys.stdout, markup=False, highlight=False, soft_wrap=True)
+    console = SafeConsole(file=sys.stdout, highlight=False, soft_wrap=True)
     for line in examination.lines():
         console.print(line, style=_STYLES.get(line.partition(" ")[0]))
     return examination.exit_status

@@ -125,7 +125,7 @@ def run(args: Sequence[str]) -> int:
         for row in evaluate_model(subject, plan, _progress()):
             rows.append(row)
             if row["status"] != OK:
-                console.print(f"{row['task']}, {row['length']:,} tokens: {row['status']}", markup=False)
+                console.print(f"{row['task']}, {row['length']:,} tokens: {row['status']}")
     except FloatingPointError as error:
         raise UserError(f"{found.path}: {error}; choose an earlier checkpoint") from error
     finally:
