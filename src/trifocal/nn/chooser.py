@@ -58,7 +58,8 @@ class ChoosingAttention(AttentionBase):
     Attributes:
         watcher: Called with the rotated queries and keys of the selected branch before each choice; for telemetry.
         choice_loss_weight: Weight of the loss that teaches an index outside of Trifocal's trainer; 0: none.
-        choice_loss_stretch: One query of each stretch of this many tokens teaches it.
+        choice_loss_stretch: One query of each stretch of this many tokens teaches it. In a model that of the first
+            layer with an index holds for all.
         choice_figures: Loss and recall of the choice in the last call that taught the index outside of Trifocal's
             trainer, means over queries and groups, [2]; None before.
     """

@@ -45,6 +45,10 @@ GRADIENTS = ("--trace.what", "gradients")
         ((*GRADIENTS, "--trace.steps", "5:7,3:4"), r"trace\.steps must be ranges"),
         (("--trace.what", "memory", "--trace.steps", "1:102"), "are 101 steps; memory can record 100 at once"),
         ((*GRADIENTS, "--train.cuda_graphs", "true"), "see nothing with train.cuda_graphs"),
+        (
+            (*MIXED, "--schedule.kind", "wsd", "--schedule.decay_fraction", "1"),
+            r"below 6, now 0, or lower schedule\.decay_fraction",
+        ),
     ],
 )
 def test_a_run_that_cannot_end_well_is_refused_before_any_work(tmp_path, flags, expected):

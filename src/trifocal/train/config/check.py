@@ -118,9 +118,11 @@ def _check_text(config: RunConfig, tokenizer: Tokenizer) -> None:
 def _check_change(config: RunConfig) -> None:
     step, last = change_step(config), config.train.steps
     if config.data.weights_after and not 0 < step < last:
+        declines = config.schedule.kind == "wsd"
         raise UserError(
             f"data.weights_after needs a change within the run of {last} steps: set data.change_step above 0 and below "
-            f'{last}, now {config.data.change_step}, or schedule.kind to "wsd"'
+            f"{last}, now {config.data.change_step}, or "
+            + ("lower schedule.decay_fraction" if declines else 'schedule.kind to "wsd"')
         )
 
 
