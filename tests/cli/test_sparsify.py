@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.train.tiny import write_documents
 from trifocal import load_model, load_tokenizer
 from trifocal.cli import main, sparsify
 from trifocal.cli import train as train_command
+from trifocal.cli.flags import parse_arguments
 from trifocal.data import DataConfig, make_tokenizer
 from trifocal.doctor.measured import Need
 from trifocal.models import save_weights
@@ -126,6 +128,15 @@ def test_a_dense_model_becomes_a_sparse_one_that_was_measured(dense, tmp_path, c
     assert "was begun with another DIR (" in refused(capsys, "sparsify", str(out), *words[1:])
     assert main(["sparsify", *words]) == 0
     assert capsys.readouterr().out.count(": done before, in ") == 7
+
+
+def test_a_flag_of_the_geometry_leaves_its_other_defaults():
+    def blocks(*more):
+        words = ["DIR", "OUT", "--data", "builtin", *more]
+        return parse_arguments(sparsify.SparsifyArguments, words, prog="trifocal sparsify").blocks
+
+    assert blocks("--geometry.num-initial-blocks", "2") == replace(blocks(), num_initial_blocks=2)
+    assert blocks().num_selected_blocks == 32
 
 
 def test_trainings_of_several_processes_are_launched(tmp_path, monkeypatch):

@@ -29,12 +29,16 @@ def parse_arguments(cls: Any, args: Sequence[str], *, prog: str) -> Any:
             given[name] = checked(kinds[name], taken if several else taken[0], metavar)
     if words:
         raise UserError(f"unexpected argument {words[0]!r}")
+    table = nested(given)
     for field in dataclasses.fields(cls):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in given:
             flag = "--" + field.name.replace("_", "-")
             raise UserError(f"missing argument: {positional.get(field.name, flag)}")
-    return from_table(cls, nested(given))
+        if isinstance(section := table.get(field.name), dict):
+            # The rest of a section is the command's default, which the help shows, not that of the section's class.
+            table[field.name] = dataclasses.asdict(field.default_factory()) | section  # type: ignore[misc]
+    return from_table(cls, table)
 
 
 def show_help(cls: Any, *, prog: str, use_underscores: bool = False) -> NoReturn:
