@@ -251,6 +251,13 @@ def test_a_gguf_is_named_or_lies_in_a_folder(gguf, tmp_path, capsys, monkeypatch
         monkeypatch.setattr(gguf.importlib.util, "find_spec", lambda name: name)
         message = refused(capsys, "convert", str(source), out, "--to", "nsa")
         assert "a.gguf: transformers cannot read this GGUF: " in message
+
+    def another(_file, folder):
+        (folder / "config.json").write_text('{"model_type": "gemma2"}')
+
+    monkeypatch.setattr(gguf, "write_folder_of_gguf", another)
+    message = refused(capsys, "convert", str(tmp_path / "a.gguf"), out, "--to", "nsa")
+    assert f"{tmp_path / 'a.gguf'}/config.json: the architecture 'gemma2' is not supported" in message
     assert not (tmp_path / "out").exists()
 
 

@@ -16,12 +16,13 @@ from trifocal.cli import train as train_command
 from trifocal.cli.flags import parse_arguments
 from trifocal.data import DataConfig, make_tokenizer
 from trifocal.doctor.measured import Need
+from trifocal.errors import UserError
 from trifocal.models import save_weights
 from trifocal.runlog import read_metrics
 from trifocal.runlog.run import read_evaluation
 from trifocal.testing.small_models import make_model, small_config
 from trifocal.train.loop import TrainResult
-from trifocal.train.run_folder import load_run
+from trifocal.train.run_folder import RunLock, load_run
 
 BLOCKS = ["--geometry.compression-block-size", "4", "--geometry.compression-stride", "2"]
 BLOCKS += ["--geometry.selection-block-size", "8", "--geometry.num-initial-blocks", "1", "--selected-blocks", "3"]
@@ -63,9 +64,10 @@ def arguments(dense, folder, *more):
 
 def test_a_dense_model_becomes_a_sparse_one_that_was_measured(dense, tmp_path, capsys, monkeypatch, planned):
     words, out = arguments(dense, tmp_path, "--keep-dense", "1"), tmp_path / "out"
-    other = write_documents(tmp_path / "other", 30)
+    other = write_documents(tmp_path / "other", 90)
     for file in other.iterdir():
-        file.write_text(file.read_text().upper())
+        # The blocks cover these: no query of this source has a choice.
+        file.write_text(file.read_text().upper()[:20])
     words[words.index("--data") + 2 : words.index("--data") + 2] = [f"text:{other}", "--data-weights", "2,1"]
     monkeypatch.setattr(sparsify, "_LEG", 2)
     # It ends in the middle, as a full disk would end it; what was done stays.
@@ -188,6 +190,7 @@ def test_recall_that_stands_still_ends_the_teaching(tmp_path):
     [
         (("--sequence-length", "24"), "the selected blocks cover 24 tokens, and rows have 24: nothing would be sparse"),
         (("--sequence-length", "4000"), "the held-out text is shorter than a row of 4,000 tokens; give more text"),
+        (("--selected-blocks", "2"), "all 2 blocks are initial or local ones: none is chosen"),
         (("--steps", "0"), "--steps must be at least 1, got 0"),
         (("--selected-blocks", "1"), "--selected-blocks 1 is too few: num_initial_blocks + num_local_blocks must lie"),
         (("--keep-dense", "2"), "--keep-dense must be less than the 2 dense layers, got 2"),
@@ -206,6 +209,26 @@ def test_bad_input_is_one_line(dense, tmp_path, capsys, more, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_documents_that_the_blocks_cover_are_one_line(dense, tmp_path, capsys):
+    words = arguments(dense, tmp_path)
+    for file in (tmp_path / "text").iterdir():
+        file.write_text(file.read_text()[:20])
+    message = refused(capsys, "sparsify", *words)
+    assert "blocks cover 24 tokens, and the longest held-out document has 21: nothing would be sparse" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_call_that_trains_there_is_left_alone(dense, tmp_path):
+    options = parse_arguments(sparsify.SparsifyArguments, arguments(dense, tmp_path), prog="trifocal sparsify")
+    work = sparsify._Work(options, dense, tmp_path / "out")
+    work.index.mkdir(parents=True)
+    with RunLock() as other:
+        other.acquire(work.index)
+        with pytest.raises(UserError, match="steps/index is in use: process"):
+            work._train(work.index, {}, 3)
+        assert other.holds(work.index)
+
+
 def test_a_source_that_is_no_model_is_one_line(dense, tmp_path, capsys):
     bare, narrow = shutil.copytree(dense, tmp_path / "bare"), tmp_path / "narrow"
     (bare / "tokenizer.json").unlink()
@@ -215,6 +238,12 @@ def test_a_source_that_is_no_model_is_one_line(dense, tmp_path, capsys):
     make_tokenizer("bytes").save(narrow)
     message = refused(capsys, "sparsify", str(narrow), str(tmp_path / "third"), *arguments(dense, tmp_path)[2:])
     assert "tokenizer bytes has 257 tokens, the model's vocab_size is 200" in message
+    sparse = tmp_path / "sparse"
+    config = small_config(attention="selected", vocab_size=257)
+    save_weights(make_model(config, torch.device("cpu")), sparse, max_position_embeddings=128)
+    make_tokenizer("bytes").save(sparse)
+    message = refused(capsys, "sparsify", str(sparse), str(tmp_path / "fourth"), *arguments(dense, tmp_path)[2:])
+    assert "sparse has no dense layer to make sparse: all are of the type selected" in message
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     message = refused(capsys, "sparsify", str(dense), str(tmp_path / "full"), *arguments(dense, tmp_path)[2:])

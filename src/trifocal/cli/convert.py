@@ -119,7 +119,10 @@ def _read(source: Path, partial: Path) -> tuple[ModelConfig, dict[str, Tensor], 
             raise UserError(f"{file}: a GGUF needs an extra: pip install 'trifocal[hf]' gguf accelerate") from error
         with tempfile.TemporaryDirectory(prefix=".gguf-", dir=partial) as unpacked:
             write_folder_of_gguf(file, Path(unpacked))
-            return _read(Path(unpacked), partial)
+            try:
+                return _read(Path(unpacked), partial)
+            except UserError as error:
+                raise UserError(str(error).replace(unpacked, str(file))) from error
     if is_hf_folder(source):
         config, tensors = read_hf_model(source)
         for name in TOKENIZER_FILES:

@@ -37,7 +37,7 @@ def parse_arguments(cls: Any, args: Sequence[str], *, prog: str) -> Any:
             raise UserError(f"missing argument: {positional.get(field.name, flag)}")
         if isinstance(section := table.get(field.name), dict):
             # The rest of a section is the command's default, which the help shows, not that of the section's class.
-            table[field.name] = dataclasses.asdict(field.default_factory()) | section  # type: ignore[misc]
+            table[field.name] = dataclasses.asdict(field.default_factory()) | section  # type: ignore[operator]
     return from_table(cls, table)
 
 

@@ -30,6 +30,7 @@ from trifocal.distributed.processes import rank_and_size
 from trifocal.doctor.measured import Need, need_of
 from trifocal.errors import UserError
 from trifocal.evaluation.layers import layers_by_harm
+from trifocal.evaluation.measure import OK
 from trifocal.fields import check_at_least
 from trifocal.ops import Geometry
 from trifocal.paths import read_json, shell_path, user_path
@@ -44,7 +45,7 @@ from trifocal.train.checkpoint.pretrained import open_pretrained
 from trifocal.train.config.check import choose_device
 from trifocal.train.config.load import load_config
 from trifocal.train.config.toml import to_literal
-from trifocal.train.run_folder import remove_folder
+from trifocal.train.run_folder import RunLock, remove_folder
 
 RECORD = "sparsify.json"
 _STEPS = "steps"
@@ -110,6 +111,8 @@ class SparsifyArguments:
             _ = self.blocks
         except ValueError as error:
             raise UserError(f"--selected-blocks {self.selected_blocks} is too few: {error}") from error
+        if self.blocks.num_selected_blocks == self.blocks.num_initial_blocks + self.blocks.num_local_blocks:
+            raise UserError(f"all {self.blocks.num_selected_blocks} blocks are initial or local ones: none is chosen")
         try:
             DataConfig(**self.text)
         except ValueError as error:
@@ -177,12 +180,8 @@ class _Work:
             self._take("layers", "which layers stay dense", lambda: self._choose_layers(length))
         self._take("convert", f"the dense model to {self.options.to}", self._convert)
         self._take("plan", "what it takes on this machine", lambda: self._plan(length))
-        with open_pretrained(self.start) as found:
-            has_index = found.config().has_index
-        if has_index:
-            self._take("index", "the index is taught, with everything else frozen", lambda: self._teach(length))
-        first = self.index if has_index else self.start
-        self._take("train", "everything learns to follow the dense model", lambda: self._train_all(length, first))
+        self._take("index", "the index is taught, with everything else frozen", lambda: self._teach(length))
+        self._take("train", "everything learns to follow the dense model", lambda: self._train_all(length))
         self._take("measure", "both models on held-out rows", lambda: self._measure(length))
         self._take("finish", "weights and report", self._finish)
         return length
@@ -214,7 +213,10 @@ class _Work:
             length = self.options.sequence_length or min(_LONGEST_ROWS, found.sequence_length() or _LONGEST_ROWS)
             tokenizer, config = found.tokenizer(), found.config()
         layers = config.attention_of_layers.count("dense")
-        if self.options.keep_dense >= layers > 0:
+        if not layers:
+            kinds = ", ".join(sorted(set(config.attention_of_layers)))
+            raise UserError(f"{self.source} has no dense layer to make sparse: all are of the type {kinds}")
+        if self.options.keep_dense >= layers:
             raise UserError(f"--keep-dense must be less than the {layers} dense layers, got {self.options.keep_dense}")
         covered = self.options.blocks.selected_tokens
         if length <= covered:
@@ -223,14 +225,27 @@ class _Work:
                 "lower --selected-blocks, or raise --sequence-length"
             )
         # Named now, not after the conversion.
-        data = DataConfig(**self.options.text)
+        number = self.options.sequences
         rows = read_validation(
-            data, tokenizer=tokenizer, sequence_length=length, sequences=1, at_once=1, vocab_size=config.vocab_size
+            DataConfig(**self.options.text),
+            tokenizer=tokenizer,
+            sequence_length=length,
+            sequences=number,
+            at_once=1,
+            vocab_size=config.vocab_size,
         )
-        if any(len(set(row.document_ids)) < len(row.document_ids) for row in rows):
+        repeats = [len(set(row.document_ids)) < len(row.document_ids) for row in rows]
+        # Every row of a source; of a longer text, only those where it begins again.
+        if any(all(repeats[first : first + number]) for first in range(0, len(rows), number)):
             raise UserError(
                 f"the held-out text is shorter than a row of {length:,} tokens; give more text with --data, raise "
                 "--validation-fraction, or lower --sequence-length"
+            )
+        longest = max(length if row.cu_seqlens is None else int(row.cu_seqlens.diff().max()) for row in rows)
+        if longest <= covered:
+            raise UserError(
+                f"the selected blocks cover {covered:,} tokens, and the longest held-out document has {longest:,}: "
+                "nothing would be sparse; give longer documents with --data, or lower --selected-blocks"
             )
         return length
 
@@ -328,8 +343,8 @@ class _Work:
                 break
         return {"taught_steps": end, "recall": after}
 
-    def _train_all(self, length: int, first: Path) -> None:
-        self._train(self.trained, self._settings_of_all(length, first), self.options.steps)
+    def _train_all(self, length: int) -> None:
+        self._train(self.trained, self._settings_of_all(length, self.index), self.options.steps)
 
     def _train(self, folder: Path, settings: dict[str, Any], steps: int) -> None:
         """Train up to a step: from the newest checkpoint, or anew if there is none."""
@@ -337,7 +352,11 @@ class _Work:
             if _steps_done(folder):
                 words = ["--resume", str(folder), "--train.steps", str(steps)]
             else:
-                remove_folder(folder)
+                with RunLock() as lock:
+                    if folder.exists():
+                        # The same command may train there at this time.
+                        lock.acquire(folder)
+                    remove_folder(folder)
                 given = settings | {"train.steps": steps}
                 words = [word for name, value in given.items() for word in (f"--{name}", *_words(value))]
             _command("train", *words, processes=self.record["steps"]["plan"]["processes"])
@@ -356,7 +375,8 @@ class _Work:
         found = {name: sum(row[name] * row["targets"] for row in losses) / targets for name in names}
         recalls_of_layers = defaultdict(list)
         for row in rows:
-            if row["task"] == "choice":
+            # A source of short documents has no choice.
+            if row["task"] == "choice" and row["status"] == OK:
                 recalls_of_layers[row["layer"]].append(row["recall"])
         return found | {"recall_of_layers": [fmean(recalls) for recalls in recalls_of_layers.values()]}
 
