@@ -169,6 +169,14 @@ def test_trainings_of_several_processes_are_launched(tmp_path, monkeypatch):
     assert ended.value.args == (1,)
 
 
+def test_ctrl_c_in_the_last_step_of_a_training_ends_the_command_too(tmp_path, monkeypatch):
+    rest = {"directory": tmp_path, "step": 3, "loss": None, "evaluation": None, "sample": None}
+    for asked in (False, True):
+        result = TrainResult(**rest, finished=True, stop_requested=asked)
+        monkeypatch.setattr(train_command, "_resume", lambda *_, result=result: result)
+        assert train_command.run(["--resume", str(tmp_path)], advise=False) == int(asked)
+
+
 def test_a_step_that_is_stopped_leaves_the_command_that_continues_to_sparsify(tmp_path):
     stopped = TrainResult(directory=tmp_path, step=3, finished=False, loss=None, evaluation=None, sample=None)
     assert train_command._summary(stopped, advise=False) == "\nstopped at step 3, which is saved"

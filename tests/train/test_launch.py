@@ -105,10 +105,10 @@ def test_interruptions_change_nothing(uninterrupted, monkeypatch, capfd):
         with monkeypatch.context() as patch:
             signal_at(patch, number, step)
             result = resume(run)
-        assert (result.finished, result.step, state(run)) == (False, step, "stopped")
+        assert (result.finished, result.step, state(run)) == (False, step, "stopped") and result.stop_requested
         assert f"{number.name}: saving at the end of this step" in capfd.readouterr().err
     result = resume(run)
-    assert (result.finished, result.step, state(run)) == (True, 9, "finished")
+    assert (result.finished, result.step, state(run)) == (True, 9, "finished") and not result.stop_requested
     assert_same_run(uninterrupted, run)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

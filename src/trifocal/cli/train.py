@@ -73,7 +73,9 @@ class TrainArguments(RunConfig):
 
 
 def run(args: Sequence[str], *, advise: bool = True) -> int:
-    """Train, and print the next commands unless told not to."""
+    """Train, and print the next commands unless told not to: then it is a step of a command, and a signal that asked to
+    stop gives the status 1, so that the command ends too.
+    """
     try:
         return _run(args, advise)
     finally:
@@ -102,7 +104,7 @@ def _run(args: Sequence[str], advise: bool) -> int:
         try_print(summary)
     if rank_and_size()[1] > 1:
         hard_exit(0)
-    return 0
+    return int(not advise and result.stop_requested)
 
 
 def _train(paths: list[str], own: dict[str, Any], overrides: dict[str, Any]) -> TrainResult:

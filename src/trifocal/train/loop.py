@@ -43,6 +43,7 @@ class TrainResult:
         sample: The last sample of this process.
         is_rank0: Whether this is rank 0, which prints the result.
         skipped_documents: Bad documents that all processes skipped, each counted once.
+        stop_requested: Whether a signal asked to stop; one in the last step leaves no step out.
     """
 
     directory: Path
@@ -53,6 +54,7 @@ class TrainResult:
     sample: str | None
     is_rank0: bool = True
     skipped_documents: int = 0
+    stop_requested: bool = False
 
 
 @contextmanager
@@ -201,6 +203,7 @@ class Trainer:
             self.sample,
             self.processes.is_rank0,
             len(skipped),
+            self.signals.received is not None,
         )
 
     def _take_step(self) -> bool:
