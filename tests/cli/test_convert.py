@@ -84,6 +84,9 @@ def test_a_model_of_hugging_face_becomes_sparse_and_trains_on(tmp_path, tokenize
         assert (written["eos_token_id"], written["bos_token_id"]) == ([0, 5], 7)
         # The longest text too.
         assert json.loads((place / "tokenizer_config.json").read_text())["model_max_length"] == 64
+    (folder / "tokenizer.json").write_text("{")
+    message = refused(capsys, "convert", str(folder), str(out), "--to", "dense")
+    assert message.startswith("trifocal: DIR/tokenizer.json is not valid JSON")
 
 
 def test_an_index_is_taught_with_the_model_frozen(tmp_path, capsys):

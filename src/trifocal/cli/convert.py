@@ -148,7 +148,8 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> str:
     try:
         tokenizer = make_tokenizer(str(folder))
     except UserError as error:
-        raise UserError(f"{error}; or take {TOKENIZER_FILE} out of DIR, and {advice}") from error
+        message = str(error).replace(str(folder), "DIR")
+        raise UserError(f"{message}; or take {TOKENIZER_FILE} out of DIR, and {advice}") from error
     if tokenizer.vocab_size > vocab_size:
         return f"the tokenizer has ids up to {tokenizer.vocab_size - 1:,}, the model {vocab_size:,} tokens; {advice}"
     return ""
