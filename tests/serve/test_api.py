@@ -171,7 +171,7 @@ def test_chats_by_the_template(tmp_path):
         for chat, reason in (
             ([{"role": "judge", "content": "x"}], "message 0 has the unknown role 'judge'"),
             ([{"role": "user", "content": [{"type": "image_url"}]}], "only parts of the type text"),
-            ("Hi", "expected a list of messages"),
+            ("Hi", "expected a list of messages, got str"),
             ([{"role": "user", "content": "\ud800"}], "the tokenizer cannot encode the text"),
         ):
             status, content = ask(served, {"messages": chat}, "/v1/chat/completions")

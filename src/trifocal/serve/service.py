@@ -208,7 +208,8 @@ class Service:
         if not self.chats:
             raise ApiError(400, f"{self.name} has no chat template; use /v1/completions")
         try:
-            chat = read_messages([_with_text(message) for message in messages] if isinstance(messages, list) else None)
+            given = [_with_text(message) for message in messages] if isinstance(messages, list) else messages
+            chat = read_messages(given)
         except BadChat as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
         try:
