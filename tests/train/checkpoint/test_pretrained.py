@@ -198,6 +198,10 @@ def test_flags_go_before_the_weights_where_they_fit(source, tmp_path):
             train(begin(tmp_path / name, source, **{name: value}))
         assert "\n" not in str(caught.value)
         assert not (tmp_path / name / "run").exists()
+    (tmp_path / "model.gguf").touch()
+    for path in (tmp_path, tmp_path / "model.gguf"):
+        with pytest.raises(UserError, match=rf"^{path} is a GGUF; convert it first: trifocal convert {path} OUT"):
+            load_model(path)
     with pytest.raises(UserError, match=r"there is no run at .*nowhere: no such folder"):
         begin(tmp_path, tmp_path / "nowhere")
 

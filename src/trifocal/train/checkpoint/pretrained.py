@@ -21,7 +21,7 @@ from trifocal.models.hf_reader import is_hf_folder, read_hf_config, read_hf_mode
 from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
 from trifocal.models.io import load_weights, read_config
 from trifocal.ops.devices import computes_bf16
-from trifocal.paths import read_json, user_path
+from trifocal.paths import read_json, shell_path, user_path
 from trifocal.train.checkpoint.export import WEIGHTS, verify_weights, weights_step
 from trifocal.train.checkpoint.folders import checkpoint_step, list_checkpoints, open_checkpoint
 from trifocal.train.checkpoint.manifest import MANIFEST
@@ -217,6 +217,8 @@ def open_pretrained(path: Path, checkpoint: str = "") -> Iterator[Pretrained]:
         path = path.resolve()
         with open_checkpoint(path.parent, path.name) as found:
             yield Pretrained(found, _run_of(path.parent.parent))
+    elif not is_run(path) and (path.suffix == ".gguf" or any(path.glob("*.gguf"))):
+        raise UserError(f"{path} is a GGUF; convert it first: trifocal convert {shell_path(path)} OUT --to dense")
     else:
         config, weights, found_steps = load_run(path), path / WEIGHTS, list_checkpoints(path / "checkpoints")
         newest = checkpoint_step(found_steps[-1]) if found_steps else weights_step(weights)
