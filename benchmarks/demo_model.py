@@ -91,11 +91,11 @@ def write_folder(directory: Path, folder: Path) -> None:
     weights = directory / "weights"
     with tempfile.TemporaryDirectory() as temporary:
         exported = Path(temporary) / "exported"
-        with open_pretrained(weights) as found:
-            step = json.loads((weights / "trainer_state.json").read_text())["global_step"]
-            text = page(read_run(directory), config, step)
-            model = found.model().to(torch.bfloat16)
-            export_folder(model, found.tokenizer(), exported, sequence_length=config.train.sequence_length)
+        found = open_pretrained(weights)
+        step = json.loads((weights / "trainer_state.json").read_text())["global_step"]
+        text = page(read_run(directory), config, step)
+        model = found.model().to(torch.bfloat16)
+        export_folder(model, found.tokenizer(), exported, sequence_length=config.train.sequence_length)
         # Code in this folder would make it a package of Python's. `trifocal export demo DIR` writes what is left out.
         (exported / MODELING_FILE).unlink()
         values: dict[str, Any] = json.loads((exported / CONFIG_FILE).read_text())

@@ -230,8 +230,8 @@ class Work:
     def speed(self, row: Row, folder: Path) -> dict[str, Any]:
         """Seconds of a prompt of all tokens, and of a token after it, as `serve` computes them: medians of three."""
         device = choose_device(self.options.device)
-        with open_pretrained(self.model(row, folder)) as found:
-            model, dtype = found.model().to(device).eval(), torch.bfloat16 if device.type == "cuda" else torch.float32
+        found = open_pretrained(self.model(row, folder))
+        model, dtype = found.model().to(device).eval(), torch.bfloat16 if device.type == "cuda" else torch.float32
         length = self.options.length
         recorded = device.type == "cuda"
         cached = CachedModel(

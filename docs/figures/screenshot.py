@@ -64,8 +64,8 @@ def shoot_server(target: Path) -> None:
     executable = find()
     if executable is None:
         raise SystemExit("no Chromium is installed")
-    with open_pretrained(DEMO_FOLDER) as found:
-        model, tokenizer, length = found.model(), found.tokenizer(), found.sequence_length()
+    found = open_pretrained(DEMO_FOLDER)
+    model, tokenizer, length = found.model(), found.tokenizer(), found.sequence_length()
     with (
         serving(model.eval(), tokenizer, max_length=length or 512) as served,
         tempfile.TemporaryDirectory() as folder,

@@ -1,6 +1,5 @@
 """A trained model in Python: the text that it generates, and its tokenizer."""
 
-import contextlib
 import os
 from collections.abc import Sequence
 from typing import Literal
@@ -65,42 +64,41 @@ def generate(
     """
     if not isinstance(prompt, str):
         raise UserError(f"prompt must be a text, got {prompt!r}")
-    with contextlib.ExitStack() as stack:
-        if isinstance(path_or_model, DecoderLM):
-            if checkpoint:
-                raise UserError("checkpoint goes with the path of a run, got a model")
-            model, name, tokenizer = path_or_model, "the model", tokenizer or ByteTokenizer()
-            config, weight, make = model.config, model.embedding.weight, lambda: model
-            # A model of the user's stays where it is.
-            place = weight.device if device == "auto" else choose_device(device)
-            dtype = torch.bfloat16 if weight.dtype.itemsize == 2 and computes_bf16(place) else torch.float32
-        else:
-            if tokenizer is not None:
-                raise UserError("tokenizer goes with a model, got a path, which brings its own")
-            path = pretrained_path(path_or_model, "the path of the run")
-            found = stack.enter_context(open_pretrained(path, checkpoint))
-            name, tokenizer, config, make = str(found.path), found.tokenizer(), found.config(), found.model
-            place = choose_device(device)
-            dtype = found.dtype(place)
-        try:
-            sampling = Sampling.of(
-                tokenizer.generation,
-                default_temperature=DEFAULT_TEMPERATURE,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                repetition_penalty=repetition_penalty,
-                seed=seed,
-            )
-            [tokens] = encode_prompts([("the prompt", prompt)], tokenizer, config)
-            stop_tokens = tokenizer.ends if stop_at_document_end else ()
-            request = Request(
-                prompt=tokens, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=stop_tokens, stop=stop
-            )
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        cached = cache_for_prompts(make, config, [("the prompt", tokens)], max_new_tokens, dtype, place)
+    if isinstance(path_or_model, DecoderLM):
+        if checkpoint:
+            raise UserError("checkpoint goes with the path of a run, got a model")
+        model, name, tokenizer = path_or_model, "the model", tokenizer or ByteTokenizer()
+        config, weight, make = model.config, model.embedding.weight, lambda: model
+        # A model of the user's stays where it is.
+        place = weight.device if device == "auto" else choose_device(device)
+        dtype = torch.bfloat16 if weight.dtype.itemsize == 2 and computes_bf16(place) else torch.float32
+    else:
+        if tokenizer is not None:
+            raise UserError("tokenizer goes with a model, got a path, which brings its own")
+        path = pretrained_path(path_or_model, "the path of the run")
+        found = open_pretrained(path, checkpoint)
+        name, tokenizer, config, make = str(found.path), found.tokenizer(), found.config(), found.model
+        place = choose_device(device)
+        dtype = found.dtype(place)
+    try:
+        sampling = Sampling.of(
+            tokenizer.generation,
+            default_temperature=DEFAULT_TEMPERATURE,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+        )
+        [tokens] = encode_prompts([("the prompt", prompt)], tokenizer, config)
+        stop_tokens = tokenizer.ends if stop_at_document_end else ()
+        request = Request(
+            prompt=tokens, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=stop_tokens, stop=stop
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    cached = cache_for_prompts(make, config, [("the prompt", tokens)], max_new_tokens, dtype, place)
     with memory_errors(place):
         (completion,) = Engine(cached, tokenizer).complete([request])
     if completion.finish_reason == "error":
@@ -117,5 +115,5 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     Raises:
         UserError: If there is none, or one of its files is broken.
     """
-    with open_pretrained(pretrained_path(path, "the path of the run")) as found:
-        return found.tokenizer()
+    found = open_pretrained(pretrained_path(path, "the path of the run"))
+    return found.tokenizer()

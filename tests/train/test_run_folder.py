@@ -139,8 +139,8 @@ def test_only_links_that_wandb_made_may_stay(tmp_path):
 
 
 def open_path(run):
-    with open_pretrained(run) as found:
-        return found.path
+    found = open_pretrained(run)
+    return found.path
 
 
 def step_of(weights):

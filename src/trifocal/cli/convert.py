@@ -130,10 +130,10 @@ def _read(source: Path, partial: Path) -> tuple[ModelConfig, dict[str, Tensor], 
                 shutil.copyfile(source / name, partial / name)
         settings, file_name = read_hf_settings(source), lambda name: hf_name(name, config.norm_after)
     else:
-        with open_pretrained(source) as found:
-            config, file_name = found.config(), exported_name
-            settings = write_tokenizer(found.tokenizer(), config.vocab_size, partial, found.sequence_length())
-            tensors = found.model().state_dict()
+        found = open_pretrained(source)
+        config, file_name = found.config(), exported_name
+        settings = write_tokenizer(found.tokenizer(), config.vocab_size, partial, found.sequence_length())
+        tensors = found.model().state_dict()
     for name, tensor in tensors.items():
         if not bool(tensor.isfinite().all()):
             raise UserError(f"{source}: the tensor {file_name(name)} has values that are NaN or infinite")

@@ -111,9 +111,9 @@ def run(args: Sequence[str]) -> int:
     check_output(options.output)
     path = pretrained_path(options.path, "RUN_DIR")
     threads = Threads(fixed=choose_device(options.device).type != "cpu")
-    with open_pretrained(path, options.checkpoint) as found:
-        subject = _subject(found, options)
-        step = _step_of(found.path)
+    found = open_pretrained(path, options.checkpoint)
+    subject = _subject(found, options)
+    step = _step_of(found.path)
     for block in subject.model.blocks:
         block.register_forward_pre_hook(lambda *_: threads.say())
     plan = _plan(subject, options)
@@ -172,10 +172,10 @@ def _subject(found: Pretrained, options: EvaluateArguments) -> Subject:
 
 def _beside(folder: str, tokenizer: Tokenizer, device: torch.device) -> DecoderLM:
     """The model of --beside; UserError if its tokens are others."""
-    with open_pretrained(pretrained_path(folder, "--beside")) as found:
-        if found.tokenizer().fingerprint != tokenizer.fingerprint:
-            raise UserError(f"--beside {folder} has another tokenizer: its tokens cannot be compared")
-        return found.model().to(device).eval()
+    found = open_pretrained(pretrained_path(folder, "--beside"))
+    if found.tokenizer().fingerprint != tokenizer.fingerprint:
+        raise UserError(f"--beside {folder} has another tokenizer: its tokens cannot be compared")
+    return found.model().to(device).eval()
 
 
 def _plan(subject: Subject, options: EvaluateArguments) -> Plan:

@@ -28,9 +28,9 @@ def run(args: Sequence[str]) -> int:
     """Write the folder, and say how to load it."""
     options: ExportArguments = parse_arguments(ExportArguments, args, prog="trifocal export")
     path, folder = pretrained_path(options.path, "RUN_DIR"), user_path(options.folder, "DIR")
-    with open_pretrained(path, options.checkpoint) as found:
-        model, tokenizer, length = found.model(), found.tokenizer(), found.sequence_length()
-        export_folder(model, tokenizer, folder, sequence_length=length)
+    found = open_pretrained(path, options.checkpoint)
+    model, tokenizer, length = found.model(), found.tokenizer(), found.sequence_length()
+    export_folder(model, tokenizer, folder, sequence_length=length)
     print(
         f"{found.path} is in {folder}; in Python:\n"
         "  import trifocal.hf, transformers\n"

@@ -118,18 +118,18 @@ class LoadedModel:
 def load(options: GenerateArguments, path: Path, prompts: Sequence[tuple[str, str]]) -> LoadedModel:
     """Load a model, and make room for its prompts, each a name and a text; UserError if that cannot be."""
     device = choose_device(options.device)
-    with open_pretrained(path, options.checkpoint) as found:
-        config, tokenizer = found.config(), found.tokenizer()
-        tokens = encode_prompts(prompts, tokenizer, config, chat=options.chat)
-        model = cache_for_prompts(
-            found.model,
-            config,
-            [(name, of_prompt) for (name, _), of_prompt in zip(prompts, tokens, strict=True)],
-            options.max_new_tokens,
-            found.dtype(device),
-            device,
-            samples=options.samples,
-            max_sequences=options.max_sequences,
-            prefill_chunk_size=options.prefill_chunk_size,
-        )
+    found = open_pretrained(path, options.checkpoint)
+    config, tokenizer = found.config(), found.tokenizer()
+    tokens = encode_prompts(prompts, tokenizer, config, chat=options.chat)
+    model = cache_for_prompts(
+        found.model,
+        config,
+        [(name, of_prompt) for (name, _), of_prompt in zip(prompts, tokens, strict=True)],
+        options.max_new_tokens,
+        found.dtype(device),
+        device,
+        samples=options.samples,
+        max_sequences=options.max_sequences,
+        prefill_chunk_size=options.prefill_chunk_size,
+    )
     return LoadedModel(found.path, model, tokenizer, tokens)

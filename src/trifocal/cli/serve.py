@@ -8,7 +8,6 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -22,7 +21,6 @@ from trifocal.data.sources.chats import BadChat
 from trifocal.errors import UserError
 from trifocal.inference import CachedModel, Engine
 from trifocal.inference.prompts import MAX_SEQUENCES, make_cached_model, memory_errors
-from trifocal.models import DecoderLM
 from trifocal.paths import user_path
 from trifocal.train.checkpoint.pretrained import DEMO_FOLDER, Pretrained, open_pretrained, pretrained_path
 from trifocal.train.config.check import choose_device
@@ -109,9 +107,9 @@ def run(args: Sequence[str]) -> int:
     with contextlib.ExitStack() as opened:
         for listener in listeners:
             opened.enter_context(listener)
-        with open_pretrained(path, options.checkpoint) as found:
-            tokenizer = found.tokenizer()
-            model = _load(found, options)
+        found = open_pretrained(path, options.checkpoint)
+        tokenizer = found.tokenizer()
+        model = _load(found, options)
         why_no_chats = _why_no_chats(tokenizer)
         service = Service(
             name=options.name or user_path(options.path, "RUN_DIR").resolve().name,
@@ -124,7 +122,7 @@ def run(args: Sequence[str]) -> int:
         )
         pictures = None
         if options.pictures or path == DEMO_FOLDER:
-            pictures = Pictures(lambda: _load_decoder(found.path, model.device), tokenizer, model.dtype)
+            pictures = Pictures(lambda: found.model().to(model.device), tokenizer, model.dtype)
         engine = Engine(model, tokenizer, speculate=options.speculate)
         if model.device.type == "cuda":
             with memory_errors(model.device):
@@ -161,11 +159,6 @@ def _load(found: Pretrained, options: ServeArguments) -> CachedModel:
         spare_rows=options.prefixes,
         record_chunks=device.type == "cuda",
     )
-
-
-def _load_decoder(path: Path, device: torch.device) -> DecoderLM:
-    with open_pretrained(path) as found:
-        return found.model().to(device)
 
 
 def _why_no_chats(tokenizer: Tokenizer) -> str:

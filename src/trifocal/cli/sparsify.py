@@ -209,9 +209,9 @@ class _Work:
 
     def _length(self) -> int:
         """Tokens of a row; UserError if the blocks cover it, so that nothing is sparse, or the text is shorter."""
-        with open_pretrained(self.dense) as found:
-            length = self.options.sequence_length or min(_LONGEST_ROWS, found.sequence_length() or _LONGEST_ROWS)
-            tokenizer, config = found.tokenizer(), found.config()
+        found = open_pretrained(self.dense)
+        length = self.options.sequence_length or min(_LONGEST_ROWS, found.sequence_length() or _LONGEST_ROWS)
+        tokenizer, config = found.tokenizer(), found.config()
         layers = config.attention_of_layers.count("dense")
         if not layers:
             kinds = ", ".join(sorted(set(config.attention_of_layers)))

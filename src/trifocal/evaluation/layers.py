@@ -35,8 +35,8 @@ def layers_by_harm(
     The layer chooses its blocks by its own attention, the best choice there is. `data` are settings of `DataConfig`;
     `say` takes a line for each layer. UserError if the model or the data cannot be read.
     """
-    with open_pretrained(folder) as found:
-        dense, tokenizer = found.model().to(device).eval(), found.tokenizer()
+    found = open_pretrained(folder)
+    dense, tokenizer = found.model().to(device).eval(), found.tokenizer()
     batches = read_validation(
         DataConfig(**data),
         tokenizer=tokenizer,

@@ -137,8 +137,8 @@ def source(tmp_path_factory):
 
 def test_only_a_folder_marked_as_a_run_has_the_configuration_of_its_weights(source, tmp_path):
     def run_of(path):
-        with open_pretrained(path) as found:
-            return found.run
+        found = open_pretrained(path)
+        return found.run
 
     checkpoint = "checkpoints/step_00000002"
     for part in ("weights", checkpoint):

@@ -1,8 +1,6 @@
 """The checkpoints of a run on the disk: listing, finding and pruning."""
 
-import contextlib
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from trifocal.errors import UserError
@@ -67,18 +65,6 @@ def find_checkpoint(root: Path, name: str = "", *, command: str = "", optimizer:
             advice = "no intact checkpoint lies before it"
         raise CheckpointDamaged(f"checkpoint {path.name} is damaged: {error}; {advice}") from None
     return path
-
-
-@contextlib.contextmanager
-def open_checkpoint(root: Path, name: str = "") -> Iterator[Path]:
-    """`find_checkpoint`, for its model, in a run that may still train and prune it meanwhile: an error says so."""
-    path = _choose_checkpoint(root, name)
-    try:
-        yield find_checkpoint(root, path.name, optimizer=False)
-    except (UserError, OSError) as error:
-        if path.is_dir():
-            raise
-        raise UserError(f"checkpoint {path.name} was deleted while it was read; try again") from error
 
 
 def _choose_checkpoint(root: Path, name: str) -> Path:

@@ -2,10 +2,8 @@
 Face.
 """
 
-import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from trifocal.models.io import load_weights, read_config
 from trifocal.ops.devices import computes_bf16
 from trifocal.paths import read_json, shell_path, user_path
 from trifocal.train.checkpoint.export import WEIGHTS, verify_weights, weights_step
-from trifocal.train.checkpoint.folders import checkpoint_step, list_checkpoints, open_checkpoint
+from trifocal.train.checkpoint.folders import checkpoint_step, find_checkpoint, list_checkpoints
 from trifocal.train.checkpoint.manifest import MANIFEST
 from trifocal.train.checkpoint.save_load import load_model_weights, model_differences, read_model_config
 from trifocal.train.config.sections import RunConfig
@@ -133,8 +131,7 @@ def load_model(folder: str | Path) -> DecoderLM:
     Raises:
         UserError: If a file is missing or broken, or a tensor does not fit the configuration; the message names it.
     """
-    with open_pretrained(pretrained_path(folder, "the folder of the model")) as found:
-        return found.model()
+    return open_pretrained(pretrained_path(folder, "the folder of the model")).model()
 
 
 def pretrained_values(folder: str, *, tokenizer: bool = True) -> dict[str, Any]:
@@ -144,13 +141,13 @@ def pretrained_values(folder: str, *, tokenizer: bool = True) -> dict[str, Any]:
     The folder is one of weights, also of a dense model of Hugging Face, a run or a checkpoint. Raises UserError if
     there is no model, or it is damaged.
     """
-    with open_pretrained(user_path(folder, "model.from")) as found:
-        config = found.config()
-        values = {f"model.{name}": value_of(config, name) for name in dotted_fields(ModelConfig) if name != "from"}
-        if tokenizer and (place := found.tokenizer_place()):
-            loaded = make_tokenizer(place[0], separator=place[1])
-            name = ByteTokenizer.name if isinstance(loaded, ByteTokenizer) else place[0]
-            values |= {"data.tokenizer": name, "data.separator": loaded.separator_token}
+    found = open_pretrained(user_path(folder, "model.from"))
+    config = found.config()
+    values = {f"model.{name}": value_of(config, name) for name in dotted_fields(ModelConfig) if name != "from"}
+    if tokenizer and (place := found.tokenizer_place()):
+        loaded = make_tokenizer(place[0], separator=place[1])
+        name = ByteTokenizer.name if isinstance(loaded, ByteTokenizer) else place[0]
+        values |= {"data.tokenizer": name, "data.separator": loaded.separator_token}
     return values
 
 
@@ -158,8 +155,8 @@ def load_pretrained_weights(model: DecoderLM, folder: str) -> None:
     """Copy the weights of a run, a checkpoint or a folder of weights into a model, in the model's type. UserError if
     there are none, they are damaged, or of another model; names the differences.
     """
-    with open_pretrained(user_path(folder, "model.from")) as found:
-        theirs, weights = found.config(), found.model().state_dict()
+    found = open_pretrained(user_path(folder, "model.from"))
+    theirs, weights = found.config(), found.model().state_dict()
     mine = model.state_dict()
     misfits = sorted(weights.keys() ^ mine.keys()) or [n for n in mine if mine[n].shape != weights[n].shape]
     if misfits:
@@ -174,9 +171,9 @@ def load_frozen(folder: str, vocab_size: int, tokenizer: Tokenizer, device: torc
     """The model of `distill.from`, without gradients and in the types of its files. UserError if there is none, it is
     damaged, or its vocabulary is another one, as far as that is known.
     """
-    with open_pretrained(user_path(folder, "distill.from")) as found:
-        frozen = found.model()
-        theirs = found.tokenizer() if found.tokenizer_place() else tokenizer
+    found = open_pretrained(user_path(folder, "distill.from"))
+    frozen = found.model()
+    theirs = found.tokenizer() if found.tokenizer_place() else tokenizer
     if frozen.config.vocab_size != vocab_size:
         raise UserError(
             f"distill.from {folder} has a vocabulary of {frozen.config.vocab_size:,} tokens, the model {vocab_size:,}; "
@@ -198,9 +195,8 @@ def _run_of(folder: Path) -> RunConfig | None:
     return load_run(folder) if is_run(folder) and (folder / CONFIG_FILE).is_file() else None
 
 
-@contextlib.contextmanager
-def open_pretrained(path: Path, checkpoint: str = "") -> Iterator[Pretrained]:
-    """Find a trained model. If a run that still trains deletes it while the context lasts, an error says so.
+def open_pretrained(path: Path, checkpoint: str = "") -> Pretrained:
+    """Find a trained model.
 
     The path is a checkpoint, a folder of weights, or a run: its weights, if they have its newest step, else its
     newest checkpoint; or another one by name. Raises UserError if there is none, or it is damaged.
@@ -209,22 +205,19 @@ def open_pretrained(path: Path, checkpoint: str = "") -> Iterator[Pretrained]:
         if checkpoint:
             raise UserError(f"{path} holds weights and no checkpoints; leave --checkpoint out, or give the run")
         # The run's configuration gives the length of its rows and its precision. The path may be `.`.
-        yield Pretrained(path, _run_of(path.resolve().parent))
-    elif (path / MANIFEST).exists():
+        return Pretrained(path, _run_of(path.resolve().parent))
+    if (path / MANIFEST).exists():
         if checkpoint:
             raise UserError(f"{path} is a checkpoint itself; leave --checkpoint {checkpoint} out")
         # The path may be `.`.
         path = path.resolve()
-        with open_checkpoint(path.parent, path.name) as found:
-            yield Pretrained(found, _run_of(path.parent.parent))
-    elif not is_run(path) and (path.suffix == ".gguf" or any(path.glob("*.gguf"))):
+        found = find_checkpoint(path.parent, path.name, optimizer=False)
+        return Pretrained(found, _run_of(path.parent.parent))
+    if not is_run(path) and (path.suffix == ".gguf" or any(path.glob("*.gguf"))):
         raise UserError(f"{path} is a GGUF; convert it first: trifocal convert {shell_path(path)} OUT --to dense")
-    else:
-        config, weights, found_steps = load_run(path), path / WEIGHTS, list_checkpoints(path / "checkpoints")
-        newest = checkpoint_step(found_steps[-1]) if found_steps else weights_step(weights)
-        if not checkpoint and (weights / MODEL_CONFIG_FILE).is_file() and weights_step(weights) == newest:
-            verify_weights(weights)
-            yield Pretrained(weights, config)
-            return
-        with open_checkpoint(path / "checkpoints", checkpoint) as found:
-            yield Pretrained(found, config)
+    config, weights, checkpoints = load_run(path), path / WEIGHTS, list_checkpoints(path / "checkpoints")
+    newest = checkpoint_step(checkpoints[-1]) if checkpoints else weights_step(weights)
+    if not checkpoint and (weights / MODEL_CONFIG_FILE).is_file() and weights_step(weights) == newest:
+        verify_weights(weights)
+        return Pretrained(weights, config)
+    return Pretrained(find_checkpoint(path / "checkpoints", checkpoint, optimizer=False), config)
