@@ -1,7 +1,6 @@
 """`trifocal evaluate`: what a trained model can do."""
 
 import itertools
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,6 @@ from trifocal.fields import check_at_least
 from trifocal.models import DecoderLM, parameter_count
 from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
 from trifocal.paths import shell_path
-from trifocal.train.checkpoint.export import weights_step
 from trifocal.train.checkpoint.pretrained import Pretrained, open_pretrained, pretrained_path
 from trifocal.train.config.check import choose_device
 
@@ -113,7 +111,7 @@ def run(args: Sequence[str]) -> int:
     threads = Threads(fixed=choose_device(options.device).type != "cpu")
     found = open_pretrained(path, options.checkpoint)
     subject = _subject(found, options)
-    step = _step_of(found.path)
+    step = found.step()
     for block in subject.model.blocks:
         block.register_forward_pre_hook(lambda *_: threads.say())
     plan = _plan(subject, options)
@@ -257,13 +255,6 @@ def _cell(value: Any) -> str:
     if value is None or isinstance(value, str):
         return value or "-"
     return f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
-
-
-def _step_of(path: Path) -> int | None:
-    """The step of a checkpoint or of exported weights; None if they do not tell."""
-    if match := re.fullmatch(r"step_(\d+)", path.name):
-        return int(match[1])
-    return weights_step(path)
 
 
 def _write(found: Pretrained, options: EvaluateArguments, head: dict[str, Any], rows: list[dict[str, Any]]) -> None:

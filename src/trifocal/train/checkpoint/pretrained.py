@@ -22,7 +22,7 @@ from trifocal.ops.devices import computes_bf16
 from trifocal.paths import read_json, shell_path, user_path
 from trifocal.train.checkpoint.export import WEIGHTS, verify_weights, weights_step
 from trifocal.train.checkpoint.folders import checkpoint_step, find_checkpoint, list_checkpoints
-from trifocal.train.checkpoint.manifest import MANIFEST
+from trifocal.train.checkpoint.manifest import MANIFEST, read_manifest
 from trifocal.train.checkpoint.save_load import load_model_weights, model_differences, read_model_config
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.run_folder import CONFIG_FILE, is_run, load_run
@@ -60,6 +60,10 @@ class Pretrained:
         if self.run is not None:
             return self.run.train.sequence_length
         return read_hf_settings(self.path).get("max_position_embeddings") if self._exported else None
+
+    def step(self) -> int | None:
+        """The step of the checkpoint, or of exported weights; None if they do not tell."""
+        return weights_step(self.path) if self._exported else int(read_manifest(self.path)["step"])
 
     def dtype(self, device: torch.device) -> torch.dtype:
         """Type of the products: bf16 if the model was trained in it, or its files have numbers of 16 bits. UserError if
