@@ -1,6 +1,7 @@
 """Writing configurations as TOML."""
 
 import dataclasses
+import json
 import textwrap
 from typing import Any
 
@@ -36,14 +37,5 @@ def _write(config: Any, prefix: str, lines: list[str], comments: bool) -> None:
 
 def to_literal(value: bool | int | float | str | tuple[Any, ...]) -> str:
     """Write one value as TOML."""
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(to_literal, value))}]"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)
-    escaped = "".join(
-        f"\\{char}" if char in '"\\' else char if char >= " " and char != "\x7f" else f"\\u{ord(char):04x}"
-        for char in value
-    )
-    return f'"{escaped}"'
+    # As JSON writes it, which leaves one control character in a text as it is.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
