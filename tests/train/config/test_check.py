@@ -32,8 +32,7 @@ GRADIENTS = ("--trace.what", "gradients")
         (("--model.backend", "triton"), r"model\.backend is \"triton\": .*use \"auto\" or \"reference\""),
         (("--log.sample_interval_steps", "1", "--data.source", "synthetic"), "there is no text to sample"),
         (("--log.sample_interval_steps", "1", "--model.selection", "random"), "there is nothing to sample"),
-        (("--run.directory", __file__ + "/run"), r"run\.directory .*\.py is not a folder"),
-        (("--run.directory", __file__ + "-a/../b"), r"there is no \S+-a; name the folder without \"\.\.\""),
+        (("--run.directory", __file__ + "/run"), r"cannot make run\.directory \S+\.py/run: Not a directory"),
         (("--data.source", "text:/nowhere/at/all"), "nowhere"),
         (("--data.source", "builtin", "text:/nowhere/at/all"), "nowhere"),
         ((*MIXED, "--data.change_step", "6"), r"within the run of 6 steps: set data\.change_step above 0 and below 6"),
@@ -64,11 +63,6 @@ def test_a_run_continues_only_where_its_checkpoints_can_be_written(tmp_path, mon
     # Permissions do not bind root.
     monkeypatch.setattr(os, "access", lambda path, mode: path != checkpoints and allowed(path, mode))
     with pytest.raises(UserError, match=r"no permission to write in \S+/run/checkpoints"):
-        resume(tmp_path / "run", config=make_config(tmp_path, "--train.steps", "4"))
-    monkeypatch.undo()
-    shutil.rmtree(tmp_path / "run" / "dumps", ignore_errors=True)
-    (tmp_path / "run" / "dumps").touch()
-    with pytest.raises(UserError, match=r"run/dumps is not a folder"):
         resume(tmp_path / "run", config=make_config(tmp_path, "--train.steps", "4"))
 
 

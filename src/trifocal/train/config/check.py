@@ -224,13 +224,8 @@ def existing_folder(folder: Path) -> Path:
 def _check_disk(config: RunConfig) -> None:
     folder = Path(config.run.directory)
     existing = existing_folder(folder)
-    missing = folder.absolute().parts[len(existing.parts) :]
-    if ".." in missing:
-        raise UserError(f'run.directory {folder}: there is no {existing / missing[0]}; name the folder without ".."')
-    # A resumed run writes into these folders.
-    for place in (existing, folder / "checkpoints", folder / "dumps"):
-        if place.exists() and not place.is_dir():
-            raise UserError(f"run.directory {folder}: {place} is not a folder")
+    # A resumed run writes into the second.
+    for place in (existing, folder / "checkpoints"):
         if place.exists() and not os.access(place, os.W_OK):
             raise UserError(f"run.directory {folder}: no permission to write in {place}")
     files = [file for path in list_checkpoints(folder / "checkpoints") for file in path.rglob("*") if file.is_file()]
