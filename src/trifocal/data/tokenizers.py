@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,70 +52,10 @@ class ChatTokens(NamedTuple):
     answers: NDArray[np.bool_]
 
 
-class Tokenizer(Protocol):
-    """Text to tokens and back.
-
-    Attributes:
-        name: For messages.
-        vocab_size: Tokens.
-        separator: The token that ends a document. No text of the training data contains it.
-        separator_token: Its name; empty for bytes.
-        fingerprint: Equal for tokenizers that make the same tokens.
-        generation: Settings of `generation_config.json`, which lies beside the tokenizer's files, and the special
-            tokens of the model's `config.json`. They are kept where the tokenizer is saved.
-        ends: Tokens that end an answer: the separator, and the `eos_token_id` of these settings.
-    """
-
-    name: str
-    vocab_size: int
-    separator: int
-    separator_token: str
-    fingerprint: str
-    generation: dict[str, Any]
-    ends: tuple[int, ...]
-
-    def encode(self, text: str) -> NDArray[np.int32]:
-        """The tokens of a piece of text, without special tokens around it and without separators in it, [n]."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """The tokens of each document: as `encode`, behind the tokens with which prompts begin."""
-
-    def encode_chat(self, messages: Chat) -> ChatTokens:
-        """The tokens of a chat, by the tokenizer's template, with the template's special tokens.
-
-        Raises:
-            UserError: If the tokenizer has no template.
-            BadChat: If the template refuses the chat.
-        """
-
-    def encode_prompt(self, prompt: str | Chat) -> NDArray[np.int32]:
-        """The tokens of a prompt, [n].
-
-        A text gives those of `tokenizer(text)` in transformers: with the special tokens that the tokenizer puts around
-        it and that the text names. A chat gives those of the template with the beginning of the next answer; raises as
-        `encode_chat`.
-        """
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of tokens, without separators; invalid UTF-8 is replaced."""
-
-    def token_text(self, token: int, *, begins: bool = False) -> str:
-        """The text that a token adds behind others, or begins a text with; the name of a special one.
-
-        A part of a character has U+FFFD in it.
-        """
-
-    def count_bytes(self, ids: Any) -> int:
-        """UTF-8 bytes of the text of tokens, the divisor of bits per byte. Separators count 0."""
-
-    def save(self, folder: Path) -> None:
-        """Write the files that `make_tokenizer` reads, and transformers too, into an existing folder."""
-
-
 class ByteTokenizer:
     """Token `i` is byte `i` of the UTF-8 text; 256 is the separator, whose name `<|endoftext|>` prompts may have.
 
-    `generation` is that of `Tokenizer`; UserError if it names ends that are no tokens.
+    Attributes and methods as of `HuggingFaceTokenizer`; UserError if `generation` names ends that are no tokens.
     """
 
     name = "bytes"
@@ -184,6 +124,16 @@ class HuggingFaceTokenizer:
 
     The separator is the token that ends a document; empty: the `eos_token` of the config, the content of
     `tokenizer_config.json`, or the first of the usual names that the vocabulary has.
+
+    Attributes:
+        name: For messages.
+        vocab_size: Tokens.
+        separator: The token that ends a document. No text of the training data contains it.
+        separator_token: Its name; empty for bytes.
+        fingerprint: Equal for tokenizers that make the same tokens.
+        generation: Settings of `generation_config.json`, which lies beside the tokenizer's files, and the special
+            tokens of the model's `config.json`. They are kept where the tokenizer is saved.
+        ends: Tokens that end an answer: the separator, and the `eos_token_id` of these settings.
     """
 
     def __init__(
@@ -220,10 +170,13 @@ class HuggingFaceTokenizer:
         self.fingerprint = fingerprint(tokenizer.to_str(), self.separator, *filter(None, [chat_template, self._before]))
 
     def encode(self, text: str) -> NDArray[np.int32]:
+        """The tokens of a piece of text, without special tokens around it and without separators in it, [n]."""
         return self._encode_texts([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """The tokens of each document, computed on several cores; none of an empty one."""
+        """The tokens of each document, computed on several cores: as `encode`, behind the tokens with which prompts
+        begin; none of an empty one.
+        """
         before = np.array(self._before, dtype=np.int32)
         return [np.concatenate((before, array)) if len(array) else array for array in self._encode_texts(texts)]
 
@@ -237,6 +190,9 @@ class HuggingFaceTokenizer:
         return [array[array != self.separator] for array in arrays]
 
     def encode_chat(self, messages: Chat) -> ChatTokens:
+        """The tokens of a chat, by the tokenizer's template, with the template's special tokens. UserError if there is
+        no template, BadChat if it refuses the chat.
+        """
         chat = render_chat(*self._template_of(messages, f"; {_ANOTHER}"))
         encoding = self._encode_whole(chat.text, add_special_tokens=False)
         starts, ends = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
@@ -247,7 +203,9 @@ class HuggingFaceTokenizer:
         return ChatTokens(np.asarray(encoding.ids, dtype=np.int32), answers)
 
     def encode_prompt(self, prompt: str | Chat) -> NDArray[np.int32]:
-        """The tokens of a text as transformers gives them; or of a chat, with the beginning of its next answer, [n]."""
+        """The tokens of a text as transformers gives them, with the special tokens around it and those that it names;
+        or of a chat, with the beginning of its next answer, [n]; raises as `encode_chat`.
+        """
         is_text = isinstance(prompt, str)
         text = prompt if isinstance(prompt, str) else render_prompt(*self._template_of(prompt))
         return np.asarray(self._encode_whole(text, add_special_tokens=is_text).ids, dtype=np.int32)
@@ -273,9 +231,13 @@ class HuggingFaceTokenizer:
             raise self._cannot_encode(error) from error
 
     def decode(self, ids: Iterable[int]) -> str:
+        """The text of tokens, without separators; invalid UTF-8 is replaced."""
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 
     def token_text(self, token: int, *, begins: bool = False) -> str:
+        """The text that a token adds behind others, or begins a text with; the name of a special one. A part of a
+        character has U+FFFD in it.
+        """
         if token in self._special:
             return str(self._tokenizer.id_to_token(token) or "")
         if begins:
@@ -291,7 +253,9 @@ class HuggingFaceTokenizer:
         return next((token for token in ordinary if self.decode([token]).isalnum()), 0)
 
     def count_bytes(self, ids: Any) -> int:
-        """UTF-8 bytes of the text of tokens; exact for byte-level and byte-fallback vocabularies."""
+        """UTF-8 bytes of the text of tokens, without separators: the divisor of bits per byte; exact for byte-level
+        and byte-fallback vocabularies.
+        """
         array = np.asarray(ids).reshape(-1)
         return int(self._bytes_of_token[array[array >= 0]].sum())
 
@@ -329,6 +293,10 @@ class HuggingFaceTokenizer:
             else:
                 lengths[i] = len(token.replace("\u2581", " ").encode("utf-8"))
         return lengths
+
+
+Tokenizer = ByteTokenizer | HuggingFaceTokenizer
+"""Text to tokens and back."""
 
 
 def _text_of_token(value: Any) -> str:
