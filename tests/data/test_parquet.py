@@ -10,6 +10,7 @@ import pytest
 from tests import warm
 from tests.children import environment, wait_for_end
 from tests.data.loaders import open_loader
+from trifocal.data.sources import parquet
 from trifocal.data.sources.base import BadDocuments, Document
 from trifocal.data.sources.parquet import ParquetSource
 from trifocal.errors import UserError
@@ -104,7 +105,7 @@ class CountedFile(io.BytesIO):
         return content
 
 
-def test_going_on_reads_the_footer_and_the_present_row_group(write_parquet):
+def test_going_on_reads_the_footer_and_the_present_row_group(write_parquet, monkeypatch):
     texts = ["".join(hashlib.sha256(f"{i} {j}".encode()).hexdigest() for j in range(20)) for i in range(800)]
     content = write_parquet("a.parquet", texts).read_bytes()
     opened = []
@@ -114,7 +115,8 @@ def test_going_on_reads_the_footer_and_the_present_row_group(write_parquet):
         opened.append(CountedFile(content))
         return opened[-1]
 
-    source = ParquetSource("a", {"a.parquet": "hf://a.parquet"}, "text", "", open_address=open_address)
+    monkeypatch.setattr(parquet, "open_address", open_address)
+    source = ParquetSource("a", {"a.parquet": "hf://a.parquet"}, "text", "")
     whole = list(source.read(0, None))
     assert next(source.read(0, whole[500][1])) == whole[501]
     assert opened[1].count < opened[0].count / 3

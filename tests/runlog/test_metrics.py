@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from trifocal.runlog import read_metrics
+from trifocal.runlog.jsonl import read_lines
 from trifocal.runlog.metrics import MetricsWriter
 
 
@@ -46,7 +47,7 @@ def test_a_resume_reads_the_end_of_a_log_of_any_size(tmp_path):
             file.write(b'{"kind":"train","step":%d,"unix_time_seconds":1.0}\n' % step)
     with MetricsWriter(path, resume_step=20_000):
         pass
-    rows = read_metrics(path, last_bytes=2**20)
+    rows = read_lines(path, last_bytes=2**20)
     assert [row["step"] for row in rows[-3:]] == [19_999, 20_000, 20_000]
     assert (rows[-1]["name"], rows[-1]["rows_dropped"]) == ("resumed", 10_000)
 

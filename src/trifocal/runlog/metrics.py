@@ -98,13 +98,12 @@ class MetricsWriter:
         self.close()
 
 
-def read_metrics(path: str | os.PathLike[str], kind: str | None = None, *, last_bytes: int | None = None) -> list[Row]:
+def read_metrics(path: str | os.PathLike[str], kind: str | None = None) -> list[Row]:
     """Read the metric rows of a finished or running run.
 
     Args:
         path: The `metrics.jsonl`.
         kind: Only rows of this kind; None for all.
-        last_bytes: Read only about this many bytes at the end; None reads everything.
 
     Returns:
         The rows in the order written, without damaged ones.
@@ -113,4 +112,4 @@ def read_metrics(path: str | os.PathLike[str], kind: str | None = None, *, last_
         UserError: If the file is missing or no regular file.
     """
     kept = (lambda row: True) if kind is None else (lambda row: row["kind"] == kind)
-    return read_lines(path, last_bytes=last_bytes, fields=METRICS_FIELDS, kept=kept)
+    return read_lines(path, fields=METRICS_FIELDS, kept=kept)

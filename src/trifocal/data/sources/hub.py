@@ -77,15 +77,8 @@ def open_dataset(config: DataConfig, split: str, activity: Activity, bad: BadDoc
             f"{asked}: {others[0]} is no parquet file; read the hub's parquet copy of it with --data.revision "
             "refs/convert/parquet, or local files with jsonl:PATH or text:PATH"
         )
-    source = ParquetSource(source_name, files, field, mark, bad, held_out, _open_address)
+    source = ParquetSource(source_name, files, field, mark, bad, held_out)
     return source, commit or config.revision
-
-
-def _open_address(address: str) -> Any:
-    """A file on the hub. `huggingface_hub` and `datasets` repeat requests that fail, some for minutes."""
-    from datasets.utils.file_utils import xopen
-
-    return xopen(address, "rb")
 
 
 def _locate(found: list[str], repository: str) -> tuple[dict[str, Path | str], str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ _BYTES_DECODED = 1 << 27
 class ParquetSource:
     """A column of texts or chats; a file is a shard, a row a document. A file that cannot be read stops the run.
 
-    `files` gives path or address of each file by its name; `open_address` opens an address and repeats requests that
-    fail. `bad` is the rule for rows without text; `held_out` is that of `Document` for all rows. Raises UserError if
+    `files` gives path or address of each file by its name. `bad` is the rule for rows without text; `held_out` is that of `Document` for all rows. Raises UserError if
     pyarrow is missing, or the first file is local and no parquet file with that column.
     """
 
@@ -32,7 +31,6 @@ class ParquetSource:
         fingerprint: str,
         bad: BadDocuments | None = None,
         held_out: bool | None = None,
-        open_address: Callable[[str], Any] | None = None,
     ) -> None:
         self.name = name
         self.bad = bad or BadDocuments()
@@ -41,7 +39,6 @@ class ParquetSource:
         self.fingerprint = fingerprint
         self._paths = list(files.values())
         self._field = field
-        self._open_address = open_address
         try:
             import pyarrow
             import pyarrow.parquet
@@ -78,7 +75,7 @@ class ParquetSource:
         """The file of a shard, and the rows of each of its row groups, by the footer."""
         path = self._paths[shard]
         try:
-            file = self._open_address(path) if isinstance(path, str) and self._open_address else path
+            file = open_address(path) if isinstance(path, str) else path
             parquet = self._parquet.ParquetFile(file, pre_buffer=False)
             self._check_field(str(path), parquet.schema_arrow)
             counts = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
@@ -126,6 +123,13 @@ class ParquetSource:
             raise
         except Exception as error:  # The libraries raise many kinds of errors.
             raise UserError(f"{path}: row group {group} cannot be read: {one_line(error)}") from error
+
+
+def open_address(address: str) -> Any:
+    """A file on the hub. `huggingface_hub` and `datasets` repeat requests that fail, some for minutes."""
+    from datasets.utils.file_utils import xopen
+
+    return xopen(address, "rb")
 
 
 def _values(column: Any) -> Iterator[str | list[Any] | UnicodeDecodeError | None]:
