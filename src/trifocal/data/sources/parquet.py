@@ -19,8 +19,9 @@ _BYTES_DECODED = 1 << 27
 class ParquetSource:
     """A column of texts or chats; a file is a shard, a row a document. A file that cannot be read stops the run.
 
-    `files` gives path or address of each file by its name. `bad` is the rule for rows without text; `held_out` is that of `Document` for all rows. Raises UserError if
-    pyarrow is missing, or the first file is local and no parquet file with that column.
+    `files` gives path or address of each file by its name. `bad` is the rule for rows without text; `held_out` is that
+    of `Document` for all rows. Raises UserError if pyarrow is missing, or the first file is local and no parquet file
+    with that column.
     """
 
     def __init__(
