@@ -24,11 +24,8 @@ def run(args: Sequence[str]) -> int:
     prompt = _read_prompt(options.prompt)
     threads = Threads(fixed=choose_device(options.device).type != "cpu")
     loaded = load(options, path, [("the prompt", prompt)])
-    try:
-        with memory_errors(loaded.model.device):
-            _print_continuations(loaded, options, "" if options.chat else prompt, threads)
-    except FloatingPointError as error:
-        raise UserError(f"{loaded.path}: {error}; choose an earlier checkpoint") from error
+    with memory_errors(loaded.model.device):
+        _print_continuations(loaded, options, "" if options.chat else prompt, threads)
     return 0
 
 
@@ -68,7 +65,10 @@ def _print_continuations(loaded: LoadedModel, options: GenerateArguments, prompt
     try:
         for update in Engine(loaded.model, loaded.tokenizer).run([request]):
             if update.token is None:
-                raise FloatingPointError("the model's output is not finite: its weights are broken")
+                raise UserError(
+                    f"{loaded.path}: the model's output is not finite: its weights are broken; choose an earlier "
+                    "checkpoint"
+                )
             if update.sample == 0:
                 show(update.text if started else head(0) + update.text)
                 started = True

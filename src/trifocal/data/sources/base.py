@@ -30,13 +30,9 @@ class BadDocument(ValueError):
 
 
 def make_document(name: str, value: Any, held_out: bool | None = None) -> Document:
-    """The document of a field's value: a string is a text, a list the messages of a chat. Raises BadDocument if it is
-    neither, or the value is the error of its decoding.
-    """
+    """The document of a field's value: a string is a text, a list the messages of a chat; BadDocument if it is none."""
     if value is None:
         raise BadDocument("is null")
-    if isinstance(value, UnicodeDecodeError):
-        raise BadDocument(f"is not UTF-8 at byte {value.start}")
     if not isinstance(value, str | list):
         raise BadDocument(f"must be a string or a list of messages, got {type(value).__name__}")
     try:

@@ -110,13 +110,17 @@ class ParquetSource:
             rows = max(1, min(_MAX_ROWS_DECODED, _BYTES_DECODED // size))
             for batch in parquet.iter_batches(rows, row_groups=[group], columns=[self._field], use_threads=False):
                 skipped = min(max(first_row - row, 0), len(batch))
-                for number, value in enumerate(_values(batch.column(self._field).slice(skipped)), start=row + skipped):
-                    if value == "":
-                        continue
+                for number, cell in enumerate(batch.column(self._field).slice(skipped), start=row + skipped):
                     try:
+                        value = cell.as_py()
+                        if value == "":
+                            continue
                         document = make_document(f"{self.shards[shard]}#{before + number}", value, self._held_out)
                     except BadDocument as error:
                         self.bad.found(f"{path}: row {before + number}: field {self._field!r} {error}")
+                    except UnicodeDecodeError as error:
+                        reason = f"is not UTF-8 at byte {error.start}"
+                        self.bad.found(f"{path}: row {before + number}: field {self._field!r} {reason}")
                     else:
                         yield number, document
                 row += len(batch)
@@ -131,14 +135,3 @@ def open_address(address: str) -> Any:
     from datasets.utils.file_utils import xopen
 
     return xopen(address, "rb")
-
-
-def _values(column: Any) -> Iterator[str | list[Any] | UnicodeDecodeError | None]:
-    """The values of a column, with the error in place of a value that is not UTF-8."""
-    for value in column:
-        try:
-            content: str | list[Any] | None = value.as_py()
-        except UnicodeDecodeError as error:
-            yield error
-        else:
-            yield content
