@@ -94,7 +94,7 @@ class Loader:
         rank: This process, from 0.
         world_size: Number of processes.
         on_stall: Called while a batch is late, with the seconds so far and the activity of the data thread; by default
-            a warning is logged.
+            a warning is logged. It and the next may be set again before the first batch.
         interrupted: Called while a batch is late: whether to wait no longer.
         local_tokens: Where processes share rows, takes this one's part of tokens [1, B * S], as
             `ContextShard.local_tokens` does. All that share rows have the same `rank`.
@@ -157,7 +157,7 @@ class Loader:
             reader.keep(own)
         self.change_row = change_row
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
-        self._on_stall, self._interrupted = on_stall, interrupted
+        self.on_stall, self.interrupted = on_stall, interrupted
         self._local_tokens = local_tokens
         self._prefetcher: Prefetcher[tuple[Batch, dict[str, Any]]] | None = None
         self._next_sample = 0
@@ -183,8 +183,8 @@ class Loader:
                 self._produce,
                 depth=self.config.prefetch_batches,
                 activity=self._activity,
-                on_stall=self._on_stall,
-                interrupted=self._interrupted,
+                on_stall=self.on_stall,
+                interrupted=self.interrupted,
             )
         begin = time.perf_counter()
         batch, state = self._prefetcher.get()

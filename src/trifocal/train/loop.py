@@ -121,7 +121,7 @@ def run_training(
         if setup.graphs is not None:
             stack.callback(setup.graphs.release)
         coordinator = StepCoordinator(setup.processes, signals, setup.teacher, setup.config.parallel.context)
-        setup.interrupted = coordinator.stop_requested
+        setup.interrupted = setup.loader.interrupted = coordinator.stop_requested
         silence = setup.config.parallel.silence_seconds
         stack.enter_context(coordinator.watched(log.heartbeat, silence, log.event))
         try:

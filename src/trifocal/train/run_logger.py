@@ -225,7 +225,7 @@ def open_logger(setup: TrainSetup) -> Iterator[RunLogger]:
         on_stall = functools.partial(logger.log_event, "stalled", severity="warning")
         stack.enter_context(Watchdog(heartbeat, directory, on_stall=on_stall))
         stack.enter_context(progress)
-        setup.on_data_stall = logger.report_data_stall
+        setup.loader.on_stall = logger.report_data_stall
         yield logger
 
 

@@ -95,9 +95,8 @@ class TrainSetup:
 
     A run that `begins` takes the weights that `model.from` names, if any. `config` gets the commit of the data that the
     loader found, which the saved one names. `parallel` is the model as it is trained, `notes` are sentences for the
-    log. While no batch comes, `on_data_stall` is called with the seconds so far and the activity of the data thread,
-    and `interrupted` says whether to wait no longer. Raises UserError, in every process, if the data fail in any, or
-    the weights.
+    log, and `interrupted` says whether to wait for validation text no longer. Raises UserError, in every process, if
+    the data fail in any, or the weights.
     """
 
     def __init__(
@@ -113,7 +112,6 @@ class TrainSetup:
         self.processes, self.device = processes, processes.device
         self.state = TrainState()
         self.notes: list[str] = []
-        self.on_data_stall: Callable[[float, str], None] = lambda seconds, activity: None
         self.interrupted: Callable[[], bool] = lambda: False
         self._validation_batches: list[Batch] = []
         self._random_state: dict[str, object] | None = None
@@ -181,8 +179,6 @@ class TrainSetup:
             vocab_size=config.model.vocab_size,
             rank=self.processes.rank // config.parallel.context,
             world_size=groups,
-            on_stall=lambda seconds, activity: self.on_data_stall(seconds, activity),
-            interrupted=lambda: self.interrupted(),
             local_tokens=self.local_tokens,
             change_row=change_step(config) * config.train.global_batch_size,
         )
