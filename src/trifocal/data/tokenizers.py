@@ -193,11 +193,11 @@ class HuggingFaceTokenizer:
         """The tokens of a chat, by the tokenizer's template, with the template's special tokens. UserError if there is
         no template, BadChat if it refuses the chat.
         """
-        chat = render_chat(*self._template_of(messages, f"; {_ANOTHER}"))
-        encoding = self._encode_whole(chat.text, add_special_tokens=False)
+        text, parts = render_chat(*self._template_of(messages, f"; {_ANOTHER}"))
+        encoding = self._encode_whole(text, add_special_tokens=False)
         starts, ends = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         answers = np.zeros(len(starts), dtype=np.bool_)
-        for first, end in chat.answers:
+        for first, end in parts:
             # A token with characters of both is an answer's, as in transformers.
             answers |= (ends > first) & (starts < end)
         return ChatTokens(np.asarray(encoding.ids, dtype=np.int32), answers)

@@ -5,10 +5,11 @@ Templates are those of transformers, in Jinja.
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from trifocal.errors import UserError, nearest, one_line
 
@@ -27,13 +28,6 @@ _RENDERING = threading.Lock()
 
 class BadChat(ValueError):
     """A chat that cannot be learned from; the text is the reason."""
-
-
-class RenderedChat(NamedTuple):
-    """A chat as text, with the first character and the end of each answer in it."""
-
-    text: str
-    answers: list[tuple[int, int]]
 
 
 def read_chat(messages: Any) -> Chat:
@@ -100,19 +94,19 @@ def _render(
     return texts[0], marked[0] if marked else []
 
 
-def render_chat(template: str, messages: Chat, special_tokens: Mapping[str, str], name: str) -> RenderedChat:
-    """Write a chat by a template in Jinja, which knows `special_tokens` by name; BadChat if it refuses the chat.
+def render_chat(
+    template: str, messages: Chat, special_tokens: Mapping[str, str], name: str
+) -> tuple[str, list[tuple[int, int]]]:
+    """Write a chat by a template in Jinja, which knows `special_tokens` by name: the text, with the first character and
+    the end of each answer in it; BadChat if the template refuses the chat.
 
     Answers are the parts that the template marks with `{% generation %}`. Without these marks, an answer is the
     difference between the chat that ends with it and the chat before it with the assistant's prompt; BadChat if the
     template writes earlier messages anew where later ones follow.
     """
-
-    def render(chat: Chat, **options: bool) -> tuple[str, list[tuple[int, int]]]:
-        return _render(template, chat, special_tokens, name, **options)
-
+    render = functools.partial(_render, template, special_tokens=special_tokens, name=name)
     if _MARKED.search(template):
-        return RenderedChat(*render(messages, return_assistant_tokens_mask=True))
+        return render(messages, return_assistant_tokens_mask=True)
     text = render(messages)[0]
     answers = []
     for number, message in enumerate(messages):
@@ -126,4 +120,4 @@ def render_chat(template: str, messages: Chat, special_tokens: Mapping[str, str]
                 "follow it, so its answers cannot be found; put {% generation %} marks around them"
             )
         answers.append((len(prompt), len(answered)))
-    return RenderedChat(text, answers)
+    return text, answers

@@ -159,9 +159,7 @@ def _check_precision(config: RunConfig, device: torch.device) -> None:
     if config.train.precision != "bf16":
         return
     if device.type == "cuda":
-        name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-        # Below 8.0 the arithmetic is emulated; AMD's devices that PyTorch supports all have it.
-        supported = torch.version.hip is not None or capability >= (8, 0)
+        name, supported = torch.cuda.get_device_name(device), torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         name, supported = f"this CPU ({platform.machine()})", computes_bf16(device)
     if not supported:
