@@ -31,8 +31,11 @@ def following(*others):
     busy = itertools.accumulate(others, lambda work, other: work + other + 1, initial=0.0)
     # Clocks long past, so that each look is due.
     loads = (Load(float(-1000 + second), work, float(next(own))) for second, work in enumerate(busy))
-    threads = Threads(first=lambda: next(loads, None), read=lambda: next(loads, None))
-    return threads, [threads.look() for _ in others]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "load_at_start", lambda: next(loads, None))
+        patch.setattr(module, "read_load", lambda: next(loads, None))
+        threads = Threads()
+        return threads, [threads.look() for _ in others]
 
 
 def test_free_cores():
@@ -68,11 +71,13 @@ def test_a_busy_program_leaves_one_of_two_threads_until_it_ends(cores):
     assert [bool(sentence) for sentence in sentences] == [True, *[False] * 6]
 
 
-def test_looks_are_a_second_apart(cores):
+def test_looks_are_a_second_apart(cores, monkeypatch):
     cores(2)
     now = Load(module.time.monotonic(), 0.0, 0.0)
     reads = iter([now])
-    threads = Threads(first=lambda: now._replace(clock=now.clock - 2), read=lambda: next(reads))
+    monkeypatch.setattr(module, "load_at_start", lambda: now._replace(clock=now.clock - 2))
+    monkeypatch.setattr(module, "read_load", lambda: next(reads))
+    threads = Threads()
     assert threads.look() == threads.look() == ""
     assert torch.get_num_threads() == 2
     assert next(reads, None) is None
@@ -85,6 +90,8 @@ def test_what_somebody_set_is_not_touched(why, cores, monkeypatch):
         monkeypatch.setenv(why, "2")
     loads = iter([None] if why == "no readings" else [Load(-2.0, 0.0, 0.0), Load(-1.0, 9.0, 0.0)])
     before = torch.get_num_threads()
-    threads = Threads(fixed=why == "fixed", first=lambda: next(loads), read=lambda: next(loads))
+    monkeypatch.setattr(module, "load_at_start", lambda: next(loads))
+    monkeypatch.setattr(module, "read_load", lambda: next(loads))
+    threads = Threads(fixed=why == "fixed")
     assert threads.look() == ""
     assert torch.get_num_threads() == before

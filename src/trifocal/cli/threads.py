@@ -10,7 +10,6 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,23 +61,17 @@ def load_at_start() -> Load | None:
 
 
 class Threads:
-    """Follows the load, as `first` and then `read` give it, with the number of threads.
+    """Follows the load with the number of threads.
 
     If `fixed`, PyTorch's number is left as it is: on a GPU, and for results that must not depend on the load.
     """
 
-    def __init__(
-        self,
-        *,
-        fixed: bool = False,
-        first: Callable[[], Load | None] = load_at_start,
-        read: Callable[[], Load | None] = read_load,
-    ) -> None:
+    def __init__(self, *, fixed: bool = False) -> None:
         import torch
 
-        self._read, self._most = read, torch.get_num_threads()
+        self._most = torch.get_num_threads()
         fixed = fixed or self._most == 1 or any(name in os.environ for name in VARIABLES)
-        self._before = None if fixed else first()
+        self._before = None if fixed else load_at_start()
         self._free_looks, self._said = 0, False
 
     def look(self) -> str:
@@ -89,7 +82,7 @@ class Threads:
             return ""
         import torch
 
-        before, self._before = self._before, self._read()
+        before, self._before = self._before, read_load()
         if self._before is None:
             return ""
         number, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
