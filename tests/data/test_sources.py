@@ -299,10 +299,10 @@ def test_an_empty_validation_split(tmp_path):
 
     # As many documents as are shuffled at a time are documents, too.
     for fraction, shuffle in ((0.0, 1024), (1e-9, 1024), (0.0, 1)):
-        empty = "validation split is empty (1 document read, all for training); raise data.validation_fraction, now"
+        empty = "has no document to validate on (of 1 read); give it more text, or change data.validation_fraction, now"
         assert f"{empty} {fraction:g}" in error(fraction, shuffle_documents=shuffle)
     path.write_text("")
-    assert error(0.05) == f"text:{path} has no document; give it text"
+    assert error(0.05).startswith(f"text:{path} has no document to validate on (of 0 read); give it more text")
 
 
 def test_compressed_files_are_read_from_any_cursor(tmp_path, texts):

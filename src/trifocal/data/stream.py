@@ -214,17 +214,10 @@ class DocumentStream:
         return in_validation(document.text, self._fraction) if document.held_out is None else document.held_out
 
     def _empty_message(self) -> str:
-        bad = self._source.bad
-        skipped = f" ({len(bad.skipped)} bad documents were skipped; the first: {bad.first})" if bad.skipped else ""
-        name, number = self._source.name + skipped, self._documents
-        if not number and self._parts == 1:
-            return f"{name} has no document; give it text"
-        of_all = f"{number:,} document{'s'[: number != 1]} read, all "
-        if not self._validation:
-            fewer = " or data.streams" if self._parts > 1 else ""
-            return (
-                f"{name} has no document to train on ({of_all}held out or without tokens); give it text, or lower "
-                f"data.validation_fraction{fewer}"
-            )
-        fraction = f"raise data.validation_fraction, now {self._fraction:g}"
-        return f"{name}: the validation split is empty ({of_all}for training); {fraction}, or give more documents"
+        bad, what = self._source.bad, "validate on" if self._validation else "train on"
+        skipped = f", {len(bad.skipped)} skipped as bad; the first: {bad.first}" if bad.skipped else ""
+        fewer = ", or lower data.streams" if self._parts > 1 else ""
+        return (
+            f"{self._source.name} has no document to {what} (of {self._documents:,} read{skipped}); give it more text, "
+            f"or change data.validation_fraction, now {self._fraction:g}{fewer}"
+        )

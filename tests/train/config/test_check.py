@@ -27,7 +27,7 @@ GRADIENTS = ("--trace.what", "gradients")
         (("--train.steps", "1001", "--checkpoint.interval_steps", "0"), "would lose everything in a crash"),
         (("--model.vocab_size", "256"), r"vocab_size 256 is smaller than the 257 tokens of data\.tokenizer \"bytes\""),
         (("--data.validation_fraction", "0"), "nothing to evaluate on"),
-        (("--data.validation_fraction", "1e-9"), "the validation split is empty"),
+        (("--data.validation_fraction", "1e-9"), "has no document to validate on"),
         (("--train.activation_checkpointing", "1:3"), "the model has 2 layers"),
         (("--model.backend", "triton"), r"model\.backend is \"triton\": .*use \"auto\" or \"reference\""),
         (("--log.sample_interval_steps", "1", "--data.source", "synthetic"), "there is no text to sample"),
