@@ -155,14 +155,11 @@ def _read_the_rest(run: Run) -> None:
         content = _read_json(path)
         run.environment = content if _is_environment(content) else {}
         run.left_out[path.name] = int(not run.environment)
-    for path in _files(run.directory / "samples", "*.txt"):
-        match = re.search(r"(\d+)", path.stem)
+    for path in _files(run.directory / "samples", "step_*.txt"):
         try:
-            text = read_file(path).decode(errors="replace")
-            run.samples.append((int(match[1]) if match else 0, text))
-        except UserError:
+            run.samples.append((int(path.stem.removeprefix("step_")), read_file(path).decode(errors="replace")))
+        except ValueError:
             run.left_out[f"samples/{path.name}"] = 1
-    run.samples.sort(key=lambda sample: sample[0])
     run.pictures = _files(run.directory / "attention", "step_*.npz")
     for path in _files(run.directory / "evaluation", "*.json"):
         if evaluation := read_evaluation(path):

@@ -19,14 +19,7 @@ from trifocal.train.config.check import choose_device, preflight
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.config.toml import to_literal
 from trifocal.train.loop import BeforeStep, TrainResult, run_training
-from trifocal.train.run_folder import (
-    CONFIG_FILE,
-    RunLock,
-    create_run_directory,
-    is_run,
-    load_run,
-    open_run_directory,
-)
+from trifocal.train.run_folder import RunLock, create_run_directory, load_run, open_run_directory, run_of
 from trifocal.train.setup import TrainSetup
 from trifocal.train.step.schedule import last_stable_step, learning_rate
 
@@ -50,10 +43,8 @@ def check_same_start(processes: DistributedContext, config: RunConfig, **further
 
 def _same_command(config: RunConfig, directory: Path) -> bool:
     """Whether the run in this folder began with this configuration, apart from the commit of its data on the hub."""
-    if not is_run(directory) or not (directory / CONFIG_FILE).is_file():
-        return False
-    saved = load_run(directory)
-    return replace(saved, data=replace(saved.data, revision=config.data.revision)) == config
+    saved = run_of(directory)
+    return saved is not None and replace(saved, data=replace(saved.data, revision=config.data.revision)) == config
 
 
 def resume_notes(saved: RunConfig, now: RunConfig, step: int) -> list[str]:

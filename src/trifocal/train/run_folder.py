@@ -188,6 +188,11 @@ def load_run(folder: Path) -> RunConfig:
     return from_table(RunConfig, read_toml(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
 
 
+def run_of(folder: Path) -> RunConfig | None:
+    """The configuration in a folder that is marked as a run's; any other program may have a `config.toml` too."""
+    return load_run(folder) if is_run(folder) and (folder / CONFIG_FILE).is_file() else None
+
+
 def open_run_directory(folder: Path, lock: RunLock) -> None:
     """Lock the folder of a run that is to continue, if all of its files lie in it."""
     check_files(folder)

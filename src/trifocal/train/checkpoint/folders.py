@@ -31,8 +31,8 @@ def list_checkpoints(root: Path) -> list[Path]:
 def prune_checkpoints(root: Path, *, keep_last: int, keep_every_steps: int, keep_step: int = 0) -> None:
     """Delete all checkpoints but the newest, those of steps divisible by `keep_every_steps` (0: none), and one more."""
     for path in list_checkpoints(root)[:-keep_last]:
-        step = _step_of(path)
-        if step is not None and step != keep_step and not (keep_every_steps and step % keep_every_steps == 0):
+        step = checkpoint_step(path)
+        if step != keep_step and not (keep_every_steps and step % keep_every_steps == 0):
             remove_folder(path)
 
 

@@ -25,7 +25,7 @@ from trifocal.train.checkpoint.folders import checkpoint_step, find_checkpoint, 
 from trifocal.train.checkpoint.manifest import MANIFEST, read_manifest
 from trifocal.train.checkpoint.save_load import load_model_weights, model_differences, read_model_config
 from trifocal.train.config.sections import RunConfig
-from trifocal.train.run_folder import CONFIG_FILE, is_run, load_run
+from trifocal.train.run_folder import is_run, load_run, run_of
 
 DEMO = "demo"
 """Name of the model that comes with the package."""
@@ -194,11 +194,6 @@ def load_frozen(folder: str, vocab_size: int, tokenizer: Tokenizer, device: torc
     return frozen.to(device).requires_grad_(False).eval()
 
 
-def _run_of(folder: Path) -> RunConfig | None:
-    """The configuration in a folder that is marked as a run's; any other program may have a `config.toml` too."""
-    return load_run(folder) if is_run(folder) and (folder / CONFIG_FILE).is_file() else None
-
-
 def open_pretrained(path: Path, checkpoint: str = "") -> Pretrained:
     """Find a trained model.
 
@@ -209,14 +204,14 @@ def open_pretrained(path: Path, checkpoint: str = "") -> Pretrained:
         if checkpoint:
             raise UserError(f"{path} holds weights and no checkpoints; leave --checkpoint out, or give the run")
         # The run's configuration gives the length of its rows and its precision. The path may be `.`.
-        return Pretrained(path, _run_of(path.resolve().parent))
+        return Pretrained(path, run_of(path.resolve().parent))
     if (path / MANIFEST).exists():
         if checkpoint:
             raise UserError(f"{path} is a checkpoint itself; leave --checkpoint {checkpoint} out")
         # The path may be `.`.
         path = path.resolve()
         found = find_checkpoint(path.parent, path.name, optimizer=False)
-        return Pretrained(found, _run_of(path.parent.parent))
+        return Pretrained(found, run_of(path.parent.parent))
     if not is_run(path) and (path.suffix == ".gguf" or any(path.glob("*.gguf"))):
         raise UserError(f"{path} is a GGUF; convert it first: trifocal convert {shell_path(path)} OUT --to dense")
     config, weights, checkpoints = load_run(path), path / WEIGHTS, list_checkpoints(path / "checkpoints")
