@@ -57,26 +57,18 @@ class TrainResult:
     stop_requested: bool = False
 
 
-@contextmanager
-def deterministic_operations(wanted: bool) -> Iterator[None]:
-    """Inside, every operation gives equal bits for equal inputs; one without a deterministic form on a GPU raises. If
-    not wanted, nothing changes.
+def deterministic_operations(stack: ExitStack) -> None:
+    """Until the stack is closed, every operation gives equal bits for equal inputs; one without a deterministic form on
+    a GPU raises.
     """
-    if not wanted:
-        yield
-        return
     # cuBLAS reads it at its first use: with more workspaces, sums could run in another order.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before = torch.are_deterministic_algorithms_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
     torch.use_deterministic_algorithms(True)
     # A debugging aid that costs a pass over every new tensor.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+    settings, fills = torch.utils.deterministic, "fill_uninitialized_memory"
+    stack.callback(setattr, settings, fills, getattr(settings, fills))
+    setattr(settings, fills, False)
 
 
 def make_tracer(setup: TrainSetup, log: RunLogger) -> Tracer:
@@ -113,10 +105,11 @@ def run_training(
     with ExitStack() as stack:
         stack.enter_context(remedies_on_out_of_memory(*memory_remedies(setup.config, setup.processes.size)))
         stack.callback(setup.loader.close)
-        stack.enter_context(deterministic_operations(setup.config.run.deterministic))
+        if setup.config.run.deterministic:
+            deterministic_operations(stack)
         if checkpoint is not None:
             setup.restore(checkpoint)
-        log = stack.enter_context(open_logger(setup))
+        log = open_logger(setup, stack)
         signals = stack.enter_context(StopSignals())
         if setup.graphs is not None:
             stack.callback(setup.graphs.release)

@@ -195,38 +195,34 @@ class RunLogger:
             return True
 
 
-@contextmanager
-def open_logger(setup: TrainSetup) -> Iterator[RunLogger]:
-    """Open the files of a run, write `env.json`, and start the heartbeat and its watchdog.
+def open_logger(setup: TrainSetup, stack: ExitStack) -> RunLogger:
+    """Open the files of a run, which the stack closes, write `env.json`, and start the heartbeat and its watchdog.
 
     The run is restored if it continues from a checkpoint, and its folder exists.
     """
-    config, directory, device = setup.config, setup.directory, setup.device
-    processes, step = setup.processes, setup.state.step
-    with ExitStack() as stack:
-        is_rank0 = processes.is_rank0
-        metrics = stack.enter_context(_open_metrics(setup) if is_rank0 else MetricsWriter(None))
-        # A resumed run may have fewer processes: the others' last rows would count as lost ones.
-        names = {f"rank{rank}.jsonl" for rank in range(processes.size)}
-        for path in (directory / "heartbeat").glob("rank*.jsonl") if is_rank0 else ():
-            if path.name not in names:
-                with suppress(OSError):
-                    path.unlink()
-        heartbeat = Heartbeat(
-            directory / "heartbeat",
-            processes.rank,
-            config.log.heartbeat_seconds,
-            device=device,
-            parallel_mode=setup.parallel.mode,
-        )
-        progress = Progress(config.train.steps, start_step=step, enabled=is_rank0)
-        logger = RunLogger(setup, metrics, heartbeat, progress)
-        stack.enter_context(heartbeat)
-        on_stall = functools.partial(logger.log_event, "stalled", severity="warning")
-        stack.enter_context(Watchdog(heartbeat, directory, on_stall=on_stall))
-        stack.enter_context(progress)
-        setup.loader.on_stall = logger.report_data_stall
-        yield logger
+    config, directory, processes = setup.config, setup.directory, setup.processes
+    metrics = stack.enter_context(_open_metrics(setup) if processes.is_rank0 else MetricsWriter(None))
+    # A resumed run may have fewer processes: the others' last rows would count as lost ones.
+    names = {f"rank{rank}.jsonl" for rank in range(processes.size)}
+    for path in (directory / "heartbeat").glob("rank*.jsonl") if processes.is_rank0 else ():
+        if path.name not in names:
+            with suppress(OSError):
+                path.unlink()
+    heartbeat = Heartbeat(
+        directory / "heartbeat",
+        processes.rank,
+        config.log.heartbeat_seconds,
+        device=setup.device,
+        parallel_mode=setup.parallel.mode,
+    )
+    progress = Progress(config.train.steps, start_step=setup.state.step, enabled=processes.is_rank0)
+    logger = RunLogger(setup, metrics, heartbeat, progress)
+    stack.enter_context(heartbeat)
+    on_stall = functools.partial(logger.log_event, "stalled", severity="warning")
+    stack.enter_context(Watchdog(heartbeat, directory, on_stall=on_stall))
+    stack.enter_context(progress)
+    setup.loader.on_stall = logger.report_data_stall
+    return logger
 
 
 def _open_metrics(setup: TrainSetup) -> MetricsWriter:
