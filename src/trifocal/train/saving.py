@@ -1,11 +1,10 @@
 """Saving a run: checkpoints at once or in the background, and the exported weights at its end."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from trifocal.data.loader import merge_states
 from trifocal.distributed.parallel import gather_full_model
@@ -19,15 +18,8 @@ from trifocal.train.run_logger import RunLogger
 from trifocal.train.setup import TrainSetup, in_thread
 from trifocal.train.step.schedule import last_stable_step
 
-
-class _Written(NamedTuple):
-    """The end of writing a checkpoint."""
-
-    step: int
-    path: Path | None
-    error: OSError | None
-    seconds: float
-    blocked_seconds: float
+_Written = tuple[Path, float, float]
+"""A checkpoint, the seconds that writing it took, and those that training waited for."""
 
 
 class Saver:
@@ -44,7 +36,8 @@ class Saver:
         self._log, self._guard = log, guard
         # The writing thread has its own process group, so that its collectives do not mix with those of training.
         self._background = self._processes.new_group() if self._section.asynchronous else None
-        self._writing: Future[_Written] | None = None
+        # The step that is being written in the background.
+        self._writing: tuple[int, Future[_Written]] | None = None
         self._saved_step = setup.state.resume_step or 0
 
     def save(self, *, must_succeed: bool) -> None:
@@ -61,10 +54,9 @@ class Saver:
         """Log the end of a checkpoint that was written in the background; without `wait`, nothing happens while it is
         being written.
         """
-        writing = self._writing
-        if writing is not None and (wait or writing.done()):
-            self._writing = None
-            self._report(writing.result(), must_succeed=False)
+        if self._writing is not None and (wait or self._writing[1].done()):
+            (step, writing), self._writing = self._writing, None
+            self._report(step, writing.result, must_succeed=False)
 
     def end(self) -> None:
         """Save the last step, if it is not saved yet, and export its weights.
@@ -145,46 +137,42 @@ class Saver:
         copied = time.perf_counter()
 
         def write() -> _Written:
-            try:
-                path = write_checkpoint(
-                    root,
-                    step,
-                    state=state,
-                    model_config=self._config.model,
-                    process_state=process_state,
-                    processes=group or self._processes,
-                )
-            except OSError as error:
-                return _Written(step, None, error, 0.0, 0.0)
+            path = write_checkpoint(
+                root,
+                step,
+                state=state,
+                model_config=self._config.model,
+                process_state=process_state,
+                processes=group or self._processes,
+            )
             end = time.perf_counter()
-            return _Written(step, path, None, end - begin, (copied if group else end) - begin)
+            return path, end - begin, (copied if group else end) - begin
 
         if group is None:
-            self._report(write(), must_succeed=must_succeed)
+            self._report(step, write, must_succeed=must_succeed)
         else:
-            self._writing = in_thread(write, "checkpoint")
+            self._writing = step, in_thread(write, "checkpoint")
 
-    def _report(self, written: _Written, *, must_succeed: bool) -> None:
-        if written.path is None:
-            message = f"the checkpoint of step {written.step} could not be written: {written.error}"
+    def _report(self, step: int, written: Callable[[], _Written], *, must_succeed: bool) -> None:
+        """Log what became of the checkpoint of a step."""
+        try:
+            path, seconds, blocked = written()
+        except OSError as error:
+            message = f"the checkpoint of step {step} could not be written: {error}"
             if must_succeed:
                 self._log.event("checkpoint_failed", message, "error")
-                raise UserError(f"{message}; checkpoints that were complete before still are") from written.error
+                raise UserError(f"{message}; checkpoints that were complete before still are") from error
             message += "; training continues, the last complete one stays"
             self._log.log_event("checkpoint_failed", message, "error")
             return
-        self._saved_step = written.step
-        self._log.event(
-            "checkpoint_saved",
-            f"{written.path.name} saved in {written.seconds:.1f} s",
-            save_seconds=written.seconds,
-            blocked_seconds=written.blocked_seconds,
-        )
+        self._saved_step = step
+        saved = f"{path.name} saved in {seconds:.1f} s"
+        self._log.event("checkpoint_saved", saved, save_seconds=seconds, blocked_seconds=blocked)
         if self._processes.is_rank0:
             section, stable = self._section, last_stable_step(self._config)
             try:
                 prune_checkpoints(
-                    written.path.parent,
+                    path.parent,
                     keep_last=section.keep_last,
                     keep_every_steps=section.keep_every_steps,
                     keep_step=stable,
