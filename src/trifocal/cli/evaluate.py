@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -262,13 +261,9 @@ def _write(found: Pretrained, options: EvaluateArguments, head: dict[str, Any], 
         write_file(options.output, to_json(head, rows))
         print(printable(f"\nwritten: {options.output}"))
     elif found.run is not None:
-        folder = _folder_of_run(found)
+        # A checkpoint lies in RUN/checkpoints, weights in RUN/weights.
+        folder = found.path.parent if (found.path / MODEL_CONFIG_FILE).is_file() else found.path.parent.parent
         with writing(folder / "evaluation", "; name another file with --output FILE.json"):
             path = write_evaluation(folder, head, rows)
         print(printable(f"\nwritten: {path}"))
         print(f"the curves, on the page of the run: trifocal report {shell_path(folder)}")
-
-
-def _folder_of_run(found: Pretrained) -> Path:
-    # A checkpoint lies in RUN/checkpoints, weights in RUN/weights.
-    return found.path.parent if (found.path / MODEL_CONFIG_FILE).is_file() else found.path.parent.parent

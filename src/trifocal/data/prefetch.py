@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from trifocal.errors import UserError
 
@@ -38,10 +38,6 @@ class Activity:
             raise Stopped
 
 
-class _Failure(NamedTuple):
-    error: BaseException
-
-
 class Prefetcher(Generic[Item]):
     """Calls a function again and again in a thread and hands out its results in order; at most `depth` are kept ready.
     `on_stall` gets the seconds of a wait so far, and the thread's activity; `interrupted` says whether to wait no
@@ -61,8 +57,8 @@ class Prefetcher(Generic[Item]):
         self._activity = activity
         self._on_stall = on_stall
         self._interrupted = interrupted
-        self._queue: queue.Queue[Item | _Failure] = queue.Queue(maxsize=depth)
-        self._failure: _Failure | None = None
+        self._queue: queue.Queue[Item | BaseException] = queue.Queue(maxsize=depth)
+        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="trifocal-data", daemon=True)
         self._thread.start()
 
@@ -72,10 +68,10 @@ class Prefetcher(Generic[Item]):
         """
         if self._failure is None:
             item = self._wait()
-            if not isinstance(item, _Failure):
+            if not isinstance(item, BaseException):
                 return item
             self._failure = item
-        error = self._failure.error
+        error = self._failure
         if isinstance(error, UserError):
             raise type(error)(*error.args) from error
         raise RuntimeError(f"the data thread failed: {type(error).__name__}: {error}") from error
@@ -94,7 +90,7 @@ class Prefetcher(Generic[Item]):
                 self._queue.get_nowait()
             self._thread.join(timeout=0.05)
 
-    def _wait(self) -> Item | _Failure:
+    def _wait(self) -> Item | BaseException:
         begin = time.monotonic()
         report_at = STALL_SECONDS
         while True:
@@ -111,14 +107,14 @@ class Prefetcher(Generic[Item]):
                     raise Stopped from None
 
     def _run(self) -> None:
-        item: Item | _Failure
+        item: Item | BaseException
         while not self._activity.stop.is_set():
             try:
                 item = self._produce()
             except Stopped:
                 return
             except BaseException as error:  # `get` raises it in the consumer.
-                item = _Failure(error)
+                item = error
             working, self._activity.text = self._activity.text, "waiting for the trainer"
             while not self._activity.stop.is_set():
                 try:
@@ -126,7 +122,7 @@ class Prefetcher(Generic[Item]):
                     break
                 except queue.Full:
                     continue
-            if isinstance(item, _Failure):
+            if isinstance(item, BaseException):
                 return
             # It continues in the middle of this.
             self._activity.text = working

@@ -98,7 +98,7 @@ class GradientWatch:
         def average(_state: None, bucket: dist.GradBucket) -> Future[Tensor]:
             self.check(bucket.buffer())
             end = self.observed("all_reduce", f"bucket {bucket.index()}", bucket.buffer(), bucket.parameters())
-            averaged = _average_one_by_one(bucket) if one_by_one else _average(bucket)
+            averaged = _average_one_by_one(bucket) if one_by_one else allreduce_hook(None, bucket)  # type: ignore[arg-type]
             if end is None:
                 return averaged
 
@@ -131,10 +131,6 @@ class GradientWatch:
     ) -> Callable[[], None] | None:
         """Tell the observer of an exchange that begins; returns the function for its end, if there is an observer."""
         return None if self.observer is None else self.observer(kind, name, buffer, parameters)
-
-
-def _average(bucket: dist.GradBucket) -> Future[Tensor]:
-    return allreduce_hook(None, bucket)  # type: ignore[arg-type]
 
 
 def _average_one_by_one(bucket: dist.GradBucket) -> Future[Tensor]:

@@ -201,7 +201,13 @@ def open_logger(setup: TrainSetup, stack: ExitStack) -> RunLogger:
     The run is restored if it continues from a checkpoint, and its folder exists.
     """
     config, directory, processes = setup.config, setup.directory, setup.processes
-    metrics = stack.enter_context(_open_metrics(setup) if processes.is_rank0 else MetricsWriter(None))
+    metrics, resume_step = MetricsWriter(None), setup.state.resume_step
+    if processes.is_rank0:
+        write_environment(directory / "env.json", to_toml(config))
+        log, values = config.log, asdict(config)
+        sinks = make_sinks(log.sink_names(), directory, project=log.project, config=values, resume_step=resume_step)
+        metrics = MetricsWriter(directory / "metrics.jsonl", resume_step=resume_step, sinks=sinks)
+    stack.enter_context(metrics)
     # A resumed run may have fewer processes: the others' last rows would count as lost ones.
     names = {f"rank{rank}.jsonl" for rank in range(processes.size)}
     for path in (directory / "heartbeat").glob("rank*.jsonl") if processes.is_rank0 else ():
@@ -223,10 +229,3 @@ def open_logger(setup: TrainSetup, stack: ExitStack) -> RunLogger:
     stack.enter_context(progress)
     setup.loader.on_stall = logger.report_data_stall
     return logger
-
-
-def _open_metrics(setup: TrainSetup) -> MetricsWriter:
-    config, directory, log, resume_step = setup.config, setup.directory, setup.config.log, setup.state.resume_step
-    write_environment(directory / "env.json", to_toml(config))
-    sinks = make_sinks(log.sink_names(), directory, project=log.project, config=asdict(config), resume_step=resume_step)
-    return MetricsWriter(directory / "metrics.jsonl", resume_step=resume_step, sinks=sinks)

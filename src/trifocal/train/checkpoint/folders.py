@@ -55,14 +55,10 @@ def find_checkpoint(root: Path, name: str = "", *, command: str = "", optimizer:
     try:
         verify_checkpoint(path, optimizer=optimizer)
     except CheckpointDamaged as error:
-        for earlier in reversed([found for found in list_checkpoints(root) if found < path]):
-            if is_intact(earlier):
-                advice = f"the newest intact one before it is {earlier}"
-                if command:
-                    advice = f"continue from the one before with: {command} --checkpoint {earlier.name}"
-                break
-        else:
-            advice = "no intact checkpoint lies before it"
+        earlier = next((one for one in reversed(list_checkpoints(root)) if one < path and is_intact(one)), None)
+        advice = f"the newest intact one before it is {earlier}" if earlier else "no intact checkpoint lies before it"
+        if earlier and command:
+            advice = f"continue from the one before with: {command} --checkpoint {earlier.name}"
         raise CheckpointDamaged(f"checkpoint {path.name} is damaged: {error}; {advice}") from None
     return path
 

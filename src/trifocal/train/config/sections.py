@@ -360,10 +360,10 @@ class TraceSection:
             first, _, end = part.strip().partition(":")
             bounds = _count(first), _count(end)
             _require(
-                0 <= bounds[0] < bounds[1] and (not found or found[-1][1] <= bounds[0]),
-                f'trace.steps must be ranges of steps in order, like "10:13" or "10:13, 500:501", got "{self.steps}"',
+                0 < bounds[0] < bounds[1] and (not found or found[-1][1] <= bounds[0]),
+                'trace.steps must be ranges of steps, which count from 1, in order, like "10:13" or "10:13, 500:501", '
+                f'got "{self.steps}"',
             )
-            _require(bounds[0] > 0, f'trace.steps: steps count from 1, got "{self.steps}"')
             found.append(bounds)
         return found
 
