@@ -160,7 +160,7 @@ def test_a_full_disk_is_named():
 def test_files_of_other_systems_are_read(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_bytes('\ufeff{"prompt": "a ☃"}\r\n{"prompt": "b"}\r\n'.encode())
-    assert [line.prompt for line in read_prompts(path)] == ["a ☃", "b"]
+    assert [line.content["prompt"] for line in read_prompts(path)] == ["a ☃", "b"]
     for content in (b"", b"\n", b"\xef\xbb\xbf\r\n"):
         path.write_bytes(content)
         with pytest.raises(UserError, match="is empty; expected a line for each prompt"):
@@ -170,7 +170,7 @@ def test_files_of_other_systems_are_read(tmp_path):
 def test_a_text_file_has_a_prompt_a_line(tmp_path):
     path = tmp_path / "prompts.TXT"
     path.write_bytes('\ufeffa ☃ \r\n\n{"prompt": 1}\u2028b\n \n'.encode())
-    assert [(line.prompt, line.name) for line in read_prompts(path)] == [
+    assert [(line.content["prompt"], line.name) for line in read_prompts(path)] == [
         ("a ☃ ", f"{path} line 1"),
         ('{"prompt": 1}\u2028b', f"{path} line 3"),
     ]

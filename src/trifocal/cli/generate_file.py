@@ -8,10 +8,9 @@ import json
 import sys
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trifocal.cli.generate_model import GenerateArguments, load
 from trifocal.cli.output import writing
@@ -27,17 +26,13 @@ _INTERVAL_SECONDS = 10.0
 _BEGIN = b'{"index": '
 
 
-@dataclass(frozen=True)
-class PromptLine:
-    """One line of a file of prompts: its place, for messages, and all its keys, which go into the output too."""
+class PromptLine(NamedTuple):
+    """One line of a file of prompts: its place, for messages, and all its keys, which go into the output too; `prompt`
+    is the text to continue.
+    """
 
     name: str
     content: dict[str, Any]
-
-    @property
-    def prompt(self) -> str:
-        """The text to continue."""
-        return str(self.content["prompt"])
 
 
 def generate_file(options: GenerateArguments, path: Path) -> int:
@@ -69,7 +64,7 @@ def _generate(
     written: Collection[tuple[int, int]],
 ) -> int:
     threads = Threads(fixed=choose_device(options.device).type != "cpu")
-    loaded = load(options, path, [(prompts[number].name, prompts[number].prompt) for number in left])
+    loaded = load(options, path, [(prompts[number].name, prompts[number].content["prompt"]) for number in left])
     requests = [
         loaded.request(options, index, prompts[number].name, number=number) for index, number in enumerate(left)
     ]
@@ -128,7 +123,7 @@ def read_prompts(path: Path) -> list[PromptLine]:
 def read_written(path: Path, prompts: Sequence[PromptLine]) -> set[tuple[int, int]]:
     """Index and sample of every line of an output; a last line that is not whole, after a full disk, is cut off."""
     found = set()
-    texts = dict(enumerate(line.prompt for line in prompts))
+    texts = dict(enumerate(line.content["prompt"] for line in prompts))
     try:
         with path.open("r+b") as file:
             for number, line in enumerate(file, start=1):
