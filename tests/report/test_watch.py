@@ -48,7 +48,7 @@ def test_one_look_shows_what_matters(make_run):
 
 
 def test_each_source_has_its_loss_and_its_epochs(make_run):
-    run, glob = make_run(steps=500), "text:[ab][/c]*.txt"
+    run, glob = make_run(steps=500), "text:book:[ab][/c]*.txt"
     with MetricsWriter(run / "metrics.jsonl") as metrics:
         metrics.write("train", 500, **{"loss": 1.0, "epoch/builtin": 3, f"epoch/{glob}": 0})
         metrics.write(

@@ -54,7 +54,7 @@ def shown_on_a_terminal():
             for step in range(1, 11):
                 progress.update(step, loss=1.5, tokens_per_second=2000)
             progress.activity("evaluating", 12, 32)
-            progress.message("sample: [bold] is text")
+            progress.message("sample: [bold] is text, :book: too")
         stream.flush()
         shown = ""
         while select.select([parent], [], [], 0.2)[0]:
@@ -71,7 +71,7 @@ def test_a_terminal_gets_a_live_bar(monkeypatch):
     assert re.search(r"ETA 0:00\S* .*elapsed\S* \S*0:00:\d\d", shown), "each time says which it is"
     assert "evaluating 12/32" in shown
     assert "10/10" in shown and "loss 1.5000" in shown and "2,000 tokens/s" in shown
-    assert "sample: [bold] is text" in shown
+    assert "sample: [bold] is text, :book: too" in shown
 
 
 def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch):

@@ -11,11 +11,11 @@ from trifocal.cli.output import printable
 
 class SafeConsole(Console):
     """A rich console that passes every text through `printable`; colours and cursor movements are only rich's. Brackets
-    in a text, as a glob has them, are no markup.
+    in a text, as a glob has them, are no markup, and words between colons no emoji.
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(markup=False, **options)
+        super().__init__(markup=False, emoji=False, **options)
         if not self.width:
             # COLUMNS=0, as some batch systems and editors set it.
             self.width = 80

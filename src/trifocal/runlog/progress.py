@@ -45,7 +45,7 @@ class Progress:
         self._loss: float | None = None
         self._rate: float | None = None
         self._bar: RichProgress | None = None
-        console = Console(file=self._stream)
+        console = Console(file=self._stream, emoji=False)
         if enabled and self._stream.isatty() and not console.is_dumb_terminal:
             self._bar = RichProgress(
                 # A narrow terminal cuts the end of this text, so the step comes first.
