@@ -83,6 +83,19 @@ def test_a_model_that_sees_the_near_past_finds_only_late_needles(source, text):
     assert rows[0.0]["answer_loss"] > 3 > rows[1.0]["answer_loss"]
 
 
+def test_needles_of_different_lengths_count_apart(monkeypatch):
+    """Answers of one, three and two tokens, in one batch: of two the first token is another, the last is found."""
+    prompts = [
+        (np.array([5, 6, 0, 5]), np.array([-100] * 3 + [9])),
+        (np.array([5, 6, 7, 8, 0, 5, 6, 7]), np.array([-100] * 5 + [9, 7, 8])),
+        (np.array([5, 6, 7, 0, 5, 6]), np.array([-100] * 4 + [6, 7])),
+    ]
+    monkeypatch.setattr(Haystacks, "prompts", lambda *_: [(0.5, prompts)])
+    [row] = measure_needles(copying("needle"), 8, (0.5,), 3)
+    # A token that is found costs 0.03 nats, another one 9.03.
+    assert row["accuracy"] == 1 / 3 and row["answer_loss"] == pytest.approx((2 * 9.03 + 4 * 0.03) / 6, abs=0.01)
+
+
 @pytest.mark.parametrize("source", ["text", "needle"])
 def test_needles_of_a_depth_lie_in_a_block_in_many_ways(source, text):
     haystacks = Haystacks(copying(text if source == "text" else source))
