@@ -15,13 +15,14 @@ import torch
 from tests import warm
 from tests.children import environment, wait_for_end
 from tests.train.tiny import write_config
-from trifocal.data import make_tokenizer
+from trifocal.data import make_tokenizer, prefetch
 from trifocal.data.sources.text import TextSource
 from trifocal.inference import Engine
 from trifocal.runlog import read_metrics
 from trifocal.train import load_config, loop, setup, stop, train, validation_loss
 from trifocal.train.checkpoint.folders import list_checkpoints
 from trifocal.train.checkpoint.manifest import is_intact
+from trifocal.train.coordinator import StepCoordinator
 from trifocal.train.setup import TrainSetup
 from trifocal.train.step.step import TrainStep
 from trifocal.train.stop import StoppedBeforeFirstStep, StopSignals
@@ -121,12 +122,14 @@ def test_an_error_of_a_step_stays_after_a_signal_that_saves():
 
 @pytest.mark.parametrize("work", ["evaluation", "validation data", "sample", "training data"])
 def test_work_beside_steps_ends_when_a_signal_asks(tmp_path, monkeypatch, work):
-    """Each would never end here. The step is saved, and the work leaves nothing."""
+    """Each would never end here. The step is saved, and the work leaves nothing. For training data the trainer waits
+    already when the signal comes.
+    """
     overrides = {"evaluate.interval_steps": 3, "log.sample_interval_steps": 3, "data.prefetch_batches": 1}
     if work == "training data":
         overrides |= {"evaluate.interval_steps": 0, "log.sample_interval_steps": 0, "train.steps": 30}
     config = load_config(write_config(tmp_path), overrides)
-    made = []
+    made, blocked = [], threading.Event()
 
     class Signals(StopSignals):
         def __enter__(self):
@@ -142,10 +145,16 @@ def test_work_beside_steps_ends_when_a_signal_asks(tmp_path, monkeypatch, work):
 
     def blocking_read(self, *args):
         if made and made[0].something_to_save:
-            for_ever()
+            blocked.set()
+            threading.Event().wait()
         yield from read(self, *args)
 
-    read = TextSource.read
+    def while_it_waits(self):
+        if blocked.is_set():
+            ask()
+        return stop_requested(self)
+
+    read, stop_requested = TextSource.read, StepCoordinator.stop_requested
     with monkeypatch.context() as patch:
         patch.setattr(loop, "StopSignals", Signals)
         if work == "evaluation":
@@ -159,6 +168,8 @@ def test_work_beside_steps_ends_when_a_signal_asks(tmp_path, monkeypatch, work):
             patch.setattr(Engine, "run", lambda *_: (ask() or SimpleNamespace(token=1) for _ in itertools.count()))
         else:
             patch.setattr(TextSource, "read", blocking_read)
+            patch.setattr(StepCoordinator, "stop_requested", while_it_waits)
+            patch.setattr(prefetch, "STALL_LIMIT_SECONDS", 60)
         result = train(config)
     assert not result.finished and made[0].something_to_save
     step = result.step if work == "training data" else 3
