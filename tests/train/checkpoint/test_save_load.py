@@ -121,8 +121,10 @@ def test_the_optimizer_s_files_are_hashed_for_those_who_read_them(tmp_path, monk
 
 def test_the_error_offers_the_newest_intact_checkpoint_before(tmp_path):
     paths = [save(tmp_path, step) for step in (1, 2, 3, 4)]
-    for path in paths[2:]:
-        (path / "rank0.json").write_text("{}")
+    (paths[2] / "rank0.json").write_text("{}")
+    with pytest.raises(UserError, match=r"the newest intact one before it is \S+/step_00000002$"):
+        find_checkpoint(tmp_path / "checkpoints", "step_00000003")
+    (paths[3] / "rank0.json").write_text("{}")
     with pytest.raises(UserError, match=r"step_00000004 is damaged: .*rank0\.json") as caught:
         find_checkpoint(tmp_path / "checkpoints", command="trifocal train --resume RUN")
     assert str(caught.value).endswith("trifocal train --resume RUN --checkpoint step_00000002")
