@@ -299,7 +299,7 @@ def test_an_empty_validation_split(tmp_path):
 
     # As many documents as are shuffled at a time are documents, too.
     for fraction, shuffle in ((0.0, 1024), (1e-9, 1024), (0.0, 1)):
-        empty = "has no document to validate on (of 1 read); give it more text, or change data.validation_fraction, now"
+        empty = "has no document to validate on (of 1 read); give it more text, or raise data.validation_fraction, now"
         assert f"{empty} {fraction:g}" in error(fraction, shuffle_documents=shuffle)
     path.write_text("")
     assert error(0.05).startswith(f"text:{path} has no document to validate on (of 0 read); give it more text")

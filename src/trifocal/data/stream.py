@@ -214,10 +214,11 @@ class DocumentStream:
         return in_validation(document.text, self._fraction) if document.held_out is None else document.held_out
 
     def _empty_message(self) -> str:
-        bad, what = self._source.bad, "validate on" if self._validation else "train on"
+        bad = self._source.bad
+        what, change = ("validate on", "raise") if self._validation else ("train on", "lower")
         skipped = f", {len(bad.skipped)} skipped as bad; the first: {bad.first}" if bad.skipped else ""
         fewer = ", or lower data.streams" if self._parts > 1 else ""
         return (
             f"{self._source.name} has no document to {what} (of {self._documents:,} read{skipped}); give it more text, "
-            f"or change data.validation_fraction, now {self._fraction:g}{fewer}"
+            f"or {change} data.validation_fraction, now {self._fraction:g}{fewer}"
         )
