@@ -42,6 +42,7 @@ GRADIENTS = ("--trace.what", "gradients")
         (("--train.only", "chooser"), "trains only the index, and the model has none; set model.chooser"),
         ((*INDEX, *SHORT), "the blocks cover all 24 tokens of .*such as --train.sequence_length 96"),
         ((*GRADIENTS, "--trace.steps", "5:7,3:4"), r"trace\.steps must be ranges"),
+        ((*GRADIENTS, "--trace.steps", "0:3"), r"of steps, which count from 1, .*got \"0:3\""),
         (("--trace.what", "memory", "--trace.steps", "1:102"), "are 101 steps; memory can record 100 at once"),
         ((*GRADIENTS, "--train.cuda_graphs", "true"), "see nothing with train.cuda_graphs"),
         (
