@@ -6,8 +6,7 @@ from lib.choice_problem import check_choice_parity
 from lib.recorder import Refused
 from lib.shapes import AttentionShape
 from trifocal.models import ModelConfig
-from trifocal.ops import Geometry, compressed_attention, nsa_attention, select_blocks
-from trifocal.ops.api import compress_by_mean
+from trifocal.ops import Geometry, compressed_attention, mean_compress, nsa_attention, select_blocks
 from trifocal.ops.choice_loss import Sample, compressed_importance
 from trifocal.ops.reference import chosen_mask
 from trifocal.testing.inputs import Inputs, attention_inputs
@@ -61,7 +60,7 @@ def check_model_parity(config: ModelConfig, device: torch.device, dtype: torch.d
 
 def _mean_and_gradient(k: torch.Tensor, geometry: Geometry, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Compressed keys, and the keys' gradient for a gradient that is the same on both sides."""
-    k_cmp = compress_by_mean(k, geometry, None, backend)
+    k_cmp = mean_compress(k, geometry, backend=backend)
     upstream = torch.randn(k_cmp.shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     return k_cmp, torch.autograd.grad(k_cmp, k, upstream.to(k_cmp.device, k_cmp.dtype))[0]
 

@@ -9,8 +9,7 @@ from lib import choice_problem, parity
 from lib.recorder import Refused
 from lib.shapes import AttentionShape
 from tests.benchmarks.tiny import MODEL
-from trifocal.ops import Geometry, nsa_attention, select_blocks
-from trifocal.ops.api import compress_by_mean
+from trifocal.ops import Geometry, mean_compress, nsa_attention, select_blocks
 
 SHAPE = AttentionShape("", 1, 4096, 8, 4, 16, 8)
 GEOMETRY = Geometry(8, 4, 16, 3, 1, 1, 16)
@@ -33,8 +32,8 @@ def wrong_gradient(q, *args, backend, **rules):
     return nsa_attention(q, *args, backend="reference", **rules)
 
 
-def wrong_mean(x, geometry, cu_seqlens, backend):
-    return compress_by_mean(x, geometry, cu_seqlens, "reference") * (1.0 if backend == "reference" else 1.01)
+def wrong_mean(x, geometry, backend):
+    return mean_compress(x, geometry, backend="reference") * (1.0 if backend == "reference" else 1.01)
 
 
 def worse_choice(*args, backend, **rules):
@@ -51,7 +50,7 @@ def worse_choice(*args, backend, **rules):
     [
         ("nsa_attention", wrong_output, r"is off by .* at 85 tokens, allowed is"),
         ("nsa_attention", wrong_gradient, "the gradient of q is off"),
-        ("compress_by_mean", wrong_mean, "mean is off"),
+        ("mean_compress", wrong_mean, "mean is off"),
         ("select_blocks", worse_choice, "of the importance that the best ones cover"),
     ],
 )

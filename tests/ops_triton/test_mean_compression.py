@@ -11,7 +11,6 @@ from trifocal import Geometry, ops
 from trifocal.doctor.probes import _run_small_kernel
 from trifocal.nn import NSAttention
 from trifocal.ops import mean_compress, operators
-from trifocal.ops.api import compress_by_mean
 from trifocal.testing.inputs import cotangent
 from trifocal.testing.tolerances import allowed, error
 
@@ -60,7 +59,7 @@ def means_of_torch(x, case):
 def kernels(x, case):
     before = ops.backend_choices().get(("mean_compress", "triton", "supported"), 0)
     if not ON_GPU:
-        return compress_by_mean(x, case.geometry, documents_of(case), "triton")
+        return mean_compress(x, case.geometry, cu_seqlens=documents_of(case), backend="triton")
     x_cmp = mean_compress(x, case.geometry, cu_seqlens=documents_of(case))
     assert ops.backend_choices()["mean_compress", "triton", "supported"] == before + 1
     return x_cmp
@@ -106,7 +105,7 @@ def test_strides_are_taken_as_they_come(case):
     for strided in layouts:
         assert strided.stride() != x.stride()
         assert torch.equal(operators.mean_compress(strided, case.geometry, 12, documents), plain)
-    d_x_cmp = cotangent(compress_by_mean(x, case.geometry, documents, "reference"))
+    d_x_cmp = cotangent(mean_compress(x, case.geometry, cu_seqlens=documents, backend="reference"))
     gradients = (d_x_cmp.transpose(1, 3).contiguous().transpose(1, 3), d_x_cmp[:1, :1, :1, :1].expand_as(d_x_cmp))
     for gradient in gradients:
         rules = (case.geometry, case.queries, documents)
@@ -118,14 +117,14 @@ def test_strides_are_taken_as_they_come(case):
 def test_sums_of_half_precision_are_fp32():
     """A fp16 sum would overflow, or lose small numbers beside large ones."""
     x = torch.full((1, 64, 1, 16), 60000.0, dtype=torch.float16)
-    assert (compress_by_mean(x, Geometry(), None, "triton") == 60000).all()
+    assert (mean_compress(x, Geometry(), backend="triton") == 60000).all()
 
 
 @interpreted
 def test_a_nan_stays_in_the_blocks_that_hold_it():
     x = torch.randn(1, 40, 2, 8)
     x[0, 9, 0, 3] = torch.nan
-    x_cmp = compress_by_mean(x, cases.USUAL, None, "triton")
+    x_cmp = mean_compress(x, cases.USUAL, backend="triton")
     assert x_cmp.isnan().nonzero().tolist() == [[0, 1, 0, 3], [0, 2, 0, 3]]
 
 
@@ -148,7 +147,7 @@ def test_one_compiled_function_serves_other_heads():
     """From the second shape on, the compiler takes sizes for symbols."""
 
     def compress(x):
-        return compress_by_mean(x, FOUR_SPLITS, None, "triton")
+        return mean_compress(x, FOUR_SPLITS, backend="triton")
 
     torch._dynamo.reset()
     compiled = torch.compile(compress, fullgraph=True, backend="aot_eager")

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trifocal.nn.projection import is_plain
-from trifocal.ops import Documents, Geometry
-from trifocal.ops.api import compress_by_mean
+from trifocal.ops import Documents, Geometry, mean_compress
 from trifocal.ops.dispatch import Backend
 from trifocal.ops.layout import max_packed_compressed_blocks
 from trifocal.ops.reference import compression_windows
@@ -42,7 +41,7 @@ class MeanCompressor(nn.Module):
             [B, C, G, D] in the type of `x`. With documents C is `S // stride`, enough for any boundaries; slots that
             belong to no document are zero and invisible.
         """
-        return compress_by_mean(x, self.geometry, documents, self.backend)
+        return mean_compress(x, self.geometry, cu_seqlens=documents, backend=self.backend)
 
 
 class MLPCompressor(nn.Module):

@@ -23,12 +23,14 @@ from trifocal.ops.validation import (
 )
 
 
-def mean_compress(x: Tensor, geometry: Geometry, *, cu_seqlens: Tensor | Documents | None = None) -> Tensor:
+def mean_compress(
+    x: Tensor, geometry: Geometry, *, cu_seqlens: Tensor | Documents | None = None, backend: str = "auto"
+) -> Tensor:
     """Compress keys or values by the mean over each block: the simplest φ.
 
     Args:
         x: Keys or values, [B, S, G, D].
-        geometry, cu_seqlens: See `trifocal.ops`.
+        geometry, cu_seqlens, backend: See `trifocal.ops`.
 
     Returns:
         [B, C, G, D] in the type of x, summed in fp32 (fp64 for fp64). With a `Documents` instead of a tensor, C is the
@@ -37,13 +39,8 @@ def mean_compress(x: Tensor, geometry: Geometry, *, cu_seqlens: Tensor | Documen
     Raises:
         ValueError: If x has another rank, or the boundaries do not fit.
 
-    Runs on the backend that `"auto"` chooses. Source: arXiv:2502.11089, Eq. 7, with the mean for φ.
+    Source: arXiv:2502.11089, Eq. 7, with the mean for φ.
     """
-    return compress_by_mean(x, geometry, cu_seqlens, "auto")
-
-
-def compress_by_mean(x: Tensor, geometry: Geometry, cu_seqlens: Tensor | Documents | None, backend: str) -> Tensor:
-    """`mean_compress` on a named backend, for layers that have one."""
     check_geometry(geometry)
     check_rank("x", x, "[B, S, G, D]")
     check_floats("x", x)
@@ -339,7 +336,7 @@ def nsa(
 
     Source: arXiv:2502.11089, Eq. 5, with the mean for φ.
     """
-    k_cmp, v_cmp = (compress_by_mean(x, geometry, cu_seqlens, backend) for x in (k, v))
+    k_cmp, v_cmp = (mean_compress(x, geometry, cu_seqlens=cu_seqlens, backend=backend) for x in (k, v))
     return nsa_attention(
         q, k_cmp, v_cmp, k, v, k, v, gates, geometry, scale=scale, cu_seqlens=cu_seqlens, backend=backend
     )
