@@ -124,31 +124,14 @@ def _kernels(module: str, function: str) -> Callable[..., Any]:
     return run
 
 
-def _select_blocks(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    geometry: Geometry,
-    num_keys: int,
-    scale: float,
-    documents: Documents | None,
-    backend: str,
-) -> Tensor:
-    if backend == "reference":
-        return reference.select_blocks(q, k_cmp, lse, geometry, num_keys, scale, documents)
-    from trifocal.ops.triton.scoring import select_blocks_forward
+def _on_backend(operation: str, kernels: Callable[..., Any]) -> Callable[..., Any]:
+    """A body whose last argument is the backend: the reference of this name, or kernels."""
 
-    return select_blocks_forward(q, k_cmp, lse.to(torch.float32), geometry, num_keys, scale, documents)
+    def run(*args: Any) -> Any:
+        *inputs, backend = args
+        return (getattr(reference, operation) if backend == "reference" else kernels)(*inputs)
 
-
-def _select_blocks_by_index(
-    q_idx: Tensor, k_idx: Tensor, geometry: Geometry, documents: Documents | None, backend: str
-) -> Tensor:
-    if backend == "reference":
-        return reference.select_blocks_by_index(q_idx, k_idx, geometry, documents)
-    from trifocal.ops.triton.index_scoring import select_blocks_by_index_forward
-
-    return select_blocks_by_index_forward(q_idx, k_idx, geometry, documents)
+    return run
 
 
 def _compressed_backward(d_o: Tensor | None, d_lse: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
@@ -200,7 +183,7 @@ select_blocks: Operator[Tensor] = Operator(
     "select_blocks",
     f"Tensor q, Tensor k_cmp, Tensor lse, SymInt[] geometry, SymInt num_keys, float scale, {DOCUMENTS}, str backend",
     "Tensor",
-    _select_blocks,
+    _on_backend("select_blocks", _kernels("scoring", "select_blocks_forward")),
     lambda q, k, _, sizes, *__: q.new_empty(
         (*q.shape[:2], k.shape[2], _size(sizes, "num_selected_blocks")), dtype=torch.int32
     ),
@@ -210,7 +193,7 @@ select_blocks_by_index: Operator[Tensor] = Operator(
     "select_blocks_by_index",
     f"Tensor q_idx, Tensor k_idx, SymInt[] geometry, {DOCUMENTS}, str backend",
     "Tensor",
-    _select_blocks_by_index,
+    _on_backend("select_blocks_by_index", _kernels("index_scoring", "select_blocks_by_index_forward")),
     lambda q, _, sizes, *__: q.new_empty((*q.shape[:3], _size(sizes, "num_selected_blocks")), dtype=torch.int32),
 )
 """The choice of blocks, [B, T, G, N]; see `trifocal.ops.select_blocks_by_index`."""

@@ -210,10 +210,10 @@ def select_blocks_forward(
 ) -> Tensor:
     """Choose the selection blocks of every query and group: [B, T, G, N], int32, ascending; -1 pads.
 
-    Takes q [B, T, H, D], k_cmp [B, C, G, D], where C may be padded with documents, and lse [B, T, H], fp32, the natural
+    Takes q [B, T, H, D], k_cmp [B, C, G, D], where C may be padded with documents, and lse [B, T, H], the natural
     log-sum-exp of the compressed scores.
     """
-    q, k_cmp = unit_stride(q), unit_stride(k_cmp)
+    q, k_cmp, lse = unit_stride(q), unit_stride(k_cmp), lse.to(torch.float32)
     batch, num_queries, num_heads, dim = q.shape
     num_compressed, groups = k_cmp.shape[1:3]
     q_per_kv, packed = num_heads // groups, documents is not None
