@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trifocal.hf.layer_cache import TrifocalLayer
-from trifocal.inference.cached_attention import LayerTables, Projected, attention_rule
+from trifocal.inference.cached_attention import AttentionRule, LayerTables, Projected
 from trifocal.inference.prefill import Chunk
 from trifocal.models.model_config import Attention, ModelConfig
 from trifocal.nn.attention_base import AttentionBase
@@ -77,7 +77,7 @@ class LayerPast:
     ) -> Tensor:
         """Append and attend."""
         assert isinstance(attention, AttentionBase)
-        new, rule = self._new, attention_rule(attention, self._config.geometry, self._tables)
+        new, rule = self._new, AttentionRule(attention, self._config.geometry, self._tables)
         cache = self._layer.reserve(self._config, self._kind, new.num_pages, new.page_size, q)
 
         def each(function: Callable[[Tensor], Tensor]) -> Projected:

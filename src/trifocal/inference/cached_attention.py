@@ -86,43 +86,53 @@ class Projected:
     index: tuple[Tensor, Tensor] | None = None
 
 
-@dataclass(frozen=True)
 class AttentionRule:
-    """What a layer's attention does beyond its weights.
+    """What a layer's attention does with its caches, beyond the products with its weights.
 
-    Attributes:
-        tables: Rotary tables of the layer.
-        geometry: Block sizes, in tokens.
-        backend: `"auto"`, `"reference"` or `"triton"`.
-        window_size: Keys that a query of a window layer sees, at most all; None in other layers.
-        compress: φ of keys and of values of a sequence, [1, S, G, *] -> [1, C, G, *]; None in layers without.
-        learned: The weights of a learned φ of keys and of values, which decoding reads; None: the mean.
-        plain: Whether these weights say all that φ computes; where an adapter computes more, `decode` must not run.
+    `tables` and `geometry` are those for the longest sequence; `prepared` copies a learned φ in the type of the
+    products, else it is the layer's own. `decode` reads only the weights of a learned φ: it must not run where φ is not
+    `plain`, as an adapter computes more.
     """
 
-    tables: LayerTables
-    geometry: Geometry
-    backend: str
-    window_size: int | None = None
-    compress: tuple[Compress, Compress] | None = None
-    learned: tuple[LearnedCompressor, LearnedCompressor] | None = None
-    plain: bool = True
+    def __init__(
+        self,
+        attention: AttentionBase,
+        geometry: Geometry,
+        tables: LayerTables,
+        prepared: Callable[[nn.Module], nn.Module] = lambda phi: phi,
+    ) -> None:
+        self._tables, self._geometry = tables, geometry
+        self._backend: str = getattr(attention, "backend", "auto")
+        self._window_size: int | None = None
+        if isinstance(attention, WindowAttention):
+            # A wider one never slides.
+            self._window_size = min(attention.window_size, len(tables.tokens[0]))
+        self._compress: tuple[Compress, Compress] | None = None
+        self._learned: tuple[LearnedCompressor, LearnedCompressor] | None = None
+        self.plain = True
+        if isinstance(attention, ChoosingAttention):
+            phi_k = prepared(attention.k_compressor)
+            phi_v = prepared(attention.v_compressor) if isinstance(attention, NSAttention) else phi_k
+            self._compress = phi_k, phi_v
+            if isinstance(phi_k, MLPCompressor) and isinstance(phi_v, MLPCompressor):
+                self._learned = _weights_of(phi_k), _weights_of(phi_v)
+                self.plain = all(is_plain(linear) for phi in (phi_k, phi_v) for linear in (phi.up_proj, phi.down_proj))
 
     def prefill(self, new: Projected, cache: LayerCache, chunk: Chunk) -> Tensor:
         """Append a chunk of one sequence to the layer's caches and attend, [1, T, ...] -> [1, T, H, V]."""
-        rotary, geometry, backend = self.tables.tokens, self.geometry, self.backend
+        rotary, geometry, backend = self._tables.tokens, self._geometry, self._backend
         if isinstance(cache, DenseCache):
             return causal_attention(
                 *append_dense_chunk(new.q, new.keys[0], new.values[0], cache, chunk, rotary, backend)
             )
         if isinstance(cache, WindowCache):
-            assert self.window_size is not None
-            window = cache, chunk, self.window_size, rotary, backend
+            assert self._window_size is not None
+            window = cache, chunk, self._window_size, rotary, backend
             q, k, v = append_window_chunk(new.q, new.keys[0], new.values[0], *window)
-            return window_attention(q, k, v, self.window_size, backend=backend)
-        assert self.compress is not None
+            return window_attention(q, k, v, self._window_size, backend=backend)
+        assert self._compress is not None
         q, seen, index_seen = append_sparse_chunk(
-            new.q, cache, chunk, *_branches(new, cache), geometry, self.compress, rotary, self._index(new), backend
+            new.q, cache, chunk, *_branches(new, cache), geometry, self._compress, rotary, self._index(new), backend
         )
         chosen = None if index_seen is None else select_blocks_by_index(*index_seen, geometry, backend=backend)
         if new.gates is not None:
@@ -134,51 +144,20 @@ class AttentionRule:
 
     def decode(self, new: Projected, cache: LayerCache, batch: DecodeBatch) -> Tensor:
         """Append the new tokens of a batch and attend, [B, T, ...] -> [B, T, H, V]."""
-        rotary, geometry, backend = self.tables.tokens, self.geometry, self.backend
+        rotary, geometry, backend = self._tables.tokens, self._geometry, self._backend
         if not isinstance(cache, SparseCache):
             append_dense(cache, batch, new.keys[0], new.values[0], rotary, backend)
-            return decode_dense_attention(new.q, cache, batch, rotary, window_size=self.window_size, backend=backend)
+            return decode_dense_attention(new.q, cache, batch, rotary, window_size=self._window_size, backend=backend)
         raw, selected, window = _branches(new, cache)
         branches = *raw, *selected, *window
-        scores = append_sparse(cache, batch, *branches, geometry, rotary, self.learned, backend, self._index(new))
+        scores = append_sparse(cache, batch, *branches, geometry, rotary, self._learned, backend, self._index(new))
         has_window = new.gates is not None
         return decode_attention(
             new.q, new.gates, cache, batch, geometry, rotary, window=has_window, backend=backend, scores=scores
         )
 
     def _index(self, new: Projected) -> Index | None:
-        return None if new.index is None or self.tables.index is None else Index(*new.index, self.tables.index)
-
-
-def attention_rule(
-    attention: AttentionBase,
-    geometry: Geometry,
-    tables: LayerTables,
-    prepared: Callable[[nn.Module], nn.Module] = lambda phi: phi,
-) -> AttentionRule:
-    """The rule of a layer; `prepared` copies a learned φ in the type of the products, else it is the layer's own."""
-    compress = learned = None
-    plain = True
-    if isinstance(attention, ChoosingAttention):
-        phi_k = prepared(attention.k_compressor)
-        phi_v = prepared(attention.v_compressor) if isinstance(attention, NSAttention) else phi_k
-        compress = phi_k, phi_v
-        if isinstance(phi_k, MLPCompressor) and isinstance(phi_v, MLPCompressor):
-            learned = _weights_of(phi_k), _weights_of(phi_v)
-            plain = all(is_plain(linear) for phi in (phi_k, phi_v) for linear in (phi.up_proj, phi.down_proj))
-    window = None
-    if isinstance(attention, WindowAttention):
-        # A wider one never slides.
-        window = min(attention.window_size, len(tables.tokens[0]))
-    return AttentionRule(
-        tables=tables,
-        geometry=geometry,
-        backend=getattr(attention, "backend", "auto"),
-        window_size=window,
-        compress=compress,
-        learned=learned,
-        plain=plain,
-    )
+        return None if new.index is None or self._tables.index is None else Index(*new.index, self._tables.index)
 
 
 def _weights_of(phi: MLPCompressor) -> LearnedCompressor:

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from trifocal.errors import UserError
 from trifocal.inference import products as pytorch_products
-from trifocal.inference.cached_attention import LayerTables, Projected, attention_rule
+from trifocal.inference.cached_attention import AttentionRule, LayerTables, Projected
 from trifocal.inference.prefill import Chunk
 from trifocal.models.decoder import DecoderLM
 from trifocal.nn import Block, NSAttention, RMSNorm
@@ -45,7 +45,7 @@ class CachedLayer:
         assert isinstance(block, Block)
         attention, mlp = block.attention, block.mlp
         assert isinstance(attention, AttentionBase)
-        self._rule = attention_rule(attention, geometry, tables, lambda phi: _prepared(phi, dtype))
+        self._rule = AttentionRule(attention, geometry, tables, lambda phi: _prepared(phi, dtype))
         self._num_heads, self._num_kv_heads = attention.num_heads, attention.num_kv_heads
         self._branches = attention.branches
         norms = [_prepared_norm(norm) for norm in (block.attention_norm, block.mlp_norm)]
