@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from trifocal.hf.layer_cache import TrifocalLayer
-from trifocal.inference.cached_attention import AttentionRule, LayerTables, Projected
-from trifocal.inference.prefill import Chunk
+from trifocal.inference.cached_attention import AttentionRule, LayerTables
+from trifocal.inference.prefill import Chunk, Projected
 from trifocal.models.model_config import Attention, ModelConfig
 from trifocal.nn.attention_base import AttentionBase
 from trifocal.ops import DecodeBatch

@@ -15,6 +15,7 @@ from trifocal.inference.paged_cache import LayerCache
 from trifocal.inference.prefill import (
     Chunk,
     Compress,
+    Projected,
     append_dense_chunk,
     append_sparse_chunk,
     append_window_chunk,
@@ -68,24 +69,6 @@ def tables_of_layers(
     return [LayerTables(*tables[scaling]) for scaling in scalings]
 
 
-@dataclass(frozen=True)
-class Projected:
-    """New tokens of a layer behind its input projection, [B, T, heads, *]; nothing is rotated.
-
-    Attributes:
-        q: Queries, [B, T, H, D].
-        keys, values: Those of each branch, [B, T, G, *]: one for all, or cmp, slc and win.
-        gates: [B, T, H, 3]; None in a layer without gates.
-        index: Queries [B, T, G, Di] and keys [B, T, Di] of the index; None without one.
-    """
-
-    q: Tensor
-    keys: list[Tensor]
-    values: list[Tensor]
-    gates: Tensor | None = None
-    index: tuple[Tensor, Tensor] | None = None
-
-
 class AttentionRule:
     """What a layer's attention does with its caches, beyond the products with its weights.
 
@@ -122,17 +105,14 @@ class AttentionRule:
         """Append a chunk of one sequence to the layer's caches and attend, [1, T, ...] -> [1, T, H, V]."""
         rotary, geometry, backend = self._tables.tokens, self._geometry, self._backend
         if isinstance(cache, DenseCache):
-            return causal_attention(
-                *append_dense_chunk(new.q, new.keys[0], new.values[0], cache, chunk, rotary, backend)
-            )
+            return causal_attention(*append_dense_chunk(new, cache, chunk, rotary, backend))
         if isinstance(cache, WindowCache):
             assert self._window_size is not None
-            window = cache, chunk, self._window_size, rotary, backend
-            q, k, v = append_window_chunk(new.q, new.keys[0], new.values[0], *window)
+            q, k, v = append_window_chunk(new, cache, chunk, self._window_size, rotary, backend)
             return window_attention(q, k, v, self._window_size, backend=backend)
         assert self._compress is not None
         q, seen, index_seen = append_sparse_chunk(
-            new.q, cache, chunk, *_branches(new, cache), geometry, self._compress, rotary, self._index(new), backend
+            new, cache, chunk, geometry, self._compress, rotary, self._index(new), backend
         )
         chosen = None if index_seen is None else select_blocks_by_index(*index_seen, geometry, backend=backend)
         if new.gates is not None:
@@ -148,8 +128,11 @@ class AttentionRule:
         if not isinstance(cache, SparseCache):
             append_dense(cache, batch, new.keys[0], new.values[0], rotary, backend)
             return decode_dense_attention(new.q, cache, batch, rotary, window_size=self._window_size, backend=backend)
-        raw, selected, window = _branches(new, cache)
-        branches = *raw, *selected, *window
+        k_raw = None if cache.k_raw is None else new.keys[0]
+        v_raw = None if cache.v_raw is None else new.values[0]
+        k_slc, v_slc = new.selected
+        k_win, v_win = (None, None) if cache.k_win is None else (new.keys[-1], new.values[-1])
+        branches = k_raw, v_raw, k_slc, v_slc, k_win, v_win
         scores = append_sparse(cache, batch, *branches, geometry, rotary, self._learned, backend, self._index(new))
         has_window = new.gates is not None
         return decode_attention(
@@ -163,16 +146,3 @@ class AttentionRule:
 def _weights_of(phi: MLPCompressor) -> LearnedCompressor:
     weights = phi.positions, phi.up_proj.weight, phi.down_proj.weight
     return LearnedCompressor(*(weight.detach().contiguous() for weight in weights))
-
-
-Branches = tuple[tuple[Tensor | None, Tensor | None], tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]
-
-
-def _branches(new: Projected, cache: SparseCache) -> Branches:
-    """Keys and values of cmp, slc and win; None where the cache has no separate place for them."""
-    middle = len(new.keys) // 2
-    return (
-        (None if cache.k_raw is None else new.keys[0], None if cache.v_raw is None else new.values[0]),
-        (new.keys[middle], new.values[middle]),
-        (None, None) if cache.k_win is None else (new.keys[-1], new.values[-1]),
-    )

@@ -15,8 +15,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from trifocal.errors import UserError
 from trifocal.inference import products as pytorch_products
-from trifocal.inference.cached_attention import AttentionRule, LayerTables, Projected
-from trifocal.inference.prefill import Chunk
+from trifocal.inference.cached_attention import AttentionRule, LayerTables
+from trifocal.inference.prefill import Chunk, Projected
 from trifocal.models.decoder import DecoderLM
 from trifocal.nn import Block, NSAttention, RMSNorm
 from trifocal.nn.attention_base import AttentionBase

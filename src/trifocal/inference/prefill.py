@@ -10,6 +10,7 @@ they reach no ring.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,30 @@ from trifocal.ops.decode.caches import Index, NewRows, Place, Rotary
 
 Compress = Callable[[Tensor], Tensor]
 """φ of the keys or values of a sequence, [1, S, G, *] -> [1, C, G, *]."""
+
+
+@dataclass(frozen=True)
+class Projected:
+    """New tokens of a layer behind its input projection, [B, T, heads, *]; nothing is rotated.
+
+    Attributes:
+        q: Queries, [B, T, H, D].
+        keys, values: Those of each branch, [B, T, G, *]: one for all, or cmp, slc and win.
+        gates: [B, T, H, 3]; None in a layer without gates.
+        index: Queries [B, T, G, Di] and keys [B, T, Di] of the index; None without one.
+    """
+
+    q: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+    gates: Tensor | None = None
+    index: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def selected(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the selected branch."""
+        middle = len(self.keys) // 2
+        return self.keys[middle], self.values[middle]
 
 
 class Chunk:
@@ -77,49 +102,36 @@ class Seen(NamedTuple):
 
 
 def append_dense_chunk(
-    q: Tensor, k: Tensor, v: Tensor, cache: DenseCache, chunk: Chunk, rotary: Rotary, backend: str
+    new: Projected, cache: DenseCache, chunk: Chunk, rotary: Rotary, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Append a chunk to the cache of a dense layer; rotated queries, and keys and values of all tokens so far.
-
-    q, k and v are the chunk's, [1, T, heads, *], not rotated yet.
-    """
+    """Append a chunk to the cache of a dense layer; rotated queries, and keys and values of all tokens so far."""
     rows = {
-        "q": NewRows(q, chunk.first, rotary),
-        "k": NewRows(k, 0, rotary, cache.k),
-        "v": NewRows(v, 0, None, cache.v),
+        "q": NewRows(new.q, chunk.first, rotary),
+        "k": NewRows(new.keys[0], 0, rotary, cache.k),
+        "v": NewRows(new.values[0], 0, None, cache.v),
     }
     seen = chunk.append(rows, backend)
     return seen["q"], seen["k"], seen["v"]
 
 
 def append_window_chunk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache: WindowCache,
-    chunk: Chunk,
-    window_size: int,
-    rotary: Rotary,
-    backend: str,
+    new: Projected, cache: WindowCache, chunk: Chunk, window_size: int, rotary: Rotary, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `append_dense_chunk`, for a window layer; keys and values of the chunk and of the window before it."""
     past = min(chunk.first, window_size - 1)
     rows = {
-        "q": NewRows(q, chunk.first, rotary),
-        "k_win": chunk.in_ring(k, cache.k_win, past, rotary),
-        "v_win": chunk.in_ring(v, cache.v_win, past),
+        "q": NewRows(new.q, chunk.first, rotary),
+        "k_win": chunk.in_ring(new.keys[0], cache.k_win, past, rotary),
+        "v_win": chunk.in_ring(new.values[0], cache.v_win, past),
     }
     seen = chunk.append(rows, backend)
     return seen["q"], seen["k_win"], seen["v_win"]
 
 
 def append_sparse_chunk(
-    q: Tensor,
+    new: Projected,
     cache: SparseCache,
     chunk: Chunk,
-    raw: tuple[Tensor | None, Tensor | None],
-    selected: tuple[Tensor, Tensor],
-    window: tuple[Tensor | None, Tensor | None],
     geometry: Geometry,
     compress: tuple[Compress, Compress],
     rotary: Rotary,
@@ -128,27 +140,25 @@ def append_sparse_chunk(
 ) -> tuple[Tensor, Seen, tuple[Tensor, Tensor] | None]:
     """Append a chunk to a sparse layer's caches; rotated queries, what they see, and rotated queries of an index with
     its keys of all tokens so far, or None.
-
-    q is [1, T, H, D]; raw, selected and window are keys and values of the branches, [1, T, G, D] and [1, T, G, V], None
-    where the cache has none.
     """
     stride = geometry.compression_stride
     before, after = geometry.num_compressed_blocks(chunk.first), geometry.num_compressed_blocks(chunk.stop)
     past = min(chunk.first, geometry.window_size - 1)
+    k_slc, v_slc = new.selected
     rows = {
-        "q": NewRows(q, chunk.first, rotary),
-        "k": NewRows(selected[0], 0, rotary, cache.k_slc),
-        "v": NewRows(selected[1], 0, None, cache.v_slc),
+        "q": NewRows(new.q, chunk.first, rotary),
+        "k": NewRows(k_slc, 0, rotary, cache.k_slc),
+        "v": NewRows(v_slc, 0, None, cache.v_slc),
     }
     rings = (
-        ("k_win", window[0], cache.k_win, past, rotary),
-        ("v_win", window[1], cache.v_win, past, None),
+        ("k_win", new.keys[-1], cache.k_win, past, rotary),
+        ("v_win", new.values[-1], cache.v_win, past, None),
         # From the start of the first block that is not compressed yet.
-        ("k_raw", raw[0], cache.k_raw, chunk.first - before * stride, None),
-        ("v_raw", raw[1], cache.v_raw, chunk.first - before * stride, None),
+        ("k_raw", new.keys[0], cache.k_raw, chunk.first - before * stride, None),
+        ("v_raw", new.values[0], cache.v_raw, chunk.first - before * stride, None),
     )
     for name, x, ring, reach, tables in rings:
-        if x is not None and ring is not None:
+        if ring is not None:
             rows[name] = chunk.in_ring(x, ring, reach, tables)
     if index is not None and cache.k_idx is not None:
         q_idx, k_idx, rotary_idx = index
@@ -161,8 +171,8 @@ def append_sparse_chunk(
     for name, pages, phi, tables in compressed:
         if pages is not None:
             stretch = seen[f"{name}_raw"]
-            new = phi(stretch) if after > before else stretch[:, :0]
-            blocks[name] = NewRows(new, slot_of_first, tables, pages)
+            compressed_rows = phi(stretch) if after > before else stretch[:, :0]
+            blocks[name] = NewRows(compressed_rows, slot_of_first, tables, pages)
     blocks_seen: dict[str, Tensor] = {}
     if blocks:
         blocks_seen = chunk.append(blocks, backend, first=before + slot_of_first, zero=slot_of_first, stride=stride)
