@@ -140,15 +140,15 @@ class DecoderLM(nn.Module):
         Raises:
             ValueError: If shapes do not fit; the message names them.
         """
+        if targets is None:
+            return self.logits(self.hidden_states(tokens, cu_seqlens=cu_seqlens))
         _check_tokens(tokens, targets)
-        context = None if targets is None else self.context
+        context = self.context
         num_tokens = tokens.shape[1] * (1 if context is None else context.size)
         documents = self._documents(tokens, num_tokens, cu_seqlens)
         choice_samples = None
         if teaching is None and context is None:
             choice_samples = ChoiceSamples.of_call(self.attention_layers(), tokens, documents)
-        if targets is None:
-            return self.logits(self._hidden_states(tokens, documents, choice_samples))
         counted = (targets != IGNORED_TARGET).sum()
         local_tokens, taught_tokens = None, tokens
         if context is not None:
@@ -206,22 +206,13 @@ class DecoderLM(nn.Module):
         taught = (divergence + weight * text if weight else divergence) / counted
         return text.detach() / counted + (taught - taught.detach())
 
-    def _hidden_states(
-        self, tokens: Tensor, documents: Documents | None, choice_samples: ChoiceSamples | None
-    ) -> Tensor:
-        hidden = self.norm(self._last_residual(tokens, documents, choice_samples))
-        return hidden if choice_samples is None else attach_loss(hidden, choice_samples.call_loss())
-
-    def hidden_states(
-        self,
-        tokens: Tensor,
-        *,
-        cu_seqlens: Tensor | Documents | None = None,
-    ) -> Tensor:
+    def hidden_states(self, tokens: Tensor, *, cu_seqlens: Tensor | Documents | None = None) -> Tensor:
         """The normed output of the last block, [B, T, E]; arguments and errors as in `forward`."""
         _check_tokens(tokens, None)
         documents = self._documents(tokens, tokens.shape[1], cu_seqlens)
-        return self._hidden_states(tokens, documents, ChoiceSamples.of_call(self.attention_layers(), tokens, documents))
+        choice_samples = ChoiceSamples.of_call(self.attention_layers(), tokens, documents)
+        hidden = self.norm(self._last_residual(tokens, documents, choice_samples))
+        return hidden if choice_samples is None else attach_loss(hidden, choice_samples.call_loss())
 
     def _documents(self, tokens: Tensor, num_tokens: int, documents: Tensor | Documents | None) -> Documents | None:
         if isinstance(documents, Tensor):
