@@ -40,10 +40,10 @@ def computes_bf16(device: torch.device) -> bool:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a host's tensor to a device without waiting for it."""
-    if device.type == "cpu" or tensor.is_cuda:
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    """Copy a tensor to a device; a host's to a GPU without waiting for it."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

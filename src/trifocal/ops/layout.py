@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trifocal.ops.devices import to_device
 from trifocal.ops.geometry import Geometry
 
 # Room for documents is counted in powers of two, and begins with that for documents of this many tokens.
@@ -99,13 +100,7 @@ class Documents(NamedTuple):
     def to(self, device: torch.device | str) -> "Documents":
         """The same on another device, to which a GPU's copy starts without a wait; blocks are placed anew there."""
         device = torch.device(device)
-
-        def moved(part: Tensor) -> Tensor:
-            if device.type == "cuda" and not part.is_cuda:
-                part = part.pin_memory()
-            return part.to(device, non_blocking=True)
-
-        cu_seqlens, ids, positions = moved(self.cu_seqlens), moved(self.ids), moved(self.positions)
+        cu_seqlens, ids, positions = (to_device(x, device) for x in (self.cu_seqlens, self.ids, self.positions))
         return Documents(cu_seqlens, ids, positions, self.max_length, aligned=self.aligned)
 
 
