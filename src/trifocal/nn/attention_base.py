@@ -16,7 +16,7 @@ from trifocal.nn.projection import is_plain, project
 from trifocal.nn.rope import UNSCALED, RopeScaling, rotary_tables
 from trifocal.ops import Documents, Geometry
 from trifocal.ops.choice_loss import Sample
-from trifocal.ops.layout import max_packed_compressed_blocks, place_compressed_blocks
+from trifocal.ops.layout import num_compressed_slots, place_compressed_blocks
 from trifocal.ops.validation import check_geometry, check_rank, check_whole_number
 
 INDEX_DIM = 64
@@ -158,7 +158,7 @@ class AttentionBase(nn.Module):
             starts = torch.arange(geometry.num_compressed_blocks(num_tokens), device=x.device)
             cos, sin = tables(starts * geometry.compression_stride, self.head_dim)
         else:
-            num_slots = max_packed_compressed_blocks(num_tokens, geometry)
+            num_slots = num_compressed_slots(num_tokens, geometry, documents)
             _, (last_tokens, _) = place_compressed_blocks(documents, num_slots, geometry)
             # A slot that no document fills stands at the first token of all.
             firsts = (last_tokens - (geometry.compression_block_size - 1)).where(last_tokens < num_tokens, 0)

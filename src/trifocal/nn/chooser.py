@@ -26,7 +26,7 @@ from trifocal.nn.projection import project
 from trifocal.nn.rope import rotate
 from trifocal.ops import Documents, Geometry, compressed_attention, select_blocks, select_blocks_by_index
 from trifocal.ops.choice_loss import Sample, choice_loss, draw_queries, hash_numbers
-from trifocal.ops.layout import max_packed_compressed_blocks
+from trifocal.ops.layout import num_compressed_slots
 from trifocal.ops.validation import check_geometry
 
 Chooser = Literal["compressed", "index", "exact"]
@@ -178,9 +178,7 @@ class ChoosingAttention(AttentionBase):
 
     def _num_compressed(self, chunk: Chunk) -> int:
         """Compressed blocks, or slots of documents, of the tokens up to a chunk's end."""
-        if chunk.documents is None:
-            return self.geometry.num_compressed_blocks(chunk.num_keys)
-        return max_packed_compressed_blocks(chunk.num_keys, self.geometry)
+        return num_compressed_slots(chunk.num_keys, self.geometry, chunk.documents)
 
     @torch.no_grad()
     def _chosen(self, q: Tensor, k: Tensor, index: tuple[Tensor, Tensor] | None, chunk: Chunk) -> Tensor | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trifocal.nn.projection import is_plain
 from trifocal.ops import Documents, Geometry, mean_compress
 from trifocal.ops.dispatch import Backend
-from trifocal.ops.layout import max_packed_compressed_blocks
+from trifocal.ops.layout import num_compressed_slots
 from trifocal.ops.reference import compression_windows
 
 
@@ -83,10 +83,7 @@ class MLPCompressor(nn.Module):
 
     def blocks(self, x: Tensor, documents: Documents | None) -> Tensor:
         """The tokens of each block, [B, S, G, D] -> [B, C, l, G, D]."""
-        if documents is None:
-            num_blocks = self.geometry.num_compressed_blocks(x.shape[1])
-        else:
-            num_blocks = max_packed_compressed_blocks(x.shape[1], self.geometry)
+        num_blocks = num_compressed_slots(x.shape[1], self.geometry, documents)
         return compression_windows(x, self.geometry, documents, num_blocks)
 
     @property

@@ -5,7 +5,7 @@ from torch import Tensor
 from trifocal.ops import operators, pipeline, reference
 from trifocal.ops.dispatch import resolve
 from trifocal.ops.geometry import LARGEST_SIZE, Geometry
-from trifocal.ops.layout import Documents, max_packed_compressed_blocks, num_packed_compressed_blocks
+from trifocal.ops.layout import Documents, num_compressed_slots, num_packed_compressed_blocks
 from trifocal.ops.validation import (
     check_attention_arguments,
     check_beside,
@@ -46,10 +46,8 @@ def mean_compress(
     check_floats("x", x)
     num_tokens = x.shape[1]
     documents = resolve_documents(cu_seqlens, x, num_tokens)
-    if documents is None:
-        num_blocks = geometry.num_compressed_blocks(num_tokens)
-    elif isinstance(cu_seqlens, Documents):
-        num_blocks = max_packed_compressed_blocks(num_tokens, geometry)
+    if documents is None or isinstance(cu_seqlens, Documents):
+        num_blocks = num_compressed_slots(num_tokens, geometry, documents)
     else:
         num_blocks = num_packed_compressed_blocks(documents, geometry)
     # No heads, no scores, no selection: only device, type and width count.

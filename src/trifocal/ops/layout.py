@@ -76,7 +76,7 @@ class Documents(NamedTuple):
     def with_blocks(self, geometry: Geometry, places: tuple[Tensor, Tensor] | None = None) -> "Documents":
         """The same with the places of their compressed blocks, found once for all layers, unless they are given."""
         if places is None:
-            num_slots = max_packed_compressed_blocks(self.ids.shape[0], geometry)
+            num_slots = num_compressed_slots(self.ids.shape[0], geometry, self)
             places = place_compressed_blocks(self, num_slots, geometry)
         placed = _compression(geometry), *places
         return Documents(self.cu_seqlens, self.ids, self.positions, self.max_length, *placed, self.aligned)
@@ -266,6 +266,8 @@ def num_packed_compressed_blocks(documents: Documents, geometry: Geometry) -> in
     return sum(geometry.num_compressed_blocks(end - start) for start, end in itertools.pairwise(boundaries))
 
 
-def max_packed_compressed_blocks(num_tokens: int, geometry: Geometry) -> int:
-    """Slots that suffice for the compressed blocks of any documents of `num_tokens` tokens together."""
-    return num_tokens // geometry.compression_stride
+def num_compressed_slots(num_tokens: int, geometry: Geometry, documents: Documents | None) -> int:
+    """Compressed blocks of a sequence of `num_tokens` tokens; with documents, slots that suffice for any together."""
+    return (
+        geometry.num_compressed_blocks(num_tokens) if documents is None else num_tokens // geometry.compression_stride
+    )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.layout import Documents, max_packed_compressed_blocks, num_packed_compressed_blocks
+from trifocal.ops.layout import Documents, num_compressed_slots, num_packed_compressed_blocks
 
 FLOAT_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -127,12 +127,8 @@ def check_branches(v_cmp: Tensor, v_slc: Tensor, v_win: Tensor) -> None:
 
 def check_compressed_count(k_cmp: Tensor, geometry: Geometry, num_keys: int, documents: Documents | None) -> None:
     """Raise ValueError unless k_cmp holds the compressed blocks of `num_keys` tokens."""
-    given = k_cmp.shape[1]
-    if documents is None:
-        expected = geometry.num_compressed_blocks(num_keys)
-    elif given == max_packed_compressed_blocks(num_keys, geometry):
-        return
-    else:
+    given, expected = k_cmp.shape[1], num_compressed_slots(num_keys, geometry, documents)
+    if documents is not None and given != expected:
         expected = num_packed_compressed_blocks(documents, geometry)
     if given != expected:
         raise ValueError(
