@@ -219,10 +219,6 @@ class ChoosingAttention(AttentionBase):
             )
         return functools.reduce(torch.add, figures)
 
-    def _compressed_keys(self, raw: Tensor, documents: Documents | None, rotary: RotaryTables) -> Tensor:
-        """Compress unrotated keys [B, S, G, D], and rotate the result by the first tokens of the blocks."""
-        return rotate_blocks(self.k_compressor(raw, documents), rotary)
-
 
 class _Attach(torch.autograd.Function):
     """Returns the first input; in backward the second gets a gradient of 1, whatever that of the first is."""

@@ -58,7 +58,7 @@ class MLPCompressor(nn.Module):
     def __init__(self, geometry: Geometry, features: int) -> None:
         super().__init__()
         self.geometry = geometry
-        hidden = self.hidden_features(features)
+        hidden = 2 * features
         self.positions = nn.Parameter(torch.empty(geometry.compression_block_size, features))
         self.up_proj = nn.Linear(geometry.compression_block_size * features, hidden, bias=False)
         self.down_proj = nn.Linear(hidden, features, bias=False)
@@ -68,11 +68,6 @@ class MLPCompressor(nn.Module):
         """Draw the positions and W2, also where φ was made on the meta device."""
         nn.init.normal_(self.positions, std=0.02)
         nn.init.normal_(self.down_proj.weight, std=0.02)
-
-    @staticmethod
-    def hidden_features(features: int) -> int:
-        """Width of the MLP for keys or values of `features` dimensions."""
-        return 2 * features
 
     def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
         """Compress unrotated keys or values; arguments and result as in `MeanCompressor.forward`.

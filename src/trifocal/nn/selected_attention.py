@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trifocal.nn.attention_base import ChoiceSample, KVCache, RotaryTables, check_input, documents_and_positions
-from trifocal.nn.chooser import ChoosingAttention, choose_blocks, split_heads
+from trifocal.nn.chooser import ChoosingAttention, choose_blocks, rotate_blocks, split_heads
 from trifocal.nn.compressor import MeanCompressor
 from trifocal.nn.context import Chunk, TokenShard, chunks_of, joined
 from trifocal.nn.rope import rotate
@@ -73,7 +73,7 @@ class SelectedAttention(ChoosingAttention):
         k_cmp = None
         if raw:
             with torch.no_grad():
-                k_cmp = self._compressed_keys(raw[0], documents, rotary)
+                k_cmp = rotate_blocks(self.k_compressor(raw[0], documents), rotary)
 
         def attend(chunk: Chunk) -> Tensor:
             q_rows, keys = chunk.queries(q), chunk.keys(k)

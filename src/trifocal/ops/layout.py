@@ -213,13 +213,11 @@ class CompressedLayout(NamedTuple):
         ids: The document of each block, [C]; -1 for a slot that no document fills.
         starts: Position of each block's first token in its document, [C].
         first_blocks: The first block of each document, [documents].
-        counts: Blocks of each document, [documents].
     """
 
     ids: Tensor
     starts: Tensor
     first_blocks: Tensor
-    counts: Tensor
 
 
 def compressed_layout(documents: Documents, num_blocks: int, geometry: Geometry) -> CompressedLayout:
@@ -234,7 +232,7 @@ def compressed_layout(documents: Documents, num_blocks: int, geometry: Geometry)
     ids = torch.searchsorted(ends, slots, right=True, out_int32=True)
     filled = ids < counts.numel()
     starts = (slots - first_blocks[ids.clamp(max=counts.numel() - 1)]) * geometry.compression_stride
-    return CompressedLayout(torch.where(filled, ids, -1), torch.where(filled, starts, 0), first_blocks, counts)
+    return CompressedLayout(torch.where(filled, ids, -1), torch.where(filled, starts, 0), first_blocks)
 
 
 def compressed_counts(documents: Documents, geometry: Geometry) -> Tensor:
