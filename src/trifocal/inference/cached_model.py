@@ -20,7 +20,7 @@ from trifocal.errors import UserError
 from trifocal.inference import products
 from trifocal.inference.cached_attention import tables_of_layers
 from trifocal.inference.cached_layers import CachedLayer, check_plain, copied, normed
-from trifocal.inference.paged_cache import PAGE_SIZE, HostCopy, PagedCache, decode_geometry, page_size_of
+from trifocal.inference.paged_cache import PAGE_SIZE, PagedCache, decode_geometry, page_size_of
 from trifocal.inference.pages import OutOfPages, PageAllocator, PageTable
 from trifocal.inference.prefill import Chunk
 from trifocal.inference.recorded_work import RecordedWork
@@ -70,10 +70,10 @@ class CachedSequence:
 
 @dataclass(frozen=True)
 class SwappedSequence:
-    """A sequence on the host."""
+    """A sequence on the host: its tokens, and copies of its pages and of its row of the rings."""
 
     length: int
-    copy: HostCopy
+    copies: tuple[list[Tensor], list[Tensor]]
 
 
 class CachedModel:
@@ -388,7 +388,7 @@ class CachedModel:
         sequence = self.admit()
         try:
             sequence.table.grow(swapped.length)
-            self.cache.from_host(swapped.copy, sequence.table.pages, sequence.row)
+            self.cache.from_host(swapped.copies, sequence.table.pages, sequence.row)
         except BaseException:
             self.free(sequence)
             raise

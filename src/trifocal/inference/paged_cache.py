@@ -5,7 +5,7 @@ page or a row for a fork, copies bytes and computes nothing.
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -167,14 +167,6 @@ def longest_that_fits(config: ModelConfig, dtype: torch.dtype, free_bytes: int) 
     return max(0, (free_bytes - weight.row) // weight.page) * weight.page_size
 
 
-@dataclass(frozen=True)
-class HostCopy:
-    """One sequence on the host: pages and rings, one tensor each for every tensor of the caches."""
-
-    pages: list[Tensor]
-    rings: list[Tensor]
-
-
 class PagedCache:
     """The caches of all layers: `layers`, as `trifocal.ops` takes them.
 
@@ -222,19 +214,20 @@ class PagedCache:
         """Copy a row of all rings."""
         _copy_within(self._rings, source, target)
 
-    def to_host(self, pages: list[int], row: int) -> HostCopy:
-        """Copy a sequence's pages and rings to the host; what is queued later may overwrite them."""
+    def to_host(self, pages: list[int], row: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Copies of a sequence's pages and of its row of the rings on the host, one for each tensor of the caches; what
+        is queued later may overwrite them here.
+        """
         index = torch.tensor(pages, dtype=torch.int64).to(self._device)
-        return HostCopy(
-            [self._send(x.index_select(0, index)) for x in self._pages], [self._send(x[row]) for x in self._rings]
-        )
+        return [self._send(x.index_select(0, index)) for x in self._pages], [self._send(x[row]) for x in self._rings]
 
-    def from_host(self, copy: HostCopy, pages: list[int], row: int) -> None:
+    def from_host(self, copies: tuple[list[Tensor], list[Tensor]], pages: list[int], row: int) -> None:
         """Write a sequence's pages and rings back, to other places or the same."""
+        kept_pages, kept_rings = copies
         index = torch.tensor(pages, dtype=torch.int64).to(self._device)
-        for x, kept in zip(self._pages, copy.pages, strict=True):
+        for x, kept in zip(self._pages, kept_pages, strict=True):
             x.index_copy_(0, index, kept.to(self._device, non_blocking=True))
-        for x, kept in zip(self._rings, copy.rings, strict=True):
+        for x, kept in zip(self._rings, kept_rings, strict=True):
             x[row].copy_(kept, non_blocking=True)
 
     def _send(self, x: Tensor) -> Tensor:
