@@ -11,13 +11,13 @@ from trifocal.errors import UserError
 from trifocal.fields import check_at_least, check_types, from_table
 from trifocal.nn.rope import UNSCALED, RopeScaling
 from trifocal.ops import Geometry
+from trifocal.ops.dispatch import Backend
 from trifocal.ops.geometry import LARGEST_SIZE
 
 Attention = Literal["nsa", "selected", "window", "dense"]
 Compressor = Literal["mean", "mlp"]
 Chooser = Literal["compressed", "index"]
 Selection = Literal["importance", "exact", "random"]
-Backend = Literal["auto", "reference", "triton"]
 MAX_LAYERS = 10_000
 """Each layer is an object of Python: more of them would take minutes to make."""
 # No pair turns: every angle is 0 in the precision of the tables.

@@ -22,7 +22,7 @@ from trifocal.nn.context import Chunk, TokenShard, chunks_of, joined
 from trifocal.nn.gate import NUM_BRANCHES, SigmoidGate
 from trifocal.nn.rope import UNSCALED, RopeScaling, rotate
 from trifocal.ops import Documents, Geometry, nsa_attention, window_attention
-from trifocal.ops.dispatch import check_backend
+from trifocal.ops.dispatch import Backend, check_backend
 from trifocal.ops.geometry import LARGEST_SIZE
 from trifocal.ops.support import flash_attention_obstacle
 from trifocal.ops.validation import check_whole_number
@@ -62,7 +62,7 @@ class NSAttention(ChoosingAttention):
         compressor: Literal["mean", "mlp"] = "mean",
         shared_kv: bool = False,
         chooser: Chooser = "compressed",
-        backend: Literal["auto", "reference", "triton"] = "auto",
+        backend: Backend = "auto",
         rope_theta: float = 10000.0,
         rope_scaling: RopeScaling = UNSCALED,
         qk_norm: bool = False,
@@ -81,6 +81,7 @@ class NSAttention(ChoosingAttention):
             # In the order cmp, slc, win.
             branches=1 if shared_kv else NUM_BRANCHES,
             chooser=chooser,
+            backend=backend,
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             qk_norm=qk_norm,
@@ -91,9 +92,7 @@ class NSAttention(ChoosingAttention):
         )
         if compressor not in ("mean", "mlp"):
             raise ValueError(f"compressor must be 'mean' or 'mlp', got {compressor!r}")
-        check_backend(backend)
-        self.geometry: Geometry = geometry
-        self.shared_kv, self.backend = shared_kv, backend
+        self.shared_kv = shared_kv
         self.k_compressor, self.v_compressor = (
             MLPCompressor(geometry, width) if compressor == "mlp" else MeanCompressor(geometry, backend)
             for width in (self.head_dim, self.value_dim)
@@ -242,9 +241,7 @@ class WindowAttention(DenseAttention):
         ValueError: If the sizes do not fit one another.
     """
 
-    def __init__(
-        self, *, window_size: int, backend: Literal["auto", "reference", "triton"] = "auto", **sizes: Any
-    ) -> None:
+    def __init__(self, *, window_size: int, backend: Backend = "auto", **sizes: Any) -> None:
         super().__init__(**sizes)
         check_whole_number("window_size", window_size, 1, LARGEST_SIZE)
         check_backend(backend)

@@ -26,6 +26,7 @@ from trifocal.nn.projection import project
 from trifocal.nn.rope import rotate
 from trifocal.ops import Documents, Geometry, compressed_attention, select_blocks, select_blocks_by_index
 from trifocal.ops.choice_loss import Sample, choice_loss, draw_queries, hash_numbers
+from trifocal.ops.dispatch import Backend, check_backend
 from trifocal.ops.layout import num_compressed_slots
 from trifocal.ops.validation import check_geometry
 
@@ -52,8 +53,10 @@ class ChoosingAttention(AttentionBase):
     """An attention layer that chooses blocks.
 
     Args:
+        geometry: Block sizes, in tokens.
         chooser: `"compressed"`, `"index"` or `"exact"`.
-        **sizes: Those of `AttentionBase`, with a geometry.
+        backend: `"auto"`, `"reference"` or `"triton"`; see `trifocal.ops.dispatch`.
+        **sizes: Those of `AttentionBase`.
 
     Attributes:
         watcher: Called with the rotated queries and keys of the selected branch before each choice; for telemetry.
@@ -65,15 +68,17 @@ class ChoosingAttention(AttentionBase):
     """
 
     geometry: Geometry
-    backend: str
     k_compressor: MeanCompressor | MLPCompressor
 
-    def __init__(self, *, chooser: Chooser = "compressed", **sizes: object) -> None:
-        check_geometry(sizes.get("geometry"))
-        super().__init__(**sizes)  # type: ignore[arg-type]
+    def __init__(
+        self, *, geometry: Geometry, chooser: Chooser = "compressed", backend: Backend = "auto", **sizes: Any
+    ) -> None:
+        check_geometry(geometry)
+        super().__init__(geometry=geometry, **sizes)
+        check_backend(backend)
         if chooser not in ("compressed", "index", "exact"):
             raise ValueError(f"chooser must be 'compressed', 'index' or 'exact', got {chooser!r}")
-        self.chooser = chooser
+        self.chooser, self.backend = chooser, backend
         self.watcher: Callable[[Tensor, Tensor], None] | None = None
         self.choice_loss_weight, self.choice_loss_stretch = 1.0, 64
         self.choice_figures: Tensor | None = None

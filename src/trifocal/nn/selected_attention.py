@@ -1,6 +1,6 @@
 """Selected attention as a whole layer: one softmax over first, local and selected blocks, without gates."""
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from trifocal.nn.compressor import MeanCompressor
 from trifocal.nn.context import Chunk, TokenShard, chunks_of, joined
 from trifocal.nn.rope import rotate
 from trifocal.ops import Documents, Geometry, selected_attention
-from trifocal.ops.dispatch import check_backend
+from trifocal.ops.dispatch import Backend
 
 
 class SelectedAttention(ChoosingAttention):
@@ -34,13 +34,8 @@ class SelectedAttention(ChoosingAttention):
     Source: arXiv:2509.24663 (InfLLM-V2), with the choice of arXiv:2502.11089, Eq. 8 to 11.
     """
 
-    def __init__(
-        self, *, geometry: Geometry, backend: Literal["auto", "reference", "triton"] = "auto", **sizes: Any
-    ) -> None:
-        super().__init__(geometry=geometry, **sizes)
-        check_backend(backend)
-        self.geometry: Geometry = geometry
-        self.backend = backend
+    def __init__(self, *, geometry: Geometry, backend: Backend = "auto", **sizes: Any) -> None:
+        super().__init__(geometry=geometry, backend=backend, **sizes)
         self.k_compressor = MeanCompressor(geometry, backend)
 
     def forward(
