@@ -133,7 +133,7 @@ class SamplingTensors:
 
     def set_row(self, row: int, sampling: Sampling, tokens: Tensor | None) -> None:
         """Set one row; `tokens` are those that the sequence has, needed for a penalty."""
-        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        for name in SETTINGS:
             setting = getattr(self, name)
             # The largest number of the type does what a larger one would; one under the smallest becomes 0.
             largest = (torch.finfo if setting.dtype.is_floating_point else torch.iinfo)(setting.dtype).max
