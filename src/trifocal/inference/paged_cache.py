@@ -5,8 +5,7 @@ page or a row for a fork, copies bytes and computes nothing.
 """
 
 import math
-from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,8 +102,7 @@ def layer_cache(tensors: dict[str, Tensor]) -> LayerCache:
         return DenseCache(**tensors)
     if "k_slc" not in tensors:
         return WindowCache(**tensors)
-    absent: dict[str, Any] = dict.fromkeys(field.name for field in fields(SparseCache))
-    return SparseCache(**(absent | tensors))
+    return SparseCache(**tensors)
 
 
 def cache_bytes(config: ModelConfig, dtype: torch.dtype, max_length: int, page_size: int = 0) -> CacheBytes:

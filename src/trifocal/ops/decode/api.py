@@ -28,7 +28,6 @@ from trifocal.ops.decode.caches import (
     check_compressors,
     check_index,
     check_new,
-    check_new_tokens,
     check_queries,
     check_rotary,
     check_window,
@@ -82,8 +81,7 @@ def append_sparse(
     Not differentiable.
     """
     check_geometry(geometry)
-    check_new_tokens(k_slc)
-    check_batch(batch, k_slc.shape[0])
+    check_batch(batch, k_slc)
     check_cache(cache, geometry, k_slc.shape[1])
     check_rotary(rotary, k_slc)
     for name, x in (("k_raw", k_raw), ("v_raw", v_raw), ("k_win", k_win), ("v_win", v_win)):
@@ -112,8 +110,7 @@ def append_dense(
 
     Arguments as in `append_sparse`.
     """
-    check_new_tokens(k)
-    check_batch(batch, k.shape[0])
+    check_batch(batch, k)
     check_rotary(rotary, k)
     check_new(k, *vars(cache).values(), k=k, v=v)
     if _resolve("append_dense", backend, k, v, None) == "triton":
@@ -180,8 +177,7 @@ def decode_attention(
     Not differentiable. Source: arXiv:2502.11089, Eq. 5 to 11.
     """
     check_geometry(geometry)
-    check_new_tokens(q)
-    check_batch(batch, q.shape[0])
+    check_batch(batch, q)
     check_cache(cache, geometry, q.shape[1])
     check_queries(q, cache.k_slc)
     check_rotary(rotary, q)
@@ -216,9 +212,8 @@ def decode_dense_attention(
 
     With a `WindowCache`, attention to the last `window_size` tokens, the query's own included.
     """
-    check_new_tokens(q)
+    check_batch(batch, q)
     check_window(cache, window_size, q.shape[1])
-    check_batch(batch, q.shape[0])
     keys, values = vars(cache).values()
     check_queries(q, keys)
     check_rotary(rotary, q)

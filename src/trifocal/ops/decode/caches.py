@@ -113,12 +113,12 @@ class SparseCache:
 
     k_slc: Tensor
     v_slc: Tensor
-    k_cmp: Tensor | None
-    v_cmp: Tensor | None
-    k_win: Tensor | None
-    v_win: Tensor | None
-    k_raw: Tensor | None
-    v_raw: Tensor | None
+    k_cmp: Tensor | None = None
+    v_cmp: Tensor | None = None
+    k_win: Tensor | None = None
+    v_win: Tensor | None = None
+    k_raw: Tensor | None = None
+    v_raw: Tensor | None = None
     k_idx: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -188,8 +188,16 @@ def _check_tensors(
         )
 
 
-def check_batch(batch: DecodeBatch, num_sequences: int) -> None:
-    """Raise ValueError unless the batch has `num_sequences`, in int32, in rows without gaps that lie apart."""
+def check_batch(batch: DecodeBatch, x: Tensor) -> None:
+    """Raise ValueError unless x [B, T, heads, *] has 1 to 8 tokens for each sequence of the batch, whose tensors are of
+    int32, in rows without gaps that lie apart.
+    """
+    if x.ndim != 4 or 0 in x.shape or x.shape[1] > MAX_NEW_TOKENS:
+        raise ValueError(
+            f"a step takes [B, T, heads, *] with T from 1 to {MAX_NEW_TOKENS} and no empty dimension, "
+            f"got {list(x.shape)}"
+        )
+    num_sequences = x.shape[0]
     for name in ("rows", "lengths", "num_new"):
         given = getattr(batch, name)
         if given.dtype != torch.int32:
@@ -237,15 +245,6 @@ def check_rotary(rotary: Rotary, x: Tensor) -> None:
             raise ValueError(f"{name} must have the shape [max_len, D/2] = ['*', {half}], got {list(table.shape)}")
         if not table.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides of {list(table.stride())}")
-
-
-def check_new_tokens(x: Tensor) -> None:
-    """Raise ValueError unless x [B, T, heads, *] has 1 to 8 tokens a sequence."""
-    if x.ndim != 4 or 0 in x.shape or x.shape[1] > MAX_NEW_TOKENS:
-        raise ValueError(
-            f"a step takes [B, T, heads, *] with T from 1 to {MAX_NEW_TOKENS} and no empty dimension, "
-            f"got {list(x.shape)}"
-        )
 
 
 def check_new(first: Tensor, k_held: Tensor, v_held: Tensor, **new: Tensor | None) -> None:
