@@ -5,7 +5,6 @@ combination gives d_gates and the branches' row sums `delta`, the selected branc
 place. A branch's own gradient, `gate * d_o`, is never written: its kernels multiply probabilities by the gate.
 """
 
-import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,16 +14,6 @@ from torch import Tensor
 from trifocal.ops import operators
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, longest_document
-
-try:
-    from torch._subclasses.fake_tensor import is_fake
-except ImportError:
-    logging.getLogger(__name__).warning("torch %s has moved is_fake: kernels compile one by one", torch.__version__)
-
-    def is_fake(x: object) -> bool:  # type: ignore[misc]
-        """Any tensor may be a fake one, whose kernels are not compiled beforehand."""
-        return True
-
 
 # Kinds of calls whose kernels were compiled.
 _compiled: set[tuple[object, ...]] = set()
@@ -79,7 +68,8 @@ def nsa_attention(
     k_win, v_win.
     """
     call = (q, inputs, gates, geometry, scale, documents, selected_blocks)
-    if q.is_cuda and not torch.compiler.is_compiling() and not is_fake(q):
+    # A tensor of another class, a fake one for example, may have no kernels to run.
+    if q.is_cuda and type(q) is Tensor and not torch.compiler.is_compiling():
         backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, *inputs, gates))
         precompile_kernels(*call, backward=backward)
     with torch.no_grad():
