@@ -25,7 +25,6 @@ from trifocal.models.model_config import ModelConfig
 from trifocal.nn import MLPCompressor, NSAttention, WindowAttention
 from trifocal.nn.attention_base import INDEX_DIM, AttentionBase
 from trifocal.nn.chooser import ChoosingAttention, choose_blocks
-from trifocal.nn.projection import is_plain
 from trifocal.nn.rope import rotary_tables
 from trifocal.ops import (
     DecodeBatch,
@@ -99,7 +98,7 @@ class AttentionRule:
             self._compress = phi_k, phi_v
             if isinstance(phi_k, MLPCompressor) and isinstance(phi_v, MLPCompressor):
                 self._learned = _weights_of(phi_k), _weights_of(phi_v)
-                self.plain = all(is_plain(linear) for phi in (phi_k, phi_v) for linear in (phi.up_proj, phi.down_proj))
+                self.plain = phi_k.is_plain and phi_v.is_plain
 
     def prefill(self, new: Projected, cache: LayerCache, chunk: Chunk) -> Tensor:
         """Append a chunk of one sequence to the layer's caches and attend, [1, T, ...] -> [1, T, H, V]."""

@@ -27,6 +27,7 @@ from trifocal.inference.recorded_work import RecordedWork
 from trifocal.inference.request import token_tensor
 from trifocal.models.decoder import DecoderLM
 from trifocal.models.model_config import ModelConfig
+from trifocal.nn.norm import product_dtype
 from trifocal.ops import DecodeBatch
 from trifocal.ops.decode import linear as decode_products
 from trifocal.ops.decode.caches import MAX_NEW_TOKENS, Place
@@ -134,7 +135,7 @@ class CachedModel:
         check_plain(model)
         self.config, self.max_sequences, self.max_length = config, max_sequences, max_length
         self.device = model.embedding.weight.device
-        self.dtype = dtype or _product_type(model)
+        self.dtype = dtype or product_dtype(model.embedding.weight)
         self.prefill_chunk_size = prefill_chunk_size or _default_prefill_chunk(config, self.dtype, self.device)
         page_size = page_size_of(config, page_size or PAGE_SIZE)
         self.most_pages = -(-max_length // page_size)
@@ -430,10 +431,3 @@ class _ChunkBuffers:
         filled[size : size + len(numbers)] = numbers
         filled[size + len(numbers) :] = self._padding_page
         self._numbers.copy_(to_device(filled, self._numbers.device))
-
-
-def _product_type(model: DecoderLM) -> torch.dtype:
-    weight = model.embedding.weight
-    if torch.is_autocast_enabled(weight.device.type):
-        return torch.get_autocast_dtype(weight.device.type)
-    return weight.dtype
