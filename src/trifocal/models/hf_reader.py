@@ -36,6 +36,7 @@ _LONGEST = {"llama": 2048, "mistral": 131072, "olmo2": 2048, "olmo3": 2048}
 _THETA = {"smollm3": 2e6, "olmo3": 5e5}
 _KV_HEADS = {"smollm3": 4}
 _SLIDING_WINDOW = 4096
+_ORIGINAL = "original_max_position_embeddings"
 _LAYER_TYPES: dict[str, Attention] = {"full_attention": "dense", "sliding_attention": "window"}
 # Keys of rope parameters besides the fields of `RopeScaling`; mscale is part of yarn's attention factor.
 _ROPE_KEYS = {"type", "rope_theta", "mscale", "mscale_all_dim", *(field.name for field in fields(RopeScaling))}
@@ -128,7 +129,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
             tie_embeddings=bool(found.get("tie_word_embeddings", kind == "smollm3")),
             unrotated_layers=_unrotated(found, len(layers)) if kind == "smollm3" else (),
             unscaled_layers=tuple(i for i, layer in enumerate(layers) if layer == "window" and kind == "olmo3"),
-            **_rope(found, kind, head_dim),
+            **_rope(found, kind),
         )
     except KeyError as error:
         raise UserError(f"{path} lacks the key {error.args[0]!r}") from error
@@ -173,7 +174,7 @@ def _unrotated(found: Mapping[str, Any], count: int) -> tuple[int, ...]:
     return tuple(index for index, rotates in enumerate(rotated[:count]) if not rotates)
 
 
-def _rope(found: Mapping[str, Any], kind: str, head_dim: int) -> dict[str, Any]:
+def _rope(found: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling`; values that transformers infers are written out."""
     # People add rope_scaling to a file that has rope_parameters; transformers then takes what was added.
     given = dict(found.get("rope_scaling") or found.get("rope_parameters") or {})
@@ -192,23 +193,16 @@ def _rope(found: Mapping[str, Any], kind: str, head_dim: int) -> dict[str, Any]:
     partial = given.get("partial_rotary_factor") or found.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
         raise ValueError(f"the partial_rotary_factor {partial} is not supported")
+    if rope_type == "default":
+        return {"rope_theta": theta}
     longest = found.get("max_position_embeddings") or _LONGEST.get(kind, 32768)
-    original = found.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or longest
+    original = found.get(_ORIGINAL) or given.get(_ORIGINAL) or longest
     factor = given.get("factor")
     if factor is None and rope_type == "yarn":
         factor = longest / original
-    values: dict[str, Any] = {
-        "factor": factor,
-        "original_max_position_embeddings": original,
-        "attention_factor": _attention_factor(given, rope_type, factor),
-    }
-    for name in ("beta_fast", "beta_slow", "truncate", "low_freq_factor", "high_freq_factor"):
-        values[name] = given.get(name)
-    if rope_type == "default":
-        return {"rope_theta": theta}
-    read = RopeScaling.fields_of(rope_type)
-    chosen = {name: value for name, value in values.items() if name in read and value is not None}
-    for name in chosen.keys() - {"truncate", "original_max_position_embeddings"}:
+    given |= {"factor": factor, "attention_factor": _attention_factor(given, rope_type, factor), _ORIGINAL: original}
+    chosen = {name: given[name] for name in RopeScaling.fields_of(rope_type) if given.get(name) is not None}
+    for name in chosen.keys() - {"truncate", _ORIGINAL}:
         chosen[name] = float(chosen[name])
     # The type is known: `fields_of` refuses others.
     return {"rope_theta": theta, "rope_scaling": RopeScaling(rope_type=rope_type, **chosen)}  # type: ignore[arg-type]
