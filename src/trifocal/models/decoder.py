@@ -145,7 +145,7 @@ class DecoderLM(nn.Module):
         _check_tokens(tokens, targets)
         context = self.context
         num_tokens = tokens.shape[1] * (1 if context is None else context.size)
-        documents = self._documents(tokens, num_tokens, cu_seqlens)
+        documents = None if cu_seqlens is None else Documents.of(cu_seqlens, num_tokens, tokens.device)
         choice_samples = None
         if teaching is None and context is None:
             choice_samples = ChoiceSamples.of_call(self.attention_layers(), tokens, documents)
@@ -209,16 +209,10 @@ class DecoderLM(nn.Module):
     def hidden_states(self, tokens: Tensor, *, cu_seqlens: Tensor | Documents | None = None) -> Tensor:
         """The normed output of the last block, [B, T, E]; arguments and errors as in `forward`."""
         _check_tokens(tokens, None)
-        documents = self._documents(tokens, tokens.shape[1], cu_seqlens)
+        documents = None if cu_seqlens is None else Documents.of(cu_seqlens, tokens.shape[1], tokens.device)
         choice_samples = ChoiceSamples.of_call(self.attention_layers(), tokens, documents)
         hidden = self.norm(self._last_residual(tokens, documents, choice_samples))
         return hidden if choice_samples is None else attach_loss(hidden, choice_samples.call_loss())
-
-    def _documents(self, tokens: Tensor, num_tokens: int, documents: Tensor | Documents | None) -> Documents | None:
-        if isinstance(documents, Tensor):
-            # Checked before the copy: boundaries on the host need no wait for a GPU.
-            documents = Documents.from_cu_seqlens(documents, num_tokens).to(tokens.device)
-        return documents
 
     def _last_residual(
         self,

@@ -215,9 +215,7 @@ def documents_and_positions(
         return None, torch.arange(num_tokens, device=x.device)
     if x.shape[0] != 1:
         raise ValueError(f"cu_seqlens needs a batch of 1, got x of shape {list(x.shape)}")
-    documents = Documents.of(cu_seqlens, num_tokens)
-    if not isinstance(cu_seqlens, Documents):
-        documents = documents.to(x.device)
+    documents = Documents.of(cu_seqlens, num_tokens, x.device)
     return documents, documents.positions
 
 

@@ -52,10 +52,13 @@ class Documents(NamedTuple):
         return cls.from_checked(cu_seqlens, num_tokens)._replace(max_length=max_length, aligned=aligned)
 
     @classmethod
-    def of(cls, given: "Tensor | Documents", num_tokens: int) -> "Documents":
-        """Documents between given boundaries. `Documents` pass unchanged: they were checked when they were made."""
+    def of(cls, given: "Tensor | Documents", num_tokens: int, device: torch.device | None = None) -> "Documents":
+        """Documents between given boundaries, which go to the device, if one is given, once they were checked: those on
+        the host need no wait for a GPU. `Documents` pass unchanged: they were checked when they were made.
+        """
         if not isinstance(given, Documents):
-            return cls.from_cu_seqlens(given, num_tokens)
+            made = cls.from_cu_seqlens(given, num_tokens)
+            return made if device is None else made.to(device)
         if given.ids.shape[0] != num_tokens:
             # The boundaries of one token would spread over all, and dense attention would see the future.
             raise ValueError(f"the documents hold {given.ids.shape[0]} tokens, but there are {num_tokens}")
