@@ -252,7 +252,7 @@ def test_tables_that_were_rounded_on_the_way_are_made_again(attention):
     """FSDP's mixed precision casts every tensor that a layer is called with."""
     layer = layer_of(attention).bfloat16()
     x = torch.randn(1, 40, SIZES["dim"], dtype=torch.bfloat16)
-    rounded = RotaryTables(*(table if table is None else table.bfloat16() for table in layer.rotary_tables(x)))
+    rounded = RotaryTables(*(pair and tuple(x.bfloat16() for x in pair) for pair in layer.rotary_tables(x)))
     assert torch.equal(layer(x, rotary=rounded), layer(x))
 
 

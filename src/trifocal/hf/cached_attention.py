@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from trifocal.hf.layer_cache import TrifocalLayer
-from trifocal.inference.cached_attention import AttentionRule, LayerTables
+from trifocal.inference.cached_attention import AttentionRule
 from trifocal.inference.prefill import Chunk, Projected
 from trifocal.models.model_config import Attention, ModelConfig
-from trifocal.nn.attention_base import AttentionBase
+from trifocal.nn.attention_base import AttentionBase, RotaryTables
 from trifocal.ops import DecodeBatch
 from trifocal.ops.decode.caches import MAX_NEW_TOKENS, Place
 
@@ -62,7 +62,7 @@ class LayerPast:
     """`trifocal.nn.attention_base.KVCache` of one layer."""
 
     def __init__(
-        self, layer: TrifocalLayer, new: NewTokens, tables: LayerTables, config: ModelConfig, kind: Attention
+        self, layer: TrifocalLayer, new: NewTokens, tables: RotaryTables, config: ModelConfig, kind: Attention
     ) -> None:
         self._layer, self._new, self._tables, self._config, self._kind = layer, new, tables, config, kind
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
-from trifocal.inference.cached_attention import LayerTables
 from trifocal.inference.paged_cache import LayerCache, layer_cache, layer_shapes
 from trifocal.models.model_config import Attention, ModelConfig
+from trifocal.nn.attention_base import RotaryTables
 from trifocal.ops.geometry import LARGEST_SIZE
 
 LAYER_TYPE = "trifocal"
@@ -48,7 +48,7 @@ class TrifocalLayer(DynamicLayer):
         self.num_pages = 0
         self.pages: dict[str, Tensor] = {}
         self.rings: dict[str, Tensor] = {}
-        self.tables: list[LayerTables] = []
+        self.tables: list[RotaryTables] = []
         self.is_initialized = False
 
     def reserve(self, config: ModelConfig, kind: Attention, num_pages: int, page_size: int, like: Tensor) -> LayerCache:

@@ -6,7 +6,6 @@ the layer needs them.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from trifocal.inference.prefill import (
 )
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn import MLPCompressor, NSAttention, WindowAttention
-from trifocal.nn.attention_base import INDEX_DIM, AttentionBase
+from trifocal.nn.attention_base import INDEX_DIM, AttentionBase, RotaryTables
 from trifocal.nn.chooser import ChoosingAttention, choose_blocks
 from trifocal.nn.rope import rotary_tables
 from trifocal.ops import (
@@ -41,22 +40,14 @@ from trifocal.ops import (
     selected_attention,
     window_attention,
 )
-from trifocal.ops.decode.caches import Index, LearnedCompressor, Rotary
-
-
-@dataclass(frozen=True)
-class LayerTables:
-    """Cosines and sines of all positions in a layer, [max_length, D/2] and [max_length, Di/2]; None without index."""
-
-    tokens: Rotary
-    index: Rotary | None = None
+from trifocal.ops.decode.caches import Index, LearnedCompressor
 
 
 def tables_of_layers(
     config: ModelConfig, num_tokens: int, dtype: torch.dtype, device: torch.device
-) -> list[LayerTables]:
-    """Rotary tables for each layer; layers alike share them. Frequencies that depend on the length are those of the
-    longest sequence, `num_tokens`.
+) -> list[RotaryTables]:
+    """Rotary tables of all positions for each layer, without those of blocks; layers alike share them. Frequencies that
+    depend on the length are those of the longest sequence, `num_tokens`.
     """
     exact, positions = torch.promote_types(dtype, torch.float32), torch.arange(num_tokens, device=device)
     scalings = [config.rope_scaling_of(layer) for layer in range(config.num_layers)]
@@ -65,7 +56,7 @@ def tables_of_layers(
         scaling: [rotary_tables(positions, width, config.rope_theta, exact, scaling) for width in widths]
         for scaling in {*scalings}
     }
-    return [LayerTables(*tables[scaling]) for scaling in scalings]
+    return [RotaryTables(*tables[scaling]) for scaling in scalings]
 
 
 class AttentionRule:
@@ -80,7 +71,7 @@ class AttentionRule:
         self,
         attention: AttentionBase,
         geometry: Geometry,
-        tables: LayerTables,
+        tables: RotaryTables,
         prepared: Callable[[nn.Module], nn.Module] = lambda phi: phi,
     ) -> None:
         self._tables, self._geometry = tables, geometry
@@ -139,7 +130,11 @@ class AttentionRule:
         )
 
     def _index(self, new: Projected) -> Index | None:
-        return None if new.index is None or self._tables.index is None else Index(*new.index, self._tables.index)
+        return (
+            None
+            if new.index is None or self._tables.index_tokens is None
+            else Index(*new.index, self._tables.index_tokens)
+        )
 
 
 def _weights_of(phi: MLPCompressor) -> LearnedCompressor:

@@ -15,11 +15,11 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from trifocal.errors import UserError
 from trifocal.inference import products as pytorch_products
-from trifocal.inference.cached_attention import AttentionRule, LayerTables
+from trifocal.inference.cached_attention import AttentionRule
 from trifocal.inference.prefill import Chunk, Projected
 from trifocal.models.decoder import DecoderLM
 from trifocal.nn import Block, NSAttention, RMSNorm
-from trifocal.nn.attention_base import AttentionBase
+from trifocal.nn.attention_base import AttentionBase, RotaryTables
 from trifocal.nn.chooser import IndexHeads
 from trifocal.nn.gate import NUM_BRANCHES
 from trifocal.nn.norm import AllHeadsRMSNorm
@@ -41,7 +41,7 @@ class CachedLayer:
 
     next_norm: Norm | None = None
 
-    def __init__(self, block: nn.Module, geometry: Geometry, dtype: torch.dtype, tables: LayerTables) -> None:
+    def __init__(self, block: nn.Module, geometry: Geometry, dtype: torch.dtype, tables: RotaryTables) -> None:
         assert isinstance(block, Block)
         attention, mlp = block.attention, block.mlp
         assert isinstance(attention, AttentionBase)

@@ -30,7 +30,7 @@ def make_blocks(config: ModelConfig) -> nn.ModuleList:
     )
 
 
-Shared = tuple[tuple[Tensor, Tensor] | None, tuple[Tensor | None, ...]]
+Shared = tuple[tuple[Tensor, Tensor] | None, tuple[tuple[Tensor, Tensor] | None, ...]]
 """What layers have in common: the places of compressed blocks in documents, and rotary tables."""
 
 

@@ -144,7 +144,7 @@ class NSAttention(ChoosingAttention):
             return self.o_proj(cache.attend(self, q, keys, values, gates, index).flatten(2))
         rotary = self._exact_tables(rotary, x, documents, local_tokens)
         # Compressed keys are made of unrotated ones. Shared keys are rotated once.
-        q, *rotated = (rotate(states, rotary.cos, rotary.sin) for states in (q, *keys[-2:]))
+        q, *rotated = (rotate(states, *rotary.tokens) for states in (q, *keys[-2:]))
         (raw, *gathered), index = self._gathered([keys[0], *rotated, *values], heads, rotary, local_tokens)
         rotated, values = gathered[: len(rotated)], gathered[len(rotated) :]
         v_cmp, v_slc, v_win = values * (NUM_BRANCHES // self.branches)
@@ -204,7 +204,7 @@ class DenseAttention(AttentionBase):
         if cache is not None:
             return self.o_proj(cache.attend(self, q, [k], [v]).flatten(2))
         rotary = self._exact_tables(rotary, x, documents, local_tokens)
-        q, k = (rotate(states, rotary.cos, rotary.sin) for states in (q, k))
+        q, k = (rotate(states, *rotary.tokens) for states in (q, k))
         if local_tokens is None:
             o = self._attend(q, k, v, documents)
         else:

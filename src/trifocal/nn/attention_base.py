@@ -26,20 +26,17 @@ INPUT_MAPS = (".q_proj", ".k_proj", ".v_proj", ".gate.proj", ".index.query_proj"
 
 
 class RotaryTables(NamedTuple):
-    """Cosines and sines of a whole forward pass, the same in every layer.
+    """Pairs of cosines and sines, the same in every layer alike: those of a whole forward pass, or of all positions.
 
     Attributes:
-        cos, sin: Rotations of the tokens of this process, [T, D/2].
-        cos_cmp, sin_cmp: Rotations of all compressed blocks, [C, D/2]; None from a layer without them.
-        cos_idx, sin_idx: Rotations of the tokens for an index, [T, Di/2]; None from a layer without one.
+        tokens: Rotations of the tokens of this process, [T, D/2].
+        index_tokens: Rotations of the tokens for an index, [T, Di/2]; None from a layer without one.
+        blocks: Rotations of all compressed blocks, [C, D/2]; None from a layer without them.
     """
 
-    cos: Tensor
-    sin: Tensor
-    cos_cmp: Tensor | None = None
-    sin_cmp: Tensor | None = None
-    cos_idx: Tensor | None = None
-    sin_idx: Tensor | None = None
+    tokens: tuple[Tensor, Tensor]
+    index_tokens: tuple[Tensor, Tensor] | None = None
+    blocks: tuple[Tensor, Tensor] | None = None
 
 
 ChoiceSample = tuple[Sample, ...]
@@ -148,28 +145,25 @@ class AttentionBase(nn.Module):
         def tables(positions: Tensor, width: int) -> tuple[Tensor, Tensor]:
             return rotary_tables(positions, width, self.rope_theta, exact, self.rope_scaling)
 
-        found = RotaryTables(*tables(positions, self.head_dim))
-        if self.index is not None:
-            cos, sin = tables(positions, INDEX_DIM)
-            found = found._replace(cos_idx=cos, sin_idx=sin)
+        tokens = tables(positions, self.head_dim)
+        index = None if self.index is None else tables(positions, INDEX_DIM)
         if geometry is None:
-            return found
+            return RotaryTables(tokens, index)
+        num_slots = num_compressed_slots(num_tokens, geometry, documents)
         if documents is None:
-            starts = torch.arange(geometry.num_compressed_blocks(num_tokens), device=x.device)
-            cos, sin = tables(starts * geometry.compression_stride, self.head_dim)
+            starts = torch.arange(num_slots, device=x.device) * geometry.compression_stride
         else:
-            num_slots = num_compressed_slots(num_tokens, geometry, documents)
             _, (last_tokens, _) = place_compressed_blocks(documents, num_slots, geometry)
             # A slot that no document fills stands at the first token of all.
             firsts = (last_tokens - (geometry.compression_block_size - 1)).where(last_tokens < num_tokens, 0)
-            cos, sin = tables(documents.positions[firsts], self.head_dim)
-        return found._replace(cos_cmp=cos, sin_cmp=sin)
+            starts = documents.positions[firsts]
+        return RotaryTables(tokens, index, tables(starts, self.head_dim))
 
     def _exact_tables(
         self, given: RotaryTables | None, x: Tensor, documents: Documents | None, local_tokens: TokenShard | None
     ) -> RotaryTables:
         """The given tables, or new ones where there are none or others are rounded, as FSDP rounds a layer's inputs."""
-        if given is None or given.cos.dtype.itemsize < torch.promote_types(x.dtype, torch.float32).itemsize:
+        if given is None or given.tokens[0].dtype.itemsize < torch.promote_types(x.dtype, torch.float32).itemsize:
             return self.rotary_tables(x, documents, local_tokens)
         return given
 

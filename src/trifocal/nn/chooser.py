@@ -172,8 +172,8 @@ class ChoosingAttention(AttentionBase):
         """
         index = None
         if heads is not None:
-            assert rotary.cos_idx is not None and rotary.sin_idx is not None
-            index = split_heads(rotate(heads, rotary.cos_idx, rotary.sin_idx))
+            assert rotary.index_tokens is not None
+            index = split_heads(rotate(heads, *rotary.index_tokens))
         if local_tokens is None:
             return keys_and_values, index
         if index is None:
@@ -247,8 +247,8 @@ def attach_loss(result: Tensor, loss: Tensor) -> Tensor:
 
 def rotate_blocks(k_cmp: Tensor, rotary: RotaryTables) -> Tensor:
     """Compressed keys [B, C, G, D], rotated by the first tokens of their blocks."""
-    assert rotary.cos_cmp is not None and rotary.sin_cmp is not None
-    return rotate(k_cmp, rotary.cos_cmp, rotary.sin_cmp)
+    assert rotary.blocks is not None
+    return rotate(k_cmp, *rotary.blocks)
 
 
 def first_index(q: Tensor, k: Tensor, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:

@@ -63,7 +63,7 @@ class SelectedAttention(ChoosingAttention):
             return self.o_proj(cache.attend(self, q, [k], [v], index=index).flatten(2))
         raw = [k.detach()] if selected_blocks is None and self.chooser == "compressed" else []
         rotary = self._exact_tables(rotary, x, documents, local_tokens)
-        q, k = (rotate(states, rotary.cos, rotary.sin) for states in (q, k))
+        q, k = (rotate(states, *rotary.tokens) for states in (q, k))
         (k, v, *raw), index = self._gathered([k, v, *raw], heads, rotary, local_tokens)
         k_cmp = None
         if raw:
