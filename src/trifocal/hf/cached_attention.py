@@ -4,16 +4,14 @@ Up to eight new tokens a row go through the decoding kernels, all rows at once. 
 kernels of training row by row, so that a row's length is its own.
 """
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trifocal.hf.layer_cache import TrifocalLayer
 from trifocal.inference.cached_attention import AttentionRule
-from trifocal.inference.prefill import Chunk, Projected
+from trifocal.inference.prefill import Chunk
 from trifocal.models.model_config import Attention, ModelConfig
-from trifocal.nn.attention_base import AttentionBase, RotaryTables
+from trifocal.nn.attention_base import AttentionBase, Projected, RotaryTables
 from trifocal.ops import DecodeBatch
 from trifocal.ops.decode.caches import MAX_NEW_TOKENS, Place
 
@@ -66,33 +64,14 @@ class LayerPast:
     ) -> None:
         self._layer, self._new, self._tables, self._config, self._kind = layer, new, tables, config, kind
 
-    def attend(
-        self,
-        attention: nn.Module,
-        q: Tensor,
-        keys: list[Tensor],
-        values: list[Tensor],
-        gates: Tensor | None = None,
-        index: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
+    def attend(self, attention: AttentionBase, new: Projected) -> Tensor:
         """Append and attend."""
-        assert isinstance(attention, AttentionBase)
-        new, rule = self._new, AttentionRule(attention, self._config.geometry, self._tables)
-        cache = self._layer.reserve(self._config, self._kind, new.num_pages, new.page_size, q)
-
-        def each(function: Callable[[Tensor], Tensor]) -> Projected:
-            return Projected(
-                function(q),
-                [function(k) for k in keys],
-                [function(v) for v in values],
-                None if gates is None else function(gates),
-                None if index is None else (function(index[0]), function(index[1])),
-            )
-
-        if new.decode_batch is not None and rule.plain:
-            return new.pack(rule.decode(each(new.align), cache, new.decode_batch))
+        tokens, rule = self._new, AttentionRule(attention, self._config.geometry, self._tables)
+        cache = self._layer.reserve(self._config, self._kind, tokens.num_pages, tokens.page_size, new.q)
+        if tokens.decode_batch is not None and rule.plain:
+            return tokens.pack(rule.decode(new.map(tokens.align), cache, tokens.decode_batch))
         outputs, first = [], 0
-        for chunk in new.chunks:
+        for chunk in tokens.chunks:
             here = slice(first, first := first + chunk.stop - chunk.first)
-            outputs.append(rule.prefill(each(lambda x, here=here: x[:, here]), cache, chunk))  # type: ignore[misc]
+            outputs.append(rule.prefill(new.map(lambda x, here=here: x[:, here]), cache, chunk))  # type: ignore[misc]
         return torch.cat(outputs, dim=1)

@@ -14,7 +14,6 @@ from trifocal.inference.paged_cache import LayerCache
 from trifocal.inference.prefill import (
     Chunk,
     Compress,
-    Projected,
     append_dense_chunk,
     append_sparse_chunk,
     append_window_chunk,
@@ -22,7 +21,7 @@ from trifocal.inference.prefill import (
 )
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn import MLPCompressor, NSAttention, WindowAttention
-from trifocal.nn.attention_base import INDEX_DIM, AttentionBase, RotaryTables
+from trifocal.nn.attention_base import INDEX_DIM, AttentionBase, Projected, RotaryTables
 from trifocal.nn.chooser import ChoosingAttention, choose_blocks
 from trifocal.nn.rope import rotary_tables
 from trifocal.ops import (

@@ -16,10 +16,10 @@ from torch.nn.utils.parametrize import is_parametrized
 from trifocal.errors import UserError
 from trifocal.inference import products as pytorch_products
 from trifocal.inference.cached_attention import AttentionRule
-from trifocal.inference.prefill import Chunk, Projected
+from trifocal.inference.prefill import Chunk
 from trifocal.models.decoder import DecoderLM
 from trifocal.nn import Block, NSAttention, RMSNorm
-from trifocal.nn.attention_base import AttentionBase, RotaryTables
+from trifocal.nn.attention_base import AttentionBase, Projected, RotaryTables
 from trifocal.nn.chooser import IndexHeads
 from trifocal.nn.gate import NUM_BRANCHES
 from trifocal.nn.norm import AllHeadsRMSNorm

@@ -10,7 +10,6 @@ they reach no ring.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,36 +17,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from trifocal.nn.attention import dense_attention
+from trifocal.nn.attention_base import Projected
 from trifocal.ops import DenseCache, Geometry, SparseCache, WindowCache
 from trifocal.ops.decode.api import append_chunk
 from trifocal.ops.decode.caches import Index, NewRows, Place, Rotary
 
 Compress = Callable[[Tensor], Tensor]
 """φ of the keys or values of a sequence, [1, S, G, *] -> [1, C, G, *]."""
-
-
-@dataclass(frozen=True)
-class Projected:
-    """New tokens of a layer behind its input projection, [B, T, heads, *]; nothing is rotated.
-
-    Attributes:
-        q: Queries, [B, T, H, D].
-        keys, values: Those of each branch, [B, T, G, *]: one for all, or cmp, slc and win.
-        gates: [B, T, H, 3]; None in a layer without gates.
-        index: Queries [B, T, G, Di] and keys [B, T, Di] of the index; None without one.
-    """
-
-    q: Tensor
-    keys: list[Tensor]
-    values: list[Tensor]
-    gates: Tensor | None = None
-    index: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def selected(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the selected branch."""
-        middle = len(self.keys) // 2
-        return self.keys[middle], self.values[middle]
 
 
 class Chunk:

@@ -12,6 +12,7 @@ from trifocal.nn.attention_base import (
     AttentionBase,
     ChoiceSample,
     KVCache,
+    Projected,
     RotaryTables,
     check_input,
     documents_and_positions,
@@ -141,7 +142,7 @@ class NSAttention(ChoosingAttention):
         gates = self.gate(x, logits)
         if cache is not None:
             index = None if heads is None else split_heads(heads)
-            return self.o_proj(cache.attend(self, q, keys, values, gates, index).flatten(2))
+            return self.o_proj(cache.attend(self, Projected(q, keys, values, gates, index)).flatten(2))
         rotary = self._exact_tables(rotary, x, documents, local_tokens)
         # Compressed keys are made of unrotated ones. Shared keys are rotated once.
         q, *rotated = (rotate(states, *rotary.tokens) for states in (q, *keys[-2:]))
@@ -202,7 +203,7 @@ class DenseAttention(AttentionBase):
         documents, _ = documents_and_positions(x, cu_seqlens, local_tokens)
         q, [k], [v], _ = self._project(x)
         if cache is not None:
-            return self.o_proj(cache.attend(self, q, [k], [v]).flatten(2))
+            return self.o_proj(cache.attend(self, Projected(q, [k], [v])).flatten(2))
         rotary = self._exact_tables(rotary, x, documents, local_tokens)
         q, k = (rotate(states, *rotary.tokens) for states in (q, k))
         if local_tokens is None:

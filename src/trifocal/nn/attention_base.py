@@ -4,7 +4,8 @@ Shape letters as in DESIGN.md: B batch, T tokens, E model dim, H query heads, G 
 blocks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -44,23 +45,45 @@ ChoiceSample = tuple[Sample, ...]
 tokens are here. See `trifocal.ops.choice_loss`."""
 
 
+@dataclass(frozen=True)
+class Projected:
+    """New tokens of a layer behind its input projection, [B, T, heads, *]; nothing is rotated.
+
+    Attributes:
+        q: Queries, [B, T, H, D].
+        keys, values: Those of each branch, [B, T, G, *]: one for all, or cmp, slc and win.
+        gates: [B, T, H, 3]; None in a layer without gates.
+        index: Queries [B, T, G, Di] and keys [B, T, Di] of the index; None without one.
+    """
+
+    q: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+    gates: Tensor | None = None
+    index: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def selected(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the selected branch."""
+        middle = len(self.keys) // 2
+        return self.keys[middle], self.values[middle]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Projected":
+        """The same with a function of each tensor, by which tokens are arranged in another way."""
+        return Projected(
+            function(self.q),
+            [function(k) for k in self.keys],
+            [function(v) for v in self.values],
+            None if self.gates is None else function(self.gates),
+            None if self.index is None else (function(self.index[0]), function(self.index[1])),
+        )
+
+
 class KVCache(Protocol):
     """Keys and values of the earlier tokens of a batch."""
 
-    def attend(
-        self,
-        attention: nn.Module,
-        q: Tensor,
-        keys: list[Tensor],
-        values: list[Tensor],
-        gates: Tensor | None = None,
-        index: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """Append new tokens and attend: q [1, N, H, D] -> [1, N, H, V].
-
-        Keys and values are those of each branch, [1, N, G, *]; gates [1, N, H, 3], None in a layer without; index
-        queries and keys [1, N, G, Di] and [1, N, Di], None without an index. Nothing is rotated yet.
-        """
+    def attend(self, attention: "AttentionBase", new: Projected) -> Tensor:
+        """Append new tokens and attend, [1, N, ...] -> [1, N, H, V]."""
 
 
 class AttentionBase(nn.Module):

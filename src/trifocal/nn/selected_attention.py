@@ -5,7 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trifocal.nn.attention_base import ChoiceSample, KVCache, RotaryTables, check_input, documents_and_positions
+from trifocal.nn.attention_base import (
+    ChoiceSample,
+    KVCache,
+    Projected,
+    RotaryTables,
+    check_input,
+    documents_and_positions,
+)
 from trifocal.nn.chooser import ChoosingAttention, choose_blocks, rotate_blocks, split_heads
 from trifocal.nn.compressor import MeanCompressor
 from trifocal.nn.context import Chunk, TokenShard, chunks_of, joined
@@ -60,7 +67,7 @@ class SelectedAttention(ChoosingAttention):
         q, [k], [v], _, heads = self._project_all(x, choice_sample or drawn)
         if cache is not None:
             index = None if heads is None else split_heads(heads)
-            return self.o_proj(cache.attend(self, q, [k], [v], index=index).flatten(2))
+            return self.o_proj(cache.attend(self, Projected(q, [k], [v], index=index)).flatten(2))
         raw = [k.detach()] if selected_blocks is None and self.chooser == "compressed" else []
         rotary = self._exact_tables(rotary, x, documents, local_tokens)
         q, k = (rotate(states, *rotary.tokens) for states in (q, k))
