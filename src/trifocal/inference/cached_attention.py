@@ -100,9 +100,7 @@ class AttentionRule:
             q, k, v = append_window_chunk(new, cache, chunk, self._window_size, rotary, backend)
             return window_attention(q, k, v, self._window_size, backend=backend)
         assert self._compress is not None
-        q, seen, index_seen = append_sparse_chunk(
-            new, cache, chunk, geometry, self._compress, rotary, self._index(new), backend
-        )
+        q, seen, index_seen = append_sparse_chunk(new, cache, chunk, geometry, self._compress, self._tables, backend)
         chosen = None if index_seen is None else select_blocks_by_index(*index_seen, geometry, backend=backend)
         if new.gates is not None:
             return nsa_attention(q, *seen, new.gates, geometry, selected_blocks=chosen, backend=backend)  # type: ignore[arg-type]
@@ -122,17 +120,13 @@ class AttentionRule:
         k_slc, v_slc = new.selected
         k_win, v_win = (None, None) if cache.k_win is None else (new.keys[-1], new.values[-1])
         branches = k_raw, v_raw, k_slc, v_slc, k_win, v_win
-        scores = append_sparse(cache, batch, *branches, geometry, rotary, self._learned, backend, self._index(new))
+        index = None
+        if new.index is not None and self._tables.index_tokens is not None:
+            index = Index(*new.index, self._tables.index_tokens)
+        scores = append_sparse(cache, batch, *branches, geometry, rotary, self._learned, backend, index)
         has_window = new.gates is not None
         return decode_attention(
             new.q, new.gates, cache, batch, geometry, rotary, window=has_window, backend=backend, scores=scores
-        )
-
-    def _index(self, new: Projected) -> Index | None:
-        return (
-            None
-            if new.index is None or self._tables.index_tokens is None
-            else Index(*new.index, self._tables.index_tokens)
         )
 
 

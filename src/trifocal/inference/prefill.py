@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from trifocal.nn.attention import dense_attention
-from trifocal.nn.attention_base import Projected
+from trifocal.nn.attention_base import Projected, RotaryTables
 from trifocal.ops import DenseCache, Geometry, SparseCache, WindowCache
 from trifocal.ops.decode.api import append_chunk
-from trifocal.ops.decode.caches import Index, NewRows, Place, Rotary
+from trifocal.ops.decode.caches import NewRows, Place, Rotary
 
 Compress = Callable[[Tensor], Tensor]
 """φ of the keys or values of a sequence, [1, S, G, *] -> [1, C, G, *]."""
@@ -110,14 +110,13 @@ def append_sparse_chunk(
     chunk: Chunk,
     geometry: Geometry,
     compress: tuple[Compress, Compress],
-    rotary: Rotary,
-    index: Index | None,
+    tables: RotaryTables,
     backend: str,
 ) -> tuple[Tensor, Seen, tuple[Tensor, Tensor] | None]:
     """Append a chunk to a sparse layer's caches; rotated queries, what they see, and rotated queries of an index with
     its keys of all tokens so far, or None.
     """
-    stride = geometry.compression_stride
+    stride, rotary = geometry.compression_stride, tables.tokens
     before, after = geometry.num_compressed_blocks(chunk.first), geometry.num_compressed_blocks(chunk.stop)
     past = min(chunk.first, geometry.window_size - 1)
     k_slc, v_slc = new.selected
@@ -133,22 +132,22 @@ def append_sparse_chunk(
         ("k_raw", new.keys[0], cache.k_raw, chunk.first - before * stride, None),
         ("v_raw", new.values[0], cache.v_raw, chunk.first - before * stride, None),
     )
-    for name, x, ring, reach, tables in rings:
+    for name, x, ring, reach, rotation in rings:
         if ring is not None:
-            rows[name] = chunk.in_ring(x, ring, reach, tables)
-    if index is not None and cache.k_idx is not None:
-        q_idx, k_idx, rotary_idx = index
-        rows["q_idx"] = NewRows(q_idx, chunk.first, rotary_idx)
-        rows["k_idx"] = NewRows(k_idx[:, :, None], 0, rotary_idx, cache.k_idx)
+            rows[name] = chunk.in_ring(x, ring, reach, rotation)
+    if new.index is not None:
+        q_idx, k_idx = new.index
+        rows["q_idx"] = NewRows(q_idx, chunk.first, tables.index_tokens)
+        rows["k_idx"] = NewRows(k_idx[:, :, None], 0, tables.index_tokens, cache.k_idx)
     seen = chunk.append(rows, backend)
 
     slot_of_first, blocks = geometry.compression_block_size // stride - 1, {}
     compressed = (("k", cache.k_cmp, compress[0], rotary), ("v", cache.v_cmp, compress[1], None))
-    for name, pages, phi, tables in compressed:
+    for name, pages, phi, rotation in compressed:
         if pages is not None:
             stretch = seen[f"{name}_raw"]
             compressed_rows = phi(stretch) if after > before else stretch[:, :0]
-            blocks[name] = NewRows(compressed_rows, slot_of_first, tables, pages)
+            blocks[name] = NewRows(compressed_rows, slot_of_first, rotation, pages)
     blocks_seen: dict[str, Tensor] = {}
     if blocks:
         blocks_seen = chunk.append(blocks, backend, first=before + slot_of_first, zero=slot_of_first, stride=stride)
