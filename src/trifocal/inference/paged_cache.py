@@ -5,6 +5,7 @@ page or a row for a fork, copies bytes and computes nothing.
 """
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -58,9 +59,7 @@ def page_size_of(config: ModelConfig, wanted: int) -> int:
 
 def decode_geometry(config: ModelConfig, max_length: int) -> Geometry:
     """The model's geometry for sequences up to a length: a window that is wider never slides, so it is cut."""
-    geometry = config.geometry
-    window = min(geometry.window_size, max_length)
-    return Geometry(**{**geometry.__dict__, "window_size": window})
+    return replace(config.geometry, window_size=min(config.geometry.window_size, max_length))
 
 
 def layer_shapes(

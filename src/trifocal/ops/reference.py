@@ -391,13 +391,10 @@ def _rows(visibility: Visibility, documents: Documents | None, spacing: int) -> 
     None where that would save nothing, and for the last queries of a pack. Compiled code has no rows, so that it fits
     packs with any longest document.
     """
-    if torch.compiler.is_compiling():
+    if documents is None or torch.compiler.is_compiling():
         return None
-    key_ids, num_keys = visibility.key_ids[0], visibility.key_ids.shape[1]
-    rows = None if documents is None else Rows.of(documents)
-    if documents is None or rows is None or rows.reach >= rows.num_tokens or num_keys == 0:
-        return None
-    if visibility.query_ids.shape[1] < rows.num_tokens:
+    rows, key_ids = Rows.of(documents), visibility.key_ids[0]
+    if rows.reach >= rows.num_tokens or len(key_ids) == 0 or visibility.query_ids.shape[1] < rows.num_tokens:
         return None
     tokens = documents.cu_seqlens[key_ids.clamp(min=0)] + visibility.key_first[0]
     return rows, rows.keys(tokens.where(key_ids >= 0, rows.num_tokens), spacing)
