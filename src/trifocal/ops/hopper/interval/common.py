@@ -11,27 +11,28 @@ from trifocal.ops.triton.interval.common import full_tiles, visible_keys
 
 @gluon.jit
 def place_tile(
-    slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
+    slot, masks, counts,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, KEYS: gl.constexpr,
 ):
-    """Batch, group, first query and first key of the slot-th tile of rows; its key tiles: how many, which are full."""
+    """Batch, group and first query of the slot-th tile of rows; its first key and key tiles: how many, which are full.
+    """
+    slots, row_tiles, batch_groups, num_queries = counts
     QUERIES: gl.constexpr = 2 * PART_ROWS // Q_PER_KV
     first_query = (row_tiles - 1 - slot // batch_groups) * QUERIES
     batch = (slot % batch_groups) // GROUPS
     group = slot % GROUPS
     last_query = gl.minimum(first_query + QUERIES, num_queries) - 1
-    begin, full_end = visible_keys(
-        first_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
-    full_begin, end = visible_keys(
-        last_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
+    begin, full_end = visible_keys(first_query, masks, COMPRESSED, BLOCK, STRIDE, PACKED)
+    full_begin, end = visible_keys(last_query, masks, COMPRESSED, BLOCK, STRIDE, PACKED)
     tiles, first_full, last_full = full_tiles(begin, end, full_begin, full_end, KEYS)
-    return batch, group, first_query, begin, gl.maximum(tiles, 1), first_full, last_full
+    return batch, group, first_query, (begin, gl.maximum(tiles, 1), first_full, last_full)
 
 
 @gluon.jit
-def first_key_of(number, begin, tiles, first_full, last_full, KEYS: gl.constexpr):
-    """First key of the number-th tile: those that need a mask come first."""
+def first_key_of(number, key_tiles, KEYS: gl.constexpr):
+    """First key of the number-th key tile of `place_tile`: those that need a mask come first."""
+    begin, tiles, first_full, last_full = key_tiles
     masked = tiles - (last_full - first_full)
     place = number
     if number >= masked:
@@ -61,19 +62,16 @@ def load_tiles(
     q_sources, k_sources, v_source = descriptors[0], descriptors[1], descriptors[2]
     q_tiles, k_tiles, v_tiles = buffers[0], buffers[1], buffers[2]
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
-    query_shift, window_size, ids, positions, first_blocks = masks
-    slots, row_tiles, batch_groups, num_queries = counts
     QUERIES: gl.constexpr = PART_ROWS // Q_PER_KV
     Q_BYTES: gl.constexpr = PART_ROWS * (D_1 + D_2) * 2
     K_BYTES: gl.constexpr = KEYS * (D_1 + D_2) * 2
     count = 0
     visit = 0
-    for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
-        batch, group, first_query, begin, tiles, first_full, last_full = place_tile(
-            slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
-            GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS)
-        for number in range(tiles):
-            first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
+    for slot in range(gl.program_id(0), counts[0], gl.num_programs(0)):
+        batch, group, first_query, key_tiles = place_tile(
+            slot, masks, counts, GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS)
+        for number in range(key_tiles[1]):
+            first_key = first_key_of(number, key_tiles, KEYS)
             stage = count % STAGES
             free = (count // STAGES & 1) ^ 1
             mbarrier.wait(k_free.index(stage), free)

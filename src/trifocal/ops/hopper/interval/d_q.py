@@ -50,13 +50,16 @@ def add_keys(
 
 @gluon.jit
 def gather_rows(
-    d_q, d_q_2, q_tiles, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free, v_ready,
-    v_free, count, begin, tiles, first_full, last_full, row_begin, row_end, start, stop, score_scale,
+    d_q, d_q_2, count, rows, buffers, barriers, key_tiles, start, stop, score_scale,
     PART: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr,
     KEYS: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
     OUTPUT_2: gl.constexpr,
 ):
     """Add the shares of key tiles number start to stop to d_q."""
+    row_begin, row_end, row_lse, row_delta, row_gate = rows
+    q_tiles, k_tiles, v_tiles, d_o_tiles = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    d_o_tile = d_o_tiles.index(PART).reshape([PART_ROWS, V])
     for number in range(start, stop):
         stage = count % STAGES
         phase = count // STAGES & 1
@@ -74,8 +77,7 @@ def gather_rows(
         mbarrier.arrive(v_free.index(stage), count=1)
         d_scores = p * (d_p - row_delta[:, None])
         if MASKED:
-            first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
-            key = first_key + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
+            key = first_key_of(number, key_tiles, KEYS) + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
             visible = (key[None, :] >= row_begin[:, None]) & (key[None, :] < row_end[:, None])
             d_scores = gl.where(visible, d_scores, 0.0)
         d_q, d_q_2 = add_keys(d_q, d_q_2, d_scores.to(v_tiles.dtype), k_tiles, stage, KEYS, D_1, D_2, OUTPUT, OUTPUT_2)
@@ -100,22 +102,20 @@ def sum_rows(
     QUERIES: gl.constexpr = PART_ROWS // Q_PER_KV
     q_tiles, k_tiles, v_tiles, d_o_tiles = buffers
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
-    query_shift, window_size, ids, positions, first_blocks = masks
     slots, row_tiles, batch_groups, num_queries = counts
     gate_batch_stride, gate_time_stride, gate_head_stride = gate_strides
     count = 0
     visit = 0
     for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
-        batch, group, tile_query, begin, tiles, first_full, last_full = place_tile(
-            slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
-            GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS)
+        batch, group, tile_query, key_tiles = place_tile(
+            slot, masks, counts, GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS)
+        begin, tiles, first_full, last_full = key_tiles
         masked = tiles - (last_full - first_full)
         first_query = tile_query + PART * QUERIES
         row = gl.arange(0, PART_ROWS, ROW)
         row_query = gl.minimum(first_query + row // Q_PER_KV, num_queries - 1)
         head = group * Q_PER_KV + row % Q_PER_KV
-        row_begin, row_end = visible_keys(
-            row_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
+        row_begin, row_end = visible_keys(row_query, masks, COMPRESSED, BLOCK, STRIDE, PACKED)
         place = (batch * num_queries + row_query).to(gl.int64) * (GROUPS * Q_PER_KV) + head
         row_lse = gl.load(lse + place)
         row_lse = gl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E_KERNEL)
@@ -128,14 +128,12 @@ def sum_rows(
         d_q_2 = d_q
         if D_2 > 0:
             d_q_2 = gl.zeros([PART_ROWS, D_2], gl.float32, OUTPUT_2)
-        d_o_tile = d_o_tiles.index(PART).reshape([PART_ROWS, V])
+        rows = (row_begin, row_end, row_lse, row_delta, row_gate)
         mbarrier.wait(q_ready.index(PART), visit & 1)
         bounds = (0, masked, tiles)
         for run in gl.static_range(2):
             d_q, d_q_2, count = gather_rows(
-                d_q, d_q_2, q_tiles, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free,
-                v_ready, v_free, count, begin, tiles, first_full, last_full, row_begin, row_end,
-                bounds[run], bounds[run + 1], score_scale,
+                d_q, d_q_2, count, rows, buffers, barriers, key_tiles, bounds[run], bounds[run + 1], score_scale,
                 PART, D_1, D_2, V, GATED, KEYS, STAGES, run == 0, SCORES, OUTPUT, OUTPUT_2)
         mbarrier.arrive(q_free.index(PART), count=1)
         D: gl.constexpr = D_1 + D_2

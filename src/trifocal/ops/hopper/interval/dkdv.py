@@ -72,20 +72,19 @@ def row_numbers_kernel(
 
 @gluon.jit
 def place_keys(
-    parts, batches, num_queries, num_keys, query_shift, window_size, query_begin, query_end,
+    masks, counts,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
 ):
     """This program's keys, and its part of the rows that see any of them."""
+    parts, batches, num_queries, num_keys = counts
     first_key = (gl.program_id(0) // parts) * KEYS
     part = gl.program_id(0) % parts
     batch = gl.program_id(1) // GROUPS
     group = gl.program_id(1) % GROUPS
     last_key = gl.minimum(first_key + KEYS, num_keys) - 1
-    begin, first_end = seeing_queries(
-        first_key, num_queries, query_shift, window_size, query_begin, query_end, COMPRESSED, BLOCK, STRIDE, PACKED)
-    last_begin, end = seeing_queries(
-        last_key, num_queries, query_shift, window_size, query_begin, query_end, COMPRESSED, BLOCK, STRIDE, PACKED)
+    begin, first_end = seeing_queries(first_key, num_queries, masks, COMPRESSED, BLOCK, STRIDE, PACKED)
+    last_begin, end = seeing_queries(last_key, num_queries, masks, COMPRESSED, BLOCK, STRIDE, PACKED)
     # Lines of row numbers begin at multiples of 16 bytes.
     first_row = begin * Q_PER_KV // 4 * 4
     part_rows = gl.cdiv(gl.cdiv(end * Q_PER_KV - first_row, parts), ROWS) * ROWS
@@ -105,13 +104,10 @@ def load_rows_of_keys(
     q_sources, k_sources, v_source, d_o_source, lse_source, delta_source, gate_source = descriptors
     q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles = buffers
     keys_ready, q_ready, q_free, d_o_ready, d_o_free = barriers
-    query_shift, window_size, query_begin, query_end = masks
-    parts, batches, num_queries, num_keys = counts
     ROW_BYTES: gl.constexpr = ROWS * 4
     COLUMN_BYTES: gl.constexpr = (D_1 + D_2) * 2
     first_key, part, batch, group, row_origin, row_limit = place_keys(
-        parts, batches, num_queries, num_keys, query_shift, window_size, query_begin, query_end,
-        GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS, KEYS)
+        masks, counts, GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS, KEYS)
     mbarrier.expect(keys_ready, KEYS * COLUMN_BYTES + 2 * v_source.block_type.nbytes)
     for half in gl.static_range(2):
         key = first_key + half * (KEYS // 2)
@@ -245,25 +241,20 @@ def sum_keys(
     OUTPUT_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
     q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles = buffers
     keys_ready, q_ready, q_free, d_o_ready, d_o_free = barriers
-    query_shift, window_size, query_begin, query_end = masks
     parts, batches, num_queries, num_keys = counts
     first_key, part, batch, group, row_origin, row_limit = place_keys(
-        parts, batches, num_queries, num_keys, query_shift, window_size, query_begin, query_end,
-        GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS, KEYS)
+        masks, counts, GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS, KEYS)
     tiles = gl.cdiv(row_limit - row_origin, ROWS)
     half_key = first_key + HALF * (KEYS // 2)
     key = half_key + gl.arange(0, PART_ROWS, gl.SliceLayout(1, SCORES))
     key_begin, key_end = seeing_queries(
-        gl.minimum(key, num_keys - 1), num_queries, query_shift, window_size, query_begin, query_end,
-        COMPRESSED, BLOCK, STRIDE, PACKED)
+        gl.minimum(key, num_keys - 1), num_queries, masks, COMPRESSED, BLOCK, STRIDE, PACKED)
     # The program's tiles of rows see this half's keys from `first` to `last`, all of them from
     # `first_full` to `last_full`.
     begin, full_end = seeing_queries(
-        gl.minimum(half_key, num_keys - 1), num_queries, query_shift, window_size, query_begin, query_end,
-        COMPRESSED, BLOCK, STRIDE, PACKED)
+        gl.minimum(half_key, num_keys - 1), num_queries, masks, COMPRESSED, BLOCK, STRIDE, PACKED)
     full_begin, end = seeing_queries(
-        gl.minimum(half_key + KEYS // 2, num_keys) - 1, num_queries, query_shift, window_size, query_begin, query_end,
-        COMPRESSED, BLOCK, STRIDE, PACKED)
+        gl.minimum(half_key + KEYS // 2, num_keys) - 1, num_queries, masks, COMPRESSED, BLOCK, STRIDE, PACKED)
     first = gl.minimum(gl.maximum(begin * Q_PER_KV - row_origin, 0) // ROWS, tiles)
     last = gl.maximum(gl.minimum(gl.cdiv(gl.maximum(end * Q_PER_KV - row_origin, 0), ROWS), tiles), first)
     first_full = gl.minimum(gl.maximum(gl.cdiv(gl.maximum(full_begin * Q_PER_KV - row_origin, 0), ROWS), first), last)

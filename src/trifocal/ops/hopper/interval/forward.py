@@ -67,12 +67,14 @@ def settle(x):
 
 @gluon.jit
 def attend_tiles(
-    o, p, running_max, running_sum, q_tiles, PART, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, count,
-    begin, tiles, first_full, last_full, row_begin, row_end, start, stop, score_scale,
-    D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    softmax, count, buffers, barriers, key_tiles, row_begin, row_end, start, stop, score_scale,
+    PART: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
 ):
     """Key tiles number start to stop: each one's scores together with the tile before's product with values."""
+    o, p, running_max, running_sum = softmax
+    q_tiles, k_tiles, v_tiles, o_tiles = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
     for number in range(start, stop):
         stage = count % STAGES
         before = (count - 1) % STAGES
@@ -85,15 +87,14 @@ def attend_tiles(
         scores = warpgroup_mma_wait(1, [scores])
         mbarrier.arrive(k_free.index(stage), count=1)
         if MASKED:
-            first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
-            scores = hide(scores, first_key, row_begin, row_end, KEYS, SCORES)
+            scores = hide(scores, first_key_of(number, key_tiles, KEYS), row_begin, row_end, KEYS, SCORES)
         p, running_max, running_sum, decay = weigh(scores, running_max, running_sum, score_scale)
         running_sum = settle(running_sum)
         o, p = warpgroup_mma_wait(0, [o, p])
         mbarrier.arrive(v_free.index(before), count=1)
         o = o * gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT))[:, None]
         count += 1
-    return o, p, running_max, running_sum, count
+    return (o, p, running_max, running_sum), count
 
 
 @gluon.jit
@@ -110,21 +111,19 @@ def attend_rows(
     QUERIES: gl.constexpr = PART_ROWS // Q_PER_KV
     q_tiles, k_tiles, v_tiles, o_tiles = buffers
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
-    query_shift, window_size, ids, positions, first_blocks = masks
     slots, row_tiles, batch_groups, num_queries = counts
     count = 0
     visit = 0
     for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
-        batch, group, tile_query, begin, tiles, first_full, last_full = place_tile(
-            slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
-            GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS)
+        batch, group, tile_query, key_tiles = place_tile(
+            slot, masks, counts, GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS)
+        begin, tiles, first_full, last_full = key_tiles
         masked = tiles - (last_full - first_full)
         first_query = tile_query + PART * QUERIES
         row = gl.arange(0, PART_ROWS, ROW)
         row_query = first_query + row // Q_PER_KV
         row_begin, row_end = visible_keys(
-            gl.minimum(row_query, num_queries - 1), query_shift, window_size, ids, positions, first_blocks,
-            COMPRESSED, BLOCK, STRIDE, PACKED)
+            gl.minimum(row_query, num_queries - 1), masks, COMPRESSED, BLOCK, STRIDE, PACKED)
 
         o = gl.zeros([PART_ROWS, V], gl.float32, OUTPUT)
         running_max = gl.full([PART_ROWS], LOWEST, gl.float32, ROW)
@@ -136,18 +135,17 @@ def attend_rows(
         scores = multiply(q_tiles, PART, k_tiles, stage, zeros, PART_ROWS, KEYS, D_1, D_2)
         scores = warpgroup_mma_wait(0, [scores])
         mbarrier.arrive(k_free.index(stage), count=1)
-        first_key = first_key_of(0, begin, tiles, first_full, last_full, KEYS)
-        scores = hide(scores, first_key, row_begin, row_end, KEYS, SCORES)
+        scores = hide(scores, first_key_of(0, key_tiles, KEYS), row_begin, row_end, KEYS, SCORES)
         p, running_max, running_sum, decay = weigh(scores, running_max, running_sum, score_scale)
+        softmax = (o, p, running_max, running_sum)
         count += 1
-        o, p, running_max, running_sum, count = attend_tiles(
-            o, p, running_max, running_sum, q_tiles, PART, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
-            count, begin, tiles, first_full, last_full, row_begin, row_end, 1, masked, score_scale,
-            D_1, D_2, V, KEYS, STAGES, True, SCORES, OUTPUT)
-        o, p, running_max, running_sum, count = attend_tiles(
-            o, p, running_max, running_sum, q_tiles, PART, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
-            count, begin, tiles, first_full, last_full, row_begin, row_end, gl.maximum(masked, 1), tiles, score_scale,
-            D_1, D_2, V, KEYS, STAGES, False, SCORES, OUTPUT)
+        softmax, count = attend_tiles(
+            softmax, count, buffers, barriers, key_tiles, row_begin, row_end, 1, masked, score_scale,
+            PART, D_1, D_2, V, KEYS, STAGES, True, SCORES, OUTPUT)
+        softmax, count = attend_tiles(
+            softmax, count, buffers, barriers, key_tiles, row_begin, row_end, gl.maximum(masked, 1), tiles, score_scale,
+            PART, D_1, D_2, V, KEYS, STAGES, False, SCORES, OUTPUT)
+        o, p, running_max, running_sum = softmax
         mbarrier.arrive(q_free.index(PART), count=1)
         before = (count - 1) % STAGES
         mbarrier.wait(v_ready.index(before), (count - 1) // STAGES & 1)

@@ -23,10 +23,10 @@ from trifocal.ops.triton.launch import Descriptor, describe_tiles
 
 @triton.jit
 def visible_keys(
-    query, query_shift, window_size, ids, positions, first_blocks,
-    COMPRESSED: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
+    query, masks, COMPRESSED: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr
 ):
-    """The keys that queries see, begin and end."""
+    """The keys that queries see, begin and end. `masks`: fields of `Branch`, from `query_shift` to `first_blocks`."""
+    query_shift, window_size, ids, positions, first_blocks = masks
     token = query + query_shift
     if COMPRESSED:
         if PACKED:
@@ -46,10 +46,11 @@ def visible_keys(
 
 @triton.jit
 def seeing_queries(
-    key, num_queries, query_shift, window_size, query_begin, query_end,
+    key, num_queries, masks,
     COMPRESSED: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
 ):
-    """The queries that see keys, begin and end: the inverse of `visible_keys`."""
+    """The queries that see keys, begin and end: the inverse of `visible_keys`, by `query_begin` and `query_end`."""
+    query_shift, window_size, query_begin, query_end = masks
     if COMPRESSED:
         if PACKED:
             begin = tl.load(query_begin + key) - query_shift
@@ -84,7 +85,7 @@ def place_rows(row, num_queries, Q_PER_KV: tl.constexpr):
 
 @triton.jit
 def place_rows_of_program(
-    num_queries, query_shift, window_size, ids, positions, first_blocks,
+    num_queries, masks,
     GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, COMPRESSED: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
     PACKED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):
@@ -97,12 +98,9 @@ def place_rows_of_program(
     last_query = tl.minimum((first_row + ROWS - 1) // Q_PER_KV, num_queries - 1)
     row = first_row + tl.arange(0, ROWS)
     query, head = place_rows(row, num_queries, Q_PER_KV)
-    row_begin, row_end = visible_keys(
-        query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
-    begin, full_end = visible_keys(
-        first_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
-    full_begin, end = visible_keys(
-        last_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
+    row_begin, row_end = visible_keys(query, masks, COMPRESSED, BLOCK, STRIDE, PACKED)
+    begin, full_end = visible_keys(first_query, masks, COMPRESSED, BLOCK, STRIDE, PACKED)
+    full_begin, end = visible_keys(last_query, masks, COMPRESSED, BLOCK, STRIDE, PACKED)
     tiles, first_full, last_full = full_tiles(begin, end, full_begin, full_end, KEYS)
     full = last_full - first_full
     return batch, group, first_query, row, query, head, row_begin, row_end, begin, end, tiles, first_full, full

@@ -64,10 +64,9 @@ def interval_d_q_kernel(
     ADD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr,
 ):
     """d_q of one tile of rows, in the order of the forward kernel; with ADD, added to the old values of d_q."""
+    masks = (query_shift, window_size, ids, positions, first_blocks)
     batch, group, first_query, row, query, head, row_begin, row_end, begin, end, tiles, first_full, full = (
-        place_rows_of_program(
-            num_queries, query_shift, window_size, ids, positions, first_blocks,
-            GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS, KEYS))
+        place_rows_of_program(num_queries, masks, GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS, KEYS))
 
     if not TMA:
         k_source_1 += batch.to(tl.int64) * k_batch_stride + group * k_head_stride

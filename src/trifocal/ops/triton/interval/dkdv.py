@@ -121,12 +121,10 @@ def interval_dkdv_kernel(
     in_tile = tl.arange(0, KEYS)
     last_key = tl.minimum(first_key + KEYS, num_keys) - 1
     key = tl.minimum(first_key + in_tile, last_key)
-    key_begin, key_end = seeing_queries(
-        key, num_queries, query_shift, window_size, query_begin, query_end, COMPRESSED, BLOCK, STRIDE, PACKED)
-    begin, full_end = seeing_queries(
-        first_key, num_queries, query_shift, window_size, query_begin, query_end, COMPRESSED, BLOCK, STRIDE, PACKED)
-    full_begin, end = seeing_queries(
-        last_key, num_queries, query_shift, window_size, query_begin, query_end, COMPRESSED, BLOCK, STRIDE, PACKED)
+    masks = (query_shift, window_size, query_begin, query_end)
+    key_begin, key_end = seeing_queries(key, num_queries, masks, COMPRESSED, BLOCK, STRIDE, PACKED)
+    begin, full_end = seeing_queries(first_key, num_queries, masks, COMPRESSED, BLOCK, STRIDE, PACKED)
+    full_begin, end = seeing_queries(last_key, num_queries, masks, COMPRESSED, BLOCK, STRIDE, PACKED)
     part_rows = tl.cdiv(tl.cdiv((end - begin) * Q_PER_KV, parts), ROWS) * ROWS
     row_origin = begin * Q_PER_KV + part * part_rows
     row_limit = tl.maximum(tl.minimum(row_origin + part_rows, end * Q_PER_KV), row_origin)
