@@ -18,14 +18,7 @@ from trifocal.ops import dispatch, tiles
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, longest_document
 from trifocal.ops.tiles import cdiv, named_widths, next_power_of_2
-from trifocal.ops.triton.common import (
-    LOG2_E,
-    LOG2_E_KERNEL,
-    load_and_multiply_left,
-    load_parts,
-    strides,
-    unit_stride,
-)
+from trifocal.ops.triton.common import LOG2_E, LOG2_E_KERNEL, load_and_multiply_left, load_parts, strides, unit_stride
 from trifocal.ops.triton.documents import default_documents, first_compressed_blocks
 from trifocal.ops.triton.launch import Kernel
 
@@ -200,13 +193,7 @@ def choice_kernel(
 
 
 def select_blocks_forward(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    geometry: Geometry,
-    num_keys: int,
-    scale: float,
-    documents: Documents | None,
+    q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: Geometry, num_keys: int, scale: float, documents: Documents | None
 ) -> Tensor:
     """Choose the selection blocks of every query and group: [B, T, G, N], int32, ascending; -1 pads.
 

@@ -17,13 +17,7 @@ from torch import Tensor
 
 from trifocal.ops import dispatch, tiles
 from trifocal.ops.decode.caches import DecodeBatch
-from trifocal.ops.decode.triton.common import (
-    load_once,
-    load_rotated_parts,
-    place_rows,
-    prefetch_rows,
-    stages_of_pages,
-)
+from trifocal.ops.decode.triton.common import load_once, load_rotated_parts, place_rows, prefetch_rows, stages_of_pages
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.tiles import cdiv, named_widths, next_power_of_2
 from trifocal.ops.triton.index_scoring import as_importance

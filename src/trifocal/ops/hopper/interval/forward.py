@@ -210,14 +210,7 @@ def interval_forward_hopper_kernel(
 # fmt: on
 
 
-def launch_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    branch: Branch,
-    keys: int,
-) -> tuple[Tensor, Tensor]:
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, branch: Branch, keys: int) -> tuple[Tensor, Tensor]:
     """Hopper version of `triton.interval.forward.launch_forward`."""
     batch, num_queries, num_heads, _ = q.shape
     value_dim = v.shape[3]

@@ -9,11 +9,7 @@ take the next group's heads, and are not stored.
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from trifocal.ops import devices
 from trifocal.ops.hopper.common import PART_ROWS, tile_descriptor

@@ -198,12 +198,7 @@ class Branch(NamedTuple):
 
     def constants(self) -> dict[str, int | bool]:
         """Compile-time constants of the kernels."""
-        return {
-            "COMPRESSED": not self.is_window,
-            "BLOCK": self.block,
-            "STRIDE": self.stride,
-            "PACKED": self.is_packed,
-        }
+        return {"COMPRESSED": not self.is_window, "BLOCK": self.block, "STRIDE": self.stride, "PACKED": self.is_packed}
 
 
 class IntervalProblem(NamedTuple):

@@ -57,9 +57,7 @@ def _branch(
     q: Tensor, k_cmp: Tensor, geometry: Geometry, num_keys: int, documents: Documents | None, backward: bool
 ) -> Branch:
     branch = Branch(
-        block=geometry.compression_block_size,
-        stride=geometry.compression_stride,
-        query_shift=num_keys - q.shape[1],
+        block=geometry.compression_block_size, stride=geometry.compression_stride, query_shift=num_keys - q.shape[1]
     )
     if documents is None:
         return branch

@@ -102,13 +102,7 @@ def interval_forward_kernel(
 # fmt: on
 
 
-def launch_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    branch: Branch,
-) -> tuple[Tensor, Tensor]:
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, branch: Branch) -> tuple[Tensor, Tensor]:
     """Attend: q [B, T, H, D], k [B, S, G, D], v [B, S, G, V] -> o [B, T, H, V], in q's type, and lse [B, T, H], fp32,
     natural log, -inf where nothing is seen. S may be 0.
     """

@@ -10,12 +10,7 @@ from trifocal.ops.triton.interval.forward import launch_forward
 
 
 def window_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window_size: int,
-    scale: float,
-    documents: Documents | None,
+    q: Tensor, k: Tensor, v: Tensor, window_size: int, scale: float, documents: Documents | None
 ) -> tuple[Tensor, Tensor]:
     """Attend to the last `window_size` keys, the query's own included; arguments and results as of `launch_forward`, q
     being the last T positions of the keys.

@@ -30,13 +30,7 @@ from trifocal.ops.triton.common import (
 )
 from trifocal.ops.triton.documents import default_documents
 from trifocal.ops.triton.launch import Kernel
-from trifocal.ops.triton.selected.block_csr import (
-    block_place,
-    build_block_csr,
-    choice_bits,
-    find_piece,
-    split_blocks,
-)
+from trifocal.ops.triton.selected.block_csr import block_place, build_block_csr, choice_bits, find_piece, split_blocks
 from trifocal.ops.triton.selected.common import attend_block, kernel_constants, kernel_sizes, load_block
 from trifocal.ops.triton.selected.tile_forward import tile_forward
 from trifocal.ops.triton.selected.tile_lists import bitwise_or
@@ -418,8 +412,7 @@ def chunks_in_cache(rows: int, bytes_of_query: int, num_blocks: int, num_selecte
     but a block is to find enough of them in a chunk that loading its keys and values is little beside them.
     """
     most = max(
-        dispatch.SELECTED_CACHED_BYTES // bytes_of_query,
-        dispatch.FEWEST_SLOTS_OF_A_BLOCK * num_blocks // num_selected,
+        dispatch.SELECTED_CACHED_BYTES // bytes_of_query, dispatch.FEWEST_SLOTS_OF_A_BLOCK * num_blocks // num_selected
     )
     return max(1, min(cdiv(rows, most), rows // 64))
 

@@ -13,14 +13,7 @@ from torch import Tensor
 from trifocal.ops import dispatch, tiles
 from trifocal.ops.layout import Documents
 from trifocal.ops.tiles import next_power_of_2
-from trifocal.ops.triton.common import (
-    LN_2,
-    load_and_multiply,
-    load_parts,
-    nothing_yet,
-    store_tile,
-    strides,
-)
+from trifocal.ops.triton.common import LN_2, load_and_multiply, load_parts, nothing_yet, store_tile, strides
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.selected.common import attend_block, kernel_constants
 from trifocal.ops.triton.selected.tile_lists import build_tile_lists
