@@ -268,11 +268,12 @@ def tiles_on_hopper(q: Tensor, k: Tensor, v: Tensor, *others: Tensor, block_size
 
 
 def queries_of_tile(q: Tensor, q_per_kv: int, rows: int, groups: int) -> int:
-    """How many neighbouring queries a portable tile of selected attention holds, of at most this many rows.
+    """How many neighbouring queries a portable tile of selected attention holds, of at most this many rows: up to 32, a
+    bit of a word each.
 
     Fewer where full tiles, of all batch entries' `groups`, would leave multiprocessors idle.
     """
-    queries = max(1, rows // q_per_kv)
+    queries = max(1, min(32, rows // q_per_kv))
     while queries > 1 and cdiv(q.shape[1], queries) * groups < devices.multiprocessors(q.device):
         queries = cdiv(queries, 2)
     return queries

@@ -21,17 +21,13 @@ def _d_q_of_blocks(
     d_q, queries, d_o, k, v, k_time_stride, v_time_stride, numbers,
     tokens, members, in_tile, last_key, num_keys, first, end, score_scale,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
-    BLOCK: tl.constexpr, KEYS: tl.constexpr, WORDS: tl.constexpr, MASKED: tl.constexpr, GATED: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Add the shares of some entries of the tile's list to d_q of the rows that chose them."""
     in_block = tl.arange(0, KEYS)
     for entry in tl.range(first, end):
         first_token = tl.load(tokens + entry)
-        if WORDS == 1:
-            word = tl.load(members + entry)
-        else:
-            word = tl.load(members + entry * WORDS + in_tile // 32)
-        chosen = ((word >> in_tile % 32) & 1) != 0
+        chosen = ((tl.load(members + entry) >> in_tile) & 1) != 0
         keep = (in_block < BLOCK) & (first_token + in_block < num_keys)
         k_base = k + first_token.to(tl.int64) * k_time_stride
         v_base = v + first_token.to(tl.int64) * v_time_stride
@@ -55,8 +51,7 @@ def tile_d_q_kernel(
     num_queries, query_shift, num_keys, row_tiles, batch_groups, width, score_scale, scale,
     GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
-    BLOCK: tl.constexpr, KEYS: tl.constexpr, GATED: tl.constexpr, QUERIES: tl.constexpr, WORDS: tl.constexpr,
-    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, GATED: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """d_q of ROWS rows of a tile of queries; late tiles start first, those of all batch entries and groups together."""
     tile = row_tiles - 1 - tl.program_id(0) // batch_groups
@@ -85,13 +80,13 @@ def tile_d_q_kernel(
     if BLOCK < KEYS:
         masked = end
     tokens += of_tile * width
-    members += of_tile * width * WORDS
+    members += of_tile * width
     bounds = (0, masked, end)
     for run in tl.static_range(2 if BLOCK == KEYS else 1):
         d_q_sum = _d_q_of_blocks(
             d_q_sum, queries, d_o_rows, k, v, k_time_stride, v_time_stride, numbers,
             tokens, members, in_tile, query + query_shift, num_keys, bounds[run], bounds[run + 1], score_scale,
-            D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, WORDS, run == 0, GATED,
+            D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, run == 0, GATED,
         )  # fmt: skip
     store_parts(d_q, place * D, exists, scale, d_q_sum, D, D_1, D_2)
 
@@ -116,7 +111,7 @@ def tile_d_q(problem: SelectedProblem) -> Tensor:
     del constants["PACKED"]
     tile_d_q_kernel[row_tiles * batch * groups, cdiv(queries * q_per_kv, rows)](
         *p.rows(), d_q, lists.tokens, lists.members, lists.counts, *p.sizes(), row_tiles, batch * groups, width,
-        p.score_scale, p.scale, **constants, QUERIES=queries, WORDS=lists.members.shape[-1], ROWS=rows,
+        p.score_scale, p.scale, **constants, QUERIES=queries, ROWS=rows,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
     )  # fmt: skip
     return d_q

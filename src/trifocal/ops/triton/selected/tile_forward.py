@@ -20,19 +20,9 @@ from trifocal.ops.triton.selected.tile_lists import build_tile_lists
 
 
 @triton.jit
-def _token(tokens, entry, end):
-    """First token of an entry's block."""
-    return tl.load(tokens + entry, mask=entry < end, other=0)
-
-
-@triton.jit
-def _words(members, entry, end, query, WORDS: tl.constexpr):
-    """The words that say which queries chose an entry's block: one for all rows, or that of each row's query."""
-    if WORDS == 1:
-        word = tl.load(members + entry, mask=entry < end, other=0)
-    else:
-        word = tl.load(members + entry * WORDS + query // 32, mask=entry < end, other=0)
-    return word
+def _number(numbers, entry, end):
+    """An entry's first token, or the word that says which queries chose its block."""
+    return tl.load(numbers + entry, mask=entry < end, other=0)
 
 
 @triton.jit
@@ -40,7 +30,7 @@ def _attend_entries(
     softmax, queries, k, v, k_time_stride, v_time_stride,
     tokens, members, query, last_key, num_keys, begin, end, score_scale,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
-    BLOCK: tl.constexpr, KEYS: tl.constexpr, WORDS: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Take the blocks of some entries into the running softmax of the rows that chose them.
 
@@ -50,14 +40,14 @@ def _attend_entries(
     in_block = tl.arange(0, KEYS)
     # The compiler pipelines no loop that hands values on unchanged; it cannot know that this is zero.
     zero = num_keys >> 31
-    first_0 = _token(tokens, begin, end)
-    first_1 = _token(tokens, begin + 1, end)
-    first_2 = _token(tokens, begin + 2, end)
-    word = _words(members, begin, end, query, WORDS)
+    first_0 = _number(tokens, begin, end)
+    first_1 = _number(tokens, begin + 1, end)
+    first_2 = _number(tokens, begin + 2, end)
+    word = _number(members, begin, end)
     for entry in tl.range(begin, end):
         first = first_0
-        chosen = ((word >> query % 32) & 1) != 0
-        word = _words(members, entry + 1, end, query, WORDS)
+        chosen = ((word >> query) & 1) != 0
+        word = _number(members, entry + 1, end)
         keep = (in_block < BLOCK) & (first + in_block < num_keys)
         k_base = k + first.to(tl.int64) * k_time_stride
         v_base = v + first.to(tl.int64) * v_time_stride
@@ -70,7 +60,7 @@ def _attend_entries(
         )
         first_0 = first_1 + zero
         first_1 = first_2 + zero
-        first_2 = _token(tokens, entry + 3, end)
+        first_2 = _number(tokens, entry + 3, end)
     return softmax
 
 
@@ -84,7 +74,7 @@ def tile_forward_kernel(
     row_tiles, width, num_queries, query_shift, num_keys, score_scale,
     GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, QUERIES: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
-    BLOCK: tl.constexpr, KEYS: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """o and lse of one tile of rows; of each group the late ones start first."""
     tile = row_tiles - 1 - tl.program_id(0) % row_tiles
@@ -110,13 +100,13 @@ def tile_forward_kernel(
     if BLOCK < KEYS:
         masked = end
     tokens += of_tile * width
-    members += of_tile * width * WORDS
+    members += of_tile * width
     bounds = (0, masked, end)
     for run in tl.static_range(2 if BLOCK == KEYS else 1):
         softmax = _attend_entries(
             softmax, queries, k, v, k_time_stride, v_time_stride,
             tokens, members, in_tile, last_key, num_keys, bounds[run], bounds[run + 1], score_scale,
-            D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, WORDS, run == 0,
+            D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, run == 0,
         )  # fmt: skip
     o_1, o_2, running_max, running_sum = softmax
     sees = running_sum > 0
@@ -159,7 +149,7 @@ def tile_forward(
     tile_forward_kernel[(row_tiles * batch * groups,)](
         q, k, v, o, lse, lists.tokens, lists.members, lists.counts, *strides(q), *strides(k), *strides(v),
         row_tiles, width, num_queries, num_keys - num_queries, num_keys, score_scale,
-        **kernel_constants(q, k, v, block_size), QUERIES=queries, WORDS=lists.members.shape[-1],
+        **kernel_constants(q, k, v, block_size), QUERIES=queries,
         ROWS=max(16, next_power_of_2(queries * q_per_kv)), num_warps=tile.warps, num_stages=tile.stages,
         maxnreg=tile.registers,
     )  # fmt: skip

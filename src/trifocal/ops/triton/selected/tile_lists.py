@@ -1,8 +1,7 @@
 """The blocks that neighbouring queries chose, tile by tile: what kernels that hold a tile of queries walk through.
 
-A tile is some queries of one group, one after the other. Its list has every block that any of them chose, once, with
-words of bits that say who did: one word for up to 32 queries. Nothing here looks at the data on the host: widths are
-upper bounds from shapes.
+A tile is up to 32 queries of one group, one after the other. Its list has every block that any of them chose, once,
+with a word of bits that say who did. Nothing here looks at the data on the host: widths are upper bounds from shapes.
 
 A list names blocks by their first token, and runs from late to early ones. So a kernel needs no documents: a query sees
 a key of a block that it chose if the key's token is not after its own. In packed documents that also hides what a block
@@ -27,8 +26,7 @@ class TileLists(NamedTuple):
 
     Attributes:
         tokens: First token of each listed block, descending, [B, G, tiles, width].
-        members: Which queries chose it, [B, G, tiles, width, words]: bit r of the words, 32 bits each, is that of query
-            `tile * queries + r`.
+        members: Which queries chose it, [B, G, tiles, width]: bit r is that of query `tile * queries + r`.
         counts: [B, G, tiles, 2]: the entries of which a query may see only some keys, which come first, and all
             entries, at least one: where nothing was chosen, token 0, by nobody. What lies behind is not initialised.
         queries: Queries of a tile; the last one may have fewer.
@@ -50,7 +48,7 @@ def bitwise_or(a, b):
 def tile_lists_kernel(
     selected_blocks, tokens, members, counts, ids, positions, cu_seqlens, num_queries, query_shift, row_tiles,
     width, GROUPS: tl.constexpr, NUM_SELECTED: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
-    QUERIES: tl.constexpr, PLACES: tl.constexpr, QUERIES_PAD: tl.constexpr, WORDS: tl.constexpr,
+    QUERIES: tl.constexpr, PLACES: tl.constexpr, QUERIES_PAD: tl.constexpr,
 ):  # fmt: skip
     """The list of one tile: again and again the latest block that is left."""
     of_tile = tl.program_id(0).to(tl.int64)
@@ -67,23 +65,21 @@ def tile_lists_kernel(
     chosen = tl.load(choice[:, None] + place[None, :], mask=exists[:, None] & (place < NUM_SELECTED)[None, :], other=-1)
     visible = (chosen >= 0) & (chosen <= (position // BLOCK)[:, None])
     left = tl.where(visible, document_start[:, None] + chosen * BLOCK, -1)
-    bit = (tl.full([QUERIES_PAD], 1, tl.int32) << in_tile % 32)[:, None]
-    word = tl.arange(0, WORDS)
+    bit = (tl.full([QUERIES_PAD], 1, tl.int32) << in_tile)[:, None]
     first_token = tile * QUERIES + query_shift
     tokens += of_tile * width
-    members += of_tile * width * WORDS
+    members += of_tile * width
     end = first_token * 0
     masked = end
     latest = tl.max(left)
     # Kernels load what they hold with the first entry: there is one.
     is_empty = latest < 0
     tl.store(tokens, 0, mask=is_empty)
-    tl.store(members + word, tl.zeros([WORDS], tl.int32), mask=is_empty)
+    tl.store(members, 0, mask=is_empty)
     while latest >= 0:
         here = left == latest
         tl.store(tokens + end, latest)
-        bits = tl.reshape(tl.where(here, bit, 0), [WORDS, QUERIES_PAD // WORDS * PLACES])
-        tl.store(members + end * WORDS + word, tl.reduce(bits, 1, bitwise_or))
+        tl.store(members + end, tl.reduce(tl.where(here, bit, 0), None, bitwise_or))
         end += 1
         masked += (latest + (BLOCK - 1) > first_token).to(tl.int32)
         left = tl.where(here, -1, left)
@@ -103,15 +99,14 @@ def build_tile_lists(
     row_tiles = cdiv(num_queries, queries)
     width = min(queries * num_selected, count_blocks(num_keys, block_size, documents))
     places, rows = next_power_of_2(num_selected), next_power_of_2(queries)
-    words = cdiv(rows, 32)
     tokens = selected_blocks.new_empty(batch, groups, row_tiles, width)
-    members = selected_blocks.new_empty(batch, groups, row_tiles, width, words)
+    members = selected_blocks.new_empty(batch, groups, row_tiles, width)
     counts = selected_blocks.new_empty(batch, groups, row_tiles, 2)
     ids, positions, cu_seqlens = default_documents(documents, counts)
     tile_lists_kernel[(row_tiles * batch * groups,)](
         selected_blocks, tokens, members, counts, ids, positions, cu_seqlens, num_queries, num_keys - num_queries,
         row_tiles, width, GROUPS=groups, NUM_SELECTED=num_selected, BLOCK=block_size, PACKED=documents is not None,
-        QUERIES=queries, PLACES=places, QUERIES_PAD=rows, WORDS=words,
+        QUERIES=queries, PLACES=places, QUERIES_PAD=rows,
         num_warps=max(1, min(8, rows * places // 512)),
     )  # fmt: skip
     return TileLists(tokens, members, counts, queries)
