@@ -29,7 +29,7 @@ from trifocal.ops.hopper.common import (
 from trifocal.ops.tiles import cdiv, split_width
 from trifocal.ops.triton.common import LOG2_E_KERNEL
 from trifocal.ops.triton.interval.common import IntervalProblem, seeing_queries
-from trifocal.ops.triton.interval.splits import add_parts, empty_parts
+from trifocal.ops.triton.interval.dkdv import add_parts, empty_parts
 from trifocal.ops.triton.launch import Descriptor, Kernel, describe_tiles
 
 LINE = tl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))

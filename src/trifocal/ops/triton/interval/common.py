@@ -164,16 +164,11 @@ def log2_sum(pointers):
 
 
 class Branch(NamedTuple):
-    """Which interval of keys a query sees.
+    """Which interval of keys a query sees: by `window_size`, or by the compressed branch's `block` and `stride`.
 
-    Attributes:
-        window_size: Keys in the window; 0 for the compressed branch.
-        block, stride: Geometry of the compressed branch; 0 for the window.
-        query_shift: Token of query 0; for the window, its place among the keys given.
-        ids, positions: Documents, as in `trifocal.ops.layout.Documents`; None for one document.
-        first_blocks: First compressed block of each document, [documents].
-        query_begin, query_end: For d_k and d_v in documents. Compressed: range of tokens that see a key, [keys].
-            Window: the document of each key, and `cu_seqlens`.
+    `query_shift` is the token of query 0; for the window, its place among the keys given. Documents have `ids` and
+    `positions`, and the compressed branch the `first_blocks` of each. In backward it has the range of tokens that see
+    each key, `query_begin` and `query_end`, [keys]; the window has the document of each key there, and `cu_seqlens`.
     """
 
     window_size: int = 0
@@ -202,16 +197,9 @@ class Branch(NamedTuple):
 
 
 class IntervalProblem(NamedTuple):
-    """The inputs of backward.
-
-    Attributes:
-        d_o: Gradient of the branch's output or, with a gate, of the mixed output, [B, T, H, V].
-        q, k, v: Inputs of forward, [B, T, H, D], [B, S, G, D] and [B, S, G, V].
-        lse: From forward, [B, T, H], contiguous.
-        delta: Row sums of `d_o * o`, less the gradient of lse if there is one, [B, T, H], fp32, contiguous.
-        gate: Weight of this branch in the mixed output, [B, T, H], any strides; None for ones.
-        scale: Factor on the scores.
-        branch: The interval of keys of a query.
+    """Inputs of backward: d_o of the branch's output or, with a gate, of the mixture, [B, T, H, V]; q [B, T, H, D],
+    k [B, S, G, D] and v [B, S, G, V]; of the rows, [B, T, H], lse and delta (`sum(d_o * o)`, less the gradient of lse),
+    fp32, contiguous, and the gate, in any strides.
     """
 
     d_o: Tensor

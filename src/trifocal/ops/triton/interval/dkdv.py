@@ -1,9 +1,11 @@
 """d_k and d_v of attention to a range of keys; see `interval.common`.
 
 Backward takes the gradient of the mixed output and the branch's gate instead of their product `gate * d_o`, which would
-be one more tensor a branch.
+be one more tensor a branch. The compressed branch has few key tiles, which very different numbers of queries see: its
+rows are shared by several programs, whose sums are added up.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,7 +31,6 @@ from trifocal.ops.triton.interval.common import (
     seeing_queries,
 )
 from trifocal.ops.triton.interval.d_q import launch_d_q
-from trifocal.ops.triton.interval.splits import add_parts, empty_parts
 from trifocal.ops.triton.launch import Kernel
 
 # fmt: off
@@ -168,6 +169,28 @@ def interval_dkdv_kernel(
 # fmt: on
 
 
+@triton.jit
+def _sum_parts(parts_of_x, d_x, parts, count, SIZE: tl.constexpr):
+    """Add parts [parts, count] in order."""
+    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    keep = place < count
+    value = tl.zeros([SIZE], tl.float32)
+    for _ in tl.range(0, parts):
+        value += tl.load(parts_of_x + place, mask=keep, other=0.0)
+        parts_of_x += count
+    tl.store(d_x + place, value.to(d_x.dtype.element_ty), mask=keep)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["parts"])
+def sum_parts_kernel(d_k_parts, d_v_parts, d_k, d_v, parts, d_k_count, d_v_count, SIZE: tl.constexpr):
+    """SIZE numbers of d_k, or d_v, from their parts. Bytes: the parts in, the sums out, once."""
+    if tl.program_id(1) == 0:
+        _sum_parts(d_k_parts, d_k, parts, d_k_count, SIZE)
+    else:
+        _sum_parts(d_v_parts, d_v, parts, d_v_count, SIZE)
+
+
 def launch_backward(problem: IntervalProblem, d_q: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of attention for inputs in any strides: d_q, d_k, d_v, contiguous, in the types of q, k, v. A
     contiguous d_q [B, T, H, D] from elsewhere is added to in place.
@@ -201,3 +224,27 @@ def launch_dkdv(problem: IntervalProblem) -> tuple[Tensor, Tensor]:
             num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         )  # fmt: skip
     return add_parts(problem, d_k, d_v)
+
+
+def empty_parts(problem: IntervalProblem, key_tiles: int, rows: int) -> tuple[Tensor, Tensor, int]:
+    """Memory for d_k and d_v, and how many parts: of the compressed branch fp32 sums to add up, [parts, B, S, G, *]."""
+    q, k, v = problem.q, problem.k, problem.v
+    if problem.branch.is_window:
+        return k.new_empty(k.shape), v.new_empty(v.shape), 1
+    parts = dispatch.interval_parts(q, key_tiles * q.shape[0] * k.shape[2], problem.q_per_kv, rows)
+    d_k, d_v = (x.new_empty(parts, *x.shape, dtype=torch.float32) for x in (k, v))
+    return d_k, d_v, parts
+
+
+def add_parts(problem: IntervalProblem, d_k_parts: Tensor, d_v_parts: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of the parts of d_k and d_v; memory for them comes from `empty_parts`."""
+    k, v = problem.k, problem.v
+    if problem.branch.is_window:
+        return d_k_parts, d_v_parts
+    d_k, d_v = k.new_empty(k.shape), v.new_empty(v.shape)
+    d_k_count, d_v_count = d_k.numel(), d_v.numel()
+    if d_k_count:
+        sum_parts_kernel[cdiv(max(d_k_count, d_v_count), 512), 2](
+            d_k_parts, d_v_parts, d_k, d_v, d_k_parts.shape[0], d_k_count, d_v_count, SIZE=512
+        )
+    return d_k, d_v

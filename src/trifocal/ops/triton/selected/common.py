@@ -13,18 +13,9 @@ from trifocal.ops.triton.documents import default_documents
 
 
 class SelectedProblem(NamedTuple):
-    """Inputs of backward, checked and laid out.
-
-    Attributes:
-        d_o: Gradient of o or, with a gate, of the mixture, [B, T, H, V].
-        q: Queries, [B, T, H, D].
-        k, v: Keys and values, [B, S, G, D] and [B, S, G, V].
-        lse, delta: Log-sum-exp and `sum(o * d_o)` of the rows, [B, T, H], fp32, contiguous.
-        gate: [B, T, H], contiguous; None for ones.
-        selected_blocks: The choice, [B, T, G, N], int32, contiguous.
-        block_size: Tokens in a block, at most a tile's.
-        scale: Factor on the scores.
-        documents: Packed documents, or None.
+    """Inputs of backward: d_o of o or, with a gate, of the mixture, [B, T, H, V]; q [B, T, H, D], k [B, S, G, D] and
+    v [B, S, G, V]; of the rows, [B, T, H], lse and delta (`sum(o * d_o)`), fp32, and the gate; the choice [B, T, G, N],
+    int32, of blocks that fit a tile. All behind v are contiguous.
     """
 
     d_o: Tensor
