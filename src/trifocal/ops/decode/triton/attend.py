@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from trifocal.ops.decode.triton.common import (
+    UNIT_KEYS,
     add_softmax,
     attend_tile,
     begin_tile,
@@ -42,7 +43,7 @@ def count_window(position, window_size):
 
 
 @triton.jit
-def dense_unit(num_keys, UNIT_KEYS: tl.constexpr):
+def dense_unit(num_keys):
     """Keys of a unit of dense attention: UNIT_KEYS, and twice as many until MAX_UNITS of them are enough."""
     unit = UNIT_KEYS + num_keys * 0
     while unit * MAX_UNITS < num_keys:
@@ -338,8 +339,8 @@ def decode_dense_kernel(
     v_page_stride, v_group_stride, v_row_stride, table_columns, num_parts, score_scale,
     NEW: tl.constexpr, GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
-    PAGE_ROWS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, UNIT_KEYS: tl.constexpr, UNITS: tl.constexpr,
-    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    PAGE_ROWS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Every n-th of the parts of a sequence's past, UNITS units each, for one tile of rows."""
     wait_for_inputs(DEPENDENT)
@@ -348,7 +349,7 @@ def decode_dense_kernel(
     length, new = tl.load(lengths + batch), tl.load(num_new + batch)
     token, head, position, exists = place_rows(tl.program_id(1) // GROUPS * ROWS, length, new, Q_PER_KV, ROWS)
     num_keys = tl.where(new > 0, length + new, 0)
-    unit_tiles = dense_unit(num_keys, UNIT_KEYS) // KEYS
+    unit_tiles = dense_unit(num_keys) // KEYS
     tiles = tl.cdiv(num_keys, KEYS)
     head += group * Q_PER_KV
     offsets = batch * q_batch_stride + token.to(tl.int64) * q_time_stride + head * q_head_stride

@@ -13,7 +13,7 @@ from trifocal.ops import dispatch, tiles
 from trifocal.ops.decode.caches import DecodeBatch, DenseCache, Rotary, SparseCache, WindowCache
 from trifocal.ops.decode.triton.attend import MAX_UNITS, decode_attend_kernel, decode_dense_kernel
 from trifocal.ops.decode.triton.choice import decode_choice_kernel
-from trifocal.ops.decode.triton.combine import decode_combine_kernel
+from trifocal.ops.decode.triton.combine import HEADS_OF_PROGRAM, decode_combine_kernel
 from trifocal.ops.decode.triton.common import stages_of_pages
 from trifocal.ops.decode.triton.scores import decode_scores_kernel
 from trifocal.ops.geometry import Geometry
@@ -22,8 +22,6 @@ from trifocal.ops.triton.common import LOG2_E, unit_stride
 from trifocal.ops.triton.dependent_launch import dependent_launch
 from trifocal.ops.triton.scoring import LINE
 
-# Heads that a program of combine holds.
-_COMBINED_HEADS = 4
 # Columns that a thread of the choice holds; how many numbers of each kind it asks for together, and of how many heads.
 _CHOICE_COLUMNS = 4
 _CHOICE_NUMBERS = 32
@@ -134,20 +132,10 @@ def decode_attention(
         BLOCKS=blocks, BLOCK_TILES=unit_tiles, COMPRESSED_PAGE_ROWS=k_cmp.shape[2],
         WINDOW_STAGES=head_tile.stages if ring else stages_of_pages(head_tile.stages), **_options(q, head_tile),
     )  # fmt: skip
-    o = q.new_empty(num_sequences, new, heads, value_dim)
-    gate_strides = (0, 0, 0, 0) if gates is None else gates.stride()
-    decode_combine_kernel[cdiv(heads, _COMBINED_HEADS), new, num_sequences](
-        *parts, o if gates is None else gates, o, batch.lengths, batch.num_new, *gate_strides,
-        num_parts, cmp_parts, cmp_parts + chosen_parts, g.window_size,
-        NEW=new, HEADS=heads, V=value_dim, V_PAD=next_power_of_2(value_dim), DENSE=False, GATED=gates is not None,
-        WINDOW=window, **block_sizes, NUM_SELECTED=g.num_selected_blocks, BLOCKS=blocks, UNIT_TILES=unit_tiles,
-        **_units(), COMPRESSED_UNITS=cmp_units, UNITS=units, COMPRESSED_AT_ONCE=_at_once(cmp_parts, cmp_units),
-        CHOSEN_AT_ONCE=_at_once(chosen_parts, units), WINDOW_AT_ONCE=_at_once(window_parts, units),
-        MORE_COMPRESSED=_more_parts(cmp_parts, cmp_units), MORE_CHOSEN=_more_parts(chosen_parts, units),
-        MORE_WINDOW=_more_parts(window_parts, units),
-        ROWS=_COMBINED_HEADS, num_warps=4, **dependent_launch(q.device),
+    return _combine(
+        parts, q, gates, batch, value_dim, (cmp_parts, chosen_parts, window_parts), (cmp_units, units), g.window_size,
+        window, {**block_sizes, "NUM_SELECTED": g.num_selected_blocks, "BLOCKS": blocks, "UNIT_TILES": unit_tiles},
     )  # fmt: skip
-    return o
 
 
 def decode_dense_attention(
@@ -179,9 +167,9 @@ def decode_dense_attention(
         *q.stride()[:3], *cache.k.stride()[:3], *cache.v.stride()[:3],
         batch.block_table.stride(0), num_parts, scale * LOG2_E,
         NEW=new, GROUPS=groups, Q_PER_KV=q_per_kv, **named_widths(D=dim, V=value_dim), PAGE_ROWS=page_size,
-        KEYS=tile.BLOCK_N, UNIT_KEYS=tiles.DECODE_UNIT, UNITS=units, **_options(q, tile),
+        KEYS=tile.BLOCK_N, UNITS=units, **_options(q, tile),
     )  # fmt: skip
-    return _combine_one_branch(parts, q, batch, value_dim, num_parts, units, None)
+    return _combine(parts, q, None, batch, value_dim, (0, num_parts, 0), (1, units), 0, False)
 
 
 def _decode_window(
@@ -209,29 +197,41 @@ def _decode_window(
         COMPRESSION=0, STRIDE=1, TAPS=1, BLOCKS=1, BLOCK_TILES=1, COMPRESSED_PAGE_ROWS=1,
         WINDOW_STAGES=tile.stages, **_options(q, tile),
     )  # fmt: skip
-    return _combine_one_branch(parts, q, batch, value_dim, num_parts, units, window_size)
+    return _combine(parts, q, None, batch, value_dim, (0, num_parts, 0), (1, units), window_size, True)
 
 
-def _combine_one_branch(
+def _combine(
     parts: tuple[Tensor, Tensor, Tensor],
     q: Tensor,
+    gates: Tensor | None,
     batch: DecodeBatch,
     value_dim: int,
-    num_parts: int,
-    units: int,
-    window_size: int | None,
+    num_parts: tuple[int, int, int],
+    units: tuple[int, int],
+    window_size: int,
+    window: bool,
+    sizes: dict[str, int] | None = None,
 ) -> Tensor:
-    """o from the parts of dense attention, or only of a window."""
+    """o from the parts of compressed, chosen and window keys; units of a part of the first, and of the others.
+
+    Without `sizes` of blocks all parts are of one branch: dense attention, or a window.
+    """
+    dense = sizes is None
+    sizes = sizes or dict.fromkeys(("COMPRESSION", "STRIDE", "SELECTION", "NUM_SELECTED", "BLOCKS", "UNIT_TILES"), 1)
     num_sequences, new, heads, _ = q.shape
+    cmp_parts, chosen_parts, window_parts = num_parts
+    cmp_units, units_of_tokens = units
     o = q.new_empty(num_sequences, new, heads, value_dim)
-    decode_combine_kernel[cdiv(heads, _COMBINED_HEADS), new, num_sequences](
-        *parts, o, o, batch.lengths, batch.num_new, 0, 0, 0, 0, num_parts, 0, 0, window_size or 0,
-        NEW=new, HEADS=heads, V=value_dim, V_PAD=next_power_of_2(value_dim), DENSE=True, GATED=False,
-        WINDOW=window_size is not None,
-        COMPRESSION=1, STRIDE=1, SELECTION=1, NUM_SELECTED=1, BLOCKS=1, UNIT_TILES=1, **_units(),
-        COMPRESSED_UNITS=1, UNITS=units, COMPRESSED_AT_ONCE=1, CHOSEN_AT_ONCE=_at_once(num_parts, units),
-        WINDOW_AT_ONCE=1, MORE_COMPRESSED=False, MORE_CHOSEN=_more_parts(num_parts, units), MORE_WINDOW=False,
-        ROWS=_COMBINED_HEADS, num_warps=4, **dependent_launch(q.device),
+    gate_strides = (0, 0, 0, 0) if gates is None else gates.stride()
+    decode_combine_kernel[cdiv(heads, HEADS_OF_PROGRAM.value), new, num_sequences](
+        *parts, o if gates is None else gates, o, batch.lengths, batch.num_new, *gate_strides,
+        sum(num_parts), cmp_parts, cmp_parts + chosen_parts, window_size,
+        NEW=new, HEADS=heads, V=value_dim, V_PAD=next_power_of_2(value_dim), DENSE=dense,
+        GATED=gates is not None, WINDOW=window, **sizes, COMPRESSED_UNITS=cmp_units, UNITS=units_of_tokens,
+        COMPRESSED_AT_ONCE=_at_once(cmp_parts, cmp_units), CHOSEN_AT_ONCE=_at_once(chosen_parts, units_of_tokens),
+        WINDOW_AT_ONCE=_at_once(window_parts, units_of_tokens), MORE_COMPRESSED=_more_parts(cmp_parts, cmp_units),
+        MORE_CHOSEN=_more_parts(chosen_parts, units_of_tokens), MORE_WINDOW=_more_parts(window_parts, units_of_tokens),
+        num_warps=4, **dependent_launch(q.device),
     )  # fmt: skip
     return o
 
@@ -242,10 +242,6 @@ def _options(q: Tensor, tile: Tile) -> dict[str, int | None]:
         "ROWS": tile.BLOCK_M, "STAGES": stages_of_pages(tile.stages), "num_warps": tile.warps,
         "maxnreg": tile.registers,
     }  # fmt: skip
-
-
-def _units() -> dict[str, int]:
-    return {"UNIT_KEYS": tiles.DECODE_UNIT, "GROUP_UNITS": tiles.DECODE_GROUP}
 
 
 def _at_once(parts: int, units: int) -> int:

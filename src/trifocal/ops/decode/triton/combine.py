@@ -1,29 +1,32 @@
 """Decoding's last kernel: adds up the parts of every branch, and the branches by their gates.
 
-A program holds some heads of one token. Parts are added in the order that `common` says: GROUP_UNITS units make
-a group, whether they come as separate parts or as one.
+A program holds some heads of one token. Parts are added in the order that `common` says, by groups of units, whether
+these come as separate parts or as one.
 """
 
 import triton
 import triton.language as tl
 
 from trifocal.ops.decode.triton.attend import count_chosen, count_window, dense_unit
-from trifocal.ops.decode.triton.common import add_softmax, nothing_yet
+from trifocal.ops.decode.triton.common import GROUP_UNITS, UNIT_KEYS, add_softmax, nothing_yet
 from trifocal.ops.decode.triton.scores import count_tiles
 from trifocal.ops.triton.common import LOWEST
 from trifocal.ops.triton.dependent_launch import wait_for_inputs
 from trifocal.ops.triton.launch import Kernel
 
+HEADS_OF_PROGRAM = tl.constexpr(4)
+
 
 @triton.jit
 def add_groups(
-    part_maximum, part_total, part_o, place, exists, first, count, whole, V: tl.constexpr, V_PAD: tl.constexpr,
-    ROWS: tl.constexpr, GROUP_UNITS: tl.constexpr, UNITS: tl.constexpr, GROUPS: tl.constexpr,
+    parts, place, exists, first, count, whole,
+    V: tl.constexpr, V_PAD: tl.constexpr, UNITS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Add some groups, from part `first` on, to the sum of those before."""
+    part_maximum, part_total, part_o = parts
     column = tl.arange(0, V_PAD)
     for group in tl.static_range(GROUPS):
-        softmax = nothing_yet(ROWS, V_PAD, 0, True)
+        softmax = nothing_yet(HEADS_OF_PROGRAM, V_PAD, 0, True)
         for step in tl.static_range(GROUP_UNITS // UNITS):
             part = first + group * (GROUP_UNITS // UNITS) + step
             is_part = exists & (part < count)
@@ -38,29 +41,22 @@ def add_groups(
 
 @triton.jit
 def add_parts(
-    part_maximum, part_total, part_o, place, exists, count,
-    V: tl.constexpr, V_PAD: tl.constexpr, ROWS: tl.constexpr, GROUP_UNITS: tl.constexpr, UNITS: tl.constexpr,
-    AT_ONCE: tl.constexpr, MORE: tl.constexpr,
+    parts, place, exists, count,
+    V: tl.constexpr, V_PAD: tl.constexpr, UNITS: tl.constexpr, AT_ONCE: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
-    """o of one branch, [ROWS, V_PAD], from parts of UNITS units each; zero where a row saw nothing.
+    """o of one branch, [heads, V_PAD], from parts of UNITS units each; zero where a row saw nothing.
 
     The parts of AT_ONCE groups are asked for together. MORE: whether there may be more.
     """
-    whole = nothing_yet(ROWS, V_PAD, 0, True)
+    whole = nothing_yet(HEADS_OF_PROGRAM, V_PAD, 0, True)
     if MORE:
         PARTS: tl.constexpr = GROUP_UNITS // UNITS * AT_ONCE
         for first in range(0, count, PARTS):
-            whole = add_groups(
-                part_maximum, part_total, part_o, place, exists, first, count, whole,
-                V, V_PAD, ROWS, GROUP_UNITS, UNITS, AT_ONCE,
-            )  # fmt: skip
+            whole = add_groups(parts, place, exists, first, count, whole, V, V_PAD, UNITS, AT_ONCE)
     else:
         # Without a loop, the parts of all branches are asked for together. Not in front of the loop too: Triton needs
         # eight times as long for twice as many loads, as each depends on the results of those before.
-        whole = add_groups(
-            part_maximum, part_total, part_o, place, exists, 0, count, whole,
-            V, V_PAD, ROWS, GROUP_UNITS, UNITS, AT_ONCE,
-        )  # fmt: skip
+        whole = add_groups(parts, place, exists, 0, count, whole, V, V_PAD, UNITS, AT_ONCE)
     _, whole_total, whole_o, _ = whole
     # Not `> 0`: a NaN stays one.
     sees = whole_total != 0.0
@@ -76,9 +72,8 @@ def decode_combine_kernel(
     NEW: tl.constexpr, HEADS: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, DENSE: tl.constexpr,
     GATED: tl.constexpr, WINDOW: tl.constexpr, COMPRESSION: tl.constexpr, STRIDE: tl.constexpr,
     SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr, BLOCKS: tl.constexpr, UNIT_TILES: tl.constexpr,
-    UNIT_KEYS: tl.constexpr, GROUP_UNITS: tl.constexpr, COMPRESSED_UNITS: tl.constexpr, UNITS: tl.constexpr,
-    COMPRESSED_AT_ONCE: tl.constexpr, CHOSEN_AT_ONCE: tl.constexpr, WINDOW_AT_ONCE: tl.constexpr,
-    MORE_COMPRESSED: tl.constexpr, MORE_CHOSEN: tl.constexpr, MORE_WINDOW: tl.constexpr, ROWS: tl.constexpr,
+    COMPRESSED_UNITS: tl.constexpr, UNITS: tl.constexpr, COMPRESSED_AT_ONCE: tl.constexpr, CHOSEN_AT_ONCE: tl.constexpr,
+    WINDOW_AT_ONCE: tl.constexpr, MORE_COMPRESSED: tl.constexpr, MORE_CHOSEN: tl.constexpr, MORE_WINDOW: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """o of one tile of heads of one token; zero where the sequence has no such token."""
@@ -87,45 +82,38 @@ def decode_combine_kernel(
     batch = tl.program_id(2).to(tl.int64)
     length, new = tl.load(lengths + batch), tl.load(num_new + batch)
     position = length + token
-    head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(0) * HEADS_OF_PROGRAM + tl.arange(0, HEADS_OF_PROGRAM)
     in_o = head < HEADS
     is_token = token < new
     exists = in_o & is_token
+    parts = (part_maximum, part_total, part_o)
     row = (batch * NEW + token) * HEADS + head
     place = row * num_parts
     if DENSE:
         num_keys = length + new
         if WINDOW:
-            count = tl.cdiv(count_window(position, window_size), UNITS * UNIT_KEYS)
+            count = tl.where(is_token, tl.cdiv(count_window(position, window_size), UNITS * UNIT_KEYS), 0)
         else:
-            count = tl.cdiv(num_keys, UNITS * dense_unit(num_keys, UNIT_KEYS))
-        mixed = add_parts(
-            part_maximum, part_total, part_o, place, exists, tl.where(is_token, count, 0),
-            V, V_PAD, ROWS, GROUP_UNITS, UNITS, CHOSEN_AT_ONCE, MORE_CHOSEN,
-        )  # fmt: skip
+            count = tl.where(is_token, tl.cdiv(num_keys, UNITS * dense_unit(num_keys)), 0)
+        mixed = add_parts(parts, place, exists, count, V, V_PAD, UNITS, CHOSEN_AT_ONCE, MORE_CHOSEN)
     else:
-        count = tl.cdiv(count_chosen(position, SELECTION, NUM_SELECTED), UNITS * UNIT_KEYS)
-        mixed = add_parts(
-            part_maximum, part_total, part_o, place + first_chosen, exists, tl.where(is_token, count, 0),
-            V, V_PAD, ROWS, GROUP_UNITS, UNITS, CHOSEN_AT_ONCE, MORE_CHOSEN,
-        )  # fmt: skip
+        count = tl.where(is_token, tl.cdiv(count_chosen(position, SELECTION, NUM_SELECTED), UNITS * UNIT_KEYS), 0)
+        mixed = add_parts(parts, place + first_chosen, exists, count, V, V_PAD, UNITS, CHOSEN_AT_ONCE, MORE_CHOSEN)
         if GATED:
             gate = gates + batch * gate_batch_stride + token * gate_time_stride + head * gate_head_stride
             mixed *= tl.load(gate + gate_branch_stride, mask=exists, other=0.0).to(tl.float32)[:, None]
             tiles = count_tiles(length + new, COMPRESSION, STRIDE, SELECTION, BLOCKS)
-            count = tl.cdiv(tiles, COMPRESSED_UNITS * UNIT_TILES)
+            count = tl.where(is_token, tl.cdiv(tiles, COMPRESSED_UNITS * UNIT_TILES), 0)
             o_cmp = add_parts(
-                part_maximum, part_total, part_o, place, exists, tl.where(is_token, count, 0),
-                V, V_PAD, ROWS, GROUP_UNITS, COMPRESSED_UNITS, COMPRESSED_AT_ONCE, MORE_COMPRESSED,
-            )  # fmt: skip
+                parts, place, exists, count, V, V_PAD, COMPRESSED_UNITS, COMPRESSED_AT_ONCE, MORE_COMPRESSED
+            )
             # Said so, every compiled code rounds the same way.
             mixed = tl.fma(o_cmp, tl.load(gate, mask=exists, other=0.0).to(tl.float32)[:, None], mixed)
             if WINDOW:
-                count = tl.cdiv(count_window(position, window_size), UNITS * UNIT_KEYS)
+                count = tl.where(is_token, tl.cdiv(count_window(position, window_size), UNITS * UNIT_KEYS), 0)
                 o_win = add_parts(
-                    part_maximum, part_total, part_o, place + first_window, exists, tl.where(is_token, count, 0),
-                    V, V_PAD, ROWS, GROUP_UNITS, UNITS, WINDOW_AT_ONCE, MORE_WINDOW,
-                )  # fmt: skip
+                    parts, place + first_window, exists, count, V, V_PAD, UNITS, WINDOW_AT_ONCE, MORE_WINDOW
+                )
                 gate_win = tl.load(gate + 2 * gate_branch_stride, mask=exists, other=0.0).to(tl.float32)
                 mixed = tl.fma(o_win, gate_win[:, None], mixed)
     column = tl.arange(0, V_PAD)

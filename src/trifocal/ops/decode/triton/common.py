@@ -10,7 +10,11 @@ powers of two, and nothing but the additions rounds. The probability of a score 
 import triton
 import triton.language as tl
 
+from trifocal.ops.tiles import DECODE_GROUP, DECODE_UNIT
 from trifocal.ops.triton.common import LOWEST, store_tile
+
+UNIT_KEYS = tl.constexpr(DECODE_UNIT)
+GROUP_UNITS = tl.constexpr(DECODE_GROUP)
 
 
 @triton.jit
