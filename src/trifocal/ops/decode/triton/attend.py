@@ -74,10 +74,10 @@ def take_all(slot, block, place, block_table, takes_all, num_slots, PAGE_BLOCKS:
 
 @triton.jit
 def chosen_offsets(
-    block, place, key, is_key, position, k_page_stride, k_row_stride, v_page_stride, v_row_stride,
-    SELECTION: tl.constexpr, PAGE_BLOCKS: tl.constexpr,
+    block, place, key, is_key, position, strides, SELECTION: tl.constexpr, PAGE_BLOCKS: tl.constexpr
 ):  # fmt: skip
     """Offsets of chosen keys and of their values, and which are there and not in the token's future."""
+    k_page_stride, k_row_stride, v_page_stride, v_row_stride = strides
     in_block = key % SELECTION
     place = place.to(tl.int64)
     page, page_row = place // PAGE_BLOCKS, place % PAGE_BLOCKS * SELECTION + in_block
@@ -88,13 +88,13 @@ def chosen_offsets(
 
 @triton.jit
 def window_offsets(
-    block_table, key, is_key, k_page_stride, k_row_stride, v_page_stride, v_row_stride,
-    k_ring_row_stride, v_ring_row_stride, PAGE_ROWS: tl.constexpr, RING: tl.constexpr,
+    block_table, key, is_key, strides, ring_strides, PAGE_ROWS: tl.constexpr, RING: tl.constexpr
 ):  # fmt: skip
-    """Offsets of a window's keys and of their values, in a ring or in pages."""
+    """Offsets of a window's keys and of their values, in a ring or in pages; strides as in `compressed_tile`."""
+    k_page_stride, k_row_stride, v_page_stride, v_row_stride = strides
     if RING > 0:
         row = (key % RING).to(tl.int64)
-        k_offsets, v_offsets = row * k_ring_row_stride, row * v_ring_row_stride
+        k_offsets, v_offsets = row * ring_strides[1], row * ring_strides[3]
     else:
         page = tl.load(block_table + key // PAGE_ROWS, mask=is_key, other=0).to(tl.int64)
         k_offsets = page * k_page_stride + key % PAGE_ROWS * k_row_stride
@@ -104,9 +104,8 @@ def window_offsets(
 
 @triton.jit
 def prefetch_part(
-    k, v, window_k, window_v, ring, length, block_table, token, in_window, first_tile,
-    k_page_stride, k_row_stride, v_page_stride, v_row_stride, k_ring_stride, k_ring_row_stride,
-    v_ring_stride, v_ring_row_stride, table_columns, window_size,
+    k, v, window_k, window_v, ring, length, block_table, token, in_window, first_tile, strides, ring_strides,
+    table_columns, window_size,
     D: tl.constexpr, V: tl.constexpr, SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr, PAGE_ROWS: tl.constexpr,
     RING: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -114,6 +113,8 @@ def prefetch_part(
 
     The kernels before this one may still run: a length may be that of the step before, and is read past any cache.
     """
+    k_page_stride, k_row_stride, v_page_stride, v_row_stride = strides
+    k_ring_stride, k_ring_row_stride, v_ring_stride, v_ring_row_stride = ring_strides
     position = tl.load(length, volatile=True) + token
     num_keys = count_window(position, window_size)
     if not in_window:
@@ -137,7 +138,7 @@ def prefetch_part(
 @triton.jit
 def attend_compressed(
     q, offsets, positions, exists, cos, sin, k_cmp, v_cmp, block_table, first_tile, end_tile, position, compressed,
-    k_page_stride, k_row_stride, v_page_stride, v_row_stride, score_scale,
+    strides, score_scale,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     COMPRESSION: tl.constexpr, STRIDE: tl.constexpr, SELECTION: tl.constexpr, PAGE_ROWS: tl.constexpr,
     TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, UNIT_TILES: tl.constexpr, UNITS: tl.constexpr,
@@ -153,9 +154,8 @@ def attend_compressed(
         if UNITS > 1:
             whole, softmax = begin_tile(tile, UNIT_TILES, whole, softmax, ROWS, V_1, V_2, True)
         index, is_block, k_offsets, v_offsets = compressed_tile(
-            block_table, tile, compressed, k_page_stride, k_row_stride, v_page_stride, v_row_stride,
-            COMPRESSION, STRIDE, SELECTION, PAGE_ROWS, TAPS, BLOCKS,
-        )  # fmt: skip
+            block_table, tile, compressed, strides, COMPRESSION, STRIDE, SELECTION, PAGE_ROWS, TAPS, BLOCKS
+        )
         keys = load_keys(k_cmp, v_cmp, k_offsets, v_offsets, is_block, D, D_1, D_2, V, V_1, V_2, True)
         if ONE_TILE:
             queries = load_rotated_parts(q, offsets, positions, exists, cos, sin, D, D_1, D_2)
@@ -192,6 +192,10 @@ def decode_attend_kernel(
     tiles are of BLOCKS selection blocks, BLOCK_TILES of them a unit.
     """
     release_next(DEPENDENT)
+    strides = (k_page_stride, k_row_stride, v_page_stride, v_row_stride)
+    ring_strides = (k_ring_stride, k_ring_row_stride, v_ring_stride, v_ring_row_stride)
+    cmp_strides = (k_cmp_page_stride, k_cmp_row_stride, v_cmp_page_stride, v_cmp_row_stride)
+    parts = (part_maximum, part_total, part_o)
     PART_TILES: tl.constexpr = UNITS * UNIT_TILES
     # See `scores`.
     ONE_TILE: tl.constexpr = PART_TILES == 1
@@ -218,15 +222,13 @@ def decode_attend_kernel(
         if is_compressed == 0:
             prefetch_part(
                 k, v, window_k, window_v, rows + batch, lengths + batch, block_table, token, in_window, first_tile,
-                k_page_stride, k_row_stride, v_page_stride, v_row_stride, k_ring_stride, k_ring_row_stride,
-                v_ring_stride, v_ring_row_stride, table_columns, window_size,
+                strides, ring_strides, table_columns, window_size,
                 D, V, SELECTION, NUM_SELECTED, PAGE_ROWS, RING, KEYS, UNIT_TILES,
             )  # fmt: skip
         elif COMPRESSION > 0:
             prefetch_compressed(
-                k_cmp, v_cmp, lengths + batch, block_table, (part - first_compressed) * BLOCK_TILES,
-                k_cmp_page_stride, k_cmp_row_stride, v_cmp_page_stride, v_cmp_row_stride, D, V, True,
-                COMPRESSION, STRIDE, SELECTION // STRIDE, COMPRESSED_PAGE_ROWS, TAPS, BLOCKS, BLOCK_TILES,
+                k_cmp, v_cmp, lengths + batch, block_table, (part - first_compressed) * BLOCK_TILES, cmp_strides,
+                D, V, True, COMPRESSION, STRIDE, SELECTION // STRIDE, COMPRESSED_PAGE_ROWS, TAPS, BLOCKS, BLOCK_TILES,
             )  # fmt: skip
     wait_for_inputs(DEPENDENT)
     length, new = tl.load(lengths + batch), tl.load(num_new + batch)
@@ -262,15 +264,13 @@ def decode_attend_kernel(
             if in_window:
                 k, v = window_k, window_v
                 k_offsets, v_offsets = window_offsets(
-                    block_table, key + position + 1 - num_keys, is_key, k_page_stride, k_row_stride,
-                    v_page_stride, v_row_stride, k_ring_row_stride, v_ring_row_stride, PAGE_ROWS, RING,
-                )  # fmt: skip
+                    block_table, key + position + 1 - num_keys, is_key, strides, ring_strides, PAGE_ROWS, RING
+                )
             else:
                 taken, taken_place = take_all(slot, block, place, block_table, takes_all, num_blocks, PAGE_BLOCKS)
                 k_offsets, v_offsets, is_key = chosen_offsets(
-                    taken, taken_place, key, is_key, position, k_page_stride, k_row_stride, v_page_stride, v_row_stride,
-                    SELECTION, PAGE_BLOCKS,
-                )  # fmt: skip
+                    taken, taken_place, key, is_key, position, strides, SELECTION, PAGE_BLOCKS
+                )
             keys = load_keys(k, v, k_offsets, v_offsets, is_key, D, D_1, D_2, V, V_1, V_2, True)
             queries = load_rotated_parts(q, offsets, positions, exists, cos, sin, D, D_1, D_2)
             softmax, _ = attend_tile(queries, keys, is_key[None, :], score_scale, softmax, D_2, V_2, True)
@@ -285,9 +285,8 @@ def decode_attend_kernel(
                     key = tile * KEYS + tl.arange(0, KEYS)
                     is_key = key < num_keys
                     k_offsets, v_offsets = window_offsets(
-                        block_table, key + position + 1 - num_keys, is_key, k_page_stride, k_row_stride,
-                        v_page_stride, v_row_stride, k_ring_row_stride, v_ring_row_stride, PAGE_ROWS, RING,
-                    )  # fmt: skip
+                        block_table, key + position + 1 - num_keys, is_key, strides, ring_strides, PAGE_ROWS, RING
+                    )
                     keys = load_keys(window_k, window_v, k_offsets, v_offsets, is_key, D, D_1, D_2, V, V_1, V_2, True)
                     softmax, _ = attend_tile(queries, keys, is_key[None, :], score_scale, softmax, D_2, V_2, True)
             else:
@@ -300,17 +299,13 @@ def decode_attend_kernel(
                     )
                     taken, taken_place = take_all(slot, block, place, block_table, takes_all, num_blocks, PAGE_BLOCKS)
                     k_offsets, v_offsets, is_key = chosen_offsets(
-                        taken, taken_place, key, key < num_keys, position, k_page_stride, k_row_stride,
-                        v_page_stride, v_row_stride, SELECTION, PAGE_BLOCKS,
-                    )  # fmt: skip
+                        taken, taken_place, key, key < num_keys, position, strides, SELECTION, PAGE_BLOCKS
+                    )
                     keys = load_keys(k, v, k_offsets, v_offsets, is_key, D, D_1, D_2, V, V_1, V_2, True)
                     softmax, _ = attend_tile(queries, keys, is_key[None, :], score_scale, softmax, D_2, V_2, True)
             if UNITS > 1:
                 softmax = add_softmax(whole, softmax, V_2, True)
-        store_part(
-            part_maximum, part_total, part_o, row * num_parts + first_part + part, exists,
-            softmax, V, V_1, V_2,
-        )  # fmt: skip
+        store_part(parts, row * num_parts + first_part + part, exists, softmax, V, V_1, V_2)
     if COMPRESSION > 0:  # noqa: SIM102
         if is_compressed & (token < new):
             compressed = count_compressed(length + new, COMPRESSION, STRIDE)
@@ -321,14 +316,11 @@ def decode_attend_kernel(
                 softmax = attend_compressed(
                     q, offsets, positions, exists, cos, sin, k_cmp, v_cmp, block_table, begin,
                     tl.minimum(begin + UNITS * BLOCK_TILES, tiles), position, compressed,
-                    k_cmp_page_stride, k_cmp_row_stride, v_cmp_page_stride, v_cmp_row_stride, score_scale,
+                    cmp_strides, score_scale,
                     D, D_1, D_2, V, V_1, V_2, COMPRESSION, STRIDE, SELECTION, COMPRESSED_PAGE_ROWS, TAPS, ROWS,
                     BLOCKS, BLOCK_TILES, UNITS,
                 )  # fmt: skip
-                store_part(
-                    part_maximum, part_total, part_o, row * num_parts + compressed_part, exists,
-                    softmax, V, V_1, V_2,
-                )  # fmt: skip
+                store_part(parts, row * num_parts + compressed_part, exists, softmax, V, V_1, V_2)
 
 
 @Kernel
@@ -378,6 +370,5 @@ def decode_dense_kernel(
             )  # fmt: skip
             softmax, _ = attend_tile(queries, keys, visible, score_scale, softmax, D_2, V_2, True)
         whole = add_softmax(whole, softmax, V_2, True)
-        store_part(
-            part_maximum, part_total, part_o, row * num_parts + part, exists, whole, V, V_1, V_2,
-        )  # fmt: skip
+        parts = (part_maximum, part_total, part_o)
+        store_part(parts, row * num_parts + part, exists, whole, V, V_1, V_2)

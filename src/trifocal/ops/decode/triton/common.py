@@ -169,10 +169,9 @@ def begin_tile(
 
 
 @triton.jit
-def store_part(
-    part_maximum, part_total, part_o, place, keep, softmax, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr
-):
+def store_part(parts, place, keep, softmax, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr):
     """Write a partial result; `place` counts rows and their parts, [B, T, H, parts]."""
+    part_maximum, part_total, part_o = parts
     maximum, total, o_1, o_2 = softmax
     tl.store(part_maximum + place, maximum, mask=keep)
     tl.store(part_total + place, total, mask=keep)

@@ -41,11 +41,14 @@ def count_tiles(
 
 @triton.jit
 def compressed_tile(
-    block_table, tile, compressed, k_page_stride, k_row_stride, v_page_stride, v_row_stride,
-    COMPRESSION: tl.constexpr, STRIDE: tl.constexpr, SELECTION: tl.constexpr, PAGE_ROWS: tl.constexpr,
-    TAPS: tl.constexpr, BLOCKS: tl.constexpr,
+    block_table, tile, compressed, strides, COMPRESSION: tl.constexpr, STRIDE: tl.constexpr, SELECTION: tl.constexpr,
+    PAGE_ROWS: tl.constexpr, TAPS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Compressed blocks of a tile: their numbers, which of them there are, and offsets of their keys and values."""
+    """Compressed blocks of a tile: their numbers, which of them there are, and offsets of their keys and values.
+
+    `strides`: of pages and rows, for keys, then for values.
+    """
+    k_page_stride, k_row_stride, v_page_stride, v_row_stride = strides
     STEP: tl.constexpr = SELECTION // STRIDE
     column = tl.arange(0, BLOCKS * TAPS)
     tap = column % TAPS
@@ -61,11 +64,12 @@ def compressed_tile(
 
 @triton.jit
 def prefetch_compressed(
-    k_cmp, v_cmp, length, block_table, first_tile, k_page_stride, k_row_stride, v_page_stride, v_row_stride,
+    k_cmp, v_cmp, length, block_table, first_tile, strides,
     D: tl.constexpr, V: tl.constexpr, HAS_V: tl.constexpr, COMPRESSION: tl.constexpr, STRIDE: tl.constexpr,
     STEP: tl.constexpr, PAGE_ROWS: tl.constexpr, TAPS: tl.constexpr, BLOCKS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Bring a part's compressed keys and values into the L2 cache; as in `attend`."""
+    k_page_stride, k_row_stride, v_page_stride, v_row_stride = strides
     compressed = count_compressed(tl.load(length, volatile=True), COMPRESSION, STRIDE)
     if first_tile * (BLOCKS * STEP) < compressed:
         column = tl.arange(0, TILES * BLOCKS * TAPS)
@@ -94,6 +98,7 @@ def decode_scores_kernel(
 ):  # fmt: skip
     """Every n-th of the parts of a sequence's compressed blocks, UNITS units each, for one tile of rows."""
     release_next(DEPENDENT)
+    strides = (k_page_stride, k_row_stride, v_page_stride, v_row_stride)
     STEP: tl.constexpr = SELECTION // STRIDE
     # Then no loop is worth a pipeline, and keys are asked for before the rows are made ready.
     ONE_TILE: tl.constexpr = UNITS * UNIT_TILES == 1
@@ -105,8 +110,7 @@ def decode_scores_kernel(
     tap = tl.arange(0, BLOCKS * TAPS) % TAPS
     if DEPENDENT and UNITS == 1:
         prefetch_compressed(
-            k_cmp, v_cmp, lengths + batch, block_table, tl.program_id(0) * UNIT_TILES,
-            k_page_stride, k_row_stride, v_page_stride, v_row_stride,
+            k_cmp, v_cmp, lengths + batch, block_table, tl.program_id(0) * UNIT_TILES, strides,
             D, V, HAS_V, COMPRESSION, STRIDE, STEP, PAGE_ROWS, TAPS, BLOCKS, UNIT_TILES,
         )  # fmt: skip
     wait_for_inputs(DEPENDENT)
@@ -133,9 +137,8 @@ def decode_scores_kernel(
             if UNITS > 1:
                 whole, softmax = begin_tile(tile, UNIT_TILES, whole, softmax, ROWS, V_1, V_2, HAS_V)
             index, is_block, k_offsets, v_offsets = compressed_tile(
-                block_table, tile, compressed, k_page_stride, k_row_stride, v_page_stride, v_row_stride,
-                COMPRESSION, STRIDE, SELECTION, PAGE_ROWS, TAPS, BLOCKS,
-            )  # fmt: skip
+                block_table, tile, compressed, strides, COMPRESSION, STRIDE, SELECTION, PAGE_ROWS, TAPS, BLOCKS
+            )
             keys = load_keys(k_cmp, v_cmp, k_offsets, v_offsets, is_block, D, D_1, D_2, V, V_1, V_2, HAS_V)
             if ONE_TILE:
                 queries = load_rotated_parts(q, offsets, position, exists, cos, sin, D, D_1, D_2)
@@ -154,6 +157,5 @@ def decode_scores_kernel(
         if HAS_V:
             if UNITS > 1:
                 softmax = add_softmax(whole, softmax, V_2, HAS_V)
-            store_part(
-                part_maximum, part_total, part_o, row * num_parts + part, exists, softmax, V, V_1, V_2,
-            )  # fmt: skip
+            parts = (part_maximum, part_total, part_o)
+            store_part(parts, row * num_parts + part, exists, softmax, V, V_1, V_2)
