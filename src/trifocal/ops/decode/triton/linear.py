@@ -36,16 +36,6 @@ _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 
 
 @triton.jit
-def load_depth(pointers, inside, MASKED: tl.constexpr):
-    """Load a tile whose last dimension runs along K; zero where not inside, if it can reach beyond."""
-    if MASKED:
-        tile = tl.load(pointers, mask=inside, other=0.0)
-    else:
-        tile = tl.load(pointers)
-    return tile
-
-
-@triton.jit
 def beside(a, b):
     """[T, A] and [T, A] as [T, 2 * A]: both of a row stay in the registers of one thread."""
     return tl.reshape(tl.permute(tl.join(a, b), 0, 2, 1), a.shape[0], 2 * a.shape[1])
@@ -53,9 +43,13 @@ def beside(a, b):
 
 @triton.jit
 def load_lanes(pointers, k, COUNT: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr):
-    """COUNT numbers along K from each thread's pointer on, which is at k: [T, COUNT]."""
+    """COUNT numbers along K from each thread's pointer on, which is at k: [T, COUNT]; if MASKED, zero beyond K."""
     number = tl.arange(0, COUNT)[None, :]
-    return load_depth(pointers[:, None] + number, k[:, None] + number < K, MASKED)
+    if MASKED:
+        tile = tl.load(pointers[:, None] + number, mask=k[:, None] + number < K, other=0.0)
+    else:
+        tile = tl.load(pointers[:, None] + number)
+    return tile
 
 
 @triton.jit
@@ -153,15 +147,10 @@ def sum_of_warps(x):
     ROWS: tl.constexpr = x.shape[2]
     # Numbers that come from other warps are better split than summed as below: they are exchanged once.
     parts = tl.permute(x, 1, 2, 0)
-    if SPLIT >= 2:
-        even, odd = tl.split(tl.reshape(parts, COLUMNS, ROWS, SPLIT // 2, 2))
-        parts = even + odd
-    if SPLIT >= 4:
-        even, odd = tl.split(tl.reshape(parts, COLUMNS, ROWS, SPLIT // 4, 2))
-        parts = even + odd
-    if SPLIT >= 8:
-        even, odd = tl.split(tl.reshape(parts, COLUMNS, ROWS, SPLIT // 8, 2))
-        parts = even + odd
+    for level in tl.static_range(1, 4):
+        if 2**level <= SPLIT:
+            even, odd = tl.split(tl.reshape(parts, COLUMNS, ROWS, SPLIT // 2**level, 2))
+            parts = even + odd
     return tl.reshape(parts, COLUMNS, ROWS)
 
 
