@@ -71,23 +71,10 @@ def piece_table_kernel(
 
 
 @gluon.jit
-def slot_at(slots, place):
-    """The number of one slot, or of several."""
-    return gl.load(slots + place).to(gl.int32)
-
-
-@gluon.jit
-def span_of(table, piece):
-    """First slot of a piece, end, and end of those that need a mask."""
+def load_piece(table, piece):
+    """First slot of a piece, end, end of those that need a mask; batch, group and first token of its block."""
     row = table + piece * FIELDS
-    return gl.load(row), gl.load(row + 1), gl.load(row + 2)
-
-
-@gluon.jit
-def place_of(table, piece):
-    """Batch, group and first token of a piece's block."""
-    row = table + piece * FIELDS
-    return gl.load(row + 3), gl.load(row + 4), gl.load(row + 5)
+    return gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3), gl.load(row + 4), gl.load(row + 5)
 
 
 @gluon.jit
@@ -103,7 +90,7 @@ def slots_of(slots, first, end, Q_PER_KV: gl.constexpr):
     """The slots of a tile, one by one; past the end, the last again. Loads are issued together and early."""
     numbers = ()
     for s in gl.static_range(ROWS // Q_PER_KV):
-        numbers = numbers + (slot_at(slots, gl.minimum(first + s, end - 1)),)
+        numbers = numbers + (gl.load(slots + gl.minimum(first + s, end - 1)).to(gl.int32),)
     return numbers
 
 
@@ -122,15 +109,6 @@ def ask_for_rows(
 
 
 @gluon.jit
-def work_of(slots, table, first_pieces, chunk, keys_per_chunk):
-    """The pieces of a chunk."""
-    first_key = chunk * keys_per_chunk
-    first_piece = gl.load(first_pieces + first_key)
-    end_piece = gl.load(first_pieces + first_key + keys_per_chunk)
-    return slots, table, first_piece, end_piece
-
-
-@gluon.jit
 def load_rows(
     descriptors, tiles, barriers, work, num_queries,
     Q_PER_KV: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
@@ -144,8 +122,7 @@ def load_rows(
     count = 0
     visit = 0
     for piece in range(first_piece + gl.program_id(0), end_piece, gl.num_programs(0)):
-        begin, end, _masked_end = span_of(table, piece)
-        batch, group, first_token = place_of(table, piece)
+        begin, end, _masked_end, batch, group, first_token = load_piece(table, piece)
         mbarrier.wait(kv_free, (visit & 1) ^ 1)
         mbarrier.expect(kv_ready, k_source.block_type.nbytes + v_source.block_type.nbytes)
         tma_load(k_source, [batch, first_token, group, 0], kv_ready, k_tiles)
@@ -183,11 +160,10 @@ def load_numbers(
     row = gl.arange(0, ROWS, LANES)
     count = 0
     for piece in range(first_piece + gl.program_id(0), end_piece, gl.num_programs(0)):
-        begin, end, _masked_end = span_of(table, piece)
-        batch, group, first_token = place_of(table, piece)
+        begin, end, _masked_end, batch, group, first_token = load_piece(table, piece)
         for first in range(begin, end, STEP):
             stage = count % STAGES
-            slot = slot_at(slots, gl.minimum(first + row // Q_PER_KV, end - 1))
+            slot = gl.load(slots + gl.minimum(first + row // Q_PER_KV, end - 1)).to(gl.int32)
             last_key = slot // SLOTS_OF_ROW - batch * num_queries + query_shift - first_token
             place = ((slot // SLOTS_OF_ROW).to(gl.int64) * GROUPS + group) * Q_PER_KV + row % Q_PER_KV
             lse_2 = gl.load(lse + place) * LOG2_E_KERNEL
@@ -229,7 +205,7 @@ def sum_slots(
     count = 0
     visit = 0
     for piece in range(first_piece + gl.program_id(0), end_piece, gl.num_programs(0)):
-        begin, end, masked_end = span_of(table, piece)
+        begin, end, masked_end, _batch, _group, _first_token = load_piece(table, piece)
         d_k = gl.zeros([BLOCK, D], gl.float32, OUTPUT_D)
         d_v = gl.zeros([BLOCK, V], gl.float32, OUTPUT_V)
         mbarrier.wait(kv_ready, visit & 1)
@@ -297,7 +273,9 @@ def block_major_dkdv_warp_specialized_kernel(
     rows_ready, numbers_ready, rows_free = allocate_barriers(STAGES, (1, 1, 1))
     descriptors = (q_source, k_source, v_source, d_o_source)
     barriers = (kv_ready, kv_free, rows_ready, numbers_ready, rows_free)
-    work = work_of(slots, table, first_pieces, chunk, keys_per_chunk)
+    first_key = chunk * keys_per_chunk
+    first_piece = gl.load(first_pieces + first_key)
+    work = (slots, table, first_piece, gl.load(first_pieces + first_key + keys_per_chunk))
     gl.warp_specialize([
         (sum_slots, (d_k_parts, d_v_parts, tiles, numbers, barriers, work, score_scale,
                      Q_PER_KV, D, V, BLOCK, GATED, STAGES)),
