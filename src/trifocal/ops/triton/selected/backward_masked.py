@@ -89,10 +89,9 @@ def masked_d_q_kernel(
             document, exists, document_of_row, position, num_keys, cu_seqlens, PACKED, BLOCK, KEYS
         )
         for word in range(tl.minimum((end_block + 31) // 32, num_words)):
-            word_place = (batch_group.to(tl.int64) * num_words + word) * num_queries
-            chosen_bits = tl.load(bits + word_place + query, mask=in_document, other=0)
-            tile_bits, first, middle, end = blocks_of_word(word, chosen_bits, first_masked, end_block)
-            bounds = (first, middle, end)
+            chosen_bits, tile_bits, bounds = blocks_of_word(
+                bits, batch_group, word, num_words, num_queries, query, in_document, first_masked, end_block
+            )
             for MASKED in tl.static_range(2):
                 d_q_sum = _d_q_of_blocks(
                     d_q_sum, queries, d_o_rows, k, v, k_time_stride, v_time_stride, numbers,

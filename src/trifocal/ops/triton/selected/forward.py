@@ -196,22 +196,16 @@ def _attend_blocks(
 
 
 @triton.jit
-def longest_rows_first(ROWS: tl.constexpr):
-    """First row of this program's tile and its batch entry and group.
-
-    Tiles with the longest past start first, those of all batch entries and groups before the next shorter ones of any.
-    """
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    return tile * ROWS, tl.program_id(0)
-
-
-@triton.jit
 def place_tile(
     num_queries, query_shift, ids, positions, Q_PER_KV: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr
 ):
     """This program's batch entry and group in one number; its rows' queries, heads, whether they exist, positions and
-    documents; the first and the last document."""
-    first_row, batch_group = longest_rows_first(ROWS)
+    documents; the first and the last document.
+
+    Tiles with the longest past start first, those of all batch entries and groups before the next shorter ones of any.
+    """
+    first_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
+    batch_group = tl.program_id(0)
     row = first_row + tl.arange(0, ROWS)
     exists = row < num_queries * Q_PER_KV
     row = tl.where(exists, row, 0)
@@ -254,12 +248,15 @@ def blocks_of_document(
 
 
 @triton.jit
-def blocks_of_word(word, chosen_bits, first_masked, end_block):
-    """Which of a word's blocks a row of the tile chose; the first one, the first with a mask by key, and the end."""
+def blocks_of_word(bits, batch_group, word, num_words, num_queries, query, in_document, first_masked, end_block):
+    """Which of a word's blocks each row chose, and any row of the tile; the first block, the first with a mask by key,
+    and the end."""
+    word_place = (batch_group.to(tl.int64) * num_words + word) * num_queries
+    chosen_bits = tl.load(bits + word_place + query, mask=in_document, other=0)
     tile_bits = tl.reduce(chosen_bits, 0, bitwise_or)
     first = word * 32
     middle = tl.minimum(tl.maximum(first_masked, first), first + 32)
-    return tile_bits, first, middle, tl.minimum(end_block, first + 32)
+    return chosen_bits, tile_bits, (first, middle, tl.minimum(end_block, first + 32))
 
 
 @Kernel
@@ -293,10 +290,9 @@ def masked_forward_kernel(
             document, exists, document_of_row, position, num_keys, cu_seqlens, PACKED, BLOCK, KEYS
         )
         for word in range(tl.minimum((end_block + 31) // 32, num_words)):
-            word_place = (batch_group.to(tl.int64) * num_words + word) * num_queries
-            chosen_bits = tl.load(bits + word_place + query, mask=in_document, other=0)
-            tile_bits, first, middle, end = blocks_of_word(word, chosen_bits, first_masked, end_block)
-            bounds = (first, middle, end)
+            chosen_bits, tile_bits, bounds = blocks_of_word(
+                bits, batch_group, word, num_words, num_queries, query, in_document, first_masked, end_block
+            )
             for MASKED in tl.static_range(2):
                 o_1, o_2, running_max, running_sum = _attend_blocks(
                     (o_1, o_2, running_max, running_sum), queries, k, v, k_time_stride, v_time_stride,
