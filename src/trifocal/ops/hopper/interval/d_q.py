@@ -96,7 +96,6 @@ def sum_rows(
     OUTPUT_2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_2 if D_2 > 0 else D_1, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     QUERIES: gl.constexpr = PART_ROWS // Q_PER_KV
-    q_tiles, k_tiles, v_tiles, d_o_tiles = buffers
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
     slots, row_tiles, batch_groups, num_queries = counts
     gate_batch_stride, gate_time_stride, gate_head_stride = gate_strides

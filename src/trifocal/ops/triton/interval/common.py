@@ -142,7 +142,7 @@ def load_and_multiply_keys(
 @triton.jit
 def load_rows(
     source, batch, group, first_query, query, head, time_stride, head_stride, FIRST: tl.constexpr, PART: tl.constexpr,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, Q_PER_KV: tl.constexpr, TMA: tl.constexpr,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, TMA: tl.constexpr,
 ):
     """Load PART columns, from FIRST on, of a tile of rows. `source` as in `load_keys`."""
     if TMA:

@@ -76,17 +76,17 @@ def interval_d_q_kernel(
     q += batch.to(tl.int64) * q_batch_stride + group * Q_PER_KV * q_head_stride
     d_o += batch.to(tl.int64) * d_o_batch_stride + group * Q_PER_KV * d_o_head_stride
     q_1 = load_rows(
-        q, batch, group, first_query, query, head, q_time_stride, q_head_stride, 0, D_1, D, ROWS, Q_PER_KV, False)
+        q, batch, group, first_query, query, head, q_time_stride, q_head_stride, 0, D_1, D, ROWS, False)
     d_o_1 = load_rows(
-        d_o, batch, group, first_query, query, head, d_o_time_stride, d_o_head_stride, 0, V_1, V, ROWS, Q_PER_KV, False)
+        d_o, batch, group, first_query, query, head, d_o_time_stride, d_o_head_stride, 0, V_1, V, ROWS, False)
     q_2, d_o_2 = q_1, d_o_1
     if D_2 > 0:
         q_2 = load_rows(
-            q, batch, group, first_query, query, head, q_time_stride, q_head_stride, D_1, D_2, D, ROWS, Q_PER_KV, False)
+            q, batch, group, first_query, query, head, q_time_stride, q_head_stride, D_1, D_2, D, ROWS, False)
     if V_2 > 0:
         d_o_2 = load_rows(
             d_o, batch, group, first_query, query, head, d_o_time_stride, d_o_head_stride,
-            V_1, V_2, V, ROWS, Q_PER_KV, False)
+            V_1, V_2, V, ROWS, False)
     first_place = ((batch.to(tl.int64) * num_queries + first_query) * GROUPS + group) * Q_PER_KV
     place = (query - first_query) * (GROUPS * Q_PER_KV) + head
     row_lse = log2_sum(lse + first_place + place)

@@ -63,12 +63,12 @@ def _sum_dkdv(
             row_gate = tl.load(gate + query.to(tl.int64) * gate_time_stride + head * gate_head_stride)
         q_1 = load_rows(
             q_sources[0], batch, group, first_query, query, head, q_time_stride, q_head_stride,
-            0, D_1, D, ROWS, Q_PER_KV, TMA)
+            0, D_1, D, ROWS, TMA)
         scores = tl.dot(keys[0], tl.trans(q_1), input_precision="ieee")
         if D_2 > 0:
             q_2 = load_rows(
                 q_sources[1], batch, group, first_query, query, head, q_time_stride, q_head_stride,
-                D_1, D_2, D, ROWS, Q_PER_KV, TMA)
+                D_1, D_2, D, ROWS, TMA)
             scores = tl.dot(keys[1], tl.trans(q_2), scores, input_precision="ieee")
         p = tl.exp2(scores * score_scale - row_lse[None, :])
         if GATED:
@@ -79,13 +79,13 @@ def _sum_dkdv(
             p = tl.where(visible, p, 0.0)
         d_o_1 = load_rows(
             d_o_sources[0], batch, group, first_query, query, head, d_o_time_stride, d_o_head_stride,
-            0, V_1, V, ROWS, Q_PER_KV, TMA)
+            0, V_1, V, ROWS, TMA)
         d_v_1, lost_v_1 = add_product(d_v_1, lost_v_1, p.to(d_o_1.dtype), d_o_1)
         d_p = tl.dot(values[0], tl.trans(d_o_1), input_precision="ieee")
         if V_2 > 0:
             d_o_2 = load_rows(
                 d_o_sources[1], batch, group, first_query, query, head, d_o_time_stride, d_o_head_stride,
-                V_1, V_2, V, ROWS, Q_PER_KV, TMA)
+                V_1, V_2, V, ROWS, TMA)
             d_v_2, lost_v_2 = add_product(d_v_2, lost_v_2, p.to(d_o_2.dtype), d_o_2)
             d_p = tl.dot(values[1], tl.trans(d_o_2), d_p, input_precision="ieee")
         d_scores = p * (d_p - row_delta[None, :])

@@ -59,21 +59,15 @@ class BlockCSR(NamedTuple):
         return self.num_chunks * self.keys_per_chunk
 
 
-def parts_of_block(block_size: int, largest: int) -> int:
-    """Into how many equal parts, the fewest, a block is cut so that each is at most the largest."""
-    parts = cdiv(block_size, largest)
-    while block_size % parts:
-        parts += 1
-    return parts
-
-
 def split_blocks(selected_blocks: Tensor, block_size: int, largest: int) -> tuple[Tensor, int]:
     """Cut blocks larger than a tile into equal ones that fit: the choice in smaller blocks, [B, T, G, N * parts],
     contiguous, int32, and their size.
 
     `block_size` is a multiple of 16; a tile holds at most `largest` tokens, at least 16.
     """
-    parts = parts_of_block(block_size, largest)
+    parts = cdiv(block_size, largest)
+    while block_size % parts:
+        parts += 1
     if selected_blocks.dtype != torch.int32 or parts > 1:
         # Blocks past the last position stay past it, in 32 bits and as the number of a part.
         selected_blocks = selected_blocks.clamp(-1, 2**31 // parts - 1).to(torch.int32)
