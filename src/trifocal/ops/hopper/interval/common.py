@@ -7,6 +7,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from trifocal.ops.hopper.common import PART_ROWS, allocate_barriers, copy_tile, tma_load
 from trifocal.ops.triton.interval.common import full_tiles, visible_keys
 
+# Tiles of keys, and of values, in shared memory.
+STAGES = gl.constexpr(2)
+
 # fmt: off
 
 @gluon.jit
@@ -56,7 +59,7 @@ def load_tiles(
     descriptors, buffers, barriers, masks, counts,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr, SHARE: gl.constexpr, BACKWARD: gl.constexpr,
+    SHARE: gl.constexpr, BACKWARD: gl.constexpr,
 ):
     """The loader: k of the first tile, q and, in backward, d_o, then v and k by turns."""
     q_sources, k_sources, v_source = descriptors[0], descriptors[1], descriptors[2]

@@ -19,7 +19,7 @@ from trifocal.ops.hopper.common import (
     split_heads,
     tile_descriptor,
 )
-from trifocal.ops.hopper.interval.common import first_key_of, load_tiles, make_barriers, place_tile, store_rows
+from trifocal.ops.hopper.interval.common import STAGES, first_key_of, load_tiles, make_barriers, place_tile, store_rows
 from trifocal.ops.tiles import cdiv, split_width
 from trifocal.ops.triton.common import LOG2_E_KERNEL
 from trifocal.ops.triton.interval.common import IntervalProblem, visible_keys
@@ -48,8 +48,7 @@ def add_keys(
 def gather_rows(
     d_q, d_q_2, count, rows, buffers, barriers, key_tiles, start, stop, score_scale,
     PART: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
-    OUTPUT_2: gl.constexpr,
+    KEYS: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_2: gl.constexpr,
 ):
     """Add the shares of key tiles number start to stop to d_q."""
     row_begin, row_end, row_lse, row_delta, row_gate = rows
@@ -88,7 +87,7 @@ def sum_rows(
     scale, score_scale,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr,
-    ADD: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    ADD: gl.constexpr, KEYS: gl.constexpr,
 ):
     """d_q of one half of each tile of rows."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -129,7 +128,7 @@ def sum_rows(
         for run in gl.static_range(2):
             d_q, d_q_2, count = gather_rows(
                 d_q, d_q_2, count, rows, buffers, barriers, key_tiles, bounds[run], bounds[run + 1], score_scale,
-                PART, D_1, D_2, V, GATED, KEYS, STAGES, run == 0, SCORES, OUTPUT, OUTPUT_2)
+                PART, D_1, D_2, V, GATED, KEYS, run == 0, SCORES, OUTPUT, OUTPUT_2)
         mbarrier.arrive(q_free.index(PART), count=1)
         D: gl.constexpr = D_1 + D_2
         target = d_q_target + ((batch.to(gl.int64) * num_queries + first_query) * GROUPS + group) * Q_PER_KV * D
@@ -151,7 +150,7 @@ def interval_d_q_hopper_kernel(
     slots, row_tiles, batch_groups, num_queries, query_shift, window_size, scale, score_scale,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
-    GATED: gl.constexpr, ADD: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, SHARE: gl.constexpr,
+    GATED: gl.constexpr, ADD: gl.constexpr, KEYS: gl.constexpr, SHARE: gl.constexpr,
 ):
     """d_q of every tile of rows that falls to this program; with ADD, added to the old values of d_q."""
     q_tiles = allocate_tiles(q_source, q_source_2, 2, D_2)
@@ -168,13 +167,12 @@ def interval_d_q_hopper_kernel(
     gl.warp_specialize([
         (sum_rows, (0, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts,
                     scale, score_scale,
-                    GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, STAGES)),
+                    GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS)),
         (sum_rows, (1, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts,
                     scale, score_scale,
-                    GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, STAGES)),
+                    GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS)),
         (load_tiles, (descriptors, buffers, barriers, masks, counts,
-                      GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, STAGES,
-                      SHARE, True)),
+                      GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, SHARE, True)),
     ], [4, 1], [240, 24])
 
 # fmt: on
@@ -198,7 +196,7 @@ def launch_d_q(problem: IntervalProblem, d_q: Tensor | None, keys: int) -> Tenso
         tile_descriptor(v, keys, 1, value_dim), tile_descriptor(d_o, queries, q_per_kv, value_dim), lse, delta, gate,
         d_q, branch.ids, branch.positions, branch.first_blocks, *problem.gate_strides, slots, row_tiles,
         batch * num_groups, num_queries, branch.query_shift, branch.window_size, scale, problem.score_scale, num_groups,
-        q_per_kv, width.part_1, width.part_2, value_dim, **problem.constants(), ADD=add, KEYS=keys, STAGES=2,
+        q_per_kv, width.part_1, width.part_2, value_dim, **problem.constants(), ADD=add, KEYS=keys,
         SHARE=share, num_warps=4, maxnreg=168,
     )  # fmt: skip
     return d_q

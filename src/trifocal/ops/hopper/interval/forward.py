@@ -28,7 +28,7 @@ from trifocal.ops.hopper.common import (
     tile_descriptor,
     tma_store,
 )
-from trifocal.ops.hopper.interval.common import first_key_of, load_tiles, make_barriers, place_tile, store_rows
+from trifocal.ops.hopper.interval.common import STAGES, first_key_of, load_tiles, make_barriers, place_tile, store_rows
 from trifocal.ops.tiles import cdiv, split_width
 from trifocal.ops.triton.common import LN_2, LOG2_E, LOWEST
 from trifocal.ops.triton.interval.common import Branch, visible_keys
@@ -68,7 +68,7 @@ def settle(x):
 @gluon.jit
 def attend_tiles(
     softmax, count, buffers, barriers, key_tiles, row_begin, row_end, start, stop, score_scale,
-    PART: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    PART: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr,
     MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
 ):
     """Key tiles number start to stop: each one's scores together with the tile before's product with values."""
@@ -102,7 +102,6 @@ def attend_rows(
     PART: gl.constexpr, o_target, o_pointer, lse, buffers, barriers, masks, counts, score_scale,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
 ):
     """o and lse of one half of each tile of rows."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -141,10 +140,10 @@ def attend_rows(
         count += 1
         softmax, count = attend_tiles(
             softmax, count, buffers, barriers, key_tiles, row_begin, row_end, 1, masked, score_scale,
-            PART, D_1, D_2, V, KEYS, STAGES, True, SCORES, OUTPUT)
+            PART, D_1, D_2, V, KEYS, True, SCORES, OUTPUT)
         softmax, count = attend_tiles(
             softmax, count, buffers, barriers, key_tiles, row_begin, row_end, gl.maximum(masked, 1), tiles, score_scale,
-            PART, D_1, D_2, V, KEYS, STAGES, False, SCORES, OUTPUT)
+            PART, D_1, D_2, V, KEYS, False, SCORES, OUTPUT)
         o, p, running_max, running_sum = softmax
         mbarrier.arrive(q_free.index(PART), count=1)
         before = (count - 1) % STAGES
@@ -183,7 +182,7 @@ def interval_forward_hopper_kernel(
     slots, row_tiles, batch_groups, num_queries, query_shift, window_size, score_scale,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, SHARE: gl.constexpr,
+    KEYS: gl.constexpr, SHARE: gl.constexpr,
 ):
     """o and lse of every tile of rows that falls to this program."""
     q_tiles = allocate_tiles(q_source, q_source_2, 2, D_2)
@@ -199,12 +198,11 @@ def interval_forward_hopper_kernel(
     counts = (slots, row_tiles, batch_groups, num_queries)
     gl.warp_specialize([
         (attend_rows, (0, o_target, o_pointer, lse, buffers, barriers, masks, counts, score_scale,
-                       GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, KEYS, STAGES)),
+                       GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, KEYS)),
         (attend_rows, (1, o_target, o_pointer, lse, buffers, barriers, masks, counts, score_scale,
-                       GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, KEYS, STAGES)),
+                       GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, KEYS)),
         (load_tiles, (descriptors, buffers, barriers, masks, counts,
-                      GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, STAGES,
-                      SHARE, False)),
+                      GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, SHARE, False)),
     ], [4, 1], [240, 24])
 
 # fmt: on
@@ -227,6 +225,6 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, branch: Branch
         tile_descriptor(v, keys, 1, value_dim), tile_descriptor(o, queries, q_per_kv, value_dim), o, lse, branch.ids,
         branch.positions, branch.first_blocks, slots, row_tiles, batch * num_groups, num_queries, branch.query_shift,
         branch.window_size, scale * LOG2_E, num_groups, q_per_kv, width.part_1, width.part_2, value_dim,
-        **branch.constants(), KEYS=keys, STAGES=2, SHARE=share, num_warps=4, maxnreg=168,
+        **branch.constants(), KEYS=keys, SHARE=share, num_warps=4, maxnreg=168,
     )  # fmt: skip
     return o, lse

@@ -98,18 +98,9 @@ def masked_dkdv_hopper_kernel(
             d_p = warpgroup_mma(d_o_tile, shared_values.permute((1, 0)), zeros, use_acc=False, is_async=True)
             ask_d = gl.minimum(first + ROWS + row_d, last)
             ask_v = gl.minimum(first + ROWS + row_v, last)
-            ask_for(
-                q, ask_d // Q_PER_KV, ask_d % Q_PER_KV, tiles_q.index(turn ^ 1), columns_d, q_time_stride, q_head_stride
-            )
-            ask_for(
-                d_o,
-                ask_v // Q_PER_KV,
-                ask_v % Q_PER_KV,
-                tiles_d_o.index(turn ^ 1),
-                columns_v,
-                d_time_stride,
-                d_head_stride,
-            )
+            next_q, next_d_o = tiles_q.index(turn ^ 1), tiles_d_o.index(turn ^ 1)
+            ask_for(q, ask_d // Q_PER_KV, ask_d % Q_PER_KV, next_q, columns_d, q_time_stride, q_head_stride)
+            ask_for(d_o, ask_v // Q_PER_KV, ask_v % Q_PER_KV, next_d_o, columns_v, d_time_stride, d_head_stride)
             scores = warpgroup_mma_wait(1, [scores, queries, shared_k])[0]
             if first // Q_PER_KV + query_shift < first_token + (BLOCK - 1):
                 # A query of the block's own document sits as far behind the key as its token does.

@@ -7,6 +7,9 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 from trifocal.ops.hopper.common import async_load, tma_load
 from trifocal.ops.triton.common import LOG2_E_KERNEL
 
+# Tokens of a block, the only size that these kernels take.
+BLOCK = gl.constexpr(64)
+
 
 @gluon.jit
 def exists_in(row, first, end, Q_PER_KV: gl.constexpr):

@@ -25,6 +25,8 @@ from trifocal.ops.triton.selected.block_csr import BlockCSR, block_place
 from trifocal.ops.triton.selected.common import SelectedProblem
 
 ROWS = tl.constexpr(64)
+# Tiles of rows in shared memory.
+STAGES = tl.constexpr(2)
 # A piece's numbers in the table: first slot, end, end of those that need a mask, batch, group, first token of keys.
 FIELDS = tl.constexpr(8)
 LINE = tl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -111,7 +113,7 @@ def ask_for_rows(
 @gluon.jit
 def load_rows(
     descriptors, tiles, barriers, work, num_queries,
-    Q_PER_KV: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+    Q_PER_KV: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
 ):
     """The loader: k and v of a piece, then its tiles of q and d_o."""
     q_source, k_source, v_source, d_o_source = descriptors
@@ -146,7 +148,7 @@ def load_rows(
 @gluon.jit
 def load_numbers(
     lse, delta, gate, tiles, barriers, work, num_queries, query_shift,
-    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, GATED: gl.constexpr,
 ):
     """Numbers of the rows of one tile after the other.
 
@@ -186,8 +188,7 @@ def load_numbers(
 @gluon.jit
 def sum_slots(
     d_k_parts, d_v_parts, tiles, numbers, barriers, work, score_scale,
-    Q_PER_KV: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK: gl.constexpr,
-    GATED: gl.constexpr, STAGES: gl.constexpr,
+    Q_PER_KV: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK: gl.constexpr, GATED: gl.constexpr,
 ):
     """d_k and d_v of each piece."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -254,7 +255,7 @@ def block_major_dkdv_warp_specialized_kernel(
     q_source, k_source, v_source, d_o_source, lse, delta, gate, d_k_parts, d_v_parts,
     slots, first_pieces, table, num_queries, query_shift, chunk, keys_per_chunk, score_scale,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
-    BLOCK: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK: gl.constexpr, GATED: gl.constexpr,
 ):
     """d_k and d_v of the pieces of one chunk, all but for the factor `scale`."""
     TYPE: gl.constexpr = q_source.dtype
@@ -278,11 +279,11 @@ def block_major_dkdv_warp_specialized_kernel(
     work = (slots, table, first_piece, gl.load(first_pieces + first_key + keys_per_chunk))
     gl.warp_specialize([
         (sum_slots, (d_k_parts, d_v_parts, tiles, numbers, barriers, work, score_scale,
-                     Q_PER_KV, D, V, BLOCK, GATED, STAGES)),
+                     Q_PER_KV, D, V, BLOCK, GATED)),
         (load_rows, (descriptors, tiles, (kv_ready, kv_free, rows_ready, rows_free),
-                     work, num_queries, Q_PER_KV, SLOTS_OF_ROW, D, V, STAGES)),
+                     work, num_queries, Q_PER_KV, SLOTS_OF_ROW, D, V)),
         (load_numbers, (lse, delta, gate, numbers, (numbers_ready, rows_free),
-                        work, num_queries, query_shift, GROUPS, Q_PER_KV, SLOTS_OF_ROW, GATED, STAGES)),
+                        work, num_queries, query_shift, GROUPS, Q_PER_KV, SLOTS_OF_ROW, GATED)),
     ], [1, 1], [24, 24])
 
 # fmt: on
@@ -323,7 +324,7 @@ def block_major_dkdv_of_chunk(
         block_major_dkdv_warp_specialized_kernel[(2 * devices.multiprocessors(p.q.device),)](
             *arguments, chunk, index.keys_per_chunk, p.score_scale,
             GROUPS=groups, Q_PER_KV=q_per_kv, SLOTS_OF_ROW=groups * p.num_selected, D=dim, V=value_dim,
-            BLOCK=p.block_size, GATED=p.gate is not None, STAGES=2, num_warps=4, maxnreg=128,
+            BLOCK=p.block_size, GATED=p.gate is not None, num_warps=4, maxnreg=128,
         )  # fmt: skip
 
     return compute

@@ -14,12 +14,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from trifocal.ops import devices
 from trifocal.ops.hopper.common import PART_ROWS, tile_descriptor
 from trifocal.ops.hopper.interval.common import make_barriers
-from trifocal.ops.hopper.selected.common import load_tile
+from trifocal.ops.hopper.selected.common import BLOCK, load_tile
 from trifocal.ops.tiles import cdiv
 from trifocal.ops.triton.common import LOG2_E_KERNEL
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.selected.common import SelectedProblem
 from trifocal.ops.triton.selected.tile_lists import TileLists
+
+# Blocks of keys, and of values, in shared memory.
+STAGES = gl.constexpr(3)
 
 # fmt: off
 
@@ -40,7 +43,7 @@ def place_tile(slot, lists, counts, GROUPS: gl.constexpr):
 @gluon.jit
 def load_blocks(
     descriptors, buffers, barriers, lists, counts,
-    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, HEADS: gl.constexpr,
 ):
     """The loader: all that each tile reads."""
     QUERIES: gl.constexpr = PART_ROWS // HEADS
@@ -58,8 +61,7 @@ def load_blocks(
 def gather_rows(
     d_q, count, rows, buffers, barriers, tokens, members, start, stop, end, score_scale,
     PART: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
-    SCORES: gl.constexpr, OUTPUT: gl.constexpr,
+    MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
 ):
     """Add the shares of the entries from start to stop to d_q."""
     QUERIES: gl.constexpr = PART_ROWS // HEADS
@@ -111,7 +113,7 @@ def gather_rows(
 def sum_rows(
     PART: gl.constexpr, lse, delta, gate, d_q_target, buffers, barriers, lists, counts, query_shift, scale, score_scale,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
-    GATED: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr,
 ):
     """d_q of one half of each tile of rows."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -143,7 +145,7 @@ def sum_rows(
         for run in gl.static_range(2):
             d_q, count = gather_rows(
                 d_q, count, rows, buffers, barriers, tokens, members, bounds[run], bounds[run + 1], end, score_scale,
-                PART, HEADS, D, V, GATED, BLOCK, STAGES, run == 0, SCORES, OUTPUT)
+                PART, HEADS, D, V, GATED, run == 0, SCORES, OUTPUT)
         mbarrier.arrive(q_free.index(PART), count=1)
         out_row = gl.arange(0, PART_ROWS, gl.SliceLayout(1, OUTPUT))
         exists = (first_query + out_row // HEADS < num_queries) & (out_row % HEADS < Q_PER_KV)
@@ -160,7 +162,7 @@ def tile_d_q_hopper_kernel(
     q_source, k_source, v_source, d_o_source, lse, delta, gate, d_q_target, tokens, members, entries,
     slots, row_tiles, batch_groups, num_queries, query_shift, width, scale, score_scale,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
-    BLOCK: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr,
 ):
     """d_q of every tile of rows that falls to this program."""
     q_tiles = gl.allocate_shared_memory(q_source.dtype, [2] + q_source.block_type.shape, q_source.layout)
@@ -174,10 +176,10 @@ def tile_d_q_hopper_kernel(
     counts = (slots, row_tiles, batch_groups, num_queries)
     gl.warp_specialize([
         (sum_rows, (0, lse, delta, gate, d_q_target, buffers, barriers, lists, counts, query_shift, scale, score_scale,
-                    GROUPS, Q_PER_KV, HEADS, D, V, GATED, BLOCK, STAGES)),
+                    GROUPS, Q_PER_KV, HEADS, D, V, GATED)),
         (sum_rows, (1, lse, delta, gate, d_q_target, buffers, barriers, lists, counts, query_shift, scale, score_scale,
-                    GROUPS, Q_PER_KV, HEADS, D, V, GATED, BLOCK, STAGES)),
-        (load_blocks, (descriptors, buffers, barriers, lists, counts, GROUPS, Q_PER_KV, HEADS, STAGES)),
+                    GROUPS, Q_PER_KV, HEADS, D, V, GATED)),
+        (load_blocks, (descriptors, buffers, barriers, lists, counts, GROUPS, Q_PER_KV, HEADS)),
     ], [4, 1], [240, 24])
 
 # fmt: on
@@ -194,10 +196,10 @@ def launch_tile_d_q(problem: SelectedProblem, d_q: Tensor, lists: TileLists) -> 
     batch_groups = batch * groups
     slots = row_tiles * batch_groups
     tile_d_q_hopper_kernel[(min(slots, devices.multiprocessors(p.q.device)),)](
-        tile_descriptor(p.q, queries, heads, dim), tile_descriptor(p.k, p.block_size, 1, dim),
-        tile_descriptor(p.v, p.block_size, 1, value_dim), tile_descriptor(p.d_o, queries, heads, value_dim),
+        tile_descriptor(p.q, queries, heads, dim), tile_descriptor(p.k, BLOCK.value, 1, dim),
+        tile_descriptor(p.v, BLOCK.value, 1, value_dim), tile_descriptor(p.d_o, queries, heads, value_dim),
         *p.rows()[-3:], d_q, lists.tokens, lists.members, lists.counts,
         slots, row_tiles, batch_groups, num_queries, num_keys - num_queries, lists.tokens.shape[-1], p.scale,
-        p.score_scale, GROUPS=groups, Q_PER_KV=p.q_per_kv, HEADS=heads, D=dim, V=value_dim, BLOCK=p.block_size,
-        GATED=p.gate is not None, STAGES=3, num_warps=4, maxnreg=168,
+        p.score_scale, GROUPS=groups, Q_PER_KV=p.q_per_kv, HEADS=heads, D=dim, V=value_dim,
+        GATED=p.gate is not None, num_warps=4, maxnreg=168,
     )  # fmt: skip

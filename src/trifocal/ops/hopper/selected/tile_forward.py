@@ -22,13 +22,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from trifocal.ops import devices
 from trifocal.ops.hopper.common import PART_ROWS, allocate_barriers, tile_descriptor, tma_store
 from trifocal.ops.hopper.interval.common import make_barriers
-from trifocal.ops.hopper.selected.common import load_tile
+from trifocal.ops.hopper.selected.common import BLOCK, load_tile
 from trifocal.ops.tiles import next_power_of_2
 from trifocal.ops.triton.common import LN_2, LOWEST
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.selected.tile_lists import TileLists
 
-BLOCK = gl.constexpr(64)
+# Blocks of keys, and of values, in shared memory.
+STAGES = gl.constexpr(4)
 
 # fmt: off
 
@@ -46,7 +47,7 @@ def place_tile(slot, row_tiles, GROUPS: gl.constexpr):
 @gluon.jit
 def load_blocks(
     q_source, k_source, v_source, buffers, barriers, lists, sizes,
-    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, HEADS: gl.constexpr,
 ):
     """The loader: all that a tile reads; then the number of the next tile, for all parts.
 
@@ -76,7 +77,7 @@ def load_blocks(
 def attend_blocks(
     o, running_max, running_sum, count, q, bit, last_key, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
     of_tokens, of_members, start, stop, entries, score_scale,
-    PART: gl.constexpr, QUERIES: gl.constexpr, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+    PART: gl.constexpr, QUERIES: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
     MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
 ):
     """Take the blocks of the entries from start to stop into the running softmax."""
@@ -123,7 +124,6 @@ def attend_blocks(
 def attend_rows(
     PART: gl.constexpr, o_target, o_pointer, lse, buffers, barriers, lists, sizes, score_scale,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
-    STAGES: gl.constexpr,
 ):
     """o and lse of one half of each tile of rows."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -158,7 +158,7 @@ def attend_rows(
             o, running_max, running_sum, count = attend_blocks(
                 o, running_max, running_sum, count, q, bit, last_key, k_tiles, v_tiles, k_ready, k_free, v_ready,
                 v_free, of_tokens, of_members, bounds[run], bounds[run + 1], entries, score_scale,
-                PART, QUERIES, D, V, STAGES, run == 0, SCORES, OUTPUT)
+                PART, QUERIES, D, V, run == 0, SCORES, OUTPUT)
         mbarrier.arrive(q_free.index(PART), count=1)
         visit += 1
         mbarrier.wait(drawn_ready.index(visit % 2), (visit - 1) // 2 & 1)
@@ -193,7 +193,6 @@ def tile_forward_hopper_kernel(
     q_source, k_source, v_source, o_target, o_pointer, lse, tokens, members, counts, drawn,
     slots, row_tiles, width, num_queries, query_shift, score_scale,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
-    STAGES: gl.constexpr,
 ):
     """o and lse of every tile of rows that falls to this program."""
     q_tiles = gl.allocate_shared_memory(q_source.dtype, [2] + q_source.block_type.shape, q_source.layout)
@@ -207,11 +206,11 @@ def tile_forward_hopper_kernel(
     sizes = (slots, row_tiles, width, num_queries, query_shift)
     gl.warp_specialize([
         (attend_rows, (0, o_target, o_pointer, lse, buffers, barriers, lists, sizes, score_scale,
-                       GROUPS, Q_PER_KV, HEADS, D, V, STAGES)),
+                       GROUPS, Q_PER_KV, HEADS, D, V)),
         (attend_rows, (1, o_target, o_pointer, lse, buffers, barriers, lists, sizes, score_scale,
-                       GROUPS, Q_PER_KV, HEADS, D, V, STAGES)),
+                       GROUPS, Q_PER_KV, HEADS, D, V)),
         (load_blocks, (q_source, k_source, v_source, buffers, barriers, lists, sizes,
-                       GROUPS, Q_PER_KV, HEADS, STAGES)),
+                       GROUPS, Q_PER_KV, HEADS)),
     ], [4, 1], [240, 24])
 
 # fmt: on
@@ -236,5 +235,5 @@ def launch_tile_forward(
         tile_descriptor(v, BLOCK.value, 1, value_dim),
         tile_descriptor(o, queries, heads, value_dim), o, lse, lists.tokens, lists.members, lists.counts,
         drawn, slots, row_tiles, width, num_queries, num_keys - num_queries, score_scale,
-        GROUPS=groups, Q_PER_KV=q_per_kv, HEADS=heads, D=dim, V=value_dim, STAGES=4, num_warps=4, maxnreg=168,
+        GROUPS=groups, Q_PER_KV=q_per_kv, HEADS=heads, D=dim, V=value_dim, num_warps=4, maxnreg=168,
     )  # fmt: skip
