@@ -1,17 +1,17 @@
-"""Where the blocks of packed documents lie: the kernels against PyTorch's own operations."""
+"""Where the blocks of packed documents lie."""
 
 import pytest
 import torch
 
 from tests.ops.cases import geometry
 from trifocal.ops import Documents
-from trifocal.ops.layout import compressed_layout, pad_boundaries
-from trifocal.ops.triton.documents import documents_of_blocks, first_compressed_blocks, place_slots
+from trifocal.ops.layout import pad_boundaries, place_compressed_blocks
+from trifocal.ops.triton.documents import documents_of_blocks, first_compressed_blocks
 
 RULES = geometry(8, 4, 16, 3, 1, 1, 11)
 LENGTHS = {
     "shorter than a block, exactly one, a token more": [7, 8, 9, 1, 16, 17],
-    "more documents than a program holds, padded": [1 + number * 7 % 23 for number in range(300)],
+    "hundreds of documents, padded": [1 + number * 7 % 23 for number in range(300)],
 }
 each_pack = pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 
@@ -23,18 +23,17 @@ def boundaries(lengths, device):
 
 @each_pack
 def test_compressed_blocks(lengths, device):
-    documents = Documents.from_checked(boundaries(lengths, device), sum(lengths))
-    slots = sum(lengths) // RULES.compression_stride
-    layout = compressed_layout(documents, slots, RULES)
-    first_blocks = first_compressed_blocks(documents, RULES)
-    assert torch.equal(first_blocks, layout.first_blocks)
-    begin, end = place_slots(first_blocks, documents, slots, sum(lengths), RULES)
-    filled = layout.ids >= 0
-    starts = documents.cu_seqlens[layout.ids.clamp(min=0)]
-    last_tokens = starts + layout.starts + (RULES.compression_block_size - 1)
-    assert torch.equal(begin, torch.where(filled, last_tokens, sum(lengths)).int())
-    ends = documents.cu_seqlens[layout.ids.clamp(min=0) + 1]
-    assert torch.equal(end, torch.where(filled, ends, sum(lengths)).int())
+    """Each document has its own; slots that are left over are seen by nobody."""
+    documents, total = Documents.from_checked(boundaries(lengths, device), sum(lengths)), sum(lengths)
+    first_blocks, ranges = place_compressed_blocks(documents, total // RULES.compression_stride, RULES)
+    expected, starts, token = [], [], 0
+    for length in lengths:
+        starts.append(len(expected))
+        for first in range(0, length - RULES.compression_block_size + 1, RULES.compression_stride):
+            expected.append([token + first + RULES.compression_block_size - 1, token + length])
+        token += length
+    assert first_blocks[: len(lengths)].tolist() == starts
+    assert ranges.T.tolist() == expected + [[total, total]] * (ranges.shape[1] - len(expected))
 
 
 @each_pack
@@ -43,12 +42,10 @@ def test_compressed_blocks_are_placed_once_for_all_layers(lengths, device):
     documents = Documents.from_checked(boundaries(lengths, device), sum(lengths))
     slots = sum(lengths) // RULES.compression_stride
     placed = documents.with_blocks(RULES)
-    first_blocks = first_compressed_blocks(documents, RULES)
-    ranges = place_slots(first_blocks, documents, slots, sum(lengths), RULES)
-    assert torch.equal(placed.first_blocks, first_blocks) and torch.equal(placed.slots, torch.stack(ranges))
+    first_blocks, ranges = place_compressed_blocks(documents, slots, RULES)
+    assert torch.equal(placed.first_blocks, first_blocks) and torch.equal(placed.slots, ranges)
     assert first_compressed_blocks(placed, RULES) is placed.first_blocks
-    kept = place_slots(placed.first_blocks, placed, slots, sum(lengths), RULES)
-    assert [part.data_ptr() for part in kept] == [part.data_ptr() for part in placed.slots]
+    assert place_compressed_blocks(placed, slots, RULES)[1].data_ptr() == placed.slots.data_ptr()
     finer = geometry(4, 4, 16, 3, 1, 1, 11)
     assert torch.equal(first_compressed_blocks(placed, finer), first_compressed_blocks(documents, finer))
     assert placed.part(0, 1).placed_blocks(RULES) is None

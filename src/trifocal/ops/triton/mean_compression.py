@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.layout import Documents
+from trifocal.ops.layout import Documents, place_compressed_blocks
 from trifocal.ops.tiles import cdiv, next_power_of_2
-from trifocal.ops.triton.documents import default_documents, first_compressed_blocks, place_slots
+from trifocal.ops.triton.documents import default_documents, first_compressed_blocks
 from trifocal.ops.triton.launch import Kernel
 
 # Numbers of a tile: 8 for each thread of 4 warps, 16 bytes in 16-bit types.
@@ -123,8 +123,7 @@ def mean_compress_forward(x: Tensor, geometry: Geometry, num_blocks: int, docume
         return x_cmp
     last_tokens = x_cmp
     if documents is not None:
-        first_blocks = first_compressed_blocks(documents, geometry)
-        last_tokens, _ = place_slots(first_blocks, documents, num_blocks, num_tokens, geometry)
+        _, (last_tokens, _) = place_compressed_blocks(documents, num_blocks, geometry)
     constants = _constants(x_cmp, geometry, documents)
     mean_compress_kernel[(batch * groups * cdiv(num_blocks, constants["ROWS"]),)](
         x, x_cmp, last_tokens, *_strides(x), num_tokens, num_blocks, **constants,

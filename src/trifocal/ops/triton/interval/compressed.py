@@ -3,9 +3,8 @@
 from torch import Tensor
 
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.layout import Documents
+from trifocal.ops.layout import Documents, place_compressed_blocks
 from trifocal.ops.triton.combine import row_sums
-from trifocal.ops.triton.documents import first_compressed_blocks, place_slots
 from trifocal.ops.triton.interval.common import Branch, IntervalProblem
 from trifocal.ops.triton.interval.dkdv import launch_backward
 from trifocal.ops.triton.interval.forward import launch_forward
@@ -23,7 +22,7 @@ def compressed_forward(
     """Attend to the compressed blocks in each query's past; arguments and results as of `launch_forward`, q being the
     last T positions of `num_keys` tokens. Slots past the last document's blocks are never read.
     """
-    branch = _branch(q, k_cmp, geometry, num_keys, documents, backward=False)
+    branch = _branch(q, k_cmp, geometry, num_keys, documents)
     return launch_forward(q, k_cmp, v_cmp, scale, branch)
 
 
@@ -48,22 +47,18 @@ def compressed_backward(
     """
     if delta is None:
         delta = row_sums(d_o, o, d_lse)
-    branch = _branch(q, k_cmp, geometry, num_keys, documents, backward=True)
+    branch = _branch(q, k_cmp, geometry, num_keys, documents)
     problem = IntervalProblem(d_o, q, k_cmp, v_cmp, lse, delta, gate, scale, branch)
     return launch_backward(problem, d_q)
 
 
-def _branch(
-    q: Tensor, k_cmp: Tensor, geometry: Geometry, num_keys: int, documents: Documents | None, backward: bool
-) -> Branch:
+def _branch(q: Tensor, k_cmp: Tensor, geometry: Geometry, num_keys: int, documents: Documents | None) -> Branch:
     branch = Branch(
         block=geometry.compression_block_size, stride=geometry.compression_stride, query_shift=num_keys - q.shape[1]
     )
     if documents is None:
         return branch
-    first_blocks = first_compressed_blocks(documents, geometry)
-    branch = branch._replace(ids=documents.ids, positions=documents.positions, first_blocks=first_blocks)
-    if not backward:
-        return branch
-    query_begin, query_end = place_slots(first_blocks, documents, k_cmp.shape[1], num_keys, geometry)
-    return branch._replace(query_begin=query_begin, query_end=query_end)
+    first_blocks, (begin, end) = place_compressed_blocks(documents, k_cmp.shape[1], geometry)
+    return branch._replace(
+        ids=documents.ids, positions=documents.positions, first_blocks=first_blocks, query_begin=begin, query_end=end
+    )
