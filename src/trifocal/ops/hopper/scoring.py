@@ -46,12 +46,12 @@ def steps_of_program(units, STACK: gl.constexpr):
 
 @gluon.jit
 def place_tile(
-    step, stacks, pairs, batch_groups, first_query, end_query, query_shift,
-    GROUPS: gl.constexpr, SELECTION: gl.constexpr, NUM_SELECTED: gl.constexpr, BLOCKS: gl.constexpr,
+    step, counts, GROUPS: gl.constexpr, SELECTION: gl.constexpr, NUM_SELECTED: gl.constexpr, BLOCKS: gl.constexpr,
     STACK: gl.constexpr,
 ):
     """Batch, group, first query and pair of key tiles of a step; how many of the pair these queries reach, and how
     many any queries of the unit's stack reach. The last queries come first."""
+    units, stacks, pairs, batch_groups, first_query, end_query, query_shift = counts
     unit = gl.program_id(0) + step // STACK * gl.num_programs(0)
     stack_query = first_query + (stacks - 1 - unit // (pairs * batch_groups)) * (STACK * QUERIES)
     pair = unit // batch_groups % pairs
@@ -77,17 +77,15 @@ def load_scoring(
     q_sources, k_sources = descriptors
     q_tiles, k_tiles = buffers
     q_ready, q_free, k_ready, k_free = barriers
-    units, stacks, pairs, batch_groups, first_query, end_query, query_shift = counts
     Q_BYTES: gl.constexpr = QUERIES * (D_1 + D_2) * 2
     K_BYTES: gl.constexpr = KEYS * (D_1 + D_2) * 2
     count = 0
     k_count_0 = 0
     k_count_1 = 0
     second = False
-    for step in range(steps_of_program(units, STACK)):
+    for step in range(steps_of_program(counts[0], STACK)):
         batch, group, query, pair, reached, most = place_tile(
-            step, stacks, pairs, batch_groups, first_query, end_query, query_shift,
-            GROUPS, SELECTION, NUM_SELECTED, BLOCKS, STACK)
+            step, counts, GROUPS, SELECTION, NUM_SELECTED, BLOCKS, STACK)
         first_key = pair * (2 * KEYS)
         if step % STACK == 0:
             second = most > 1
@@ -201,10 +199,9 @@ def score_keys(
     row = gl.arange(0, QUERIES, gl.SliceLayout(1, SCORES))
     count = 0
     k_count = 0
-    for step in range(steps_of_program(units, STACK)):
+    for step in range(steps_of_program(counts[0], STACK)):
         batch, group, query, pair, reached, _most = place_tile(
-            step, stacks, pairs, batch_groups, first_query, end_query, query_shift,
-            GROUPS, SELECTION, NUM_SELECTED, BLOCKS, STACK)
+            step, counts, GROUPS, SELECTION, NUM_SELECTED, BLOCKS, STACK)
         k_place = PART * K_STAGES + k_count % K_STAGES
         if reached > PART:
             # Once a unit it waits, then the barrier stays where it is.
