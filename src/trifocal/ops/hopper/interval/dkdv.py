@@ -32,6 +32,8 @@ from trifocal.ops.triton.interval.common import IntervalProblem, seeing_queries
 from trifocal.ops.triton.interval.dkdv import add_parts, empty_parts
 from trifocal.ops.triton.launch import Descriptor, Kernel, describe_tiles
 
+# Keys of a program.
+KEYS = gl.constexpr(2 * PART_ROWS.value)
 LINE = tl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 LINE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
 
@@ -70,7 +72,7 @@ def row_numbers_kernel(
 def place_keys(
     masks, counts,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
-    PACKED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    PACKED: gl.constexpr, ROWS: gl.constexpr,
 ):
     """This program's keys, and its part of the rows that see any of them."""
     parts, batches, num_queries, num_keys = counts
@@ -94,7 +96,7 @@ def load_rows_of_keys(
     descriptors, buffers, barriers, masks, counts,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, SHARES: gl.constexpr,
+    STAGES: gl.constexpr, SHARES: gl.constexpr,
 ):
     """The loader of d_k, d_v: keys and values once, then tiles of rows."""
     q_sources, k_sources, v_source, d_o_source, lse_source, delta_source, gate_source = descriptors
@@ -103,10 +105,10 @@ def load_rows_of_keys(
     ROW_BYTES: gl.constexpr = ROWS * 4
     COLUMN_BYTES: gl.constexpr = (D_1 + D_2) * 2
     first_key, part, batch, group, row_origin, row_limit = place_keys(
-        masks, counts, GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS, KEYS)
+        masks, counts, GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS)
     mbarrier.expect(keys_ready, KEYS * COLUMN_BYTES + 2 * v_source.block_type.nbytes)
     for half in gl.static_range(2):
-        key = first_key + half * (KEYS // 2)
+        key = first_key + half * PART_ROWS
         copy_tile(k_sources, batch, key, group, keys_ready, k_tiles, half, D_1, D_2)
         tma_load(v_source, [batch, key, group, 0], keys_ready, v_tiles.index(half))
     tiles = gl.cdiv(row_limit - row_origin, ROWS)
@@ -228,7 +230,7 @@ def sum_keys(
     HALF: gl.constexpr, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr,
-    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, SHARES: gl.constexpr, AHEAD: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, SHARES: gl.constexpr, AHEAD: gl.constexpr,
 ):
     """d_k and d_v of one half of the program's keys."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -239,9 +241,9 @@ def sum_keys(
     keys_ready, q_ready, q_free, d_o_ready, d_o_free = barriers
     parts, batches, num_queries, num_keys = counts
     first_key, part, batch, group, row_origin, row_limit = place_keys(
-        masks, counts, GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS, KEYS)
+        masks, counts, GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS)
     tiles = gl.cdiv(row_limit - row_origin, ROWS)
-    half_key = first_key + HALF * (KEYS // 2)
+    half_key = first_key + HALF * PART_ROWS
     key = half_key + gl.arange(0, PART_ROWS, gl.SliceLayout(1, SCORES))
     key_begin, key_end = seeing_queries(
         gl.minimum(key, num_keys - 1), num_queries, masks, COMPRESSED, BLOCK, STRIDE, PACKED)
@@ -250,7 +252,7 @@ def sum_keys(
     begin, full_end = seeing_queries(
         gl.minimum(half_key, num_keys - 1), num_queries, masks, COMPRESSED, BLOCK, STRIDE, PACKED)
     full_begin, end = seeing_queries(
-        gl.minimum(half_key + KEYS // 2, num_keys) - 1, num_queries, masks, COMPRESSED, BLOCK, STRIDE, PACKED)
+        gl.minimum(half_key + PART_ROWS, num_keys) - 1, num_queries, masks, COMPRESSED, BLOCK, STRIDE, PACKED)
     first = gl.minimum(gl.maximum(begin * Q_PER_KV - row_origin, 0) // ROWS, tiles)
     last = gl.maximum(gl.minimum(gl.cdiv(gl.maximum(end * Q_PER_KV - row_origin, 0), ROWS), tiles), first)
     first_full = gl.minimum(gl.maximum(gl.cdiv(gl.maximum(full_begin * Q_PER_KV - row_origin, 0), ROWS), first), last)
@@ -296,8 +298,7 @@ def interval_dkdv_hopper_kernel(
     scale, score_scale,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
-    GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    SHARES: gl.constexpr, AHEAD: gl.constexpr,
+    GATED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, SHARES: gl.constexpr, AHEAD: gl.constexpr,
 ):
     """d_k and d_v of one tile of keys, or one part of its rows: into [parts, B, keys, G, D] and [.., V]."""
     k_tiles = allocate_tiles(k_source, k_source_2, 2, D_2)
@@ -317,15 +318,12 @@ def interval_dkdv_hopper_kernel(
     masks = (query_shift, window_size, query_begin, query_end)
     counts = (parts, batches, num_queries, num_keys)
     gl.warp_specialize([
-        (sum_keys, (0, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
-                    GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ROWS, KEYS, STAGES,
-                    SHARES, AHEAD)),
-        (sum_keys, (1, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
-                    GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ROWS, KEYS, STAGES,
-                    SHARES, AHEAD)),
-        (load_rows_of_keys, (descriptors, buffers, barriers, masks, counts,
-                             GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, GATED, ROWS, KEYS, STAGES,
-                             SHARES)),
+        (sum_keys, (0, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale, GROUPS, Q_PER_KV,
+                    COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ROWS, STAGES, SHARES, AHEAD)),
+        (sum_keys, (1, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale, GROUPS, Q_PER_KV,
+                    COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ROWS, STAGES, SHARES, AHEAD)),
+        (load_rows_of_keys, (descriptors, buffers, barriers, masks, counts, GROUPS, Q_PER_KV,
+                             COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, GATED, ROWS, STAGES, SHARES)),
     ], [4, 1], [240, 24])
 
 # fmt: on
@@ -352,15 +350,14 @@ def launch_dkdv(problem: IntervalProblem, rows: int, stages: int, ahead: bool = 
     width, value_dim = split_width(q.shape[3]), v.shape[3]
     q_per_kv, shares = split_heads(problem.q_per_kv)
     queries = rows // q_per_kv
-    keys = 2 * PART_ROWS.value
-    key_tiles = cdiv(num_keys, keys)
+    key_tiles = cdiv(num_keys, KEYS.value)
     d_k, d_v, parts = empty_parts(problem, key_tiles, rows)
     interval_dkdv_hopper_kernel[key_tiles * parts, batch * num_groups](
-        *part_descriptors(q, queries, q_per_kv, width), *part_descriptors(k, keys // 2, 1, width),
-        tile_descriptor(v, keys // 2, 1, value_dim), tile_descriptor(d_o, queries, q_per_kv, value_dim),
+        *part_descriptors(q, queries, q_per_kv, width), *part_descriptors(k, PART_ROWS.value, 1, width),
+        tile_descriptor(v, PART_ROWS.value, 1, value_dim), tile_descriptor(d_o, queries, q_per_kv, value_dim),
         *_row_numbers(problem, q_per_kv, rows), d_k, d_v, branch.query_begin, branch.query_end, batch, parts,
         num_queries, num_keys, branch.query_shift, branch.window_size, scale, problem.score_scale, num_groups, q_per_kv,
-        width.part_1, width.part_2, value_dim, **problem.constants(), ROWS=rows, KEYS=keys, STAGES=stages,
+        width.part_1, width.part_2, value_dim, **problem.constants(), ROWS=rows, STAGES=stages,
         SHARES=shares, AHEAD=ahead, num_warps=4, maxnreg=168,
     )  # fmt: skip
     return add_parts(problem, d_k, d_v)
