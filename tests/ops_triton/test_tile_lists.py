@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trifocal.ops import Documents
+from trifocal.ops import Documents, dispatch
 
 pytest.importorskip("triton")
 
@@ -72,3 +72,9 @@ def test_lists_have_every_block_that_a_tile_chose_once(
         assert lists.tokens[place][: len(tokens)].tolist() == tokens
         words = [word & 0xFFFFFFFF for word in lists.members[place][: len(tokens)].tolist()]
         assert words == [members[token] for token in tokens]
+
+
+@pytest.mark.parametrize(("q_per_kv", "queries"), [(1, 32), (3, 32), (5, 25), (64, 2)])
+def test_a_tile_has_a_bit_of_a_word_for_every_query(q_per_kv, queries):
+    q = torch.empty(1, 4096, 2 * q_per_kv, 64, device="meta")
+    assert dispatch.queries_of_tile(q, q_per_kv, rows=128, groups=2) == queries
