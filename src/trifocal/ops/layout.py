@@ -29,7 +29,7 @@ class Documents(NamedTuple):
         positions: The position of each token in its document, [S], int32.
         max_length: No document has more tokens; a number on the host. None: not known.
         compression: Size and stride of the compressed blocks that are placed, from `with_blocks`; None: they are not,
-            and whoever needs their places finds them.
+            and each operation finds them.
         first_blocks: The first compressed block of each document, [documents], int32.
         slots: At which tokens queries see each compressed slot, begin and end, [2, S // stride], int32; both are S for
             a slot that no document fills.
