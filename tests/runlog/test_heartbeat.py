@@ -147,6 +147,21 @@ def test_the_last_row_says_whether_it_failed(tmp_path):
     assert rows_of(tmp_path)[-1]["status"] == "failed"
 
 
+def test_a_signal_while_the_thread_starts_leaves_no_thread(tmp_path):
+    heartbeat = Heartbeat(tmp_path, interval_seconds=60)
+    start = heartbeat._thread.start
+
+    def interrupted():
+        start()
+        raise KeyboardInterrupt
+
+    heartbeat._thread.start = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        heartbeat.__enter__()
+    assert not heartbeat._thread.is_alive()
+    assert read_lines(tmp_path / "rank0.jsonl")[-1]["status"] == "failed"
+
+
 def test_a_full_disk_never_reaches_training(tmp_path, caplog):
     (tmp_path / "rank0.jsonl").symlink_to("/dev/full")
     with caplog.at_level(logging.WARNING), Heartbeat(tmp_path, interval_seconds=0.01) as heartbeat:

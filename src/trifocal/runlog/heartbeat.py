@@ -215,7 +215,12 @@ class Heartbeat:
                 logger.warning("the heartbeat of rank %d misses beats", self.rank, exc_info=True)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            # A signal may raise here while the thread runs already, and would write into a folder that is deleted.
+            self.close("failed")
+            raise
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
