@@ -77,8 +77,12 @@ class Documents(NamedTuple):
         return cls(cu_seqlens, ids, tokens - cu_seqlens[ids], row_length, aligned=row_length is not None)
 
     def with_blocks(self, geometry: Geometry, places: tuple[Tensor, Tensor] | None = None) -> "Documents":
-        """The same with the places of their compressed blocks, found once for all layers, unless they are given."""
+        """The same with the places of their compressed blocks, found once for all layers, unless they are given or
+        these documents have them.
+        """
         if places is None:
+            if self.placed_blocks(geometry) is not None:
+                return self
             num_slots = num_compressed_slots(self.ids.shape[0], geometry, self)
             places = place_compressed_blocks(self, num_slots, geometry)
         placed = _compression(geometry), *places

@@ -67,8 +67,8 @@ def nsa_attention(
     """The mixture of the three branches; see `trifocal.ops.nsa_attention`. `inputs` are k_cmp, v_cmp, k_slc, v_slc,
     k_win, v_win.
     """
-    if documents is not None and documents.placed_blocks(geometry) is None:
-        # Once for all stages, forward and backward.
+    if documents is not None:
+        # Placed once for all stages, forward and backward.
         documents = documents.with_blocks(geometry)
     call = (q, inputs, gates, geometry, scale, documents, selected_blocks)
     # A tensor of another class, a fake one for example, may have no kernels to run.
