@@ -3,6 +3,7 @@
 import contextlib
 import json
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -363,3 +364,14 @@ def silent_fallback(measure, monkeypatch):
     found = measure(CPU)
     assert found.figure == 7
     return found
+
+
+def test_a_signal_in_the_last_step_of_a_training_ends_the_check(monkeypatch):
+    train = training_checks.train
+
+    def interrupted(config):
+        return replace(train(config), stop_requested=True)
+
+    monkeypatch.setattr(training_checks, "train", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        training_checks.random_token_floor(CPU)

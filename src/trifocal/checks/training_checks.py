@@ -203,8 +203,8 @@ def _over_nccl(device: torch.device) -> bool:
 
 
 def _finish(start: Callable[..., TrainResult], *arguments: Any, **options: Any) -> None:
-    """Train to the end; the trainer answers a signal by stopping early, and then the check ends too."""
-    if not start(*arguments, **options).finished:
+    """Train to the end; the trainer answers a signal by stopping after its step, and then the check ends too."""
+    if start(*arguments, **options).stop_requested:
         raise KeyboardInterrupt
 
 
