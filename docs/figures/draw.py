@@ -316,32 +316,32 @@ def draw_keys_read() -> Figure:
 
 
 def draw_speed() -> Figure:
-    """Time over length of the sparse and of dense attention on one GPU, from the newest result files."""
-    rows = []
-    for name in ("attention_crossover", "attention"):
-        rows += json.loads(max(RESULTS.glob(f"{name}_h200_*.json")).read_text())["rows"]
-    kind = {"heads": 64, "groups": 4, "head_dim": 128, "value_dim": 128, "batch": 1}
-    rows = [row for row in rows if row["status"] == "ok" and all(row[name] == kind[name] for name in kind)]
+    """Device time over length of NSA, one branch and dense attention on one GPU, from the newest result file."""
+    rows = json.loads(max(RESULTS.glob("attention_crossover_h200_*.json")).read_text())["rows"]
+    rows = [row for row in rows if row["status"] == "ok" and row["choices"] in ("", "random")]
     figure = Figure(figsize=(7.2, 3.3), layout="constrained", facecolor="white")
     for ax, measure, title in zip(
         figure.subplots(1, 2), ("forward", "forward_backward"), ("forward", "forward and backward"), strict=True
     ):
         lines = {}
-        for row_name, label, colour in (("dense cudnn", "dense, cuDNN", DENSE), ("whole", "sparse", WINDOW)):
-            times = {row["tokens"]: row[f"{measure}_ms"] for row in rows if row["row"] == row_name}
+        names = (("dense cudnn", "dense, cuDNN", DENSE), ("whole", "NSA", WINDOW), ("one branch", "one branch", SELECTED))
+        for row_name, label, colour in names:
+            times = {row["tokens"]: row[f"{measure}_device_ms"] for row in rows if row["row"] == row_name}
             lines[row_name] = dict(sorted(times.items()))
             ax.plot(*zip(*lines[row_name].items(), strict=True), color=colour, marker="o", markersize=4, label=label)
-        longest = max(lines["whole"])
-        ratio = lines["dense cudnn"][longest] / lines["whole"][longest]
+        longest = max(lines["one branch"])
+        ratio = lines["dense cudnn"][longest] / lines["one branch"][longest]
         words = f"{ratio:.1f} times faster at {_short(longest)}"
-        ax.text(0.98, 0.04, words, transform=ax.transAxes, ha="right", color=WINDOW)
+        ax.text(0.98, 0.04, words, transform=ax.transAxes, ha="right", color=SELECTED)
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
         ax.yaxis.set_major_formatter("{x:g}")
-        ax.set_xticks(sorted(lines["whole"]), [_short(tokens) for tokens in sorted(lines["whole"])])
+        ticks = [tokens for tokens in sorted(lines["one branch"]) if not tokens & (tokens - 1)]
+        ax.set_xticks(ticks, [_short(tokens) for tokens in ticks])
+        ax.minorticks_off()
         ax.grid(color=PAST)
         ax.set_axisbelow(True)
-        ax.set(xlabel="tokens", ylabel="milliseconds", title=title)
+        ax.set(xlabel="tokens", ylabel="milliseconds of the device", title=title)
     ax.legend(frameon=False, loc="upper left")
     return figure
 
