@@ -223,7 +223,8 @@ def test_a_run_that_trains_is_left_alone(tmp_path, monkeypatch):
 
     at_step(monkeypatch, 4, intrude)
     assert train(config).finished
-    assert len(refused) == 2
+    # Neither a resume nor `sparsify` can take another --run.directory.
+    assert len(refused) == 2 and all(message.endswith(", or end it first") for message in refused)
     assert [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl", "train")] == [1, 2, 3, 4, 5, 6]
     assert (tmp_path / "run/checkpoints/step_00000006").is_dir()
 

@@ -85,8 +85,8 @@ class RunLock:
         except BlockingIOError as error:
             who = os.pread(file, 1000, 0).decode(errors="replace").strip() or "another process"
             raise UserError(
-                f"{folder} is in use: {who} trains there; see it with trifocal watch {shell_path(folder)}, end it "
-                "first, or choose another --run.directory"
+                f"{folder} is in use: {who} trains there; see it with trifocal watch {shell_path(folder)}, or "
+                "end it first"
             ) from error
         except OSError as error:
             if error.errno not in _NO_LOCKS:
