@@ -3,7 +3,10 @@
 import errno
 import json
 import shutil
+import signal
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -167,6 +170,28 @@ def test_trainings_of_several_processes_are_launched(tmp_path, monkeypatch):
     with pytest.raises(sparsify._Ended) as ended:
         sparsify._command("train", processes=2)
     assert ended.value.args == (1,)
+
+
+def test_a_sigterm_reaches_the_processes_of_a_training(monkeypatch):
+    """It may come to the command only; the processes save, and end with a status that is not 0."""
+    calls = []
+
+    def wait():
+        calls.append("wait")
+        if len(calls) == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return 1
+
+    child = SimpleNamespace(wait=wait, terminate=lambda: calls.append("terminate"))
+    monkeypatch.setattr(sparsify.subprocess, "Popen", lambda _: nullcontext(child))
+    # Without a handler the signal would end the tests.
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with pytest.raises(sparsify._Ended):
+            sparsify._command("train", processes=2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert calls == ["wait", "terminate", "wait"]
 
 
 def test_ctrl_c_in_the_last_step_of_a_training_ends_the_command_too(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """`trifocal sparsify`: a dense model made sparse, taught, trained to follow the dense one, and measured."""
 
-import contextlib
 import gc
 import importlib
 import importlib.util
@@ -23,7 +22,7 @@ import tyro
 
 from trifocal.cli.convert import check_source, find_gguf
 from trifocal.cli.flags import parse_arguments
-from trifocal.cli.output import printable, try_next
+from trifocal.cli.output import printable, try_next, unwinding_signals
 from trifocal.data import DataConfig
 from trifocal.data.loader import read_validation
 from trifocal.distributed.processes import rank_and_size
@@ -475,10 +474,14 @@ def _command(name: str, *words: str, processes: int = 1) -> None:
         status = int(importlib.import_module(f"trifocal.cli.{name}").run(words, **quiet))
     else:
         launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
-        with subprocess.Popen([*launcher, "-m", "trifocal", name, *words]) as child:
-            # The processes get the signal of a terminal too, save, and end.
-            with contextlib.suppress(KeyboardInterrupt):
+        with unwinding_signals(), subprocess.Popen([*launcher, "-m", "trifocal", name, *words]) as child:
+            # The processes save, and end; Ctrl-C in a terminal reaches them too.
+            try:
                 child.wait()
+            except KeyboardInterrupt:
+                pass
+            except SystemExit:
+                child.terminate()
             status = child.wait()
     if status:
         raise _Ended(status)
