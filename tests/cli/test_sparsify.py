@@ -131,6 +131,8 @@ def test_a_dense_model_becomes_a_sparse_one_that_was_measured(dense, tmp_path, c
     changed = [word for word in words if word not in (f"text:{other}", "--data-weights", "2,1")]
     assert "was begun with another --data (" in refused(capsys, "sparsify", *changed)
     assert "was begun with another DIR (" in refused(capsys, "sparsify", str(out), *words[1:])
+    # The text is not read again.
+    monkeypatch.delattr(sparsify, "read_validation")
     assert main(["sparsify", *words]) == 0
     assert capsys.readouterr().out.count(": done before, in ") == 7
 

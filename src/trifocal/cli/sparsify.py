@@ -223,6 +223,8 @@ class _Work:
                 f"the selected blocks cover {covered:,} tokens, and rows have {length:,}: nothing would be sparse; "
                 "lower --selected-blocks, or raise --sequence-length"
             )
+        if "convert" in self.record["steps"]:
+            return length
         # Named now, not after the conversion.
         number = self.options.sequences
         rows = read_validation(
