@@ -8,7 +8,7 @@ import tyro
 
 from trifocal.cli.flags import parse_arguments
 from trifocal.errors import unknown
-from trifocal.train.config.load import comment, load_config, presets, summary
+from trifocal.train.config.load import comment, load_config, presets, repeating, summary
 from trifocal.train.config.toml import to_toml
 
 
@@ -28,7 +28,10 @@ def run(args: Sequence[str]) -> int:
         if options.preset not in found:
             raise unknown("preset", options.preset, found)
         path = found[options.preset]
-        print(comment(path), to_toml(load_config(path), comments=True), sep="\n", end="")
+        config = load_config(path)
+        # As a preset has them: a pattern fits other numbers of layers too.
+        object.__setattr__(config.model, "layer_types", repeating(config.model.layer_types))
+        print(comment(path), to_toml(config, comments=True), sep="\n", end="")
         return 0
     for name, path in found.items():
         print(f"{name:12} {summary(path)}")

@@ -64,6 +64,9 @@ def test_new_prints_every_key_with_a_comment_and_trains_as_the_preset_does(tmp_p
     monkeypatch.chdir(tmp_path)
     config = load_config(name)
     assert load_config("my.toml") == config == load_config(ROOT / "configs" / f"{name}.toml")
+    # The pattern of a mix is printed, which fits another number of layers.
+    (tmp_path / "my.toml").write_text(text.replace(f"num_layers = {config.model.num_layers}\n", "num_layers = 4\n"))
+    assert load_config("my.toml").model.attention_of_layers == (4 * config.model.attention_of_layers)[:4]
     # A path that exists comes before a preset.
     (tmp_path / name).write_text("[run]\nseed = 5\n")
     assert load_config(name).run.seed == 5

@@ -93,11 +93,13 @@ def override(config: RunConfig, overrides: Sequence[str] | Mapping[str, Any]) ->
     values = {name: value_of(config, name) for name in dotted_fields(RunConfig)}
     if "model.num_layers" in given:
         # A preset's pattern repeats over another number of layers.
-        names = config.model.layer_types
-        values["model.layer_types"] = next(
-            (names[:n] for n in range(1, len(names)) if names[:n] * (len(names) // n) == names), names
-        )
+        values["model.layer_types"] = repeating(config.model.layer_types)
     return from_table(RunConfig, nested(values | given))
+
+
+def repeating(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The shortest pattern that repeats to these names of layers."""
+    return next((names[:n] for n in range(1, len(names)) if names[:n] * (len(names) // n) == names), names)
 
 
 def _values(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
