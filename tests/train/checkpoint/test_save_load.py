@@ -19,7 +19,7 @@ from trifocal.distributed.processes import DistributedContext
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.testing.small_models import small_config
-from trifocal.train.checkpoint import manifest
+from trifocal.train.checkpoint import folders, manifest
 from trifocal.train.checkpoint import save_load as module
 from trifocal.train.checkpoint.folders import (
     checkpoint_path,
@@ -39,6 +39,7 @@ from trifocal.train.checkpoint.manifest import (
 from trifocal.train.checkpoint.random_state import random_state, restore_random_state, seed_everything
 from trifocal.train.checkpoint.save_load import collect_state, load_checkpoint, load_model_weights, write_checkpoint
 from trifocal.train.config.sections import OptimizerSection
+from trifocal.train.run_folder import remove_folder
 from trifocal.train.step.optimizer import make_optimizer
 
 CONFIG = small_config(num_layers=1, dim=8, mlp_dim=8, num_heads=2, num_kv_heads=1, head_dim=4, value_dim=4)
@@ -132,6 +133,18 @@ def test_the_error_offers_the_newest_intact_checkpoint_before(tmp_path):
     (paths[0] / "manifest.json").unlink()
     (paths[1] / "manifest.json").unlink()
     with pytest.raises(UserError, match="no intact checkpoint lies before it"):
+        find_checkpoint(tmp_path / "checkpoints")
+
+
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_not_called_damaged(tmp_path, monkeypatch):
+    path = save(tmp_path, 3)
+
+    def verify(*_, **__):
+        remove_folder(path)
+        verify_checkpoint(path)
+
+    monkeypatch.setattr(folders, "verify_checkpoint", verify)
+    with pytest.raises(UserError, match=r"step_00000003 was removed while it was read, .*; run the command again$"):
         find_checkpoint(tmp_path / "checkpoints")
 
 

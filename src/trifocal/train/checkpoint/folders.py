@@ -55,6 +55,8 @@ def find_checkpoint(root: Path, name: str = "", *, command: str = "", optimizer:
     try:
         verify_checkpoint(path, optimizer=optimizer)
     except CheckpointDamaged as error:
+        if not path.exists():
+            raise UserError(f"{path} was removed while it was read, maybe by its run; run the command again") from None
         earlier = next((one for one in reversed(list_checkpoints(root)) if one < path and is_intact(one)), None)
         advice = f"the newest intact one before it is {earlier}" if earlier else "no intact checkpoint lies before it"
         if earlier and command:
