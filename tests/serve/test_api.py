@@ -221,7 +221,8 @@ def test_bad_requests(served, body, status, message):
         ({"stop": ["x" * 600, "y" * 600]}, "stop", "stop must be a text or a list of at most 32"),
         ({"logprobs": 50}, "logprobs", "logprobs must be from 0 to 20, got 50"),
         ({"n": 2, "best_of": 1}, "best_of", "the parameter best_of is not supported"),
-        ({"temprature": 1}, "temprature", "the parameter temprature is not supported; leave it out"),
+        ({"temprature": 1}, "temprature", "the parameter temprature is not supported; the nearest valid one is temp"),
+        ({"min_tokens": 2}, "min_tokens", "the parameter min_tokens is not supported; leave it out"),
         ({"stream_options": {"x": True}}, "stream_options.x", "the parameter stream_options.x is not supported"),
     ],
 )

@@ -1,5 +1,6 @@
 """The model that is served, and what requests may ask of it."""
 
+import difflib
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -114,7 +115,9 @@ class Service:
                 values[name] = _checked(known[name], value, name)
             elif name not in _OTHERS:
                 name = one_line(name, 80)
-                raise ApiError(400, f"the parameter {name} is not supported; leave it out", param=name)
+                near = [] if name in _UNSUPPORTED else difflib.get_close_matches(name, [*known, *_OTHERS], 1, 0.8)
+                remedy = f"the nearest valid one is {near[0]}" if near else "leave it out"
+                raise ApiError(400, f"the parameter {name} is not supported; {remedy}", param=name)
         self.check_name(values.get("model", self.name))
         if values.get("top_k") == -1:
             # From all, for vLLM.
