@@ -85,6 +85,8 @@ def test_an_unknown_preset_is_refused_with_the_nearest(capsys):
     assert capsys.readouterr().err == 'trifocal: unknown preset "m7c_125"; the nearest valid one is "m7c_125m"\n'
     assert main(["train", "showcas"]) == 2
     assert capsys.readouterr().err.endswith('preset "showcas"; the nearest valid one is "showcase"\n')
+    assert main(["train", "nowhere/showcase.toml"]) == 2
+    assert capsys.readouterr().err.endswith("no such file; for the preset of this name write showcase\n")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -66,6 +66,8 @@ def _config_file(path: str | Path) -> Path:
         if str(path) not in found:
             raise unknown("config file or preset", str(path), found)
         return found[str(path)]
+    if file.stem in presets() and not file.exists():
+        raise UserError(f"{file}: no such file; for the preset of this name write {file.stem}")
     return file
 
 
