@@ -19,7 +19,7 @@ COMMANDS = {
     "train": "train a model: CONFIG [--section.key value …], or --resume RUN_DIR",
     "generate": "continue a text with a trained model: RUN_DIR --prompt TEXT",
     "serve": "serve a trained model to clients of OpenAI's completions, and a page to try it on: RUN_DIR",
-    "convert": "make a sparse model of a dense one of Trifocal or Hugging Face: DIR OUT --to mix",
+    "convert": "make a sparse model of a dense one of Trifocal or Hugging Face: DIR OUT --to selected",
     "sparsify": "convert a dense model, train it to follow the dense one, and measure both: DIR OUT --data SOURCE",
     "evaluate": "measure a trained model: loss, needles, recall, RULER, bits per byte of a fixed set: RUN_DIR",
     "export": "write a trained model as a folder that transformers reads: RUN_DIR DIR",

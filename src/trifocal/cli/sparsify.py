@@ -392,7 +392,8 @@ class _Work:
             except OSError:
                 shutil.copyfile(path, target)
         if importlib.util.find_spec("plotly") is None:
-            print("no report without plotly: pip install 'trifocal[report]'")
+            report = f"trifocal report {shell_path(self.trained)} --output {shell_path(self.output / 'report.html')}"
+            print(f"no report without plotly: pip install 'trifocal[report]' && {report}")
         else:
             write_report([self.trained], self.output / "report.html")
 

@@ -175,8 +175,9 @@ def _summary(result: TrainResult, advise: bool) -> str:
     report = f"trifocal report {directory}"
     if importlib.util.find_spec("plotly") is None:
         report = f"pip install 'trifocal[report]' && {report}"
+    generate = {"continue a text of yours": f'trifocal generate {directory} --prompt "import "'}
     advice = {
-        "continue a text of yours": f'trifocal generate {directory} --prompt "import "',
+        **(generate if load_run(result.directory).data.has_text else {}),
         "measure what it can do": f"trifocal evaluate {directory}",
         "see the run on one page": report,
         "train on, to twice the steps": prolong_command(result.directory, 2 * result.step),
