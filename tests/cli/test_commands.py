@@ -134,6 +134,7 @@ def test_train_refuses_bad_input(tmp_path, run, capsys, arguments, expected):
         (["generate", "RUN", "--prompt", "x", "--seed", str(2**64)], f"--seed must fit 64 bits, got {2**64}"),
         (["generate", "RUN", "--prompt", "x", "--temprature", "1"], 'the nearest valid one is "--temperature"'),
         (["report", "/nowhere"], "there is no run at /nowhere"),
+        (["generate", "RUN", "def "], "unexpected argument 'def '; trifocal generate --help shows the flags"),
         (["trian"], 'unknown command "trian"; the nearest valid one is "train"'),
         (["new", "zzz"], 'unknown preset "zzz"; valid are base_125m, base_long, demo'),
         (["check", "--only", "zzz"], 'unknown check "zzz"; valid are '),

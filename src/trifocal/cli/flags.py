@@ -28,7 +28,7 @@ def parse_arguments(cls: Any, args: Sequence[str], *, prog: str) -> Any:
         if taken:
             given[name] = checked(kinds[name], taken if several else taken[0], metavar)
     if words:
-        raise UserError(f"unexpected argument {words[0]!r}")
+        raise UserError(f"unexpected argument {words[0]!r}; {prog} --help shows the flags")
     table = nested(given)
     for field in dataclasses.fields(cls):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
