@@ -1,5 +1,6 @@
 """`trifocal evaluate`: its tables, its file, and what it refuses."""
 
+import io
 import json
 import re
 import shutil
@@ -7,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from tests.cli.test_commands import refused
 from tests.train.tiny import make_config
 from trifocal.cli import main
+from trifocal.cli.evaluate import _tables
 from trifocal.evaluation import measure
 from trifocal.runlog import read_metrics
 from trifocal.train import load_config, train
@@ -152,6 +155,15 @@ def test_the_type_of_the_weights_is_that_of_the_products(run, tmp_path, capsys, 
 )
 def test_bad_input_is_refused(run, capsys, arguments, message):
     assert message in refused(capsys, "evaluate", str(run), *arguments)
+
+
+@pytest.mark.parametrize("width", range(80, 140, 4))
+def test_no_head_is_cut_off_in_a_terminal_of_any_width(width):
+    heads = "sequences", "targets", "perplexity", "bits_per_token", "beside_loss", "divergence", "agreement", "rows"
+    row = {"task": "loss", "status": "ok", "length": 128, "source": "a", **dict.fromkeys(heads, 1.0)}
+    console = Console(width=width, file=io.StringIO())
+    console.print(*_tables([row], console))
+    assert "…" not in console.file.getvalue()
 
 
 def test_a_folder_without_a_run_and_broken_weights_are_refused(run, tmp_path, capsys):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from trifocal._version import __version__
 from trifocal.cli.console import SafeConsole
@@ -244,7 +244,8 @@ def _tables(rows: Sequence[dict[str, Any]], console: Console) -> Iterator[Table]
 
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(*heads, title=title, title_justify="left")
+    # Only heads of several words are narrowed, or rich would cut a word where another head could take a second line.
+    table = Table(*(Column(head, no_wrap=" " not in head) for head in heads), title=title, title_justify="left")
     for row in rows:
         table.add_row(*row)
     return table
