@@ -117,6 +117,8 @@ def test_an_index_is_taught_with_the_model_frozen(tmp_path, capsys):
     assert sum(recall[-5:]) > 1.1 * sum(recall[:5]) and sum(loss[-5:]) < 0.8 * sum(loss[:5])
     assert main([*train_on, *small, "--run.directory", str(tmp_path / "on"), "--train.steps", "2"]) == 0
     trained = load_model(tmp_path / "on")
+    # It follows the dense model.
+    assert all(row["divergence"] > 0 for row in read_metrics(tmp_path / "on" / "metrics.jsonl", "train"))
     assert not torch.equal(trained.embedding.weight, after.embedding.weight)
     assert main(["generate", str(tmp_path / "on"), "--prompt", "the dog", "--max-new-tokens", "4"]) == 0
 

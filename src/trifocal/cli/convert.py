@@ -84,7 +84,9 @@ def run(args: Sequence[str], *, advise: bool = True) -> int:
         save_weights(model, partial, **settings)
     print(_summary(wanted, output, note))
     if advise:
-        print(_advice(wanted, output))
+        # A frozen model is read from whole weights.
+        followed = options.to != "dense" and find_gguf(source) is None
+        print(_advice(wanted, output, f" --distill.from {shell_path(source)}" if followed else ""))
     return 0
 
 
@@ -162,7 +164,7 @@ def _summary(config: ModelConfig, output: Path, note: str) -> str:
     )
 
 
-def _advice(config: ModelConfig, output: Path) -> str:
+def _advice(config: ModelConfig, output: Path, follow: str) -> str:
     path, text, advice = shell_path(output), "--data.source text:PATH", {}
     if config.chooses_blocks:
         # Shorter rows teach no choice: their blocks cover most of the past.
@@ -173,4 +175,4 @@ def _advice(config: ModelConfig, output: Path) -> str:
             "--run.directory runs/index"
         )
         path = "runs/index"
-    return try_next(advice | {"train on": f"trifocal train --model.from {path} {text}"})
+    return try_next(advice | {"train on": f"trifocal train --model.from {path}{follow} {text}"})
