@@ -24,9 +24,6 @@ from trifocal.models import save_weights
 from trifocal.runlog import read_metrics
 from trifocal.runlog.run import read_evaluation
 from trifocal.testing.small_models import make_model, small_config
-from trifocal.train import RunConfig
-from trifocal.train.config.load import override
-from trifocal.train.config.toml import to_toml
 from trifocal.train.loop import TrainResult
 from trifocal.train.run_folder import RunLock, load_run
 
@@ -211,13 +208,6 @@ def test_a_step_that_is_stopped_leaves_the_command_that_continues_to_sparsify(tm
     stopped = TrainResult(directory=tmp_path, step=3, finished=False, loss=None, evaluation=None, sample=None)
     assert train_command._summary(stopped, advise=False) == "\nstopped at step 3, which is saved"
     assert f"continue with:\n  trifocal train --resume {tmp_path}" in train_command._summary(stopped, advise=True)
-
-
-@pytest.mark.parametrize(("source", "asked"), [("builtin", True), ("recall:4", False)])
-def test_only_a_run_on_text_is_asked_to_continue_one(tmp_path, source, asked):
-    (tmp_path / "config.toml").write_text(to_toml(override(RunConfig(), {"data.source": source})))
-    result = TrainResult(directory=tmp_path, step=3, finished=True, loss=None, evaluation=None, sample=None)
-    assert ("trifocal generate" in train_command._summary(result, advise=True)) == asked
 
 
 def test_recall_that_stands_still_ends_the_teaching(tmp_path):

@@ -24,6 +24,7 @@ from trifocal.runlog import read_metrics
 from trifocal.telemetry.attention_picture import read_picture
 from trifocal.train import load_config, resume, train
 from trifocal.train import setup as train_setup
+from trifocal.train.validation_loss import Evaluation
 
 
 def test_a_deterministic_run_is_so_while_it_lasts(tmp_path, monkeypatch):
@@ -226,6 +227,10 @@ def test_skipped_documents_are_counted_and_said(tmp_path):
     result = train(make_config(tmp_path, *flags, "--data.on_bad_document", "skip"), overwrite=True)
     assert result.skipped_documents == 2
     assert "skipped 2 bad documents (data.on_bad_document)" in _summary(result, advise=True)
+    # Only a model of text is to continue one.
+    for bits, asked in ((1.4, True), (None, False)):
+        measured = replace(result, evaluation=Evaluation(1.0, math.e, bits))
+        assert ("trifocal generate" in _summary(measured, advise=True)) == asked
     rows = read_metrics(tmp_path / "run/metrics.jsonl")
     assert [row["skipped_documents"] for row in rows if row["kind"] == "train"][-1] == 2
     (event,) = [row for row in rows if row.get("name") == "documents_skipped"]

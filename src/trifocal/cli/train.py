@@ -177,7 +177,7 @@ def _summary(result: TrainResult, advise: bool) -> str:
         report = f"pip install 'trifocal[report]' && {report}"
     generate = {"continue a text of yours": f'trifocal generate {directory} --prompt "import "'}
     advice = {
-        **(generate if load_run(result.directory).data.has_text else {}),
+        **({} if result.evaluation is not None and result.evaluation.bits_per_byte is None else generate),
         "measure what it can do": f"trifocal evaluate {directory}",
         "see the run on one page": report,
         "train on, to twice the steps": prolong_command(result.directory, 2 * result.step),
