@@ -49,7 +49,7 @@ def test_memory_that_does_not_suffice(tmp_path):
 def test_steps_that_do_not_end(tmp_path, monkeypatch):
     monkeypatch.setattr(measured, "LIMIT_SECONDS", 0.0)
     need = need_of("tiny", make_config(tmp_path))
-    assert "did not end in" in need.problem and need.step_seconds is None
+    assert need.problem.startswith("2 steps did not end in ") and need.step_seconds is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

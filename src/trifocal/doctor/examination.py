@@ -94,6 +94,6 @@ def examine(
     findings.append(probes.check_disk(run_directory))
     needs = []
     for name, config in configs.items():
-        on_start(f"two steps of {name}")
+        on_start(f"two steps of {name}, for five minutes at most")
         needs.append(need_of(name, config))
     return Examination(tuple(findings), tuple(needs))

@@ -130,6 +130,8 @@ def _measured(need: Need, config: RunConfig) -> Need:
             arguments = ["-m", "trifocal", "train", str(folder / "config.toml")]
             run_processes(arguments, need.processes, folder, limit_seconds=LIMIT_SECONDS, until=ended)
         except ProcessesFailed as failed:
+            if not failed.statuses:
+                raise RuntimeError(f"{count} steps did not end in {LIMIT_SECONDS:.0f} s on this machine") from None
             if found := re.search(r"out of memory \((.*)\); try", str(failed)):
                 raise _DoesNotFit(found[1]) from None
             if -signal.SIGKILL in failed.statuses:
