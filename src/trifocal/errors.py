@@ -25,18 +25,17 @@ def unknown(what: str, name: str, valid: Iterable[str], source: str = "") -> Use
     """
     names = list(valid)
     name = name if len(name) <= _LONGEST else f"{name[:_LONGEST]}…"
-    best = nearest(name, names)
     if not names:
         hint = "there is none"
-    elif _likeness(name, best) >= _NEAR:
+    elif best := nearest(name, names, _NEAR):
         hint = f'the nearest valid one is "{best}"'
     else:
         hint = f"valid are {', '.join(names)}" if len(names) <= _FEW else "no valid one is near"
     return UserError(f'{source}unknown {what} "{name}"; {hint}')
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """The valid name that the user most likely meant; "" if there is none.
+def nearest(name: str, valid: Iterable[str], likeness: float = 0.0) -> str:
+    """The valid name that the user most likely meant; "" if there is none as alike as this, from 0 to 1.
 
     Names may be dotted: one with the same last part wins over one that looks alike.
     """
@@ -44,7 +43,8 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     leaf = name.rpartition(".")[2]
     same_leaf = [candidate for candidate in names if candidate.rpartition(".")[2] == leaf]
     # Among equally similar names the last wins: "steps" may mean train.steps or trace.steps.
-    return max(same_leaf or names, key=lambda candidate: (_likeness(name, candidate), candidate), default="")
+    best = max(same_leaf or names, key=lambda candidate: (_likeness(name, candidate), candidate), default="")
+    return best if _likeness(name, best) >= likeness else ""
 
 
 def _likeness(name: str, candidate: str) -> float:

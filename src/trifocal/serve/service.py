@@ -1,6 +1,5 @@
 """The model that is served, and what requests may ask of it."""
 
-import difflib
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from numpy.typing import NDArray
 
 from trifocal.data import Tokenizer
 from trifocal.data.sources.chats import BadChat, read_messages
-from trifocal.errors import UserError, one_line
+from trifocal.errors import UserError, nearest, one_line
 from trifocal.fields import checked
 from trifocal.inference import Request, Sampling
 from trifocal.inference.request import MAX_LIKELIEST, in_vocabulary
@@ -115,8 +114,8 @@ class Service:
                 values[name] = _checked(known[name], value, name)
             elif name not in _OTHERS:
                 name = one_line(name, 80)
-                near = [] if name in _UNSUPPORTED else difflib.get_close_matches(name, [*known, *_OTHERS], 1, 0.8)
-                remedy = f"the nearest valid one is {near[0]}" if near else "leave it out"
+                near = "" if name in _UNSUPPORTED else nearest(name, [*known, *_OTHERS], 0.8)
+                remedy = f"the nearest valid one is {near}" if near else "leave it out"
                 raise ApiError(400, f"the parameter {name} is not supported; {remedy}", param=name)
         self.check_name(values.get("model", self.name))
         if values.get("top_k") == -1:
