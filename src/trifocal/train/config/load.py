@@ -61,12 +61,14 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
 def _config_file(path: str | Path) -> Path:
     """The file at this path, or else the preset of this name."""
     file = user_path(path, "config file")
-    if not file.suffix and file.name == str(path) and not file.exists():
-        found = presets()
+    if file.exists():
+        return file
+    found = presets()
+    if not file.suffix and file.name == str(path):
         if str(path) not in found:
             raise unknown("config file or preset", str(path), found)
         return found[str(path)]
-    if file.stem in presets() and not file.exists():
+    if file.stem in found:
         raise UserError(f"{file}: no such file; for the preset of this name write {file.stem}")
     return file
 
