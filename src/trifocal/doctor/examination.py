@@ -8,7 +8,7 @@ from typing import Any
 from trifocal._version import __version__
 from trifocal.doctor import machine, probes
 from trifocal.doctor.machine import Finding
-from trifocal.doctor.measured import Need, need_of
+from trifocal.doctor.measured import LIMIT_SECONDS, Need, need_of
 from trifocal.train.config.sections import RunConfig
 
 
@@ -94,6 +94,6 @@ def examine(
     findings.append(probes.check_disk(run_directory))
     needs = []
     for name, config in configs.items():
-        on_start(f"two steps of {name}, for five minutes at most")
+        on_start(f"two steps of {name}, for {LIMIT_SECONDS:.0f} s at most")
         needs.append(need_of(name, config))
     return Examination(tuple(findings), tuple(needs))
