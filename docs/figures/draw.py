@@ -324,8 +324,11 @@ def draw_speed() -> Figure:
         figure.subplots(1, 2), ("forward", "forward_backward"), ("forward", "forward and backward"), strict=True
     ):
         lines = {}
-        labels = {"dense cudnn": "dense, cuDNN", "whole": "NSA", "one branch": "one branch"}
-        for (row_name, label), colour in zip(labels.items(), (DENSE, WINDOW, SELECTED), strict=True):
+        for row_name, label, colour in (
+            ("dense cudnn", "dense, cuDNN", DENSE),
+            ("whole", "NSA", WINDOW),
+            ("one branch", "one branch", SELECTED),
+        ):
             times = {row["tokens"]: row[f"{measure}_device_ms"] for row in rows if row["row"] == row_name}
             lines[row_name] = dict(sorted(times.items()))
             ax.plot(*zip(*lines[row_name].items(), strict=True), color=colour, marker="o", markersize=4, label=label)
