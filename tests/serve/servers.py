@@ -32,6 +32,7 @@ class Served:
         server: What runs it.
         decoder: The model behind it.
         tokenizer: Its tokenizer.
+        opened: Its clients. The garbage collector would find the sockets of one before the client that closes them.
     """
 
     url: str
@@ -39,11 +40,13 @@ class Served:
     worker: Worker
     server: uvicorn.Server
     decoder: DecoderLM
-    tokenizer: Tokenizer = field(default_factory=lambda: make_tokenizer("bytes"))
+    tokenizer: Tokenizer
+    opened: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def client(self, **options):
-        """A client that does not repeat what fails."""
-        return OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0} | options)
+        """A client that does not repeat what fails; it is closed behind the server."""
+        options = {"api_key": "none", "max_retries": 0} | options
+        return self.opened.enter_context(OpenAI(base_url=f"{self.url}/v1", **options))
 
     def alone(self, prompt, max_new_tokens, **options):
         """The text of one request on an engine without other requests."""
@@ -96,9 +99,10 @@ def serving(
         server = make_server(app, drain_seconds=20, keep_alive_seconds=75)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
+        served = Served(f"http://127.0.0.1:{listener.getsockname()[1]}", model, worker, server, decoder, tokenizer)
         try:
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            yield Served(url, model, worker, server, decoder, tokenizer)
+            yield served
         finally:
             server.should_exit = True
             thread.join()
+            served.opened.close()

@@ -58,10 +58,12 @@ def serve(folder, *flags):
 
 
 def test_a_folder_is_served_until_a_signal(folder):
-    with serve(folder, "--max-length", "3000") as (process, url, errors):
+    with (
+        serve(folder, "--max-length", "3000") as (process, url, errors),
+        OpenAI(base_url=f"{url}/v1", api_key="sesame") as client,
+    ):
         # Whoever serves has no data.tokenizer to set.
         assert "only completions, no chats: tokenizer bytes has no chat template\n" in errors.read_text()
-        client = OpenAI(base_url=f"{url}/v1", api_key="sesame")
         [model] = client.models.list()
         assert model.id == "tiny" and model.max_model_len == 3000
         options = {"prompt": "x", "max_tokens": 80, "stream": True, "extra_body": {"ignore_eos": True}}
@@ -88,8 +90,10 @@ def test_caches_on_a_cpu_take_no_more_than_they_may(folder, monkeypatch):
 
 
 def test_a_second_interrupt_ends_a_server_that_is_at_work(folder):
-    with serve(folder, "--max-length", "30000") as (process, url, errors):
-        client = OpenAI(base_url=f"{url}/v1", api_key="sesame", max_retries=0)
+    with (
+        serve(folder, "--max-length", "30000") as (process, url, errors),
+        OpenAI(base_url=f"{url}/v1", api_key="sesame", max_retries=0) as client,
+    ):
         options = {"prompt": "x", "max_tokens": 29_000, "stream": True, "extra_body": {"ignore_eos": True}}
         events = iter(client.completions.create(model="tiny", **options))
         next(events)
