@@ -215,11 +215,8 @@ def run_all(commands: Sequence[tuple[list[str], Path]], *, gpus: int, jobs: int,
             if interrupted.is_set() or time.monotonic() >= deadline:
                 return _NOT_BEGUN
             threads = str(max(1, (os.cpu_count() or 1) // (max(gpus, 1) * jobs)))
-            environment = os.environ | {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
-            if gpus:
-                environment["CUDA_VISIBLE_DEVICES"] = devices[gpu]
-                # A process beside others waits for its threads longer than they help it.
-                environment["OMP_NUM_THREADS"] = "1"
+            environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": threads}
+            environment |= {"CUDA_VISIBLE_DEVICES": devices[gpu]} if gpus else {"OMP_NUM_THREADS": threads}
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("a") as output:
                 process = subprocess.Popen(

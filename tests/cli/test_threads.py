@@ -8,6 +8,8 @@ import torch
 import trifocal.cli.threads as module
 from trifocal.cli.threads import VARIABLES, Load, Threads, free_cores
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture
 def cores(monkeypatch):
@@ -34,7 +36,7 @@ def following(*others):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "load_at_start", lambda: next(loads, None))
         patch.setattr(module, "read_load", lambda: next(loads, None))
-        threads = Threads()
+        threads = Threads(CPU)
         return threads, [threads.look() for _ in others]
 
 
@@ -77,7 +79,7 @@ def test_looks_are_a_second_apart(cores, monkeypatch):
     reads = iter([now])
     monkeypatch.setattr(module, "load_at_start", lambda: now._replace(clock=now.clock - 2))
     monkeypatch.setattr(module, "read_load", lambda: next(reads))
-    threads = Threads()
+    threads = Threads(CPU)
     assert threads.look() == threads.look() == ""
     assert torch.get_num_threads() == 2
     assert next(reads, None) is None
@@ -92,6 +94,15 @@ def test_what_somebody_set_is_not_touched(why, cores, monkeypatch):
     before = torch.get_num_threads()
     monkeypatch.setattr(module, "load_at_start", lambda: next(loads))
     monkeypatch.setattr(module, "read_load", lambda: next(loads))
-    threads = Threads(fixed=why == "fixed")
+    threads = Threads(CPU, fixed=why == "fixed")
     assert threads.look() == ""
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_beside_a_gpu_there_is_one_thread(chosen, cores, monkeypatch):
+    cores(2)
+    if chosen:
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert Threads(torch.device("cuda")).look() == ""
+    assert torch.get_num_threads() == (2 if chosen else 1)

@@ -107,7 +107,7 @@ def run(args: Sequence[str]) -> int:
     options: EvaluateArguments = parse_arguments(EvaluateArguments, args, prog="trifocal evaluate")
     check_output(options.output)
     path = pretrained_path(options.path, "RUN_DIR")
-    threads = Threads(fixed=choose_device(options.device).type != "cpu")
+    threads = Threads(choose_device(options.device))
     found = open_pretrained(path, options.checkpoint)
     subject = _subject(found, options)
     step = found.step()

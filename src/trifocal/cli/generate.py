@@ -22,7 +22,7 @@ def run(args: Sequence[str]) -> int:
     if options.prompts:
         return generate_file(options, path)
     prompt = _read_prompt(options.prompt)
-    threads = Threads(fixed=choose_device(options.device).type != "cpu")
+    threads = Threads(choose_device(options.device))
     loaded = load(options, path, [("the prompt", prompt)])
     with memory_errors(loaded.model.device):
         _print_continuations(loaded, options, "" if options.chat else prompt, threads)

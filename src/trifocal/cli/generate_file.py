@@ -63,7 +63,7 @@ def _generate(
     left: Sequence[int],
     written: Collection[tuple[int, int]],
 ) -> int:
-    threads = Threads(fixed=choose_device(options.device).type != "cpu")
+    threads = Threads(choose_device(options.device))
     loaded = load(options, path, [(prompts[number].name, prompts[number].content["prompt"]) for number in left])
     requests = [
         loaded.request(options, index, prompts[number].name, number=number) for index, number in enumerate(left)

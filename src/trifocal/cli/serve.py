@@ -127,7 +127,7 @@ def run(args: Sequence[str]) -> int:
         if model.device.type == "cuda":
             with memory_errors(model.device):
                 engine.warm_up()
-        threads = Threads(fixed=model.device.type != "cpu")
+        threads = Threads(model.device)
         worker = Worker(engine, model, max_open=service.max_answers, before_step=threads.say)
         host, port = options.host, listeners[0].getsockname()[1]
         if why_no_chats:

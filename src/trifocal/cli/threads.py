@@ -1,7 +1,8 @@
-"""How many threads a command computes with on a CPU: as many as other programs leave cores for.
+"""How many threads a command computes with: on a CPU as many as other programs leave cores for, beside a GPU one.
 
 Threads wait for each other by spinning. Where another program runs on a core, all wait for the thread that it holds up,
-and a step takes 2 to 10 times as long as with fewer threads. Who sets one of `VARIABLES` decides instead.
+and a step takes 2 to 10 times as long as with fewer threads. Beside a GPU the host has little to compute, and several
+trainings on one GPU share its cores. Who sets one of `VARIABLES` decides instead.
 PyTorch is imported where it is used: its import, which takes a second, is the time of the first look at the load.
 """
 
@@ -11,7 +12,10 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 _SECONDS = 1.0
@@ -61,16 +65,19 @@ def load_at_start() -> Load | None:
 
 
 class Threads:
-    """Follows the load with the number of threads.
+    """Follows the load with the number of threads, or takes one if `device` is not the CPU.
 
-    If `fixed`, PyTorch's number is left as it is: on a GPU, and for results that must not depend on the load.
+    If `fixed`, a CPU's number is left as it is, for results that must not depend on the load.
     """
 
-    def __init__(self, *, fixed: bool = False) -> None:
+    def __init__(self, device: "torch.device", *, fixed: bool = False) -> None:
         import torch
 
+        chosen = any(name in os.environ for name in VARIABLES)
+        if device.type != "cpu" and not chosen:
+            torch.set_num_threads(1)
         self._most = torch.get_num_threads()
-        fixed = fixed or self._most == 1 or any(name in os.environ for name in VARIABLES)
+        fixed = fixed or device.type != "cpu" or chosen or self._most == 1
         self._before = None if fixed else load_at_start()
         self._free_looks, self._said = 0, False
 

@@ -147,8 +147,8 @@ def _resume(paths: list[str], own: dict[str, Any], overrides: dict[str, Any]) ->
 
 def _before_step(config: RunConfig) -> Callable[[], str]:
     # Compiled code has its number of threads; another one would compile it anew.
-    fixed = config.run.deterministic or config.train.compile or choose_device(config.run.device).type != "cpu"
-    return Threads(fixed=fixed).look
+    fixed = config.run.deterministic or config.train.compile
+    return Threads(choose_device(config.run.device), fixed=fixed).look
 
 
 def _summary(result: TrainResult, advise: bool) -> str:
