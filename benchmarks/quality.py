@@ -23,7 +23,7 @@ and at three times the learning rate; with `-l1` at the same rate, with `-s256` 
 with `-mean` without the learned compressor. `selected-index` has only the selected branch. In `mix`, every fourth
 layer is such a branch and the others have a window; in `mix-dense`, every fourth layer is dense.
 Each training is its own process and folder, `DIRECTORY/PART/VARIANT-SEED`. Trainings of `long` and `needle`
-start from the weights of a training on short rows, in a folder with `-short` behind its name, and those of
+start from the weights of trainings on shorter rows, in folders with the length behind their names, and those of
 `production_32768` from the weights of `production_8192`. When the time is up they stop as a scheduler would stop them;
 `--resume` continues those that have steps left, begins the others, and when all are over evaluates them. Flags of
 `trifocal train` are passed on, also to the trainings that others start from.
@@ -39,7 +39,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -73,7 +73,7 @@ class Training:
     folder: Path
     flags: dict[str, str]
     short: "Training | None" = None
-    """The training on short rows whose weights this one starts from."""
+    """The training on shorter rows whose weights this one starts from."""
 
     @property
     def steps(self) -> int:
@@ -84,6 +84,11 @@ class Training:
     def tokens_of_step(self) -> int:
         """Tokens of an optimizer step."""
         return int(self.flags["train.global_batch_size"]) * int(self.flags["train.sequence_length"])
+
+    @property
+    def stages(self) -> "list[Training]":
+        """The trainings on shorter rows, one from the other, then this one."""
+        return [*([] if self.short is None else self.short.stages), self]
 
     def arguments(self, *, resume: bool) -> list[str]:
         """Arguments of `trifocal train`."""
@@ -152,10 +157,11 @@ def trainings(
                 continue
             folder = directory / name / f"{variant}-{seed}"
             one = training(variant, seed, folder, part.flags, {})
-            if part.short:
-                one.short = training(variant, seed, folder.with_name(f"{folder.name}-short"), part.flags, part.short)
-            elif part.start:
+            if part.start:
                 (one.short,) = trainings(part.start, directory, [seed], [variant], extra)
+            for stage in part.short:
+                place = folder.with_name(f"{folder.name}-{stage['train.sequence_length']}")
+                one.short = replace(training(variant, seed, place, part.flags, stage), short=one.short)
             found.append(one)
     return found
 
@@ -309,9 +315,9 @@ def write_result(name: str, done: Sequence[Training], options: argparse.Namespac
         else f"{jobs} trainings at a time on a GPU: tokens/s are those of a shared one, and do not compare.",
         f"Flags on top of configs/m7c_125m.toml: {' '.join(f'{k}={v}' for k, v in done[0].flags.items())}",
     ]
-    if done[0].short is not None:
-        first = " ".join(f"{k}={v}" for k, v in done[0].short.flags.items() if v != done[0].flags.get(k))
-        notes.append(f"Each starts from the weights of a training on short rows, with the same flags but: {first}")
+    for stage in reversed(done[0].stages[:-1]):
+        own = " ".join(f"{k}={v}" for k, v in stage.flags.items() if v != done[0].flags.get(k))
+        notes.append(f"The weights before are those of a training on shorter rows, with the same flags but: {own}")
     if failed := [f"{one.variant}-{one.seed}" for one, status in zip(done, statuses, strict=True) if status > 0]:
         notes.append(f"Failed: {', '.join(failed)}.")
     file = ResultFile(f"quality_{name}", part.question, folder=options.output, commit=options.commit)
@@ -355,10 +361,10 @@ def run_part(name: str, options: argparse.Namespace, extra: dict[str, str], dead
     if part.packages and "data.source" not in extra and not (options.directory / "long.parquet").exists():
         write_packages(options.directory)
     begin = partial(_train, jobs=jobs, options=options, deadline=deadline)
-    short = [one.short for one in found if one.short is not None and one.done() < one.steps]
-    status = begin(f"{name}, short rows", short) if short else {}
-    ready = [one for one in found if one.short is None or one.short.done() >= one.short.steps]
-    status |= dict.fromkeys((str(one.folder) for one in found), _NOT_BEGUN) | begin(name, ready)
+    status = {str(one.folder): 0 if one.done() >= one.steps else _NOT_BEGUN for one in found}
+    for stages in zip(*(one.stages for one in found if one.done() < one.steps), strict=True):
+        ready = [one for one in stages if one.short is None or one.short.done() >= one.short.steps]
+        status |= begin(f"{name}, rows of {stages[0].flags['train.sequence_length']}", ready)
     # Models of different steps do not compare, so a call that was cut short evaluates nothing.
     ready = [one for one in found if one.done() == one.steps and time.monotonic() < deadline]
     print(f"{name}: evaluating {len(ready)}", flush=True)
@@ -384,7 +390,7 @@ def run_part(name: str, options: argparse.Namespace, extra: dict[str, str], dead
 def plan(name: str, options: argparse.Namespace, extra: dict[str, str]) -> None:
     """Print the trainings of a part as commands."""
     found = trainings(name, options.directory, options.seeds, options.variants, extra, options.one_seed)
-    stages = [stage for one in found for stage in (one.short, one) if stage is not None]
+    stages = [stage for one in found for stage in one.stages]
     for one in stages:
         print(f"  trifocal train {' '.join(one.arguments(resume=False))}")
     tokens = sum(one.steps * one.tokens_of_step for one in stages)

@@ -51,9 +51,11 @@ def test_trainings_of_a_part_differ_in_the_attention_alone(script, part, tmp_pat
         assert config.train.steps == one.steps and config.checkpoint.interval_steps < config.train.steps
         assert (one.short is not None) == (part in ("long", "needle", "production_32768"))
         if one.short is not None:
-            short = of_stage(one.short)
+            short = of_stage(replace(one.short, short=None))
             assert short.train.sequence_length < config.train.sequence_length
             assert (short.model, short.data.seed) == (config.model, config.data.seed)
+        lengths = [int(stage.flags["train.sequence_length"]) for stage in one.stages]
+        assert lengths == sorted(set(lengths))
 
 
 def test_long_rows_start_from_another_part(script, tmp_path):
@@ -123,3 +125,19 @@ def test_a_part_trains_evaluates_and_writes_its_tables(script, commands, tmp_pat
     monkeypatch.setattr(sys, "argv", [*arguments, "--resume", *flags])
     assert script.main() == 0
     assert {command[0] for command in commands} == {"evaluate"}
+
+
+def test_each_stage_starts_from_the_weights_of_the_one_before(script, commands, tmp_path, monkeypatch):
+    tiny = {name: str(value) for name, value in TINY.items()}
+    lengths = [{"train.sequence_length": length, "data.source": "recall:2"} for length in ("16", "24")]
+    part = replace(script.PARTS["needle"], flags=tiny, short=tuple(lengths), evaluate=())
+    monkeypatch.setitem(script.PARTS, "needle", part)
+    arguments = ["quality.py", "--part", "needle", "--variants", "dense", "--gpus", "0", "--directory", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--output", str(tmp_path)])
+    assert script.main() == 0
+    folders = [str(tmp_path / "needle" / name) for name in ("dense-1337-16", "dense-1337-24", "dense-1337")]
+    assert [command[command.index("--run.directory") + 1] for command in commands] == folders
+    starts = [command[command.index("--model.from") + 1] for command in commands if "--model.from" in command]
+    assert starts == folders[:2]
+    (file,) = tmp_path.glob("quality_needle_*.md")
+    assert file.read_text().count("weights before") == 2
