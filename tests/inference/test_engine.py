@@ -503,6 +503,33 @@ def test_a_failure_anywhere_loses_no_sequence(model, monkeypatch):
         assert cached.pages.num_free == 5 and cached.num_free_rows == 4, method
 
 
+def test_a_guess_follows_what_a_failed_step_has_drawn(make_model, monkeypatch):
+    """The second prompt finds no memory behind the first, whose token is drawn and not returned yet."""
+    requests = [
+        Request(prompt=[1, 2, 3] * count, max_new_tokens=8, sampling=Sampling(temperature=0)) for count in (3, 4)
+    ]
+    model = make_model()
+    expected = [completion.tokens for completion in make_engine(model)[0].complete(requests)]
+    cached = make_engine(model)[1]
+    engine, prefill = Engine(cached, speculate=True), cached.prefill_chunk
+    pieces = []
+
+    def second_fails(sequence, tokens, **options):
+        pieces.append(len(tokens))
+        if len(pieces) == 2:
+            raise MemoryError("no room")
+        return prefill(sequence, tokens, **options)
+
+    monkeypatch.setattr(cached, "prefill_chunk", second_fails)
+    engine.submit(*requests)
+    with pytest.raises(MemoryError):
+        engine.step()
+    found = [update.completion for update in engine.run() if update.completion is not None]
+    found.sort(key=lambda completion: requests.index(completion.request))
+    assert [completion.tokens for completion in found] == expected
+    assert pieces == [9, 12, 12] and engine.guessed_tokens > 0
+
+
 def test_an_abandoned_run_does_not_spoil_the_next(model):
     first, second = draw_requests(2)
     engine, _ = make_engine(model)

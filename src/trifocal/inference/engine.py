@@ -126,6 +126,8 @@ class Engine:
 
         A sequence's first token is returned before its second is begun.
         """
+        # A step that failed may have left more; a guess follows tokens that the host knows.
+        self._read_down_to(self._steps_ahead)
         self._enter()
         self._launch()
         self._read_down_to(0 if self._prefill() else self._steps_ahead)
