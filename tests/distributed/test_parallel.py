@@ -2,13 +2,14 @@
 
 import runpy
 import socket
+import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.children import free_port
+from tests.children import environment, free_port
 from tests.distributed.workers import Workers
 from trifocal.distributed import parallel
 from trifocal.distributed.parallel import choose_mode, parallelize
@@ -70,6 +71,35 @@ def test_a_place_to_meet_that_is_taken_or_out_of_reach_is_named(monkeypatch, ran
             processes_started(CPU, timeout_seconds=1),
         ):
             pass
+
+
+WITHOUT_THE_LOCK = """
+import sys
+import torch
+import torch.distributed as dist
+from trifocal.distributed.parallel import parallelize
+from trifocal.distributed.processes import DistributedContext
+from trifocal.models import DecoderLM
+from trifocal.testing.small_models import small_config
+
+model = DecoderLM(small_config())
+# Each collective leaves a thread of gloo waiting for Python's lock.
+sys.setswitchinterval(100)
+for _ in range(5):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel = parallelize(model, DistributedContext(), "ddp")
+    received, sent = [torch.zeros(1)], torch.zeros(1)
+    dist.all_gather(received, sent)
+    del received, sent
+    dist.destroy_process_group()
+    del parallel
+"""
+
+
+def test_a_replicated_model_is_freed_while_a_thread_of_gloo_waits_for_python():
+    """The group of processes ends with it; the thread still has the tensors of a collective to free."""
+    ended = subprocess.run([sys.executable, "-c", WITHOUT_THE_LOCK], env=environment(), timeout=60)
+    assert ended.returncode == 0
 
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")

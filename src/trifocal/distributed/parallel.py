@@ -295,6 +295,9 @@ def parallelize(
             find_unused_parameters=find_unused_parameters,
         )
         watch.watch_ddp(module, one_by_one=repeatable)
+        # The module's attributes are freed in order, and the reducer must not free the process group: it would hold
+        # Python's lock while it waits for a thread of gloo, which may wait for the lock to free a tensor.
+        module.process_group = module.__dict__.pop("process_group")
         return Parallel(module, mode, processes.size, watch, repeatable=repeatable)
     options: dict[str, Any] = {"mesh": _mesh(processes, mode, shards)}
     if precision == "bf16":
