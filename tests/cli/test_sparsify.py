@@ -24,6 +24,7 @@ from trifocal.models import save_weights
 from trifocal.runlog import read_metrics
 from trifocal.runlog.run import read_evaluation
 from trifocal.testing.small_models import make_model, small_config
+from trifocal.train import saving
 from trifocal.train.loop import TrainResult
 from trifocal.train.run_folder import RunLock, load_run
 
@@ -73,17 +74,17 @@ def test_a_dense_model_becomes_a_sparse_one_that_was_measured(dense, tmp_path, c
         file.write_text(file.read_text().upper()[:20])
     words[words.index("--data") + 2 : words.index("--data") + 2] = [f"text:{other}", "--data-weights", "2,1"]
     monkeypatch.setattr(sparsify, "_LEG", 2)
-    # It ends in the middle, as a full disk would end it; what was done stays.
-    train = sparsify._Work._train
+    # A full disk ends it behind the last checkpoint of a training; what was done stays, and the weights are written.
+    export = saving.export_weights
 
-    def full(self, folder, *rest):
-        if folder.name == "trained":
+    def full(model, tokenizer, folder, **rest):
+        if folder.parent.name == "trained":
             raise OSError(errno.ENOSPC, "No space left on device", str(folder))
-        train(self, folder, *rest)
+        export(model, tokenizer, folder, **rest)
 
-    monkeypatch.setattr(sparsify._Work, "_train", full)
+    monkeypatch.setattr(saving, "export_weights", full)
     assert "No space left on device" in refused(capsys, "sparsify", *words)
-    monkeypatch.setattr(sparsify._Work, "_train", train)
+    monkeypatch.setattr(saving, "export_weights", export)
     index = read_metrics(out / "steps" / "index" / "metrics.jsonl")
     assert main(["sparsify", *words]) == 0
     text = capsys.readouterr().out

@@ -38,7 +38,7 @@ from trifocal.runlog import read_metrics
 from trifocal.runlog.progress import duration
 from trifocal.runlog.run import read_run
 from trifocal.runlog.whole_files import write_whole
-from trifocal.train.checkpoint.export import WEIGHTS
+from trifocal.train.checkpoint.export import WEIGHTS, weights_step
 from trifocal.train.checkpoint.folders import checkpoint_step, list_checkpoints
 from trifocal.train.checkpoint.pretrained import open_pretrained
 from trifocal.train.config.check import choose_device
@@ -348,10 +348,13 @@ class _Work:
         self._train(self.trained, self._settings_of_all(length, self.index), self.options.steps)
 
     def _train(self, folder: Path, settings: dict[str, Any], steps: int) -> None:
-        """Train up to a step: from the newest checkpoint, or anew if there is none."""
-        if _steps_done(folder) < steps:
-            if _steps_done(folder):
-                words = ["--resume", str(folder), "--train.steps", str(steps)]
+        """Train up to a step: from the newest checkpoint, or anew if there is none. A run that was stopped behind its
+        last step still writes its weights.
+        """
+        done = _steps_done(folder)
+        if done < steps or weights_step(folder / WEIGHTS) != done:
+            if done:
+                words = ["--resume", str(folder), "--train.steps", str(max(done, steps))]
             else:
                 with RunLock() as lock:
                     if folder.exists():
