@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.ops.decode_cases import CASES, Decoder, draw, whole, whole_dense
-from trifocal.ops import DenseCache, append_sparse, decode_attention, decode_dense_attention
+from trifocal.ops import DenseCache, append_dense, append_sparse, decode_attention, decode_dense_attention
 from trifocal.ops.decode.caches import Index, LearnedCompressor
 from trifocal.testing.tolerances import error
 
@@ -150,6 +150,33 @@ def test_queries_that_do_not_fit_the_cache_are_refused(part):
         decode_attention(q, None, decoder.cache, batch, case.geometry, decoder.rotary, window=False)
     with pytest.raises(ValueError, match=r"q must have the dtype of the cache, torch.float32, got torch.float16"):
         decode_dense_attention(new.q.half(), decoder.dense, batch, decoder.rotary)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch": None}, "batch must be a DecodeBatch, got NoneType"),
+        ({"cache": None}, "cache must be a DenseCache or WindowCache, got NoneType"),
+        ({"k": None}, r"k must be a tensor \[B, T, heads, width\], got NoneType"),
+        ({"v": None}, r"v must be a tensor \[B, T, G, V\], got NoneType"),
+        ({"k": lambda x: x.long()}, "k must be of float64, float32, bfloat16 or float16, got torch.int64"),
+        ({"v": lambda x: x.to("meta")}, "v must be on cpu, as other tensors of this call are, got meta"),
+        ({"rotary": None}, r"rotary must be two tables, cosines and sines \[max_len, D/2\], got NoneType"),
+        ({"rows": [0, 1]}, r"rows must be a tensor \[B\], got list"),
+        ({"block_table": lambda x: x.to("meta")}, "block_table must be on cpu, as other tensors"),
+    ],
+)
+def test_what_is_no_such_tensor_is_refused(change, message):
+    """Whole numbers were cast into the cache in silence, and the rest failed deep inside."""
+    decoder = Decoder(CASES[0], draw(CASES[0], 2, 20, torch.float32), 1, "reference")
+    new, batch = decoder.new_tokens([1, 1]), decoder.batch([1, 1])
+    given = {"cache": decoder.dense, "batch": batch, "k": new.k_slc, "v": new.v_slc, "rotary": decoder.rotary}
+    for name, value in change.items():
+        held = given[name] if name in given else getattr(batch, name)
+        wrong = value(held) if callable(value) else value
+        given.update({name: wrong} if name in given else {"batch": replace(batch, **{name: wrong})})
+    with pytest.raises(ValueError, match=message):
+        append_dense(**given)
 
 
 def test_a_window_has_its_own_cache():

@@ -52,6 +52,8 @@ def calls(inputs, **given):
         ({"backend": "flash"}, "backend must be one of auto, reference, triton, got 'flash'"),
         ({"geometry": {}}, "geometry must be a Geometry, got dict"),
         ({"scale": float("nan")}, "scale must be finite, got nan"),
+        ({"scale": 10**400}, "scale must be a number, got 1000"),
+        ({"k_win": INPUTS.k_win.to_sparse()}, "k_win must be a plain (strided) tensor, got one of layout"),
     ],
 )
 def test_nsa_attention(changes, message):
@@ -73,11 +75,26 @@ def test_every_tensor_is_checked():
         ops.select_blocks(*INPUTS[:2], LSE.transpose(1, 2), USUAL)
     with refused("x must have the shape [B, S, G, D], got [20, 2, 8]"):
         ops.mean_compress(INPUTS.k_slc[0], USUAL)
+    with refused("k must have the shape [B, S, G, D], got [20, 2, 8]"):
+        ops.nsa(INPUTS.q, INPUTS.k_slc[0], INPUTS.v_slc, INPUTS.gates, USUAL)
     with refused("k_win must hold between 13 and 20 keys (S = 20, T = 3, w = 11), got 12"):
         nsa_attention(*FEW._replace(k_win=INPUTS.k_win[:, :12], v_win=INPUTS.v_win[:, :12]), USUAL)
     longer = torch.cat([INPUTS.k_win, INPUTS.k_win], 1), torch.cat([INPUTS.v_win, INPUTS.v_win], 1)
     with refused("got 40"):
         nsa_attention(*FEW._replace(k_win=longer[0], v_win=longer[1]), USUAL)
+
+
+@pytest.mark.parametrize(
+    ("q_idx", "k_idx", "message"),
+    [
+        (torch.zeros(1, 9, 8), torch.zeros(1, 9, 8), "q_idx must have the shape [B, T, G, Di], got [1, 9, 8]"),
+        (torch.zeros(1, 9, 2, 8), torch.zeros(1, 9, 4), "share B and Di with q_idx [B, T, G, Di], which may have no"),
+        (torch.zeros(1, 9, 2, 8), torch.zeros(1, 9, 8).half(), "k_idx must have the dtype of q_idx, torch.float32"),
+    ],
+)
+def test_an_index_is_named_as_it_was_given(q_idx, k_idx, message):
+    with refused(message):
+        ops.select_blocks_by_index(q_idx, k_idx, USUAL)
 
 
 @pytest.mark.parametrize(

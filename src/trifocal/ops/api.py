@@ -13,6 +13,7 @@ from trifocal.ops.validation import (
     check_compressed_count,
     check_floats,
     check_geometry,
+    check_index_tensors,
     check_queries_and_keys,
     check_rank,
     check_selected_blocks,
@@ -164,8 +165,7 @@ def select_blocks_by_index(
     Not differentiable; `trifocal.ops.choice_loss` teaches an index. Ties: the lower index.
     """
     check_geometry(geometry)
-    check_rank("k_idx", k_idx, "[B, S, Di]")
-    check_queries_and_keys(q_idx, k_idx[:, :, None], name="k_idx", keys="S")
+    check_index_tensors(q_idx, k_idx)
     if num_keys is not None and num_keys != k_idx.shape[1]:
         raise ValueError(f"k_idx [B, S, Di] must have num_keys = {num_keys} keys, got {list(k_idx.shape)}")
     documents = resolve_documents(cu_seqlens, q_idx, k_idx.shape[1])
@@ -334,6 +334,7 @@ def nsa(
 
     Source: arXiv:2502.11089, Eq. 5, with the mean for φ.
     """
+    check_attention_arguments(q, k, v, names=("k", "v"), keys="S")
     k_cmp, v_cmp = (mean_compress(x, geometry, cu_seqlens=cu_seqlens, backend=backend) for x in (k, v))
     return nsa_attention(
         q, k_cmp, v_cmp, k, v, k, v, gates, geometry, scale=scale, cu_seqlens=cu_seqlens, backend=backend

@@ -17,6 +17,8 @@ def check_rank(name: str, x: Tensor, pattern: str) -> None:
         raise ValueError(f"{name} must be a tensor {pattern}, got {type(x).__name__}")
     if x.ndim != pattern.count(",") + 1:
         raise ValueError(f"{name} must have the shape {pattern}, got {list(x.shape)}")
+    if x.layout != torch.strided:
+        raise ValueError(f"{name} must be a plain (strided) tensor, got one of layout {x.layout}")
 
 
 def check_floats(name: str, x: Tensor) -> None:
@@ -33,10 +35,16 @@ def check_same_kind(name: str, x: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
 
 
+def check_type(name: str, value: object, *types: type) -> None:
+    """Raise ValueError unless the value has one of these types, which checked it when it was made."""
+    if not isinstance(value, types):
+        expected = " or ".join(one.__name__ for one in types)
+        raise ValueError(f"{name} must be a {expected}, got {type(value).__name__}")
+
+
 def check_geometry(geometry: object) -> None:
-    """Raise ValueError unless this is a Geometry, which was checked when it was made."""
-    if not isinstance(geometry, Geometry):
-        raise ValueError(f"geometry must be a Geometry, got {type(geometry).__name__}")
+    """Raise ValueError unless this is a Geometry."""
+    check_type("geometry", geometry, Geometry)
 
 
 def check_whole_number(name: str, value: int, lowest: int, highest: int | None = None) -> None:
@@ -69,6 +77,21 @@ def check_queries_and_keys(q: Tensor, k: Tensor, *, name: str, keys: str) -> Non
         raise ValueError(
             f"the heads of q must be a multiple of the groups of {name}, got H = {num_heads} and G = {num_groups}"
         )
+
+
+def check_index_tensors(q_idx: Tensor, k_idx: Tensor) -> None:
+    """Raise ValueError unless index queries [B, T, G, Di] and index keys [B, S, Di] fit one another."""
+    check_rank("q_idx", q_idx, "[B, T, G, Di]")
+    check_floats("q_idx", q_idx)
+    check_rank("k_idx", k_idx, "[B, S, Di]")
+    if 0 in q_idx.shape or q_idx.shape[::3] != k_idx.shape[::2]:
+        raise ValueError(
+            "k_idx [B, S, Di] must share B and Di with q_idx [B, T, G, Di], which may have no empty dimension, "
+            f"got {list(k_idx.shape)} and {list(q_idx.shape)}"
+        )
+    for kind, given, expected in (("dtype", k_idx.dtype, q_idx.dtype), ("device", k_idx.device, q_idx.device)):
+        if given != expected:
+            raise ValueError(f"k_idx must have the {kind} of q_idx, {expected}, got {given}")
 
 
 def check_attention_arguments(q: Tensor, k: Tensor, v: Tensor, *, names: tuple[str, str], keys: str) -> None:
@@ -107,7 +130,7 @@ def resolve_scale(scale: float | None, q: Tensor) -> float:
         return 1.0 / math.sqrt(q.shape[-1])
     try:
         factor = float(scale)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(f"scale must be a number, got {scale!r}") from error
     # Not `math.isfinite`, which a compiler with symbolic shapes cannot follow.
     if not abs(factor) < math.inf:
@@ -156,10 +179,10 @@ def check_beside(
         raise ValueError(
             f"{name} must be of {' or '.join(str(t).removeprefix('torch.') for t in types)}, got {x.dtype}"
         )
-    if not types and not x.dtype.is_floating_point:
-        raise ValueError(f"{name} must be floating point, got {x.dtype}")
+    if not types:
+        check_floats(name, x)
     if x.device != q.device:
-        raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+        raise ValueError(f"{name} must be on {q.device}, as other tensors of this call are, got {x.device}")
 
 
 def check_window_keys(q: Tensor, k_win: Tensor, num_keys: int, window_size: int, *, packed: bool) -> None:

@@ -35,7 +35,7 @@ from trifocal.ops.decode.caches import (
 )
 from trifocal.ops.dispatch import resolve
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.validation import check_geometry, resolve_scale
+from trifocal.ops.validation import check_beside, check_geometry, check_rank, check_type, resolve_scale
 
 _resolve = functools.partial(resolve, decoding=True)
 
@@ -81,10 +81,10 @@ def append_sparse(
     Not differentiable.
     """
     check_geometry(geometry)
-    check_batch(batch, k_slc)
+    check_batch(batch, "k_slc", k_slc)
     check_cache(cache, geometry, k_slc.shape[1])
     check_rotary(rotary, k_slc)
-    for name, x in (("k_raw", k_raw), ("v_raw", v_raw), ("k_win", k_win), ("v_win", v_win)):
+    for name, x in (("v_slc", v_slc), ("k_raw", k_raw), ("v_raw", v_raw), ("k_win", k_win), ("v_win", v_win)):
         if (x is None) != (getattr(cache, name) is None):
             raise ValueError(f"{name} must be given where the cache has it, and only there")
     check_new(
@@ -110,7 +110,9 @@ def append_dense(
 
     Arguments as in `append_sparse`.
     """
-    check_batch(batch, k)
+    check_type("cache", cache, DenseCache, WindowCache)
+    check_batch(batch, "k", k)
+    check_rank("v", v, "[B, T, G, V]")
     check_rotary(rotary, k)
     check_new(k, *vars(cache).values(), k=k, v=v)
     if _resolve("append_dense", backend, k, v, None) == "triton":
@@ -177,7 +179,7 @@ def decode_attention(
     Not differentiable. Source: arXiv:2502.11089, Eq. 5 to 11.
     """
     check_geometry(geometry)
-    check_batch(batch, q)
+    check_batch(batch, "q", q)
     check_cache(cache, geometry, q.shape[1])
     check_queries(q, cache.k_slc)
     check_rotary(rotary, q)
@@ -187,8 +189,8 @@ def decode_attention(
         raise ValueError("a window branch needs gates")
     if gates is not None and cache.v_cmp is None:
         raise ValueError("gates need the compressed values, and the cache has none")
-    if gates is not None and gates.shape != (*q.shape[:3], 3):
-        raise ValueError(f"gates must have the shape [B, T, H, 3] = {[*q.shape[:3], 3]}, got {list(gates.shape)}")
+    if gates is not None:
+        check_beside("gates", gates, "[B, T, H, 3]", (*q.shape[:3], 3), q)
     scale = resolve_scale(scale, q)
     if _resolve("decode_attention", backend, q, cache.v_slc.transpose(1, 2), geometry, scale) == "triton":
         from trifocal.ops.decode.triton import attention as kernels
@@ -212,7 +214,7 @@ def decode_dense_attention(
 
     With a `WindowCache`, attention to the last `window_size` tokens, the query's own included.
     """
-    check_batch(batch, q)
+    check_batch(batch, "q", q)
     check_window(cache, window_size, q.shape[1])
     keys, values = vars(cache).values()
     check_queries(q, keys)

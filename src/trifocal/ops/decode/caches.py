@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trifocal.ops.geometry import LARGEST_SIZE, Geometry
-from trifocal.ops.validation import check_whole_number
+from trifocal.ops.validation import check_beside, check_rank, check_type, check_whole_number
 
 MAX_NEW_TOKENS = 8
 
@@ -188,29 +188,25 @@ def _check_tensors(
         )
 
 
-def check_batch(batch: DecodeBatch, x: Tensor) -> None:
-    """Raise ValueError unless x [B, T, heads, *] has 1 to 8 tokens for each sequence of the batch, whose tensors are of
-    int32, in rows without gaps that lie apart.
+def check_batch(batch: DecodeBatch, name: str, x: Tensor) -> None:
+    """Raise ValueError unless x [B, T, heads, width], the caller's `name`, has 1 to 8 tokens for each sequence of the
+    batch, whose tensors are of int32, in rows without gaps that lie apart.
     """
-    if x.ndim != 4 or 0 in x.shape or x.shape[1] > MAX_NEW_TOKENS:
+    check_type("batch", batch, DecodeBatch)
+    check_rank(name, x, "[B, T, heads, width]")
+    if 0 in x.shape or x.shape[1] > MAX_NEW_TOKENS:
         raise ValueError(
-            f"a step takes [B, T, heads, *] with T from 1 to {MAX_NEW_TOKENS} and no empty dimension, "
+            f"a step takes {name} [B, T, heads, width] with T from 1 to {MAX_NEW_TOKENS} and no empty dimension, "
             f"got {list(x.shape)}"
         )
-    num_sequences = x.shape[0]
-    for name in ("rows", "lengths", "num_new"):
-        given = getattr(batch, name)
-        if given.dtype != torch.int32:
-            raise ValueError(f"{name} must be of int32, got {given.dtype}")
-        if given.shape != (num_sequences,):
-            raise ValueError(f"{name} must have the shape [B] = [{num_sequences}], got {list(given.shape)}")
+    sizes = (x.shape[0],)
+    for field in ("rows", "lengths", "num_new"):
+        given = getattr(batch, field)
+        check_beside(field, given, "[B]", sizes, x, (torch.int32,))
         if not given.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got a stride of {given.stride(0)}")
+            raise ValueError(f"{field} must be contiguous, got a stride of {given.stride(0)}")
     table = batch.block_table
-    if table.dtype != torch.int32:
-        raise ValueError(f"block_table must be of int32, got {table.dtype}")
-    if table.ndim != 2 or table.shape[0] != num_sequences:
-        raise ValueError(f"block_table must have the shape [{num_sequences}, pages], got {list(table.shape)}")
+    check_beside("block_table", table, "[B, pages]", sizes, x, (torch.int32,))
     strides = table.stride()
     if not table.is_contiguous() and (strides[1] != 1 or strides[0] < table.shape[1]):
         raise ValueError(f"the rows of block_table must be contiguous and lie apart, got strides {list(strides)}")
@@ -218,6 +214,7 @@ def check_batch(batch: DecodeBatch, x: Tensor) -> None:
 
 def check_window(cache: DenseCache | WindowCache, window_size: int | None, num_new: int) -> None:
     """Raise ValueError unless a window comes with rings, and these hold it beside `num_new` new tokens at a time."""
+    check_type("cache", cache, DenseCache, WindowCache)
     if (window_size is None) != isinstance(cache, DenseCache):
         raise ValueError("a window_size must be given with a WindowCache, and only there")
     if window_size is not None:
@@ -239,9 +236,12 @@ def check_rings(cache: object, kind: str, reach: int, num_new: int) -> None:
 
 def check_rotary(rotary: Rotary, x: Tensor) -> None:
     """Raise ValueError unless the tables fit x [..., D], each without gaps."""
+    if not isinstance(rotary, tuple | list) or len(rotary) != 2:
+        raise ValueError(f"rotary must be two tables, cosines and sines [max_len, D/2], got {type(rotary).__name__}")
     half = x.shape[-1] // 2
     for name, table in zip(("cosines", "sines"), rotary, strict=True):
-        if table.ndim != 2 or table.shape[1] != half:
+        check_beside(name, table, "[max_len, D/2]", (), x)
+        if table.shape[1] != half:
             raise ValueError(f"{name} must have the shape [max_len, D/2] = ['*', {half}], got {list(table.shape)}")
         if not table.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides of {list(table.stride())}")
@@ -255,9 +255,8 @@ def check_new(first: Tensor, k_held: Tensor, v_held: Tensor, **new: Tensor | Non
     _, groups, _, dim = k_held.shape
     k_shape, v_shape = (batch, num_new, groups, dim), (batch, num_new, groups, v_held.shape[3])
     for name, x in new.items():
-        expected = k_shape if name[0] == "k" else v_shape
-        if x is not None and x.shape != expected:
-            raise ValueError(f"{name} must have the shape [B, T, G, width] = {list(expected)}, got {list(x.shape)}")
+        if x is not None:
+            check_beside(name, x, "[B, T, G, width]", k_shape if name[0] == "k" else v_shape, k_held)
 
 
 def check_index(index: Index | None, k_idx: Tensor | None, new: list[int]) -> None:
@@ -322,6 +321,8 @@ def check_queries(q: Tensor, keys: Tensor) -> None:
     """Raise ValueError unless q [B, T, H, D] can read keys [pages, G, P, D]."""
     if q.dtype != keys.dtype:
         raise ValueError(f"q must have the dtype of the cache, {keys.dtype}, got {q.dtype}")
+    if q.device != keys.device:
+        raise ValueError(f"q must be on the device of the cache, {keys.device}, got {q.device}")
     groups, dim = keys.shape[1], keys.shape[3]
     if q.shape[3] != dim or q.shape[2] % groups:
         raise ValueError(
@@ -332,6 +333,7 @@ def check_queries(q: Tensor, keys: Tensor) -> None:
 
 def check_cache(cache: SparseCache, geometry: Geometry, num_new: int) -> None:
     """Raise ValueError unless pages and rings fit the geometry and `num_new` new tokens at a time."""
+    check_type("cache", cache, SparseCache)
     page_size = cache.k_slc.shape[2]
     if page_size % geometry.selection_block_size:
         raise ValueError(
