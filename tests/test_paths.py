@@ -24,6 +24,8 @@ def test_home_is_expanded_only_at_the_beginning(monkeypatch):
     [
         ("a\0b", r"--to 'a\\x00b' has a NUL character"),
         (os.fsdecode(b"\xff"), r"--to '\\udcff' is not UTF-8 text"),
+        (None, "--to must be text or a pathlib.Path, got NoneType"),
+        (b"a", "--to must be text or a pathlib.Path, got bytes"),
         ("~nobody_of_that_name/a", r"no user 'nobody_of_that_name'; .* \./~nobody_of_that_name/a"),
     ],
 )

@@ -51,6 +51,8 @@ def expand_path(text: str | os.PathLike[str], name: str = "the path") -> Path:
     Raises UserError, with the name of the flag or key that gave it, if the path has a NUL character, is not UTF-8 text,
     or begins with an unknown user.
     """
+    if not isinstance(text, str | os.PathLike):
+        raise UserError(f"{name} must be text or a pathlib.Path, got {type(text).__name__}")
     given = os.fspath(text)
     check_path_text(given, name)
     expanded = os.path.expanduser(given)  # noqa: PTH111 (that of pathlib raises RuntimeError for an unknown user)

@@ -175,6 +175,8 @@ def test_python_gives_the_text_of_the_command(run, capsys):
         trifocal.generate(load_model(run), "x", checkpoint="step_00000006")
     with pytest.raises(UserError, match="prompt must be a text, got 5"):
         trifocal.generate(run, 5)
+    with pytest.raises(UserError, match="tokenizer must be one from load_tokenizer, got str"):
+        trifocal.generate(load_model(run), "x", tokenizer="bytes")
     with pytest.raises(UserError, match="temperature must be at least 0, got -1"):
         trifocal.generate(str(run), "x", temperature=-1)
     with pytest.raises(UserError, match="seed must be an integer, got None"):

@@ -333,6 +333,10 @@ def test_misuse_is_refused(make_model):
     assert sequence.length == 19
     with pytest.raises(ValueError, match="max_sequences must be at least 1, got 0"):
         CachedModel(make_model(), max_sequences=0, max_length=5)
+    with pytest.raises(ValueError, match="max_length must be an integer, got None"):
+        CachedModel(make_model(), max_sequences=1, max_length=None)
+    with pytest.raises(ValueError, match="spare_rows must be at least 0, got -1"):
+        CachedModel(make_model(), max_sequences=1, max_length=5, spare_rows=-1)
 
 
 def test_a_sequence_that_is_gone_is_refused(make_model):

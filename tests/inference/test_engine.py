@@ -576,6 +576,8 @@ def test_stop_tokens_and_strings(make_model):
         ({"prompt": [[1]]}, r"a prompt must be \[T\] with at least one token, got \[1, 1\]"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
         ({"stop": "end"}, "stop must be a sequence of strings, got 'end'"),
+        ({"stop": [3]}, r"stop must be a sequence of strings, got \[3\]"),
+        ({"sampling": None}, "sampling must be a Sampling, got NoneType"),
     ],
 )
 def test_bad_requests_are_refused(options, message):

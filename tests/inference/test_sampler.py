@@ -181,6 +181,8 @@ def test_rows_are_moved_whole():
         ({"top_k": 2.5}, "top_k must be an integer, got 2.5"),
         ({"top_k": -1}, "top_k must be at least 0, got -1"),
         ({"temperature": -0.5}, "temperature must be at least 0, got -0.5"),
+        ({"temperature": None}, "temperature must be a number, got None"),
+        ({"min_p": "0.1"}, "min_p must be a number, got '0.1'"),
         ({"top_p": 1.5}, "top_p must be from 0 to 1, got 1.5"),
         ({"repetition_penalty": 1e-50}, "repetition_penalty must be from"),
         ({"seed": 2**64}, "seed may be at most"),

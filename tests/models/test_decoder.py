@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trifocal.models import DecoderLM, ModelConfig
+from trifocal.models import DecoderLM, ModelConfig, parameter_count
 from trifocal.nn import RopeScaling
 from trifocal.nn.chooser import first_index
 
@@ -165,6 +165,10 @@ def test_wrong_arguments_are_refused(make_model):
         model(tokens, tokens[:, 1:])
     with pytest.raises(ValueError, match=r"targets must be of int64, got torch.int32"):
         model(tokens, tokens.int())
+    with pytest.raises(ValueError, match=r"targets must be a tensor \[B, T\], got list"):
+        model(tokens, tokens.tolist())
+    with pytest.raises(ValueError, match="config must be a ModelConfig, got DecoderLM"):
+        parameter_count(model)
     with pytest.raises(ValueError, match=r"tokens must be \[B, T\] of int64 or int32 and not empty, got \[5\]"):
         model(tokens[0])
     with pytest.raises(ValueError, match="0 <= first <= last <= 2, got 1, 3"):

@@ -164,6 +164,9 @@ def test_one_branch_alone_is_its_operation(branch, share):
         ({"geometry": {}}, "geometry must be a Geometry, got dict"),
         ({"geometry": None}, "geometry must be a Geometry, got NoneType"),
         ({"head_dim": 2.0}, "head_dim must be an integer, got 2.0"),
+        ({"rope_theta": "1e6"}, "rope_theta must be a number, got '1e6'"),
+        # What a configuration of transformers has.
+        ({"rope_scaling": {"rope_type": "default"}}, "rope_scaling must be a RopeScaling, got dict"),
     ],
 )
 def test_wrong_sizes_are_refused(change, message):
@@ -184,6 +187,8 @@ def test_wrong_inputs_are_refused():
         layer(torch.randn(1, 5, DIM - 1))
     with pytest.raises(ValueError, match=r"the layer's weights, torch.float32, got torch.float64: cast one of them"):
         layer(torch.randn(1, 5, DIM, dtype=torch.float64))
+    with pytest.raises(ValueError, match="rotary must be a RotaryTables, got tuple"):
+        layer(torch.randn(1, 5, DIM), rotary=tuple(layer.rotary_tables(torch.randn(1, 5, DIM))))
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(torch.randn(1, 5, DIM, dtype=torch.bfloat16)).isfinite().all()
 
@@ -228,6 +233,8 @@ def test_wrong_padding_is_refused():
         layer(x, key_padding_mask=mask.long())
     with pytest.raises(ValueError, match=r"got torch.bool, \[2, 4\]"):
         layer(x, key_padding_mask=mask[:, :4])
+    with pytest.raises(ValueError, match=r"key_padding_mask must be a tensor \[B, T\], got list"):
+        layer(x, key_padding_mask=mask.tolist())
     mask[1, 0] = True
     with pytest.raises(ValueError, match=r"padding before a token of row 1: pad after the tokens"):
         layer(x, key_padding_mask=mask)

@@ -82,6 +82,11 @@ def signal_at(monkeypatch, number, step):
     before_step(monkeypatch, lambda now, _: os.kill(os.getpid(), number) if now == step else None)
 
 
+def test_the_name_of_a_configuration_is_none():
+    with pytest.raises(ValueError, match="config must be a RunConfig, got str"):
+        train("showcase")
+
+
 def test_interruptions_change_nothing(uninterrupted, monkeypatch, capfd):
     """Crashed in step 4, stopped by SIGTERM in step 5 and by Ctrl-C in step 7; other random numbers in between.
 

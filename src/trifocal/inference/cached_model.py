@@ -33,6 +33,7 @@ from trifocal.ops.decode import linear as decode_products
 from trifocal.ops.decode.caches import MAX_NEW_TOKENS, Place
 from trifocal.ops.decode.linear import Norm, Residual
 from trifocal.ops.devices import to_device
+from trifocal.ops.validation import check_whole_number
 
 _MAX_PREFILL_TOKENS = {"cuda": 65536, "cpu": 8192}
 # For the widest activations of a chunk.
@@ -102,7 +103,7 @@ class CachedModel:
     Raises:
         UserError: If the model's choice of blocks is a control of training, random or exact; or a layer computes more
             than a product with its weight, as adapters do. Other hooks of the model are not run.
-        ValueError: If a number is under 1.
+        ValueError: If a number is none, or too low.
     """
 
     # Not inference mode, in which sharded parameters cannot be gathered.
@@ -120,15 +121,15 @@ class CachedModel:
         spare_rows: int = 0,
         record_chunks: bool = False,
     ) -> None:
-        for name, value in (
-            ("max_sequences", max_sequences),
-            ("max_length", max_length),
-            ("num_pages", num_pages or 1),
-            ("page_size", page_size or 1),
-            ("prefill_chunk_size", prefill_chunk_size or 1),
+        for name, value, lowest in (
+            ("max_sequences", max_sequences, 1),
+            ("max_length", max_length, 1),
+            ("num_pages", num_pages, 0),
+            ("page_size", page_size, 0),
+            ("prefill_chunk_size", prefill_chunk_size, 0),
+            ("spare_rows", spare_rows, 0),
         ):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            check_whole_number(name, value, lowest)
         config = model.config
         if config.undecodable:
             raise UserError(config.undecodable)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trifocal.inference.sampler import Sampling
-from trifocal.ops.validation import check_whole_number
+from trifocal.ops.validation import check_type, check_whole_number
 
 FinishReason = Literal["stop", "length", "error"]
 MAX_LIKELIEST = 20
@@ -83,7 +83,12 @@ class Request:
         check_whole_number("samples", self.samples, 1)
         check_whole_number("likeliest", self.likeliest, 0, MAX_LIKELIEST)
         object.__setattr__(self, "prompt_tensor", token_tensor("a prompt", self.prompt, "[T]").clone())
-        if isinstance(self.stop, str):
+        check_type("sampling", self.sampling, Sampling)
+        if (
+            isinstance(self.stop, str)
+            or not isinstance(self.stop, Sequence)
+            or not all(isinstance(text, str) for text in self.stop)
+        ):
             raise ValueError(f"stop must be a sequence of strings, got {self.stop!r}")
         if "" in self.stop:
             raise ValueError("a stop string must not be empty")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trifocal.errors import UserError
 from trifocal.ops import dispatch
-from trifocal.ops.validation import check_whole_number
+from trifocal.ops.validation import check_number, check_whole_number
 
 ONE = 2.0**34
 """The whole number that stands for the likeliest token's weight; 2**19 such numbers are exact in fp64."""
@@ -54,6 +54,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            check_number(name, getattr(self, name))
         check_whole_number("top_k", self.top_k, 0)
         check_whole_number("seed", self.seed, -(2**63), 2**64 - 1)
         if not 0 <= self.temperature < math.inf:

@@ -16,6 +16,7 @@ from trifocal.nn.chooser import ChoosingAttention, attach_loss
 from trifocal.nn.context import ContextShard, TokenShard
 from trifocal.ops import Documents
 from trifocal.ops.choice_loss import sample_queries
+from trifocal.ops.validation import check_rank, check_type
 
 IGNORED_TARGET = -100
 
@@ -46,6 +47,7 @@ class DecoderLM(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        check_type("config", config, ModelConfig)
         self.config = config
         self.context: ContextShard | None = None
         # Initialised in `init_weights`: on the meta device that would import PyTorch's compiler, for a second.
@@ -278,6 +280,7 @@ def _check_tokens(tokens: Tensor, targets: Tensor | None) -> None:
         )
     if targets is None:
         return
+    check_rank("targets", targets, "[B, T]")
     if targets.shape != tokens.shape:
         raise ValueError(f"targets must have the shape of tokens, {list(tokens.shape)}, got {list(targets.shape)}")
     if targets.dtype != torch.int64:

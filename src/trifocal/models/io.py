@@ -122,12 +122,13 @@ def write_modeling_file(folder: Path) -> None:
     (folder / MODELING_FILE).write_text(_MODELING, encoding="utf-8")
 
 
-def load_weights(folder: Path) -> DecoderLM:
+def load_weights(folder: str | Path) -> DecoderLM:
     """Build the model of a folder that `save_weights` or `trifocal.hf` wrote, on the CPU.
 
     Raises:
         UserError: If a file is missing or broken, or a tensor does not fit the configuration; the message names it.
     """
+    folder = Path(folder)
     config = read_config(folder)
     model = model_of_folder(config, folder)
     tensors = read_tensors(folder, model.state_dict(), exported_name)

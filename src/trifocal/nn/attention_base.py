@@ -18,7 +18,7 @@ from trifocal.nn.rope import UNSCALED, RopeScaling, rotary_tables
 from trifocal.ops import Documents, Geometry
 from trifocal.ops.choice_loss import Sample
 from trifocal.ops.layout import num_compressed_slots, place_compressed_blocks
-from trifocal.ops.validation import check_geometry, check_rank, check_whole_number
+from trifocal.ops.validation import check_geometry, check_number, check_rank, check_type, check_whole_number
 
 INDEX_DIM = 64
 """Di, width of an index query or key."""
@@ -135,8 +135,10 @@ class AttentionBase(nn.Module):
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
         if head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, got {head_dim}")
+        check_number("rope_theta", rope_theta)
         if not rope_theta > 0:
             raise ValueError(f"rope_theta must be above 0, got {rope_theta}")
+        check_type("rope_scaling", rope_scaling, RopeScaling)
         if qk_norm_all_heads and not qk_norm:
             raise ValueError("qk_norm_all_heads needs qk_norm=True, got False")
         if geometry is not None:
@@ -186,6 +188,8 @@ class AttentionBase(nn.Module):
         self, given: RotaryTables | None, x: Tensor, documents: Documents | None, local_tokens: TokenShard | None
     ) -> RotaryTables:
         """The given tables, or new ones where there are none or others are rounded, as FSDP rounds a layer's inputs."""
+        if given is not None:
+            check_type("rotary", given, RotaryTables)
         if given is None or given.tokens[0].dtype.itemsize < torch.promote_types(x.dtype, torch.float32).itemsize:
             return self.rotary_tables(x, documents, local_tokens)
         return given
@@ -254,6 +258,7 @@ def check_padding(x: Tensor, key_padding_mask: Tensor, cu_seqlens: Tensor | Docu
     """Refuse a padding mask of x [B, T, E] with padding in front of a row's tokens, which reads it on the host."""
     if cu_seqlens is not None:
         raise ValueError("key_padding_mask does not go with cu_seqlens: packed documents need no padding")
+    check_rank("key_padding_mask", key_padding_mask, "[B, T]")
     if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != x.shape[:2]:
         raise ValueError(
             f"key_padding_mask must be bool, {list(x.shape[:2])}, True at padding, got {key_padding_mask.dtype}, "

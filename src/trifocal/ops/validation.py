@@ -1,6 +1,7 @@
 """Checks of arguments: every message has the given and the expected value."""
 
 import math
+import numbers
 
 import torch
 from torch import Tensor
@@ -45,6 +46,12 @@ def check_type(name: str, value: object, *types: type) -> None:
 def check_geometry(geometry: object) -> None:
     """Raise ValueError unless this is a Geometry."""
     check_type("geometry", geometry, Geometry)
+
+
+def check_number(name: str, value: float) -> None:
+    """Raise ValueError unless the value is a real number; its bounds are the caller's."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(f"{name} must be a number, got {value!r}")
 
 
 def check_whole_number(name: str, value: int, lowest: int, highest: int | None = None) -> None:

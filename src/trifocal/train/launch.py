@@ -13,6 +13,7 @@ from trifocal._version import __version__
 from trifocal.distributed.processes import DistributedContext, processes_started
 from trifocal.errors import UserError
 from trifocal.fields import dotted_fields, value_of
+from trifocal.ops.validation import check_type
 from trifocal.paths import shell_path, user_path
 from trifocal.train.checkpoint.folders import checkpoint_path, checkpoint_step, find_checkpoint, list_checkpoints
 from trifocal.train.config.check import choose_device, preflight
@@ -85,6 +86,7 @@ def train(config: RunConfig, *, overwrite: bool = False, before_step: BeforeStep
         UserError: If the run would fail, or its data are bad.
         NonFiniteError: If a loss or gradient is not finite; that update was not applied.
     """
+    check_type("config", config, RunConfig)
     directory = Path(config.run.directory)
     with _processes(config) as processes, RunLock() as lock:
         check_same_start(processes, config, overwrite=overwrite)
