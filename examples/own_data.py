@@ -2,7 +2,7 @@
 
     python examples/own_data.py
 
-It writes into runs/own_data, which must not exist.
+It writes into runs/own_data, and renames an earlier run there to run.old-1.
 """
 
 import json
@@ -12,7 +12,7 @@ from trifocal.data import DataConfig, Loader, make_tokenizer
 from trifocal.train import load_config, train
 
 folder = Path("runs/own_data")
-folder.mkdir(parents=True)
+folder.mkdir(parents=True, exist_ok=True)
 documents = (f"The square of {n} is {n * n}, and its cube is {n**3}." for n in range(2000))
 with (folder / "facts.jsonl").open("w", encoding="utf-8") as file:
     for text in documents:
@@ -35,6 +35,6 @@ overrides = {
     "train.sequence_length": 128, "train.global_batch_size": 4, "train.micro_batch_size": 4, "train.precision": "fp32",
     "evaluate.sequences": 4, "schedule.warmup_steps": 2, "log.sample_interval_steps": 0,
 }  # fmt: skip
-result = train(load_config(None, overrides))
+result = train(load_config(None, overrides), overwrite=True)
 assert result.evaluation is not None
 print(f"validation loss {result.evaluation.validation_loss:.2f} nats per byte")

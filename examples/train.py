@@ -2,7 +2,7 @@
 
     python examples/train.py
 
-It writes into runs/example, which must not exist.
+It writes into runs/example, and renames an earlier run there to example.old-1.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ overrides = {
     "train.sequence_length": 128, "train.global_batch_size": 4, "train.micro_batch_size": 4, "train.precision": "fp32",
     "evaluate.sequences": 4, "schedule.warmup_steps": 2, "log.interval_steps": 1, "log.sample_interval_steps": 0,
 }  # fmt: skip
-result = train(load_config(None, overrides))
+result = train(load_config(None, overrides), overwrite=True)
 assert result.finished and result.evaluation is not None
 print(f"validation loss {result.evaluation.validation_loss:.2f} nats per byte after {result.step} steps")
 

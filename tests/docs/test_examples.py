@@ -23,6 +23,8 @@ def test_the_example_runs(name, tmp_path, monkeypatch, capsys):
     assert PRINTS[name] in text
     if name == "layer":
         assert names["losses"][-1] < names["losses"][0]
+    if name in ("train", "own_data"):
+        runpy.run_path(str(ROOT / f"examples/{name}.py"))  # after a change, with the first run still there
     if name == "engine":
         assert len(text.splitlines()) == len(names["requests"])
 
