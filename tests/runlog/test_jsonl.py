@@ -7,7 +7,7 @@ import pytest
 
 from trifocal.errors import UserError
 from trifocal.runlog import jsonl
-from trifocal.runlog.jsonl import JsonLinesWriter, lines_from_the_end, read_lines
+from trifocal.runlog.jsonl import JsonLinesWriter, read_lines
 
 
 def test_rows_come_back_in_order_and_a_second_writer_appends(tmp_path):
@@ -53,17 +53,6 @@ def test_reading_the_end_gives_whole_lines_of_it(tmp_path):
     rows = read_lines(path, last_bytes=100)
     assert [row["a"] for row in rows] == list(range(1000 - len(rows), 1000))
     assert 5 <= len(rows) <= 11
-
-
-def test_lines_come_from_the_end_in_parts(tmp_path, monkeypatch):
-    path = tmp_path / "rows.jsonl"
-    lines = [b"%d\n" % 10**power for power in (0, 1, 12, 30, 5, 0)]
-    path.write_bytes(b"".join(lines))
-    for size in (1, 7, 8, 1000):
-        monkeypatch.setattr(jsonl, "LONGEST_LINE", size)
-        found = [*lines_from_the_end(path)]
-        assert [line for _, line in reversed(found)] == lines
-        assert all(path.read_bytes()[offset:].startswith(line) for offset, line in found)
 
 
 def test_of_a_line_longer_than_any_row_only_a_part_is_read_at_a_time(tmp_path, monkeypatch):

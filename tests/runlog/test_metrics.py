@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from trifocal.runlog import read_metrics
-from trifocal.runlog.jsonl import read_lines
 from trifocal.runlog.metrics import MetricsWriter
 
 
@@ -34,22 +33,6 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path):
     assert [row["loss"] for row in read_metrics(path, "train")] == [1, 2, 3, 4, -5, -6, -7]
     (event,) = read_metrics(path, "event")
     assert (event["name"], event["step"], event["rows_dropped"]) == ("resumed", 4, 3)
-
-
-def test_a_resume_reads_the_end_of_a_log_of_any_size(tmp_path):
-    """This one begins with a hole of a terabyte, which takes no space."""
-    path = tmp_path / "metrics.jsonl"
-    with path.open("wb") as file:
-        file.truncate(2**40)
-    with path.open("ab") as file:
-        file.write(b"\n")
-        for step in range(1, 30_001):
-            file.write(b'{"kind":"train","step":%d,"unix_time_seconds":1.0}\n' % step)
-    with MetricsWriter(path, resume_step=20_000):
-        pass
-    rows = read_lines(path, last_bytes=2**20)
-    assert [row["step"] for row in rows[-3:]] == [19_999, 20_000, 20_000]
-    assert (rows[-1]["name"], rows[-1]["rows_dropped"]) == ("resumed", 10_000)
 
 
 def test_a_tensor_is_the_callers_mistake(tmp_path):

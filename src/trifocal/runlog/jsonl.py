@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from io import FileIO
 from pathlib import Path
 from typing import Any, Self, TypeGuard
@@ -127,21 +127,6 @@ def read_lines(
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     return rows
-
-
-def lines_from_the_end(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Each line of a file and the offset of its first byte, the last line first; reads a part of the file at a time."""
-    with path.open("rb") as file:
-        start, rest = file.seek(0, os.SEEK_END), b""
-        while start > 0:
-            end, start = start, max(0, start - LONGEST_LINE)
-            file.seek(start)
-            lines = (file.read(end - start) + rest).splitlines(keepends=True)
-            offset = end + len(rest)
-            rest = lines[0] if start > 0 else b""
-            for line in reversed(lines[start > 0 :]):
-                offset -= len(line)
-                yield offset, line
 
 
 def parse_row(line: bytes) -> Row | None:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Self
 
 from trifocal.errors import one_line
-from trifocal.runlog.jsonl import JsonLinesWriter, Row, lines_from_the_end, logger, parse_row, read_lines
+from trifocal.runlog.jsonl import JsonLinesWriter, Row, logger, parse_row, read_lines
 from trifocal.runlog.sinks import Sink
 
 METRICS_FIELDS = frozenset({"kind", "step", "unix_time_seconds"})
@@ -80,15 +80,16 @@ class MetricsWriter:
     def _drop_after(self, step: int) -> int:
         if self._file is None or not self._file.path.exists():
             return 0
-        size, dropped = None, 0
-        for number, (offset, line) in enumerate(lines_from_the_end(self._file.path), start=1):
-            row = parse_row(line)
-            if row is not None and isinstance(row.get("step"), int):
-                if row["step"] <= step:
-                    break
-                size, dropped = offset, number
-        if size is not None:
-            self._file.truncate(size)
+        size, dropped = 0, 0
+        with self._file.path.open("rb") as file:
+            for line in file:
+                row = None if dropped else parse_row(line)
+                past = row is not None and isinstance(row.get("step"), int) and row["step"] > step
+                if dropped or past:
+                    dropped += 1
+                else:
+                    size += len(line)
+        self._file.truncate(size)
         return dropped
 
     def __enter__(self) -> Self:
