@@ -10,7 +10,6 @@ from trifocal.runlog.stalls.collectives import (
     decode,
     describe,
     describe_waiting_ranks,
-    last_of_each_group,
     recorded_collectives,
 )
 from trifocal.runlog.stalls.dump import read_answers, stall_summary, write_details, write_stacks
@@ -49,7 +48,6 @@ def test_records_are_told_in_words():
         "exchange (own.py:7)\n" in page
     )
     assert "number 1 of group 0 default_pg: completed, called 11.0 s ago, took 0.25 ms" in page
-    assert last_of_each_group(found) == found[1:]
 
 
 def collective(number, *, ended, library="nccl", group="0 default_pg"):

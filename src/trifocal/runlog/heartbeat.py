@@ -172,10 +172,10 @@ class Heartbeat:
             "interval_seconds": self.interval_seconds,
             "status": status,
             "phase": phase,
-            "phase_seconds": _rounded(now - since),
-            "expected_phase_seconds": _rounded(statistics.median(own_times)) if own_times else None,
+            "phase_seconds": round(now - since, 4),
+            "expected_phase_seconds": round(statistics.median(own_times), 4) if own_times else None,
             "stall_limit_seconds": None if compiling else self._stall_limit(phase, own_times),
-            "total_seconds": {name: _rounded(value) for name, value in totals.items()},
+            "total_seconds": {name: round(value, 4) for name, value in totals.items()},
             "compiling": compiling,
             "where": place,
             "memory_allocated_bytes": memory.allocated_bytes if memory else None,
@@ -188,7 +188,7 @@ class Heartbeat:
             return None
         # The longest time may be one compilation among many short steps, so its factor is 2, not STALL_FACTOR.
         learned = max(STALL_FACTOR * statistics.median(own_times), 2 * max(own_times))
-        return _rounded(max(self.minimum_stall_seconds, learned))
+        return round(max(self.minimum_stall_seconds, learned), 4)
 
     def _add_total(self, now: float) -> None:
         phase, since = self._phases[-1]
@@ -225,10 +225,6 @@ class Heartbeat:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close("finished" if error is None else "failed")
-
-
-def _rounded(seconds: float) -> float:
-    return round(seconds, 4)
 
 
 def running_threads() -> frozenset[int]:

@@ -7,7 +7,7 @@ on; see `trifocal.distributed.processes`.
 import logging
 import pickle
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,12 +83,6 @@ def decode(dump: dict[str, Any], now: float) -> list[Collective]:
     return found
 
 
-def last_of_each_group(collectives: Iterable[Collective]) -> list[Collective]:
-    """The last collective of each library and group."""
-    last = {(found.library, found.group): found for found in collectives}
-    return list(last.values())
-
-
 def describe(collectives: Sequence[Collective]) -> str:
     """A page of text: the collectives that have not ended, and the last ones of all."""
     lines = ["Collectives that this process has called and that have not ended:", ""]
@@ -98,8 +92,8 @@ def describe(collectives: Sequence[Collective]) -> str:
 
 
 def describe_waiting_ranks(last: dict[int, list[Collective]]) -> list[str]:
-    """Sentences about ranks that wait in a collective for ranks that have not called it, from `last_of_each_group` of
-    each rank.
+    """Sentences about ranks that wait in a collective for ranks that have not called it, from the last one of each
+    rank's groups.
     """
     groups = sorted({(found.library, found.group) for of_rank in last.values() for found in of_rank})
     sentences = []

@@ -15,13 +15,7 @@ from trifocal.errors import UserError
 from trifocal.runlog.jsonl import Row, logger
 from trifocal.runlog.progress import duration
 from trifocal.runlog.run import read_run
-from trifocal.runlog.stalls.collectives import (
-    Collective,
-    describe,
-    describe_waiting_ranks,
-    last_of_each_group,
-    recorded_collectives,
-)
+from trifocal.runlog.stalls.collectives import Collective, describe, describe_waiting_ranks, recorded_collectives
 from trifocal.runlog.stalls.verdict import judge
 from trifocal.runlog.whole_files import write_whole
 
@@ -60,7 +54,8 @@ def write_details(folder: Path, rank: int, row: Row) -> None:
             page = f"cannot be read: {error}\n"
         if page:
             _write(folder / f"collectives_rank{rank}.txt", page)
-        answer = {"row": row, "collectives": [asdict(found) for found in last_of_each_group(collectives)]}
+        last = {(found.library, found.group): found for found in collectives}
+        answer = {"row": row, "collectives": [asdict(found) for found in last.values()]}
         _write(folder / f"rank{rank}.json", json.dumps(answer, indent=1) + "\n")
 
 
