@@ -15,8 +15,6 @@ from trifocal.paths import user_path
 from trifocal.report.live_view import OVER, render, verdicts
 from trifocal.runlog.run import read_run
 
-_TROUBLE = {"stalled", "failed", "dead"}
-
 
 @dataclass(frozen=True, kw_only=True)
 class WatchArguments:
@@ -51,4 +49,4 @@ def run(args: Sequence[str]) -> int:
                     watched = read_run(directory, live=True)
         except KeyboardInterrupt:
             pass
-    return int(any(verdict.state in _TROUBLE for verdict in verdicts(watched).values()))
+    return int(any(verdict.mark == "bad" for verdict in verdicts(watched).values()))

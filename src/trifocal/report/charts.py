@@ -3,11 +3,13 @@
 Colours are names (`@run0`, `@cmp`, …); the page replaces them by the colours of its light or dark theme.
 """
 
-import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from trifocal.runlog.heartbeat import PHASES
 from trifocal.runlog.run import Run
 
 Trace = dict[str, Any]
@@ -18,10 +20,6 @@ _MAX_DOTS = 60
 _LONG_CURVE = 300
 MAX_POINTS = 1500
 """Points of one curve; longer ones keep the lowest and the highest of every stretch."""
-_PHASES = (
-    *("data", "wait", "forward", "backward", "optimizer", "checkpoint", "evaluate", "telemetry", "sample"),
-    *("compile", "start", "other"),
-)
 
 
 @dataclass
@@ -103,11 +101,11 @@ def _loss(runs: list[Run]) -> Chart:
 
 def _gradient_norm(runs: list[Run]) -> Chart:
     traces = _with_trend(_of_each(runs, "gradient_norm"))
-    positive = all(value > 0 for trace in traces for value in trace["y"])
-    layout = _axes("norm", log=positive) | {"showlegend": len(runs) > 1}
+    layout = _axes("norm") | {"showlegend": len(runs) > 1}
     values = [value for trace in traces for value in trace["y"]]
-    if positive and values:
-        layout["yaxis"] |= {"tickformat": "~g", "dtick": "D2" if max(values) < 300 * min(values) else 1}
+    if values and min(values) > 0:
+        dtick = "D2" if max(values) < 300 * min(values) else 1
+        layout["yaxis"] |= {"type": "log", "tickformat": "~g", "dtick": dtick}
     return Chart("gradient_norm", "Gradient norm", "Before clipping. Spikes are a warning.", traces, layout)
 
 
@@ -121,7 +119,7 @@ def _phases(runs: list[Run]) -> Chart:
         for rank in run.heartbeats
     ]
     traces: list[Trace] = []
-    for phase in _PHASES:
+    for phase in PHASES:
         if any(phases.get(phase, 0.0) > 0 for _, phases in bars):
             seconds = [phases.get(phase, 0.0) for _, phases in bars]
             shares = [phases.get(phase, 0.0) / max(sum(phases.values()), 1e-9) for _, phases in bars]
@@ -175,8 +173,8 @@ def _curves(
                 trace["name"] += f", {label}"
                 trace["line"]["dash"] = dash
             traces += _with_trend([trace])
-    layout = _axes(unit, from_zero=True) | {"showlegend": len(runs) > 1 or len(names) > 1}
-    layout["yaxis"] |= {"tickformat": form} if form else {}
+    layout = _axes(unit) | {"showlegend": len(runs) > 1 or len(names) > 1}
+    layout["yaxis"] |= {"rangemode": "tozero", "tickformat": form}
     return Chart(key, title, caption, traces, layout)
 
 
@@ -227,13 +225,8 @@ def heat_map(x: list[Any], y: list[Any], z: list[list[Any]], hover: str) -> Trac
     }
 
 
-def _axes(unit: str, *, log: bool = False, from_zero: bool = False) -> dict[str, Any]:
-    yaxis: dict[str, Any] = {"title": {"text": unit}}
-    if log:
-        yaxis["type"] = "log"
-    if from_zero:
-        yaxis["rangemode"] = "tozero"
-    return {"xaxis": {"title": {"text": "step"}}, "yaxis": yaxis}
+def _axes(unit: str) -> dict[str, Any]:
+    return {"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": unit}}}
 
 
 def smoothed(values: list[float]) -> list[float]:
@@ -243,13 +236,10 @@ def smoothed(values: list[float]) -> list[float]:
     A curve of 20 to 240 points is smoothed over three to seven of them, a shorter one not at all.
     """
     count = len(values)
-    half = max(min(3, count // 20), count // 60)
-    sums = [0.0, *itertools.accumulate(values)]
-    result = []
-    for index in range(count):
-        reach = min(half, index, count - 1 - index)
-        result.append((sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1))
-    return result
+    index, sums = np.arange(count), np.cumsum([0.0, *values])
+    reach = np.minimum(np.minimum(index, index[::-1]), max(min(3, count // 20), count // 60))
+    means: list[float] = ((sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)).tolist()
+    return means
 
 
 def thin(steps: list[int], values: list[float], most: int = MAX_POINTS) -> tuple[list[int], list[float]]:

@@ -13,15 +13,7 @@ from trifocal.runlog.run import Run
 from trifocal.runlog.stalls.verdict import Verdict, judge
 from trifocal.telemetry.statistics import BRANCHES
 
-_COLOURS = {
-    "running": "green",
-    "finished": "green",
-    "stopped": "yellow",
-    "slow": "yellow",
-    "stalled": "bold red",
-    "failed": "bold red",
-    "dead": "bold red",
-}
+_COLOURS = {"good": "green", "watch": "yellow", "bad": "bold red"}
 OVER = {"finished", "stopped", "failed", "dead"}
 """States of a rank that takes no more steps."""
 _ETA_ROWS = 30
@@ -118,7 +110,7 @@ def _ranks(run: Run, found: dict[int, Verdict]) -> RenderableType:
         stacks = run.crash_stacks(rank) if verdict.state == "dead" else None
         table.add_row(
             str(rank),
-            Text(verdict.state, style=_COLOURS[verdict.state]),
+            Text(verdict.state, style=_COLOURS[verdict.mark]),
             f"{row['step']:,}",
             f"{memory / 2**30:.2f} GiB" if memory is not None else "",
             Text(verdict.reason + ("" if stacks is None else f"; its last stacks are in {stacks}")),

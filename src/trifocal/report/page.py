@@ -4,8 +4,8 @@ import re
 import time
 from html import escape
 from pathlib import Path
+from typing import get_args
 
-from trifocal.errors import UserError, one_line
 from trifocal.report.attention_charts import attention_charts
 from trifocal.report.charts import Chart, training_charts
 from trifocal.report.evaluation_charts import evaluation_charts
@@ -13,17 +13,8 @@ from trifocal.report.picture import json_in_page, picture_card, pictures_of
 from trifocal.report.summary import Finding, summarise
 from trifocal.report.tables import comparison, events_table, key_figures, of_run, ranks_table, settings
 from trifocal.runlog.run import Run
-from trifocal.runlog.stalls.verdict import judge
+from trifocal.runlog.stalls.verdict import State, judge
 
-_STATES = {
-    "failed": "bad",
-    "dead": "bad",
-    "stalled": "bad",
-    "slow": "watch",
-    "stopped": "watch",
-    "running": "good",
-    "finished": "good",
-}
 _MARKS = {"good": "good", "watch": "worth a look", "bad": "needs action", "unknown": "cannot tell"}
 
 
@@ -51,7 +42,8 @@ def build_page(runs: list[Run], plotly: str) -> str:
     if evaluation:
         body.append(_section("Evaluation", _charts(evaluation)))
     for run, group in zip(runs, attention, strict=True):
-        picture = _picture(run)
+        pictures = pictures_of(run)
+        picture = picture_card(pictures) if pictures else ""
         if group or picture:
             body.append(_section(of_run("Attention", run, compared), picture + _charts(group)))
     for run in runs:
@@ -107,9 +99,9 @@ def _header(title: str, runs: list[Run]) -> str:
 
 def _state(runs: list[Run]) -> str:
     """The worst state of a single run's processes; empty for several runs."""
-    states = {judge(rows[-1]).state for run in runs for rows in run.heartbeats.values()}
-    worst = next((state for state in _STATES if state in states), None)
-    return f' <span class="mark {_STATES[worst]}">{worst}</span>' if worst and len(runs) == 1 else ""
+    verdicts = [judge(rows[-1]) for run in runs for rows in run.heartbeats.values()]
+    worst = min(verdicts, key=lambda verdict: get_args(State).index(verdict.state), default=None)
+    return f' <span class="mark {worst.mark}">{worst.state}</span>' if worst and len(runs) == 1 else ""
 
 
 def _model(run: Run) -> list[str]:
@@ -153,16 +145,6 @@ def _charts(charts: list[Chart]) -> str:
         for chart in charts
     ]
     return f'<div class="charts">{"".join(cards)}</div>'
-
-
-def _picture(run: Run) -> str:
-    pictures = pictures_of(run)
-    try:
-        return picture_card(pictures) if pictures else ""
-    except Exception as error:  # Any, as the parts of a file that trifocal has not written need not fit.
-        raise UserError(
-            f"cannot show the pictures in {run.directory}/attention ({one_line(error)}); remove them"
-        ) from error
 
 
 def _samples(run: Run) -> str:

@@ -33,8 +33,7 @@ def pictures_of(run: Run) -> list[AttentionPicture]:
         return []
     chosen = np.unique(np.linspace(0, len(paths) - 1, min(len(paths), _MAX_FRAMES)).round().astype(int))
     pictures = [read_picture(paths[index]) for index in chosen]
-    last = pictures[-1]
-    return [picture for picture in pictures if _same_scene(picture, last)]
+    return [picture for picture in pictures if _scene(picture) == _scene(pictures[-1])]
 
 
 def picture_card(pictures: list[AttentionPicture]) -> str:
@@ -121,8 +120,6 @@ def _base64(array: NDArray[Any]) -> str:
     return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
 
 
-def _same_scene(picture: AttentionPicture, other: AttentionPicture) -> bool:
-    same_shape = picture.importance.shape == other.importance.shape and picture.selected.shape == other.selected.shape
-    names = ("layers", "others", "geometry")
-    same_layers = all(getattr(picture, name) == getattr(other, name) for name in names)
-    return same_shape and same_layers and picture.texts == other.texts
+def _scene(picture: AttentionPicture) -> tuple[Any, ...]:
+    shapes = picture.importance.shape, picture.selected.shape
+    return *shapes, picture.layers, picture.others, picture.geometry, picture.texts

@@ -116,9 +116,8 @@ def _learned(run: Run) -> Finding:
 
 def _healthy(run: Run) -> Finding:
     question = "Is it healthy?"
-    worries: list[str] = []
+    worries: list[tuple[Mark, str]] = []
     changes: list[str] = []
-    mark: Mark = "good"
     folder = shell_path(run.directory)
     states = {judge(rows[-1]).state for rows in run.heartbeats.values()}
     dumps = sorted(run.directory.glob("dumps/*/summary.md"), key=lambda path: path.stat().st_mtime)
@@ -132,29 +131,25 @@ def _healthy(run: Run) -> Finding:
             change = f"it has no checkpoint: trifocal train {config} --overwrite begins again."
         changes.append(f"Fix the cause; {change}")
     if "stopped" in states:
-        mark = "watch"
-        worries.append(f"it was stopped at step {run.last_step:,}")
+        worries.append(("watch", f"it was stopped at step {run.last_step:,}"))
         changes.append(f"trifocal train --resume {folder} continues to its last step.")
     for rank, rows in run.heartbeats.items():
         verdict = judge(rows[-1])
-        if verdict.state in ("failed", "dead", "stalled"):
-            mark = "bad"
+        if verdict.mark == "bad":
             state = "has failed" if verdict.state == "failed" else f"is {verdict.state}:"
-            worries.append(f"rank {rank} {state} {verdict.reason}")
+            worries.append(("bad", f"rank {rank} {state} {verdict.reason}"))
             if verdict.state == "dead" and (stacks := run.crash_stacks(rank)):
                 changes.append(f"Read {stacks}: the last stacks of rank {rank}.")
         elif verdict.state == "slow":
-            mark = "watch" if mark == "good" else mark
-            worries.append(f"rank {rank} is slow: {verdict.reason}")
+            worries.append(("watch", f"rank {rank} is slow: {verdict.reason}"))
     events = run.of_kind("event")
-    for severity, worse in (("error", "bad"), ("warning", "watch")):
+    marks: dict[str, Mark] = {"error": "bad", "warning": "watch"}
+    for severity, mark in marks.items():
         messages = [event["message"] for event in events if event.get("severity") == severity]
         if messages:
-            mark = "bad" if worse == "bad" or mark == "bad" else "watch"
-            worries.append(f"{_count(len(messages), severity)}, the last one: {messages[-1]}")
-    if run.left_out:
-        mark = "watch" if mark == "good" else mark
-        worries += run.left_out_notes()
+            number = f"{len(messages):,} {severity}{'s'[: len(messages) != 1]}"
+            worries.append((mark, f"{number}, the last one: {messages[-1]}"))
+    worries += [("watch", note) for note in run.left_out_notes()]
     steps, norms = run.series("train", "gradient_norm")
     # During the warm-up and the first tenth, gradients are large in every run.
     warm = max(run.setting("schedule", "warmup_steps") or 0, run.last_step / 10)
@@ -163,17 +158,15 @@ def _healthy(run: Run) -> Finding:
         median = statistics.median(norms)
         spikes = sum(norm > SPIKE_FACTOR * median for norm in norms)
         if spikes > SPIKE_SHARE * len(norms):
-            mark = "watch" if mark == "good" else mark
-            worries.append(
-                f"the gradient norm spikes in {spikes / len(norms):.0%} of the logged steps (median {median:.2g})"
-            )
+            share = f"{spikes / len(norms):.0%} of the logged steps (median {median:.2g})"
+            worries.append(("watch", f"the gradient norm spikes in {share}"))
             changes.append("Lengthen the warm-up, or lower the peak learning rate: gradients spike.")
     lost = [row["step"] for row in run.of_kind("train") if row.get("loss") is not None and not is_number(row["loss"])]
     if lost:
-        mark = "bad"
-        worries.append(f"the loss is not a number at step {lost[0]:,}")
+        worries.append(("bad", f"the loss is not a number at step {lost[0]:,}"))
     if worries:
-        return Finding(question, mark, _sentence("; ".join(worries)), changes)
+        text = _sentence("; ".join(worry for _, worry in worries))
+        return Finding(question, "bad" if any(mark == "bad" for mark, _ in worries) else "watch", text, changes)
     if not run.heartbeats and not run.of_kind("train"):
         return Finding(question, "unknown", "No heartbeat and no training rows.")
     return Finding(question, "good", f"Yes: no warnings, no spikes in the gradient, nothing stalled.{_branches(run)}")
@@ -250,10 +243,6 @@ def _ends(values: list[float]) -> tuple[float, float]:
     """Means of the first and the last twentieth, as single batches are noisy."""
     share = max(1, len(values) // 20)
     return statistics.fmean(values[:share]), statistics.fmean(values[-share:])
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _sentence(text: str) -> str:

@@ -8,13 +8,14 @@ no rows takes no steps either.
 import socket
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from trifocal.runlog.jsonl import Row
 from trifocal.runlog.proc import process_start, process_state
 from trifocal.runlog.progress import duration
 
-State = Literal["running", "slow", "stalled", "finished", "stopped", "failed", "dead"]
+State = Literal["failed", "dead", "stalled", "slow", "stopped", "running", "finished"]
+"""The worst first."""
 
 LATE_INTERVALS = 2.0
 SILENT_INTERVALS = 3.0
@@ -32,6 +33,12 @@ class Verdict:
     state: State
     reason: str
     """One line: the phase, its age, the ratio to its median, the place in the code."""
+
+    @property
+    def mark(self) -> Literal["bad", "watch", "good"]:
+        """Whether somebody must act, or look."""
+        place = get_args(State).index(self.state)
+        return "bad" if place < 3 else "watch" if place < 5 else "good"
 
 
 def judge(row: Row, now: float | None = None) -> Verdict:
