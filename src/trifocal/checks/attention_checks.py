@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from trifocal.checks.measurement import Measurement, Skipped
+from trifocal.checks.measurement import Measurement, Skipped, largest
 from trifocal.nn import NSAttention, rotary_tables, rotate
 from trifocal.ops import Documents, compressed_attention, nsa_attention, select_blocks
 from trifocal.ops.choice_loss import Sample, choice_loss, sample_queries
@@ -33,38 +33,33 @@ def full_coverage(device: torch.device) -> Measurement:
     dense = scaled_dot_product_attention(q.transpose(1, 2), k_heads, v_heads, is_causal=True).transpose(1, 2)
     upstream = torch.randn(dense.shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     expected = [dense, *torch.autograd.grad(dense, (q, k, v), upstream)]
-    worst, details = 0.0, []
+    found = {}
     for branch, share in (("selected", (0.0, 1.0, 0.0)), ("window", (0.0, 0.0, 1.0)), ("both", (0.0, 0.5, 0.5))):
         gates = torch.tensor(share, device=device, dtype=dtype).expand_as(inputs.gates)
         o = nsa_attention(q, inputs.k_cmp, inputs.v_cmp, k, v, k, v, gates, EVERYTHING)
         actual = [o, *torch.autograd.grad(o, (q, k, v), upstream)]
-        found = max(error(a, e) for a, e in zip(actual, expected, strict=True))
-        worst = max(worst, found)
-        details.append(f"{branch}: {found:.3g}")
-    return Measurement(worst, FULL_COVERAGE[dtype], "error", tuple(details))
+        found[branch] = max(error(a, e) for a, e in zip(actual, expected, strict=True))
+    return largest(found, FULL_COVERAGE[dtype], "error")
 
 
 def float64_oracle(device: torch.device) -> Measurement:
     """In float64, with its own choice of blocks, the attention is the oracle's: output and every gradient."""
-    worst, details = 0.0, []
+    found: dict[str, float] = {}
     for geometry, lengths in ((SMALL, (67,)), (SMALL, (23, 1, 4, 3, 33)), (MINIMAL, (97,))):
         drawn = attention_inputs(geometry, sum(lengths), document_lengths=lengths)
         inputs, exact = drawn.leaves(device=device), drawn.leaves()
         boundaries = torch.tensor([0, *lengths], device=device).cumsum(0) if len(lengths) > 1 else None
         o = nsa_attention(*inputs, geometry, cu_seqlens=boundaries, backend="reference")
         o_exact = oracle.nsa_attention(*exact, geometry, lengths=lengths)
-        found = errors(output_and_gradients(o, inputs), output_and_gradients(o_exact, exact))
-        name = max(found, key=lambda key: found[key])
-        worst = max(worst, found[name])
-        kind = f"{len(lengths)} packed documents" if len(lengths) > 1 else f"{lengths[0]} tokens"
-        details.append(f"{kind}: {found[name]:.3g} in {name}")
-    return Measurement(worst, FULL_COVERAGE[torch.float64], "error", tuple(details))
+        figures = errors(output_and_gradients(o, inputs), output_and_gradients(o_exact, exact))
+        found |= {f"{name}, {sum(lengths)} tokens": figure for name, figure in figures.items()}
+    return largest(found, FULL_COVERAGE[torch.float64], "error")
 
 
 def backend_parity(device: torch.device) -> Measurement | Skipped:
     """The Triton kernels give the reference's output and gradients, against float64, with the same choice."""
     dtype = torch.bfloat16
-    worst, details = 0.0, []
+    found: dict[str, float] = {}
     for geometry, lengths in ((MINIMAL, (301,)), (MINIMAL, (170, 1, 15, 115))):
         inputs = attention_inputs(
             geometry, sum(lengths), device, dtype, num_heads=8, head_dim=64, value_dim=64, document_lengths=lengths
@@ -80,16 +75,14 @@ def backend_parity(device: torch.device) -> Measurement | Skipped:
         except ValueError as reason:
             return Skipped(str(reason))
         o_exact = nsa_attention(*exact, geometry, backend="reference", **rules)
-        found = errors(output_and_gradients(o, inputs), output_and_gradients(o_exact, exact, rounded_to=dtype))
-        name = max(found, key=lambda key: found[key])
-        worst = max(worst, found[name])
-        details.append(f"{len(lengths)} documents: {found[name]:.3g} in {name}")
-    return Measurement(worst, allowed(dtype, device), "error", tuple(details))
+        figures = errors(output_and_gradients(o, inputs), output_and_gradients(o_exact, exact, rounded_to=dtype))
+        found |= {f"{name}, {len(lengths)} documents": figure for name, figure in figures.items()}
+    return largest(found, allowed(dtype, device), "error")
 
 
 def taught_choice(device: torch.device) -> Measurement:
     """The loss of the choice and its gradient are the oracle's, in float64, and reach the index only."""
-    worst, details = 0.0, []
+    found = {}
     for lengths in ((97,), (3, 50, 3, 41)):
         length, heads, groups, dim = sum(lengths), 4, 2, 16
         documents = None
@@ -105,16 +98,15 @@ def taught_choice(device: torch.device) -> Measurement:
             for shape in ((heads, dim), (groups, dim), (groups, dim), (dim,))
         )
         index: dict[str, Any] = {"q_idx": q_idx, "k_idx": k_idx}
-        found, _ = choice_loss(q, k, sample, SMALL, documents, **index)
+        loss, _ = choice_loss(q, k, sample, SMALL, documents, **index)
         exact = oracle.choice_loss(q, k, [sample.tokens[sample.eligible].tolist()], SMALL, lengths=lengths, **index)
-        gradients = torch.autograd.grad(found, [*index.values(), q, k], allow_unused=True)
+        gradients = torch.autograd.grad(loss, [*index.values(), q, k], allow_unused=True)
         expected = torch.autograd.grad(exact, list(index.values()))
-        figures = [error(found, exact), *map(error, gradients[:2], expected)]
+        figures = [error(loss, exact), *map(error, gradients[:2], expected)]
         if any(gradient is not None and gradient.any() for gradient in gradients[2:]):
             figures.append(float("inf"))
-        worst = max(worst, *figures)
-        details.append(f"{len(lengths)} documents: {max(figures):.3g}")
-    return Measurement(worst, FULL_COVERAGE[torch.float64], "error", tuple(details))
+        found[f"{len(lengths)} documents"] = max(figures)
+    return largest(found, FULL_COVERAGE[torch.float64], "error")
 
 
 def rope_distance(device: torch.device) -> Measurement:
@@ -149,8 +141,7 @@ def rope_distance(device: torch.device) -> Measurement:
 
     with torch.no_grad():
         at_zero = scores(0)
-        moved = {shift: (scores(shift) - at_zero).abs().max().item() for shift in SHIFTS}
+        moved = {f"moved by {shift}": (scores(shift) - at_zero).abs().max().item() for shift in SHIFTS}
     size = (inputs.q.norm(dim=-1).max() * inputs.k_slc.norm(dim=-1).max()).item()
     bound = 2 * dim * max(SHIFTS) * torch.finfo(torch.float64).eps * size
-    details = tuple(f"moved by {shift}: {change:.3g}" for shift, change in moved.items())
-    return Measurement(max(moved.values()), bound, "change", details)
+    return largest(moved, bound, "change")

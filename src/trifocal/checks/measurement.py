@@ -1,6 +1,7 @@
 """The finding of one check."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -18,6 +19,12 @@ class Measurement:
     @property
     def passed(self) -> bool:
         return math.isfinite(self.figure) and self.figure <= self.bound
+
+
+def largest(found: Mapping[str, float], bound: float, unit: str) -> Measurement:
+    """The largest of the figures of several cases; the four largest are its lines."""
+    worst = sorted(found.items(), key=lambda row: -row[1])[:4]
+    return Measurement(worst[0][1], bound, unit, tuple(f"{case}: {figure:.3g}" for case, figure in worst))
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trifocal.checks.measurement import Measurement
+from trifocal.checks.measurement import Measurement, largest
 from trifocal.inference import CachedModel
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.models.choice_teaching import ChoiceTeaching, eligible_queries
-from trifocal.nn import choice_recall
 from trifocal.ops import Geometry
 from trifocal.testing.small_models import MINIMAL, make_model, minimal_config, random_tokens, small_config
 from trifocal.testing.tolerances import FULL_COVERAGE, error
@@ -38,9 +37,8 @@ def checkpointing(device: torch.device) -> Measurement:
             model.set_activation_checkpointing(0, config.num_layers)
         model(tokens, tokens.roll(-1, 1)).backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    worst, name = max((_relative_difference(gradients[1][name], grad), name) for name, grad in gradients[0].items())
-    bound = 8 * torch.finfo(torch.float32).eps
-    return Measurement(worst, bound, "difference", (f"{len(gradients[0])} parameters; worst: {name}",))
+    found = {name: _relative_difference(gradients[1][name], gradient) for name, gradient in gradients[0].items()}
+    return largest(found, 8 * torch.finfo(torch.float32).eps, "difference")
 
 
 def index_in_any_loop(device: torch.device) -> Measurement:
@@ -57,7 +55,6 @@ def index_in_any_loop(device: torch.device) -> Measurement:
         layer.choice_loss_stretch = 1  # type: ignore[assignment]
     model(tokens[:, :-1], tokens[:, 1:]).backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    recalls = choice_recall(model)
     model.zero_grad()
     counts = (
         torch.tensor(eligible_queries(config, tokens[:, :-1].cpu(), None, 1, 1), device=device) * config.num_kv_heads
@@ -66,9 +63,8 @@ def index_in_any_loop(device: torch.device) -> Measurement:
     teaching = ChoiceTeaching(torch.ones((), dtype=torch.int64, device=device), 1 / counts, totals, 96, 1)
     model(tokens[:, :-1], tokens[:, 1:], teaching=teaching).backward()
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-    worst, name = max((_relative_difference(found[name], grad), name) for name, grad in expected.items())
-    detail = f"worst: {name}; recall of the choice: {', '.join(f'{recall:.2f}' for recall in recalls.values())}"
-    return Measurement(worst, FULL_COVERAGE[torch.float64], "difference", (detail,))
+    differences = {name: _relative_difference(found[name], gradient) for name, gradient in expected.items()}
+    return largest(differences, FULL_COVERAGE[torch.float64], "difference")
 
 
 def _relative_difference(actual: Tensor | None, exact: Tensor | None) -> float:
@@ -149,26 +145,22 @@ def decode(device: torch.device) -> Measurement:
     after each; one sequence decoded from its second token to its last, one at a time and three at a time; one
     prefilled in chunks. In float64. Bound: each layer may add the error that full coverage allows to one attention.
     """
-    worst, details = 0.0, []
-    for name_of_model, changes in (("nsa", {}), ("dense", {"attention": "dense"}), ("mixed", MIXED)):
+    found = {}
+    for name, changes in (("nsa", {}), ("dense", {"attention": "dense"}), ("mixed", MIXED)):
         config = small_config(**changes)
         model = make_model(config, device, torch.float64)
         longest = 3 * max(config.geometry.selection_block_size, config.geometry.window_size)
         tokens = random_tokens((2, longest + 3), config.vocab_size, device)
         with torch.no_grad():
             whole = model(tokens)
-        errors = {
-            "token by token": error(_decoded(model, tokens, 1), whole),
-            "three tokens at a time": error(_decoded(model, tokens, 1, step=3), whole),
-            "chunks of 5": error(_decoded(model, tokens, longest + 3, chunk=5), whole),
-        }
+        found[f"{name}, token by token"] = error(_decoded(model, tokens, 1), whole)
+        found[f"{name}, three tokens at a time"] = error(_decoded(model, tokens, 1, step=3), whole)
+        found[f"{name}, chunks of 5"] = error(_decoded(model, tokens, longest + 3, chunk=5), whole)
         for prefill in range(1, longest + 1):
             part = slice(prefill + 3)
-            errors[f"prefill of {prefill}"] = error(_decoded(model, tokens[:, part], prefill), whole[:, part])
-        name = max(errors, key=lambda key: errors[key])
-        worst = max(worst, errors[name])
-        details.append(f"{name_of_model}: {errors[name]:.3g} at {name}")
-    return Measurement(worst, 2 * FULL_COVERAGE[torch.float64], "error", tuple(details))
+            decoded = _decoded(model, tokens[:, part], prefill)
+            found[f"{name}, prefill of {prefill}"] = error(decoded, whole[:, part])
+    return largest(found, 2 * FULL_COVERAGE[torch.float64], "error")
 
 
 def batch_invariance(device: torch.device) -> Measurement:
