@@ -5,16 +5,15 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Column, Table
 
 from trifocal._version import __version__
 from trifocal.cli.console import SafeConsole
-from trifocal.cli.flags import parse_arguments
+from trifocal.cli.flags import ModelArguments, parse_arguments
 from trifocal.cli.output import check_output, printable, write_file, writing
 from trifocal.cli.threads import Threads
 from trifocal.data import DataConfig, Tokenizer
@@ -49,19 +48,15 @@ _TITLES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateArguments:
+class EvaluateArguments(ModelArguments):
     """Measure a trained model: loss, loss by position, recall of the choice, needles, associative recall.
 
     A table is shown, and the figures go into evaluation/ of the run's folder, where trifocal report finds them.
     """
 
-    path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
-    """A run, also while it trains; one of its checkpoints; a folder of weights; or demo, that of the package."""
     only: tuple[Task, ...] = ()
     """Some of loss, position, choice, needle, recall, ruler, grade; by default those that make sense for the model,
     without the last two."""
-    checkpoint: str = ""
-    """A checkpoint of the run, like step_00000500; the newest by default."""
     source: str = ""
     """Other data than it was trained on, written as data.source: builtin, text:PATH, needle:4, recall:64 …"""
     sequence_length: int = 0
@@ -88,8 +83,6 @@ class EvaluateArguments:
     divergence (KL) from it, and how often both have the same likeliest token."""
     validation_fraction: float = 0.0
     """Share of the text's documents that are held out; 0: as in training, or data.validation_fraction's default."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run; "auto" takes a GPU if there is one."""
     output: str = ""
     """Another file for the figures, as JSON; needed for weights without a run."""
 

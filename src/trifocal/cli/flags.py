@@ -3,12 +3,24 @@
 import dataclasses
 import typing
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import tyro
 
 from trifocal.errors import UserError
 from trifocal.fields import HELP, checked, dotted_fields, from_table, nested, read_flags
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelArguments:
+    """The model of a command, and its device."""
+
+    path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
+    """A run, also while it trains; one of its checkpoints; a folder of weights; or demo, that of the package."""
+    checkpoint: str = ""
+    """A checkpoint of the run, like step_00000500; the newest by default."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; "auto" takes a GPU if there is one."""
 
 
 def parse_arguments(cls: Any, args: Sequence[str], *, prog: str) -> Any:

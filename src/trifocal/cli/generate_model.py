@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import tyro
-
+from trifocal.cli.flags import ModelArguments
 from trifocal.data import Tokenizer
 from trifocal.errors import UserError
 from trifocal.fields import check_at_least
@@ -18,11 +17,9 @@ from trifocal.train.config.check import choose_device
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateArguments:
+class GenerateArguments(ModelArguments):
     """Continue a text with a trained model; the text goes to standard output while it is made. Or a file of prompts."""
 
-    path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
-    """A run, also while it trains; one of its checkpoints; a folder of weights; or demo, that of the package."""
     prompt: str = ""
     """The text to continue; "-" reads it from standard input, as it is."""
     chat: bool = False
@@ -34,8 +31,6 @@ class GenerateArguments:
     """With --prompts: the new file to write, a JSON object with the index of its prompt a line, as they end."""
     append: bool = False
     """Continue an --output that exists: the prompts whose texts it has are skipped."""
-    checkpoint: str = ""
-    """A checkpoint of the run, like step_00000500; the newest by default."""
     max_new_tokens: int = 256
     """Tokens to add at most."""
     temperature: float | Literal["auto"] = "auto"
@@ -63,8 +58,6 @@ class GenerateArguments:
     """Tokens of a prompt that go through the model at a time, to bound memory; 0: up to 65,536, on a CPU 8,192."""
     max_sequences: int = 0
     """Sequences at a time; 0: as memory allows, up to 256."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run; "auto" takes a GPU if there is one."""
 
     def __post_init__(self) -> None:
         check_at_least(self, "", max_new_tokens=1, samples=1, prefill_chunk_size=0, max_sequences=0)

@@ -9,12 +9,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-import tyro
 
-from trifocal.cli.flags import parse_arguments
+from trifocal.cli.flags import ModelArguments, parse_arguments
 from trifocal.cli.threads import Threads
 from trifocal.data import Tokenizer
 from trifocal.data.sources.chats import BadChat
@@ -38,13 +37,9 @@ _MAX_HEADER_BYTES = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeArguments:
+class ServeArguments(ModelArguments):
     """Serve a trained model to clients of OpenAI's completions, with a page to try it on."""
 
-    path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
-    """The run, one of its checkpoints, a folder of weights, or demo, the model that comes with the package."""
-    checkpoint: str = ""
-    """A checkpoint of the run, like step_00000500; the newest by default."""
     name: str = ""
     """Name of the model for clients; by default that of the folder."""
     host: str = "127.0.0.1"
@@ -78,8 +73,6 @@ class ServeArguments:
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Type of the products and caches; "auto": as in training, or that of the model's files; bf16 is fp32 on a CPU
     without instructions for it."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run; "auto" takes a GPU if there is one."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
