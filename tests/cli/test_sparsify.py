@@ -285,7 +285,7 @@ def test_a_source_that_is_no_model_is_one_line(dense, tmp_path, capsys):
     message = refused(capsys, "sparsify", str(dense), str(tmp_path / "full"), *arguments(dense, tmp_path)[2:])
     assert "full exists already; give a new folder" in message
     message = refused(capsys, "sparsify", str(dense), "/proc/x", *arguments(dense, tmp_path)[2:])
-    assert "cannot make /proc/x/steps: No such file or directory; give another OUT" in message
+    assert "cannot write /proc/x/steps: No such file or directory; give another OUT" in message
 
 
 def test_what_sparsify_holds_out_evaluate_does_too(dense):

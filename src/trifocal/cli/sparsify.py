@@ -22,7 +22,7 @@ import tyro
 
 from trifocal.cli.convert import check_source, find_gguf
 from trifocal.cli.flags import parse_arguments
-from trifocal.cli.output import printable, try_next, unwinding_signals
+from trifocal.cli.output import printable, try_next, unwinding_signals, writing
 from trifocal.data import DataConfig
 from trifocal.data.loader import read_validation
 from trifocal.distributed.processes import rank_and_size
@@ -191,10 +191,8 @@ class _Work:
             print(f"{name}: done before, in {duration(done['seconds'])}", flush=True)
             return
         print(f"\n{name}: {title}", flush=True)
-        try:
+        with writing(self.steps, "; give another OUT"):
             self.steps.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot make {self.steps}: {error.strerror}; give another OUT") from error
         self._save()
         began = time.perf_counter()
         found = work() or {}
@@ -256,7 +254,9 @@ class _Work:
 
     def _choose_layers(self, length: int) -> dict[str, Any]:
         options = self.options
-        harm = layers_by_harm(self.dense, options.to, options.blocks, options.text, length, self.device, _say)
+        harm = layers_by_harm(
+            self.dense, options.to, options.blocks, options.text, length, self.device, lambda text: print(f"  {text}")
+        )
         _free_gpu()
         kept = sorted(sorted(harm, key=lambda layer: -harm[layer])[: options.keep_dense])
         print(f"layers that stay dense: {', '.join(map(str, kept))}")
@@ -515,7 +515,3 @@ def _forecast(need: Need, options: SparsifyArguments, output: Path) -> str:
         f"disk    {2 * need.disk_bytes / 1e9:,.1f} GB at most, {free / 1e9:,.1f} GB are free",
     ]
     return "\n".join(f"  {line}" for line in lines)
-
-
-def _say(text: str) -> None:
-    print(f"  {text}", flush=True)

@@ -27,11 +27,6 @@ class Examination:
         found = [f"{finding.name}: {finding.text}" for finding in self.findings if finding.status == "broken"]
         return found + [f"{need.name}: {need.problem}" for need in self.needs if need.problem]
 
-    @property
-    def exit_status(self) -> int:
-        """0 for a healthy machine, 1 where something stops training."""
-        return int(bool(self.broken))
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values; units are in the names."""
         return {

@@ -24,9 +24,6 @@ from trifocal.runlog.whole_files import write_whole
 from trifocal.telemetry.maps import LayerAttention, choosing_shares, full_attention_shares
 
 VERSION = 2
-_MAX_QUERIES, _MIN_QUERIES = 128, 32
-_MAX_CELLS = 2**20
-"""Bytes of one map before compression, as far as _MIN_QUERIES allow."""
 _MAX_BYTES = 2**26
 """Bytes of a file, compressed and expanded."""
 _ARRAYS = ("positions", "documents", "queries", "selected", "importance", "dense", "gates")
@@ -82,11 +79,6 @@ def read_picture(path: Path) -> AttentionPicture:
     except Exception as error:  # A damaged archive raises many kinds of errors.
         raise UserError(f"cannot read the attention picture {path} ({one_line(error)}); remove it") from error
     return picture
-
-
-def picture_queries(num_tokens: int, cells_per_query: int) -> int:
-    """Number of queries in a picture of T tokens, with L * G * J cells a query."""
-    return min(num_tokens, max(_MIN_QUERIES, min(_MAX_QUERIES, _MAX_CELLS // cells_per_query)))
 
 
 def describe_layer(layer: LayerAttention, queries: Tensor) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from trifocal.nn.chooser import ChoosingAttention
 from trifocal.ops import Documents
 from trifocal.runlog.jsonl import Row
 from trifocal.runlog.metrics import MetricsWriter
-from trifocal.telemetry.attention_picture import AttentionPicture, describe_layer, picture_queries
+from trifocal.telemetry.attention_picture import AttentionPicture, describe_layer
 from trifocal.telemetry.maps import LayerAttention, evenly_spaced
 from trifocal.telemetry.statistics import BRANCHES, attention_statistics
 
@@ -30,6 +30,10 @@ SATURATED_ENTROPY = 0.02
 """Alarm: a branch's gates with a mean entropy below this, in nats, are stuck at 0 or 1."""
 LOCAL_SHARE = 0.95
 """Alarm: with a greater share of free choices inside the window, selection adds nothing."""
+# Of a picture.
+_MAX_QUERIES, _MIN_QUERIES = 128, 32
+_MAX_CELLS = 2**20
+"""Bytes of one map before compression, as far as _MIN_QUERIES allow."""
 
 Describe = Callable[[LayerAttention], dict[str, Tensor]]
 
@@ -74,7 +78,8 @@ class AttentionTelemetry:
         num_tokens = tokens.shape[1]
         geometry, num_groups = self.model.config.geometry, self.model.config.num_kv_heads
         cells = len(self.layers) * num_groups * geometry.num_selection_blocks(num_tokens)
-        queries = evenly_spaced(num_tokens, picture_queries(num_tokens, cells), tokens.device)
+        most = max(_MIN_QUERIES, min(_MAX_QUERIES, _MAX_CELLS // cells))
+        queries = evenly_spaced(num_tokens, most, tokens.device)
         documents = _documents_of_first(cu_seqlens, tokens)
         layers = self._observe(tokens[:1], documents, lambda layer: describe_layer(layer, queries))
         maps = {name: map_of_layers.cpu().numpy() for name, map_of_layers in layers.items()}
