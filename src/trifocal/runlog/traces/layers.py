@@ -21,8 +21,6 @@ from trifocal.distributed.parallel import GradientWatch, local_shard
 from trifocal.runlog.stalls.collectives import Collective, recorded_collectives
 from trifocal.runlog.traces.base import Mark, ModuleHooks, Moment, Trace, write_table
 
-# Tensors that the optimizer changes by small amounts need one of these.
-_FULL_PRECISION = (torch.float32, torch.float64)
 _Seen = tuple[str, str, torch.dtype, tuple[int, ...]]
 _SNAPSHOT_EVENTS = 200_000
 
@@ -100,16 +98,12 @@ class DtypeTrace(Trace):
         self._hooks.remove()
         shapes = {(kind, name, dtype): shape for kind, name, dtype, shape in (*self._kept(), *self.seen)}
         for (kind, name, dtype), shape in sorted(shapes.items(), key=lambda row: row[0][0]):
-            lossy = kind in ("parameter", "optimizer state") and dtype.is_floating_point
             self.rows.append(
                 {
                     "kind": kind,
                     "name": name,
                     "dtype": str(dtype).removeprefix("torch."),
                     "shape": "x".join(map(str, shape)) or "scalar",
-                    "remark": "small updates are lost at this precision"
-                    if lossy and dtype not in _FULL_PRECISION
-                    else "",
                 }
             )
 
