@@ -28,13 +28,6 @@ def test_a_torn_last_line_is_ignored_by_readers_and_removed_by_the_next_writer(t
     assert path.read_text() == '{"a":1}\n{"a":2}\n{"a":3}\n'
 
 
-def test_a_torn_line_longer_than_a_read_block_is_found(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"a":1}\n' + "x" * 200_000)
-    JsonLinesWriter(path).close()
-    assert path.read_text() == '{"a":1}\n'
-
-
 def test_a_broken_line_in_the_middle_is_skipped_and_counted(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a":1}\nnonsense\n{"a":2}\n[]\n')
@@ -53,14 +46,6 @@ def test_reading_the_end_gives_whole_lines_of_it(tmp_path):
     rows = read_lines(path, last_bytes=100)
     assert [row["a"] for row in rows] == list(range(1000 - len(rows), 1000))
     assert 5 <= len(rows) <= 11
-
-
-def test_of_a_line_longer_than_any_row_only_a_part_is_read_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(jsonl, "LONGEST_LINE", 64)
-    path = tmp_path / "rows.jsonl"
-    path.write_text(f'{{"a": "{"x" * 200}"}}\n{{"a": 1}}\n')
-    rows = read_lines(path)
-    assert rows == [{"a": 1}] and rows.skipped > 1
 
 
 def test_a_full_disk_warns_once_and_loses_rows_only(tmp_path, caplog):
