@@ -109,15 +109,10 @@ def measure_needles(subject: Subject, length: int, depths: Sequence[float], samp
     An answer counts if each of its tokens is the likeliest, given those before it: greedy generation then gives it. A
     haystack has `length` tokens with the question; the rest as in `Haystacks.prompts`.
     """
-    at_once, haystacks = subject.rows_at_once(length), Haystacks(subject)
+    haystacks = Haystacks(subject)
     for depth, prompts in haystacks.prompts(length, depths, samples):
-        found, nats, answers = 0, 0.0, 0
-        for first in range(0, samples, at_once):
-            part = prompts[first : first + at_once]
-            right, losses = subject.score_answers(part)
-            found += sum(bool(own.all()) for own in right.split([int((targets >= 0).sum()) for _, targets in part]))
-            nats += float(losses.sum())
-            answers += losses.numel()
+        right, losses = subject.score_answers(prompts)
+        found = sum(bool(own.all()) for own in right.split([int((targets >= 0).sum()) for _, targets in prompts]))
         yield {
             "task": "needle",
             "length": length,
@@ -125,5 +120,5 @@ def measure_needles(subject: Subject, length: int, depths: Sequence[float], samp
             "depth": depth,
             "samples": samples,
             "accuracy": found / samples,
-            "answer_loss": nats / answers,
+            "answer_loss": float(losses.double().mean()),
         }

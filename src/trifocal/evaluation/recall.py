@@ -1,5 +1,6 @@
 """Multi-query associative recall: does the model remember which value belongs to which key?"""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import torch
 
 from trifocal.data.sources.synthetic import associations, check_recall
+from trifocal.evaluation.position_loss import doubling_edges
 from trifocal.evaluation.subject import Subject
 
 # Random numbers of validation rows have a key of three numbers: this one differs from theirs.
@@ -25,26 +27,17 @@ def measure_recall(subject: Subject, length: int, pairs: int, samples: int) -> I
     vocab_size = subject.model.config.vocab_size
     check_recall(pairs, vocab_size=vocab_size, sequence_length=length)
     rows = [associations(vocab_size, length, pairs, (subject.data.seed, _SPLIT, sample)) for sample in range(samples)]
-    right, nats, distances = [], [], []
-    at_once = subject.rows_at_once(length)
-    for first in range(0, samples, at_once):
-        part = rows[first : first + at_once]
-        hit, loss = subject.score_answers(part)
-        right.append(hit)
-        nats.append(loss)
-        distances += [_distances(*row, pairs) for row in part]
-    hits, distance = torch.cat(right).double(), torch.from_numpy(np.concatenate(distances))
+    right, nats = subject.score_answers(rows)
+    hits, distance = right.double(), torch.from_numpy(np.concatenate([_distances(*row, pairs) for row in rows]))
     yield {
         "task": "recall",
         "length": length,
         "pairs": pairs,
         "samples": samples,
         "accuracy": float(hits.mean()),
-        "answer_loss": float(torch.cat(nats).mean()),
+        "answer_loss": float(nats.mean()),
     }
-    first = 0
-    while first < length:
-        end = 2 * first or _FIRST_DISTANCE
+    for first, end in itertools.pairwise(doubling_edges(length, _FIRST_DISTANCE)):
         here = (distance >= first) & (distance < end)
         if here.any():
             yield {
@@ -56,7 +49,6 @@ def measure_recall(subject: Subject, length: int, pairs: int, samples: int) -> I
                 "queries": int(here.sum()),
                 "accuracy": float(hits[here].mean()),
             }
-        first = end
 
 
 def _distances(tokens: np.ndarray, targets: np.ndarray, pairs: int) -> np.ndarray:

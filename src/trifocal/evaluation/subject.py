@@ -71,7 +71,11 @@ class Subject:
         """Whether each valid target is the likeliest token behind rows of one document each, tokens and targets [T],
         -100 elsewhere; and its loss in nats. All on the host, row after row.
         """
-        tokens, targets = stack_rows(rows)
+        at_once = self.rows_at_once(max(len(tokens) for tokens, _ in rows))
+        scored = [self._score(*stack_rows(rows[first : first + at_once])) for first in range(0, len(rows), at_once)]
+        return torch.cat([right for right, _ in scored]), torch.cat([losses for _, losses in scored])
+
+    def _score(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         with autocast(self.device, self.precision):
             hidden = self.model.hidden_states(tokens.to(self.device))
             asked = targets >= 0
