@@ -67,7 +67,7 @@ class Worker:
     """
 
     def __init__(
-        self, engine: Engine, model: CachedModel, *, max_open: int, before_step: Callable[[], None] | None = None
+        self, engine: Engine, model: CachedModel, *, max_open: int, before_step: Callable[[], None] = lambda: None
     ) -> None:
         self._engine, self._model, self._most = engine, model, max_open
         self._before_step = before_step
@@ -183,8 +183,7 @@ class Worker:
                         self._engine.submit(*requests)
                     else:
                         self._cancel(requests, left)
-                if self._before_step is not None:
-                    self._before_step()
+                self._before_step()
                 for update in self._engine.step():
                     updates.append(update)
                     left[update.request] -= update.completion is not None
