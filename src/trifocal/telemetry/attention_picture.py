@@ -26,6 +26,7 @@ from trifocal.telemetry.maps import LayerAttention, choosing_shares, full_attent
 VERSION = 2
 _MAX_BYTES = 2**26
 """Bytes of a file, compressed and expanded."""
+_PLAIN = ("step", "texts", "layers", "others")
 _ARRAYS = ("positions", "documents", "queries", "selected", "importance", "dense", "gates")
 
 
@@ -49,9 +50,8 @@ class AttentionPicture:
 
     def save(self, path: Path) -> None:
         """Write the file; readers never see a partial file. Raises OSError if writing fails."""
-        header = {"version": VERSION, "step": self.step, "texts": self.texts, "layers": self.layers}
-        header["others"] = self.others
-        header["geometry"] = asdict(self.geometry)
+        header: dict[str, Any] = {name: getattr(self, name) for name in _PLAIN}
+        header |= {"version": VERSION, "geometry": asdict(self.geometry)}
         content = io.BytesIO()
         arrays: dict[str, NDArray[Any]] = {name: getattr(self, name) for name in _ARRAYS}
         arrays["header"] = np.frombuffer(json.dumps(header, ensure_ascii=False).encode(), dtype=np.uint8)
@@ -74,8 +74,7 @@ def read_picture(path: Path) -> AttentionPicture:
         if header["version"] != VERSION:
             raise ValueError(f"expected version {VERSION}, got {header['version']}")
         geometry = Geometry(**header["geometry"])
-        names = ("step", "texts", "layers", "others")
-        picture = AttentionPicture(geometry=geometry, **{name: header[name] for name in names}, **arrays)
+        picture = AttentionPicture(geometry=geometry, **{name: header[name] for name in _PLAIN}, **arrays)
     except Exception as error:  # A damaged archive raises many kinds of errors.
         raise UserError(f"cannot read the attention picture {path} ({one_line(error)}); remove it") from error
     return picture

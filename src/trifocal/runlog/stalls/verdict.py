@@ -8,7 +8,7 @@ no rows takes no steps either.
 import socket
 import time
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from trifocal.runlog.jsonl import Row
 from trifocal.runlog.proc import process_start, process_state
@@ -37,8 +37,9 @@ class Verdict:
     @property
     def mark(self) -> Literal["bad", "watch", "good"]:
         """Whether somebody must act, or look."""
-        place = get_args(State).index(self.state)
-        return "bad" if place < 3 else "watch" if place < 5 else "good"
+        if self.state in ("failed", "dead", "stalled"):
+            return "bad"
+        return "watch" if self.state in ("slow", "stopped") else "good"
 
 
 def judge(row: Row, now: float | None = None) -> Verdict:
