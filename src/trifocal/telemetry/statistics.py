@@ -56,14 +56,7 @@ def selection_statistics(selected: Tensor, geometry: Geometry, documents: Docume
     chosen = selected >= 0
     every = (-3, -2, -1)
     count = chosen.sum(every).clamp(min=1)
-    weights = chosen.float().flatten(-3)
-
     distance = torch.where(chosen, own - selected, 0)
-    bins = distance_bins(num_queries, geometry)
-    edges = 2 ** torch.arange(bins - 1, device=device)
-    bin_of = torch.bucketize(distance, edges, right=True)
-    leading = selected.shape[:-3]
-    bin_counts = torch.zeros(*leading, bins, device=device).scatter_add_(-1, bin_of.flatten(-3), weights)
 
     forced = chosen & ((selected < geometry.num_initial_blocks) | (selected > own - geometry.num_local_blocks))
     has_choice = own + 1 > geometry.num_selected_blocks
@@ -75,7 +68,7 @@ def selection_statistics(selected: Tensor, geometry: Geometry, documents: Docume
     kinds = torch.arange(geometry.num_selected_blocks + 1, device=device)
     count_shares = (of_query[..., None] == kinds).float().mean((-3, -2))
     return {
-        "selected_distance_shares": bin_counts / count[..., None],
+        "selected_distance_shares": _by_distance(distance, chosen.float(), num_queries, geometry) / count[..., None],
         "selected_forced_share": forced.sum(every) / count,
         "free_local_share": (free & in_window).sum(every) / free.sum(every).clamp(min=1),
         "neighbour_overlap": _neighbour_overlap(selected, documents),
@@ -109,19 +102,22 @@ def choice_statistics(layer: LayerAttention) -> dict[str, Tensor]:
     count = best.sum((1, 2, 3))
     drawn = free_places(geometry) / num_free(own, geometry).clamp(min=1)
 
-    edges = 2 ** torch.arange(distance_bins(len(layer.positions), geometry) - 1, device=mass.device)
-    bin_of = torch.bucketize((own - block).clamp(min=0), edges, right=True)
-    by_distance = [
-        torch.zeros(len(mass), len(edges) + 1, dtype=mass.dtype, device=mass.device)
-        .index_add_(1, bin_of.flatten(), shares.sum(2).flatten(1)) / count[:, None]
-        for shares in (held, best)
-    ]  # fmt: skip
+    distance = (own - block).clamp(min=0)[:, None]
+    by_distance = [_by_distance(distance, shares, len(layer.positions), geometry) for shares in (held, best)]
     return {
         "choice_recall": held.sum((1, 2, 3)) / count,
         "recall_by_chance": (every.sum((2, 3)) * drawn[:, 0]).sum(1) / count,
-        "exact_mass_by_distance": by_distance[1],
-        "held_mass_by_distance": by_distance[0],
+        "exact_mass_by_distance": by_distance[1] / count[:, None],
+        "held_mass_by_distance": by_distance[0] / count[:, None],
     }
+
+
+def _by_distance(distance: Tensor, shares: Tensor, num_tokens: int, geometry: Geometry) -> Tensor:
+    """Sums of shares [..., T, G, *] by their distance in blocks, [..., bins]."""
+    bins = distance_bins(num_tokens, geometry)
+    bin_of = torch.bucketize(distance, 2 ** torch.arange(bins - 1, device=shares.device), right=True)
+    sums = shares.new_zeros(*shares.shape[:-3], bins)
+    return sums.scatter_add_(-1, bin_of.expand_as(shares).flatten(-3), shares.flatten(-3))
 
 
 def _neighbour_overlap(selected: Tensor, documents: Documents | None) -> Tensor:
