@@ -157,6 +157,14 @@ def test_text_of_the_run_cannot_become_part_of_the_page(make_run):
     assert "<script>alert" not in write_report(run).read_text()
 
 
+def test_a_picture_whose_parts_do_not_fit_is_one_line(make_run):
+    run = make_run(steps=300)
+    for path in (run / "attention").glob("*.npz"):
+        replace(read_picture(path), layers=["0"]).save(path)
+    with pytest.raises(UserError, match="cannot show the pictures in"):
+        write_report(run)
+
+
 def test_cells_of_tables_are_escaped(tmp_path):
     """The names of runs and hosts, and the values of their configurations, side by side."""
     evil = "<b class=evil>"

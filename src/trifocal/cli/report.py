@@ -11,7 +11,6 @@ from trifocal.cli.output import printable
 from trifocal.errors import UserError
 from trifocal.paths import user_path
 from trifocal.report import write_report
-from trifocal.train.run_folder import load_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +31,6 @@ def run(args: Sequence[str]) -> int:
     """Write the page and print its path."""
     options: ReportArguments = parse_arguments(ReportArguments, args, prog="trifocal report")
     directories = [user_path(directory, "RUN_DIR") for directory in options.run_directories]
-    for directory in directories:
-        load_run(directory)
     path = write_report(directories, user_path(options.output, "--output") if options.output else None)
     print(printable(str(path)))
     return 0

@@ -6,6 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import get_args
 
+from trifocal.errors import UserError, one_line
 from trifocal.report.attention_charts import attention_charts
 from trifocal.report.charts import Chart, training_charts
 from trifocal.report.evaluation_charts import evaluation_charts
@@ -42,8 +43,7 @@ def build_page(runs: list[Run], plotly: str) -> str:
     if evaluation:
         body.append(_section("Evaluation", _charts(evaluation)))
     for run, group in zip(runs, attention, strict=True):
-        pictures = pictures_of(run)
-        picture = picture_card(pictures) if pictures else ""
+        picture = _picture(run)
         if group or picture:
             body.append(_section(of_run("Attention", run, compared), picture + _charts(group)))
     for run in runs:
@@ -145,6 +145,16 @@ def _charts(charts: list[Chart]) -> str:
         for chart in charts
     ]
     return f'<div class="charts">{"".join(cards)}</div>'
+
+
+def _picture(run: Run) -> str:
+    pictures = pictures_of(run)
+    try:
+        return picture_card(pictures) if pictures else ""
+    except Exception as error:  # Any, as the parts of a file that trifocal has not written need not fit.
+        raise UserError(
+            f"cannot show the pictures in {run.directory}/attention ({one_line(error)}); remove them"
+        ) from error
 
 
 def _samples(run: Run) -> str:

@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import socket
 import subprocess
 from importlib import metadata
@@ -95,8 +94,6 @@ def _version(package: str) -> str | None:
 
 
 def _run(*command: str) -> str | None:
-    if shutil.which(command[0]) is None:
-        return None
     try:
         finished = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
