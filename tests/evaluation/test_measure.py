@@ -17,7 +17,7 @@ from trifocal.data.loader import read_validation
 from trifocal.evaluation import measure, subject
 from trifocal.evaluation.measure import Plan, TimeLeft, evaluate_model, not_possible, planned_tokens, rows_name
 from trifocal.evaluation.needles import Haystacks, measure_needles
-from trifocal.evaluation.position_loss import PositionLosses, doubling_edges, measure_loss
+from trifocal.evaluation.position_loss import PositionLosses, measure_loss, position_edges
 from trifocal.evaluation.recall import _distances, measure_recall
 from trifocal.evaluation.subject import Subject
 from trifocal.models import DecoderLM, ModelConfig
@@ -254,7 +254,7 @@ def test_recall_of_the_choice_is_by_layer_and_by_distance(text, exact):
 def test_logits_of_large_vocabularies_are_made_in_parts(monkeypatch):
     model = DecoderLM(SMALL_MODEL)
     tokens = torch.randint(SMALL_MODEL.vocab_size, (2, 17))
-    whole, parts = (PositionLosses(model, doubling_edges(16, 8), CPU) for _ in range(2))
+    whole, parts = (PositionLosses(model, position_edges(16), CPU) for _ in range(2))
     with torch.no_grad():
         loss = whole(tokens[:, :-1], tokens[:, 1:])
         monkeypatch.setattr("trifocal.evaluation.position_loss._LOGITS_AT_ONCE", 5 * SMALL_MODEL.vocab_size)

@@ -1,6 +1,5 @@
 """Loss on validation data, in all and by position: does a longer past help?"""
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,10 +19,14 @@ _FIRST_BUCKET = 8
 _LOGITS_AT_ONCE = 1 << 26
 
 
-def doubling_edges(length: int, first: int) -> list[int]:
-    """Borders of buckets: 0, `first`, and its doubles below the length; and the length."""
-    doubles = itertools.takewhile(lambda edge: edge < length, (first << power for power in itertools.count()))
-    return [0, *doubles, length]
+def position_edges(length: int) -> list[int]:
+    """Borders of the buckets of positions: 0, 8, 16, 32, … and the length; the last bucket is the longest."""
+    edges = [0]
+    edge = _FIRST_BUCKET
+    while edge < length:
+        edges.append(edge)
+        edge *= 2
+    return [*edges, length]
 
 
 class PositionLosses:
@@ -87,7 +90,7 @@ def measure_loss(subject: Subject, batches: Sequence[Batch], on_batch: Callable[
     model, each row has its loss, the divergence from it and the share of equal likeliest tokens too.
     """
     length = batches[0].tokens.shape[1]
-    edges = doubling_edges(length, _FIRST_BUCKET)
+    edges = position_edges(length)
     losses = PositionLosses(subject.model, edges, subject.device, subject.beside)
     text_bytes = 0
     for done, batch in enumerate(batches, start=1):
