@@ -4,7 +4,7 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ from trifocal.cli.threads import Threads
 from trifocal.data import DataConfig, Tokenizer
 from trifocal.errors import UserError
 from trifocal.evaluation.grade import read_grade_set
-from trifocal.evaluation.measure import OK, USUAL_TASKS, Plan, ReportProgress, Task, evaluate_model, not_possible
+from trifocal.evaluation.measure import OK, USUAL_TASKS, Plan, ReportProgress, Sizes, Task, evaluate_model, not_possible
 from trifocal.evaluation.record import to_json, write_evaluation
-from trifocal.evaluation.ruler import RULER_INSTALL, RULER_TASKS, RulerName, possible_tasks
+from trifocal.evaluation.ruler import RULER_INSTALL, RULER_TASKS, possible_tasks
 from trifocal.evaluation.subject import Subject
 from trifocal.fields import check_at_least
 from trifocal.models import DecoderLM, parameter_count
@@ -48,7 +48,7 @@ _TITLES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateArguments(ModelArguments):
+class EvaluateArguments(Sizes, ModelArguments):
     """Measure a trained model: loss, loss by position, recall of the choice, needles, associative recall.
 
     A table is shown, and the figures go into evaluation/ of the run's folder, where trifocal report finds them.
@@ -59,25 +59,8 @@ class EvaluateArguments(ModelArguments):
     without the last two."""
     source: str = ""
     """Other data than it was trained on, written as data.source: builtin, text:PATH, needle:4, recall:64 …"""
-    sequence_length: int = 0
-    """Tokens of a sequence of loss, position and recall, also longer than in training; 0: as in training."""
-    sequences: int = 0
-    """Sequences of loss and position; 0: as many tokens as in the run's own evaluations, 16 sequences without a run."""
-    lengths: tuple[int, ...] = ()
-    """Tokens of the haystacks, like 4096,16384; by default an eighth, a quarter, a half and all of sequence_length."""
-    depths: int = 5
-    """Places of the needle, evenly from the beginning to the end."""
-    samples: int = 8
-    """Haystacks for each length and depth, rows for each number of pairs, prompts for each task of RULER, which takes
-    500."""
-    ruler_tasks: tuple[RulerName, ...] = ()
-    """Tasks of RULER, like niah_single_1,vt; by default all generated ones whose packages are installed."""
-    chat: bool = False
-    """Give the prompts of RULER as messages of a chat, by the tokenizer's template."""
     grade_set: str = "grade"
     """The folder with the packages of the grade's texts; the error without it says how to get them."""
-    pairs: tuple[int, ...] = ()
-    """Pairs in a row of recall; by default those of the source, a half and a quarter."""
     beside: str = ""
     """A model of the same tokenizer to compare the loss with, such as the dense one before a conversion: its loss, the
     divergence (KL) from it, and how often both have the same likeliest token."""
@@ -184,18 +167,9 @@ def _plan(subject: Subject, options: EvaluateArguments) -> Plan:
     length = options.sequence_length or subject.trained_length or max(options.lengths, default=None)
     if length is None:
         raise UserError("the length of its training sequences is not known; give --sequence-length")
-    return Plan(
-        tasks=tasks,
-        sequence_length=length,
-        sequences=options.sequences,
-        lengths=options.lengths,
-        depths=options.depths,
-        samples=options.samples,
-        pairs=options.pairs,
-        ruler_tasks=tuple(ruler_tasks),
-        chat=options.chat,
-        grade=read_grade_set(options.grade_set) if "grade" in tasks else {},
-    )
+    sizes = {size.name: getattr(options, size.name) for size in fields(Sizes)}
+    sizes |= {"sequence_length": length, "ruler_tasks": tuple(ruler_tasks)}
+    return Plan(tasks=tasks, grade=read_grade_set(options.grade_set) if "grade" in tasks else {}, **sizes)
 
 
 def _progress() -> ReportProgress:

@@ -41,32 +41,35 @@ ReportProgress = Callable[..., None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Tasks of an evaluation, with their sizes.
+class Sizes:
+    """Sizes of tasks; also flags of `trifocal evaluate`."""
 
-    Attributes:
-        tasks: Some of `TASKS`.
-        sequence_length: Tokens of a sequence for loss and position.
-        sequences: Sequences for loss and position; 0: as many tokens as the run's own evaluations, 16 sequences
-            without a run.
-        lengths: Tokens of a haystack; empty: from an eighth of `sequence_length` to all of it.
-        depths: Places of the needle, evenly from the beginning to the end.
-        samples: Haystacks of a depth, and rows of recall.
-        pairs: Pairs of a recall row; empty: those of the source, and halves of it.
-        ruler_tasks: Tasks of RULER, by name; `samples` are the prompts of each length.
-        chat: Whether their prompts are messages of a chat.
-        grade: Documents of the grade by part, as `read_grade_set` gives them.
+    sequence_length: int = 0
+    """Tokens of a sequence of loss, position and recall, also longer than in training; 0: as in training."""
+    sequences: int = 0
+    """Sequences of loss and position; 0: as many tokens as in the run's own evaluations, 16 sequences without a run."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of the haystacks, like 4096,16384; by default an eighth, a quarter, a half and all of sequence_length."""
+    depths: int = 5
+    """Places of the needle, evenly from the beginning to the end."""
+    samples: int = 8
+    """Haystacks for each length and depth, rows for each number of pairs, prompts for each task of RULER, which takes
+    500."""
+    ruler_tasks: tuple[RulerName, ...] = ()
+    """Tasks of RULER, like niah_single_1,vt; by default all generated ones whose packages are installed."""
+    chat: bool = False
+    """Give the prompts of RULER as messages of a chat, by the tokenizer's template."""
+    pairs: tuple[int, ...] = ()
+    """Pairs in a row of recall; by default those of the source, a half and a quarter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Sizes):
+    """Tasks of an evaluation, some of `TASKS`, with their sizes, of which `sequence_length` is known; and the documents
+    of the grade by part, as `read_grade_set` gives them.
     """
 
     tasks: tuple[str, ...]
-    sequence_length: int
-    sequences: int = 0
-    lengths: tuple[int, ...] = ()
-    depths: int = 5
-    samples: int = 8
-    pairs: tuple[int, ...] = ()
-    ruler_tasks: tuple[RulerName, ...] = ()
-    chat: bool = False
     grade: Mapping[str, list[str]] = field(default_factory=dict)
 
     def needle_lengths(self) -> list[int]:
