@@ -8,7 +8,6 @@ import tyro
 
 from trifocal.cli.flags import parse_arguments
 from trifocal.cli.output import printable
-from trifocal.errors import UserError
 from trifocal.paths import user_path
 from trifocal.report import write_report
 
@@ -21,10 +20,6 @@ class ReportArguments:
     """The run, or several to compare."""
     output: str = ""
     """Where to write; by default report.html in the run, of several runs comparison.html in the first."""
-
-    def __post_init__(self) -> None:
-        if not self.run_directories:
-            raise UserError("missing argument: RUN_DIR")
 
 
 def run(args: Sequence[str]) -> int:

@@ -138,12 +138,7 @@ class _Ended(Exception):
 
 
 def run(args: Sequence[str]) -> int:
-    """Take the steps that are not done yet, and say what came out.
-
-    Raises:
-        UserError: If the source is no dense model that can be converted, OUT has something else, the text is too short
-            or the memory does not suffice; what was done is kept.
-    """
+    """Take the steps that are not done yet, and say what came out; what was done is kept where one fails."""
     options: SparsifyArguments = parse_arguments(SparsifyArguments, args, prog="trifocal sparsify")
     source, output = user_path(options.source, "DIR"), user_path(options.output, "OUT")
     check_source(source)
