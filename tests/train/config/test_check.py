@@ -137,6 +137,9 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose_device("auto").type == choose_device("cuda").type == "cuda"
     assert choose_device("cpu") == CPU
+    for other in ("gpu", "cuda:1", CPU):
+        with pytest.raises(UserError, match=r'the device must be "auto", "cpu" or "cuda", got'):
+            choose_device(other)
 
 
 def test_notes_say_what_is_fine_but_notable(tmp_path):

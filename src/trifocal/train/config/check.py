@@ -25,9 +25,11 @@ CHECKPOINT_BYTES_PER_PARAMETER = 12
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The device that `run.device` or `--device` names: "auto", "cpu" or "cuda". UserError if it asks for a GPU and
-    PyTorch sees none.
+    """The device that `run.device` or `--device` names: "auto", "cpu" or "cuda". UserError if it is another name, or
+    asks for a GPU and PyTorch sees none.
     """
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise UserError(f'the device must be "auto", "cpu" or "cuda", got {wanted!r}')
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
         raise UserError('the device is to be "cuda", but PyTorch sees no GPU here; use "cpu" or "auto"')
