@@ -189,7 +189,8 @@ def test_chats_by_the_template(tmp_path):
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
-        (b"{", 400, "the body is no JSON"),
+        (b'{"prompt": "x" "n": 1}', 400, "the body is no JSON: Expecting ',' delimiter: line 1 column 16"),
+        (b'{"temperature": NaN}', 400, "the body is no JSON: NaN"),
         (b"[" * 100_000, 400, "the body is nested too deeply"),
         (b" " * (2**23 + 1), 413, "the body may have 8,388,608 bytes"),
         ({"prompt": "x", "model": "gpt-4"}, 404, "there is no model gpt-4; tiny is served"),

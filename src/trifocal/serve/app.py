@@ -20,6 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from trifocal.errors import one_line
 from trifocal.serve.answers import Answer
 from trifocal.serve.errors import ApiError
 from trifocal.serve.pictures import Pictures
@@ -217,7 +218,7 @@ async def _read_object(request: Request) -> dict[str, Any]:
     try:
         body = json.loads(content, parse_constant=_no_constant)
     except ValueError as error:
-        raise ApiError(400, "the body is no JSON") from error
+        raise ApiError(400, f"the body is no JSON: {one_line(error)}") from error
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
     return body
