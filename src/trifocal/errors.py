@@ -54,10 +54,10 @@ def _likeness(name: str, candidate: str) -> float:
 
 
 def one_line(error: object, most: int = 300) -> str:
-    """The text of an exception, or a text, on one line of printable characters, cut to `most`; the type where there is
-    no text.
+    """The text of an exception, or a text, on one line of printable characters, cut to `most`; where there is none, the
+    exception's type, or quotes.
     """
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split()) or (repr(error) if isinstance(error, str) else type(error).__name__)
     text = text if len(text) <= most else text[: most - 1] + "…"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 

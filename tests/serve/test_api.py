@@ -194,6 +194,8 @@ def test_chats_by_the_template(tmp_path):
         (b"[" * 100_000, 400, "the body is nested too deeply"),
         (b" " * (2**23 + 1), 413, "the body may have 8,388,608 bytes"),
         ({"prompt": "x", "model": "gpt-4"}, 404, "there is no model gpt-4; tiny is served"),
+        ({"prompt": "x", "model": ""}, 404, "there is no model ''; tiny is served"),
+        ({"prompt": "x", "": 1}, 400, "the parameter '' is not supported; leave it out"),
         ({"prompt": "x", "\ud800": 1}, 400, "the parameter \\ud800 is not supported"),
         (b'{"metadata": ' + b"[" * 900 + b"]" * 900 + b', "prompt": ""}', 400, "the prompt is empty"),
     ],
