@@ -188,7 +188,7 @@ def test_what_cannot_be_served_is_refused(folder, capsys):
             (["--port", "65536"], "--port may be at most 65535, got 65536"),
             (["--precision", "int9"], "--precision"),
             (["--max-waiting", "-1"], "--max-waiting must be at least 0, got -1"),
-            (["--port", "0", "--max-length", "1000000000000"], "--max-length"),
+            (["--port", "0", "--max-length", "1000000000000"], "do: lower --max-length"),
         ):
             assert main(["serve", str(folder), *arguments]) == 2
             assert message in capsys.readouterr().err

@@ -143,7 +143,7 @@ def _load(found: Pretrained, options: ServeArguments) -> CachedModel:
         {"auto": found.dtype(device), "fp32": torch.float32, "bf16": torch.bfloat16}[options.precision],
         device,
         what=f"sequences of {length:,} tokens",
-        remedy="--max-length",
+        remedy="lower --max-length",
         max_length=length,
         sequences=options.max_sequences or MAX_SEQUENCES[device.type],
         # Programs of the user want the memory too.
