@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import trifocal.inference.engine as engine_module
 from trifocal.data import make_tokenizer
 from trifocal.inference import CachedModel, Engine, Request, RequestTooLong, Sampling
 from trifocal.inference.prompt_lookup import PromptLookup
@@ -501,6 +502,34 @@ def test_a_failure_anywhere_loses_no_sequence(model, monkeypatch):
             own = [u.token for u in updates if u.request is completion.request and u.sample == completion.sample]
             assert own == completion.tokens, method
         assert cached.pages.num_free == 5 and cached.num_free_rows == 4, method
+
+
+def test_scores_that_find_no_memory_are_made_again(model, monkeypatch):
+    """Every other time; the piece of the prompt is in the caches by then."""
+    request = Request(prompt=list(range(18)), max_new_tokens=2, score_prompt=True, likeliest=2, samples=2)
+
+    def run():
+        engine, updates = make_engine(model, 2, prefill_chunk_size=5)[0], []
+        engine.submit(request)
+        for _ in range(20):
+            with contextlib.suppress(MemoryError):
+                updates += engine.step()
+        assert engine.idle
+        return updates
+
+    expected, scores, calls = run(), engine_module._scores, []
+
+    def sometimes(*arguments):
+        calls.append(1)
+        if len(calls) % 2:
+            raise MemoryError("no room")
+        return scores(*arguments)
+
+    monkeypatch.setattr(engine_module, "_scores", sometimes)
+    found = run()
+    assert len(calls) > 4 and [len(update.prompt_scores) for update in found] == [17, 17, 0, 0]
+    assert [update.prompt_scores for update in found] == [update.prompt_scores for update in expected]
+    assert [(u.sample, u.token, u.score) for u in found] == [(u.sample, u.token, u.score) for u in expected]
 
 
 def test_a_guess_follows_what_a_failed_step_has_drawn(make_model, monkeypatch):

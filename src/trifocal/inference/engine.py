@@ -206,17 +206,17 @@ class Engine:
         scored = state.request.score_prompt
         if scored:
             size = min(size, max(1, _SCORED_LOGITS // self._model.config.vocab_size))
-        piece = prompt[begin : begin + size]
         if state.logits is None:
-            logits = self._model.prefill_chunk(state.cached, piece, all_logits=scored)
-            if scored:
-                state.prompt_scores += _scores(logits, prompt[begin + 1 : begin + 1 + size], state.request.likeliest)
-            if not state.prompt_left:
-                state.logits = logits[-1:]
-            self._prefixes.keep(state.keys, state.cached)
-            if state.prompt_left:
-                return len(piece)
-        assert state.logits is not None
+            state.logits = self._model.prefill_chunk(state.cached, prompt[begin : begin + size], all_logits=scored)
+        if scored:
+            # From the first token without a score: a piece is in the caches, also where its scores found no memory.
+            following = prompt[len(state.prompt_scores) + 1 : state.cached.length + 1]
+            state.prompt_scores += _scores(state.logits, following, state.request.likeliest)
+        state.logits = None if state.prompt_left else state.logits[-1:]
+        count = state.cached.length - begin
+        self._prefixes.keep(state.keys, state.cached)
+        if state.logits is None:
+            return count
         states, drawn = [state], []
         try:
             for sample in range(1, state.request.samples):
@@ -242,7 +242,7 @@ class Engine:
             each.launched = 1
             self._scheduler.enqueue(each)
             self._leave_batch_if_launched(each)
-        return len(piece)
+        return count
 
     def _launch(self) -> None:
         """Queue a step of all that run."""

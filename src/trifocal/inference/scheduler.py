@@ -20,9 +20,9 @@ class RequestState:
     """A sequence on its way: it waits, goes through its prompt, runs, may be swapped out, and ends.
 
     The youngest has the largest `age`. A sequence is `cached`, or `swapped` to the host, or waits; it has a `place` in
-    the batch while it takes part in steps. `logits` are those of its prompt's last token, until its first tokens are
-    drawn; `launched` tokens are queued, and `tokens` those that the host has read. By the hashes of its prompt's
-    chunks, `keys`, prefixes are kept and found.
+    the batch while it takes part in steps. `logits` are those of a piece of its prompt, until it is scored, or of its
+    last token, until its first tokens are drawn; `launched` tokens are queued, and `tokens` those that the host has
+    read. By the hashes of its prompt's chunks, `keys`, prefixes are kept and found.
     """
 
     request: Request
