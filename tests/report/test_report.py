@@ -198,6 +198,8 @@ def test_a_run_that_only_began_and_what_is_no_run(make_run, tmp_path):
     assert "Too few rows to tell yet" in page and "No heartbeat was written" in page
     with pytest.raises(UserError, match=r"there is no run at .*: no such folder"):
         write_report(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"there is no run at .*report.html: it is a file"):
+        write_report(empty / "report.html")
     with pytest.raises(UserError, match="is not a run"):
         write_report(tmp_path)
     with pytest.raises(UserError, match="at least one"):

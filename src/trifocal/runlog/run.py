@@ -125,7 +125,8 @@ def read_run(directory: str | Path, *, live: bool = False) -> Run:
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise UserError(f"there is no run at {directory}: no such folder")
+        reason = "it is a file" if directory.exists() else "no such folder"
+        raise UserError(f"there is no run at {directory}: {reason}")
     metrics, heartbeat, config = (directory / name for name in ("metrics.jsonl", "heartbeat", "config.toml"))
     if not metrics.exists() and not heartbeat.is_dir():
         raise UserError(f"{directory} is not a run: it has neither metrics.jsonl nor heartbeat/")

@@ -182,7 +182,8 @@ def save_config(config: RunConfig, folder: Path) -> None:
 def load_run(folder: Path) -> RunConfig:
     """Load the configuration of a run; a folder without one is a `UserError`."""
     if not folder.is_dir():
-        raise UserError(f"there is no run at {folder}: no such folder")
+        reason = "it is a file" if folder.exists() else "no such folder"
+        raise UserError(f"there is no run at {folder}: {reason}")
     if not (folder / CONFIG_FILE).is_file():
         raise UserError(f"there is no run at {folder}: it has no {CONFIG_FILE}")
     return from_table(RunConfig, read_toml(folder / CONFIG_FILE), str(folder / CONFIG_FILE))

@@ -204,6 +204,9 @@ def test_flags_go_before_the_weights_where_they_fit(source, tmp_path):
             load_model(path)
     with pytest.raises(UserError, match=r"there is no run at .*nowhere: no such folder"):
         begin(tmp_path, tmp_path / "nowhere")
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(UserError, match=r"there is no run at .*model\.safetensors: it is a file"):
+        load_model(tmp_path / "model.safetensors")
 
 
 @pytest.fixture(scope="module")
