@@ -24,10 +24,11 @@ LONG_RUN_STEPS = 1000
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 
 
-def choose_device(wanted: str) -> torch.device:
+def choose_device(wanted: str | torch.device) -> torch.device:
     """The device that `run.device` or `--device` names: "auto", "cpu" or "cuda". UserError if it is another name, or
     asks for a GPU and PyTorch sees none.
     """
+    wanted = str(wanted)
     if wanted not in ("auto", "cpu", "cuda"):
         raise UserError(f'the device must be "auto", "cpu" or "cuda", got {wanted!r}')
     available = torch.cuda.is_available()
