@@ -90,3 +90,20 @@ def test_the_attention_factor_multiplies_cosines_and_sines():
 def test_scalings_that_do_not_fit_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         RopeScaling(**fields)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 7}, "head_dim must be even for rotary positions, got 7"),
+        ({"head_dim": 2.5}, "head_dim must be an integer, got 2.5"),
+        ({"theta": 0}, "theta must be above 0, got 0"),
+        ({"theta": math.nan}, "theta must be above 0, got nan"),
+        ({"positions": [0, 1]}, r"positions must be a tensor \[T\], got list"),
+        ({"positions": torch.arange(4)[None]}, r"positions must have the shape \[T\], got \[1, 4\]"),
+    ],
+)
+def test_tables_of_nothing_are_refused(change, message):
+    """An odd width gave tables of another, and a base of 0 gave NaN, both in silence."""
+    with pytest.raises(ValueError, match=message):
+        rotary_tables(**{"positions": torch.arange(4), "head_dim": 8, "theta": 1e4, "dtype": torch.float32, **change})

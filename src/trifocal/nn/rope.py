@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from trifocal.ops.validation import check_rank, check_whole_number
+
 RopeType = Literal["default", "linear", "yarn", "llama3"]
 _ORIGINAL = "original_max_position_embeddings"
 # The fields that each type reads.
@@ -97,7 +99,15 @@ def rotary_frequencies(
 
     Returns:
         [D/2] in fp64, and the factor on cosines and sines.
+
+    Raises:
+        ValueError: If D is not even, or the base not above 0.
     """
+    check_whole_number("head_dim", head_dim, 2)
+    if head_dim % 2:
+        raise ValueError(f"head_dim must be even for rotary positions, got {head_dim}")
+    if not theta > 0:
+        raise ValueError(f"theta must be above 0, got {theta}")
     kind, factor, original = scaling.rope_type, scaling.factor, scaling.original_max_position_embeddings
     pairs = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64)
     frequencies = theta ** (-pairs / head_dim)
@@ -142,7 +152,11 @@ def rotary_tables(
 
     Returns:
         Cosine and sine, each [T, D/2], times the attention factor of the scaling.
+
+    Raises:
+        ValueError: If the positions are not [T], or as of `rotary_frequencies`.
     """
+    check_rank("positions", positions, "[T]")
     frequencies, factor = rotary_frequencies(head_dim, theta, scaling, positions.device)
     angles = positions.to(torch.float64)[:, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
