@@ -254,10 +254,16 @@ def test_documents_that_the_blocks_cover_are_one_line(dense, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_another_call_that_trains_there_is_left_alone(dense, tmp_path):
-    options = parse_arguments(sparsify.SparsifyArguments, arguments(dense, tmp_path), prog="trifocal sparsify")
+def test_another_call_that_works_there_is_left_alone(dense, tmp_path, capsys):
+    words = arguments(dense, tmp_path)
+    options = parse_arguments(sparsify.SparsifyArguments, words, prog="trifocal sparsify")
     work = sparsify._Work(options, dense, tmp_path / "out")
     work.index.mkdir(parents=True)
+    work._save()
+    with RunLock() as other:
+        other.acquire(work.steps)
+        assert f"another call works in {work.output}; wait for it" in refused(capsys, "sparsify", *words)
+        assert not work.start.exists()
     with RunLock() as other:
         other.acquire(work.index)
         with pytest.raises(UserError, match="steps/index is in use: process"):

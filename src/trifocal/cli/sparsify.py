@@ -146,7 +146,8 @@ def run(args: Sequence[str]) -> int:
         raise UserError("trifocal sparsify starts a process for each GPU itself: call it without a launcher")
     work = _Work(options, source, output)
     try:
-        length = work.take_steps()
+        with work.lock:
+            length = work.take_steps()
     except _Ended as ended:
         print(f"\nwhat was done is kept in {output}; the same command continues")
         return int(ended.args[0])
@@ -164,6 +165,7 @@ class _Work:
         self.dense = self.steps / "dense" if find_gguf(source) else source.resolve()
         self.device = choose_device(options.device)
         self.record = _read_record(options, output)
+        self.lock = RunLock()
 
     def take_steps(self) -> int:
         """Take each step that is not done; the tokens of a row."""
@@ -188,6 +190,11 @@ class _Work:
         print(f"\n{name}: {title}", flush=True)
         with writing(self.steps, "; give another OUT"):
             self.steps.mkdir(parents=True, exist_ok=True)
+            try:
+                if not self.lock.holds(self.steps):
+                    self.lock.acquire(self.steps)
+            except UserError as error:
+                raise UserError(f"another call works in {self.output}; wait for it, or end it first") from error
         self._save()
         began = time.perf_counter()
         found = work() or {}
@@ -351,7 +358,7 @@ class _Work:
             else:
                 with RunLock() as lock:
                     if folder.exists():
-                        # The same command may train there at this time.
+                        # Processes of a call that was killed may still train there.
                         lock.acquire(folder)
                     remove_folder(folder)
                 given = settings | {"train.steps": steps}
