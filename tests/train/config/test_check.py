@@ -125,8 +125,12 @@ def test_a_disk_too_small_for_the_checkpoints(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed))
     preflight(config, CPU)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
-    with pytest.raises(UserError, match="the checkpoints need"):
+    with pytest.raises(UserError, match=r"the checkpoints need .* or keep fewer \(checkpoint\.keep_last"):
         preflight(config, CPU)
+    # `trifocal sparsify` keeps one, and has no flag for it.
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
+    with pytest.raises(UserError, match=r"make room there$"):
+        preflight(make_config(tmp_path, "--checkpoint.keep_last", "1"), CPU)
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):

@@ -233,10 +233,11 @@ def _check_disk(config: RunConfig) -> None:
     needed = disk_bytes(config) - sum(file.stat().st_size for file in files)
     free = shutil.disk_usage(existing).free
     if needed > free:
+        saving = config.checkpoint
+        fewer = ", or keep fewer (checkpoint.keep_last, checkpoint.keep_every_steps)"
         raise UserError(
-            f"the checkpoints need {needed / 1e9:.3g} GB, and {existing} has {free / 1e9:.3g} GB free; "
-            "lower checkpoint.keep_last, keep fewer for good (checkpoint.keep_every_steps), or choose another "
-            "run.directory"
+            f"the checkpoints need {needed / 1e9:.3g} GB, and {existing} has {free / 1e9:.3g} GB free; make room there"
+            + (fewer if saving.keep_last > 1 or saving.keep_every_steps else "")
         )
 
 
