@@ -16,6 +16,7 @@ from trifocal.train import resume, train
 from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.config.check import preflight
 from trifocal.train.step.optimizer import make_optimizer
+from trifocal.train.step.schedule import learning_rate
 from trifocal.train.step.step import TrainStep
 
 CPU = torch.device("cpu")
@@ -129,6 +130,9 @@ def test_a_run_writes_the_loss_of_its_choice_and_teaches_the_same_when_resumed(t
     whole = read_checkpoint(run / "checkpoints" / "step_00000006")
     rows = read_metrics(run / "metrics.jsonl", "train")
     assert len(rows) == 6 and all(row["choice_loss"] > 0 for row in rows)
+    # Also where only the index learns, at three times this rate.
+    rates = [learning_rate(config, step) for step in range(1, 7)]
+    assert [row["learning_rate"] for row in rows] == pytest.approx(rates)
     assert all(len(row["choice_recall"]) == 2 and 0 < min(row["choice_recall"]) <= 1 for row in rows)
     assert resume(run, checkpoint="step_00000004").finished
     for key, value in read_checkpoint(run / "checkpoints" / "step_00000006").items():

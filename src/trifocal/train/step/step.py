@@ -28,7 +28,7 @@ class StepResult:
     Attributes:
         step: Its number, from 1.
         batches: Its micro-batches, on the host.
-        learning_rate: Learning rate of the step.
+        learning_rate: Learning rate of the step, without the factors of single groups.
         loss: Mean loss over all valid targets of the global batch, nats per token.
         local_loss: This process's share of it; the shares add up to it.
         gradient_norm: 2-norm of the whole gradient before clipping.
@@ -136,7 +136,8 @@ class TrainStep:
             parameters = [one for group in groups for one in group["params"] if id(one) not in ids]
             norm = gradient_norm(parameters)
             finite = guarded_step(self.optimizer, parameters, norm, loss_sum, self._config.gradient_clip_norm, apart)
-        return StepResult(step, batches, groups[0]["lr"], loss_sum, local_loss, norm, finite, choice, divergence)
+        rate = groups[0]["lr"] / groups[0]["lr_factor"]
+        return StepResult(step, batches, rate, loss_sum, local_loss, norm, finite, choice, divergence)
 
     def _add_gradients(self, micro_batches: Sequence[_MicroBatch], phases: Phases, forward_phase: str) -> Tensor:
         """Forward and backward of all micro-batches; returns the sum of their weighted losses."""
