@@ -257,7 +257,7 @@ def test_a_frozen_model_of_another_vocabulary_is_refused(theirs, source, tmp_pat
     with pytest.raises(UserError, match=r"distill\.from .* has a vocabulary of 259 tokens, the model 257; both need"):
         train(config)
     for flags, message in (
-        (("--distill.from", str(tmp_path / "nowhere")), "there is no run at .*nowhere: no such folder"),
+        (("--distill.from", str(tmp_path / "nowhere")), "^distill.from: there is no run at .*nowhere: no such folder"),
         (("--distill.text_weight", "0.5"), r"distill\.text_weight goes with distill\.from"),
         (
             ("--distill.from", str(source), "--train.only", "chooser", "--model.chooser", "index"),

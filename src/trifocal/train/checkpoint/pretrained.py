@@ -175,7 +175,10 @@ def load_frozen(folder: str, vocab_size: int, tokenizer: Tokenizer, device: torc
     """The model of `distill.from`, without gradients and in the types of its files. UserError if there is none, it is
     damaged, or its vocabulary is another one, as far as that is known.
     """
-    found = open_pretrained(user_path(folder, "distill.from"))
+    try:
+        found = open_pretrained(user_path(folder, "distill.from"))
+    except UserError as error:
+        raise UserError(f"distill.from: {error}") from error
     frozen = found.model()
     theirs = found.tokenizer() if found.tokenizer_place() else tokenizer
     if frozen.config.vocab_size != vocab_size:
